@@ -1,0 +1,287 @@
+"""A: MLA core attention, sparse (DSA) core attention with its index cache, and the ModuleSpecs of their layers.
+
+The projections, norms and rotary embedding are stock: full MLA rides on ``MLASelfAttention``, sparse MLA on
+``AbsorbedMLASelfAttention``, the indexer's projections on ``DSAIndexer`` (megatron-core 0.19). Ours is what happens between.
+
+Shape legend: S queries, T keys, B batch, H heads (of this rank), K query/key dim, V value dim, D hidden, N top-k.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
+    AbsorbedMLASelfAttention,
+    AbsorbedMLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAIndexer,
+    DSAIndexerLossAutoScaler,
+    DSAIndexerLossLoggingHelper,
+    DSAIndexerSubmodules,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs.parts import Parts
+from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss
+
+
+class IndexCache:
+    """The indices that Full layers hand to Shared layers, within one forward pass of one model chunk.
+
+    A Full layer publishes for exactly the micro-batch that is passing through the chunk, and the entry is gone once each of
+    its Shared layers has read it. So an entry can never be read for another micro-batch, whatever the schedule: a
+    Shared layer that runs without its Full layer (under partial recompute, say) finds nothing and raises.
+
+    Args:
+        sources: Shared layer number to the number of its Full layer, for the layers of this chunk.
+    """
+
+    def __init__(self, sources: dict[int, int]) -> None:
+        self._sources = dict(sources)
+        self._entries: dict[int, tuple[torch.Tensor, set[int]]] = {}
+
+    def publish(self, layer: int, index_BSN: torch.Tensor) -> None:
+        """Hand ``index_BSN`` of Full layer ``layer`` to the Shared layers it serves."""
+        readers = {shared for shared, full in self._sources.items() if full == layer}
+        if readers:
+            self._entries[layer] = (index_BSN, readers)
+
+    def read(self, layer: int) -> torch.Tensor:
+        """The indices for Shared layer ``layer``, exactly those its Full layer published for this micro-batch.
+
+        Raises:
+            ModelError: when the Full layer has not run in this forward pass.
+        """
+        full = self._sources[layer]
+        index_BSN, readers = self._entries.get(full, (None, set()))
+        if index_BSN is None or layer not in readers:
+            raise ModelError(
+                f"layer {layer} shares the indices of layer {full}, which has not published any for this micro-batch. "
+                "Activation recompute that reruns a Shared layer without its Full layer is not supported; leave "
+                "core attention and whole layers out of recompute"
+            )
+        readers.discard(layer)
+        if not readers:
+            del self._entries[full]
+        return index_BSN
+
+
+class MLACoreAttention(MegatronModule):
+    """Softmax attention with different query/key and value widths, in ``MLASelfAttention``'s core-attention slot.
+
+    Args are those the stock class passes; ``dispatcher`` comes from the spec.
+    """
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None,
+        dispatcher: Dispatcher,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        if k_channels is None:
+            return  # the stock base class fills the slot once without widths, and its subclass fills it again
+        _require_causal(attn_mask_type, layer_number)
+        self.softmax_scale = softmax_scale
+        self.layer_number = layer_number
+        self.backend = dispatcher.request("mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: Any = None,
+        attn_mask_type: AttnMaskType | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """``q [S, B, H, K], k [T, B, H, K], v [T, B, H, V] -> [S, B, H * V]``; causal, and masked where the mask is True."""
+        _refuse_packed(packed_seq_params, self.layer_number)
+        o_SBHV = self.backend.fn(query, key, value, softmax_scale=self.softmax_scale, attention_mask=attention_mask)
+        return o_SBHV.flatten(2)
+
+
+class SparseCoreAttention(MegatronModule):
+    """DeepSeek sparse attention over absorbed latents, in ``AbsorbedMLASelfAttention``'s core-attention slot.
+
+    A Full layer runs the indexer on detached inputs, attends to its top-k keys, trains it by KL against the attention it
+    saw (averaged over rows, times ``dsa_indexer_loss_coeff``), and publishes the indices. A Shared layer has no indexer and
+    no loss; it attends to exactly the published indices. Source: DeepSeek-V3.2 report; index cache arXiv 2603.12201.
+
+    Args:
+        indexer: spec of the indexer for a Full layer, None for a Shared layer. The others are those the stock class passes.
+    """
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None,
+        dispatcher: Dispatcher,
+        index_cache: IndexCache,
+        indexer: ModuleSpec | None,
+        pg_collection: ProcessGroupCollection,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        if k_channels is None or v_channels is None:
+            return  # as in MLACoreAttention
+        _require_causal(attn_mask_type, layer_number)
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale
+        self.value_dim = v_channels
+        self.pg_collection = pg_collection
+        self.index_cache = index_cache
+        self.backend = dispatcher.request("sparse_mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels)
+        self.indexer = None
+        if indexer is not None:
+            self.indexer = build_module(indexer, config=config, pg_collection=pg_collection)
+            self.score_backend = dispatcher.request("indexer", layer=layer_number, dim=config.dsa_indexer_head_dim)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: None,
+        attention_mask: torch.Tensor | None,
+        *,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Attend to the selected keys.
+
+        Args:
+            query: absorbed queries ``[S, B, H, K]``.
+            key: latents with rotary part, one head ``[T, B, 1, K]``; the value is their first V entries.
+            value: None, as the stock class passes it.
+            attention_mask: bool, True = masked, on top of causal; or None.
+            x: the layer's input ``[S, B, D]`` (a slice of S under sequence parallelism).
+            qr: normed query latents ``[S, B, q_lora_rank]`` (likewise).
+
+        Returns:
+            ``[S, B, H * V]`` latents, before the value up-projection.
+        """
+        _refuse_packed(packed_seq_params, self.layer_number)
+        kv_TBK = key.squeeze(2)
+        if self.indexer is None:
+            index_BSN = self.index_cache.read(self.layer_number)
+            o_SBHV, _ = self._attend(query, kv_TBK, index_BSN)
+            return o_SBHV.flatten(2)
+        q, k, weights = self.indexer.forward_before_topk(x.detach(), qr.detach())
+        score_BST = self.score_backend.fn(q, k, weights)
+        index_BSN = causal_topk(score_BST, self.indexer.index_topk, attention_mask)
+        self.index_cache.publish(self.layer_number, index_BSN)
+        o_SBHV, target_BSN = self._attend(query, kv_TBK, index_BSN)
+        output = o_SBHV.flatten(2)
+        if self.training and torch.is_grad_enabled() and self.config.dsa_indexer_loss_coeff:
+            output = self._train_indexer(output, score_BST, index_BSN, target_BSN)
+        return output
+
+    def _attend(
+        self, q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BSN: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.backend.fn(q_SBHK, kv_TBK, index_BSN, softmax_scale=self.softmax_scale, value_dim=self.value_dim)
+
+    def _train_indexer(
+        self, output: torch.Tensor, score_BST: torch.Tensor, index_BSN: torch.Tensor, target_BSN: torch.Tensor
+    ) -> torch.Tensor:
+        """Attach the indexer's loss to ``output``'s backward pass; heads of other tensor-parallel ranks count in the target."""
+        if self.pg_collection.tp.size() > 1:
+            torch.distributed.all_reduce(target_BSN, group=self.pg_collection.tp)
+        loss = indexer_loss(score_BST, index_BSN, target_BSN) * self.config.dsa_indexer_loss_coeff
+        DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, self.layer_number, self.config.num_layers)
+        if self.config.calculate_per_token_loss:
+            loss = loss * index_BSN.shape[0] * index_BSN.shape[1]  # gradients are divided by the number of tokens later
+        return DSAIndexerLossAutoScaler.apply(output, loss)
+
+
+def _require_causal(attn_mask_type: AttnMaskType, layer_number: int) -> None:
+    if attn_mask_type != AttnMaskType.causal:
+        raise ModelError(f"layer {layer_number}: attention mask type is {attn_mask_type}; expected causal")
+
+
+def _refuse_packed(packed_seq_params: Any, layer_number: int) -> None:
+    if packed_seq_params is not None:
+        raise ModelError(f"layer {layer_number}: packed sequences are not supported yet; train on unpacked rows")
+
+
+def full_attention(parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
+    """Full MLA: the stock class with our core attention."""
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_down_proj=parts.down_linear,
+            linear_q_up_proj=parts.column_linear,
+            linear_kv_down_proj=parts.down_linear,
+            linear_kv_up_proj=parts.column_linear,
+            core_attention=ModuleSpec(module=MLACoreAttention, params={"dispatcher": dispatcher}),
+            linear_proj=parts.row_linear,
+            q_layernorm=parts.norm,
+            kv_layernorm=parts.norm,
+        ),
+    )
+
+
+def sparse_attention(parts: Parts, dispatcher: Dispatcher, index_cache: IndexCache, *, full: bool) -> ModuleSpec:
+    """Sparse MLA: the stock absorbed class with our core attention; ``full`` layers own an indexer."""
+    indexer = ModuleSpec(
+        module=DSAIndexer,
+        submodules=DSAIndexerSubmodules(
+            linear_wq_b=parts.duplicated_linear,
+            linear_wk=parts.duplicated_linear,
+            k_norm=parts.norm,
+            linear_weights_proj=parts.duplicated_linear,
+        ),
+    )
+    return ModuleSpec(
+        module=AbsorbedMLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=AbsorbedMLASelfAttentionSubmodules(
+            linear_q_down_proj=parts.down_linear,
+            linear_q_up_proj=parts.column_linear,
+            linear_kv_down_proj=parts.down_linear,
+            linear_kv_up_proj=parts.column_linear,
+            core_attention=ModuleSpec(
+                module=SparseCoreAttention,
+                params={"dispatcher": dispatcher, "index_cache": index_cache, "indexer": indexer if full else None},
+            ),
+            linear_proj=parts.row_linear,
+            q_layernorm=parts.norm,
+            kv_layernorm=parts.norm,
+        ),
+    )
+
+
+def attention_layer_spec(parts: Parts, attention: ModuleSpec) -> ModuleSpec:
+    """One A layer: norm, attention, residual; no feed-forward part."""
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=parts.norm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+        ),
+    )

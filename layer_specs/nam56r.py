@@ -1,0 +1,192 @@
+"""``--spec megacpp_mcore nam56r``: assembles the layers of one pipeline or virtual stage of an A/M/E/R model.
+
+Megatron's GPTModel is the host: the callable below is called once a model chunk and returns that chunk's layer specs.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAIndexerLossAutoScaler,
+    DSAIndexerLossLoggingHelper,
+)
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_num_layers_to_build,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import log_single_rank
+
+from megacpp_mcore import config as plugin_config
+from megacpp_mcore import lowering, patches
+from megacpp_mcore import pattern as grammar
+from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.layer_specs.attention import (
+    IndexCache,
+    attention_layer_spec,
+    full_attention,
+    sparse_attention,
+)
+from megacpp_mcore.layer_specs.experts import expert_layer_spec
+from megacpp_mcore.layer_specs.mamba import mamba_layer_spec
+from megacpp_mcore.layer_specs.mtp import mtp_block
+from megacpp_mcore.layer_specs.parts import Parts, parts_for
+from megacpp_mcore.layer_specs.recurrent import recurrent_layer_spec
+from megacpp_mcore.model import Layout, Model
+
+logger = logging.getLogger(__name__)
+
+PATCHES = ("mtp-shared-block",)
+"""What the model cannot do without; applied by the callable, never by an import."""
+
+
+@dataclass
+class HybridBlockSubmodules(TransformerBlockSubmodules):
+    """TransformerBlockSubmodules that also says what MTP block belongs to the layers; None: not on this chunk."""
+
+    mtp: MultiTokenPredictionBlockSubmodules | None = None
+
+
+def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
+    """The layer specs of one model chunk.
+
+    Args:
+        config: Megatron's ``GPTModelConfig`` (stock scripts) or a provider that is itself the TransformerConfig (Bridge).
+        vp_stage: virtual pipeline stage, None without virtual stages.
+
+    Raises:
+        ArgumentMismatchError: the run's arguments contradict the model; nothing has been allocated.
+        ConfigFileError: the file that ``MEGACPP_CONFIG`` names is wrong.
+        ModelError: the layout cannot hold the model.
+    """
+    transformer = getattr(config, "transformer", config)
+    sources = (transformer, config)
+    settings = plugin_config.from_environment()
+    model = settings.model if settings is not None else lowering.matching_preset(sources)
+    lowering.check_arguments(model, sources)
+    chunks = model_chunks(transformer)
+    check_layout(model, transformer, chunks)
+    patches.apply(PATCHES)
+    prepare(model, transformer)
+    dispatcher = Dispatcher(settings.backends if settings is not None else None)
+    layers = chunk_layers(transformer, vp_stage)
+    log_single_rank(logger, logging.INFO, f"megacpp-mcore: building {model.name}, layers {model.layers}")
+    return block_submodules(model, transformer, layers, vp_stage, dispatcher)
+
+
+def block_submodules(
+    model: Model, config: TransformerConfig, layers: range, vp_stage: int | None, dispatcher: Dispatcher
+) -> HybridBlockSubmodules:
+    """The specs of the layers numbered ``layers`` (1-based), the final norm, and MTP where it belongs."""
+    parts = parts_for(config)
+    sources = grammar.source_layers(model.roles)
+    index_cache = IndexCache({shared: full for shared, full in sources.items() if shared in layers})
+    specs = [layer_spec(model, config, number, parts, dispatcher, index_cache) for number in layers]
+    has_mtp = get_mtp_num_layers_to_build(config, vp_stage=vp_stage) > 0
+    return HybridBlockSubmodules(
+        layer_specs=specs, layer_norm=parts.norm, mtp=mtp_block(parts, dispatcher) if has_mtp else None
+    )
+
+
+def layer_spec(
+    model: Model,
+    config: TransformerConfig,
+    number: int,
+    parts: Parts,
+    dispatcher: Dispatcher,
+    index_cache: IndexCache,
+) -> ModuleSpec:
+    """The spec of trunk layer ``number`` (1-based)."""
+    letter, role = model.layers[number - 1], model.roles[number - 1]
+    if letter == "M":
+        return mamba_layer_spec(model, parts, dispatcher)
+    if letter == "R":
+        return recurrent_layer_spec(model, parts, dispatcher)
+    if letter == "E":
+        return expert_layer_spec(config, parts)
+    if role == grammar.FULL_ATTENTION:
+        return attention_layer_spec(parts, full_attention(parts, dispatcher))
+    full = role == grammar.FULL_INDEX
+    return attention_layer_spec(parts, sparse_attention(parts, dispatcher, index_cache, full=full))
+
+
+def prepare(model: Model, config: TransformerConfig) -> None:
+    """Set what a hybrid model needs in Megatron's configuration and has no flag for."""
+    # Unlike layers do not share one stacked checkpoint tensor (the field is spelled so upstream).
+    config.hetereogenous_dist_checkpoint = True
+    # Read by the patch mtp-shared-block, which scales each depth's gradient.
+    config.mtp_loss_decay = model.mtp.loss_decay
+    if grammar.FULL_INDEX in model.roles:
+        # Without it the schedules leave the indexer's loss unscaled, num_microbatches times too strong.
+        config.experimental_attention_variant_loss_scale_func = DSAIndexerLossAutoScaler.set_loss_scale
+        # The tracker is all-reduced over pipeline ranks by those that hold one: a stage without a Full layer has to, too.
+        DSAIndexerLossLoggingHelper.tracker.setdefault(
+            "values", torch.zeros(config.num_layers, device=torch.cuda.current_device())
+        )
+
+
+def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, ...]) -> None:
+    """Refuse a run whose parallel layout cannot hold ``model``, stages as Megatron really cuts them."""
+    layout = Layout(
+        tensor=config.tensor_model_parallel_size,
+        pipeline=config.pipeline_model_parallel_size,
+        virtual=config.virtual_pipeline_model_parallel_size or 1,
+        expert=config.expert_model_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+    )
+    model.check_cut(layout)
+    grammar.check_chunks(model.name, model.roles, chunks)
+    _refuse_recompute(model, config)
+
+
+def _refuse_recompute(model: Model, config: TransformerConfig) -> None:
+    if grammar.SHARED_INDEX not in model.roles:
+        return
+    core = config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or [])
+    if config.recompute_granularity == "full" or core:
+        from megacpp_mcore.errors import ModelError
+
+        raise ModelError(
+            f"{model.name}: recompute of {'whole layers' if not core else 'core attention'} is not supported with Shared "
+            "('S') layers yet, because their indices are gone by then; use --recompute-granularity selective with modules "
+            "other than core_attn, or a schedule without 'S'"
+        )
+
+
+def model_chunks(config: TransformerConfig) -> tuple[range, ...]:
+    """The 1-based layer numbers of every model chunk, as Megatron cuts them, in the order of the layers."""
+    found = []
+    for vp_stage in range(config.virtual_pipeline_model_parallel_size or 1):
+        for pp_rank in range(config.pipeline_model_parallel_size):
+            found.append(chunk_layers(config, vp_stage, pp_rank))
+    return tuple(found)
+
+
+def chunk_layers(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None = None) -> range:
+    """The 1-based layer numbers of one model chunk, as Megatron cuts them; by default of this pipeline rank."""
+    if pp_rank is None:
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        stage = vp_stage or 0
+        before = [
+            layout.layout[rank][virtual].count(LayerType.decoder)
+            for virtual in range(layout.virtual_pipeline_model_parallel_size)
+            for rank in range(layout.pipeline_model_parallel_size)
+            if (virtual, rank) < (stage, pp_rank)
+        ]
+        first = 1 + sum(before)
+        return range(first, first + layout.layout[pp_rank][stage].count(LayerType.decoder))
+    if config.virtual_pipeline_model_parallel_size is None:
+        vp_stage = None
+    first = 1 + get_transformer_layer_offset(config, vp_stage, pp_rank)
+    return range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))

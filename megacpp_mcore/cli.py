@@ -1,0 +1,135 @@
+"""The command line ``megacpp-mcore``: hands each sub-command to the module that does it; imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import megacpp_mcore
+from megacpp_mcore import doctor, launcher, recipe_command
+from megacpp_mcore.data import command as data_command
+from megacpp_mcore.errors import MegacppError
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 2 when what the user asked for cannot be done.
+
+    Args:
+        argv: the arguments after the program's name; by default those of this process.
+    """
+    args = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except MegacppError as error:
+        if args.traceback:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has left; Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The parsed command line; for ``launch``, all that follows the first ``--`` is kept as ``stock_command``."""
+    parser = _parser()
+    head, tail = list(argv), []
+    if "--" in argv and "launch" in argv[: argv.index("--")]:
+        head, tail = list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])
+    args = parser.parse_args(head)
+    args.stock_command = tail
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megacpp-mcore", description="The hybrid model NAM56R for stock Megatron-Core."
+    )
+    parser.add_argument("--version", action="version", version=f"megacpp-mcore {megacpp_mcore.__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, add, run in (
+        ("doctor", doctor.add_parser, doctor.run),
+        ("launch", _add_launch, _launch),
+        ("recipe", recipe_command.add_parser, recipe_command.run),
+        ("data", data_command.add_parser, data_command.run),
+        ("patch", _add_patch, _patch),
+    ):
+        add(subparsers)
+        subparsers.choices[name].set_defaults(run=run)
+    return parser
+
+
+def _add_launch(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "launch",
+        help="run a stock Megatron script, or the stock loop of the wheel",
+        usage="megacpp-mcore launch [--device DEVICE] [--nproc N] [--allow-spec-from PACKAGE] -- [script.py] ARGUMENTS",
+    )
+    parser.add_argument(
+        "--device", choices=launcher.DEVICES, default="auto", help="auto takes the CPU when there is no GPU"
+    )
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default: 1)")
+    parser.add_argument(
+        "--allow-spec-from",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help=f"a package that --spec may import from, besides {' and '.join(launcher.ALLOWED_SPEC_PREFIXES)}",
+    )
+
+
+def _launch(args: argparse.Namespace) -> int:
+    return launcher.launch(
+        args.stock_command,
+        device=args.device,
+        nproc=args.nproc,
+        allowed_spec_prefixes=(*launcher.ALLOWED_SPEC_PREFIXES, *args.allow_spec_from),
+    )
+
+
+def _add_patch(subparsers: Any) -> None:
+    parser = subparsers.add_parser("patch", help="list the patches, and say which of them fit the installed Megatron")
+    actions = parser.add_subparsers(dest="patch_action", required=True, metavar="ACTION")
+    listing = actions.add_parser("list", help="name every patch and what it fixes")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    status = actions.add_parser("status", help="check every patch against the installed Megatron; changes nothing")
+    status.add_argument("names", nargs="*", metavar="NAME", help="patches to check (default: all)")
+    status.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _patch(args: argparse.Namespace) -> int:
+    from megacpp_mcore.patches.registry import default
+
+    registry = default()
+    if args.patch_action == "list":
+        rows = registry.status()
+        _print(args.json, rows, [f"{row['name']}: {row['fixes']}" for row in rows])
+        return 0
+    names = args.names or [patch.name for patch in registry.patches]
+    with warnings.catch_warnings():
+        # Importing Megatron warns a dozen times about what is not installed; `doctor` says that better.
+        warnings.simplefilter("ignore")
+        found = [(name, *registry.examine(name)) for name in names]
+    rows = [{"name": name, "state": state, "reason": reason} for name, state, reason in found]
+    _print(args.json, rows, [f"{name}: {state}{': ' if reason else ''}{reason}" for name, state, reason in found])
+    return 0
+
+
+def _print(as_json: bool, rows: list[dict[str, Any]], lines: list[str]) -> None:
+    print(json.dumps(rows, indent=2) if as_json else "\n".join(lines) or "there are no patches")

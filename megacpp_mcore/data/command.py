@@ -1,0 +1,150 @@
+"""The command ``megacpp-mcore data``: prepare, verify, corpus and score-unigram; no torch at import."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from typing import Any
+
+from megacpp_mcore.errors import DataError
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add ``data`` to the subparsers of ``megacpp-mcore`` and return its parser."""
+    parser: argparse.ArgumentParser = subparsers.add_parser("data", help="prepare, check and score training data")
+    actions = parser.add_subparsers(dest="data_action", required=True, metavar="ACTION")
+    _add_prepare(actions)
+    _add_verify(actions)
+    corpus = actions.add_parser("corpus", help="make a small corpus from Python's own standard library")
+    corpus.add_argument("--output", required=True, metavar="DIR", help="folder for stdlib_train and stdlib_heldout")
+    corpus.add_argument("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
+    corpus.add_argument("--overwrite", action="store_true", help="replace an existing corpus")
+    score = actions.add_parser("score-unigram", help="unigram entropy of a byte dataset, in bits per byte")
+    score.add_argument("prefix", metavar="PREFIX", help="path of the dataset without suffix")
+    return parser
+
+
+def _add_prepare(actions: Any) -> None:
+    parser = actions.add_parser("prepare", help="tokenize text files into Megatron's .bin and .idx")
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text files, or folders to search")
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="path of the dataset without suffix")
+    parser.add_argument(
+        "--tokenizer",
+        default="byte",
+        metavar="byte|DIR",
+        help="bytes, or a local Hugging Face folder (default: byte)",
+    )
+    parser.add_argument(
+        "--split", metavar="NAME=SHARE,...", help="such as train=0.98,valid=0.02; writes PREFIX_NAME for each"
+    )
+    parser.add_argument(
+        "--glob", action="append", default=[], help="names to take from folders instead of *.txt *.py *.md *.jsonl"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing datasets")
+    parser.add_argument(
+        "--errors",
+        choices=("strict", "skip"),
+        default="strict",
+        help="what to do with text that cannot be decoded: stop, or list it in the manifest (default: strict)",
+    )
+
+
+def _add_verify(actions: Any) -> None:
+    parser = actions.add_parser("verify", help="check datasets against their manifests")
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="paths of datasets without suffix")
+    parser.add_argument("--adopt", action="store_true", help="write a manifest for datasets that another tool made")
+    parser.add_argument("--tokenizer", metavar="byte|DIR", help="with --adopt: the tokenizer that made them")
+    parser.add_argument("--vocab-size", type=int, help="with --adopt: the vocabulary size, where it is known")
+    parser.add_argument("--eod-id", type=int, help="with --adopt: the id that ends every document, where there is one")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the parsed ``args`` say and return the exit status.
+
+    Raises:
+        DataError: it cannot be done; the message says why.
+    """
+    actions = {"prepare": _prepare, "verify": _verify, "corpus": _corpus, "score-unigram": _score_unigram}
+    try:
+        return actions[args.data_action](args)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command continues where this one stopped", file=sys.stderr)
+        return 130
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from megacpp_mcore.data.prepare import prepare
+
+    prefixes = prepare(
+        args.inputs,
+        args.output,
+        tokenizer=args.tokenizer,
+        split=args.split,
+        globs=args.glob,
+        workers=args.workers,
+        overwrite=args.overwrite,
+        skip_errors=args.errors == "skip",
+    )
+    _print_datasets(prefixes)
+    _print_flags(args.tokenizer)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from megacpp_mcore.data.manifest import adopt, verify
+    from megacpp_mcore.data.tokenizer import ByteTokenizer, load_tokenizer
+
+    told = (args.tokenizer, args.vocab_size, args.eod_id)
+    if not args.adopt and told != (None, None, None):
+        raise DataError(
+            "--tokenizer, --vocab-size and --eod-id say what a manifest is to hold: add --adopt, or drop them"
+        )
+    for prefix in args.prefixes:
+        if args.adopt:
+            tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+            adopt(prefix, tokenizer=tokenizer, vocab_size=args.vocab_size, eod_id=args.eod_id)
+        manifest = verify(prefix)
+        _print_datasets([prefix])
+        if manifest.tokenizer["checksum"] == ByteTokenizer().checksum():
+            _print_flags("byte")
+        elif manifest.tokenizer["kind"] == "huggingface":
+            print("stock flags: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR")
+        if manifest.tokenizer["eod_id"] is None:
+            print("its end-of-document id is not known and was not checked; adopt it with --eod-id to have it checked")
+    return 0
+
+
+def _corpus(args: argparse.Namespace) -> int:
+    import os
+
+    from megacpp_mcore.data.corpus import prepare_stdlib_corpus
+
+    output = os.path.join(args.output, "stdlib")
+    _print_datasets(prepare_stdlib_corpus(output, workers=args.workers, overwrite=args.overwrite))
+    _print_flags("byte")
+    return 0
+
+
+def _score_unigram(args: argparse.Namespace) -> int:
+    from megacpp_mcore.data.score import unigram_bits_per_byte
+
+    print(f"{unigram_bits_per_byte(args.prefix):.6f}")
+    return 0
+
+
+def _print_datasets(prefixes: Any) -> None:
+    from megacpp_mcore.data.manifest import load_manifest
+
+    for prefix in prefixes:
+        manifest = load_manifest(prefix)
+        text = "" if manifest.text_bytes is None else f", {manifest.text_bytes} bytes of text"
+        skipped = f", {len(manifest.skipped)} skipped (see the manifest)" if manifest.skipped else ""
+        print(f"{prefix}: {manifest.documents} documents, {manifest.tokens} tokens of {manifest.dtype}{text}{skipped}")
+
+
+def _print_flags(tokenizer: str) -> None:
+    from megacpp_mcore.data.tokenizer import load_tokenizer
+
+    print(f"stock flags: {shlex.join(load_tokenizer(tokenizer).stock_flags())}")

@@ -1,0 +1,70 @@
+"""A corpus that every machine has: the sources of the running Python's standard library."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from megacpp_mcore.data.prepare import prepare_sources
+from megacpp_mcore.data.sources import Source, make_source
+from megacpp_mcore.errors import DataError
+
+EXCLUDED_FOLDERS = frozenset(
+    {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings", "site-packages", "dist-packages"}
+)
+STDLIB_SPLIT = "train=0.95,heldout=0.05"
+
+
+def find_stdlib_sources() -> list[Source]:
+    """Return the ``.py`` files of the standard library, about 9 MB, sorted by path relative to it.
+
+    Left out: tests, IDLE, lib2to3, bundled and installed packages; ``encodings``, whose generated tables differ so
+    little that a held-out one would be known from the others; and the ``_sysconfigdata`` modules, which describe one
+    build. The same Python release gives the same corpus on every machine, up to a distributor's changes.
+
+    Raises:
+        DataError: this Python has no standard library in files.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    sources = sorted(make_source(path, path.relative_to(root).as_posix()) for path in _walk(root))
+    if not sources:
+        raise DataError(f"{root} holds no .py file; expected the sources of the standard library: use another Python")
+    return sources
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in EXCLUDED_FOLDERS and name != "__pycache__")
+        yield from (
+            Path(folder, name) for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        )
+
+
+def prepare_stdlib_corpus(
+    output_prefix: str,
+    *,
+    split: str = STDLIB_SPLIT,
+    workers: int = 1,
+    overwrite: bool = False,
+    progress: TextIO | None = None,
+) -> tuple[str, str]:
+    """Prepare the standard library as byte datasets, split by file, and return the train and held-out prefixes.
+
+    Raises:
+        DataError: as :func:`megacpp_mcore.data.prepare.prepare` does.
+    """
+    train, heldout = prepare_sources(
+        find_stdlib_sources(),
+        output_prefix,
+        command=f"megacpp-mcore data corpus --output DIR  # Python {platform.python_version()}",
+        tokenizer="byte",
+        split=split,
+        workers=workers,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    return train, heldout

@@ -1,0 +1,107 @@
+"""Bits per byte: what a model needs to beat, and what it reached.
+
+What is counted. The text's bytes are the unit: a dataset's end-of-document tokens are no bytes. A byte model predicts a
+stream ``bytes of document 1, eod, bytes of document 2, eod, …``. Its loss covers the end-of-document tokens, which say
+where a document ends; their nats are charged to the bytes and their number is not. So a model's bits per byte are never
+flattered by the ends, while the unigram score leaves the ends out altogether, which makes it the easier one to reach.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megacpp_mcore.data.index import read_index
+from megacpp_mcore.data.manifest import load_manifest
+from megacpp_mcore.data.tokenizer import BYTE_COUNT, ByteTokenizer
+from megacpp_mcore.errors import DataError
+
+
+def unigram_bits_per_byte(prefix: str) -> float:
+    """Return the empirical unigram entropy of the bytes of a byte dataset, in bits per byte.
+
+    That is ``-Σ_b p_b log2 p_b`` with ``p_b`` the share of byte ``b`` among *these* bytes: the least that a model
+    without context can need, because it is fitted to the very bytes it is scored on. Specials are not counted.
+
+    Raises:
+        DataError: the dataset is damaged, was not made with the byte tokenizer, or holds no bytes.
+    """
+    tokenizer = load_manifest(prefix).tokenizer
+    if tokenizer["checksum"] != ByteTokenizer().checksum():
+        raise DataError(
+            f"{prefix} was made with the tokenizer {tokenizer['kind']}; expected the byte tokenizer, whose ids are "
+            "bytes: prepare the text with --tokenizer byte to score it"
+        )
+    counts = np.zeros(BYTE_COUNT, dtype=np.int64)
+    for chunk in read_index(prefix).read_chunks():
+        counts += np.bincount(chunk[chunk < BYTE_COUNT], minlength=BYTE_COUNT)
+    total = int(counts.sum())
+    if not total:
+        raise DataError(f"{prefix}.bin holds no bytes, only specials; expected text")
+    share = counts[counts > 0] / total
+    return float(-(share * np.log2(share)).sum()) + 0.0
+
+
+def count_bytes(label_ids: npt.ArrayLike) -> int:
+    """Return how many of a byte model's labels (any shape) are bytes rather than specials."""
+    return int((np.asarray(label_ids) < BYTE_COUNT).sum())
+
+
+@dataclass
+class BitsPerByte:
+    """A running score: nats summed over predicted tokens, and the text bytes that those tokens stand for.
+
+    Only tokens whose loss is in ``nats`` may have their bytes in ``bytes``: the first token of a sequence is context,
+    not a prediction. For a byte model the bytes are :func:`count_bytes` of the labels with loss mask 1.
+    """
+
+    nats: float = 0.0
+    bytes: int = 0
+
+    def add(self, nats: float, bytes_: int) -> None:
+        """Count a batch: the sum (not the mean) of its token losses in nats, and its bytes.
+
+        Raises:
+            DataError: a loss that is negative or not a number, or a negative count.
+        """
+        if not math.isfinite(nats) or nats < 0 or bytes_ < 0:
+            raise DataError(
+                f"found {nats} nats over {bytes_} bytes; expected a finite sum of losses, 0 or more, and a count"
+            )
+        self.nats += nats
+        self.bytes += bytes_
+
+    @property
+    def value(self) -> float:
+        """Bits per byte so far.
+
+        Raises:
+            DataError: no byte has been counted.
+        """
+        if not self.bytes:
+            raise DataError("no byte has been counted; expected at least one before bits per byte are asked for")
+        return self.nats / (math.log(2) * self.bytes)
+
+
+def bits_per_byte_of_mean_loss(mean_loss: float, prefix: str) -> float:
+    """Return the bits per byte that a mean token loss, as Megatron's evaluation logs it, means for a dataset.
+
+    Args:
+        mean_loss: nats per token over the dataset, end-of-document tokens included.
+        prefix: the dataset; its manifest has the tokens per byte. Exact when the loss is over all of it, and as good as
+            the sample otherwise.
+
+    Raises:
+        DataError: the manifest does not know the bytes of the text.
+    """
+    manifest = load_manifest(prefix)
+    if manifest.text_bytes is None:
+        raise DataError(
+            f"{prefix} was adopted, and the bytes of its text are not known; prepare it from the text to score it"
+        )
+    score = BitsPerByte()
+    score.add(mean_loss * manifest.tokens, manifest.text_bytes)
+    return score.value

@@ -1,0 +1,188 @@
+"""Tokenizers that ``data prepare`` can use, each with the stock Megatron flags that agree with it; no torch.
+
+``byte``: ids 0..255 are the bytes of the UTF-8 text itself, ids 256..259 the specials. Stock Megatron has no flag for a
+byte tokenizer (its ``ByteLevelTokenizer`` cannot be named by ``--tokenizer-type``, and its end-of-document is byte 0),
+and training only asks a tokenizer for its vocabulary size, its end-of-document id and its padding id. ``NullTokenizer``
+takes all three from flags, so the two agree (megatron-core 0.19.2, ``core/tokenizers/utils/build_tokenizer.py``).
+
+A folder: a Hugging Face "fast" tokenizer (``tokenizer.json``), read from disk and never from a hub.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megacpp_mcore.errors import DataError
+
+BYTE_COUNT = 256
+BYTE_SPECIALS = {"<|eod|>": 256, "<|bos|>": 257, "<|pad|>": 258, "<|unk|>": 259}
+BYTE_VOCAB_SIZE = BYTE_COUNT + len(BYTE_SPECIALS)
+BYTE_EOD_ID = BYTE_SPECIALS["<|eod|>"]
+BYTE_PAD_ID = BYTE_SPECIALS["<|pad|>"]
+
+_HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+class Tokenizer(Protocol):
+    """What ``data`` asks of a tokenizer."""
+
+    kind: str
+    vocab_size: int
+    eod_id: int
+
+    def encode(self, text: bytes) -> NDArray[Any]:
+        """Return the ids (1-D, below ``vocab_size``) of one document given as valid UTF-8, without specials."""
+        ...
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """Return the text of ``ids``; specials are left out."""
+        ...
+
+    def checksum(self) -> str:
+        """Return a SHA-256 over everything that decides which ids a text gets."""
+        ...
+
+    def stock_flags(self) -> list[str]:
+        """Return the stock Megatron flags under which training sees the same vocabulary size and end-of-document id."""
+        ...
+
+
+class ByteTokenizer:
+    """Bytes as tokens: ``encode`` is the identity on the UTF-8 bytes, so tokens and bytes are one count."""
+
+    kind = "byte"
+    vocab_size = BYTE_VOCAB_SIZE
+    eod_id = BYTE_EOD_ID
+
+    def encode(self, text: bytes) -> NDArray[np.uint8]:
+        """Return the bytes of ``text`` as ids, shape ``[len(text)]``."""
+        return np.frombuffer(text, dtype=np.uint8)
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """Return the text of ``ids`` without specials; bytes cut in the middle of a character become U+FFFD."""
+        kept = np.asarray(ids)
+        return kept[kept < BYTE_COUNT].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def checksum(self) -> str:
+        """Return a SHA-256 over the vocabulary's description."""
+        description = json.dumps({"bytes": BYTE_COUNT, "specials": BYTE_SPECIALS}, sort_keys=True)
+        return hashlib.sha256(description.encode()).hexdigest()
+
+    def stock_flags(self) -> list[str]:
+        """Return ``NullTokenizer`` flags; stock then has vocabulary 260, end-of-document 256, padding 258."""
+        return [
+            "--tokenizer-type",
+            "NullTokenizer",
+            "--vocab-size",
+            str(self.vocab_size),
+            "--null-tokenizer-eod-id",
+            str(self.eod_id),
+            "--null-tokenizer-pad-id",
+            str(BYTE_PAD_ID),
+        ]
+
+
+class HuggingFaceTokenizer:
+    """A Hugging Face tokenizer in a local folder, read with the ``tokenizers`` package.
+
+    The vocabulary size counts added tokens, as ``len(AutoTokenizer)`` does, and the end-of-document id is that of
+    ``eos_token`` in ``tokenizer_config.json``: what stock's ``HuggingFaceTokenizer`` uses.
+
+    Raises:
+        DataError: the folder has no ``tokenizer.json``, names no ``eos_token``, or ``tokenizers`` is not installed.
+    """
+
+    kind = "huggingface"
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        if not (self.folder / "tokenizer.json").is_file():
+            raise DataError(
+                f"tokenizer folder {self.folder} has no tokenizer.json; expected a Hugging Face 'fast' tokenizer saved "
+                "with save_pretrained(). Nothing is fetched from a hub: download or convert it first"
+            )
+        self._tokenizer = _load_tokenizer_json(self.folder / "tokenizer.json")
+        self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        self.eod_id = self._find_eod()
+
+    def _find_eod(self) -> int:
+        """Return the id of the folder's ``eos_token``."""
+        config = self.folder / "tokenizer_config.json"
+        try:
+            token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        except (OSError, ValueError, AttributeError) as error:
+            raise DataError(
+                f"{config}: {error}; expected a JSON object with the key eos_token, whose id ends every document"
+            ) from error
+        name = token.get("content") if isinstance(token, dict) else token
+        eod = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
+        if eod is None:
+            raise DataError(
+                f"{config}: eos_token is {token!r}, which is no token of tokenizer.json; set eos_token to the token "
+                "that is to end every document"
+            )
+        return int(eod)
+
+    def encode(self, text: bytes) -> NDArray[np.int64]:
+        """Return the ids of one document; no specials are added."""
+        return np.asarray(self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False).ids, dtype=np.int64)
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """Return the text of ``ids`` without specials."""
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def checksum(self) -> str:
+        """Return a SHA-256 over the names and contents of the folder's tokenizer files."""
+        digest = hashlib.sha256()
+        for name in _HF_FILES:
+            path = self.folder / name
+            if path.is_file():
+                digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+        return digest.hexdigest()
+
+    def stock_flags(self) -> list[str]:
+        """Return the ``HuggingFaceTokenizer`` flags for this folder; stock needs ``transformers`` for them."""
+        return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(self.folder)]
+
+
+def _load_tokenizer_json(path: Path) -> Any:
+    """Return ``tokenizers.Tokenizer`` of ``path``, with every hub access switched off for this process."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise DataError(
+            f"reading {path} needs the 'tokenizers' package, which cannot be imported here ({error}); "
+            "pip install tokenizers, or use --tokenizer byte"
+        ) from error
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare Exception for every malformed file
+        raise DataError(
+            f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads: {error}"
+        ) from error
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer that ``name`` says: ``byte``, or the path of a local Hugging Face folder.
+
+    Raises:
+        DataError: ``name`` is neither.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    if not os.path.isdir(name):
+        raise DataError(
+            f"tokenizer {name!r} is neither 'byte' nor an existing folder; expected one of the two "
+            "(names on a hub are not looked up: pass the folder that holds tokenizer.json)"
+        )
+    return HuggingFaceTokenizer(name)

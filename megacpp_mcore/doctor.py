@@ -1,0 +1,292 @@
+"""The command ``megacpp-mcore doctor``: what is installed, what of it works, and which packages are not what they seem.
+
+Every package that is found is really imported, in a process of its own with a time limit, so that one that crashes or
+hangs is a line in the report and not the end of it. Imports no torch itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+import megacpp_mcore
+
+WORKS, ABSENT, BROKEN, IMPOSTOR = "works", "absent", "broken", "impostor"
+TIME_LIMIT_S = 180.0
+PYTHON_VERSIONS = ">=3.12"
+
+_ADVICE_APEX = (
+    "not NVIDIA's Apex: Megatron picks up any importable 'apex' and then fails on RMSNorm; "
+    "run `pip uninstall apex` (NVIDIA's is built from its source repository)"
+)
+_ADVICE_DEEP_GEMM = (
+    "no DeepGEMM: it has no CUDA sources to compile; run `pip uninstall deep-gemm` and install sgl-deep-gemm==0.2.1"
+)
+_ADVICE_TE = (
+    "a transformer-engine that does not import breaks megatron-core's own import; "
+    "install transformer-engine[pytorch], or uninstall every transformer-engine package"
+)
+_ADVICE_RESILIENCY = "nvidia-resiliency-ext 0.4.1 breaks megatron-core's import; uninstall it, or use 0.5 or later"
+
+
+@dataclass(frozen=True)
+class Component:
+    """One thing to look for.
+
+    Attributes:
+        name: what people call it.
+        module: the module whose presence means that it is there.
+        probe: Python statements that use it; they leave its version, where it states one, in ``version``.
+        distributions: names it may be installed under, for the version of what does not import.
+        required: whether training needs it.
+        versions: the range that is supported, where there is one.
+        blocks: whether training fails when it is there and does not work, although it is optional.
+        advice: what to do then.
+    """
+
+    name: str
+    module: str
+    probe: str
+    distributions: tuple[str, ...] = ()
+    required: bool = False
+    versions: str = ""
+    blocks: bool = False
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one component; ``blocks`` says that training would fail on it."""
+
+    name: str
+    state: str
+    version: str | None = None
+    reason: str = ""
+    blocks: bool = False
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def _plain(module: str) -> str:
+    return f"import torch\nimport {module}\nversion = getattr({module}, '__version__', None)"
+
+
+_TORCH = """
+import torch
+version = torch.__version__
+torch.zeros(2).add_(1).sum().item()
+details["cuda"] = torch.version.cuda
+details["gpus"] = [
+    {"name": p.name, "memory_gib": round(p.total_memory / 2**30, 1), "capability": f"{p.major}.{p.minor}"}
+    for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+]
+"""
+_MEGATRON = """
+import megatron.core.package_info as package_info
+version = package_info.__version__
+details["file"] = package_info.__file__
+import megatron.core.models.gpt.gpt_model, megatron.core.optimizer, megatron.training.arguments
+"""
+
+COMPONENTS: tuple[Component, ...] = (
+    Component("torch", "torch", _TORCH, ("torch",), required=True, versions=">=2.6"),
+    Component("megatron-core", "megatron.core", _MEGATRON, ("megatron-core",), required=True, versions=">=0.19,<0.20"),
+    Component("triton", "triton", _plain("triton"), ("triton",)),
+    Component(
+        "transformer-engine",
+        "transformer_engine",
+        "import transformer_engine.pytorch as te\nte.Linear\nimport transformer_engine\n"
+        "version = transformer_engine.__version__",
+        ("transformer-engine", "transformer-engine-cu13", "transformer-engine-cu12"),
+        blocks=True,
+        advice=_ADVICE_TE,
+    ),
+    Component("mamba-ssm", "mamba_ssm", _plain("mamba_ssm.modules.mamba3"), ("mamba-ssm",)),
+    Component("tilelang", "tilelang", _plain("tilelang"), ("tilelang",)),
+    Component("deep_gemm", "deep_gemm", _plain("deep_gemm"), ("sgl-deep-gemm", "deep-gemm")),
+    Component("torchao", "torchao", _plain("torchao"), ("torchao",)),
+    Component("apex: amp_C", "amp_C", _plain("amp_C"), ("apex",)),
+    Component("apex: optimizers", "apex", _plain("apex.optimizers"), ("apex",)),
+    Component(
+        "apex: fused_weight_gradient_mlp_cuda",
+        "fused_weight_gradient_mlp_cuda",
+        _plain("fused_weight_gradient_mlp_cuda"),
+        ("apex",),
+    ),
+    Component(
+        "nvidia-resiliency-ext",
+        "nvidia_resiliency_ext",
+        _plain("nvidia_resiliency_ext"),
+        ("nvidia-resiliency-ext",),
+        versions="!=0.4.1",
+        blocks=True,
+        advice=_ADVICE_RESILIENCY,
+    ),
+    Component("megatron-bridge", "megatron.bridge", _plain("megatron.bridge"), ("megatron-bridge",)),
+    Component("nemo-run", "nemo_run", _plain("nemo_run"), ("nemo-run",)),
+)
+
+# The child looks exactly where this process looks; what a package prints on import comes before the last line.
+_CHILD = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+version, details = None, {{}}
+{probe}
+print()
+print(json.dumps({{"version": None if version is None else str(version), "details": details}}))
+"""
+
+
+def examine(components: Sequence[Component] = COMPONENTS, time_limit_s: float = TIME_LIMIT_S) -> list[Finding]:
+    """Look for every component and try those that are there.
+
+    Args:
+        components: what to look for.
+        time_limit_s: seconds that one of them may take.
+    """
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        return [_python(), *pool.map(lambda component: _examine(component, time_limit_s), components)]
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    supported = SpecifierSet(PYTHON_VERSIONS).contains(version, prereleases=True)
+    reason = "" if supported else f"Python {PYTHON_VERSIONS} is needed"
+    return Finding("python", WORKS if supported else BROKEN, version, reason, blocks=not supported)
+
+
+def _examine(component: Component, time_limit_s: float) -> Finding:
+    place = _find(component.module)
+    installed = _installed_version(component.distributions)
+    if place is None:
+        reason = f"install {component.name}{component.versions}" if component.required else ""
+        return Finding(component.name, ABSENT, None, reason, blocks=component.required)
+    impostor = _impostor(component.module, place)
+    if impostor:
+        return Finding(component.name, IMPOSTOR, installed, impostor, blocks=component.module == "apex")
+    version, details, problem = _try(component.probe, time_limit_s)
+    version = version or installed
+    if not problem and component.versions and not _in_range(version, component.versions):
+        problem = f"{component.name}{component.versions} is needed"
+    if not problem:
+        return Finding(component.name, WORKS, version, details=details)
+    reason = f"{problem}; {component.advice}" if component.advice else problem
+    return Finding(component.name, BROKEN, version, reason, component.required or component.blocks, details)
+
+
+def _find(module: str) -> list[Path] | None:
+    """The folders (or the file) of ``module``, without importing it; ``None`` when it is not there."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    return [Path(place) for place in spec.submodule_search_locations or [spec.origin or ""]]
+
+
+def _impostor(module: str, places: Sequence[Path]) -> str:
+    if module == "apex" and not any((place / "multi_tensor_apply").is_dir() for place in places):
+        return f"{places[0]} is {_ADVICE_APEX}"
+    if module == "deep_gemm" and not any((place / "include").is_dir() for place in places):
+        return f"{places[0]} is {_ADVICE_DEEP_GEMM}"
+    return ""
+
+
+def _installed_version(distributions: Sequence[str]) -> str | None:
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _in_range(version: str | None, supported: str) -> bool:
+    try:
+        return version is not None and SpecifierSet(supported).contains(Version(version).public, prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def _try(probe: str, time_limit_s: float) -> tuple[str | None, dict[str, Any], str]:
+    """Run ``probe`` in a child; returns its version, its details, and what went wrong (empty when nothing did)."""
+    command = [sys.executable, "-W", "ignore", "-c", _CHILD.format(probe=probe), json.dumps(sys.path)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=time_limit_s, check=False, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return None, {}, f"it did not finish within {time_limit_s:g} s"
+    if done.returncode < 0:
+        return None, {}, f"it died of signal {-done.returncode}"
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        return None, {}, lines[-1] if lines else f"it ended with status {done.returncode}"
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return answer["version"], answer["details"], ""
+
+
+def is_healthy(findings: Sequence[Finding]) -> bool:
+    """Whether nothing was found on which training would fail."""
+    return not any(finding.blocks for finding in findings)
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """The findings for machines."""
+    report = {
+        "megacpp_mcore": megacpp_mcore.__version__,
+        "platform": platform.platform(),
+        "ok": is_healthy(findings),
+        "components": [asdict(finding) for finding in findings],
+    }
+    return json.dumps(report, indent=2)
+
+
+def as_text(findings: Sequence[Finding]) -> str:
+    """The findings for people: one line each, then the GPUs, then what stands in the way of training."""
+    lines = [f"megacpp-mcore {megacpp_mcore.__version__} on {platform.platform()}", ""]
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        lines.append(
+            f"{finding.name:{width}}  {finding.state:8}  {finding.version or '-':24}  {finding.reason}".rstrip()
+        )
+    gpus = [gpu for finding in findings for gpu in finding.details.get("gpus", ())]
+    lines.append("")
+    for index, gpu in enumerate(gpus):
+        lines.append(f"GPU {index}: {gpu['name']}, {gpu['memory_gib']} GiB, compute capability {gpu['capability']}")
+    if not gpus:
+        lines.append("no GPU: runs use the CPU lane (launch --device cpu)")
+    blocking = [finding.name for finding in findings if finding.blocks]
+    lines.append(
+        f"training would fail on: {', '.join(blocking)}" if blocking else "nothing stands in the way of training"
+    )
+    return "\n".join(lines)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``doctor`` to the command line."""
+    parser = subparsers.add_parser("doctor", help="list versions, GPUs, what works and what does not")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument(
+        "--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help="seconds one package may take to import"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings; returns 1 when training would fail on one of them."""
+    findings = examine(time_limit_s=args.time_limit)
+    print(as_json(findings) if args.json else as_text(findings))
+    return 0 if is_healthy(findings) else 1

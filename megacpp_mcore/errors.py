@@ -1,0 +1,47 @@
+"""The errors a user of this package can meet; every message says what was found, what was expected and what to do."""
+
+from __future__ import annotations
+
+
+class MegacppError(Exception):
+    """Base of every error that megacpp-mcore raises on purpose."""
+
+
+class PatternError(MegacppError, ValueError):
+    """A layer pattern holds something the A/M/E/R grammar does not allow."""
+
+
+class ModelError(MegacppError, ValueError):
+    """A model definition, or its combination with a parallel layout, is not one that can be built."""
+
+
+class ArgumentMismatchError(MegacppError, ValueError):
+    """The arguments of a Megatron run contradict the model that its spec names."""
+
+
+class ConfigFileError(MegacppError, ValueError):
+    """The file named by ``MEGACPP_CONFIG`` cannot be read or has a key or value that is not known."""
+
+
+class DataError(MegacppError, ValueError):
+    """A dataset file is missing, damaged, or does not match its manifest."""
+
+
+class CheckoutError(MegacppError, FileNotFoundError):
+    """A Megatron-LM checkout or one of its scripts is not where it was said to be."""
+
+
+class SpecImportError(MegacppError, ImportError):
+    """A ``--spec`` names something that cannot be imported; stock Megatron would train a GPT instead."""
+
+
+class LaunchError(MegacppError, RuntimeError):
+    """A launch cannot go on as asked (device, processes, environment)."""
+
+
+class PatchError(MegacppError, RuntimeError):
+    """A patch cannot be applied or reverted; nothing was changed."""
+
+
+class BackendError(MegacppError, RuntimeError):
+    """A requested backend cannot run here; the message carries the reason."""

@@ -1,0 +1,455 @@
+"""Makes a stock Megatron script ready (one-word spec, CPU lane, dataset helper) and runs it in this process.
+
+The order matters and is the whole design:
+
+1. :func:`plan` reads the command and refuses what cannot work; it imports neither torch nor Megatron.
+2. With ``--nproc N`` the same command is started N times through torchrun's Python API, and the rest happens there.
+3. The script's folder goes first on ``sys.path`` (so a checkout's ``megatron`` is the one that is used), then the CPU
+   lane is installed, then the spec is imported, then the script runs as ``__main__``. Every replacement is one printed
+   line, and all of them are taken back when the script ends.
+
+Written against megatron-core 0.19.2 and Megatron-LM core_v0.19.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megacpp_mcore.errors import CheckoutError, LaunchError, MegacppError, SpecImportError
+
+DEVICES = ("auto", "cpu", "cuda")
+ALLOWED_SPEC_PREFIXES = ("megacpp_mcore", "megatron")
+"""Packages a ``--spec`` may come from: importing a module runs it, so the list is opened on purpose only."""
+
+CHECKOUT_VARIABLE = "MEGATRON_LM"
+CHECKOUT_TAG = "core_v0.19.0"
+CHECKOUT_ADVICE = (
+    f"get a checkout with `git clone --branch {CHECKOUT_TAG} https://github.com/NVIDIA/Megatron-LM`, set "
+    f"{CHECKOUT_VARIABLE}= to its folder, or leave the script out to use the stock loop of the installed wheel"
+)
+
+_STOCK_LOOP = "megacpp_mcore.pretrain"
+_HELPER = "megatron.core.datasets.helpers_cpp"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch, read and checked: what runs, with which arguments, where."""
+
+    script: Path | None
+    """The stock script, or None for the stock loop of the wheel."""
+    arguments: tuple[str, ...]
+    """Megatron's arguments, ``--spec`` as the two words Megatron wants."""
+    spec: tuple[str, str] | None
+    """Module and attribute named by ``--spec``."""
+    device: str
+    """``cpu`` or ``cuda``."""
+    nproc: int
+    """Processes to start; 1 is this one."""
+
+    def describe(self, world_size: int) -> str:
+        """Return the line that says what is about to run."""
+        runs = f"{_STOCK_LOOP} (the wheel's stock loop)" if self.script is None else str(self.script)
+        spec = "none (stock GPT)" if self.spec is None else ".".join(self.spec)
+        return f"script {runs} | spec {spec} | device {self.device} | world size {world_size}"
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    device: str = "auto",
+    nproc: int = 1,
+    allowed_spec_prefixes: Sequence[str] = ALLOWED_SPEC_PREFIXES,
+) -> int:
+    """Run a stock Megatron script, or the wheel's stock loop, and return its exit status.
+
+    Args:
+        command: ``[script.py] --megatron-argument …``. A bare script name is looked up in ``$MEGATRON_LM``, then in
+            the current folder. Without a script the installed wheel's loop runs (:mod:`megacpp_mcore.pretrain`).
+        device: ``cpu`` installs the CPU lane (:mod:`megacpp_mcore.cpu`); ``auto`` does so when there is no GPU.
+        nproc: processes to start on this host. Under torchrun, which has started them already, it must be 1.
+        allowed_spec_prefixes: packages that a ``--spec`` may be imported from.
+
+    Raises:
+        LaunchError, CheckoutError, SpecImportError: what cannot work, before Megatron starts. What the script itself
+            raises passes through; with ``nproc > 1`` it is the exit status of the first process that failed.
+    """
+    chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes)
+    if chosen.nproc > 1:
+        return _run_processes(command, chosen, allowed_spec_prefixes)
+    return _run_here(chosen)
+
+
+# --- Reading the command ----------------------------------------------------------------------------------------------
+
+
+def plan(
+    command: Sequence[str],
+    *,
+    device: str = "auto",
+    nproc: int = 1,
+    allowed_spec_prefixes: Sequence[str] = ALLOWED_SPEC_PREFIXES,
+    environment: Mapping[str, str] = os.environ,
+) -> Plan:
+    """Read and check a launch; see :func:`launch`. Starts and imports nothing but, for ``auto``, torch."""
+    words = list(command)
+    script = None
+    if words and words[0].endswith(".py"):
+        script = find_script(words.pop(0), environment)
+    elif words and not words[0].startswith("-"):
+        raise LaunchError(
+            f"the launch command starts with {words[0]!r}, which is neither a script (*.py) nor an argument (--…); "
+            "name pretrain_gpt.py or pretrain_hybrid.py first, or give Megatron's arguments alone"
+        )
+    if nproc < 1:
+        raise LaunchError(f"--nproc is {nproc}; expected the number of processes to start, 1 or more")
+    if nproc > 1 and "RANK" in environment:
+        raise LaunchError(
+            f"--nproc {nproc} was given to a process that torchrun has started (RANK={environment['RANK']}); "
+            "leave --nproc out under torchrun, or start megacpp-mcore without torchrun"
+        )
+    arguments, spec = split_spec(words)
+    if spec is not None:
+        _check_allowed(spec, allowed_spec_prefixes)
+    resolved = _resolve_device(device)
+    if resolved == "cpu":
+        _check_cpu_arguments(arguments)
+    return Plan(script, tuple(arguments), spec, resolved, nproc)
+
+
+def find_script(word: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the full path of the script ``word``; raise CheckoutError, saying where it was looked for."""
+    if os.path.dirname(word):
+        candidates = [Path(word)]
+    else:
+        folders = [environment.get(CHECKOUT_VARIABLE), os.curdir]
+        candidates = [Path(folder) / word for folder in folders if folder]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate.resolve()
+    looked = ", ".join(str(candidate.absolute()) for candidate in candidates)
+    state = "" if environment.get(CHECKOUT_VARIABLE) else f" ({CHECKOUT_VARIABLE} is not set)"
+    raise CheckoutError(f"{word} was not found; looked for {looked}{state}; {CHECKOUT_ADVICE}")
+
+
+def split_spec(arguments: Sequence[str]) -> tuple[list[str], tuple[str, str] | None]:
+    """Return ``arguments`` with ``--spec a.b.c`` as ``--spec a.b c``, and the pair, or None when there is no spec.
+
+    Megatron takes the two words only (megatron-core 0.19, ``core/transformer/spec_utils.py``). The last ``--spec`` counts.
+    """
+    words = list(arguments)
+    starts = [index for index, word in enumerate(words) if word == "--spec" or word.startswith("--spec=")]
+    if not starts:
+        return words, None
+    start = starts[-1]
+    end = start + 1
+    if words[start] == "--spec":
+        while end < len(words) and not words[end].startswith("-"):
+            end += 1
+        values = words[start + 1 : end]
+    else:
+        values = [words[start].removeprefix("--spec=")]
+    if len(values) == 1 and "." in values[0]:
+        values = values[0].rsplit(".", 1)
+    if len(values) != 2 or not all(values):
+        raise SpecImportError(
+            f"--spec {' '.join(values)!r} names no module and attribute; "
+            "expected one dotted word such as --spec megacpp_mcore.nam56r, or two: --spec megacpp_mcore nam56r"
+        )
+    return [*words[:start], "--spec", *values, *words[end:]], (values[0], values[1])
+
+
+def _check_allowed(spec: tuple[str, str], prefixes: Sequence[str]) -> None:
+    module, attribute = spec
+    if not any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes):
+        raise SpecImportError(
+            f"--spec {module}.{attribute} comes from a package that is not allowed; allowed are {', '.join(prefixes)}; "
+            f"if you trust it, add --allow-spec-from {module.partition('.')[0]}"
+        )
+
+
+def _resolve_device(device: str) -> str:
+    if device not in DEVICES:
+        raise LaunchError(f"--device is {device!r}; expected one of {', '.join(DEVICES)}")
+    if device == "cpu":
+        return device
+    import torch
+
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise LaunchError("--device cuda was asked for, but torch sees no CUDA device; use --device cpu, or a GPU host")
+    return "cuda" if available else "cpu"
+
+
+def _check_cpu_arguments(arguments: Sequence[str]) -> None:
+    from megacpp_mcore import cpu
+
+    missing = cpu.missing_arguments(arguments)
+    if missing:
+        raise LaunchError(
+            f"a run on --device cpu also needs: {'; '.join(missing)}; add them, or let "
+            "`megacpp-mcore recipe emit … --device cpu` write the whole command"
+        )
+
+
+# --- Several processes ------------------------------------------------------------------------------------------------
+
+
+def _run_processes(command: Sequence[str], chosen: Plan, allowed_spec_prefixes: Sequence[str]) -> int:
+    """Start ``chosen.nproc`` processes of this module through torchrun; return 0 or the first failure's status."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=chosen.nproc,
+        run_id=f"megacpp-mcore-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    options = ["--device", chosen.device]
+    for prefix in allowed_spec_prefixes:
+        options += ["--allow-spec-from", prefix]
+    # As torchrun does: N processes with a thread for every core each would fight over the cores.
+    threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+    try:
+        with _environment(threads):
+            elastic_launch(config, sys.executable)("-m", "megacpp_mcore.launcher", *options, "--", *command)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"megacpp-mcore: rank {rank} failed first, with exit status {failure.exitcode}", file=sys.stderr)
+        return _exit_status(failure.exitcode)
+    except SignalException as signal:
+        return _exit_status(-int(signal.sigval))
+    return 0
+
+
+def _exit_status(code: int) -> int:
+    """Return the shell's number for a process that ended with ``code`` (negative: by that signal)."""
+    return code if code >= 0 else 128 - code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Be one process of an ``--nproc`` launch: the options of :func:`launch`, ``--``, the command."""
+    parser = argparse.ArgumentParser(prog="python -m megacpp_mcore.launcher")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--allow-spec-from", action="append", default=[])
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    try:
+        return launch(
+            command, device=options.device, allowed_spec_prefixes=options.allow_spec_from or ALLOWED_SPEC_PREFIXES
+        )
+    except MegacppError as error:
+        print(f"megacpp-mcore: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+# --- In this process --------------------------------------------------------------------------------------------------
+
+
+def _run_here(chosen: Plan) -> int:
+    entry = str(chosen.script) if chosen.script else _STOCK_LOOP
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_environment(_single_process_defaults()))
+        stack.enter_context(_arguments([entry, *chosen.arguments]))
+        _say(chosen.describe(int(os.environ["WORLD_SIZE"])))
+        if chosen.script is not None:
+            stack.enter_context(_first_on_path(chosen.script.parent))
+        if chosen.device == "cpu":
+            stack.enter_context(_cpu_lane())
+        stack.enter_context(_ready_dataset_helper())
+        if chosen.spec is not None:
+            import_spec(*chosen.spec)
+        status = _run_main(chosen.script)
+        if status == 0:
+            _leave_process_group()
+    return status
+
+
+def _run_main(script: Path | None) -> int:
+    """Run ``script`` or the stock loop as ``__main__``; return the status it exits with."""
+    try:
+        if script is None:
+            runpy.run_module(_STOCK_LOOP, run_name="__main__")
+        else:
+            runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)  # as the interpreter does for a message
+        return 1
+    return 0
+
+
+def import_spec(module: str, attribute: str) -> Any:
+    """Import a spec and return it; raise SpecImportError, with the cause, for whatever goes wrong.
+
+    Megatron only logs a failing import, and trains a stock GPT instead.
+    """
+    name = f"--spec {module} {attribute}"
+    try:
+        # getattr first: a package may resolve the name lazily; Megatron then looks into vars() alone.
+        spec = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise SpecImportError(
+            f"{name} cannot be imported ({type(error).__name__}: {error}); the run stops here"
+        ) from error
+    if attribute not in vars(sys.modules[module]):
+        raise SpecImportError(
+            f"{name}: {module} answers for {attribute!r} without storing it, and Megatron looks into vars({module}) only; "
+            "have the module's __getattr__ store the value in globals()"
+        )
+    return spec
+
+
+@contextlib.contextmanager
+def _first_on_path(folder: Path) -> Iterator[None]:
+    """Put a script's folder first on ``sys.path``, as Python does, after checking that this can still take effect."""
+    if (folder / "megatron").is_dir():
+        for name in ("megatron.core", "megatron.training"):
+            origin = getattr(sys.modules.get(name), "__file__", None)
+            if origin is not None and folder not in Path(origin).resolve().parents:
+                raise LaunchError(
+                    f"{name} was already imported from {origin}, so that the script would not run on its own checkout "
+                    f"{folder}; launch from a fresh process that has not imported megatron"
+                )
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(str(folder))
+
+
+@contextlib.contextmanager
+def _cpu_lane() -> Iterator[None]:
+    from megacpp_mcore import cpu
+
+    lane = cpu.install()
+    try:
+        for message in lane.messages:
+            _say(message)
+        yield
+    finally:
+        lane.remove()
+
+
+@contextlib.contextmanager
+def _ready_dataset_helper() -> Iterator[None]:
+    """Skip Megatron's ``make`` at start-up when the compiled dataset helper is there already.
+
+    The wheel brings the compiled helper but no Makefile, so that the stock step would end the run. A checkout without
+    one gets the wheel's, if it was compiled from the same source; else upstream builds it.
+    """
+    from megatron.core.datasets import utils
+
+    origin = _import_dataset_helper(Path(utils.__file__).parent)
+    if origin is None:
+        yield
+        return
+    stock = utils.compile_helpers
+
+    def compile_helpers() -> None:
+        """The helper is compiled: nothing to make."""
+
+    utils.compile_helpers = compile_helpers
+    _say(f"dataset helper: {origin} is compiled, start-up runs no make")
+    try:
+        yield
+    finally:
+        utils.compile_helpers = stock
+
+
+def _import_dataset_helper(folder: Path) -> str | None:
+    """Import the compiled helper and return its file, or None when there is none that fits ``folder``'s source."""
+    try:
+        return str(importlib.import_module(_HELPER).__file__)
+    except ImportError:
+        source = (folder / "helpers.cpp").read_bytes()
+    relative = Path("megatron", "core", "datasets")
+    for entry in sys.path:
+        other = Path(entry, relative)
+        if not (other / "helpers.cpp").is_file() or (other / "helpers.cpp").read_bytes() != source:
+            continue
+        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+            library = other / f"helpers_cpp{suffix}"
+            if library.is_file():
+                sys.modules[_HELPER] = _load_extension(_HELPER, library)
+                return str(library)
+    return None
+
+
+def _load_extension(name: str, library: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, library)
+    if spec is None or spec.loader is None:
+        raise LaunchError(f"{library} cannot be loaded as a Python extension; reinstall megatron-core")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _leave_process_group() -> None:
+    """End torch.distributed in order, which the stock scripts leave to the interpreter's exit."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _single_process_defaults() -> dict[str, str]:
+    """Return what torchrun would have set for one process, where it is unset."""
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    if "MASTER_PORT" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            defaults["MASTER_PORT"] = str(probe.getsockname()[1])
+    return {name: value for name, value in defaults.items() if name not in os.environ}
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables that were unset, for the duration."""
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _arguments(argv: list[str]) -> Iterator[None]:
+    before, sys.argv = sys.argv, argv
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _say(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"megacpp-mcore: {message}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,304 @@
+"""Model + layout + training plan -> stock Megatron arguments, and back: a stock run's configuration against the model.
+
+One table, :func:`model_arguments`, serves both ways, so that what ``recipe emit`` prints and what a run is checked
+against cannot drift apart. Pure Python; flags are those of Megatron-LM core_v0.19.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megacpp_mcore import pattern as grammar
+from megacpp_mcore.errors import ArgumentMismatchError, ModelError
+from megacpp_mcore.model import PRESETS, Layout, Model
+
+SPEC = ("megacpp_mcore", "nam56r")
+"""The two words of ``--spec`` on an unmodified script."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One stock argument a model asks for.
+
+    Attributes:
+        words: what goes on the command line; empty when Megatron's default is the right value.
+        field: the field of Megatron's configuration the argument ends in.
+        expected: the value that field must have.
+        remedy: what to write on the command line when it has not.
+    """
+
+    words: tuple[str, ...]
+    field: str
+    expected: Any
+    remedy: str
+
+
+def _option(flag: str, value: Any, field: str | None = None) -> Argument:
+    words = (flag, str(value))
+    return Argument(words, field or flag[2:].replace("-", "_"), value, " ".join(words))
+
+
+def _switch(flag: str, field: str, expected: bool) -> Argument:
+    return Argument((flag,), field, expected, flag)
+
+
+def _absent(flag: str, field: str, expected: Any) -> Argument:
+    return Argument((), field, expected, f"without {flag}")
+
+
+def model_arguments(model: Model) -> tuple[Argument, ...]:
+    """Every stock argument that is part of the model itself, in a fixed order."""
+    moe_layers = [int(letter == "E") for letter in model.layers]
+    arguments = [
+        _option("--num-layers", model.depth),
+        _option("--hidden-size", model.hidden_size),
+        _option("--num-attention-heads", model.heads),
+        _option("--ffn-hidden-size", model.ffn_hidden_size),
+        _option("--max-position-embeddings", model.seq_length, "seq_length"),
+        _option("--position-embedding-type", "rope"),
+        _option("--rotary-base", int(model.rope_theta)),
+        _option("--init-method-std", model.init_std),
+        _option("--normalization", "RMSNorm"),
+        _option("--norm-epsilon", model.norm_eps, "layernorm_epsilon"),
+        _option("--attention-dropout", 0.0),
+        _option("--hidden-dropout", 0.0),
+        _switch("--disable-bias-linear", "add_bias_linear", False),
+        _switch("--untie-embeddings-and-output-weights", "share_embeddings_and_output_weights", False),
+        _switch("--no-rope-fusion", "apply_rope_fusion", False),
+        _absent("--swiglu", "gated_linear_unit", False),
+        _absent("--experimental-attention-variant", "experimental_attention_variant", None),
+    ]
+    if "A" in model.layers or model.mtp.depth:
+        arguments += _attention_arguments(model)
+    if "E" in model.layers:
+        arguments += _moe_arguments(model, moe_layers)
+    if model.mtp.depth:
+        arguments += [
+            _option("--mtp-num-layers", model.mtp.depth),
+            _option("--mtp-loss-scaling-factor", model.mtp.loss_scale),
+            _switch("--mtp-use-repeated-layer", "mtp_use_repeated_layer", True),
+            _absent("--mtp-detach-heads", "mtp_detach_heads", False),
+        ]
+    else:
+        arguments.append(_absent("--mtp-num-layers", "mtp_num_layers", None))
+    return tuple(arguments)
+
+
+def _attention_arguments(model: Model) -> list[Argument]:
+    mla, dsa = model.mla, model.dsa
+    arguments = [
+        _switch("--multi-latent-attention", "multi_latent_attention", True),
+        _switch("--qk-layernorm", "qk_layernorm", True),
+        _option("--rope-type", "rope"),
+        _option("--q-lora-rank", mla.q_lora_rank),
+        _option("--kv-lora-rank", mla.kv_lora_rank),
+        _option("--qk-head-dim", mla.qk_head_dim),
+        _option("--qk-pos-emb-head-dim", mla.qk_pos_emb_head_dim),
+        _option("--v-head-dim", mla.v_head_dim),
+    ]
+    if set(model.roles) & {grammar.FULL_INDEX, grammar.SHARED_INDEX}:
+        arguments += [
+            _option("--dsa-indexer-n-heads", dsa.indexer_heads),
+            _option("--dsa-indexer-head-dim", dsa.indexer_head_dim),
+            _option("--dsa-indexer-topk", dsa.topk),
+            _option("--dsa-indexer-loss-coeff", dsa.loss_coeff),
+            _switch("--dsa-indexer-use-sparse-loss", "dsa_indexer_use_sparse_loss", True),
+            _switch("--no-dsa-indexer-rotate-activation", "dsa_indexer_rotate_activation", False),
+            _absent("--no-dsa-indexer-scoring-relu", "dsa_indexer_scoring_relu", True),
+        ]
+    return arguments
+
+
+def _moe_arguments(model: Model, moe_layers: list[int]) -> list[Argument]:
+    moe = model.moe
+    frequency = "[" + ",".join(map(str, moe_layers)) + "]"
+    return [
+        _option("--num-experts", moe.experts, "num_moe_experts"),
+        Argument(("--moe-layer-freq", frequency), "moe_layer_freq", moe_layers, f"--moe-layer-freq {frequency}"),
+        _option("--moe-router-topk", moe.topk),
+        _option("--moe-ffn-hidden-size", moe.ffn_hidden_size),
+        _option("--moe-shared-expert-intermediate-size", moe.shared_ffn_hidden_size),
+        _option("--moe-router-score-function", "sigmoid"),
+        _option("--moe-router-dtype", "fp32"),
+        _switch("--moe-router-enable-expert-bias", "moe_router_enable_expert_bias", True),
+        _option("--moe-router-bias-update-rate", moe.bias_update_rate),
+        _option("--moe-router-load-balancing-type", "seq_aux_loss"),
+        _option("--moe-aux-loss-coeff", moe.sequence_aux_loss_coeff),
+        _option("--moe-z-loss-coeff", moe.z_loss_coeff),
+        _option("--moe-token-dispatcher-type", "alltoall"),
+        _absent("--moe-expert-capacity-factor", "moe_expert_capacity_factor", None),
+        _absent("--moe-router-force-load-balancing", "moe_router_force_load_balancing", False),
+        _absent("--moe-router-num-groups", "moe_router_num_groups", None),
+        _absent("--moe-router-topk-scaling-factor", "moe_router_topk_scaling_factor", None),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What the model does not say: machine, precision, data and optimizer of one run.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        precision: ``bf16`` or ``fp32``.
+        transformer_impl: ``transformer_engine`` or ``local`` (Megatron's PyTorch layers); the CPU lane is always local.
+        data: words of the data arguments, e.g. ``("--data-path", "corpus/train")``.
+        tokenizer: words of the tokenizer arguments.
+        train_iters: steps. Warm-up is a tenth of them, decay (cosine to a tenth) runs to the end.
+        extra: further stock words, appended as they are.
+    """
+
+    device: str = "cuda"
+    precision: str = "bf16"
+    transformer_impl: str = "transformer_engine"
+    data: tuple[str, ...] = ()
+    tokenizer: tuple[str, ...] = ()
+    micro_batch_size: int = 1
+    global_batch_size: int = 8
+    train_iters: int = 1000
+    learning_rate: float = 3e-4
+    seed: int = 1234
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("device", ("cuda", "cpu")),
+            ("precision", ("bf16", "fp32")),
+            ("transformer_impl", ("transformer_engine", "local")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ModelError(f"Training.{name} is {getattr(self, name)!r}; expected {' or '.join(allowed)}")
+        if self.device == "cpu" and self.transformer_impl != "local":
+            raise ModelError("the CPU lane has no Transformer Engine; set transformer_impl to local")
+
+
+def lower(model: Model, layout: Layout, training: Training) -> tuple[str, ...]:
+    """The complete argument list of a stock ``pretrain_gpt.py`` run, without the script's name.
+
+    Raises:
+        ModelError: when the model cannot be cut as ``layout`` says.
+    """
+    model.check_layout(layout)
+    words = [word for argument in model_arguments(model) for word in argument.words]
+    words += ["--seq-length", str(model.seq_length)]
+    words += _layout_words(model, layout)
+    words += _training_words(training)
+    return (*words, *training.tokenizer, *training.data, *training.extra, "--spec", *SPEC)
+
+
+def _layout_words(model: Model, layout: Layout) -> list[str]:
+    words = [
+        "--tensor-model-parallel-size",
+        str(layout.tensor),
+        "--pipeline-model-parallel-size",
+        str(layout.pipeline),
+        "--expert-model-parallel-size",
+        str(layout.expert),
+        "--expert-tensor-parallel-size",
+        "1",
+    ]
+    stages = grammar.parse(model.pattern).stages
+    if len(stages) > 1:
+        words += ["--pipeline-model-parallel-layout", pipeline_layout(stages, model.mtp.depth)]
+    elif layout.virtual > 1:
+        words += ["--num-virtual-stages-per-pipeline-rank", str(layout.virtual)]
+    return words + (["--sequence-parallel"] if layout.sequence_parallel else [])
+
+
+def pipeline_layout(stages: Sequence[str], mtp_depth: int) -> str:
+    """Megatron's ``--pipeline-model-parallel-layout`` of staged patterns: E embedding, t layer, m MTP depth, L loss."""
+    parts = [f"t*{len(stage)}" for stage in stages]
+    parts[0] = "E" + parts[0]
+    parts[-1] += ("m" * mtp_depth) + "L"
+    return "|".join(parts)
+
+
+def _training_words(training: Training) -> list[str]:
+    words = [
+        "--micro-batch-size", str(training.micro_batch_size),
+        "--global-batch-size", str(training.global_batch_size),
+        "--train-iters", str(training.train_iters),
+        "--lr", f"{training.learning_rate:g}",
+        "--min-lr", f"{training.learning_rate / 10:g}",
+        "--lr-decay-style", "cosine",
+        "--lr-warmup-iters", str(training.train_iters // 10),
+        "--weight-decay", "0.1",
+        "--adam-beta2", "0.95",
+        "--clip-grad", "1.0",
+        "--seed", str(training.seed),
+        "--transformer-impl", training.transformer_impl,
+        "--log-interval", "1",
+        "--eval-iters", "0",
+        "--eval-interval", str(training.train_iters),
+        "--no-masked-softmax-fusion",
+        "--no-bias-dropout-fusion",
+    ]  # fmt: skip
+    if training.precision == "bf16":
+        words.append("--bf16")
+    if training.transformer_impl == "local":
+        words += ["--no-persist-layer-norm", "--no-gradient-accumulation-fusion"]
+    elif training.device == "cuda":
+        words.append("--moe-grouped-gemm")
+    if training.device == "cpu":
+        words += ["--distributed-backend", "gloo", "--use-cpu-initialization", "--num-workers", "0"]
+    return words
+
+
+def mismatches(model: Model, sources: Sequence[object]) -> list[str]:
+    """Every way in which a run's configuration contradicts ``model``, one sentence each.
+
+    Args:
+        model: what the run is meant to train.
+        sources: the run's configuration objects, searched in order for each field (Megatron's TransformerConfig first,
+            then its GPTModelConfig).
+    """
+    found = []
+    for argument in model_arguments(model):
+        holder = next((source for source in sources if hasattr(source, argument.field)), None)
+        if holder is None:
+            found.append(f"{argument.field}: not configured; expected {argument.expected!r} ({argument.remedy})")
+            continue
+        value = getattr(holder, argument.field)
+        if not _same(value, argument.expected):
+            found.append(f"{argument.field}: found {value!r}, expected {argument.expected!r} ({argument.remedy})")
+    return found
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if isinstance(found, (list, tuple)) and isinstance(expected, list):
+        return list(found) == expected
+    if isinstance(found, list) and len(found) == 1 and not isinstance(expected, list):
+        return _same(found[0], expected)
+    if expected is None or isinstance(expected, bool) or isinstance(found, bool):
+        return found is expected or (expected is False and found is None)
+    return bool(found == expected)
+
+
+def check_arguments(model: Model, sources: Sequence[object]) -> None:
+    """Refuse a run whose configuration contradicts ``model``, naming all contradictions at once.
+
+    Raises:
+        ArgumentMismatchError: with one line a contradiction, and the argument that settles it.
+    """
+    found = mismatches(model, sources)
+    if found:
+        raise ArgumentMismatchError(
+            f"the run's arguments contradict {model.name} in {len(found)} place{'s' if len(found) > 1 else ''}:\n  "
+            + "\n  ".join(found)
+            + f"\n`megacpp-mcore recipe emit {model.name} --as cli` prints the whole command."
+        )
+
+
+def matching_preset(sources: Sequence[object], presets: Mapping[str, Model] = PRESETS) -> Model:
+    """The preset a run's configuration describes, for a run that names none.
+
+    Raises:
+        ArgumentMismatchError: when no preset fits; the nearest one's contradictions are listed.
+    """
+    ranked: Iterable[tuple[int, Model]] = sorted(
+        ((len(mismatches(model, sources)), model) for model in presets.values()), key=lambda pair: pair[0]
+    )
+    _, nearest = next(iter(ranked))
+    check_arguments(nearest, sources)
+    return nearest

@@ -1,0 +1,1 @@
+"""What a run leaves behind for people and machines: receipts, counts and reports."""

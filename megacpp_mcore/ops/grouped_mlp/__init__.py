@@ -1,0 +1,1 @@
+"""Grouped experts: one two-matrix MLP per expert over tokens sorted by expert (imports no torch)."""

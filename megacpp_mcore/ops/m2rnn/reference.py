@@ -1,0 +1,325 @@
+"""M²RNN in plain PyTorch: the recurrence as written (truth), and one with few saved states and its own backward.
+
+Source: M²RNN (arXiv 2603.14360). Per head, with state ``h ∈ R^{K×V}``::
+
+    c_t = tanh(h_{t−1} W + k_t v_tᵀ)        h_t = f_t h_{t−1} + (1 − f_t) c_t        y_t = h_tᵀ q_t
+
+W multiplies from the right, so the K rows of h never meet: the batch × K rows of a head are independent recurrences
+that share W.
+
+Legend: B batch, S sequence, H heads, K key dim (rows of the state), V value dim, M = B·K rows, T tokens between two
+saved states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from megacpp_mcore.errors import ModelError
+
+
+def m2rnn_forget_gate(x_f_BSH: torch.Tensor, A_log_H: torch.Tensor, dt_bias_H: torch.Tensor) -> torch.Tensor:
+    """Compute ``f = exp(−exp(A_log) · softplus(x_f + dt_bias))``, one scalar a head.
+
+    Args:
+        x_f_BSH: the projection behind the gate.
+        A_log_H: logarithm of the decay rate.
+        dt_bias_H: learned bias.
+
+    Returns:
+        ``f_BSH`` in (0, 1), in float32, or float64 when an input is float64.
+
+    Raises:
+        ModelError: shapes that do not fit.
+    """
+    _expect("A_log", A_log_H, "H", (x_f_BSH.shape[-1],))
+    _expect("dt_bias", dt_bias_H, "H", (x_f_BSH.shape[-1],))
+    dtype = _compute_dtype(x_f_BSH, A_log_H, dt_bias_H)
+    return torch.exp(-torch.exp(A_log_H.to(dtype)) * F.softplus(x_f_BSH.to(dtype) + dt_bias_H.to(dtype)))
+
+
+def m2rnn_sequential(
+    q_BSHK: torch.Tensor,
+    k_BSHK: torch.Tensor,
+    v_BSHV: torch.Tensor,
+    W_HVV: torch.Tensor,
+    f_BSH: torch.Tensor,
+    h0_BHKV: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the recurrence token by token under autograd: the truth. It keeps every state.
+
+    Args:
+        q_BSHK: queries; one head is read by all.
+        k_BSHK: keys; one head is read by all.
+        v_BSHV: values.
+        W_HVV: the transition of each head.
+        f_BSH: the forget gate, in [0, 1].
+        h0_BHKV: the state before the first token; None starts from zero.
+
+    Returns:
+        ``(y_BSHV, h_last_BHKV)``: y in the dtype of ``v_BSHV``, the state in float32, or float64 when an input is that.
+
+    Raises:
+        ModelError: shapes that do not fit.
+    """
+    dtype = _check(q_BSHK, k_BSHK, v_BSHV, W_HVV, f_BSH, h0_BHKV)
+    batch, sequence, heads, value_dim = v_BSHV.shape
+    q, k, v, W, f = (t.to(dtype) for t in (q_BSHK, k_BSHK, v_BSHV, W_HVV, f_BSH))
+    if h0_BHKV is None:
+        h = v.new_zeros(batch, heads, q.shape[-1], value_dim)
+    else:
+        h = h0_BHKV.to(dtype)
+    outputs = []
+    with torch.autocast(v.device.type, enabled=False):
+        for t in range(sequence):
+            candidate = torch.tanh(h @ W + k[:, t, :, :, None] * v[:, t, :, None, :])
+            forget = f[:, t, :, None, None]
+            h = forget * h + (1 - forget) * candidate
+            outputs.append((q[:, t, :, None, :] @ h).squeeze(-2))
+    return torch.stack(outputs, dim=1).to(v_BSHV.dtype), h
+
+
+def m2rnn_chunked(
+    q_BSHK: torch.Tensor,
+    k_BSHK: torch.Tensor,
+    v_BSHV: torch.Tensor,
+    W_HVV: torch.Tensor,
+    f_BSH: torch.Tensor,
+    h0_BHKV: torch.Tensor | None = None,
+    *,
+    checkpoint_every: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute what :func:`m2rnn_sequential` does, keeping one state in ``checkpoint_every`` tokens.
+
+    The work is done by :class:`M2RNNChunked`.
+
+    Args:
+        q_BSHK: queries; one head is read by all.
+        k_BSHK: keys; one head is read by all.
+        v_BSHV: values.
+        W_HVV: the transition of each head.
+        f_BSH: the forget gate, in [0, 1].
+        h0_BHKV: the state before the first token; None starts from zero.
+        checkpoint_every: tokens between two saved states, ≥ 1.
+
+    Returns:
+        ``(y_BSHV, h_last_BHKV)``: y in the dtype of ``v_BSHV``, the state in float32, or float64 when an input is that.
+
+    Raises:
+        ModelError: shapes that do not fit, or ``checkpoint_every`` below 1.
+    """
+    dtype = _check(q_BSHK, k_BSHK, v_BSHV, W_HVV, f_BSH, h0_BHKV)
+    if checkpoint_every < 1:
+        raise ModelError(f"checkpoint_every is {checkpoint_every}; expected at least 1 token between two saved states.")
+    batch, _, heads, value_dim = v_BSHV.shape
+    if h0_BHKV is None:
+        h0_BHKV = v_BSHV.new_zeros(batch, heads, q_BSHK.shape[-1], value_dim, dtype=dtype)
+    return M2RNNChunked.apply(q_BSHK, k_BSHK, v_BSHV, W_HVV, f_BSH, h0_BHKV, checkpoint_every, dtype)
+
+
+class _Chunk(NamedTuple):
+    """T tokens in the dtype of the computation: time first, then heads, for one product a head over all rows."""
+
+    q_THBK: torch.Tensor
+    k_THBK: torch.Tensor
+    v_THBV: torch.Tensor
+    f_THB: torch.Tensor
+
+
+class M2RNNChunked(torch.autograd.Function):
+    """The M²RNN recurrence that saves a state every so many tokens and recomputes the others inside the backward pass.
+
+    Backward, from the last token to the first, with ``dh`` the gradient of all that follows::
+
+        dh += q_t dy_tᵀ                       df_t = Σ dh ⊙ (h_{t−1} − c_t)        dq_t = h_t dy_t
+        dpre = (1 − f_t) dh ⊙ (1 − c_t²)      dW += h_{t−1}ᵀ dpre
+        dk_t = dpre v_t                       dv_t = dpreᵀ k_t
+        dh ← f_t dh + dpre Wᵀ
+
+    Only the three lines that carry h or dh from token to token run one token at a time; the rest is done per chunk.
+    Products are exact to the dtype: TF32 and autocast are off inside, forward and backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BSHK: torch.Tensor,
+        k_BSHK: torch.Tensor,
+        v_BSHV: torch.Tensor,
+        W_HVV: torch.Tensor,
+        f_BSH: torch.Tensor,
+        h0_BHKV: torch.Tensor,
+        checkpoint_every: int,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run all chunks; keeps the inputs and the state that enters each chunk."""
+        batch, sequence = v_BSHV.shape[:2]
+        W = W_HVV.to(dtype)
+        h_HMV = h0_BHKV.to(dtype).transpose(0, 1).flatten(1, 2)
+        y_BSHV = torch.empty_like(v_BSHV)
+        entering = []
+        with _exact_products(v_BSHV.device):
+            for start in range(0, sequence, checkpoint_every):
+                entering.append(h_HMV)
+                tokens = slice(start, start + checkpoint_every)
+                chunk = _load_chunk(q_BSHK, k_BSHK, v_BSHV, f_BSH, tokens, dtype)
+                h_THMV, _ = _run_chunk(chunk, W, h_HMV)
+                y_THBV = torch.einsum("thbk,thbkv->thbv", chunk.q_THBK, h_THMV.unflatten(2, (batch, -1)))
+                y_BSHV[:, tokens] = y_THBV.permute(2, 0, 1, 3)
+                # A copy, so that a saved state does not keep the whole chunk alive.
+                h_HMV = h_THMV[-1].clone()
+        ctx.save_for_backward(q_BSHK, k_BSHK, v_BSHV, W_HVV, f_BSH, torch.stack(entering))
+        ctx.checkpoint_every, ctx.dtype, ctx.h0_dtype = checkpoint_every, dtype, h0_BHKV.dtype
+        return y_BSHV, h_HMV.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BSHV: torch.Tensor, dh_last_BHKV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Walk the chunks from the last to the first; the gradients have the dtypes of their inputs."""
+        q, k, v, W_HVV, f, entering_CHMV = ctx.saved_tensors
+        batch, sequence = v.shape[:2]
+        W = W_HVV.to(ctx.dtype)
+        dW = torch.zeros_like(W)
+        dq, dk, dv, df = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, f))
+        carry_HMV = dh_last_BHKV.to(ctx.dtype).transpose(0, 1).flatten(1, 2)
+        with _exact_products(v.device):
+            for index in reversed(range(len(entering_CHMV))):
+                start = index * ctx.checkpoint_every
+                tokens = slice(start, min(start + ctx.checkpoint_every, sequence))
+                chunk = _load_chunk(q, k, v, f, tokens, ctx.dtype)
+                dy_THBV = dy_BSHV[:, tokens].to(ctx.dtype).permute(1, 2, 0, 3)
+                grads, dW_chunk, carry_HMV = _chunk_backward(chunk, W, entering_CHMV[index], dy_THBV, carry_HMV)
+                dW += dW_chunk
+                for whole, part in zip((dq, dk, dv), grads[:3], strict=True):
+                    # A head that all read gets the sum of their gradients, taken before it is rounded to its dtype.
+                    summed = part.sum(1, keepdim=True) if whole.shape[2] == 1 else part
+                    whole[:, tokens] = summed.permute(2, 0, 1, 3)
+                df[:, tokens] = grads.f_THB.permute(2, 0, 1)
+        dh0 = carry_HMV.unflatten(1, (batch, -1)).transpose(0, 1).to(ctx.h0_dtype)
+        return dq, dk, dv, dW.to(W_HVV.dtype), df, dh0, None, None
+
+
+def _load_chunk(
+    q_BSHK: torch.Tensor,
+    k_BSHK: torch.Tensor,
+    v_BSHV: torch.Tensor,
+    f_BSH: torch.Tensor,
+    tokens: slice,
+    dtype: torch.dtype,
+) -> _Chunk:
+    """Cut a chunk out of the inputs, casting only what it needs."""
+    heads = v_BSHV.shape[2]
+    q, k, v = (t[:, tokens].to(dtype).expand(-1, -1, heads, -1).permute(1, 2, 0, 3) for t in (q_BSHK, k_BSHK, v_BSHV))
+    return _Chunk(q, k, v, f_BSH[:, tokens].to(dtype).permute(1, 2, 0))
+
+
+def _run_chunk(chunk: _Chunk, W_HVV: torch.Tensor, h_HMV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All states h_t and candidates c_t of a chunk, each [T, H, M, V]: three kernels a token."""
+    candidates_THMV = (chunk.k_THBK.unsqueeze(-1) * chunk.v_THBV.unsqueeze(-2)).flatten(2, 3)
+    states_THMV = torch.empty_like(candidates_THMV)
+    forget_THM1 = _over_rows(chunk.f_THB, chunk.k_THBK.shape[-1])
+    for candidate, state, forget in zip(candidates_THMV, states_THMV, forget_THM1, strict=True):
+        candidate.baddbmm_(h_HMV, W_HVV).tanh_()
+        h_HMV = torch.lerp(candidate, h_HMV, forget, out=state)
+    return states_THMV, candidates_THMV
+
+
+def _chunk_backward(
+    chunk: _Chunk, W_HVV: torch.Tensor, entering_HMV: torch.Tensor, dy_THBV: torch.Tensor, carry_HMV: torch.Tensor
+) -> tuple[_Chunk, torch.Tensor, torch.Tensor]:
+    """The gradients of one chunk: those of its inputs, of W, and of the state that enters it.
+
+    ``carry_HMV`` is the gradient of the state that leaves the chunk.
+    """
+    batch, rows = chunk.k_THBK.shape[2:]
+    h_THMV, c_THMV = _run_chunk(chunk, W_HVV, entering_HMV)
+    dq_THBK = torch.einsum("thbkv,thbv->thbk", h_THMV.unflatten(2, (batch, rows)), dy_THBV)
+    previous_THMV = torch.cat((entering_HMV.unsqueeze(0), h_THMV[:-1]))
+    forget_THM1 = _over_rows(chunk.f_THB, rows)
+    slope_THMV = (1 - forget_THM1) * (1 - c_THMV.square())
+    dh_THMV = (chunk.q_THBK.unsqueeze(-1) * dy_THBV.unsqueeze(-2)).flatten(2, 3)
+    dpre_THMV = torch.empty_like(dh_THMV)
+    W_transposed = W_HVV.mT
+    for t in reversed(range(len(dh_THMV))):
+        dh = dh_THMV[t].add_(carry_HMV)
+        dpre = torch.mul(dh, slope_THMV[t], out=dpre_THMV[t])
+        carry_HMV = torch.mul(dh, forget_THM1[t]).baddbmm_(dpre, W_transposed)
+    dpre_THBKV = dpre_THMV.unflatten(2, (batch, rows))
+    dk_THBK = torch.einsum("thbkv,thbv->thbk", dpre_THBKV, chunk.v_THBV)
+    dv_THBV = torch.einsum("thbkv,thbk->thbv", dpre_THBKV, chunk.k_THBK)
+    df_THB = (dh_THMV * (previous_THMV - c_THMV)).unflatten(2, (batch, rows)).sum((-2, -1))
+    dW_HVV = torch.einsum("thmv,thmw->hvw", previous_THMV, dpre_THMV)
+    return _Chunk(dq_THBK, dk_THBK, dv_THBV, df_THB), dW_HVV, carry_HMV
+
+
+def _over_rows(f_THB: torch.Tensor, rows: int) -> torch.Tensor:
+    """Repeat the gate of a sequence for each of its K rows: [T, H, M, 1]."""
+    return f_THB.repeat_interleave(rows, dim=-1).unsqueeze(-1)
+
+
+@contextmanager
+def _exact_products(device: torch.device) -> Iterator[None]:
+    """Full float32 products inside, whatever is allowed outside: the errors of TF32 add up over thousands of steps."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def _compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """float64 when any input is, else float32."""
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            raise ModelError(
+                f"Found a tensor of {tensor.dtype}; M²RNN takes floating point tensors only: cast it first."
+            )
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def _expect(name: str, tensor: torch.Tensor, axes: str, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor of another shape."""
+    if tuple(tensor.shape) != shape:
+        raise ModelError(
+            f"{name} has shape {tuple(tensor.shape)}; expected {shape} as [{', '.join(axes)}]: "
+            "it must agree with the other inputs of M²RNN."
+        )
+
+
+def _check(
+    q_BSHK: torch.Tensor,
+    k_BSHK: torch.Tensor,
+    v_BSHV: torch.Tensor,
+    W_HVV: torch.Tensor,
+    f_BSH: torch.Tensor,
+    h0_BHKV: torch.Tensor | None,
+) -> torch.dtype:
+    """Refuse shapes that do not fit; returns the dtype to compute in."""
+    if v_BSHV.dim() != 4 or q_BSHK.dim() != 4 or 0 in (*v_BSHV.shape, *q_BSHK.shape):
+        raise ModelError(
+            f"q has shape {tuple(q_BSHK.shape)} and v {tuple(v_BSHV.shape)}; "
+            "expected [B, S, H or 1, K] and [B, S, H, V], no axis empty."
+        )
+    batch, sequence, heads, value_dim = v_BSHV.shape
+    key_dim = q_BSHK.shape[-1]
+    for name, tensor in (("q", q_BSHK), ("k", k_BSHK)):
+        if tuple(tensor.shape) != (batch, sequence, 1, key_dim):
+            _expect(name, tensor, "BSHK", (batch, sequence, heads, key_dim))
+    _expect("W", W_HVV, "HVV", (heads, value_dim, value_dim))
+    _expect("f", f_BSH, "BSH", (batch, sequence, heads))
+    given = [q_BSHK, k_BSHK, v_BSHV, W_HVV, f_BSH]
+    if h0_BHKV is not None:
+        _expect("h0", h0_BHKV, "BHKV", (batch, heads, key_dim, value_dim))
+        given.append(h0_BHKV)
+    return _compute_dtype(*given)

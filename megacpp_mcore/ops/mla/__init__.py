@@ -1,0 +1,1 @@
+"""MLA core attention: softmax attention whose query-key and value widths differ (imports no torch)."""

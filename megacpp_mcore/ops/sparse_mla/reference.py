@@ -1,0 +1,165 @@
+"""Plain-PyTorch truth of sparse MLA: absorbed multi-query attention over selected keys, and the indexer's targets.
+
+Shape legend: S queries, T keys, B batch, H heads (of this rank), K width of an absorbed query or key (latent + rope),
+V width of the latent value, N selected keys per query.
+
+"Absorbed" means that the key up-projection has been moved into the query and the value up-projection after the
+attention: every head then reads the one latent key, whose first V numbers are also the value (DeepSeek-V2, arXiv
+2405.04434, section 2.1.2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.indexer.reference import check_index
+from megacpp_mcore.ops.mla.reference import (
+    SCORE_BLOCK_ELEMENTS,
+    check_mask,
+    check_square,
+    compute_dtype,
+    masked_softmax,
+    query_chunks,
+    require_float,
+    visible_keys,
+)
+
+# Elements of one chunk's gathered keys and scores together: 128 MiB in fp32. Backward holds a handful of such blocks.
+GATHER_BLOCK_ELEMENTS = 2**25
+
+
+def _check_query_and_latent(q_SBHK: torch.Tensor, kv_TBK: torch.Tensor) -> None:
+    require_float(q_SBHK=q_SBHK, kv_TBK=kv_TBK)
+    q, kv = tuple(q_SBHK.shape), tuple(kv_TBK.shape)
+    if len(q) != 4 or len(kv) != 3 or kv[1:] != (q[1], q[3]) or 0 in kv:
+        raise ModelError(
+            f"q and kv have shapes {q} and {kv}, expected [S, B, H, K] and [T, B, K] with the same B and K and at "
+            "least one key; drop the key's head dimension of size 1"
+        )
+
+
+def check_index_values(index_BSN: torch.Tensor, num_keys: int) -> None:
+    """Raise ModelError unless every index is -1 or a key, and no key is selected twice by one query.
+
+    This reads the values, which makes a GPU wait; it is for tests and debugging.
+    """
+    outside = (index_BSN < -1) | (index_BSN >= num_keys)
+    if outside.any():
+        b, i, n = outside.nonzero()[0].tolist()
+        raise ModelError(
+            f"index_BSN[{b}, {i}, {n}] is {int(index_BSN[b, i, n])}, expected -1 or a key in 0..{num_keys - 1}; "
+            "the indices belong to another sequence length"
+        )
+    ordered = index_BSN.sort(dim=-1).values
+    repeated = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if repeated.any():
+        b, i, n = repeated.nonzero()[0].tolist()
+        raise ModelError(
+            f"index_BSN[{b}, {i}] selects key {int(ordered[b, i, n])} more than once, expected distinct keys; "
+            "a repeated key would weigh twice in the softmax"
+        )
+
+
+def _attend_selected(
+    q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BSN: torch.Tensor, softmax_scale: float, value_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with one chunk of queries; kv already has the compute dtype."""
+    batch_B11 = torch.arange(kv_TBK.shape[1], device=kv_TBK.device)[:, None, None]
+    kv_BSNK = kv_TBK[index_BSN.clamp_min(0), batch_B11]
+    score_BSHN = torch.einsum("sbhk,bsnk->bshn", q_SBHK.to(kv_TBK.dtype), kv_BSNK) * softmax_scale
+    p_BSHN = masked_softmax(score_BSHN, (index_BSN >= 0)[:, :, None])
+    o_SBHV = torch.einsum("bshn,bsnv->sbhv", p_BSHN, kv_BSNK[..., :value_dim])
+    return o_SBHV.to(q_SBHK.dtype), p_BSHN.detach().sum(dim=2)
+
+
+def sparse_mla_attention(
+    q_SBHK: torch.Tensor,
+    kv_TBK: torch.Tensor,
+    index_BSN: torch.Tensor,
+    *,
+    softmax_scale: float,
+    value_dim: int,
+    query_chunk: int | None = None,
+    validate: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the selected keys only, in the absorbed multi-query form.
+
+    Computed in float32 (float64 inputs: in float64), differentiable in q and kv. Queries are taken in chunks that the
+    backward pass recomputes, so neither the gathered keys nor the scores are kept. Causality is the index's:
+    whatever it names is attended to. Source: DeepSeek-V3.2 report, equation 2.
+
+    Args:
+        q_SBHK: absorbed queries, rope part included.
+        kv_TBK: latent keys, rope part included; the value is ``kv[..., :value_dim]``.
+        index_BSN: keys of each query, int64, distinct within a row, -1 = none (in any column). A row of -1 alone has
+            output 0, probabilities 0 and zero gradients.
+        softmax_scale: factor on q·k before the softmax.
+        value_dim: V, from 1 to K.
+        query_chunk: queries in a chunk, or None to choose it (the result is the same but for rounding).
+        validate: also check the values of the index, which makes a GPU wait.
+
+    Returns:
+        o_SBHV in the dtype of q, and p_BSN in the compute dtype: the attention probabilities summed over these heads,
+        detached; with TP, sum them over the ranks before handing them to ``indexer_loss``.
+
+    Raises:
+        ModelError: shapes, dtypes, value_dim or chunk (or, with ``validate``, the values) are not as described.
+    """
+    _check_query_and_latent(q_SBHK, kv_TBK)
+    (num_queries, batch, heads, width), num_keys = q_SBHK.shape, kv_TBK.shape[0]
+    check_index(index_BSN, batch=batch, num_queries=num_queries)
+    if not 1 <= value_dim <= width:
+        raise ModelError(f"value_dim is {value_dim}, expected 1..{width} (the width of kv); it is the latent's rank")
+    if validate:
+        check_index_values(index_BSN, num_keys)
+    # One cast before the loop: autograd sums the chunks' gradients of kv in this dtype, not in bfloat16.
+    kv_TBK = kv_TBK.to(compute_dtype(q_SBHK, kv_TBK))
+    per_query = batch * index_BSN.shape[2] * (width + heads)
+    size = len(query_chunks(num_queries, per_query, GATHER_BLOCK_ELEMENTS, query_chunk)[0])
+    parts = []
+    for q_chunk, index_chunk in zip(q_SBHK.split(size), index_BSN.split(size, dim=1), strict=True):
+        arguments = (q_chunk, kv_TBK, index_chunk, softmax_scale, value_dim)
+        parts.append(checkpoint(_attend_selected, *arguments, use_reentrant=False, preserve_rng_state=False))
+    outputs, probabilities = zip(*parts, strict=True)
+    return torch.cat(outputs), torch.cat(probabilities, dim=1)
+
+
+@torch.no_grad()
+def dense_attention_target(
+    q_SBHK: torch.Tensor,
+    kv_TBK: torch.Tensor,
+    *,
+    softmax_scale: float,
+    attention_mask: torch.Tensor | None = None,
+    query_chunk: int | None = None,
+) -> torch.Tensor:
+    """Return the full causal attention probabilities summed over heads: the target of the indexer's dense warm-up.
+
+    Args:
+        q_SBHK: absorbed queries, rope part included.
+        kv_TBK: latent keys, rope part included, T == S.
+        softmax_scale: factor on q·k before the softmax.
+        attention_mask: Megatron's bool mask, True = masked, broadcastable to [B, 1, S, T], on top of the causal one.
+        query_chunk: queries in a chunk, or None to choose it.
+
+    Returns:
+        p_BST in the compute dtype, without gradient: each row sums to H, or to 0 where a query sees no key. With TP,
+        sum over the ranks before handing it to ``indexer_loss_dense``.
+
+    Raises:
+        ModelError: shapes, dtypes, mask or chunk are not as described.
+    """
+    _check_query_and_latent(q_SBHK, kv_TBK)
+    (num_queries, batch, heads, _), num_keys = q_SBHK.shape, kv_TBK.shape[0]
+    check_square(num_queries, num_keys)
+    check_mask(attention_mask, batch=batch, num_queries=num_queries, num_keys=num_keys)
+    kv_TBK = kv_TBK.to(compute_dtype(q_SBHK, kv_TBK))
+    targets = []
+    for rows in query_chunks(num_queries, batch * heads * num_keys, SCORE_BLOCK_ELEMENTS, query_chunk):
+        visible = visible_keys(rows, num_keys, attention_mask=attention_mask, causal=True, device=kv_TBK.device)
+        q_chunk = q_SBHK[rows.start : rows.stop].to(kv_TBK.dtype)
+        score_BHST = torch.einsum("sbhk,tbk->bhst", q_chunk, kv_TBK) * softmax_scale
+        targets.append(masked_softmax(score_BHST, visible[:, None]).sum(dim=1))
+    return torch.cat(targets, dim=1)

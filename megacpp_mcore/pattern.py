@@ -1,0 +1,211 @@
+"""The A/M/E/R pattern grammar: parse, tile, place DSA and the index cache, split into pipeline chunks; pure Python.
+
+Grammar (``|`` marks a pipeline-stage boundary, ``/`` starts the pattern of one multi-token-prediction depth)::
+
+    pattern  = stage *( "|" stage ) *( "/" 1*letter )
+    stage    = 1*letter
+    letter   = "A" / "M" / "E" / "R"
+
+Layer numbers are 1-based everywhere, as in Megatron-Core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacpp_mcore.errors import ModelError, PatternError
+
+LETTERS = {
+    "A": "attention (MLA, full or with DeepSeek sparse attention)",
+    "M": "Mamba-3",
+    "E": "mixture of experts",
+    "R": "M²RNN recurrent tail",
+}
+"""Block family of each letter."""
+
+FULL_ATTENTION, FULL_INDEX, SHARED_INDEX = "-", "F", "S"
+ROLES = {
+    FULL_ATTENTION: "full MLA, no sparse attention",
+    FULL_INDEX: "sparse attention that runs the indexer and publishes its indices",
+    SHARED_INDEX: "sparse attention over the indices of the nearest Full layer below",
+}
+"""What an A layer does, one character a layer in a DSA schedule."""
+
+_ALLOWED = "A, M, E, R, '|' (pipeline-stage boundary) and '/' (start of an MTP pattern)"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A parsed pattern.
+
+    Attributes:
+        stages: the letters of each pipeline stage; one entry when the pattern holds no ``|``.
+        mtp: one pattern a multi-token-prediction depth, empty when there is none.
+    """
+
+    stages: tuple[str, ...]
+    mtp: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "|".join(self.stages) + "".join("/" + part for part in self.mtp)
+
+    @property
+    def staged(self) -> bool:
+        """True when the pattern itself says where pipeline stages begin (tiling is then off)."""
+        return len(self.stages) > 1
+
+    def layers(self, depth: int) -> str:
+        """The letters of all ``depth`` trunk layers.
+
+        A pattern without ``|`` is tiled by ``i % len(pattern)``; with ``|`` its length has to be the depth.
+
+        Raises:
+            PatternError: if the depth is not positive, or a staged pattern has another length.
+        """
+        letters = "".join(self.stages)
+        if depth < 1:
+            raise PatternError(f"pattern {str(self)!r}: the depth is {depth}; give a positive number of layers")
+        if self.staged and len(letters) != depth:
+            raise PatternError(
+                f"pattern {str(self)!r} marks stages with '|' and holds {len(letters)} layers, the depth is {depth}; "
+                f"write all {depth} layers, or drop the '|' to have the pattern tiled"
+            )
+        return "".join(letters[i % len(letters)] for i in range(depth))
+
+
+def parse(text: str) -> Pattern:
+    """Parse ``text``; ``str(parse(text)) == text`` for every legal text.
+
+    Raises:
+        PatternError: naming the offending character, its 1-based position, and what is allowed there.
+    """
+    if not isinstance(text, str):
+        raise PatternError(f"a pattern is a string of {_ALLOWED}; found {type(text).__name__}")
+    if not text:
+        raise PatternError(f"the pattern is empty; allowed are {_ALLOWED}")
+    in_mtp = False
+    for position, character in enumerate(text, start=1):
+        where = f"pattern {text!r}: character {character!r} at position {position}"
+        if character in LETTERS:
+            continue
+        if character not in "|/":
+            raise PatternError(f"{where} is not known; allowed are {_ALLOWED}")
+        if position == 1 or text[position - 2] in "|/":
+            raise PatternError(f"{where} closes an empty part; write at least one of A, M, E, R before it")
+        if position == len(text):
+            raise PatternError(f"{where} opens an empty part; write at least one of A, M, E, R after it")
+        if character == "|" and in_mtp:
+            raise PatternError(f"{where} is inside an MTP pattern; stage boundaries come before the first '/'")
+        in_mtp = in_mtp or character == "/"
+    trunk, *mtp = text.split("/")
+    return Pattern(stages=tuple(trunk.split("|")), mtp=tuple(mtp))
+
+
+def attention_roles(layers: str, schedule: str) -> tuple[str | None, ...]:
+    """The role of every layer: ``-``, ``F`` or ``S`` for an A layer, None for the others.
+
+    Args:
+        layers: trunk letters, as from :meth:`Pattern.layers`.
+        schedule: one character an A layer (see :data:`ROLES`), tiled over the A layers when it is shorter.
+
+    Raises:
+        PatternError: on an unknown character, a schedule longer than there are A layers, or a Shared layer that has no
+            Full layer below it.
+    """
+    if not schedule:
+        raise PatternError(f"the DSA schedule is empty; give one of {', '.join(ROLES)} for each A layer")
+    for position, character in enumerate(schedule, start=1):
+        if character not in ROLES:
+            raise PatternError(
+                f"DSA schedule {schedule!r}: character {character!r} at position {position} is not known; allowed are "
+                + ", ".join(f"{role!r} ({meaning})" for role, meaning in ROLES.items())
+            )
+    count = layers.count("A")
+    if count and len(schedule) > count:
+        raise PatternError(
+            f"DSA schedule {schedule!r} has {len(schedule)} entries, but the pattern has {count} A layers; "
+            "give one entry an A layer, or a shorter schedule that is tiled"
+        )
+    roles: list[str | None] = []
+    ordinal, seen_full = 0, False
+    for number, letter in enumerate(layers, start=1):
+        if letter != "A":
+            roles.append(None)
+            continue
+        role = schedule[ordinal % len(schedule)]
+        if role == SHARED_INDEX and not seen_full:
+            raise PatternError(
+                f"DSA schedule {schedule!r}: layer {number} is Shared ('S') with no Full ('F') layer below it; "
+                "make the first sparse layer Full"
+            )
+        seen_full = seen_full or role == FULL_INDEX
+        roles.append(role)
+        ordinal += 1
+    return tuple(roles)
+
+
+def source_layers(roles: Sequence[str | None]) -> dict[int, int]:
+    """Shared layer number to the number of the Full layer whose indices it uses (the nearest below); 1-based."""
+    sources: dict[int, int] = {}
+    full = None
+    for number, role in enumerate(roles, start=1):
+        if role == FULL_INDEX:
+            full = number
+        elif role == SHARED_INDEX:
+            if full is None:
+                raise PatternError(f"layer {number} is Shared ('S') with no Full ('F') layer below it")
+            sources[number] = full
+    return sources
+
+
+def promoted_schedule(roles: Sequence[str | None], chunks: Sequence[range]) -> tuple[str, tuple[int, ...]]:
+    """The schedule that is legal when each of ``chunks`` (1-based layer numbers) is a model chunk of its own.
+
+    A Shared layer that is the first sparse layer of its chunk becomes Full: indices do not travel between chunks.
+
+    Returns:
+        The whole schedule, one character an A layer, and the numbers of the promoted layers (empty: nothing to do).
+    """
+    promoted = []
+    for chunk in chunks:
+        sparse = [number for number in chunk if roles[number - 1] in (FULL_INDEX, SHARED_INDEX)]
+        if sparse and roles[sparse[0] - 1] == SHARED_INDEX:
+            promoted.append(sparse[0])
+    schedule = "".join(
+        FULL_INDEX if number in promoted else role for number, role in enumerate(roles, start=1) if role is not None
+    )
+    return schedule, tuple(promoted)
+
+
+def check_chunks(name: str, roles: Sequence[str | None], chunks: Sequence[range]) -> None:
+    """Refuse a layout in which a model chunk would begin with a Shared layer.
+
+    Raises:
+        ModelError: naming the layers and the promoted schedule to adopt.
+    """
+    schedule, promoted = promoted_schedule(roles, chunks)
+    if promoted:
+        spans = ", ".join(f"{chunk.start}–{chunk.stop - 1}" for chunk in chunks if len(chunk))
+        raise ModelError(
+            f"{name}: with model chunks {spans}, the first sparse layer of a chunk would be Shared: "
+            f"layer{'s' if len(promoted) > 1 else ''} {', '.join(map(str, promoted))}. Indices do not travel between "
+            f"chunks; adopt the promoted schedule {schedule!r} (it is part of the model: set dsa.schedule to it in the "
+            "file MEGACPP_CONFIG names, for every layout of this model), or choose another layout"
+        )
+
+
+def uniform_chunks(depth: int, pipeline: int, virtual: int = 1) -> tuple[range, ...]:
+    """Layer numbers of each model chunk when ``depth`` layers are split evenly, in the order of the layers.
+
+    Raises:
+        ModelError: when they cannot be split evenly.
+    """
+    parts = pipeline * virtual
+    if parts < 1 or depth % parts:
+        raise ModelError(
+            f"{depth} layers do not split evenly over {pipeline} pipeline stages × {virtual} virtual stages; choose "
+            f"stages that divide {depth}, or mark the stages in the pattern with '|'"
+        )
+    size = depth // parts
+    return tuple(range(1 + i * size, 1 + (i + 1) * size) for i in range(parts))

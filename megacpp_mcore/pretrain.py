@@ -1,0 +1,251 @@
+"""The stock training loop for a pip-only install, where no checkout brings ``pretrain_gpt.py``.
+
+The wheel of megatron-core has the loop (``megatron.training.pretrain``) but not the script that feeds it. This module
+feeds it the same way for text pretraining: GPTDataset or mock data, every parallel layout, MTP, ``--spec``. For the
+same arguments its losses are those of an unmodified ``pretrain_gpt.py``, bit for bit. What it does not do (packed
+sequences, FIM, distillation, …) is refused by name before anything is built.
+
+Checked with megatron-core 0.19.2.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
+from megatron.core.utils import (
+    StragglerDetector,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, get_timers, pretrain, print_rank_0
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from megacpp_mcore.errors import LaunchError
+
+# B: micro-batch, S: sequence (of this context-parallel rank)
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+UNSUPPORTED = {
+    "sft": "--sft",
+    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
+    "hybrid_context_parallel": "--hybrid-context-parallel",
+    "fim_data": "--fim-data",
+    "logits_load_dir": "--logits-load-dir",
+    "inprocess_restart": "--inprocess-restart",
+    "perform_rl_step": "--perform-rl-step",
+}
+"""Arguments of Megatron (attribute: flag) that ``pretrain_gpt.py`` handles itself and this entry does not."""
+
+SPIKE_FACTOR = 10
+"""``--check-for-spiky-loss`` reports a loss above this many times the largest one seen."""
+
+_straggler = StragglerDetector()
+
+
+def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | None) -> dict[str, Any]:
+    """Return this rank's next micro-batch: tokens, labels, loss_mask, position_ids ``[B, S]``, attention_mask or None.
+
+    Tensor-parallel rank 0 reads and broadcasts. A pipeline stage that needs no tokens gets None for every key.
+    """
+    args = get_args()
+    has_mtp = _has_mtp(args, vp_stage)
+    if not (is_first_or_last_pipeline_stage(vp_stage) or has_mtp):
+        return dict.fromkeys(BATCH_KEYS)
+
+    batch: dict[str, Any] = {}
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    if tp_rank == 0:
+        sample = next(data_iterator)
+        for key in BATCH_KEYS:
+            value = sample.get(key)
+            batch[key] = None if value is None else value.cuda(non_blocking=True)
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=has_mtp,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+    return {key: batch[key] for key in BATCH_KEYS}
+
+
+def loss_func(
+    loss_mask_BS: torch.Tensor, losses_BS: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the summed loss of a micro-batch, its number of counted tokens, and the pair to be logged."""
+    mask = loss_mask_BS.view(-1).float()
+    loss = torch.sum(losses_BS.view(-1).float() * mask)
+    num_tokens = mask.sum().clone().detach().to(torch.int)
+    _check_loss(loss)
+    return loss, num_tokens, {"lm loss": torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])}
+
+
+def _check_loss(loss: torch.Tensor) -> None:
+    args = get_args()
+    state_machine = get_rerun_state_machine()
+    rejections: list[tuple[Any, str, bool]] = []
+    if args.check_for_nan_in_loss_and_grad:
+        rejections.append((torch.isnan, "the loss of the local forward pass is NaN", True))
+        rejections.append((torch.isinf, "the loss of the local forward pass is infinite", True))
+    if args.check_for_spiky_loss:
+        is_spike = partial(state_machine.is_unexpectedly_large, threshold=SPIKE_FACTOR, context="loss")
+        rejections.append((is_spike, "the loss jumped", False))
+    for rejection, message, fatal in rejections:
+        state_machine.validate_result(
+            result=loss, rejection_func=rejection, message=message, tolerance=0.0, fatal=fatal
+        )
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, torch.Tensor]], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
+    """Run one micro-batch; return the model's output (or its schedule plan) and the loss function for it."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    with _straggler(bdata=True):
+        batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+
+    inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    targets = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
+    with _straggler:
+        output = model.build_schedule_plan(*inputs, **targets) if return_schedule_plan else model(*inputs, **targets)
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """Build the training, validation and test datasets of ``num_samples`` samples each (None on a rank without data)."""
+    args = get_args()
+    print_rank_0("> building train, validation, and test datasets for GPT ...")
+    datasets = BlendedMegatronDatasetBuilder(
+        MockGPTDataset if args.mock_data else GPTDataset,
+        num_samples,
+        lambda: _reads_data(args, vp_stage),
+        dataset_config_from_args(args),
+    ).build()
+    print_rank_0("> finished creating GPT datasets ...")
+    return datasets
+
+
+# Every rank builds its own part; without this Megatron calls the provider on tensor-parallel rank 0 only.
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def dataset_config_from_args(args: Namespace) -> GPTDatasetConfig:
+    """Return the dataset configuration that Megatron's parsed arguments ask for."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        sequences_per_dataset=_read_sequence_counts(args.per_dataset_sequences_path),
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+    )
+
+
+def _read_sequence_counts(path: str | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    import json
+
+    with open(path, encoding="utf-8") as file:
+        counts: dict[str, Any] = json.load(file)
+    return counts
+
+
+def _reads_data(args: Namespace, vp_stage: int | None) -> bool:
+    if mpu.get_tensor_model_parallel_rank() != 0:
+        return False
+    return is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
+
+
+def _has_mtp(args: Namespace, vp_stage: int | None) -> bool:
+    config = core_transformer_config_from_args(args)
+    has_mtp: bool = mtp_on_this_rank(
+        layout=config.pipeline_model_parallel_layout,
+        mtp_num_layers=config.mtp_num_layers,
+        ignore_virtual=False,
+        vp_stage=vp_stage,
+    )
+    return has_mtp
+
+
+def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """Return which of a pipeline group's ranks hold word embeddings: the first, the last if tied, and those with MTP."""
+    args = get_args()
+    ranks = {pp_ranks[0]}
+    if len(pp_ranks) > 1:
+        if not args.untie_embeddings_and_output_weights:
+            ranks.add(pp_ranks[-1])
+        ranks.update(get_mtp_ranks(pp_ranks, core_transformer_config_from_args(args)))
+    return sorted(ranks)
+
+
+def refuse_unsupported(args: Namespace) -> None:
+    """Raise LaunchError if ``args`` ask for something that only ``pretrain_gpt.py`` does."""
+    found = [flag for name, flag in UNSUPPORTED.items() if getattr(args, name, None)]
+    if found:
+        raise LaunchError(
+            f"the pip-only training entry does not do {', '.join(found)}; leave that out, or name the pretrain_gpt.py "
+            "of a Megatron-LM checkout as the first word of the launch command"
+        )
+
+
+def main() -> None:
+    """Train as ``sys.argv`` (Megatron's arguments) says."""
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    refuse_unsupported(args)
+    pretrain(
+        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        get_embedding_ranks=get_embedding_ranks,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The bridge to Transformer Engine, an optional backend."""

@@ -1,0 +1,36 @@
+"""The patch set: named, fingerprinted, reversible changes to stock Megatron; importing it changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if not __name__.startswith("megacpp_mcore."):
+    raise ImportError(
+        f"this folder was imported as {__name__!r}; its name is 'megacpp_mcore.patches' "
+        "(put the repository root on the path and import it through megacpp_mcore)"
+    )
+
+if TYPE_CHECKING:
+    from megacpp_mcore.patches.registry import Applied
+
+
+def apply(names: Iterable[str]) -> Applied:
+    """Apply the named patches to this process; see :meth:`megacpp_mcore.patches.registry.Registry.apply`."""
+    from megacpp_mcore.patches.registry import default
+
+    return default().apply(names)
+
+
+def revert(names: Iterable[str] | None = None) -> tuple[str, ...]:
+    """Revert the named patches, or all; see :meth:`megacpp_mcore.patches.registry.Registry.revert`."""
+    from megacpp_mcore.patches.registry import default
+
+    return default().revert(names)
+
+
+def status() -> list[dict[str, Any]]:
+    """One JSON-ready record a patch; see :meth:`megacpp_mcore.patches.registry.Registry.status`."""
+    from megacpp_mcore.patches.registry import default
+
+    return default().status()

@@ -1,0 +1,100 @@
+"""mtp-shared-block: GPTModel's MTP takes the block that the spec names, and weighs its depths by a decay.
+
+Activate: applied by ``--spec megacpp_mcore nam56r``; or ``megacpp_mcore.patches.apply(["mtp-shared-block"])``.
+Scope: specs that carry an ``mtp`` attribute, and configurations that carry ``mtp_loss_decay``; all others are untouched.
+Provenance: megatron-core 0.19.2 ``training/models/gpt.py`` and ``core/transformer/multi_token_prediction.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megacpp_mcore.patches.registry import Edit, Patch
+
+_MISSING = object()
+_VERSIONS = ("0.19.1", "0.19.2")
+"""The tag core_v0.19.0 calls itself 0.19.1; both hold the same source of these two."""
+
+
+def _block_spec(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``mtp_block_spec(config, transformer_layer_spec, vp_stage)``."""
+
+    @functools.wraps(original)
+    def mtp_block_spec(config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> Any:
+        ours = getattr(transformer_layer_spec, "mtp", _MISSING)
+        return original(config, transformer_layer_spec, vp_stage=vp_stage) if ours is _MISSING else ours
+
+    return mtp_block_spec
+
+
+def _weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``process_mtp_loss``: the gradient of depth k is scaled by K·β^(k−1) / Σ β^(j−1).
+
+    Upstream weighs every depth λ/K; the product is λ·β^(k−1) / Σ β^(j−1) (FastMTP, arXiv 2509.18362). Only gradients are
+    scaled, so that the logged losses stay plain means.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        config = bound.arguments["config"]
+        decay = getattr(config, "mtp_loss_decay", None)
+        if decay is not None and config.mtp_num_layers > 1:
+            compute = bound.arguments["compute_language_model_loss"]
+            bound.arguments["compute_language_model_loss"] = _scaled_by_depth(compute, config.mtp_num_layers, decay)
+        return original(*bound.args, **bound.kwargs)
+
+    return process_mtp_loss
+
+
+def _scaled_by_depth(compute: Callable[..., Any], depths: int, decay: float) -> Callable[..., Any]:
+    """``compute`` for ``depths`` calls, one a depth in order, each with its gradient scaled by that depth's weight."""
+    total = sum(decay**k for k in range(depths))
+    factors = iter([depths * decay**k / total for k in range(depths)])
+
+    def loss(labels: Any, logits: Any) -> Any:
+        return _scale_gradient(compute(labels, logits), next(factors))
+
+    return loss
+
+
+def _scale_gradient(loss: Any, factor: float) -> Any:
+    if loss.requires_grad:
+        loss = loss.clone()
+        loss.register_hook(lambda gradient: gradient * factor)
+    return loss
+
+
+PATCH = Patch(
+    name="mtp-shared-block",
+    fixes=(
+        "GPTModel's builder ignores --spec for multi-token prediction and rebuilds stock layers; "
+        "all depths weigh the same"
+    ),
+    source="megatron-core 0.19.2, megatron/training/models/gpt.py and megatron/core/transformer/multi_token_prediction.py",
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        Edit(
+            target="megatron.training.models.gpt:mtp_block_spec",
+            fingerprints=dict.fromkeys(_VERSIONS, "43ccd8c4a2767959ffc9130b19ab176e524a3681c11643cd84b3a69b2968f550"),
+            make=_block_spec,
+        ),
+        Edit(
+            target="megatron.core.transformer.multi_token_prediction:process_mtp_loss",
+            fingerprints=dict.fromkeys(_VERSIONS, "7a459bac5884e8bf3bf19381b3eb2b02f1d443e7e5c48bae78b90c2b4ee52767"),
+            make=_weighted_loss,
+        ),
+    ),
+    seam=(
+        "mtp_block_spec is the one place where the builder turns a layer spec into an MTP spec, and sees the spec itself; "
+        "process_mtp_loss is handed the loss function it calls once a depth"
+    ),
+    leaves_alone=(
+        "specs without an mtp attribute, the label shift, the per-token normalisation, logging, speculative decoding"
+    ),
+    retire_when="the builder takes an MTP spec from the caller, and the depth weights from the configuration",
+)

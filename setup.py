@@ -1,0 +1,80 @@
+"""Packaging of megacpp-mcore: one import package, optional parts as extras, nothing fetched under a borrowed name."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+# PyPI's `apex` and `deep-gemm` are neither NVIDIA Apex nor DeepGEMM: they are never named here.
+EXTRAS = {
+    "te": ["transformer-engine[core-cu13,pytorch]==2.20.2"],
+    # These only work together: the MIMO kernels of mamba-ssm are written for this tilelang, and that for this tvm-ffi.
+    "ssm": [
+        "mamba-ssm==2.3.2.post1",
+        "tilelang==0.1.8",
+        "apache-tvm-ffi<=0.1.9",
+        "z3-solver>=4.13,<4.15.5",
+    ],
+    "torchao": ["torchao>=0.14"],
+    "deepgemm": ["sgl-deep-gemm==0.2.1"],
+    # Megatron-Bridge itself comes by `pip install --no-deps -r requirements/bridge.txt`: with its dependencies, pip
+    # either fails on a source package or silently goes back to megatron-core 0.13.
+    "nemo": [
+        "nemo-run==0.11.1",
+        "leptonai==0.27.0",
+        "accelerate",
+        "datasets>=2.20",
+        "einops",
+        "hydra-core>=1.3.4,<1.4",
+        "omegaconf>=2.3",
+        "peft>=0.18.1",
+        "rich",
+        "tensorboard>=2.19",
+        "tqdm>=4.67.1",
+        "transformers>=5.8,<=5.12.1",
+        "wandb==0.29.0",
+    ],
+    "demo": ["torch==2.11.0", "megatron-core==0.19.2"],
+    "dev": ["hypothesis", "mypy", "pytest>=8", "pytest-xdist", "ruff", "setuptools>=77", "types-PyYAML", "wheel"],
+}
+
+
+def version() -> str:
+    """The version that the package states, read without importing it."""
+    text = (ROOT / "megacpp_mcore" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError('megacpp_mcore/__init__.py has no line of the form __version__ = "1.2.3"')
+    return found[1]
+
+
+setup(
+    name="megacpp-mcore",
+    version=version(),
+    description="The hybrid model NAM56R (MLA, Mamba-3, MoE, M2RNN) for stock Megatron-Core, as a plugin package",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.12",
+    # The folders layer_specs, patches and nemo_recipes are mounted in the package by symlinks, and found through them.
+    packages=find_packages(include=["megacpp_mcore*"]),
+    install_requires=[
+        "megatron-core>=0.19,<0.20",
+        "numpy",
+        "packaging>=24.2",
+        "PyYAML>=6",
+        "torch>=2.6",
+    ],
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["megacpp-mcore = megacpp_mcore.cli:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

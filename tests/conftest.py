@@ -1,0 +1,60 @@
+"""What every test shares: one thread a process, the Megatron-LM checkout, and what the summary says was not run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+# Before anything imports torch: several workers share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+@pytest.fixture(scope="session")
+def megatron_lm() -> Path:
+    """The root of the Megatron-LM checkout (core_v0.19.0) that MEGATRON_LM names."""
+    named = os.environ.get("MEGATRON_LM")
+    if not named:
+        pytest.skip("MEGATRON_LM is not set; it names a Megatron-LM checkout (tag core_v0.19.0)")
+    root = Path(named).resolve()
+    if not (root / "pretrain_gpt.py").is_file() or not (root / "megatron" / "core").is_dir():
+        pytest.fail(f"MEGATRON_LM={named} is not a Megatron-LM checkout: no pretrain_gpt.py and megatron/core there")
+    return root
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs a GPU by its folder and what needs a checkout by its fixture; without a GPU, say so and skip."""
+    for item in items:
+        if "megatron_lm" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.checkout)
+        if _GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _has_gpu():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU on this machine"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line each for the tests that need what a laptop may lack, whether they ran or not."""
+    for marker, tests, needs in (
+        ("gpu", "tests in tests/gpu", "run `pytest tests/gpu` on a machine with an NVIDIA GPU"),
+        ("checkout", "tests on a Megatron-LM checkout", "set MEGATRON_LM to one"),
+    ):
+        ran = _count(terminalreporter, ("passed", "failed", "error"), marker)
+        terminalreporter.write_line(f"{tests}: {ran} ran" if ran else f"{tests}: NONE ran; {needs}")
+
+
+def _count(terminalreporter: pytest.TerminalReporter, outcomes: Iterable[str], marker: str) -> int:
+    reports = [report for outcome in outcomes for report in terminalreporter.stats.get(outcome, [])]
+    return len({report.nodeid for report in reports if marker in getattr(report, "keywords", {})})

@@ -1,0 +1,312 @@
+"""Damaged datasets: each kind is named and refused, and no header makes a reader crash."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from megacpp_mcore.data.index import HEADER_BYTES, read_index
+from megacpp_mcore.data.manifest import adopt, load_manifest, verify, verify_for_training
+from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.errors import DataError
+
+
+def build(folder: Path, salt: str = "") -> str:
+    folder.mkdir(parents=True)
+    for number in range(6):
+        (folder / f"{number}.txt").write_text(f"document {number}{salt}" * (number + 1))
+    return prepare([folder], str(folder / "data"), progress=io.StringIO())[0]
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("pristine") / "a")
+
+
+@pytest.fixture
+def prefix(pristine, tmp_path):
+    for suffix in (".bin", ".idx", ".manifest.json"):
+        shutil.copy(pristine + suffix, tmp_path / f"data{suffix}")
+    return str(tmp_path / "data")
+
+
+def check_training(prefix: str, full: bool = True, **options) -> None:
+    verify_for_training([prefix], **{"vocab_size": 260, "eod_id": 256, "full": full, **options})
+
+
+def change_byte(path: str, offset: int, bit: int = 0) -> None:
+    content = bytearray(Path(path).read_bytes())
+    content[offset] ^= 1 << bit
+    Path(path).write_bytes(content)
+
+
+def rebuild(prefix: str, documents: list[list[int]], dtype: type = np.uint16) -> None:
+    """Write a dataset of these documents with Megatron's builder, and no manifest."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=dtype)
+    for document in documents:
+        builder.add_document(np.array(document), [len(document)])
+    builder.finalize(prefix + ".idx")
+    Path(prefix + ".manifest.json").unlink(missing_ok=True)
+
+
+def test_a_whole_dataset_passes(prefix):
+    assert verify(prefix).documents == 6
+    check_training(prefix, full=False)
+    assert not os.path.exists(prefix + ".verified.json")
+    check_training(prefix)
+    check_training(prefix, vocab_size=384)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".manifest.json"])
+@pytest.mark.parametrize("full", [False, True])
+def test_missing_files_are_named(prefix, suffix, full):
+    os.unlink(prefix + suffix)
+    for check in (lambda: verify(prefix), lambda: check_training(prefix, full)):
+        with pytest.raises(DataError, match=rf"data{suffix.replace('.', '[.]')}.*expected"):
+            check()
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".manifest.json"])
+@pytest.mark.parametrize("kept", [0, 1, -1])
+@pytest.mark.parametrize("full", [False, True])
+def test_truncated_files_are_named(prefix, suffix, kept, full):
+    content = Path(prefix + suffix).read_bytes()
+    Path(prefix + suffix).write_bytes(content[:kept])
+    for check in (lambda: verify(prefix), lambda: check_training(prefix, full)):
+        if suffix == ".manifest.json" and kept == -1:
+            check()  # only the newline at the end is gone
+            continue
+        with pytest.raises(DataError, match=rf"data{suffix.replace('.', '[.]')}"):
+            check()
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".manifest.json"])
+def test_every_flipped_bit_is_found(prefix, suffix):
+    size = os.path.getsize(prefix + suffix)
+    for offset in np.unique(np.linspace(0, size - 2, 60).astype(int)).tolist():
+        change_byte(prefix + suffix, offset, offset % 7)
+        for check in (verify, check_training):
+            with pytest.raises(DataError, match=r"data\."):
+                check(prefix)
+        change_byte(prefix + suffix, offset, offset % 7)
+    assert verify(prefix).documents == 6
+
+
+def test_quick_checks_find_a_flipped_index_and_a_lost_end(prefix):
+    change_byte(prefix + ".idx", os.path.getsize(prefix + ".idx") - 1, 3)
+    with pytest.raises(DataError, match=r"data\.idx"):
+        check_training(prefix, full=False)
+    change_byte(prefix + ".idx", os.path.getsize(prefix + ".idx") - 1, 3)
+    change_byte(prefix + ".bin", os.path.getsize(prefix + ".bin") - 1)
+    with pytest.raises(DataError, match=r"document 5 ends with id 0, expected the end-of-document id 256"):
+        check_training(prefix, full=False)
+
+
+@pytest.mark.parametrize("suffixes", [(".bin",), (".idx",), (".bin", ".idx"), (".manifest.json",)])
+@pytest.mark.parametrize("salt", ["", "!"])
+def test_swapped_files_are_found(prefix, tmp_path, suffixes, salt):
+    other = build(tmp_path / "other", salt)
+    if not salt:
+        # The same sizes and the same index, other tokens.
+        tokens = np.fromfile(other + ".bin", dtype=np.uint16)
+        np.where(tokens == ord("d"), ord("D"), tokens).astype(np.uint16).tofile(other + ".bin")
+        os.unlink(other + ".manifest.json")
+        adopt(other, vocab_size=260, eod_id=256)
+    for suffix in suffixes:
+        shutil.copy(other + suffix, prefix + suffix)
+    if not salt and suffixes == (".idx",):
+        check_training(prefix)  # the two indices are one and the same file
+        return
+    for check in (verify, check_training):
+        with pytest.raises(DataError, match=r"data\.(bin|idx): found .* expected"):
+            check(prefix)
+
+
+def test_remembered_hashes_do_not_outlive_a_change(prefix):
+    check_training(prefix)
+    remembered = Path(prefix + ".verified.json").read_bytes()
+    status = os.stat(prefix + ".bin")
+    with open(prefix + ".bin", "r+b") as stream:
+        stream.write(b"D")
+    os.utime(prefix + ".bin", ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(DataError, match=r"data\.bin: found SHA-256"):
+        check_training(prefix)
+    assert Path(prefix + ".verified.json").read_bytes() != remembered
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"identity": 3, "sha256": 4}', b"\xff"])
+def test_a_damaged_memory_is_no_answer(prefix, content):
+    Path(prefix + ".verified.json").write_bytes(content)
+    check_training(prefix)
+    change_byte(prefix + ".bin", 0)
+    Path(prefix + ".verified.json").write_bytes(content)
+    with pytest.raises(DataError, match="SHA-256"):
+        check_training(prefix)
+
+
+def test_remembered_hashes_are_used(prefix, monkeypatch):
+    check_training(prefix)
+    hashed = []
+    original = check_training.__globals__["verify_for_training"].__globals__["hash_file"]
+    monkeypatch.setattr(
+        "megacpp_mcore.data.manifest.hash_file", lambda path: hashed.append(os.fspath(path)) or original(path)
+    )
+    check_training(prefix)
+    assert hashed == [prefix + ".idx"]
+
+
+def test_a_model_that_does_not_fit_is_refused(prefix):
+    with pytest.raises(DataError, match=r"made with 260 token ids, and the model embeds 256"):
+        check_training(prefix, vocab_size=256)
+    with pytest.raises(DataError, match=r"ends its documents with id 256, and training uses 0"):
+        check_training(prefix, eod_id=0)
+    check_training(prefix, eod_id=None)
+
+
+def test_every_prefix_is_checked(prefix, pristine):
+    change_byte(prefix + ".bin", 3)
+    with pytest.raises(DataError, match=r"data\.bin"):
+        verify_for_training([pristine, prefix], vocab_size=260, full=True)
+
+
+def test_adoption_checks_and_guesses_nothing(prefix):
+    with pytest.raises(DataError, match="without a manifest"):
+        adopt(prefix)
+    rebuild(prefix, [[5, 9, 7], [8, 7]], np.int32)
+    manifest = adopt(prefix)
+    assert manifest == load_manifest(prefix) == verify(prefix)
+    assert (manifest.dtype, manifest.documents, manifest.tokens, manifest.max_token_id) == ("int32", 2, 5, 9)
+    assert set(manifest.tokenizer.values()) == {None}
+    verify_for_training([prefix], vocab_size=10, eod_id=256, full=True)
+    with pytest.raises(DataError, match="10 token ids"):
+        verify_for_training([prefix], vocab_size=9)
+
+
+@pytest.mark.parametrize(
+    ("documents", "said", "found"),
+    [
+        ([[5, 256], [7]], {"eod_id": 256}, "document 1 ends with id 7"),
+        ([[5, 256], []], {"eod_id": 256}, "document 1 ends with no token"),
+        ([[], [5, 256]], {"eod_id": 256}, "document 0 ends with no token"),
+        ([[300, 256]], {"vocab_size": 260}, "ids from 256 to 300, expected 0 to 259"),
+        ([[-2, 1]], {}, "ids from -2 to 1, expected 0 or more"),
+        ([[]], {}, "no tokens"),
+    ],
+)
+def test_adoption_refuses_a_dataset_that_is_not_what_is_said(prefix, documents, said, found):
+    rebuild(prefix, documents, np.int32)
+    with pytest.raises(DataError, match=found):
+        adopt(prefix, **said)
+    assert not os.path.exists(prefix + ".manifest.json")
+
+
+@pytest.mark.parametrize("code", [0, 6, 7, 9, 255])
+def test_token_types_that_are_no_integers_are_refused(prefix, code):
+    with open(prefix + ".idx", "r+b") as stream:
+        stream.seek(17)
+        stream.write(bytes([code]))
+    with pytest.raises(DataError, match=f"token type code {code}"):
+        read_index(prefix)
+
+
+def try_index(prefix: str, content: bytes) -> None:
+    """Read a changed index: it is refused, or Megatron's own reader can read all that it promises."""
+    Path(prefix + ".idx").write_bytes(content)
+    try:
+        index = read_index(prefix)
+    except DataError:
+        return
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    stock = IndexedDataset(prefix)
+    tokens = np.concatenate([stock[number] for number in range(len(stock))])
+    assert tokens.tobytes() == Path(prefix + ".bin").read_bytes()
+    assert index.token_count == tokens.size
+
+
+_FUZZ = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_U64 = st.one_of(
+    st.integers(0, 20), st.integers(0, 2**64 - 1), st.sampled_from([2**31, 2**32, 2**62, 2**63, 2**64 - 1])
+)
+
+
+@_FUZZ
+@given(version=_U64, code=st.integers(0, 255), sequences=_U64, bounds=_U64, body=st.binary(max_size=200))
+@example(version=1, code=8, sequences=2**61, bounds=7, body=b"")
+@example(version=1, code=8, sequences=0, bounds=1, body=bytes(8))
+@example(version=1, code=8, sequences=1, bounds=0, body=bytes(12))
+def test_no_header_crashes_the_reader(prefix, version, code, sequences, bounds, body):
+    try_index(prefix, b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", version, code, sequences, bounds) + body)
+
+
+@_FUZZ
+@given(data=st.data())
+def test_no_mutation_crashes_the_reader_or_passes_verification(prefix, pristine, data):
+    whole = Path(pristine + ".idx").read_bytes()
+    content = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 4))):
+        kind = data.draw(st.sampled_from(["byte", "field", "cut", "insert"]))
+        at = data.draw(st.integers(0, max(len(content) - 1, 0)))
+        if kind == "byte" and content:
+            content[at] = data.draw(st.integers(0, 255))
+        elif kind == "field" and len(content) >= HEADER_BYTES + 8:
+            start = HEADER_BYTES + 4 * data.draw(st.integers(0, (len(content) - HEADER_BYTES) // 4 - 2))
+            content[start : start + 8] = struct.pack("<q", data.draw(st.integers(-(2**63), 2**63 - 1)))
+        elif kind == "cut":
+            del content[at : at + data.draw(st.integers(1, 40))]
+        elif kind == "insert":
+            content[at:at] = data.draw(st.binary(min_size=1, max_size=20))
+    try_index(prefix, bytes(content))
+    if bytes(content) != whole:
+        with pytest.raises(DataError):
+            verify_for_training([prefix], vocab_size=260)
+
+
+@_FUZZ
+@given(
+    key=st.sampled_from(
+        ["tokenizer", "files", "sources", "documents", "skipped", "dtype", "schema_version", "checksum"]
+    ),
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from([".bin", ".idx", "size", "kind"]), inner)
+        ),
+        max_leaves=5,
+    ),
+    resigned=st.booleans(),
+)
+def test_no_manifest_crashes_the_checks(prefix, pristine, key, value, resigned):
+    from megacpp_mcore.data.manifest import _digest
+
+    body = json.loads(Path(pristine + ".manifest.json").read_bytes())
+    if type(body[key]) is type(value) and body[key] == value:
+        return
+    body[key] = value
+    if resigned and key != "checksum":
+        body.pop("checksum")
+        body["checksum"] = _digest(body)
+    Path(prefix + ".manifest.json").write_text(json.dumps(body))
+    if resigned and key in ("sources", "skipped") and load_accepts(prefix):
+        return  # a well-formed account of the sources that was signed again is another account, not damage
+    with pytest.raises(DataError):
+        verify(prefix)
+
+
+def load_accepts(prefix: str) -> bool:
+    try:
+        load_manifest(prefix)
+    except DataError:
+        return False
+    return True

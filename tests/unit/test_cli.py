@@ -1,0 +1,148 @@
+"""The command line: what it hands on, how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megacpp_mcore
+from megacpp_mcore import cli, doctor, launcher
+from megacpp_mcore.errors import LaunchError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, Any]]]:
+    calls: list[tuple[list[str], dict[str, Any]]] = []
+
+    def record(command: list[str], **options: Any) -> int:
+        calls.append((command, options))
+        return 7
+
+    monkeypatch.setattr(launcher, "launch", record)
+    return calls
+
+
+def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[str], dict[str, Any]]]) -> None:
+    stock = ["pretrain_gpt.py", "--device", "x", "--", "--spec", "megacpp_mcore.nam56r", "--traceback"]
+    assert cli.main(["launch", "--device", "cpu", "--nproc", "2", "--allow-spec-from", "mine", "--", *stock]) == 7
+    ((command, options),) = launched
+    assert command == stock
+    assert options == {"device": "cpu", "nproc": 2, "allowed_spec_prefixes": ("megacpp_mcore", "megatron", "mine")}
+
+
+def test_errors_of_ours_are_one_message_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any, **options: Any) -> int:
+        raise LaunchError("no such device")
+
+    monkeypatch.setattr(launcher, "launch", fail)
+    assert cli.main(["launch", "--", "x.py"]) == 2
+    assert capsys.readouterr().err == "error: no such device\n"
+    assert cli.main(["--traceback", "launch", "--", "x.py"]) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "in fail" in shown
+    assert shown.endswith("error: no such device\n")
+
+
+def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(launcher, "launch", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["launch", "--", "x.py"])
+
+
+def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*args: Any, **options: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher, "launch", interrupt)
+    assert cli.main(["launch", "--", "x.py"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["no-such-command"], ["launch", "--device", "tpu"], ["patch"], ["doctor", "--", "x"]]
+)
+def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2
+    assert "usage: megacpp-mcore" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"megacpp-mcore {megacpp_mcore.__version__}\n"
+
+
+def test_every_command_is_there_and_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("doctor", "launch", "recipe", "data", "patch"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command, "--help"])
+        assert ended.value.code == 0
+        assert f"usage: megacpp-mcore {command}" in capsys.readouterr().out
+
+
+def test_patch_list_and_status(capsys: pytest.CaptureFixture[str]) -> None:
+    from megacpp_mcore.patches.registry import default
+
+    names = [patch.name for patch in default().patches]
+    assert cli.main(["patch", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == (names or ["there are no patches"])
+    assert cli.main(["patch", "list", "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == names
+    assert cli.main(["patch", "status", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["name"], row["state"]) for row in found] == [(name, "not applied") for name in names]
+    assert cli.main(["patch", "status", "no-such-patch"]) == 2
+    assert "there is no patch 'no-such-patch'" in capsys.readouterr().err
+
+
+def test_doctor_status_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for blocks in (False, True):
+        finding = doctor.Finding("torch", doctor.BROKEN if blocks else doctor.WORKS, "2.11.0", blocks=blocks)
+        monkeypatch.setattr(doctor, "examine", lambda time_limit_s, finding=finding: [finding])
+        assert cli.main(["doctor", "--json"]) == int(blocks)
+        assert json.loads(capsys.readouterr().out)["ok"] is not blocks
+
+
+def test_as_a_module_it_is_fast_and_imports_no_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "megacpp_mcore", "--help"]
+    began = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert time.monotonic() - began < 10
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "megacpp_mcore.cli" in imported
+    assert not {"torch", "megatron", "numpy"} & imported
+    assert "COMMAND" in done.stdout
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    writer = subprocess.Popen(
+        [sys.executable, "-m", "megacpp_mcore", "recipe", "emit", "nam56r_tiny", "--as", "cli"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert writer.stdout is not None
+    assert writer.stderr is not None
+    writer.stdout.close()
+    complaint = writer.stderr.read()
+    writer.stderr.close()
+    assert writer.wait(60) == 0
+    assert complaint == b""

@@ -1,0 +1,456 @@
+"""Preparation: order, splits, byte-identical resumption after SIGKILL, and what Megatron reads back."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megacpp_mcore.data import prepare as prepare_module
+from megacpp_mcore.data.corpus import prepare_stdlib_corpus
+from megacpp_mcore.data.manifest import load_manifest, verify
+from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.data.progress import Progress
+from megacpp_mcore.data.sources import choose_split, find_sources, parse_split
+from megacpp_mcore.data.tokenizer import ByteTokenizer
+from megacpp_mcore.errors import DataError
+
+SPLIT = "train=0.7,valid=0.3"
+
+
+def make_texts(root: Path, files: int = 12) -> Path:
+    """Write a folder of text, source and JSON-lines files with a fixed content."""
+    rng = random.Random(7)
+    for number in range(files):
+        folder = root / f"part{number % 3}"
+        folder.mkdir(parents=True, exist_ok=True)
+        text = f"file {number}: Füße, 漢字\r\n" + "".join(rng.choices("abc \n", k=rng.randrange(400)))
+        (folder / f"{number:02d}.txt").write_text(text, encoding="utf-8", newline="")
+    lines = [json.dumps({"text": f"record {n} " + "x" * rng.randrange(60)}) for n in range(40)]
+    (root / "records.jsonl").write_text("\n\n".join(lines) + "\n" + json.dumps({"text": ""}))
+    (root / "empty.md").write_text("")
+    (root / "picture.png").write_bytes(b"\x89PNG")
+    return root
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return make_texts(tmp_path / "texts")
+
+
+def run(inputs, output, **options):
+    """Prepare with a quiet progress line and shards small enough that there are several."""
+    inputs = inputs if isinstance(inputs, list) else [inputs]
+    return prepare(inputs, str(output), **{"shard_bytes": 700, "progress": io.StringIO(), **options})
+
+
+def read_outputs(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def read_back(prefix: str) -> list[bytes]:
+    """Return the documents as Megatron's own reader has them, checking their ends."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(prefix)
+    assert len(dataset.document_indices) == len(dataset) + 1
+    documents = []
+    for number in range(len(dataset)):
+        assert dataset[number][-1] == 256
+        documents.append(dataset[number][:-1].astype(np.uint8).tobytes())
+    return documents
+
+
+def test_megatron_reads_the_texts_back_in_order(texts, tmp_path):
+    (prefix,) = run(texts, tmp_path / "out" / "data")
+    expected = [path.read_bytes() for path in sorted(texts.glob("part*/*.txt"))]
+    lines = (texts / "records.jsonl").read_text().splitlines()
+    expected += [text.encode() for line in lines if line and (text := json.loads(line)["text"])]
+    assert read_back(prefix) == expected
+    manifest = verify(prefix)
+    assert manifest.documents == 12 + 40
+    assert manifest.text_bytes == sum(map(len, expected)) == manifest.tokens - manifest.documents
+    assert manifest.dtype == "uint16"
+    assert manifest.sources["count"] == 13
+    assert manifest.command == "megacpp-mcore data prepare texts --output data --tokenizer byte"
+    assert str(tmp_path) not in manifest.to_json().decode()
+    assert not (tmp_path / "out" / "data.unfinished").exists()
+
+
+def test_gpt_dataset_samples_decode_to_the_text(texts, tmp_path):
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.utils import Split
+    from megatron.core.tokenizers.utils.build_tokenizer import MegatronTokenizer
+
+    (prefix,) = run(texts, tmp_path / "data")
+    tokenizer = MegatronTokenizer.from_pretrained(
+        metadata_path={"library": "null-text"}, vocab_size=260, eod_id=256, pad_id=258
+    )
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=32,
+        blend=([prefix], None),
+        split="1,0,0",
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        path_to_cache=str(tmp_path / "cache"),
+    )
+    indexed = GPTDataset.build_low_level_dataset(prefix, config)
+    assert config.token_dtype_code == 8
+    assert indexed.index.dtype is np.uint16
+    dataset = GPTDataset(indexed, prefix, np.arange(len(indexed), dtype=np.int32), 20, Split.train, config)
+    documents = [text.decode(errors="replace") for text in read_back(prefix)]
+    decode = ByteTokenizer().decode
+    checked = 0
+    for number in range(20):
+        sample = dataset[number]
+        tokens = sample["tokens"].numpy()
+        assert (sample["labels"].numpy()[:-1] == tokens[1:]).all()
+        assert sample["loss_mask"].all()
+        for run_of_text in np.split(tokens, np.flatnonzero(tokens == 256)):
+            piece = decode(run_of_text).strip("�")
+            assert any(piece in document for document in documents)
+            checked += len(piece)
+    assert checked > 400
+
+
+def test_split_is_stable_and_complete(texts, tmp_path):
+    train, valid = run(texts, tmp_path / "a", split=SPLIT)
+    assert (train, valid) == (str(tmp_path / "a_train"), str(tmp_path / "a_valid"))
+    sides = [set(read_back(train)), set(read_back(valid))]
+    assert sides[0].isdisjoint(sides[1])
+    (whole,) = run(texts, tmp_path / "whole")
+    assert sides[0] | sides[1] == set(read_back(whole))
+    (texts / "aaa.txt").write_text("a new file that comes first")
+    (texts / "part1" / "01.txt").unlink()
+    again = [set(read_back(prefix)) for prefix in run(texts, tmp_path / "b", split=SPLIT)]
+    assert again[0].isdisjoint(sides[1])
+    assert again[1].isdisjoint(sides[0])
+    assert load_manifest(valid).split == {"name": "valid", "of": SPLIT}
+
+
+def test_split_shares_are_met():
+    splits = parse_split("train=0.9,valid=0.06,test=0.04")
+    counts = np.bincount([choose_split(f"file{n}.txt", splits) for n in range(20_000)])
+    # Five standard deviations of a binomial count.
+    for count, split in zip(counts, splits, strict=True):
+        assert abs(count - 20_000 * split.share) < 5 * (20_000 * split.share * (1 - split.share)) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "text", ["", "train", "train=x", "a=0.5,b=0.6", "a=1.5,b=-0.5", "a=0.5,a=0.5", "a/b=1", "=1", "a=nan", "a=inf"]
+)
+def test_bad_splits_are_refused(text):
+    with pytest.raises(DataError, match=r"train=0\.98,valid=0\.02"):
+        parse_split(text)
+
+
+def test_output_does_not_depend_on_workers_shards_or_machine(texts, tmp_path):
+    for name, options in {"a": {}, "b": {"workers": 2}, "c": {"shard_bytes": 10**6}, "d": {"shard_bytes": 1}}.items():
+        run(texts, tmp_path / name / "data", split=SPLIT, **options)
+        assert read_outputs(tmp_path / name) == read_outputs(tmp_path / "a")
+    assert len(read_outputs(tmp_path / "a")) == 6
+
+
+def prepare_until_killed(texts: Path, output: Path, operation: int) -> None:
+    """Prepare, and die by SIGKILL in place of the given file operation that makes something durable or visible."""
+    left = operation
+    os.fsync = lambda descriptor: None  # a killed process loses nothing that it wrote; only a power cut does
+
+    def count_down(call):
+        def counted(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return counted
+
+    for name in ("fsync", "replace", "unlink", "rmdir"):
+        setattr(os, name, count_down(getattr(os, name)))
+    run(texts, output, split=SPLIT)
+
+
+def kill_once(texts: Path, output: Path, operation: int) -> bool:
+    """Run :func:`prepare_until_killed` in a process of its own; return whether it was killed."""
+    process = multiprocessing.get_context("fork").Process(target=prepare_until_killed, args=(texts, output, operation))
+    process.start()
+    process.join(60)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+@pytest.fixture
+def uninterrupted(texts, tmp_path):
+    run(texts, tmp_path / "whole" / "data", split=SPLIT)
+    return read_outputs(tmp_path / "whole")
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_kill_at_every_file_operation_is_survived(texts, tmp_path, uninterrupted):
+    operation, killed = 0, True
+    while killed:
+        operation += 1
+        folder = tmp_path / f"killed{operation}"
+        killed = kill_once(texts, folder / "data", operation)
+        if killed and operation % 3 and operation < 60:
+            continue  # every third operation of the shards, which are alike; each one from there on
+        for prefix in (folder / "data_train", folder / "data_valid"):
+            if killed and Path(f"{prefix}.manifest.json").exists():
+                verify(str(prefix))
+        if killed:
+            _finish_after_kill(texts, folder / "data")
+        assert read_outputs(folder) == uninterrupted, operation
+    assert operation > 80
+
+
+def _finish_after_kill(texts: Path, output: Path) -> None:
+    """Continue; a run killed after its last visible step is complete, and says so by refusing to be repeated."""
+    if not Path(f"{output}.unfinished", "plan.json").exists() and Path(f"{output}_train.bin").exists():
+        with pytest.raises(DataError, match="exists"):
+            run(texts, output, split=SPLIT)
+    else:
+        run(texts, output, split=SPLIT)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize("seed", range(6))
+def test_repeated_kills_at_random_operations_are_survived(texts, tmp_path, uninterrupted, seed):
+    rng = random.Random(seed)
+    kills = 0
+    while kill_once(texts, tmp_path / "killed" / "data", rng.randrange(15, 60)):
+        kills += 1
+        if not (tmp_path / "killed" / "data.unfinished" / "plan.json").exists():
+            _finish_after_kill(texts, tmp_path / "killed" / "data")
+            break
+    assert kills >= 2
+    assert read_outputs(tmp_path / "killed") == uninterrupted
+
+
+def test_a_killed_pool_is_continued_and_its_workers_end(texts, tmp_path, uninterrupted):
+    script = (
+        "import sys, threading; from megacpp_mcore.data.prepare import prepare\n"
+        "if __name__ == '__main__':\n"
+        "    prepare(sys.argv[1:2], sys.argv[2], shard_bytes=700, split=sys.argv[3], workers=2)\n"
+    )
+    (tmp_path / "main.py").write_text(script)
+    output = tmp_path / "killed" / "data"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "main.py"), str(texts), str(output), SPLIT],
+        env=environment,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("killed/data.unfinished/*.json")) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.kill()
+    # The workers hold the other end of stderr: it ends when the last of them does.
+    _, _ = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    run(texts, output, split=SPLIT)
+    assert read_outputs(tmp_path / "killed") == uninterrupted
+
+
+@pytest.fixture
+def unfinished(texts, tmp_path, monkeypatch):
+    """A journal with every shard done and no dataset."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(texts, tmp_path / "out" / "data")
+    return tmp_path / "out" / "data"
+
+
+def test_finished_shards_are_not_done_again(texts, unfinished, monkeypatch):
+    encoded = []
+    original = prepare_module._encode_shard
+    monkeypatch.setattr(
+        prepare_module,
+        "_encode_shard",
+        lambda plan, shard, *rest: encoded.append(shard) or original(plan, shard, *rest),
+    )
+    damaged = next(iter(sorted(Path(f"{unfinished}.unfinished").glob("000002*.tokens"))))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\7")
+    run(texts, unfinished)
+    assert [shard.number for shard in encoded] == [2]
+    assert verify(str(unfinished)).documents == 52
+
+
+@pytest.mark.parametrize(("change", "named"), [("source", "sources"), ("split", "split"), ("errors", "skip_errors")])
+def test_another_preparation_does_not_continue_a_journal(texts, unfinished, change, named):
+    options = {"source": {}, "split": {"split": "all=1"}, "errors": {"skip_errors": True}}[change]
+    if change == "source":
+        (texts / "part0" / "00.txt").write_text("changed")
+    with pytest.raises(DataError, match=f"unfinished preparation that differs in: .*{named}"):
+        run(texts, unfinished, **options)
+    (prefix,) = run(texts, unfinished, overwrite=True, **options)
+    assert verify(prefix).documents == 52
+
+
+def test_two_at_once_are_refused(texts, tmp_path, monkeypatch):
+    original = prepare_module._finish
+
+    def finish_beside_another(plan, receipts):
+        with pytest.raises(DataError, match="another process is preparing"):
+            run(texts, tmp_path / "data")
+        original(plan, receipts)
+
+    monkeypatch.setattr(prepare_module, "_finish", finish_beside_another)
+    (prefix,) = run(texts, tmp_path / "data")
+    assert verify(prefix).documents == 52
+
+
+def test_existing_datasets_are_kept_unless_told(texts, tmp_path):
+    (prefix,) = run(texts, tmp_path / "data")
+    before = Path(prefix + ".bin").read_bytes()
+    (texts / "new.txt").write_text("more")
+    with pytest.raises(DataError, match="--overwrite"):
+        run(texts, prefix)
+    assert Path(prefix + ".bin").read_bytes() == before
+    assert not Path(prefix + ".unfinished").exists()
+    run(texts, prefix, overwrite=True)
+    assert verify(prefix).documents == 53
+
+
+def test_foreign_files_in_the_journal_folder_are_left_alone(texts, tmp_path):
+    folder = tmp_path / "data.unfinished"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("mine")
+    with pytest.raises(DataError, match=r"thesis\.tex"):
+        run(texts, tmp_path / "data")
+    assert (folder / "thesis.tex").read_text() == "mine"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_undecodable_text_is_named_with_its_offset(texts, tmp_path, workers):
+    (texts / "bad.txt").write_bytes(b"four\xff")
+    with pytest.raises(DataError, match=r"bad\.txt, byte offset 4: byte 0xff is not UTF-8"):
+        run(texts, tmp_path / "data", workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason", "offset"),
+    [
+        (b'{"text": "\xff"}', "byte 0xff is not UTF-8", 25),
+        (b'{"text": ', "not usable", 15),
+        (b'{"content": "x"}', "no string under the key 'text'", 15),
+        (b'{"text": 3}', "no string under the key 'text'", 15),
+        (b"[" * 100_000, "not usable", 15),
+        (rb'{"text": "\ud800"}', "not usable", 15),
+    ],
+)
+def test_unusable_json_lines_are_named_or_listed(tmp_path, line, reason, offset):
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b'{"text": "ok"}\n' + line + b'\n{"text": "fine"}\n')
+    with pytest.raises(DataError, match=rf"records\.jsonl, byte offset {offset}: .*{reason}"):
+        run(path, tmp_path / "strict")
+    (prefix,) = run(path, tmp_path / "skip", skip_errors=True)
+    assert read_back(prefix) == [b"ok", b"fine"]
+    (skipped,) = verify(prefix).skipped
+    assert (skipped["relative"], skipped["offset"]) == ("records.jsonl", offset)
+    assert reason in skipped["reason"]
+
+
+def test_inputs_are_found_as_documented(texts, tmp_path):
+    (texts / ".hidden.txt").write_text("no")
+    (texts / "__pycache__").mkdir()
+    (texts / "__pycache__" / "x.py").write_text("no")
+    names = [source.relative for source in find_sources([texts])]
+    assert names == sorted(names)
+    assert len(names) == 14
+    assert [s.relative for s in find_sources([texts], ["*.png"])] == ["picture.png"]
+    assert [s.relative for s in find_sources([texts / "picture.png"])] == ["picture.png"]
+    with pytest.raises(DataError, match="does not exist"):
+        find_sources([tmp_path / "missing"])
+    with pytest.raises(DataError, match="--glob"):
+        find_sources([texts], ["*.rst"])
+    with pytest.raises(DataError, match="same relative path"):
+        find_sources([texts, texts])
+
+
+def test_a_split_without_documents_is_refused(tmp_path):
+    (tmp_path / "one.txt").write_text("text")
+    with pytest.raises(DataError, match="got none of 1 documents"):
+        run(tmp_path / "one.txt", tmp_path / "data", split=SPLIT)
+
+
+def test_a_source_that_changes_while_it_is_read_is_refused(texts, tmp_path, monkeypatch):
+    original = prepare_module.read_documents
+
+    def read_and_touch(source, *rest):
+        yield from original(source, *rest)
+        os.utime(source.path, ns=(0, 0))
+
+    monkeypatch.setattr(prepare_module, "read_documents", read_and_touch)
+    with pytest.raises(DataError, match="changed while it was being read"):
+        run(texts, tmp_path / "data")
+
+
+def test_a_large_vocabulary_takes_four_bytes(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers package is not installed")
+    vocabulary = {f"w{n}": n for n in range(70_000)} | {"<eos>": 70_000}
+    (tmp_path / "hf").mkdir()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
+    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    (tmp_path / "a.txt").write_text("w69999 w3")
+    (prefix,) = run(tmp_path / "a.txt", tmp_path / "data", tokenizer=str(tmp_path / "hf"))
+    manifest = verify(prefix)
+    assert (manifest.dtype, manifest.max_token_id, manifest.tokens) == ("int32", 70_000, 3)
+    assert manifest.tokenizer["kind"] == "huggingface"
+    assert np.fromfile(prefix + ".bin", dtype=np.int32).tolist() == [69_999, 3, 70_000]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_one_live_line_on_a_terminal_and_plain_elsewhere(texts, tmp_path):
+    terminal, plain = Terminal(), io.StringIO()
+    run(texts, tmp_path / "a", progress=terminal)
+    run(texts, tmp_path / "b", progress=plain)
+    assert terminal.getvalue().count("\n") == 1
+    assert terminal.getvalue().startswith("\r")
+    assert "14/14 files" in terminal.getvalue()
+    assert "\r" not in plain.getvalue()
+    assert "14/14 files" in plain.getvalue()
+
+
+def test_progress_leaves_earlier_work_out_of_the_rate(monkeypatch):
+    clock = iter([0.0, 2.0, 2.0, 2.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    progress = Progress(10, 10_000_000, io.StringIO())
+    progress.resume(4, 4_000_000)
+    progress.advance(2, 2_000_000)
+    assert progress.line() == "6/10 files  6.0/10.0 MB  1.0 MB/s  left 0:00:04"
+
+
+def test_the_standard_library_is_a_corpus(tmp_path):
+    train, heldout = prepare_stdlib_corpus(str(tmp_path / "stdlib"), progress=io.StringIO())
+    manifests = verify(train), verify(heldout)
+    assert 6e6 < sum(m.text_bytes for m in manifests) < 14e6
+    names = [{record["path"] for record in m.sources["list"]} for m in manifests]
+    assert names[0].isdisjoint(names[1])
+    assert "argparse.py" in names[0] | names[1]
+    assert not [name for name in names[0] | names[1] if {"test", "site-packages", "encodings"} & set(Path(name).parts)]
+    assert manifests[1].text_bytes > 200_000

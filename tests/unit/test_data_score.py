@@ -1,0 +1,79 @@
+"""Bits per byte: the unigram bound and the accounting of a model's loss."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from megacpp_mcore.data.manifest import adopt
+from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.data.score import BitsPerByte, bits_per_byte_of_mean_loss, count_bytes, unigram_bits_per_byte
+from megacpp_mcore.errors import DataError
+
+
+def prepare_texts(tmp_path, *texts: str) -> str:
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8")
+    return prepare([tmp_path], str(tmp_path / "data"), progress=io.StringIO())[0]
+
+
+def test_unigram_of_known_distributions(tmp_path):
+    assert unigram_bits_per_byte(prepare_texts(tmp_path, "abcd" * 10, "abcd")) == pytest.approx(2.0, abs=1e-12)
+
+
+def test_unigram_of_one_byte_is_zero(tmp_path):
+    assert unigram_bits_per_byte(prepare_texts(tmp_path, "aaaa", "a")) == 0.0
+
+
+def test_unigram_counts_the_bytes_and_only_them(tmp_path):
+    texts = ["Füße 漢字 — hello", "world\n" * 5, "x"]
+    counts = Counter("".join(texts).encode())
+    total = counts.total()
+    expected = -sum(n / total * math.log2(n / total) for n in counts.values())
+    assert unigram_bits_per_byte(prepare_texts(tmp_path, *texts)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_unigram_model_that_pays_for_the_ends_scores_above_the_bound(tmp_path):
+    prefix = prepare_texts(tmp_path, "abcdefg hijk", "aab")
+    tokens = np.fromfile(prefix + ".bin", dtype=np.uint16)
+    share = np.bincount(tokens) / tokens.size
+    score = BitsPerByte()
+    score.add(float(-np.log(share[tokens]).sum()), count_bytes(tokens))
+    assert score.bytes == 15
+    assert score.value > unigram_bits_per_byte(prefix)
+
+
+def test_unigram_refuses_what_was_not_made_of_bytes(tmp_path):
+    prefix = prepare_texts(tmp_path, "text")
+    (tmp_path / "data.manifest.json").unlink()
+    adopt(prefix, vocab_size=260, eod_id=256)
+    with pytest.raises(DataError, match="expected the byte tokenizer"):
+        unigram_bits_per_byte(prefix)
+    with pytest.raises(DataError, match="adopted"):
+        bits_per_byte_of_mean_loss(1.0, prefix)
+
+
+def test_accounting():
+    score = BitsPerByte()
+    score.add(math.log(2) * 30, 10)
+    score.add(math.log(2) * 10, 10)
+    assert score.value == pytest.approx(2.0, rel=1e-15)
+
+
+def test_mean_loss_charges_the_ends_to_the_bytes(tmp_path):
+    prefix = prepare_texts(tmp_path, "abc", "defg")
+    # 9 tokens of log(2) nats for 7 bytes.
+    assert bits_per_byte_of_mean_loss(math.log(2), prefix) == pytest.approx(9 / 7, rel=1e-15)
+
+
+@pytest.mark.parametrize(("nats", "bytes_"), [(math.nan, 1), (math.inf, 1), (-1.0, 1), (1.0, -1)])
+def test_impossible_losses_are_refused(nats, bytes_):
+    score = BitsPerByte()
+    with pytest.raises(DataError, match="expected a finite sum"):
+        score.add(nats, bytes_)
+    with pytest.raises(DataError, match="no byte has been counted"):
+        _ = score.value

@@ -1,0 +1,119 @@
+"""Tokenizers against the stock Megatron tokenizers that their flags build."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megacpp_mcore.data.tokenizer import BYTE_PAD_ID, ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from megacpp_mcore.errors import DataError
+
+
+def build_stock(flags: list[str]):
+    """Parse ``flags`` with Megatron's own tokenizer arguments and build its tokenizer."""
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training.arguments import _add_tokenizer_args
+
+    args = _add_tokenizer_args(argparse.ArgumentParser()).parse_args(flags)
+    args.rank, args.tensor_model_parallel_size, args.make_vocab_size_divisible_by = 0, 1, 128
+    return build_tokenizer(args), args
+
+
+def save_hf_folder(folder: Path, eos: object = "<eos>") -> Path:
+    """Write a word-level tokenizer with one added special token."""
+    tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers package is not installed")
+    model = tokenizers.models.WordLevel({"<unk>": 0, "hello": 1, "world": 2, "ß": 3}, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<eos>"])
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_stock_byte_flags_give_our_vocabulary_and_end_of_document():
+    ours = ByteTokenizer()
+    stock, args = build_stock(ours.stock_flags())
+    assert (stock.vocab_size, stock.eod, stock.pad) == (ours.vocab_size, ours.eod_id, BYTE_PAD_ID) == (260, 256, 258)
+    assert args.padded_vocab_size == 384
+
+
+def test_stock_has_no_tokenizer_type_for_bytes():
+    # The day it has one, the byte tokenizer should use it.
+    from megatron.core.tokenizers.utils import build_tokenizer
+
+    assert not [name for name in build_tokenizer.SUPPORTED_TOKENIZERS if "byte" in name.lower()]
+
+
+@given(st.text())
+def test_byte_round_trip(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text.encode())
+    assert ids.tolist() == list(text.encode())
+    assert tokenizer.decode([257, *ids.tolist(), 256]) == text
+
+
+def test_byte_decode_marks_a_cut_character():
+    assert ByteTokenizer().decode([0x61, 0xC3]) == "a�"
+
+
+def test_hugging_face_ids_and_end_of_document(tmp_path):
+    tokenizer = load_tokenizer(str(save_hf_folder(tmp_path / "hf")))
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    assert tokenizer.encode("hello ß there".encode()).tolist() == [1, 3, 0]
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (5, 4)
+    assert tokenizer.decode(np.array([1, 2, 4])) == "hello world"
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_hugging_face_agrees_with_stock(tmp_path):
+    pytest.importorskip(
+        "transformers", reason="stock's HuggingFaceTokenizer needs transformers, which is not installed"
+    )
+    tokenizer = load_tokenizer(str(save_hf_folder(tmp_path / "hf")))
+    stock, _ = build_stock(tokenizer.stock_flags())
+    assert (stock.vocab_size, stock.eod) == (tokenizer.vocab_size, tokenizer.eod_id)
+    assert stock.tokenize("hello world") == tokenizer.encode(b"hello world").tolist()
+
+
+def test_hugging_face_checksum_follows_the_files(tmp_path):
+    folder = save_hf_folder(tmp_path / "hf")
+    before = HuggingFaceTokenizer(folder).checksum()
+    assert HuggingFaceTokenizer(folder).checksum() == before
+    save_hf_folder(folder, {"content": "<eos>"})
+    assert HuggingFaceTokenizer(folder).eod_id == 4
+    assert HuggingFaceTokenizer(folder).checksum() != before
+
+
+@pytest.mark.parametrize("eos", [None, "</s>", 3])
+def test_hugging_face_without_an_end_token_is_refused(tmp_path, eos):
+    folder = save_hf_folder(tmp_path / "hf", eos)
+    with pytest.raises(DataError, match="eos_token"):
+        HuggingFaceTokenizer(folder)
+
+
+def test_hugging_face_damage_is_named(tmp_path):
+    folder = save_hf_folder(tmp_path / "hf")
+    (folder / "tokenizer_config.json").write_text("[")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json"):
+        HuggingFaceTokenizer(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer"):
+        HuggingFaceTokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"no tokenizer\.json"):
+        HuggingFaceTokenizer(folder)
+
+
+def test_a_hub_name_is_refused():
+    with pytest.raises(DataError, match="neither 'byte' nor an existing folder"):
+        load_tokenizer("some-organisation/some-model")

@@ -1,0 +1,166 @@
+"""The doctor, on packages that are made up for it: each fault is named and nothing of it is believed unseen."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megacpp_mcore import doctor
+from megacpp_mcore.doctor import ABSENT, BROKEN, COMPONENTS, IMPOSTOR, WORKS, Component, Finding, examine
+
+BY_NAME = {component.name: component for component in COMPONENTS}
+
+
+def package(folder: Path, name: str, text: str = "", distribution: str = "", version: str = "") -> Path:
+    """A package on disk, with the metadata that pip would leave."""
+    place = folder.joinpath(*name.split("."))
+    place.mkdir(parents=True)
+    (place / "__init__.py").write_text(text)
+    if distribution:
+        metadata = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    return place
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """First on the path of this process, and so of the children; with a torch that imports at once."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "torch.py").write_text("__version__ = '2.11.0'\n")
+    return tmp_path
+
+
+def only(*names: str) -> dict[str, Finding]:
+    found = examine([BY_NAME[name] for name in names], time_limit_s=60)
+    return {finding.name: finding for finding in found}
+
+
+def test_an_apex_that_is_not_nvidias_is_named_and_never_imported(folder: Path) -> None:
+    place = package(folder, "apex", f"open({str(folder / 'imported')!r}, 'w')", "apex", "0.9.10.dev0")
+    found = only("apex: optimizers")
+    finding = found["apex: optimizers"]
+    assert (finding.state, finding.version, finding.blocks) == (IMPOSTOR, "0.9.10.dev0", True)
+    assert str(place) in finding.reason
+    assert "RMSNorm" in finding.reason
+    assert "pip uninstall apex" in finding.reason
+    assert not (folder / "imported").exists()
+    assert doctor.is_healthy(list(found.values())) is False
+
+
+def test_a_single_file_apex_is_an_impostor_too(folder: Path) -> None:
+    (folder / "apex.py").write_text("")
+    assert only("apex: optimizers")["apex: optimizers"].state == IMPOSTOR
+
+
+def test_nvidia_apex_with_and_without_its_extensions(folder: Path) -> None:
+    package(folder, "apex", "", "apex", "0.1")
+    package(folder, "apex.multi_tensor_apply")
+    package(folder, "apex.optimizers", "import amp_C")
+    found = only("apex: amp_C", "apex: optimizers")
+    assert found["apex: amp_C"].state == ABSENT
+    assert (found["apex: optimizers"].state, found["apex: optimizers"].blocks) == (BROKEN, False)
+    assert "No module named 'amp_C'" in found["apex: optimizers"].reason
+    (folder / "amp_C.py").write_text("")
+    found = only("apex: amp_C", "apex: optimizers")
+    assert {name: finding.state for name, finding in found.items() if name != "python"} == {
+        "apex: amp_C": WORKS,
+        "apex: optimizers": WORKS,
+    }
+    assert found["apex: amp_C"].version == "0.1"
+
+
+def test_deep_gemm_of_another_origin(folder: Path) -> None:
+    place = package(folder, "deep_gemm", "", "deep-gemm", "1.0.0")
+    finding = only("deep_gemm")["deep_gemm"]
+    assert (finding.state, finding.version, finding.blocks) == (IMPOSTOR, "1.0.0", False)
+    assert "sgl-deep-gemm==0.2.1" in finding.reason
+    (place / "include").mkdir()
+    assert only("deep_gemm")["deep_gemm"].state == WORKS
+
+
+def test_transformer_engine_without_its_torch_part_blocks(folder: Path) -> None:
+    package(folder, "transformer_engine", "__version__ = '2.20.2'", "transformer-engine", "2.20.2")
+    finding = only("transformer-engine")["transformer-engine"]
+    assert (finding.state, finding.version, finding.blocks) == (BROKEN, "2.20.2", True)
+    assert "No module named 'transformer_engine.pytorch'" in finding.reason
+    assert "breaks megatron-core's own import" in finding.reason
+    package(folder, "transformer_engine.pytorch", "Linear = object")
+    assert only("transformer-engine")["transformer-engine"].state == WORKS
+
+
+@pytest.mark.parametrize(("version", "state"), [("0.4.1", BROKEN), ("0.5.0", WORKS)])
+def test_resiliency(folder: Path, version: str, state: str) -> None:
+    package(folder, "nvidia_resiliency_ext", "", "nvidia-resiliency-ext", version)
+    finding = only("nvidia-resiliency-ext")["nvidia-resiliency-ext"]
+    assert (finding.state, finding.blocks) == (state, state == BROKEN)
+    assert ("0.4.1 breaks" in finding.reason) == (state == BROKEN)
+
+
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [("0.19.2", WORKS), ("0.19.1+abc1234", WORKS), ("0.18.4", BROKEN), ("0.20.0rc1", BROKEN), ("local", BROKEN)],
+)
+def test_the_megatron_that_is_imported_counts(folder: Path, version: str, state: str) -> None:
+    core = package(folder, "fakemegatron.core")
+    (core / "package_info.py").write_text(f"__version__ = {version!r}")
+    probe = "import fakemegatron.core.package_info as p\nversion = p.__version__\ndetails['file'] = p.__file__"
+    component = Component("megatron-core", "fakemegatron.core", probe, required=True, versions=">=0.19,<0.20")
+    finding = examine([component], 60)[1]
+    assert (finding.state, finding.version, finding.blocks) == (state, version, state == BROKEN)
+    assert ("megatron-core>=0.19,<0.20 is needed" in finding.reason) == (state == BROKEN)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import time; time.sleep(60)", "did not finish within 1 s"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "died of signal 11"),
+        ("raise ImportError('libfoo.so: undefined symbol: bar')", "libfoo.so: undefined symbol: bar"),
+        ("import sys; sys.exit(3)", "ended with status 3"),
+        ("print('noise'); print('more noise')", ""),
+    ],
+)
+def test_what_a_package_does_on_import_is_a_line_in_the_report(folder: Path, text: str, reason: str) -> None:
+    package(folder, "strange", text)
+    component = Component("strange", "strange", "import strange\nversion = '1'")
+    finding = examine([component], time_limit_s=1 if "sleep" in text else 60)[1]
+    assert finding.state == (BROKEN if reason else WORKS)
+    assert reason in finding.reason
+
+
+def test_absent(folder: Path) -> None:
+    needed = Component("needed", "no_such_module.at_all", "", required=True, versions=">=1")
+    wanted = Component("wanted", "no_such_module", "")
+    python, first, second = examine([needed, wanted])
+    assert (python.name, python.state, python.version) == ("python", WORKS, sys.version.split()[0])
+    assert (first.state, first.blocks, first.reason) == (ABSENT, True, "install needed>=1")
+    assert (second.state, second.blocks) == (ABSENT, False)
+
+
+def test_text_and_json() -> None:
+    gpus = [{"name": "NVIDIA H200", "memory_gib": 139.8, "capability": "9.0"}]
+    findings = [
+        Finding("torch", WORKS, "2.11.0", details={"gpus": gpus}),
+        Finding("apex", IMPOSTOR, "0.9", "why", blocks=True),
+    ]
+    text = doctor.as_text(findings)
+    assert "GPU 0: NVIDIA H200, 139.8 GiB, compute capability 9.0" in text
+    assert "training would fail on: apex" in text
+    report = json.loads(doctor.as_json(findings))
+    assert report["ok"] is False
+    assert [row["state"] for row in report["components"]] == [WORKS, IMPOSTOR]
+    assert "no GPU" in doctor.as_text(findings[1:])
+    assert "nothing stands in the way" in doctor.as_text(findings[:1])
+
+
+def test_on_this_environment_training_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run(SimpleNamespace(json=True, time_limit=180.0)) == 0  # type: ignore[arg-type]
+    states = {row["name"]: row for row in json.loads(capsys.readouterr().out)["components"]}
+    assert states["torch"]["state"] == states["megatron-core"]["state"] == WORKS
+    assert states["megatron-core"]["version"].startswith("0.19.")
+    assert Path(states["megatron-core"]["details"]["file"]).name == "package_info.py"

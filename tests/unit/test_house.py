@@ -1,0 +1,203 @@
+"""What holds for the whole tree: words that must not occur, names that must not collide, imports that must not be."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LEFT_OUT = {".git", "build", "dist", "runs", ".venv", "__pycache__"}
+
+
+def files(*suffixes: str) -> list[Path]:
+    """Every file of the tree with one of these suffixes, each once (symlinked folders are not followed)."""
+    found = []
+    for folder, inner, names in os.walk(ROOT):
+        inner[:] = [name for name in inner if name not in LEFT_OUT and not name.endswith((".egg-info", "_cache"))]
+        found += [Path(folder, name) for name in names if Path(name).suffix in suffixes]
+    return [path for path in found if not path.is_symlink()]
+
+
+# Each written in two parts, so that this file does not hold them.
+FORBIDDEN = [
+    r"weights_only\s*=\s*" + "False",
+    r"\bpickle" + r"\.loads?\b",
+    r"allow_pickle\s*=\s*" + "True",
+    r"\byaml" + r"\.(unsafe_|full_)?load\(",
+    r"shell\s*=\s*" + "True",
+    r"(?<![\w.])ev" + r"al\(",
+    r"(?<![\w.])ex" + r"ec\(",
+    r"os" + r"\.system\(",
+    r"type:\s*" + r"ignore(?!\[)",
+    r"pytest\.skip" + r"\(\s*\)",
+    r"\bx" + "fail",
+    r"\bfl" + r"aky\b",
+    r"if " + r"False:",
+]
+# In an article the name of what is forbidden may be mentioned; in code it may not.
+CODE = (".py", ".sh", ".cu", ".cpp")
+
+
+@pytest.mark.parametrize("pattern", FORBIDDEN)
+def test_forbidden_words(pattern: str) -> None:
+    expression = re.compile(pattern)
+    hits = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in files(*CODE)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if expression.search(line)
+    ]
+    assert hits == []
+
+
+def test_the_search_finds_what_it_is_for() -> None:
+    samples = [
+        "torch.load(f, weights_only=" + "False)",
+        "pickle" + ".load(f)",
+        "np.load(f, allow_pickle = " + "True)",
+        "yaml" + ".load(f)",
+        "run(c, shell=" + "True)",
+        "x = ev" + "al('1')",
+        "ex" + "ec('1')",
+        "os" + ".system('ls')",
+        "x = 1  # type: " + "ignore",
+        "pytest.skip" + "()",
+        "@pytest.mark.x" + "fail",
+        "@fl" + "aky",
+        "if " + "False:",
+    ]
+    for pattern, sample in zip(FORBIDDEN, samples, strict=True):
+        assert re.search(pattern, sample), (pattern, sample)
+    allowed = ["yaml.safe_load(f)", "model.eval()", "self.exec(1)", "x = 1  # type: ignore[attr-defined]"]
+    assert not [sample for sample in allowed for pattern in FORBIDDEN if re.search(pattern, sample)]
+    assert len(files(".py")) > 20
+
+
+def test_no_assert_in_the_package_speaks_to_a_user() -> None:
+    hits = []
+    for top in ("megacpp_mcore", "layer_specs", "patches", "nemo_recipes"):
+        for path in files(".py"):
+            if path.relative_to(ROOT).parts[0] == top:
+                hits += [
+                    f"{path.relative_to(ROOT)}:{node.lineno}"
+                    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                    if isinstance(node, ast.Assert) and node.msg is not None
+                ]
+    assert hits == []
+
+
+def module_level_imports(path: Path) -> Iterator[str]:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_ops_and_backends_import_nothing_from_above() -> None:
+    above = ("layer_specs", "patches", "nemo_recipes", "launcher", "lowering", "cli", "pretrain", "recipe_command")
+    hits = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in [*(ROOT / "megacpp_mcore" / "ops").rglob("*.py"), ROOT / "megacpp_mcore" / "backends.py"]
+        for name in module_level_imports(path)
+        if name.startswith(tuple(f"megacpp_mcore.{part}" for part in above))
+    ]
+    assert hits == []
+
+
+def test_a_spec_name_is_no_submodule() -> None:
+    import megacpp_mcore
+
+    for name in megacpp_mcore._SPECS:
+        assert not (ROOT / "megacpp_mcore" / f"{name}.py").exists()
+        assert not (ROOT / "megacpp_mcore" / name).exists()
+
+
+@pytest.mark.parametrize("folder", ["layer_specs", "patches", "nemo_recipes"])
+def test_mounted_folders_are_symlinks_that_refuse_their_bare_name(folder: str) -> None:
+    mount = ROOT / "megacpp_mcore" / folder
+    assert mount.resolve() == ROOT / folder
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for name, status in ((folder, 1), (f"megacpp_mcore.{folder}", 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {name}"],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == status, done.stderr
+    bare = subprocess.run(
+        [sys.executable, "-c", f"import {folder}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert f"ImportError: this folder was imported as '{folder}'; its name is 'megacpp_mcore.{folder}'" in bare.stderr
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "megacpp_mcore",
+        "megacpp_mcore.cli",
+        "megacpp_mcore.backends",
+        "megacpp_mcore.doctor",
+        "megacpp_mcore.model",
+        "megacpp_mcore.lowering",
+        "megacpp_mcore.launcher",
+        "megacpp_mcore.patches.registry",
+    ],
+)
+def test_these_import_neither_torch_nor_megatron(module: str) -> None:
+    heavy = ("torch", "megatron", "numpy")
+    code = f"import sys, {module}; print([name for name in sys.modules if name.partition('.')[0] in {heavy}])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+
+
+SPEC_BY_MEGATRON = """
+import megacpp_mcore
+from megatron.core.transformer.spec_utils import import_module
+before = "nam56r" in vars(megacpp_mcore)
+found = import_module(("megacpp_mcore", "nam56r"))
+from megacpp_mcore.layer_specs.nam56r import nam56r
+print(before, found is nam56r, megacpp_mcore.nam56r is nam56r, callable(found))
+"""
+
+
+def test_megatrons_own_import_finds_the_spec_by_two_words() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SPEC_BY_MEGATRON],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "False True True True", done.stderr[-2000:]
+
+
+def test_an_unknown_attribute_is_an_attribute_error() -> None:
+    import megacpp_mcore
+
+    with pytest.raises(AttributeError, match="no attribute 'nam57'; it has __version__, nam56r"):
+        megacpp_mcore.nam57  # noqa: B018
+    assert "nam56r" in dir(megacpp_mcore)
+    assert set(megacpp_mcore.__all__) == {"__version__", *megacpp_mcore._SPECS}

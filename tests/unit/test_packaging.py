@@ -1,0 +1,222 @@
+"""Every way to install: wheel, sdist, editable, git archive and a bare PYTHONPATH."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+
+import megacpp_mcore
+
+ROOT = Path(__file__).parents[2]
+MOUNTED = ("layer_specs", "patches", "nemo_recipes")
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", "*_cache", "__pycache__", "*.egg-info", "build", "dist", "runs", ".hypothesis"
+)
+SHOW = """
+import sys
+import megacpp_mcore, megacpp_mcore.cli
+import megacpp_mcore.layer_specs, megacpp_mcore.patches.registry, megacpp_mcore.nemo_recipes
+assert "torch" not in sys.modules
+print(megacpp_mcore.__file__)
+"""
+
+
+def call(*command: str, cwd: Path, **environment: str) -> str:
+    """Run a command without network access for pip; returns what it printed, or fails with what it complained about."""
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=cwd, env={**clean, "PIP_NO_INDEX": "1", **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout
+
+
+def pip(*arguments: str, cwd: Path) -> None:
+    offline = ("--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
+    call(sys.executable, "-m", "pip", arguments[0], *offline, *arguments[1:], cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree with its symlinks, so that building leaves nothing in the real one."""
+    target = tmp_path_factory.mktemp("clone") / "source"
+    shutil.copytree(ROOT, target, symlinks=True, ignore=LEFT_OUT)
+    return target
+
+
+@pytest.fixture(scope="module")
+def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--wheel-dir", str(folder), str(clone), cwd=folder)
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+def shown(site: Path, where: Path) -> Path:
+    """Import the package from ``site``, treated as a site-packages folder (so that .pth files count)."""
+    code = f"import site; site.addsitedir({str(site)!r})\n{SHOW}"
+    return Path(call(sys.executable, "-c", code, cwd=where).strip())
+
+
+def sources() -> set[str]:
+    """Every module of the package, by its path in an installation."""
+    found = set()
+    for folder, inner, names in os.walk(ROOT / "megacpp_mcore", followlinks=True):
+        inner[:] = [name for name in inner if name != "__pycache__"]
+        found |= {Path(folder, name).relative_to(ROOT).as_posix() for name in names if name.endswith(".py")}
+    return found
+
+
+def test_the_wheel_adds_one_package_with_every_module(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if not name.endswith("/")]
+        links = [info.filename for info in archive.infolist() if (info.external_attr >> 28) == 0o12]
+    assert links == []
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"megacpp_mcore"}
+    assert {name for name in names if name.startswith("megacpp_mcore/")} >= sources()
+    pip("install", "--target", str(tmp_path / "site"), str(wheel), cwd=tmp_path)
+    assert shown(tmp_path / "site", tmp_path).is_relative_to(tmp_path / "site")
+    assert (tmp_path / "site" / "bin" / "megacpp-mcore").is_file()
+
+
+def test_the_metadata(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (path,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = message_from_bytes(archive.read(path))
+        assert any(name.endswith("/LICENSE") for name in archive.namelist())
+    assert metadata["Version"] == megacpp_mcore.__version__
+    assert metadata["Requires-Python"] == ">=3.12"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert set(metadata.get_all("Provides-Extra")) == {"te", "ssm", "torchao", "deepgemm", "nemo", "demo", "dev"}
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
+    hard = {one.name.lower(): one for one in requirements if one.marker is None}
+    assert set(hard) == {"megatron-core", "numpy", "packaging", "pyyaml", "torch"}
+    for version, fits in (("0.18.4", False), ("0.19.0", True), ("0.19.2", True), ("0.20.0", False)):
+        assert (version in hard["megatron-core"].specifier) is fits
+    impostors = {"apex", "deep-gemm", "deep_gemm", "megatron-bridge"}
+    assert impostors.isdisjoint(one.name.lower() for one in requirements)
+
+
+def test_the_sdist_holds_real_files_and_installs(clone: Path, tmp_path: Path) -> None:
+    code = f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
+    call(sys.executable, "-c", code, cwd=clone)
+    (made,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(made) as archive:
+        members = archive.getmembers()
+    assert [member.name for member in members if member.issym() or member.islnk()] == []
+    held = {member.name.partition("/")[2] for member in members}
+    assert held >= sources() | {"LICENSE", "README.md", "setup.py", "pyproject.toml"}
+    pip("install", "--target", str(tmp_path / "site"), str(made), cwd=tmp_path)
+    assert shown(tmp_path / "site", tmp_path).is_relative_to(tmp_path / "site")
+
+
+def test_editable(clone: Path, tmp_path: Path) -> None:
+    pip("install", "--prefix", str(tmp_path), "--editable", str(clone), cwd=tmp_path)
+    site = sysconfig.get_path("purelib", vars={"base": str(tmp_path), "platbase": str(tmp_path)})
+    assert shown(Path(site), tmp_path) == clone / "megacpp_mcore" / "__init__.py"
+
+
+def test_git_archive_and_bare_pythonpath(clone: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    shutil.copytree(clone, repository, symlinks=True, ignore=LEFT_OUT)
+    git = (
+        "git",
+        "-c",
+        "user.name=t",
+        "-c",
+        "user.email=t@example.org",
+        "-c",
+        "commit.gpgsign=false",
+        "-c",
+        "core.hooksPath=",
+    )
+    for command in (("init", "--quiet"), ("add", "--all"), ("commit", "--quiet", "-m", "t")):
+        call(*git, *command, cwd=repository)
+    call(*git, "archive", "--output", str(tmp_path / "tree.tar"), "HEAD", cwd=repository)
+    unpacked = tmp_path / "unpacked"
+    with tarfile.open(tmp_path / "tree.tar") as archive:
+        links = {member.name: member.linkname for member in archive.getmembers() if member.issym()}
+        archive.extractall(unpacked, filter="data")
+    assert links == {f"megacpp_mcore/{name}": f"../{name}" for name in MOUNTED}
+    printed = call(sys.executable, "-c", SHOW, cwd=tmp_path, PYTHONPATH=str(unpacked))
+    assert Path(printed.strip()) == unpacked / "megacpp_mcore" / "__init__.py"
+
+
+def lines(name: str) -> list[str]:
+    text = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
+    return [line for line in text if line and not line.startswith("#")]
+
+
+def test_lock_files_pin_everything_that_they_need() -> None:
+    demo = {one.name.lower(): one for one in map(Requirement, lines("demo.txt"))}
+    first, *rest = lines("dev.txt")
+    assert first == "-r demo.txt"
+    dev = {one.name.lower(): one for one in map(Requirement, rest)}
+    for one in (*demo.values(), *dev.values()):
+        assert [spec.operator for spec in one.specifier] == ["=="], one
+    assert str(demo["torch"].specifier) == "==2.11.0"
+    assert str(demo["megatron-core"].specifier) == "==0.19.2"
+    assert {"pyyaml", "numpy", "packaging"} <= set(demo)
+    assert {"pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "types-pyyaml"} <= set(dev)
+    assert not set(demo) & set(dev)
+
+
+def venv_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("venv_script", ROOT / "requirements" / "venv.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_environment_is_made_once_and_again_when_half_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = venv_script()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert script.cache_folder() == tmp_path / "megacpp-mcore"
+    made: list[Path] = []
+
+    def create(target: Path, with_pip: bool) -> None:
+        (target / "bin").mkdir(parents=True)
+        (target / "bin" / "python").write_text("")
+
+    monkeypatch.setattr(script.venv, "create", create)
+    monkeypatch.setattr(script, "install", made.append)
+    folder, name = script.cache_folder(), script.environment_name()
+    python = script.ensure(folder, name)
+    assert script.ensure(folder, name) == python == folder / name / "bin" / "python"
+    assert made == [python]
+    (folder / name / script.MARKER).unlink()
+    (folder / name / "left-over").write_text("")
+    script.ensure(folder, name)
+    assert made == [python, python]
+    assert not (folder / name / "left-over").exists()
+
+    def fail(python: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "install", fail)
+    with pytest.raises(KeyboardInterrupt):
+        script.ensure(folder, "venv-other")
+    assert not (folder / "venv-other" / script.MARKER).exists()
+
+
+def test_a_missing_python_is_said_plainly() -> None:
+    done = subprocess.run(
+        ["make", "venv", "BASE_PYTHON=no-such-python"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "Python 3.12 or later was not found as 'no-such-python'" in done.stderr

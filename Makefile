@@ -3,14 +3,14 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-# The Python that makes the virtual environment; the environment itself lies outside of the clone (requirements/venv.py).
+# The Python that makes the virtual environment; the environment itself lies outside of the clone (requirements/environment.py).
 BASE_PYTHON ?= python3.12
 export PYTHONPATH := $(CURDIR)
 
 # Shell text that leaves the environment's Python in $$python.
 SETUP = "$(BASE_PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 12))" 2>/dev/null || { \
 	echo "Python 3.12 or later was not found as '$(BASE_PYTHON)': install it, or say make BASE_PYTHON=/path/to/python3.12" >&2; exit 1; }; \
-	python="$$("$(BASE_PYTHON)" requirements/venv.py)"
+	python="$$("$(BASE_PYTHON)" requirements/environment.py)"
 
 .PHONY: help venv demo test lint typecheck clean
 

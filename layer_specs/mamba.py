@@ -136,6 +136,7 @@ class Mamba3Mixer(Mixer):
             chunk_size=ssm.chunk,
             A_floor=ssm.a_floor,
             eps=self.config.layernorm_epsilon,
+            activation=ssm.decay_activation,
         )
         return self.out_proj(y_BSHP.flatten(2).transpose(0, 1).contiguous())
 

@@ -436,7 +436,6 @@ _METHODS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.cuda: _tensor_cuda,
     torch.Tensor.type: _tensor_type,
     torch.Tensor.pin_memory: _itself,
-    torch.Tensor.record_stream: _nothing,
 }
 
 
@@ -472,6 +471,8 @@ def _send_devices_to_cpu(lane: CpuLane) -> None:
         mode.__exit__(None, None, None)
 
     lane.on_remove(leave)
+    # Its argument must be a real stream before a mode is asked.
+    lane.replace(torch.Tensor, "record_stream", _nothing)
 
 
 # --- Collectives, warnings, experts -----------------------------------------------------------------------------------

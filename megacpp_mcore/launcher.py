@@ -2,7 +2,7 @@
 
 The order matters and is the whole design:
 
-1. :func:`plan` reads the command and refuses what cannot work; it imports neither torch nor Megatron.
+1. :func:`plan` reads the command and refuses what cannot work, before Megatron is imported.
 2. With ``--nproc N`` the same command is started N times through torchrun's Python API, and the rest happens there.
 3. The script's folder goes first on ``sys.path`` (so a checkout's ``megatron`` is the one that is used), then the CPU
    lane is installed, then the spec is imported, then the script runs as ``__main__``. Every replacement is one printed
@@ -104,7 +104,7 @@ def plan(
     allowed_spec_prefixes: Sequence[str] = ALLOWED_SPEC_PREFIXES,
     environment: Mapping[str, str] = os.environ,
 ) -> Plan:
-    """Read and check a launch; see :func:`launch`. Starts and imports nothing but, for ``auto``, torch."""
+    """Read and check a launch (see :func:`launch`) without starting anything."""
     words = list(command)
     script = None
     if words and words[0].endswith(".py"):

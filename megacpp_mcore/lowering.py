@@ -233,11 +233,13 @@ def _training_words(training: Training) -> list[str]:
         "--eval-interval", str(training.train_iters),
         "--no-masked-softmax-fusion",
         "--no-bias-dropout-fusion",
+        "--no-create-attention-mask-in-dataloader",
+        "--no-gradient-accumulation-fusion",
     ]  # fmt: skip
     if training.precision == "bf16":
         words.append("--bf16")
     if training.transformer_impl == "local":
-        words += ["--no-persist-layer-norm", "--no-gradient-accumulation-fusion"]
+        words.append("--no-persist-layer-norm")
     elif training.device == "cuda":
         words.append("--moe-grouped-gemm")
     if training.device == "cpu":

@@ -84,7 +84,7 @@ class Mamba3:
         mimo_rank: rank R of the MIMO recurrence; 1 is SISO.
         rope_fraction: share of the state that is rotated.
         a_floor: the decay rate A is at most ``-a_floor``.
-        decay_activation: what makes the raw decay positive; ``softplus``.
+        decay_activation: what makes the raw decay positive: ``softplus``, or ``heavy_tail`` as upstream's newest.
     """
 
     expand: int = 2
@@ -101,8 +101,8 @@ class Mamba3:
         _positive(self, "expand", "head_dim", "groups", "state", "mimo_rank", "chunk", "a_floor")
         if self.rope_fraction not in (0.5, 1.0):
             raise ModelError(f"Mamba3.rope_fraction is {self.rope_fraction}; expected 0.5 or 1.0")
-        if self.decay_activation != "softplus":
-            raise ModelError(f"Mamba3.decay_activation is {self.decay_activation!r}; expected 'softplus'")
+        if self.decay_activation not in ("softplus", "heavy_tail"):
+            raise ModelError(f"Mamba3.decay_activation is {self.decay_activation!r}; expected softplus or heavy_tail")
         _divides("Mamba3.state", self.state, "4, for rotated pairs of half the state", 4)
 
     @property

@@ -198,15 +198,15 @@ def test_long_odd_sequence() -> None:
 
 
 def test_bfloat16_inputs_are_computed_in_float32() -> None:
-    """Forward and backward under autocast, with TF32 allowed: only the inputs and the results are rounded."""
+    """Forward and backward both under autocast: only the inputs and the results are rounded."""
     tensors = make_tensors(SHAPES["one_key_head"], seed=7, dtype=torch.float32)
     low = {n: t if n in ("W", "f", "h0") else t.detach().bfloat16().requires_grad_() for n, t in tensors.items()}
     wide = {name: tensor.detach().double().requires_grad_() for name, tensor in low.items()}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = with_gradients(chunked, low)
-    assert {name: tensor.dtype for name, tensor in actual.items() if tensor.dtype != torch.float32} == {
-        name: torch.bfloat16 for name in ("y", "dq", "dk", "dv")
-    }
+    assert {name: tensor.dtype for name, tensor in actual.items() if tensor.dtype != torch.float32} == dict.fromkeys(
+        ("y", "dq", "dk", "dv"), torch.bfloat16
+    )
     for name, expected in with_gradients(sequential, wide).items():
         rms = 4e-3 if actual[name].dtype == torch.bfloat16 else 1e-5
         assert_parity(actual[name], expected, rms=rms, name=name)

@@ -204,6 +204,7 @@ def test_a_kill_at_every_file_operation_is_survived(texts, tmp_path, uninterrupt
     operation, killed = 0, True
     while killed:
         operation += 1
+        assert operation < 1000, "a run makes far more file operations than it has files"
         folder = tmp_path / f"killed{operation}"
         killed = kill_once(texts, folder / "data", operation)
         if killed and operation % 3 and operation < 60:
@@ -233,6 +234,7 @@ def test_repeated_kills_at_random_operations_are_survived(texts, tmp_path, unint
     kills = 0
     while kill_once(texts, tmp_path / "killed" / "data", rng.randrange(15, 60)):
         kills += 1
+        assert kills < 100, "no progress from one kill to the next"
         if not (tmp_path / "killed" / "data.unfinished" / "plan.json").exists():
             _finish_after_kill(texts, tmp_path / "killed" / "data")
             break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,7 +11,6 @@ import tarfile
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
@@ -174,44 +172,40 @@ def test_lock_files_pin_everything_that_they_need() -> None:
     assert not set(demo) & set(dev)
 
 
-def venv_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("venv_script", ROOT / "requirements" / "venv.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_the_environment_is_made_once_and_again_when_half_made(tmp_path: Path) -> None:
+    """The real script, twice at a time, with lock files that ask for nothing (so that no network is needed)."""
+    for name in ("demo.txt", "dev.txt"):
+        (tmp_path / name).write_text("# nothing\n")
+    shutil.copy(ROOT / "requirements" / "environment.py", tmp_path)
+    command = [sys.executable, str(tmp_path / "environment.py")]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PIP_NO_INDEX": "1"}
 
+    def both() -> tuple[Path, int]:
+        """Two callers at once: the Python that both were told, and how many of them made the environment."""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+        callers = [subprocess.Popen(command, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+        answers = [caller.communicate(timeout=120) for caller in callers]
+        assert [caller.returncode for caller in callers] == [0, 0], answers
+        (python,) = {out.strip() for out, _ in answers}
+        return Path(python), sum("making" in err for _, err in answers)
 
-def test_the_environment_is_made_once_and_again_when_half_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = venv_script()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert script.cache_folder() == tmp_path / "megacpp-mcore"
-    made: list[Path] = []
-
-    def create(target: Path, with_pip: bool) -> None:
-        (target / "bin").mkdir(parents=True)
-        (target / "bin" / "python").write_text("")
-
-    monkeypatch.setattr(script.venv, "create", create)
-    monkeypatch.setattr(script, "install", made.append)
-    folder, name = script.cache_folder(), script.environment_name()
-    python = script.ensure(folder, name)
-    assert script.ensure(folder, name) == python == folder / name / "bin" / "python"
-    assert made == [python]
-    (folder / name / script.MARKER).unlink()
-    (folder / name / "left-over").write_text("")
-    script.ensure(folder, name)
-    assert made == [python, python]
-    assert not (folder / name / "left-over").exists()
-
-    def fail(python: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(script, "install", fail)
-    with pytest.raises(KeyboardInterrupt):
-        script.ensure(folder, "venv-other")
-    assert not (folder / "venv-other" / script.MARKER).exists()
+    python, makers = both()
+    assert makers == 1
+    assert python.is_relative_to(tmp_path / "cache" / "megacpp-mcore")
+    assert python.parents[1].name.startswith("venv-")
+    assert "pip" in call(str(python), "-m", "pip", "--version", cwd=tmp_path)
+    assert both() == (python, 0)
+    (python.parents[1] / "finished").unlink()
+    (python.parents[1] / "left-over").write_text("")
+    assert both() == (python, 1)
+    assert not (python.parents[1] / "left-over").exists()
+    (tmp_path / "demo.txt").write_text("# another lock\n")
+    (tmp_path / "dev.txt").write_text("no-such-package-anywhere==1\n")
+    failed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
+    assert "pip ended with status 1" in failed.stderr
+    (unfinished,) = [place for place in python.parents[2].glob("venv-*/") if place != python.parents[1]]
+    assert not (unfinished / "finished").exists()
 
 
 def test_a_missing_python_is_said_plainly() -> None:

@@ -243,19 +243,22 @@ def _chunk_backward(
     previous_THMV = torch.cat((entering_HMV.unsqueeze(0), h_THMV[:-1]))
     forget_THM1 = _over_rows(chunk.f_THB, rows)
     slope_THMV = (1 - forget_THM1) * (1 - c_THMV.square())
-    dh_THMV = (chunk.q_THBK.unsqueeze(-1) * dy_THBV.unsqueeze(-2)).flatten(2, 3)
-    dpre_THMV = torch.empty_like(dh_THMV)
-    W_transposed = W_HVV.mT
-    for t in reversed(range(len(dh_THMV))):
-        dh = dh_THMV[t].add_(carry_HMV)
-        dpre = torch.mul(dh, slope_THMV[t], out=dpre_THMV[t])
-        carry_HMV = torch.mul(dh, forget_THM1[t]).baddbmm_(dpre, W_transposed)
+    dpre_THMV = torch.empty_like(slope_THMV)
+    # Row 0 is the gradient of the state that enters, row t + 1 that of h_t: each begins as what its own output asks for.
+    all_dh = slope_THMV.new_zeros(len(slope_THMV) + 1, *slope_THMV.shape[1:])
+    all_dh[1:] = (chunk.q_THBK.unsqueeze(-1) * dy_THBV.unsqueeze(-2)).flatten(2, 3)
+    all_dh[-1] += carry_HMV
+    dh_THMV, W_transposed = all_dh[1:], W_HVV.mT
+    steps = zip(all_dh, dh_THMV, slope_THMV, forget_THM1, dpre_THMV, strict=False)
+    for before, dh, slope, forget, dpre in reversed(list(steps)):
+        torch.mul(dh, slope, out=dpre)
+        before.addcmul_(dh, forget).baddbmm_(dpre, W_transposed)
     dpre_THBKV = dpre_THMV.unflatten(2, (batch, rows))
     dk_THBK = torch.einsum("thbkv,thbv->thbk", dpre_THBKV, chunk.v_THBV)
     dv_THBV = torch.einsum("thbkv,thbk->thbv", dpre_THBKV, chunk.k_THBK)
     df_THB = (dh_THMV * (previous_THMV - c_THMV)).unflatten(2, (batch, rows)).sum((-2, -1))
     dW_HVV = torch.einsum("thmv,thmw->hvw", previous_THMV, dpre_THMV)
-    return _Chunk(dq_THBK, dk_THBK, dv_THBV, df_THB), dW_HVV, carry_HMV
+    return _Chunk(dq_THBK, dk_THBK, dv_THBV, df_THB), dW_HVV, all_dh[0].clone()
 
 
 def _over_rows(f_THB: torch.Tensor, rows: int) -> torch.Tensor:

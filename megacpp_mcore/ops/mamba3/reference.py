@@ -278,7 +278,7 @@ def mamba3(
     eps: float,
     method: Method = "chunked",
     activation: Activation = "softplus",
-    segment_size: int | None = None,
+    segment_size: int | None = 1024,
 ) -> torch.Tensor:
     """Do everything between the input and the output projection of a Mamba-3 mixer.
 
@@ -354,7 +354,7 @@ def mamba3(
     with torch.autocast(x_BSHP.device.type, enabled=False):
         gates = mamba3_decay_and_gates(dd_dt_BSH, dd_A_BSH, trap_BSH, dt_bias, A_floor=A_floor, activation=activation)
         inputs = (x_BSHP, z_BSHP, b_BSRGN, c_BSRGN, *gates, mamba3_angles(angles_BSA, gates[1]))
-        if segment_size is None:
+        if segment_size is None or sequence <= segment_size:
             return segment(*inputs, None)[0].to(x_BSHP.dtype)
         outputs = []
         state: Mamba3State | None = None

@@ -1,0 +1,148 @@
+"""Trains a preset for some steps through the stock loop and writes its step times, losses and memory as one CSV row.
+
+    python benchmarks/train.py nam56r_quarter --data CORPUS/stdlib_train --steps 20 --device cuda --impl transformer_engine
+
+The figures are Megatron's own: seconds and losses from its log at ``--log-interval 1``, memory from its report. The first
+``--warmup`` steps (allocator, autotuning, JIT) are left out of the tokens/s and named in the row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.recipe_command import tokenizer_words
+
+_STEP = re.compile(
+    r"iteration +(?P<step>\d+)/.*?elapsed time per iteration \(ms\): (?P<ms>[\d.]+)"
+    r".*?lm loss: (?P<loss>\S+).*?grad norm: (?P<norm>\S+)"
+)
+_MEMORY = re.compile(r"max allocated: (?P<allocated>[\d.]+) \| reserved: [\d.]+ \| max reserved: (?P<reserved>[\d.]+)")
+
+
+def main() -> int:
+    """Run the benchmark; returns the training's exit status."""
+    args = _arguments()
+    model = preset(args.model)
+    training = Training(
+        device=args.device,
+        precision=args.precision,
+        transformer_impl=args.impl,
+        data=("--data-path", args.data, "--split", "100,0,0"),
+        tokenizer=_tokenizer(model, args.data),
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size,
+        train_iters=args.steps,
+        learning_rate=args.lr,
+    )
+    words = lower(model, Layout(), training)
+    command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", args.device, "--", *words]
+    log = args.output.parent / f"{args.label}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as sink:
+        status = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, check=False).returncode
+    text = log.read_text(errors="replace")
+    if status:
+        print(text[-6000:])
+        return status
+    row = _row(args, model.seq_length, text)
+    _append(args.output, row)
+    print("\n".join(f"{key:>22}  {value}" for key, value in row.items()))
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model")
+    parser.add_argument("--data", required=True, help="dataset prefix")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--impl", choices=("transformer_engine", "local"), default="transformer_engine")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--global-batch-size", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--label", default="train")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/train.csv"))
+    return parser.parse_args()
+
+
+def _tokenizer(model: Any, prefix: str) -> tuple[str, ...]:
+    """The stock tokenizer words for ids of the dataset, of any vocabulary the model's embedding holds."""
+    words = tokenizer_words(model)
+    return words if Path(f"{prefix}.idx").exists() else sys.exit(f"{prefix}.idx is not there; prepare the data first")
+
+
+def _row(args: argparse.Namespace, seq_length: int, text: str) -> dict[str, Any]:
+    steps = [match.groupdict() for match in _STEP.finditer(text)]
+    if len(steps) != args.steps:
+        sys.exit(f"the log holds {len(steps)} steps, expected {args.steps}")
+    steady = [float(step["ms"]) for step in steps[args.warmup :]]
+    memory = [match.groupdict() for match in _MEMORY.finditer(text)]
+    tokens = args.global_batch_size * seq_length
+    return {
+        "label": args.label,
+        "model": args.model,
+        "device": _device(args.device),
+        "impl": args.impl,
+        "precision": args.precision,
+        "tokens_per_step": tokens,
+        "micro_batch": args.micro_batch_size,
+        "steps": args.steps,
+        "warmup_left_out": args.warmup,
+        "median_step_ms": round(statistics.median(steady), 1),
+        "fastest_step_ms": min(steady),
+        "slowest_step_ms": max(steady),
+        "tokens_per_s": round(tokens / statistics.median(steady) * 1000),
+        "max_allocated_mb": memory[-1]["allocated"] if memory else "",
+        "max_reserved_mb": memory[-1]["reserved"] if memory else "",
+        "first_loss": float(steps[0]["loss"]),
+        "last_loss": float(steps[-1]["loss"]),
+        "last_grad_norm": float(steps[-1]["norm"]),
+        **_versions(),
+    }
+
+
+def _device(kind: str) -> str:
+    if kind == "cpu":
+        return platform.processor() or platform.machine()
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "megatron-core", "transformer-engine", "transformer_engine_torch", "triton"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "absent"
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    found["commit"] = git.stdout.strip() or os.environ.get("MEGACPP_COMMIT", "unknown")
+    return found
+
+
+def _append(output: Path, row: dict[str, Any]) -> None:
+    new = not output.exists()
+    with output.open("a", newline="") as sink:
+        writer = csv.DictWriter(sink, fieldnames=list(row))
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

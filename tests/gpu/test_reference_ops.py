@@ -1,0 +1,110 @@
+"""The reference ops on a GPU agree with themselves on the CPU in float64: forward and every gradient."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp
+from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_scores
+from megacpp_mcore.ops.m2rnn.reference import m2rnn_chunked
+from megacpp_mcore.ops.mamba3.reference import mamba3
+from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.ops.sparse_mla.reference import sparse_mla_attention
+from tests.parity.compare import assert_parity
+
+SEQUENCE = 301
+
+
+def _inputs(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def _compare(op: Callable[..., torch.Tensor], inputs: list[torch.Tensor], rms: float) -> None:
+    """Run ``op`` in float64 on the CPU and in float32 on the GPU; outputs and gradients have to agree per row."""
+    results = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+        leaves = [tensor.to(device, dtype).requires_grad_() for tensor in inputs]
+        out = op(*leaves)
+        out.backward(torch.linspace(-1, 1, out.numel(), device=device, dtype=dtype).view_as(out))
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for number, (truth, fast) in enumerate(zip(*results, strict=True)):
+        assert fast.is_cuda
+        assert_parity(fast.cpu().double(), truth, rms=rms, name=f"tensor {number}")
+
+
+def test_mla_attention() -> None:
+    inputs = _inputs((SEQUENCE, 2, 4, 32), (SEQUENCE, 2, 4, 32), (SEQUENCE, 2, 4, 16))
+    _compare(lambda q, k, v: mla_attention(q, k, v, softmax_scale=32**-0.5), inputs, rms=2e-5)
+
+
+def test_sparse_mla_attention() -> None:
+    q, kv, weights = _inputs((SEQUENCE, 2, 4, 24), (SEQUENCE, 2, 24), (SEQUENCE, 2, 4))
+    index = causal_topk(indexer_scores(q, kv, weights), 32)
+
+    def op(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return sparse_mla_attention(q, kv, index.to(q.device), softmax_scale=24**-0.5, value_dim=16)[0]
+
+    _compare(op, [q, kv], rms=2e-5)
+
+
+def test_indexer_scores_and_selection() -> None:
+    q, k, weights = _inputs((SEQUENCE, 2, 4, 24), (SEQUENCE, 2, 24), (SEQUENCE, 2, 4))
+    _compare(indexer_scores, [q, k, weights], rms=2e-5)
+    score = indexer_scores(q, k, weights)
+    assert torch.equal(causal_topk(score, 32), causal_topk(score.cuda(), 32).cpu())
+
+
+def test_ties_go_to_the_lower_index_on_the_gpu() -> None:
+    score = torch.zeros(1, 64, 64, device="cuda")
+    score[..., ::2] = -0.0
+    index = causal_topk(score, 8)
+    expected = torch.arange(8, device="cuda").expand(64, 8)
+    assert torch.equal(index[0, 8:], expected[8:])
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_mamba3(rank: int) -> None:
+    heads, head_dim, groups, state = 4, 8, 2, 16
+    shapes = [
+        (2, SEQUENCE, heads, head_dim),
+        (2, SEQUENCE, heads, head_dim),
+        (2, SEQUENCE, rank, groups, state),
+        (2, SEQUENCE, rank, groups, state),
+        (2, SEQUENCE, heads),
+        (2, SEQUENCE, heads),
+        (2, SEQUENCE, heads),
+        (2, SEQUENCE, state // 4),
+        (heads,),
+        (heads, rank, state),
+        (heads, rank, state),
+        (state,),
+        (state,),
+        (heads,),
+    ]
+    shapes += [(heads, rank, head_dim)] * (3 if rank > 1 else 0)
+
+    def op(*tensors: torch.Tensor) -> torch.Tensor:
+        names = ("dt_bias", "b_bias", "c_bias", "b_norm_weight", "c_norm_weight", "D", "mimo_x", "mimo_z", "mimo_o")
+        named = dict(zip(names, tensors[8:], strict=False))
+        return mamba3(*tensors[:8], **named, chunk_size=16, A_floor=1e-4, eps=1e-5)
+
+    _compare(op, _inputs(*shapes), rms=2e-3)
+
+
+def test_m2rnn() -> None:
+    q, k, v, w, f = _inputs(
+        (2, SEQUENCE, 1, 16), (2, SEQUENCE, 1, 16), (2, SEQUENCE, 4, 8), (4, 8, 8), (2, SEQUENCE, 4)
+    )
+
+    def op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+        return m2rnn_chunked(q, k, v, w, f.sigmoid())[0]
+
+    _compare(op, [q, k, v, w / 8, f], rms=2e-3)
+
+
+def test_grouped_mlp_with_an_empty_expert() -> None:
+    counts = torch.tensor([5, 0, 40, 19])
+    x, w1, w2, probs = _inputs((64, 16), (4, 32, 16), (4, 16, 32), (64,))
+    _compare(lambda x, w1, w2, probs: grouped_mlp(x, counts.to(x.device), w1, w2, probs), [x, w1, w2, probs], rms=2e-5)

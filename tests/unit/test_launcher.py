@@ -1,0 +1,298 @@
+"""The launcher: reading a command, refusing what cannot work, and running a script as Python would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacpp_mcore import cpu, launcher
+from megacpp_mcore.errors import CheckoutError, LaunchError, SpecImportError
+
+CPU_ARGUMENTS = [word for words in cpu.REQUIRED_ARGUMENTS for word in words]
+
+
+def plan(*command: str, environment: dict[str, str] | None = None, **options: Any) -> launcher.Plan:
+    options.setdefault("device", "cpu")
+    return launcher.plan(command, environment=environment or {}, **options)
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--spec a.b.c --x 1", "--spec a.b c --x 1"),
+        ("--spec=a.b.c --x 1", "--spec a.b c --x 1"),
+        ("--spec a.b c --x 1", "--spec a.b c --x 1"),
+        ("--x 1 --spec megacpp_mcore.nam56r", "--x 1 --spec megacpp_mcore nam56r"),
+    ],
+)
+def test_spec_becomes_two_words(words: str, expected: str) -> None:
+    arguments, spec = launcher.split_spec(words.split())
+    assert arguments == expected.split()
+    assert spec is not None
+    assert list(spec) == arguments[arguments.index("--spec") + 1 :][:2]
+
+
+def test_no_spec_is_left_alone() -> None:
+    assert launcher.split_spec(["--lr", "1"]) == (["--lr", "1"], None)
+
+
+@pytest.mark.parametrize("words", ["--spec", "--spec name", "--spec a.b c d", "--spec=", "--spec .name", "--spec --lr 1"])
+def test_unreadable_spec_is_refused(words: str) -> None:
+    with pytest.raises(SpecImportError, match=r"--spec megacpp_mcore\.nam56r"):
+        launcher.split_spec(words.split())
+
+
+def test_script_is_looked_up_in_the_checkout_then_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout, here = tmp_path / "checkout", tmp_path / "here"
+    for folder in (checkout, here):
+        folder.mkdir()
+        (folder / "pretrain_gpt.py").touch()
+    (here / "only_here.py").touch()
+    monkeypatch.chdir(here)
+    environment = {"MEGATRON_LM": str(checkout)}
+    assert launcher.find_script("pretrain_gpt.py", environment) == checkout / "pretrain_gpt.py"
+    assert launcher.find_script("only_here.py", environment) == here / "only_here.py"
+    assert launcher.find_script("pretrain_gpt.py", {}) == here / "pretrain_gpt.py"
+    assert launcher.find_script("../checkout/pretrain_gpt.py", {}) == checkout / "pretrain_gpt.py"
+
+
+@pytest.mark.parametrize(("environment", "said"), [({}, "MEGATRON_LM is not set"), ({"MEGATRON_LM": "/no"}, "/no/a.py")])
+def test_missing_script_says_where_and_how(
+    environment: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckoutError, match="git clone --branch core_v0.19.0") as raised:
+        launcher.find_script("a.py", environment)
+    assert said in str(raised.value)
+    assert str(tmp_path / "a.py") in str(raised.value)
+
+
+def test_plan_of_a_whole_command(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain_gpt.py"
+    script.touch()
+    chosen = plan(str(script), "--spec", "megacpp_mcore.nam56r", *CPU_ARGUMENTS)
+    assert chosen == launcher.Plan(
+        script, ("--spec", "megacpp_mcore", "nam56r", *CPU_ARGUMENTS), ("megacpp_mcore", "nam56r"), "cpu", 1
+    )
+    said = chosen.describe(world_size=4)
+    assert str(script) in said
+    assert "spec megacpp_mcore.nam56r | device cpu | world size 4" in said
+
+
+@pytest.mark.parametrize("spec", ["os.path", "megacpp_mcore_evil.spec", "torch.nn.Linear"])
+def test_spec_outside_the_allow_list_is_refused(spec: str) -> None:
+    with pytest.raises(SpecImportError, match="--allow-spec-from " + spec.split(".")[0]):
+        plan("--spec", spec, *CPU_ARGUMENTS)
+    assert plan("--spec", spec, *CPU_ARGUMENTS, allowed_spec_prefixes=[spec.rpartition(".")[0]]).spec is not None
+
+
+def test_cpu_arguments_are_all_named_at_once() -> None:
+    with pytest.raises(LaunchError, match="megacpp-mcore recipe emit") as raised:
+        plan("--lr", "1")
+    assert all(" ".join(words) in str(raised.value) for words in cpu.REQUIRED_ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        (["train"], {}, "neither a script"),
+        ([], {"device": "tpu"}, "auto, cpu, cuda"),
+        ([], {"nproc": 0}, "1 or more"),
+        ([], {"nproc": 2, "environment": {"RANK": "1"}}, "torchrun"),
+    ],
+)
+def test_what_cannot_work_is_refused(command: list[str], options: dict[str, Any], said: str) -> None:
+    with pytest.raises(LaunchError, match=said):
+        plan(*command, **options)
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_device_auto_and_cuda(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    assert plan(*CPU_ARGUMENTS, device="auto").device == ("cuda" if available else "cpu")
+    if available:
+        assert plan(device="cuda").device == "cuda"
+    else:
+        with pytest.raises(LaunchError, match="--device cpu"):
+            plan(device="cuda")
+
+
+# --- The spec ---------------------------------------------------------------------------------------------------------
+
+
+def _module(name: str, lookup: Any, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """An importable module whose ``__getattr__`` is ``lookup``."""
+    module = types.ModuleType(name)
+    vars(module)["__getattr__"] = lookup
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+def test_a_name_that_is_stored_on_first_use_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _module("lazy_spec", lambda name: vars(module).setdefault(name, name), monkeypatch)
+    assert launcher.import_spec("lazy_spec", "block") == "block"
+    assert vars(module)["block"] == "block"
+
+
+def test_a_name_that_megatron_would_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _module("vague_spec", lambda name: name, monkeypatch)
+    with pytest.raises(SpecImportError, match="globals"):
+        launcher.import_spec("vague_spec", "block")
+
+
+def test_a_failing_import_keeps_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_spec.py").write_text("import no_such_module_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SpecImportError, match="no_such_module_at_all") as raised:
+        launcher.import_spec("broken_spec", "block")
+    assert isinstance(raised.value.__cause__, ModuleNotFoundError)
+
+
+@pytest.mark.parametrize("name", ["nothing", "megacpp"])
+def test_a_missing_attribute_is_refused(name: str) -> None:
+    with pytest.raises(SpecImportError, match=name):
+        launcher.import_spec("megacpp_mcore", name)
+
+
+# --- Running ----------------------------------------------------------------------------------------------------------
+
+RECORD = """
+import json, os, sys
+import torch
+from megatron.core.datasets import utils
+facts = {
+    "argv": sys.argv, "path": sys.path[0], "name": __name__, "cuda": torch.cuda.is_available(),
+    "rank": os.environ["RANK"], "port": os.environ["MASTER_PORT"], "sibling": __import__("sibling").VALUE,
+}
+utils.compile_helpers()
+json.dump(facts, open(sys.argv[1], "w"))
+"""
+
+
+def test_a_script_runs_as_python_would_and_all_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from megatron.core.datasets import utils
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "sibling.py").write_text("VALUE = 3\n")
+    script, facts_file = tmp_path / "record.py", str(tmp_path / "facts.json")
+    script.write_text(RECORD)
+    before = dict(os.environ), list(sys.path), list(sys.argv), torch.cuda.is_available, utils.compile_helpers
+
+    assert launcher.launch([str(script), facts_file, *CPU_ARGUMENTS], device="cpu") == 0
+
+    facts = json.loads(Path(facts_file).read_text())
+    assert facts.pop("argv") == [str(script), facts_file, *CPU_ARGUMENTS]
+    assert int(facts.pop("port")) > 0
+    assert facts == {"path": str(tmp_path), "name": "__main__", "cuda": True, "rank": "0", "sibling": 3}
+    assert before == (dict(os.environ), sys.path, sys.argv, torch.cuda.is_available, utils.compile_helpers)
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"megacpp-mcore: script {script} | spec none (stock GPT) | device cpu | world size 1"
+    assert [line for line in rest if "no make" in line] != []
+    assert all(line.startswith("megacpp-mcore: ") for line in rest)
+
+
+@pytest.mark.parametrize(("statement", "status"), [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('why')", 1)])
+def test_exit_status_passes_through(statement: str, status: int, tmp_path: Path) -> None:
+    script = tmp_path / "leave.py"
+    script.write_text(f"import sys\n{statement}\n")
+    assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu") == status
+
+
+def test_other_ranks_say_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "nothing.py"
+    script.touch()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu") == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_checkout_that_would_be_shadowed_is_refused(tmp_path: Path) -> None:
+    import megatron.core
+
+    (tmp_path / "megatron").mkdir()
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("raise AssertionError('must not run')\n")
+    with pytest.raises(LaunchError, match="fresh process") as raised:
+        launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu")
+    assert str(megatron.core.__file__) in str(raised.value)
+
+
+def test_helper_of_the_wheel_serves_a_checkout_with_the_same_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.datasets import helpers_cpp, utils
+
+    wheel = Path(utils.__file__).parent
+    same, other = tmp_path / "same", tmp_path / "other"
+    for folder, extra in ((same, b""), (other, b"// changed\n")):
+        folder.mkdir()
+        (folder / "helpers.cpp").write_bytes((wheel / "helpers.cpp").read_bytes() + extra)
+    # None makes the import fail, as it does in a checkout that has not compiled its helper.
+    monkeypatch.setitem(sys.modules, launcher._HELPER, None)  # type: ignore[arg-type]
+    assert launcher._import_dataset_helper(other) is None
+    assert launcher._import_dataset_helper(same) == helpers_cpp.__file__
+    assert sys.modules[launcher._HELPER].build_sample_idx_int32 is not None
+
+
+def test_without_a_helper_upstream_builds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.datasets import utils
+
+    monkeypatch.setattr(launcher, "_import_dataset_helper", lambda folder: None)
+    stock = utils.compile_helpers
+    with launcher._ready_dataset_helper():
+        assert utils.compile_helpers is stock
+
+
+def test_status_of_the_first_process_that_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "fail.py"
+    script.write_text("import os, sys, time\nsys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)\n")
+    started = time.monotonic()
+    assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu", nproc=2) == 7
+    assert time.monotonic() - started < 50
+    assert "rank 1 failed first, with exit status 7" in capfd.readouterr().err
+
+
+def test_user_errors_of_a_process_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launcher.main(["--device", "cpu", "--", "--lr", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megacpp-mcore: LaunchError: ")
+    assert "Traceback" not in error
+
+
+def test_interrupt_ends_every_process(tmp_path: Path) -> None:
+    script = tmp_path / "wait.py"
+    mark = "import os, pathlib, time\npathlib.Path(__file__).with_name(os.environ['RANK']).write_text(str(os.getpid()))\n"
+    script.write_text(mark + "time.sleep(120)\n")
+    call = f"import sys\nfrom megacpp_mcore.launcher import launch\nsys.exit(launch({[str(script), *CPU_ARGUMENTS]}, "
+    parent = subprocess.Popen([sys.executable, "-c", call + "device='cpu', nproc=2))"], stderr=subprocess.PIPE)
+    files = [tmp_path / "0", tmp_path / "1"]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    parent.send_signal(signal.SIGINT)
+    parent.communicate(timeout=60)
+    assert parent.returncode == 128 + signal.SIGINT
+    for file in files:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)

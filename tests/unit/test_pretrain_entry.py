@@ -1,0 +1,215 @@
+"""Stock Megatron trains on a CPU through the launcher: from the wheel alone, and from an unmodified checkout."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacpp_mcore import cpu
+from megacpp_mcore.errors import LaunchError
+
+REPOSITORY = Path(__file__).parents[2]
+ITERATIONS = 5
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
+    "--position-embedding-type rope --rope-type rope --tokenizer-type NullTokenizer --vocab-size 127"
+).split()
+TRAINING = (
+    f"--micro-batch-size 1 --global-batch-size 4 --train-iters {ITERATIONS} --lr 1e-2 --log-interval 1 "
+    "--eval-iters 1 --eval-interval 100 --no-save-optim"
+).split()
+TRAINING.remove("--no-save-optim")
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall".split()
+# Stock's local experts know neither the fused GELU nor, on one rank, a bias.
+MOE += ["--no-bias-gelu-fusion", "--disable-bias-linear"]
+CPU = [word for words in cpu.REQUIRED_ARGUMENTS for word in words]
+
+CALL = "import sys; from megacpp_mcore.launcher import launch; sys.exit(launch(sys.argv[2:], device='cpu', nproc=int(sys.argv[1])))"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished training run: its exit status, its output, and the figures of each logged iteration."""
+
+    status: int
+    output: str
+
+    @property
+    def figures(self) -> dict[int, tuple[str, ...]]:
+        """Iteration to what was logged for it, losses and gradient norm, as printed."""
+        found = {}
+        for line in self.output.splitlines():
+            if iteration := re.search(r" iteration +(\d+)/", line):
+                found[int(iteration[1])] = tuple(re.findall(r"(?:loss|grad norm): (\S+) \|", line))
+        return found
+
+    @property
+    def losses(self) -> list[float]:
+        """The language-model loss of each iteration."""
+        return [float(loss) for loss in re.findall(r"\| lm loss: (\S+)", self.output)]
+
+
+Train = Callable[..., Run]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    def run(*arguments: str, script: Path | None = None, nproc: int = 1, status: int = 0, path: str = "") -> Run:
+        command = [*([str(script)] if script else []), *MODEL, *TRAINING, *CPU, *arguments]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), path)))
+        done = subprocess.run(
+            [sys.executable, "-c", CALL, str(nproc), *command],
+            env=environment,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == status, done.stdout[-4000:]
+        return Run(done.returncode, done.stdout)
+
+    return run
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    """The prefix of a real indexed dataset: 64 documents in which each token tells the next."""
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    prefix = tmp_path / "corpus"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(128))
+    for start in range(64):
+        builder.add_document((torch.arange(100) * 3 + start) % 120, [100])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def load_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a ``torch_dist`` checkpoint: parameters and optimizer states, whole."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    reader = FileSystemReader(folder)
+    metadata = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if hasattr(entry, "properties")
+    }
+    load(state, storage_reader=reader)
+    return state
+
+
+def test_wheel_trains_as_the_checkout_script_does(train: Train, corpus: str, megatron_lm: Path) -> None:
+    data = ["--data-path", corpus, "--split", "8,1,1"]
+    ours = train(*data)
+    stock = train(*data, script=megatron_lm / "pretrain_gpt.py")
+    assert f"script {megatron_lm / 'pretrain_gpt.py'}" in stock.output
+    assert "megacpp_mcore.pretrain" in ours.output
+    assert len(stock.losses) == ITERATIONS
+    assert stock.losses[-1] < stock.losses[0] - 0.3
+    assert ours.figures == stock.figures
+    validation = re.compile(r"validation loss at .*")
+    assert validation.findall(ours.output) == validation.findall(stock.output) != []
+
+
+def test_wheel_trains_as_the_checkout_script_does_in_parallel(train: Train, megatron_lm: Path) -> None:
+    layout = [*MOE, "--mock-data", "--mtp-num-layers", "1", "--num-layers", "4", "--pipeline-model-parallel-size", "2"]
+    layout += ["--num-layers-per-virtual-pipeline-stage", "1"]
+    ours = train(*layout, nproc=2)
+    stock = train(*layout, nproc=2, script=megatron_lm / "pretrain_gpt.py")
+    assert list(stock.figures) == [1, 2, 3, 4, 5]
+    assert all(len(figures) >= 3 for figures in stock.figures.values()), "lm loss, mtp loss and gradient norm"
+    assert ours.figures == stock.figures
+
+
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--use-distributed-optimizer --bf16"])
+def test_two_processes_train(train: Train, layout: str) -> None:
+    losses = train("--mock-data", *layout.split(), nproc=2).losses
+    assert len(losses) == ITERATIONS
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_expert_parallel_run_starts_from_distinct_experts(train: Train, tmp_path: Path) -> None:
+    frozen = "--lr 0 --train-iters 1 --eval-iters 0 --lr-decay-iters 1".split()
+    save = ["--ckpt-format", "torch_dist", "--save", str(tmp_path / "out"), "--save-interval", "1"]
+    train("--mock-data", *MOE, *frozen, *save, "--expert-model-parallel-size", "2", nproc=2)
+    state = load_checkpoint(tmp_path / "out" / "iter_0000001")
+    experts = state["decoder.layers.mlp.experts.experts.linear_fc1.weight"].flatten(0, 1)
+    assert experts.shape[0] == 2 * 4, "two layers of four experts"
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(experts, 2))
+
+
+@pytest.mark.parametrize("checkpoint_format", ["torch_dist", "torch"])
+def test_resumed_run_repeats_the_uninterrupted_one(train: Train, tmp_path: Path, checkpoint_format: str) -> None:
+    """With dropout on (Megatron's default 0.1), so that every generator state has to come back."""
+    common = ["--mock-data", *MOE, "--ckpt-format", checkpoint_format, "--save-interval", "3"]
+    whole = train(*common, "--save", str(tmp_path / "whole"))
+    resumed = train(
+        *common, "--save", str(tmp_path / "resumed"), "--load", str(tmp_path / "whole"), "--ckpt-step", "3"
+    )
+    assert list(resumed.figures) == [4, 5]
+    assert resumed.figures[4] == whole.figures[4]
+    # Megatron's first printed loss after a resume stays in the next line's mean, so 5 is compared without its loss.
+    assert resumed.figures[5][-1] == whole.figures[5][-1]
+    validation = re.compile(r"validation loss at .*")
+    assert validation.findall(resumed.output) == validation.findall(whole.output) != []
+    if checkpoint_format == "torch_dist":
+        last = f"iter_{ITERATIONS:07d}"
+        expected, found = (load_checkpoint(tmp_path / name / last) for name in ("whole", "resumed"))
+        assert len(expected) > 20
+        assert expected.keys() == found.keys()
+        assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+SPEC = """
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+print("the spec module was imported")
+block = get_gpt_layer_local_spec()
+"""
+
+
+def test_one_word_spec_is_what_trains(train: Train, tmp_path: Path) -> None:
+    """Stock's own layer, named as a spec, trains as stock; the import shows that it was asked for."""
+    package = tmp_path / "specs" / "megatron_like_specs"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(SPEC)
+    refused = train("--mock-data", "--spec", "megatron_like_specs.block", path=str(package.parent), status=1)
+    assert "SpecImportError" in refused.output
+    assert "the spec module was imported" not in refused.output
+    assert refused.losses == []
+
+
+def test_refused_arguments_are_named() -> None:
+    from megacpp_mcore import pretrain
+
+    asked: dict[str, Any] = {"sft": True, "fim_data": True, "logits_load_dir": None}
+    with pytest.raises(LaunchError, match="--sft, --fim-data") as raised:
+        pretrain.refuse_unsupported(Namespace(**asked))
+    assert "--logits-load-dir" not in str(raised.value)
+    pretrain.refuse_unsupported(Namespace(sft=False, fim_data=False))
+
+
+def test_refused_arguments_exist_upstream() -> None:
+    """A renamed argument would be let through in silence."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megacpp_mcore import pretrain
+
+    import argparse
+
+    known = {action.dest for action in add_megatron_arguments(argparse.ArgumentParser())._actions}
+    assert pretrain.UNSUPPORTED.keys() <= known

@@ -37,7 +37,17 @@ EXTRAS = {
         "wandb==0.29.0",
     ],
     "demo": ["torch==2.11.0", "megatron-core==0.19.2"],
-    "dev": ["hypothesis", "mypy", "pytest>=8", "pytest-xdist", "ruff", "setuptools>=77", "types-PyYAML", "wheel"],
+    "dev": [
+        "hypothesis",
+        "mypy",
+        "pytest>=8",
+        "pytest-xdist",
+        "ruff",
+        "setuptools>=77",
+        "tokenizers",
+        "types-PyYAML",
+        "wheel",
+    ],
 }
 
 
@@ -65,8 +75,9 @@ setup(
         "megatron-core>=0.19,<0.20",
         "numpy",
         "packaging>=24.2",
+        "psutil",  # megatron-core imports it to save a torch_dist checkpoint, and does not ask for it
         "PyYAML>=6",
-        "torch>=2.6",
+        "torch>=2.11",  # what all of this was run with; the recurrent ops need torch.backends.*.fp32_precision (2.9)
     ],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megacpp-mcore = megacpp_mcore.cli:main"]},

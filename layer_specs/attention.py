@@ -13,6 +13,11 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
     AbsorbedMLASelfAttention,
@@ -219,6 +224,36 @@ class SparseCoreAttention(MegatronModule):
         return DSAIndexerLossAutoScaler.apply(output, loss)
 
 
+def _whole_rows(linear: ColumnParallelLinear, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    """Forward hook: ``([S, B, C / TP], bias) -> ([S / TP, B, C], bias)``, each rank whole rows of its part of the sequence."""
+    cut_SBC, bias = output
+    whole_SBC = gather_from_tensor_model_parallel_region(cut_SBC, group=linear.tp_group)
+    return scatter_to_sequence_parallel_region(whole_SBC, group=linear.tp_group), bias
+
+
+class _WholeRows:
+    """Mixed into stock MLA: a column-parallel kv down-projection hands on whole rows.
+
+    The rotary part of the key serves the heads of all tensor-parallel ranks, so its gradient is summed over them. Megatron-Core
+    0.19 does so for whole rows, but not where it gathers cut ones (``multi_latent_attention.py`` and ``absorbed_mla.py``): there
+    each rank would train its rows of the projection for its own heads alone.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        linear = self.linear_kv_down_proj  # type: ignore[attr-defined]
+        if isinstance(linear, ColumnParallelLinear) and self.config.sequence_parallel:  # type: ignore[attr-defined]
+            linear.register_forward_hook(_whole_rows)
+
+
+class FullMLASelfAttention(_WholeRows, MLASelfAttention):
+    """Stock MLA with :class:`_WholeRows`."""
+
+
+class SparseMLASelfAttention(_WholeRows, AbsorbedMLASelfAttention):
+    """Stock absorbed MLA with :class:`_WholeRows`."""
+
+
 def _require_causal(attn_mask_type: AttnMaskType, layer_number: int) -> None:
     if attn_mask_type != AttnMaskType.causal:
         raise ModelError(f"layer {layer_number}: attention mask type is {attn_mask_type}; expected causal")
@@ -232,7 +267,7 @@ def _refuse_packed(packed_seq_params: Any, layer_number: int) -> None:
 def full_attention(parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
     """Full MLA: the stock class with our core attention."""
     return ModuleSpec(
-        module=MLASelfAttention,
+        module=FullMLASelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_down_proj=parts.down_linear,
@@ -259,7 +294,7 @@ def sparse_attention(parts: Parts, dispatcher: Dispatcher, index_cache: IndexCac
         ),
     )
     return ModuleSpec(
-        module=AbsorbedMLASelfAttention,
+        module=SparseMLASelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=AbsorbedMLASelfAttentionSubmodules(
             linear_q_down_proj=parts.down_linear,

@@ -30,6 +30,7 @@ from megacpp_mcore import config as plugin_config
 from megacpp_mcore import lowering, patches
 from megacpp_mcore import pattern as grammar
 from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.attention import (
     IndexCache,
     attention_layer_spec,
@@ -129,9 +130,9 @@ def prepare(model: Model, config: TransformerConfig) -> None:
         # Without it the schedules leave the indexer's loss unscaled, num_microbatches times too strong.
         config.experimental_attention_variant_loss_scale_func = DSAIndexerLossAutoScaler.set_loss_scale
         # The tracker is all-reduced over pipeline ranks by those that hold one: a stage without a Full layer has to, too.
-        DSAIndexerLossLoggingHelper.tracker.setdefault(
-            "values", torch.zeros(config.num_layers, device=torch.cuda.current_device())
-        )
+        tracker = DSAIndexerLossLoggingHelper.tracker
+        if "values" not in tracker or tracker["values"].numel() != config.num_layers:  # another model was built before
+            tracker["values"] = torch.zeros(config.num_layers, device=torch.cuda.current_device())
 
 
 def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, ...]) -> None:
@@ -143,7 +144,18 @@ def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, .
         expert=config.expert_model_parallel_size,
         sequence_parallel=config.sequence_parallel,
     )
+    if config.context_parallel_size > 1:
+        raise ModelError(
+            f"{model.name}: context parallelism is {config.context_parallel_size}; no block family of this model can cut "
+            "a sequence over ranks yet, leave --context-parallel-size at 1"
+        )
     model.check_cut(layout)
+    if grammar.parse(model.pattern).staged and chunks != model.chunks(layout):
+        raise ModelError(
+            f"{model.name}: the pattern {model.pattern!r} marks other stages than the run's "
+            f"{', '.join(f'{chunk.start}–{chunk.stop - 1}' for chunk in chunks)}; pass --pipeline-model-parallel-layout "
+            f"{lowering.pipeline_layout(grammar.parse(model.pattern).stages, model.mtp.depth)!r}"
+        )
     grammar.check_chunks(model.name, model.roles, chunks)
     _refuse_recompute(model, config)
 
@@ -153,8 +165,6 @@ def _refuse_recompute(model: Model, config: TransformerConfig) -> None:
         return
     core = config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or [])
     if config.recompute_granularity == "full" or core:
-        from megacpp_mcore.errors import ModelError
-
         raise ModelError(
             f"{model.name}: recompute of {'whole layers' if not core else 'core attention'} is not supported with Shared "
             "('S') layers yet, because their indices are gone by then; use --recompute-granularity selective with modules "

@@ -21,7 +21,8 @@ from typing import Any
 
 import yaml
 
-from megacpp_mcore.errors import ConfigFileError, ModelError, PatternError
+from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.errors import BackendError, ConfigFileError, ModelError, PatternError
 from megacpp_mcore.model import Model, preset, with_overrides
 
 VARIABLE = "MEGACPP_CONFIG"
@@ -49,11 +50,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """SafeLoader that refuses a key given twice, where YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
+        seen: set[str] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            if not isinstance(key, str) or key in seen:
+                problem = "is given twice" if isinstance(key, str) else "is not a name"
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} {problem}", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -83,7 +85,8 @@ def load(path: str | os.PathLike[str]) -> PluginConfig:
             raise ConfigFileError(f"{file}: backends.{op} is {backend!r}; expected the name of a backend, or auto")
     try:
         model = with_overrides(preset(name), overrides, where="overrides")
-    except (ModelError, PatternError) as error:
+        Dispatcher(backends)  # refuses names of ops and backends that it does not know
+    except (ModelError, PatternError, BackendError) as error:
         raise ConfigFileError(f"{file}: {error}") from error
     return PluginConfig(path=file, model=model, backends=MappingProxyType(dict(backends)))
 
@@ -99,17 +102,20 @@ def _read(file: Path) -> Any:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigFileError(f"{file}: cannot be read ({error}); {VARIABLE} has to name a YAML file") from error
-    loader = _UniqueKeyLoader(text)
     try:
-        return loader.get_single_data()
+        loader = _UniqueKeyLoader(text)  # raises on characters that YAML does not allow
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except yaml.YAMLError as error:
         raise ConfigFileError(f"{file}: not valid YAML: {error}") from error
-    finally:
-        loader.dispose()
 
 
 def _mapping(file: Path, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = content.get(key) or {}
+    value = content.get(key)
+    if value is None:  # the key is not there, or nothing follows it
+        return {}
     if not isinstance(value, Mapping):
         raise ConfigFileError(f"{file}: {key!r} is {value!r}; expected a mapping")
     return value

@@ -168,9 +168,6 @@ def _disable_dynamo(lane: CpuLane) -> None:
     lane.messages.append("CPU lane: TORCHDYNAMO_DISABLE=1 (torch.compile runs its functions eagerly)")
 
 
-# --- torch.cuda -------------------------------------------------------------------------------------------------------
-
-
 class Stream:
     """The one stream of the stand-in: what is put on it has already been done."""
 
@@ -397,9 +394,6 @@ def _generator_functions() -> dict[str, Any]:
     }
 
 
-# --- Tensors ----------------------------------------------------------------------------------------------------------
-
-
 def _cpu_for(device: Any) -> Any:
     """Return the CPU for whatever names a CUDA device, and anything else unchanged."""
     if isinstance(device, bool) or device is None:
@@ -473,9 +467,6 @@ def _send_devices_to_cpu(lane: CpuLane) -> None:
     lane.on_remove(leave)
     # Its argument must be a real stream before a mode is asked.
     lane.replace(torch.Tensor, "record_stream", _nothing)
-
-
-# --- Collectives, warnings, experts -----------------------------------------------------------------------------------
 
 
 def _accept_any_split_sizes(lane: CpuLane) -> None:

@@ -93,9 +93,6 @@ def launch(
     return _run_here(chosen)
 
 
-# --- Reading the command ----------------------------------------------------------------------------------------------
-
-
 def plan(
     command: Sequence[str],
     *,
@@ -205,9 +202,6 @@ def _check_cpu_arguments(arguments: Sequence[str]) -> None:
         )
 
 
-# --- Several processes ------------------------------------------------------------------------------------------------
-
-
 def _run_processes(command: Sequence[str], chosen: Plan, allowed_spec_prefixes: Sequence[str]) -> int:
     """Start ``chosen.nproc`` processes of this module through torchrun; return 0 or the first failure's status."""
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -261,9 +255,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MegacppError as error:
         print(f"megacpp-mcore: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
-
-
-# --- In this process --------------------------------------------------------------------------------------------------
 
 
 def _run_here(chosen: Plan) -> int:

@@ -67,13 +67,18 @@ def model_arguments(model: Model) -> tuple[Argument, ...]:
         _switch("--disable-bias-linear", "add_bias_linear", False),
         _switch("--untie-embeddings-and-output-weights", "share_embeddings_and_output_weights", False),
         _switch("--no-rope-fusion", "apply_rope_fusion", False),
+        _absent("--apply-layernorm-1p", "layernorm_zero_centered_gamma", False),
         _absent("--swiglu", "gated_linear_unit", False),
+        _absent("--squared-relu", "activation_func", "gelu"),
+        _absent("--use-mup", "use_mup", False),
         _absent("--experimental-attention-variant", "experimental_attention_variant", None),
     ]
     if "A" in model.layers or model.mtp.depth:
         arguments += _attention_arguments(model)
     if "E" in model.layers:
         arguments += _moe_arguments(model, moe_layers)
+    else:
+        arguments.append(_absent("--num-experts", "num_moe_experts", None))
     if model.mtp.depth:
         arguments += [
             _option("--mtp-num-layers", model.mtp.depth),
@@ -97,6 +102,11 @@ def _attention_arguments(model: Model) -> list[Argument]:
         _option("--qk-head-dim", mla.qk_head_dim),
         _option("--qk-pos-emb-head-dim", mla.qk_pos_emb_head_dim),
         _option("--v-head-dim", mla.v_head_dim),
+        _absent("--rotary-percent", "rotary_percent", 1.0),
+        _absent("--rotary-interleaved", "rotary_interleaved", False),
+        _absent("--window-size", "window_size", None),
+        _absent("--softmax-type", "softmax_type", "vanilla"),
+        _absent("--attention-output-gate", "attention_output_gate", False),
     ]
     if set(model.roles) & {grammar.FULL_INDEX, grammar.SHARED_INDEX}:
         arguments += [
@@ -132,6 +142,10 @@ def _moe_arguments(model: Model, moe_layers: list[int]) -> list[Argument]:
         _absent("--moe-router-force-load-balancing", "moe_router_force_load_balancing", False),
         _absent("--moe-router-num-groups", "moe_router_num_groups", None),
         _absent("--moe-router-topk-scaling-factor", "moe_router_topk_scaling_factor", None),
+        _absent("--moe-shared-expert-gate", "moe_shared_expert_gate", False),
+        _absent("--moe-latent-size", "moe_latent_size", None),
+        _absent("--moe-apply-probs-on-input", "moe_apply_probs_on_input", False),
+        _absent("--moe-input-jitter-eps", "moe_input_jitter_eps", None),
     ]
 
 
@@ -272,6 +286,8 @@ def _same(found: Any, expected: Any) -> bool:
         return list(found) == expected
     if isinstance(found, list) and len(found) == 1 and not isinstance(expected, list):
         return _same(found[0], expected)
+    if callable(found) and isinstance(expected, str):
+        return bool(getattr(found, "__name__", None) == expected)
     if expected is None or isinstance(expected, bool) or isinstance(found, bool):
         return found is expected or (expected is False and found is None)
     return bool(found == expected)

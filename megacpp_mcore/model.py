@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from megacpp_mcore import pattern as grammar
@@ -22,8 +22,15 @@ from megacpp_mcore.errors import ModelError, PatternError
 def _positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if value <= 0:
-            raise ModelError(f"{type(owner).__name__}.{name} is {value}; expected a positive number")
+        if not 0 < value < math.inf:  # NaN fails this, too
+            raise ModelError(f"{type(owner).__name__}.{name} is {value}; expected a positive, finite number")
+
+
+def _not_negative(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not 0 <= value < math.inf:
+            raise ModelError(f"{type(owner).__name__}.{name} is {value}; expected 0 (off) or more, and finite")
 
 
 def _divides(what: str, number: int, by: str, divisor: int) -> None:
@@ -67,8 +74,7 @@ class DSA:
 
     def __post_init__(self) -> None:
         _positive(self, "indexer_heads", "indexer_head_dim", "topk")
-        if self.loss_coeff < 0:
-            raise ModelError(f"DSA.loss_coeff is {self.loss_coeff}; expected 0 (indexer not trained) or more")
+        _not_negative(self, "loss_coeff")
         if self.warmup_steps != 0:
             raise ModelError(
                 f"DSA.warmup_steps is {self.warmup_steps}; the dense warm-up of the indexer is not there yet, "
@@ -146,6 +152,7 @@ class MoE:
 
     def __post_init__(self) -> None:
         _positive(self, "experts", "topk", "ffn_hidden_size", "shared_ffn_hidden_size")
+        _not_negative(self, "bias_update_rate", "sequence_aux_loss_coeff", "z_loss_coeff")
         if self.topk > self.experts:
             raise ModelError(f"MoE.topk is {self.topk} but there are {self.experts} experts; lower topk")
 
@@ -162,8 +169,7 @@ class MTP:
     loss_decay: float = 0.6
 
     def __post_init__(self) -> None:
-        if self.depth < 0:
-            raise ModelError(f"MTP.depth is {self.depth}; expected 0 (off) or more")
+        _not_negative(self, "depth", "loss_scale")
         if not 0 < self.loss_decay <= 1:
             raise ModelError(f"MTP.loss_decay is {self.loss_decay}; expected more than 0 and at most 1")
 
@@ -219,6 +225,8 @@ class Model:
     def __post_init__(self) -> None:
         _positive(self, "depth", "hidden_size", "heads", "ffn_hidden_size", "vocab_size", "seq_length", "rope_theta")
         _positive(self, "norm_eps", "init_std")
+        if self.rope_theta != int(self.rope_theta):
+            raise ModelError(f"{self.name}: rope_theta is {self.rope_theta}; Megatron's --rotary-base takes whole numbers")
         parsed = grammar.parse(self.pattern)
         if parsed.mtp and (set(parsed.mtp) != {"A"} or len(parsed.mtp) != self.mtp.depth):
             raise PatternError(
@@ -234,7 +242,7 @@ class Model:
                 f"{self.name}: DSA.indexer_head_dim is {self.dsa.indexer_head_dim}, less than the rotary "
                 f"part MLA.qk_pos_emb_head_dim ({self.mla.qk_pos_emb_head_dim}) that it has to hold; raise it"
             )
-        if self.recurrent_heads < 1:
+        if "R" in self.layers and self.recurrent_heads < 1:
             raise ModelError(
                 f"{self.name}: hidden_size {self.hidden_size} gives no M²RNN head (hidden_size // 80, down to a "
                 "multiple of 4); set m2rnn.heads"
@@ -303,7 +311,9 @@ class Model:
         """
         tensor = layout.tensor
         _divides(f"{self.name}: attention heads", self.heads, "tensor parallelism", tensor)
-        _divides(f"{self.name}: vocabulary", self.vocab_size_padded(tensor), "tensor parallelism", tensor)
+        if self.mtp.depth:
+            _divides(f"{self.name}: dense FFN width", self.ffn_hidden_size, "tensor parallelism", tensor)
+            _divides(f"{self.name}: hidden size", self.hidden_size, "tensor parallelism", tensor)
         if "M" in self.layers:
             _divides(f"{self.name}: Mamba-3 heads", self.mamba_heads, "tensor parallelism", tensor)
             _divides(f"{self.name}: Mamba-3 groups", self.mamba3.groups, "tensor parallelism", tensor)
@@ -311,6 +321,8 @@ class Model:
             _divides(f"{self.name}: M²RNN heads", self.recurrent_heads, "tensor parallelism", tensor)
         if "E" in self.layers:
             _divides(f"{self.name}: experts", self.moe.experts, "expert parallelism", layout.expert)
+            shared = self.moe.shared_ffn_hidden_size
+            _divides(f"{self.name}: shared expert width", shared, "tensor parallelism", tensor)
         if tensor > 1 and not layout.sequence_parallel and set(self.roles) & {"F", "S"}:
             raise ModelError(
                 f"{self.name}: sparse attention under tensor parallelism ({tensor}) needs sequence parallelism "
@@ -408,7 +420,7 @@ _TINY = Model(
     moe=MoE(experts=4, topk=2, ffn_hidden_size=128, shared_ffn_hidden_size=128),
     mtp=MTP(depth=1),
 )
-PRESETS: Mapping[str, Model] = {
+_PRESETS = {
     model.name: model
     for model in (
         _NAM56R,
@@ -425,6 +437,7 @@ PRESETS: Mapping[str, Model] = {
         dataclasses.replace(_NAM56R, name="nam52", pattern="AEME"),
     )
 }
+PRESETS: Mapping[str, Model] = MappingProxyType(_PRESETS)
 """The models this package brings, by name."""
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megacpp_mcore import config
+from megacpp_mcore.errors import ModelError
 from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import PRESETS, Layout, Model, preset
 
@@ -78,7 +81,9 @@ def tokenizer_words(model: Model, folder: str | None = None) -> tuple[str, ...]:
 def emit(args: argparse.Namespace) -> str:
     """The text ``recipe emit`` prints."""
     loaded = config.from_environment()
-    model = loaded.model if loaded is not None and loaded.model.name == args.name else preset(args.name)
+    if loaded is not None and loaded.model.name != args.name:
+        loaded = None  # the file is about another model
+    model = preset(args.name) if loaded is None else loaded.model
     device = args.device or ("cpu" if model.name == "nam56r_tiny" else "cuda")
     layout = Layout(
         tensor=args.tensor,
@@ -101,11 +106,17 @@ def emit(args: argparse.Namespace) -> str:
     words = lower(model, layout, training)
     if args.form == "args":
         return "\n".join(words)
-    processes = max(layout.tensor * layout.pipeline, layout.expert * layout.pipeline)
-    return _shell(words, device, processes, config.VARIABLE if loaded is not None else None)
+    processes = math.lcm(layout.tensor, layout.expert) * layout.pipeline
+    replicas = processes // (layout.tensor * layout.pipeline)
+    if training.global_batch_size % (training.micro_batch_size * replicas):
+        raise ModelError(
+            f"the global batch of {training.global_batch_size} is not a multiple of the micro-batch "
+            f"({training.micro_batch_size}) × {replicas} data-parallel replicas; change --global-batch-size"
+        )
+    return _shell(words, device, processes, None if loaded is None else loaded.path)
 
 
-def _shell(words: Sequence[str], device: str, processes: int, variable: str | None) -> str:
+def _shell(words: Sequence[str], device: str, processes: int, settings: Path | None) -> str:
     if device == "cpu":
         head = f"megacpp-mcore launch --device cpu --nproc {processes} -- pretrain_gpt.py"
     else:
@@ -117,7 +128,7 @@ def _shell(words: Sequence[str], device: str, processes: int, variable: str | No
             lines.append(quoted)
         else:
             lines[-1] += " " + quoted
-    prefix = f'{variable}="${variable}" ' if variable else ""
+    prefix = "" if settings is None else f"{config.VARIABLE}={shlex.quote(str(settings.resolve()))} "
     return prefix + head + " \\\n  " + " \\\n  ".join(lines)
 
 

@@ -110,8 +110,8 @@ def load_manifest(prefix: str) -> Manifest:
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
-    if not isinstance(body, dict) or body.get("schema_version") != SCHEMA_VERSION:
-        found = body.get("schema_version") if isinstance(body, dict) else type(body).__name__
+    found = body.get("schema_version") if isinstance(body, dict) else type(body).__name__
+    if type(found) is not int or found != SCHEMA_VERSION:
         raise _damaged(path, f"schema_version is {found!r}, expected {SCHEMA_VERSION}")
     checksum = body.pop("checksum", None)
     if checksum != _digest(body):
@@ -130,7 +130,7 @@ def _check_types(path: str, where: str, body: Any, types: Mapping[str, tuple[typ
         found = sorted(body) if isinstance(body, dict) else body
         raise _damaged(path, f"{where or 'the top level'} has {found}, expected the keys {sorted(types)}")
     for key, allowed in types.items():
-        if not isinstance(body[key], allowed):
+        if type(body[key]) not in allowed:  # isinstance would take true for a number
             raise _damaged(path, f"{where}{key} is {body[key]!r}, expected {' or '.join(t.__name__ for t in allowed)}")
 
 

@@ -180,6 +180,26 @@ def test_every_prefix_is_checked(prefix, pristine):
         verify_for_training([pristine, prefix], vocab_size=260, full=True)
 
 
+@pytest.mark.parametrize("size", [0, 2, -2])
+def test_adoption_refuses_tokens_that_the_index_does_not_describe(prefix, size):
+    rebuild(prefix, [[5, 256], [7, 256]])
+    content = Path(prefix + ".bin").read_bytes()
+    Path(prefix + ".bin").write_bytes(content[:size] if size <= 0 else content + bytes(size))
+    with pytest.raises(DataError, match=rf"data\.bin: found {(8 + size) if size else 0} bytes, expected 8 bytes"):
+        adopt(prefix)
+
+
+@pytest.mark.parametrize("bounds", [(0, 2, 1, 2), (1, 1, 2, 2), (0, 1, 2, 3), (0, 1, 1, 1), (0, -1, 2, 2)])
+def test_adoption_refuses_document_bounds_that_do_not_rise_to_the_end(prefix, bounds):
+    rebuild(prefix, [[5, 256], [7, 256]])
+    start = HEADER_BYTES + 2 * 12
+    content = bytearray(Path(prefix + ".idx").read_bytes()[:start])
+    struct.pack_into("<Q", content, 26, len(bounds))
+    Path(prefix + ".idx").write_bytes(content + struct.pack("<4q", *bounds))
+    with pytest.raises(DataError, match="bounds that rise from 0 to 2"):
+        adopt(prefix)
+
+
 def test_adoption_checks_and_guesses_nothing(prefix):
     with pytest.raises(DataError, match="without a manifest"):
         adopt(prefix)
@@ -291,7 +311,7 @@ def test_no_manifest_crashes_the_checks(prefix, pristine, key, value, resigned):
     from megacpp_mcore.data.manifest import _digest
 
     body = json.loads(Path(pristine + ".manifest.json").read_bytes())
-    if type(body[key]) is type(value) and body[key] == value:
+    if json.dumps(body[key]) == json.dumps(value):
         return
     body[key] = value
     if resigned and key != "checksum":

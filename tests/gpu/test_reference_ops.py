@@ -25,7 +25,7 @@ def _compare(op: Callable[..., torch.Tensor], inputs: list[torch.Tensor], rms: f
     """Run ``op`` in float64 on the CPU and in float32 on the GPU; outputs and gradients have to agree per row."""
     results = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
-        leaves = [tensor.to(device, dtype).requires_grad_() for tensor in inputs]
+        leaves = [tensor.detach().clone().to(device, dtype).requires_grad_() for tensor in inputs]
         out = op(*leaves)
         out.backward(torch.linspace(-1, 1, out.numel(), device=device, dtype=dtype).view_as(out))
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])

@@ -202,9 +202,11 @@ def test_megatron_rng_tracker_is_real(lane: cpu.CpuLane, caplog: pytest.LogCaptu
 
 
 def test_starting_a_data_loader_leaves_the_generator_alone(lane: cpu.CpuLane) -> None:
-    loader = torch.utils.data.DataLoader([torch.zeros(1), torch.ones(1)], num_workers=0, pin_memory=True)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.arange(2.0)), num_workers=0, pin_memory=True
+    )
     before = torch.get_rng_state()
-    assert [float(batch) for batch in loader] == [0.0, 1.0]
+    assert [float(batch) for (batch,) in loader] == [0.0, 1.0]
     assert torch.equal(torch.get_rng_state(), before)
 
 

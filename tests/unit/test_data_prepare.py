@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +42,19 @@ def make_texts(root: Path, files: int = 12) -> Path:
     (root / "empty.md").write_text("")
     (root / "picture.png").write_bytes(b"\x89PNG")
     return root
+
+
+@pytest.fixture(autouse=True)
+def fsync_calls(monkeypatch):
+    """Record what is flushed instead of waiting for the disk; a killed process loses nothing that it wrote."""
+    flushed: list[tuple[int, int]] = []
+
+    def record(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        flushed.append((status.st_ino, status.st_size))
+
+    monkeypatch.setattr(os, "fsync", record)
+    return flushed
 
 
 @pytest.fixture
@@ -158,16 +172,31 @@ def test_bad_splits_are_refused(text):
 
 
 def test_output_does_not_depend_on_workers_shards_or_machine(texts, tmp_path):
-    for name, options in {"a": {}, "b": {"workers": 2}, "c": {"shard_bytes": 10**6}, "d": {"shard_bytes": 1}}.items():
+    for name, options in {"a": {}, "b": {"workers": 2}, "c": {"shard_bytes": 10**6}, "d": {"shard_bytes": 150}}.items():
         run(texts, tmp_path / name / "data", split=SPLIT, **options)
         assert read_outputs(tmp_path / name) == read_outputs(tmp_path / "a")
     assert len(read_outputs(tmp_path / "a")) == 6
 
 
-def prepare_until_killed(texts: Path, output: Path, operation: int) -> None:
+def test_whatever_is_renamed_into_place_was_flushed_whole_before(texts, tmp_path, fsync_calls, monkeypatch):
+    original, renamed = os.replace, []
+
+    def replace(old, new):
+        status = os.stat(old)
+        assert (status.st_ino, status.st_size) in fsync_calls
+        renamed.append(Path(new).name)
+        original(old, new)
+
+    monkeypatch.setattr(os, "replace", replace)
+    run(texts, tmp_path / "data")
+    assert renamed[-3:] == ["data.bin", "data.idx", "data.manifest.json"]
+    assert "plan.json" in renamed
+    assert {"000000.0.tokens", "000000.0.lengths", "000000.json"} <= set(renamed)
+
+
+def prepare_until_killed(texts: Path, output: Path, operation: int, overwrite: bool) -> None:
     """Prepare, and die by SIGKILL in place of the given file operation that makes something durable or visible."""
     left = operation
-    os.fsync = lambda descriptor: None  # a killed process loses nothing that it wrote; only a power cut does
 
     def count_down(call):
         def counted(*args, **kwargs):
@@ -181,12 +210,13 @@ def prepare_until_killed(texts: Path, output: Path, operation: int) -> None:
 
     for name in ("fsync", "replace", "unlink", "rmdir"):
         setattr(os, name, count_down(getattr(os, name)))
-    run(texts, output, split=SPLIT)
+    run(texts, output, split=SPLIT, overwrite=overwrite)
 
 
-def kill_once(texts: Path, output: Path, operation: int) -> bool:
+def kill_once(texts: Path, output: Path, operation: int, overwrite: bool = False) -> bool:
     """Run :func:`prepare_until_killed` in a process of its own; return whether it was killed."""
-    process = multiprocessing.get_context("fork").Process(target=prepare_until_killed, args=(texts, output, operation))
+    arguments = (texts, output, operation, overwrite)
+    process = multiprocessing.get_context("fork").Process(target=prepare_until_killed, args=arguments)
     process.start()
     process.join(60)
     assert process.exitcode in (0, -signal.SIGKILL)
@@ -265,6 +295,30 @@ def test_a_killed_pool_is_continued_and_its_workers_end(texts, tmp_path, uninter
     assert process.returncode == -signal.SIGKILL
     run(texts, output, split=SPLIT)
     assert read_outputs(tmp_path / "killed") == uninterrupted
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_kill_while_datasets_are_replaced_leaves_no_manifest_that_lies(texts, tmp_path, uninterrupted):
+    old, output = tmp_path / "old", tmp_path / "new" / "data"
+    old.mkdir()
+    (tmp_path / "other.txt").write_text("another text")
+    (prefix,) = run(tmp_path / "other.txt", old / "data")
+    operation, killed, torn = 50, True, 0
+    while killed:
+        operation += 1
+        shutil.rmtree(output.parent, ignore_errors=True)
+        output.parent.mkdir()
+        for name in ("data_train", "data_valid"):
+            for suffix in (".bin", ".idx", ".manifest.json"):
+                shutil.copy(prefix + suffix, f"{output.parent / name}{suffix}")
+        killed = kill_once(texts, output, operation, overwrite=True)
+        for name in ("data_train", "data_valid"):
+            if (output.parent / f"{name}.manifest.json").exists():
+                assert verify(str(output.parent / name)).documents > 0
+            else:
+                torn += 1
+    assert torn >= 4
+    assert read_outputs(output.parent) == uninterrupted
 
 
 @pytest.fixture

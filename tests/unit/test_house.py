@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LEFT_OUT = {".git", "build", "dist", "runs", ".venv", "__pycache__"}
+LEFT_OUT = {"build", "dist", "runs", "__pycache__"}
 
 
 def files(*suffixes: str) -> list[Path]:
-    """Every file of the tree with one of these suffixes, each once (symlinked folders are not followed)."""
+    """Every file of the tree with one of these suffixes, each once (neither symlinks nor hidden folders are followed)."""
     found = []
     for folder, inner, names in os.walk(ROOT):
-        inner[:] = [name for name in inner if name not in LEFT_OUT and not name.endswith((".egg-info", "_cache"))]
+        inner[:] = [
+            name for name in inner if name not in LEFT_OUT and not name.startswith(".") and "egg-info" not in name
+        ]
         found += [Path(folder, name) for name in names if Path(name).suffix in suffixes]
     return [path for path in found if not path.is_symlink()]
 

@@ -7,8 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from argparse import Namespace
-from collections.abc import Callable
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,34 +16,43 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp_mcore import cpu
+from megacpp_mcore import cpu, launcher
 from megacpp_mcore.errors import LaunchError
 
 REPOSITORY = Path(__file__).parents[2]
 ITERATIONS = 5
 
-MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
-    "--position-embedding-type rope --rope-type rope --tokenizer-type NullTokenizer --vocab-size 127"
-).split()
-TRAINING = (
-    f"--micro-batch-size 1 --global-batch-size 4 --train-iters {ITERATIONS} --lr 1e-2 --log-interval 1 "
-    "--eval-iters 1 --eval-interval 100 --no-save-optim"
-).split()
-TRAINING.remove("--no-save-optim")
-MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall".split()
+MODEL = {
+    "--num-layers": 2,
+    "--hidden-size": 32,
+    "--num-attention-heads": 2,
+    "--seq-length": 32,
+    "--max-position-embeddings": 32,
+    "--position-embedding-type": "rope",
+    "--rope-type": "rope",
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": 127,
+}
+TRAINING = {
+    "--micro-batch-size": 1,
+    "--global-batch-size": 4,
+    "--train-iters": ITERATIONS,
+    "--lr": 1e-2,
+    "--log-interval": 1,
+    "--eval-iters": 1,
+    "--eval-interval": 100,
+}
 # Stock's local experts know neither the fused GELU nor, on one rank, a bias.
+MOE = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"]
 MOE += ["--no-bias-gelu-fusion", "--disable-bias-linear"]
+BASE = [str(word) for pair in {**MODEL, **TRAINING}.items() for word in pair]
 CPU = [word for words in cpu.REQUIRED_ARGUMENTS for word in words]
-
-CALL = "import sys; from megacpp_mcore.launcher import launch; sys.exit(launch(sys.argv[2:], device='cpu', nproc=int(sys.argv[1])))"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished training run: its exit status, its output, and the figures of each logged iteration."""
+    """The output of a finished training run, and the figures in it."""
 
-    status: int
     output: str
 
     @property
@@ -66,13 +75,19 @@ Train = Callable[..., Run]
 
 @pytest.fixture
 def train(tmp_path: Path) -> Train:
-    def run(*arguments: str, script: Path | None = None, nproc: int = 1, status: int = 0, path: str = "") -> Run:
-        command = [*([str(script)] if script else []), *MODEL, *TRAINING, *CPU, *arguments]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), path)))
+    def run(
+        *arguments: str,
+        script: Path | None = None,
+        nproc: int = 1,
+        status: int = 0,
+        allow: Sequence[str] = launcher.ALLOWED_SPEC_PREFIXES,
+    ) -> Run:
+        command = [*([str(script)] if script else []), *BASE, *CPU, *arguments]
+        options = f"device='cpu', nproc={nproc}, allowed_spec_prefixes={allow!r}"
+        call = f"import sys; from megacpp_mcore.launcher import launch; sys.exit(launch({command!r}, {options}))"
         done = subprocess.run(
-            [sys.executable, "-c", CALL, str(nproc), *command],
-            env=environment,
+            [sys.executable, "-c", call],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(tmp_path)))},
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -80,7 +95,7 @@ def train(tmp_path: Path) -> Train:
             timeout=300,
         )
         assert done.returncode == status, done.stdout[-4000:]
-        return Run(done.returncode, done.stdout)
+        return Run(done.stdout)
 
     return run
 
@@ -101,13 +116,14 @@ def corpus(tmp_path: Path) -> str:
 def load_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a ``torch_dist`` checkpoint: parameters and optimizer states, whole."""
     from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata().state_dict_metadata
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in metadata.items()
-        if hasattr(entry, "properties")
+        if isinstance(entry, TensorStorageMetadata)
     }
     load(state, storage_reader=reader)
     return state
@@ -136,16 +152,16 @@ def test_wheel_trains_as_the_checkout_script_does_in_parallel(train: Train, mega
     assert ours.figures == stock.figures
 
 
-@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--use-distributed-optimizer --bf16"])
-def test_two_processes_train(train: Train, layout: str) -> None:
-    losses = train("--mock-data", *layout.split(), nproc=2).losses
+def test_tensor_parallel_run_trains(train: Train) -> None:
+    losses = train("--mock-data", "--tensor-model-parallel-size", "2", "--bf16", nproc=2).losses
     assert len(losses) == ITERATIONS
     assert losses[-1] < losses[0] - 0.2
 
 
 def test_expert_parallel_run_starts_from_distinct_experts(train: Train, tmp_path: Path) -> None:
-    frozen = "--lr 0 --train-iters 1 --eval-iters 0 --lr-decay-iters 1".split()
+    frozen = ["--lr", "0", "--train-iters", "1", "--eval-iters", "0", "--lr-decay-iters", "1"]
     save = ["--ckpt-format", "torch_dist", "--save", str(tmp_path / "out"), "--save-interval", "1"]
+    save += ["--use-distributed-optimizer"]
     train("--mock-data", *MOE, *frozen, *save, "--expert-model-parallel-size", "2", nproc=2)
     state = load_checkpoint(tmp_path / "out" / "iter_0000001")
     experts = state["decoder.layers.mlp.experts.experts.linear_fc1.weight"].flatten(0, 1)
@@ -158,9 +174,7 @@ def test_resumed_run_repeats_the_uninterrupted_one(train: Train, tmp_path: Path,
     """With dropout on (Megatron's default 0.1), so that every generator state has to come back."""
     common = ["--mock-data", *MOE, "--ckpt-format", checkpoint_format, "--save-interval", "3"]
     whole = train(*common, "--save", str(tmp_path / "whole"))
-    resumed = train(
-        *common, "--save", str(tmp_path / "resumed"), "--load", str(tmp_path / "whole"), "--ckpt-step", "3"
-    )
+    resumed = train(*common, "--save", str(tmp_path / "resumed"), "--load", str(tmp_path / "whole"), "--ckpt-step", "3")
     assert list(resumed.figures) == [4, 5]
     assert resumed.figures[4] == whole.figures[4]
     # Megatron's first printed loss after a resume stays in the next line's mean, so 5 is compared without its loss.
@@ -177,20 +191,35 @@ def test_resumed_run_repeats_the_uninterrupted_one(train: Train, tmp_path: Path,
 
 SPEC = """
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-print("the spec module was imported")
-block = get_gpt_layer_local_spec()
+
+def block(config):
+    print("the spec was called for", config.transformer.num_layers, "layers")
+    return get_gpt_layer_local_spec()
 """
 
 
 def test_one_word_spec_is_what_trains(train: Train, tmp_path: Path) -> None:
-    """Stock's own layer, named as a spec, trains as stock; the import shows that it was asked for."""
-    package = tmp_path / "specs" / "megatron_like_specs"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(SPEC)
-    refused = train("--mock-data", "--spec", "megatron_like_specs.block", path=str(package.parent), status=1)
-    assert "SpecImportError" in refused.output
-    assert "the spec module was imported" not in refused.output
-    assert refused.losses == []
+    (tmp_path / "our_specs.py").write_text(SPEC)
+    run = train("--mock-data", "--spec", "our_specs.block", allow=["our_specs"])
+    assert "spec our_specs.block | device cpu | world size 1" in run.output
+    assert "the spec was called for 2 layers" in run.output
+    assert len(run.losses) == ITERATIONS
+
+
+def test_spec_that_is_not_allowed_stops_the_run(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "our_specs.py").write_text("print('imported')\n" + SPEC)
+    run = train("--mock-data", "--spec", "our_specs.block", status=1)
+    assert "SpecImportError" in run.output
+    assert "imported\n" not in run.output
+    assert run.losses == []
+
+
+def test_spec_that_cannot_be_imported_stops_the_run(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "our_specs.py").write_text("import no_such_module_at_all\n" + SPEC)
+    run = train("--mock-data", "--spec", "our_specs.block", allow=["our_specs"], status=1)
+    assert "SpecImportError" in run.output
+    assert "No module named 'no_such_module_at_all'" in run.output
+    assert run.losses == []
 
 
 def test_refused_arguments_are_named() -> None:
@@ -209,7 +238,5 @@ def test_refused_arguments_exist_upstream() -> None:
 
     from megacpp_mcore import pretrain
 
-    import argparse
-
-    known = {action.dest for action in add_megatron_arguments(argparse.ArgumentParser())._actions}
+    known = {action.dest for action in add_megatron_arguments(ArgumentParser())._actions}
     assert pretrain.UNSUPPORTED.keys() <= known

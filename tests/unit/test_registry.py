@@ -594,7 +594,7 @@ def everything():
         if name.startswith("megatron."):
             for key, value in vars(module).items():
                 seen[name, key] = id(value)
-                if isinstance(value, type):
+                if isinstance(value, type) and value.__module__ == name:
                     seen.update({(name, key, inner): id(member) for inner, member in vars(value).items()})
     return seen
 

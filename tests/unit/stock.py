@@ -1,0 +1,170 @@
+"""Stock Megatron in this process, without its globals: parse, validate and build as ``pretrain_gpt.py`` does, and clean up.
+
+Nothing here imports torch or Megatron before it is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.model import Layout, Model, with_overrides
+from megacpp_mcore.recipe_command import tokenizer_words
+
+PARTS = {"embedding": "embedding", "output_layer": "head", "mtp": "mtp", "decoder.final_layernorm": "norm"}
+
+
+def cpu_words(model: Model, layout: Layout | None = None, *extra: str, precision: str = "fp32") -> list[str]:
+    """The stock words of a CPU run of ``model``."""
+    training = Training(
+        device="cpu",
+        precision=precision,
+        transformer_impl="local",
+        tokenizer=tokenizer_words(model),
+        data=("--mock-data",),
+        extra=tuple(extra),
+    )
+    return list(lower(model, layout or Layout(), training))
+
+
+def parse(words: Sequence[str], world_size: int = 1) -> Namespace:
+    """Parsed and validated by stock Megatron; its global variables stay unset."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+    listing = contextlib.redirect_stdout(io.StringIO())  # Megatron prints every argument
+    argv = mock.patch.object(sys, "argv", ["pretrain_gpt.py", *words])
+    with listing, argv, mock.patch.dict("os.environ", environment):
+        arguments = parse_args()
+        validate_args(arguments)
+    return arguments
+
+
+def model_config(words: Sequence[str], world_size: int = 1) -> Any:
+    """The GPTModelConfig of a stock run with these words."""
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    return gpt_config_from_args(parse(words, world_size))
+
+
+@contextlib.contextmanager
+def cpu_lane() -> Iterator[None]:
+    """The CPU lane, and no patch left behind."""
+    from megacpp_mcore import cpu, patches
+
+    lane = cpu.install()
+    try:
+        yield
+    finally:
+        patches.revert()
+        lane.remove()
+
+
+@contextlib.contextmanager
+def one_process(store: Path) -> Iterator[None]:
+    """The CPU lane and Megatron's process groups for one process; everything is taken down again."""
+    with cpu_lane():
+        import torch
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import random
+        from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        distributed = torch.distributed
+        distributed.init_process_group("gloo", store=distributed.FileStore(str(store), 1), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        try:
+            yield
+        finally:
+            loss_scale(1.0)
+            DSAIndexerLossLoggingHelper.tracker.clear()
+            MTPLossLoggingHelper.tracker.clear()
+            random.get_cuda_rng_tracker().reset()
+            parallel_state.destroy_model_parallel()
+            distributed.destroy_process_group()
+
+
+def build(
+    overrides: Mapping[str, Any],
+    preset: Model,
+    folder: Path,
+    *extra: str,
+    precision: str = "fp32",
+    seed: int = 1234,
+) -> Any:
+    """The GPTModel that stock builds for ``preset`` with ``overrides`` (through MEGACPP_CONFIG); needs :func:`one_process`."""
+    import yaml
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    file = folder / "megacpp.yaml"
+    file.write_text(yaml.safe_dump({"model": preset.name, "overrides": dict(overrides)}))
+    words = cpu_words(with_overrides(preset, overrides), None, *extra, precision=precision)
+    with mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}):
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        return GPTModelBuilder(model_config(words)).build_model(groups)
+
+
+def build_on_meta(model: Model) -> Any:
+    """The GPTModel of a preset on the meta device: every module, no memory; needs :func:`one_process`."""
+    import torch
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    config = model_config(cpu_words(model))
+    config.transformer.perform_initialization = False
+    # The lane draws a number to seed the experts with, which a meta tensor cannot give.
+    stock_init = SequentialMLP.__init__.__wrapped__
+    with torch.device("meta"), mock.patch.object(SequentialMLP, "__init__", stock_init):
+        return GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+
+
+def family(layer: Any) -> str:
+    """The letter of a built layer, told from its modules alone."""
+    from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from megacpp_mcore.layer_specs.mamba import Mamba3Mixer
+    from megacpp_mcore.layer_specs.recurrent import M2RNNMixer
+
+    kinds = {(MLASelfAttention, AbsorbedMLASelfAttention): "A", Mamba3Mixer: "M", M2RNNMixer: "R", IdentityOp: "E"}
+    (letter,) = [letter for kind, letter in kinds.items() if isinstance(layer.self_attention, kind)]
+    expected_mlp = MoELayer if letter == "E" else IdentityOp
+    assert type(layer.mlp) is expected_mlp, f"layer {layer.layer_number} has the MLP {type(layer.mlp).__name__}"
+    return letter
+
+
+def parameters_by_part(model: Any) -> dict[str, int]:
+    """Parameters of a built GPTModel, by the parts that ``Model.parameters`` counts."""
+    letters = [family(layer) for layer in model.decoder.layers]
+    counts = dict.fromkeys("AMER", 0) | dict.fromkeys(PARTS.values(), 0)
+    for name, parameter in model.named_parameters():
+        if name.startswith("decoder.layers."):
+            part = letters[int(name.split(".")[2])]
+        else:
+            part = next(part for prefix, part in PARTS.items() if name.startswith(prefix + "."))
+        counts[part] += parameter.numel()
+    return counts
+
+
+def loss_scale(scale: float) -> None:
+    """Set the scale of all losses that ride on an activation (MoE, MTP, indexer)."""
+    import torch
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    for scaler in (DSAIndexerLossAutoScaler, MoEAuxLossAutoScaler, MTPLossAutoScaler):
+        scaler.set_loss_scale(torch.tensor(scale))

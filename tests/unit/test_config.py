@@ -1,0 +1,119 @@
+"""The file named by MEGACPP_CONFIG: every key is checked, every error names the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megacpp_mcore import config
+from megacpp_mcore.errors import ConfigFileError
+from megacpp_mcore.model import preset
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "run.yaml"
+
+
+def test_a_whole_file(file: Path) -> None:
+    file.write_text(
+        "model: nam56r_tiny  # a comment\n"
+        'overrides:\n  dsa: {schedule: "-FF", topk: 8}\n  rope_theta: 10000\n'
+        "backends: {mamba3: reference, m2rnn: auto}\n"
+    )
+    loaded = config.load(file)
+    assert loaded.path == file
+    assert (loaded.model.dsa.schedule, loaded.model.dsa.topk, loaded.model.rope_theta) == ("-FF", 8, 10_000.0)
+    assert loaded.model.name == "nam56r_tiny"
+    assert loaded.backends == {"mamba3": "reference", "m2rnn": "auto"}
+    with pytest.raises(TypeError):
+        loaded.backends["mamba3"] = "auto"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("rest", ["", "overrides:\nbackends:\n", "overrides: {}\n"])
+def test_parts_may_be_left_out(file: Path, rest: str) -> None:
+    file.write_text("model: nam56r\n" + rest)
+    loaded = config.load(str(file))
+    assert loaded.model == preset("nam56r")
+    assert loaded.backends == {}
+
+
+def test_the_environment_names_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(config.VARIABLE, raising=False)
+    assert config.from_environment() is None
+    monkeypatch.setenv(config.VARIABLE, "")
+    assert config.from_environment() is None
+    file.write_text("model: nam52\n")
+    monkeypatch.setenv(config.VARIABLE, str(file))
+    loaded = config.from_environment()
+    assert loaded is not None
+    assert loaded.model == preset("nam52")
+    monkeypatch.setenv(config.VARIABLE, str(file) + ".not")
+    with pytest.raises(ConfigFileError, match="has to name a YAML file"):
+        config.from_environment()
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("modle: nam56r\n", ["unknown key 'modle'", "did you mean 'model'"]),
+        ("model: nam56r\nfoo: 1\n", ["unknown key 'foo'", "known: model, overrides, backends"]),
+        ("model: nam56r\n1: 2\n", ["key 1 is not a name", "line 2"]),
+        ("model: nam56r\nmodel: nam52\n", ["key 'model' is given twice", "line 2"]),
+        ("model: nam56r\noverrides: {dsa: {topk: 8, topk: 9}}\n", ["key 'topk' is given twice"]),
+        ("model: nam56r\n? [a]\n: 1\n", ["is not a name"]),
+        ("model: 7\n", ["'model' is 7", "name of a preset"]),
+        ("overrides: {depth: 4}\n", ["'model' is None"]),
+        ("model: nam57\n", ["there is no model 'nam57'", "did you mean"]),
+        ("model: nam56r\noverrides: [1]\n", ["'overrides' is [1]", "expected a mapping"]),
+        ("model: nam56r\noverrides: false\n", ["'overrides' is False", "expected a mapping"]),
+        ('model: nam56r\noverrides: ""\n', ["'overrides' is ''", "expected a mapping"]),
+        ("model: nam56r\nbackends: 0\n", ["'backends' is 0", "expected a mapping"]),
+        ("model: nam56r\nbackends: {mamba3: 1}\n", ["backends.mamba3 is 1"]),
+        ("model: nam56r\nbackends: {mamba4: auto}\n", ["no op called 'mamba4'", "did you mean mamba3"]),
+        ("model: nam56r\nbackends: {mamba3: refrence}\n", ["no backend for op mamba3 called 'refrence'"]),
+        ("model: nam56r\noverrides: {deph: 4}\n", ["overrides: unknown key 'deph'", "did you mean 'depth'"]),
+        ("model: nam56r\noverrides: {dsa: {topk: true}}\n", ["overrides.dsa.topk is True (bool)", "expected int"]),
+        ("model: nam56r\noverrides: {depth: '52'}\n", ["overrides.depth is '52' (str)", "expected int"]),
+        ("model: nam56r\noverrides: {depth: 0}\n", ["depth is 0"]),
+        ("model: nam56r\noverrides: {norm_eps: .nan}\n", ["norm_eps is nan"]),
+        ("model: nam56r\noverrides: {pattern: AEX}\n", ["character 'X' at position 3"]),
+        ("model: nam56r\noverrides: {dsa: {schedule: SF}}\n", ["no Full"]),
+        ("- nam56r\n", ["found list", "expected a mapping"]),
+        ("", ["found NoneType", "expected a mapping"]),
+        ("model: [\n", ["not valid YAML"]),
+        ("model: nam56r\n---\nmodel: nam52\n", ["not valid YAML"]),
+        ("model: !!python/object/apply:os.getcwd []\n", ["not valid YAML"]),
+        ("model: a\x07b\n", ["not valid YAML"]),
+    ],
+)
+def test_what_is_wrong_is_named_with_the_file(file: Path, text: str, names: list[str]) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigFileError) as raised:
+        config.load(file)
+    assert all(part in str(raised.value) for part in [str(file), *names]), str(raised.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.yaml", tmp_path):
+        with pytest.raises(ConfigFileError) as raised:
+            config.load(path)
+        assert str(path) in str(raised.value)
+        assert config.VARIABLE in str(raised.value)
+    (tmp_path / "latin.yaml").write_bytes(b"model: \xff\n")
+    with pytest.raises(ConfigFileError, match=r"latin\.yaml: cannot be read"):
+        config.load(tmp_path / "latin.yaml")
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "any.yaml"
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
+        with pytest.raises(ConfigFileError, match=r"any\.yaml"):
+            config.load(path)

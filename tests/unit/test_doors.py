@@ -1,0 +1,83 @@
+"""The first door: unmodified ``pretrain_gpt.py`` trains nam56r_tiny with either form of ``--spec``, as the wheel's loop does."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.data.corpus import find_stdlib_sources
+from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.recipe_command import tokenizer_words
+
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+_LOSSES = re.compile(r"lm loss: .*?grad norm: \S+")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small real dataset: some files of the standard library, prepared by the command a user runs."""
+    folder = tmp_path_factory.mktemp("doors")
+    files = [str(source.path) for source in find_stdlib_sources()[:20]]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "megacpp_mcore",
+        "data",
+        "prepare",
+        *files,
+        "--output",
+        str(folder / "text"),
+    ]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    return folder / "text"
+
+
+def _losses(data: Path, script: list[str], spec: list[str]) -> list[str]:
+    training = Training(
+        device="cpu",
+        precision="fp32",
+        transformer_impl="local",
+        data=("--data-path", str(data), "--split", "100,0,0"),
+        tokenizer=tokenizer_words(preset("nam56r_tiny")),
+        global_batch_size=2,
+        train_iters=STEPS,
+    )
+    words = lower(preset("nam56r_tiny"), Layout(), training)
+    words = (*words[: words.index("--spec")], "--spec", *spec)
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "megacpp_mcore",
+        "launch",
+        "--device",
+        "cpu",
+        "--",
+        *script,
+        *words,
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = _LOSSES.findall(done.stdout)
+    assert len(found) == STEPS
+    return found
+
+
+@pytest.mark.checkout
+@pytest.mark.slow
+def test_both_forms_of_spec_on_the_stock_script_train_what_the_wheel_trains(data: Path, megatron_lm: Path) -> None:
+    script = [str(megatron_lm / "pretrain_gpt.py")]
+    wheel = _losses(data, [], ["megacpp_mcore", "nam56r"])
+    assert _losses(data, script, ["megacpp_mcore.nam56r"]) == wheel
+    assert _losses(data, script, ["megacpp_mcore", "nam56r"]) == wheel
+    assert "mtp_1 loss" in wheel[0]
+    assert "indexer loss" in wheel[0]

@@ -1,0 +1,333 @@
+"""The definition of the models: presets, checks, overrides, layouts, analytical parameter counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megacpp_mcore.errors import ModelError, PatternError
+from megacpp_mcore.model import DSA, MLA, MTP, PRESETS, Layout, Model, preset, with_overrides
+
+PARTS = ("mla", "dsa", "mamba3", "m2rnn", "moe", "mtp")
+
+
+@pytest.fixture(scope="module")
+def nam56r() -> Model:
+    return preset("nam56r")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Model:
+    return preset("nam56r_tiny")
+
+
+@pytest.mark.parametrize(
+    ("name", "depth", "counts"),
+    [
+        ("nam56r", 52, (13, 22, 13, 4)),
+        ("nam56r_h4096", 52, (13, 22, 13, 4)),
+        ("nam56r_quarter", 13, (4, 5, 3, 1)),
+        ("nam56r_tiny", 12, (3, 5, 3, 1)),
+        ("nam52", 52, (13, 26, 13, 0)),
+    ],
+)
+def test_presets(name: str, depth: int, counts: tuple[int, ...]) -> None:
+    model = preset(name)
+    assert model.name == name
+    assert model.depth == depth == len(model.layers) == len(model.roles)
+    assert tuple(len(model.layer_numbers(letter)) for letter in "AEMR") == counts
+
+
+def test_the_presets_are_those_of_the_design() -> None:
+    assert set(PRESETS) == {"nam56r", "nam56r_h4096", "nam56r_quarter", "nam56r_tiny", "nam52"}
+    big, wide, tiny = preset("nam56r"), preset("nam56r_h4096"), preset("nam56r_tiny")
+    assert (big.hidden_size, big.heads, big.ffn_hidden_size, big.vocab_size, big.seq_length) == (
+        3584, 56, 18944, 65536, 4096,
+    )  # fmt: skip
+    assert (big.mamba_heads, big.recurrent_heads, big.mamba3.state) == (112, 44, 64)
+    assert (wide.hidden_size, wide.heads, wide.recurrent_heads, wide.mamba3.state) == (4096, 32, 48, 128)
+    assert (wide.mamba_heads, wide.ffn_hidden_size) == (128, 21504)
+    assert (big.dsa.indexer_heads, big.dsa.indexer_head_dim, big.dsa.topk, big.dsa.loss_coeff) == (32, 64, 256, 1e-3)
+    assert [role for role in tiny.roles if role] == ["-", "F", "S"]
+    assert (big.mtp.depth, tiny.mtp.depth) == (2, 1)
+
+
+def test_nothing_can_change(nam56r: Model) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        nam56r.depth = 4  # type: ignore[misc]
+    for part in PARTS:
+        inner = getattr(nam56r, part)
+        for field in dataclasses.fields(inner):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(inner, field.name, 1)
+    with pytest.raises(TypeError):
+        PRESETS["mine"] = nam56r  # type: ignore[index]
+    assert hash(nam56r) == hash(dataclasses.replace(nam56r))
+
+
+def test_overrides_make_a_new_model(tiny: Model) -> None:
+    changed = with_overrides(tiny, {"dsa": {"topk": 8}, "rope_theta": 10_000, "m2rnn": {"heads": None}, "hidden_size": 320})
+    assert (changed.dsa.topk, changed.rope_theta, changed.recurrent_heads, changed.dsa.schedule) == (8, 10_000.0, 4, "-FS")
+    assert isinstance(changed.rope_theta, float)
+    assert tiny.dsa.topk == 32
+    assert with_overrides(tiny, {}) == tiny
+
+
+def test_roles_and_layers_follow_an_override(nam56r: Model) -> None:
+    _ = nam56r.layers, nam56r.roles  # cached on the old one
+    changed = with_overrides(nam56r, {"pattern": "AM", "depth": 4, "dsa": {"schedule": "F"}})
+    assert changed.layers == "AMAM"
+    assert changed.roles == ("F", None, "F", None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "offers"),
+    [
+        ({"hiden_size": 1}, "model: unknown key 'hiden_size'", "did you mean 'hidden_size'"),
+        ({"dsa": {"top_k": 1}}, "model.dsa: unknown key 'top_k'", "did you mean 'topk'"),
+        ({"moe": {"qqq": 1}}, "model.moe: unknown key 'qqq'", "known: experts, topk"),
+        ({"layers": "A"}, "model: unknown key 'layers'", "known: name, pattern"),
+        ({3: 1}, "model: unknown key 3", "known: name"),
+    ],
+)
+def test_unknown_keys_offer_the_nearest(tiny: Model, overrides: dict[Any, Any], where: str, offers: str) -> None:
+    with pytest.raises(ModelError) as raised:
+        with_overrides(tiny, overrides)
+    assert where in str(raised.value)
+    assert offers in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"depth": True}, r"model\.depth is True \(bool\); expected int"),
+        ({"depth": "12"}, r"model\.depth is '12' \(str\); expected int"),
+        ({"depth": 12.0}, r"model\.depth is 12\.0 \(float\); expected int"),
+        ({"depth": None}, r"model\.depth is None \(NoneType\); expected int"),
+        ({"rope_theta": True}, r"model\.rope_theta is True \(bool\); expected float"),
+        ({"rope_theta": "1e4"}, r"model\.rope_theta is '1e4' \(str\); expected float"),
+        ({"pattern": ["A"]}, r"model\.pattern is \['A'\] \(list\); expected str"),
+        ({"m2rnn": {"heads": "4"}}, r"model\.m2rnn\.heads is '4' \(str\); expected int or NoneType"),
+        ({"m2rnn": {"heads": False}}, r"model\.m2rnn\.heads is False \(bool\); expected int or NoneType"),
+        ({"dsa": "-FS"}, r"model\.dsa is '-FS'; expected a mapping of DSA values"),
+        ({"dsa": None}, r"model\.dsa is None; expected a mapping"),
+    ],
+)
+def test_wrong_types(tiny: Model, overrides: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        with_overrides(tiny, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"depth": 0}, "depth is 0; expected a positive"),
+        ({"hidden_size": -128}, "hidden_size is -128; expected a positive"),
+        ({"rope_theta": math.nan}, "rope_theta is nan; expected a positive, finite"),
+        ({"rope_theta": 10_000.5}, "takes whole numbers"),
+        ({"norm_eps": math.inf}, "norm_eps is inf; expected a positive, finite"),
+        ({"init_std": 0.0}, "init_std is 0.0"),
+        ({"mla": {"qk_pos_emb_head_dim": 15}}, "not a multiple of 2, for rotary pairs"),
+        ({"mla": {"kv_lora_rank": 0}}, "MLA.kv_lora_rank is 0"),
+        ({"dsa": {"indexer_head_dim": 8}}, "indexer_head_dim is 8, less than the rotary part"),
+        ({"dsa": {"loss_coeff": -1e-3}}, "DSA.loss_coeff is -0.001"),
+        ({"dsa": {"warmup_steps": 10}}, "only 0"),
+        ({"dsa": {"topk": 0}}, "DSA.topk is 0"),
+        ({"mamba3": {"head_dim": 24}}, r"inner width \(256\) is not a multiple of Mamba3.head_dim \(24\)"),
+        ({"mamba3": {"groups": 3}}, r"Mamba-3 heads \(16\) is not a multiple of Mamba3.groups \(3\)"),
+        ({"mamba3": {"rope_fraction": 0.25}}, "expected 0.5 or 1.0"),
+        ({"mamba3": {"decay_activation": "relu"}}, "decay_activation is 'relu'"),
+        ({"mamba3": {"state": 18}}, "not a multiple of 4"),
+        ({"m2rnn": {"heads": 0}}, "M2RNN.heads is 0"),
+        ({"m2rnn": {"heads": None}}, "gives no M²RNN head"),
+        ({"moe": {"topk": 5}}, "topk is 5 but there are 4 experts"),
+        ({"moe": {"z_loss_coeff": -1.0}}, "MoE.z_loss_coeff is -1.0"),
+        ({"mtp": {"depth": -1}}, "MTP.depth is -1"),
+        ({"mtp": {"loss_scale": math.nan}}, "MTP.loss_scale is nan"),
+        ({"mtp": {"loss_decay": 0.0}}, "MTP.loss_decay is 0.0"),
+        ({"mtp": {"loss_decay": math.nan}}, "MTP.loss_decay is nan"),
+        ({"pattern": "AEX"}, "character 'X' at position 3"),
+        ({"pattern": "AE|ME"}, "holds 4 layers, the depth is 12"),
+        ({"pattern": "AEMEAEMEAEMR/A/A"}, "write '/A' or leave it out"),
+        ({"pattern": "AEMEAEMEAEMR/M"}, "write '/A' or leave it out"),
+        ({"dsa": {"schedule": "-S"}}, "no Full"),
+        ({"dsa": {"schedule": "-FSF"}}, "has 4 entries, but the pattern has 3 A layers"),
+    ],
+)
+def test_values_that_make_no_model(tiny: Model, overrides: dict[str, Any], says: str) -> None:
+    with pytest.raises((ModelError, PatternError), match=says):
+        with_overrides(tiny, overrides)
+
+
+def test_only_families_that_the_pattern_names_are_checked(tiny: Model) -> None:
+    without_r = with_overrides(tiny, {"pattern": "AEM", "m2rnn": {"heads": None}})
+    assert without_r.parameters()["R"] == 0
+    assert with_overrides(tiny, {"pattern": "AER", "mamba3": {"groups": 3}}).parameters()["M"] == 0
+
+
+def test_an_mtp_part_that_fits_is_accepted(tiny: Model) -> None:
+    assert with_overrides(tiny, {"pattern": "AEMEAEMEAEMR/A"}).layers == tiny.layers
+
+
+@given(
+    pattern=st.text(alphabet="AMER", min_size=1, max_size=8),
+    depth=st.integers(-1, 20),
+    hidden=st.integers(-1, 6).map(lambda n: 80 * n),
+    groups=st.integers(0, 5),
+    head_dim=st.sampled_from([8, 16, 20, 24]),
+    schedule=st.text(alphabet="-FS", min_size=1, max_size=4),
+    experts=st.integers(0, 5),
+    topk=st.integers(0, 5),
+    mtp=st.integers(-1, 3),
+)
+def test_overrides_construct_or_raise(
+    pattern: str,
+    depth: int,
+    hidden: int,
+    groups: int,
+    head_dim: int,
+    schedule: str,
+    experts: int,
+    topk: int,
+    mtp: int,
+) -> None:
+    overrides = {
+        "pattern": pattern,
+        "depth": depth,
+        "hidden_size": hidden,
+        "mamba3": {"groups": groups, "head_dim": head_dim},
+        "dsa": {"schedule": schedule},
+        "moe": {"experts": experts, "topk": topk},
+        "mtp": {"depth": mtp},
+    }
+    layers = "".join(pattern[i % len(pattern)] for i in range(max(depth, 0)))
+    roles = "".join(schedule[i % len(schedule)] for i in range(layers.count("A")))
+    is_legal = (
+        min(depth, hidden, groups, topk) > 0
+        and topk <= experts
+        and mtp >= 0
+        and not (roles and (len(schedule) > len(roles) or roles.lstrip("-")[:1] == "S"))
+        and not ("M" in layers and (2 * hidden % head_dim or (2 * hidden // head_dim) % groups))
+    )
+    if not is_legal:
+        with pytest.raises((ModelError, PatternError)):
+            with_overrides(preset("nam56r_tiny"), overrides)
+        return
+    model = with_overrides(preset("nam56r_tiny"), overrides)
+    assert model.layers == layers
+    assert all(count >= 0 for count in model.parameters().values())
+    assert dataclasses.replace(model) == model
+
+
+def test_there_is_no_such_preset() -> None:
+    with pytest.raises(ModelError, match="did you mean 'nam56r_tiny'"):
+        preset("nam56r_tin")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"tensor": 0}, "Layout.tensor is 0"),
+        ({"pipeline": -1}, "Layout.pipeline is -1"),
+        ({"virtual": 2}, "need more than one pipeline stage"),
+        ({"sequence_parallel": True}, "needs tensor parallelism"),
+    ],
+)
+def test_layouts_that_make_no_sense(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        Layout(**values)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layout", "says"),
+    [
+        ({}, {"tensor": 3, "sequence_parallel": True}, r"attention heads \(56\) .* tensor parallelism \(3\)"),
+        ({"heads": 48}, {"tensor": 16, "sequence_parallel": True}, r"Mamba-3 groups \(8\)"),
+        ({}, {"tensor": 8, "sequence_parallel": True}, r"M²RNN heads \(44\)"),
+        ({"ffn_hidden_size": 18945}, {"tensor": 2, "sequence_parallel": True}, r"dense FFN width \(18945\)"),
+        ({"moe": {"shared_ffn_hidden_size": 1023}}, {"tensor": 2, "sequence_parallel": True}, "shared expert width"),
+        ({}, {"expert": 3}, r"experts \(16\) .* expert parallelism \(3\)"),
+        ({"seq_length": 4098}, {"tensor": 4, "sequence_parallel": True}, "sequence length"),
+        ({}, {"tensor": 2}, "add --sequence-parallel"),
+        ({}, {"pipeline": 3}, "52 layers do not split evenly over 3"),
+        ({}, {"pipeline": 2}, "layer 29"),
+        ({}, {"pipeline": 2, "virtual": 2}, "layers 29, 41"),
+        ({"dsa": {"schedule": "-FFF"}, "pattern": "A" * 26 + "|" + "M" * 26}, {"pipeline": 4}, "marks 2 stages"),
+    ],
+)
+def test_layouts_a_model_cannot_be_cut_into(
+    nam56r: Model, overrides: dict[str, Any], layout: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ModelError, match=says):
+        with_overrides(nam56r, overrides).check_layout(Layout(**layout))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layout"),
+    [
+        ({}, {}),
+        ({}, {"tensor": 4, "sequence_parallel": True, "expert": 16}),
+        ({"dsa": {"schedule": "-FSS-FSF-FFS-"}}, {"pipeline": 4}),
+        ({"dsa": {"schedule": "-FSS-FSF-FSS-"}}, {"pipeline": 2}),
+        ({"dsa": {"schedule": "-"}}, {"tensor": 2, "pipeline": 2, "virtual": 2}),
+    ],
+)
+def test_layouts_that_fit(nam56r: Model, overrides: dict[str, Any], layout: dict[str, Any]) -> None:
+    model, cut = with_overrides(nam56r, overrides), Layout(**layout)
+    model.check_layout(cut)
+    assert [number for chunk in model.chunks(cut) for number in chunk] == list(range(1, 53))
+
+
+def test_stages_of_a_staged_pattern_are_its_chunks(tiny: Model) -> None:
+    staged = with_overrides(tiny, {"pattern": "AEM|EAEM|EAEMR", "dsa": {"schedule": "-FF"}})
+    assert staged.chunks(Layout(pipeline=3)) == (range(1, 4), range(4, 8), range(8, 13))
+
+
+@given(st.integers(1, 6), st.floats(0.05, 1.0), st.floats(0.01, 1.0))
+def test_mtp_weights(depth: int, decay: float, scale: float) -> None:
+    weights = MTP(depth=depth, loss_decay=decay, loss_scale=scale).weights
+    assert math.isclose(sum(weights), scale)
+    assert all(math.isclose(after, before * decay) for before, after in zip(weights, weights[1:], strict=False))
+
+
+def test_mtp_weights_of_nam56r(nam56r: Model) -> None:
+    assert nam56r.mtp.weights == pytest.approx((0.3 / 1.6, 0.18 / 1.6))
+    assert MTP(depth=0).weights == ()
+
+
+def test_parameters_of_a_layer_without_modules() -> None:
+    """Counted here from the shapes of the design, a second time and term by term."""
+    model = Model(
+        name="mine", pattern="AM", depth=2, hidden_size=80, heads=2, ffn_hidden_size=7, vocab_size=100, seq_length=16,
+        mla=MLA(q_lora_rank=3, kv_lora_rank=5, qk_head_dim=4, qk_pos_emb_head_dim=2, v_head_dim=6),
+        dsa=DSA(schedule="F", indexer_heads=2, indexer_head_dim=4),
+        mamba3=dataclasses.replace(preset("nam56r_tiny").mamba3, mimo_rank=1, head_dim=16, groups=2, state=8),
+        m2rnn=dataclasses.replace(preset("nam56r_tiny").m2rnn), mtp=MTP(depth=0),
+    )  # fmt: skip
+    attention = 80 + (80 * 3 + 3) + 3 * 2 * 6 + 80 * (5 + 2) + 5 + 5 * 2 * (4 + 6) + 2 * 6 * 80
+    indexer = 3 * 2 * 4 + 80 * 4 + 80 * 2 + 2 * 4
+    heads = 160 // 16
+    mamba = 80 + 80 * (160 + 160 + 2 * 2 * 8 + 3 * heads + 2) + 2 * 8 + 2 * heads * 8 + 2 * heads + 160 * 80
+    found = model.parameters()
+    assert found == {"A": attention + indexer, "M": mamba, "E": 0, "R": 0, "mtp": 0, "embedding": 128 * 80,
+                     "head": 128 * 80, "norm": 80}  # fmt: skip
+
+
+def test_the_size_of_nam56r(nam56r: Model) -> None:
+    total = sum(nam56r.parameters().values())
+    assert total == 4_502_494_912
+    assert nam56r.parameters()["mtp"] == 175_949_440
+    assert round((total - nam56r.parameters()["mtp"]) / 1e9, 2) == 4.33
+
+
+@given(st.integers(1, 200_000), st.sampled_from([1, 2, 4, 8]))
+def test_the_padded_vocabulary(vocab: int, tensor: int) -> None:
+    model = with_overrides(preset("nam56r_tiny"), {"vocab_size": vocab})
+    padded = model.vocab_size_padded(tensor)
+    assert padded % (128 * tensor) == 0
+    assert 0 <= padded - vocab < 128 * tensor

@@ -1,0 +1,240 @@
+"""The pattern grammar: round trips, refusals that say where, tiling, DSA placement, pipeline chunks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megacpp_mcore import pattern
+from megacpp_mcore.errors import ModelError, PatternError
+from megacpp_mcore.pattern import (
+    attention_roles,
+    check_chunks,
+    parse,
+    promoted_schedule,
+    source_layers,
+    uniform_chunks,
+)
+
+NAM56R = "AEMEAEMEAEMR"
+
+letters = st.text(alphabet="AMER", min_size=1, max_size=14)
+legal = st.builds(
+    lambda stages, mtp: "|".join(stages) + "".join("/" + part for part in mtp),
+    st.lists(letters, min_size=1, max_size=4),
+    st.lists(letters, max_size=3),
+)
+
+
+@pytest.fixture(scope="module")
+def layers() -> str:
+    return parse(NAM56R).layers(52)
+
+
+@pytest.fixture(scope="module")
+def roles(layers: str) -> tuple[str | None, ...]:
+    return attention_roles(layers, "-FSS")
+
+
+@given(legal)
+def test_print_inverts_parse(text: str) -> None:
+    parsed = parse(text)
+    assert str(parsed) == text
+    assert parse(str(parsed)) == parsed
+
+
+@given(st.lists(letters, min_size=1, max_size=4), st.lists(letters, max_size=3))
+def test_parse_inverts_print(stages: list[str], mtp: list[str]) -> None:
+    made = pattern.Pattern(stages=tuple(stages), mtp=tuple(mtp))
+    assert parse(str(made)) == made
+
+
+@given(letters, st.characters().filter(lambda c: c not in "AMER|/"), letters)
+def test_an_unknown_character_is_named_with_its_place(before: str, character: str, after: str) -> None:
+    with pytest.raises(PatternError) as raised:
+        parse(before + character + after)
+    message = str(raised.value)
+    assert f"character {character!r} at position {len(before) + 1} is not known" in message
+    assert "allowed are A, M, E, R, '|'" in message
+
+
+@given(st.text(alphabet="AMER|/ax", max_size=12))
+def test_every_text_parses_or_is_refused(text: str) -> None:
+    parts = text.split("/")
+    is_legal = bool(text) and all(
+        stage and set(stage) <= set("AMER") for stage in parts[0].split("|") + [p.replace("|", "?") for p in parts[1:]]
+    )
+    if is_legal:
+        assert str(parse(text)) == text
+    else:
+        with pytest.raises(PatternError, match=r"at position \d+|the pattern is empty"):
+            parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "character", "position", "says"),
+    [
+        ("|AE", "|", 1, "closes an empty part"),
+        ("AE||M", "|", 4, "closes an empty part"),
+        ("AE|", "|", 3, "opens an empty part"),
+        ("/A", "/", 1, "closes an empty part"),
+        ("AE/", "/", 3, "opens an empty part"),
+        ("AE//A", "/", 4, "closes an empty part"),
+        ("AE|/A", "/", 4, "closes an empty part"),
+        ("AE/A|E", "|", 5, "inside an MTP pattern"),
+        ("AeM", "e", 2, "is not known"),
+        ("A E", " ", 2, "is not known"),
+        ("AE\n", "\n", 3, "is not known"),
+    ],
+)
+def test_refusals(text: str, character: str, position: int, says: str) -> None:
+    with pytest.raises(PatternError) as raised:
+        parse(text)
+    assert f"character {character!r} at position {position}" in str(raised.value)
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize("found", [None, 7, ["A"], b"A"])
+def test_only_strings_are_patterns(found: object) -> None:
+    with pytest.raises(PatternError, match=f"found {type(found).__name__}"):
+        parse(found)  # type: ignore[arg-type]
+
+
+def test_an_empty_pattern_is_refused() -> None:
+    with pytest.raises(PatternError, match="empty"):
+        parse("")
+
+
+@given(letters, st.integers(1, 60))
+def test_tiling_repeats_the_letters(text: str, depth: int) -> None:
+    tiled = parse(text).layers(depth)
+    assert len(tiled) == depth
+    assert all(tiled[i] == text[i % len(text)] for i in range(depth))
+
+
+@given(st.lists(letters, min_size=2, max_size=4), st.integers(1, 60))
+def test_stage_marks_turn_tiling_off(stages: list[str], depth: int) -> None:
+    staged, whole = parse("|".join(stages)), "".join(stages)
+    assert staged.staged
+    assert staged.layers(len(whole)) == whole
+    if depth != len(whole):
+        with pytest.raises(PatternError, match=rf"holds {len(whole)} layers, the depth is {depth}"):
+            staged.layers(depth)
+
+
+@pytest.mark.parametrize("depth", [0, -1])
+def test_the_depth_is_positive(depth: int) -> None:
+    with pytest.raises(PatternError, match=f"the depth is {depth}"):
+        parse("AE").layers(depth)
+
+
+def test_mtp_parts_are_no_trunk_layers() -> None:
+    parsed = parse("AEME/A/A")
+    assert parsed.stages == ("AEME",)
+    assert parsed.mtp == ("A", "A")
+    assert parsed.layers(8) == "AEMEAEME"
+    assert not parsed.staged
+
+
+def test_the_52_layers_of_nam56r(layers: str) -> None:
+    numbers = {letter: [i for i, found in enumerate(layers, 1) if found == letter] for letter in "AEMR"}
+    assert numbers["A"] == list(range(1, 50, 4))
+    assert numbers["M"] == list(range(3, 52, 4))
+    assert numbers["R"] == [12, 24, 36, 48]
+    assert numbers["E"] == [n for n in range(2, 53, 2) if n not in (12, 24, 36, 48)]
+    assert [len(numbers[letter]) for letter in "AEMR"] == [13, 22, 13, 4]
+
+
+def test_dsa_and_index_cache_of_nam56r(roles: tuple[str | None, ...]) -> None:
+    numbers = {role: [i for i, found in enumerate(roles, 1) if found == role] for role in "-FS"}
+    assert numbers == {"-": [1, 17, 33, 49], "F": [5, 21, 37], "S": [9, 13, 25, 29, 41, 45]}
+    assert source_layers(roles) == {9: 5, 13: 5, 25: 21, 29: 21, 41: 37, 45: 37}
+
+
+def test_a_shared_layer_reads_the_nearest_full_layer_even_across_full_mla() -> None:
+    assert source_layers(attention_roles("AAAAA", "FS-SF")) == {2: 1, 4: 1}
+
+
+@pytest.mark.parametrize(("schedule", "layer"), [("S", 1), ("-S", 5), ("--SF", 9)])
+def test_a_shared_layer_needs_a_full_one_below(schedule: str, layer: int) -> None:
+    with pytest.raises(PatternError, match=rf"layer {layer} is Shared \('S'\) with no Full"):
+        attention_roles(parse(NAM56R).layers(52), schedule)
+    with pytest.raises(PatternError, match="layer 2 is Shared"):
+        source_layers((None, "S"))
+
+
+@given(st.text(alphabet="-FS", max_size=3), st.characters().filter(lambda c: c not in "-FS"))
+def test_an_unknown_role_is_named_with_its_place(before: str, character: str) -> None:
+    with pytest.raises(PatternError) as raised:
+        attention_roles("A" * 8, before + character)
+    assert f"character {character!r} at position {len(before) + 1} is not known" in str(raised.value)
+
+
+def test_schedules_that_do_not_fit() -> None:
+    with pytest.raises(PatternError, match="the DSA schedule is empty"):
+        attention_roles("AA", "")
+    with pytest.raises(PatternError, match="has 3 entries, but the pattern has 2 A layers"):
+        attention_roles("AEA", "-FS")
+    assert attention_roles("EMER", "-FS") == (None,) * 4
+
+
+@given(st.text(alphabet="AMER", min_size=1, max_size=30), st.text(alphabet="-FS", min_size=1, max_size=8))
+def test_roles_follow_the_tiled_schedule_or_are_refused(text: str, schedule: str) -> None:
+    count = text.count("A")
+    tiled = "".join(schedule[i % len(schedule)] for i in range(count))
+    first_sparse = tiled.lstrip("-")[:1]
+    if count and (len(schedule) > count or first_sparse == "S"):
+        with pytest.raises(PatternError):
+            attention_roles(text, schedule)
+        return
+    found = attention_roles(text, schedule)
+    assert [role for role in found if role is not None] == list(tiled)
+    assert [letter == "A" for letter in text] == [role is not None for role in found]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "promoted"),
+    [(1, 1, ()), (2, 1, (29,)), (4, 1, (29, 41)), (2, 2, (29, 41)), (13, 1, (9, 13, 25, 29, 41, 45))],
+)
+def test_promotion_for_pipeline_layouts(
+    roles: tuple[str | None, ...], pipeline: int, virtual: int, promoted: tuple[int, ...]
+) -> None:
+    chunks = uniform_chunks(52, pipeline, virtual)
+    schedule, found = promoted_schedule(roles, chunks)
+    assert found == promoted
+    expected = ["F" if number in promoted else role for number, role in enumerate(roles, 1) if role]
+    assert schedule == "".join(expected)
+    if not promoted:
+        check_chunks("nam56r", roles, chunks)
+        return
+    with pytest.raises(ModelError) as raised:
+        check_chunks("nam56r", roles, chunks)
+    assert ", ".join(map(str, promoted)) in str(raised.value)
+    assert repr(schedule) in str(raised.value)
+    adopted = attention_roles(parse(NAM56R).layers(52), schedule)
+    check_chunks("nam56r", adopted, chunks)
+    assert all(
+        any(full in chunk and shared in chunk for chunk in chunks) for shared, full in source_layers(adopted).items()
+    )
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 60))
+def test_uniform_chunks_cover_every_layer_once(pipeline: int, virtual: int, depth: int) -> None:
+    if depth % (pipeline * virtual):
+        with pytest.raises(ModelError, match=f"{depth} layers do not split evenly"):
+            uniform_chunks(depth, pipeline, virtual)
+        return
+    chunks = uniform_chunks(depth, pipeline, virtual)
+    assert [number for chunk in chunks for number in chunk] == list(range(1, depth + 1))
+    assert {len(chunk) for chunk in chunks} == {depth // (pipeline * virtual)}
+
+
+@pytest.mark.parametrize("module", ["pattern", "model", "lowering", "config", "recipe_command", "errors"])
+def test_definition_modules_import_no_torch(module: str) -> None:
+    code = f"import sys, megacpp_mcore.{module}; print([m for m in ('torch', 'megatron', 'numpy') if m in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "[]"

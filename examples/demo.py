@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import logging
 import os
 import platform
 import signal
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ from typing import Any, NoReturn, TextIO
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this clone's package, installed or not
 
+from megacpp_mcore import config  # noqa: E402
 from megacpp_mcore.data.manifest import load_manifest, verify  # noqa: E402
 from megacpp_mcore.errors import DataError, MegacppError  # noqa: E402
 from megacpp_mcore.lowering import Training, lower  # noqa: E402
@@ -148,6 +151,7 @@ def started(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     # Layers this small gain nothing from a second thread, and threads that wait for a busy core cost much.
     environment.setdefault("OMP_NUM_THREADS", "1")
+    environment.pop(config.VARIABLE, None)  # a file about some other model
     with open(log, "ab") as output:
         process = subprocess.Popen(
             command,
@@ -256,7 +260,8 @@ def make_corpus(folder: Path, progress: Progress) -> tuple[str, str]:
     if not there:
         progress.say(f"corpus: making it from the standard library of Python {platform.python_version()}{reason}")
         folder.mkdir(parents=True, exist_ok=True)
-        made = prepare_stdlib_corpus(str(folder / "stdlib"), overwrite=True)
+        with quiet_imports():
+            made = prepare_stdlib_corpus(str(folder / "stdlib"), overwrite=True)
         if made != prefixes:
             raise DemoError(f"the corpus was written to {made}; expected {prefixes}")
     train, heldout = (load_manifest(prefix) for prefix in prefixes)
@@ -265,6 +270,15 @@ def make_corpus(folder: Path, progress: Progress) -> tuple[str, str]:
         f"{heldout.documents} other files held out" + (" (already there, checked)" if there else "")
     )
     return prefixes
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Keep to themselves the dozen warnings with which Megatron's import tells what is not installed."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def check_corpus(prefixes: Sequence[str]) -> tuple[bool, str]:

@@ -100,7 +100,7 @@ def score_windows(model: Any, windows: Windows, batch: int) -> BitsPerByte:
     """Run the model over all windows, ``batch`` at a time, and add up its per-token losses in fp64."""
     import torch
 
-    device = torch.cuda.current_device()
+    device = next(model.parameters()).device
     score = BitsPerByte()
     sequence = windows.inputs_WS.shape[1]
     for start in range(0, len(windows.inputs_WS), batch):

@@ -194,8 +194,7 @@ class SparseCoreAttention(MegatronModule):
         kv_TBK = key.squeeze(2)
         if self.indexer is None:
             index_BSN = self.index_cache.read(self.layer_number)
-            o_SBHV, _ = self._attend(query, kv_TBK, index_BSN)
-            return o_SBHV.flatten(2)
+            return self._attend(query, kv_TBK, index_BSN)[0].flatten(2)
         q, k, weights = self.indexer.forward_before_topk(x.detach(), qr.detach())
         score_BST = self.score_backend.fn(q, k, weights)
         index_BSN = causal_topk(score_BST, self.indexer.index_topk, attention_mask)
@@ -234,9 +233,9 @@ def _whole_rows(linear: ColumnParallelLinear, _: Any, output: tuple[torch.Tensor
 class _WholeRows:
     """Mixed into stock MLA: a column-parallel kv down-projection hands on whole rows.
 
-    The rotary part of the key serves the heads of all tensor-parallel ranks, so its gradient is summed over them. Megatron-Core
-    0.19 does so for whole rows, but not where it gathers cut ones (``multi_latent_attention.py`` and ``absorbed_mla.py``): there
-    each rank would train its rows of the projection for its own heads alone.
+    The rotary part of the key serves the heads of all tensor-parallel ranks, so its gradient has to be summed over them.
+    Megatron-Core 0.19 does so when it is handed whole rows, but not when it gathers cut ones (``multi_latent_attention.py``
+    and ``absorbed_mla.py``): there each rank would train its rows of the projection for its own heads alone.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

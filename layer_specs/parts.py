@@ -49,7 +49,7 @@ class TorchNorm:
             raise ModelError(f"normalization is {config.normalization!r}; expected {' or '.join(kinds)}")
         norm = kinds[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
         return norm
 
 

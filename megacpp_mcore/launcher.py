@@ -4,9 +4,10 @@ The order matters and is the whole design:
 
 1. :func:`plan` reads the command and refuses what cannot work, before Megatron is imported.
 2. With ``--nproc N`` the same command is started N times through torchrun's Python API, and the rest happens there.
-3. The script's folder goes first on ``sys.path`` (so a checkout's ``megatron`` is the one that is used), then the CPU
-   lane is installed, then the spec is imported, then the script runs as ``__main__``. Every replacement is one printed
-   line, and all of them are taken back when the script ends.
+3. For a spec of ours the datasets are checked against their manifests. The script's folder goes first on ``sys.path``
+   (so a checkout's ``megatron`` is the one that is used), then the CPU lane is installed, then the spec is imported,
+   then the script runs as ``__main__``. Every replacement is one printed line, and all of them are taken back when the
+   script ends.
 
 Written against megatron-core 0.19.2 and Megatron-LM core_v0.19.0.
 """
@@ -28,6 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megacpp_mcore.data.arguments import verify_arguments
 from megacpp_mcore.errors import CheckoutError, LaunchError, MegacppError, SpecImportError
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -263,6 +265,8 @@ def _run_here(chosen: Plan) -> int:
         stack.enter_context(_environment(_single_process_defaults()))
         stack.enter_context(_arguments([entry, *chosen.arguments]))
         _say(chosen.describe(int(os.environ["WORLD_SIZE"])))
+        if chosen.spec is not None and chosen.spec[0].partition(".")[0] == "megacpp_mcore" and os.environ["RANK"] == "0":
+            _say(verify_arguments(chosen.arguments))
         if chosen.script is not None:
             stack.enter_context(_first_on_path(chosen.script.parent))
         if chosen.device == "cpu":

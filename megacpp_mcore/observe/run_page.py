@@ -164,12 +164,11 @@ def _curve(run: Run) -> str:
         path = " ".join(f"{scale.x(step)},{scale.y(nats)}" for step, nats in points)
         parts.append(f'<polyline class="curve {style}" points="{path}"/>')
         parts.append(f'<text class="{style}" x="{_LEFT + 110 * index}" y="14">— {escape(label)}</text>')
-    summary = f"Loss over {run.steps[-1].step} steps, from {curves[0][2][0][1]:.2f} to {curves[0][2][-1][1]:.2f} nats"
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{summary if curves else "no losses"}">\n'
-        + "\n".join(parts)
-        + "\n</svg>"
-    )
+    summary = "no losses were recorded"
+    if curves:
+        nats = [value for _, value in curves[0][2]]
+        summary = f"Loss over {run.steps[-1].step} steps, from {nats[0]:.2f} to {nats[-1]:.2f} nats"
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{summary}">\n' + "\n".join(parts) + "\n</svg>"
 
 
 def _axes(scale: _Scale) -> list[str]:

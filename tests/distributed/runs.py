@@ -1,6 +1,6 @@
 """Training runs for the layout tests: one small model of all four families, fp32, real processes over gloo.
 
-Every run is a subprocess: ``tests.distributed.recorder`` (the launcher, with scalars written in full) under torchrun
+Every run is a subprocess: ``tests.distributed.recorder`` (the launcher, with scalars written in full), under torchrun
 where there are several processes. What a run leaves is its scalars, its output and its checkpoints.
 """
 
@@ -14,91 +14,127 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from torch.distributed import checkpoint as dcp
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megacpp_mcore import lowering, recipe_command
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model import Layout, Model, preset, with_overrides
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 180
 MICRO_BATCH, GLOBAL_BATCH = 2, 8
+PADDED_TO = 128
+MAIN, RESUMED, COMPARED = 6, 3, 5
+"""Steps: of the run that all start from, at which it is resumed, and of the runs that are compared."""
 
 OVERRIDES: Mapping[str, Any] = {
     # The stages of PP 2 × VPP 2 are AEM, EAA, ERA and MEA. The second holds a Full layer and its Shared one, so that the
-    # index cache meets several micro-batches in flight; the third has a Full layer of its own.
+    # index cache meets several micro-batches in flight; the third and fourth have Full layers of their own.
     "pattern": "AEMEAAERAMEA",
-    "dsa": {"schedule": "-FSFF", "topk": 16, "loss_coeff": 0.1},
+    "dsa": {"schedule": "-FSFF", "topk": 16},
     "mtp": {"depth": 2},
     "seq_length": 64,
-    # Wide enough that scores differ, and selection with them.
+    # Wide enough that attention, and with it the indexer's target, is far from uniform.
     "init_std": 0.06,
 }
 MODEL = with_overrides(preset("nam56r_tiny"), OVERRIDES)
 
+ONE = "PP 1"
+LAYOUTS: Mapping[str, Layout] = {
+    ONE: Layout(),
+    "PP 2": Layout(pipeline=2),
+    "PP 2 × VPP 2": Layout(pipeline=2, virtual=2),
+    "EP 2": Layout(expert=2),
+    "TP 2 with SP": Layout(tensor=2, sequence_parallel=True),
+}
+"""Every layout that has to train as one process does. With two processes EP 2 is data-parallel 2, too."""
+
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended.
+    """A run that has ended well.
 
     Attributes:
-        status: the exit status.
         output: standard output and error together.
         checkpoints: the folder that it saved to.
         scalars: what Megatron gave to TensorBoard, each name's values by step.
     """
 
-    status: int
     output: str
     checkpoints: Path
-    scalars: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    scalars: Mapping[str, Mapping[int, float]]
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Every tensor of the checkpoint of ``step``, whole, by its name there: parameters, buffers, Adam's state."""
         return read_checkpoint(self.checkpoints / f"iter_{step:07d}")
 
-    def parameters(self, step: int) -> dict[str, torch.Tensor]:
-        """The parameters and buffers of the model in the checkpoint of ``step``."""
-        return {name: value for name, value in self.tensors(step).items() if not name.startswith("optimizer.")}
-
 
 class Laboratory:
-    """Starts runs of :data:`MODEL` in a folder of its own, on one small dataset: a module of Python itself."""
+    """Trains :data:`MODEL` in a folder of its own, on one small dataset: a module of Python itself."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = write_config(folder / "model.yaml", OVERRIDES)
         (self.data,) = prepare([argparse.__file__], str(folder / "text"), progress=io.StringIO())
+        self._runs: dict[str, Run] = {}
 
-    def train(
+    def main(self) -> Run:
+        """The run that the others start from: one process from random weights, saved at every third step."""
+        # A large step: after six, norms, decays and biases are far from the constants they started as.
+        return self._once("main", LAYOUTS[ONE], MAIN, ["--save-interval", str(RESUMED)], learning_rate=3e-3)
+
+    def resumed(self) -> Run:
+        """:meth:`main` once more from its checkpoint of step :data:`RESUMED`, in a new process."""
+        load = ["--save-interval", str(RESUMED), "--load", str(self.main().checkpoints), "--ckpt-step", str(RESUMED)]
+        return self._once("resumed", LAYOUTS[ONE], MAIN, load, learning_rate=3e-3)
+
+    def compared(self, name: str) -> Run:
+        """:data:`COMPARED` steps in layout ``name`` from the last checkpoint of :meth:`main`, from the first sample on."""
+        load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
+        return self._once(name, LAYOUTS[name], COMPARED, ["--save-interval", str(COMPARED), *load])
+
+    def untrained(self, name: str) -> Run:
+        """The model that layout ``name`` starts with when it loads nothing, saved as step 0."""
+        return self._once(f"untrained {name}", LAYOUTS[name], 1, ["--no-save-optim"], save_only=True)
+
+    def moved(self, source: Run, name: str) -> Run:
+        """The last checkpoint of ``source`` loaded in layout ``name``, optimizer included, and saved again as it is."""
+        load = ["--load", str(source.checkpoints)]
+        return self._once(f"{source.checkpoints.parent.name} to {name}", LAYOUTS[name], COMPARED, load, save_only=True)
+
+    def _once(
         self,
         name: str,
         layout: Layout,
-        *,
         steps: int,
-        save_every: int | None = None,
+        extra: Sequence[str],
+        *,
         learning_rate: float = 1e-3,
-        extra: Sequence[str] = (),
-        processes: int | None = None,
+        save_only: bool = False,
     ) -> Run:
-        """Train in ``layout`` and return what the run left; a run that fails is a failure here.
+        if name not in self._runs:
+            folder = self.folder / name
+            folder.mkdir()
+            if save_only:  # Megatron's own way to load, save and leave
+                saved, save = folder / "torch_dist", ["--ckpt-convert-format", "torch_dist"]
+                save += ["--ckpt-convert-save", str(folder)]
+            else:
+                saved = folder / "checkpoints"
+                save = ["--save", str(saved)]
+            words = [*self._words(layout, steps, learning_rate), *save, *extra]
+            self._runs[name] = self._run(
+                name, folder, saved, words, max(layout.tensor, layout.expert) * layout.pipeline
+            )
+        return self._runs[name]
 
-        Args:
-            name: of the run, unique.
-            layout: how the model is cut.
-            steps: optimizer steps.
-            save_every: steps between checkpoints; by default the last step is saved.
-            learning_rate: constant.
-            extra: further Megatron words.
-            processes: how many; by default as many as the layout needs.
-        """
+    def _words(self, layout: Layout, steps: int, learning_rate: float) -> tuple[str, ...]:
         training = lowering.Training(
             device="cpu",
             precision="fp32",
@@ -109,33 +145,40 @@ class Laboratory:
             global_batch_size=GLOBAL_BATCH,
             train_iters=steps,
             learning_rate=learning_rate,
-            extra=("--lr-decay-style", "constant", "--lr-warmup-iters", "0", *extra),  # the last word counts
+            # Megatron multiplies by TP: without this, TP 2 would have more padding logits in its softmax.
+            extra=("--make-vocab-size-divisible-by", str(PADDED_TO // layout.tensor)),
         )
-        words = lowering.lower(MODEL, layout, training)
-        needed = max(layout.tensor, layout.expert) * layout.pipeline
-        return self.start(name, [*words, "--save-interval", str(save_every or steps)], processes or needed)
+        return lowering.lower(MODEL, layout, training)
 
-    def start(self, name: str, words: Sequence[str], processes: int) -> Run:
-        """Run the Megatron arguments ``words`` in ``processes`` processes, saving under ``name``."""
-        folder = self.folder / name
-        folder.mkdir()
+    def _run(self, name: str, folder: Path, saved: Path, words: Sequence[str], processes: int) -> Run:
         scalars = folder / "scalars.jsonl"
-        arguments = [str(scalars), "--", "--device", "cpu", "--", *words]
-        if "--save" not in words:
-            arguments += ["--save", str(folder)]
         command = [sys.executable, "-m"]
         if processes > 1:
             command += ["torch.distributed.run", "--nproc-per-node", str(processes)]
             command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m"]
-        run = execute([*command, "tests.distributed.recorder", *arguments], self.config)
-        assert run[0] == 0, f"run {name} ended with status {run[0]}:\n{run[1][-6000:]}"
-        return Run(*run, checkpoints=folder, scalars=read_scalars(scalars))
+        command += ["tests.distributed.recorder", str(scalars), "--", "--device", "cpu", "--", *words]
+        status, output = execute(command, self.config)
+        assert status == 0, f"run {name!r} ended with status {status}:\n{output[-8000:]}"
+        return Run(output, saved, read_scalars(scalars))
 
 
 def write_config(path: Path, overrides: Mapping[str, Any]) -> Path:
     """Write the file for ``MEGACPP_CONFIG``: nam56r_tiny with ``overrides``."""
     path.write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": dict(overrides)}), encoding="utf-8")
     return path
+
+
+def words_for(model: Model) -> list[str]:
+    """Megatron arguments that train ``model`` in one process on mock data."""
+    training = lowering.Training(
+        device="cpu",
+        precision="fp32",
+        transformer_impl="local",
+        data=("--mock-data",),
+        tokenizer=recipe_command.tokenizer_words(model),
+        train_iters=1,
+    )
+    return list(lowering.lower(model, Layout(), training))
 
 
 def execute(command: Sequence[str], config: Path) -> tuple[int, str]:
@@ -156,7 +199,7 @@ def execute(command: Sequence[str], config: Path) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(f"{command} was still running after {TIMEOUT_SECONDS} s:\n{output[-6000:]}") from None
+        raise AssertionError(f"{command} was still running after {TIMEOUT_SECONDS} s:\n{output[-8000:]}") from None
     return process.returncode, output
 
 
@@ -171,12 +214,12 @@ def read_scalars(file: Path) -> dict[str, dict[int, float]]:
 
 def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a ``torch_dist`` checkpoint, whole, whatever layout it was saved in."""
-    reader = dcp.FileSystemReader(folder)
+    reader = checkpoint.FileSystemReader(folder)
     stored = reader.read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in stored.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
+    checkpoint.load(dict(tensors), storage_reader=reader, no_dist=True)
     return tensors

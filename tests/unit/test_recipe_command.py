@@ -37,7 +37,7 @@ def recipe(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> 
 
 def stock_words(command: str) -> tuple[list[str], list[str]]:
     """The words before and after ``pretrain_gpt.py`` of a printed command."""
-    words = shlex.split(command)
+    words = shlex.split(command.replace("\\\n", " "))
     at = words.index("pretrain_gpt.py")
     return words[:at], words[at + 1 :]
 

@@ -1,0 +1,137 @@
+"""Every layout trains the same model: losses, gradient norm and every single gradient, from one checkpoint, in fp32."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacpp_mcore.model import preset
+from tests.distributed.runs import COMPARED, LAYOUTS, MODEL, ONE, ROOT, Laboratory, execute, words_for, write_config
+
+TOLERANCE = 1e-5
+"""Relative, for losses, gradient norm and gradients."""
+
+SCALARS = (
+    "lm loss",
+    "mtp_1 loss",
+    "mtp_2 loss",
+    "indexer loss",
+    "seq_load_balancing_loss",
+    "z_loss",
+    "grad-norm",
+)
+MOMENTUM = "optimizer.state.exp_avg."
+"""Prefix, in a checkpoint, of Adam's mean of the gradients: a weighted sum of those of all steps."""
+
+OTHERS = [name for name in LAYOUTS if name != ONE]
+
+
+def gradients(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Adam's mean gradients in a checkpoint, by parameter; experts one by one."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in tensors.items():
+        if name.startswith(MOMENTUM):
+            parameter = name.removeprefix(MOMENTUM)
+            experts = value.unbind() if ".experts.experts." in parameter else [value]
+            found |= {
+                f"{parameter}[{index}]" if len(experts) > 1 else parameter: part for index, part in enumerate(experts)
+            }
+    return found
+
+
+def differing_scalars(
+    expected: Mapping[str, Mapping[int, float]], found: Mapping[str, Mapping[int, float]], tolerance: float = TOLERANCE
+) -> list[str]:
+    """One sentence for each scalar of :data:`SCALARS` and step that is further off than ``tolerance``."""
+    return [
+        f"{name}, step {step}: {found[name][step]!r} instead of {value!r}"
+        for name in SCALARS
+        for step, value in expected[name].items()
+        if not abs(found[name][step] - value) <= tolerance * abs(value)
+    ]
+
+
+def differing_gradients(
+    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float = TOLERANCE
+) -> list[str]:
+    """One sentence for each gradient whose difference has a norm of more than ``tolerance`` times its own."""
+    assert found.keys() == expected.keys()
+    off = {name: float((found[name] - value).norm() / value.norm()) for name, value in expected.items()}
+    return [f"{name}: off by {ratio:.2e}" for name, ratio in off.items() if not ratio <= tolerance]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_losses_and_gradient_norm(laboratory: Laboratory, name: str) -> None:
+    expected, found = laboratory.compared(ONE).scalars, laboratory.compared(name).scalars
+    assert all(len(expected[scalar]) == len(found[scalar]) == COMPARED for scalar in SCALARS)
+    assert differing_scalars(expected, found) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_gradient(laboratory: Laboratory, name: str) -> None:
+    expected = gradients(laboratory.compared(ONE).tensors(COMPARED))
+    assert differing_gradients(expected, gradients(laboratory.compared(name).tensors(COMPARED))) == []
+
+
+@pytest.mark.slow
+def test_what_is_compared_is_the_whole_model_at_work(laboratory: Laboratory) -> None:
+    run = laboratory.compared(ONE)
+    tensors = run.tensors(COMPARED)
+    trained = [name.removeprefix(MOMENTUM) for name in tensors if name.startswith(MOMENTUM)]
+    counts = MODEL.parameters()
+    assert sum(tensors[name].numel() for name in trained) == sum(counts.values())
+    assert [name for name, value in gradients(tensors).items() if not value.norm() > 0] == []
+    for name in SCALARS:
+        values = list(run.scalars[name].values())
+        assert min(values) > 0, name
+        assert len(set(values)) == COMPARED, name
+    assert list(run.scalars["lm loss"].values())[-1] < list(run.scalars["lm loss"].values())[0]
+    assert set(MODEL.layers) == set("AMER")
+    assert set(MODEL.roles) == {None, "-", "F", "S"}
+
+
+@pytest.mark.slow
+def test_the_tolerance_fails_what_a_wrong_layout_does(laboratory: Laboratory) -> None:
+    run = laboratory.compared(ONE)
+    expected = gradients(run.tensors(COMPARED))
+    for name, value in expected.items():
+        if value.numel() < 2:
+            continue
+        wrong = {
+            "not summed over two ranks": value / 2,
+            "summed twice": value * 2,
+            "of the other sign": -value,
+            "scaled": value * (1 + 2 * TOLERANCE),
+            "without its strongest entry": value.where(value.abs() < value.abs().max(), 0.0),
+        }
+        for what, gradient in wrong.items():
+            (sentence,) = differing_gradients(expected, {**expected, name: gradient})
+            assert sentence.startswith(f"{name}: "), what
+    for name in SCALARS:
+        values = {**run.scalars[name], COMPARED: run.scalars[name][COMPARED] * (1 + 2 * TOLERANCE)}
+        (sentence,) = differing_scalars(run.scalars, {**run.scalars, name: values})
+        assert sentence.startswith(f"{name}, step {COMPARED}: ")
+
+
+@pytest.mark.slow
+def test_a_stage_that_would_begin_with_a_shared_layer_is_refused(laboratory: Laboratory, tmp_path: Path) -> None:
+    model = preset("nam56r_tiny")
+    assert model.dsa.schedule == "-FS"
+    words = words_for(model)
+    words[words.index("--pipeline-model-parallel-size") + 1] = "2"
+    command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cpu", "--nproc", "2", "--", *words]
+    status, output = execute(command, write_config(tmp_path / "model.yaml", {}))
+    assert status not in (0, None)
+    assert "ModelError: nam56r_tiny: with model chunks 1–6, 7–12, the first sparse layer of a chunk would be" in output
+    assert "layer 9. " in output
+    assert "adopt the promoted schedule '-FF'" in output
+    # What every run prints once it has weights, and once it trains.
+    for sign in ("number of parameters on", "iteration        1/"):
+        assert sign in laboratory.compared(ONE).output
+        assert sign not in output

@@ -1,0 +1,309 @@
+"""The demo: that it kills for real, leaves nothing running, passes failures on, and claims only what it checked."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megacpp_mcore.observe.steps import Step, StepReader, read_steps
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "demo.py"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["demo_script"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+demo = load()
+
+# A process that records steps as training does, and has a child of its own.
+TRAINER = """
+import json, os, subprocess, sys, time
+path, pids, steps, pause, status = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with open(pids, "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+for step in range(1, steps + 1):
+    record = dict(step=step, resumed_at=0, time_s=time.time(), tokens=2048 * step, losses={"lm loss": 1.0},
+                  grad_norm=1.0, learning_rate=1.0, skipped=False)
+    with open(path, "a") as file:
+        file.write(json.dumps(record) + "\\n")
+    time.sleep(pause)
+print("the reason is here", flush=True)
+sys.exit(status)
+"""
+
+
+def trainer(plan: object, *, steps: int, pause: float, status: int = 0) -> list[str]:
+    pids = plan.folder / "pids"  # type: ignore[attr-defined]
+    path = plan.steps_file  # type: ignore[attr-defined]
+    return [sys.executable, "-c", TRAINER, str(path), str(pids), str(steps), str(pause), str(status)]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # a zombie that its new parent has not reaped yet runs no more
+
+
+def assert_all_gone(folder: Path) -> None:
+    pids = [int(word) for word in (folder / "pids").read_text().split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [pid for pid in pids if is_alive(pid)] == []
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> object:
+    return demo.Plan(tmp_path, "cpu", 20, 0)
+
+
+def make_progress(plan: object) -> tuple[object, io.StringIO]:
+    stream = io.StringIO()
+    return demo.Progress(plan, stream), stream
+
+
+def test_the_plan_keeps_its_promises() -> None:
+    plan = demo.Plan(Path("x"), "cpu", 200, 0)
+    assert (plan.save_at, plan.stop_after) == (100, 110)
+    for steps in range(4, 300):
+        plan = demo.Plan(Path("x"), "cpu", steps, 0)
+        assert 0 < plan.save_at < plan.stop_after < steps
+        assert 2 * plan.save_at > plan.stop_after  # no second checkpoint before the kill
+
+
+def test_training_is_killed_with_all_that_it_started(plan: object) -> None:
+    progress, stream = make_progress(plan)
+    reader = StepReader(plan.steps_file)
+    found = demo.train(plan, trainer(plan, steps=1000, pause=0.05), progress, reader, kill_after=3)
+    assert found[-1].step >= 3
+    assert found == read_steps(plan.steps_file)
+    assert found[-1].step < 1000
+    assert_all_gone(plan.folder)
+    assert "step   1/20  loss 1.000" in stream.getvalue()
+
+
+def test_a_leg_that_ends_leaves_nothing_either(plan: object) -> None:
+    progress, _ = make_progress(plan)
+    found = demo.train(plan, trainer(plan, steps=5, pause=0), progress, StepReader(plan.steps_file))
+    assert [step.step for step in found] == [1, 2, 3, 4, 5]
+    assert_all_gone(plan.folder)
+
+
+@pytest.mark.parametrize(("status", "kill_after", "expected"), [(7, 0, 7), (7, 4, 7), (0, 4, 1)])
+def test_training_that_fails_or_ends_early(
+    plan: object, status: int, kill_after: int, expected: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress, _ = make_progress(plan)
+    command = trainer(plan, steps=2, pause=0, status=status)
+    with pytest.raises(demo.DemoError) as failure:
+        demo.train(plan, command, progress, StepReader(plan.steps_file), kill_after=kill_after)
+    assert failure.value.status == expected
+    demo.show_failure(failure.value)
+    shown = capsys.readouterr().err
+    assert "the reason is here" in shown
+    assert "demo FAILED" in shown
+    assert_all_gone(plan.folder)
+
+
+def test_a_training_that_a_signal_ended_has_the_shells_number(plan: object) -> None:
+    progress, _ = make_progress(plan)
+    command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"]
+    with pytest.raises(demo.DemoError) as failure:
+        demo.train(plan, command, progress, StepReader(plan.steps_file))
+    assert failure.value.status == 139
+
+
+DRIVER = """
+import importlib.util, sys
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("demo_script", sys.argv[1])
+demo = importlib.util.module_from_spec(spec)
+sys.modules["demo_script"] = demo
+spec.loader.exec_module(demo)
+plan = demo.Plan(Path(sys.argv[2]), "cpu", 20, 0)
+
+def run_demo(*_):
+    demo.train(plan, sys.argv[3:], demo.Progress(plan), demo.steps.StepReader(plan.steps_file))
+
+demo.run_demo = run_demo
+sys.exit(demo.main(["--device", "cpu"]))
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signals_leave_no_process_behind(plan: object, number: int, status: int) -> None:
+    command = [sys.executable, "-c", DRIVER, str(SCRIPT), str(plan.folder), *trainer(plan, steps=1000, pause=0.1)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not plan.steps_file.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    running.send_signal(number)
+    _, complaint = running.communicate(timeout=30)
+    assert running.returncode == status, complaint
+    assert ("interrupted; nothing is left running" in complaint) is (number == signal.SIGINT)
+    assert_all_gone(plan.folder)
+
+
+def leg(first: int, last: int, resumed_at: int, loss: float = 2.0) -> list[Step]:
+    losses = {"lm loss": loss}
+    return [Step(number, resumed_at, float(number), 1, losses, 1.0, 1.0, False) for number in range(first, last + 1)]
+
+
+def test_equal_is_said_only_when_it_is_so(plan: object) -> None:
+    first, second = leg(1, 11, 0), leg(11, 20, 10)
+    said = demo.check_resume(plan, first, second)
+    assert said == (
+        "EQUAL: steps 11 to 11, run before the kill and again after it, agree bit for bit in grad norm, learning rate, lm loss."
+    )
+    with pytest.raises(demo.DemoError, match="NOT EQUAL: step 11 has another lm loss") as failure:
+        demo.check_resume(plan, first, leg(11, 20, 10, loss=2.0000000000000004))
+    assert failure.value.status == 1
+
+
+@pytest.mark.parametrize("second", [[], leg(1, 20, 0), leg(12, 20, 11), leg(11, 19, 10)])
+def test_a_resume_at_another_step_is_refused(plan: object, second: list[Step]) -> None:
+    with pytest.raises(demo.DemoError, match="expected 11 to 20"):
+        demo.check_resume(plan, leg(1, 11, 0), second)
+
+
+def test_on_a_gpu_the_difference_is_told_and_bounded(plan: object) -> None:
+    plan = replace(plan, device="cuda")  # type: ignore[type-var]
+    said = demo.check_resume(plan, leg(1, 11, 0), leg(11, 20, 10, loss=2.001))
+    assert "differ by at most 0.001 nats" in said
+    assert "--deterministic-mode" in said
+    assert "EQUAL" not in said
+    for loss in (2.2, float("nan")):
+        with pytest.raises(demo.DemoError, match="differ by up to"):
+            demo.check_resume(plan, leg(1, 11, 0), leg(11, 20, 10, loss=loss))
+
+
+def test_another_checkpoint_than_the_planned_one_is_refused(plan: object) -> None:
+    with pytest.raises(demo.DemoError, match="says no checkpoint; expected 10"):
+        demo.check_checkpoint(plan)
+    plan.checkpoints.mkdir()
+    tracker = plan.checkpoints / "latest_checkpointed_iteration.txt"
+    tracker.write_text("20")
+    with pytest.raises(demo.DemoError, match="says 20; expected 10"):
+        demo.check_checkpoint(plan)
+    tracker.write_text("10")
+    demo.check_checkpoint(plan)
+
+
+@pytest.mark.parametrize(("reached", "holds"), [(3.0, True), (3.0000001, False), (5.0, False), (float("nan"), False)])
+def test_the_score_has_to_be_good_enough(plan: object, reached: float, holds: bool) -> None:
+    progress, stream = make_progress(plan)
+    found = {"bits_per_byte": reached, "unigram_bits_per_byte": 4.0, "bytes": 1000}
+    if holds:
+        demo.report(plan, found, progress)
+        said = "held-out bits per byte 3.000; unigram entropy of the same bytes 4.000; 25.0 % under"
+        assert said in stream.getvalue()
+    else:
+        with pytest.raises(demo.DemoError, match="expected at least 25 %"):
+            demo.report(plan, found, progress)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_lines(plan: object) -> None:
+    plan = replace(plan, train_steps=40)  # type: ignore[type-var]
+    for stream, lines in ((io.StringIO(), 5), (Terminal(), 0)):
+        progress = demo.Progress(plan, stream)
+        for step in leg(1, 40, 0):
+            progress.show(step)
+        text = stream.getvalue()
+        assert text.count("\n") == lines
+        assert ("\r" in text) is (lines == 0)
+        # One step a second, 2048 tokens a step; the kill makes 2 of the 40 steps run twice.
+        assert "step  10/40  loss 2.000  2,048 tokens/s  0:32 of training left" in text
+
+
+def test_a_second_run_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+    made = [demo.new_folder(tmp_path / "demo") for _ in range(3)]
+    assert [folder.name for folder in made] == ["run-1", "run-2", "run-3"]
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        demo.parse(["--steps", "3"])
+    assert ended.value.code == 2
+    assert "--steps is 3; expected 4 or more" in capsys.readouterr().err
+    assert demo.parse([]).output == ROOT / "runs" / "demo"
+    assert demo.parse([]).steps == 200
+
+
+@pytest.mark.slow
+def test_the_whole_demo_in_small(tmp_path: Path) -> None:
+    """Eight steps: everything holds but the score, which eight steps cannot reach; then the corpus is used again."""
+    output = tmp_path / "demo"
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--steps", "8", "--score-tokens", "2000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEGACPP_CONFIG": str(tmp_path / "not-there.yaml")}
+    done = subprocess.run(
+        [*command, "--output", str(output)], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    steps = read_steps(output / "run-1" / "steps.jsonl")
+    first, second = ([step for step in steps if step.resumed_at == start] for start in (0, 4))
+    assert [step.step for step in second] == [5, 6, 7, 8]
+    assert first[-1].step >= 5
+    assert f"killed with SIGKILL after step {first[-1].step}; resuming from the checkpoint of step 4" in done.stdout
+    assert f"EQUAL: steps 5 to {min(8, first[-1].step)}" in done.stdout
+    assert "held-out bits per byte" in done.stdout
+    assert "demo FAILED: the score is" in done.stderr
+    assert "Warning" not in done.stdout + done.stderr
+    check_against_megatrons_log(output / "run-1" / "log.txt", first)
+
+    score = json.loads((output / "run-1" / "score.json").read_text())
+    assert (score["step"], score["tokens"]) == (8, 1999)
+    page = (output / "index.html").read_text(encoding="utf-8")
+    assert page == (output / "run-1" / "index.html").read_text(encoding="utf-8")
+    assert f"{score['bits_per_byte']:.3f}" in page
+
+    progress, stream = make_progress(demo.Plan(tmp_path, "cpu", 8, 0))
+    prefixes = demo.make_corpus(output / "corpus", progress)
+    assert "(already there, checked)" in stream.getvalue()
+    with open(prefixes[1] + ".bin", "r+b") as damaged:
+        damaged.write(b"\x01\x00")
+    assert demo.make_corpus(output / "corpus", progress) == prefixes
+    assert "making it" in stream.getvalue()
+    assert "SHA-256" in stream.getvalue()
+    assert demo.check_corpus(prefixes) == (True, "")
+
+
+def check_against_megatrons_log(log: Path, first: list[Step]) -> None:
+    """What was recorded is what Megatron printed, to its seven digits (its second line averages steps 1 and 2)."""
+    losses = {step.step: step.losses["lm loss"] for step in first}
+    losses[2] = (losses[1] + losses[2]) / 2
+    printed = {}
+    for line in log.read_text(encoding="utf-8").splitlines():
+        if " iteration " in line and "lm loss: " in line:
+            step = int(line.partition(" iteration ")[2].partition("/")[0])
+            printed.setdefault(step, float(line.partition("lm loss: ")[2].split()[0]))
+    assert {1, 2, 3, 4} <= set(printed)
+    for step in (1, 2, 3, 4):
+        assert printed[step] == pytest.approx(losses[step], rel=1e-6)

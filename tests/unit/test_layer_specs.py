@@ -1,0 +1,589 @@
+"""The layers of the four families as stock Megatron builds them: what they compute, what they leak, what trains them.
+
+Shape legend: S sequence, B batch, D hidden, H heads, P head dim, V value dim, N selected keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megacpp_mcore.errors import ArgumentMismatchError, ModelError
+from megacpp_mcore.model import Model, preset, with_overrides
+from tests.unit import stock
+
+S, B, D = 32, 2, 128
+OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
+FAMILIES = {"A": 1, "F": 5, "S": 9, "M": 3, "R": 12, "E": 2}
+"""A layer of each family of nam56r_tiny, by its number."""
+
+
+@pytest.fixture(scope="module")
+def definition() -> Model:
+    return with_overrides(preset("nam56r_tiny"), OVERRIDES)
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("layers")
+    with stock.one_process(folder / "store"):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def built(process: Path) -> Any:
+    return stock.build(OVERRIDES, preset("nam56r_tiny"), process)
+
+
+@pytest.fixture
+def make(process: Path) -> Callable[[], Any]:
+    """Builds equal models with every weight away from its initial value (ones, zeros, identities hide mistakes)."""
+
+    def build() -> Any:
+        model = stock.build(OVERRIDES, preset("nam56r_tiny"), process)
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        stock.loss_scale(1.0)
+        return model.train()
+
+    return build
+
+
+@pytest.fixture
+def model(make: Callable[[], Any]) -> Any:
+    return make()
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(3))
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def causal_mask() -> torch.Tensor:
+    return ~torch.ones(S, S, dtype=torch.bool).tril()[None, None]
+
+
+def layer(model: Any, number: int) -> Any:
+    return model.decoder.layers[number - 1]
+
+
+def run(model: Any, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    """Losses ``[B, S]`` of one micro-batch."""
+    positions = torch.arange(S).expand(B, S)
+    labels = tokens[:, 1:] if labels is None else labels
+    return model(tokens[:, :-1], positions, causal_mask(), labels=labels, loss_mask=torch.ones(B, S))
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor | None]:
+    return {
+        name: None if parameter.grad is None else parameter.grad.clone() for name, parameter in model.named_parameters()
+    }
+
+
+def close(found: torch.Tensor, truth: torch.Tensor, tolerance: float = 3e-6) -> None:
+    """RMS ratio of the worst row, as the parity tests have it."""
+    error = (found.double() - truth.double()).square().mean(-1).sqrt()
+    scale = truth.double().square().mean(-1).sqrt().clamp_min(1e-3 * truth.double().square().mean().sqrt())
+    assert float((error / scale).max()) < tolerance
+
+
+# --- what the mixers compute -------------------------------------------------------------------------------------------
+
+
+def test_mamba3_mixer_is_its_reference_composed_by_hand(model: Any, definition: Model) -> None:
+    from megacpp_mcore.ops.mamba3 import reference
+
+    mixer, ssm, heads = layer(model, FAMILIES["M"]).self_attention, definition.mamba3, definition.mamba_heads
+    p = {name: parameter.detach().double() for name, parameter in mixer.named_parameters()}
+    x_SBD = random(S, B, D)
+    x_BSD = x_SBD.double().transpose(0, 1)
+    rows, columns = 2 * ssm.head_dim + 3, ssm.mimo_rank * ssm.state
+    per_head = [x_BSD @ p["in_proj.weight"][h * rows : (h + 1) * rows].T for h in range(heads)]
+    x, z = (torch.stack([row[..., i : i + ssm.head_dim] for row in per_head], 2) for i in (0, ssm.head_dim))
+    dt, decay, trap = (torch.stack([row[..., 2 * ssm.head_dim + i] for row in per_head], 2) for i in range(3))
+    rotated = []
+    decay, step, trap = reference.mamba3_decay_and_gates(dt, decay, trap, p["dt_bias"], A_floor=ssm.a_floor)
+    theta = reference.mamba3_angles(x_BSD @ p["angle_weight"].T, step)
+    for part, name in enumerate(("b", "c")):
+        by_head = []
+        for h in range(heads):
+            group = h // (heads // ssm.groups)
+            first = group * 2 * columns + part * columns
+            raw = (x_BSD @ p["bc_proj.weight"][first : first + columns].T).unflatten(-1, (ssm.mimo_rank, ssm.state))
+            normed = raw / (raw.square().mean(-1, keepdim=True) + definition.norm_eps).sqrt() * p[f"{name}_norm_weight"]
+            by_head.append(normed + p[f"{name}_bias"][h])
+        rotated.append(reference.mamba3_rotate(torch.stack(by_head, 3), theta, pairing="half"))
+    y, _ = reference.mamba3_scan_sequential(x, *rotated, decay, step, trap, mimo_x_HRP=p["mimo_x"])
+    mixed = torch.zeros_like(x)
+    for r in range(ssm.mimo_rank):
+        skipped = y[:, :, r] + p["D"][:, None] * x * p["mimo_x"][:, r]
+        mixed += skipped * torch.nn.functional.silu(z * p["mimo_z"][:, r]) * p["mimo_o"][:, r]
+    truth = mixed.flatten(2) @ p["out_proj.weight"].T
+    found, bias = mixer(x_SBD)
+    assert bias is None
+    close(found.transpose(0, 1), truth)
+
+
+def test_m2rnn_mixer_is_its_reference_composed_by_hand(model: Any, definition: Model) -> None:
+    from megacpp_mcore.ops.m2rnn import reference
+
+    mixer, rnn, heads = layer(model, FAMILIES["R"]).self_attention, definition.m2rnn, definition.recurrent_heads
+    p = {name: parameter.detach().double() for name, parameter in mixer.named_parameters()}
+    x_SBD = random(S, B, D)
+    x_BSD = x_SBD.double().transpose(0, 1)
+    rows = 2 * rnn.value_dim + 1
+    per_head = [x_BSD @ p["in_proj.weight"][h * rows : (h + 1) * rows].T for h in range(heads)]
+    v = torch.cat([row[..., : rnn.value_dim] for row in per_head], -1)
+    forget = torch.stack([row[..., rnn.value_dim] for row in per_head], -1)
+    gate = torch.cat([row[..., rnn.value_dim + 1 :] for row in per_head], -1)
+
+    def convolved(channels: torch.Tensor, name: str) -> torch.Tensor:
+        result = p[f"{name}_conv_bias"].expand_as(channels).clone()
+        for back in range(rnn.conv_kernel):  # the last tap is the present token's
+            shifted = torch.cat([torch.zeros_like(channels[:, :back]), channels[:, : S - back]], 1)
+            result += shifted * p[f"{name}_conv_weight"][:, rnn.conv_kernel - 1 - back]
+        return result * torch.sigmoid(result)
+
+    qk, v = convolved(x_BSD @ p["qk_weight"].T, "qk"), convolved(v, "v")
+    f = torch.exp(-torch.exp(p["A_log"]) * torch.nn.functional.softplus(forget + p["dt_bias"]))
+    v_BSHV = v.unflatten(-1, (heads, rnn.value_dim))
+    q, k = qk[..., : rnn.key_dim], qk[..., rnn.key_dim :]
+    y, _ = reference.m2rnn_sequential(q.unsqueeze(2), k.unsqueeze(2), v_BSHV, p["W"], f)
+    gated = (y + p["D"] * v_BSHV).flatten(2) * gate * torch.sigmoid(gate)
+    normed = gated / (gated.square().mean(-1, keepdim=True) + definition.norm_eps).sqrt() * p["norm_weight"]
+    found, _ = mixer(x_SBD)
+    close(found.transpose(0, 1), normed @ p["out_proj.weight"].T)
+
+
+def test_full_mla_is_the_formula(model: Any, definition: Model) -> None:
+    """Against DeepSeek-V2's equations written out, with plain interleaved rope of base 500,000."""
+    attention, mla, heads = layer(model, FAMILIES["A"]).self_attention, definition.mla, definition.heads
+    p = {name: parameter.detach().double() for name, parameter in attention.named_parameters()}
+    x_SBD = random(S, B, D)
+    x = x_SBD.double()
+
+    def rms(t: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return t / (t.square().mean(-1, keepdim=True) + definition.norm_eps).sqrt() * weight
+
+    def rope(t_SBHR: torch.Tensor) -> torch.Tensor:
+        half = mla.qk_pos_emb_head_dim // 2
+        turns = torch.arange(S).double()[:, None] * definition.rope_theta ** (-torch.arange(half).double() / half)
+        pairs = torch.view_as_complex(t_SBHR.unflatten(-1, (half, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(turns), turns)[:, None, None]).flatten(-2)
+
+    q = rms(x @ p["linear_q_down_proj.weight"].T, p["q_layernorm.weight"]) @ p["linear_q_up_proj.weight"].T
+    q = q.unflatten(-1, (heads, -1))
+    down = x @ p["linear_kv_down_proj.weight"].T
+    latent, k_rope = down.split([mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1)
+    kv = (rms(latent, p["kv_layernorm.weight"]) @ p["linear_kv_up_proj.weight"].T).unflatten(-1, (heads, -1))
+    k, v = kv.split([mla.qk_head_dim, mla.v_head_dim], -1)
+    scores = torch.einsum("sbhk,tbhk->bhst", q[..., : mla.qk_head_dim], k)
+    scores = scores + torch.einsum("sbhr,tbhr->bhst", rope(q[..., mla.qk_head_dim :]), rope(k_rope.unsqueeze(2)))
+    scores = scores / math.sqrt(mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    weights = scores.masked_fill(causal_mask(), -torch.inf).softmax(-1)
+    truth = torch.einsum("bhst,tbhv->sbhv", weights, v).flatten(2) @ p["linear_proj.weight"].T
+    found, _ = attention(x_SBD, causal_mask())
+    close(found, truth)
+
+
+def test_sparse_mla_with_every_key_is_full_mla(process: Path) -> None:
+    both = stock.build({**OVERRIDES, "dsa": {"topk": S, "schedule": "-F"}}, preset("nam56r_tiny"), process)
+    full, sparse = layer(both, FAMILIES["A"]).self_attention, layer(both, FAMILIES["F"]).self_attention
+    weights = {name: value for name, value in sparse.state_dict().items() if "core_attention" not in name}
+    full.load_state_dict(weights, strict=False)
+    x_SBD = random(S, B, D)
+    close(sparse(x_SBD, causal_mask())[0], full(x_SBD, causal_mask())[0])
+    sparse.core_attention.indexer.index_topk = 4
+    fewer, _ = sparse(x_SBD, causal_mask())
+    assert not torch.allclose(fewer[8:], full(x_SBD, causal_mask())[0][8:], rtol=1e-2)
+    close(fewer[:4], full(x_SBD, causal_mask())[0][:4])
+
+
+def test_expert_layer_is_the_weighted_sum_of_its_experts(model: Any, definition: Model) -> None:
+    moe = layer(model, FAMILIES["E"]).mlp
+    x_SBD = random(S, B, D)
+    found, _ = moe(x_SBD)
+    x = x_SBD.double().flatten(0, 1)
+
+    def ffn(module: Any, rows: torch.Tensor) -> torch.Tensor:
+        inner = torch.nn.functional.gelu(rows @ module.linear_fc1.weight.detach().double().T)
+        return inner @ module.linear_fc2.weight.detach().double().T
+
+    scores = torch.sigmoid(x @ moe.router.weight.detach().double().T)
+    top = (scores + moe.router.expert_bias.double()).topk(definition.moe.topk, dim=-1).indices
+    chosen = torch.zeros_like(scores).scatter(-1, top, scores.gather(-1, top))
+    weights = chosen / chosen.sum(-1, keepdim=True)
+    truth = ffn(moe.shared_experts, x)
+    for index, expert in enumerate(moe.experts.local_experts):
+        truth = truth + weights[:, index : index + 1] * ffn(expert, x)
+    close(found.flatten(0, 1), truth, 1e-5)
+
+
+# --- causality ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("changed", [1, 17, S - 1])
+def test_no_layer_sees_the_future(model: Any, kind: str, changed: int) -> None:
+    def forward(x_SBD: torch.Tensor) -> torch.Tensor:
+        if kind == "S":  # its indices come from the Full layer, on the same input
+            layer(model, FAMILIES["F"])(hidden_states=x_SBD, attention_mask=causal_mask())
+        output, _ = layer(model, FAMILIES[kind])(hidden_states=x_SBD, attention_mask=causal_mask())
+        return output.detach()
+
+    x_SBD = random(S, B, D)
+    other_SBD = x_SBD.clone()
+    other_SBD[changed] = random(B, D, seed=1)
+    before, after = forward(x_SBD), forward(other_SBD)
+    if kind == "E":  # another number of rows an expert may round otherwise
+        assert torch.allclose(before[:changed], after[:changed], rtol=1e-5, atol=1e-6)
+    else:
+        assert torch.equal(before[:changed], after[:changed])
+    assert not torch.equal(before[changed], after[changed])
+    sees_the_past = not torch.allclose(before[changed + 1 :], after[changed + 1 :], rtol=1e-4)
+    assert sees_the_past is (kind != "E" and changed < S - 1)
+
+
+def test_rows_of_a_batch_never_meet(model: Any) -> None:
+    tokens = torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(5))
+    other = tokens.clone()
+    other[1] = (other[1] + 1) % 256
+    with torch.no_grad():
+        assert torch.allclose(run(model, tokens)[0], run(model, other)[0], atol=1e-5)
+
+
+# --- index cache -------------------------------------------------------------------------------------------------------
+
+
+class TestIndexCache:
+    @pytest.fixture
+    def cache(self) -> Any:
+        from megacpp_mcore.layer_specs.attention import IndexCache
+
+        return IndexCache({9: 5, 13: 5, 25: 21})
+
+    def test_each_shared_layer_reads_once(self, cache: Any) -> None:
+        first, second = torch.zeros(1), torch.ones(1)
+        cache.publish(5, first)
+        cache.publish(21, second)
+        assert cache.read(13) is first
+        assert cache.read(9) is first
+        assert cache.read(25) is second
+        for number, full in ((9, 5), (13, 5), (25, 21)):
+            with pytest.raises(ModelError, match=f"layer {number} shares the indices of layer {full}, which has not"):
+                cache.read(number)
+
+    def test_nothing_is_kept_when_all_have_read(self, cache: Any) -> None:
+        import weakref
+
+        index = torch.zeros(1)
+        alive = weakref.ref(index)
+        cache.publish(5, index)
+        cache.read(9)
+        del index
+        assert alive() is not None
+        cache.read(13)
+        assert alive() is None
+
+    def test_a_layer_reads_only_once_while_others_wait(self, cache: Any) -> None:
+        cache.publish(5, torch.zeros(1))
+        cache.read(9)
+        with pytest.raises(ModelError, match="layer 9 shares"):
+            cache.read(9)
+        cache.read(13)
+
+    def test_an_aborted_pass_leaves_nothing_to_the_next(self, cache: Any) -> None:
+        cache.publish(5, torch.zeros(1))
+        cache.read(9)
+        fresh = torch.ones(1)
+        cache.publish(5, fresh)
+        assert cache.read(9) is fresh
+        assert cache.read(13) is fresh
+
+    def test_a_full_layer_that_serves_nobody_keeps_nothing(self, cache: Any) -> None:
+        cache.publish(37, torch.zeros(1))
+        assert cache._entries == {}
+
+
+def recorded(core: Any) -> list[torch.Tensor]:
+    """The index tensors that a sparse core attention attends to from now on."""
+    seen: list[torch.Tensor] = []
+    stock_fn = core.backend.fn
+
+    def attend(q: torch.Tensor, kv: torch.Tensor, index: torch.Tensor, **options: Any) -> Any:
+        seen.append(index)
+        return stock_fn(q, kv, index, **options)
+
+    core.backend = dataclasses.replace(core.backend, fn=attend)
+    return seen
+
+
+def test_a_shared_layer_attends_to_exactly_the_indices_of_its_full_layer(model: Any, tokens: torch.Tensor) -> None:
+    full, shared = (recorded(layer(model, FAMILIES[kind]).self_attention.core_attention) for kind in "FS")
+    run(model, tokens)
+    run(model, tokens.flip(0))
+    assert len(full) == len(shared) == 2
+    assert all(mine is theirs for mine, theirs in zip(full, shared, strict=True))
+    assert not torch.equal(full[0], full[1])
+    assert full[0].shape == (B, S, 8)
+    rows = torch.arange(S)[None, :, None]
+    assert bool((full[0] <= rows).all())
+    assert bool(((full[0] >= 0).sum(-1) == (rows[..., 0] + 1).clamp(max=8)).all())
+
+
+def test_a_shared_layer_without_its_full_layer_raises(model: Any, tokens: torch.Tensor) -> None:
+    x_SBD, shared = random(S, B, D), layer(model, FAMILIES["S"])
+    with pytest.raises(ModelError, match="has not published any for this micro-batch"):
+        shared(hidden_states=x_SBD, attention_mask=causal_mask())
+    run(model, tokens)
+    with pytest.raises(ModelError, match="has not published any for this micro-batch"):
+        shared(hidden_states=x_SBD, attention_mask=causal_mask())
+
+
+def test_models_of_one_process_do_not_share_indices(process: Path, model: Any) -> None:
+    rebuilt = stock.build(OVERRIDES, preset("nam56r_tiny"), process)
+    layer(model, FAMILIES["F"])(hidden_states=random(S, B, D), attention_mask=causal_mask())
+    with pytest.raises(ModelError, match="has not published"):
+        layer(rebuilt, FAMILIES["S"])(hidden_states=random(S, B, D), attention_mask=causal_mask())
+
+
+def test_a_deeper_model_can_be_built_after_a_shallow_one(process: Path, built: Any, tokens: torch.Tensor) -> None:
+    deeper = stock.build(
+        {**OVERRIDES, "depth": 24, "dsa": {"topk": 8, "schedule": "-FS-FF"}}, preset("nam56r_tiny"), process
+    )
+    run(deeper, tokens).sum().backward()
+    assert layer(deeper, 21).self_attention.core_attention.indexer.linear_wk.weight.grad.abs().sum() > 0
+
+
+# --- what trains the indexer -------------------------------------------------------------------------------------------
+
+
+def trained(model: Any, tokens: torch.Tensor, coefficient: float) -> dict[str, torch.Tensor | None]:
+    model.config.dsa_indexer_loss_coeff = coefficient
+    run(model, tokens).mean().backward()
+    return gradients(model)
+
+
+def test_only_its_own_loss_trains_the_indexer_and_nothing_else(
+    make: Callable[[], Any], tokens: torch.Tensor
+) -> None:
+    without, with_loss, doubled = (trained(make(), tokens, coefficient) for coefficient in (0.0, 1e-3, 2e-3))
+    indexer = [name for name in without if ".indexer." in name]
+    assert len(indexer) == 5
+    for name in without:
+        if name in indexer:
+            assert without[name] is None, name
+            assert with_loss[name] is not None
+            assert with_loss[name].abs().sum() > 0, name
+            assert torch.allclose(doubled[name], 2 * with_loss[name], rtol=1e-4, atol=1e-12), name
+        else:
+            assert torch.equal(without[name], with_loss[name]), name
+
+
+def test_the_indexer_loss_is_the_divergence_from_the_attention_it_saw(model: Any, tokens: torch.Tensor) -> None:
+    """The logged loss and the gradient, from the indexer's own outputs and the attention written out."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    core = layer(model, FAMILIES["F"]).self_attention.core_attention
+    kept: dict[str, Any] = {}
+    core.register_forward_pre_hook(lambda _, args, kwargs: kept.update(query=args[0], key=args[1], **kwargs), with_kwargs=True)
+    seen = recorded(core)
+    DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
+    run(model, tokens).mean().backward()
+    q, k, w = core.indexer.forward_before_topk(kept["x"].detach(), kept["qr"].detach())
+    scores = torch.einsum("sbh,sbht->bst", w, torch.relu(torch.einsum("sbhd,tbd->sbht", q, k)))
+    index, valid = seen[0].clamp_min(0), seen[0] >= 0
+    attention = torch.einsum("sbhk,tbk->bhst", kept["query"], kept["key"].squeeze(2)).detach() * core.softmax_scale
+    picked = attention.gather(-1, index[:, None].expand(-1, attention.shape[1], -1, -1))
+    target = picked.masked_fill(~valid[:, None], -torch.inf).softmax(-1).sum(1)
+    target = target / target.sum(-1, keepdim=True)
+    log_q = scores.gather(-1, index).masked_fill(~valid, -torch.inf).log_softmax(-1)
+    terms = torch.where(valid, target * (target.clamp_min(1e-38).log() - log_q.masked_fill(~valid, 0.0)), 0.0)
+    loss = 1e-3 * terms.sum(-1).mean()
+    logged = DSAIndexerLossLoggingHelper.tracker["values"]
+    assert torch.allclose(logged[FAMILIES["F"] - 1], loss, rtol=1e-4)
+    assert torch.count_nonzero(logged) == 1
+    weight = core.indexer.linear_wk.weight
+    (expected,) = torch.autograd.grad(loss, weight)
+    assert torch.allclose(weight.grad, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_without_training_there_is_no_indexer_loss(model: Any, tokens: torch.Tensor) -> None:
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
+    with torch.no_grad():
+        run(model, tokens)
+    run(model.eval(), tokens)
+    assert torch.count_nonzero(DSAIndexerLossLoggingHelper.tracker["values"]) == 0
+
+
+# --- micro-batches -----------------------------------------------------------------------------------------------------
+
+
+def test_micro_batches_in_flight_do_not_disturb_one_another(make: Callable[[], Any], tokens: torch.Tensor) -> None:
+    """Forward, forward, backward, backward (as a pipeline does) against one after the other, bit for bit."""
+    other = tokens.flip(1)
+    apart, in_flight = make(), make()
+    for batch in (tokens, other):
+        run(apart, batch).mean().backward()
+    first, second = run(in_flight, tokens), run(in_flight, other)
+    first.mean().backward()
+    second.mean().backward()
+    alone = []
+    for batch in (tokens, other):
+        single = make()
+        run(single, batch).mean().backward()
+        alone.append(gradients(single))
+    found, expected = gradients(in_flight), gradients(apart)
+    assert {name for name, gradient in found.items() if gradient is None} == set()
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name
+        assert torch.allclose(gradient, alone[0][name] + alone[1][name], rtol=1e-5, atol=1e-7), name
+
+
+def test_the_stock_schedule_weighs_every_loss_by_the_number_of_micro_batches(
+    make: Callable[[], Any], tokens: torch.Tensor
+) -> None:
+    """The same micro-batch once and three times: equal gradients, those of the indexer too."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def step(_: Any, chunk: Any) -> Any:
+        losses = run(chunk, tokens)
+        return losses, lambda output: (output.sum(), torch.tensor(B * S), {})
+
+    found = []
+    for number in (1, 3):
+        fresh = make()
+        get_forward_backward_func()(
+            forward_step_func=step, data_iterator=None, model=[fresh], num_microbatches=number, seq_length=S,
+            micro_batch_size=B, forward_only=False,
+        )  # fmt: skip
+        found.append(gradients(fresh))
+    for name, gradient in found[0].items():
+        assert gradient is not None, name
+        assert torch.allclose(gradient, found[1][name], rtol=1e-4, atol=1e-7), name
+
+
+# --- fp32 parameters ---------------------------------------------------------------------------------------------------
+
+FP32 = {"M": {"dt_bias", "D", "b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o"}, "R": {"W", "A_log", "dt_bias", "D"}}
+
+
+@pytest.mark.parametrize("kind", FP32)
+@pytest.mark.parametrize("cast", [torch.nn.Module.bfloat16, torch.nn.Module.half, lambda m: m.to(torch.bfloat16)])
+def test_fp32_parameters_keep_dtype_and_bits_under_a_cast(model: Any, kind: str, cast: Any) -> None:
+    mixer = layer(model, FAMILIES[kind]).self_attention
+    before = {name: (parameter, parameter.detach().clone()) for name, parameter in mixer.named_parameters()}
+    cast(mixer)
+    after = dict(mixer.named_parameters())
+    assert after.keys() == before.keys()
+    assert {name for name, parameter in after.items() if parameter.dtype == torch.float32} == FP32[kind]
+    for name in FP32[kind]:
+        assert after[name] is before[name][0]
+        assert torch.equal(after[name], before[name][1])
+        assert not torch.equal(after[name], after[name].bfloat16().float())
+
+
+@pytest.mark.parametrize("kind", FP32)
+def test_fp32_parameters_follow_a_device(model: Any, kind: str) -> None:
+    mixer = layer(model, FAMILIES[kind]).self_attention
+    attributes = {name: vars(parameter).copy() for name, parameter in mixer.named_parameters()}
+    mixer.to(device="meta", dtype=torch.bfloat16)
+    moved = dict(mixer.named_parameters())
+    assert {parameter.device.type for parameter in moved.values()} == {"meta"}
+    assert {name for name, parameter in moved.items() if parameter.dtype == torch.float32} == FP32[kind]
+    assert {name: vars(moved[name]) for name in FP32[kind]} == {name: attributes[name] for name in FP32[kind]}
+    mixer.to_empty(device="cpu")
+    assert {parameter.device.type for parameter in mixer.parameters()} == {"cpu"}
+
+
+def test_a_bf16_run_keeps_them_in_fp32_and_draws_the_same_values(
+    process: Path, built: Any, tokens: torch.Tensor
+) -> None:
+    from megatron.core.transformer.module import Float16Module
+
+    low = stock.build(OVERRIDES, preset("nam56r_tiny"), process, precision="bf16")
+    wrapped = Float16Module(low.config, low)
+    for kind, names in FP32.items():
+        found, drawn = (layer(m, FAMILIES[kind]).self_attention for m in (wrapped.module, built))
+        kept = {name for name, parameter in found.named_parameters() if parameter.dtype == torch.float32}
+        assert kept == names
+        for name in names:
+            assert torch.equal(getattr(found, name), getattr(drawn, name)), name
+    losses = run(wrapped, tokens)
+    truth = run(built, tokens)
+    assert torch.allclose(losses.float(), truth, atol=0.05)
+    losses.mean().backward()
+    assert all(parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in wrapped.parameters())
+
+
+def test_initial_values(built: Any) -> None:
+    mamba, recurrent = (layer(built, FAMILIES[kind]).self_attention for kind in "MR")
+    for mixer in (mamba, recurrent):
+        step = torch.nn.functional.softplus(mixer.dt_bias)
+        assert bool(((step > 0.99e-3) & (step < 0.101)).all())
+        assert bool((mixer.D == 1).all())
+    assert bool((mamba.b_bias == 1).all())
+    assert bool((mamba.mimo_x == 0.5).all())
+    assert torch.equal(recurrent.W, torch.eye(8).expand(4, 8, 8))
+    assert bool(((recurrent.A_log >= 0) & (recurrent.A_log <= math.log(16))).all())
+    experts = layer(built, FAMILIES["E"]).mlp.experts.local_experts
+    weights = [expert.linear_fc1.weight for expert in experts]
+    assert all(not torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["A", "F", "M", "R"])
+def test_packed_rows_are_refused(model: Any, kind: str) -> None:
+    mixer = layer(model, FAMILIES[kind]).self_attention
+    target = getattr(mixer, "core_attention", mixer)
+    x_SBD = random(S, B, D)
+    packed = SimpleNamespace(qkv_format="sbhd")
+    with pytest.raises(ModelError, match="packed sequences are not supported yet"):
+        if target is mixer:
+            mixer(x_SBD, packed_seq_params=packed)
+        else:
+            target(x_SBD, x_SBD, None, None, x=x_SBD, qr=x_SBD, packed_seq_params=packed)
+
+
+@pytest.mark.parametrize("kind", ["M", "R"])
+def test_inference_caches_are_refused(model: Any, kind: str) -> None:
+    with pytest.raises(ModelError, match=rf"layer {FAMILIES[kind]}\): inference caches"):
+        layer(model, FAMILIES[kind]).self_attention(random(S, B, D), inference_context=object())
+
+
+def test_unknown_implementations_and_norms_are_refused(process: Path) -> None:
+    from megacpp_mcore.layer_specs.parts import DuplicatedLinear, TorchNorm, parts_for
+
+    with pytest.raises(ModelError, match="transformer_impl is 'inference_optimized'"):
+        parts_for(SimpleNamespace(transformer_impl="inference_optimized"))
+    with pytest.raises(ModelError, match="normalization is 'L2Norm'"):
+        TorchNorm(SimpleNamespace(normalization="L2Norm"), 4)
+    config = stock.model_config(stock.cpu_words(preset("nam56r_tiny"))).transformer
+    with pytest.raises(ModelError, match="bias=True"):
+        DuplicatedLinear(4, 4, config=config, init_method=torch.nn.init.zeros_, bias=True)
+
+
+def test_without_settings_the_arguments_must_describe_a_preset(process: Path, definition: Model) -> None:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    config = stock.model_config(stock.cpu_words(definition))
+    with pytest.raises(ArgumentMismatchError, match="contradict nam56r_tiny in 3 places"):
+        GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())

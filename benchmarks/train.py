@@ -40,7 +40,7 @@ def main() -> int:
         precision=args.precision,
         transformer_impl=args.impl,
         data=("--data-path", args.data, "--split", "100,0,0"),
-        tokenizer=_tokenizer(model, args.data),
+        tokenizer=tokenizer_words(model, data=args.data),
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size,
         train_iters=args.steps,
@@ -77,12 +77,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--label", default="train")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/train.csv"))
     return parser.parse_args()
-
-
-def _tokenizer(model: Any, prefix: str) -> tuple[str, ...]:
-    """The stock tokenizer words for ids of the dataset, of any vocabulary the model's embedding holds."""
-    words = tokenizer_words(model)
-    return words if Path(f"{prefix}.idx").exists() else sys.exit(f"{prefix}.idx is not there; prepare the data first")
 
 
 def _row(args: argparse.Namespace, seq_length: int, text: str) -> dict[str, Any]:

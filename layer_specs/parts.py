@@ -192,15 +192,15 @@ class Mixer(MegatronModule):
             )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Mixer:
-        """Apply ``fn`` as torch.nn.Module does, but let fp32 parameters change device only, never dtype."""
-        kept = {name: self._parameters.pop(name) for name in self._fp32}
-        super()._apply(fn, recurse)
-        for name, parameter in kept.items():
-            assert parameter is not None  # registered by add_parameter
-            with torch.no_grad():
-                moved = fn(parameter.data)
-                parameter.data = moved if moved.dtype == torch.float32 else parameter.data.to(moved.device)
-            self._parameters[name] = parameter
+        """Apply ``fn`` as torch.nn.Module does, but let fp32 parameters (and their gradients) change device only."""
+        own = [getattr(self, name) for name in self._fp32]
+        kept = {id(tensor) for parameter in own for tensor in (parameter, parameter.grad) if tensor is not None}
+
+        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if id(tensor) in kept and moved.dtype != tensor.dtype else moved
+
+        super()._apply(keep_dtype, recurse)
         return self
 
     def sharded_state_dict(

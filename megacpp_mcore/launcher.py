@@ -265,7 +265,11 @@ def _run_here(chosen: Plan) -> int:
         stack.enter_context(_environment(_single_process_defaults()))
         stack.enter_context(_arguments([entry, *chosen.arguments]))
         _say(chosen.describe(int(os.environ["WORLD_SIZE"])))
-        if chosen.spec is not None and chosen.spec[0].partition(".")[0] == "megacpp_mcore" and os.environ["RANK"] == "0":
+        if (
+            chosen.spec is not None
+            and chosen.spec[0].partition(".")[0] == "megacpp_mcore"
+            and os.environ["RANK"] == "0"
+        ):
             _say(verify_arguments(chosen.arguments))
         if chosen.script is not None:
             stack.enter_context(_first_on_path(chosen.script.parent))

@@ -226,7 +226,9 @@ class Model:
         _positive(self, "depth", "hidden_size", "heads", "ffn_hidden_size", "vocab_size", "seq_length", "rope_theta")
         _positive(self, "norm_eps", "init_std")
         if self.rope_theta != int(self.rope_theta):
-            raise ModelError(f"{self.name}: rope_theta is {self.rope_theta}; Megatron's --rotary-base takes whole numbers")
+            raise ModelError(
+                f"{self.name}: rope_theta is {self.rope_theta}; Megatron's --rotary-base takes whole numbers"
+            )
         parsed = grammar.parse(self.pattern)
         if parsed.mtp and (set(parsed.mtp) != {"A"} or len(parsed.mtp) != self.mtp.depth):
             raise PatternError(

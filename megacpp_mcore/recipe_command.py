@@ -6,18 +6,20 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megacpp_mcore import config
+from megacpp_mcore.data.manifest import load_manifest
+from megacpp_mcore.data.tokenizer import BYTE_VOCAB_SIZE, ByteTokenizer
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import PRESETS, Layout, Model, preset
 
 _DATA_VARIABLE = "${DATA_PREFIX:?set it to the prefix of a prepared dataset}"
-_BYTE_VOCABULARY = 260
 
 
 def add_parser(subparsers: Any) -> None:
@@ -67,15 +69,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def tokenizer_words(model: Model, folder: str | None = None) -> tuple[str, ...]:
-    """Stock tokenizer arguments: a Hugging Face folder, the built-in bytes, or ids of the model's vocabulary size."""
+def tokenizer_words(model: Model, folder: str | None = None, data: str | None = None) -> tuple[str, ...]:
+    """Stock tokenizer arguments of a run.
+
+    Args:
+        model: what is trained.
+        folder: a Hugging Face tokenizer folder; without one, the built-in bytes for a model of their vocabulary, and ids as
+            they are for any other.
+        data: prefix of the dataset, whose manifest then says what its end-of-document id is.
+    """
     if folder is not None:
         return ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder)
-    if model.vocab_size == _BYTE_VOCABULARY:
-        from megacpp_mcore.data.tokenizer import ByteTokenizer
-
+    if model.vocab_size == BYTE_VOCAB_SIZE:
         return tuple(ByteTokenizer().stock_flags())
-    return ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab_size))
+    words = ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab_size))
+    if data is None or not os.path.exists(data + ".manifest.json"):
+        return words
+    return (*words, "--null-tokenizer-eod-id", str(load_manifest(data).tokenizer["eod_id"]))
 
 
 def emit(args: argparse.Namespace) -> str:
@@ -97,7 +107,7 @@ def emit(args: argparse.Namespace) -> str:
         precision="fp32" if device == "cpu" else "bf16",
         transformer_impl=args.impl or ("local" if device == "cpu" else "transformer_engine"),
         data=("--data-path", args.data or _DATA_VARIABLE, "--split", "100,0,0"),
-        tokenizer=tokenizer_words(model, args.tokenizer),
+        tokenizer=tokenizer_words(model, args.tokenizer, args.data),
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size,
         train_iters=args.train_iters,

@@ -42,9 +42,11 @@ def _vocabulary(arguments: Sequence[str]) -> tuple[int, int | None]:
         tokenizer = load_tokenizer(folder[0])
         return tokenizer.vocab_size, tokenizer.eod_id
     sizes = _values(arguments, "--padded-vocab-size") or _values(arguments, "--vocab-size")
-    eod = _values(arguments, "--null-tokenizer-eod-id")
-    # Without a size on the command line only Megatron's own tokenizer knows it; ids are then bounded by the manifest alone.
-    return (int(sizes[0]) if sizes else 2**31), (int(eod[0]) if eod else None)
+    if not sizes:
+        return 2**31, None  # only Megatron's own tokenizer knows; the ids are then bounded by the manifest alone
+    # NullTokenizer's end of document is its last id, unless it is told otherwise.
+    eod = _values(arguments, "--null-tokenizer-eod-id") or [str(int(sizes[0]) - 1)]
+    return int(sizes[0]), int(eod[0]) if _values(arguments, "--tokenizer-type") == ["NullTokenizer"] else None
 
 
 def _values(arguments: Sequence[str], flag: str) -> list[str]:

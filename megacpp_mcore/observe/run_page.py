@@ -29,7 +29,7 @@ p { margin: 0.5rem 0; } .dim { color: var(--dim); }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: 0.75rem; margin: 1rem 0; }
 .figures div { border: 1px solid var(--line); border-radius: 0.5rem; padding: 0.6rem 0.8rem; }
 .figures b { display: block; font-size: 1.5rem; font-variant-numeric: tabular-nums; }
-svg { display: block; width: 100%; height: auto; } svg text { fill: var(--dim); font: 12px system-ui, sans-serif; }
+svg { display: block; width: 100%; height: auto; } svg text { fill: var(--dim); font: 13px system-ui, sans-serif; }
 .grid { stroke: var(--line); } .mark { stroke: var(--dim); stroke-dasharray: 3 3; }
 .curve { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 .one { stroke: var(--one); } .two { stroke: var(--two); } text.one { fill: var(--one); stroke: none; }

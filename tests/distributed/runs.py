@@ -101,13 +101,18 @@ class Laboratory:
         return self._once(name, LAYOUTS[name], COMPARED, ["--save-interval", str(COMPARED), *load])
 
     def untrained(self, name: str) -> Run:
-        """The model that layout ``name`` starts with when it loads nothing, saved as step 0."""
-        return self._once(f"untrained {name}", LAYOUTS[name], 1, ["--no-save-optim"], save_only=True)
+        """The model that layout ``name`` starts with when it finds nothing to load, saved as step 0."""
+        empty = self.folder / "empty"
+        empty.mkdir(exist_ok=True)
+        extra = ["--load", str(empty), "--no-save-optim"]
+        return self._once(f"untrained {name}", LAYOUTS[name], 1, extra, save_only=True)
 
-    def moved(self, source: Run, name: str) -> Run:
-        """The last checkpoint of ``source`` loaded in layout ``name``, optimizer included, and saved again as it is."""
-        load = ["--load", str(source.checkpoints)]
-        return self._once(f"{source.checkpoints.parent.name} to {name}", LAYOUTS[name], COMPARED, load, save_only=True)
+    def moved(self, source: Run, name: str, *, optimizer: bool = True) -> Run:
+        """The last checkpoint of ``source`` loaded in layout ``name`` and saved again as it is."""
+        extra = ["--load", str(source.checkpoints)]
+        extra += [] if optimizer else ["--no-load-optim", "--no-save-optim"]
+        label = f"{source.checkpoints.parent.name} to {name}"
+        return self._once(label, LAYOUTS[name], COMPARED, extra, save_only=True)
 
     def _once(
         self,

@@ -103,8 +103,10 @@ def build(
     import yaml
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.training.models.gpt import GPTModelBuilder
 
+    destroy_moe_metrics_tracker()  # stock sizes it by the first model of the process
     file = folder / "megacpp.yaml"
     file.write_text(yaml.safe_dump({"model": preset.name, "overrides": dict(overrides)}))
     words = cpu_words(with_overrides(preset, overrides), None, *extra, precision=precision)
@@ -167,4 +169,4 @@ def loss_scale(scale: float) -> None:
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
     for scaler in (DSAIndexerLossAutoScaler, MoEAuxLossAutoScaler, MTPLossAutoScaler):
-        scaler.set_loss_scale(torch.tensor(scale))
+        scaler.set_loss_scale(torch.full((1,), scale))

@@ -42,7 +42,7 @@ def test_the_last_flag_counts() -> None:
 
 
 def test_a_whole_dataset_is_verified(prefix: str) -> None:
-    words = ["--data-path", prefix, "--vocab-size", "260", "--null-tokenizer-eod-id", "256"]
+    words = ["--data-path", prefix, *tokenizer_words(preset("nam56r_tiny"))]
     assert verify_arguments(words) == f"data: {prefix} verified against its manifest"
 
 
@@ -52,10 +52,18 @@ def test_what_is_not_read_is_said() -> None:
 
 
 def test_another_vocabulary_or_end_of_document_is_refused(prefix: str) -> None:
-    with pytest.raises(DataError, match="256"):
-        verify_arguments(["--data-path", prefix, "--vocab-size", "260", "--null-tokenizer-eod-id", "0"])
-    with pytest.raises(DataError):
-        verify_arguments(["--data-path", prefix, "--vocab-size", "100"])
+    words = ["--data-path", prefix, "--tokenizer-type", "NullTokenizer", "--vocab-size"]
+    for other in (["260", "--null-tokenizer-eod-id", "0"], ["260"]):  # the second means 259, Megatron's default
+        with pytest.raises(DataError, match="256"):
+            verify_arguments([*words, *other])
+    with pytest.raises(DataError, match="100"):
+        verify_arguments([*words, "100", "--null-tokenizer-eod-id", "256"])
+
+
+def test_ids_of_a_wider_model_take_the_end_of_document_from_the_manifest(prefix: str) -> None:
+    words = tokenizer_words(preset("nam56r_quarter"), data=prefix)
+    assert words[-2:] == ("--null-tokenizer-eod-id", "256")
+    verify_arguments(["--data-path", prefix, *words])
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])

@@ -80,7 +80,11 @@ def test_all_contradictions_are_listed_at_once() -> None:
         check_arguments(model, [source])
     lines = str(raised.value).splitlines()
     assert "contradict nam56r_tiny in 3 places" in lines[0]
-    assert [line.split(":")[0].strip() for line in lines[1:4]] == ["hidden_size", "gated_linear_unit", "moe_router_topk"]
+    assert [line.split(":")[0].strip() for line in lines[1:4]] == [
+        "hidden_size",
+        "gated_linear_unit",
+        "moe_router_topk",
+    ]
     assert "recipe emit nam56r_tiny" in lines[4]
 
 
@@ -186,7 +190,9 @@ def test_every_flag_and_every_remedy_is_one_of_megatron(process: None) -> None:
         for argument in model_arguments(model):
             words.update(argument.words, argument.remedy.split())
         for layout in LAYOUTS.values():
-            with_schedule = with_overrides(model, {"dsa": {"schedule": "F"}, "depth": 12 if model.depth == 13 else model.depth})
+            with_schedule = with_overrides(
+                model, {"dsa": {"schedule": "F"}, "depth": 12 if model.depth == 13 else model.depth}
+            )
             for training in (Training(), Training(device="cpu", transformer_impl="local", precision="fp32")):
                 words.update(lower(with_schedule, layout, training))
     flags = {word for word in words if word.startswith("--")}
@@ -245,7 +251,9 @@ def test_contradictions_of_real_runs(process: None, changes: list[str], fields: 
         ("AEM|E|AEMEAE|MR", Layout(pipeline=4), "Et*3|t*1|t*6|t*2mL"),
     ],
 )
-def test_marked_stages_are_the_chunks_that_megatron_cuts(process: None, pattern: str, layout: Layout, text: str) -> None:
+def test_marked_stages_are_the_chunks_that_megatron_cuts(
+    process: None, pattern: str, layout: Layout, text: str
+) -> None:
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     from megacpp_mcore.layer_specs import nam56r
@@ -274,7 +282,7 @@ def config_layer_ids(config: Any, vp_stage: int, pp_rank: int) -> list[int]:
     from megatron.core.transformer.enums import LayerType
 
     size = config.virtual_pipeline_model_parallel_size
-    with mock.patch.object(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: size):
+    with mock.patch.object(parallel_state, "get_virtual_pipeline_model_parallel_world_size", return_value=size):
         return list(config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage, pp_rank))
 
 

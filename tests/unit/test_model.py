@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -71,8 +72,15 @@ def test_nothing_can_change(nam56r: Model) -> None:
 
 
 def test_overrides_make_a_new_model(tiny: Model) -> None:
-    changed = with_overrides(tiny, {"dsa": {"topk": 8}, "rope_theta": 10_000, "m2rnn": {"heads": None}, "hidden_size": 320})
-    assert (changed.dsa.topk, changed.rope_theta, changed.recurrent_heads, changed.dsa.schedule) == (8, 10_000.0, 4, "-FS")
+    changed = with_overrides(
+        tiny, {"dsa": {"topk": 8}, "rope_theta": 10_000, "m2rnn": {"heads": None}, "hidden_size": 320}
+    )
+    assert (changed.dsa.topk, changed.rope_theta, changed.recurrent_heads, changed.dsa.schedule) == (
+        8,
+        10_000.0,
+        4,
+        "-FS",
+    )
     assert isinstance(changed.rope_theta, float)
     assert tiny.dsa.topk == 32
     assert with_overrides(tiny, {}) == tiny
@@ -292,7 +300,7 @@ def test_stages_of_a_staged_pattern_are_its_chunks(tiny: Model) -> None:
 def test_mtp_weights(depth: int, decay: float, scale: float) -> None:
     weights = MTP(depth=depth, loss_decay=decay, loss_scale=scale).weights
     assert math.isclose(sum(weights), scale)
-    assert all(math.isclose(after, before * decay) for before, after in zip(weights, weights[1:], strict=False))
+    assert all(math.isclose(after, before * decay) for before, after in itertools.pairwise(weights))
 
 
 def test_mtp_weights_of_nam56r(nam56r: Model) -> None:

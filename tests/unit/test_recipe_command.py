@@ -115,7 +115,9 @@ def test_an_unset_data_prefix_stops_the_shell(capsys: pytest.CaptureFixture[str]
     import subprocess
 
     command = recipe(capsys, "emit", "nam56r").replace("torchrun", "echo")
-    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin"})
+    ended = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin"}
+    )
     assert ended.returncode != 0
     assert "prefix of a prepared dataset" in ended.stderr
     ended = subprocess.run(

@@ -80,7 +80,12 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
     prepare(model, transformer)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
     layers = chunk_layers(transformer, vp_stage)
-    log_single_rank(logger, logging.INFO, f"megacpp-mcore: building {model.name}, layers {model.layers}")
+    log_single_rank(
+        logger,
+        logging.INFO,
+        f"megacpp-mcore: building {model.name}, layers {model.layers}, DSA schedule {model.dsa.schedule}, "
+        f"{model.dsa.warmup_steps} steps of dense indexer warm-up",
+    )
     return block_submodules(model, transformer, layers, vp_stage, dispatcher)
 
 
@@ -148,6 +153,11 @@ def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, .
         raise ModelError(
             f"{model.name}: context parallelism is {config.context_parallel_size}; no block family of this model can cut "
             "a sequence over ranks yet, leave --context-parallel-size at 1"
+        )
+    if config.fp8 or config.delay_wgrad_compute:
+        raise ModelError(
+            f"{model.name}: {'--fp8-format would wrap every layer' if config.fp8 else '--delay-wgrad-compute'} "
+            "is not supported yet; leave it out"
         )
     model.check_cut(layout)
     if grammar.parse(model.pattern).staged and chunks != model.chunks(layout):

@@ -29,7 +29,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megacpp_mcore.data.arguments import verify_arguments
 from megacpp_mcore.errors import CheckoutError, LaunchError, MegacppError, SpecImportError
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -270,7 +269,7 @@ def _run_here(chosen: Plan) -> int:
             and chosen.spec[0].partition(".")[0] == "megacpp_mcore"
             and os.environ["RANK"] == "0"
         ):
-            _say(verify_arguments(chosen.arguments))
+            _verify_data(chosen.arguments)
         if chosen.script is not None:
             stack.enter_context(_first_on_path(chosen.script.parent))
         if chosen.device == "cpu":
@@ -282,6 +281,12 @@ def _run_here(chosen: Plan) -> int:
         if status == 0:
             _leave_process_group()
     return status
+
+
+def _verify_data(arguments: Sequence[str]) -> None:
+    from megacpp_mcore.data.arguments import verify_arguments  # brings numpy, which --help does without
+
+    _say(verify_arguments(arguments))
 
 
 def _run_main(script: Path | None) -> int:

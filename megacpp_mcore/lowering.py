@@ -278,7 +278,27 @@ def mismatches(model: Model, sources: Sequence[object]) -> list[str]:
         value = getattr(holder, argument.field)
         if not _same(value, argument.expected):
             found.append(f"{argument.field}: found {value!r}, expected {argument.expected!r} ({argument.remedy})")
-    return found
+    return found + _vocabulary_mismatch(model, sources)
+
+
+def _vocabulary_mismatch(model: Model, sources: Sequence[object]) -> list[str]:
+    """The vocabulary comes from the run's tokenizer; Megatron's configuration holds it padded or not, as the run says."""
+    found = _first(sources, "vocab_size", None)
+    tensor, divisible_by = (
+        _first(sources, "tensor_model_parallel_size", 1),
+        _first(sources, "make_vocab_size_divisible_by", 128),
+    )
+    padded = model.vocab_size_padded(tensor, divisible_by)
+    if found in (model.vocab_size, padded):
+        return []
+    return [
+        f"vocab_size: found {found!r}, expected {model.vocab_size}, or {padded} with padding "
+        "(choose a tokenizer of that size, or override vocab_size in the file MEGACPP_CONFIG names)"
+    ]
+
+
+def _first(sources: Sequence[object], field: str, default: Any) -> Any:
+    return next((getattr(source, field) for source in sources if hasattr(source, field)), default)
 
 
 def _same(found: Any, expected: Any) -> bool:

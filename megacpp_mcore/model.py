@@ -62,7 +62,7 @@ class DSA:
         topk: keys a query attends to.
         loss_coeff: weight of the indexer's KL loss.
         warmup_steps: steps at the start in which the indexer is trained densely (over every causal key) and A layers
-            attend to every causal key; 0 means none, and the launcher says so.
+            attend to every causal key; 0 means none, and the log of a run says so.
     """
 
     schedule: str = "-FSS"

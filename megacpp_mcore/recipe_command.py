@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore import config
-from megacpp_mcore.data.manifest import load_manifest
-from megacpp_mcore.data.tokenizer import BYTE_VOCAB_SIZE, ByteTokenizer
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import PRESETS, Layout, Model, preset
@@ -78,6 +76,10 @@ def tokenizer_words(model: Model, folder: str | None = None, data: str | None = 
             they are for any other.
         data: prefix of the dataset, whose manifest then says what its end-of-document id is.
     """
+    # Imported here: these bring numpy, which the command line starts without.
+    from megacpp_mcore.data.manifest import load_manifest
+    from megacpp_mcore.data.tokenizer import BYTE_VOCAB_SIZE, ByteTokenizer
+
     if folder is not None:
         return ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder)
     if model.vocab_size == BYTE_VOCAB_SIZE:

@@ -98,14 +98,12 @@ class Laboratory:
     def compared(self, name: str) -> Run:
         """:data:`COMPARED` steps in layout ``name`` from the last checkpoint of :meth:`main`, from the first sample on."""
         load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
-        return self._once(name, LAYOUTS[name], COMPARED, ["--save-interval", str(COMPARED), *load])
+        return self._once(name, LAYOUTS[name], COMPARED, ["--save-interval", "1", *load])
 
     def untrained(self, name: str) -> Run:
-        """The model that layout ``name`` starts with when it finds nothing to load, saved as step 0."""
-        empty = self.folder / "empty"
-        empty.mkdir(exist_ok=True)
-        extra = ["--load", str(empty), "--no-save-optim"]
-        return self._once(f"untrained {name}", LAYOUTS[name], 1, extra, save_only=True)
+        """The model that layout ``name`` starts with when it loads nothing, saved after one step of size zero."""
+        extra = ["--save-interval", "1", "--no-save-optim"]
+        return self._once(f"untrained {name}", LAYOUTS[name], 1, extra, learning_rate=0.0)
 
     def moved(self, source: Run, name: str, *, optimizer: bool = True) -> Run:
         """The last checkpoint of ``source`` loaded in layout ``name`` and saved again as it is."""

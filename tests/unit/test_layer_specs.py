@@ -485,6 +485,24 @@ def test_the_stock_schedule_weighs_every_loss_by_the_number_of_micro_batches(
         assert torch.allclose(gradient, found[1][name], rtol=1e-4, atol=1e-7), name
 
 
+@pytest.mark.parametrize("module", ["mla_up_proj", "moe", "shared_experts"])
+def test_selective_recompute_changes_no_gradient(
+    process: Path, make: Callable[[], Any], tokens: torch.Tensor, module: str
+) -> None:
+    from megatron.core.pipeline_parallel.schedules import custom_backward
+
+    words = ("--recompute-granularity", "selective", "--recompute-modules", module)
+    plain, recomputing = make(), stock.build(OVERRIDES, preset("nam56r_tiny"), process, *words)
+    recomputing.load_state_dict(plain.state_dict())
+    assert recomputing.config.recompute_modules == [module]
+    for model in (plain, recomputing):
+        # As Megatron's schedules do; while Tensor.backward runs, the CPU lane's device mode is off.
+        custom_backward(run(model.train(), tokens).mean(), None)
+    found = gradients(recomputing)
+    for name, gradient in gradients(plain).items():
+        assert torch.allclose(gradient, found[name], rtol=1e-5, atol=1e-8), name
+
+
 # --- fp32 parameters ---------------------------------------------------------------------------------------------------
 
 FP32 = {"M": {"dt_bias", "D", "b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o"}, "R": {"W", "A_log", "dt_bias", "D"}}

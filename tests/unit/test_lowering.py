@@ -26,7 +26,8 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def matching(model: Model) -> SimpleNamespace:
     """A configuration that holds what ``model`` asks for."""
-    return SimpleNamespace(**{argument.field: argument.expected for argument in model_arguments(model)})
+    asked = {argument.field: argument.expected for argument in model_arguments(model)}
+    return SimpleNamespace(**asked, vocab_size=model.vocab_size)
 
 
 def other(value: Any) -> Any:
@@ -63,7 +64,21 @@ def test_each_missing_field_is_listed() -> None:
         delattr(source, argument.field)
         (found,) = mismatches(model, [source])
         assert found == f"{argument.field}: not configured; expected {argument.expected!r} ({argument.remedy})"
-    assert len(mismatches(model, [])) == len(model_arguments(model))
+    assert len(mismatches(model, [])) == len(model_arguments(model)) + 1  # and the vocabulary
+
+
+def test_the_vocabulary_may_be_padded_and_no_other() -> None:
+    model = preset("nam56r_tiny")
+    source = matching(model)
+    for vocab_size in (260, 384):
+        source.vocab_size = vocab_size
+        assert mismatches(model, [source]) == []
+    source.tensor_model_parallel_size = 2
+    source.vocab_size = 512
+    assert mismatches(model, [source]) == []
+    source.vocab_size = 384
+    (found,) = mismatches(model, [source])
+    assert found.startswith("vocab_size: found 384, expected 260, or 512 with padding")
 
 
 def test_every_field_is_asked_once() -> None:

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacpp_mcore.errors import ModelError, PatternError
@@ -182,6 +182,7 @@ def test_an_mtp_part_that_fits_is_accepted(tiny: Model) -> None:
     assert with_overrides(tiny, {"pattern": "AEMEAEMEAEMR/A"}).layers == tiny.layers
 
 
+@settings(deadline=None)
 @given(
     pattern=st.text(alphabet="AMER", min_size=1, max_size=8),
     depth=st.integers(-1, 20),
@@ -296,6 +297,7 @@ def test_stages_of_a_staged_pattern_are_its_chunks(tiny: Model) -> None:
     assert staged.chunks(Layout(pipeline=3)) == (range(1, 4), range(4, 8), range(8, 13))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.floats(0.05, 1.0), st.floats(0.01, 1.0))
 def test_mtp_weights(depth: int, decay: float, scale: float) -> None:
     weights = MTP(depth=depth, loss_decay=decay, loss_scale=scale).weights
@@ -333,6 +335,7 @@ def test_the_size_of_nam56r(nam56r: Model) -> None:
     assert round((total - nam56r.parameters()["mtp"]) / 1e9, 2) == 4.33
 
 
+@settings(deadline=None)
 @given(st.integers(1, 200_000), st.sampled_from([1, 2, 4, 8]))
 def test_the_padded_vocabulary(vocab: int, tensor: int) -> None:
     model = with_overrides(preset("nam56r_tiny"), {"vocab_size": vocab})

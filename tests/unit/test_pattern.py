@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacpp_mcore import pattern
@@ -40,6 +40,7 @@ def roles(layers: str) -> tuple[str | None, ...]:
     return attention_roles(layers, "-FSS")
 
 
+@settings(deadline=None)
 @given(legal)
 def test_print_inverts_parse(text: str) -> None:
     parsed = parse(text)
@@ -47,12 +48,14 @@ def test_print_inverts_parse(text: str) -> None:
     assert parse(str(parsed)) == parsed
 
 
+@settings(deadline=None)
 @given(st.lists(letters, min_size=1, max_size=4), st.lists(letters, max_size=3))
 def test_parse_inverts_print(stages: list[str], mtp: list[str]) -> None:
     made = pattern.Pattern(stages=tuple(stages), mtp=tuple(mtp))
     assert parse(str(made)) == made
 
 
+@settings(deadline=None)
 @given(letters, st.characters().filter(lambda c: c not in "AMER|/"), letters)
 def test_an_unknown_character_is_named_with_its_place(before: str, character: str, after: str) -> None:
     with pytest.raises(PatternError) as raised:
@@ -62,6 +65,7 @@ def test_an_unknown_character_is_named_with_its_place(before: str, character: st
     assert "allowed are A, M, E, R, '|'" in message
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="AMER|/ax", max_size=12))
 def test_every_text_parses_or_is_refused(text: str) -> None:
     parts = text.split("/")
@@ -109,6 +113,7 @@ def test_an_empty_pattern_is_refused() -> None:
         parse("")
 
 
+@settings(deadline=None)
 @given(letters, st.integers(1, 60))
 def test_tiling_repeats_the_letters(text: str, depth: int) -> None:
     tiled = parse(text).layers(depth)
@@ -116,6 +121,7 @@ def test_tiling_repeats_the_letters(text: str, depth: int) -> None:
     assert all(tiled[i] == text[i % len(text)] for i in range(depth))
 
 
+@settings(deadline=None)
 @given(st.lists(letters, min_size=2, max_size=4), st.integers(1, 60))
 def test_stage_marks_turn_tiling_off(stages: list[str], depth: int) -> None:
     staged, whole = parse("|".join(stages)), "".join(stages)
@@ -167,6 +173,7 @@ def test_a_shared_layer_needs_a_full_one_below(schedule: str, layer: int) -> Non
         source_layers((None, "S"))
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="-FS", max_size=3), st.characters().filter(lambda c: c not in "-FS"))
 def test_an_unknown_role_is_named_with_its_place(before: str, character: str) -> None:
     with pytest.raises(PatternError) as raised:
@@ -182,6 +189,7 @@ def test_schedules_that_do_not_fit() -> None:
     assert attention_roles("EMER", "-FS") == (None,) * 4
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="AMER", min_size=1, max_size=30), st.text(alphabet="-FS", min_size=1, max_size=8))
 def test_roles_follow_the_tiled_schedule_or_are_refused(text: str, schedule: str) -> None:
     count = text.count("A")
@@ -222,6 +230,7 @@ def test_promotion_for_pipeline_layouts(
     )
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 60))
 def test_uniform_chunks_cover_every_layer_once(pipeline: int, virtual: int, depth: int) -> None:
     if depth % (pipeline * virtual):

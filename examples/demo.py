@@ -131,7 +131,7 @@ def training_command(plan: Plan, train_prefix: str, *, resume: bool) -> list[str
 def scoring_command(plan: Plan, heldout_prefix: str) -> list[str]:
     """The command that scores the last checkpoint."""
     extra = ["--load", str(plan.checkpoints), "--heldout", heldout_prefix, "--score-output", str(plan.score_file)]
-    extra += ["--score-tokens", str(plan.score_tokens)]
+    extra += ["--score-tokens", str(plan.score_tokens), "--score-batch", "32" if plan.device == "cpu" else "128"]
     script = str(ROOT / "examples" / "score_heldout.py")
     return [*launch_words(plan), script, *megatron_words(plan, (), extra)]
 
@@ -149,7 +149,7 @@ def started(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
     """Run a command in a process group of its own, its output appended to ``log``; nothing of it outlives the context."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    # Layers this small gain nothing from a second thread, and threads that wait for a busy core cost much.
+    # A second thread gains little on layers this small, and costs much as soon as something else wants its core.
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.pop(config.VARIABLE, None)  # a file about some other model
     with open(log, "ab") as output:

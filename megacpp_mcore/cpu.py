@@ -143,7 +143,7 @@ def install() -> CpuLane:
     try:
         _disable_dynamo(lane)
         # Imported before the stand-ins, so that the names of torch.cuda that Megatron copies at import are the originals.
-        from megatron.core.transformer.moe import experts
+        from megatron.core.transformer.moe import experts, moe_utils
 
         _stand_in_for_torch_cuda(lane)
         _send_devices_to_cpu(lane)
@@ -151,6 +151,8 @@ def install() -> CpuLane:
         _keep_loaders_off_the_generator(lane)
         _quiet_shared_generator_warning(lane)
         _seed_experts_by_global_index(lane, experts)
+        # Where Transformer Engine is installed the fp32 router would call its GEMM, which takes CUDA tensors only.
+        lane.replace(moe_utils, "te_general_gemm", None)
     except BaseException:
         lane.remove()
         raise
@@ -535,7 +537,7 @@ def _seed_experts_by_global_index(lane: CpuLane, experts: Any) -> None:
         arguments = signature.bind(*args, **kwargs).arguments
         first = arguments["num_local_experts"] * arguments["pg_collection"].ep.rank()
         indices = itertools.count(first)
-        layer_seed = int(torch.randint(2**48, ()))
+        layer_seed = int(torch.randint(2**48, (), device="cpu"))
         stock_mlp = experts.MLP
 
         def build_expert(*mlp_args: Any, **mlp_kwargs: Any) -> Any:

@@ -18,18 +18,19 @@ class ScalarFile:
     """What Megatron uses of ``torch.utils.tensorboard.SummaryWriter``."""
 
     def __init__(self, log_dir: str, max_queue: int) -> None:
-        self._file = Path(log_dir).open("w", encoding="utf-8")
+        self._file = Path(log_dir)
+        self._file.touch()
 
     def add_scalar(self, name: str, value: Any, step: int) -> None:
         """Write one record; a float of Python is written so that it reads back the same."""
-        self._file.write(json.dumps({"name": name, "step": step, "value": float(value)}) + "\n")
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"name": name, "step": step, "value": float(value)}) + "\n")
 
     def add_text(self, name: str, text: str, global_step: int) -> None:
         """Megatron's arguments come this way; nobody compares them."""
 
     def flush(self) -> None:
-        """Bring the records to the file."""
-        self._file.flush()
+        """Do nothing: each record is in the file already."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The first door: unmodified ``pretrain_gpt.py`` trains nam56r_tiny with either form of ``--spec``, as the wheel's loop does."""
+"""The first door: unmodified ``pretrain_gpt.py`` trains with either form of ``--spec`` what the wheel's loop trains."""
 
 import os
 import re

@@ -99,7 +99,7 @@ def test_the_metadata(wheel: Path) -> None:
     assert set(metadata.get_all("Provides-Extra")) == {"te", "ssm", "torchao", "deepgemm", "nemo", "demo", "dev"}
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
     hard = {one.name.lower(): one for one in requirements if one.marker is None}
-    assert set(hard) == {"megatron-core", "numpy", "packaging", "pyyaml", "torch"}
+    assert set(hard) == {"megatron-core", "numpy", "packaging", "psutil", "pyyaml", "torch"}
     for version, fits in (("0.18.4", False), ("0.19.0", True), ("0.19.2", True), ("0.20.0", False)):
         assert (version in hard["megatron-core"].specifier) is fits
     impostors = {"apex", "deep-gemm", "deep_gemm", "megatron-bridge"}

@@ -57,6 +57,7 @@ LAYOUTS: Mapping[str, Layout] = {
 """Every layout that has to train as one process does. With two processes EP 2 is data-parallel 2, too."""
 
 _WARM_UP = ("--lr-warmup-iters", "1")
+_LARGE, _SMALL = 1e-3, 1e-4
 
 
 @dataclass(frozen=True)
@@ -90,19 +91,20 @@ class Laboratory:
     def main(self) -> Run:
         """The run that the others start from: one process from random weights, its first step of size zero."""
         # Large steps: after six, norms, decays and biases are far from the constants they started as.
-        return self._once("main", LAYOUTS[ONE], MAIN, _WARM_UP, learning_rate=1e-3)
+        return self._once("main", LAYOUTS[ONE], MAIN, _WARM_UP, save_every=1)
 
     def resumed(self) -> Run:
         """:meth:`main` once more from its checkpoint of step :data:`RESUMED`, in a new process."""
         load = ["--load", str(self.main().checkpoints), "--ckpt-step", str(RESUMED)]
-        return self._once("resumed", LAYOUTS[ONE], MAIN, [*_WARM_UP, *load], learning_rate=1e-3)
+        return self._once("resumed", LAYOUTS[ONE], MAIN, [*_WARM_UP, *load])
 
     def compared(self, name: str) -> Run:
         """:data:`COMPARED` steps in layout ``name`` from the last checkpoint of :meth:`main`, from the first sample on."""
         # Adam starts anew, and would make whole steps of gradients that are nothing but rounding noise; summed up, these tip
         # near ties in the selection of keys or experts, and then two right layouts differ by more than rounding.
         load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
-        return self._once(name, LAYOUTS[name], COMPARED, [*load, "--adam-eps", "1e-5"], learning_rate=1e-4)
+        extra = [*load, "--adam-eps", "1e-5"]
+        return self._once(name, LAYOUTS[name], COMPARED, extra, learning_rate=_SMALL)
 
     def untrained(self, name: str) -> Run:
         """The model that layout ``name`` starts with when it loads nothing, saved after one step of size zero."""
@@ -113,7 +115,7 @@ class Laboratory:
         extra = ["--load", str(source.checkpoints)]
         extra += [] if optimizer else ["--no-load-optim", "--no-save-optim"]
         label = f"{source.checkpoints.parent.name} to {name}"
-        return self._once(label, LAYOUTS[name], COMPARED, extra, save_only=True)
+        return self._once(label, LAYOUTS[name], COMPARED, extra, learning_rate=_SMALL, save_only=True)
 
     def _once(
         self,
@@ -122,7 +124,8 @@ class Laboratory:
         steps: int,
         extra: Sequence[str],
         *,
-        learning_rate: float = 1e-3,
+        learning_rate: float = _LARGE,
+        save_every: int | None = None,
         save_only: bool = False,
     ) -> Run:
         if name not in self._runs:
@@ -133,7 +136,7 @@ class Laboratory:
                 save += ["--ckpt-convert-save", str(folder)]
             else:
                 saved = folder / "checkpoints"
-                save = ["--save", str(saved), "--save-interval", "1"]
+                save = ["--save", str(saved), "--save-interval", str(save_every or steps)]
             words = [*self._words(layout, steps, learning_rate), *save, *extra]
             self._runs[name] = self._run(
                 name, folder, saved, words, max(layout.tensor, layout.expert) * layout.pipeline

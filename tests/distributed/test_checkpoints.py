@@ -10,6 +10,9 @@ import torch
 from tests.distributed.runs import COMPARED, MAIN, MODEL, ONE, RESUMED, Laboratory
 
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+
+
 def assert_same_bytes(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
     """Fail, with names, if two checkpoints hold other tensors, or one of them in other bytes."""
     assert found.keys() == expected.keys()
@@ -24,7 +27,6 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 # Megatron keeps a second optimizer for the experts under EP, and under TP with uncut experts; without the distributed
 # optimizer it loads the state of two into two only. There parameters and buffers alone can move.
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "optimizer"), [("PP 2 × VPP 2", True), ("EP 2", False), ("TP 2 with SP", False)])
 def test_a_checkpoint_of_any_layout_loads_in_one_process(laboratory: Laboratory, name: str, optimizer: bool) -> None:
     source = laboratory.compared(name)
@@ -35,7 +37,6 @@ def test_a_checkpoint_of_any_layout_loads_in_one_process(laboratory: Laboratory,
     assert_same_bytes(expected, laboratory.moved(source, ONE, optimizer=optimizer).tensors(COMPARED))
 
 
-@pytest.mark.slow
 def test_a_resumed_run_repeats_the_uninterrupted_one(laboratory: Laboratory) -> None:
     whole, resumed = laboratory.main(), laboratory.resumed()
     later = range(RESUMED + 1, MAIN + 1)
@@ -48,7 +49,6 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(laboratory: Laboratory) -> 
     assert_same_bytes(whole.tensors(MAIN), resumed.tensors(MAIN))
 
 
-@pytest.mark.slow
 def test_no_two_experts_start_equal_and_each_is_the_same_in_both_layouts(laboratory: Laboratory) -> None:
     untrained = laboratory.untrained("EP 2")
     assert untrained.scalars["learning-rate"] == {1: 0.0}

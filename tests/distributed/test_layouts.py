@@ -1,4 +1,4 @@
-"""Every layout trains the same model: losses, gradient norm and every single gradient, from one checkpoint, in fp32."""
+"""Every layout trains the same model: losses, gradient norm, every gradient and parameter; one checkpoint, fp32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from megacpp_mcore.model import preset
-from tests.distributed.runs import COMPARED, LAYOUTS, MODEL, ONE, Laboratory, execute, words_for, write_config
+from tests.distributed.runs import COMPARED, LAYOUTS, MODEL, ONE, Laboratory, Run, execute, words_for, write_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
 TOLERANCE = 1e-5
 """Relative, for losses, gradient norm and gradients."""
@@ -25,21 +27,19 @@ SCALARS = (
     "grad-norm",
 )
 MOMENTUM = "optimizer.state.exp_avg."
-"""Prefix, in a checkpoint, of Adam's mean of the gradients: after the first step, a tenth of the clipped gradient."""
+"""Prefix, in a checkpoint, of Adam's mean of the gradients: a weighted sum of those of all steps."""
 
 OTHERS = [name for name in LAYOUTS if name != ONE]
 
 
-def gradients(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adam's mean gradients in a checkpoint, by parameter; experts one by one."""
+def tensors_of(run: Run) -> dict[str, torch.Tensor]:
+    """All tensors of a run's last checkpoint, parameters and gradients with them; experts one by one."""
     found: dict[str, torch.Tensor] = {}
-    for name, value in tensors.items():
-        if name.startswith(MOMENTUM):
-            parameter = name.removeprefix(MOMENTUM)
-            experts = value.unbind() if ".experts.experts." in parameter else [value]
-            found |= {
-                f"{parameter}[{index}]" if len(experts) > 1 else parameter: part for index, part in enumerate(experts)
-            }
+    for name, value in run.tensors(COMPARED).items():
+        if ".experts.experts." in name:
+            found |= {f"{name}[{index}]": expert for index, expert in enumerate(value)}
+        else:
+            found[name] = value
     return found
 
 
@@ -55,16 +55,15 @@ def differing_scalars(
     ]
 
 
-def differing_gradients(
+def differing_tensors(
     expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float = TOLERANCE
 ) -> list[str]:
-    """One sentence for each gradient whose difference has a norm of more than ``tolerance`` times its own."""
+    """One sentence for each tensor whose difference has a norm of more than ``tolerance`` times its own."""
     assert found.keys() == expected.keys()
     off = {name: float((found[name] - value).norm() / value.norm()) for name, value in expected.items()}
     return [f"{name}: off by {ratio:.2e}" for name, ratio in off.items() if not ratio <= tolerance]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_losses_and_gradient_norm(laboratory: Laboratory, name: str) -> None:
     expected, found = laboratory.compared(ONE).scalars, laboratory.compared(name).scalars
@@ -72,37 +71,29 @@ def test_losses_and_gradient_norm(laboratory: Laboratory, name: str) -> None:
     assert differing_scalars(expected, found) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_gradient(laboratory: Laboratory, name: str) -> None:
-    expected = gradients(laboratory.compared(ONE).tensors(1))
-    assert differing_gradients(expected, gradients(laboratory.compared(name).tensors(1))) == []
+def test_every_gradient_and_parameter(laboratory: Laboratory, name: str) -> None:
+    expected, found = tensors_of(laboratory.compared(ONE)), tensors_of(laboratory.compared(name))
+    assert differing_tensors(expected, found) == []
 
 
-@pytest.mark.slow
 def test_what_is_compared_is_the_whole_model_at_work(laboratory: Laboratory) -> None:
     run = laboratory.compared(ONE)
-    tensors = run.tensors(1)
+    tensors = run.tensors(COMPARED)
     trained = [name.removeprefix(MOMENTUM) for name in tensors if name.startswith(MOMENTUM)]
-    counts = MODEL.parameters()
-    assert sum(tensors[name].numel() for name in trained) == sum(counts.values())
-    assert [name for name, value in gradients(tensors).items() if not value.norm() > 0] == []
+    assert sum(tensors[name].numel() for name in trained) == sum(MODEL.parameters().values())
+    assert [name for name, value in tensors_of(run).items() if not value.norm() > 0] == []
     for name in SCALARS:
-        values = list(run.scalars[name].values())
+        values = [run.scalars[name][step] for step in range(1, COMPARED + 1)]
         assert min(values) > 0, name
         assert len(set(values)) == COMPARED, name
-    assert run.scalars["lm loss"][COMPARED] < run.scalars["lm loss"][1]
     assert set(MODEL.layers) == set("AMER")
     assert set(MODEL.roles) == {None, "-", "F", "S"}
 
 
-@pytest.mark.slow
 def test_the_tolerance_fails_what_a_wrong_layout_does(laboratory: Laboratory) -> None:
     run = laboratory.compared(ONE)
-    expected = gradients(run.tensors(1))
-    for name, value in expected.items():
-        if value.numel() < 2:
-            continue
+    for name, value in tensors_of(run).items():
         wrong = {
             "not summed over two ranks": value / 2,
             "summed twice": value * 2,
@@ -110,8 +101,8 @@ def test_the_tolerance_fails_what_a_wrong_layout_does(laboratory: Laboratory) ->
             "scaled": value * (1 + 2 * TOLERANCE),
             "without its strongest entry": value.where(value.abs() < value.abs().max(), 0.0),
         }
-        for what, gradient in wrong.items():
-            (sentence,) = differing_gradients(expected, {**expected, name: gradient})
+        for what, tensor in wrong.items():
+            (sentence,) = differing_tensors({name: value}, {name: tensor})
             assert sentence.startswith(f"{name}: "), what
     for name in SCALARS:
         values = {**run.scalars[name], COMPARED: run.scalars[name][COMPARED] * (1 + 2 * TOLERANCE)}
@@ -119,7 +110,6 @@ def test_the_tolerance_fails_what_a_wrong_layout_does(laboratory: Laboratory) ->
         assert sentence.startswith(f"{name}, step {COMPARED}: ")
 
 
-@pytest.mark.slow
 def test_a_stage_that_would_begin_with_a_shared_layer_is_refused(laboratory: Laboratory, tmp_path: Path) -> None:
     model = preset("nam56r_tiny")
     assert model.dsa.schedule == "-FS"

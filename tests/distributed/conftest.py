@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+
 import pytest
 
 from tests.distributed.runs import Laboratory

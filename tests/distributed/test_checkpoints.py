@@ -9,7 +9,6 @@ import torch
 
 from tests.distributed.runs import COMPARED, MAIN, MODEL, ONE, RESUMED, Laboratory
 
-
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
 

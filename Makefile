@@ -29,7 +29,7 @@ demo:
 	@$(SETUP); exec "$$python" examples/demo.py
 
 test:
-	@$(SETUP); exec "$$python" -m pytest -n 2 --dist loadgroup -m "not gpu" tests
+	@$(SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "not gpu" tests
 
 lint:
 	@$(SETUP); "$$python" -m ruff check . && "$$python" -m ruff format --check .

@@ -217,6 +217,9 @@ def _layout_words(model: Model, layout: Layout) -> list[str]:
         words += ["--pipeline-model-parallel-layout", pipeline_layout(stages, model.mtp.depth)]
     elif layout.virtual > 1:
         words += ["--num-virtual-stages-per-pipeline-rank", str(layout.virtual)]
+    if layout.tensor > 1 and 128 % layout.tensor == 0:
+        # Megatron pads the vocabulary to a multiple of this times TP: the same model has to have the same padding.
+        words += ["--make-vocab-size-divisible-by", str(128 // layout.tensor)]
     return words + (["--sequence-parallel"] if layout.sequence_parallel else [])
 
 

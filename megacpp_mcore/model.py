@@ -325,10 +325,10 @@ class Model:
             _divides(f"{self.name}: experts", self.moe.experts, "expert parallelism", layout.expert)
             shared = self.moe.shared_ffn_hidden_size
             _divides(f"{self.name}: shared expert width", shared, "tensor parallelism", tensor)
-        if tensor > 1 and not layout.sequence_parallel and set(self.roles) & {"F", "S"}:
+        if tensor > 1 and not layout.sequence_parallel and ("A" in self.layers or self.mtp.depth):
+            # megatron-core 0.19: absorbed MLA refuses it, and full MLA trains its latent norms and projections wrongly.
             raise ModelError(
-                f"{self.name}: sparse attention under tensor parallelism ({tensor}) needs sequence parallelism "
-                "(Megatron's absorbed MLA requires it); add --sequence-parallel"
+                f"{self.name}: MLA under tensor parallelism ({tensor}) needs sequence parallelism; add --sequence-parallel"
             )
         if layout.sequence_parallel:
             _divides(f"{self.name}: sequence length", self.seq_length, "tensor parallelism", tensor)

@@ -283,13 +283,18 @@ def test_layouts_a_model_cannot_be_cut_into(
         ({}, {"tensor": 4, "sequence_parallel": True, "expert": 16}),
         ({"dsa": {"schedule": "-FSS-FSF-FFS-"}}, {"pipeline": 4}),
         ({"dsa": {"schedule": "-FSS-FSF-FSS-"}}, {"pipeline": 2}),
-        ({"dsa": {"schedule": "-"}}, {"tensor": 2, "pipeline": 2, "virtual": 2}),
+        ({"dsa": {"schedule": "-"}}, {"tensor": 2, "sequence_parallel": True, "pipeline": 2, "virtual": 2}),
     ],
 )
 def test_layouts_that_fit(nam56r: Model, overrides: dict[str, Any], layout: dict[str, Any]) -> None:
     model, cut = with_overrides(nam56r, overrides), Layout(**layout)
     model.check_layout(cut)
     assert [number for chunk in model.chunks(cut) for number in chunk] == list(range(1, 53))
+
+
+def test_full_mla_under_tensor_parallelism_needs_sequence_parallelism_too(nam56r: Model) -> None:
+    with pytest.raises(ModelError, match="add --sequence-parallel"):
+        with_overrides(nam56r, {"dsa": {"schedule": "-"}}).check_layout(Layout(tensor=2))
 
 
 def test_stages_of_a_staged_pattern_are_its_chunks(tiny: Model) -> None:

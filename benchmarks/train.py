@@ -124,9 +124,17 @@ def _versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "absent"
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    found["commit"] = git.stdout.strip() or os.environ.get("MEGACPP_COMMIT", "unknown")
+    found["commit"] = os.environ.get("MEGACPP_COMMIT") or _described_commit()
     return found
+
+
+def _described_commit() -> str:
+    """The commit of the working tree, marked when it has changes; for a copy without git, set MEGACPP_COMMIT."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def _append(output: Path, row: dict[str, Any]) -> None:

@@ -124,8 +124,7 @@ def training_command(plan: Plan, train_prefix: str, *, resume: bool) -> list[str
     extra = ["--save", str(plan.checkpoints), "--save-interval", str(plan.save_at)]
     if resume:
         extra += ["--load", str(plan.checkpoints), "--exit-on-missing-checkpoint"]
-    script = [str(ROOT / "examples" / "train_recorded.py"), str(plan.steps_file)]
-    return [*launch_words(plan), *script, *megatron_words(plan, data, extra)]
+    return [*launch_words(plan, "--record-steps", str(plan.steps_file)), *megatron_words(plan, data, extra)]
 
 
 def scoring_command(plan: Plan, heldout_prefix: str) -> list[str]:
@@ -136,9 +135,9 @@ def scoring_command(plan: Plan, heldout_prefix: str) -> list[str]:
     return [*launch_words(plan), script, *megatron_words(plan, (), extra)]
 
 
-def launch_words(plan: Plan) -> list[str]:
+def launch_words(plan: Plan, *options: str) -> list[str]:
     """``megacpp-mcore launch`` as this Python's module."""
-    return [sys.executable, "-m", "megacpp_mcore", "launch", "--device", plan.device, "--"]
+    return [sys.executable, "-m", "megacpp_mcore", "launch", "--device", plan.device, *options, "--"]
 
 
 # --- Processes --------------------------------------------------------------------------------------------------------

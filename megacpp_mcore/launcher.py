@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from megacpp_mcore.errors import CheckoutError, LaunchError, MegacppError, SpecImportError
+from megacpp_mcore.observe import steps
 
 DEVICES = ("auto", "cpu", "cuda")
 ALLOWED_SPEC_PREFIXES = ("megacpp_mcore", "megatron")
@@ -74,6 +75,7 @@ def launch(
     device: str = "auto",
     nproc: int = 1,
     allowed_spec_prefixes: Sequence[str] = ALLOWED_SPEC_PREFIXES,
+    record_steps: str | None = None,
 ) -> int:
     """Run a stock Megatron script, or the wheel's stock loop, and return its exit status.
 
@@ -83,15 +85,16 @@ def launch(
         device: ``cpu`` installs the CPU lane (:mod:`megacpp_mcore.cpu`); ``auto`` does so when there is no GPU.
         nproc: processes to start on this host. Under torchrun, which has started them already, it must be 1.
         allowed_spec_prefixes: packages that a ``--spec`` may be imported from.
+        record_steps: a file to append every step's losses to (:mod:`megacpp_mcore.observe.steps`).
 
     Raises:
-        LaunchError, CheckoutError, SpecImportError: what cannot work, before Megatron starts. What the script itself
+        LaunchError, CheckoutError, SpecImportError, DataError: what cannot work, before Megatron starts. What the script itself
             raises passes through; with ``nproc > 1`` it is the exit status of the first process that failed.
     """
     chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes)
     if chosen.nproc > 1:
-        return _run_processes(command, chosen, allowed_spec_prefixes)
-    return _run_here(chosen)
+        return _run_processes(command, chosen, allowed_spec_prefixes, record_steps)
+    return _run_here(chosen, record_steps)
 
 
 def plan(
@@ -203,7 +206,9 @@ def _check_cpu_arguments(arguments: Sequence[str]) -> None:
         )
 
 
-def _run_processes(command: Sequence[str], chosen: Plan, allowed_spec_prefixes: Sequence[str]) -> int:
+def _run_processes(
+    command: Sequence[str], chosen: Plan, allowed_spec_prefixes: Sequence[str], record_steps: str | None
+) -> int:
     """Start ``chosen.nproc`` processes of this module through torchrun; return 0 or the first failure's status."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -222,6 +227,8 @@ def _run_processes(command: Sequence[str], chosen: Plan, allowed_spec_prefixes: 
     options = ["--device", chosen.device]
     for prefix in allowed_spec_prefixes:
         options += ["--allow-spec-from", prefix]
+    if record_steps is not None:
+        options += ["--record-steps", record_steps]
     # As torchrun does: N processes with a thread for every core each would fight over the cores.
     threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
     try:
@@ -246,19 +253,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megacpp_mcore.launcher")
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--allow-spec-from", action="append", default=[])
+    parser.add_argument("--record-steps")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
         return launch(
-            command, device=options.device, allowed_spec_prefixes=options.allow_spec_from or ALLOWED_SPEC_PREFIXES
+            command,
+            device=options.device,
+            allowed_spec_prefixes=options.allow_spec_from or ALLOWED_SPEC_PREFIXES,
+            record_steps=options.record_steps,
         )
     except MegacppError as error:
         print(f"megacpp-mcore: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
 
 
-def _run_here(chosen: Plan) -> int:
+def _run_here(chosen: Plan, record_steps: str | None) -> int:
     entry = str(chosen.script) if chosen.script else _STOCK_LOOP
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment(_single_process_defaults()))
@@ -275,6 +286,8 @@ def _run_here(chosen: Plan) -> int:
         if chosen.device == "cpu":
             stack.enter_context(_cpu_lane())
         stack.enter_context(_ready_dataset_helper())
+        if record_steps is not None:
+            _say(stack.enter_context(steps.recording(record_steps)))
         if chosen.spec is not None:
             import_spec(*chosen.spec)
         status = _run_main(chosen.script)

@@ -45,6 +45,11 @@ class Step:
     learning_rate: float | None
     skipped: bool
 
+    def values(self) -> dict[str, float]:
+        """All that training reached, by name: the losses, ``grad norm`` and ``learning rate``, where there is one."""
+        values = {**self.losses, "grad norm": self.grad_norm, "learning rate": self.learning_rate}
+        return {name: value for name, value in values.items() if value is not None}
+
 
 # --- Writing ----------------------------------------------------------------------------------------------------------
 
@@ -225,7 +230,7 @@ def compare(before: list[Step], after: list[Step]) -> Comparison:
     Raises:
         DataError: they have no step in common.
     """
-    left, right = ({step.step: _values(step) for step in steps} for steps in (before, after))
+    left, right = ({step.step: step.values() for step in steps} for steps in (before, after))
     common = sorted(left.keys() & right.keys())
     if not common:
         raise DataError(f"found no step in common among {_span(before)} and {_span(after)}; expected at least one")
@@ -238,11 +243,6 @@ def compare(before: list[Step], after: list[Step]) -> Comparison:
     largest = max(abs(left[number]["lm loss"] - right[number]["lm loss"]) for number in common)
     names = sorted(set().union(*(left[number] for number in common)))
     return Comparison(tuple(common), tuple(names), differences[0] if differences else None, largest)
-
-
-def _values(step: Step) -> dict[str, float]:
-    values = {**step.losses, "grad norm": step.grad_norm, "learning rate": step.learning_rate}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _span(steps: list[Step]) -> str:

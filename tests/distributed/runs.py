@@ -1,14 +1,13 @@
 """Training runs for the layout tests: one small model of all four families, fp32, real processes over gloo.
 
-Every run is a subprocess: ``tests.distributed.recorder`` (the launcher, with scalars written in full), under torchrun
-where there are several processes. What a run leaves is its scalars, its output and its checkpoints.
+Every run is ``megacpp-mcore launch`` in a subprocess. What a run leaves is the record of its steps, its output and its
+checkpoints.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import signal
 import subprocess
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megacpp_mcore import lowering, recipe_command
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
+from megacpp_mcore.observe.steps import read_steps
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 180
@@ -67,7 +67,7 @@ class Run:
     Attributes:
         output: standard output and error together.
         checkpoints: the folder that it saved to.
-        scalars: what Megatron gave to TensorBoard, each name's values by step.
+        scalars: losses, gradient norm and learning rate, each name's values by step.
     """
 
     output: str
@@ -160,15 +160,12 @@ class Laboratory:
         return lowering.lower(MODEL, layout, training)
 
     def _run(self, name: str, folder: Path, saved: Path, words: Sequence[str], processes: int) -> Run:
-        scalars = folder / "scalars.jsonl"
-        command = [sys.executable, "-m"]
-        if processes > 1:
-            command += ["torch.distributed.run", "--nproc-per-node", str(processes)]
-            command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m"]
-        command += ["tests.distributed.recorder", str(scalars), "--", "--device", "cpu", "--", *words]
+        recorded = folder / "steps.jsonl"
+        command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cpu", "--nproc", str(processes)]
+        command += ["--record-steps", str(recorded), "--", *words]
         status, output = execute(command, self.config)
         assert status == 0, f"run {name!r} ended with status {status}:\n{output[-8000:]}"
-        return Run(output, saved, read_scalars(scalars))
+        return Run(output, saved, read_scalars(recorded))
 
 
 def write_config(path: Path, overrides: Mapping[str, Any]) -> Path:
@@ -213,11 +210,11 @@ def execute(command: Sequence[str], config: Path) -> tuple[int, str]:
 
 
 def read_scalars(file: Path) -> dict[str, dict[int, float]]:
-    """The records of :mod:`tests.distributed.recorder`, by name and step."""
+    """What ``--record-steps`` wrote, by name and step; nothing where no step was trained."""
     scalars: dict[str, dict[int, float]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        scalars.setdefault(record["name"], {})[record["step"]] = record["value"]
+    for step in read_steps(file):
+        for name, value in step.values().items():
+            scalars.setdefault(name, {})[step.step] = value
     return scalars
 
 

@@ -32,10 +32,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str,
 
 def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[str], dict[str, Any]]]) -> None:
     stock = ["pretrain_gpt.py", "--device", "x", "--", "--spec", "megacpp_mcore.nam56r", "--traceback"]
-    assert cli.main(["launch", "--device", "cpu", "--nproc", "2", "--allow-spec-from", "mine", "--", *stock]) == 7
-    ((command, options),) = launched
+    options = ["--device", "cpu", "--nproc", "2", "--allow-spec-from", "mine", "--record-steps", "steps.jsonl"]
+    assert cli.main(["launch", *options, "--", *stock]) == 7
+    ((command, given),) = launched
     assert command == stock
-    assert options == {"device": "cpu", "nproc": 2, "allowed_spec_prefixes": ("megacpp_mcore", "megatron", "mine")}
+    assert given == {
+        "device": "cpu",
+        "nproc": 2,
+        "allowed_spec_prefixes": ("megacpp_mcore", "megatron", "mine"),
+        "record_steps": "steps.jsonl",
+    }
 
 
 def test_errors_of_ours_are_one_message_and_status_2(

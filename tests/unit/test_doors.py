@@ -23,20 +23,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small real dataset: some files of the standard library, prepared by the command a user runs."""
     folder = tmp_path_factory.mktemp("doors")
     files = [str(source.path) for source in find_stdlib_sources()[:20]]
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "megacpp_mcore",
-        "data",
-        "prepare",
-        *files,
-        "--output",
-        str(folder / "text"),
-    ]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    assert _run("data", "prepare", *files, "--output", str(folder / "text")).returncode == 0
     return folder / "text"
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "megacpp_mcore", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 def _losses(data: Path, script: list[str], spec: list[str]) -> list[str]:
@@ -51,21 +45,7 @@ def _losses(data: Path, script: list[str], spec: list[str]) -> list[str]:
     )
     words = lower(preset("nam56r_tiny"), Layout(), training)
     words = (*words[: words.index("--spec")], "--spec", *spec)
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "megacpp_mcore",
-        "launch",
-        "--device",
-        "cpu",
-        "--",
-        *script,
-        *words,
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = _run("launch", "--device", "cpu", "--", *script, *words)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = _LOSSES.findall(done.stdout)
     assert len(found) == STEPS

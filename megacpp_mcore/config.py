@@ -37,11 +37,13 @@ class PluginConfig:
 
     Attributes:
         path: where it was read from.
+        preset: the name of the preset it starts from.
         model: the preset with the overrides applied.
         backends: op name to requested backend name.
     """
 
     path: Path
+    preset: str
     model: Model
     backends: Mapping[str, str] = field(default_factory=dict)
 
@@ -88,7 +90,7 @@ def load(path: str | os.PathLike[str]) -> PluginConfig:
         Dispatcher(backends)  # refuses names of ops and backends that it does not know
     except (ModelError, PatternError, BackendError) as error:
         raise ConfigFileError(f"{file}: {error}") from error
-    return PluginConfig(path=file, model=model, backends=MappingProxyType(dict(backends)))
+    return PluginConfig(path=file, preset=name, model=model, backends=MappingProxyType(dict(backends)))
 
 
 def from_environment() -> PluginConfig | None:

@@ -8,12 +8,13 @@ import json
 import math
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megacpp_mcore import config
-from megacpp_mcore.errors import ModelError
+from megacpp_mcore.errors import LaunchError, ModelError
 from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import PRESETS, Layout, Model, preset
 
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         for model in PRESETS.values():
             print(f"{model.name:<16} {_summary(model)}")
     elif args.action == "show":
-        model = preset(args.name)
+        model, _ = chosen_model(args.name)
         described = dataclasses.asdict(model) | {
             "layers": model.layers,
             "attention_roles": {number: role for number, role in enumerate(model.roles, 1) if role},
@@ -90,12 +91,32 @@ def tokenizer_words(model: Model, folder: str | None = None, data: str | None = 
     return (*words, "--null-tokenizer-eod-id", str(load_manifest(data).tokenizer["eod_id"]))
 
 
+def chosen_model(name: str) -> tuple[Model, Path | None]:
+    """The model a user means by ``name``, and the file of MEGACPP_CONFIG when it is that file's model.
+
+    A file about another model is left out, with a line on standard error.
+    """
+    loaded = config.from_environment()
+    if loaded is None:
+        return preset(name), None
+    if name in (loaded.preset, loaded.model.name):
+        return loaded.model, loaded.path
+    model = preset(name)
+    print(
+        f"note: {config.VARIABLE} names {loaded.path}, which is about {loaded.preset}; {name} is taken as it is",
+        file=sys.stderr,
+    )
+    return model, None
+
+
 def emit(args: argparse.Namespace) -> str:
     """The text ``recipe emit`` prints."""
-    loaded = config.from_environment()
-    if loaded is not None and loaded.model.name != args.name:
-        loaded = None  # the file is about another model
-    model = preset(args.name) if loaded is None else loaded.model
+    if args.form == "args" and args.data is None:
+        raise LaunchError(
+            "recipe emit --as args prints words for a program, and has no prefix of a dataset to put among them; "
+            "add --data PREFIX (--as cli leaves it to the shell variable DATA_PREFIX)"
+        )
+    model, settings = chosen_model(args.name)
     device = args.device or ("cpu" if model.name == "nam56r_tiny" else "cuda")
     layout = Layout(
         tensor=args.tensor,
@@ -125,7 +146,7 @@ def emit(args: argparse.Namespace) -> str:
             f"the global batch of {training.global_batch_size} is not a multiple of the micro-batch "
             f"({training.micro_batch_size}) × {replicas} data-parallel replicas; change --global-batch-size"
         )
-    return _shell(words, device, processes, None if loaded is None else loaded.path)
+    return _shell(words, device, processes, settings)
 
 
 def _shell(words: Sequence[str], device: str, processes: int, settings: Path | None) -> str:

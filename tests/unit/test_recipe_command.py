@@ -99,6 +99,10 @@ def test_one_word_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed == words
 
 
+def test_words_for_a_program_need_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "add --data PREFIX" in recipe(capsys, "emit", "nam56r_tiny", "--as", "args", status=2)
+
+
 def test_devices_and_tokenizers(capsys: pytest.CaptureFixture[str]) -> None:
     on_gpu, words = stock_words(recipe(capsys, "emit", "nam56r_tiny", "--device", "cuda", "--tokenizer", "a b"))
     assert on_gpu[0] == "torchrun"
@@ -171,9 +175,23 @@ class TestSettings:
         assert words[words.index("--dsa-indexer-topk") + 1] == "8"
 
     def test_another_model(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        before, words = stock_words(recipe(capsys, "emit", "nam56r_quarter"))
+        assert cli.main(["recipe", "emit", "nam56r_quarter"]) == 0
+        printed = capsys.readouterr()
+        before, words = stock_words(printed.out)
         assert before[0] == "torchrun"
         assert words[words.index("--dsa-indexer-topk") + 1] == "256"
+        assert f"{file}, which is about nam56r_tiny; nam56r_quarter is taken as it is" in printed.err
+
+    def test_a_model_that_the_file_names_anew(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file.write_text("model: nam56r_tiny\noverrides: {name: mine, dsa: {topk: 8}}\n")
+        for name in ("mine", "nam56r_tiny"):
+            before, words = stock_words(recipe(capsys, "emit", name))
+            assert before[0] == f"MEGACPP_CONFIG={file}"
+            assert words[words.index("--dsa-indexer-topk") + 1] == "8"
+
+    def test_show(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert json.loads(recipe(capsys, "show", "nam56r_tiny"))["dsa"]["topk"] == 8
+        assert json.loads(recipe(capsys, "show", "nam56r_quarter"))["dsa"]["topk"] == 256
 
     def test_a_wrong_file(self, file: Path, capsys: pytest.CaptureFixture[Any]) -> None:
         file.write_text("modell: x\n")

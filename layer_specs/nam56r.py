@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import log_single_rank
+from megatron.training import global_vars
 
 from megacpp_mcore import config as plugin_config
 from megacpp_mcore import lowering, patches
@@ -168,6 +169,17 @@ def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, .
         )
     grammar.check_chunks(model.name, model.roles, chunks)
     _refuse_recompute(model, config)
+    _refuse_document_masks(model)
+
+
+def _refuse_document_masks(model: Model) -> None:
+    arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
+    recurrent = sorted(set(model.layers) & set("MR"))
+    if recurrent and getattr(arguments, "reset_attention_mask", False):
+        raise ModelError(
+            f"{model.name}: --reset-attention-mask keeps attention within a document, but the state of the "
+            f"{' and '.join(recurrent)} layers would still pass from one document to the next; leave it out"
+        )
 
 
 def _refuse_recompute(model: Model, config: TransformerConfig) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -602,6 +603,18 @@ def test_packed_rows_are_refused(still: Any, kind: str) -> None:
 def test_inference_caches_are_refused(still: Any, kind: str) -> None:
     with pytest.raises(ModelError, match=rf"layer {FAMILIES[kind]}\): inference caches"):
         layer(still, FAMILIES[kind]).self_attention(random(S, B, D), inference_context=object())
+
+
+def test_documents_that_only_attention_would_keep_apart_are_refused(process: Path) -> None:
+    arguments = SimpleNamespace(reset_attention_mask=True)
+    with (
+        mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments),
+        pytest.raises(ModelError, match="state of the M and R layers would still pass from one document to the next"),
+    ):
+        stock.build({}, preset("nam56r_tiny"), process)
+    arguments.reset_attention_mask = False
+    with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments):
+        assert stock.parameters_by_part(stock.build({}, preset("nam56r_tiny"), process))["M"] > 0
 
 
 def test_unknown_implementations_and_norms_are_refused(process: Path) -> None:

@@ -37,7 +37,6 @@ class Mamba3Mixer(Mixer):
         row_linear: type,
         dispatcher: Dispatcher,
         pg_collection: ProcessGroupCollection,
-        name: str | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config, layer_number, pg_collection)
@@ -101,7 +100,9 @@ class Mamba3Mixer(Mixer):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Mix along the sequence: ``[S, B, D] -> ([S, B, D], bias or None)``; causal, so the mask is not read.
+        """Mix along the sequence: ``[S, B, D] -> ([S, B, D], bias or None)``.
+
+        Causal by itself: the mask is not read, and so documents of a row are not kept apart.
 
         Raises:
             ModelError: for an inference context or packed sequences.

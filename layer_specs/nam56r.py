@@ -155,12 +155,26 @@ def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, .
             f"{model.name}: context parallelism is {config.context_parallel_size}; no block family of this model can cut "
             "a sequence over ranks yet, leave --context-parallel-size at 1"
         )
-    if config.fp8 or config.delay_wgrad_compute:
-        raise ModelError(
-            f"{model.name}: {'--fp8-format would wrap every layer' if config.fp8 else '--delay-wgrad-compute'} "
-            "is not supported yet; leave it out"
-        )
+    for asked, what in (
+        (config.fp8, "--fp8-format would wrap every layer"),
+        (config.fp4, "--fp4-format would wrap every layer"),
+        (config.delay_wgrad_compute, "--delay-wgrad-compute"),
+        (config.cuda_graph_impl != "none", "--cuda-graph-impl"),
+        (config.expert_tensor_parallel_size not in (None, 1), "--expert-tensor-parallel-size above 1"),
+    ):
+        if asked:
+            raise ModelError(f"{model.name}: {what} is not supported yet; leave it out")
     model.check_cut(layout)
+    if config.transformer_impl == "local":  # whose latent projections are cut over TP; Transformer Engine's are not
+        for what, width in (
+            ("q_lora_rank", model.mla.q_lora_rank),
+            ("kv_lora_rank + qk_pos_emb_head_dim", model.mla.kv_lora_rank + model.mla.qk_pos_emb_head_dim),
+        ):
+            if width % layout.tensor:
+                raise ModelError(
+                    f"{model.name}: {what} ({width}) is not a multiple of tensor parallelism ({layout.tensor}), which "
+                    "--transformer-impl local needs"
+                )
     if grammar.parse(model.pattern).staged and chunks != model.chunks(layout):
         raise ModelError(
             f"{model.name}: the pattern {model.pattern!r} marks other stages than the run's "

@@ -138,7 +138,6 @@ class Mixer(MegatronModule):
     def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config)
         self.layer_number = layer_number
-        self.pg_collection = pg_collection
         self.tp_group = pg_collection.tp
         self.tp_size = self.tp_group.size()
         self.tp_rank = self.tp_group.rank()

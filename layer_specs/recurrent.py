@@ -26,7 +26,8 @@ def _identities(tensor: torch.Tensor) -> None:
     tensor.copy_(torch.eye(tensor.shape[-1]).expand_as(tensor))
 
 
-def _log_uniform_decay(tensor: torch.Tensor) -> None:
+def _log_of_uniform_rate(tensor: torch.Tensor) -> None:
+    # A uniform in [1, 16], as in Mamba-2 (mamba-ssm 2.3.2.post1, ``modules/mamba2.py``, A_init_range).
     tensor.uniform_(1.0, 16.0).log_()
 
 
@@ -51,7 +52,6 @@ class M2RNNMixer(Mixer):
         row_linear: type,
         dispatcher: Dispatcher,
         pg_collection: ProcessGroupCollection,
-        name: str | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config, layer_number, pg_collection)
@@ -92,9 +92,10 @@ class M2RNNMixer(Mixer):
         self.add_parameter("v_conv_bias", (self.all_values,), torch.nn.init.zeros_, axis=0)
         self.add_parameter("norm_weight", (self.all_values,), ones, axis=0)
         self.add_parameter("W", (heads, rnn.value_dim, rnn.value_dim), _identities, axis=0, fp32=True)
-        self.add_parameter("A_log", (heads,), _log_uniform_decay, axis=0, fp32=True)
+        self.add_parameter("A_log", (heads,), _log_of_uniform_rate, axis=0, fp32=True)
         self.add_parameter("dt_bias", (heads,), inverse_softplus_of_step, axis=0, fp32=True)
-        self.add_parameter("D", (heads, rnn.value_dim), ones, axis=0, fp32=True)
+        # One dimension, not [H, V]: Megatron exempts those, and biases, from weight decay, which has no place on a skip.
+        self.add_parameter("D", (self.all_values,), ones, axis=0, fp32=True)
 
     def forward(
         self,
@@ -104,7 +105,9 @@ class M2RNNMixer(Mixer):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Mix along the sequence: ``[S, B, D] -> ([S, B, D], bias or None)``; causal, so the mask is not read.
+        """Mix along the sequence: ``[S, B, D] -> ([S, B, D], bias or None)``.
+
+        Causal by itself: the mask is not read, and so documents of a row are not kept apart.
 
         Raises:
             ModelError: for an inference context or packed sequences.
@@ -120,7 +123,7 @@ class M2RNNMixer(Mixer):
         q_BS1K, k_BS1K = qk_BSC.unsqueeze(2).chunk(2, dim=-1)
         f_BSH = m2rnn_forget_gate(x_f.squeeze(-1), self.A_log, self.dt_bias)
         y_BSHV, _ = self.backend.fn(q_BS1K, k_BS1K, v_BSHV, self.W, f_BSH, checkpoint_every=rnn.checkpoint_every)
-        y_BSHV = y_BSHV.float() + self.D * v_BSHV.float()
+        y_BSHV = y_BSHV.float() + self.D.view(self.heads, -1) * v_BSHV.float()
         gated_BSC = (y_BSHV * torch.nn.functional.silu(g_BSHV.float())).flatten(2)
         normed_BSC = self._norm(gated_BSC).to(hidden_SBD.dtype)
         return self.out_proj(normed_BSC.transpose(0, 1).contiguous())

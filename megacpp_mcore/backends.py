@@ -240,7 +240,6 @@ _REFERENCES = {
     "indexer": "megacpp_mcore.ops.indexer.reference:indexer_scores",
     "mamba3": "megacpp_mcore.ops.mamba3.reference:mamba3",
     "m2rnn": "megacpp_mcore.ops.m2rnn.reference:m2rnn_chunked",
-    "grouped_mlp": "megacpp_mcore.ops.grouped_mlp.reference:grouped_mlp",
 }
 
 APEX_PARTS = ("amp_C", "apex.optimizers", "fused_weight_gradient_mlp_cuda")

@@ -72,6 +72,12 @@ def model_arguments(model: Model) -> tuple[Argument, ...]:
         _absent("--squared-relu", "activation_func", "gelu"),
         _absent("--use-mup", "use_mup", False),
         _absent("--experimental-attention-variant", "experimental_attention_variant", None),
+        _absent("--embedding-init-method-std", "embedding_init_method_std", model.init_std),
+        _absent("--apply-residual-connection-post-layernorm", "apply_residual_connection_post_layernorm", False),
+        _absent("--use-te-activation-func", "use_te_activation_func", False),  # the tanh form of GELU
+        _absent("--activation-func-clamp-value", "activation_func_clamp_value", None),
+        _absent("--glu-linear-offset", "glu_linear_offset", 0.0),
+        _absent("--heterogeneous-layers-config-path", "heterogeneous_block_specs", False),
     ]
     if "A" in model.layers or model.mtp.depth:
         arguments += _attention_arguments(model)
@@ -107,6 +113,12 @@ def _attention_arguments(model: Model) -> list[Argument]:
         _absent("--window-size", "window_size", None),
         _absent("--softmax-type", "softmax_type", "vanilla"),
         _absent("--attention-output-gate", "attention_output_gate", False),
+        _absent("--group-query-attention", "num_query_groups", model.heads),
+        _absent("--mscale-all-dim", "mscale_all_dim", 0.0),  # scales the softmax, whatever the rope type
+        _absent("--no-rope-freq", "no_rope_freq", None),
+        _absent("--qk-l2-norm", "qk_l2_norm", False),
+        _absent("--qk-clip", "qk_clip", False),
+        _absent("--mla-down-proj-fusion", "mla_down_proj_fusion", False),
     ]
     if set(model.roles) & {grammar.FULL_INDEX, grammar.SHARED_INDEX}:
         arguments += [
@@ -117,6 +129,13 @@ def _attention_arguments(model: Model) -> list[Argument]:
             _switch("--dsa-indexer-use-sparse-loss", "dsa_indexer_use_sparse_loss", True),
             _switch("--no-dsa-indexer-rotate-activation", "dsa_indexer_rotate_activation", False),
             _absent("--no-dsa-indexer-scoring-relu", "dsa_indexer_scoring_relu", True),
+            _absent("--dsa-indexer-rope-interleaved", "dsa_indexer_rope_interleaved", False),
+            _absent("--dsa-indexer-k-norm-epsilon", "dsa_indexer_k_norm_epsilon", None),
+            _absent("--dsa-indexer-k-norm-fp32", "dsa_indexer_k_norm_fp32", False),
+            # Upstream's own index sharing and kernels: here the schedule is the model's, and a backend the dispatcher's.
+            _absent("--dsa-indexer-topk-freq", "dsa_indexer_topk_freq", 1),
+            _absent("--dsa-indexer-skip-topk-offset", "dsa_indexer_skip_topk_offset", 0),
+            _absent("--dsa-kernel-backend", "dsa_kernel_backend", "none"),
         ]
     return arguments
 
@@ -137,9 +156,11 @@ def _moe_arguments(model: Model, moe_layers: list[int]) -> list[Argument]:
         _option("--moe-router-load-balancing-type", "seq_aux_loss"),
         _option("--moe-aux-loss-coeff", moe.sequence_aux_loss_coeff),
         _option("--moe-z-loss-coeff", moe.z_loss_coeff),
-        _option("--moe-token-dispatcher-type", "alltoall"),
         _absent("--moe-expert-capacity-factor", "moe_expert_capacity_factor", None),
+        _absent("--moe-expert-rank-capacity-factor", "moe_expert_rank_capacity_factor", None),
+        _absent("--moe-pad-expert-input-to-capacity", "moe_pad_expert_input_to_capacity", False),
         _absent("--moe-router-force-load-balancing", "moe_router_force_load_balancing", False),
+        _absent("--moe-router-force-biased", "moe_router_force_biased", None),
         _absent("--moe-router-num-groups", "moe_router_num_groups", None),
         _absent("--moe-router-topk-scaling-factor", "moe_router_topk_scaling_factor", None),
         _absent("--moe-shared-expert-gate", "moe_shared_expert_gate", False),
@@ -196,6 +217,7 @@ def lower(model: Model, layout: Layout, training: Training) -> tuple[str, ...]:
     model.check_layout(layout)
     words = [word for argument in model_arguments(model) for word in argument.words]
     words += ["--seq-length", str(model.seq_length)]
+    words += ["--moe-token-dispatcher-type", "alltoall"] if "E" in model.layers else []
     words += _layout_words(model, layout)
     words += _training_words(training)
     return (*words, *training.tokenizer, *training.data, *training.extra, "--spec", *SPEC)

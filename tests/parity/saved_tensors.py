@@ -8,11 +8,8 @@ from typing import Any
 import torch
 
 
-def saved_bytes(compute: Callable[[], Any]) -> int:
-    """Run ``compute`` and return the size of everything that autograd saved meanwhile, inputs included.
-
-    Memory that several saved tensors share (views of one input, say) counts once.
-    """
+def saved_tensors(compute: Callable[[], Any]) -> list[torch.Tensor]:
+    """Run ``compute`` and return every tensor that autograd saved meanwhile, inputs included."""
     saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -21,5 +18,12 @@ def saved_bytes(compute: Callable[[], Any]) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         compute()
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    return saved
+
+
+def saved_bytes(compute: Callable[[], Any]) -> int:
+    """The size of what autograd saves while ``compute`` runs; memory that several tensors share counts once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved_tensors(compute)
+    }
     return sum(storages.values())

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.mamba3 import reference as ref
 from tests.parity.compare import assert_parity
+from tests.parity.saved_tensors import saved_tensors
 
 FLOOR, EPS = 1e-4, 1e-5
 INPUTS = ("x", "z", "b", "c", "dd_dt", "dd_A", "trap", "angles")
@@ -335,14 +336,7 @@ def test_gates() -> None:
 def test_only_one_state_per_chunk_is_kept() -> None:
     """No tensor with a state per token, [B, S, H, N, P] or larger, is saved for the backward pass."""
     shape = Shape(B=1, S=64, H=2, P=16, G=1, N=16, R=2, A=4, mimo=True)
-    saved: list[int] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run(make_tensors(shape), chunk_size=16)
+    saved = [tensor.numel() for tensor in saved_tensors(lambda: run(make_tensors(shape), chunk_size=16))]
     per_token = shape.B * shape.S * shape.H * shape.N * shape.P
     assert max(saved) <= shape.B * shape.S * shape.R * shape.H * 16 * shape.R < per_token * shape.R
     assert max(saved) < per_token
@@ -362,7 +356,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "angles": ({"angles": torch.zeros(2, 37, 5)}, "need a state of at least 10"),
     "angles of another batch": ({"angles": torch.zeros(1, 37, 2)}, "dt has shape"),
     "empty": ({"x": torch.zeros(2, 0, 6, 4)}, "none empty"),
-    "integers": ({"x": torch.zeros(2, 37, 6, 4, dtype=torch.int64)}, "floating point"),
+    "integers": ({"x": torch.zeros(2, 37, 6, 4, dtype=torch.int64)}, "floating-point"),
     "chunk": ({"chunk_size": 0}, "chunk_size is 0"),
     "segment": ({"segment_size": 0}, "segment_size is 0"),
     "method": ({"method": "fast"}, "Unknown method 'fast'"),

@@ -10,7 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.mla.reference import mla_attention, query_chunks
+from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.ops.visibility import query_chunks
 from tests.parity.compare import assert_parity
 from tests.parity.saved_tensors import saved_bytes
 

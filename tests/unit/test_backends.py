@@ -140,7 +140,7 @@ def test_a_probe_that_raises_is_an_answer() -> None:
         made.request("x", "a")
 
 
-@pytest.mark.parametrize("op", ["mla", "sparse_mla", "indexer", "mamba3", "m2rnn", "grouped_mlp"])
+@pytest.mark.parametrize("op", ["mla", "sparse_mla", "indexer", "mamba3", "m2rnn"])
 def test_every_reference_loads(op: str) -> None:
     answer = Dispatcher({op: "reference"}).request(op, layer=1)
     assert answer.observed == "reference"

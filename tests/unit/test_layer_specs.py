@@ -170,7 +170,7 @@ def test_m2rnn_mixer_is_its_reference_composed_by_hand(still: Any, definition: M
     v_BSHV = v.unflatten(-1, (heads, rnn.value_dim))
     q, k = qk[..., : rnn.key_dim], qk[..., rnn.key_dim :]
     y, _ = reference.m2rnn_sequential(q.unsqueeze(2), k.unsqueeze(2), v_BSHV, p["W"], f)
-    gated = (y + p["D"] * v_BSHV).flatten(2) * gate * torch.sigmoid(gate)
+    gated = (y + p["D"].view(v_BSHV.shape[-2:]) * v_BSHV).flatten(2) * gate * torch.sigmoid(gate)
     normed = gated / (gated.square().mean(-1, keepdim=True) + definition.norm_eps).sqrt() * p["norm_weight"]
     found, _ = mixer(x_SBD)
     close(found.transpose(0, 1), normed @ p["out_proj.weight"].T)
@@ -376,6 +376,41 @@ def test_a_deeper_model_can_be_built_after_a_shallow_one(process: Path, built: A
     assert layer(deeper, 21).self_attention.core_attention.indexer.linear_wk.weight.grad.abs().sum() > 0
 
 
+# --- the stack ---------------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_layer_adds_what_its_mixer_makes_of_the_normed_input(still: Any, kind: str) -> None:
+    block = layer(still, FAMILIES[kind])
+    x_SBD, mask = random(S, B, D), causal_mask()
+    with torch.no_grad():
+        if kind == "S":
+            layer(still, FAMILIES["F"])(x_SBD, attention_mask=mask)  # publishes indices for it, once a reader
+        found, context = block(x_SBD, attention_mask=mask)
+        if kind == "S":
+            layer(still, FAMILIES["F"])(x_SBD, attention_mask=mask)
+        if kind == "E":
+            mixed, _ = block.mlp(rms_norm(x_SBD, block.pre_mlp_layernorm.weight))
+        else:
+            mixed, _ = block.self_attention(rms_norm(x_SBD, block.input_layernorm.weight), attention_mask=mask)
+    assert context is None
+    close(found, x_SBD + mixed)
+
+
+def test_the_stack_is_its_layers_in_order_and_a_final_norm(still: Any) -> None:
+    mask = causal_mask()
+    x_SBD = expected = random(S, B, D)
+    with torch.no_grad():
+        found = still.decoder(x_SBD, mask)
+        for block in still.decoder.layers:
+            expected, _ = block(expected, attention_mask=mask)
+    close(found, rms_norm(expected, still.decoder.final_layernorm.weight))
+
+
 # --- what trains the indexer -------------------------------------------------------------------------------------------
 
 
@@ -486,22 +521,35 @@ def test_the_stock_schedule_weighs_every_loss_by_the_number_of_micro_batches(
         assert torch.allclose(gradient, found[1][name], rtol=1e-4, atol=1e-7), name
 
 
-@pytest.mark.parametrize("module", ["mla_up_proj", "moe", "shared_experts"])
-def test_selective_recompute_changes_no_gradient(
-    process: Path, make: Callable[[], Any], tokens: torch.Tensor, module: str
+UNSHARED = {**OVERRIDES, "dsa": {"topk": 8, "schedule": "-FF"}}
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        *((OVERRIDES, ("--recompute-modules", module)) for module in ("mla_up_proj", "moe", "shared_experts")),
+        (UNSHARED, ("--recompute-modules", "core_attn")),
+        (UNSHARED, FULL),
+    ],
+    ids=["mla_up_proj", "moe", "shared_experts", "core_attn", "full"],
+)
+def test_recompute_changes_no_gradient(
+    process: Path, tokens: torch.Tensor, overrides: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     from megatron.core.pipeline_parallel.schedules import custom_backward
 
-    words = ("--recompute-granularity", "selective", "--recompute-modules", module)
-    plain, recomputing = make(), stock.build(OVERRIDES, preset("nam56r_tiny"), process, *words)
+    words = words if words == FULL else ("--recompute-granularity", "selective", *words)
+    plain, recomputing = (stock.build(overrides, preset("nam56r_tiny"), process, *extra) for extra in ((), words))
+    stock.loss_scale(1.0)
     recomputing.load_state_dict(plain.state_dict())
-    assert recomputing.config.recompute_modules == [module]
+    assert recomputing.config.recompute_granularity == words[1]
     for model in (plain, recomputing):
         # As Megatron's schedules do; while Tensor.backward runs, the CPU lane's device mode is off.
         custom_backward(run(model.train(), tokens).mean(), None)
     found = gradients(recomputing)
     for name, gradient in gradients(plain).items():
-        assert torch.allclose(gradient, found[name], rtol=1e-5, atol=1e-8), name
+        assert float((found[name] - gradient).norm()) <= 2e-6 * float(gradient.norm()), name
 
 
 # --- fp32 parameters ---------------------------------------------------------------------------------------------------
@@ -585,6 +633,49 @@ def test_initial_values(built: Any) -> None:
     assert all(not torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
 
 
+def test_each_residual_write_starts_as_in_a_stock_gpt(built: Any) -> None:
+    """GPTModel's rule, init_std / √(2 · layers), whether a layer writes to the residual stream once or twice."""
+    std = 0.02 / math.sqrt(2 * 12)
+    outputs = {
+        "A": layer(built, FAMILIES["A"]).self_attention.linear_proj.weight,
+        "F": layer(built, FAMILIES["F"]).self_attention.linear_proj.weight,
+        "M": layer(built, FAMILIES["M"]).self_attention.out_proj.weight,
+        "R": layer(built, FAMILIES["R"]).self_attention.out_proj.weight,
+        "E": layer(built, FAMILIES["E"]).mlp.experts.local_experts[0].linear_fc2.weight,
+    }
+    for kind, weight in outputs.items():
+        assert weight.numel() > 2000
+        assert abs(float(weight.std()) / std - 1) < 6 / math.sqrt(2 * weight.numel()), kind
+    assert abs(float(built.embedding.word_embeddings.weight.std()) / 0.02 - 1) < 0.05
+
+
+# --- weight decay ------------------------------------------------------------------------------------------------------
+
+DECAYED = {
+    "A": {"linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"},
+    "M": {"in_proj", "bc_proj", "out_proj", "angle_weight", "b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o"},
+    "R": {"in_proj", "out_proj", "qk_weight", "qk_conv_weight", "v_conv_weight", "W"},
+    "E": {"router", "experts", "shared_experts"},
+}
+"""As mamba-ssm 2.3.2.post1 has it for M (``dt_bias`` and ``D`` are exempt), and the paper's authors for R (``D`` is)."""
+
+
+def test_weight_decay_spares_norms_skips_and_biases(built: Any) -> None:
+    from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+    config = OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=1e-4, weight_decay=0.1)
+    names = {id(parameter): name for name, parameter in built.named_parameters()}
+    groups = _get_param_groups([built], config, get_standard_config_overrides(config))
+    decayed = {names[id(parameter)] for group in groups if group["wd_mult"] > 0 for parameter in group["params"]}
+    assert 0 < len(decayed) < len(names)
+    for kind, expected in DECAYED.items():
+        part = "mlp" if kind == "E" else "self_attention"
+        prefix = f"decoder.layers.{FAMILIES[kind] - 1}.{part}."
+        found = {name.removeprefix(prefix).split(".")[0] for name in decayed if name.startswith(prefix)}
+        assert found == expected, kind
+
+
 # --- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -615,6 +706,59 @@ def test_documents_that_only_attention_would_keep_apart_are_refused(process: Pat
     arguments.reset_attention_mask = False
     with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments):
         assert stock.parameters_by_part(stock.build({}, preset("nam56r_tiny"), process))["M"] > 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("fp8", "hybrid", "--fp8-format would wrap every layer"),
+        ("fp4", "e2m1", "--fp4-format would wrap every layer"),
+        ("delay_wgrad_compute", True, "--delay-wgrad-compute is not supported"),
+        ("cuda_graph_impl", "local", "--cuda-graph-impl is not supported"),
+        ("expert_tensor_parallel_size", 2, "--expert-tensor-parallel-size above 1"),
+        ("context_parallel_size", 2, "context parallelism is 2"),
+        ("tensor_model_parallel_size", 3, "attention heads"),
+    ],
+)
+def test_what_no_test_covers_yet_is_refused(process: Path, field: str, value: Any, says: str) -> None:
+    from megacpp_mcore.layer_specs.nam56r import check_layout, model_chunks
+
+    model = preset("nam56r_tiny")
+    config = stock.model_config(stock.cpu_words(model)).transformer
+    chunks = model_chunks(config)
+    check_layout(model, config, chunks)
+    setattr(config, field, value)
+    with pytest.raises(ModelError, match=says):
+        check_layout(model, config, chunks)
+
+
+def test_latents_that_local_layers_cannot_cut_are_refused(process: Path) -> None:
+    from megacpp_mcore.layer_specs.nam56r import check_layout, model_chunks
+
+    model = with_overrides(preset("nam56r_tiny"), {"mla": {"q_lora_rank": 33}})
+    config = stock.model_config(stock.cpu_words(model)).transformer
+    config.tensor_model_parallel_size, config.sequence_parallel = 2, True
+    with pytest.raises(ModelError, match=r"q_lora_rank \(33\) is not a multiple of tensor parallelism \(2\)"):
+        check_layout(model, config, model_chunks(config))
+    config.transformer_impl = "transformer_engine"
+    check_layout(model, config, model_chunks(config))
+
+
+def test_every_op_that_can_be_asked_for_by_name_is_one_that_the_model_runs(process: Path) -> None:
+    from megacpp_mcore.backends import Dispatcher, own_candidates
+    from megacpp_mcore.layer_specs import nam56r as assembly
+
+    made: list[Dispatcher] = []
+
+    class Remembered(Dispatcher):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    with mock.patch.object(assembly, "Dispatcher", Remembered):
+        stock.build({}, preset("nam56r_tiny"), process)
+    (dispatcher,) = made
+    assert {entry["op"] for entry in dispatcher.observed_backends()} == {candidate.op for candidate in own_candidates()}
 
 
 def test_unknown_implementations_and_norms_are_refused(process: Path) -> None:

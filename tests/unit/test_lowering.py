@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,9 @@ from megacpp_mcore.lowering import Training, check_arguments, lower, matching_pr
 from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
 from megacpp_mcore.recipe_command import tokenizer_words
 from tests.unit import stock
+
+NOT_THE_MODELS = Path(__file__).parents[1] / "golden" / "fields_not_the_models.txt"
+"""Fields of MLATransformerConfig (0.19.1 and 0.19.2) about the machine, the run, precision, or parts NAM56R does not have."""
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +89,18 @@ def test_every_field_is_asked_once() -> None:
     for model in PRESETS.values():
         fields = [argument.field for argument in model_arguments(model)]
         assert len(fields) == len(set(fields))
+
+
+def test_every_field_of_megatrons_configuration_is_asked_for_or_known_not_to_be_the_models() -> None:
+    """Of a field that a new Megatron brings, read whether it changes the model: then ask for it in lowering, or list it."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    asked = {argument.field for model in PRESETS.values() for argument in model_arguments(model)}
+    listed = set(NOT_THE_MODELS.read_text().split())
+    assert asked & listed == set()
+    assert sorted(fields - asked - listed) == []
+    assert sorted(listed - fields) == []
 
 
 def test_all_contradictions_are_listed_at_once() -> None:

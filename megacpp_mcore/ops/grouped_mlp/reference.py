@@ -1,4 +1,4 @@
-"""Plain-PyTorch truth of the grouped experts: a loop over the experts' runs of tokens.
+"""Plain-PyTorch truth of the grouped experts, a loop over their runs of tokens; no layer is wired to it yet.
 
 Shape legend: T tokens (each once per expert it is routed to), E experts (of this rank), D model width, F expert width.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.mla.reference import compute_dtype, require_float
+from megacpp_mcore.ops.checks import compute_dtype, require_float
 
 # In megatron-core 0.19 `activation_func=F.gelu` is the erf form, in grouped and sequential experts alike (the tanh form
 # of `bias_gelu_impl` refuses routing probabilities); with `use_te_activation_func` it is TE's GELU, the tanh form.

@@ -11,13 +11,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.mla.reference import (
+from megacpp_mcore.ops.checks import compute_dtype, require_float
+from megacpp_mcore.ops.visibility import (
     SCORE_BLOCK_ELEMENTS,
+    check_index,
     check_mask,
     check_square,
-    compute_dtype,
     query_chunks,
-    require_float,
     visible_keys,
 )
 
@@ -74,15 +74,6 @@ def _check_scores(score_BST: torch.Tensor) -> tuple[int, int, int]:
         raise ModelError(f"score_BST has shape {tuple(score_BST.shape)}, expected a non-empty [B, S, T]")
     batch, num_queries, num_keys = score_BST.shape
     return batch, num_queries, num_keys
-
-
-def check_index(index_BSN: torch.Tensor, *, batch: int, num_queries: int) -> None:
-    """Raise ModelError unless the selection is int64 [B, S, N] for this batch; the values are not read."""
-    if index_BSN.dtype != torch.int64 or index_BSN.dim() != 3 or index_BSN.shape[:2] != (batch, num_queries):
-        raise ModelError(
-            f"index_BSN is {index_BSN.dtype} {list(index_BSN.shape)}, expected torch.int64 [B, S, N] with "
-            f"B, S = {batch}, {num_queries}; take it from causal_topk"
-        )
 
 
 @torch.no_grad()

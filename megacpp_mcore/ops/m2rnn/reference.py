@@ -13,6 +13,7 @@ saved states.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,6 +23,9 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.checks import compute_dtype, expect_shape
+
+_expect = functools.partial(expect_shape, "M²RNN")
 
 
 def m2rnn_forget_gate(x_f_BSH: torch.Tensor, A_log_H: torch.Tensor, dt_bias_H: torch.Tensor) -> torch.Tensor:
@@ -40,7 +44,7 @@ def m2rnn_forget_gate(x_f_BSH: torch.Tensor, A_log_H: torch.Tensor, dt_bias_H: t
     """
     _expect("A_log", A_log_H, "H", (x_f_BSH.shape[-1],))
     _expect("dt_bias", dt_bias_H, "H", (x_f_BSH.shape[-1],))
-    dtype = _compute_dtype(x_f_BSH, A_log_H, dt_bias_H)
+    dtype = compute_dtype(x_f_BSH, A_log_H, dt_bias_H)
     return torch.exp(-torch.exp(A_log_H.to(dtype)) * F.softplus(x_f_BSH.to(dtype) + dt_bias_H.to(dtype)))
 
 
@@ -281,25 +285,6 @@ def _exact_products(device: torch.device) -> Iterator[None]:
             backend.fp32_precision = precision
 
 
-def _compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """float64 when any input is, else float32."""
-    for tensor in tensors:
-        if not tensor.is_floating_point():
-            raise ModelError(
-                f"Found a tensor of {tensor.dtype}; M²RNN takes floating point tensors only: cast it first."
-            )
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-
-
-def _expect(name: str, tensor: torch.Tensor, axes: str, shape: tuple[int, ...]) -> None:
-    """Refuse a tensor of another shape."""
-    if tuple(tensor.shape) != shape:
-        raise ModelError(
-            f"{name} has shape {tuple(tensor.shape)}; expected {shape} as [{', '.join(axes)}]: "
-            "it must agree with the other inputs of M²RNN."
-        )
-
-
 def _check(
     q_BSHK: torch.Tensor,
     k_BSHK: torch.Tensor,
@@ -325,4 +310,4 @@ def _check(
     if h0_BHKV is not None:
         _expect("h0", h0_BHKV, "BHKV", (batch, heads, key_dim, value_dim))
         given.append(h0_BHKV)
-    return _compute_dtype(*given)
+    return compute_dtype(*given)

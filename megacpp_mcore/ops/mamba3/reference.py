@@ -25,6 +25,7 @@ mamba-ssm's kernels use as well.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal, NamedTuple
 
@@ -33,6 +34,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.checks import compute_dtype, expect_shape
+
+_expect = functools.partial(expect_shape, "Mamba-3")
 
 Activation = Literal["softplus", "heavy_tail"]
 Pairing = Literal["interleaved", "half"]
@@ -82,7 +86,7 @@ def mamba3_decay_and_gates(
         raise ModelError(
             f"A_floor is {A_floor}; expected a positive number such as 1e-4, or the state would never decay."
         )
-    dtype = _compute_dtype(dd_dt_BSH, dd_A_BSH, trap_BSH, dt_bias_H)
+    dtype = compute_dtype(dd_dt_BSH, dd_A_BSH, trap_BSH, dt_bias_H)
     rate_BSH = torch.clamp(-_rate(dd_A_BSH.to(dtype), activation), max=-A_floor)
     dt_BSH = F.softplus(dd_dt_BSH.to(dtype) + dt_bias_H.to(dtype))
     return rate_BSH * dt_BSH, dt_BSH, torch.sigmoid(trap_BSH.to(dtype))
@@ -108,7 +112,7 @@ def mamba3_angles(angles_BSA: torch.Tensor, dt_BSH: torch.Tensor) -> torch.Tenso
     _expect("dt", dt_BSH, "BSH", (batch, sequence, heads))
     turn_BSA = math.pi * torch.tanh(angles_BSA.double())
     theta_BSHA = torch.cumsum(dt_BSH.double().unsqueeze(-1) * turn_BSA.unsqueeze(2), dim=1)
-    return torch.remainder(theta_BSHA, 2 * math.pi).to(_compute_dtype(angles_BSA, dt_BSH))
+    return torch.remainder(theta_BSHA, 2 * math.pi).to(compute_dtype(angles_BSA, dt_BSH))
 
 
 def mamba3_rotate(x_BSRHN: torch.Tensor, theta_BSHA: torch.Tensor, *, pairing: Pairing) -> torch.Tensor:
@@ -328,41 +332,70 @@ def mamba3(
     if segment_size is not None and segment_size < 1:
         raise ModelError(f"segment_size is {segment_size}; expected at least 1 token, or None to keep everything.")
 
-    def segment(
-        x: torch.Tensor,
-        z: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        adt: torch.Tensor,
-        dt: torch.Tensor,
-        lam: torch.Tensor,
-        theta: torch.Tensor,
-        state: Mamba3State | None,
-    ) -> tuple[torch.Tensor, Mamba3State]:
-        pairing: Pairing = "interleaved" if mimo_x is None else "half"
-        b_BSRHN = mamba3_rotate(_norm_and_bias(b, b_norm_weight, b_bias, eps, dtype), theta, pairing=pairing)
-        c_BSRHN = mamba3_rotate(_norm_and_bias(c, c_norm_weight, c_bias, eps, dtype), theta, pairing=pairing)
-        x = x.to(dtype)
-        scanned = (x, b_BSRHN, c_BSRHN, adt, dt, lam)
-        if method == "chunked":
-            y, state = mamba3_scan_chunked(*scanned, chunk_size=chunk_size, mimo_x_HRP=mimo_x, initial_state=state)
-        else:
-            y, state = mamba3_scan_sequential(*scanned, mimo_x_HRP=mimo_x, initial_state=state)
-        return _skip_gate_mix(y, x, z.to(dtype), D.to(dtype), mimo_x, mimo_z, mimo_o), state
-
-    dtype = _compute_dtype(x_BSHP, z_BSHP, b_BSRGN, c_BSRGN, dd_dt_BSH, dd_A_BSH, trap_BSH, angles_BSA, dt_bias)
+    mix = [] if mimo_x is None or mimo_z is None or mimo_o is None else [mimo_x, mimo_z, mimo_o]
+    inputs = (x_BSHP, z_BSHP, b_BSRGN, c_BSRGN, dd_dt_BSH, dd_A_BSH, trap_BSH, angles_BSA)
+    dtype = compute_dtype(*inputs, dt_bias, b_bias, c_bias, b_norm_weight, c_norm_weight, D, *mix)
+    mixer = _Mixer(
+        b_bias, c_bias, b_norm_weight, c_norm_weight, D, mimo_x, mimo_z, mimo_o, eps, method, chunk_size, dtype
+    )
     with torch.autocast(x_BSHP.device.type, enabled=False):
         gates = mamba3_decay_and_gates(dd_dt_BSH, dd_A_BSH, trap_BSH, dt_bias, A_floor=A_floor, activation=activation)
-        inputs = (x_BSHP, z_BSHP, b_BSRGN, c_BSRGN, *gates, mamba3_angles(angles_BSA, gates[1]))
+        rows = (x_BSHP, z_BSHP, b_BSRGN, c_BSRGN, *gates, mamba3_angles(angles_BSA, gates[1]))
         if segment_size is None or sequence <= segment_size:
-            return segment(*inputs, None)[0].to(x_BSHP.dtype)
+            return _segment(mixer, None, *rows)[0].to(x_BSHP.dtype)
         outputs = []
         state: Mamba3State | None = None
         for start in range(0, sequence, segment_size):
-            pieces = (t[:, start : start + segment_size] for t in inputs)
-            out, state = checkpoint(segment, *pieces, state, use_reentrant=False, preserve_rng_state=False)
+            pieces = (t[:, start : start + segment_size] for t in rows)
+            out, state = checkpoint(_segment, mixer, state, *pieces, use_reentrant=False, preserve_rng_state=False)
             outputs.append(out.to(x_BSHP.dtype))
         return torch.cat(outputs, dim=1)
+
+
+class _Mixer(NamedTuple):
+    """What :func:`mamba3` is given once for all tokens, and the dtype it computes in."""
+
+    b_bias_HRN: torch.Tensor
+    c_bias_HRN: torch.Tensor
+    b_norm_weight_N: torch.Tensor
+    c_norm_weight_N: torch.Tensor
+    D_H: torch.Tensor
+    mimo_x_HRP: torch.Tensor | None
+    mimo_z_HRP: torch.Tensor | None
+    mimo_o_HRP: torch.Tensor | None
+    eps: float
+    method: Method
+    chunk_size: int
+    dtype: torch.dtype
+
+
+def _segment(
+    mixer: _Mixer,
+    state: Mamba3State | None,
+    x_BSHP: torch.Tensor,
+    z_BSHP: torch.Tensor,
+    b_BSRGN: torch.Tensor,
+    c_BSRGN: torch.Tensor,
+    adt_BSH: torch.Tensor,
+    dt_BSH: torch.Tensor,
+    trap_BSH: torch.Tensor,
+    theta_BSHA: torch.Tensor,
+) -> tuple[torch.Tensor, Mamba3State]:
+    """Mix consecutive tokens, the state before them given; returns their output and the state after them."""
+    pairing: Pairing = "interleaved" if mixer.mimo_x_HRP is None else "half"
+    b = _norm_and_bias(b_BSRGN, mixer.b_norm_weight_N, mixer.b_bias_HRN, mixer.eps, mixer.dtype)
+    c = _norm_and_bias(c_BSRGN, mixer.c_norm_weight_N, mixer.c_bias_HRN, mixer.eps, mixer.dtype)
+    b_BSRHN, c_BSRHN = (mamba3_rotate(t, theta_BSHA, pairing=pairing) for t in (b, c))
+    x = x_BSHP.to(mixer.dtype)
+    scanned = (x, b_BSRHN, c_BSRHN, adt_BSH, dt_BSH, trap_BSH)
+    if mixer.method == "chunked":
+        y, state = mamba3_scan_chunked(
+            *scanned, chunk_size=mixer.chunk_size, mimo_x_HRP=mixer.mimo_x_HRP, initial_state=state
+        )
+    else:
+        y, state = mamba3_scan_sequential(*scanned, mimo_x_HRP=mixer.mimo_x_HRP, initial_state=state)
+    mix = (mixer.mimo_x_HRP, mixer.mimo_z_HRP, mixer.mimo_o_HRP)
+    return _skip_gate_mix(y, x, z_BSHP.to(mixer.dtype), mixer.D_H.to(mixer.dtype), *mix), state
 
 
 def _rate(u: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -475,16 +508,6 @@ def _skip_gate_mix(
     return torch.einsum("bsrhp,hrp->bshp", gated, mimo_o_HRP.to(gated.dtype))
 
 
-def _compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """float64 when any input is, else float32."""
-    for tensor in tensors:
-        if not tensor.is_floating_point():
-            raise ModelError(
-                f"Found a tensor of {tensor.dtype}; Mamba-3 takes floating point tensors only: cast it first."
-            )
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-
-
 def _dims(name: str, tensor: torch.Tensor, axes: str) -> tuple[int, ...]:
     """The shape of a tensor that must have one axis per letter, none of them empty."""
     if tensor.dim() != len(axes) or 0 in tensor.shape:
@@ -492,15 +515,6 @@ def _dims(name: str, tensor: torch.Tensor, axes: str) -> tuple[int, ...]:
             f"{name} has shape {tuple(tensor.shape)}; expected {len(axes)} axes [{', '.join(axes)}], none empty."
         )
     return tuple(tensor.shape)
-
-
-def _expect(name: str, tensor: torch.Tensor, axes: str, shape: tuple[int, ...]) -> None:
-    """Refuse a tensor of another shape."""
-    if tuple(tensor.shape) != shape:
-        raise ModelError(
-            f"{name} has shape {tuple(tensor.shape)}; expected {shape} as [{', '.join(axes)}]: "
-            "it must agree with the other inputs of Mamba-3."
-        )
 
 
 def _check_scan(
@@ -528,7 +542,7 @@ def _check_scan(
         _expect("initial_state.h", state.h_BHPN, "BHPN", (batch, heads, head_dim, n))
         _expect("initial_state.b", state.b_BRHN, "BRHN", (batch, rank, heads, n))
         _expect("initial_state.x", state.x_BHP, "BHP", (batch, heads, head_dim))
-    return _compute_dtype(x_BSHP, b_BSRHN, c_BSRHN, adt_BSH, dt_BSH, trap_BSH)
+    return compute_dtype(x_BSHP, b_BSRHN, c_BSRHN, adt_BSH, dt_BSH, trap_BSH)
 
 
 def _check_mixer(

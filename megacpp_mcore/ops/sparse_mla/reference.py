@@ -14,15 +14,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.indexer.reference import check_index
-from megacpp_mcore.ops.mla.reference import (
+from megacpp_mcore.ops.checks import compute_dtype, require_float
+from megacpp_mcore.ops.visibility import (
     SCORE_BLOCK_ELEMENTS,
+    check_index,
     check_mask,
     check_square,
-    compute_dtype,
     masked_softmax,
     query_chunks,
-    require_float,
     visible_keys,
 )
 

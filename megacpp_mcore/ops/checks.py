@@ -1,0 +1,35 @@
+"""What every reference op asks of its inputs: floating-point dtypes and shapes that agree."""
+
+from __future__ import annotations
+
+import torch
+
+from megacpp_mcore.errors import ModelError
+
+
+def require_float(**tensors: torch.Tensor) -> None:
+    """Raise ModelError unless every tensor (given under its own name) has a floating-point dtype."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ModelError(f"{name} has dtype {tensor.dtype}, expected a floating-point dtype; cast it first")
+
+
+def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """Return the dtype that a reference computes in: float64 when one of the tensors is that, else float32.
+
+    Raises:
+        ModelError: a tensor is not of a floating-point dtype.
+    """
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            raise ModelError(f"found a tensor of {tensor.dtype}, expected a floating-point dtype; cast it first")
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def expect_shape(op: str, name: str, tensor: torch.Tensor, axes: str, shape: tuple[int, ...]) -> None:
+    """Raise ModelError unless ``tensor``, one of the inputs of ``op``, has this shape; ``axes`` holds a letter an axis."""
+    if tuple(tensor.shape) != shape:
+        raise ModelError(
+            f"{name} has shape {tuple(tensor.shape)}; expected {shape} as [{', '.join(axes)}]: "
+            f"it must agree with the other inputs of {op}."
+        )

@@ -2,8 +2,9 @@
 
     python benchmarks/train.py nam56r_quarter --data CORPUS/stdlib_train --steps 20 --device cuda --impl transformer_engine
 
-The figures are Megatron's own: seconds and losses from its log at ``--log-interval 1``, memory from its report. The first
-``--warmup`` steps (allocator, autotuning, JIT) are left out of the tokens/s and named in the row.
+The figures are Megatron's own: seconds and losses from its log at ``--log-interval 1``, memory (MiB, the peak of the whole
+run) from its report of the last step. The first ``--warmup`` steps (allocator, autotuning, JIT) are left out of the
+tokens/s and named in the row.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ _MEMORY = re.compile(r"max allocated: (?P<allocated>[\d.]+) \| reserved: [\d.]+ 
 
 def main() -> int:
     """Run the benchmark; returns the training's exit status."""
-    args = _arguments()
+    args = arguments()
     model = preset(args.model)
     training = Training(
         device=args.device,
@@ -45,6 +47,7 @@ def main() -> int:
         global_batch_size=args.global_batch_size,
         train_iters=args.steps,
         learning_rate=args.lr,
+        extra=("--log-memory-interval", "1"),
     )
     words = lower(model, Layout(), training)
     command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", args.device, "--", *words]
@@ -56,13 +59,22 @@ def main() -> int:
     if status:
         print(text[-6000:])
         return status
-    row = _row(args, model.seq_length, text)
-    _append(args.output, row)
+    row = {**figures(args, model.seq_length, text), **_versions()}
+    append(args.output, row)
     print("\n".join(f"{key:>22}  {value}" for key, value in row.items()))
     return 0
 
 
-def _arguments() -> argparse.Namespace:
+COLUMNS = (
+    "label", "model", "device", "impl", "precision", "tokens_per_step", "micro_batch", "steps", "warmup_left_out",
+    "median_step_ms", "fastest_step_ms", "slowest_step_ms", "tokens_per_s", "max_allocated_mib", "max_reserved_mib",
+    "first_loss", "last_loss", "last_grad_norm",
+    "torch", "megatron-core", "transformer-engine", "transformer_engine_torch", "triton", "commit",
+)  # fmt: skip
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, checked before anything is trained."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model")
     parser.add_argument("--data", required=True, help="dataset prefix")
@@ -76,15 +88,25 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--label", default="train")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/train.csv"))
-    return parser.parse_args()
+    args = parser.parse_args(argv)
+    if not 0 <= args.warmup < args.steps:
+        parser.error(
+            f"--warmup is {args.warmup}; expected 0 to {args.steps - 1}, to leave some of --steps {args.steps}"
+        )
+    if args.output.exists() and (header := args.output.read_text().splitlines()[:1]) != [",".join(COLUMNS)]:
+        parser.error(f"{args.output} has the columns {header}; expected {','.join(COLUMNS)}: name another --output")
+    return args
 
 
-def _row(args: argparse.Namespace, seq_length: int, text: str) -> dict[str, Any]:
+def figures(args: argparse.Namespace, seq_length: int, text: str) -> dict[str, Any]:
+    """The columns that a run's log gives; exits when the log lacks a step, or on a GPU the memory of the last one."""
     steps = [match.groupdict() for match in _STEP.finditer(text)]
     if len(steps) != args.steps:
         sys.exit(f"the log holds {len(steps)} steps, expected {args.steps}")
     steady = [float(step["ms"]) for step in steps[args.warmup :]]
     memory = [match.groupdict() for match in _MEMORY.finditer(text)]
+    if args.device == "cuda" and len(memory) < args.steps:
+        sys.exit(f"the log reports memory {len(memory)} times, expected once a step, that is {args.steps} times")
     tokens = args.global_batch_size * seq_length
     return {
         "label": args.label,
@@ -100,12 +122,11 @@ def _row(args: argparse.Namespace, seq_length: int, text: str) -> dict[str, Any]
         "fastest_step_ms": min(steady),
         "slowest_step_ms": max(steady),
         "tokens_per_s": round(tokens / statistics.median(steady) * 1000),
-        "max_allocated_mb": memory[-1]["allocated"] if memory else "",
-        "max_reserved_mb": memory[-1]["reserved"] if memory else "",
+        "max_allocated_mib": memory[-1]["allocated"] if memory else "",
+        "max_reserved_mib": memory[-1]["reserved"] if memory else "",
         "first_loss": float(steps[0]["loss"]),
         "last_loss": float(steps[-1]["loss"]),
         "last_grad_norm": float(steps[-1]["norm"]),
-        **_versions(),
     }
 
 
@@ -137,10 +158,11 @@ def _described_commit() -> str:
         return "unknown"
 
 
-def _append(output: Path, row: dict[str, Any]) -> None:
+def append(output: Path, row: dict[str, Any]) -> None:
+    """Add a row to the CSV file ``output``, whose header :func:`arguments` has checked."""
     new = not output.exists()
     with output.open("a", newline="") as sink:
-        writer = csv.DictWriter(sink, fieldnames=list(row))
+        writer = csv.DictWriter(sink, fieldnames=COLUMNS)
         if new:
             writer.writeheader()
         writer.writerow(row)

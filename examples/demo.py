@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import os
 import platform
 import signal
@@ -226,7 +227,7 @@ class Progress:
 
     def line(self, step: steps.Step) -> str:
         """The state as text."""
-        text = f"step {step.step:>3}/{self.plan.train_steps}  loss {step.losses['lm loss']:.3f}"
+        text = f"step {step.step:>3}/{self.plan.train_steps}  loss {step.losses.get('lm loss', math.nan):.3f}"
         if not self._seconds:
             return text
         typical = statistics.median(self._seconds[-20:])
@@ -313,8 +314,9 @@ def train(
             time.sleep(0.05)
     found += reader.read_new()
     code = process.returncode
-    if kill_after and code != -signal.SIGKILL:
-        raise DemoError(f"training ended (status {code}) before it could be killed", exit_status(code) or 1, plan.log)
+    if kill_after and (code != -signal.SIGKILL or not found or found[-1].step < kill_after):
+        status = exit_status(code)
+        raise DemoError(f"training ended (status {status}) before it could be killed", status or 1, plan.log)
     if not kill_after and code:
         raise DemoError(f"training failed with status {exit_status(code)}", exit_status(code), plan.log)
     return found

@@ -52,11 +52,6 @@ class Score:
     step: int
     seconds: float
 
-    @property
-    def percent_under(self) -> float:
-        """How far the model is under the unigram entropy, in percent of it."""
-        return 100 * (1 - self.bits_per_byte / self.unigram_bits_per_byte)
-
 
 def cut_windows(tokens_N: NDArray[Any], sequence: int) -> Windows:
     """Cut N tokens into windows in which each token but the first is a label exactly once; the last one is padded.

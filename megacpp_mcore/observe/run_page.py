@@ -13,6 +13,7 @@ from megacpp_mcore.observe.steps import Step
 # The drawing's own units; small enough that its text stays readable on a phone, which shows it at about 0.8.
 _WIDTH, _HEIGHT = 480, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 34, 40
+_MOST_GRIDLINES = 8
 _CURVES = (("lm loss", "next token"), ("mtp_1 loss", "the token after it (MTP)"))
 _FAMILIES = {"A": "attention (MLA; DSA with index cache)", "M": "Mamba-3", "E": "experts (MoE)", "R": "M²RNN"}
 
@@ -173,7 +174,7 @@ def _curve(run: Run) -> str:
 
 def _axes(scale: _Scale) -> list[str]:
     parts = []
-    for nats in range(0, int(scale.top_nats) + 1):
+    for nats in range(0, int(scale.top_nats) + 1, max(1, math.ceil(scale.top_nats / _MOST_GRIDLINES))):
         y = scale.y(nats)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{nats}</text>')

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -208,7 +209,7 @@ class Comparison:
         steps: numbers of the steps that both have, ascending.
         names: the values that were compared.
         first_difference: the first step with a value that is not the same double in both, and that value's name.
-        largest: the largest absolute difference of the ``lm loss``, in nats.
+        largest: the largest absolute difference of the ``lm loss``, in nats; NaN when a step has none, or NaN.
     """
 
     steps: tuple[int, ...]
@@ -240,7 +241,8 @@ def compare(before: list[Step], after: list[Step]) -> Comparison:
             one, other = left[number].get(name), right[number].get(name)
             if one is None or other is None or one != other:
                 differences.append((number, name))
-    largest = max(abs(left[number]["lm loss"] - right[number]["lm loss"]) for number in common)
+    apart = [abs(left[number].get("lm loss", math.nan) - right[number].get("lm loss", math.nan)) for number in common]
+    largest = math.nan if any(map(math.isnan, apart)) else max(apart)
     names = sorted(set().union(*(left[number] for number in common)))
     return Comparison(tuple(common), tuple(names), differences[0] if differences else None, largest)
 

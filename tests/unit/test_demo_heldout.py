@@ -92,8 +92,3 @@ def test_ends_of_documents_cost_nats_and_are_no_bytes(tmp_path: Path) -> None:
     # 71 bytes of share 36/74 each, and two ends of share 2/74.
     nats = 71 * math.log(74 / 36) + 2 * math.log(74 / 2)
     assert score.value == pytest.approx(nats / math.log(2) / 71, rel=1e-12)
-
-
-def test_percent_under() -> None:
-    score = score_heldout.Score(3.0, 4.0, 1, 1, 1, 1.0)
-    assert score.percent_under == pytest.approx(25.0)

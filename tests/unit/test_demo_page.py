@@ -147,3 +147,13 @@ def test_a_run_without_some_losses(names: tuple[str, ...]) -> None:
     page = render(replace(run, steps=steps))
     check(page)
     assert len([element for element in drawing(page) if element.tag == "polyline"]) == len(names)
+
+
+@pytest.mark.parametrize(("worst", "labels"), [(6.0, range(7)), (1e5, range(0, 105001, 13125))])
+def test_there_are_few_gridlines_however_high_a_loss(worst: float, labels: range) -> None:
+    run = make_run()
+    run.steps[3].losses["lm loss"] = worst  # type: ignore[index]
+    page = render(run)
+    assert len(page) < 20_000
+    found = re.findall(r'text-anchor="end">(\d+)</text>', page)
+    assert [int(text) for text in found][: len(labels)] == list(labels)

@@ -105,6 +105,14 @@ def test_training_is_killed_with_all_that_it_started(plan: object) -> None:
     assert "step   1/20  loss 1.000" in stream.getvalue()
 
 
+def test_a_leg_that_somebody_else_kills_is_no_kill_of_ours(plan: object) -> None:
+    progress, _ = make_progress(plan)
+    suicide = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    with pytest.raises(demo.DemoError, match=r"ended \(status 137\) before it could be killed") as failure:
+        demo.train(plan, suicide, progress, StepReader(plan.steps_file), kill_after=3)
+    assert failure.value.status == 137
+
+
 def test_a_leg_that_ends_leaves_nothing_either(plan: object) -> None:
     progress, _ = make_progress(plan)
     found = demo.train(plan, trainer(plan, steps=5, pause=0), progress, StepReader(plan.steps_file))
@@ -198,6 +206,10 @@ def test_on_a_gpu_the_difference_is_told_and_bounded(plan: object) -> None:
     for loss in (2.2, float("nan")):
         with pytest.raises(demo.DemoError, match="differ by up to"):
             demo.check_resume(plan, leg(1, 11, 0), leg(11, 20, 10, loss=loss))
+    later = leg(11, 20, 10)
+    later[1] = replace(later[1], losses={"lm loss": float("nan")})
+    with pytest.raises(demo.DemoError, match="differ by up to nan"):
+        demo.check_resume(plan, leg(1, 12, 0), later)
 
 
 def test_another_checkpoint_than_the_planned_one_is_refused(plan: object) -> None:

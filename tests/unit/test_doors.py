@@ -29,6 +29,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(*words: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("MEGACPP_CONFIG", None)  # a file about some other model
     command = [sys.executable, "-m", "megacpp_mcore", *words]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 

@@ -89,6 +89,13 @@ def test_what_only_one_has_and_what_is_no_number_differ() -> None:
     assert compare([step(1, grad_norm=None)], [step(1)]).first_difference == (1, "grad norm")
 
 
+@pytest.mark.parametrize("second", [step(2, math.nan), step(2, losses={}), step(2, losses={"mtp_1 loss": 3.0})])
+def test_a_loss_that_is_lost_is_the_largest_difference(second: Step) -> None:
+    for found in (compare([step(1), step(2)], [step(1), second]), compare([step(1), second], [step(1), step(2)])):
+        assert math.isnan(found.largest)
+        assert found.first_difference == (2, "lm loss")
+
+
 def test_nothing_to_compare_is_an_error() -> None:
     with pytest.raises(DataError, match="no step in common among steps 1 to 2 and steps 3 to 3"):
         compare([step(1), step(2)], [step(3)])

@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
+        if args.command == "launch":
+            raise  # what was cut off there is a training run
         # The reader (head, less) has left; Python would complain once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -48,10 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The parsed command line; for ``launch``, all that follows the first ``--`` is kept as ``stock_command``."""
     parser = _parser()
+    command = next((word for word in argv if not word.startswith("-")), None)
     head, tail = list(argv), []
-    if "--" in argv and "launch" in argv[: argv.index("--")]:
+    if command == "launch" and "--" in argv:
         head, tail = list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])
-    args = parser.parse_args(head)
+    args, unknown = parser.parse_known_args(head)
+    if unknown and command == "launch":
+        parser.error(
+            f"launch does not know {' '.join(unknown)}; what is for Megatron, the script first, goes after a --: "
+            f"megacpp-mcore launch [OPTIONS] -- {' '.join(unknown)}"
+        )
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.stock_command = tail
     return args
 

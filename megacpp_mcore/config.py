@@ -110,7 +110,7 @@ def _read(file: Path) -> Any:
             return loader.get_single_data()
         finally:
             loader.dispose()
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date or number that is none; brackets without end
         raise ConfigFileError(f"{file}: not valid YAML: {error}") from error
 
 

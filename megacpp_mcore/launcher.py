@@ -6,8 +6,8 @@ The order matters and is the whole design:
 2. With ``--nproc N`` the same command is started N times through torchrun's Python API, and the rest happens there.
 3. For a spec of ours the datasets are checked against their manifests. The script's folder goes first on ``sys.path``
    (so a checkout's ``megatron`` is the one that is used), then the CPU lane is installed, then the spec is imported,
-   then the script runs as ``__main__``. Every replacement is one printed line, and all of them are taken back when the
-   script ends.
+   then the script runs as ``__main__``. What is replaced is printed, and taken back when the script ends, the patches that
+   the run applied among it.
 
 Written against megatron-core 0.19.2 and Megatron-LM core_v0.19.0.
 """
@@ -16,13 +16,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import importlib.machinery
 import importlib.util
 import os
 import runpy
+import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,11 +120,13 @@ def plan(
         )
     if nproc < 1:
         raise LaunchError(f"--nproc is {nproc}; expected the number of processes to start, 1 or more")
+    _check_processes(environment)
     if nproc > 1 and "RANK" in environment:
         raise LaunchError(
             f"--nproc {nproc} was given to a process that torchrun has started (RANK={environment['RANK']}); "
             "leave --nproc out under torchrun, or start megacpp-mcore without torchrun"
         )
+    _check_arguments(words)
     arguments, spec = split_spec(words)
     if spec is not None:
         _check_allowed(spec, allowed_spec_prefixes)
@@ -131,12 +136,34 @@ def plan(
     return Plan(script, tuple(arguments), spec, resolved, nproc)
 
 
+def _check_processes(environment: Mapping[str, str]) -> None:
+    """Refuse half of what torchrun sets: a rank would be made up, and the others waited for."""
+    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in environment]
+    if missing and environment.get("WORLD_SIZE", environment.get("RANK", "1")) != "1":
+        raise LaunchError(
+            f"the environment says that this is one of several processes, but does not hold {', '.join(missing)}; start "
+            "them with torchrun or --nproc, or unset RANK and WORLD_SIZE"
+        )
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Refuse what would give the run a ``--spec`` that this launcher has not seen."""
+    for flag, source in (("--use-checkpoint-args", "a checkpoint"), ("--yaml-cfg", "a file")):
+        if any(word == flag or word.startswith(flag + "=") for word in arguments):
+            raise LaunchError(
+                f"{flag} takes arguments from {source}, --spec among them, which would be imported unchecked; write the "
+                "arguments out (`megacpp-mcore recipe emit … --as cli` prints them)"
+            )
+
+
 def find_script(word: str, environment: Mapping[str, str] = os.environ) -> Path:
     """Return the full path of the script ``word``; raise CheckoutError, saying where it was looked for."""
     if os.path.dirname(word):
         candidates = [Path(word)]
     else:
         folders = [environment.get(CHECKOUT_VARIABLE), os.curdir]
+        if folders[0] and not os.path.isdir(folders[0]):
+            raise CheckoutError(f"{CHECKOUT_VARIABLE} is {folders[0]!r}, which is no folder; {CHECKOUT_ADVICE}")
         candidates = [Path(folder) / word for folder in folders if folder]
     for candidate in candidates:
         if candidate.is_file():
@@ -163,6 +190,11 @@ def split_spec(arguments: Sequence[str]) -> tuple[list[str], tuple[str, str] | N
         values = words[start + 1 : end]
     else:
         values = [words[start].removeprefix("--spec=")]
+        if end < len(words) and not words[end].startswith("-"):
+            raise SpecImportError(
+                f"{words[start]} {words[end]} is two words of which = binds only the first; write --spec {values[0]} "
+                f"{words[end]} for module and attribute, or --spec={values[0]} alone"
+            )
     if len(values) == 1 and "." in values[0]:
         values = values[0].rsplit(".", 1)
     if len(values) != 2 or not all(values):
@@ -210,7 +242,7 @@ def _run_processes(
     command: Sequence[str], chosen: Plan, allowed_spec_prefixes: Sequence[str], record_steps: str | None
 ) -> int:
     """Start ``chosen.nproc`` processes of this module through torchrun; return 0 or the first failure's status."""
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -232,14 +264,15 @@ def _run_processes(
     # As torchrun does: N processes with a thread for every core each would fight over the cores.
     threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
     try:
-        with _environment(threads):
+        with _environment(threads), tempfile.TemporaryDirectory(prefix="megacpp-mcore-") as logs:
+            config.logs_specs = DefaultLogsSpecs(log_dir=logs)
             elastic_launch(config, sys.executable)("-m", "megacpp_mcore.launcher", *options, "--", *command)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"megacpp-mcore: rank {rank} failed first, with exit status {failure.exitcode}", file=sys.stderr)
         return _exit_status(failure.exitcode)
-    except SignalException as signal:
-        return _exit_status(-int(signal.sigval))
+    except SignalException as interruption:
+        return _exit_status(-int(interruption.sigval))
     return 0
 
 
@@ -250,6 +283,7 @@ def _exit_status(code: int) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Be one process of an ``--nproc`` launch: the options of :func:`launch`, ``--``, the command."""
+    _end_with_the_parent()
     parser = argparse.ArgumentParser(prog="python -m megacpp_mcore.launcher")
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--allow-spec-from", action="append", default=[])
@@ -269,6 +303,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _end_with_the_parent() -> None:
+    """Have Linux end this process when the one that started it is gone; SIGKILL leaves that one no time to do so."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG in linux/prctl.h
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:  # it was gone before
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _run_here(chosen: Plan, record_steps: str | None) -> int:
     entry = str(chosen.script) if chosen.script else _STOCK_LOOP
     with contextlib.ExitStack() as stack:
@@ -286,6 +330,7 @@ def _run_here(chosen: Plan, record_steps: str | None) -> int:
         if chosen.device == "cpu":
             stack.enter_context(_cpu_lane())
         stack.enter_context(_ready_dataset_helper())
+        stack.enter_context(_patches_of_the_run())
         if record_steps is not None:
             _say(stack.enter_context(steps.recording(record_steps)))
         if chosen.spec is not None:
@@ -294,6 +339,22 @@ def _run_here(chosen: Plan, record_steps: str | None) -> int:
         if status == 0:
             _leave_process_group()
     return status
+
+
+@contextlib.contextmanager
+def _patches_of_the_run() -> Iterator[None]:
+    """Revert, in the end, the patches that were applied meanwhile."""
+    from megacpp_mcore import patches
+
+    before = {record["name"] for record in patches.status() if record["state"] != "not applied"}
+    try:
+        yield
+    finally:
+        patches.revert(
+            record["name"]
+            for record in patches.status()
+            if record["state"] == "applied" and record["name"] not in before
+        )
 
 
 def _verify_data(arguments: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ against cannot drift apart. Pure Python; flags are those of Megatron-LM core_v0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -204,6 +205,11 @@ class Training:
         ):
             if getattr(self, name) not in allowed:
                 raise ModelError(f"Training.{name} is {getattr(self, name)!r}; expected {' or '.join(allowed)}")
+        for name in ("micro_batch_size", "global_batch_size", "train_iters"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"Training.{name} is {getattr(self, name)}; expected 1 or more")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
+            raise ModelError(f"Training.learning_rate is {self.learning_rate}; expected a finite number, 0 or more")
         if self.device == "cpu" and self.transformer_impl != "local":
             raise ModelError("the CPU lane has no Transformer Engine; set transformer_impl to local")
 

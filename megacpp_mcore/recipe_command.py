@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore import config
-from megacpp_mcore.errors import LaunchError, ModelError
+from megacpp_mcore.errors import DataError, LaunchError, ModelError
 from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import PRESETS, Layout, Model, preset
 
@@ -88,7 +88,13 @@ def tokenizer_words(model: Model, folder: str | None = None, data: str | None = 
     words = ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab_size))
     if data is None or not os.path.exists(data + ".manifest.json"):
         return words
-    return (*words, "--null-tokenizer-eod-id", str(load_manifest(data).tokenizer["eod_id"]))
+    eod = load_manifest(data).tokenizer["eod_id"]
+    if eod is None:
+        raise DataError(
+            f"{data} was adopted without an end-of-document id, and Megatron's NullTokenizer needs one; say it with "
+            f"`megacpp-mcore data verify --adopt --eod-id ID {data}`"
+        )
+    return (*words, "--null-tokenizer-eod-id", str(eod))
 
 
 def chosen_model(name: str) -> tuple[Model, Path | None]:

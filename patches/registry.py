@@ -257,6 +257,7 @@ class Registry:
             exchange(moves, "no patch was applied")
             for patch in fresh:
                 self._changes[patch.name] = tuple(change for change in changes if change.patch == patch.name)
+            for patch in fresh:  # when all are recorded: a handler of the log may raise
                 targets = ", ".join(edit.target for edit in patch.edits)
                 _log_on_rank_0(f"patch {patch.name} applied to {targets} (megatron-core {changes[0].version})")
         return Applied(tuple(patch.name for patch in fresh), tuple(patch.name for patch in already))
@@ -294,6 +295,7 @@ class Registry:
             exchange(moves, "no patch was reverted")
             for name in applied:
                 del self._changes[name]
+            for name in applied:
                 _log_on_rank_0(f"patch {name} reverted")
             for name in self._changes:
                 if lacking := sorted(set(self._patches[name].requires) & set(applied)):
@@ -516,8 +518,8 @@ def _listing(summary: str, problems: Sequence[str]) -> str:
 def _log_on_rank_0(message: str) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank = torch.distributed.get_rank()
+        rank = str(torch.distributed.get_rank())
     else:
-        rank = int(os.environ.get("RANK", "0"))
-    if rank == 0:
+        rank = os.environ.get("RANK") or "0"
+    if rank == "0":
         logger.info(message)

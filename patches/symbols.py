@@ -78,8 +78,11 @@ def resolve(target: str) -> Slot:
     module_name, _, path = target.partition(":")
     try:
         owner: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise Refusal("target not found", f"{target} was not found: importing {module_name} failed: {error}") from error
+    except Exception as error:  # a library that a broken driver keeps from loading raises RuntimeError or OSError
+        raise Refusal(
+            "target not found",
+            f"{target} was not found: importing {module_name} failed: {type(error).__name__}: {error}",
+        ) from error
     *classes, attribute = path.split(".")
     owners = [owner]
     for name in classes:
@@ -200,10 +203,10 @@ def exchange(moves: Sequence[Move], failure: str) -> None:
         if left:
             raise PatchError(f"{', '.join(left)} could not be given the other object")
     except BaseException as error:
-        for owner, attribute, value in reversed(done):
-            _put_back(owner, attribute, value)
+        lost = [place for owner, attribute, value in reversed(done) if (place := _put_back(owner, attribute, value))]
         if isinstance(error, Exception):
-            raise PatchError(f"{failure}: {error}; everything was put back") from error
+            end = f"{', '.join(lost)} could not be put back: restart the process" if lost else "everything was put back"
+            raise PatchError(f"{failure}: {error}; {end}") from error
         raise
 
 
@@ -231,10 +234,12 @@ def _put(owner: Any, attribute: str, value: Any) -> None:
         setattr(owner, attribute, value)
 
 
-def _put_back(owner: Any, attribute: str, value: Any) -> None:
-    """Undo one step; an owner that refused the change refuses the undoing too, and still has its old value."""
+def _put_back(owner: Any, attribute: str, value: Any) -> str:
+    """Undo one step and return nothing, or what could not be undone; an owner that refused the change has its old value."""
     try:
         _put(owner, attribute, value)
     except Exception:
         if getattr(owner, "__dict__", {}).get(attribute) is not value:
             logger.exception("%r.%s could not be put back", owner, attribute)
+            return f"{owner!r}.{attribute}"
+    return ""

@@ -44,6 +44,34 @@ def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[s
     }
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["launch", "--device", "cpu", "pretrain_gpt.py", "--lr", "1"],
+            "goes after a --: megacpp-mcore launch [OPTIONS] -- ",
+        ),
+        (["launch", "--lr", "1"], "launch does not know --lr 1"),
+        (["recipe", "show", "launch", "--", "nam56r"], "unrecognized arguments"),
+        (["recipe", "list", "--lr"], "unrecognized arguments: --lr"),
+    ],
+)
+def test_words_in_the_wrong_place_are_named(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_training_run_that_loses_its_pipe_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(launcher, "launch", fail)
+    with pytest.raises(BrokenPipeError):
+        cli.main(["launch", "--", "train.py"])
+
+
 def test_errors_of_ours_are_one_message_and_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,10 @@ def test_the_environment_names_the_file(file: Path, monkeypatch: pytest.MonkeyPa
         ("model: nam56r\n---\nmodel: nam52\n", ["not valid YAML"]),
         ("model: !!python/object/apply:os.getcwd []\n", ["not valid YAML"]),
         ("model: a\x07b\n", ["not valid YAML"]),
+        ("model: 2001-99-99\n", ["not valid YAML", "month"]),
+        ("model: !!int x\n", ["not valid YAML"]),
+        ("model: !!float abc\n", ["not valid YAML"]),
+        ("model: " + 3000 * "[", ["not valid YAML"]),
     ],
 )
 def test_what_is_wrong_is_named_with_the_file(file: Path, text: str, names: list[str]) -> None:

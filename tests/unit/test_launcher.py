@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -14,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore import cpu, launcher
-from megacpp_mcore.errors import CheckoutError, LaunchError, SpecImportError
+from megacpp_mcore import cpu, launcher, recipe_command
+from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.errors import CheckoutError, DataError, LaunchError, SpecImportError
+from megacpp_mcore.model import preset
 
 CPU_ARGUMENTS = [word for words in cpu.REQUIRED_ARGUMENTS for word in words]
 
@@ -46,10 +49,15 @@ def test_no_spec_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--spec", "--spec name", "--spec a.b c d", "--spec=", "--spec .name", "--spec --lr 1"]
+    ("words", "says"),
+    [
+        *((words, r"--spec megacpp_mcore\.nam56r") for words in ("--spec", "--spec name", "--spec a.b c d", "--spec=")),
+        *((words, r"--spec megacpp_mcore\.nam56r") for words in ("--spec .name", "--spec --lr 1")),
+        ("--spec=a.b c", "= binds only the first; write --spec a.b c"),
+    ],
 )
-def test_unreadable_spec_is_refused(words: str) -> None:
-    with pytest.raises(SpecImportError, match=r"--spec megacpp_mcore\.nam56r"):
+def test_unreadable_spec_is_refused(words: str, says: str) -> None:
+    with pytest.raises(SpecImportError, match=says):
         launcher.split_spec(words.split())
 
 
@@ -67,17 +75,24 @@ def test_script_is_looked_up_in_the_checkout_then_here(tmp_path: Path, monkeypat
     assert launcher.find_script("../checkout/pretrain_gpt.py", {}) == checkout / "pretrain_gpt.py"
 
 
-@pytest.mark.parametrize(
-    ("environment", "said"), [({}, "MEGATRON_LM is not set"), ({"MEGATRON_LM": "/no"}, "/no/a.py")]
-)
-def test_missing_script_says_where_and_how(
-    environment: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_script_says_where_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckoutError, match=r"git clone --branch core_v0\.19\.0") as raised:
-        launcher.find_script("a.py", environment)
-    assert said in str(raised.value)
-    assert str(tmp_path / "a.py") in str(raised.value)
+    (tmp_path / "checkout").mkdir()
+    for environment, said in (
+        ({}, "MEGATRON_LM is not set"),
+        ({"MEGATRON_LM": str(tmp_path / "checkout")}, "checkout/a.py"),
+    ):
+        with pytest.raises(CheckoutError, match=r"git clone --branch core_v0\.19\.0") as raised:
+            launcher.find_script("a.py", environment)
+        assert said in str(raised.value)
+        assert str(tmp_path / "a.py") in str(raised.value)
+
+
+def test_a_checkout_that_is_not_there_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pretrain_gpt.py").touch()
+    with pytest.raises(CheckoutError, match="MEGATRON_LM is '/no', which is no folder"):
+        launcher.find_script("pretrain_gpt.py", {"MEGATRON_LM": "/no"})
 
 
 def test_plan_of_a_whole_command(tmp_path: Path) -> None:
@@ -111,7 +126,11 @@ def test_cpu_arguments_are_all_named_at_once() -> None:
         (["train"], {}, "neither a script"),
         ([], {"device": "tpu"}, "auto, cpu, cuda"),
         ([], {"nproc": 0}, "1 or more"),
-        ([], {"nproc": 2, "environment": {"RANK": "1"}}, "torchrun"),
+        ([], {"nproc": 2, "environment": {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}}, "torchrun"),
+        ([], {"environment": {"WORLD_SIZE": "4"}}, "does not hold RANK, LOCAL_RANK"),
+        ([], {"environment": {"RANK": "3"}}, "does not hold WORLD_SIZE, LOCAL_RANK"),
+        (["--use-checkpoint-args"], {}, "from a checkpoint, --spec among them"),
+        (["--yaml-cfg=x.yaml"], {}, "from a file, --spec among them"),
     ],
 )
 def test_what_cannot_work_is_refused(command: list[str], options: dict[str, Any], said: str) -> None:
@@ -225,10 +244,57 @@ def test_other_ranks_say_nothing(
 ) -> None:
     script = tmp_path / "nothing.py"
     script.touch()
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
     assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu") == 0
     assert capsys.readouterr().out == ""
+
+
+def test_damaged_data_stops_a_spec_of_ours_before_the_script_runs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError('must not run')\n")
+    (tmp_path / "text.txt").write_text("some text to train on")
+    (prefix,) = prepare([str(tmp_path / "text.txt")], str(tmp_path / "data"), progress=io.StringIO())
+    with open(prefix + ".bin", "r+b") as file:
+        file.write(b"\x7f")
+    tokens = recipe_command.tokenizer_words(preset("nam56r_tiny"))
+    words = ["--spec", "megacpp_mcore", "nam56r", "--data-path", prefix, *tokens, *CPU_ARGUMENTS]
+    with pytest.raises(DataError, match="expected"):
+        launcher.launch([str(script), *words], device="cpu")
+
+
+def test_patches_and_process_group_of_a_run_end_with_it(tmp_path: Path) -> None:
+    import torch
+
+    from megacpp_mcore import patches
+
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nfrom megacpp_mcore import patches\ntorch.distributed.init_process_group('gloo')\n"
+        "assert patches.apply(['mtp-shared-block']).applied\n"
+    )
+    assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu") == 0
+    assert not torch.distributed.is_initialized()
+    assert {record["state"] for record in patches.status()} == {"not applied"}
+
+
+def test_what_every_process_of_a_launch_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "my_spec.py").write_text("block = 1\n")
+    script = tmp_path / "record.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "found = [os.environ[name] for name in ('OMP_NUM_THREADS', 'WORLD_SIZE')] + ['my_spec' in sys.modules]\n"
+        "pathlib.Path(__file__).with_name(os.environ['RANK']).write_text(repr(found))\n"
+    )
+    words = [str(script), "--spec", "my_spec.block", *CPU_ARGUMENTS]
+    assert launcher.launch(words, device="cpu", nproc=2, allowed_spec_prefixes=["my_spec"]) == 0
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["['1', '2', True]"] * 2
+    assert list((tmp_path / "temporary").glob("*torchelastic*")) == []
+    assert list((tmp_path / "temporary").glob("megacpp-mcore-*")) == []
 
 
 def test_a_checkout_that_would_be_shadowed_is_refused(tmp_path: Path) -> None:
@@ -284,21 +350,31 @@ def test_user_errors_of_a_process_are_one_line(capsys: pytest.CaptureFixture[str
     assert "Traceback" not in error
 
 
-def test_interrupt_ends_every_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_a_launch(tmp_path: Path, sent: signal.Signals) -> None:
     script = tmp_path / "wait.py"
-    mark = (
-        "import os, pathlib, time\npathlib.Path(__file__).with_name(os.environ['RANK']).write_text(str(os.getpid()))\n"
+    script.write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path(__file__).with_name(os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(120)\n"
     )
-    script.write_text(mark + "time.sleep(120)\n")
     call = f"import sys\nfrom megacpp_mcore.launcher import launch\nsys.exit(launch({[str(script), *CPU_ARGUMENTS]}, "
     parent = subprocess.Popen([sys.executable, "-c", call + "device='cpu', nproc=2))"], stderr=subprocess.PIPE)
     files = [tmp_path / "0", tmp_path / "1"]
     deadline = time.monotonic() + 60
     while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
         time.sleep(0.1)
-    parent.send_signal(signal.SIGINT)
+    parent.send_signal(sent)
     parent.communicate(timeout=60)
-    assert parent.returncode == 128 + signal.SIGINT
-    for file in files:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(file.read_text()), 0)
+    assert parent.returncode == (128 + signal.SIGINT if sent == signal.SIGINT else -signal.SIGKILL)
+    left = [int(file.read_text()) for file in files]
+    while any(map(_runs, left)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [pid for pid in left if _runs(pid)] == []
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # a zombie that its new parent has not reaped yet runs no more

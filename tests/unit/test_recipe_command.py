@@ -139,6 +139,10 @@ def test_an_unset_data_prefix_stops_the_shell(capsys: pytest.CaptureFixture[str]
         (["--tensor", "2"], "add --sequence-parallel"),
         (["--expert", "16"], "global batch of 8 is not a multiple of the micro-batch (1) × 16"),
         (["--virtual", "2"], "more than one pipeline stage"),
+        (["--micro-batch-size", "0"], "micro_batch_size is 0; expected 1 or more"),
+        (["--global-batch-size", "0"], "global_batch_size is 0; expected 1 or more"),
+        (["--train-iters", "-5"], "train_iters is -5; expected 1 or more"),
+        (["--lr", "nan"], "learning_rate is nan; expected a finite number"),
         (["--device", "cpu", "--impl", "transformer_engine"], "CPU lane has no Transformer Engine"),
     ],
 )

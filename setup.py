@@ -17,6 +17,10 @@ EXTRAS = {
         "apache-tvm-ffi<=0.1.9",
         "z3-solver>=4.13,<4.15.5",
     ],
+    "tokenizers": [
+        "tokenizers",
+        "transformers>=5.8",
+    ],  # for --tokenizer DIR: here and in Megatron's HuggingFaceTokenizer
     "torchao": ["torchao>=0.14"],
     "deepgemm": ["sgl-deep-gemm==0.2.1"],
     # Megatron-Bridge itself comes by `pip install --no-deps -r requirements/bridge.txt`: with its dependencies, pip

@@ -29,6 +29,9 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
 
+WORDS: list[str] = []
+"""The shell's array ``words``."""
+
 LINES = [line for block in blocks("sh") for line in block.splitlines()]
 
 
@@ -49,10 +52,15 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
 
 def carry_out(line: str) -> str:
-    """Run one line, of which ``$(cat FILE)`` and ``> FILE`` are the only shell syntax, and return what it printed."""
+    """Run one line and return what it printed; ``mapfile``, ``"${words[@]}"`` and ``> FILE`` are the only shell syntax."""
     command, _, target = line.partition(" > ")
-    command = re.sub(r"\$\(cat (\w+)\)", lambda found: " ".join(Path(found[1]).read_text().split()), command)
+    command = command.replace('"${words[@]}"', shlex.join(WORDS))
     program, *arguments = shlex.split(command)
+    if program == "mapfile":
+        option, array, _, file = arguments
+        assert (option, array) == ("-t", "words")
+        WORDS[:] = Path(file).read_text().splitlines()
+        return ""
     if program == "megacpp-mcore":
         printed = run_ours(arguments)
     elif program == "make":
@@ -82,7 +90,7 @@ def run_ours(arguments: list[str]) -> str:
 def test_every_command_is_one_that_is_checked() -> None:
     assert len(LINES) >= 15
     assert len(set(LINES)) == len(LINES)
-    assert {line.split()[0] for line in LINES} == {"megacpp-mcore", "make", "pip", "torchrun"}
+    assert {line.split()[0] for line in LINES} == {"megacpp-mcore", "make", "pip", "torchrun", "mapfile"}
 
 
 def test_the_commands_run(outputs: dict[str, str]) -> None:

@@ -14,8 +14,8 @@ CPU; Megatron's own code is what runs. What the answers mean:
 * ``get_device_capability()`` is (0, 0): whatever asks for a GPU generation is refused as on one that is too old.
 
 Two more replacements make layouts comparable on gloo: see :func:`_accept_any_split_sizes` and
-:func:`_seed_experts_by_global_index`. Nothing is replaced before :func:`install`, and :meth:`CpuLane.remove` puts every
-original back. Checked with torch 2.11 and megatron-core 0.19.2.
+:func:`_seed_experts_by_global_index`. Nothing is replaced before :func:`install`, :attr:`CpuLane.messages` names what
+was, and :meth:`CpuLane.remove` puts every original back. Checked with torch 2.11 and megatron-core 0.19.2.
 """
 
 from __future__ import annotations
@@ -84,45 +84,85 @@ def missing_arguments(arguments: Sequence[str]) -> list[str]:
     return missing
 
 
+@dataclass(frozen=True, eq=False)
+class _Undo:
+    """How one replacement, called ``what`` in messages, is taken back; doing it twice does no harm."""
+
+    what: str
+    action: Callable[[], None]
+
+
 @dataclass
 class CpuLane:
     """An installed lane: what it replaced, and how to take it back.
 
-    ``messages`` holds one line for each thing the lane changes, for the launcher to print.
+    ``messages`` holds the lines for the launcher to print. Each thing that was replaced is named in one of them: by its
+    own name, or, for the some sixty of ``torch.cuda``, by its module's.
     """
 
     messages: list[str] = field(default_factory=list)
-    _undo: list[Callable[[], None]] = field(default_factory=list)
+    _undo: list[_Undo] = field(default_factory=list)
+    _handled_before: BaseException | None = field(default_factory=sys.exception)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set attribute ``name`` of ``owner`` to ``value`` until :meth:`remove`."""
+        """Set attribute ``name`` of ``owner`` (a module or a class) to ``value`` until :meth:`remove`."""
         original = vars(owner).get(name, _MISSING)
+
+        def put_back() -> None:
+            if original is not _MISSING:
+                setattr(owner, name, original)
+            elif name in vars(owner):
+                delattr(owner, name)
+
         setattr(owner, name, value)
-        if original is _MISSING:
-            self._undo.append(lambda: delattr(owner, name))
-        else:
-            self._undo.append(lambda: setattr(owner, name, original))
+        place = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+        self.on_remove(f"{place}.{name}", put_back)
 
     def replace_item(self, mapping: MutableMapping[str, str], key: str, value: str) -> None:
         """Set ``mapping[key]`` to ``value`` until :meth:`remove`."""
         original = mapping.get(key)
-        mapping[key] = value
-        if original is None:
-            self._undo.append(lambda: mapping.__delitem__(key))
-        else:
-            self._undo.append(lambda: mapping.__setitem__(key, original))
 
-    def on_remove(self, action: Callable[[], None]) -> None:
-        """Register ``action`` to be run by :meth:`remove`, last registered first."""
-        self._undo.append(action)
+        def put_back() -> None:
+            if original is None:
+                mapping.pop(key, None)
+            else:
+                mapping[key] = original
+
+        mapping[key] = value
+        self.on_remove(key, put_back)
+
+    def on_remove(self, what: str, action: Callable[[], None]) -> None:
+        """Register ``action``, which takes back the replacement of ``what``, to be run by :meth:`remove`."""
+        self._undo.append(_Undo(what, action))
 
     def remove(self) -> None:
-        """Put every original back, in reverse order; a second call does nothing."""
+        """Put every original back, in reverse order; a second call does what the first could not, or nothing.
+
+        An exception that is on its way when this is called, in a ``finally:`` say, goes on: what went wrong here is
+        then a note on it and an error in the log.
+
+        Raises:
+            LaunchError: naming all that could not be put back, when no other exception is on its way.
+        """
         global _installed
-        while self._undo:
-            self._undo.pop()()
-        if _installed is self:
+        problems = []
+        for undo in self._undo[::-1]:
+            try:
+                undo.action()
+            except Exception as error:
+                problems.append(f"{undo.what}: {type(error).__name__}: {error}")
+            else:
+                self._undo.remove(undo)
+        if not self._undo and _installed is self:
             _installed = None
+        if not problems:
+            return
+        message = f"the CPU lane could not put back {'; '.join(problems)}; mend this and call remove() again"
+        on_its_way = sys.exception()
+        if on_its_way is None or on_its_way is self._handled_before:
+            raise LaunchError(message)
+        on_its_way.add_note(message)
+        logging.getLogger(__name__).error(message)
 
 
 def install() -> CpuLane:
@@ -151,8 +191,7 @@ def install() -> CpuLane:
         _keep_loaders_off_the_generator(lane)
         _quiet_shared_generator_warning(lane)
         _seed_experts_by_global_index(lane, experts)
-        # Where Transformer Engine is installed the fp32 router would call its GEMM, which takes CUDA tensors only.
-        lane.replace(moe_utils, "te_general_gemm", None)
+        _keep_the_router_off_transformer_engine(lane, moe_utils)
     except BaseException:
         lane.remove()
         raise
@@ -163,11 +202,13 @@ def _disable_dynamo(lane: CpuLane) -> None:
     """Set the environment, of which Dynamo reads its part when a function is decorated."""
     for name, value in ENVIRONMENT.items():
         lane.replace_item(os.environ, name, value)
+    settings = ", ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
     if "torch._dynamo.config" in sys.modules:  # imported before: what is compiled by now asks the configuration
         patch = sys.modules["torch._dynamo.config"].patch(disable=True)
         patch.__enter__()
-        lane.on_remove(lambda: patch.__exit__(None, None, None))
-    lane.messages.append("CPU lane: TORCHDYNAMO_DISABLE=1 (torch.compile runs its functions eagerly)")
+        lane.on_remove("torch._dynamo.config.disable", lambda: patch.__exit__(None, None, None))
+        settings += ", torch._dynamo.config.disable=True"
+    lane.messages.append(f"CPU lane: {settings} (torch.compile runs its functions eagerly)")
 
 
 class Stream:
@@ -253,7 +294,7 @@ def _stand_in_for_torch_cuda(lane: CpuLane) -> None:
     lane.replace(torch.cuda, "default_generators", (torch.default_generator,) * _local_world_size())
     for name in ("range_push", "range_pop", "mark"):
         lane.replace(torch.cuda.nvtx, name, _nothing)
-    lane.messages.append("CPU lane: torch.cuda is answered by the CPU")
+    lane.messages.append("CPU lane: torch.cuda, torch.cuda.random and torch.cuda.nvtx are answered by the CPU")
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -466,9 +507,13 @@ def _send_devices_to_cpu(lane: CpuLane) -> None:
             )
         mode.__exit__(None, None, None)
 
-    lane.on_remove(leave)
+    lane.on_remove(f"{__name__}.{CpuDeviceMode.__name__}", leave)
     # Its argument must be a real stream before a mode is asked.
     lane.replace(torch.Tensor, "record_stream", _nothing)
+    lane.messages.append(
+        f"CPU lane: {__name__}.{CpuDeviceMode.__name__} sends CUDA devices named in torch calls to the CPU; "
+        "torch.Tensor.record_stream does nothing"
+    )
 
 
 def _accept_any_split_sizes(lane: CpuLane) -> None:
@@ -490,7 +535,9 @@ def _accept_any_split_sizes(lane: CpuLane) -> None:
         return stock(output, input, as_list(output_split_sizes), as_list(input_split_sizes), group, async_op)
 
     lane.replace(torch.distributed, "all_to_all_single", all_to_all_single)
-    lane.messages.append("CPU lane: all_to_all_single takes split sizes of any kind (gloo wants lists)")
+    lane.messages.append(
+        "CPU lane: torch.distributed.all_to_all_single takes split sizes of any kind (gloo wants lists)"
+    )
 
 
 def _keep_loaders_off_the_generator(lane: CpuLane) -> None:
@@ -508,6 +555,9 @@ def _keep_loaders_off_the_generator(lane: CpuLane) -> None:
             return stock(self)
 
     lane.replace(loader, "__iter__", iterate)
+    lane.messages.append(
+        f"CPU lane: {loader.__module__}.{loader.__qualname__}.__iter__ does not move the generator (resumed runs repeat)"
+    )
 
 
 def _quiet_shared_generator_warning(lane: CpuLane) -> None:
@@ -518,7 +568,8 @@ def _quiet_shared_generator_warning(lane: CpuLane) -> None:
         return record.getMessage() != _RNG_WARNING
 
     logger.addFilter(keep)
-    lane.on_remove(lambda: logger.removeFilter(keep))
+    lane.on_remove(f"a filter of {_RNG_LOGGER}", lambda: logger.removeFilter(keep))
+    lane.messages.append(f"CPU lane: a filter of {_RNG_LOGGER} drops its warning of {_RNG_WARNING!r}")
 
 
 def _seed_experts_by_global_index(lane: CpuLane, experts: Any) -> None:
@@ -552,4 +603,13 @@ def _seed_experts_by_global_index(lane: CpuLane, experts: Any) -> None:
             experts.MLP = stock_mlp
 
     lane.replace(experts.SequentialMLP, "__init__", seeded_init)
-    lane.messages.append("CPU lane: experts are seeded by their global index (stock gives every EP rank the same ones)")
+    lane.messages.append(
+        f"CPU lane: {experts.__name__}.SequentialMLP.__init__ seeds experts by their global index "
+        "(stock gives every EP rank the same ones)"
+    )
+
+
+def _keep_the_router_off_transformer_engine(lane: CpuLane, moe_utils: Any) -> None:
+    """Where Transformer Engine is installed the fp32 router would call its GEMM, which takes CUDA tensors only."""
+    lane.replace(moe_utils, "te_general_gemm", None)
+    lane.messages.append(f"CPU lane: {moe_utils.__name__}.te_general_gemm is None (the router multiplies with torch)")

@@ -1,7 +1,7 @@
 """The command ``megacpp-mcore doctor``: what is installed, what of it works, and which packages are not what they seem.
 
-Every package that is found is really imported, in a process of its own with a time limit, so that one that crashes or
-hangs is a line in the report and not the end of it. Imports no torch itself.
+Every package that is found is really imported, in a process of its own with a time limit, so that one that crashes,
+hangs or ends its process is a line in the report and not the end of it. Imports no torch itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -26,7 +27,10 @@ import megacpp_mcore
 
 WORKS, ABSENT, BROKEN, IMPOSTOR = "works", "absent", "broken", "impostor"
 TIME_LIMIT_S = 180.0
+# As setup.py has them; a test compares the two.
 PYTHON_VERSIONS = ">=3.12"
+TORCH_VERSIONS = ">=2.11"
+MEGATRON_CORE_VERSIONS = ">=0.19,<0.20"
 
 _ADVICE_APEX = (
     "not NVIDIA's Apex: Megatron picks up any importable 'apex' and then fails on RMSNorm; "
@@ -38,6 +42,9 @@ _ADVICE_DEEP_GEMM = (
 _ADVICE_TE = (
     "a transformer-engine that does not import breaks megatron-core's own import; "
     "install transformer-engine[pytorch], or uninstall every transformer-engine package"
+)
+_ADVICE_TRANSFORMERS = (
+    "Megatron's HuggingFaceTokenizer needs it: `pip install megacpp-mcore[tokenizers]` (other tokenizers do without)"
 )
 _ADVICE_RESILIENCY = "nvidia-resiliency-ext 0.4.1 breaks megatron-core's import; uninstall it, or use 0.5 or later"
 
@@ -55,6 +62,7 @@ class Component:
         versions: the range that is supported, where there is one.
         blocks: whether training fails when it is there and does not work, although it is optional.
         advice: what to do then.
+        if_absent: what cannot be had without it, and how to get it, where that is worth a line.
     """
 
     name: str
@@ -65,6 +73,7 @@ class Component:
     versions: str = ""
     blocks: bool = False
     advice: str = ""
+    if_absent: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,8 +110,15 @@ import megatron.core.models.gpt.gpt_model, megatron.core.optimizer, megatron.tra
 """
 
 COMPONENTS: tuple[Component, ...] = (
-    Component("torch", "torch", _TORCH, ("torch",), required=True, versions=">=2.6"),
-    Component("megatron-core", "megatron.core", _MEGATRON, ("megatron-core",), required=True, versions=">=0.19,<0.20"),
+    Component("torch", "torch", _TORCH, ("torch",), required=True, versions=TORCH_VERSIONS),
+    Component(
+        "megatron-core",
+        "megatron.core",
+        _MEGATRON,
+        ("megatron-core",),
+        required=True,
+        versions=MEGATRON_CORE_VERSIONS,
+    ),
     Component("triton", "triton", _plain("triton"), ("triton",)),
     Component(
         "transformer-engine",
@@ -117,6 +133,14 @@ COMPONENTS: tuple[Component, ...] = (
     Component("tilelang", "tilelang", _plain("tilelang"), ("tilelang",)),
     Component("deep_gemm", "deep_gemm", _plain("deep_gemm"), ("sgl-deep-gemm", "deep-gemm")),
     Component("torchao", "torchao", _plain("torchao"), ("torchao",)),
+    Component(
+        "transformers",
+        "transformers",
+        "from transformers import AutoTokenizer\nimport transformers\nversion = transformers.__version__",
+        ("transformers",),
+        advice=_ADVICE_TRANSFORMERS,
+        if_absent=_ADVICE_TRANSFORMERS,
+    ),
     Component("apex: amp_C", "amp_C", _plain("amp_C"), ("apex",)),
     Component("apex: optimizers", "apex", _plain("apex.optimizers"), ("apex",)),
     Component(
@@ -138,14 +162,15 @@ COMPONENTS: tuple[Component, ...] = (
     Component("nemo-run", "nemo_run", _plain("nemo_run"), ("nemo-run",)),
 )
 
-# The child looks exactly where this process looks; what a package prints on import comes before the last line.
+# The child looks exactly where this process looks. Its answer has a file of its own: a package may print, at any time.
 _CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
+answer_file = sys.argv[2]
 version, details = None, {{}}
 {probe}
-print()
-print(json.dumps({{"version": None if version is None else str(version), "details": details}}))
+with open(answer_file, "w", encoding="utf-8") as file:
+    json.dump({{"version": None if version is None else str(version), "details": details}}, file)
 """
 
 
@@ -168,10 +193,14 @@ def _python() -> Finding:
 
 
 def _examine(component: Component, time_limit_s: float) -> Finding:
-    place = _find(component.module)
     installed = _installed_version(component.distributions)
+    try:
+        place = _find(component.module)
+    except (Exception, SystemExit) as error:  # of the package around the module, which has to be imported for this
+        reason = f"{component.module} cannot be looked for ({type(error).__name__}: {error})"
+        return Finding(component.name, BROKEN, installed, reason, component.required or component.blocks)
     if place is None:
-        reason = f"install {component.name}{component.versions}" if component.required else ""
+        reason = f"install {component.name}{component.versions}" if component.required else component.if_absent
         return Finding(component.name, ABSENT, None, reason, blocks=component.required)
     impostor = _impostor(component.module, place)
     if impostor:
@@ -190,7 +219,7 @@ def _find(module: str) -> list[Path] | None:
     """The folders (or the file) of ``module``, without importing it; ``None`` when it is not there."""
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
+    except ModuleNotFoundError:
         return None
     if spec is None:
         return None
@@ -223,20 +252,36 @@ def _in_range(version: str | None, supported: str) -> bool:
 
 def _try(probe: str, time_limit_s: float) -> tuple[str | None, dict[str, Any], str]:
     """Run ``probe`` in a child; returns its version, its details, and what went wrong (empty when nothing did)."""
-    command = [sys.executable, "-W", "ignore", "-c", _CHILD.format(probe=probe), json.dumps(sys.path)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=time_limit_s, check=False, stdin=subprocess.DEVNULL
-        )
-    except subprocess.TimeoutExpired:
-        return None, {}, f"it did not finish within {time_limit_s:g} s"
-    if done.returncode < 0:
-        return None, {}, f"it died of signal {-done.returncode}"
-    if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        return None, {}, lines[-1] if lines else f"it ended with status {done.returncode}"
-    answer = json.loads(done.stdout.splitlines()[-1])
-    return answer["version"], answer["details"], ""
+    with tempfile.TemporaryDirectory(prefix="megacpp-mcore-doctor-") as folder:
+        answer, complaints = Path(folder, "answer"), Path(folder, "stderr")
+        command = [sys.executable, "-W", "ignore", "-c", _CHILD.format(probe=probe), json.dumps(sys.path), str(answer)]
+        # Files, not pipes: a process that the package leaves behind would keep a pipe open, and the doctor waiting.
+        with complaints.open("wb") as stderr:
+            try:
+                done = subprocess.run(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                    timeout=time_limit_s,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return None, {}, f"it did not finish within {time_limit_s:g} s"
+        if done.returncode:
+            return None, {}, _failure(done.returncode, complaints.read_bytes().decode(errors="replace"))
+        try:
+            told = json.loads(answer.read_bytes())
+            return told["version"], told["details"], ""
+        except (OSError, ValueError, LookupError, TypeError):  # none was written, or not the whole of it
+            return None, {}, "it ended its process with status 0 while it was being tried"
+
+
+def _failure(status: int, complaints: str) -> str:
+    if status < 0:
+        return f"it died of signal {-status}"
+    lines = [line.strip() for line in complaints.splitlines() if line.strip()]
+    return lines[-1] if lines else f"it ended with status {status}"
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:

@@ -6,8 +6,8 @@ The order matters and is the whole design:
 2. With ``--nproc N`` the same command is started N times through torchrun's Python API, and the rest happens there.
 3. For a spec of ours the datasets are checked against their manifests. The script's folder goes first on ``sys.path``
    (so a checkout's ``megatron`` is the one that is used), then the CPU lane is installed, then the spec is imported,
-   then the script runs as ``__main__``. What is replaced is printed, and taken back when the script ends, the patches that
-   the run applied among it.
+   then the script runs as ``__main__``. Everything that the lane or the launcher replaces is named in a printed line (the
+   functions of torch.cuda by their module), and all of it is taken back when the script ends, with the run's patches.
 
 Written against megatron-core 0.19.2 and Megatron-LM core_v0.19.0.
 """

@@ -5,6 +5,7 @@ clone with the same lock shares it. It counts as made only when its marker is th
 lock keeps two callers from making it at the same time. Only the standard library is used.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -20,10 +22,19 @@ LOCKS = ("demo.txt", "dev.txt")
 MARKER = "finished"
 
 
+class SetupError(RuntimeError):
+    """There cannot be an environment; the message says why, and what to do."""
+
+
 def cache_folder() -> Path:
-    """The folder that holds the environments."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "megacpp-mcore"
+    """The folder that holds the environments; raises SetupError when there is neither XDG_CACHE_HOME nor a home."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return Path(base) / "megacpp-mcore"
+    try:
+        return Path.home() / ".cache" / "megacpp-mcore"
+    except RuntimeError as error:
+        raise SetupError(f"no home folder is known ({error}); set XDG_CACHE_HOME to a writable folder") from error
 
 
 def environment_name() -> str:
@@ -35,33 +46,70 @@ def environment_name() -> str:
 
 
 def ensure(folder: Path, name: str) -> Path:
-    """The Python of the finished environment ``folder/name``; makes it first when it is missing or half-made."""
+    """The Python of the finished environment ``folder/name``; makes it first when it is missing or half-made.
+
+    Raises:
+        SetupError: the folder cannot be written to, or venv or pip failed.
+    """
     target = folder / name
     python = target / "bin" / "python"
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder, name):
         if not ((target / MARKER).is_file() and python.exists()):
             print(f"making {target} (torch alone is several GB; this happens once)", file=sys.stderr, flush=True)
             shutil.rmtree(target, ignore_errors=True)
-            venv.create(target, with_pip=True)
+            create(target)
             install(python)
             (target / MARKER).write_text("")
     return python
 
 
+@contextlib.contextmanager
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """Make ``folder`` and hold the lock of its environment ``name``."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(folder / f"{name}.lock", "w"))
+        except OSError as error:
+            raise SetupError(
+                f"{folder} cannot be written to ({error}); set XDG_CACHE_HOME to a writable folder"
+            ) from error
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def create(target: Path) -> None:
+    """Make the virtual environment ``target``, with nothing but pip in it."""
+    try:
+        venv.create(target, with_pip=True)
+    except subprocess.CalledProcessError as error:  # of ensurepip, whose output venv keeps to itself
+        said = (error.output or b"").decode(errors="replace").strip() or f"it ended with status {error.returncode}"
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise SetupError(
+            f"{sys.executable} cannot put pip into a virtual environment:\n{said}\n"
+            f"install python{version}-venv (Debian, Ubuntu), or say make BASE_PYTHON=/path/to/another/python3.12"
+        ) from error
+    except (OSError, ValueError) as error:  # no room; a colon in the path
+        raise SetupError(
+            f"{target} cannot be made ({error}); make room there, or set XDG_CACHE_HOME to another writable folder"
+        ) from error
+
+
 def install(python: Path) -> None:
     """Install the lock file with pip; what pip prints goes to stderr."""
     command = [str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
-    subprocess.run([*command, "-r", str(HERE / LOCKS[-1])], check=True, stdout=sys.stderr, stdin=subprocess.DEVNULL)
+    command += ["-r", str(HERE / LOCKS[-1])]
+    status = subprocess.run(command, check=False, stdout=sys.stderr, stdin=subprocess.DEVNULL).returncode
+    if status:
+        raise SetupError(f"pip ended with status {status}; its messages are above")
 
 
 def main() -> int:
     """Print the path of the environment's Python; 1 when there cannot be one."""
     try:
         print(ensure(cache_folder(), environment_name()))
-    except subprocess.CalledProcessError as error:
-        print(f"pip ended with status {error.returncode}; its messages are above", file=sys.stderr)
+    except SetupError as error:
+        print(error, file=sys.stderr)
         return 1
     return 0
 

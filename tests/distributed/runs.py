@@ -1,4 +1,4 @@
-"""Training runs for the layout tests: one small model of all four families, fp32, real processes over gloo.
+"""Training runs for the layout tests: one small model of all four families, fp32 or fp64, real processes over gloo.
 
 Every run is ``megacpp-mcore launch`` in a subprocess. What a run leaves is the record of its steps, its output and its
 checkpoints.
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 180
 MICRO_BATCH, GLOBAL_BATCH = 2, 8
 PADDED_TO = 128
-MAIN, RESUMED, COMPARED = 6, 3, 5
+MAIN, RESUMED, COMPARED = 6, 3, 6
 """Steps: of the run that all start from, at which it is resumed, and of the runs that are compared."""
 
 OVERRIDES: Mapping[str, Any] = {
@@ -56,8 +56,13 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 """Every layout that has to train as one process does. With two processes EP 2 is data-parallel 2, too."""
 
+LEARNING_RATE = 1e-3
+"""Large: after six steps, norms, decays and biases are far from the constants that they started as."""
 _WARM_UP = ("--lr-warmup-iters", "1")
-_LARGE, _SMALL = 1e-3, 1e-4
+"""Of size zero is the first step: from nothing, Adam would make a whole step of a gradient that is nothing but rounding
+noise, and by the third step a near tie in the selection of keys tips over. One process with another micro-batch size does
+not repeat itself then, either (in fp64 all layouts do).
+"""
 
 
 @dataclass(frozen=True)
@@ -80,17 +85,21 @@ class Run:
 
 
 class Laboratory:
-    """Trains :data:`MODEL` in a folder of its own, on one small dataset: a module of Python itself."""
+    """Trains :data:`MODEL` in a folder of its own, on one small dataset: a module of Python itself.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        folder: where everything goes.
+        double: train in fp64 (:mod:`tests.distributed.double`), not in fp32.
+    """
+
+    def __init__(self, folder: Path, *, double: bool = False) -> None:
+        self.folder, self.double = folder, double
         self.config = write_config(folder / "model.yaml", OVERRIDES)
         (self.data,) = prepare([argparse.__file__], str(folder / "text"), progress=io.StringIO())
         self._runs: dict[str, Run] = {}
 
     def main(self) -> Run:
-        """The run that the others start from: one process from random weights, its first step of size zero."""
-        # Large steps: after six, norms, decays and biases are far from the constants they started as.
+        """The run that the others start from: one process from random weights."""
         return self._once("main", LAYOUTS[ONE], MAIN, _WARM_UP, save_every=1)
 
     def resumed(self) -> Run:
@@ -100,11 +109,8 @@ class Laboratory:
 
     def compared(self, name: str) -> Run:
         """:data:`COMPARED` steps in layout ``name`` from the last checkpoint of :meth:`main`, from the first sample on."""
-        # Adam starts anew, and would make whole steps of gradients that are nothing but rounding noise; summed up, these tip
-        # near ties in the selection of keys or experts, and then two right layouts differ by more than rounding.
         load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
-        extra = [*load, "--adam-eps", "1e-5"]
-        return self._once(name, LAYOUTS[name], COMPARED, extra, learning_rate=_SMALL)
+        return self._once(name, LAYOUTS[name], COMPARED, [*_WARM_UP, *load], save_every=1)
 
     def untrained(self, name: str) -> Run:
         """The model that layout ``name`` starts with when it loads nothing, saved after one step of size zero."""
@@ -112,10 +118,10 @@ class Laboratory:
 
     def moved(self, source: Run, name: str, *, optimizer: bool = True) -> Run:
         """The last checkpoint of ``source`` loaded in layout ``name`` and saved again as it is."""
-        extra = ["--load", str(source.checkpoints)]
+        extra = [*_WARM_UP, "--load", str(source.checkpoints)]
         extra += [] if optimizer else ["--no-load-optim", "--no-save-optim"]
         label = f"{source.checkpoints.parent.name} to {name}"
-        return self._once(label, LAYOUTS[name], COMPARED, extra, learning_rate=_SMALL, save_only=True)
+        return self._once(label, LAYOUTS[name], COMPARED, extra, save_only=True)
 
     def _once(
         self,
@@ -124,7 +130,7 @@ class Laboratory:
         steps: int,
         extra: Sequence[str],
         *,
-        learning_rate: float = _LARGE,
+        learning_rate: float = LEARNING_RATE,
         save_every: int | None = None,
         save_only: bool = False,
     ) -> Run:
@@ -162,7 +168,8 @@ class Laboratory:
     def _run(self, name: str, folder: Path, saved: Path, words: Sequence[str], processes: int) -> Run:
         recorded = folder / "steps.jsonl"
         command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cpu", "--nproc", str(processes)]
-        command += ["--record-steps", str(recorded), "--", *words]
+        command += ["--record-steps", str(recorded), "--"]
+        command += [str(ROOT / "tests" / "distributed" / "double.py")] * self.double + list(words)
         status, output = execute(command, self.config)
         assert status == 0, f"run {name!r} ended with status {status}:\n{output[-8000:]}"
         return Run(output, saved, read_scalars(recorded))

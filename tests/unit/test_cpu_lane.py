@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -36,21 +38,35 @@ def world(tmp_path: Any) -> Iterator[Any]:
 
 def _replaceable() -> dict[str, Any]:
     """Everything that the lane may change, by identity."""
-    from megatron.core.transformer.moe import experts
+    from megatron.core.transformer.moe import experts, moe_utils
 
     state: dict[str, Any] = {}
-    for module in (torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.Tensor, torch.distributed, experts):
+    for module in (torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.Tensor, torch.distributed, experts, moe_utils):
         state.update({f"{module.__name__}.{name}": value for name, value in vars(module).items()})
     state["SequentialMLP"] = experts.SequentialMLP.__init__
     state["DataLoader"] = torch.utils.data.DataLoader.__iter__
     state["mode"] = torch.overrides._get_current_function_mode()
     state["filters"] = tuple(logging.getLogger("megatron.core.tensor_parallel.random").filters)
     state["dynamo"] = torch._dynamo.config.disable
-    state.update({f"environment {name}": os.environ.get(name) for name in cpu.ENVIRONMENT})
+    # interned: os.environ makes a new string for every question
+    state.update({name: sys.intern(os.environ.get(name, "unset")) for name in cpu.ENVIRONMENT})
     return state
 
 
-def test_remove_puts_every_original_back() -> None:
+@pytest.fixture
+def other_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Something else than the lane's value wherever this environment happens to hold that already; yields the GEMM."""
+    from megatron.core.transformer.moe import moe_utils
+
+    gemm = object()  # what Transformer Engine would bring
+    monkeypatch.setattr(moe_utils, "te_general_gemm", gemm)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    with torch._dynamo.config.patch(disable=False):
+        yield gemm
+
+
+def test_remove_puts_every_original_back(other_values: Any) -> None:
     cpu.install().remove()  # what torch imports on first use is imported now
     before = _replaceable()
     lane = cpu.install()
@@ -58,12 +74,118 @@ def test_remove_puts_every_original_back() -> None:
     lane.remove()
     after = _replaceable()
 
+    gemm = "megatron.core.transformer.moe.moe_utils.te_general_gemm"
+    dynamo, connections = "TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS"
+    assert [before[name] for name in (gemm, "dynamo", dynamo, connections)] == [other_values, False, "0", "unset"]
+    assert [during[name] for name in (gemm, "dynamo", dynamo, connections)] == [None, True, "1", "1"]
     changed = {name for name in before if during[name] is not before[name]}
-    assert {"torch.cuda.is_available", "torch.distributed.all_to_all_single", "SequentialMLP", "mode"} <= changed
+    assert {
+        "torch.cuda.is_available",
+        "torch.cuda.random.get_rng_state",
+        "torch.cuda.nvtx.range_push",
+        "torch.distributed.all_to_all_single",
+        "SequentialMLP",
+        "DataLoader",
+        "mode",
+        "filters",
+    } <= changed
+    assert "Tensor.record_stream" in during.keys() - before.keys()  # it is inherited
     assert [name for name in before if after.get(name) is not before[name]] == []
     assert after.keys() == before.keys()
     lane.remove()
     assert torch.cuda.is_available is before["torch.cuda.is_available"]
+
+
+def test_every_replacement_is_named_in_a_message(other_values: Any, lane: cpu.CpuLane) -> None:
+    replaced = [undo.what for undo in lane._undo]
+    assert len(replaced) > 60
+    whole_modules = {"torch.cuda", "torch.cuda.random", "torch.cuda.nvtx"}
+    expected = {place if (place := what.rpartition(".")[0]) in whole_modules else what for what in replaced}
+    assert whole_modules < expected
+    said = "\n".join(lane.messages)
+    assert [what for what in expected if not re.search(rf"(?<![\w.]){re.escape(what)}(?![\w.]*\w)", said)] == []
+
+
+def _refuse() -> None:
+    raise OSError("no")
+
+
+def test_remove_goes_on_after_a_failure_and_names_all_of_them() -> None:
+    before = _replaceable()
+    lane = cpu.install()
+    refusing = [True]
+    for what in ("one thing", "another"):
+        lane.on_remove(what, lambda: _refuse() if refusing else None)
+    with pytest.raises(LaunchError) as raised:
+        lane.remove()
+    assert "could not put back another: OSError: no; one thing: OSError: no; mend this" in str(raised.value)
+    after = _replaceable()
+    assert [name for name in before if after[name] is not before[name]] == []
+    with pytest.raises(LaunchError, match="already installed"):
+        cpu.install()
+
+    refusing.clear()
+    lane.remove()
+    cpu.install().remove()
+    assert lane._undo == []
+
+
+def test_a_mode_that_was_not_left_holds_up_nothing_else() -> None:
+    before = _replaceable()
+    lane = cpu.install()
+    with torch.overrides.BaseTorchFunctionMode():
+        with pytest.raises(LaunchError, match="another torch function mode was entered after the CPU lane"):
+            lane.remove()
+        during = _replaceable()
+        assert {name for name in before if during[name] is not before[name]} == {"mode"}
+    lane.remove()
+    after = _replaceable()
+    assert [name for name in before if after[name] is not before[name]] == []
+
+
+def test_what_the_script_took_away_itself_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.delattr(torch.cuda, "ipc_collect")
+    lane = cpu.install()
+    del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"], torch.cuda.ipc_collect
+    lane.remove()
+    assert cpu._installed is None
+
+
+def test_the_error_of_the_script_is_the_one_that_is_seen(caplog: pytest.LogCaptureFixture) -> None:
+    """As the launcher does it: remove() in a ``finally:``."""
+    lane = cpu.install()
+    refusing = [True]
+    lane.on_remove("one thing", lambda: _refuse() if refusing else None)
+
+    def launch() -> None:
+        try:
+            raise ZeroDivisionError("the script's")
+        finally:
+            lane.remove()
+
+    with pytest.raises(ZeroDivisionError, match="the script's") as raised:
+        launch()
+    note = "the CPU lane could not put back one thing: OSError: no; mend this and call remove() again"
+    assert raised.value.__notes__ == [note]
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("ERROR", note)]
+    refusing.clear()
+    lane.remove()
+    assert cpu._installed is None
+
+
+def test_an_error_handled_since_before_the_lane_does_not_hide_ours() -> None:
+    try:
+        raise KeyError("old")
+    except KeyError as error:
+        old, lane = error, cpu.install()
+        lane.on_remove("one thing", _refuse)
+        with pytest.raises(LaunchError, match="one thing"):
+            lane.remove()
+    assert not hasattr(old, "__notes__")
+    lane._undo.clear()
+    lane.remove()
+    assert cpu._installed is None
 
 
 def test_a_failed_install_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

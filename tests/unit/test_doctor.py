@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from megacpp_mcore import doctor
 from megacpp_mcore.doctor import ABSENT, BROKEN, COMPONENTS, IMPOSTOR, WORKS, Component, Finding, examine
 
+ROOT = Path(__file__).parents[2]
 BY_NAME = {component.name: component for component in COMPONENTS}
 
 
@@ -122,15 +128,67 @@ def test_the_megatron_that_is_imported_counts(folder: Path, version: str, state:
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "died of signal 11"),
         ("raise ImportError('libfoo.so: undefined symbol: bar')", "libfoo.so: undefined symbol: bar"),
         ("import sys; sys.exit(3)", "ended with status 3"),
+        ("import os; os._exit(0)", "ended its process with status 0"),
+        ("import sys; sys.stderr.buffer.write(b'caf\\xe9\\n'); sys.exit(3)", "caf\N{REPLACEMENT CHARACTER}"),
         ("print('noise'); print('more noise')", ""),
+        ("import atexit; atexit.register(print, 'good-bye')", ""),
+        ("import sys; sys.stdout.buffer.write(b'caf\\xe9\\n')", ""),
+        ("import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(20)'])", ""),
     ],
 )
 def test_what_a_package_does_on_import_is_a_line_in_the_report(folder: Path, text: str, reason: str) -> None:
     package(folder, "strange", text)
     component = Component("strange", "strange", "import strange\nversion = '1'")
-    finding = examine([component], time_limit_s=1 if "sleep" in text else 60)[1]
-    assert finding.state == (BROKEN if reason else WORKS)
+    finding = examine([component], time_limit_s=1 if "sleep(60)" in text else 15)[1]
+    assert (finding.state, finding.version) == ((BROKEN, None) if reason else (WORKS, "1"))
     assert reason in finding.reason
+
+
+@pytest.mark.parametrize("written", ["", "{", "[]", '{"version": "1"}', "\\xff"])
+def test_an_answer_that_cannot_be_read_is_a_line_in_the_report(folder: Path, written: str) -> None:
+    """A package that has got hold of the answer's file, or a full disk."""
+    component = Component("strange", "json", f"open(answer_file, 'wb').write(b'{written}')\nimport os\nos._exit(0)")
+    finding = examine([component], 60)[1]
+    assert (finding.state, finding.version) == (BROKEN, None)
+    assert "ended its process with status 0" in finding.reason
+
+
+@pytest.mark.parametrize("text", ["raise RuntimeError('no')", "raise SystemExit('no')", "raise ImportError('no')"])
+def test_a_package_around_the_module_that_fails_is_a_line_too(folder: Path, text: str) -> None:
+    package(folder, "failing.core")
+    (folder / "failing" / "__init__.py").write_text(text)
+    finding = examine([Component("core", "failing.core", "", required=True)], 60)[1]
+    assert (finding.state, finding.blocks) == (BROKEN, True)
+    assert re.fullmatch(r"failing.core cannot be looked for \(\w+: no\)", finding.reason)
+
+
+def test_transformers_says_what_needs_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    with monkeypatch.context() as absent:
+        absent.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
+        finding = only("transformers")["transformers"]
+    assert (finding.state, finding.blocks) == (ABSENT, False)
+    assert "HuggingFaceTokenizer needs it: `pip install megacpp-mcore[tokenizers]`" in finding.reason
+    place = package(folder, "transformers", "__version__ = '5.8.0'")
+    finding = only("transformers")["transformers"]
+    assert (finding.state, finding.blocks) == (BROKEN, False)
+    assert "cannot import name 'AutoTokenizer'" in finding.reason
+    (place / "__init__.py").write_text("__version__ = '5.8.0'\nAutoTokenizer = object")
+    assert only("transformers")["transformers"].version == "5.8.0"
+
+
+def test_versions_are_those_of_setup_py() -> None:
+    """Read from the arguments of setup(), which holds literals there."""
+    (call,) = [
+        node
+        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setup"
+    ]
+    words = {word.arg: word.value for word in call.keywords}
+    needed = {one.name: one.specifier for one in map(Requirement, ast.literal_eval(words["install_requires"]))}
+    assert SpecifierSet(doctor.PYTHON_VERSIONS) == SpecifierSet(ast.literal_eval(words["python_requires"]))
+    for name in ("torch", "megatron-core"):
+        assert SpecifierSet(BY_NAME[name].versions) == needed[name], name
 
 
 def test_absent(folder: Path) -> None:

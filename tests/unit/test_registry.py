@@ -233,8 +233,10 @@ def test_revert_in_any_order(hosts: Hosts, order: tuple[str, ...]) -> None:
         patch("b", f"{name}:triple"),
         patch("c", f"{name}:Host.method"),
     )
+    members = vars(host.Host)
+    originals = {id(value) for value in (host.double, members["static"], host.triple, members["method"])}
     reg.apply(["c", "a", "b"])
-    assert all(new != old for new, old in zip(state(*hosts), before, strict=True) if old in {id(host.double)})
+    assert {old for new, old in zip(state(*hosts), before, strict=True) if new != old} == originals
     for index, chosen in enumerate(order):
         reg.revert([chosen])
         assert [row["state"] for row in reg.status()].count("applied") == 2 - index
@@ -322,6 +324,23 @@ def test_requires_and_conflicts(hosts: Hosts) -> None:
     for name_of, words in (("not-a", "conflicts with a"), ("same", "already changed by")):
         with pytest.raises(PatchError, match=words):
             reg.apply([name_of])
+    reg.revert()
+    assert state(*hosts) == before
+
+
+def test_a_module_that_was_imported_anew_is_noticed(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, _ = hosts
+    before, name = state(*hosts), host.__name__
+    reg = registry(patch("one", f"{name}:double"))
+    reg.apply(["one"])
+    with monkeypatch.context() as context:
+        context.delitem(sys.modules, name)
+        assert importlib.import_module(name).double(1) == 2
+        assert [row["state"] for row in reg.status()] == ["lost"]
+        with pytest.raises(PatchError, match=r"one was applied to .*the module was imported anew\); undo that first"):
+            reg.apply(["one"])
+    assert sys.modules[name] is host
+    assert [row["state"] for row in reg.status()] == ["applied"]
     reg.revert()
     assert state(*hosts) == before
 
@@ -552,18 +571,24 @@ def test_a_child_forked_during_an_apply_sees_it_whole_and_can_revert(hosts: Host
         queue.put((patched, user.renamed(1)))
 
     reg = registry(patch("one", f"{host.__name__}:double", make=slow))
-    thread = threading.Thread(target=reg.apply, args=(["one"],))
+    thread = threading.Thread(target=reg.apply, args=(["one"],), daemon=True)
     thread.start()
     assert inside.wait(30)
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     process = context.Process(target=child, args=(queue,))
-    threading.Timer(0.2, go.set).start()
+    timer = threading.Timer(0.2, go.set)
+    timer.start()
     process.start()
-    process.join(30)
-    thread.join()
-    assert process.exitcode == 0
-    assert queue.get() == (102, 2)
+    try:
+        process.join(30)
+        assert process.exitcode == 0  # before the queue is asked, which a child that failed has left empty
+        assert queue.get() == (102, 2)
+    finally:  # a child that hangs would be waited for when this process exits
+        process.kill()
+        process.join(30)
+        timer.join(30)
+        thread.join(30)
     assert user.renamed(1) == 102
     reg.revert()
 

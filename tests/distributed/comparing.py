@@ -1,0 +1,65 @@
+"""Two runs side by side: their scalars by step, and the tensors of their checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tests.distributed.runs import Run
+
+SCALARS = (
+    "lm loss",
+    "mtp_1 loss",
+    "mtp_2 loss",
+    "indexer loss",
+    "seq_load_balancing_loss",
+    "z_loss",
+    "grad norm",
+)
+MOMENTUM = "optimizer.state.exp_avg."
+"""Prefix, in a checkpoint, of Adam's mean of the gradients: a weighted sum of those of all steps."""
+
+
+def tensors_of(run: Run, step: int) -> dict[str, torch.Tensor]:
+    """All tensors of a run's checkpoint of ``step``, parameters and gradients with them; experts one by one."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in run.tensors(step).items():
+        if ".experts.experts." in name:
+            found |= {f"{name}[{index}]": expert for index, expert in enumerate(value)}
+        else:
+            found[name] = value
+    return found
+
+
+def differing_scalars(
+    expected: Mapping[str, Mapping[int, float]], found: Mapping[str, Mapping[int, float]], tolerance: float
+) -> list[str]:
+    """One sentence for each scalar of :data:`SCALARS` and step that is further off, relatively, than ``tolerance``."""
+    return [
+        f"{name}, step {step}: {found[name][step]!r} instead of {value!r}"
+        for name in SCALARS
+        for step, value in expected[name].items()
+        if not abs(found[name][step] - value) <= tolerance * abs(value)
+    ]
+
+
+def differing_tensors(
+    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float
+) -> list[str]:
+    """One sentence for each tensor whose difference has a norm of more than ``tolerance`` times its own."""
+    assert found.keys() == expected.keys()
+    off = {name: float((found[name] - value).norm() / value.norm()) for name, value in expected.items()}
+    return [f"{name}: off by {ratio:.2e}" for name, ratio in off.items() if not ratio <= tolerance]
+
+
+def assert_same_bytes(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    """Fail, with names, if two checkpoints hold other tensors, or one of them in other bytes."""
+    assert found.keys() == expected.keys()
+    assert expected, "nothing to compare"
+    assert [name for name, value in expected.items() if value.dtype != found[name].dtype] == []
+    assert [name for name, value in expected.items() if _bytes(value) != _bytes(found[name])] == []
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.dim() else tensor.numpy().tobytes()

@@ -1,0 +1,42 @@
+"""The stock loop of the wheel, all of it in fp64: ``megacpp-mcore launch -- tests/distributed/double.py ARGUMENTS``.
+
+Megatron has no such precision. Here every ``torch.float32`` that it passes on becomes ``torch.float64``, so that two layouts
+may differ by fp64 rounding alone: no selection tips over a near tie, and Adam makes no whole step of a gradient that is
+noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megacpp_mcore import pretrain
+
+
+class Double(TorchFunctionMode):
+    """Puts ``float64`` in the place of ``float32`` in every call of a torch function."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``func``, or what does the same in fp64."""
+        kwargs = {name: _wide(value) for name, value in (kwargs or {}).items()}
+        args = tuple(map(_wide, args))
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs and args[0].dtype == torch.float64:
+            return "torch.cuda.FloatTensor"  # what gradient clipping asserts
+        return func(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+if __name__ == "__main__":
+    torch.set_default_dtype(torch.float64)
+    with Double():
+        pretrain.main()

@@ -1,0 +1,43 @@
+"""One model in every layout, all in fp64: losses, gradients, parameters and Adam's state over many steps.
+
+In a file of its own, so that under ``pytest -n`` with ``--dist loadfile`` another worker makes these runs.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.distributed.comparing import MOMENTUM, SCALARS, differing_scalars, differing_tensors, tensors_of
+from tests.distributed.runs import COMPARED, MODEL, ONE, Laboratory
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-10
+"""Relative, as in test_layouts; what is seen is some 1e-12."""
+
+
+@pytest.fixture(scope="module")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
+    """The runs that these tests share; their checkpoints are removed in the end."""
+    folder = tmp_path_factory.mktemp("laboratory")
+    yield Laboratory(folder, double=True)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("name", ["EP 2", "TP 2 with SP"])  # where sums are taken in another order
+def test_every_step_and_what_it_leaves(laboratory: Laboratory, name: str) -> None:
+    one, other = laboratory.compared(ONE), laboratory.compared(name)
+    assert all(len(one.scalars[scalar]) == COMPARED for scalar in SCALARS)
+    assert differing_scalars(one.scalars, other.scalars, TOLERANCE) == []
+    expected, found = tensors_of(one, COMPARED), tensors_of(other, COMPARED)
+    assert sum(value.numel() for key, value in found.items() if key.startswith(MOMENTUM)) == sum(
+        MODEL.parameters().values()
+    )
+    assert differing_tensors(expected, found, TOLERANCE) == []
+    assert {value.dtype for key, value in found.items() if key.startswith(("optimizer.state.", "decoder."))} == {
+        torch.float64
+    }

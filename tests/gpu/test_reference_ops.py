@@ -1,4 +1,8 @@
-"""The reference ops on a GPU agree with themselves on the CPU in float64: forward and every gradient."""
+"""The reference ops on a GPU agree with themselves on the CPU in float64: forward and every gradient.
+
+Plain PyTorch in float32 on the CPU says how far rounding alone takes them: a recurrence over hundreds of tokens has no
+relative error of 1e-6 there, either.
+"""
 
 from collections.abc import Callable
 
@@ -11,7 +15,7 @@ from megacpp_mcore.ops.m2rnn.reference import m2rnn_chunked
 from megacpp_mcore.ops.mamba3.reference import mamba3
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.sparse_mla.reference import sparse_mla_attention
-from tests.parity.compare import assert_parity
+from tests.parity.compare import assert_parity, worst_row
 
 SEQUENCE = 301
 
@@ -21,22 +25,24 @@ def _inputs(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def _compare(op: Callable[..., torch.Tensor], inputs: list[torch.Tensor], rms: float) -> None:
-    """Run ``op`` in float64 on the CPU and in float32 on the GPU; outputs and gradients have to agree per row."""
+def _compare(op: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    """Run ``op`` in float64 and float32 on the CPU, and in float32 on the GPU: at most twice as far from the truth there."""
     results = []
-    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+    for device, dtype in (("cpu", torch.float64), ("cpu", torch.float32), ("cuda", torch.float32)):
         leaves = [tensor.detach().clone().to(device, dtype).requires_grad_() for tensor in inputs]
         out = op(*leaves)
         out.backward(torch.linspace(-1, 1, out.numel(), device=device, dtype=dtype).view_as(out))
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
-    for number, (truth, fast) in enumerate(zip(*results, strict=True)):
+    for number, (truth, peer, fast) in enumerate(zip(*results, strict=True)):
         assert fast.is_cuda
-        assert_parity(fast.cpu().double(), truth, rms=rms, name=f"tensor {number}")
+        name, rounding = f"tensor {number}", worst_row(peer, truth)
+        print(f"{name}: worst row {worst_row(fast, truth):.1e} on the GPU, {rounding:.1e} on the CPU")
+        assert_parity(fast, truth, rms=max(1e-6, 2 * rounding), dtype_peer=peer, max_abs_factor=3, name=name)
 
 
 def test_mla_attention() -> None:
     inputs = _inputs((SEQUENCE, 2, 4, 32), (SEQUENCE, 2, 4, 32), (SEQUENCE, 2, 4, 16))
-    _compare(lambda q, k, v: mla_attention(q, k, v, softmax_scale=32**-0.5), inputs, rms=2e-5)
+    _compare(lambda q, k, v: mla_attention(q, k, v, softmax_scale=32**-0.5), inputs)
 
 
 def test_sparse_mla_attention() -> None:
@@ -46,12 +52,12 @@ def test_sparse_mla_attention() -> None:
     def op(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return sparse_mla_attention(q, kv, index.to(q.device), softmax_scale=24**-0.5, value_dim=16)[0]
 
-    _compare(op, [q, kv], rms=2e-5)
+    _compare(op, [q, kv])
 
 
 def test_indexer_scores_and_selection() -> None:
     q, k, weights = _inputs((SEQUENCE, 2, 4, 24), (SEQUENCE, 2, 24), (SEQUENCE, 2, 4))
-    _compare(indexer_scores, [q, k, weights], rms=2e-5)
+    _compare(indexer_scores, [q, k, weights])
     score = indexer_scores(q, k, weights)
     assert torch.equal(causal_topk(score, 32), causal_topk(score.cuda(), 32).cpu())
 
@@ -90,7 +96,7 @@ def test_mamba3(rank: int) -> None:
         named = dict(zip(names, tensors[8:], strict=False))
         return mamba3(*tensors[:8], **named, chunk_size=16, A_floor=1e-4, eps=1e-5)
 
-    _compare(op, _inputs(*shapes), rms=2e-3)
+    _compare(op, _inputs(*shapes))
 
 
 def test_m2rnn() -> None:
@@ -101,10 +107,10 @@ def test_m2rnn() -> None:
     def op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
         return m2rnn_chunked(q, k, v, w, f.sigmoid())[0]
 
-    _compare(op, [q, k, v, w / 8, f], rms=2e-3)
+    _compare(op, [q, k, v, w / 8, f])
 
 
 def test_grouped_mlp_with_an_empty_expert() -> None:
     counts = torch.tensor([5, 0, 40, 19])
     x, w1, w2, probs = _inputs((64, 16), (4, 32, 16), (4, 16, 32), (64,))
-    _compare(lambda x, w1, w2, probs: grouped_mlp(x, counts.to(x.device), w1, w2, probs), [x, w1, w2, probs], rms=2e-5)
+    _compare(lambda x, w1, w2, probs: grouped_mlp(x, counts.to(x.device), w1, w2, probs), [x, w1, w2, probs])

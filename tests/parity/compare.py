@@ -71,6 +71,12 @@ def assert_parity(
         )
 
 
+def worst_row(actual: torch.Tensor, expected: torch.Tensor, name: str = "") -> float:
+    """The largest error of a row as a part of its norm, as :func:`assert_parity` measures it."""
+    truth = expected.detach().double().cpu()
+    return _row_ratios(_error(actual, truth, name or "actual"), truth).max().item()
+
+
 def _error(actual: torch.Tensor, truth: torch.Tensor, name: str) -> torch.Tensor:
     """``actual − truth`` in float64, after refusing another shape and anything that is not finite."""
     if actual.shape != truth.shape:

@@ -1,0 +1,92 @@
+"""The Mamba-3 reference against mamba-ssm's own module and kernels (v2.3.2.post1), in bf16 as those want it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megacpp_mcore.ops.mamba3.reference import mamba3
+from tests.parity.compare import assert_parity
+
+mamba_module = pytest.importorskip("mamba_ssm.modules.mamba3", reason="mamba-ssm 2.3.2.post1 is not installed")
+
+BATCH, SEQUENCE, WIDTH, STATE, HEAD_DIM = 2, 301, 256, 64, 64
+WORST_ROW = 3e-2
+"""bf16: the module rounds B and C after their norm, and its kernels round between the steps of the scan."""
+
+
+def make(groups: int, *, mimo: bool) -> Any:
+    """A layer whose parameters are all away from their initial values."""
+    torch.manual_seed(11)
+    layer = mamba_module.Mamba3(
+        WIDTH, d_state=STATE, headdim=HEAD_DIM, ngroups=groups, is_mimo=mimo, mimo_rank=4,
+        chunk_size=16 if mimo else 64, device="cuda", dtype=torch.bfloat16,
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return layer
+
+
+def reference(layer: Any, u_BSD: torch.Tensor) -> torch.Tensor:
+    """What ``layer`` computes, in fp32 between its two projections."""
+    rank, groups = layer.mimo_rank, layer.num_bc_heads
+    inner, bc, heads = layer.d_inner, STATE * groups * rank, layer.nheads
+    z, x, b, c, dd_dt, dd_A, trap, angles = layer.in_proj(u_BSD).split(
+        [inner, inner, bc, bc, heads, heads, heads, layer.num_rope_angles], dim=-1
+    )
+    mix = {name: getattr(layer, name) for name in ("mimo_x", "mimo_z", "mimo_o")} if layer.is_mimo else {}
+    y_BSHP = mamba3(
+        x.unflatten(-1, (heads, HEAD_DIM)),
+        z.unflatten(-1, (heads, HEAD_DIM)),
+        b.unflatten(-1, (rank, groups, STATE)),
+        c.unflatten(-1, (rank, groups, STATE)),
+        dd_dt,
+        dd_A,
+        trap,
+        angles,
+        dt_bias=layer.dt_bias,
+        b_bias=layer.B_bias,
+        c_bias=layer.C_bias,
+        b_norm_weight=layer.B_norm.weight,
+        c_norm_weight=layer.C_norm.weight,
+        D=layer.D,
+        **mix,
+        chunk_size=layer.chunk_size,
+        A_floor=layer.A_floor,
+        eps=1e-5,
+    )
+    return layer.out_proj(y_BSHP.flatten(2))
+
+
+def inputs() -> torch.Tensor:
+    torch.manual_seed(12)
+    return torch.randn(BATCH, SEQUENCE, WIDTH, device="cuda", dtype=torch.bfloat16)
+
+
+def test_siso_forward_and_gradients() -> None:
+    layer, weights_BSD = make(1, mimo=False), inputs().flip(1)
+    found = []
+    for compute in (layer, lambda u: reference(layer, u)):
+        u_BSD = inputs().requires_grad_()
+        layer.zero_grad()
+        out = compute(u_BSD)
+        out.backward(weights_BSD)
+        gradients = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+        found.append({"out": out.detach(), "u": u_BSD.grad, **gradients})
+    theirs, ours = found
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        # A parameter's gradient is a sum over all tokens: as one row.
+        mine, other = (t.float() if name in ("out", "u") else t.float().flatten()[None] for t in (value, theirs[name]))
+        assert_parity(other, mine.double(), rms=WORST_ROW, name=name)
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+def test_mimo_forward(groups: int) -> None:
+    pytest.importorskip("tilelang", reason="mamba-ssm's MIMO kernels need tilelang")
+    layer = make(groups, mimo=True)
+    with torch.no_grad():
+        assert_parity(layer(inputs()).float(), reference(layer, inputs()).double(), rms=WORST_ROW, name="out")

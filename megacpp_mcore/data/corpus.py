@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 from megacpp_mcore.data.prepare import prepare_sources
-from megacpp_mcore.data.sources import Source, make_source
+from megacpp_mcore.data.sources import LEFT_OUT, Source, make_source, walk_files
 from megacpp_mcore.errors import DataError
 
-EXCLUDED_FOLDERS = frozenset(
-    {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings", "site-packages", "dist-packages"}
+_LEFT_OUT = (
+    *LEFT_OUT,
+    *("test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings", "site-packages", "dist-packages"),
+    *("_sysconfigdata*", "config-*"),
 )
 STDLIB_SPLIT = "train=0.95,heldout=0.05"
 
@@ -23,25 +23,20 @@ def find_stdlib_sources() -> list[Source]:
     """Return the ``.py`` files of the standard library, about 9 MB, sorted by path relative to it.
 
     Left out: tests, IDLE, lib2to3, bundled and installed packages; ``encodings``, whose generated tables differ so
-    little that a held-out one would be known from the others; and the ``_sysconfigdata`` modules, which describe one
-    build. The same Python release gives the same corpus on every machine, up to a distributor's changes.
+    little that a held-out one would be known from the others; and the ``_sysconfigdata`` modules and ``config-*``
+    folders, which describe one build. The same Python release gives the same corpus on every machine, up to a
+    distributor's changes.
 
     Raises:
-        DataError: this Python has no standard library in files.
+        DataError: this Python has no standard library in files, or a folder of it cannot be listed.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    sources = sorted(make_source(path, path.relative_to(root).as_posix()) for path in _walk(root))
+    sources = sorted(
+        make_source(path, path.relative_to(root).as_posix()) for path in walk_files(root, ("*.py",), _LEFT_OUT)
+    )
     if not sources:
         raise DataError(f"{root} holds no .py file; expected the sources of the standard library: use another Python")
     return sources
-
-
-def _walk(root: Path) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in EXCLUDED_FOLDERS and name != "__pycache__")
-        yield from (
-            Path(folder, name) for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata")
-        )
 
 
 def prepare_stdlib_corpus(

@@ -4,7 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from megacpp_mcore.errors import DataError
+
+
+@contextmanager
+def require_readable(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn the system's refusal to read ``path`` into a DataError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{os.fspath(path)}: {error.strerror or error}; expected a file that can be read: change its permissions, "
+            "or restore it from a copy"
+        ) from error
 
 
 def flush_to_disk(path: str | os.PathLike[str]) -> None:

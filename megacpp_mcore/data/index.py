@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megacpp_mcore.data.files import require_readable
 from megacpp_mcore.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -64,10 +65,10 @@ class DatasetIndex:
         """Yield all tokens in file order, in arrays of at most 4 Mi tokens.
 
         Raises:
-            DataError: the file ends before its last token.
+            DataError: the file cannot be read, or ends before its last token.
         """
         left = self.token_count
-        with open(self.bin_path, "rb") as stream:
+        with require_readable(self.bin_path), open(self.bin_path, "rb") as stream:
             while left:
                 chunk = np.fromfile(stream, dtype=self.dtype, count=min(left, _CHUNK_TOKENS))
                 if not chunk.size:
@@ -78,9 +79,14 @@ class DatasetIndex:
                 yield chunk
 
     def read_last_tokens(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the last token of each of the ``documents`` (indices); -1 stands for a document without tokens."""
+        """Return the last token of each of the ``documents`` (indices); -1 stands for a document without tokens.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
         last = np.full(len(documents), -1, dtype=np.int64)
-        tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
+        with require_readable(self.bin_path):
+            tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
         ends = np.concatenate(([0], np.cumsum(self.lengths_S, dtype=np.int64)))
         first, stop = ends[self.bounds[documents]], ends[self.bounds[documents + 1]]
         filled = stop > first
@@ -97,10 +103,8 @@ def read_index(prefix: str) -> DatasetIndex:
     idx_path, bin_path = prefix + ".idx", prefix + ".bin"
     bin_size = _require_file(bin_path)
     idx_size = _require_file(idx_path)
-    try:
+    with require_readable(idx_path):
         index = _read_arrays(prefix, idx_path, idx_size)
-    except OSError as error:
-        raise DataError(f"{idx_path}: {error.strerror}; expected a file that can be read") from error
     _check_arrays(idx_path, index)
     if not index.token_count:
         raise _damaged(idx_path, "no tokens", "at least one")

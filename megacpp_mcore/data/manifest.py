@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megacpp_mcore.data.files import hash_file, write_atomically
+from megacpp_mcore.data.files import hash_file, require_readable, write_atomically
 from megacpp_mcore.data.index import DatasetIndex, read_index
 from megacpp_mcore.data.tokenizer import Tokenizer
 from megacpp_mcore.errors import DataError
@@ -29,7 +29,8 @@ class Manifest:
     """``PREFIX.manifest.json``; None stands for what is not known of an adopted dataset.
 
     Attributes:
-        tokenizer: ``kind``, ``checksum``, ``vocab_size``, ``eod_id``.
+        tokenizer: ``kind``, ``checksum``, ``vocab_size``, ``eod_id``. Of an adopted dataset each of them may be None:
+            whoever makes a command line of ``eod_id`` must ask first.
         dtype: NumPy name of the token type in the ``.bin``.
         documents: number of documents.
         tokens: number of tokens, end-of-document tokens included.
@@ -38,7 +39,7 @@ class Manifest:
         files: for ``.bin`` and ``.idx`` their ``size`` in bytes and ``sha256``.
         sources: ``count``, ``bytes``, ``sha256`` over the list, and ``list`` (None above 10,000 sources) of
             ``path`` (relative), ``bytes``, ``sha256`` and ``documents`` that went into this dataset.
-        skipped: ``path``, ``offset`` and ``reason`` of what could not be decoded and was left out.
+        skipped: ``relative`` (path), ``offset`` and ``reason`` of what could not be decoded and was left out.
         split: ``name`` and ``of`` (the whole ``--split``) when this dataset is one side of a split.
         command: how to make it again; paths are reduced to names.
     """
@@ -94,7 +95,7 @@ def manifest_path(prefix: str) -> str:
 
 
 def load_manifest(prefix: str) -> Manifest:
-    """Read the manifest of the dataset at ``prefix``.
+    """Read the manifest of the dataset at ``prefix``; of an adopted one, what is not known is None (see Manifest).
 
     Raises:
         DataError: there is none, or it is damaged or of another schema.
@@ -276,7 +277,12 @@ def verify(prefix: str) -> Manifest:
 
 
 def verify_for_training(
-    prefixes: Sequence[str], *, vocab_size: int, eod_id: int | None = None, full: bool = False
+    prefixes: Sequence[str],
+    *,
+    vocab_size: int,
+    eod_id: int | None = None,
+    tokenizer_checksum: str | None = None,
+    full: bool = False,
 ) -> None:
     """Check that the datasets at ``prefixes`` are whole and fit the model that is about to be trained.
 
@@ -288,6 +294,8 @@ def verify_for_training(
         prefixes: paths without suffix.
         vocab_size: number of ids that the model embeds (padding of the vocabulary may be counted in).
         eod_id: the end-of-document id that training uses; None when it does not matter.
+        tokenizer_checksum: :meth:`Tokenizer.checksum` of the tokenizer that training names; None when it names none.
+            It is compared where the manifest has one too.
         full: whether to hash the ``.bin``.
 
     Raises:
@@ -296,6 +304,7 @@ def verify_for_training(
     for prefix in prefixes:
         manifest = load_manifest(prefix)
         index = _check_structure(prefix, manifest)
+        _check_tokenizer(prefix, manifest, tokenizer_checksum)
         _check_fit(prefix, manifest, vocab_size, eod_id)
         count = min(index.document_count, _SAMPLED_DOCUMENTS)
         sample = np.linspace(0, index.document_count - 1, count).astype(np.int64)
@@ -308,10 +317,13 @@ def _check_structure(prefix: str, manifest: Manifest) -> DatasetIndex:
     """Check sizes, the index and the counts against the manifest, and return the index."""
     for suffix in (".bin", ".idx"):
         path = prefix + suffix
-        if os.path.exists(path) and os.path.getsize(path) != manifest.files[suffix]["size"]:
-            raise _mismatch(path, f"{os.path.getsize(path)} bytes", f"{manifest.files[suffix]['size']} bytes")
+        size = os.path.getsize(path) if os.path.exists(path) else None  # read_index tells of what is missing
+        if size is not None and size != manifest.files[suffix]["size"]:
+            raise _mismatch(path, f"{size} bytes", f"{manifest.files[suffix]['size']} bytes")
     index = read_index(prefix)
-    _check_hash(prefix + ".idx", hash_file(prefix + ".idx"), manifest)
+    with require_readable(prefix + ".idx"):
+        digest = hash_file(prefix + ".idx")
+    _check_hash(prefix + ".idx", digest, manifest)
     found = (index.dtype.name, index.document_count, index.token_count)
     if found != (manifest.dtype, manifest.documents, manifest.tokens):
         raise _mismatch(
@@ -320,6 +332,18 @@ def _check_structure(prefix: str, manifest: Manifest) -> DatasetIndex:
             f"{manifest.dtype}, {manifest.documents} documents, {manifest.tokens} tokens",
         )
     return index
+
+
+def _check_tokenizer(prefix: str, manifest: Manifest, checksum: str | None) -> None:
+    """Raise when the tokenizer that training names is not the one that made the dataset."""
+    made_by = manifest.tokenizer
+    if checksum is not None and made_by["checksum"] is not None and made_by["checksum"] != checksum:
+        raise DataError(
+            f"{prefix}.bin was made with the {made_by['kind']} tokenizer of checksum {made_by['checksum'][:12]}, and "
+            f"training names one of checksum {checksum[:12]}; expected the same, or its ids mean other text: name the "
+            "tokenizer that made the dataset, or prepare the dataset with this one. If this one gives every text the "
+            f"same ids, delete {manifest_path(prefix)} and run megacpp-mcore data verify --adopt --tokenizer DIR {prefix}"
+        )
 
 
 def _check_fit(prefix: str, manifest: Manifest, vocab_size: int, eod_id: int | None) -> None:
@@ -382,7 +406,8 @@ def _mismatch(path: str, found: str, expected: str) -> DataError:
 def _hash_once(prefix: str, path: str) -> str:
     """Return the SHA-256 of ``path``, remembered beside it for as long as the file system says it is the same file."""
     cache = prefix + ".verified.json"
-    status = os.stat(path)
+    with require_readable(path):
+        status = os.stat(path)
     identity = {
         "size": status.st_size,
         "mtime_ns": status.st_mtime_ns,
@@ -396,7 +421,8 @@ def _hash_once(prefix: str, path: str) -> str:
             return str(known["sha256"])
     except (OSError, ValueError, RecursionError):
         pass  # no usable memory: the file is hashed, which is the check itself
-    digest = hash_file(path)
+    with require_readable(path):
+        digest = hash_file(path)
     # A dataset that cannot be written beside is hashed at every start.
     with contextlib.suppress(OSError):
         write_atomically(cache, json.dumps({"identity": identity, "sha256": digest}).encode())

@@ -5,6 +5,9 @@ The sources, sorted by relative path, are cut into shards. A shard's tokens go t
 Megatron's own ``IndexedDatasetBuilder`` writes the datasets from them in order. A run that was killed is continued by
 the same call: shards with a receipt are not done again. What is written depends on the sources and the settings alone,
 never on the number of workers or on where a run was interrupted.
+
+A journal that another call would continue differently is kept, and that call refused, unless the run before ended with
+a DataError: its message named something to change, and whoever changed that has nothing to continue.
 """
 
 from __future__ import annotations
@@ -19,16 +22,20 @@ import multiprocessing
 import os
 import re
 import shlex
+import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from megacpp_mcore.data.files import flush_to_disk, hash_file, write_atomically
+from megacpp_mcore.data.files import flush_to_disk, hash_file, require_readable, write_atomically
+from megacpp_mcore.data.index_cache import remove_beside
 from megacpp_mcore.data.manifest import (
     Manifest,
     build_manifest,
@@ -55,6 +62,7 @@ SHARD_BYTES = 16 << 20
 _MOST_SHARDS = 512
 _MAX_DOCUMENT_TOKENS = 2**31 - 1
 _PLAN = "plan.json"
+_REFUSED = "refused"
 _JOURNAL_NAME = re.compile(
     r"(plan\.json|\d{6}\.json|\d{6}\.\d+\.(tokens|lengths)|dataset\.\d+\.(bin|idx|manifest\.json))(\.\d+\.tmp)?"
 )
@@ -99,12 +107,13 @@ class Plan:
     splits: tuple[Split, ...]
     split_text: str | None
     skip_errors: bool
+    overwrite: bool
     command: str
 
     @property
     def journal(self) -> Path:
         """The folder that holds the work done so far."""
-        return Path(self.output + ".unfinished")
+        return _journal_path(self.output)
 
     @property
     def prefixes(self) -> list[str]:
@@ -117,7 +126,10 @@ class Plan:
         return np.dtype(np.uint16 if self.tokenizer["vocab_size"] <= 1 << 16 else np.int32)
 
     def describe(self) -> dict[str, Any]:
-        """Return what a journal must share with this plan to be continued by it."""
+        """Return what a journal must share with this plan to be continued by it.
+
+        ``skip_errors`` is not of it: a shard without anything skipped is the same with and without.
+        """
         listed = json.dumps([(s.relative, s.size, s.mtime_ns) for s in self.sources]).encode("ascii")
         bounds = json.dumps([[(p.number, p.start, p.stop) for p in shard.pieces] for shard in self.shards]).encode()
         return {
@@ -125,9 +137,11 @@ class Plan:
             "shards": hashlib.sha256(bounds).hexdigest(),
             "tokenizer": self.tokenizer,
             "split": self.split_text,
-            "skip_errors": self.skip_errors,
-            "command": self.command,
         }
+
+
+def _journal_path(prefix: str) -> Path:
+    return Path(prefix + ".unfinished")
 
 
 def prepare(
@@ -215,10 +229,11 @@ def prepare_sources(
         splits=parse_split(split) if split else (Split("", 1.0),),
         split_text=split,
         skip_errors=skip_errors,
+        overwrite=overwrite,
         command=command,
     )
     try:
-        with _open_journal(plan, overwrite):
+        with _open_journal(plan, progress):
             _finish(plan, _encode_all(plan, workers, progress))
             _clear_journal(plan.journal)
     except OSError as error:
@@ -253,65 +268,97 @@ def _cut_shards(sources: Sequence[Source], shard_bytes: int | None) -> tuple[Sha
 
 
 @contextmanager
-def _open_journal(plan: Plan, overwrite: bool) -> Iterator[None]:
-    """Hold the journal of ``plan``, new or continued, for this process alone; one that stayed empty is removed."""
-    journal = plan.journal
-    journal.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(journal, os.O_RDONLY)
+def _open_journal(plan: Plan, stream: TextIO | None) -> Iterator[None]:
+    """Hold the journal of ``plan``, new or continued, and its datasets for this process alone."""
+    with ExitStack() as held:
+        for prefix in dict.fromkeys((plan.output, *plan.prefixes)):
+            held.enter_context(_hold(prefix))
+        if _is_continued(plan, stream):
+            _remove_temporary_files(plan.journal)
+        else:
+            _clear_journal(plan.journal)
+            _refuse_existing(plan)
+            write_atomically(plan.journal / _PLAN, json.dumps(plan.describe()).encode("ascii"))
+        try:
+            yield
+        except DataError:
+            with suppress(OSError):  # without the mark, the journal is one to be continued
+                write_atomically(plan.journal / _PLAN, json.dumps({**plan.describe(), _REFUSED: True}).encode("ascii"))
+            raise
+
+
+@contextmanager
+def _hold(prefix: str) -> Iterator[None]:
+    """Keep every other process from preparing ``prefix``: its journal folder is the lock, and goes when it is empty."""
+    folder = _journal_path(prefix)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        _lock(descriptor, plan)
-        if not _matches(plan, overwrite):
-            _clear_journal(journal)
-            _refuse_existing(plan, overwrite)
-            write_atomically(journal / _PLAN, json.dumps(plan.describe()).encode("ascii"))
-        yield
+        _lock(descriptor, prefix)
+        try:
+            yield
+        finally:
+            # Still under the lock: whoever has opened the folder meanwhile finds that it is gone.
+            with suppress(OSError):
+                folder.rmdir()
     finally:
         os.close(descriptor)
-        with suppress(OSError):
-            journal.rmdir()
 
 
-def _lock(descriptor: int, plan: Plan) -> None:
-    """Lock the journal folder, or raise when another process has it or has just finished with it."""
+def _lock(descriptor: int, prefix: str) -> None:
+    """Lock a journal folder, or raise when another process has it or has just finished with it."""
+    folder = _journal_path(prefix)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        alone = plan.journal.exists() and os.path.samestat(os.fstat(descriptor), plan.journal.stat())
+        alone = folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat())
     except BlockingIOError:
         alone = False
     if not alone:
         raise DataError(
-            f"another process is preparing {plan.output}; expected to be the only one: wait for it, or choose another "
+            f"another process is preparing {prefix}; expected to be the only one: wait for it, or choose another "
             "--output"
         )
 
 
-def _matches(plan: Plan, overwrite: bool) -> bool:
-    """Return whether there is a journal that ``plan`` continues."""
-    path = plan.journal / _PLAN
+def _is_continued(plan: Plan, stream: TextIO | None) -> bool:
+    """Return whether there is a journal that ``plan`` continues; raise when there is one that must not be lost."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads((plan.journal / _PLAN).read_bytes())
     except FileNotFoundError:
         return False
     except ValueError:
+        found = None
+    if not isinstance(found, dict):
         found = {}
+    refused = found.pop(_REFUSED, False)
     wanted = json.loads(json.dumps(plan.describe()))
     if found == wanted:
         return True
-    differing = [key for key in wanted if not isinstance(found, dict) or found.get(key) != wanted[key]]
-    if not overwrite:
+    differing = ", ".join(key for key in {**wanted, **found} if found.get(key) != wanted.get(key))
+    if not refused and not plan.overwrite:
         raise DataError(
-            f"{plan.journal} holds an unfinished preparation that differs in: {', '.join(differing)}; expected the "
-            "same sources (unchanged since) and settings. Repeat the first call to continue it, or pass --overwrite to "
-            "start anew"
+            f"{plan.journal} holds an unfinished preparation that differs in: {differing}; expected the same sources "
+            "(unchanged since) and settings. Repeat the first call to continue it, or delete that folder to start anew"
         )
+    print(
+        f"starting anew: {plan.journal} holds another preparation, which differs in: {differing}",
+        file=stream or sys.stderr,
+    )
     return False
 
 
-def _refuse_existing(plan: Plan, overwrite: bool) -> None:
+def _remove_temporary_files(journal: Path) -> None:
+    """Delete what a run that was stopped was writing: its names are that process's own, and nobody would reuse them."""
+    for name in os.listdir(journal):
+        if name.endswith(".tmp") and _JOURNAL_NAME.fullmatch(name):
+            os.unlink(journal / name)
+
+
+def _refuse_existing(plan: Plan) -> None:
     """Raise when a dataset is in the way."""
     for prefix in plan.prefixes:
         for path in (prefix + ".bin", prefix + ".idx", manifest_path(prefix)):
-            if os.path.exists(path) and not overwrite:
+            if os.path.exists(path) and not plan.overwrite:
                 raise DataError(f"{path} exists; expected a new dataset: choose another --output or pass --overwrite")
 
 
@@ -355,9 +402,10 @@ def _encode_all(plan: Plan, workers: int, stream: TextIO | None) -> list[Receipt
                 plan, shard, tokenizer, lambda piece: progress.advance(*_count((piece,)))
             )
     else:
-        for number, receipt in _encode_in_pool(plan, missing, workers):
-            receipts[number] = receipt
-            progress.advance(*_count(plan.shards[number].pieces))
+        with closing(_encode_in_pool(plan, missing, workers)) as finished:
+            for number, receipt in finished:
+                receipts[number] = receipt
+                progress.advance(*_count(plan.shards[number].pieces))
     progress.finish()
     return [receipts[shard.number] for shard in plan.shards]
 
@@ -370,30 +418,48 @@ def _count(pieces: Sequence[Piece]) -> tuple[int, int]:
 _worker: dict[str, Any] = {}
 
 
-def _encode_in_pool(plan: Plan, shards: Sequence[Shard], workers: int) -> Iterator[tuple[int, Receipt]]:
-    """Yield number and receipt of each shard as worker processes finish it."""
+def _encode_in_pool(plan: Plan, shards: Sequence[Shard], workers: int) -> Generator[tuple[int, Receipt]]:
+    """Yield number and receipt of each shard as worker processes finish it.
+
+    The workers end at once when this process closes ``alive`` or ends: what they have not committed is done again.
+    """
     light = dataclasses.replace(plan, sources=(), shards=())
-    with concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), _start_worker, (light,)
-    ) as pool:
-        running = {pool.submit(_encode_in_worker, shard): shard.number for shard in shards}
+    context = multiprocessing.get_context("spawn")
+    watched, alive = context.Pipe(duplex=False)
+    with (
+        watched,
+        alive,
+        concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (light, watched)) as pool,
+    ):
         try:
+            with _without_interrupts():
+                running = {pool.submit(_encode_in_worker, shard): shard.number for shard in shards}
             for future in concurrent.futures.as_completed(running):
                 yield running[future], future.result()
         except BaseException:
+            alive.close()
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _start_worker(plan: Plan) -> None:
-    """Keep the plan and a tokenizer for the shards to come, and end with the parent, however that ends."""
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Put SIGINT off. Processes started meanwhile never get it: Ctrl-C is for the parent, which ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_worker(plan: Plan, watched: Connection) -> None:
+    """Keep the plan and a tokenizer for the shards to come, and end as soon as nobody holds the other end of ``watched``."""
     _worker.update(plan=plan, tokenizer=load_tokenizer(plan.tokenizer_name))
-    parent = multiprocessing.parent_process()
 
     def follow() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
+        with suppress(EOFError, OSError):
+            watched.recv_bytes()
+        os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
 
@@ -442,6 +508,11 @@ def _encode(plan: Plan, tokenizer: Tokenizer, text: bytes, source: Source) -> np
             f"{source.path}: one document has {len(ids)} tokens, expected below {_MAX_DOCUMENT_TOKENS} (the index "
             "holds lengths in 32 bits): cut the file into smaller ones"
         )
+    if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+        raise DataError(
+            f"{source.path}: the tokenizer gave ids from {ids.min()} to {ids.max()}, expected 0 to "
+            f"{tokenizer.vocab_size - 1}: its vocabulary and its rules for text do not fit each other"
+        )
     tokens = np.empty(len(ids) + 1, dtype=plan.dtype)
     tokens[:-1] = ids
     tokens[-1] = tokenizer.eod_id
@@ -454,11 +525,11 @@ def _hash_unchanged(source: Source) -> str:
     Raises:
         DataError: it is not the file that the preparation began with.
     """
-    digest = hash_file(source.path)
+    with require_readable(source.path):
+        digest = hash_file(source.path)
     if make_source(Path(source.path), source.relative) != source:
         raise DataError(
-            f"{source.path} changed while it was being read; expected sources that stay as they are: repeat the call "
-            "with --overwrite"
+            f"{source.path} changed while it was being read; expected sources that stay as they are: repeat the call"
         )
     return digest
 
@@ -476,7 +547,10 @@ def _commit_shard(plan: Plan, shard: Shard, receipt: Receipt) -> None:
 
 
 def _load_receipt(plan: Plan, shard: Shard) -> Receipt | None:
-    """Return a shard's receipt; None when it has none or its files are not what it says, and it is to be done again."""
+    """Return a shard's receipt; None when the shard is to be done again.
+
+    That is when there is none, its files are not what it says, or it left out what now is to be refused.
+    """
     try:
         receipt = Receipt(**json.loads((plan.journal / shard.name("json")).read_bytes()))
         for name, expected in receipt.files.items():
@@ -485,7 +559,7 @@ def _load_receipt(plan: Plan, shard: Shard) -> Receipt | None:
                 return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return receipt
+    return receipt if plan.skip_errors or not receipt.skipped else None
 
 
 def _finish(plan: Plan, receipts: Sequence[Receipt]) -> None:
@@ -496,15 +570,30 @@ def _finish(plan: Plan, receipts: Sequence[Receipt]) -> None:
         _require_documents(plan, side, receipts)
         _build_dataset(plan, side, built)
         write_manifest(built, _describe(plan, side, built, receipts, hashes))
+    if not plan.overwrite:
+        for built, prefix in zip(builds, plan.prefixes, strict=True):
+            _refuse_other(plan, built, prefix)
     for prefix in plan.prefixes:
-        # A manifest of the dataset that is being replaced must not outlive it.
+        # Neither the manifest nor the cached indices of a dataset that is being replaced may outlive it.
         Path(manifest_path(prefix)).unlink(missing_ok=True)
+        remove_beside(prefix)
     for built, prefix in zip(builds, plan.prefixes, strict=True):
         for suffix in (".bin", ".idx"):
             os.replace(built + suffix, prefix + suffix)
         flush_to_disk(plan.journal.parent)
         os.replace(manifest_path(built), manifest_path(prefix))
     flush_to_disk(plan.journal.parent)
+
+
+def _refuse_other(plan: Plan, built: str, prefix: str) -> None:
+    """Raise when ``prefix`` is another dataset than ``built``, which an earlier run of ``plan`` may have begun to move."""
+    for suffix in (".bin", ".idx"):
+        path = prefix + suffix
+        if os.path.exists(path) and hash_file(path) != hash_file(built + suffix):
+            raise DataError(
+                f"{path} was made by something else while {plan.journal} was unfinished; expected it to be free: move "
+                "it and repeat the call, or repeat it with --overwrite to replace it. Work done so far is kept"
+            )
 
 
 def _collect_hashes(plan: Plan, receipts: Sequence[Receipt]) -> list[str]:
@@ -520,7 +609,7 @@ def _require_documents(plan: Plan, side: int, receipts: Sequence[Receipt]) -> No
         what = f"split {plan.splits[side].name!r}" if plan.split_text else "the dataset"
         raise DataError(
             f"{what} got none of {sum(counts)} documents from {len(plan.sources)} files; expected at least one: "
-            "give more text, larger shares, or repeat with other settings and --overwrite"
+            "give more text or larger shares"
         )
 
 

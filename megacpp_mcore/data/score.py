@@ -84,24 +84,3 @@ class BitsPerByte:
         if not self.bytes:
             raise DataError("no byte has been counted; expected at least one before bits per byte are asked for")
         return self.nats / (math.log(2) * self.bytes)
-
-
-def bits_per_byte_of_mean_loss(mean_loss: float, prefix: str) -> float:
-    """Return the bits per byte that a mean token loss, as Megatron's evaluation logs it, means for a dataset.
-
-    Args:
-        mean_loss: nats per token over the dataset, end-of-document tokens included.
-        prefix: the dataset; its manifest has the tokens per byte. Exact when the loss is over all of it, and as good as
-            the sample otherwise.
-
-    Raises:
-        DataError: the manifest does not know the bytes of the text.
-    """
-    manifest = load_manifest(prefix)
-    if manifest.text_bytes is None:
-        raise DataError(
-            f"{prefix} was adopted, and the bytes of its text are not known; prepare it from the text to score it"
-        )
-    score = BitsPerByte()
-    score.add(mean_loss * manifest.tokens, manifest.text_bytes)
-    return score.value

@@ -11,24 +11,31 @@ import hashlib
 import itertools
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from megacpp_mcore.errors import DataError
 
 DEFAULT_GLOBS = ("*.txt", "*.py", "*.md", "*.jsonl")
+LEFT_OUT = (".*", "__pycache__")
+"""Names, of files and folders, that are not looked at in a folder."""
 
 
 @dataclass(frozen=True, order=True)
 class Source:
-    """One input file; ``relative`` is its POSIX path below the INPUT that led to it, and its name everywhere else."""
+    """One input file; ``relative`` is its POSIX path below the INPUT that led to it, and its name everywhere else.
+
+    ``identity``, device and inode, tells whether two paths lead to one file.
+    """
 
     relative: str
     path: str
     size: int
     mtime_ns: int
+    identity: tuple[int, int] = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -52,13 +59,29 @@ def make_source(path: Path, relative: str) -> Source:
     """Return the source for the file at ``path``.
 
     Raises:
-        DataError: the file cannot be examined.
+        DataError: it cannot be examined, or is no regular file.
     """
+    status = _examine(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(
+            f"{path} is a {_kind(status.st_mode)}; expected a regular file, which can be read twice: write the text to "
+            "one, or remove this from the input"
+        )
+    return Source(relative, str(path), status.st_size, status.st_mtime_ns, (status.st_dev, status.st_ino))
+
+
+def _examine(path: Path) -> os.stat_result:
     try:
-        status = path.stat()
+        return os.stat(path)
+    except FileNotFoundError as error:
+        raise DataError(f"input {path} does not exist; expected a text file or a folder of text files") from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; expected a readable text file: remove it from the input") from error
-    return Source(relative, str(path), status.st_size, status.st_mtime_ns)
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_ISFIFO: "pipe", stat.S_ISSOCK: "socket", stat.S_ISCHR: "device", stat.S_ISBLK: "device"}
+    return next((name for is_kind, name in kinds.items() if is_kind(mode)), "folder")
 
 
 def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] = ()) -> list[Source]:
@@ -69,20 +92,20 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] 
     folders are not followed.
 
     Raises:
-        DataError: an INPUT does not exist, nothing was found, or two files would share a relative path.
+        DataError: an INPUT does not exist or cannot be read, nothing was found, two files would share a relative path,
+            or one file was found twice.
     """
     patterns = tuple(globs) or DEFAULT_GLOBS
     sources: list[Source] = []
     for given in inputs:
         root = Path(given)
-        if root.is_dir():
-            sources += [make_source(path, path.relative_to(root).as_posix()) for path in _walk(root, patterns)]
-        elif root.exists():
-            sources.append(make_source(root, root.name))
+        if stat.S_ISDIR(_examine(root).st_mode):
+            sources += [make_source(path, path.relative_to(root).as_posix()) for path in walk_files(root, patterns)]
         else:
-            raise DataError(f"input {root} does not exist; expected a text file or a folder of text files")
+            sources.append(make_source(root, root.name))
     sources.sort()
     _refuse_same_names(sources)
+    _refuse_same_files(sources)
     if not sources:
         raise DataError(
             f"no file in {', '.join(str(i) for i in inputs)} matches {' '.join(patterns)}; "
@@ -91,17 +114,25 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] 
     return sources
 
 
-def _walk(root: Path, patterns: Sequence[str]) -> Iterator[Path]:
-    """Yield the matching files below ``root``; a folder that cannot be listed raises."""
+def walk_files(root: Path, patterns: Sequence[str], left_out: Sequence[str] = LEFT_OUT) -> Iterator[Path]:
+    """Yield the files below ``root`` whose names match one of ``patterns``, but none below or called ``left_out``.
+
+    Raises:
+        DataError: a folder cannot be listed.
+    """
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: {error.strerror}; expected a folder that can be listed") from error
 
     for folder, folders, files in os.walk(root, onerror=refuse):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
-        for name in sorted(files):
-            if not name.startswith(".") and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-                yield Path(folder, name)
+        folders[:] = sorted(name for name in folders if not _matches(name, left_out))
+        yield from (
+            Path(folder, name) for name in sorted(files) if _matches(name, patterns) and not _matches(name, left_out)
+        )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _refuse_same_names(sources: Sequence[Source]) -> None:
@@ -111,6 +142,18 @@ def _refuse_same_names(sources: Sequence[Source]) -> None:
             raise DataError(
                 f"{first.path} and {second.path} have the same relative path {first.relative!r}; expected every "
                 "document to have a name of its own: pass the folder that holds both as one INPUT"
+            )
+
+
+def _refuse_same_files(sources: Sequence[Source]) -> None:
+    """Raise when two sources are one file: under two names its text would fall on both sides of a split."""
+    seen: dict[tuple[int, int], Source] = {}
+    for source in sources:
+        first = seen.setdefault(source.identity, source)
+        if first is not source:
+            raise DataError(
+                f"{first.path} and {source.path} are one file; expected every text once: leave out the INPUT that lies "
+                "in another, or the link"
             )
 
 

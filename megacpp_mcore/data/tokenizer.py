@@ -97,7 +97,8 @@ class HuggingFaceTokenizer:
     ``eos_token`` in ``tokenizer_config.json``: what stock's ``HuggingFaceTokenizer`` uses.
 
     Raises:
-        DataError: the folder has no ``tokenizer.json``, names no ``eos_token``, or ``tokenizers`` is not installed.
+        DataError: the folder has no ``tokenizer.json``, names no ``eos_token``, has ids that are not below its number of
+            tokens, or ``tokenizers`` is not installed.
     """
 
     kind = "huggingface"
@@ -111,7 +112,17 @@ class HuggingFaceTokenizer:
             )
         self._tokenizer = _load_tokenizer_json(self.folder / "tokenizer.json")
         self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        self._refuse_larger_ids()
         self.eod_id = self._find_eod()
+
+    def _refuse_larger_ids(self) -> None:
+        """Raise when an id is not below the number of tokens, which is what stock sizes the model by."""
+        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if largest >= self.vocab_size:
+            raise DataError(
+                f"{self.folder / 'tokenizer.json'} has {self.vocab_size} tokens with ids up to {largest}; expected ids "
+                f"below {self.vocab_size}: fill the holes in the numbering with unused tokens"
+            )
 
     def _find_eod(self) -> int:
         """Return the id of the folder's ``eos_token``."""
@@ -154,9 +165,7 @@ class HuggingFaceTokenizer:
 
 
 def _load_tokenizer_json(path: Path) -> Any:
-    """Return ``tokenizers.Tokenizer`` of ``path``, with every hub access switched off for this process."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    """Return ``tokenizers.Tokenizer`` of ``path``; ``from_file`` opens that file and asks no hub."""
     try:
         import tokenizers
     except ImportError as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import json
 import os
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from megacpp_mcore.data.index import HEADER_BYTES, read_index
 from megacpp_mcore.data.manifest import adopt, load_manifest, verify, verify_for_training
 from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.data.score import unigram_bits_per_byte
 from megacpp_mcore.errors import DataError
 
 
@@ -92,14 +95,17 @@ def test_truncated_files_are_named(prefix, suffix, kept, full):
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".manifest.json"])
-def test_every_flipped_bit_is_found(prefix, suffix):
-    size = os.path.getsize(prefix + suffix)
-    for offset in np.unique(np.linspace(0, size - 2, 60).astype(int)).tolist():
-        change_byte(prefix + suffix, offset, offset % 7)
+def test_flipped_bits_are_found_from_the_first_to_the_last(prefix, suffix, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here is about losing power
+    last = os.path.getsize(prefix + suffix) - 1
+    places = [(offset, bit) for offset in (0, last) for bit in range(8)]
+    places += [(offset, n % 8) for n, offset in enumerate(np.linspace(1, last - 1, 80).astype(int).tolist())]
+    for offset, bit in places:
+        change_byte(prefix + suffix, offset, bit)
         for check in (verify, check_training):
             with pytest.raises(DataError, match=r"data\."):
                 check(prefix)
-        change_byte(prefix + suffix, offset, offset % 7)
+        change_byte(prefix + suffix, offset, bit)
     assert verify(prefix).documents == 6
 
 
@@ -153,6 +159,36 @@ def test_a_damaged_memory_is_no_answer(prefix, content):
     Path(prefix + ".verified.json").write_bytes(content)
     with pytest.raises(DataError, match="SHA-256"):
         check_training(prefix)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".manifest.json"])
+@pytest.mark.parametrize("check", [verify, check_training, unigram_bits_per_byte])
+def test_files_that_may_not_be_read_are_named(prefix, monkeypatch, suffix, check):
+    forbid(monkeypatch, prefix + suffix, builtins, "open")
+    with pytest.raises(DataError, match=rf"data{re.escape(suffix)}.*Permission denied"):
+        check(prefix)
+
+
+@pytest.mark.parametrize("name", ["memmap", "fromfile"])
+def test_a_read_that_fails_is_named(prefix, monkeypatch, name):
+    def fail(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(np, name, fail)
+    with pytest.raises(DataError, match=r"data\.(bin|idx): Input/output error; expected a file that can be read"):
+        verify(prefix)
+
+
+def forbid(monkeypatch, path: str, module: object, name: str) -> None:
+    """Make ``module.name`` refuse ``path`` as the system does for who may not read it (root may read everything)."""
+    original = getattr(module, name)
+
+    def refuse(given, *rest, **options):
+        if str(given) == path:
+            raise PermissionError(13, "Permission denied", path)
+        return original(given, *rest, **options)
+
+    monkeypatch.setattr(module, name, refuse)
 
 
 def test_remembered_hashes_are_used(prefix, monkeypatch):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -65,18 +69,48 @@ def test_skipped_files_are_told(tmp_path, prefix, capsys):
     (tmp_path / "bad.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match="--errors skip"):
         data("prepare", str(tmp_path), "--output", prefix)
-    assert data("prepare", str(tmp_path), "--output", prefix, "--errors", "skip", "--overwrite") == 0
+    assert data("prepare", str(tmp_path), "--output", prefix, "--errors", "skip") == 0
     assert "20 documents" in (printed := capsys.readouterr().out)
     assert "1 skipped" in printed
 
 
-def test_interruption_says_how_to_go_on(tmp_path, prefix, capsys, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(("workers", "moment"), [("1", "000003.json"), ("2", "plan.json"), ("2", "000003.json")])
+def test_ctrl_c_says_how_to_go_on_and_the_same_command_does(tmp_path, workers, moment):
+    texts, output = tmp_path / "texts", tmp_path / "out" / "data"
+    texts.mkdir()
+    for number in range(150):
+        (texts / f"{number:03d}.txt").write_text(f"text {number} " * 400)
+    (tmp_path / "main.py").write_text(
+        "import sys\n"
+        "from megacpp_mcore import cli\n"
+        "from megacpp_mcore.data import prepare\n"
+        "prepare.SHARD_BYTES = 10_000\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    words = [sys.executable, str(tmp_path / "main.py"), "data", "prepare", str(texts), "--output", str(output)]
+    words += ["--workers", workers]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not Path(f"{output}.unfinished", moment).exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers are sent it too
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "interrupted; the same command continues where this one stopped" in errors
+    assert "Traceback" not in errors
+    assert not Path(f"{output}.bin").exists()
+    kept = sorted(Path(f"{output}.unfinished").glob("00*.json"))
+    assert moment == "plan.json" or len(kept) > 3
 
-    monkeypatch.setattr("megacpp_mcore.data.prepare.prepare", interrupt)
-    assert data("prepare", str(tmp_path), "--output", prefix) == 130
-    assert "the same command continues" in capsys.readouterr().err
+    subprocess.run([*words, "--workers", "1"], env=environment, check=True, capture_output=True)
+    whole = tmp_path / "whole"
+    assert data("prepare", str(texts), "--output", str(whole / "data")) == 0
+    for suffix in (".bin", ".idx", ".manifest.json"):
+        assert Path(f"{output}{suffix}").read_bytes() == Path(f"{whole / 'data'}{suffix}").read_bytes()
 
 
 def test_workers_must_be_positive(tmp_path, prefix):

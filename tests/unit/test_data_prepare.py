@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,8 @@ import numpy as np
 import pytest
 
 from megacpp_mcore.data import prepare as prepare_module
-from megacpp_mcore.data.corpus import prepare_stdlib_corpus
+from megacpp_mcore.data import sources as sources_module
+from megacpp_mcore.data.corpus import find_stdlib_sources, prepare_stdlib_corpus
 from megacpp_mcore.data.manifest import load_manifest, verify
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.data.progress import Progress
@@ -272,7 +274,9 @@ def test_repeated_kills_at_random_operations_are_survived(texts, tmp_path, unint
     assert read_outputs(tmp_path / "killed") == uninterrupted
 
 
-def test_a_killed_pool_is_continued_and_its_workers_end(texts, tmp_path, uninterrupted):
+def test_a_killed_pool_is_continued_and_its_workers_end(tmp_path):
+    texts = make_texts(tmp_path / "texts", 600)
+    run(texts, tmp_path / "whole" / "data", split=SPLIT)
     script = (
         "import sys, threading; from megacpp_mcore.data.prepare import prepare\n"
         "if __name__ == '__main__':\n"
@@ -287,14 +291,14 @@ def test_a_killed_pool_is_continued_and_its_workers_end(texts, tmp_path, uninter
         stderr=subprocess.PIPE,
     )
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("killed/data.unfinished/*.json")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob("killed/data.unfinished/00*.json")) and time.monotonic() < deadline:
         time.sleep(0.002)
     process.kill()
     # The workers hold the other end of stderr: it ends when the last of them does.
     _, _ = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
     run(texts, output, split=SPLIT)
-    assert read_outputs(tmp_path / "killed") == uninterrupted
+    assert read_outputs(tmp_path / "killed") == read_outputs(tmp_path / "whole")
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -335,30 +339,79 @@ def unfinished(texts, tmp_path, monkeypatch):
     return tmp_path / "out" / "data"
 
 
-def test_finished_shards_are_not_done_again(texts, unfinished, monkeypatch):
-    encoded = []
+def count_encoded(monkeypatch) -> list[int]:
+    """Record the numbers of the shards that are encoded from now on."""
+    encoded: list[int] = []
     original = prepare_module._encode_shard
     monkeypatch.setattr(
         prepare_module,
         "_encode_shard",
-        lambda plan, shard, *rest: encoded.append(shard) or original(plan, shard, *rest),
+        lambda plan, shard, *rest: encoded.append(shard.number) or original(plan, shard, *rest),
     )
+    return encoded
+
+
+def test_finished_shards_are_not_done_again(texts, unfinished, monkeypatch):
+    encoded = count_encoded(monkeypatch)
     damaged = next(iter(sorted(Path(f"{unfinished}.unfinished").glob("000002*.tokens"))))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\7")
     run(texts, unfinished)
-    assert [shard.number for shard in encoded] == [2]
+    assert encoded == [2]
     assert verify(str(unfinished)).documents == 52
 
 
-@pytest.mark.parametrize(("change", "named"), [("source", "sources"), ("split", "split"), ("errors", "skip_errors")])
-def test_another_preparation_does_not_continue_a_journal(texts, unfinished, change, named):
-    options = {"source": {}, "split": {"split": "all=1"}, "errors": {"skip_errors": True}}[change]
+@pytest.mark.parametrize("way", ["overwrite", "delete"])
+@pytest.mark.parametrize(("change", "named"), [("source", "sources"), ("split", "split")])
+def test_another_preparation_does_not_continue_a_journal(texts, unfinished, change, named, way):
+    options = {"source": {}, "split": {"split": "all=1"}}[change]
     if change == "source":
         (texts / "part0" / "00.txt").write_text("changed")
-    with pytest.raises(DataError, match=f"unfinished preparation that differs in: .*{named}"):
+    with pytest.raises(DataError, match=f"unfinished preparation that differs in: .*{named}.*delete that folder"):
         run(texts, unfinished, **options)
-    (prefix,) = run(texts, unfinished, overwrite=True, **options)
+    if way == "delete":
+        shutil.rmtree(f"{unfinished}.unfinished")
+    (prefix,) = run(texts, unfinished, overwrite=way == "overwrite", **options)
     assert verify(prefix).documents == 52
+
+
+@pytest.mark.parametrize("way", ["repair", "leave out", "skip"])
+def test_every_way_out_of_undecodable_text_works_without_overwrite(texts, tmp_path, monkeypatch, way):
+    (texts / "part9").mkdir()
+    bad = texts / "part9" / "bad.txt"
+    bad.write_bytes(b"four\xff")
+    with pytest.raises(DataError, match="Repair the file, leave it out, or pass --errors skip"):
+        run(texts, tmp_path / "data")
+    encoded, told = count_encoded(monkeypatch), io.StringIO()
+    if way == "repair":
+        bad.write_text("four")
+    elif way == "leave out":
+        bad.unlink()
+    (prefix,) = run(texts, tmp_path / "data", skip_errors=way == "skip", progress=told)
+    assert verify(prefix).documents == 52 + (way == "repair")
+    assert ("starting anew: " in told.getvalue()) == (way != "skip")
+    assert (0 in encoded) == (way != "skip"), "what is decoded already is decoded with --errors skip too"
+
+
+def test_what_was_skipped_is_refused_when_the_rest_is_to_be_strict(texts, tmp_path, monkeypatch):
+    (texts / "bad.txt").write_bytes(b"four\xff")
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_finish", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            run(texts, tmp_path / "data", skip_errors=True)
+    with pytest.raises(DataError, match=r"bad\.txt, byte offset 4"):
+        run(texts, tmp_path / "data")
+
+
+def test_a_refused_preparation_does_not_let_the_next_replace_a_dataset(texts, tmp_path):
+    (prefix,) = run(texts, tmp_path / "data")
+    before = Path(prefix + ".bin").read_bytes()
+    (texts / "bad.txt").write_bytes(b"four\xff")
+    with pytest.raises(DataError, match="byte offset"):
+        run(texts, prefix, overwrite=True)
+    (texts / "bad.txt").write_text("good")
+    with pytest.raises(DataError, match=r"data\.bin exists"):
+        run(texts, prefix)
+    assert Path(prefix + ".bin").read_bytes() == before
 
 
 def test_two_at_once_are_refused(texts, tmp_path, monkeypatch):
@@ -372,6 +425,77 @@ def test_two_at_once_are_refused(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_module, "_finish", finish_beside_another)
     (prefix,) = run(texts, tmp_path / "data")
     assert verify(prefix).documents == 52
+
+
+@pytest.mark.parametrize(("first", "second"), [("a", "a_train"), ("a_train", "a")])
+def test_a_dataset_is_held_by_one_preparation_whatever_its_output_is_called(
+    texts, tmp_path, monkeypatch, first, second
+):
+    splits = {"a": SPLIT, "a_train": None}
+    original = prepare_module._finish
+
+    def finish_beside_another(plan, receipts):
+        monkeypatch.setattr(prepare_module, "_finish", original)
+        with pytest.raises(DataError, match=r"another process is preparing .*a_train; expected to be the only one"):
+            run(texts, tmp_path / second, split=splits[second])
+        original(plan, receipts)
+
+    monkeypatch.setattr(prepare_module, "_finish", finish_beside_another)
+    for prefix in run(texts, tmp_path / first, split=splits[first]):
+        verify(prefix)
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_a_continued_run_does_not_replace_what_appeared_meanwhile(texts, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_finish", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            run(texts, tmp_path / "a", split=SPLIT)
+    (tmp_path / "other.txt").write_text("another text")
+    (other,) = run(tmp_path / "other.txt", tmp_path / "a_train")
+    encoded = count_encoded(monkeypatch)
+    with pytest.raises(DataError, match=r"a_train\.bin was made by something else.*--overwrite"):
+        run(texts, tmp_path / "a", split=SPLIT)
+    assert read_back(other) == [b"another text"]
+    assert verify(other).split is None
+    train, _ = run(texts, tmp_path / "a", split=SPLIT, overwrite=True)
+    assert verify(train).split == {"name": "train", "of": SPLIT}
+    assert not encoded
+
+
+def test_a_refused_second_run_leaves_the_first_its_journal(texts, tmp_path, monkeypatch):
+    original = prepare_module._is_continued
+
+    def look_beside_another(plan, stream):
+        monkeypatch.setattr(prepare_module, "_is_continued", original)
+        with pytest.raises(DataError, match="another process is preparing"):
+            run(texts, tmp_path / "data")
+        return original(plan, stream)  # the journal is still empty here
+
+    monkeypatch.setattr(prepare_module, "_is_continued", look_beside_another)
+    (prefix,) = run(texts, tmp_path / "data")
+    assert verify(prefix).documents == 52
+
+
+def test_what_a_full_disk_left_is_removed(texts, tmp_path, monkeypatch):
+    original = prepare_module._commit_shard
+
+    def fill_up(plan, shard, receipt):
+        if shard.number == 2:
+            raise OSError(28, "No space left on device")
+        original(plan, shard, receipt)
+
+    for attempt in range(3):
+        monkeypatch.setattr(os, "getpid", lambda attempt=attempt: 1000 + attempt)
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare_module, "_commit_shard", fill_up)
+            with pytest.raises(DataError, match=r"No space left on device.*repeat the call to continue"):
+                run(texts, tmp_path / "data")
+        left = list((tmp_path / "data.unfinished").glob("*.tmp"))
+        assert {path.name.split(".")[-2] for path in left} == {str(1000 + attempt)}
+        assert len(left) == 2
+    run(texts, tmp_path / "data")
+    assert not (tmp_path / "data.unfinished").exists()
 
 
 def test_existing_datasets_are_kept_unless_told(texts, tmp_path):
@@ -442,6 +566,74 @@ def test_inputs_are_found_as_documented(texts, tmp_path):
         find_sources([texts, texts])
 
 
+@pytest.mark.parametrize("kind", ["folder in a folder", "hard link", "link"])
+def test_one_file_found_twice_is_refused(texts, kind):
+    inputs = [texts]
+    if kind == "folder in a folder":
+        inputs.append(texts / "part1")
+    elif kind == "hard link":
+        os.link(texts / "part1" / "01.txt", texts / "twin.txt")
+    else:
+        (texts / "twin.txt").symlink_to(texts / "part1" / "01.txt")
+    with pytest.raises(DataError, match=r"01\.txt and .*(01|twin)\.txt are one file; expected every text once"):
+        find_sources(inputs)
+
+
+@pytest.mark.parametrize("given", ["file", "folder"])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+def test_only_regular_files_are_read(tmp_path, monkeypatch, kind, given):
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    path = Path("in", "text.txt")
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            server.bind(str(path))
+        else:
+            path.symlink_to("/dev/null")
+        with pytest.raises(DataError, match=rf"text\.txt is a {kind}; expected a regular file"):
+            find_sources([path if given == "file" else path.parent])
+
+
+def test_inputs_that_cannot_be_examined_are_named(texts, tmp_path, monkeypatch):
+    with pytest.raises(DataError, match="x: File name too long; expected a readable text file"):
+        find_sources(["x" * 300])
+    original = os.stat
+
+    def refuse(path, *rest, **options):
+        if "closed" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, *rest, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(DataError, match=r"closed/a\.txt: Permission denied; expected a readable text file"):
+        find_sources([tmp_path / "closed" / "a.txt"])
+
+
+@pytest.mark.parametrize("find", [find_sources, lambda _: find_stdlib_sources()])
+def test_a_folder_that_cannot_be_listed_is_not_left_out(texts, monkeypatch, find):
+    original = os.scandir
+
+    def refuse(path):
+        if Path(path).name in ("part1", "json"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(sources_module.os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"(part1|json): Permission denied; expected a folder that can be listed"):
+        find([texts])
+
+
+def test_a_source_that_becomes_unreadable_is_named(texts, tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(prepare_module, "hash_file", refuse)
+    with pytest.raises(DataError, match=r"texts/.*: Permission denied; expected a file that can be read"):
+        run(texts, tmp_path / "data")
+
+
 def test_a_split_without_documents_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("text")
     with pytest.raises(DataError, match="got none of 1 documents"):
@@ -474,6 +666,13 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path):
     assert (manifest.dtype, manifest.max_token_id, manifest.tokens) == ("int32", 70_000, 3)
     assert manifest.tokenizer["kind"] == "huggingface"
     assert np.fromfile(prefix + ".bin", dtype=np.int32).tolist() == [69_999, 3, 70_000]
+
+
+@pytest.mark.parametrize("ids", [[1, 65_541], [260], [-1, 5]])
+def test_ids_outside_the_vocabulary_are_refused_and_not_wrapped(texts, tmp_path, monkeypatch, ids):
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: np.array(ids))
+    with pytest.raises(DataError, match=rf"ids from {min(ids)} to {max(ids)}, expected 0 to 259"):
+        run(texts, tmp_path / "data")
 
 
 class Terminal(io.StringIO):
@@ -510,3 +709,26 @@ def test_the_standard_library_is_a_corpus(tmp_path):
     assert "argparse.py" in names[0] | names[1]
     assert not [name for name in names[0] | names[1] if {"test", "site-packages", "encodings"} & set(Path(name).parts)]
     assert manifests[1].text_bytes > 200_000
+
+
+def test_the_corpus_holds_nothing_that_describes_one_build(tmp_path, monkeypatch):
+    root = tmp_path / "lib"
+    kept = ["argparse.py", "json/decoder.py", "logging/config.py", "lib2.py"]
+    left_out = [
+        "config-3.12-x86_64-linux-gnu/python-config.py",
+        "_sysconfigdata__linux.py",
+        "test/a.py",
+        "json/tests/a.py",
+    ]
+    left_out += [
+        "encodings/utf_8.py",
+        "site-packages/numpy/core.py",
+        "json/__pycache__/a.py",
+        "notes.txt",
+        ".venv/a.py",
+    ]
+    for name in kept + left_out:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("#!/one/machine/bin/python3")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(root))
+    assert [source.relative for source in find_stdlib_sources()] == sorted(kept)

@@ -11,7 +11,7 @@ import pytest
 
 from megacpp_mcore.data.manifest import adopt
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.data.score import BitsPerByte, bits_per_byte_of_mean_loss, count_bytes, unigram_bits_per_byte
+from megacpp_mcore.data.score import BitsPerByte, count_bytes, unigram_bits_per_byte
 from megacpp_mcore.errors import DataError
 
 
@@ -53,8 +53,6 @@ def test_unigram_refuses_what_was_not_made_of_bytes(tmp_path):
     adopt(prefix, vocab_size=260, eod_id=256)
     with pytest.raises(DataError, match="expected the byte tokenizer"):
         unigram_bits_per_byte(prefix)
-    with pytest.raises(DataError, match="adopted"):
-        bits_per_byte_of_mean_loss(1.0, prefix)
 
 
 def test_accounting():
@@ -62,12 +60,6 @@ def test_accounting():
     score.add(math.log(2) * 30, 10)
     score.add(math.log(2) * 10, 10)
     assert score.value == pytest.approx(2.0, rel=1e-15)
-
-
-def test_mean_loss_charges_the_ends_to_the_bytes(tmp_path):
-    prefix = prepare_texts(tmp_path, "abc", "defg")
-    # 9 tokens of log(2) nats for 7 bytes.
-    assert bits_per_byte_of_mean_loss(math.log(2), prefix) == pytest.approx(9 / 7, rel=1e-15)
 
 
 @pytest.mark.parametrize(("nats", "bytes_"), [(math.nan, 1), (math.inf, 1), (-1.0, 1), (1.0, -1)])

@@ -67,12 +67,13 @@ def test_byte_decode_marks_a_cut_character():
 
 
 def test_hugging_face_ids_and_end_of_document(tmp_path):
+    environment = dict(os.environ)
     tokenizer = load_tokenizer(str(save_hf_folder(tmp_path / "hf")))
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     assert tokenizer.encode("hello ß there".encode()).tolist() == [1, 3, 0]
     assert (tokenizer.vocab_size, tokenizer.eod_id) == (5, 4)
     assert tokenizer.decode(np.array([1, 2, 4])) == "hello world"
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert dict(os.environ) == environment
 
 
 def test_hugging_face_agrees_with_stock(tmp_path):
@@ -92,6 +93,16 @@ def test_hugging_face_checksum_follows_the_files(tmp_path):
     save_hf_folder(folder, {"content": "<eos>"})
     assert HuggingFaceTokenizer(folder).eod_id == 4
     assert HuggingFaceTokenizer(folder).checksum() != before
+
+
+@pytest.mark.parametrize("largest", [6, 65_541])
+def test_ids_that_are_not_below_the_number_of_tokens_are_refused(tmp_path, largest):
+    folder = save_hf_folder(tmp_path / "hf")
+    body = json.loads((folder / "tokenizer.json").read_text())
+    body["model"]["vocab"]["late"] = largest
+    (folder / "tokenizer.json").write_text(json.dumps(body))
+    with pytest.raises(DataError, match=rf"6 tokens with ids up to {largest}; expected ids below 6"):
+        HuggingFaceTokenizer(folder)
 
 
 @pytest.mark.parametrize("eos", [None, "</s>", 3])

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from megacpp_mcore.data.files import write_atomically
 from megacpp_mcore.data.index import read_index
 from megacpp_mcore.data.manifest import verify
-from megacpp_mcore.data.score import BitsPerByte, count_bytes
-from megacpp_mcore.data.tokenizer import BYTE_COUNT, BYTE_EOD_ID, ByteTokenizer
+from megacpp_mcore.data.score import BitsPerByte, byte_counts, count_bytes, entropy
+from megacpp_mcore.data.tokenizer import BYTE_EOD_ID, ByteTokenizer
 from megacpp_mcore.errors import DataError, LaunchError
 
 
@@ -71,13 +71,6 @@ def cut_windows(tokens_N: NDArray[Any], sequence: int) -> Windows:
 
     mask_WS = (np.arange(windows * sequence) < predicted).reshape(windows, sequence)
     return Windows(fill(tokens_N[:-1]), fill(tokens_N[1:]), mask_WS)
-
-
-def unigram_bits(labels: NDArray[Any]) -> float:
-    """The empirical unigram entropy of the bytes among ``labels``, in bits per byte; specials are left out."""
-    counts = np.bincount(labels[labels < BYTE_COUNT], minlength=BYTE_COUNT)
-    share = counts[counts > 0] / counts.sum()
-    return float(-(share * np.log2(share)).sum())
 
 
 def read_heldout(prefix: str, limit: int) -> NDArray[Any]:
@@ -162,7 +155,7 @@ def main() -> None:
     predicted = windows.labels_WS[windows.mask_WS]
     score = Score(
         bits_per_byte=reached.value,
-        unigram_bits_per_byte=unigram_bits(predicted),
+        unigram_bits_per_byte=entropy(byte_counts(predicted)),
         bytes=reached.bytes,
         tokens=predicted.size,
         step=args.iteration,

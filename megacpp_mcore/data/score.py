@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +38,21 @@ def unigram_bits_per_byte(prefix: str) -> float:
         )
     counts = np.zeros(BYTE_COUNT, dtype=np.int64)
     for chunk in read_index(prefix).read_chunks():
-        counts += np.bincount(chunk[chunk < BYTE_COUNT], minlength=BYTE_COUNT)
-    total = int(counts.sum())
-    if not total:
+        counts += byte_counts(chunk)
+    if not counts.any():
         raise DataError(f"{prefix}.bin holds no bytes, only specials; expected text")
-    share = counts[counts > 0] / total
-    return float(-(share * np.log2(share)).sum()) + 0.0
+    return entropy(counts)
+
+
+def byte_counts(ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """How often each byte is among the ids of a byte dataset; specials are left out."""
+    return np.bincount(ids[ids < BYTE_COUNT], minlength=BYTE_COUNT)
+
+
+def entropy(counts: npt.NDArray[np.int64]) -> float:
+    """The entropy, in bits, of what was counted (at least one)."""
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log2(share)).sum()) + 0.0  # -0.0 for a single symbol
 
 
 def count_bytes(label_ids: npt.ArrayLike) -> int:

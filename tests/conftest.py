@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 
 # Before anything imports torch: several workers share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell's background jobs start with Ctrl-C ignored, and so would all that they start; some tests press it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _GPU_TESTS = Path(__file__).parent / "gpu"
 

@@ -73,8 +73,11 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
     transformer = getattr(config, "transformer", config)
     sources = (transformer, config)
     settings = plugin_config.from_environment()
-    model = settings.model if settings is not None else lowering.matching_preset(sources)
-    lowering.check_arguments(model, sources)
+    if settings is not None:
+        model = settings.model
+        lowering.check_arguments(model, sources, f" of {settings.path} ({plugin_config.VARIABLE})")
+    else:
+        model = lowering.matching_preset(sources)
     chunks = model_chunks(transformer)
     check_layout(model, transformer, chunks)
     patches.apply(PATCHES)

@@ -57,8 +57,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(head)
     if unknown and command == "launch":
         parser.error(
-            f"launch does not know {' '.join(unknown)}; what is for Megatron, the script first, goes after a --: "
-            f"megacpp-mcore launch [OPTIONS] -- {' '.join(unknown)}"
+            f"launch found {unknown[0]!r} and {len(unknown) - 1} more words before a --; put -- before the script and all that "
+            f"is for Megatron: megacpp-mcore launch [OPTIONS] -- {unknown[0]} …"
         )
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")

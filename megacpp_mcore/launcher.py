@@ -32,6 +32,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megacpp_mcore import config
 from megacpp_mcore.errors import CheckoutError, LaunchError, MegacppError, SpecImportError
 from megacpp_mcore.observe import steps
 
@@ -130,6 +131,8 @@ def plan(
     arguments, spec = split_spec(words)
     if spec is not None:
         _check_allowed(spec, allowed_spec_prefixes)
+        if spec[0].partition(".")[0] == "megacpp_mcore":
+            config.from_environment()  # what is wrong in that file is said before Megatron starts
     resolved = _resolve_device(device)
     if resolved == "cpu":
         _check_cpu_arguments(arguments)

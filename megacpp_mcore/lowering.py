@@ -344,8 +344,8 @@ def _same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def check_arguments(model: Model, sources: Sequence[object]) -> None:
-    """Refuse a run whose configuration contradicts ``model``, naming all contradictions at once.
+def check_arguments(model: Model, sources: Sequence[object], origin: str = "") -> None:
+    """Refuse a run whose configuration contradicts ``model``, naming all contradictions at once, and ``origin``.
 
     Raises:
         ArgumentMismatchError: with one line a contradiction, and the argument that settles it.
@@ -353,7 +353,7 @@ def check_arguments(model: Model, sources: Sequence[object]) -> None:
     found = mismatches(model, sources)
     if found:
         raise ArgumentMismatchError(
-            f"the run's arguments contradict {model.name} in {len(found)} place{'s' if len(found) > 1 else ''}:\n  "
+            f"the run's arguments contradict {model.name}{origin} in {len(found)} place{'s' if len(found) > 1 else ''}:\n  "
             + "\n  ".join(found)
             + f"\n`megacpp-mcore recipe emit {model.name} --as cli` prints the whole command."
         )

@@ -117,12 +117,14 @@ def chosen_model(name: str) -> tuple[Model, Path | None]:
 
 def emit(args: argparse.Namespace) -> str:
     """The text ``recipe emit`` prints."""
+    model, settings = chosen_model(args.name)
     if args.form == "args" and args.data is None:
         raise LaunchError(
             "recipe emit --as args prints words for a program, and has no prefix of a dataset to put among them; "
             "add --data PREFIX (--as cli leaves it to the shell variable DATA_PREFIX)"
         )
-    model, settings = chosen_model(args.name)
+    if args.data is not None and not os.path.exists(args.data + ".idx"):
+        print(f"note: there is no {args.data}.idx; the command needs a prepared dataset there", file=sys.stderr)
     device = args.device or ("cpu" if model.name == "nam56r_tiny" else "cuda")
     layout = Layout(
         tensor=args.tensor,

@@ -49,9 +49,9 @@ def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[s
     [
         (
             ["launch", "--device", "cpu", "pretrain_gpt.py", "--lr", "1"],
-            "goes after a --: megacpp-mcore launch [OPTIONS] -- ",
+            "launch [OPTIONS] -- pretrain_gpt.py …",
         ),
-        (["launch", "--lr", "1"], "launch does not know --lr 1"),
+        (["launch", "--lr", "1"], "launch found '--lr' and 1 more words before a --"),
         (["recipe", "show", "launch", "--", "nam56r"], "unrecognized arguments"),
         (["recipe", "list", "--lr"], "unrecognized arguments: --lr"),
     ],
@@ -180,3 +180,12 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     writer.stderr.close()
     assert writer.wait(60) == 0
     assert complaint == b""
+
+
+def test_a_python_without_the_dependencies_is_told_what_it_lacks() -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "megacpp_mcore", "doctor"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "which megacpp-mcore needs; install the package into it" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -17,7 +17,7 @@ import pytest
 
 from megacpp_mcore import cpu, launcher, recipe_command
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.errors import CheckoutError, DataError, LaunchError, SpecImportError
+from megacpp_mcore.errors import CheckoutError, ConfigFileError, DataError, LaunchError, SpecImportError
 from megacpp_mcore.model import preset
 
 CPU_ARGUMENTS = [word for words in cpu.REQUIRED_ARGUMENTS for word in words]
@@ -378,3 +378,11 @@ def _runs(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"  # a zombie that its new parent has not reaped yet runs no more
+
+
+def test_a_wrong_options_file_is_said_before_megatron_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "options.yaml").write_text("modle: nam56r_tiny\n")
+    monkeypatch.setenv("MEGACPP_CONFIG", str(tmp_path / "options.yaml"))
+    with pytest.raises(ConfigFileError, match="unknown key 'modle'"):
+        plan("--spec", "megacpp_mcore.nam56r", *CPU_ARGUMENTS)
+    assert plan("--spec", "megatron.core.spec", *CPU_ARGUMENTS).spec is not None

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import megacpp_mcore
-from megacpp_mcore import doctor, launcher, recipe_command
+from megacpp_mcore import doctor, launcher, patch_command, recipe_command
 from megacpp_mcore.data import command as data_command
 from megacpp_mcore.errors import MegacppError
 
@@ -78,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         ("launch", _add_launch, _launch),
         ("recipe", recipe_command.add_parser, recipe_command.run),
         ("data", data_command.add_parser, data_command.run),
-        ("patch", _add_patch, _patch),
+        ("patch", patch_command.add_parser, patch_command.run),
     ):
         add(subparsers)
         subparsers.choices[name].set_defaults(run=run)
@@ -116,35 +114,3 @@ def _launch(args: argparse.Namespace) -> int:
         allowed_spec_prefixes=(*launcher.ALLOWED_SPEC_PREFIXES, *args.allow_spec_from),
         record_steps=args.record_steps,
     )
-
-
-def _add_patch(subparsers: Any) -> None:
-    parser = subparsers.add_parser("patch", help="list the patches, and say which of them fit the installed Megatron")
-    actions = parser.add_subparsers(dest="patch_action", required=True, metavar="ACTION")
-    listing = actions.add_parser("list", help="name every patch and what it fixes")
-    listing.add_argument("--json", action="store_true", help="print JSON")
-    status = actions.add_parser("status", help="check every patch against the installed Megatron; changes nothing")
-    status.add_argument("names", nargs="*", metavar="NAME", help="patches to check (default: all)")
-    status.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _patch(args: argparse.Namespace) -> int:
-    from megacpp_mcore.patches.registry import default
-
-    registry = default()
-    if args.patch_action == "list":
-        rows = registry.status()
-        _print(args.json, rows, [f"{row['name']}: {row['fixes']}" for row in rows])
-        return 0
-    names = args.names or [patch.name for patch in registry.patches]
-    with warnings.catch_warnings():
-        # Importing Megatron warns a dozen times about what is not installed; `doctor` says that better.
-        warnings.simplefilter("ignore")
-        found = [(name, *registry.examine(name)) for name in names]
-    rows = [{"name": name, "state": state, "reason": reason} for name, state, reason in found]
-    _print(args.json, rows, [f"{name}: {state}{': ' if reason else ''}{reason}" for name, state, reason in found])
-    return 0
-
-
-def _print(as_json: bool, rows: list[dict[str, Any]], lines: list[str]) -> None:
-    print(json.dumps(rows, indent=2) if as_json else "\n".join(lines) or "there are no patches")

@@ -29,6 +29,13 @@ def revert(names: Iterable[str] | None = None) -> tuple[str, ...]:
     return default().revert(names)
 
 
+def verify() -> None:
+    """Fail unless every applied patch is in place; see :meth:`megacpp_mcore.patches.registry.Registry.verify`."""
+    from megacpp_mcore.patches.registry import default
+
+    default().verify()
+
+
 def status() -> list[dict[str, Any]]:
     """One JSON-ready record a patch; see :meth:`megacpp_mcore.patches.registry.Registry.status`."""
     from megacpp_mcore.patches.registry import default

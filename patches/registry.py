@@ -4,7 +4,7 @@ One patch lives in one file of this folder and is one module-level record::
 
     PATCH = Patch(
         name="mtp-shared-block",
-        fixes="...", source="...", seam="...", leaves_alone="...", retire_when="...",
+        fixes="...", source="...", seam="...", leaves_alone="...", retire_when="...", cost="...", gain="not measured",
         megatron_versions=">=0.19,<0.20",
         edits=(
             Edit(
@@ -15,31 +15,34 @@ One patch lives in one file of this folder and is one module-level record::
         ),
     )
 
-and its module's name is listed in ``_PATCH_MODULES`` below. ``python -c "from megacpp_mcore.patches.registry import
+(:mod:`megacpp_mcore.patches.record` says what each field is) and its module's name is listed in ``_PATCH_MODULES`` below.
+``python -c "from megacpp_mcore.patches.registry import
 fingerprint; print(fingerprint('module:Class.attr'))"`` prints the SHA-256 to put down for the installed Megatron.
 
-Importing this module, or a patch's module, changes nothing; only :meth:`Registry.apply` does.
+Importing this module, or a patch's module, changes nothing; only :meth:`Registry.apply` does. Threads and forks: a plan is
+made without any lock, since it imports modules and so may wait for other threads' imports; then, under the one lock and with
+no import, it is carried out if nothing has changed meanwhile, and made anew if something has.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import importlib
+import json
 import logging
 import os
-import re
 import sys
 import threading
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from megacpp_mcore.errors import PatchError
+from megacpp_mcore.patches.record import Edit, Patch, nested
 from megacpp_mcore.patches.symbols import (
     ATOMS,
     MARK,
@@ -60,84 +63,22 @@ logger = logging.getLogger(__name__)
 _PATCH_MODULES: tuple[str, ...] = ("mtp_shared_block",)
 """Modules of this package that hold a ``PATCH``, in the order in which ``patch list`` shows them."""
 
-# One lock for the whole process: two registries still patch the same modules. Forking waits for a change under way,
-# so that a child never starts with half of a patch or with a lock that nobody will release.
-_LOCK = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
+
+class _Process:
+    """What all registries of a process share, as they patch the same modules: the lock, and a count of the changes."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.changes = 0
+        if hasattr(os, "register_at_fork"):
+            # Forking waits for a change under way, so that a child never starts with half of a patch or with a lock that
+            # nobody will release.
+            os.register_at_fork(
+                before=self.lock.acquire, after_in_parent=self.lock.release, after_in_child=self.lock.release
+            )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Edit:
-    """One changed symbol of a patch.
-
-    Attributes:
-        target: dotted path ``module:attr`` or ``module:Class.attr``, defined there and not inherited.
-        fingerprints: megatron-core version (``"0.19.2"``) to the SHA-256 of the target's source in that version.
-        make: called with the original, returns the replacement. For a static or class method it is given the plain
-            function, and the wrapping is put back; for a property it is given, and must return, a property. It has to
-            build a new object on each call, and to reach the original through its argument only.
-    """
-
-    target: str
-    fingerprints: Mapping[str, str]
-    make: Callable[[Any], Any]
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", self.target):
-            raise PatchError(f"patch target {self.target!r} is not of the form 'module:attr' or 'module:Class.attr'")
-        if not self.fingerprints:
-            raise PatchError(f"patch target {self.target}: give the fingerprint of at least one megatron-core version")
-        for version, sha256 in self.fingerprints.items():
-            if not re.fullmatch(r"[0-9a-f]{64}", sha256):
-                raise PatchError(
-                    f"patch target {self.target}: {sha256!r} ({version}) is not a SHA-256 in lower-case hex"
-                )
-        object.__setattr__(self, "fingerprints", types.MappingProxyType(dict(self.fingerprints)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patch:
-    """What one patch is, in words and in symbols.
-
-    Attributes:
-        name: lower-case words joined by ``-``.
-        fixes: what goes wrong without it.
-        source: upstream issue, or file and version, that the fix is about.
-        megatron_versions: the megatron-core range it is for, as in a requirement (``">=0.19,<0.20"``).
-        edits: the symbols it replaces.
-        seam: why it acts at that place and not at another.
-        leaves_alone: what it deliberately does not touch.
-        retire_when: what has to happen upstream for it to go.
-        requires: names of patches without which it is wrong.
-        conflicts: names of patches it cannot share a process with.
-    """
-
-    name: str
-    fixes: str
-    source: str
-    megatron_versions: str
-    edits: tuple[Edit, ...]
-    seam: str
-    leaves_alone: str
-    retire_when: str
-    requires: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", self.name):
-            raise PatchError(f"patch name {self.name!r} must be lower-case words joined by '-'")
-        for attribute in ("fixes", "source", "seam", "leaves_alone", "retire_when"):
-            if not getattr(self, attribute).strip():
-                raise PatchError(f"patch {self.name}: {attribute} is empty; say it, an operator has to judge by it")
-        if not self.edits:
-            raise PatchError(f"patch {self.name} has no edits")
-        try:
-            SpecifierSet(self.megatron_versions)
-        except InvalidSpecifier as error:
-            raise PatchError(
-                f"patch {self.name}: {self.megatron_versions!r} is not a version range: {error}"
-            ) from error
+_PROCESS = _Process()
 
 
 @dataclass(frozen=True)
@@ -206,7 +147,8 @@ class Registry:
     def __init__(self, patches: Iterable[Patch], version: Callable[[], str] = megatron_core_version) -> None:
         self._patches: dict[str, Patch] = {}
         self._changes: dict[str, tuple[_Change, ...]] = {}
-        self._version = version
+        self._armed: dict[str, str] = {}
+        self.version = version
         for patch in patches:
             if patch.name in self._patches:
                 raise PatchError(f"two patches are called {patch.name!r}; names must be unique")
@@ -232,40 +174,98 @@ class Registry:
         Raises:
             PatchError: with every problem that was found; nothing is changed.
         """
-        with _LOCK:
-            wanted = self._select(names)
+        wanted = self.select(names)
+        while (result := self._apply_once(wanted)) is None:
+            pass  # another thread, or an import that the plan made, changed something: plan anew
+        return result
+
+    def _apply_once(self, wanted: Sequence[Patch]) -> Applied | None:
+        """Plan and carry out, or nothing and None when something changed in between."""
+        with _PROCESS.lock:
+            seen = _PROCESS.changes
             already = [patch for patch in wanted if patch.name in self._changes]
             fresh = [patch for patch in wanted if patch.name not in self._changes]
             problems = [problem for patch in already for problem in self._drift(patch.name)]
             problems += self._relation_problems(fresh)
-            changes, found = self._plan(fresh)
+            standing = self._standing(fresh)
+        changes, found = self._plan(fresh, standing)
+        with _PROCESS.lock:
+            if seen != _PROCESS.changes:
+                return None
             problems += found
             if problems:
-                raise PatchError(_listing("no patch was applied", problems))
-            moves = [
-                Move(
-                    owner=change.slot.owner,
-                    attribute=change.slot.attribute,
-                    old_raw=change.slot.raw,
-                    new_raw=change.raw_replacement,
-                    old=change.slot.value,
-                    new=change.replacement,
-                    homes=frozenset(),
-                )
-                for change in changes
-            ]
-            exchange(moves, "no patch was applied")
-            for patch in fresh:
-                self._changes[patch.name] = tuple(change for change in changes if change.patch == patch.name)
-            for patch in fresh:  # when all are recorded: a handler of the log may raise
-                targets = ", ".join(edit.target for edit in patch.edits)
-                _log_on_rank_0(f"patch {patch.name} applied to {targets} (megatron-core {changes[0].version})")
+                raise PatchError(listing("no patch was applied", problems))
+            if fresh:
+                self._put_in_place(fresh, changes)
         return Applied(tuple(patch.name for patch in fresh), tuple(patch.name for patch in already))
+
+    def _put_in_place(self, fresh: Sequence[Patch], changes: Sequence[_Change]) -> None:
+        moves = [
+            Move(
+                owner=change.slot.owner,
+                attribute=change.slot.attribute,
+                old_raw=change.slot.raw,
+                new_raw=change.raw_replacement,
+                old=change.slot.value,
+                new=change.replacement,
+                homes=frozenset(),
+            )
+            for change in changes
+        ]
+        exchange(moves, "no patch was applied")
+        _PROCESS.changes += 1
+        for patch in fresh:
+            self._changes[patch.name] = tuple(change for change in changes if change.patch == patch.name)
+        for patch in fresh:  # when all are recorded: a handler of the log may raise
+            targets = ", ".join(edit.target for edit in patch.edits)
+            origin = f" by the hook in {self._armed[patch.name]}" if patch.name in self._armed else ""
+            _announce(f"patch {patch.name} applied to {targets} (megatron-core {changes[0].version}){origin}")
+
+    def arm(self, names: Iterable[str], origin: str) -> tuple[str, ...]:
+        """Note that the named patches are to be applied when their targets' modules have been imported; changes nothing.
+
+        Somebody else (:mod:`megacpp_mcore.patches.hook`) watches the imports and calls :meth:`apply`.
+
+        Args:
+            names: patches; those that are applied or armed already are left as they are.
+            origin: what asked for it, for people.
+
+        Returns:
+            The patches that were newly armed.
+
+        Raises:
+            PatchError: a name is not known, a requirement is missing, or two patches cannot go together.
+        """
+        with _PROCESS.lock:
+            wanted = self.select(names)
+            there = [self._patches[name] for name in {*self._changes, *self._armed}]
+            fresh = [patch for patch in wanted if patch not in there]
+            problems = [
+                problem for patch in wanted if patch.name in self._changes for problem in self._drift(patch.name)
+            ]
+            problems += relation_problems(fresh, there) + target_problems(fresh, there)
+            if problems:
+                raise PatchError(listing("no patch was armed", problems))
+            self._armed |= {patch.name: origin for patch in fresh}
+            _PROCESS.changes += bool(fresh)
+            return tuple(patch.name for patch in fresh)
+
+    def disarm(self, names: Iterable[str]) -> None:
+        """Forget that the named patches were to be applied; those that are in place stay so."""
+        with _PROCESS.lock:
+            for patch in self.select(names):
+                _PROCESS.changes += self._armed.pop(patch.name, None) is not None
+
+    @property
+    def waiting(self) -> tuple[Patch, ...]:
+        """The patches that are armed and not applied."""
+        with _PROCESS.lock:
+            return tuple(self._patches[name] for name in self._armed if name not in self._changes)
 
     def revert(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
         """Take the named patches (all that are applied, if ``None``) out again, in any order; all of them, or none.
 
-        Every target, and every import of it by name, holds the very object it held before.
+        Every target, and every import of it by name, holds the very object it held before. An armed patch is disarmed.
 
         Returns:
             The patches that were reverted; a patch that was not applied is not among them.
@@ -273,12 +273,15 @@ class Registry:
         Raises:
             PatchError: a name is not known, or a target meanwhile holds something else; nothing is changed.
         """
-        with _LOCK:
-            wanted = [self._patches[name] for name in self._changes] if names is None else self._select(names)
+        with _PROCESS.lock:
+            chosen = [*self._changes, *self._armed] if names is None else names
+            wanted = self.select(chosen)
             applied = [patch.name for patch in wanted if patch.name in self._changes]
             problems = [problem for name in applied for problem in self._drift(name)]
             if problems:
-                raise PatchError(_listing("no patch was reverted", problems))
+                raise PatchError(listing("no patch was reverted", problems))
+            for patch in wanted:
+                self._armed.pop(patch.name, None)
             changes = [change for name in applied for change in self._changes[name]]
             moves = [
                 Move(
@@ -293,10 +296,11 @@ class Registry:
                 for change in changes
             ]
             exchange(moves, "no patch was reverted")
+            _PROCESS.changes += 1
             for name in applied:
                 del self._changes[name]
             for name in applied:
-                _log_on_rank_0(f"patch {name} reverted")
+                _announce(f"patch {name} reverted")
             for name in self._changes:
                 if lacking := sorted(set(self._patches[name].requires) & set(applied)):
                     logger.warning("patch %s is still applied but requires %s", name, ", ".join(lacking))
@@ -308,7 +312,7 @@ class Registry:
         Raises:
             PatchError: with every place where that is not so.
         """
-        with _LOCK:
+        with _PROCESS.lock:
             problems = [problem for name in self._changes for problem in self._drift(name)]
             for name, changes in self._changes.items():
                 held = holders(
@@ -320,40 +324,57 @@ class Registry:
                 )
                 problems += [f"{name}: {module}.{attribute} holds the original" for module, _, attribute, _ in held]
             if problems:
-                raise PatchError(_listing("the patches are not in place", problems))
+                raise PatchError(listing("the patches are not in place", problems))
 
     def status(self) -> list[dict[str, Any]]:
-        """One JSON-ready record a patch, for receipts; its state is ``applied``, ``not applied`` or ``lost``.
+        """One JSON-ready record a patch, for receipts; imports nothing.
 
-        Imports nothing. ``lost`` means that a target of an applied patch holds something else now.
+        The state is ``applied``; ``lost``, when a target of an applied patch holds something else now; ``armed``, when a
+        hook will apply it as soon as the modules in ``waits_for`` have been imported; or ``not applied``. The
+        ``fingerprints`` are those of the sources that were found in place, by target.
         """
-        with _LOCK:
+        with _PROCESS.lock:
             return [self._record(patch) for patch in self._patches.values()]
 
     def examine(self, name: str) -> tuple[str, str]:
         """What would become of ``name`` in this environment; imports the target's module and changes nothing.
 
         Returns:
-            ``(state, reason)``; the state is one of ``applied``, ``lost``, ``not applied`` (it can be), ``version not
-            supported``, ``target not found``, ``target changed``, ``target already wrapped``.
+            ``(state, reason)``; the state is one of ``applied``, ``lost``, ``not applied`` (it can be), ``superseded
+            upstream``, ``version not supported``, ``target not found``, ``target changed``, ``target already wrapped``.
 
         Raises:
             PatchError: there is no such patch, or no megatron-core.
         """
-        with _LOCK:
-            (patch,) = self._select([name])
+        with _PROCESS.lock:
+            (patch,) = self.select([name])
             if name in self._changes:
                 drift = self._drift(name)
                 return ("lost", "; ".join(drift)) if drift else ("applied", "")
-            try:
-                version = self._version()
-                for edit in patch.edits:
-                    _check(patch, edit, version)
-            except Refusal as refusal:
-                return refusal.state, str(refusal)
-            return "not applied", ""
+        try:
+            version = self.version()
+            patch.check_version(version)
+            for edit in patch.edits:
+                _check(edit, version)
+        except Refusal as refusal:
+            return refusal.state, str(refusal)
+        return "not applied", ""
 
-    def _select(self, names: Iterable[str]) -> list[Patch]:
+    def seal(self, names: Iterable[str]) -> str:
+        """16 hex digits that change with anything the named records say but their prose: targets, fingerprints, ranges."""
+        records = [
+            [patch.name, patch.megatron_versions, patch.superseded_in, patch.requires, patch.conflicts]
+            + [[edit.target, sorted(edit.fingerprints.items())] for edit in patch.edits]
+            for patch in sorted(self.select(names), key=lambda patch: patch.name)
+        ]
+        return hashlib.sha256(json.dumps(records).encode()).hexdigest()[:16]
+
+    def select(self, names: Iterable[str]) -> list[Patch]:
+        """The records of ``names``, each once.
+
+        Raises:
+            PatchError: there is no such patch; the nearest names are offered.
+        """
         if isinstance(names, str):
             raise PatchError(f"expected a list of patch names, found the text {names!r}")
         chosen = list(dict.fromkeys(names))
@@ -365,36 +386,46 @@ class Registry:
                 near = difflib.get_close_matches(name, known, n=3)
                 hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(known) or 'none'}"
                 problems.append(f"there is no patch {name!r}; {hint}")
-            raise PatchError(_listing("nothing was changed", problems))
+            raise PatchError(listing("nothing was changed", problems))
         return [self._patches[name] for name in chosen]
 
     def _relation_problems(self, fresh: Sequence[Patch]) -> list[str]:
-        together = {patch.name for patch in fresh} | set(self._changes)
-        problems = []
-        for patch in fresh:
-            for other in patch.requires:
-                if other not in together:
-                    problems.append(f"{patch.name} requires {other}: name it as well")
-        for name in together:
-            for other in self._patches[name].conflicts:
-                if other in together:
-                    problems.append(f"{name} conflicts with {other}: choose one of them")
-        return sorted(problems)
+        names = {patch.name for patch in fresh}
+        armed = [patch for patch in self.waiting if patch.name not in names]
+        applied = [self._patches[name] for name in self._changes]
+        # What is only armed may never come: it satisfies no requirement, but a conflict with it is one already.
+        return sorted({*relation_problems(fresh, applied), *conflict_problems([*fresh, *applied, *armed])})
 
-    def _plan(self, fresh: Sequence[Patch]) -> tuple[list[_Change], list[str]]:
+    def _standing(self, fresh: Sequence[Patch]) -> dict[str, str]:
+        """Targets that are taken, each with what to say about it."""
+        names = {patch.name for patch in fresh}
+        taken = {
+            edit.target: f"{edit.target} is to be changed by the armed patch {patch.name}"
+            for patch in self.waiting
+            if patch.name not in names
+            for edit in patch.edits
+        }
+        applied = [change.slot.target for changes in self._changes.values() for change in changes]
+        return taken | {target: f"{target} is already changed by an applied patch" for target in applied}
+
+    def _plan(self, fresh: Sequence[Patch], standing: dict[str, str]) -> tuple[list[_Change], list[str]]:
         """Check and build every edit of ``fresh``; returns the changes and all problems, and touches nothing."""
         changes: list[_Change] = []
         problems: list[str] = []
         if not fresh:
             return changes, problems
-        version = self._version()
-        standing = [change.slot.target for applied in self._changes.values() for change in applied]
+        version = self.version()
         for patch in fresh:
+            try:
+                patch.check_version(version)
+            except Refusal as refusal:
+                problems.append(f"{patch.name}: {refusal}")
+                continue
             for edit in patch.edits:
-                taken = [target for target in standing if _nested(edit.target, target)]
+                taken = [reason for target, reason in standing.items() if nested(edit.target, target)]
                 try:
                     if taken:
-                        raise Refusal("target already wrapped", f"{taken[0]} is already changed by an applied patch")
+                        raise Refusal("target already wrapped", taken[0])
                     change = _build(patch, edit, version)
                 except Refusal as refusal:
                     problems.append(f"{patch.name}: {refusal}")
@@ -417,14 +448,14 @@ class Registry:
 
     def _record(self, patch: Patch) -> dict[str, Any]:
         changes = self._changes.get(patch.name, ())
-        state = "not applied" if not changes else "lost" if self._drift(patch.name) else "applied"
-        return {
-            "name": patch.name,
+        armed = patch.name in self._armed
+        state = "armed" if armed else "not applied"
+        if changes:
+            state = "lost" if self._drift(patch.name) else "applied"
+        return patch.describe() | {
             "state": state,
-            "fixes": patch.fixes,
-            "source": patch.source,
-            "megatron_versions": patch.megatron_versions,
-            "targets": [edit.target for edit in patch.edits],
+            "hook": self._armed.get(patch.name),
+            "waits_for": [name for name in patch.modules if name not in sys.modules] if state == "armed" else [],
             "megatron_core": changes[0].version if changes else None,
             "fingerprints": {change.slot.target: change.fingerprint for change in changes},
         }
@@ -437,40 +468,51 @@ def default() -> Registry:
     return Registry([module.PATCH for module in modules])
 
 
-def _nested(one: str, other: str) -> bool:
-    """Whether two targets are the same, or one is an attribute of the other."""
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+def relation_problems(fresh: Sequence[Patch], there: Sequence[Patch]) -> list[str]:
+    """What ``requires`` and ``conflicts`` say against adding ``fresh`` to the patches ``there``."""
+    together = {patch.name for patch in (*fresh, *there)}
+    lacking = [
+        f"{patch.name} requires {other}: name it as well"
+        for patch in fresh
+        for other in patch.requires
+        if other not in together
+    ]
+    return sorted(lacking + conflict_problems([*fresh, *there]))
 
 
-def _check(patch: Patch, edit: Edit, version: str) -> tuple[Slot, str]:
-    """Range, presence, foreign wrappers and fingerprint of one edit; returns the slot and its fingerprint."""
-    try:
-        supported = SpecifierSet(patch.megatron_versions).contains(Version(version), prereleases=True)
-    except InvalidVersion as error:
-        raise Refusal("version not supported", f"megatron-core calls itself {version!r}: {error}") from error
-    if not supported:
-        raise Refusal(
-            "version not supported", f"it is for megatron-core {patch.megatron_versions}, and {version} is here"
-        )
+def conflict_problems(together: Sequence[Patch]) -> list[str]:
+    """The declared conflicts among these patches."""
+    names = {patch.name for patch in together}
+    return sorted(
+        f"{patch.name} conflicts with {other}: choose one of them"
+        for patch in together
+        for other in patch.conflicts
+        if other in names
+    )
+
+
+def target_problems(fresh: Sequence[Patch], there: Sequence[Patch]) -> list[str]:
+    """Pairs of patches, one of them in ``fresh``, that change the same symbol, or a class and a part of it."""
+    problems = []
+    for index, patch in enumerate(fresh):
+        for other in (*there, *fresh[:index]):
+            if shared := [e.target for e in patch.edits for o in other.edits if nested(e.target, o.target)]:
+                problems.append(
+                    f"{patch.name} and {other.name} both change {shared[0]} or a part of it: choose one of them"
+                )
+    return problems
+
+
+def _check(edit: Edit, version: str) -> tuple[Slot, str]:
+    """Presence, foreign wrappers and fingerprint of one edit; returns the slot and its fingerprint."""
     slot = resolve(edit.target)
     text = source_text(slot)
     refuse_wrapped(slot, text)
-    found = digest(text)
-    known = edit.fingerprints
-    # A version that nobody listed may still have, to the byte, a source that was.
-    expected = {known[version]} if version in known else set(known.values())
-    if found not in expected:
-        raise Refusal(
-            "target changed",
-            f"the source of {edit.target} in megatron-core {version} has SHA-256 {found}, expected "
-            f"{' or '.join(sorted(expected))}: it is not the code this patch was written for (a local edit, or a "
-            "version that was not tested); leave the patch out, or review the target and add its fingerprint",
-        )
-    return slot, found
+    return slot, edit.check(text, version)
 
 
 def _build(patch: Patch, edit: Edit, version: str) -> _Change:
-    slot, found = _check(patch, edit, version)
+    slot, found = _check(edit, version)
     original = slot.value
     try:
         replacement = edit.make(original)
@@ -509,17 +551,25 @@ def _keep_original(target: str, replacement: Any, original: Any, patch: str) -> 
             raise Refusal("target changed", f"the replacement of {target} cannot carry __wrapped__") from None
 
 
-def _listing(summary: str, problems: Sequence[str]) -> str:
+def listing(summary: str, problems: Sequence[str]) -> str:
+    """One message of a summary and every problem."""
     if len(problems) == 1:
         return f"{summary}: {problems[0]}"
     return f"{summary}, {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems)
 
 
-def _log_on_rank_0(message: str) -> None:
+def _announce(message: str) -> None:
+    """One line on rank 0: to the log, or to stderr while the log drops what is not a warning."""
     torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank = str(torch.distributed.get_rank())
+    # torch may be half imported here: a hook applies patches while modules are imported.
+    distributed = getattr(torch, "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        rank = str(distributed.get_rank())
     else:
         rank = os.environ.get("RANK") or "0"
-    if rank == "0":
+    if rank != "0":
+        return
+    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
         logger.info(message)
+    else:
+        print(f"megacpp-mcore: {message}", file=sys.stderr, flush=True)

@@ -117,22 +117,24 @@ def source_text(slot: Slot) -> str:
     try:
         if inspect.isroutine(value) or inspect.isclass(value) or hasattr(value, "__wrapped__"):
             return inspect.getsource(value)
-        return _assignments(inspect.getsource(slot.owner), slot)
+        text = assigned_text(inspect.getsource(slot.owner), slot.attribute, of_class=isinstance(slot.owner, type))
     except (OSError, TypeError) as error:
         raise Refusal("target changed", f"the source of {slot.target} cannot be read: {error}") from error
+    if not text:
+        raise Refusal("target changed", f"no assignment to {slot.attribute} in the source of {_label(slot.owner)}")
+    return text
 
 
-def _assignments(owner_source: str, slot: Slot) -> str:
+def assigned_text(owner_source: str, attribute: str, *, of_class: bool) -> str:
+    """The assignments to ``attribute`` in the source of a module, or of a class; empty when there is none."""
     owner_source = textwrap.dedent(owner_source)
     tree = ast.parse(owner_source)
-    body: ast.AST = tree.body[0] if isinstance(slot.owner, type) else tree
+    body: ast.AST = tree.body[0] if of_class else tree
     found = []
     for node in _statements(body):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if any(isinstance(name, ast.Name) and name.id == slot.attribute for name in targets):
+        if any(isinstance(name, ast.Name) and name.id == attribute for name in targets):
             found.append(ast.get_source_segment(owner_source, node) or "")
-    if not found:
-        raise Refusal("target changed", f"no assignment to {slot.attribute} in the source of {_label(slot.owner)}")
     return "\n".join(found)
 
 

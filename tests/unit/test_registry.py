@@ -296,6 +296,12 @@ def test_versions(hosts: Hosts) -> None:
         assert reg.examine("one")[0] == "version not supported"
         with pytest.raises(PatchError, match="megatron-core"):
             reg.apply(["one"])
+    done = patch("one", f"{name}:double", megatron_versions=">=0.19", superseded_in=">=0.20")
+    reg = registry(done, version="0.20.1")
+    assert reg.examine("one")[0] == "superseded upstream"
+    with pytest.raises(PatchError, match=r"one: megatron-core 0.20.1 has this fix itself .* leave the patch out"):
+        reg.apply(["one"])
+    assert registry(done, version="0.20.0rc1").examine("one") == ("not applied", "")
     # In range, not listed, but the same source to the byte.
     assert registry(one, version="0.19.3").examine("one") == ("not applied", "")
     # Listed with another source: another version's fingerprint does not help.
@@ -374,6 +380,10 @@ def test_names(hosts: Hosts) -> None:
         ("fixes", " ", "fixes is empty"),
         ("megatron_versions", "about 0.19", "not a version range"),
         ("edits", (), "no edits"),
+        ("gain", "much faster", "holds no figure; give a measured one, or 'not measured'"),
+        ("cost", "", "cost is empty"),
+        ("superseded_in", "soon", "not a version range"),
+        ("superseded_in", ">=0.19.2", "superseded in >=0.19.2, yet has fingerprints for 0.19.2"),
     ],
 )
 def test_records_are_checked(hosts: Hosts, field: str, value: Any, words: str) -> None:
@@ -512,7 +522,10 @@ def test_a_replacement_with_a_home_keeps_it(hosts: Hosts, monkeypatch: pytest.Mo
 
 
 def test_status_is_json_and_one_line_is_logged_on_rank_0(
-    hosts: Hosts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    hosts: Hosts,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     target = f"{hosts[0].__name__}:double"
     reg = registry(patch("one", target))
@@ -522,6 +535,8 @@ def test_status_is_json_and_one_line_is_logged_on_rank_0(
     assert row["state"] == "applied"
     assert row["fingerprints"] == {target: fingerprint_of(reg, "one")}
     assert row["megatron_core"] == "0.19.2"
+    assert (row["cost"], row["gain"], row["superseded_in"]) == ("not measured", "not measured", None)
+    assert (row["targets"], row["hook"], row["waits_for"]) == ([target], None, [])
     assert [record.getMessage() for record in caplog.records] == [
         f"patch one applied to {target} (megatron-core 0.19.2)"
     ]
@@ -531,11 +546,42 @@ def test_status_is_json_and_one_line_is_logged_on_rank_0(
     reg.apply(["one"])
     assert caplog.records == []
     reg.revert()
+    # Where the log drops the line, as it does unless somebody set it up, the line goes to stderr.
+    caplog.set_level(logging.WARNING, logger="megacpp_mcore")
+    reg.apply(["one"])
+    assert capsys.readouterr().err == ""
+    reg.revert()
+    monkeypatch.setenv("RANK", "0")
+    reg.apply(["one"])
+    assert capsys.readouterr().err == f"megacpp-mcore: patch one applied to {target} (megatron-core 0.19.2)\n"
+    assert caplog.records == []
+    reg.revert()
 
 
 def fingerprint_of(reg: Registry, name: str) -> str:
     (found,) = [p.edits[0].fingerprints["0.19.2"] for p in reg.patches if p.name == name]
     return found
+
+
+def test_the_seal_covers_what_the_records_do(hosts: Hosts) -> None:
+    name = hosts[0].__name__
+    plain = patch("one", f"{name}:double")
+
+    def seal(*patches: Patch, names: tuple[str, ...] = ("one",)) -> str:
+        return registry(*patches).seal(names)
+
+    assert seal(plain) == seal(patch("one", f"{name}:double", fixes="other words"))
+    two = patch("two", f"{name}:triple")
+    assert seal(plain, two) == seal(plain)
+    assert seal(plain, two, names=("one", "two")) == seal(two, plain, names=("two", "one"))
+    others = [
+        patch("one", f"{name}:triple"),
+        patch("one", f"{name}:double", fingerprints={"0.19.2": "0" * 64}),
+        patch("one", f"{name}:double", megatron_versions=">=0.19"),
+        patch("one", f"{name}:double", superseded_in=">=1"),
+        patch("one", f"{name}:double", f"{name}:triple"),
+    ]
+    assert len({seal(plain), *map(seal, others), seal(plain, two, names=("one", "two"))}) == 7
 
 
 def test_threads_apply_once(hosts: Hosts) -> None:
@@ -556,24 +602,33 @@ def test_threads_apply_once(hosts: Hosts) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_child_forked_during_an_apply_sees_it_whole_and_can_revert(hosts: Hosts) -> None:
+def test_a_child_forked_during_an_apply_sees_it_whole_and_can_revert(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host, user = hosts
-    inside, go = threading.Event(), threading.Event()
+    original, inside, go = host.double, threading.Event(), threading.Event()
 
-    def slow(original: Any) -> Any:
-        inside.set()
-        assert go.wait(30)
-        return wrapping(100)(original)
+    class Slow:
+        """Stops whoever looks for imports by name when the target has been exchanged and the imports have not."""
+
+        @property
+        def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+            if threading.current_thread() is thread and host.double is not original:
+                inside.set()
+                assert go.wait(30)
+            return {}
 
     def child(queue: Any) -> None:
-        patched = user.renamed(1)
+        patched = (host.double(1), user.renamed(1))
         reg.revert()
-        queue.put((patched, user.renamed(1)))
+        queue.put((patched, (host.double(1), user.renamed(1))))
 
-    reg = registry(patch("one", f"{host.__name__}:double", make=slow))
+    reg = registry(patch("one", f"{host.__name__}:double"))
+    monkeypatch.setattr(sys, "modules", {"slow_module": Slow(), **sys.modules})
     thread = threading.Thread(target=reg.apply, args=(["one"],), daemon=True)
     thread.start()
     assert inside.wait(30)
+    assert user.renamed is original
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     process = context.Process(target=child, args=(queue,))
@@ -583,7 +638,7 @@ def test_a_child_forked_during_an_apply_sees_it_whole_and_can_revert(hosts: Host
     try:
         process.join(30)
         assert process.exitcode == 0  # before the queue is asked, which a child that failed has left empty
-        assert queue.get() == (102, 2)
+        assert queue.get() == ((102, 102), (2, 2))
     finally:  # a child that hangs would be waited for when this process exits
         process.kill()
         process.join(30)
@@ -591,6 +646,37 @@ def test_a_child_forked_during_an_apply_sees_it_whole_and_can_revert(hosts: Host
         thread.join(30)
     assert user.renamed(1) == 102
     reg.revert()
+
+
+def test_a_change_made_while_planning_is_planned_for(hosts: Hosts) -> None:
+    """No lock is held while a replacement is built: it may import, and so wait for another thread's import."""
+    host, user = hosts
+    before, built = state(*hosts), []
+
+    def make(original: Any) -> Any:
+        built.append(original)
+        if len(built) == 1:
+            thread = threading.Thread(target=other.apply, args=(["triple"],))
+            thread.start()
+            thread.join(30)
+            assert not thread.is_alive()
+        return wrapping(100)(original)
+
+    other = registry(patch("triple", f"{host.__name__}:triple"))
+    reg = registry(patch("one", f"{host.__name__}:double", make=make))
+    assert reg.apply(["one"]).applied == ("one",)
+    assert built == [host.double.__wrapped__] * 2
+    assert (user.renamed(1), user.triple(1)) == (102, 103)
+    # Two that want the same symbol at the same moment: one gets it, and the other is told.
+    reg.revert()
+    built.clear()
+    other.revert()
+    rival = registry(patch("one", f"{host.__name__}:double"))
+    other = types.SimpleNamespace(apply=lambda names: rival.apply(["one"]))  # type: ignore[assignment]
+    with pytest.raises(PatchError, match="already carries the patch 'one'"):
+        reg.apply(["one"])
+    rival.revert()
+    assert state(*hosts) == before
 
 
 MEGATRON_TARGETS = [

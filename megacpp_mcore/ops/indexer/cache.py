@@ -1,0 +1,148 @@
+"""The index cache: a Full layer's top-k indices reach its Shared layers, for each micro-batch and under recompute.
+
+What identifies a micro-batch is never a number. The forward passes of one model chunk follow each other in every pipeline
+schedule, so between a Full layer and its Shared layers only the micro-batch that is passing through the chunk can be meant:
+:class:`IndexCache` holds one entry a Full layer, which is gone when each of its Shared layers has read it once. Recompute
+happens during the backward pass, with other micro-batches in between. There the checkpointed function itself stands for the
+layers and the micro-batch: each checkpoint call has its own, the autograd graph keeps it until it is run again, and
+:class:`Recomputed` lets it remember what its Shared layers read the first time. Nothing outlives the graph.
+
+No torch here: indices are handed on as they are. Legend: S queries, B batch, N top-k.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megacpp_mcore.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a Full layer hands on.
+
+    Attributes:
+        index: the selected keys of each query, ``[B, S, N]``.
+        length: how many of them are valid ``[B, S]``, where a kernel says so; else None.
+    """
+
+    index: Any
+    length: Any = None
+
+
+_Read = tuple["IndexCache", int, Selection]
+
+
+@dataclass
+class _Run:
+    """One run of a checkpointed function: what its Shared layers read, and what they are to read when it is a repetition."""
+
+    again: Iterator[_Read] | None
+    reads: list[_Read] = field(default_factory=list)
+
+
+class _Runs(threading.local):
+    """The runs that are under way in this thread, outermost first; a GPU's backward pass has a thread of its own."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Run] = []
+
+
+_RUNS = _Runs()
+
+
+class IndexCache:
+    """The indices of one model chunk's Full layers, on their way to its Shared layers.
+
+    Args:
+        sources: Shared layer number to the number of its Full layer, for the layers of this chunk.
+    """
+
+    def __init__(self, sources: Mapping[int, int]) -> None:
+        self._sources = dict(sources)
+        self._entries: dict[int, tuple[Selection, set[int]]] = {}
+
+    def __len__(self) -> int:
+        """How many Full layers have published what not all of their Shared layers have read."""
+        return len(self._entries)
+
+    def publish(self, layer: int, selection: Selection) -> None:
+        """Hand ``selection`` of Full layer ``layer`` to the Shared layers it serves.
+
+        When the layer is recomputed this does nothing: its Shared layers have their indices from the first run.
+        """
+        readers = {shared for shared, full in self._sources.items() if full == layer}
+        if readers and _repetition() is None:
+            self._entries[layer] = (selection, readers)
+
+    def read(self, layer: int) -> Selection:
+        """What Shared layer ``layer`` attends to: the object its Full layer published for this micro-batch.
+
+        Raises:
+            ModelError: when the Full layer has not run in this forward pass, or a recompute differs from the first run.
+        """
+        again = _repetition()
+        selection = self._take(layer) if again is None else self._repeat(layer, again)
+        for run in _RUNS.stack:
+            if run.again is None:
+                run.reads.append((self, layer, selection))
+        return selection
+
+    def _take(self, layer: int) -> Selection:
+        full = self._sources[layer]
+        selection, readers = self._entries.get(full, (None, set()))
+        if selection is None or layer not in readers:
+            raise ModelError(
+                f"layer {layer} shares the indices of layer {full}, which has not published any for this micro-batch: the "
+                "Shared layer was run without its Full layer, twice after it, or by a recompute that is not Megatron's own "
+                "(tensor_parallel.checkpoint, te_checkpoint); run the layers of a model chunk in their order"
+            )
+        readers.discard(layer)
+        if not readers:
+            del self._entries[full]
+        return selection
+
+    def _repeat(self, layer: int, again: Iterator[_Read]) -> Selection:
+        cache, recorded, selection = next(again, (None, None, None))
+        if cache is not self or recorded != layer or selection is None:
+            raise ModelError(
+                f"recompute reached Shared layer {layer} where the first run had "
+                + ("none" if recorded is None else f"layer {recorded}")
+                + "; a checkpointed function has to run the same layers each time"
+            )
+        return selection
+
+
+class Recomputed:
+    """A function under activation checkpointing, whose Shared layers read on each run what they read on the first.
+
+    Pass it to the checkpoint in place of ``function``. It must be a new one for each checkpoint call, and it keeps the
+    indices alive as long as the autograd graph keeps it: until the backward pass of the micro-batch is done.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._reads: tuple[_Read, ...] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function; the first run that ends well is the one that later runs repeat."""
+        run = _Run(again=None if self._reads is None else iter(self._reads))
+        _RUNS.stack.append(run)
+        try:
+            output = self._function(*args, **kwargs)
+        finally:
+            _RUNS.stack.pop()
+        if self._reads is None:
+            self._reads = tuple(run.reads)
+        return output
+
+
+def _repetition() -> Iterator[_Read] | None:
+    """The reads to repeat, of the innermost run under way that is a repetition; None in a first run."""
+    for run in reversed(_RUNS.stack):
+        if run.again is not None:
+            return run.again
+    return None

@@ -1,0 +1,491 @@
+"""The DSA indexer in bounded memory: scores, top-k, KL loss and its gradient, a chunk of queries at a time.
+
+Shape legend: S queries, R queries of one chunk, T keys, B batch, H indexer heads, D indexer head width, N selected keys
+per query (top-k), A attention heads (of this rank), G key heads of the attention (1 or A), K attention head width.
+
+Wherever all S × T pairs are more than a chunk holds (:data:`BLOCK_ELEMENTS`), no tensor has both a head dimension and all of
+them, and none has B·S·T elements except the result of :func:`indexer_scores`. Nothing here makes a GPU wait or copies from
+the host, so all of it can be captured in a CUDA graph. ``reference.py`` is the truth for causal masks; beyond it this module
+knows packed sequences, additive masks and scores without ReLU.
+Sources: DeepSeek-V3.2 report, equations 1 to 4; behaviour of megatron-core 0.19
+``transformer/experimental_attention_variant/{dsa,dsa_masking,dsa_indexer_loss}.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.mla.reference import compute_dtype, query_chunks, require_float
+
+BLOCK_ELEMENTS = 2**24
+"""Elements of a chunk's largest temporary: 64 MiB in float32. At most three tensors of that size are alive at once (and some
+without a head dimension, smaller by it), which bounds what a call needs beside its inputs, float32 copies of k and key,
+and its results. A chunk has at least one query: where B·T·max(H, A) is more than this, that is the size."""
+
+EPSILON = 1e-10
+"""Smallest divisor of a probability and smallest argument of a logarithm, as in megatron-core's loss."""
+
+Reduce = Callable[[torch.Tensor], None]
+"""Sums a tensor over the ranks that hold the other attention heads, in place."""
+
+
+@dataclass(frozen=True)
+class KeyRule:
+    """Which keys a query may select: those whose position lies in ``[start, end)``, or those an additive mask leaves finite.
+
+    Make one with :meth:`within`, :meth:`causal` or :meth:`additive`.
+    """
+
+    starts_S: torch.Tensor | None = None
+    ends_S: torch.Tensor | None = None
+    position_T: torch.Tensor | None = None
+    mask_BST: torch.Tensor | None = None
+
+    @classmethod
+    def within(cls, starts_S: torch.Tensor, ends_S: torch.Tensor, position_T: torch.Tensor) -> KeyRule:
+        """Keys with ``starts[i] <= position[j] < ends[i]`` for query i; integer tensors."""
+        return cls(starts_S=starts_S, ends_S=ends_S, position_T=position_T)
+
+    @classmethod
+    def causal(cls, num_queries: int, num_keys: int, device: torch.device) -> KeyRule:
+        """Keys 0..i for query i."""
+        ends_S = torch.arange(1, num_queries + 1, device=device)
+        return cls.within(torch.zeros_like(ends_S), ends_S, torch.arange(num_keys, device=device))
+
+    @classmethod
+    def additive(cls, mask: torch.Tensor) -> KeyRule:
+        """``mask`` is [S, T] or [B, S, T]; it is added to scores, and keys are masked where it is not finite."""
+        return cls(mask_BST=mask if mask.dim() == 3 else mask[None])
+
+    def bias(self, rows: range) -> torch.Tensor | None:
+        """What to add to the scores of ``rows``, ``[1 or B, R, T]``; None where keys are hidden by position."""
+        return None if self.mask_BST is None else self.mask_BST[:, rows.start : rows.stop]
+
+    def valid(self, rows: range) -> torch.Tensor:
+        """The keys that the queries at ``rows`` may select, bool ``[1 or B, R, T]``."""
+        bias = self.bias(rows)
+        return self._inside(rows, self.position_T)[None] if bias is None else bias.isfinite()
+
+    def bias_at(self, rows: range, key_BRN: torch.Tensor) -> torch.Tensor | None:
+        """:meth:`bias` at some keys of each query, ``[B, R, N]``."""
+        bias = self.bias(rows)
+        return None if bias is None else bias.expand(key_BRN.shape[0], -1, -1).gather(-1, key_BRN)
+
+    def valid_at(self, rows: range, key_BRN: torch.Tensor) -> torch.Tensor:
+        """:meth:`valid` at some keys of each query, ``[B, R, N]``."""
+        bias = self.bias_at(rows, key_BRN)
+        if bias is not None:
+            return bias.isfinite()
+        assert self.position_T is not None
+        return self._inside(rows, self.position_T[key_BRN])
+
+    def apply_(self, score_BRT: torch.Tensor, rows: range) -> None:
+        """Hide from ``score_BRT``, in place, what the queries at ``rows`` may not select."""
+        bias = self.bias(rows)
+        if bias is None:
+            score_BRT.masked_fill_(~self.valid(rows), float("-inf"))
+        else:
+            score_BRT.add_(bias)
+
+    def _inside(self, rows: range, position: torch.Tensor | None) -> torch.Tensor:
+        assert self.starts_S is not None
+        assert self.ends_S is not None
+        assert position is not None
+        starts, ends = (bound[rows.start : rows.stop, None] for bound in (self.starts_S, self.ends_S))
+        return (position >= starts) & (position < ends)
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """What the indexer's scores are made of: ``score[b, i, j] = Σ_h w[i, b, h] · relu(q[i, b, h] · k[j, b])``.
+
+    Attributes:
+        q_SBHD: indexer queries, rope applied.
+        k_TBD: indexer keys, one for all heads, rope applied.
+        w_SBH: head weights, scale included.
+        relu: whether ``q·k`` goes through ReLU.
+
+    Raises:
+        ModelError: shapes or dtypes are not as described.
+    """
+
+    q_SBHD: torch.Tensor
+    k_TBD: torch.Tensor
+    w_SBH: torch.Tensor
+    relu: bool = True
+
+    def __post_init__(self) -> None:
+        require_float(q_SBHD=self.q_SBHD, k_TBD=self.k_TBD, w_SBH=self.w_SBH)
+        q, k, w = tuple(self.q_SBHD.shape), tuple(self.k_TBD.shape), tuple(self.w_SBH.shape)
+        if len(q) != 4 or len(k) != 3 or w != q[:3] or k[1:] != (q[1], q[3]) or 0 in (*q, *k):
+            raise ModelError(
+                f"indexer q, k, w have shapes {q}, {k}, {w}, expected [S, B, H, D], [T, B, D], [S, B, H] with the same "
+                "S, B, H and D and nothing empty; the indexer's key has no head dimension"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to compute in: float32, or float64 where an input is."""
+        return compute_dtype(self.q_SBHD, self.k_TBD, self.w_SBH)
+
+    def keys(self) -> torch.Tensor:
+        """``k_BTD`` in the compute dtype."""
+        return self.k_TBD.to(self.dtype).transpose(0, 1)
+
+    def rows(self, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """``q_BRHD`` and ``w_BRH`` of a chunk, in the compute dtype."""
+        q, w = (tensor[rows.start : rows.stop].to(self.dtype).transpose(0, 1) for tensor in (self.q_SBHD, self.w_SBH))
+        return q, w
+
+    def chunks(self, elements_per_query: int, query_chunk: int | None) -> list[range]:
+        """The queries in chunks whose largest temporary has ``elements_per_query`` for each query and batch row."""
+        num_queries, batch = self.q_SBHD.shape[:2]
+        return query_chunks(num_queries, batch * elements_per_query, BLOCK_ELEMENTS, query_chunk)
+
+    def scores(self, k_BTD: torch.Tensor, rows: range) -> torch.Tensor:
+        """``score_BRT`` of a chunk; one block [B, R, H, T] is alive meanwhile."""
+        q_BRHD, w_BRH = self.rows(rows)
+        logit_BRHT = _logits(q_BRHD, k_BTD)
+        if self.relu:
+            logit_BRHT.relu_()
+        return logit_BRHT.mul_(w_BRH[..., None]).sum(dim=2)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention whose probabilities the indexer learns.
+
+    Attributes:
+        query_SBAK: attention queries.
+        key_TBGK: attention keys; one head (multi-query, as absorbed MLA has) or as many as queries.
+        softmax_scale: factor on q·k before the softmax.
+        reduce: sums the target over the tensor-parallel ranks, in place, or None. Every rank has to hold the same selection.
+
+    Raises:
+        ModelError: shapes or dtypes are not as described.
+    """
+
+    query_SBAK: torch.Tensor
+    key_TBGK: torch.Tensor
+    softmax_scale: float
+    reduce: Reduce | None = None
+
+    def __post_init__(self) -> None:
+        require_float(query_SBAK=self.query_SBAK, key_TBGK=self.key_TBGK)
+        query, key = tuple(self.query_SBAK.shape), tuple(self.key_TBGK.shape)
+        fits = len(query) == 4 == len(key) and (key[1], key[3]) == (query[1], query[3]) and key[2] in (1, query[2])
+        if not fits or 0 in (*query, *key):
+            raise ModelError(
+                f"attention query and key have shapes {query} and {key}, expected [S, B, A, K] and [T, B, 1 or A, K] "
+                "with the same B and K and nothing empty"
+            )
+
+    def keys(self) -> torch.Tensor:
+        """``key_BGTK`` in the compute dtype."""
+        return self.key_TBGK.to(compute_dtype(self.query_SBAK, self.key_TBGK)).permute(1, 2, 0, 3)
+
+    def elements_per_query(self, topk: int | None) -> int:
+        """Size of the temporaries of one query and batch row: over ``topk`` selected keys, or over all (None)."""
+        (num_keys, _, key_heads, width), heads = self.key_TBGK.shape, self.query_SBAK.shape[2]
+        if topk is None:
+            return heads * num_keys
+        return topk * (width + heads) if key_heads == 1 else heads * (num_keys + topk)
+
+    def logits(self, key_BGTK: torch.Tensor, rows: range) -> torch.Tensor:
+        """``logit_BRAT`` of a chunk over all keys, scaled."""
+        query_BRAK = self.query_SBAK[rows.start : rows.stop].to(key_BGTK.dtype).transpose(0, 1)
+        if key_BGTK.shape[1] == 1:
+            return _logits(query_BRAK, key_BGTK[:, 0]).mul_(self.softmax_scale)
+        return (query_BRAK.transpose(1, 2) @ key_BGTK.transpose(2, 3)).mul_(self.softmax_scale).transpose(1, 2)
+
+    def logits_at(self, key_BGTK: torch.Tensor, rows: range, at_BRN: torch.Tensor) -> torch.Tensor:
+        """``logit_BRAN`` of a chunk over some keys of each query, scaled.
+
+        With one key head the keys are gathered. With many that would cost A·K numbers a selected key, more than scoring
+        every key as long as T < N·K, so there all keys are scored and the scores gathered.
+        """
+        if key_BGTK.shape[1] == 1:
+            query_BRAK = self.query_SBAK[rows.start : rows.stop].to(key_BGTK.dtype).transpose(0, 1)
+            return (query_BRAK @ _gather(key_BGTK[:, 0], at_BRN).transpose(2, 3)).mul_(self.softmax_scale)
+        heads = self.query_SBAK.shape[2]
+        return self.logits(key_BGTK, rows).gather(-1, at_BRN[:, :, None].expand(-1, -1, heads, -1))
+
+    def target_(self, logit: torch.Tensor, valid: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The target of the indexer: probabilities over the valid keys, summed over heads (of all ranks), L1-normalised.
+
+        Args:
+            logit: ``[B, R, A, keys]``; overwritten.
+            valid: bool ``[1 or B, R, keys]``. A row without a valid key has target 0.
+            bias: added to the logits first, shaped as ``valid``, or None.
+        """
+        if bias is not None:
+            logit.add_(bias[:, :, None])
+        hidden = ~valid[:, :, None]
+        # The lowest finite number and not -inf: a row of -inf has NaN as its difference from its maximum.
+        logit.masked_fill_(hidden, torch.finfo(logit.dtype).min)
+        logit.sub_(logit.amax(dim=-1, keepdim=True)).exp_().masked_fill_(hidden, 0.0)
+        target = logit.div_(logit.sum(dim=-1, keepdim=True).clamp_min(EPSILON)).sum(dim=2)
+        if self.reduce is not None:
+            self.reduce(target)
+        return target.div_(target.sum(dim=-1, keepdim=True).clamp_min(EPSILON))
+
+
+def _logits(q_BRHD: torch.Tensor, k_BTD: torch.Tensor) -> torch.Tensor:
+    """``logit_BRHT`` of several query heads against one key head, as one matrix product a batch row."""
+    return (q_BRHD.flatten(1, 2) @ k_BTD.transpose(1, 2)).unflatten(1, q_BRHD.shape[1:3])
+
+
+def _gather(k_BTD: torch.Tensor, at_BRN: torch.Tensor) -> torch.Tensor:
+    """The keys at ``at_BRN``, as ``k_BRND``."""
+    return k_BTD[torch.arange(k_BTD.shape[0], device=at_BRN.device)[:, None, None], at_BRN]
+
+
+def _probabilities(score: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Softmax over the valid keys; 0 at the others, and in all of a row that has none."""
+    score = score.masked_fill(~valid, torch.finfo(score.dtype).min)
+    return score.softmax(dim=-1).masked_fill_(~valid, 0.0)
+
+
+def _divergence(target: torch.Tensor, score: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """``KL(target ‖ softmax(score))`` of each row over its valid keys; 0 for a row that has none."""
+    score = score.masked_fill(~valid, torch.finfo(score.dtype).min)
+    log_ratio = target.clamp_min(EPSILON).log_().sub_(score.log_softmax(dim=-1)).masked_fill_(~valid, 0.0)
+    return log_ratio.mul_(target).sum(dim=-1)
+
+
+@torch.no_grad()
+def indexer_scores(indexer: Indexer, rule: KeyRule | None, *, query_chunk: int | None = None) -> torch.Tensor:
+    """Return ``score_BST`` with the keys hidden that ``rule`` hides (None: none), in the compute dtype, no gradient."""
+    (num_queries, batch, heads, _), num_keys = indexer.q_SBHD.shape, indexer.k_TBD.shape[0]
+    k_BTD = indexer.keys()
+    score_BST = k_BTD.new_empty((batch, num_queries, num_keys))
+    for rows in indexer.chunks(heads * num_keys, query_chunk):
+        chunk = score_BST[:, rows.start : rows.stop]
+        chunk.copy_(indexer.scores(k_BTD, rows))
+        if rule is not None:
+            rule.apply_(chunk, rows)
+    return score_BST
+
+
+@torch.no_grad()
+def select(
+    indexer: Indexer, topk: int, rule: KeyRule | None, *, query_chunk: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select each query's highest-scoring keys among those that ``rule`` leaves (None: among all).
+
+    Args:
+        indexer: what scores.
+        topk: keys to select; values over T act as T.
+        rule: which keys may be selected.
+        query_chunk: queries in a chunk, or None to choose (the result is the same but for rounding).
+
+    Returns:
+        score_BSN in the compute dtype, and index_BSN, int64; by descending score, ties as ``torch.topk`` leaves them. Where
+        a query may select fewer than N keys, its last scores are -inf and its last indices -1.
+
+    Raises:
+        ModelError: topk is below 1.
+    """
+    if topk < 1:
+        raise ModelError(f"topk is {topk}, expected at least 1; each query must attend to something")
+    (num_queries, batch, heads, _), num_keys = indexer.q_SBHD.shape, indexer.k_TBD.shape[0]
+    k_BTD = indexer.keys()
+    best_BSN = k_BTD.new_empty((batch, num_queries, min(topk, num_keys)))
+    index_BSN = torch.empty_like(best_BSN, dtype=torch.int64)
+    for rows in indexer.chunks(heads * num_keys, query_chunk):
+        score_BRT = indexer.scores(k_BTD, rows)
+        if rule is not None:
+            rule.apply_(score_BRT, rows)
+        best, index = score_BRT.topk(min(topk, num_keys), dim=-1)
+        best_BSN[:, rows.start : rows.stop] = best
+        index_BSN[:, rows.start : rows.stop] = index.masked_fill_(best == float("-inf"), -1)
+    return best_BSN, index_BSN
+
+
+@torch.no_grad()
+def sparse_divergence(
+    attention: Attention,
+    best_BSN: torch.Tensor,
+    index_BSN: torch.Tensor,
+    rule: KeyRule,
+    *,
+    query_chunk: int | None = None,
+) -> torch.Tensor:
+    """``KL(target ‖ softmax(score))`` over each query's selected keys; DeepSeek-V3.2 report, equation 4.
+
+    Args:
+        attention: gives the target.
+        best_BSN: scores of the selected keys.
+        index_BSN: the selected keys, int64, -1 = none.
+        rule: which of them count; its bias is added to both sides.
+        query_chunk: as for :func:`select`.
+
+    Returns:
+        divergence_BS in the compute dtype, no gradient; 0 for a query without any key.
+    """
+    (batch, num_queries, topk), key_BGTK = index_BSN.shape, attention.keys()
+    divergence_BS = best_BSN.new_empty((batch, num_queries))
+    per_query = batch * attention.elements_per_query(topk)
+    for rows in query_chunks(num_queries, per_query, BLOCK_ELEMENTS, query_chunk):
+        at, valid, bias = _selected(index_BSN, rule, rows)
+        target = attention.target_(attention.logits_at(key_BGTK, rows, at), valid, bias)
+        best = best_BSN[:, rows.start : rows.stop]
+        divergence_BS[:, rows.start : rows.stop] = _divergence(target, best if bias is None else best + bias, valid)
+    return divergence_BS
+
+
+@torch.no_grad()
+def dense_divergence(
+    indexer: Indexer,
+    attention: Attention,
+    rules: tuple[KeyRule | None, KeyRule],
+    *,
+    query_chunk: int | None = None,
+) -> torch.Tensor:
+    """``KL(target ‖ softmax(score))`` over all keys that a query sees; DeepSeek-V3.2 report, equation 3.
+
+    Args:
+        indexer: what scores.
+        attention: gives the target.
+        rules: the rule of the selection, and the rule of the loss; the scores go through both, the target through the latter.
+        query_chunk: as for :func:`select`.
+
+    Returns:
+        divergence_BS in the compute dtype, no gradient; 0 for a query without any key.
+    """
+    (num_queries, batch, heads, _), num_keys = indexer.q_SBHD.shape, indexer.k_TBD.shape[0]
+    k_BTD, key_BGTK = indexer.keys(), attention.keys()
+    divergence_BS = k_BTD.new_empty((batch, num_queries))
+    for rows in indexer.chunks(max(heads * num_keys, attention.elements_per_query(None)), query_chunk):
+        valid = rules[1].valid(rows)
+        target = attention.target_(attention.logits(key_BGTK, rows), valid, rules[1].bias(rows))
+        score_BRT = indexer.scores(k_BTD, rows)
+        for rule in rules:
+            if rule is not None:
+                rule.apply_(score_BRT, rows)
+        divergence_BS[:, rows.start : rows.stop] = _divergence(target, score_BRT, valid)
+    return divergence_BS
+
+
+def _selected(
+    index_BSN: torch.Tensor, rule: KeyRule, rows: range
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Of a chunk's selection: keys that can be gathered, which of them count, and their bias."""
+    index = index_BSN[:, rows.start : rows.stop]
+    at = index.clamp_min(0)
+    return at, (index >= 0) & rule.valid_at(rows, at), rule.bias_at(rows, at)
+
+
+@dataclass
+class _Gradients:
+    """Accumulators of the indexer's gradients: q and w in their own dtypes, k summed in the compute dtype."""
+
+    q_SBHD: torch.Tensor
+    w_SBH: torch.Tensor
+    k_BTD: torch.Tensor
+
+    @classmethod
+    def of(cls, indexer: Indexer) -> _Gradients:
+        length, batch, width = indexer.k_TBD.shape
+        k_BTD = indexer.k_TBD.new_zeros((batch, length, width), dtype=indexer.dtype)
+        return cls(torch.empty_like(indexer.q_SBHD), torch.empty_like(indexer.w_SBH), k_BTD)
+
+    def put(self, rows: range, q_BRHD: torch.Tensor, w_BRH: torch.Tensor) -> None:
+        """Write the gradients of a chunk's queries and weights."""
+        self.q_SBHD[rows.start : rows.stop] = q_BRHD.transpose(0, 1)
+        self.w_SBH[rows.start : rows.stop] = w_BRH.transpose(0, 1)
+
+    def result(self, indexer: Indexer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.q_SBHD, self.w_SBH, self.k_BTD.transpose(0, 1).to(indexer.k_TBD.dtype).contiguous()
+
+
+def _through_heads(
+    logit_BRHX: torch.Tensor, w_BRH: torch.Tensor, grad_BRX: torch.Tensor, relu: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the logits and of the weights, from that of the scores; ``logit`` is overwritten by the former."""
+    positive = logit_BRHX > 0 if relu else None
+    if relu:
+        logit_BRHX.relu_()
+    grad_w_BRH = (logit_BRHX * grad_BRX[:, :, None]).sum(dim=-1)
+    torch.mul(w_BRH[..., None], grad_BRX[:, :, None], out=logit_BRHX)
+    if positive is not None:
+        logit_BRHX.mul_(positive)
+    return logit_BRHX, grad_w_BRH
+
+
+@torch.no_grad()
+def sparse_backward(
+    indexer: Indexer,
+    attention: Attention,
+    index_BSN: torch.Tensor,
+    rule: KeyRule,
+    weight_BS: torch.Tensor,
+    *,
+    query_chunk: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of ``Σ weight[b, i] · KL[b, i]`` over the selected keys; every other key has none.
+
+    The gradient of k is summed with ``index_add_``: on a GPU in no fixed order, unless
+    ``torch.use_deterministic_algorithms(True)``.
+
+    Args:
+        indexer: what scored.
+        attention: gives the target, which is a constant here.
+        index_BSN: the selected keys, int64, -1 = none.
+        rule: which of them count; its bias is added to both sides.
+        weight_BS: the loss's gradient with respect to each query's divergence.
+        query_chunk: as for :func:`select`.
+
+    Returns:
+        grad_q_SBHD, grad_w_SBH and grad_k_TBD in the dtypes of q, w and k.
+    """
+    (heads, width), topk = indexer.q_SBHD.shape[2:], index_BSN.shape[2]
+    k_BTD, key_BGTK, gradients = indexer.keys(), attention.keys(), _Gradients.of(indexer)
+    flat_k, num_keys = gradients.k_BTD.flatten(0, 1), k_BTD.shape[1]
+    first_key_B11 = torch.arange(k_BTD.shape[0], device=k_BTD.device)[:, None, None] * num_keys
+    per_query = max(attention.elements_per_query(topk), topk * (heads + width))
+    for rows in indexer.chunks(per_query, query_chunk):
+        at, valid, bias = _selected(index_BSN, rule, rows)
+        target = attention.target_(attention.logits_at(key_BGTK, rows, at), valid, bias)
+        q_BRHD, w_BRH = indexer.rows(rows)
+        k_BRND = _gather(k_BTD, at)
+        logit_BRHN = q_BRHD @ k_BRND.transpose(2, 3)
+        score_BRN = ((logit_BRHN.relu() if indexer.relu else logit_BRHN) * w_BRH[..., None]).sum(dim=2)
+        grad_BRN = _probabilities(score_BRN if bias is None else score_BRN + bias, valid).sub_(target)
+        grad_BRN.mul_(weight_BS[:, rows.start : rows.stop, None]).masked_fill_(~valid, 0.0)
+        grad_logit_BRHN, grad_w_BRH = _through_heads(logit_BRHN, w_BRH, grad_BRN, indexer.relu)
+        gradients.put(rows, grad_logit_BRHN @ k_BRND, grad_w_BRH)
+        grad_k_BRND = torch.matmul(grad_logit_BRHN.transpose(2, 3), q_BRHD, out=k_BRND)
+        flat_k.index_add_(0, (at + first_key_B11).flatten(), grad_k_BRND.flatten(0, 2))
+    return gradients.result(indexer)
+
+
+@torch.no_grad()
+def dense_backward(
+    indexer: Indexer,
+    attention: Attention,
+    rule: KeyRule,
+    weight_BS: torch.Tensor,
+    *,
+    query_chunk: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of ``Σ weight[b, i] · KL[b, i]`` over all keys that a query sees; arguments as for :func:`sparse_backward`."""
+    heads, num_keys = indexer.q_SBHD.shape[2], indexer.k_TBD.shape[0]
+    k_BTD, key_BGTK, gradients = indexer.keys(), attention.keys(), _Gradients.of(indexer)
+    for rows in indexer.chunks(max(heads * num_keys, attention.elements_per_query(None)), query_chunk):
+        valid = rule.valid(rows)
+        target = attention.target_(attention.logits(key_BGTK, rows), valid, rule.bias(rows))
+        score_BRT = indexer.scores(k_BTD, rows)
+        rule.apply_(score_BRT, rows)
+        grad_BRT = _probabilities(score_BRT, valid).sub_(target)
+        grad_BRT.mul_(weight_BS[:, rows.start : rows.stop, None]).masked_fill_(~valid, 0.0)
+        q_BRHD, w_BRH = indexer.rows(rows)
+        logit_BRHT, grad_w_BRH = _through_heads(_logits(q_BRHD, k_BTD), w_BRH, grad_BRT, indexer.relu)
+        grad_logit_BXT = logit_BRHT.flatten(1, 2)
+        gradients.put(rows, (grad_logit_BXT @ k_BTD).unflatten(1, q_BRHD.shape[1:3]), grad_w_BRH)
+        gradients.k_BTD.baddbmm_(grad_logit_BXT.transpose(1, 2), q_BRHD.flatten(1, 2))
+    return gradients.result(indexer)

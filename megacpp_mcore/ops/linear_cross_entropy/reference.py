@@ -1,0 +1,77 @@
+"""Plain-PyTorch truth of linear cross-entropy, and the checks of its arguments that the chunked path shares.
+
+Shape legend: … leading axes of the tokens ([sequence, batch] in Megatron-Core), H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megacpp_mcore.errors import ModelError
+
+
+def check_arguments(
+    hidden: torch.Tensor, weight_VH: torch.Tensor, label: torch.Tensor, bias_V: torch.Tensor | None
+) -> None:
+    """Check what does not depend on how tokens and vocabulary are spread over ranks.
+
+    Raises:
+        ModelError: widths or dtypes do not fit, or there is no token or no vocabulary.
+    """
+    if weight_VH.dim() != 2 or hidden.shape[-1:] != weight_VH.shape[1:] or 0 in (*hidden.shape, *weight_VH.shape):
+        raise ModelError(
+            f"hidden and weight have shapes {tuple(hidden.shape)} and {tuple(weight_VH.shape)}, expected [..., H] and "
+            "[V, H] with the same H and nothing empty"
+        )
+    if not hidden.is_floating_point() or hidden.dtype != weight_VH.dtype:
+        raise ModelError(
+            f"hidden and weight have dtypes {hidden.dtype} and {weight_VH.dtype}, expected one floating-point dtype; "
+            "cast one of them first"
+        )
+    if bias_V is not None and (bias_V.shape != weight_VH.shape[:1] or bias_V.dtype != weight_VH.dtype):
+        raise ModelError(
+            f"bias has shape {tuple(bias_V.shape)} and dtype {bias_V.dtype}, expected [{weight_VH.shape[0]}] and "
+            f"{weight_VH.dtype}, as the weight has"
+        )
+    if label.dtype != torch.int64:
+        raise ModelError(f"label has dtype {label.dtype}, expected torch.int64")
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight_VH: torch.Tensor,
+    label: torch.Tensor,
+    *,
+    bias_V: torch.Tensor | None = None,
+    logit_scale: float = 1.0,
+) -> torch.Tensor:
+    """Cross-entropy of each token: ``logsumexp(x) − x[label]`` with ``x = logit_scale · (hidden weightᵀ + bias)``.
+
+    Computed in float32 (float64 inputs: in float64). There is no reduction, and no label that is ignored: as in
+    megatron-core 0.19 ``vocab_parallel_cross_entropy``, a label outside of [0, V) counts as the label of the largest
+    logit, ``logsumexp(x) − max(x)``, whose second term has no gradient; weigh such tokens by 0.
+
+    Args:
+        hidden: [..., H].
+        weight_VH: the output projection, dtype of ``hidden``.
+        label: int64, the leading shape of ``hidden``.
+        bias_V: added to the logits, or None.
+        logit_scale: factor on the logits (the output multiplier of muP).
+
+    Returns:
+        The losses, in the shape of ``label``.
+
+    Raises:
+        ModelError: shapes or dtypes are not as described.
+    """
+    check_arguments(hidden, weight_VH, label, bias_V)
+    if label.shape != hidden.shape[:-1]:
+        raise ModelError(
+            f"label has shape {tuple(label.shape)}, expected {tuple(hidden.shape[:-1])}: one for each token"
+        )
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    bias = None if bias_V is None else bias_V.to(dtype)
+    logit = torch.nn.functional.linear(hidden.to(dtype), weight_VH.to(dtype), bias) * logit_scale
+    known = (label >= 0) & (label < weight_VH.shape[0])
+    of_label = logit.gather(-1, label.where(known, 0)[..., None])[..., 0]
+    return logit.logsumexp(-1) - torch.where(known, of_label, logit.detach().amax(-1))

@@ -1,0 +1,172 @@
+"""MLA core attention through the fused kernels behind ``torch.nn.functional.scaled_dot_product_attention``.
+
+Shape legend: S queries, T keys, B batch, H heads (of this rank), K query-key width, V value width. Inputs and output have
+Megatron-Core's layout; the kernels are given permuted views of it, never copies. cuDNN takes and gives any strides with
+the width innermost, and PyTorch lays its output and gradients out as the query, key and value are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megacpp_mcore.errors import BackendError, ModelError
+
+FUSED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+"""Kernels that hold no [B, H, S, T] tensor, fastest first. Flash takes K == V and no mask; cuDNN is given none here."""
+
+_CAN_USE = {
+    SDPBackend.CUDNN_ATTENTION: can_use_cudnn_attention,
+    SDPBackend.FLASH_ATTENTION: can_use_flash_attention,
+    SDPBackend.EFFICIENT_ATTENTION: can_use_efficient_attention,
+}
+_CUDNN_TILE = 128
+_CUDNN_ODD_LENGTHS = 91501
+"""The first cuDNN that PyTorch trusts with lengths that do not fill a tile (pytorch/pytorch#169849)."""
+
+
+def fused_backend(
+    q_SBHK: torch.Tensor,
+    k_TBHK: torch.Tensor,
+    v_TBHV: torch.Tensor,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    causal: bool = True,
+    backends: tuple[SDPBackend, ...] = FUSED,
+    deterministic: bool = False,
+) -> SDPBackend | None:
+    """Return the first of ``backends`` that can run forward and backward on these tensors, or None.
+
+    Args:
+        q_SBHK, k_TBHK, v_TBHV, attention_mask, causal: as for :func:`sdpa_attention`.
+        backends: what to try, in this order; ``SDPBackend.MATH`` (plain PyTorch, any device) always can.
+        deterministic: leave out the fused kernels, whose gradients can differ from run to run; implied by
+            ``torch.use_deterministic_algorithms``.
+
+    Raises:
+        ModelError: shapes, dtypes or mask are not as described there.
+    """
+    _check(q_SBHK, k_TBHK, v_TBHV, attention_mask, causal)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    is_causal = causal and attention_mask is None
+    for backend in backends:
+        if backend == SDPBackend.MATH:
+            return backend
+        if q_SBHK.device.type != "cuda" or deterministic:
+            continue
+        if attention_mask is not None and backend != SDPBackend.EFFICIENT_ATTENTION:
+            continue
+        q_BHSK, k_BHTK, v_BHTV = _heads_first(q_SBHK), _heads_first(k_TBHK), _heads_first(v_TBHV)
+        if not _CAN_USE[backend](SDPAParams(q_BHSK, k_BHTK, v_BHTV, None, 0.0, is_causal, False)):
+            continue
+        if backend != SDPBackend.CUDNN_ATTENTION or _cudnn_is_right(len(q_SBHK), len(k_TBHK), causal):
+            return backend
+    return None
+
+
+def sdpa_attention(
+    q_SBHK: torch.Tensor,
+    k_TBHK: torch.Tensor,
+    v_TBHV: torch.Tensor,
+    *,
+    softmax_scale: float,
+    attention_mask: torch.Tensor | None = None,
+    causal: bool = True,
+    backend: SDPBackend | None = None,
+) -> torch.Tensor:
+    """Softmax attention with separate query-key and value widths, by one fused kernel a pass.
+
+    The same function as :func:`megacpp_mcore.ops.mla.reference.mla_attention`, rounded as the kernel rounds. Nothing waits
+    for the device, so that a CUDA graph can hold it.
+
+    Args:
+        q_SBHK: queries, rope part included.
+        k_TBHK: keys.
+        v_TBHV: values; V need not equal K.
+        softmax_scale: factor on q·k before the softmax.
+        attention_mask: Megatron's bool mask, True = masked, broadcastable to [B, 1, S, T]; combined with ``causal``. Two
+            masks of its size are made of it, one in the dtype of q.
+        causal: whether query i sees keys 0..i only (needs S == T).
+        backend: the kernel, or None for what :func:`fused_backend` finds.
+
+    Returns:
+        o_SBHV, contiguous, in the dtype of q; without a copy where the kernel is cuDNN's.
+
+    Raises:
+        ModelError: shapes, dtypes or mask are not as described.
+        BackendError: no fused kernel can run on these tensors.
+    """
+    _check(q_SBHK, k_TBHK, v_TBHV, attention_mask, causal)
+    if backend is None:
+        backend = fused_backend(q_SBHK, k_TBHK, v_TBHV, attention_mask=attention_mask, causal=causal)
+    if backend is None:
+        raise BackendError(
+            f"no fused attention kernel takes q {tuple(q_SBHK.shape)}, v {tuple(v_TBHV.shape)} of {q_SBHK.dtype} on "
+            f"{q_SBHK.device}{' with a mask' if attention_mask is not None else ''}; "
+            "call megacpp_mcore.ops.mla.reference.mla_attention, which runs anywhere"
+        )
+    visible = None
+    if attention_mask is not None:
+        visible = ~attention_mask
+        if causal:
+            visible = visible & torch.ones(len(q_SBHK), len(k_TBHK), dtype=torch.bool, device=q_SBHK.device).tril()
+    with sdpa_kernel(backend):
+        o_BHSV = torch.nn.functional.scaled_dot_product_attention(
+            _heads_first(q_SBHK),
+            _heads_first(k_TBHK),
+            _heads_first(v_TBHV),
+            attn_mask=visible,
+            is_causal=causal and visible is None,
+            scale=softmax_scale,
+        )
+    return o_BHSV.permute(2, 0, 1, 3).contiguous()
+
+
+def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
+    """[S, B, H, D] as a [B, H, S, D] view."""
+    return tensor.permute(1, 2, 0, 3)
+
+
+def _cudnn_is_right(num_queries: int, num_keys: int, causal: bool) -> bool:
+    """Whether cuDNN's gradients can be relied on at these lengths, without a mask.
+
+    Where scores are very negative, the rest of a tile that the sequence does not fill makes them NaN: seen with a mask
+    (pytorch/pytorch#196678) and with one query (NVIDIA/cudnn-frontend#1072), not under causality.
+    """
+    full_tiles = num_queries % _CUDNN_TILE == 0 and num_keys % _CUDNN_TILE == 0
+    return full_tiles or (causal and (torch.backends.cudnn.version() or 0) >= _CUDNN_ODD_LENGTHS)
+
+
+def _check(
+    q_SBHK: torch.Tensor, k_TBHK: torch.Tensor, v_TBHV: torch.Tensor, mask: torch.Tensor | None, causal: bool
+) -> None:
+    q, k, v = tuple(q_SBHK.shape), tuple(k_TBHK.shape), tuple(v_TBHV.shape)
+    if len(q) != 4 or len(k) != 4 or len(v) != 4 or k[1:] != q[1:] or v[:3] != k[:3] or 0 in (*q, *v):
+        raise ModelError(
+            f"q, k, v have shapes {q}, {k}, {v}, expected [S, B, H, K], [T, B, H, K], [T, B, H, V] with the same B, H "
+            "and K and nothing empty; expand shared keys over the heads before the call"
+        )
+    dtypes = {tensor.dtype for tensor in (q_SBHK, k_TBHK, v_TBHV)}
+    if len(dtypes) != 1 or not q_SBHK.is_floating_point():
+        raise ModelError(f"q, k, v have the dtypes {sorted(map(str, dtypes))}, expected one floating-point dtype")
+    if causal and q[0] != k[0]:
+        raise ModelError(
+            f"causal attention got {q[0]} queries and {k[0]} keys, expected as many of each; for partial queries pass "
+            "causal=False and a mask"
+        )
+    wanted = (q[1], 1, q[0], k[0])
+    if mask is not None and (
+        mask.dtype != torch.bool
+        or mask.dim() != 4
+        or any(have not in (1, want) for have, want in zip(mask.shape, wanted, strict=True))
+    ):
+        raise ModelError(
+            f"attention_mask is {mask.dtype} of shape {tuple(mask.shape)}, expected torch.bool, True where a key is "
+            f"masked, broadcastable to [B, 1, S, T] = {list(wanted)}"
+        )

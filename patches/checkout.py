@@ -1,0 +1,486 @@
+"""A patched checkout: puts the hook line into a Megatron-LM folder, takes it out again, and says how the folder stands."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import fcntl
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megacpp_mcore
+from megacpp_mcore.errors import CheckoutError, PatchError
+from megacpp_mcore.patches import git, hook_line
+from megacpp_mcore.patches.hook import process_tree
+from megacpp_mcore.patches.hook_line import Content, HookLine
+from megacpp_mcore.patches.record import Edit, Patch, Problem
+from megacpp_mcore.patches.registry import Registry, default, listing, relation_problems, target_problems
+from megacpp_mcore.patches.sources import SourceTree
+from megacpp_mcore.patches.symbols import Refusal, digest
+
+HOOKED_FILE = "megatron/core/__init__.py"
+PACKAGE_INFO_FILE = "megatron/core/package_info.py"
+OTHER_COPY = "hooked by another copy"
+_TEMPORARY = ".__init__.py.megacpp-mcore-"  # and "~" at the end, which Megatron-LM's .gitignore covers
+_CONTEXT = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a change of a checkout did.
+
+    Attributes:
+        changed: the patches that were put in or taken out.
+        unchanged: those that already were as asked for.
+        hooked: the patches that the hook line names now.
+        notices: what could not be checked, or is otherwise worth knowing.
+    """
+
+    changed: tuple[str, ...]
+    unchanged: tuple[str, ...]
+    hooked: tuple[str, ...]
+    notices: tuple[str, ...] = ()
+
+
+class Checkout:
+    """A folder that holds ``megatron/core``. Reading needs no lock: the one file that changes is replaced in one step.
+
+    Args:
+        folder: the root of a Megatron-LM checkout.
+        registry: the patches; by default those of this package.
+        tree: the files that its modules are found in; by default those of the folder.
+
+    Raises:
+        CheckoutError: the folder is not Megatron.
+        PatchError: it does not say which version it is.
+    """
+
+    def __init__(self, folder: str | Path, registry: Registry | None = None, tree: SourceTree | None = None) -> None:
+        self.root = Path(folder).resolve()
+        self.registry = default() if registry is None else registry
+        self.tree = tree or SourceTree((self.root,))
+        _require_megatron(self.root)
+        # Where __init__.py is a symbolic link, what it points to is replaced, and the link stays.
+        self.file = (self.root / HOOKED_FILE).resolve()
+        version = self.tree.version()
+        if version is None:
+            raise PatchError(
+                f"{self.root / PACKAGE_INFO_FILE} does not say which version this is (expected whole numbers MAJOR, MINOR "
+                "and PATCH); nothing was changed: restore that file, or check out a release such as core_v0.19.0"
+            )
+        self.version = version
+
+    @classmethod
+    def installed(cls, registry: Registry | None = None) -> Checkout:
+        """The Megatron that ``import megatron.core`` would find in this process; megatron.core is not imported.
+
+        Raises:
+            CheckoutError: there is none.
+        """
+        try:
+            spec = importlib.util.find_spec("megatron.core")
+        except ModuleNotFoundError:
+            spec = None
+        if spec is None or spec.origin is None:
+            raise CheckoutError(
+                "megatron-core is not installed here; install megatron-core>=0.19,<0.20, or name a checkout"
+            )
+        return cls(Path(spec.origin).parents[2], registry, process_tree())
+
+    def content(self) -> Content:
+        """The hooked file, taken apart.
+
+        Raises:
+            PatchError: it cannot be read, or the hook line is damaged.
+        """
+        try:
+            return hook_line.take_apart(self.file.read_bytes())
+        except OSError as error:
+            raise PatchError(f"{self.file} cannot be read: {error}") from error
+        except PatchError as error:
+            raise PatchError(f"{self.file}: {error}") from error
+
+    def apply(self, names: Iterable[str], *, allow_dirty: bool = False) -> Outcome:
+        """Add the named patches to the hook line, or nothing at all.
+
+        Raises:
+            PatchError: with every problem that was found; nothing was changed.
+        """
+        wanted = [patch.name for patch in self.registry.select(names)]
+        if not wanted:
+            raise PatchError(f"no patch was named; there are: {_join(patch.name for patch in self.registry.patches)}")
+        self._refuse_wheel()
+        with self._locked():
+            content = self.content()
+            before = content.hook.names if content.hook else ()
+            fresh = tuple(name for name in wanted if name not in before)
+            problems = self._copy_problems(content.hook) or self._set_problems((*before, *fresh))
+            if problems:
+                raise PatchError(listing(f"nothing was changed in {self.root}", problems))
+            if not fresh:
+                return Outcome((), tuple(wanted), before)
+            notices = self._refuse_dirty(content, allow_dirty)
+            self._write_hook(content.without, (*before, *fresh))
+        return Outcome(fresh, tuple(name for name in wanted if name in before), (*before, *fresh), notices)
+
+    def revert(self, names: Iterable[str] | None = None) -> Outcome:
+        """Take the named patches out of the hook line; with the last one, or with ``names`` None, the line goes.
+
+        Without its line the file is byte for byte what it was, if nobody else edited it.
+
+        Raises:
+            PatchError: nothing was changed.
+        """
+        if names is not None and not (names := [patch.name for patch in self.registry.select(names)]):
+            raise PatchError("no patch was named to be reverted; leave the names out to revert all")
+        with self._locked():
+            content = self.content()
+            before = content.hook.names if content.hook else ()
+            gone = before if names is None else tuple(name for name in names if name in before)
+            rest = tuple(name for name in before if name not in gone)
+            unchanged = tuple(name for name in names or () if name not in gone)
+            if not gone:
+                return Outcome((), unchanged, rest)
+            if rest:
+                # Writing the line anew takes the records of the copy that wrote it.
+                problems = self._copy_problems(content.hook) or relation_problems(self.registry.select(rest), ())
+                if problems:
+                    raise PatchError(listing(f"nothing was changed in {self.root}", problems))
+                self._write_hook(content.without, rest, content.hook.sha256 if content.hook else None)
+            else:
+                self._write(content.without)
+        notice = f"{self.file} was otherwise edited since it was hooked: only the hook line was touched"
+        return Outcome(gone, unchanged, rest, (notice,) if _edited(content) else ())
+
+    def status(self, names: Iterable[str] | None = None) -> list[dict[str, Any]]:
+        """One JSON-ready record a patch; changes nothing.
+
+        ``state`` is ``applied``, ``not applied``, ``target changed``, ``target not found``, ``version not supported``,
+        ``superseded upstream`` or ``hooked by another copy``; ``hooked`` says whether the line names the patch. For a
+        changed target there is a ``diff`` from a source that the patch knows, or ``no_diff`` says why there is none.
+
+        Raises:
+            PatchError: a name is not known, or the hook line is damaged.
+        """
+        hook = self.content().hook
+        hooked = hook.names if hook else ()
+        patches = self.registry.patches if names is None else self.registry.select(names)
+        other_copy = _join(self._copy_problems(hook), "; ")
+        rows = [self._row(patch, patch.name in hooked, other_copy) for patch in patches]
+        known = {patch.name for patch in self.registry.patches}
+        foreign = [name for name in hooked if names is None and name not in known]
+        return rows + [
+            self._base_row(name, hooked=True) | {"state": OTHER_COPY, "reason": other_copy, "targets": []}
+            for name in foreign
+        ]
+
+    def verify(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
+        """Check that the hook line is whole and right, and that all it needs is there; returns the patches it names.
+
+        Raises:
+            PatchError: with everything that is not as it should be.
+        """
+        content = self.content()
+        hook = content.hook
+        wanted = () if names is None else [patch.name for patch in self.registry.select(names)]
+        if hook is None:
+            raise PatchError(f"{self.file} has no hook line: no patch is applied to {self.root}")
+        problems = [f"{name} is not applied" for name in wanted if name not in hook.names]
+        found = hashlib.sha256(content.without).hexdigest()
+        if found != hook.sha256:
+            problems.append(
+                f"{self.file} was edited since it was hooked: without the hook line it has SHA-256 {found}, "
+                f"expected {hook.sha256}"
+            )
+        if not content.last:
+            problems.append(f"{self.file}: the hook line is not the last one any more, or something was added after it")
+        problems += self._copy_problems(hook) or self._set_problems(hook.names)
+        problems += self._import_problems()
+        if problems:
+            raise PatchError(listing(f"{self.root} is not as it should be", problems))
+        return hook.names
+
+    def unfit(self, names: Iterable[str] | None = None) -> list[str]:
+        """What keeps the named patches (by default all that upstream has not superseded) from being applied here."""
+        patches = self.registry.patches if names is None else self.registry.select(names)
+        found = [(patch, problem) for patch in patches for problem in patch.problems(self.tree, self.version)]
+        return [
+            f"{patch.name}: {problem.message}"
+            for patch, problem in found
+            if names is not None or problem.state != "superseded upstream"
+        ]
+
+    def export(self, names: Iterable[str] | None = None) -> bytes:
+        """A patch for ``git apply`` that gives, to the byte, what :meth:`apply` gives; for None, what is applied now.
+
+        Raises:
+            PatchError: the patches do not fit, or there is nothing to export.
+        """
+        content = self.content()
+        chosen = content.hook.names if names is None and content.hook else names or ()
+        wanted = tuple(patch.name for patch in self.registry.select(chosen))
+        if not wanted:
+            raise PatchError("there is nothing to export: name patches (none is applied to this checkout)")
+        if problems := self._set_problems(wanted):
+            raise PatchError(listing("nothing was exported", problems))
+        return _git_patch(content.without, self._with_line(content.without, wanted))
+
+    def _set_problems(self, names: Sequence[str]) -> list[str]:
+        """Everything against having exactly these patches here."""
+        patches = self.registry.select(names)
+        return relation_problems(patches, ()) + target_problems(patches, ()) + self.unfit(names)
+
+    def _copy_problems(self, hook: HookLine | None) -> list[str]:
+        if hook is None:
+            return []
+        here = megacpp_mcore.__version__
+        known = {patch.name for patch in self.registry.patches}
+        if hook.version == here and known.issuperset(hook.names) and hook.seal == self.registry.seal(hook.names):
+            return []
+        return [
+            f"{self.file} is already hooked by another copy, megacpp-mcore {hook.version} with the patches "
+            f"{_join(hook.names)}; this is {here}, whose records differ: "
+            f"`megacpp-mcore patch revert --checkout {self.root}` takes that hook out, then apply with one copy"
+        ]
+
+    def _import_problems(self) -> list[str]:
+        """Whether a fresh Python in the checkout finds this version of the package, as the hook line will want."""
+        command = [sys.executable, "-c", "import megacpp_mcore.patches.hook; print(megacpp_mcore.__version__)"]
+        try:
+            done = subprocess.run(command, cwd=self.root, capture_output=True, text=True, timeout=120, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return [f"whether megacpp_mcore can be imported is not known: {error}"]
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            return [f"a Python started in {self.root} cannot import megacpp_mcore ({last}): install it there with pip"]
+        found = done.stdout.strip()
+        if found != megacpp_mcore.__version__:
+            return [
+                f"a Python started in {self.root} imports megacpp-mcore {found}, expected {megacpp_mcore.__version__}"
+            ]
+        return []
+
+    def _base_row(self, name: str, *, hooked: bool) -> dict[str, Any]:
+        return {"name": name, "hooked": hooked, "root": str(self.root), "megatron_core": self.version}
+
+    def _row(self, patch: Patch, hooked: bool, other_copy: str) -> dict[str, Any]:
+        problems = patch.problems(self.tree, self.version)
+        reason = _join((problem.message for problem in problems), "; ")
+        if hooked and other_copy:
+            state, reason = OTHER_COPY, other_copy
+        elif problems:
+            state = problems[0].state
+        else:
+            state = "applied" if hooked else "not applied"
+        targets = [self._target_row(problem) for problem in problems if problem.edit]
+        return self._base_row(patch.name, hooked=hooked) | {"state": state, "reason": reason, "targets": targets}
+
+    def _target_row(self, problem: Problem) -> dict[str, Any]:
+        edit = problem.edit
+        if edit is None:
+            return {}
+        row: dict[str, Any] = {"target": edit.target, "state": problem.state, "diff": None, "no_diff": None}
+        if problem.text is None:
+            return row | {"no_diff": "there is no source to compare"}
+        row |= {"sha256": digest(problem.text), "expected": sorted(edit.expected(self.version))}
+        known = self._known_text(edit)
+        if known is None:
+            return row | {
+                "no_diff": "no copy that the patch knows is at hand (looked in the last commit, and in the "
+                "installed megatron-core): install megatron-core==0.19.2 to see what changed"
+            }
+        text, label = known
+        lines = difflib.unified_diff(
+            text.splitlines(keepends=True),
+            problem.text.splitlines(keepends=True),
+            label,
+            f"{edit.target} in {self.root}",
+        )
+        return row | {"diff": "".join(lines)}
+
+    def _known_text(self, edit: Edit) -> tuple[str, str] | None:
+        """A source of the target whose fingerprint the patch knows, and what to call it; this version's comes first."""
+        here = edit.fingerprints.get(self.version)
+        found = []
+        for label, tree in self._other_trees():
+            with contextlib.suppress(Refusal):
+                texts = [(text, digest(text)) for text in tree.texts(edit.target)]
+                found += [
+                    (sha256 != here, text, f"{edit.target} in {label}, which is known as {_version_of(edit, sha256)}")
+                    for text, sha256 in texts
+                    if sha256 in edit.fingerprints.values()
+                ]
+        return min(found, key=lambda item: item[0])[1:] if found else None
+
+    def _other_trees(self) -> Iterator[tuple[str, SourceTree]]:
+        yield "the last commit", git.CommittedTree((self.root,))
+        for entry in dict.fromkeys(Path(entry).resolve() for entry in sys.path):
+            if entry != self.root and (entry / HOOKED_FILE).is_file():
+                yield str(entry), SourceTree((entry,))
+
+    def _refuse_wheel(self) -> None:
+        if found := sorted(self.root.glob("megatron_core-*.dist-info")):
+            raise PatchError(
+                f"{self.root} holds an installed megatron-core ({found[0].name}), not a checkout; nothing was changed: "
+                "patch the process instead (`megacpp-mcore launch --patch NAME`, or megacpp_mcore.patches.apply)"
+            )
+
+    def _refuse_dirty(self, content: Content, allow_dirty: bool) -> tuple[str, ...]:
+        """Refuse what was modified by others, unless allowed; returns what could not be checked."""
+        notices: list[str] = []
+        changed: list[str] = []
+        try:
+            changed = git.modified(self.root, "megatron", HOOKED_FILE)
+            if HOOKED_FILE in changed and content.hook and git.is_committed(self.root, HOOKED_FILE, content.without):
+                changed.remove(HOOKED_FILE)
+        except git.GitUnavailable as error:
+            notices.append(f"whether files were modified could not be checked: {error}")
+            changed = [HOOKED_FILE] if _edited(content) else []
+        if not changed:
+            return tuple(notices)
+        shown = _join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+        if not allow_dirty:
+            raise PatchError(
+                f"{self.root} is dirty: {shown} differ from what was committed or hooked; nothing was changed: "
+                "commit or restore them, or say --allow-dirty to patch the checkout as it is"
+            )
+        return (*notices, f"patched as it is, with modified files: {shown}")
+
+    def _with_line(self, without: bytes, names: Sequence[str], sha256: str | None = None) -> bytes:
+        line = HookLine(
+            tuple(names),
+            megacpp_mcore.__version__,
+            self.registry.seal(names),
+            sha256 or hashlib.sha256(without).hexdigest(),
+        )
+        try:
+            # What is complete Python stays so with one more line, and what is not might swallow it.
+            ast.parse(without)
+        except (SyntaxError, ValueError) as error:
+            raise PatchError(
+                f"{self.file} is not Python that a line can be added to: {error}; nothing was changed: restore it first"
+            ) from error
+        return hook_line.add(without, line)
+
+    def _write_hook(self, without: bytes, names: Sequence[str], sha256: str | None = None) -> None:
+        self._write(self._with_line(without, names, sha256))
+
+    def _write(self, content: bytes) -> None:
+        temporary = self.file.with_name(f"{_TEMPORARY}{os.getpid()}~")
+        try:
+            replace_file(self.file, content, temporary)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> PatchError:
+        return PatchError(
+            f"{self.root} cannot be written to ({error}); nothing was changed: it has to be writable for this user, "
+            "or take a copy of it that is"
+        )
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One change of this checkout at a time; what a killed one left behind is removed.
+
+        The lock is on a file that is there anyway and is never replaced by us, opened for writing: no lock file stays
+        behind, and network file systems, which refuse locks on folders, take it.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                stream = stack.enter_context((self.root / PACKAGE_INFO_FILE).open("r+b"))
+                fcntl.flock(stream, fcntl.LOCK_EX)
+                for leftover in self.file.parent.glob(f"{_TEMPORARY}*~"):
+                    leftover.unlink()
+            except OSError as error:
+                raise self._unwritable(error) from error
+            yield
+
+
+def replace_file(file: Path, content: bytes, temporary: Path) -> None:
+    """Give ``file`` new content in one step: whoever reads it, or finds it after a crash, has the old or the new.
+
+    Args:
+        file: keeps its mode, and its owner where that is allowed.
+        content: all of it.
+        temporary: a name in the same folder that is not in use; a killed process may leave it behind.
+
+    Raises:
+        OSError: the file is as it was.
+    """
+    old = file.stat()
+    with temporary.open("xb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fchmod(stream.fileno(), old.st_mode & 0o7777)
+        if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+            # Only root may give a file away; for anybody else the new file is their own.
+            with contextlib.suppress(PermissionError):
+                os.fchown(stream.fileno(), old.st_uid, old.st_gid)
+        os.fsync(stream.fileno())
+    # Python takes a .pyc for current by the source's size and its time in whole seconds.
+    if int(temporary.stat().st_mtime) <= int(old.st_mtime):
+        os.utime(temporary, (old.st_atime, int(old.st_mtime) + 1))
+    os.replace(temporary, file)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        # Where a folder cannot be synchronised the change is still whole, only maybe not yet on the disk.
+        with contextlib.suppress(OSError):
+            os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _require_megatron(root: Path) -> None:
+    missing = [name for name in (HOOKED_FILE, PACKAGE_INFO_FILE) if not (root / name).is_file()]
+    if not missing:
+        return
+    if not root.is_dir():
+        raise CheckoutError(f"{root} is not a folder; expected the root of a Megatron-LM checkout")
+    above = [folder for folder in root.parents if all((folder / n).is_file() for n in (HOOKED_FILE, PACKAGE_INFO_FILE))]
+    hint = f"did you mean {above[0]}?" if above else "give the folder that has megatron/ and pretrain_gpt.py in it"
+    raise CheckoutError(f"{root} is not a Megatron-LM checkout: there is no {_join(missing)} in it; {hint}")
+
+
+def _edited(content: Content) -> bool:
+    """Whether somebody changed the rest of the file after it was hooked."""
+    hook = content.hook
+    return hook is not None and hashlib.sha256(content.without).hexdigest() != hook.sha256
+
+
+def _version_of(edit: Edit, sha256: str) -> str:
+    return _join(version for version, known in edit.fingerprints.items() if known == sha256)
+
+
+def _git_patch(before: bytes, after: bytes) -> bytes:
+    """A unified diff, in git's form, of a change at the end of the hooked file."""
+    old, new = _git_lines(before), _git_lines(after)
+    same = 0
+    while same < min(len(old), len(new)) and old[same] == new[same]:
+        same += 1
+    first = max(0, same - _CONTEXT)
+    body = [(b" ", line) for line in old[first:same]]
+    body += [(b"-", line) for line in old[same:]] + [(b"+", line) for line in new[same:]]
+    spans = [f"{first + 1 if lines[first:] else 0},{len(lines) - first}" for lines in (old, new)]
+    head = f"diff --git a/{HOOKED_FILE} b/{HOOKED_FILE}\n--- a/{HOOKED_FILE}\n+++ b/{HOOKED_FILE}\n"
+    head += f"@@ -{spans[0]} +{spans[1]} @@\n"
+    ending = b"\n\\ No newline at end of file\n"
+    return head.encode() + b"".join(sign + (line if line.endswith(b"\n") else line + ending) for sign, line in body)
+
+
+def _git_lines(content: bytes) -> list[bytes]:
+    """Lines as git counts them: a carriage return alone ends none."""
+    return re.findall(rb"[^\n]*\n|[^\n]+", content)
+
+
+def _join(words: Iterable[str], separator: str = ", ") -> str:
+    return separator.join(words)

@@ -1,0 +1,144 @@
+"""dataset-helpers: start-up runs no ``make`` where the compiled dataset helper is there already.
+
+Activate: applied by the launcher; or ``megacpp_mcore.patches.apply(["dataset-helpers"])``.
+Scope: ``compile_helpers``, and the start-up step of the training loop that calls it on one rank.
+Provenance: megatron-core 0.19.2 ``core/datasets/utils.py`` and ``training/initialize.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.patches.registry import Edit, Patch
+
+logger = logging.getLogger(__name__)
+
+HELPER = "megatron.core.datasets.helpers_cpp"
+"""The extension module that ``megatron.core.datasets.helpers`` imports."""
+
+_VERSIONS = ("0.19.1", "0.19.2")
+"""The tag core_v0.19.0 calls itself 0.19.1; both hold the same source of these two."""
+
+
+def ready_helper(folder: Path) -> str | None:
+    """Import the compiled helper and return its file, or None when there is none that fits ``folder``'s source.
+
+    The wheel brings the compiled helper but no Makefile. A checkout that has compiled none gets the one of another
+    megatron-core on ``sys.path``, if that was compiled from the same source.
+
+    Args:
+        folder: ``megatron/core/datasets`` of the megatron-core in use.
+    """
+    if HELPER not in sys.modules and _outdated(folder):
+        return None
+    try:
+        return str(importlib.import_module(HELPER).__file__)
+    except ImportError:
+        source = _read(folder / "helpers.cpp")
+    relative = Path("megatron", "core", "datasets")
+    for entry in sys.path:
+        other = Path(entry, relative)
+        if source is None or _read(other / "helpers.cpp") != source:
+            continue
+        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+            library = other / f"helpers_cpp{suffix}"
+            if library.is_file():
+                sys.modules[HELPER] = _load_extension(HELPER, library)
+                return str(library)
+    return None
+
+
+def _outdated(folder: Path) -> bool:
+    """Whether ``make`` in ``folder`` would compile the helper that lies there again, because its source is newer."""
+    libraries = [folder / f"helpers_cpp{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    present = next((library for library in libraries if library.is_file()), None)
+    if present is None or not (folder / "Makefile").is_file():
+        return False
+    return present.stat().st_mtime < (folder / "helpers.cpp").stat().st_mtime
+
+
+def _read(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None
+
+
+def _load_extension(name: str, library: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, library)
+    if spec is None or spec.loader is None:
+        raise LaunchError(f"{library} cannot be loaded as a Python extension; reinstall megatron-core")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _datasets_folder() -> Path:
+    from megatron.core.datasets import utils
+
+    return Path(utils.__file__).resolve().parent
+
+
+def _compile_if_missing(original: Callable[[], None]) -> Callable[[], None]:
+    """Replacement of ``compile_helpers()``."""
+
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        folder = _datasets_folder()
+        library = ready_helper(folder)
+        if library is not None:
+            logger.info("dataset helper: %s is compiled, make is not run", library)
+        elif (folder / "Makefile").is_file():
+            original()
+        else:
+            raise LaunchError(
+                f"{HELPER} cannot be imported and {folder} has no Makefile to compile it with; reinstall megatron-core for "
+                "this Python (pip install --force-reinstall --no-deps megatron-core), or use a Megatron-LM checkout"
+            )
+
+    return compile_helpers
+
+
+def _ready_on_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``_compile_dependencies()``: upstream compiles on rank 0, but every rank imports the result."""
+
+    @functools.wraps(original)
+    def compile_dependencies(*args: Any, **kwargs: Any) -> Any:
+        ready_helper(_datasets_folder())
+        return original(*args, **kwargs)
+
+    return compile_dependencies
+
+
+PATCH = Patch(
+    name="dataset-helpers",
+    fixes="start-up runs make in megatron/core/datasets and exits where there is no Makefile, as in the wheel",
+    source="megatron-core 0.19.2, megatron/core/datasets/utils.py and megatron/training/initialize.py",
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        Edit(
+            target="megatron.core.datasets.utils:compile_helpers",
+            fingerprints=dict.fromkeys(_VERSIONS, "84029a50ae8cfac18dfe03efaf3c3977e82d3a51682ae4d410616b4c01f16f63"),
+            make=_compile_if_missing,
+        ),
+        Edit(
+            target="megatron.training.initialize:_compile_dependencies",
+            fingerprints=dict.fromkeys(_VERSIONS, "6d4b2069952d6210042f79b51e54042213e8be164e1f02eaed2e7eca8c0f3b11"),
+            make=_ready_on_every_rank,
+        ),
+    ),
+    seam=(
+        "compile_helpers is the one place that runs make; _compile_dependencies is the one that every rank passes, "
+        "before rank 0 alone calls it"
+    ),
+    leaves_alone="make itself, wherever there is a Makefile and no compiled helper, or one older than its source",
+    retire_when="the wheel's start-up no longer runs make, or upstream first looks for the compiled helper",
+    cost="nothing",
+)

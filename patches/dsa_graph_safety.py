@@ -1,0 +1,209 @@
+"""dsa-graph-safety: the forward and backward pass of DSA can be captured in a CUDA graph.
+
+Activate: ``megacpp_mcore.patches.apply(["dsa-graph-safety"])``.
+Scope: while the current stream is being captured. Outside of a capture every call goes to the original, with its checks.
+Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/{dsa,dsa_layout}.py`` and
+``core/models/common/embeddings/rope_utils.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megacpp_mcore.patches.registry import Edit, Patch
+
+_VERSIONS = ("0.19.1", "0.19.2")
+"""The tag core_v0.19.0 calls itself 0.19.1; both hold the same source of all five."""
+
+_DSA = "megatron.core.transformer.experimental_attention_variant"
+
+
+def capturing() -> bool:
+    """Whether work on the current CUDA stream is being captured; False without a GPU."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _loss_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``FusedDSAIndexerLoss.backward(ctx, grad_topk_indices, grad_loss)``.
+
+    Without a row mask stock divides by a number of rows that it copies from the host, which a capture refuses. With a row mask
+    it counts on the device; a mask of ones gives the same number, and the same gradients to the bit.
+    """
+
+    @functools.wraps(original)
+    def backward(ctx: Any, grad_topk_indices: Any, grad_loss: Any) -> Any:
+        if ctx.query_valid_rows is None and not ctx.calculate_per_token_loss and capturing():
+            import torch
+
+            q_SBHD = ctx.saved_tensors[0]
+            ctx.query_valid_rows = torch.ones(q_SBHD.shape[1::-1], dtype=torch.bool, device=q_SBHD.device)
+        return original(ctx, grad_topk_indices, grad_loss)
+
+    return backward
+
+
+def _scaler_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``DSAIndexerLossAutoScaler.backward(ctx, grad_output)``: a scale that nobody has set is 1.
+
+    Stock then copies a 1 from the host, and keeps it. In a capture a 1 is filled in on the device, and not kept: its memory
+    is the graph's.
+    """
+
+    @functools.wraps(original)
+    def backward(ctx: Any, grad_output: Any) -> Any:
+        from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
+
+        if DSAIndexerLossAutoScaler.main_loss_backward_scale is not None or not capturing():
+            return original(ctx, grad_output)
+        import torch
+
+        (loss,) = ctx.saved_tensors
+        return grad_output, torch.ones_like(loss)
+
+    return backward
+
+
+def _validate(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``_validate_nonpacked_cp_uniform_length(sq, skv, cp_size, cp_group, device)``.
+
+    Lengths of other ranks are gathered and read on the host. In a capture they are not, as shapes cannot have changed since
+    the eager warm-up, which checked them; what one rank can tell by itself is still checked.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def validate(*args: Any, **kwargs: Any) -> Any:
+        if not capturing():
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["cp_group"] = None
+        return original(*bound.args, **bound.kwargs)
+
+    return validate
+
+
+def _positions(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``build_packed_allgather_cp_local_positions(cu_seqlens, cp_size, cp_rank, device, …)``.
+
+    Stock drops empty sequences by boolean indexing, which waits for the GPU. Same positions, but for a batch that
+    holds no token at all: stock gives none, and here there are as many as rows.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def positions(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        call = bound.arguments
+        if call["cp_size"] <= 1 or not call["output_size"] or not capturing():
+            return original(*args, **kwargs)
+        from megacpp_mcore.ops.packed.positions import zigzag_positions
+
+        return zigzag_positions(
+            call["cu_seqlens"].to(call["device"]),
+            cp_size=call["cp_size"],
+            cp_rank=call["cp_rank"],
+            num_rows=call["output_size"],
+            padded=not call["cu_seqlens_cover_output"],
+        )
+
+    return positions
+
+
+def _rotary(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, …)``, which splits rows by lengths read on the host.
+
+    The same frequencies are picked by row on the device, and the same rotation applied to all rows at once.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        call = bound.arguments
+        if call["cp_group"] is None or call["multi_latent_attention"] is not None or not capturing():
+            return original(*args, **kwargs)
+        from megatron.core.models.common.embeddings import rope_utils
+
+        from megacpp_mcore.ops.packed.positions import rotary_rows
+
+        rows = rotary_rows(
+            call["cu_seqlens"],
+            num_rows=call["t"].shape[0],
+            num_frequencies=call["freqs"].shape[0],
+            cp_size=call["cp_group"].size(),
+            cp_rank=call["cp_group"].rank(),
+        )
+        rotated = rope_utils._apply_rotary_pos_emb_bshd(
+            call["t"].unsqueeze(1),
+            call["freqs"].index_select(0, rows),
+            rotary_interleaved=call["rotary_interleaved"],
+            mla_rotary_interleaved=call["mla_rotary_interleaved"],
+            mscale=call["mscale"],
+        )
+        return rotated.squeeze(1)
+
+    return rotate
+
+
+def _edit(target: str, sha256: str, make: Callable[[Any], Any]) -> Edit:
+    return Edit(target=target, fingerprints=dict.fromkeys(_VERSIONS, sha256), make=make)
+
+
+PATCH = Patch(
+    name="dsa-graph-safety",
+    fixes=(
+        "CUDA graph capture of a DSA layer fails: the indexer loss's backward pass copies from the host, and packed sequences "
+        "and context parallelism read lengths on the host"
+    ),
+    source=(
+        "megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/{dsa,dsa_layout}.py and "
+        "megatron/core/models/common/embeddings/rope_utils.py"
+    ),
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        _edit(
+            f"{_DSA}.dsa:FusedDSAIndexerLoss.backward",
+            "f6763f4863e3a333d9272328a4182fef0bae859309034bf30b4826e25b0a8b67",
+            _loss_backward,
+        ),
+        _edit(
+            f"{_DSA}.dsa:DSAIndexerLossAutoScaler.backward",
+            "e68eea9044f28c5357ba417493e1e6882867ca066f3f58c1770f90c22fb66b4c",
+            _scaler_backward,
+        ),
+        _edit(
+            f"{_DSA}.dsa:_validate_nonpacked_cp_uniform_length",
+            "59e125f39723868640efc63ad3888b2e7ae3e7403c6c03b3e7a25508e4741aef",
+            _validate,
+        ),
+        _edit(
+            f"{_DSA}.dsa_layout:build_packed_allgather_cp_local_positions",
+            "1e34f4cfb33348c6fa6d37be363361b1bf95863ab41bbd5d1a57cb5d21e77a1a",
+            _positions,
+        ),
+        _edit(
+            "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
+            "99798acffbb2e50cbe72e1f595005364c49d49de1969c387dcd4f5b274690b16",
+            _rotary,
+        ),
+    ),
+    seam=(
+        "each is the smallest function around one host synchronisation; the backward pass is met at the autograd function, so "
+        "that the function it calls stays free for dsa-indexer-memory"
+    ),
+    leaves_alone=(
+        "everything outside of a capture; scatter_topk_into_index_mask, which is without branches in 0.19 already; "
+        "generate_varlen_mask_params, which nothing calls; get_cp_positions_from_layout for ranks of unequal length, which the "
+        "eager check refuses before; fused kernels; activation recompute of the core attention; the log "
+        "of the loss, whose tensor an eager warm-up has to have made"
+    ),
+    cost="nothing outside of a capture but the question whether there is one; an eager warm-up has to come first, as ever",
+    retire_when="upstream captures a DSA layer with its indexer loss, packed and with context parallelism",
+)

@@ -1,0 +1,393 @@
+"""dsa-index-cache: stock DSA shares top-k indices between layers with the right gradients, on a schedule of your choice.
+
+Activate: ``megacpp_mcore.patches.apply(["dsa-index-cache"])`` before the model is built. The schedule is the one of
+    ``--dsa-indexer-topk-freq`` and ``--dsa-indexer-skip-topk-offset``, or, with those left alone, ``dsa_index_cache`` in the
+    file that ``MEGACPP_CONFIG`` names: ``{schedule: FSSFSS}`` or ``{full: [0, 3]}``.
+Scope: GPT models with ``--experimental-attention-variant dsa``; without a schedule the model is stock's. The logged indexer
+    loss becomes the mean over the layers that have one, for every model.
+Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``; index cache arXiv 2603.12201.
+
+Why a checkpointed function carries the indices (:mod:`megacpp_mcore.ops.indexer.cache`): recompute gives a layer copies of
+its tensors, so nothing that is attached to a tensor arrives; it happens between the forward passes of later micro-batches,
+so nothing that is kept by layer number is still the right one; and a token set by a hook of the chunk would have to be
+stored with each checkpoint anyway. The function given to the checkpoint is stored there already, is new for each call, and
+is freed with the autograd graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from megacpp_mcore import config as plugin_config
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.indexer.cache import IndexCache, Recomputed, Selection
+from megacpp_mcore.patches.registry import Edit, Patch
+from megacpp_mcore.pattern import FULL_INDEX, SHARED_INDEX, promoted_schedule, source_layers
+
+_VERSIONS = ("0.19.1", "0.19.2")
+"""The tag core_v0.19.0 calls itself 0.19.1; both hold the same source of all targets."""
+_DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
+_CACHE = "_megacpp_index_cache"
+"""Attribute of a DSAttention that shares: the IndexCache of its block."""
+_HOLDERS = "_megacpp_index_holders"
+"""Attribute of a DSAttention during its forward pass: what stock reads from or writes to, indices and lengths by layer."""
+_SAVED = "megacpp_saved_losses"
+"""Key of the loss tracker: how many losses were added to it, a tensor of one element, so that a graph can capture it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A block whose layers are being built: the role of each layer, ``F`` or ``S``, and the cache they share."""
+
+    roles: str
+    cache: IndexCache
+
+    def readers(self, layer: int) -> bool:
+        return layer in source_layers(tuple(self.roles)).values()
+
+
+_BUILDING: ContextVar[_Block | None] = ContextVar("megacpp_dsa_block", default=None)
+
+
+def _periodic(config: Any) -> bool:
+    return (config.dsa_indexer_topk_freq or 1) > 1
+
+
+def _periodic_roles(config: Any, layers: int) -> str:
+    """Upstream's own schedule for layers 1 … ``layers``, one character each."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import is_dsa_skip_topk_layer
+
+    offset, frequency = config.dsa_indexer_skip_topk_offset or 0, config.dsa_indexer_topk_freq
+    shared = [is_dsa_skip_topk_layer(number, offset, frequency) for number in range(1, layers + 1)]
+    return "".join(SHARED_INDEX if skip else FULL_INDEX for skip in shared)
+
+
+def _asked(config: Any) -> plugin_config.IndexSchedule | None:
+    """The schedule of the file, None when it has none.
+
+    Raises:
+        ModelError: upstream's arguments ask for another one.
+    """
+    schedule = plugin_config.index_schedule_from_environment()
+    if schedule is not None and _periodic(config):
+        raise ModelError(
+            f"{schedule.path} gives the index cache the schedule {str(schedule)!r}, and --dsa-indexer-topk-freq "
+            f"{config.dsa_indexer_topk_freq} gives it another; leave one of them out"
+        )
+    return schedule
+
+
+def _trunk_roles(config: Any) -> str | None:
+    """``F`` or ``S`` for every layer of a DSA model's decoder; None when nothing is shared or it is no such model."""
+    if config.experimental_attention_variant != "dsa":
+        return None
+    schedule = _asked(config)
+    if schedule is not None:
+        return schedule.roles(config.num_layers)
+    return _periodic_roles(config, config.num_layers) if _periodic(config) else None
+
+
+def _refuse_split(config: Any, roles: str) -> None:
+    """Raise ModelError, with the schedule to adopt, where a model chunk would begin with a Shared layer."""
+    from megacpp_mcore.layer_specs.nam56r import model_chunks
+
+    chunks = model_chunks(config)
+    schedule, promoted = promoted_schedule(tuple(roles), chunks)
+    if promoted:
+        spans = ", ".join(f"{chunk.start}–{chunk.stop - 1}" for chunk in chunks if len(chunk))
+        instead = f" in place of --dsa-indexer-topk-freq {config.dsa_indexer_topk_freq}" if _periodic(config) else ""
+        raise ModelError(
+            f"DSA schedule {roles!r}: with model chunks {spans}, a chunk would begin with a Shared layer: "
+            f"layer{'s' if len(promoted) > 1 else ''} {', '.join(map(str, promoted))}. Indices do not travel between "
+            f"chunks; adopt the promoted schedule (it is part of the model, for every layout): set dsa_index_cache: "
+            f"{{schedule: {schedule}}} in the file {plugin_config.VARIABLE} names{instead}, or choose another layout"
+        )
+
+
+def _trunk_block(block: Any) -> _Block | None:
+    roles = _trunk_roles(block.config)
+    if roles is None:
+        return None
+    _refuse_split(block.config, roles)
+    if SHARED_INDEX in roles:
+        # Layers without an indexer leave holes in one checkpoint tensor for all layers (the field is spelled so upstream).
+        block.config.hetereogenous_dist_checkpoint = True
+    return _Block(roles, IndexCache(source_layers(tuple(roles))))
+
+
+def _mtp_block(block: Any) -> _Block | None:
+    """MTP layers have numbers, and here a cache, of their own; a schedule from the file is about the trunk alone."""
+    if block.mtp_layer_pattern is not None or _trunk_roles(block.config) is None:
+        return None
+    layers = block.config.mtp_num_layers or 1
+    roles = _periodic_roles(block.config, layers) if _periodic(block.config) else FULL_INDEX * layers
+    return _Block(roles, IndexCache(source_layers(tuple(roles))))
+
+
+def _build_layers(describe: Callable[[Any], _Block | None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Maker of the replacement of a block's ``_build_layers``: it says which block the layers are built for."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _build_layers(self: Any, *args: Any, **kwargs: Any) -> Any:
+            token = _BUILDING.set(describe(self))
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                _BUILDING.reset(token)
+
+        return _build_layers
+
+    return make
+
+
+def _validate_split(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``_validate_dsa_index_share_pipeline_split(config, local_layer_ids)``: it says what would do."""
+
+    @functools.wraps(original)
+    def _validate_dsa_index_share_pipeline_split(config: Any, local_layer_ids: Any) -> None:
+        roles = _trunk_roles(config)
+        if roles is not None:
+            _refuse_split(config, roles)
+        original(config, local_layer_ids)
+
+    return _validate_dsa_index_share_pipeline_split
+
+
+def _init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``DSAttention.__init__``: the schedule decides who has an indexer."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        config, layer = bound.arguments["config"], bound.arguments["layer_number"]
+        block = _BUILDING.get()
+        if block is None:
+            if _periodic(config) or _asked(config) is not None:
+                raise ModelError(
+                    f"DSA layer {layer} is to share indices, but is built outside of a GPT model's decoder and MTP blocks "
+                    "(HybridModel's, say), where the patch dsa-index-cache knows no schedule; build it without one"
+                )
+            original(self, *args, **kwargs)
+            return
+        shared = block.roles[layer - 1] == SHARED_INDEX
+        if shared:
+            bound.arguments["submodules"] = _without_indexer(bound.arguments["submodules"])
+        original(*bound.args, **bound.kwargs)
+        if shared and self.indexer is not None:
+            del self.indexer
+            self.indexer = None
+        self.skip_topk = shared
+        self.source_layer = source_layers(tuple(block.roles)).get(layer, layer)
+        self.index_share = shared or block.readers(layer)
+        setattr(self, _CACHE, block.cache)
+
+    return __init__
+
+
+def _without_indexer(submodules: Any) -> Any:
+    """The submodules with a placeholder that draws no random numbers in the indexer's place."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    return dataclasses.replace(submodules, indexer=IdentityOp)
+
+
+def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``DSAttention.forward``: reads before it, or publishes after it."""
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.index_share:
+            return original(self, *args, **kwargs)
+        cache: IndexCache | None = getattr(self, _CACHE, None)
+        if cache is None:
+            raise ModelError(
+                f"DSA layer {self.layer_number} was built before the patch dsa-index-cache was applied; apply it first"
+            )
+        index: dict[int, Any] = {}
+        length: dict[int, Any] = {}
+        if self.skip_topk:
+            selection = cache.read(self.layer_number)
+            index[self.source_layer], length[self.source_layer] = selection.index, selection.length
+        setattr(self, _HOLDERS, (index, length))
+        try:
+            output = original(self, *args, **kwargs)
+        finally:
+            delattr(self, _HOLDERS)
+        if not self.skip_topk:
+            cache.publish(self.layer_number, Selection(index[self.layer_number], length.get(self.layer_number)))
+        return output
+
+    return forward
+
+
+def _holder(which: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Maker of the replacement of the holder of indices (0) or lengths (1): that of the forward pass under way."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def holder(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(self, _HOLDERS)[which]
+
+        return holder
+
+    return make
+
+
+def _checkpoint_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``CheckpointFunction.forward(ctx, run_function, …)``."""
+
+    @functools.wraps(original)
+    def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        return original(ctx, Recomputed(run_function), *args)
+
+    return forward
+
+
+def _te_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``te_checkpoint(forward_func, …)``, which FP8 and FP4 recipes use in place of the other."""
+
+    @functools.wraps(original)
+    def te_checkpoint(forward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from torch.nn import Module
+
+        # Transformer Engine looks into a module for modules of its own; those that Megatron passes hold no attention.
+        function = forward_func if isinstance(forward_func, Module) else Recomputed(forward_func)
+        return original(function, *args, **kwargs)
+
+    return te_checkpoint
+
+
+def _save_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``save_loss_to_tracker``: counts the losses."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_loss_to_tracker(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        if signature.bind(*args, **kwargs).arguments["layer_number"] is not None:
+            _saved_losses().add_(1)
+
+    return save_loss_to_tracker
+
+
+def _saved_losses() -> Any:
+    """The count of losses in the tracker, made on first use; the tracker must have its values."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    tracker = DSAIndexerLossLoggingHelper.tracker
+    if _SAVED not in tracker:
+        tracker[_SAVED] = tracker["values"].new_zeros(1)
+    return tracker[_SAVED]
+
+
+def _track_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``track_indexer_metrics``: a mean over losses, where upstream divides by all layers.
+
+    Upstream's ``loss_scale``, one over the number of micro-batches, is in the count of losses already.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def track_indexer_metrics(*args: Any, **kwargs: Any) -> None:
+        import torch
+        from megatron.core import parallel_state
+        from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+        values = DSAIndexerLossLoggingHelper.tracker.get("values")
+        if values is None:
+            original(*args, **kwargs)
+            return
+        saved = _saved_losses()
+        torch.distributed.all_reduce(saved, group=parallel_state.get_pipeline_model_parallel_group())
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["loss_scale"] = values.numel() / saved.clamp(min=1).squeeze(0)
+        original(*bound.args, **bound.kwargs)
+        saved.zero_()
+
+    return track_indexer_metrics
+
+
+def _edit(target: str, sha256: str, make: Callable[[Any], Any]) -> Edit:
+    return Edit(target=target, fingerprints=dict.fromkeys(_VERSIONS, sha256), make=make)
+
+
+PATCH = Patch(
+    name="dsa-index-cache",
+    fixes=(
+        "DSA layers that share indices take those of another micro-batch when they are recomputed (without a mask), or fail "
+        "(with one); their distributed checkpoints cannot be saved; the schedule can only be periodic; the logged indexer "
+        "loss is divided by layers that have none"
+    ),
+    source="megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/dsa.py, index_share",
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        _edit(
+            f"{_DSA}:DSAttention.__init__", "c2427aa24ad258049e6a534a02babd7196adb91a43bea8b4a8d5f102e5b9f046", _init
+        ),
+        _edit(
+            f"{_DSA}:DSAttention.forward", "c2802527fc6d82eed5889b083c4981d28e88a6a624d5fca0b6562820a0afc393", _forward
+        ),
+        _edit(
+            f"{_DSA}:DSAttention._get_index_share_topk_holder",
+            "6e2683cd4b6d7fe259c7d41fd5b0ef7eadc507f8b2d1bebf8b790705d2a74c85",
+            _holder(0),
+        ),
+        _edit(
+            f"{_DSA}:DSAttention._get_index_share_topk_length_holder",
+            "45ee7d12f65f1da328d7773e7749910111552efc69eee5a1f841e5304495e6c0",
+            _holder(1),
+        ),
+        _edit(
+            f"{_DSA}:DSAIndexerLossLoggingHelper.save_loss_to_tracker",
+            "5d6f3323d6224f1c86d5c18f2912422fcdf1c6be18de1a73ed655761f096aa76",
+            _save_loss,
+        ),
+        _edit(
+            f"{_DSA}:DSAIndexerLossLoggingHelper.track_indexer_metrics",
+            "8948072aa98a7f347d17226a6ed7bad3253241dbe69e2eb12f80bf357bd0433d",
+            _track_metrics,
+        ),
+        _edit(
+            "megatron.core.transformer.transformer_block:TransformerBlock._build_layers",
+            "ecef5e2f6cc7d5b3fb4184b91da76e31718dbc76025949596f026dcf42a58c49",
+            _build_layers(_trunk_block),
+        ),
+        _edit(
+            "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock._build_layers",
+            "139195b33e835bcae8a0130ed7e8bed6462d26c9cd28f05ce0b8286ccf7357cf",
+            _build_layers(_mtp_block),
+        ),
+        _edit(
+            "megatron.core.models.gpt.experimental_attention_variant_module_specs:"
+            "_validate_dsa_index_share_pipeline_split",
+            "6924e20aec7d8ad639ad61eaecd0e2ed6f1eb4b55f93ada20ca0b7ce2cfd70d4",
+            _validate_split,
+        ),
+        _edit(
+            "megatron.core.tensor_parallel.random:CheckpointFunction.forward",
+            "4bcf3f270c667ff12a3184b0d75be22a6038f2a357f9776d0f24b4fd760c65e9",
+            _checkpoint_forward,
+        ),
+        _edit(
+            "megatron.core.extensions.transformer_engine:te_checkpoint",
+            "1de08e8bca5afd2dffd695355945ac16a2c33d8429f1dfb5f89975d3653976fd",
+            _te_checkpoint,
+        ),
+    ),
+    seam=(
+        "the two holders are all that stock's forward knows of sharing; a block's _build_layers is where its layers, and no "
+        "others, are made; the function given to a checkpoint is the one thing that is of one micro-batch and meets both runs"
+    ),
+    leaves_alone=(
+        "what the indexer computes and its loss; models without a schedule; HybridModel, where a schedule is refused; the "
+        "logged loss per layer number, in which MTP layers count with the trunk's layers of their number"
+    ),
+    retire_when="upstream keys shared indices by layer and micro-batch, takes a schedule, and averages over Full layers",
+)

@@ -1,0 +1,263 @@
+"""dsa-indexer-memory: index scores, top-k, the indexer's KL loss and its gradient in chunks of queries.
+
+Activate: ``megacpp_mcore.patches.apply(["dsa-indexer-memory"])``.
+Scope: float32 and 16-bit inputs on one device, called without autograd (as stock does) and without autocast; masks of shape
+[sq, sk] or [b, sq, sk], packed sequences, or neither. Every other call goes to the original.
+Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``, its unfused fallback.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from megacpp_mcore.patches.registry import Edit, Patch
+
+if TYPE_CHECKING:
+    import torch
+
+    from megacpp_mcore.ops.indexer.chunked import Attention, Indexer, KeyRule
+
+_VERSIONS = ("0.19.1", "0.19.2")
+"""The tag core_v0.19.0 calls itself 0.19.1; both hold the same source of all three."""
+
+
+def _wrap(run: Callable[[SimpleNamespace], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A factory of replacements: ``run`` on the call's arguments by name; where it returns None, the original."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            result = run(SimpleNamespace(**bound.arguments))
+            return original(*args, **kwargs) if result is None else result
+
+        return replacement
+
+    return make
+
+
+def _topk(call: SimpleNamespace) -> Any:
+    """``fused_qk_topk_naive``: ``(index_scores, topk_indices)``, the former computed only if somebody reads it."""
+    from megacpp_mcore.ops.indexer.chunked import indexer_scores, select
+    from megacpp_mcore.ops.indexer.deferred import DeferredScores
+
+    indexer = _indexer(call)
+    if indexer is None or call.index_topk < 1 or not _mask_fits(call):
+        return None
+    rule = _rule(call)
+    _, index_BSN = select(indexer, call.index_topk, rule)
+    (num_queries, batch), num_keys = call.q.shape[:2], call.k.shape[0]
+    read = [call.q, call.k, call.weights, call.mask, call.varlen_starts, call.varlen_ends, call.key_positions]
+    scores = DeferredScores(
+        lambda: indexer_scores(indexer, rule),
+        tuple(tensor for tensor in read if tensor is not None),
+        (batch, num_queries, num_keys),
+        indexer.dtype,
+        call.q.device,
+    )
+    return scores, index_BSN
+
+
+def _forward(call: SimpleNamespace) -> Any:
+    """``fwd_fused_indexer_loss_naive``: ``(topk_indices, loss)``."""
+    from megatron.core.transformer.experimental_attention_variant.dsa_indexer_loss import reduce_indexer_kl_sum
+
+    from megacpp_mcore.ops.indexer.chunked import dense_divergence, select, sparse_divergence
+
+    parts = _parts(call)
+    if parts is None or call.topk < 1:
+        return None
+    indexer, attention, loss_rule = parts
+    # A call without mask and bounds selects among all keys, and only its loss is causal. An additive mask is in the scores
+    # twice in the loss's forward pass and once in its backward pass; for masks of 0 and -inf that is all the same.
+    rule = _rule(call)
+    best_BSN, index_BSN = select(indexer, call.topk, rule)
+    if call.sparse_loss:
+        divergence_BS = sparse_divergence(attention, best_BSN, index_BSN, loss_rule)
+    else:
+        divergence_BS = dense_divergence(indexer, attention, (rule, loss_rule))
+    rows_BS = _valid_rows(call)
+    if rows_BS is not None:
+        divergence_BS = divergence_BS * rows_BS
+    loss = reduce_indexer_kl_sum(
+        divergence_BS.sum(),
+        num_rows=divergence_BS.numel(),
+        calculate_per_token_loss=call.calculate_per_token_loss,
+        valid_row_count=None if rows_BS is None else rows_BS.sum(),
+    )
+    return index_BSN, loss * call.loss_coeff
+
+
+def _backward(call: SimpleNamespace) -> Any:
+    """``bwd_fused_indexer_loss_naive``: the gradients of q, weights and k."""
+    from megacpp_mcore.ops.indexer.chunked import dense_backward, sparse_backward
+
+    parts = _parts(call)
+    if parts is None or call.topk_indices.shape[-1] < 1:
+        return None
+    indexer, attention, rule = parts
+    num_queries, batch = call.q.shape[:2]
+    rows_BS, weight = _valid_rows(call), call.grad_loss.float() * call.loss_coeff
+    if not call.calculate_per_token_loss:
+        weight = weight / (batch * num_queries if rows_BS is None else rows_BS.sum().clamp_min(1))
+    weight_BS = weight.reshape(1, 1).expand(batch, num_queries)
+    if rows_BS is not None:
+        weight_BS = weight_BS * rows_BS
+    if call.sparse_loss:
+        return sparse_backward(indexer, attention, call.topk_indices, rule, weight_BS)
+    return dense_backward(indexer, attention, rule, weight_BS)
+
+
+def _parts(call: SimpleNamespace) -> tuple[Indexer, Attention, KeyRule] | None:
+    """The indexer, the attention it learns from, and the rule of the loss; None outside of the scope."""
+    from megacpp_mcore.ops.indexer.chunked import KeyRule
+
+    indexer, attention = _indexer(call), _attention(call)
+    if indexer is None or attention is None or not _mask_fits(call):
+        return None
+    (num_queries, batch), num_keys = call.q.shape[:2], call.k.shape[0]
+    if attention.query_SBAK.shape[:2] != (num_queries, batch) or attention.key_TBGK.shape[0] != num_keys:
+        return None
+    rule = _rule(call) or KeyRule.causal(num_queries, num_keys, call.q.device)
+    return indexer, attention, rule
+
+
+def _indexer(call: SimpleNamespace) -> Indexer | None:
+    from megacpp_mcore.ops.indexer.chunked import Indexer
+
+    q, k, w = call.q, call.k, call.weights
+    if not _plain(q, k, w) or q.dim() != 4 or k.dim() != 3 or 0 in (*q.shape, *k.shape):
+        return None
+    if w.shape != q.shape[:3] or k.shape[1:] != (q.shape[1], q.shape[3]):
+        return None
+    return Indexer(q, k, w, relu=call.use_relu)
+
+
+def _attention(call: SimpleNamespace) -> Attention | None:
+    from megacpp_mcore.ops.indexer.chunked import Attention
+
+    query, key = (tensor.unsqueeze(1) if tensor.dim() == 3 else tensor for tensor in (call.query, call.key))
+    if not _plain(query, key, call.q) or query.dim() != 4 or 0 in (*query.shape, *key.shape):
+        return None
+    if key.dim() != 4 or key.shape[1:] != query.shape[1:]:
+        return None
+    if key.stride(2) == 0:
+        key = key[:, :, :1]  # absorbed MLA: one key head, expanded over the query heads
+    return Attention(query, key, call.softmax_scale, reduce=_reduce_over(call.pg_collection.tp))
+
+
+def _reduce_over(group: Any) -> Callable[[torch.Tensor], None] | None:
+    """Sums in place over the ranks of ``group``; None where there is one rank."""
+    if group.size() == 1:
+        return None
+
+    def reduce(target: torch.Tensor) -> None:
+        import torch
+
+        torch.distributed.all_reduce(target, group=group)
+
+    return reduce
+
+
+def _plain(*tensors: torch.Tensor) -> bool:
+    """Whether these are tensors that stock would compute with in float32, on one device and without recording them."""
+    import torch
+
+    device = tensors[0].device
+    computed = all(
+        tensor.device == device and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) for tensor in tensors
+    )
+    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return computed and not recorded and not torch.is_autocast_enabled(device.type)
+
+
+def _mask_fits(call: SimpleNamespace) -> bool:
+    """Whether the keys of each query are named in a form that is known here (the original refuses most of the others)."""
+    import torch
+
+    (num_queries, batch), num_keys, device = call.q.shape[:2], call.k.shape[0], call.q.device
+    if call.varlen_starts is None:
+        mask = call.mask
+        shapes = ((num_queries, num_keys), (batch, num_queries, num_keys))
+        return mask is None or (mask.dtype == torch.float32 and mask.device == device and mask.shape in shapes)
+    if call.mask is not None or call.varlen_ends is None:
+        return False
+    lengths = [(call.varlen_starts, num_queries), (call.varlen_ends, num_queries), (call.key_positions, num_keys)]
+    return all(tensor is None or tensor.shape == (length,) for tensor, length in lengths)
+
+
+def _rule(call: SimpleNamespace) -> KeyRule | None:
+    """Which keys may be selected; None: all."""
+    from megatron.core.transformer.experimental_attention_variant.dsa_masking import normalize_varlen_bounds
+
+    from megacpp_mcore.ops.indexer.chunked import KeyRule
+
+    if call.varlen_starts is None:
+        return None if call.mask is None else KeyRule.additive(call.mask)
+    bounds = normalize_varlen_bounds(
+        mask=None,
+        varlen_starts=call.varlen_starts,
+        varlen_ends=call.varlen_ends,
+        key_positions=call.key_positions,
+        sk=call.k.shape[0],
+        device=call.q.device,
+    )
+    return KeyRule.within(*bounds)
+
+
+def _valid_rows(call: SimpleNamespace) -> torch.Tensor | None:
+    """Which queries count in the loss, float32 ``[b, sq]``; None: all."""
+    from megatron.core.transformer.experimental_attention_variant.dsa_masking import normalize_query_valid_rows
+
+    num_queries, batch = call.q.shape[:2]
+    rows = normalize_query_valid_rows(call.query_valid_rows, b=batch, sq=num_queries, device=call.q.device)
+    return None if rows is None else rows.float()
+
+
+def _edit(name: str, sha256: str, run: Callable[[SimpleNamespace], Any]) -> Edit:
+    target = f"megatron.core.transformer.experimental_attention_variant.dsa:{name}"
+    return Edit(target=target, fingerprints=dict.fromkeys(_VERSIONS, sha256), make=_wrap(run))
+
+
+PATCH = Patch(
+    name="dsa-indexer-memory",
+    fixes=(
+        "the unfused DSA fallback, which runs at every head dim but 576/512, holds [sq, b, h, sk] index scores and, in the "
+        "indexer's loss, four [b, heads, sq, sk] tensors, all float32: at sq 16384 with 32 and 56 heads 34 and 60 GB each"
+    ),
+    source="megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/dsa.py",
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        _edit("fused_qk_topk_naive", "5711581142918bca1ddb48a7a4e53dd572b8e951677450db21f0ecadca579bb7", _topk),
+        _edit(
+            "fwd_fused_indexer_loss_naive", "689e62497f39bb62817814f5db0e58edb0b10bdf8c71455b88b41201af9af00c", _forward
+        ),
+        _edit(
+            "bwd_fused_indexer_loss_naive",
+            "e7ab10b88119f5a9d85c82df88d2ebd7a48d557af0890d86ed8bef93e4072eae",
+            _backward,
+        ),
+    ),
+    seam=(
+        "these three functions are all that DSAttention, DSAIndexer and FusedDSAIndexerLoss call for scores, top-k and loss, "
+        "looked up in the module at each call; their arguments hold everything the mathematics needs"
+    ),
+    leaves_alone=(
+        "which keys are selected and what the loss is (masks, packed sequences, bounds, valid rows, per-token loss, the sum "
+        "over tensor-parallel ranks); fused kernels; DSAttention.forward, its mask and its sparse attention; "
+        "compute_dsa_indexer_loss, which stock then calls no more; calls that record autograd, float64, autocast"
+    ),
+    cost=(
+        "more and smaller kernel launches; a dense loss computes the scores twice in its forward pass; under a sparse loss the "
+        "gradient of k is summed in no fixed order on a GPU, unless torch.use_deterministic_algorithms(True); tensor-parallel "
+        "ranks add their targets key by key of the selection, so they have to hold the same one, as they hold the same inputs"
+    ),
+    retire_when="upstream's fallback works in chunks, or a fused kernel covers the head dims in use",
+)

@@ -1,0 +1,228 @@
+"""hybrid-flops: the TFLOP/s that the training loop prints come from the audited count of the model that is trained.
+
+Activate: ``megacpp_mcore.patches.apply(["hybrid-flops"])``.
+Scope: runs with ``--spec megacpp_mcore nam56r``, which are counted whole; stock hybrid patterns with ``D`` or ``+`` layers
+or multi-token prediction, and stock GPT with ``--experimental-attention-variant dsa``, whose count is corrected.
+Provenance: megatron-core 0.19.2 ``training/training.py``, ``core/models/hybrid/hybrid_layer_allocation.py``,
+``core/transformer/experimental_attention_variant/{absorbed_mla,dsa}.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megacpp_mcore import config as plugin_config
+from megacpp_mcore import lowering
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.model import MLA, Model
+from megacpp_mcore.observe import flops
+from megacpp_mcore.patches.registry import Edit, Patch
+
+logger = logging.getLogger(__name__)
+
+_SPECS = (".".join(lowering.SPEC), "megacpp_mcore.layer_specs.nam56r.nam56r")
+"""The specs whose model is ours, as one word."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A global batch as the loop describes it: equal sequences, or packed ones of which only two sums are known."""
+
+    sequences: int
+    length: int
+    packed_tokens: float | None
+    packed_squares: float | None
+
+    @property
+    def packed(self) -> bool:
+        return self.packed_tokens is not None or self.packed_squares is not None
+
+    @property
+    def squares(self) -> float:
+        """The sum of the sequences' squared lengths."""
+        return self.sequences * self.length**2 if self.packed_squares is None else self.packed_squares
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length if self.packed_tokens is None else round(self.packed_tokens)
+
+    @property
+    def causal_pairs(self) -> int:
+        """Σ L(L+1)/2 over the sequences."""
+        return round(self.squares + self.tokens) // 2
+
+
+def _audited_count(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``num_floating_point_operations(args, batch_size, Σ length², Σ length)``."""
+    model_of = _remembered(_described_model)
+    warned: set[str] = set()
+
+    @functools.wraps(original)
+    def num_floating_point_operations(
+        args: Any,
+        batch_size: int,
+        seqlen_squared_sum_in_batch: float | None = None,
+        total_real_tokens_in_batch: float | None = None,
+    ) -> Any:
+        batch = _Batch(batch_size, args.seq_length, total_real_tokens_in_batch, seqlen_squared_sum_in_batch)
+        model = model_of(args)
+        if model is not None:
+            return _count_ours(model, args, batch)
+        count = original(
+            args,
+            batch_size,
+            seqlen_squared_sum_in_batch=seqlen_squared_sum_in_batch,
+            total_real_tokens_in_batch=total_real_tokens_in_batch,
+        )
+        layers = list(_uncounted_attention(args))
+        if batch.packed and any(symbol == "D" for symbol, _ in layers):
+            if "packed" not in warned:
+                logger.warning("hybrid-flops: top-k of packed sequences cannot be counted; the figure is upstream's")
+                warned.add("packed")
+            return count
+        return count + _correction(args, batch, layers)
+
+    return num_floating_point_operations
+
+
+def _remembered(describe: Callable[[Any], Model | None]) -> Callable[[Any], Model | None]:
+    """``describe``, asked once for the same object: the loop asks twice a step, with arguments that stay the same."""
+    seen: list[tuple[Any, Model | None]] = []
+
+    def model_of(args: Any) -> Model | None:
+        if not seen or seen[0][0] is not args:
+            seen[:] = [(args, describe(args))]
+        return seen[0][1]
+
+    return model_of
+
+
+def _described_model(args: Any) -> Model | None:
+    """The model that ``args`` train through our spec, found as the spec itself finds it; None for another spec or none."""
+    spec = getattr(args, "spec", None)
+    if not spec or ".".join(spec) not in _SPECS:
+        return None
+    settings = plugin_config.from_environment()
+    if settings is not None:
+        return settings.model
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    config = gpt_config_from_args(args)
+    return lowering.matching_preset((config.transformer, config))
+
+
+def _count_ours(model: Model, args: Any, batch: _Batch) -> int:
+    if batch.packed:
+        raise ModelError(f"{model.name}: packed sequences are not supported yet; train on unpacked rows")
+    vocabulary = getattr(args, "padded_vocab_size", None)
+    return _training(model, batch.sequences, batch.length, vocabulary)
+
+
+@functools.lru_cache(maxsize=16)
+def _training(model: Model, sequences: int, length: int, vocabulary: int | None) -> int:
+    """Counting layer by layer takes a millisecond, and batches come in few sizes."""
+    return flops.step(model, sequences, seq_length=length, vocab_size=vocabulary).total.training
+
+
+def _uncounted_attention(args: Any) -> Iterator[tuple[str, int]]:
+    """The symbol and number (1-based) of each MLA (``+``) and sparse (``D``) layer that upstream counts wrongly or not."""
+    if args.hybrid_layer_pattern is None:
+        if args.experimental_attention_variant == "dsa":
+            yield from (("D", number) for number in range(1, args.num_layers + 1))
+        return
+    from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_hybrid_pattern
+
+    parsed = parse_hybrid_pattern(args.hybrid_layer_pattern)
+    trunk = (parsed.main_pattern or "").replace(Symbols.PIPE, "")
+    # Each depth's layers are numbered from 1 anew.
+    for part in (trunk, *[parsed.mtp_pattern or ""] * parsed.mtp_num_depths):
+        yield from ((symbol, number) for number, symbol in enumerate(part, start=1) if symbol in "D+")
+
+
+def _correction(args: Any, batch: _Batch, layers: list[tuple[str, int]]) -> float:
+    """What upstream's count lacks, or has too much of, in operations of training."""
+    mla, heads, hidden = _mla(args) if layers else None, args.num_attention_heads, args.hidden_size
+    lacking: float = sum(_core(args, batch, symbol, number).training for symbol, number in layers)
+    if args.hybrid_layer_pattern is not None:
+        lacking += flops.product(batch.tokens * 2 * hidden**2).training * (args.mtp_num_layers or 0)
+        if mla is not None:
+            latent = args.q_lora_rank is not None
+            projections = flops.mla_projections(batch.tokens, hidden, heads, mla, query_latent=latent)
+            lacking += projections.training * len(layers)
+    elif mla is not None:
+        # Upstream has the projections of a GPT, and for each layer a full core of half the square of pairs.
+        widths = mla.qk_head_dim + mla.qk_pos_emb_head_dim + mla.v_head_dim
+        lacking -= 3 * heads * widths * batch.squares * len(layers)
+    return lacking
+
+
+def _core(args: Any, batch: _Batch, symbol: str, number: int) -> flops.Work:
+    """The core of one ``+`` layer, or the core and, unless it shares another layer's indices, the indexer of a ``D`` one."""
+    mla, heads = _mla(args), args.num_attention_heads
+    if symbol == "+":
+        return flops.full_core(batch.causal_pairs, heads, mla)
+    selected = batch.sequences * flops.selected_pairs(batch.length, args.dsa_indexer_topk)
+    core = flops.sparse_core(selected, heads, mla)
+    return core if _shares_indices(args, number) else core + _indexer(args, batch, selected)
+
+
+def _indexer(args: Any, batch: _Batch, selected: int) -> flops.Work:
+    trained = selected if args.dsa_indexer_use_sparse_loss else batch.causal_pairs
+    return flops.indexer(
+        batch.tokens,
+        batch.causal_pairs,
+        trained if args.dsa_indexer_loss_coeff else None,
+        hidden=args.hidden_size,
+        q_lora_rank=args.q_lora_rank,
+        heads=args.dsa_indexer_n_heads,
+        head_dim=args.dsa_indexer_head_dim,
+    )
+
+
+def _shares_indices(args: Any, number: int) -> bool:
+    """Whether layer ``number`` reuses another layer's indices under upstream's own periodic schedule."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import is_dsa_skip_topk_layer
+
+    return is_dsa_skip_topk_layer(number, args.dsa_indexer_skip_topk_offset or 0, args.dsa_indexer_topk_freq or 1)
+
+
+def _mla(args: Any) -> MLA:
+    return MLA(
+        q_lora_rank=args.q_lora_rank or 1,  # not read where there is no query latent
+        kv_lora_rank=args.kv_lora_rank,
+        qk_head_dim=args.qk_head_dim,
+        qk_pos_emb_head_dim=args.qk_pos_emb_head_dim,
+        v_head_dim=args.v_head_dim,
+    )
+
+
+PATCH = Patch(
+    name="hybrid-flops",
+    fixes=(
+        "the TFLOP/s of the log count a stock GPT in place of the spec's model; in hybrids D and + layers and the MTP "
+        "projection count nothing; sparse attention counts as full attention, its indexer as nothing"
+    ),
+    source="megatron-core 0.19.2, megatron/training/training.py",
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        Edit(
+            target="megatron.training.training:num_floating_point_operations",
+            fingerprints=dict.fromkeys(
+                ("0.19.1", "0.19.2"), "f9ed9b380e17ebd3e197a69b259bf69aa99fa5a41031503fa6d6e7e6b5118197"
+            ),
+            make=_audited_count,
+        ),
+    ),
+    seam="num_floating_point_operations is the one count that the loop logs, sums up and writes to checkpoints",
+    leaves_alone=(
+        "everything that upstream counts right or that is not ours to audit: GPT with and without MLA, MoE or MTP, Mamba-2, "
+        "gated delta net, all of it with upstream's conventions (no router, S²/2 pairs); DSA on packed sequences, whose "
+        "lengths the loop does not pass on: upstream's figure, with one warning"
+    ),
+    retire_when="upstream counts by the layers of the model that was built",
+    cost="microseconds on the host, twice a step",
+)

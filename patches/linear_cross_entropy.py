@@ -1,0 +1,297 @@
+"""linear-cross-entropy: the losses of the main head and of every MTP depth come from hidden states, not from logits.
+
+Activate: ``megacpp_mcore.patches.apply(["linear-cross-entropy"])``.
+Scope: GPTModel and HybridModel called with labels. The stock path stays, with one line in the log that says why, where
+something else needs the logits or owns their gradient: an inference engine, an ``output_processor``, the configuration
+logger, a loss or logit scale of the model's own, an output layer that is not exactly ColumnParallelLinear (the MXFP8 one,
+say) or has hooks, does not reduce its gradient, defers it (``defer_embedding_wgrad_compute``) or gathers its output over
+several ranks, a weight that is not a plain tensor or belongs to Megatron-FSDP or to sharded rematerialisation (GTP),
+Transformer Engine's cross-entropy, autocast. Without labels there is no loss, and stock runs without a word.
+Provenance: megatron-core 0.19.2 ``core/models/{gpt/gpt_model,hybrid/hybrid_model}.py``,
+``core/models/common/language_module/language_module.py`` and ``core/tensor_parallel/layers.py``. At other commits upstream
+has a ``LinearCrossEntropyModule`` (kernels for Blackwell) as output layer; 0.19.1 and 0.19.2 have none, and no option for
+one. Where it comes back it is not exactly ColumnParallelLinear, and stays.
+
+How it works: while one of the two models runs with labels, its output layer returns :class:`LazyLogits`, which remembers
+what the logits would be made of, and ``compute_language_model_loss`` asks that for losses. What stock does with logits on
+the way (muP's scale, MTP's count of right guesses) :class:`LazyLogits` answers; anything else gets an exception.
+
+Shape legend: S sequence, B batch, H hidden width, V vocabulary of this rank.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megacpp_mcore.errors import PatchError
+from megacpp_mcore.patches.registry import Edit, Patch
+
+if TYPE_CHECKING:
+    import torch
+
+    from megacpp_mcore.ops.linear_cross_entropy.chunked import MainGrad, TokenLosses
+
+logger = logging.getLogger(__name__)
+
+_VERSIONS = ("0.19.1", "0.19.2")
+"""The tag core_v0.19.0 calls itself 0.19.1; both hold the same source of these four."""
+
+_lazy_layer: contextvars.ContextVar[Any] = contextvars.ContextVar("linear_cross_entropy_layer", default=None)
+"""The output layer whose next logits are to be lazy: that of the model that is running, if it is in scope."""
+
+
+class LazyLogits:
+    """Stands for ``scale · (hidden weightᵀ + bias)`` of an output layer, of which only the losses are wanted.
+
+    Not a tensor, on purpose: compiled code would take a subclass of one for its memory, and a consumer that is not
+    foreseen must fail and not get other numbers. Under sequence parallelism ``hidden`` is this rank's part of axis 0.
+    """
+
+    def __init__(self, layer: Any, hidden_SBH: torch.Tensor, weight_VH: torch.Tensor, scale: float = 1.0) -> None:
+        self._layer, self._hidden_SBH, self._weight_VH, self._scale = layer, hidden_SBH, weight_VH, scale
+        self._computed: TokenLosses | None = None
+
+    def losses(self, label_SB: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy of each token, [S, B]."""
+        from megacpp_mcore.ops.linear_cross_entropy.chunked import VocabShards, linear_cross_entropy
+
+        group = self._layer.tp_group
+        self._computed = linear_cross_entropy(
+            self._hidden_SBH,
+            self._weight_VH,
+            label_SB,
+            bias_V=self._layer.bias,
+            logit_scale=self._scale,
+            shards=VocabShards(group, self._layer.sequence_parallel) if group.size() > 1 else None,
+            main_grad=_main_grad(self._layer, self._weight_VH),
+        )
+        return self._computed.loss
+
+    def size(self, axis: int) -> int:
+        """The length of one axis of [S, B, V]."""
+        sequence, batch, _ = self._hidden_SBH.shape
+        ranks = self._layer.tp_group.size() if self._layer.sequence_parallel else 1
+        return (sequence * ranks, batch, self._weight_VH.shape[0])[axis]
+
+    def max(self, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest logit of each token and its index in V, as [S, B] each, without gradients; the last axis only."""
+        if dim not in (-1, 2):
+            raise PatchError(_misuse(f"max over axis {dim}"))
+        if self._computed is None:
+            raise PatchError(_misuse("max before the loss"))
+        return self._computed.top_logit, self._computed.top_column
+
+    def __mul__(self, factor: float) -> LazyLogits:
+        if not isinstance(factor, int | float):
+            raise PatchError(_misuse(f"multiplication by a {type(factor).__name__}"))
+        return LazyLogits(self._layer, self._hidden_SBH, self._weight_VH, self._scale * factor)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """``torch.argmax(logits, dim=-1)``, and nothing else."""
+        import torch
+
+        if func is torch.argmax and len(args) == 1 and dict(kwargs or {}) == {"dim": -1}:
+            return args[0].max(dim=-1)[1]
+        raise PatchError(_misuse(getattr(func, "__name__", str(func))))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_misuse(name))
+
+
+def _misuse(what: str) -> str:
+    return (
+        f"the patch linear-cross-entropy left no logits for {what!r}, only their losses; revert the patch, or say to its "
+        "maintainers who needs them"
+    )
+
+
+def _main_grad(layer: Any, weight_VH: torch.Tensor) -> MainGrad | None:
+    """Where stock's fused accumulation would put the weight's gradient, if it is on."""
+    from megacpp_mcore.ops.linear_cross_entropy.chunked import MainGrad
+
+    if not (layer.gradient_accumulation_fusion and hasattr(weight_VH, "main_grad")):
+        return None
+    buffer_VH = weight_VH.main_grad
+    return MainGrad(buffer_VH, functools.partial(_placeholder, weight_VH, buffer_VH))
+
+
+def _placeholder(weight_VH: Any, buffer_VH: torch.Tensor) -> torch.Tensor | None:
+    """Tell the data-parallel hooks that the gradient is in ``main_grad``; a gradient of zeros makes them run."""
+    import torch
+    from megatron.core.tensor_parallel import layers
+
+    weight_VH.main_grad = buffer_VH
+    if not hasattr(weight_VH, "grad_added_to_main_grad"):
+        return None
+    weight_VH.grad_added_to_main_grad = True
+    if layers.HAVE_TE:  # one buffer for all layers
+        return layers.get_dummy_wgrad(list(buffer_VH.shape), weight_VH.dtype, zero=True)
+    return torch.zeros(buffer_VH.shape, dtype=weight_VH.dtype, device=buffer_VH.device)
+
+
+def _with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``GPTModel._postprocess`` and of ``HybridModel.forward``."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        if not self.post_process or arguments.get("labels") is None:
+            return original(self, *args, **kwargs)
+        obstacle = _obstacle(self, arguments)
+        if obstacle is not None:
+            _say_once(self, obstacle)
+            return original(self, *args, **kwargs)
+        token = _lazy_layer.set(self.output_layer)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _lazy_layer.reset(token)
+
+    return forward
+
+
+def _obstacle(model: Any, arguments: Mapping[str, Any]) -> str | None:
+    """Why this call has to keep its logits; ``None`` if it need not."""
+    return _of_call(model, arguments) or _of_layer(model.output_layer, arguments) or _of_weight(model)
+
+
+def _of_call(model: Any, arguments: Mapping[str, Any]) -> str | None:
+    from megatron.core.config_logger import has_config_logger_enabled
+    from megatron.core.inference.utils import InferenceMode
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    if InferenceMode.is_active():
+        return "an inference engine is active"
+    if arguments.get("output_processor") is not None:
+        return "an output_processor wants the output layer"
+    if has_config_logger_enabled(model.config):
+        return "the configuration logger writes the logits"
+    for method in ("compute_language_model_loss", "_scale_logits"):
+        if method in vars(model) or getattr(type(model), method) is not getattr(LanguageModule, method):
+            return f"the model has its own {method}"
+    if model.config.cross_entropy_loss_fusion and model.config.cross_entropy_fusion_impl == "te":
+        return "cross_entropy_fusion_impl asks for Transformer Engine's cross-entropy"
+    return None
+
+
+def _of_layer(layer: Any, arguments: Mapping[str, Any]) -> str | None:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    if type(layer) is not ColumnParallelLinear or "forward" in vars(layer):
+        return f"the output layer is a {type(layer).__name__}, not a plain ColumnParallelLinear"
+    if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        return "the output layer has hooks, which get its logits or their gradient"
+    gather = arguments.get("runtime_gather_output")
+    if layer.tp_group.size() > 1 and (layer.gather_output if gather is None else gather):
+        return "the output layer gathers its output over the tensor-parallel ranks"
+    if layer.config.defer_embedding_wgrad_compute:
+        return "defer_embedding_wgrad_compute keeps the gradient of the logits"
+    if layer.disable_grad_reduce or layer.explicit_expert_comm:
+        return "the output layer does not reduce the gradient of its input"
+    return "the output layer does not add its bias" if layer.skip_bias_add and layer.bias is not None else None
+
+
+def _of_weight(model: Any) -> str | None:
+    import torch
+
+    layer = model.output_layer
+    weight = model.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter):
+        return f"the output weight is a {type(weight).__name__}"
+    if hasattr(weight, "__fsdp_param__"):
+        return "Megatron-FSDP owns the gradient of the output weight"
+    if torch.is_autocast_enabled(weight.device.type):
+        return "autocast is on"
+    return "the output weight is sharded for rematerialisation (GTP)" if layer.gtp_remat_size > 1 else None
+
+
+def _say_once(model: Any, obstacle: str) -> None:
+    """One line in the log of the first rank of the pipeline stage."""
+    groups = (getattr(model.pg_collection, name, None) for name in ("tp", "dp_cp"))
+    if all(group is None or group.rank() == 0 for group in groups):
+        _warn(f"linear-cross-entropy: {type(model).__name__} keeps its logits: {obstacle}")
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    logger.warning(message)
+
+
+def _lazy_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``ColumnParallelLinear.forward``: the layer that is awaited returns lazy logits."""
+
+    @functools.wraps(original)
+    def forward(self: Any, input_: Any, weight: Any = None, runtime_gather_output: bool | None = None) -> Any:
+        if _lazy_layer.get() is not self:
+            return original(self, input_, weight, runtime_gather_output)
+        return LazyLogits(self, input_, self.weight if weight is None else weight), None
+
+    return forward
+
+
+def _lazy_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``LanguageModule.compute_language_model_loss``."""
+
+    @functools.wraps(original)
+    def compute_language_model_loss(self: Any, labels: Any, logits: Any) -> Any:
+        if not isinstance(logits, LazyLogits):
+            return original(self, labels, logits)
+        return logits.losses(labels.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
+
+    return compute_language_model_loss
+
+
+PATCH = Patch(
+    name="linear-cross-entropy",
+    fixes=(
+        "main head and every MTP depth hold logits of tokens × vocabulary, in float32 too: gigabytes for a number a token"
+    ),
+    source=(
+        "megatron-core 0.19.2, megatron/core/models/{gpt/gpt_model,hybrid/hybrid_model}.py and "
+        "megatron/core/models/common/language_module/language_module.py; upstream's fused output layer is in neither version"
+    ),
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        Edit(
+            target="megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
+            fingerprints=dict.fromkeys(_VERSIONS, "41700c5f809c197c24d995bcb23b1638edc799c3542fec904567f32ce5af8f19"),
+            make=_with_lazy_logits,
+        ),
+        Edit(
+            target="megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
+            fingerprints=dict.fromkeys(_VERSIONS, "5115982845f77289edb8590befb8a00b023e5d2ff0a84ce8099029ffddbd4194"),
+            make=_with_lazy_logits,
+        ),
+        Edit(
+            target="megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward",
+            fingerprints=dict.fromkeys(_VERSIONS, "dac5d6cfeaa44ba64dddce0408a797439050439c0010b5fa3d5d25e8eff43a08"),
+            make=_lazy_output,
+        ),
+        Edit(
+            target=(
+                "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss"
+            ),
+            fingerprints=dict.fromkeys(_VERSIONS, "cfdd820917a28309a77d4fe939ac3629dfe9c9b273eda1c332b49a33fd78ef39"),
+            make=_lazy_loss,
+        ),
+    ),
+    seam=(
+        "both models, and MTP through process_mtp_loss, hand what the output layer returns to "
+        "compute_language_model_loss: one pair of places for every head, whoever wraps the loss in between; the two "
+        "forward methods alone know whether labels are given and who else wants logits"
+    ),
+    leaves_alone=(
+        "calls without labels, inference and speculative decoding, output processors, the MXFP8 and other output layers, "
+        "deferred weight gradients, Megatron-FSDP, BERT and T5; the module docstring has the whole list"
+    ),
+    retire_when="megatron-core has a fused linear cross-entropy on Hopper for GPTModel, HybridModel and every MTP depth",
+)

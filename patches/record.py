@@ -1,0 +1,228 @@
+"""What one patch is, in words and in symbols, and what a Megatron tree's files have to say about it."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from megacpp_mcore.errors import PatchError
+from megacpp_mcore.patches.sources import SourceTree
+from megacpp_mcore.patches.symbols import Refusal, digest
+
+NOT_MEASURED = "not measured"
+_WORDS = ("fixes", "source", "seam", "leaves_alone", "retire_when", "cost", "gain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edit:
+    """One changed symbol of a patch.
+
+    Attributes:
+        target: dotted path ``module:attr`` or ``module:Class.attr``, defined there and not inherited.
+        fingerprints: megatron-core version (``"0.19.2"``) to the SHA-256 of the target's source in that version.
+        make: called with the original, returns the replacement. For a static or class method it is given the plain
+            function, and the wrapping is put back; for a property it is given, and must return, a property. It has to
+            build a new object on each call (it may be called more than once for one ``apply``), and to reach the
+            original through its argument only.
+    """
+
+    target: str
+    fingerprints: Mapping[str, str]
+    make: Callable[[Any], Any]
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", self.target):
+            raise PatchError(f"patch target {self.target!r} is not of the form 'module:attr' or 'module:Class.attr'")
+        if not self.fingerprints:
+            raise PatchError(f"patch target {self.target}: give the fingerprint of at least one megatron-core version")
+        for version, sha256 in self.fingerprints.items():
+            if not re.fullmatch(r"[0-9a-f]{64}", sha256):
+                raise PatchError(
+                    f"patch target {self.target}: {sha256!r} ({version}) is not a SHA-256 in lower-case hex"
+                )
+        object.__setattr__(self, "fingerprints", types.MappingProxyType(dict(self.fingerprints)))
+
+    @property
+    def module(self) -> str:
+        """The module that defines the target."""
+        return self.target.partition(":")[0]
+
+    def expected(self, version: str) -> set[str]:
+        """The fingerprints that are right for ``version``.
+
+        A version that nobody listed may still have, to the byte, a source that was.
+        """
+        known = self.fingerprints
+        return {known[version]} if version in known else set(known.values())
+
+    def check(self, text: str, version: str) -> str:
+        """The fingerprint of the source ``text``.
+
+        Raises:
+            Refusal: ``target changed``, it is not one that is right for ``version``.
+        """
+        found, expected = digest(text), self.expected(version)
+        if found not in expected:
+            raise Refusal(
+                "target changed",
+                f"the source of {self.target} in megatron-core {version} has SHA-256 {found}, expected "
+                f"{' or '.join(sorted(expected))}: it is not the code this patch was written for (a local edit, or a "
+                "version that was not tested); leave the patch out, or review the target and add its fingerprint",
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why one patch does not fit one tree.
+
+    Attributes:
+        state: ``superseded upstream``, ``version not supported``, ``target not found`` or ``target changed``.
+        message: the same for people.
+        edit: the edit it is about; None when it is about the version.
+        text: the source that was found instead; None when there was none.
+    """
+
+    state: str
+    message: str
+    edit: Edit | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """What one patch is, in words and in symbols.
+
+    Attributes:
+        name: lower-case words joined by ``-``.
+        fixes: what goes wrong without it.
+        source: upstream issue, or file and version, that the fix is about.
+        megatron_versions: the megatron-core range it is for, as in a requirement (``">=0.19,<0.20"``).
+        edits: the symbols it replaces.
+        seam: why it acts at that place and not at another.
+        leaves_alone: what it deliberately does not touch.
+        retire_when: what has to happen upstream for it to go.
+        cost: what it costs whoever has it on, in time, memory or capability.
+        gain: what it brings, as measured (with a figure), or ``not measured``.
+        superseded_in: the megatron-core range (``">=0.20"``) in which upstream has the fix; None while there is none.
+        requires: names of patches without which it is wrong.
+        conflicts: names of patches it cannot share a process with.
+    """
+
+    name: str
+    fixes: str
+    source: str
+    megatron_versions: str
+    edits: tuple[Edit, ...]
+    seam: str
+    leaves_alone: str
+    retire_when: str
+    cost: str = NOT_MEASURED
+    gain: str = NOT_MEASURED
+    superseded_in: str | None = None
+    requires: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", self.name):
+            raise PatchError(f"patch name {self.name!r} must be lower-case words joined by '-'")
+        for attribute in _WORDS:
+            if not getattr(self, attribute).strip():
+                raise PatchError(f"patch {self.name}: {attribute} is empty; say it, an operator has to judge by it")
+        if self.gain != NOT_MEASURED and not re.search(r"\d", self.gain):
+            raise PatchError(
+                f"patch {self.name}: the gain {self.gain!r} holds no figure; give a measured one, or {NOT_MEASURED!r}"
+            )
+        if not self.edits:
+            raise PatchError(f"patch {self.name} has no edits")
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        for value in (self.megatron_versions, self.superseded_in or ""):
+            try:
+                SpecifierSet(value)
+            except InvalidSpecifier as error:
+                raise PatchError(f"patch {self.name}: {value!r} is not a version range: {error}") from error
+        known = {version for edit in self.edits for version in edit.fingerprints}
+        contradictory = sorted(version for version in known if _within(self.superseded_in, version))
+        if contradictory:
+            raise PatchError(
+                f"patch {self.name} is said to be superseded in {self.superseded_in}, yet has fingerprints for "
+                f"{', '.join(contradictory)}; correct one of the two"
+            )
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that define its targets, each once."""
+        return tuple(dict.fromkeys(edit.module for edit in self.edits))
+
+    def check_version(self, version: str) -> None:
+        """Check that this patch is for megatron-core ``version``.
+
+        Raises:
+            Refusal: ``superseded upstream`` or ``version not supported``.
+        """
+        try:
+            if _within(self.superseded_in, version):
+                raise Refusal(
+                    "superseded upstream",
+                    f"megatron-core {version} has this fix itself (superseded in {self.superseded_in}); "
+                    "leave the patch out",
+                )
+            supported = _within(self.megatron_versions, version)
+        except InvalidVersion as error:
+            raise Refusal("version not supported", f"megatron-core calls itself {version!r}: {error}") from error
+        if not supported:
+            raise Refusal(
+                "version not supported",
+                f"it is for megatron-core {self.megatron_versions}, and {version} is here; leave the patch out",
+            )
+
+    def problems(self, tree: SourceTree, version: str) -> list[Problem]:
+        """Everything that keeps this patch from being applied to the Megatron ``version`` whose files are ``tree``."""
+        try:
+            self.check_version(version)
+        except Refusal as refusal:
+            return [Problem(refusal.state, str(refusal))]
+        return [problem for edit in self.edits if (problem := _edit_problem(edit, tree, version))]
+
+    def describe(self) -> dict[str, Any]:
+        """The record without its code, ready for JSON."""
+        words = {name: getattr(self, name) for name in ("name", *_WORDS, "megatron_versions", "superseded_in")}
+        return words | {
+            "requires": list(self.requires),
+            "conflicts": list(self.conflicts),
+            "targets": [edit.target for edit in self.edits],
+        }
+
+
+def nested(one: str, other: str) -> bool:
+    """Whether two targets are the same, or one is an attribute of the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _within(specifiers: str | None, version: str) -> bool:
+    return specifiers is not None and SpecifierSet(specifiers).contains(Version(version), prereleases=True)
+
+
+def _edit_problem(edit: Edit, tree: SourceTree, version: str) -> Problem | None:
+    """What is wrong with one target; one of several definitions (under ``if`` or ``try``) has to be right."""
+    try:
+        texts = tree.texts(edit.target)
+    except Refusal as refusal:
+        return Problem(refusal.state, str(refusal), edit)
+    refused = None
+    for text in texts:
+        try:
+            edit.check(text, version)
+        except Refusal as refusal:
+            refused = refused or Problem(refusal.state, str(refusal), edit, text)
+        else:
+            return None
+    return refused

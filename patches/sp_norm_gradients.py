@@ -1,0 +1,219 @@
+"""sp-norm-gradients: a loop without ``finalize_model_grads_func`` gets whole gradients of norms under sequence parallelism.
+
+Activate: ``megacpp_mcore.patches.apply(["sp-norm-gradients"])``, before the loop asks for its schedule.
+Scope: training calls of the three pipeline schedules whose configuration has no ``finalize_model_grads_func``.
+Provenance: megatron-core 0.19.2 ``core/pipeline_parallel/schedules.py`` and ``core/distributed/finalize_model_grads.py``.
+
+Under sequence parallelism each tensor-parallel rank sees a part of the sequence, so that its gradient of a replicated
+parameter (norms, router, biases after a row-parallel product) is a part of the sum. Upstream sums these parts in
+``finalize_model_grads`` and nowhere else. A schedule calls that through ``config.finalize_model_grads_func``, whose default
+is None; ``megatron.training`` sets it, a loop of one's own may not, and for a model without Megatron's
+DistributedDataParallel it could not: ``finalize_model_grads`` needs the wrapper.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.patches.registry import Edit, Patch
+
+_VERSIONS = ("0.19.1", "0.19.2")
+"""The tag core_v0.19.0 calls itself 0.19.1; both hold the same source of these four."""
+
+_FINALIZE = "megatron.core.distributed.finalize_model_grads"
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+_COMPLETE: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Model chunks, out of their wrappers, whose latest gradients a schedule has summed and nobody has finalized since."""
+
+
+class _Undistributed:
+    """A model chunk without DistributedDataParallel, as upstream's reduction wants to see it."""
+
+    ddp_config = SimpleNamespace(use_megatron_fsdp=False)
+
+    def __init__(self, chunk: Any) -> None:
+        self.named_parameters = chunk.named_parameters
+
+
+def _complete_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of a schedule, which takes keywords only."""
+
+    @functools.wraps(original)
+    def schedule(**arguments: Any) -> Any:
+        if arguments.get("forward_only"):
+            return original(**arguments)
+        from megatron.core.utils import get_model_config
+
+        model = arguments["model"]
+        chunks = model if isinstance(model, list) else [model]
+        config = get_model_config(chunks[0])
+        if config.finalize_model_grads_func is not None:
+            _refuse_mixed(chunks)
+            return original(**arguments)
+        _COMPLETE.difference_update([_innermost(chunk) for chunk in chunks])
+        group = _tensor_group(arguments.get("pg_collection"))
+        if group is None or group.size() == 1 or any(_reduces_itself(chunk) for chunk in chunks):
+            return original(**arguments)
+        return _run_and_sum(original, arguments, chunks, config, group)
+
+    return schedule
+
+
+def _run_and_sum(
+    original: Callable[..., Any], arguments: dict[str, Any], chunks: Sequence[Any], config: Any, group: Any
+) -> Any:
+    """Run the schedule and sum the gradients of this very call over ``group``, aside from those of earlier calls."""
+    import torch
+
+    if torch.cuda.is_current_stream_capturing():
+        raise LaunchError(
+            "sp-norm-gradients: the schedule is being captured in a CUDA graph without config.finalize_model_grads_func; "
+            "set it to megatron.core.distributed.finalize_model_grads, which is captured with it"
+        )
+    before = _set_aside(chunks)
+    try:
+        result = original(**arguments)
+        # Looked up by name: it is the replacement below, which passes on what is not complete yet.
+        reduce = importlib.import_module(_FINALIZE)._allreduce_non_tensor_model_parallel_grads
+        reduce([chunk if hasattr(chunk, "ddp_config") else _Undistributed(chunk) for chunk in chunks], config, group)
+    finally:
+        _put_back(before)
+    _COMPLETE.update([_innermost(chunk) for chunk in chunks])
+    return result
+
+
+def _reduce_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``_allreduce_non_tensor_model_parallel_grads(model, config, tp_group)``.
+
+    What a schedule has summed already is left out, so that a loop that calls ``finalize_model_grads`` itself after the
+    schedule gets the same gradients as without the patch.
+    """
+
+    @functools.wraps(original)
+    def reduce(model: Sequence[Any], config: Any, tp_group: Any = None) -> None:
+        pending = [chunk for chunk in model if _innermost(chunk) not in _COMPLETE]
+        _COMPLETE.difference_update([_innermost(chunk) for chunk in model])
+        if pending:
+            original(pending, config, tp_group)
+
+    return reduce
+
+
+def _innermost(chunk: Any) -> Any:
+    """``chunk`` out of DistributedDataParallel and Float16Module."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _tensor_group(groups: Any) -> Any:
+    """The tensor-parallel group of one model; None for a pipeline of several models, which have a group each."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group() if groups is None else getattr(groups, "tp", None)
+
+
+def _reduces_itself(chunk: Any) -> bool:
+    """Whether the gradients are still on their way when a schedule ends, or not whole tensors."""
+    ddp = getattr(chunk, "ddp_config", None)
+    return ddp is not None and (ddp.overlap_grad_reduce or ddp.use_megatron_fsdp)
+
+
+def _candidates(chunks: Sequence[Any]) -> Iterator[Any]:
+    """The gradients that upstream's reduction may touch, and a few more: replicated parameters and all norms."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            replicated = getattr(parameter, "sequence_parallel", False)
+            replicated = replicated or getattr(parameter, "average_gradients_across_tp_domain", False)
+            if parameter.requires_grad and (replicated or "layernorm" in name):
+                yield parameter
+
+
+def _gradient(parameter: Any) -> Any:
+    return parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
+
+
+def _set_aside(chunks: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Zero the candidates' gradients in place; returns each parameter with what its gradient was."""
+    before = []
+    for parameter in _candidates(chunks):
+        gradient = _gradient(parameter)
+        if gradient is not None:
+            before.append((parameter, gradient.clone()))
+            gradient.zero_()
+    return before
+
+
+def _put_back(before: Sequence[tuple[Any, Any]]) -> None:
+    """Add what :func:`_set_aside` has taken to what has come since."""
+    for parameter, earlier in before:
+        _gradient(parameter).add_(earlier)
+
+
+def _refuse_mixed(chunks: Sequence[Any]) -> None:
+    """Refuse to finalize gradients that contain sums of an earlier call.
+
+    Raises:
+        LaunchError: earlier gradients are there still.
+    """
+    summed = [chunk for chunk in chunks if _innermost(chunk) in _COMPLETE]
+    gradients = [_gradient(parameter) for parameter in _candidates(summed)]
+    if any(gradient is not None and gradient.any() for gradient in gradients):
+        raise LaunchError(
+            "sp-norm-gradients: gradients of a call without config.finalize_model_grads_func are still there, and this call "
+            "has one: it would sum them over tensor parallelism again; set it for all calls, or zero the gradients between"
+        )
+    _COMPLETE.difference_update([_innermost(chunk) for chunk in summed])
+
+
+def _schedule(name: str, sha256: str) -> Edit:
+    return Edit(target=f"{_SCHEDULES}:{name}", fingerprints=dict.fromkeys(_VERSIONS, sha256), make=_complete_gradients)
+
+
+PATCH = Patch(
+    name="sp-norm-gradients",
+    fixes=(
+        "under sequence parallelism a loop whose config has no finalize_model_grads_func trains norms, QK norms, routers and "
+        "row-parallel biases with each rank's part of the gradient, and the replicas drift apart"
+    ),
+    source=(
+        "megatron-core 0.19.2, megatron/core/pipeline_parallel/schedules.py and "
+        "megatron/core/distributed/finalize_model_grads.py"
+    ),
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        _schedule("forward_backward_no_pipelining", "b52848b05720fd6189d615e7ae6d4253a3dc3a2497e8c4b60fc3f986c02461e5"),
+        _schedule(
+            "forward_backward_pipelining_with_interleaving",
+            "091263d1c27eb4389812e94f4fe82f18f3ca15bf64311c66053c900256a8644a",
+        ),
+        _schedule(
+            "forward_backward_pipelining_without_interleaving",
+            "772d6b7d81825e7ae4822c9ad4f6185a4755b3f666b43c280d9575f5e5a0c61e",
+        ),
+        Edit(
+            target=f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads",
+            fingerprints=dict.fromkeys(_VERSIONS, "591de3cbdd75c68e6c5c99801bf85f7b10eab4a8bbd9d569977339b19b06a1e7"),
+            make=_reduce_once,
+        ),
+    ),
+    seam=(
+        "the three schedules are where upstream decides whether gradients are finalized; its own reduction, which applies the "
+        "rule of what is summed and what averaged, is called there, and skips what was summed when it is called again"
+    ),
+    leaves_alone=(
+        "loops with finalize_model_grads_func (megatron.training always has one); data parallelism, shared embeddings, expert "
+        "bias and per-token scaling, which finalize_model_grads alone does; DistributedDataParallel with overlapped "
+        "reduction and Megatron-FSDP, whose gradients are under way when a schedule ends; pipelines of several models; "
+        "a loop that calls backward itself, or sums these gradients by hand: do not apply it there"
+    ),
+    retire_when="the schedules finalize gradients by default, or refuse sequence parallelism without it",
+    cost="one all-reduce of the norms' gradients a schedule call, and a copy of these gradients while it runs",
+)

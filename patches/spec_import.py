@@ -1,0 +1,85 @@
+"""spec-import: ``--spec`` takes one dotted word, and a spec that cannot be imported ends the run.
+
+Activate: applied by the launcher; or ``megacpp_mcore.patches.apply(["spec-import"])``.
+Scope: every use of ``import_module``: ``--spec`` of the stock scripts, and ModuleSpecs that name their module by path.
+Provenance: megatron-core 0.19.2 ``core/transformer/spec_utils.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megacpp_mcore.errors import SpecImportError
+from megacpp_mcore.patches.registry import Edit, Patch
+
+
+def spec_words(values: Sequence[str]) -> tuple[str, str]:
+    """The module and the attribute that the words of a spec name: ``["a.b.c"]`` and ``["a.b", "c"]`` are the same.
+
+    Raises:
+        SpecImportError: they name no module and attribute.
+    """
+    words = [values] if isinstance(values, str) else list(values)
+    if all(isinstance(word, str) for word in words):
+        if len(words) == 1 and "." in words[0]:
+            words = words[0].rsplit(".", 1)
+        if len(words) == 2 and all(words):
+            return words[0], words[1]
+    raise SpecImportError(
+        f"--spec {' '.join(map(str, words))!r} names no module and attribute; "
+        "expected one dotted word such as --spec megacpp_mcore.nam56r, or two: --spec megacpp_mcore nam56r"
+    )
+
+
+def import_named(module: str, attribute: str) -> Any:
+    """``attribute`` of ``module``, which is imported; a submodule counts, and so does what the module resolves lazily.
+
+    Raises:
+        SpecImportError: with the cause, for whatever goes wrong.
+    """
+    try:
+        # With a fromlist a submodule of that name is imported, too, as upstream does.
+        return getattr(__import__(module, fromlist=[attribute]), attribute)
+    except Exception as error:
+        raise SpecImportError(
+            f"--spec {module} {attribute} cannot be imported ({type(error).__name__}: {error}); the run stops here"
+        ) from error
+
+
+def _strict_import(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``import_module(module_path)``."""
+
+    @functools.wraps(original)
+    def import_module(module_path: Sequence[str]) -> Any:
+        return import_named(*spec_words(module_path))
+
+    return import_module
+
+
+PATCH = Patch(
+    name="spec-import",
+    fixes=(
+        "--spec with one dotted word ends in 'not enough values to unpack'; a spec whose import fails is logged, "
+        "None is returned and a stock GPT is trained instead"
+    ),
+    source="megatron-core 0.19.2, megatron/core/transformer/spec_utils.py",
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        Edit(
+            target="megatron.core.transformer.spec_utils:import_module",
+            fingerprints=dict.fromkeys(
+                ("0.19.1", "0.19.2"), "e777a975aebe988f283b9075826d530badb4137e0d1daa1de46505d4cc8ab8ca"
+            ),
+            make=_strict_import,
+        ),
+    ),
+    seam="import_module is the one function that turns the words of a spec into an object, in every script and model family",
+    leaves_alone=(
+        "two words as before; which packages a spec may come from (the launcher's check); --spec local of BERT and of the "
+        "attention backend, which never reach it"
+    ),
+    retire_when="upstream raises on a spec that cannot be imported, and takes one dotted word",
+    cost="nothing",
+)

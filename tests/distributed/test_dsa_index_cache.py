@@ -1,0 +1,227 @@
+"""The patch dsa-index-cache under real pipeline schedules: 1F1B and interleaved, two processes over gloo, fp32.
+
+Every gradient is compared with the reference of ``tests/unit/test_dsa_index_cache.py``, which runs one micro-batch at a time
+in this process, with the indices that the pipeline's Full layers recorded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit import stock
+from tests.unit import test_dsa_index_cache as unit
+
+pytestmark = pytest.mark.slow
+
+MICRO_BATCHES, LAYERS = 4, 8
+TEXT = "dsa_index_cache: {schedule: FSSSFSFS}\n"
+RECOMPUTE = ("none", "selective", "full, layer by layer")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline schedule of two ranks: virtual stages, and how the model's schedule is given."""
+
+    virtual: int | None
+    roles: str
+    text: str | None
+
+    def config(self, recompute: str) -> Any:
+        return unit.transformer_config(
+            layers=LAYERS,
+            pipeline_model_parallel_size=2,
+            virtual_pipeline_model_parallel_size=self.virtual,
+            pipeline_dtype=torch.float32,
+            deallocate_pipeline_outputs=True,
+            # As stock's arguments set them.
+            overlap_p2p_comm=self.virtual is not None,
+            batch_p2p_comm=self.virtual is None,
+            dsa_indexer_topk_freq=1 if self.text else 2,
+            **unit.RECOMPUTE[recompute],
+        )
+
+
+PIPELINES: Mapping[str, Pipeline] = {
+    "1F1B": Pipeline(None, "FSSSFSFS", TEXT),
+    "interleaved": Pipeline(2, "FSFSFSFS", None),
+}
+
+
+def chunks(config: Any) -> list[Any]:
+    """This rank's stock model chunks."""
+    from megatron.core import parallel_state
+
+    def ends(vp_stage: int | None) -> dict[str, bool]:
+        where: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
+        first, last = parallel_state.is_pipeline_first_stage(**where), parallel_state.is_pipeline_last_stage(**where)
+        return {"pre_process": first, "post_process": last}
+
+    virtual = config.virtual_pipeline_model_parallel_size
+    stages = [None] if virtual is None else range(virtual)
+    return [unit.build(config, stage, **ends(stage)) for stage in stages]
+
+
+def run(config: Any, masked: bool) -> dict[str, Any]:
+    """One step of stock's pipeline schedule; what this rank saw and computed."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Helper
+
+    Helper.tracker.clear()
+    Helper.tracker["values"] = torch.zeros(LAYERS)
+    models, spy = chunks(config), unit.Spy()
+    events: list[int] = []
+
+    def step(numbers: Iterator[int], model: Any) -> Any:
+        tokens, labels = unit.batch(next(numbers))
+        mask = unit.causal_mask() if masked else None
+        positions = torch.arange(unit.S).expand(unit.B, unit.S)
+        output = model(tokens, positions, mask, labels=labels, loss_mask=torch.ones(unit.B, unit.S))
+        events.append(1)
+        output.register_hook(lambda _: events.append(-1))
+        return output, lambda losses: (losses.mean(), {})
+
+    with spy.watching(*models):
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(range(MICRO_BATCHES)) for _ in models],
+            model=models,
+            num_microbatches=MICRO_BATCHES,
+            seq_length=unit.S,
+            micro_batch_size=unit.B,
+            forward_only=False,
+        )
+    values = Helper.tracker["values"].clone()
+    logged: dict[str, torch.Tensor] = {}
+    Helper.track_indexer_metrics(1 / MICRO_BATCHES, 1, None, None, logged)
+    return {
+        "gradients": unit.gradients(*models),
+        "first": spy.first,
+        "again": spy.again,
+        "in flight": max(itertools.accumulate(events)) // len(models),
+        "values": values,
+        "logged": logged["indexer loss"],
+    }
+
+
+def worker(rank: int, folder: str) -> None:
+    """All runs of one rank; saves what :func:`run` returned, and what a refused layout said."""
+    folder_path = Path(folder)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ.pop("MEGACPP_CONFIG", None)
+    torch.set_num_threads(1)
+    with stock.cpu_lane():
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        store = torch.distributed.FileStore(str(folder_path / "store"), 2)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        registry = unit.Registry([unit.PATCH])
+        results: dict[Any, Any] = {}
+        for name, pipeline in PIPELINES.items():
+            parallel_state.initialize_model_parallel(
+                pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=pipeline.virtual
+            )
+            model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+            if pipeline.text:
+                (folder_path / f"{rank}.yaml").write_text(pipeline.text)
+                os.environ["MEGACPP_CONFIG"] = str(folder_path / f"{rank}.yaml")
+            registry.apply([unit.PATCH.name])
+            for recompute, masked in itertools.product(RECOMPUTE, (False, True)):
+                results[name, recompute, masked] = run(pipeline.config(recompute), masked)
+            if pipeline.text:
+                (folder_path / f"{rank}.yaml").write_text(pipeline.text.replace("FSSSFSFS", "FSSSSSFS"))
+                with pytest.raises(unit.ModelError) as refused:
+                    chunks(pipeline.config("none"))
+                results["refused"] = str(refused.value)
+                del os.environ["MEGACPP_CONFIG"]
+            registry.revert()
+            if not pipeline.text:
+                for recompute in ("none", "full, layer by layer"):
+                    results["stock", recompute] = run(pipeline.config(recompute), False)
+            parallel_state.destroy_model_parallel()
+        torch.save(results, folder_path / f"{rank}.pt")
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """What each of the two ranks saved."""
+    folder = tmp_path_factory.mktemp("pipelines")
+    torch.multiprocessing.spawn(worker, args=(str(folder),), nprocs=2, join=True)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def process(results: list[dict[Any, Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Stock Megatron in this process, for the reference; after the workers, which are done by then."""
+    with stock.one_process(tmp_path_factory.mktemp("reference") / "store"):
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        stock.loss_scale(1 / MICRO_BATCHES)
+        yield
+
+
+def reference(first: Mapping[str, list[torch.Tensor]], roles: str) -> dict[str, torch.Tensor]:
+    sources = unit.sources_of(roles)
+    return unit.reference_gradients(first, sources, MICRO_BATCHES, 1 / MICRO_BATCHES, layers=LAYERS)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["no mask", "mask"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_gradient(
+    process: None, results: list[dict[Any, Any]], name: str, recompute: str, masked: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
+    ranks = [result[name, recompute, masked] for result in results]
+    assert max(rank["in flight"] for rank in ranks) >= 2
+    first = ranks[0]["first"] | ranks[1]["first"]
+    again = ranks[0]["again"] | ranks[1]["again"]
+    assert sorted(first) == [f"d{number}" for number in range(1, LAYERS + 1)]
+    for shared, full in unit.sources_of(PIPELINES[name].roles).items():
+        assert len(first[full]) == MICRO_BATCHES
+        assert all(map(torch.equal, first[shared], first[full]))
+        assert len(again.get(shared, [])) == (0 if recompute == "none" else MICRO_BATCHES)
+        assert all(map(torch.equal, again.get(shared, []), first[full]))
+        different = itertools.combinations([index.sort().values for index in first[full]], 2)
+        assert not any(torch.equal(one, other) for one, other in different)
+    found = ranks[0]["gradients"] | ranks[1]["gradients"]
+    assert len(found) == len(ranks[0]["gradients"]) + len(ranks[1]["gradients"])
+    assert unit.differing(reference(first, PIPELINES[name].roles), found) == []
+
+
+def test_stock_is_wrong(process: None, results: list[dict[Any, Any]]) -> None:
+    """Only under recompute; when this fails, upstream's own sharing has been repaired."""
+    for recompute, right in (("none", True), ("full, layer by layer", False)):
+        ranks = [result["stock", recompute] for result in results]
+        found = ranks[0]["gradients"] | ranks[1]["gradients"]
+        off = unit.differing(reference(ranks[0]["first"] | ranks[1]["first"], "FSFSFSFS"), found)
+        assert (off == []) == right, off
+    wrong = [not torch.equal(*pair) for pair in zip(ranks[0]["again"]["d2"], ranks[0]["first"]["d1"], strict=True)]
+    assert any(wrong)
+
+
+def test_logged_loss_is_the_mean_over_the_full_layers_of_all_stages(results: list[dict[Any, Any]]) -> None:
+    for name, pipeline in PIPELINES.items():
+        one, two = [result[name, "full, layer by layer", False] for result in results]
+        values = one["values"] + two["values"]
+        assert values.nonzero().flatten().tolist() == [i for i, role in enumerate(pipeline.roles) if role == "F"]
+        expected = values.sum() / (pipeline.roles.count("F") * MICRO_BATCHES)
+        for rank in (one, two):
+            assert rank["logged"].item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_every_rank_refuses_a_stage_that_would_begin_with_a_shared_layer(results: list[dict[Any, Any]]) -> None:
+    for result in results:
+        assert "layer 5. " in result["refused"]
+        assert "1–4, 5–8" in result["refused"]
+        assert "{schedule: FSSSFSFS}" in result["refused"]

@@ -1,0 +1,322 @@
+"""The patch sp-norm-gradients: a stock GPT under TP 2 with sequence parallelism, in real processes over gloo, against TP 1.
+
+The processes run :func:`main` of this file: each case trains one step on the same weights and data, and leaves its
+gradients, whole and of every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+HIDDEN, HEADS, VOCABULARY, SEQUENCE, BATCH, MICROBATCHES, LAYERS = 32, 4, 64, 16, 2, 2, 4
+TIMEOUT_SECONDS = 240
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train.
+
+    Attributes:
+        patched: whether the patch is applied.
+        wrapped: whether the model is in Megatron's DistributedDataParallel.
+        configured: whether the schedule is told to finalize.
+        afterwards: whether the loop calls ``finalize_model_grads`` itself, after its last schedule.
+        calls: schedules without zeroing the gradients between them.
+    """
+
+    patched: bool = True
+    wrapped: bool = False
+    configured: bool = False
+    afterwards: bool = False
+    calls: int = 1
+
+
+CASES = {
+    "stock, bare": Case(patched=False),
+    "stock, wrapped": Case(patched=False, wrapped=True),
+    "stock, finalized by the schedule": Case(patched=False, wrapped=True, configured=True),
+    "patched, bare": Case(),
+    "patched, bare, twice": Case(calls=2),
+    "patched, wrapped": Case(wrapped=True),
+    "patched, wrapped, twice": Case(wrapped=True, calls=2),
+    "patched, finalized by the schedule": Case(wrapped=True, configured=True),
+    "patched, finalized by the loop": Case(wrapped=True, afterwards=True),
+    "patched, twice, finalized by the loop": Case(wrapped=True, afterwards=True, calls=2),
+}
+BROKEN = ("stock, bare", "stock, wrapped")
+
+
+# --- in a process of a run ---------------------------------------------------------------------------------------------
+
+
+def gpt_chunk(config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
+    """A chunk of a stock GPT with QK norms and biases; its norms are ours, for lack of a stock one for CPU with SP."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from megacpp_mcore.layer_specs.parts import TorchNorm
+
+    layer = get_gpt_layer_local_spec(qk_layernorm=True)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.q_layernorm = attention.k_layernorm = TorchNorm
+    block = _block(config, layer, vp_stage)
+    return GPTModel(
+        config, block, VOCABULARY, SEQUENCE, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage,
+        share_embeddings_and_output_weights=False, position_embedding_type="rope",
+    )  # fmt: skip
+
+
+def _block(config: Any, layer: Any, vp_stage: int | None) -> Any:
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    from megacpp_mcore.layer_specs.parts import TorchNorm
+
+    count = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=TorchNorm)
+
+
+def global_name(name: str, chunk: Any) -> str:
+    """``name`` with the layer's number in the whole model."""
+    words = name.split(".")
+    if words[:2] == ["decoder", "layers"]:
+        words[2] = str(chunk.decoder.layers[int(words[2])].layer_number - 1)
+    return ".".join(words)
+
+
+def fill(chunk: Any, rank: int, world: int) -> None:
+    """Give every parameter values that depend on its name alone, cut over tensor parallelism."""
+    for name, parameter in chunk.named_parameters():
+        generator = torch.Generator().manual_seed(sum(ord(c) * (i + 1) for i, c in enumerate(global_name(name, chunk))))
+        shape, cut = list(parameter.shape), getattr(parameter, "tensor_model_parallel", False)
+        axis = parameter.partition_dim if cut else 0
+        if cut:
+            shape[axis] *= world
+        whole = torch.randn(shape, generator=generator) * 0.2 + (1.0 if "norm" in name and "weight" in name else 0.0)
+        with torch.no_grad():
+            parameter.copy_(whole.chunk(world, axis)[rank] if cut else whole)
+
+
+def forward_step(data: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) -> Any:
+    tokens, labels = next(data)
+    mask = ~torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril()[None, None]
+    output = model(tokens, torch.arange(SEQUENCE).expand(BATCH, -1), mask, labels=labels)
+    return output, lambda losses: (losses.float().mean(), {})
+
+
+def batches(call: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(call)
+    for _ in range(MICROBATCHES):
+        tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def gradients(case: Case, virtual: int | None) -> dict[str, torch.Tensor]:
+    """This rank's gradients after one step of ``case``."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer import TransformerConfig
+
+    tensor, pipeline = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    config = TransformerConfig(
+        num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, ffn_hidden_size=48, use_cpu_initialization=True,
+        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, sequence_parallel=tensor > 1,
+        virtual_pipeline_model_parallel_size=virtual, pipeline_dtype=torch.float32,
+        deallocate_pipeline_outputs=True,  # as megatron.training sets it
+        qk_layernorm=True, normalization="LayerNorm", hidden_dropout=0.0, attention_dropout=0.0,
+        masked_softmax_fusion=False, bias_dropout_fusion=False, gradient_accumulation_fusion=False,
+        finalize_model_grads_func=finalize_model_grads if case.configured else None,
+    )  # fmt: skip
+    chunks = []
+    for stage in range(virtual or 1):
+        vp_stage = stage if virtual else None
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        chunk = gpt_chunk(config, pre_process=first, post_process=last, vp_stage=vp_stage)
+        fill(chunk, parallel_state.get_tensor_model_parallel_rank(), tensor)
+        chunks.append(chunk)
+    bare = list(chunks)
+    if case.wrapped:
+        chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
+    for call in range(case.calls):
+        get_forward_backward_func()(
+            forward_step_func=forward_step, model=chunks, num_microbatches=MICROBATCHES, seq_length=SEQUENCE,
+            data_iterator=[batches(call) for _ in chunks] if virtual else batches(call),
+            micro_batch_size=BATCH, forward_only=False,
+        )  # fmt: skip
+    if case.afterwards:
+        finalize_model_grads(chunks)
+    found = {}
+    for chunk in bare:
+        for name, parameter in chunk.named_parameters():
+            gradient = parameter.main_grad if case.wrapped else parameter.grad
+            axis = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+            found[global_name(name, chunk)] = _whole(gradient, axis)
+    return found
+
+
+def _whole(gradient: torch.Tensor, axis: int | None) -> torch.Tensor:
+    """The gradient of all tensor-parallel ranks: joined along ``axis``, or one above the other when it is replicated."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(gradient) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, gradient.contiguous(), group=group)
+    return torch.stack(parts) if axis is None else torch.cat(parts, dim=axis)
+
+
+def main(folder: Path, rank: int, world: int, tensor: int, virtual: int, names: Sequence[str]) -> None:
+    """Be rank ``rank`` of a run; writes ``case → parameter → gradient`` of this rank's stages."""
+    from megacpp_mcore import cpu
+
+    cpu.install()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from megacpp_mcore.patches.registry import Registry
+    from megacpp_mcore.patches.sp_norm_gradients import PATCH
+
+    store = torch.distributed.FileStore(str(folder / "store"), world)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    pipeline = world // tensor
+    sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    parallel_state.initialize_model_parallel(**sizes, virtual_pipeline_model_parallel_size=virtual or None)
+    model_parallel_cuda_manual_seed(1)
+    registry = Registry([PATCH])
+    results = {}
+    for name in names:
+        if CASES[name].patched:
+            registry.apply([PATCH.name])
+        results[name] = gradients(CASES[name], virtual or None)
+        registry.revert()
+    torch.save(results, folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+# --- the runs, and what is asked of them -------------------------------------------------------------------------------
+
+
+def run(folder: Path, *, tensor: int, pipeline: int = 1, virtual: int = 0, names: Sequence[str] = tuple(CASES)) -> Any:
+    """The gradients by case and parameter of a run with ``tensor × pipeline`` processes."""
+    folder.mkdir()
+    world = tensor * pipeline
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    processes = []
+    for rank in range(world):
+        with open(folder / f"{rank}.log", "w") as log:
+            words = [str(folder), str(rank), str(world), str(tensor), str(virtual), *names]
+            command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.test_sp_norm_gradients", *words]
+            settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "cwd": ROOT}
+            processes.append(subprocess.Popen(command, env=environment, start_new_session=True, **settings))
+    try:
+        codes = [process.wait(TIMEOUT_SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    said = "\n".join((folder / f"{rank}.log").read_text()[-3000:] for rank in range(world))
+    assert codes == [0] * world, said
+    merged: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
+    for rank in range(world):
+        for name, found in torch.load(folder / f"{rank}.pt", weights_only=True).items():
+            merged[name].update(found)
+    return merged
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run(tmp_path_factory.mktemp("runs") / "one", tensor=1, names=["stock, bare", "patched, bare, twice"])
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run(tmp_path_factory.mktemp("runs") / "two", tensor=2)
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(expected)
+    assert float(min(gradient.norm() for gradient in expected.values())) > 1e-4
+    for name, gradient in expected.items():
+        for rank in range(len(found[name]) if name in NORMS_AND_BIASES else 1):
+            part = found[name][rank] if name in NORMS_AND_BIASES else found[name]
+            whole = gradient[0] if name in NORMS_AND_BIASES else gradient
+            assert difference(part, whole) < TOLERANCE, f"{name}, rank {rank}"
+
+
+_LAYER = (
+    "input_layernorm.weight", "input_layernorm.bias", "self_attention.linear_proj.bias",
+    "self_attention.q_layernorm.weight", "self_attention.q_layernorm.bias",
+    "self_attention.k_layernorm.weight", "self_attention.k_layernorm.bias",
+    "pre_mlp_layernorm.weight", "pre_mlp_layernorm.bias", "mlp.linear_fc2.bias",
+)  # fmt: skip
+NORMS_AND_BIASES = {f"decoder.layers.{layer}.{name}" for layer in range(LAYERS) for name in _LAYER} | {
+    "decoder.final_layernorm.weight",
+    "decoder.final_layernorm.bias",
+}
+"""Every replicated parameter of the model."""
+
+
+def test_the_replicated_parameters_are_these(one: Any, two: Any) -> None:
+    found, reference = two["stock, bare"], one["stock, bare"]
+    stacked = {name for name in found if found[name].shape != reference[name].shape}
+    assert stacked == NORMS_AND_BIASES
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_without_the_patch_each_rank_has_a_part(name: str, one: Any, two: Any) -> None:
+    expected = one["stock, bare"]
+    for parameter, gradient in two[name].items():
+        if parameter not in NORMS_AND_BIASES:
+            assert difference(gradient, expected[parameter]) < TOLERANCE, parameter
+            continue
+        first, second = gradient
+        assert difference(first, second) > 0.1, parameter
+        assert difference(first, expected[parameter][0]) > 0.1, parameter
+        assert difference(first + second, expected[parameter][0]) < TOLERANCE, parameter
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in BROKEN])
+def test_gradients_are_those_of_one_process(name: str, one: Any, two: Any) -> None:
+    """With the patch in every way to train, and, with or without it, where the schedule finalizes: never summed twice."""
+    check_equal(two[name], one["stock, bare" if CASES[name].calls == 1 else "patched, bare, twice"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("virtual", [0, 2])
+def test_under_pipeline_parallelism(virtual: int, one: Any, tmp_path: Path) -> None:
+    names = ["stock, bare", "patched, bare", "patched, finalized by the schedule"]
+    found = run(tmp_path / "four", tensor=2, pipeline=2, virtual=virtual, names=names)
+    norm = "decoder.layers.0.input_layernorm.weight"
+    assert difference(found["stock, bare"][norm][0], one["stock, bare"][norm][0]) > 0.1
+    for name in names[1:]:
+        check_equal(found[name], one["stock, bare" if CASES[name].calls == 1 else "patched, bare, twice"])
+
+
+if __name__ == "__main__":
+    place, ranks, names = Path(sys.argv[1]), [int(word) for word in sys.argv[2:6]], sys.argv[6:]
+    main(place, ranks[0], ranks[1], ranks[2], ranks[3], names)

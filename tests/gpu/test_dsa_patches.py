@@ -1,0 +1,205 @@
+"""dsa-graph-safety and dsa-indexer-memory on a GPU: a real capture and replay, parity with stock, and peak memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megacpp_mcore.patches import dsa_graph_safety, dsa_indexer_memory
+from tests.parity.compare import assert_parity
+from tests.unit import stock
+from tests.unit.dsa_layer import ONE_RANK, dsa_attention, dsa_config, layer_inputs, run_layer
+from tests.unit.test_dsa_graph_safety import packed
+from tests.unit.test_dsa_indexer_memory import (
+    assert_same_selection,
+    case,
+    compare_with_stock,
+    dsa,
+    loss_and_gradients,
+    patched,
+    selection,
+)
+
+ROOT = Path(__file__).parents[2]
+PATCHES = {"dsa-graph-safety": dsa_graph_safety.PATCH, "dsa-indexer-memory": dsa_indexer_memory.PATCH}
+TOKENS = 256
+
+
+@contextlib.contextmanager
+def one_gpu_process(store: Path) -> Iterator[None]:
+    """Megatron's process groups for one process on the first GPU."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    torch.cuda.set_device(0)
+    distributed = torch.distributed
+    distributed.init_process_group("nccl", store=distributed.FileStore(str(store), 1), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    try:
+        yield
+    finally:
+        DSAIndexerLossLoggingHelper.tracker.clear()
+        parallel_state.destroy_model_parallel()
+        distributed.destroy_process_group()
+
+
+def layer(variant: str) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
+    """A stock DSA layer on the GPU, its inputs and the options of its call."""
+    torch.manual_seed(3)
+    config = dsa_config(dsa_indexer_use_sparse_loss=variant != "dense", dsa_indexer_topk=32)
+    options: dict[str, Any] = {}
+    if variant == "packed":
+        params = packed([0, 96, 96, TOKENS])
+        for name in ("cu_seqlens_q", "cu_seqlens_kv", "real_token_mask_q"):
+            setattr(params, name, getattr(params, name).cuda())
+        options = {"packed_seq_params": params}
+    inputs = layer_inputs(TOKENS, 1 if options else 2, "cuda")
+    return dsa_attention(config).cuda().train(), inputs, options
+
+
+def graph_equals_eager(variant: str) -> None:
+    """Capture a forward and backward pass of the layer, replay it on other numbers, and compare with eager mode.
+
+    Raises:
+        RuntimeError: it cannot be captured.
+    """
+    stock.loss_scale(1.0)
+    scaler = dsa().DSAIndexerLossAutoScaler
+    scaler.main_loss_backward_scale = scaler.main_loss_backward_scale.cuda()
+    attention, inputs, options = layer(variant)
+    leaves = [*inputs.values(), *attention.parameters()]
+
+    def step() -> list[torch.Tensor]:
+        output = run_layer(attention, inputs, **options)
+        gradients = torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
+        return [output.detach(), *(gradient for gradient in gradients if gradient is not None)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in (11, 12):
+        other = layer_inputs(TOKENS, inputs["x"].shape[1], "cuda", seed=seed)
+        with torch.no_grad():
+            for name, tensor in inputs.items():
+                tensor.copy_(other[name])
+        graph.replay()
+        replayed = [tensor.clone() for tensor in captured]
+        eager = step()
+        assert len(replayed) == len(eager) > 8
+        for number, (ours, theirs) in enumerate(zip(replayed, eager, strict=True)):
+            assert theirs.abs().sum() > 0
+            assert_parity(ours, theirs, rms=1e-5, name=f"tensor {number}, inputs {seed}")
+
+
+def captured_in_a_process(variant: str, patches: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run :func:`graph_equals_eager` in a process of its own: a capture that fails leaves CUDA unusable."""
+    code = f"""
+import os, sys, traceback
+from pathlib import Path
+from megacpp_mcore.patches.registry import Registry
+from tests.gpu.test_dsa_patches import PATCHES, graph_equals_eager, one_gpu_process
+with one_gpu_process(Path({str(folder / "store")!r})):
+    Registry(PATCHES.values()).apply({list(patches)!r})
+    try:
+        graph_equals_eager({variant!r})
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # after a capture that failed nothing can be taken down in order
+print("captured, replayed, equal")
+"""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("variant", ["sparse", "dense", "packed"])
+def test_stock_cannot_be_captured(tmp_path: Path, variant: str) -> None:
+    done = captured_in_a_process(variant, (), tmp_path)
+    assert done.returncode != 0
+    assert "captur" in done.stderr
+    assert "captured, replayed, equal" not in done.stdout
+
+
+@pytest.mark.parametrize("patches", [("dsa-graph-safety",), ("dsa-graph-safety", "dsa-indexer-memory")], ids=str)
+@pytest.mark.parametrize("variant", ["sparse", "dense", "packed"])
+def test_a_patched_layer_is_captured_and_replayed(tmp_path: Path, variant: str, patches: tuple[str, ...]) -> None:
+    done = captured_in_a_process(variant, patches, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "captured, replayed, equal" in done.stdout
+
+
+def on_gpu(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same on the GPU; an expanded key stays expanded."""
+    moved = {name: tensor.cuda() for name, tensor in tensors.items()}
+    if "key" in moved and tensors["key"].stride(2) == 0:
+        moved["key"] = moved["key"][:, :, :1].expand_as(moved["key"])
+    return moved
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("kind", ["none", "packed", "mask"])
+@pytest.mark.parametrize("shared_key", [True, False])
+def test_loss_and_gradients_are_stocks_on_a_gpu(kind: str, sparse: bool, shared_key: bool) -> None:
+    """Few enough logits that none rounds to the other side of ReLU's step, where gradients jump."""
+    inputs = SimpleNamespace(**on_gpu(vars(case(129, 129, shared_key=shared_key))))
+    compare_with_stock(inputs, 31, sparse, on_gpu(selection(kind, 129, 129)))
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_peak_memory_on_a_gpu(sparse: bool) -> None:
+    """bf16, 32 indexer heads of 64, 14 attention heads of 128, sq 4096: the peak above what was there before.
+
+    Gradients are compared without ReLU: of its hundreds of millions of logits some do round to the other side.
+    """
+    S = 4096
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    inputs = SimpleNamespace(q=draw(S, 1, 32, 64), k=draw(S, 1, 64), weights=draw(S, 1, 32) / 45)
+    inputs.query, inputs.key = draw(S, 1, 14, 128), draw(S, 1, 1, 128).expand(-1, -1, 14, -1)
+    bounds = on_gpu(selection("bounds", S, S))
+
+    def peak() -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss_and_gradients(inputs, 256, sparse, ONE_RANK, **bounds)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    peak()  # cuBLAS takes its workspace
+    theirs = peak()
+    expected = loss_and_gradients(inputs, 256, sparse, use_relu=False, **bounds)
+    score = dsa().fused_qk_topk_naive(inputs.q, inputs.k, inputs.weights, 256, use_relu=False, **bounds)[0]
+    with patched():
+        ours = peak()
+        results = loss_and_gradients(inputs, 256, sparse, index=expected[0], use_relu=False, **bounds)
+    assert theirs > 10 * ours, (theirs, ours)
+    assert_same_selection(results[0], expected[0], score)
+    torch.testing.assert_close(results[1], expected[1], rtol=1e-4, atol=0)
+    for name, have, want in zip("qwk", results[2], expected[2], strict=True):
+        assert_parity(have, want, rms=1e-2, name=f"grad {name}")

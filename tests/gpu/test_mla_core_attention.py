@@ -1,0 +1,324 @@
+"""MLA through cuDNN on a GPU: parity with float64, no copies, no waits, CUDA graphs; beside Transformer Engine, at the seam.
+
+Shape legend: S queries, T keys, B batch, H heads, K query-key width, V value width.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from megacpp_mcore.ops.mla import sdpa
+from megacpp_mcore.ops.mla.reference import mla_attention
+from tests.parity.compare import assert_parity
+
+needs_engine = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
+)
+CUDNN, EFFICIENT = SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+Op = Callable[..., torch.Tensor]
+Inputs = list[torch.Tensor]
+
+
+def draw(
+    S: int, B: int = 2, H: int = 3, K: int = 128, V: int = 64, dtype: torch.dtype = torch.bfloat16, T: int | None = None
+) -> Inputs:
+    """Queries, keys, values, and a gradient of the output."""
+    generator = torch.Generator("cuda").manual_seed(7)
+    shapes = ((S, B, H, K), (T or S, B, H, K), (T or S, B, H, V), (S, B, H, V))
+    tensors = [torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes]
+    return [*(tensor.requires_grad_() for tensor in tensors[:3]), tensors[3]]
+
+
+def eager(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, attention_mask: Any = None, causal: bool
+) -> torch.Tensor:
+    """Plain PyTorch in the dtype of its inputs."""
+    score = torch.einsum("sbhk,tbhk->bhst", q, k) * softmax_scale
+    hidden = torch.zeros_like(score, dtype=torch.bool) if attention_mask is None else attention_mask.expand_as(score)
+    if causal:
+        hidden = hidden | ~torch.ones_like(score[0, 0], dtype=torch.bool).tril()
+    return torch.einsum("bhst,tbhv->sbhv", score.masked_fill(hidden, -1e4).softmax(-1), v)
+
+
+def outcome(op: Op, inputs: Inputs, **options: Any) -> list[torch.Tensor]:
+    output = op(*inputs[:3], **options)
+    return [output.detach(), *torch.autograd.grad(output, inputs[:3], inputs[3].reshape(output.shape))]
+
+
+def truth(inputs: Inputs, **options: Any) -> list[torch.Tensor]:
+    double = [tensor.detach().double() for tensor in inputs]
+    return outcome(mla_attention, [*(tensor.requires_grad_() for tensor in double[:3]), double[3]], **options)
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor], peer: list[torch.Tensor], rms: float) -> None:
+    for name, have, want, other in zip(("o", "dq", "dk", "dv"), found, expected, peer, strict=True):
+        # The first query sees one key, so that its gradient is 0 but for rounding; that of the next few cancels nearly.
+        first = min(16, len(have) // 2) if name == "dq" else 0
+        have, want, other = (tensor.reshape(have.shape)[first:] for tensor in (have, want, other))
+        # Which of two float32 sums is off by an ulp more is chance; in 16 bits the rounding is what counts.
+        factor = 2.0 if other.dtype != torch.float32 else None
+        assert_parity(have, want, rms=rms, dtype_peer=other, max_abs_factor=factor, name=name)
+
+
+@pytest.mark.parametrize(
+    ("S", "H", "K", "V"), [(1024, 3, 128, 64), (2345, 3, 128, 64), (2, 56, 128, 64), (512, 4, 192, 128)]
+)
+def test_cudnn_parity(S: int, H: int, K: int, V: int) -> None:
+    inputs, options = draw(S, 2, H, K, V), {"softmax_scale": K**-0.5, "causal": True}
+    assert sdpa.fused_backend(*inputs[:3]) == CUDNN
+    found = outcome(sdpa.sdpa_attention, inputs, backend=CUDNN, **options)
+    assert found[0].is_contiguous()
+    assert_same(found, truth(inputs, **options), outcome(eager, inputs, **options), 5e-3)
+
+
+@pytest.mark.parametrize("S", [256, 261, 320])
+def test_cudnn_gradients_are_finite_where_scores_are_very_negative(S: int) -> None:
+    """Where cuDNN's backward has been NaN with a mask (pytorch/pytorch#196678): log-sum-exps below ln of the least float."""
+    inputs = draw(S)
+    with torch.no_grad():
+        inputs[0].mul_(0.1)[..., 0] = 1.0
+        inputs[1].mul_(0.1)[..., 0] = -120 * 128**0.5
+    options = {"softmax_scale": 128**-0.5, "causal": True}
+    found = outcome(sdpa.sdpa_attention, inputs, backend=CUDNN, **options)
+    assert all(torch.isfinite(tensor).all() for tensor in found)
+
+
+def test_cudnn_without_causality() -> None:
+    inputs, options = draw(256, T=384), {"softmax_scale": 0.1, "causal": False}
+    assert sdpa.fused_backend(*inputs[:3], causal=False) == CUDNN
+    found = outcome(sdpa.sdpa_attention, inputs, **options)
+    assert_same(found, truth(inputs, **options), outcome(eager, inputs, **options), 5e-3)
+
+
+def test_what_cudnn_is_not_given() -> None:
+    odd, mask = draw(261)[:3], torch.zeros(1, 1, 261, 261, dtype=torch.bool, device="cuda")
+    assert sdpa.fused_backend(*odd, causal=False) == EFFICIENT
+    assert sdpa.fused_backend(*odd, attention_mask=mask) == EFFICIENT
+    assert sdpa.fused_backend(*draw(261, dtype=torch.float32)[:3]) == EFFICIENT
+    assert sdpa.fused_backend(*odd, deterministic=True) is None
+    assert sdpa.fused_backend(*odd, backends=sdpa.FUSED[1:2]) is None  # flash, whose two widths are one
+    assert sdpa.fused_backend(*draw(261, K=64)[:3], backends=sdpa.FUSED[1:2]) == SDPBackend.FLASH_ATTENTION
+    assert sdpa.fused_backend(*draw(261, dtype=torch.float64)[:3]) is None
+
+
+@pytest.mark.parametrize(("dtype", "rms"), [(torch.bfloat16, 5e-3), (torch.float32, 4e-6)])
+@pytest.mark.parametrize(("S", "causal", "shape"), [(2345, True, (2, 1, 1, 2345)), (300, False, (2, 1, 300, 300))])
+def test_masks(S: int, causal: bool, shape: tuple[int, ...], dtype: torch.dtype, rms: float) -> None:
+    inputs = draw(S, dtype=dtype)
+    mask = torch.rand(shape, generator=torch.Generator("cuda").manual_seed(2), device="cuda") < 0.4
+    mask[..., 0] = False
+    options = {"softmax_scale": 0.1, "causal": causal, "attention_mask": mask}
+    found = outcome(sdpa.sdpa_attention, inputs, **options)
+    assert_same(found, truth(inputs, **options), outcome(eager, inputs, **options), rms)
+
+
+def test_a_query_that_sees_nothing_gets_zero() -> None:
+    inputs, mask = draw(300), torch.zeros(1, 1, 300, 300, dtype=torch.bool, device="cuda")
+    mask[:, :, 5] = True
+    found = outcome(sdpa.sdpa_attention, inputs, softmax_scale=0.1, causal=False, attention_mask=mask)
+    assert float(found[0][5].abs().max()) == 0.0
+    assert float(found[1][5].abs().max()) == 0.0
+    assert all(torch.isfinite(tensor).all() for tensor in found)
+
+
+def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return sdpa.sdpa_attention(q, k, v, softmax_scale=128**-0.5, backend=CUDNN)
+
+
+def peak(run: Callable[[], object]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - base
+
+
+def test_nothing_is_copied() -> None:
+    inputs = draw(4096, 2, 56)
+    outcome(ours, inputs)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        outcome(ours, inputs)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert [name for name in kernels if "copy" in name.lower()] == []
+    assert any("sdpa" in name or "flash" in name or "cudnn" in name for name in kernels), kernels
+    output = inputs[3].numel() * 2
+    with torch.no_grad():
+        assert peak(lambda: ours(*inputs[:3])) < 1.25 * output  # the output and one number a row
+    gradients = sum(tensor.numel() * 2 for tensor in inputs[:3])
+    # Backward sums the gradient of q in float32.
+    assert peak(lambda: outcome(ours, inputs)) < 1.25 * (output + gradients + inputs[0].numel() * 4)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    inputs = draw(512)
+    outcome(ours, inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outcome(ours, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def replayed(op: Op, inputs: Inputs) -> list[torch.Tensor]:
+    """What a CUDA graph of forward and backward gives for other inputs than it was captured with."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        outcome(op, inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = outcome(op, inputs)
+    with torch.no_grad():
+        for tensor in inputs:
+            tensor.copy_(tensor.flip(0))
+    graph.replay()
+    return captured
+
+
+def test_cuda_graph() -> None:
+    inputs = draw(640)
+    captured = replayed(ours, inputs)
+    for have, want in zip(captured, outcome(ours, inputs), strict=True):
+        assert_parity(have, want, rms=5e-3)
+
+
+# --- at the seam -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+    distributed, store = torch.distributed, str(tmp_path_factory.mktemp("mla") / "store")
+    distributed.init_process_group("nccl", store=distributed.FileStore(store, 1), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    yield
+    get_cuda_rng_tracker().reset()
+    parallel_state.destroy_model_parallel()
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
+def patched(process: None) -> Iterator[list[str]]:
+    """The patch, and what it logs."""
+    from megacpp_mcore.patches import mla_core_attention
+    from megacpp_mcore.patches.registry import Registry
+
+    registry = Registry([mla_core_attention.PATCH])
+    registry.apply([mla_core_attention.PATCH.name])
+    mla_core_attention._say_once.cache_clear()
+    mla_core_attention._te_selection.cache_clear()
+    lines: list[str] = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(mla_core_attention.logger, "log", lambda level, line, *_, **__: lines.append(line))
+    try:
+        yield lines
+    finally:
+        patch.undo()
+        registry.revert()
+
+
+def attention(kind: str, H: int, K: int, V: int) -> Any:
+    """What ``MultiLatentAttention._run_core_attention`` reads of its module."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    config = MLATransformerConfig(
+        num_layers=1, hidden_size=H * V, num_attention_heads=H, qk_head_dim=K // 2, qk_pos_emb_head_dim=K // 2, v_head_dim=V,
+        attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16, masked_softmax_fusion=False,
+    )  # fmt: skip
+    module = importlib.import_module(
+        "megatron.core.extensions.transformer_engine"
+        if kind == "TEDotProductAttention"
+        else "megatron.core.transformer.dot_product_attention"
+    )
+    core = getattr(module, kind)(
+        config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self",
+        softmax_scale=K**-0.5, k_channels=K, v_channels=V, pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )  # fmt: skip
+    return SimpleNamespace(core_attention=core.train(), attn_mask_type=AttnMaskType.causal, config=config)
+
+
+def seam(layer: Any, mask: torch.Tensor | None = None) -> Op:
+    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+
+    run: Any = MultiLatentAttention._run_core_attention
+    return lambda q, k, v: run(layer, q, k, v, mask)
+
+
+def stocks(layer: Any) -> Op:
+    return lambda q, k, v: layer.core_attention(q, k, v, None, attn_mask_type=layer.attn_mask_type)
+
+
+@needs_engine
+def test_transformer_engine_at_128_64(patched: list[str]) -> None:
+    layer, inputs = attention("TEDotProductAttention", 56, 128, 64), draw(4096, 2, 56)
+    found, peer = outcome(seam(layer), inputs), outcome(stocks(layer), inputs)
+    assert patched == [
+        "mla-core-attention: TEDotProductAttention runs CUDNN_ATTENTION of PyTorch's SDPA: "
+        "at widths 128/64 Transformer Engine is unfused"
+    ]
+    assert found[0].shape == peer[0].shape == (4096, 2, 56 * 64)
+    assert_same(found, truth(inputs, softmax_scale=128**-0.5), peer, 5e-3)
+    del found, peer
+    assert peak(lambda: outcome(seam(layer), inputs)) < peak(lambda: outcome(stocks(layer), inputs)) / 8
+
+
+@needs_engine
+@pytest.mark.parametrize(("training", "mask"), [(True, "causal"), (False, "causal"), (True, "no_mask")])
+@pytest.mark.parametrize(("K", "V"), [(128, 64), (192, 128)])
+def test_transformer_engine_is_asked_what_it_asks_itself(
+    patched: list[str], K: int, V: int, training: bool, mask: str
+) -> None:
+    """The question holds what Transformer Engine's own forward pass puts to its selector, and the path follows the answer."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megacpp_mcore.patches import mla_core_attention
+
+    module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
+    layer, inputs = attention("TEDotProductAttention", 4, K, V), draw(256, 2, 4, K, V)
+    layer.attn_mask_type = AttnMaskType[mask]
+    layer.core_attention.train(training)
+    outcome(stocks(layer), inputs)
+    own, answer = module._attention_backends["attention_params"], module._attention_backends
+    q, k, v, _ = inputs
+    question = mla_core_attention._question(mla_core_attention.Call(layer.core_attention, q, k, v, None, mask))
+    assert [(name, value) for name, value in question if getattr(own, name) != value] == []
+    rest = {field: value for field, value in vars(own).items() if field not in dict(question)}
+    default = vars(type(own)())
+    assert {field: value for field, value in rest.items() if value != default[field] and field != "fp8_meta"} == {}
+    outcome(seam(layer), inputs)
+    assert ("SDPA" in patched[0]) == bool(answer["use_unfused_attention"])
+
+
+@needs_engine
+def test_transformer_engine_in_a_cuda_graph(patched: list[str]) -> None:
+    layer, inputs = attention("TEDotProductAttention", 4, 128, 64), draw(640, 2, 4)
+    captured = replayed(seam(layer), inputs)
+    assert "CUDNN_ATTENTION" in patched[0]
+    for have, want in zip(captured, outcome(stocks(layer), inputs), strict=True):
+        assert_parity(have[1:], want[1:], rms=2e-2)
+
+
+@pytest.mark.parametrize(("masked", "kernel"), [(False, "CUDNN_ATTENTION"), (True, "EFFICIENT_ATTENTION")])
+def test_local(patched: list[str], masked: bool, kernel: str) -> None:
+    layer, inputs = attention("DotProductAttention", 4, 128, 64), draw(300, 2, 4)
+    mask = ~torch.ones(1, 1, 300, 300, dtype=torch.bool, device="cuda").tril() if masked else None
+    found, peer = outcome(seam(layer, mask), inputs), outcome(stocks(layer), inputs)
+    assert patched == [f"mla-core-attention: DotProductAttention runs {kernel} of PyTorch's SDPA"]
+    assert found[0].is_contiguous()
+    assert_same(found, truth(inputs, softmax_scale=128**-0.5), peer, 5e-3)

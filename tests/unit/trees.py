@@ -1,0 +1,122 @@
+"""Copies of real Megatron trees to patch, of the installed wheel and of the checkout: git repositories with one commit."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from megacpp_mcore.patches.record import Edit, Patch
+from megacpp_mcore.patches.sources import SourceTree
+from megacpp_mcore.patches.symbols import Refusal, digest
+
+HOOKED = "megatron/core/__init__.py"
+WORDS = dict.fromkeys(("fixes", "source", "seam", "leaves_alone", "retire_when"), "for a test")
+
+
+def wheel_root() -> Path:
+    """The folder that the installed megatron-core lies in."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parents[2]
+
+
+def copy_sources(source: Path, target: Path) -> Path:
+    """Copy Megatron's Python files, and commit them."""
+
+    def not_python(folder: str, names: list[str]) -> list[str]:
+        return [n for n in names if n == "__pycache__" or not (n.endswith(".py") or os.path.isdir(f"{folder}/{n}"))]
+
+    for part in ("core", "training"):
+        shutil.copytree(source / "megatron" / part, target / "megatron" / part, ignore=not_python)
+    return _completed(source, target)
+
+
+def copy_modules(source: Path, target: Path, modules: Iterable[str]) -> Path:
+    """Copy the files of these modules, what makes a folder Megatron, and commit them: as good as all of it where no import
+    is made, and quicker."""
+    tree = SourceTree((source,))
+    wanted = {"megatron.core", "megatron.core.package_info", *modules}
+    parents = {module.rsplit(".", up)[0] for module in wanted for up in range(1, module.count("."))}
+    for module in wanted | parents:
+        try:
+            file = tree.file(module)
+        except Refusal:
+            if module in wanted:
+                raise
+            continue  # a namespace package
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy)
+    return _completed(source, target)
+
+
+def _completed(source: Path, target: Path) -> Path:
+    for name in ("pretrain_gpt.py", ".gitignore"):
+        if (source / name).exists():
+            shutil.copy(source / name, target / name)
+    if not (target / ".gitignore").exists():
+        (target / ".gitignore").write_text("__pycache__\n*~\n")
+    git(target, "init", "-q")
+    commit(target)
+    return target
+
+
+def link_copy(source: Path, target: Path) -> Path:
+    """A copy whose files are hard links, so that it costs little: write to it through :func:`edit` alone."""
+    shutil.copytree(source / ".git", target / ".git")
+    shutil.copytree(
+        source, target, copy_function=os.link, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git", "__pycache__")
+    )
+    # These are locked and rewritten by what is under test.
+    for name in (HOOKED, "megatron/core/package_info.py"):
+        edit(target / name, (target / name).read_bytes())
+    return target
+
+
+def edit(file: Path, content: bytes) -> None:
+    """Give ``file`` new content, and leave the other links to it alone."""
+    mode = file.stat().st_mode
+    file.unlink()
+    file.write_bytes(content)
+    file.chmod(mode)
+
+
+def git(root: Path, *words: str, given: bytes | None = None) -> str:
+    """What a git command prints."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    return subprocess.run(
+        ["git", "-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "core.autocrlf=false", *words],
+        cwd=root, env=environment, input=given, capture_output=True, check=True,
+    ).stdout.decode()  # fmt: skip
+
+
+def commit(root: Path) -> None:
+    """Commit everything."""
+    git(root, "add", "-A", "-f")
+    git(root, "commit", "-q", "--no-verify", "--allow-empty", "-m", "as it came")
+
+
+def snapshot(root: Path) -> dict[str, bytes]:
+    """Every file of the tree but git's own and Python's caches."""
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file() and not {".git", "__pycache__"} & set(path.relative_to(root).parts)
+    }
+
+
+def patch_of(root: Path, name: str, *targets: str, **fields: object) -> Patch:
+    """A patch whose fingerprints are those of the tree as it is."""
+    tree = SourceTree((root,))
+    version = tree.version()
+    assert version is not None
+    edits = tuple(
+        Edit(target=target, fingerprints={version: digest(tree.texts(target)[0])}, make=lambda original: original)
+        for target in targets
+    )
+    return Patch(**{"name": name, "megatron_versions": ">=0.19,<0.20", "edits": edits, **WORDS, **fields})  # type: ignore[arg-type]

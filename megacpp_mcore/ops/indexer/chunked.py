@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.mla.reference import compute_dtype, query_chunks, require_float
+from megacpp_mcore.ops.checks import compute_dtype, require_float
+from megacpp_mcore.ops.visibility import query_chunks
 
 BLOCK_ELEMENTS = 2**24
 """Elements of a chunk's largest temporary: 64 MiB in float32. At most three tensors of that size are alive at once (and some

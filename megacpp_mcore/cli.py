@@ -87,8 +87,8 @@ def _add_launch(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "launch",
         help="run a stock Megatron script, or the stock loop of the wheel",
-        usage="megacpp-mcore launch [--device DEVICE] [--nproc N] [--allow-spec-from PACKAGE] [--record-steps FILE] "
-        "-- [script.py] ARGUMENTS",
+        usage="megacpp-mcore launch [--device DEVICE] [--nproc N] [--allow-spec-from PACKAGE] [--patch NAME] "
+        "[--record-steps FILE] -- [script.py] ARGUMENTS",
     )
     parser.add_argument(
         "--device", choices=launcher.DEVICES, default="auto", help="auto takes the CPU when there is no GPU"
@@ -102,6 +102,9 @@ def _add_launch(subparsers: Any) -> None:
         help=f"a package that --spec may import from, besides {' and '.join(launcher.ALLOWED_SPEC_PREFIXES)}",
     )
     parser.add_argument(
+        "--patch", action="append", default=[], metavar="NAME", help="apply a patch to the run (see `patch list`)"
+    )
+    parser.add_argument(
         "--record-steps", metavar="FILE", help="append every step's losses to FILE, unrounded, as one line of JSON each"
     )
 
@@ -112,5 +115,6 @@ def _launch(args: argparse.Namespace) -> int:
         device=args.device,
         nproc=args.nproc,
         allowed_spec_prefixes=(*launcher.ALLOWED_SPEC_PREFIXES, *args.allow_spec_from),
+        patches=args.patch,
         record_steps=args.record_steps,
     )

@@ -29,12 +29,12 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from megacpp_mcore import config
 from megacpp_mcore.errors import CheckoutError, LaunchError, MegacppError, SpecImportError
 from megacpp_mcore.observe import steps
+from megacpp_mcore.patches import registry
+from megacpp_mcore.patches.spec_import import import_named, spec_words
 
 DEVICES = ("auto", "cpu", "cuda")
 ALLOWED_SPEC_PREFIXES = ("megacpp_mcore", "megatron")
@@ -48,7 +48,6 @@ CHECKOUT_ADVICE = (
 )
 
 _STOCK_LOOP = "megacpp_mcore.pretrain"
-_HELPER = "megatron.core.datasets.helpers_cpp"
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,13 @@ class Plan:
     """``cpu`` or ``cuda``."""
     nproc: int
     """Processes to start; 1 is this one."""
+    patches: tuple[str, ...] = ()
+    """Patches to apply besides those that a launch applies anyway."""
+
+    @property
+    def has_own_spec(self) -> bool:
+        """Whether the spec is one of this package."""
+        return self.spec is not None and self.spec[0].partition(".")[0] == "megacpp_mcore"
 
     def describe(self, world_size: int) -> str:
         """Return the line that says what is about to run."""
@@ -79,6 +85,7 @@ def launch(
     device: str = "auto",
     nproc: int = 1,
     allowed_spec_prefixes: Sequence[str] = ALLOWED_SPEC_PREFIXES,
+    patches: Sequence[str] = (),
     record_steps: str | None = None,
 ) -> int:
     """Run a stock Megatron script, or the wheel's stock loop, and return its exit status.
@@ -89,13 +96,15 @@ def launch(
         device: ``cpu`` installs the CPU lane (:mod:`megacpp_mcore.cpu`); ``auto`` does so when there is no GPU.
         nproc: processes to start on this host. Under torchrun, which has started them already, it must be 1.
         allowed_spec_prefixes: packages that a ``--spec`` may be imported from.
+        patches: names of patches to apply, besides ``dataset-helpers``, ``spec-import`` where there is a spec, and
+            ``hybrid-flops`` where it is one of ours.
         record_steps: a file to append every step's losses to (:mod:`megacpp_mcore.observe.steps`).
 
     Raises:
         LaunchError, CheckoutError, SpecImportError, DataError: what cannot work, before Megatron starts. What the script itself
             raises passes through; with ``nproc > 1`` it is the exit status of the first process that failed.
     """
-    chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes)
+    chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes, patches=patches)
     if chosen.nproc > 1:
         return _run_processes(command, chosen, allowed_spec_prefixes, record_steps)
     return _run_here(chosen, record_steps)
@@ -107,6 +116,7 @@ def plan(
     device: str = "auto",
     nproc: int = 1,
     allowed_spec_prefixes: Sequence[str] = ALLOWED_SPEC_PREFIXES,
+    patches: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> Plan:
     """Read and check a launch (see :func:`launch`) without starting anything."""
@@ -136,7 +146,8 @@ def plan(
     resolved = _resolve_device(device)
     if resolved == "cpu":
         _check_cpu_arguments(arguments)
-    return Plan(script, tuple(arguments), spec, resolved, nproc)
+    registry.default().select(patches)  # refuses names that it does not know
+    return Plan(script, tuple(arguments), spec, resolved, nproc, tuple(patches))
 
 
 def _check_processes(environment: Mapping[str, str]) -> None:
@@ -198,14 +209,8 @@ def split_spec(arguments: Sequence[str]) -> tuple[list[str], tuple[str, str] | N
                 f"{words[start]} {words[end]} is two words of which = binds only the first; write --spec {values[0]} "
                 f"{words[end]} for module and attribute, or --spec={values[0]} alone"
             )
-    if len(values) == 1 and "." in values[0]:
-        values = values[0].rsplit(".", 1)
-    if len(values) != 2 or not all(values):
-        raise SpecImportError(
-            f"--spec {' '.join(values)!r} names no module and attribute; "
-            "expected one dotted word such as --spec megacpp_mcore.nam56r, or two: --spec megacpp_mcore nam56r"
-        )
-    return [*words[:start], "--spec", *values, *words[end:]], (values[0], values[1])
+    module, attribute = spec_words(values)
+    return [*words[:start], "--spec", module, attribute, *words[end:]], (module, attribute)
 
 
 def _check_allowed(spec: tuple[str, str], prefixes: Sequence[str]) -> None:
@@ -262,6 +267,8 @@ def _run_processes(
     options = ["--device", chosen.device]
     for prefix in allowed_spec_prefixes:
         options += ["--allow-spec-from", prefix]
+    for name in chosen.patches:
+        options += ["--patch", name]
     if record_steps is not None:
         options += ["--record-steps", record_steps]
     # As torchrun does: N processes with a thread for every core each would fight over the cores.
@@ -290,6 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megacpp_mcore.launcher")
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--allow-spec-from", action="append", default=[])
+    parser.add_argument("--patch", action="append", default=[])
     parser.add_argument("--record-steps")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
@@ -299,6 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command,
             device=options.device,
             allowed_spec_prefixes=options.allow_spec_from or ALLOWED_SPEC_PREFIXES,
+            patches=options.patch,
             record_steps=options.record_steps,
         )
     except MegacppError as error:
@@ -322,22 +331,18 @@ def _run_here(chosen: Plan, record_steps: str | None) -> int:
         stack.enter_context(_environment(_single_process_defaults()))
         stack.enter_context(_arguments([entry, *chosen.arguments]))
         _say(chosen.describe(int(os.environ["WORLD_SIZE"])))
-        if (
-            chosen.spec is not None
-            and chosen.spec[0].partition(".")[0] == "megacpp_mcore"
-            and os.environ["RANK"] == "0"
-        ):
+        if chosen.has_own_spec and os.environ["RANK"] == "0":
             _verify_data(chosen.arguments)
         if chosen.script is not None:
             stack.enter_context(_first_on_path(chosen.script.parent))
         if chosen.device == "cpu":
             stack.enter_context(_cpu_lane())
-        stack.enter_context(_ready_dataset_helper())
         stack.enter_context(_patches_of_the_run())
+        _apply_patches(chosen)
         if record_steps is not None:
             _say(stack.enter_context(steps.recording(record_steps)))
         if chosen.spec is not None:
-            import_spec(*chosen.spec)
+            import_named(*chosen.spec)
         status = _run_main(chosen.script)
         if status == 0:
             _leave_process_group()
@@ -347,17 +352,21 @@ def _run_here(chosen: Plan, record_steps: str | None) -> int:
 @contextlib.contextmanager
 def _patches_of_the_run() -> Iterator[None]:
     """Revert, in the end, the patches that were applied meanwhile."""
-    from megacpp_mcore import patches
-
-    before = {record["name"] for record in patches.status() if record["state"] != "not applied"}
+    known = registry.default()
+    before = {record["name"] for record in known.status() if record["state"] != "not applied"}
     try:
         yield
     finally:
-        patches.revert(
-            record["name"]
-            for record in patches.status()
-            if record["state"] == "applied" and record["name"] not in before
+        known.revert(
+            record["name"] for record in known.status() if record["state"] == "applied" and record["name"] not in before
         )
+
+
+def _apply_patches(chosen: Plan) -> None:
+    """Apply what every launch needs, what a spec needs, and what was asked for; all or none."""
+    names = ["dataset-helpers", *(["spec-import"] if chosen.spec else [])]
+    names += ["hybrid-flops"] if chosen.has_own_spec else []
+    _say(f"patches: {', '.join(registry.default().apply([*names, *chosen.patches]).applied) or 'applied already'}")
 
 
 def _verify_data(arguments: Sequence[str]) -> None:
@@ -379,27 +388,6 @@ def _run_main(script: Path | None) -> int:
         print(end.code, file=sys.stderr)  # as the interpreter does for a message
         return 1
     return 0
-
-
-def import_spec(module: str, attribute: str) -> Any:
-    """Import a spec and return it; raise SpecImportError, with the cause, for whatever goes wrong.
-
-    Megatron only logs a failing import, and trains a stock GPT instead.
-    """
-    name = f"--spec {module} {attribute}"
-    try:
-        # getattr first: a package may resolve the name lazily; Megatron then looks into vars() alone.
-        spec = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
-        raise SpecImportError(
-            f"{name} cannot be imported ({type(error).__name__}: {error}); the run stops here"
-        ) from error
-    if attribute not in vars(sys.modules[module]):
-        raise SpecImportError(
-            f"{name}: {module} answers for {attribute!r} without storing it, and Megatron looks into vars({module}) only; "
-            "have the module's __getattr__ store the value in globals()"
-        )
-    return spec
 
 
 @contextlib.contextmanager
@@ -433,60 +421,6 @@ def _cpu_lane() -> Iterator[None]:
         yield
     finally:
         lane.remove()
-
-
-@contextlib.contextmanager
-def _ready_dataset_helper() -> Iterator[None]:
-    """Skip Megatron's ``make`` at start-up when the compiled dataset helper is there already.
-
-    The wheel brings the compiled helper but no Makefile, so that the stock step would end the run. A checkout without
-    one gets the wheel's, if it was compiled from the same source; else upstream builds it.
-    """
-    from megatron.core.datasets import utils
-
-    origin = _import_dataset_helper(Path(utils.__file__).parent)
-    if origin is None:
-        yield
-        return
-    stock = utils.compile_helpers
-
-    def compile_helpers() -> None:
-        """The helper is compiled: nothing to make."""
-
-    utils.compile_helpers = compile_helpers
-    _say(f"dataset helper: {origin} is compiled, start-up runs no make")
-    try:
-        yield
-    finally:
-        utils.compile_helpers = stock
-
-
-def _import_dataset_helper(folder: Path) -> str | None:
-    """Import the compiled helper and return its file, or None when there is none that fits ``folder``'s source."""
-    try:
-        return str(importlib.import_module(_HELPER).__file__)
-    except ImportError:
-        source = (folder / "helpers.cpp").read_bytes()
-    relative = Path("megatron", "core", "datasets")
-    for entry in sys.path:
-        other = Path(entry, relative)
-        if not (other / "helpers.cpp").is_file() or (other / "helpers.cpp").read_bytes() != source:
-            continue
-        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-            library = other / f"helpers_cpp{suffix}"
-            if library.is_file():
-                sys.modules[_HELPER] = _load_extension(_HELPER, library)
-                return str(library)
-    return None
-
-
-def _load_extension(name: str, library: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, library)
-    if spec is None or spec.loader is None:
-        raise LaunchError(f"{library} cannot be loaded as a Python extension; reinstall megatron-core")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _leave_process_group() -> None:

@@ -14,6 +14,7 @@ from megacpp_mcore.errors import PatchError
 
 if TYPE_CHECKING:
     from megacpp_mcore.patches.checkout import Checkout, Outcome
+    from megacpp_mcore.patches.record import Patch
 
 _ACTIONS = {
     "list": "name every patch and what it fixes",
@@ -35,6 +36,8 @@ def add_parser(subparsers: Any) -> None:
         action.add_argument("names", nargs="*", metavar="NAME", help="patches (see `patch list`)")
         if name in ("list", "status"):
             action.add_argument("--json", action="store_true", help="print JSON")
+        if name == "list":
+            action.add_argument("--markdown", action="store_true", help="print the page docs/patches.md")
         if name != "list":
             action.add_argument("--checkout", metavar="DIR", help="the root of a Megatron-LM checkout")
         if name == "apply":
@@ -85,8 +88,34 @@ def _list(args: argparse.Namespace) -> None:
     patches = registry.select(args.names) if args.names else registry.patches
     if args.json:
         print(json.dumps([patch.describe() for patch in patches], indent=2))
+    elif args.markdown:
+        print(_page(patches), end="")
     else:
         print("\n".join(f"{patch.name}: {patch.fixes}" for patch in patches) or "there are no patches")
+
+
+def _page(patches: Sequence[Patch]) -> str:
+    """``docs/patches.md``: a table of all, then what each does not touch and when it goes."""
+    lines = [
+        "# The patches",
+        "",
+        "Written by `megacpp-mcore patch list --markdown` from the records in `patches/`; do not edit it by hand.",
+        "",
+        "| patch | fixes | megatron-core | cost | gain, as measured |",
+        "|---|---|---|---|---|",
+    ]
+    for patch in patches:
+        cells = (f"`{patch.name}`", patch.fixes, patch.megatron_versions, patch.cost, patch.gain)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    for patch in patches:
+        targets = ", ".join(f"`{edit.target}`" for edit in patch.edits)
+        lines += ["", f"## {patch.name}", "", f"- Source: {patch.source}", f"- Targets: {targets}"]
+        lines += [
+            f"- Why there: {patch.seam}",
+            f"- Leaves alone: {patch.leaves_alone}",
+            f"- Goes when: {patch.retire_when}",
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def _status(checkout: Checkout, names: Sequence[str] | None, as_json: bool) -> None:

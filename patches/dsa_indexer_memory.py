@@ -259,5 +259,9 @@ PATCH = Patch(
         "gradient of k is summed in no fixed order on a GPU, unless torch.use_deterministic_algorithms(True); tensor-parallel "
         "ranks add their targets key by key of the selection, so they have to hold the same one, as they hold the same inputs"
     ),
+    gain=(
+        "b 1, sq 16,384, 32 heads × 64, one H200: forward 0.13 GB instead of 68.7 GB; with its sparse loss 0.14 GB where stock "
+        "runs out of memory (243 GB computed); at sq 4096 0.09 GB instead of 16.2 GB, in 14 ms instead of 51 ms"
+    ),
     retire_when="upstream's fallback works in chunks, or a fused kernel covers the head dims in use",
 )

@@ -223,6 +223,7 @@ PATCH = Patch(
         "gated delta net, all of it with upstream's conventions (no router, S²/2 pairs); DSA on packed sequences, whose "
         "lengths the loop does not pass on: upstream's figure, with one warning"
     ),
+    gain="nam56r: 20.85 GFLOP a token of training, where upstream counts 45.55",
     retire_when="upstream counts by the layers of the model that was built",
     cost="microseconds on the host, twice a step",
 )

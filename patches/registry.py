@@ -60,7 +60,18 @@ from megacpp_mcore.patches.symbols import (
 
 logger = logging.getLogger(__name__)
 
-_PATCH_MODULES: tuple[str, ...] = ("mtp_shared_block",)
+_PATCH_MODULES: tuple[str, ...] = (
+    "spec_import",
+    "dataset_helpers",
+    "mtp_shared_block",
+    "mla_core_attention",
+    "dsa_index_cache",
+    "dsa_indexer_memory",
+    "dsa_graph_safety",
+    "linear_cross_entropy",
+    "hybrid_flops",
+    "sp_norm_gradients",
+)
 """Modules of this package that hold a ``PATCH``, in the order in which ``patch list`` shows them."""
 
 

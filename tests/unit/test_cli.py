@@ -32,7 +32,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str,
 
 def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[str], dict[str, Any]]]) -> None:
     stock = ["pretrain_gpt.py", "--device", "x", "--", "--spec", "megacpp_mcore.nam56r", "--traceback"]
-    options = ["--device", "cpu", "--nproc", "2", "--allow-spec-from", "mine", "--record-steps", "steps.jsonl"]
+    options = ["--device", "cpu", "--nproc", "2", "--allow-spec-from", "mine", "--patch", "one", "--patch", "two"]
+    options += ["--record-steps", "steps.jsonl"]
     assert cli.main(["launch", *options, "--", *stock]) == 7
     ((command, given),) = launched
     assert command == stock
@@ -40,6 +41,7 @@ def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[s
         "device": "cpu",
         "nproc": 2,
         "allowed_spec_prefixes": ("megacpp_mcore", "megatron", "mine"),
+        "patches": ["one", "two"],
         "record_steps": "steps.jsonl",
     }
 

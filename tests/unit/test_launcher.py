@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,14 @@ import pytest
 
 from megacpp_mcore import cpu, launcher, recipe_command
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.errors import CheckoutError, ConfigFileError, DataError, LaunchError, SpecImportError
+from megacpp_mcore.errors import (
+    CheckoutError,
+    ConfigFileError,
+    DataError,
+    LaunchError,
+    PatchError,
+    SpecImportError,
+)
 from megacpp_mcore.model import preset
 
 CPU_ARGUMENTS = [word for words in cpu.REQUIRED_ARGUMENTS for word in words]
@@ -114,6 +120,12 @@ def test_spec_outside_the_allow_list_is_refused(spec: str) -> None:
     assert plan("--spec", spec, *CPU_ARGUMENTS, allowed_spec_prefixes=[spec.rpartition(".")[0]]).spec is not None
 
 
+def test_unknown_patches_are_refused_with_near_names() -> None:
+    assert plan(*CPU_ARGUMENTS, patches=["dsa-index-cache"]).patches == ("dsa-index-cache",)
+    with pytest.raises(PatchError, match="there is no patch 'dsa-index-cach'; did you mean dsa-index-cache"):
+        plan(*CPU_ARGUMENTS, patches=["dsa-index-cach"])
+
+
 def test_cpu_arguments_are_all_named_at_once() -> None:
     with pytest.raises(LaunchError, match="megacpp-mcore recipe emit") as raised:
         plan("--lr", "1")
@@ -151,48 +163,6 @@ def test_device_auto_and_cuda(available: bool, monkeypatch: pytest.MonkeyPatch) 
             plan(device="cuda")
 
 
-def _module(name: str, lookup: Any, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """An importable module whose ``__getattr__`` is ``lookup``."""
-    module = types.ModuleType(name)
-    vars(module)["__getattr__"] = lookup
-    monkeypatch.setitem(sys.modules, name, module)
-    return module
-
-
-def test_a_name_that_is_stored_on_first_use_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored: list[str] = []
-
-    def lookup(name: str) -> str:
-        setattr(sys.modules["lazy_spec"], name, name)
-        stored.append(name)
-        return name
-
-    module = _module("lazy_spec", lookup, monkeypatch)
-    assert launcher.import_spec("lazy_spec", "block") == "block"
-    assert vars(module)["block"] == "block"
-    assert stored == ["block"]
-
-
-def test_a_name_that_megatron_would_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    _module("vague_spec", lambda name: name, monkeypatch)
-    with pytest.raises(SpecImportError, match="globals"):
-        launcher.import_spec("vague_spec", "block")
-
-
-def test_a_failing_import_keeps_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_spec.py").write_text("import no_such_module_at_all\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SpecImportError, match="no_such_module_at_all") as raised:
-        launcher.import_spec("broken_spec", "block")
-    assert isinstance(raised.value.__cause__, ModuleNotFoundError)
-
-
-@pytest.mark.parametrize("name", ["nothing", "megacpp"])
-def test_a_missing_attribute_is_refused(name: str) -> None:
-    with pytest.raises(SpecImportError, match=name):
-        launcher.import_spec("megacpp_mcore", name)
-
-
 RECORD = """
 import json, os, sys
 import torch
@@ -228,7 +198,7 @@ def test_a_script_runs_as_python_would_and_all_is_taken_back(
     assert before == (dict(os.environ), sys.path, sys.argv, torch.cuda.is_available, utils.compile_helpers)
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == f"megacpp-mcore: script {script} | spec none (stock GPT) | device cpu | world size 1"
-    assert [line for line in rest if "no make" in line] != []
+    assert [line for line in rest if line == "megacpp-mcore: patches: dataset-helpers"] != []
     assert all(line.startswith("megacpp-mcore: ") for line in rest)
 
 
@@ -272,8 +242,11 @@ def test_patches_and_process_group_of_a_run_end_with_it(tmp_path: Path) -> None:
     script.write_text(
         "import torch\nfrom megacpp_mcore import patches\ntorch.distributed.init_process_group('gloo')\n"
         "assert patches.apply(['mtp-shared-block']).applied\n"
+        "states = {record['name']: record['state'] for record in patches.status()}\n"
+        "assert states['sp-norm-gradients'] == states['dataset-helpers'] == 'applied'\n"
+        "assert states['hybrid-flops'] == states['spec-import'] == 'not applied'\n"
     )
-    assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu") == 0
+    assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu", patches=["sp-norm-gradients"]) == 0
     assert not torch.distributed.is_initialized()
     assert {record["state"] for record in patches.status()} == {"not applied"}
 
@@ -306,32 +279,6 @@ def test_a_checkout_that_would_be_shadowed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="fresh process") as raised:
         launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu")
     assert str(megatron.core.__file__) in str(raised.value)
-
-
-def test_helper_of_the_wheel_serves_a_checkout_with_the_same_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.core.datasets import helpers_cpp, utils
-
-    wheel = Path(utils.__file__).parent
-    same, other = tmp_path / "same", tmp_path / "other"
-    for folder, extra in ((same, b""), (other, b"// changed\n")):
-        folder.mkdir()
-        (folder / "helpers.cpp").write_bytes((wheel / "helpers.cpp").read_bytes() + extra)
-    # None makes the import fail, as it does in a checkout that has not compiled its helper.
-    monkeypatch.setitem(sys.modules, launcher._HELPER, None)
-    assert launcher._import_dataset_helper(other) is None
-    assert launcher._import_dataset_helper(same) == helpers_cpp.__file__
-    assert sys.modules[launcher._HELPER].build_sample_idx_int32 is not None
-
-
-def test_without_a_helper_upstream_builds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.datasets import utils
-
-    monkeypatch.setattr(launcher, "_import_dataset_helper", lambda folder: None)
-    stock = utils.compile_helpers
-    with launcher._ready_dataset_helper():
-        assert utils.compile_helpers is stock
 
 
 def test_status_of_the_first_process_that_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

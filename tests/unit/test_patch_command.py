@@ -170,3 +170,9 @@ print("heavy:", heavy)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "heavy: []"
+
+
+def test_the_page_of_the_patches_is_the_registrys(capsys: pytest.CaptureFixture[str]) -> None:
+    """After a change of a record: megacpp-mcore patch list --markdown > docs/patches.md"""
+    assert cli.main(["patch", "list", "--markdown"]) == 0
+    assert capsys.readouterr().out == (Path(__file__).parents[2] / "docs" / "patches.md").read_text(encoding="utf-8")

@@ -20,6 +20,8 @@ import pytest
 from megacpp_mcore import cli, config, launcher
 from megacpp_mcore.lowering import SPEC
 from megacpp_mcore.model import PRESETS, Layout
+from megacpp_mcore.patches.registry import default
+from tests.unit.trees import copy_modules, wheel_root
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -38,15 +40,17 @@ LINES = [line for block in blocks("sh") for line in block.splitlines()]
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """What each command of the README printed, run in order in one folder."""
-    folder = tmp_path_factory.mktemp("readme")
-    (folder / "Megatron-LM").mkdir()
-    (folder / "Megatron-LM" / "pretrain_gpt.py").write_text("")
+    folder = tmp_path_factory.mktemp("readme") / "here"
+    folder.mkdir()
+    modules = {module for patch in default().patches for module in patch.modules}
+    checkout = copy_modules(wheel_root(), folder.parent / "Megatron-LM", modules)
+    (checkout / "pretrain_gpt.py").write_text("")
     (folder / "texts").mkdir()
     for number in range(200):
         (folder / "texts" / f"{number}.txt").write_text(f"text {number}\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setenv("MEGATRON_LM", str(folder / "Megatron-LM"))
+        patch.setenv("MEGATRON_LM", str(checkout))
         patch.delenv(config.VARIABLE, raising=False)
         yield {line: carry_out(line) for line in LINES}
 
@@ -112,8 +116,13 @@ def test_both_routes_to_the_spec_are_literal(outputs: dict[str, str]) -> None:
         assert "spec megacpp_mcore.nam56r | device cpu" in text, line
         assert ("pretrain_gpt.py |" in text) is ("pretrain_gpt.py" in line)
     assert sum(line.endswith("--spec megacpp_mcore.nam56r") for line in planned) == 1
-    (bare,) = (text for line, text in outputs.items() if line.startswith("torchrun"))
+    bare, patched = (text for line, text in outputs.items() if line.startswith("torchrun"))
     assert bare.strip().endswith("--spec " + " ".join(SPEC))
+    assert patched.strip().endswith("--spec megacpp_mcore.nam56r")
+    (applied,) = (text for line, text in outputs.items() if "patch apply" in line)
+    assert "spec-import, mtp-shared-block: applied" in applied
+    (reverted,) = (text for line, text in outputs.items() if "patch revert" in line)
+    assert "is hooked for: no patch" in reverted
     assert f"`--spec {' '.join(SPEC)}`" in README
 
 
@@ -146,7 +155,11 @@ def test_the_drawing_is_nam56r() -> None:
 
 
 def test_the_example_of_the_options_file_works(tmp_path: Path) -> None:
-    (text,) = blocks("yaml")
+    (text,) = blocks("yaml")  # the other key is inline
+    (schedule, ordinals) = re.findall(r"`(dsa_index_cache: \{.*?\})`", README)
+    for line in (schedule, ordinals):
+        (tmp_path / "schedule.yaml").write_text(line)
+        assert config.load_index_schedule(tmp_path / "schedule.yaml") is not None
     file = tmp_path / "options.yaml"
     file.write_text(text)
     loaded = config.load(file)
@@ -163,8 +176,5 @@ def test_links_and_length() -> None:
 
 def test_what_is_said_not_to_be_there_is_not_there() -> None:
     """A sentence of absence has to go when the thing comes."""
-    assert "`megacpp-mcore patch apply --checkout`" in README
-    with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()):
-        cli.parse(["patch", "apply", "--checkout", "x"])
     assert "Megatron-Bridge recipe functions are not there yet" in README
     assert [path.name for path in (ROOT / "nemo_recipes").glob("*.py")] == ["__init__.py"]

@@ -128,7 +128,7 @@ print("captured, replayed, equal")
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
         cwd=ROOT,
         timeout=300,
     )

@@ -90,7 +90,7 @@ def assert_same(
 
 
 @pytest.mark.parametrize(
-    ("S", "H", "K", "V"), [(1024, 3, 128, 64), (2345, 3, 128, 64), (2, 56, 128, 64), (512, 4, 192, 128)]
+    ("S", "H", "K", "V"), [(1024, 3, 128, 64), (2345, 3, 128, 64), (130, 56, 128, 64), (512, 4, 192, 128)]
 )
 def test_cudnn_parity(S: int, H: int, K: int, V: int) -> None:
     inputs, options = draw(S, 2, H, K, V), {"softmax_scale": K**-0.5, "causal": True}
@@ -331,8 +331,8 @@ def test_transformer_engine_in_a_cuda_graph(patched: list[str]) -> None:
     layer, inputs = attention("TEDotProductAttention", 4, 128, 64), draw(640, 2, 4)
     captured = replayed(seam(layer), inputs)
     assert "CUDNN_ATTENTION" in patched[0]
-    for have, want in zip(captured, outcome(stocks(layer), inputs), strict=True):
-        assert_parity(have[1:], want[1:], rms=2e-2)
+    for have, want in zip(captured, outcome(seam(layer), inputs), strict=True):
+        assert_parity(have[EARLY:], want[EARLY:], rms=5e-3)  # sums over keys in no fixed order
 
 
 @pytest.mark.parametrize(("masked", "kernel"), [(False, "CUDNN_ATTENTION"), (True, "EFFICIENT_ATTENTION")])

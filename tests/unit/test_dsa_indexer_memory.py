@@ -133,11 +133,14 @@ def dsa() -> Any:
 def assert_same_selection(ours: torch.Tensor, theirs: torch.Tensor, score_BST: torch.Tensor) -> None:
     """Equal sets, but for keys whose scores differ from the lowest selected one by no more than rounding."""
     assert torch.equal((ours >= 0).sum(-1), (theirs >= 0).sum(-1))
-    chosen = [torch.zeros_like(score_BST, dtype=torch.bool) for _ in range(2)]
-    for where, index in zip(chosen, (ours, theirs), strict=True):
+    chosen = []
+    for index in (ours, theirs):
         assert int(index.max()) < score_BST.shape[-1]
-        where.scatter_reduce_(-1, index.clamp_min(0), index >= 0, reduce="amax")
+        # In int32, since a GPU has no such reduction of bool.
+        where = torch.zeros_like(score_BST, dtype=torch.int32)
+        where.scatter_reduce_(-1, index.clamp_min(0), (index >= 0).int(), reduce="amax")
         assert torch.equal(where.sum(-1), (index >= 0).sum(-1)), "a key was selected twice"
+        chosen.append(where.bool())
     worst = score_BST.masked_fill(~chosen[1], float("inf")).amin(-1, keepdim=True).expand_as(score_BST)
     odd = chosen[0] != chosen[1]
     assert torch.allclose(score_BST[odd], worst[odd], rtol=1e-5, atol=1e-6)

@@ -101,8 +101,9 @@ def launch(
         record_steps: a file to append every step's losses to (:mod:`megacpp_mcore.observe.steps`).
 
     Raises:
-        LaunchError, CheckoutError, SpecImportError, DataError: what cannot work, before Megatron starts. What the script itself
-            raises passes through; with ``nproc > 1`` it is the exit status of the first process that failed.
+        LaunchError, CheckoutError, SpecImportError, ConfigFileError, DataError, PatchError: what cannot work, before Megatron
+            starts. What the script itself raises passes through; with ``nproc > 1`` it is the exit status of the first
+            process that failed.
     """
     chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes, patches=patches)
     if chosen.nproc > 1:
@@ -351,14 +352,16 @@ def _run_here(chosen: Plan, record_steps: str | None) -> int:
 
 @contextlib.contextmanager
 def _patches_of_the_run() -> Iterator[None]:
-    """Revert, in the end, the patches that were applied meanwhile."""
+    """Revert, in the end, the patches that were applied meanwhile, but for those of a checkout's hook, which acts once."""
     known = registry.default()
     before = {record["name"] for record in known.status() if record["state"] != "not applied"}
     try:
         yield
     finally:
         known.revert(
-            record["name"] for record in known.status() if record["state"] == "applied" and record["name"] not in before
+            record["name"]
+            for record in known.status()
+            if record["state"] == "applied" and record["name"] not in before and record["hook"] is None
         )
 
 

@@ -343,6 +343,11 @@ class Checkout:
             if HOOKED_FILE in changed and content.hook and git.is_committed(self.root, HOOKED_FILE, content.without):
                 changed.remove(HOOKED_FILE)
         except git.GitUnavailable as error:
+            if (self.root / ".git").exists() and not allow_dirty and git.is_installed():
+                raise PatchError(
+                    f"{self.root} is a git checkout of which git does not say whether files were modified ({error}); nothing "
+                    "was changed: settle that with git (safe.directory, say), or say --allow-dirty to patch it as it is"
+                ) from error
             notices.append(f"whether files were modified could not be checked: {error}")
             changed = [HOOKED_FILE] if _edited(content) else []
         if not changed:

@@ -48,7 +48,7 @@ def ready_helper(folder: Path) -> str | None:
     relative = Path("megatron", "core", "datasets")
     for entry in sys.path:
         other = Path(entry, relative)
-        if source is None or _read(other / "helpers.cpp") != source:
+        if source is None or _read(other / "helpers.cpp") != source or _outdated(other):
             continue
         for suffix in importlib.machinery.EXTENSION_SUFFIXES:
             library = other / f"helpers_cpp{suffix}"

@@ -124,7 +124,8 @@ def _mtp_block(block: Any) -> _Block | None:
     """MTP layers have numbers, and here a cache, of their own; a schedule from the file is about the trunk alone."""
     if block.mtp_layer_pattern is not None or _trunk_roles(block.config) is None:
         return None
-    layers = block.config.mtp_num_layers or 1
+    # A repeated layer is one, built once; it has nothing to share with.
+    layers = 1 if block.config.mtp_use_repeated_layer else block.config.mtp_num_layers or 1
     roles = _periodic_roles(block.config, layers) if _periodic(block.config) else FULL_INDEX * layers
     return _Block(roles, IndexCache(source_layers(tuple(roles))))
 

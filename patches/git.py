@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import subprocess
 import tokenize
 from dataclasses import dataclass
@@ -16,6 +17,11 @@ _TIME_LIMIT_S = 120
 
 class GitUnavailable(Exception):
     """Git is not installed, or the folder is nothing that it tracks; the message says which."""
+
+
+def is_installed() -> bool:
+    """Whether there is a git to ask."""
+    return shutil.which("git") is not None
 
 
 def modified(root: Path, folder: str, file: str) -> list[str]:

@@ -11,6 +11,7 @@ time, where a patch waits for several modules.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.machinery
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 import megacpp_mcore
 from megacpp_mcore.errors import PatchError
 from megacpp_mcore.patches import registry as registry_module
-from megacpp_mcore.patches.registry import Registry, listing
+from megacpp_mcore.patches.registry import Registry, announce, listing
 from megacpp_mcore.patches.sources import SourceTree
 
 
@@ -89,7 +90,14 @@ class Hook:
         # It stays there for good, idle when nothing is awaited: another thread may be in the middle of the list.
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
+            atexit.register(self._tell_what_never_came)
         self._advance()
+
+    def _tell_what_never_came(self) -> None:
+        """At the end of the process: name the patches that are still waiting, so that nobody thinks they were in place."""
+        for patch in self._registry.waiting:
+            missing = [module for module in patch.modules if not self._imported(module)]
+            announce(f"patch {patch.name} was NOT applied: {', '.join(missing)} was never imported in this process")
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -128,11 +128,11 @@ def _training(model: Model, sequences: int, length: int, vocabulary: int | None)
     return flops.step(model, sequences, seq_length=length, vocab_size=vocabulary).total.training
 
 
-def _uncounted_attention(args: Any) -> Iterator[tuple[str, int]]:
-    """The symbol and number (1-based) of each MLA (``+``) and sparse (``D``) layer that upstream counts wrongly or not."""
+def _uncounted_attention(args: Any) -> Iterator[tuple[str, bool]]:
+    """The symbol of each MLA (``+``) and sparse (``D``) layer that upstream counts wrongly, and whether it shares indices."""
     if args.hybrid_layer_pattern is None:
         if args.experimental_attention_variant == "dsa":
-            yield from (("D", number) for number in range(1, args.num_layers + 1))
+            yield from (("D", shares) for shares in _sharing_of_gpt(args))
         return
     from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_hybrid_pattern
 
@@ -140,13 +140,31 @@ def _uncounted_attention(args: Any) -> Iterator[tuple[str, int]]:
     trunk = (parsed.main_pattern or "").replace(Symbols.PIPE, "")
     # Each depth's layers are numbered from 1 anew.
     for part in (trunk, *[parsed.mtp_pattern or ""] * parsed.mtp_num_depths):
-        yield from ((symbol, number) for number, symbol in enumerate(part, start=1) if symbol in "D+")
+        for number, symbol in enumerate(part, start=1):
+            if symbol in "D+":
+                yield symbol, _is_periodically_shared(args, number)
 
 
-def _correction(args: Any, batch: _Batch, layers: list[tuple[str, int]]) -> float:
+def _sharing_of_gpt(args: Any) -> Iterator[bool]:
+    """Whether each DSA layer of a GPT reuses another's indices: trunk, then MTP layers, numbered from 1 anew."""
+    from megacpp_mcore import patches
+
+    schedule = plugin_config.index_schedule_from_environment()
+    if schedule is not None and any(
+        record["name"] == "dsa-index-cache" and record["state"] == "applied" for record in patches.status()
+    ):
+        yield from (role == "S" for role in schedule.roles(args.num_layers))
+        yield from (False for _ in range(args.mtp_num_layers or 0))
+        return
+    yield from (_is_periodically_shared(args, number) for number in range(1, args.num_layers + 1))
+    for depth in range(1, (args.mtp_num_layers or 0) + 1):
+        yield _is_periodically_shared(args, 1 if args.mtp_use_repeated_layer else depth)
+
+
+def _correction(args: Any, batch: _Batch, layers: list[tuple[str, bool]]) -> float:
     """What upstream's count lacks, or has too much of, in operations of training."""
     mla, heads, hidden = _mla(args) if layers else None, args.num_attention_heads, args.hidden_size
-    lacking: float = sum(_core(args, batch, symbol, number).training for symbol, number in layers)
+    lacking: float = sum(_core(args, batch, symbol, shares).training for symbol, shares in layers)
     if args.hybrid_layer_pattern is not None:
         lacking += flops.product(batch.tokens * 2 * hidden**2).training * (args.mtp_num_layers or 0)
         if mla is not None:
@@ -160,14 +178,14 @@ def _correction(args: Any, batch: _Batch, layers: list[tuple[str, int]]) -> floa
     return lacking
 
 
-def _core(args: Any, batch: _Batch, symbol: str, number: int) -> flops.Work:
+def _core(args: Any, batch: _Batch, symbol: str, shares: bool) -> flops.Work:
     """The core of one ``+`` layer, or the core and, unless it shares another layer's indices, the indexer of a ``D`` one."""
     mla, heads = _mla(args), args.num_attention_heads
     if symbol == "+":
         return flops.full_core(batch.causal_pairs, heads, mla)
     selected = batch.sequences * flops.selected_pairs(batch.length, args.dsa_indexer_topk)
     core = flops.sparse_core(selected, heads, mla)
-    return core if _shares_indices(args, number) else core + _indexer(args, batch, selected)
+    return core if shares else core + _indexer(args, batch, selected)
 
 
 def _indexer(args: Any, batch: _Batch, selected: int) -> flops.Work:
@@ -183,7 +201,7 @@ def _indexer(args: Any, batch: _Batch, selected: int) -> flops.Work:
     )
 
 
-def _shares_indices(args: Any, number: int) -> bool:
+def _is_periodically_shared(args: Any, number: int) -> bool:
     """Whether layer ``number`` reuses another layer's indices under upstream's own periodic schedule."""
     from megatron.core.transformer.experimental_attention_variant.dsa import is_dsa_skip_topk_layer
 

@@ -16,8 +16,8 @@ One patch lives in one file of this folder and is one module-level record::
     )
 
 (:mod:`megacpp_mcore.patches.record` says what each field is) and its module's name is listed in ``_PATCH_MODULES`` below.
-``python -c "from megacpp_mcore.patches.registry import
-fingerprint; print(fingerprint('module:Class.attr'))"`` prints the SHA-256 to put down for the installed Megatron.
+``python -c "from megacpp_mcore.patches.registry import fingerprint as f; print(f('module:Class.attr'))"`` prints the SHA-256
+to put down for the installed Megatron.
 
 Importing this module, or a patch's module, changes nothing; only :meth:`Registry.apply` does. Threads and forks: a plan is
 made without any lock, since it imports modules and so may wait for other threads' imports; then, under the one lock and with
@@ -230,7 +230,7 @@ class Registry:
         for patch in fresh:  # when all are recorded: a handler of the log may raise
             targets = ", ".join(edit.target for edit in patch.edits)
             origin = f" by the hook in {self._armed[patch.name]}" if patch.name in self._armed else ""
-            _announce(f"patch {patch.name} applied to {targets} (megatron-core {changes[0].version}){origin}")
+            announce(f"patch {patch.name} applied to {targets} (megatron-core {changes[0].version}){origin}")
 
     def arm(self, names: Iterable[str], origin: str) -> tuple[str, ...]:
         """Note that the named patches are to be applied when their targets' modules have been imported; changes nothing.
@@ -311,7 +311,7 @@ class Registry:
             for name in applied:
                 del self._changes[name]
             for name in applied:
-                _announce(f"patch {name} reverted")
+                announce(f"patch {name} reverted")
             for name in self._changes:
                 if lacking := sorted(set(self._patches[name].requires) & set(applied)):
                     logger.warning("patch %s is still applied but requires %s", name, ", ".join(lacking))
@@ -569,7 +569,7 @@ def listing(summary: str, problems: Sequence[str]) -> str:
     return f"{summary}, {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems)
 
 
-def _announce(message: str) -> None:
+def announce(message: str) -> None:
     """One line on rank 0: to the log, or to stderr while the log drops what is not a warning."""
     torch = sys.modules.get("torch")
     # torch may be half imported here: a hook applies patches while modules are imported.

@@ -44,7 +44,7 @@ def import_named(module: str, attribute: str) -> Any:
         return getattr(__import__(module, fromlist=[attribute]), attribute)
     except Exception as error:
         raise SpecImportError(
-            f"--spec {module} {attribute} cannot be imported ({type(error).__name__}: {error}); the run stops here"
+            f"the spec {module} {attribute} cannot be imported ({type(error).__name__}: {error}); the run stops here"
         ) from error
 
 

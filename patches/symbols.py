@@ -163,7 +163,8 @@ def refuse_wrapped(slot: Slot, text: str) -> None:
     if "__wrapped__" not in getattr(value, "__dict__", {}):
         return
     definition = ast.parse(textwrap.dedent(text)).body[0]
-    if not getattr(definition, "decorator_list", None):
+    decorators = [ast.unparse(one) for one in getattr(definition, "decorator_list", [])]
+    if not set(decorators) - {"staticmethod", "classmethod", "property"}:  # these wrap nothing that stays
         code = getattr(value, "__code__", None)
         place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
         raise Refusal(

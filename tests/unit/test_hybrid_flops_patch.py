@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megacpp_mcore import patches
 from megacpp_mcore import pattern as grammar
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import MLA, preset, with_overrides
@@ -186,6 +187,34 @@ def test_gpt_with_sparse_attention(counts: tuple[Count, Count]) -> None:
     without_cores = upstream(args, BATCH, seqlen_squared_sum_in_batch=0, total_real_tokens_in_batch=TOKENS)
     core = flops.sparse_core(SELECTED, 4, WIDTHS).training
     assert ours(args, BATCH) == without_cores + 4 * core + INDEXER
+
+
+def test_the_schedule_of_a_file_counts_as_the_same_periodic_one(
+    counts: tuple[Count, Count], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, ours = counts
+    periodic = ours(gpt(experimental_attention_variant="dsa", dsa_indexer_topk_freq=4), BATCH)
+    (tmp_path / "cache.yaml").write_text("dsa_index_cache: {schedule: FSSS}\n")
+    monkeypatch.setenv("MEGACPP_CONFIG", str(tmp_path / "cache.yaml"))
+    args = gpt(experimental_attention_variant="dsa")
+    assert ours(args, BATCH) == periodic + 3 * INDEXER  # nobody follows the file
+    patches.apply(["dsa-index-cache"])
+    try:
+        assert ours(args, BATCH) == periodic
+    finally:
+        patches.revert(["dsa-index-cache"])
+
+
+@pytest.mark.parametrize(("repeated", "indexers"), [(False, 1 + 1), (True, 1 + 2)])
+def test_the_mtp_layers_of_a_sparse_gpt_are_sparse(counts: tuple[Count, Count], repeated: bool, indexers: int) -> None:
+    """Two depths, numbered from 1: under the period of 4 the second shares, unless it is the first once more."""
+    upstream, ours = counts
+    args = gpt(
+        experimental_attention_variant="dsa", dsa_indexer_topk_freq=4, mtp_num_layers=2, mtp_use_repeated_layer=repeated
+    )
+    without_cores = upstream(args, BATCH, seqlen_squared_sum_in_batch=0, total_real_tokens_in_batch=TOKENS)
+    core = flops.sparse_core(SELECTED, 4, WIDTHS).training
+    assert ours(args, BATCH) == without_cores + 6 * core + indexers * INDEXER
 
 
 # --- our spec ----------------------------------------------------------------------------------------------------------

@@ -333,3 +333,17 @@ def test_a_wrong_options_file_is_said_before_megatron_starts(tmp_path: Path, mon
     with pytest.raises(ConfigFileError, match="unknown key 'modle'"):
         plan("--spec", "megacpp_mcore.nam56r", *CPU_ARGUMENTS)
     assert plan("--spec", "megatron.core.spec", *CPU_ARGUMENTS).spec is not None
+
+
+def test_what_was_applied_before_a_run_stays_applied(tmp_path: Path) -> None:
+    from megacpp_mcore import patches
+
+    script = tmp_path / "nothing.py"
+    script.touch()
+    patches.apply(["mtp-shared-block"])
+    try:
+        assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu", patches=["mtp-shared-block"]) == 0
+        applied = [record["name"] for record in patches.status() if record["state"] == "applied"]
+        assert applied == ["mtp-shared-block"]
+    finally:
+        patches.revert(["mtp-shared-block"])

@@ -478,6 +478,20 @@ def test_without_git_it_goes_on_and_says_so(tree: Path, monkeypatch: pytest.Monk
         lm.apply(["builder"])
 
 
+def test_a_checkout_that_git_does_not_trust_is_not_taken_for_clean(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = Checkout(tree, three(tree))
+
+    def distrusted(*_: Any) -> list[str]:
+        raise git_module.GitUnavailable("fatal: detected dubious ownership in repository")
+
+    monkeypatch.setattr(git_module, "modified", distrusted)  # as git answers about another user's folder
+    with pytest.raises(PatchError, match=r"git does not say whether files were modified .*--allow-dirty"):
+        lm.apply(["timers"])
+    assert b"megacpp" not in (tree / HOOKED).read_bytes()
+    (notice,) = lm.apply(["timers"], allow_dirty=True).notices
+    assert "could not be checked" in notice
+
+
 def test_a_checkout_inside_another_repository(tree: Path, tmp_path: Path) -> None:
     shutil.rmtree(tree / ".git")
     git(tmp_path, "init", "-q")

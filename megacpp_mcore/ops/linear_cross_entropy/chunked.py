@@ -187,8 +187,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_N = grad_loss.reshape(-1).to(logsumexp_N.dtype) * options.logit_scale
         for columns in options.columns(len(column_N), weight_VH):
             logit_NC = _logits(gradients.hidden_NH, weight_VH, bias_V, columns, options.logit_scale)
-            for rows in options.rows(len(column_N), columns):
-                _logits_to_gradient(logit_NC[rows], logsumexp_N[rows], column_N[rows] - columns.start, grad_N[rows])
+            blocks = options.rows(len(column_N), columns)
+            _logits_to_gradient(logit_NC, logsumexp_N, column_N - columns.start, grad_N, blocks)
             gradients.add(logit_NC, columns)
             del logit_NC
         return (*gradients.finish(hidden), None, None)
@@ -227,14 +227,14 @@ class _Statistics:
 
     def add(self, logit_NC: torch.Tensor, columns: slice, blocks: list[slice]) -> None:
         """Take in the logits of ``columns``."""
-        for rows in blocks:
-            block = logit_NC[rows]
-            top, index = block.max(dim=-1)
-            old, peak = self.peak_N[rows], torch.maximum(self.peak_N[rows], top.to(self.peak_N.dtype))
-            self.best_N[rows] = torch.where(peak > old, index + columns.start, self.best_N[rows])
-            self.total_N[rows] *= (old - peak).exp_()
-            self.total_N[rows] += (block - peak[:, None]).exp_().sum(dim=-1)
-            self.peak_N[rows] = peak
+        top_N, index_N = logit_NC.max(dim=-1)
+        peak_N = torch.maximum(self.peak_N, top_N.to(self.peak_N.dtype))
+        self.best_N = torch.where(peak_N > self.peak_N, index_N + columns.start, self.best_N)
+        added_N = torch.empty_like(self.total_N)
+        for rows in blocks:  # nothing but what makes a chunk of wide numbers: the host launches each of these
+            torch.sum((logit_NC[rows] - peak_N[rows, None]).exp_(), dim=-1, out=added_N[rows])
+        self.total_N.mul_((self.peak_N - peak_N).exp_()).add_(added_N)
+        self.peak_N = peak_N
         local_N, here_N = _position(self.column_N - columns.start, logit_NC.shape[1])
         picked_N = logit_NC.gather(1, local_N[:, None])[:, 0].to(self.picked_N.dtype)
         self.picked_N = torch.where(here_N, picked_N, self.picked_N)
@@ -263,14 +263,21 @@ def _position(column_N: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.T
 
 
 def _logits_to_gradient(
-    logit_RC: torch.Tensor, logsumexp_R: torch.Tensor, column_R: torch.Tensor, grad_R: torch.Tensor
+    logit_NC: torch.Tensor,
+    logsumexp_N: torch.Tensor,
+    column_N: torch.Tensor,
+    grad_N: torch.Tensor,
+    blocks: list[slice],
 ) -> None:
-    """Replace the logits of some rows by their gradient ``grad · (softmax − onehot(label))``."""
-    softmax_RC = (logit_RC - logsumexp_R[:, None]).exp_().mul_(grad_R[:, None])
-    local_R, here_R = _position(column_R, logit_RC.shape[1])
-    row_R = torch.arange(len(local_R), device=local_R.device)
-    softmax_RC[row_R, local_R] -= torch.where(here_R, grad_R, 0.0)
-    logit_RC.copy_(softmax_RC)
+    """Replace the logits by their gradient ``grad · (softmax − onehot(label))``."""
+    local_N, here_N = _position(column_N, logit_NC.shape[1])
+    picked_N = logit_NC.gather(1, local_N[:, None])[:, 0]
+    # The label's entry whole, and rounded once, after the others have been written.
+    at_label_N = grad_N * ((picked_N - logsumexp_N).exp_() - here_N.to(grad_N.dtype))
+    for rows in blocks:
+        softmax_RC = (logit_NC[rows] - logsumexp_N[rows, None]).exp_()
+        torch.mul(softmax_RC, grad_N[rows, None], out=logit_NC[rows])
+    logit_NC.scatter_(1, local_N[:, None], at_label_N.to(logit_NC.dtype)[:, None])
 
 
 class _Gradients:
@@ -289,9 +296,9 @@ class _Gradients:
         self.main_grad = options.main_grad if for_weight else None
         self.grad_weight_VH = torch.empty_like(weight_VH) if for_weight and self.main_grad is None else None
         self.grad_bias_V = torch.empty_like(bias_V) if bias_V is not None and for_bias else None
-        # Blocks of their own, so that each float32 one can go as soon as it is rounded.
+        # Two blocks, so that the first float32 one can go as soon as it is rounded.
         tokens, width = hidden_NH.shape
-        self.rows = options.rows(tokens, options.columns(tokens, weight_VH)[0]) if for_hidden else []
+        self.rows = _slices(tokens, -(-tokens // 2)) if for_hidden else []
         self.dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
         self.blocks = [hidden_NH.new_zeros(rows.stop - rows.start, width, dtype=self.dtype) for rows in self.rows]
 

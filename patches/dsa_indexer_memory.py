@@ -255,14 +255,14 @@ PATCH = Patch(
         "compute_dsa_indexer_loss, which stock then calls no more; calls that record autograd, float64, autocast"
     ),
     cost=(
-        "time, on one H200 with b 1 and 32 heads: the forward pass 8.9 ms instead of 6.5 ms at sq 4096, 166 ms instead of "
-        "94 ms at 16,384; training with the dense loss 142 ms instead of 112 ms at 4096; under a sparse loss the gradient of k "
+        "time, on one H200 with b 1 and 32 heads: the forward pass 8.8 ms instead of 6.5 ms at sq 4096, 155 ms instead of "
+        "94 ms at 16,384, and with the dense loss between 0.9 and 1.5 × stock's in three runs; under a sparse loss the gradient of k "
         "is summed in no fixed order on a GPU, unless torch.use_deterministic_algorithms(True); tensor-parallel ranks add "
         "their targets key by key of the selection, so they have to hold the same one, as they hold the same inputs"
     ),
     gain=(
         "b 1, sq 16,384, 32 heads × 64, one H200: forward 0.13 GB instead of 68.7 GB; with its sparse loss 0.14 GB where stock "
-        "runs out of memory (243 GB computed); at sq 4096 0.09 GB instead of 16.2 GB, there in 14 ms instead of 51 ms"
+        "runs out of memory (243 GB computed); at sq 4096 0.09 GB instead of 16.2 GB, there in 13 ms instead of 51 ms"
     ),
     retire_when="upstream's fallback works in chunks, or a fused kernel covers the head dims in use",
 )

@@ -41,7 +41,9 @@ def add_parser(subparsers: Any) -> None:
         if name != "list":
             action.add_argument("--checkout", metavar="DIR", help="the root of a Megatron-LM checkout")
         if name == "apply":
-            action.add_argument("--allow-dirty", action="store_true", help="go on although files below megatron/ were modified")
+            action.add_argument(
+                "--allow-dirty", action="store_true", help="go on although files below megatron/ were modified"
+            )
         if name == "export":
             action.add_argument("--output", metavar="FILE", help="write to FILE instead of standard output")
 

@@ -256,7 +256,7 @@ PATCH = Patch(
     ),
     cost=(
         "time, on one H200 with b 1 and 32 heads: the forward pass 8.8 ms instead of 6.5 ms at sq 4096, 155 ms instead of "
-        "94 ms at 16,384, and with the dense loss between 0.9 and 1.5 × stock's in three runs; under a sparse loss the gradient of k "
+        "94 ms at 16,384; with the dense loss 0.9 to 1.5 × stock's at 4096, in two runs; under a sparse loss the gradient of k "
         "is summed in no fixed order on a GPU, unless torch.use_deterministic_algorithms(True); tensor-parallel ranks add "
         "their targets key by key of the selection, so they have to hold the same one, as they hold the same inputs"
     ),

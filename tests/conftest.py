@@ -55,6 +55,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for marker, tests, needs in (
         ("gpu", "tests in tests/gpu", "run `pytest tests/gpu` on a machine with an NVIDIA GPU"),
         ("checkout", "tests on a Megatron-LM checkout", "set MEGATRON_LM to one"),
+        ("exhaustive", "exhaustive tests", "run `make test-exhaustive`"),
     ):
         ran = _count(terminalreporter, ("passed", "failed", "error"), marker)
         terminalreporter.write_line(f"{tests}: {ran} ran" if ran else f"{tests}: NONE ran; {needs}")

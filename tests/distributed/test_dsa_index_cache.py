@@ -19,7 +19,7 @@ import torch
 from tests.unit import stock
 from tests.unit import test_dsa_index_cache as unit
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 MICRO_BATCHES, LAYERS = 4, 8
 TEXT = "dsa_index_cache: {schedule: FSSSFSFS}\n"

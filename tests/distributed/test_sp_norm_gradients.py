@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).parents[2]
 HIDDEN, HEADS, VOCABULARY, SEQUENCE, BATCH, MICROBATCHES, LAYERS = 32, 4, 64, 16, 2, 2, 4
 TIMEOUT_SECONDS = 240

@@ -76,10 +76,10 @@ def test_both_forms_of_spec_on_the_stock_script_train_what_the_wheel_trains(data
 
 BARE = """
 import runpy, sys
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])  # first: the lane imports Megatron
 from megacpp_mcore import cpu
 lane = cpu.install()
-sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """A stock script without our launcher; on this machine it needs the CPU lane, and nothing else is brought."""

@@ -34,6 +34,8 @@ from megacpp_mcore.patches.dsa_index_cache import PATCH
 from megacpp_mcore.patches.registry import Registry
 from tests.unit import stock
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).parents[2]
 B, S, N, VOCAB, LAYERS = 2, 32, 8, 64, 6
 TOLERANCE = 1e-6

@@ -43,6 +43,8 @@ from tests.unit.dsa_layer import (
     stock_in_double,
 )
 
+pytestmark = pytest.mark.exhaustive
+
 NAME = "dsa-indexer-memory"
 ROOT = Path(__file__).parents[2]
 SCALE, COEFFICIENT, GRAD_LOSS = 24**-0.5, 0.7, 1.3

@@ -33,6 +33,8 @@ from megacpp_mcore.patches.linear_cross_entropy import PATCH, LazyLogits
 from megacpp_mcore.patches.registry import Registry, resolve
 from tests.unit import stock
 
+pytestmark = pytest.mark.exhaustive
+
 NAME = PATCH.name
 ROOT = Path(__file__).parents[2]
 B, S, H, V = 2, 32, 32, 384

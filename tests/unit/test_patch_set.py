@@ -67,6 +67,8 @@ def go_round() -> int:
     return len(subsets)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", ["wheel", "checkout"])
 def test_alone_all_together_and_all_but_one(tree: str, request: pytest.FixtureRequest) -> None:
     path = [str(ROOT)]

@@ -69,7 +69,7 @@ class KeyRule:
     def valid(self, rows: range) -> torch.Tensor:
         """The keys that the queries at ``rows`` may select, bool ``[1 or B, R, T]``."""
         bias = self.bias(rows)
-        return self._inside(rows, self.position_T)[None] if bias is None else bias.isfinite()
+        return _inside(rows, *self._bounds())[None] if bias is None else bias.isfinite()
 
     def bias_at(self, rows: range, key_BRN: torch.Tensor) -> torch.Tensor | None:
         """:meth:`bias` at some keys of each query, ``[B, R, N]``."""
@@ -81,8 +81,8 @@ class KeyRule:
         bias = self.bias_at(rows, key_BRN)
         if bias is not None:
             return bias.isfinite()
-        assert self.position_T is not None
-        return self._inside(rows, self.position_T[key_BRN])
+        starts_S, ends_S, position_T = self._bounds()
+        return _inside(rows, starts_S, ends_S, position_T[key_BRN])
 
     def apply_(self, score_BRT: torch.Tensor, rows: range) -> None:
         """Hide from ``score_BRT``, in place, what the queries at ``rows`` may not select."""
@@ -92,12 +92,15 @@ class KeyRule:
         else:
             score_BRT.add_(bias)
 
-    def _inside(self, rows: range, position: torch.Tensor | None) -> torch.Tensor:
-        assert self.starts_S is not None
-        assert self.ends_S is not None
-        assert position is not None
-        starts, ends = (bound[rows.start : rows.stop, None] for bound in (self.starts_S, self.ends_S))
-        return (position >= starts) & (position < ends)
+    def _bounds(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self.starts_S is None or self.ends_S is None or self.position_T is None:
+            raise ModelError("a rule without a mask needs starts, ends and positions; make it with KeyRule.within")
+        return self.starts_S, self.ends_S, self.position_T
+
+
+def _inside(rows: range, starts_S: torch.Tensor, ends_S: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    starts, ends = (bound[rows.start : rows.stop, None] for bound in (starts_S, ends_S))
+    return (position >= starts) & (position < ends)
 
 
 @dataclass(frozen=True)

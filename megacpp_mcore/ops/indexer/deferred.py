@@ -27,7 +27,7 @@ class DeferredScores(torch.Tensor):
 
     _compute: Callable[[], torch.Tensor] | None
     _inputs: tuple[tuple[torch.Tensor, int], ...]
-    _scores: torch.Tensor | None
+    _scores: torch.Tensor
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -39,7 +39,7 @@ class DeferredScores(torch.Tensor):
         device: torch.device,
     ) -> DeferredScores:
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        self._compute, self._scores = compute, None
+        self._compute = compute
         self._inputs = tuple((tensor, _version(tensor)) for tensor in inputs)
         return self
 
@@ -49,20 +49,19 @@ class DeferredScores(torch.Tensor):
         Raises:
             ModelError: an input was changed in place before the first use.
         """
-        if self._scores is None:
+        if self._compute is not None:
             for tensor, version in self._inputs:
                 if _version(tensor) != version:
                     raise ModelError(
                         f"index scores were first read after their input of shape {list(tensor.shape)} had been changed "
                         "in place, expected them to be read before; take scores.clone() as soon as they are returned"
                     )
-            assert self._compute is not None
             self._scores = self._compute()
             self._compute, self._inputs = None, ()
         return self._scores
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        state = "not computed" if self._scores is None else "computed"
+        state = "computed" if self._compute is None else "not computed"
         return f"DeferredScores(shape={list(self.shape)}, dtype={self.dtype}, {state})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -26,6 +26,8 @@ from megacpp_mcore.patches.registry import Registry
 from tests.unit import stock
 from tests.unit.dsa_layer import DSA, Recorder, dsa_attention, dsa_config, layer_inputs, run_layer
 
+pytestmark = pytest.mark.exhaustive
+
 NAME = "dsa-graph-safety"
 ROOT = Path(__file__).parents[2]
 TOKENS = 24

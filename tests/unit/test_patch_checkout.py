@@ -639,6 +639,7 @@ def in_child(work: Callable[[], None]) -> int:
 STEPS = ["fchmod", "fsync", "utime", "replace"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("step", STEPS)
@@ -676,6 +677,7 @@ def leftovers(tree: Path) -> list[Path]:
     return [path for path in (tree / "megatron/core").iterdir() if "megacpp" in path.name]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_sigkill_at_random_moments(tree: Path) -> None:
     """A child applies and reverts without end and is killed in its first, second or third change; 40 times."""

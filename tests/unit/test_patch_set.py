@@ -99,6 +99,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_modules(wheel_root(), tmp_path_factory.mktemp("set") / "lm", modules)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "index"), EDITS)
 def test_an_edited_target_is_named_and_nothing_is_changed(sources: Path, name: str, index: int) -> None:
     """One line more in a copy of the target's source: that patch is refused, and with it all that were asked for."""

@@ -1,6 +1,6 @@
 """Peak memory and time of the DSA indexer, stock Megatron's fallback against the patch dsa-indexer-memory, in one run.
 
-    python benchmarks/dsa_indexer_memory.py --sq 4096 16384 --output benchmarks/results/dsa_indexer_memory_h200.csv
+    python -m benchmarks.dsa_indexer_memory --sq 4096 16384 --output benchmarks/results/dsa_indexer_memory_h200.csv
 
 Three pieces of work: ``forward`` (scores and top-k), ``loss`` (forward with the KL loss), ``train`` (loss, and its backward
 pass). Bytes are the peak above what was allocated before the call, so they hold outputs and temporaries; ``computed`` are
@@ -14,23 +14,18 @@ the ratio is of.
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import gc
-import os
-import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from benchmarks.measure import Table, device_name, median_ms, peak_bytes, versions
 from megacpp_mcore.ops.indexer.chunked import BLOCK_ELEMENTS
 from megacpp_mcore.patches.dsa_indexer_memory import PATCH
 from megacpp_mcore.patches.registry import Registry
@@ -145,13 +140,11 @@ class Measured:
 
 def measure(call: Callable[[Any], Any], sets: list[Any], device: str, repeat: int) -> Measured | None:
     """Warm up, then time ``repeat`` calls over rotating inputs; None where the GPU runs out of memory."""
-    cuda = device == "cuda"
 
     def whole() -> Measured:
         call(sets[0])
-        peak = _peak(lambda: call(sets[-1])) if cuda else None
-        times = [_milliseconds(functools.partial(call, sets[number % len(sets)]), cuda) for number in range(repeat)]
-        return Measured(peak, statistics.median(times))
+        peak = peak_bytes(call, sets[-1], device)
+        return Measured(peak, median_ms(call, sets, device, warmup=0, repeats=repeat))
 
     return _unless_out_of_memory(whole)
 
@@ -164,29 +157,6 @@ def _unless_out_of_memory(call: Callable[[], Any]) -> Any:
     gc.collect()
     torch.cuda.empty_cache()
     return None
-
-
-def _peak(call: Callable[[], Any]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    kept = call()
-    torch.cuda.synchronize()
-    del kept
-    return torch.cuda.max_memory_allocated() - before
-
-
-def _milliseconds(call: Callable[[], Any], cuda: bool) -> float:
-    if not cuda:
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-    start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start_event.record()
-    call()
-    end_event.record()
-    end_event.synchronize()
-    return float(start_event.elapsed_time(end_event))
 
 
 def reference(shape: Shape, inputs: Any, work: str, sparse: bool) -> Any:
@@ -244,8 +214,9 @@ def _same_selection(score: torch.Tensor, theirs: torch.Tensor, ours: torch.Tenso
 def main() -> int:
     """Run all sizes and print the table; 1 if something disagrees."""
     args = _arguments()
+    table = Table(args.output, COLUMNS)
     registry, rows = Registry([PATCH]), []
-    print("  ".join(f"{name:>14}" for name in _COLUMNS), flush=True)
+    print("  ".join(f"{name:>14}" for name in PRINTED), flush=True)
     for S in args.sq:
         shape = Shape(S, args.batch, args.heads, args.dim, args.attention_heads, args.latent + args.rope, args.topk)
         sets = [draw(shape, args.device, torch.bfloat16, seed) for seed in range(args.sets)]
@@ -253,12 +224,7 @@ def main() -> int:
             (work, sparse) for sparse in (True, False) for work in WORK if sparse or work != "forward"
         ):
             rows += compare(shape, sets, work, sparse, registry, args)
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        with args.output.open("w", newline="") as sink:
-            writer = csv.DictWriter(sink, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+    table.append(*rows)
     return int(any(row["parity"] not in (_AGREES, _NO_STOCK) for row in rows))
 
 
@@ -287,7 +253,8 @@ def compare(
         "parity": found,
         **{name: getattr(shape, name) for name in "BHDAKN"},
         "input_bytes": shape.inputs,
-        **_environment(args.device),
+        "gpu": device_name(args.device),
+        **versions(),
     }
     rows = []
     for who, measured, computed in (
@@ -306,23 +273,14 @@ def compare(
                 else "",
             }
         )
-        print("  ".join(f"{rows[-1][name]!s:>14}" for name in _COLUMNS), flush=True)
+        print("  ".join(f"{rows[-1][name]!s:>14}" for name in PRINTED), flush=True)
     return rows
 
 
-_COLUMNS = (
-    "sq",
-    "work",
-    "loss",
-    "who",
-    "peak_bytes",
-    "computed_bytes",
-    "floor_bytes",
-    "ms",
-    "floor_ms",
-    "less",
-    "parity",
-)
+PRINTED = (
+    "sq", "work", "loss", "who", "peak_bytes", "computed_bytes", "floor_bytes", "ms", "floor_ms", "less", "parity",
+)  # fmt: skip
+COLUMNS = (*PRINTED, *"BHDAKN", "input_bytes", "gpu", "torch", "megatron-core", "commit")
 _AGREES, _NO_STOCK = "agrees", "no stock to compare with"
 
 
@@ -333,15 +291,6 @@ def _ratio(theirs: Measured | None, ours: Measured | None, *, computed: int, par
     if theirs is None:
         return f"{computed / ours.peak:.0f}x of computed"
     return f"{(theirs.peak or 0) / ours.peak:.1f}x" if parity == _AGREES else ""
-
-
-def _environment(device: str) -> dict[str, str]:
-    return {
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "megatron_core": metadata.version("megatron-core"),
-        "commit": os.environ.get("MEGACPP_COMMIT", "unknown"),
-    }
 
 
 def _arguments() -> argparse.Namespace:
@@ -359,7 +308,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tflops", type=float, default=67.0, help="float32 rate of the GPU, for the floor (H200: 67)")
     parser.add_argument("--tbytes", type=float, default=4.2, help="memory bandwidth in TB/s, for the floor")
-    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/dsa_indexer_memory.csv"))
     return parser.parse_args()
 
 

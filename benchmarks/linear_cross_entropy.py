@@ -1,6 +1,6 @@
 """Time and peak memory of the output head's losses: stock Megatron, ours, and Liger where it is installed.
 
-    python benchmarks/linear_cross_entropy.py --tokens 8192 --hidden 3584 --vocab 65536
+    python -m benchmarks.linear_cross_entropy --tokens 8192 --hidden 3584 --vocab 65536
 
 One run holds everything that is compared. Each variant makes per-token losses and the gradients of hidden and weight for
 random weights of the tokens; its parity with float64 is checked on the first buffer, and a variant that fails it gets no
@@ -11,24 +11,17 @@ operations and from the bytes that have to move, and measured.
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import importlib.util
-import os
-import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-BYTES_PER_SECOND = 4.2e12
-"""What an H200 moves in practice."""
+from benchmarks.measure import BYTES_PER_SECOND, Table, device_name, median_ms, one_process, peak_bytes, versions
 
 WORST_ROW = {"bfloat16": 5e-3, "float32": 2e-6}
 """The largest error of a row, relative to its norm; or half as much again as stock's, where that is more."""
@@ -59,8 +52,8 @@ class Variant:
 def main() -> int:
     """Run the benchmark; returns 1 if a variant of ours fails parity."""
     args = _arguments()
-    lane = _start(args.device)
-    try:
+    table = Table(args.output, COLUMNS)
+    with one_process(args.device):
         buffers = _draw(args)
         variants = _variants(args, buffers[0])
         truth = _truth(buffers[0], args.device)
@@ -74,12 +67,8 @@ def main() -> int:
             rows.append({"name": variant.name, "errors": error, **(_measure(variant, buffers, args) if right else {})})
         floor = _floor(args, buffers)
         _print(args, rows, floor)
-        _append(args, rows, floor)
+        table.append(*_rows(args, rows, floor))
         return int(failed)
-    finally:
-        torch.distributed.destroy_process_group()
-        if lane is not None:
-            lane.remove()
 
 
 def _arguments() -> argparse.Namespace:
@@ -95,22 +84,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tflops", type=float, default=989.0, help="dense rate of the device for this dtype")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/linear_cross_entropy.csv"))
     return parser.parse_args()
-
-
-def _start(device: str) -> Any:
-    """Megatron's process groups for this process; returns the CPU lane, if it is needed."""
-    lane = None
-    if device == "cpu":
-        from megacpp_mcore import cpu
-
-        lane = cpu.install()
-    from megatron.core import parallel_state
-
-    store = torch.distributed.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)
-    backend = "gloo" if device == "cpu" else "nccl"
-    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    return lane
 
 
 def _draw(args: argparse.Namespace) -> list[Inputs]:
@@ -234,38 +207,8 @@ def _errors(variant: Variant, inputs: Inputs, truth: dict[bool, Outcome]) -> lis
 
 
 def _measure(variant: Variant, buffers: Sequence[Inputs], args: argparse.Namespace) -> dict[str, Any]:
-    times = _times(variant.run, buffers, args)
-    return {"ms": statistics.median(times), "peak": _peak(variant, buffers[0]) if args.device == "cuda" else None}
-
-
-def _times(run: Callable[[Inputs], Any], buffers: Sequence[Inputs], args: argparse.Namespace) -> list[float]:
-    for _ in range(args.warmup):
-        run(buffers[0])
-    return [_milliseconds(run, buffers[index % len(buffers)], args.device) for index in range(args.repeats)]
-
-
-def _milliseconds(run: Callable[[Inputs], Any], inputs: Inputs, device: str) -> float:
-    if device == "cpu":
-        start = time.perf_counter()
-        run(inputs)
-        return (time.perf_counter() - start) * 1e3
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    first.record()
-    run(inputs)
-    last.record()
-    torch.cuda.synchronize()
-    return first.elapsed_time(last)
-
-
-def _peak(variant: Variant, inputs: Inputs) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    base = torch.cuda.memory_allocated()
-    variant.run(inputs)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - base
+    ms = median_ms(variant.run, buffers, args.device, warmup=args.warmup, repeats=args.repeats)
+    return {"ms": ms, "peak": peak_bytes(variant.run, buffers[0], args.device)}
 
 
 def _floor(args: argparse.Namespace, buffers: Sequence[Inputs]) -> dict[str, float]:
@@ -285,12 +228,14 @@ def _floor(args: argparse.Namespace, buffers: Sequence[Inputs]) -> dict[str, flo
         "operations_ms": 6 * args.tokens * args.hidden * args.vocab / (args.tflops * 1e12) * 1e3,
         # Read in both passes and written once, as gradients.
         "bytes_ms": 3 * tensors * size / BYTES_PER_SECOND * 1e3,
-        "products_ms": statistics.median(_times(products, buffers, args)),
+        "products_ms": median_ms(products, buffers, args.device, warmup=args.warmup, repeats=args.repeats),
     }
 
 
 def _print(args: argparse.Namespace, rows: Sequence[dict[str, Any]], floor: dict[str, float]) -> None:
-    print(f"{args.tokens} × {args.hidden} × {args.vocab}, {args.dtype}, {_device(args.device)}; forward and backward")
+    print(
+        f"{args.tokens} × {args.hidden} × {args.vocab}, {args.dtype}, {device_name(args.device)}; forward and backward"
+    )
     print(f"{'':<28}{'ms':>10}{'of stock':>10}{'peak MB':>10}{'of stock':>10}   worst row: loss, dhidden, dweight")
     for row in rows:
         errors = ", ".join(f"{error:.1e}" for error in row["errors"])
@@ -315,19 +260,18 @@ def _megabytes(row: dict[str, Any]) -> str:
     return "-" if row.get("peak") is None else f"{row['peak'] / 1e6:.1f}"
 
 
-def _device(kind: str) -> str:
-    return torch.cuda.get_device_name() if kind == "cuda" else "CPU"
+COLUMNS = (
+    "variant", "device", "tokens", "hidden", "vocab", "dtype", "ms", "peak_bytes",
+    "worst_row_loss", "worst_row_grad_hidden", "worst_row_grad_weight",
+    "floor_operations_ms", "floor_bytes_ms", "floor_products_ms", "torch", "megatron-core", "commit",
+)  # fmt: skip
 
 
-def _append(args: argparse.Namespace, rows: Sequence[dict[str, Any]], floor: dict[str, float]) -> None:
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    table = [
+def _rows(args: argparse.Namespace, rows: Sequence[dict[str, Any]], floor: dict[str, float]) -> list[dict[str, Any]]:
+    return [
         {
             "variant": row["name"],
-            "device": _device(args.device),
-            "torch": torch.__version__,
-            "megatron_core": metadata.version("megatron-core"),
-            "commit": os.environ.get("MEGACPP_COMMIT", ""),
+            "device": device_name(args.device),
             "tokens": args.tokens,
             "hidden": args.hidden,
             "vocab": args.vocab,
@@ -339,15 +283,10 @@ def _append(args: argparse.Namespace, rows: Sequence[dict[str, Any]], floor: dic
                 for name, error in zip(("loss", "grad_hidden", "grad_weight"), row["errors"], strict=True)
             },
             **{f"floor_{name}": f"{value:.3f}" for name, value in floor.items()},
+            **versions(),
         }
         for row in rows
     ]
-    fresh = not args.output.exists()
-    with args.output.open("a", newline="") as sink:
-        writer = csv.DictWriter(sink, fieldnames=list(table[0]), lineterminator="\n")
-        if fresh:
-            writer.writeheader()
-        writer.writerows(table)
 
 
 if __name__ == "__main__":

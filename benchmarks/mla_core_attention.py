@@ -1,6 +1,6 @@
 """Time and peak memory of full MLA's core attention: stock Megatron, and with the patch mla-core-attention.
 
-    python benchmarks/mla_core_attention.py --heads 56 --qk-width 128 --v-width 64 --batch 2 --length 4096
+    python -m benchmarks.mla_core_attention --heads 56 --qk-width 128 --v-width 64 --batch 2 --length 4096
 
 One run holds everything that is compared, called at the patch's seam with the same causal inputs. The outputs and gradients
 on the first buffer are checked against float64, and a variant of ours that fails gets no time. Peak memory is that of
@@ -13,26 +13,20 @@ Legend: S queries and keys, B batch, H heads, K query-key width, V value width.
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.util
 import logging
-import os
-import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from benchmarks.measure import BYTES_PER_SECOND, Table, device_name, median_ms, one_process, peak_bytes, versions
+from megacpp_mcore.patches.mla_core_attention import PATCH
+from megacpp_mcore.patches.registry import Registry
 from tests.parity.conditioning import EARLY, early_causal_terms
-
-BYTES_PER_SECOND = 4.2e12
-"""What an H200 moves in practice."""
 
 WORST_ROW = {"bfloat16": 5e-3, "float32": 4e-6}
 """The largest error of a row, relative to its norm; or half as much again as stock's, where that is more."""
@@ -48,29 +42,24 @@ def main() -> int:
     args = _arguments()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("megacpp_mcore").setLevel(logging.INFO)
-    lane = _start(args.device)
-    from megacpp_mcore.patches.mla_core_attention import PATCH
-    from megacpp_mcore.patches.registry import Registry
-
+    table = Table(args.output, COLUMNS)
     registry = Registry([PATCH])
-    try:
+    with one_process(args.device):
         buffers = _draw(args)
-        registry.apply([PATCH.name])  # stock's local module takes the widths only so
-        attention = _attention(args)
-        registry.revert()
-        truth = _truth(buffers[0], attention.core_attention.softmax_scale)
-        stock = _row("stock", attention, buffers, truth, args, None)
-        registry.apply([PATCH.name])
-        ours = _row("ours", attention, buffers, truth, args, stock)
+        try:
+            registry.apply([PATCH.name])  # stock's local module takes the widths only so
+            attention = _attention(args)
+            registry.revert()
+            truth = _truth(buffers[0], attention.core_attention.softmax_scale)
+            stock = _row("stock", attention, buffers, truth, args, None)
+            registry.apply([PATCH.name])
+            ours = _row("ours", attention, buffers, truth, args, stock)
+        finally:
+            registry.revert()
         rows, floor = [stock, ours], _floor(args)
         _print(args, rows, floor)
-        _append(args, rows, floor)
+        table.append(*_rows(args, rows, floor))
         return int("ms" not in ours)
-    finally:
-        registry.revert()
-        torch.distributed.destroy_process_group()
-        if lane is not None:
-            lane.remove()
 
 
 def _arguments() -> argparse.Namespace:
@@ -93,24 +82,6 @@ def _arguments() -> argparse.Namespace:
         engine = importlib.util.find_spec("transformer_engine") is not None and args.device == "cuda"
         args.impl = "transformer_engine" if engine else "local"
     return args
-
-
-def _start(device: str) -> Any:
-    """Megatron's process groups for this process; returns the CPU lane, if it is needed."""
-    lane = None
-    if device == "cpu":
-        from megacpp_mcore import cpu
-
-        lane = cpu.install()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    store = torch.distributed.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)
-    backend = "gloo" if device == "cpu" else "nccl"
-    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
-    return lane
 
 
 def _draw(args: argparse.Namespace) -> list[Inputs]:
@@ -197,9 +168,9 @@ def _row(
     return {
         "name": name,
         "errors": errors,
-        "forward_ms": _time(forward, buffers, args),
-        "ms": _time(both, buffers, args),
-        "peak": _peak(both, buffers[0]) if args.device == "cuda" else None,
+        "forward_ms": median_ms(forward, buffers, args.device, warmup=args.warmup, repeats=args.repeats),
+        "ms": median_ms(both, buffers, args.device, warmup=args.warmup, repeats=args.repeats),
+        "peak": peak_bytes(both, buffers[0], args.device),
     }
 
 
@@ -208,7 +179,7 @@ def _errors(found: list[torch.Tensor], truth: list[torch.Tensor], inputs: Inputs
 
     In the gradient of the first queries everything cancels: they are measured against the terms that do.
     """
-    errors = []
+    errors: list[float] = []
     for have, want in zip(found, truth, strict=True):
         rows, error = want.flatten(0, 2) if want.dim() > 3 else want.flatten(0, 1), (have.double() - want)
         norm = want.norm(dim=-1).clamp(min=0.01 * float(rows.norm(dim=-1).square().mean().sqrt()))
@@ -218,39 +189,6 @@ def _errors(found: list[torch.Tensor], truth: list[torch.Tensor], inputs: Inputs
             norm[:EARLY] = early_causal_terms([*inputs[:3], do], softmax_scale)
         errors.append(float((error.norm(dim=-1) / norm).max()))
     return errors
-
-
-def _time(run: Callable[[Inputs], Any], buffers: Sequence[Inputs], args: argparse.Namespace) -> float:
-    for index in range(args.warmup):
-        run(buffers[index % len(buffers)])
-    return statistics.median(
-        _milliseconds(run, buffers[index % len(buffers)], args.device) for index in range(args.repeats)
-    )
-
-
-def _milliseconds(run: Callable[[Inputs], Any], inputs: Inputs, device: str) -> float:
-    if device == "cpu":
-        start = time.perf_counter()
-        run(inputs)
-        return (time.perf_counter() - start) * 1e3
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    first.record()
-    run(inputs)
-    last.record()
-    torch.cuda.synchronize()
-    return first.elapsed_time(last)
-
-
-def _peak(run: Callable[[Inputs], Any], inputs: Inputs) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    base = torch.cuda.memory_allocated()
-    results = run(inputs)
-    torch.cuda.synchronize()
-    del results
-    return torch.cuda.max_memory_allocated() - base
 
 
 def _floor(args: argparse.Namespace) -> dict[str, float]:
@@ -273,7 +211,7 @@ def _floor(args: argparse.Namespace) -> dict[str, float]:
 def _print(args: argparse.Namespace, rows: Sequence[dict[str, Any]], floor: dict[str, float]) -> None:
     print(
         f"B {args.batch} x S {args.length}, {args.heads} heads, {args.qk_width}/{args.v_width}, causal, {args.dtype}, "
-        f"{args.impl}, {_device(args.device)}"
+        f"{args.impl}, {device_name(args.device)}"
     )
     print(f"{'':<8}{'forward ms':>12}{'both ms':>10}{'speed-up':>10}{'peak MB':>10}   worst row: o, dq, dk, dv")
     for row in rows:
@@ -290,29 +228,20 @@ def _print(args: argparse.Namespace, rows: Sequence[dict[str, Any]], floor: dict
     )
 
 
-def _device(kind: str) -> str:
-    return torch.cuda.get_device_name() if kind == "cuda" else "CPU"
+COLUMNS = (
+    "variant", "implementation", "device", "batch", "length", "heads", "qk_width", "v_width", "dtype",
+    "forward_ms", "forward_backward_ms", "peak_bytes", "worst_row_o", "worst_row_dq", "worst_row_dk", "worst_row_dv",
+    "floor_forward_operations_ms", "floor_operations_ms", "floor_forward_bytes_ms", "floor_bytes_ms",
+    "torch", "megatron-core", "transformer-engine", "commit", "cudnn",
+)  # fmt: skip
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _append(args: argparse.Namespace, rows: Sequence[dict[str, Any]], floor: dict[str, float]) -> None:
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    table = [
+def _rows(args: argparse.Namespace, rows: Sequence[dict[str, Any]], floor: dict[str, float]) -> list[dict[str, Any]]:
+    return [
         {
             "variant": row["name"],
             "implementation": args.impl,
-            "device": _device(args.device),
-            "torch": torch.__version__,
-            "cudnn": torch.backends.cudnn.version() if args.device == "cuda" else "",
-            "transformer_engine": _version("transformer_engine"),
-            "megatron_core": _version("megatron-core"),
-            "commit": os.environ.get("MEGACPP_COMMIT", ""),
+            "device": device_name(args.device),
             "batch": args.batch,
             "length": args.length,
             "heads": args.heads,
@@ -327,15 +256,11 @@ def _append(args: argparse.Namespace, rows: Sequence[dict[str, Any]], floor: dic
                 for name, error in zip(("o", "dq", "dk", "dv"), row["errors"], strict=True)
             },
             **{f"floor_{name}": f"{value:.4f}" for name, value in floor.items()},
+            **versions("transformer-engine"),
+            "cudnn": torch.backends.cudnn.version() if args.device == "cuda" else "",
         }
         for row in rows
     ]
-    fresh = not args.output.exists()
-    with args.output.open("a", newline="") as sink:
-        writer = csv.DictWriter(sink, fieldnames=list(table[0]), lineterminator="\n")
-        if fresh:
-            writer.writeheader()
-        writer.writerows(table)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ corpus=$(mktemp -d)
 trap 'rm -rf "$corpus"' EXIT
 python3 -W ignore -m megacpp_mcore data corpus --output "$corpus"
 data=$corpus/stdlib_train
-train() { python3 -W ignore benchmarks/train.py "$@" --data "$data" --output "$out"; }
+train() { python3 -W ignore -m benchmarks.train "$@" --data "$data" --output "$out"; }
 tiny=(nam56r_tiny --steps 30 --micro-batch-size 8 --global-batch-size 8 --lr 4e-3)
 train "${tiny[@]}" --label tiny_te_bf16
 train "${tiny[@]}" --impl local --precision fp32 --label tiny_local_fp32

@@ -1,6 +1,6 @@
 """Trains a preset for some steps through the stock loop and writes its step times, losses and memory as one CSV row.
 
-    python benchmarks/train.py nam56r_quarter --data CORPUS/stdlib_train --steps 20 --device cuda --impl transformer_engine
+    python -m benchmarks.train nam56r_quarter --data CORPUS/stdlib_train --steps 20 --device cuda --impl transformer_engine
 
 The figures are Megatron's own: seconds and losses from its log at ``--log-interval 1``, memory (MiB, the peak of the whole
 run) from its report of the last step. The first ``--warmup`` steps (allocator, autotuning, JIT) are left out of the
@@ -10,18 +10,15 @@ tokens/s and named in the row.
 from __future__ import annotations
 
 import argparse
-import csv
-import os
-import platform
 import re
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import Table, device_name, versions
 from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import Layout, preset
 from megacpp_mcore.recipe_command import tokenizer_words
@@ -59,8 +56,11 @@ def main() -> int:
     if status:
         print(text[-6000:])
         return status
-    row = {**figures(args, model.seq_length, text), **_versions()}
-    append(args.output, row)
+    row = {
+        **figures(args, model.seq_length, text),
+        **versions("transformer-engine", "transformer_engine_torch", "triton"),
+    }
+    Table(args.output, COLUMNS).append(row)
     print("\n".join(f"{key:>22}  {value}" for key, value in row.items()))
     return 0
 
@@ -93,8 +93,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--warmup is {args.warmup}; expected 0 to {args.steps - 1}, to leave some of --steps {args.steps}"
         )
-    if args.output.exists() and (header := args.output.read_text().splitlines()[:1]) != [",".join(COLUMNS)]:
-        parser.error(f"{args.output} has the columns {header}; expected {','.join(COLUMNS)}: name another --output")
+    try:
+        Table(args.output, COLUMNS)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
@@ -111,7 +113,7 @@ def figures(args: argparse.Namespace, seq_length: int, text: str) -> dict[str, A
     return {
         "label": args.label,
         "model": args.model,
-        "device": _device(args.device),
+        "device": device_name(args.device),
         "impl": args.impl,
         "precision": args.precision,
         "tokens_per_step": tokens,
@@ -128,44 +130,6 @@ def figures(args: argparse.Namespace, seq_length: int, text: str) -> dict[str, A
         "last_loss": float(steps[-1]["loss"]),
         "last_grad_norm": float(steps[-1]["norm"]),
     }
-
-
-def _device(kind: str) -> str:
-    if kind == "cpu":
-        return platform.processor() or platform.machine()
-    import torch
-
-    return torch.cuda.get_device_name()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "megatron-core", "transformer-engine", "transformer_engine_torch", "triton"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "absent"
-    found["commit"] = os.environ.get("MEGACPP_COMMIT") or _described_commit()
-    return found
-
-
-def _described_commit() -> str:
-    """The commit of the working tree, marked when it has changes; for a copy without git, set MEGACPP_COMMIT."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def append(output: Path, row: dict[str, Any]) -> None:
-    """Add a row to the CSV file ``output``, whose header :func:`arguments` has checked."""
-    new = not output.exists()
-    with output.open("a", newline="") as sink:
-        writer = csv.DictWriter(sink, fieldnames=COLUMNS)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _train(corpus: Path, folder: Path, *options: str) -> dict[str, str]:
     output = folder / "train.csv"
-    command = [sys.executable, "-W", "ignore", "benchmarks/train.py", "nam56r_tiny", "--data", str(corpus)]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.train", "nam56r_tiny", "--data", str(corpus)]
     command += ["--steps", str(STEPS), "--warmup", "2", "--micro-batch-size", "4", "--global-batch-size", "8"]
     done = subprocess.run(
         [*command, "--lr", "4e-3", "--output", str(output), *options],

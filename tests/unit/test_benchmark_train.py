@@ -1,16 +1,14 @@
-"""benchmarks/train.py: what it reads from a stock log, and what it refuses before training."""
+"""benchmarks.train: what it reads from a stock log, and what it refuses before training."""
 
 from __future__ import annotations
 
 import csv
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "train.py"
+from benchmarks import measure, train
+
 WORDS = ["nam56r_tiny", "--data", "x", "--steps", "2", "--warmup", "1"]
 # Lines as megatron-core 0.19.2 prints them.
 LOG = """
@@ -27,19 +25,8 @@ LOG = """
 """
 
 
-@pytest.fixture(scope="module")
-def train() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_train", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["benchmark_train"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_figures_are_those_of_the_log(train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "_device", lambda kind: "a GPU")
+def test_the_figures_are_those_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "device_name", lambda kind: "a GPU")
     args = train.arguments([*WORDS, "--global-batch-size", "8"])
     found = train.figures(args, 256, LOG)
     assert found["median_step_ms"] == 200.0
@@ -47,16 +34,16 @@ def test_the_figures_are_those_of_the_log(train: ModuleType, tmp_path: Path, mon
     assert (found["max_allocated_mib"], found["max_reserved_mib"]) == ("210.25", "310.00")
     assert (found["first_loss"], found["last_loss"], found["last_grad_norm"]) == (6.023711, 3.5, 0.921)
     monkeypatch.setenv("MEGACPP_COMMIT", "abc1234")
-    row = {**found, **train._versions()}
+    row = {**found, **measure.versions("transformer-engine", "transformer_engine_torch", "triton")}
     for _ in range(2):
-        train.append(tmp_path / "t.csv", row)
+        measure.Table(tmp_path / "t.csv", train.COLUMNS).append(row)
     with open(tmp_path / "t.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [one["commit"] for one in rows] == ["abc1234"] * 2
     assert rows[0]["tokens_per_s"] == "10240"
 
 
-def test_a_log_that_lacks_something_is_no_result(train: ModuleType) -> None:
+def test_a_log_that_lacks_something_is_no_result() -> None:
     args = train.arguments(WORDS)
     with pytest.raises(SystemExit, match="holds 1 steps, expected 2"):
         train.figures(args, 256, LOG.replace("iteration        2/", "iter 2/"))
@@ -64,9 +51,7 @@ def test_a_log_that_lacks_something_is_no_result(train: ModuleType) -> None:
         train.figures(args, 256, LOG.replace("max allocated: 210.25", ""))
 
 
-def test_wrong_arguments_are_refused_before_training(
-    train: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_are_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "other.csv"
     table.write_text("a,b\n1,2\n")
     for words, says in (

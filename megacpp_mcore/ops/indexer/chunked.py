@@ -300,8 +300,15 @@ def select(
     k_BTD = indexer.keys()
     best_BSN = k_BTD.new_empty((batch, num_queries, min(topk, num_keys)))
     index_BSN = torch.empty_like(best_BSN, dtype=torch.int64)
-    for rows in indexer.chunks(heads * num_keys, query_chunk):
-        score_BRT = indexer.scores(k_BTD, rows)
+    # A top-k over few rows leaves most of a GPU idle, so the scores of several chunks go through one.
+    gathered = indexer.chunks(num_keys, query_chunk)
+    buffer_BRT = k_BTD.new_empty((batch, len(gathered[0]), num_keys))
+    chunk = len(indexer.chunks(heads * num_keys, query_chunk)[0])
+    for rows in gathered:
+        score_BRT = buffer_BRT[:, : len(rows)]
+        for first in range(rows.start, rows.stop, chunk):
+            part = range(first, min(first + chunk, rows.stop))
+            score_BRT[:, part.start - rows.start : part.stop - rows.start] = indexer.scores(k_BTD, part)
         if rule is not None:
             rule.apply_(score_BRT, rows)
         best, index = score_BRT.topk(min(topk, num_keys), dim=-1)

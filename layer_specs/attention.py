@@ -1,4 +1,4 @@
-"""A: MLA core attention, sparse (DSA) core attention with its index cache, and the ModuleSpecs of their layers.
+"""A: MLA core attention, sparse (DSA) core attention with shared indices, and the ModuleSpecs of their layers.
 
 The projections, norms and rotary embedding are stock: full MLA rides on ``MLASelfAttention``, sparse MLA on
 ``AbsorbedMLASelfAttention``, the indexer's projections on ``DSAIndexer`` (megatron-core 0.19). Ours is what happens between.
@@ -38,48 +38,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.parts import Parts
+from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss
-
-
-class IndexCache:
-    """The indices that Full layers hand to Shared layers, within one forward pass of one model chunk.
-
-    A Full layer publishes for exactly the micro-batch that is passing through the chunk, and the entry is gone once each of
-    its Shared layers has read it. So an entry can never be read for another micro-batch, whatever the schedule: a
-    Shared layer that runs without its Full layer (under partial recompute, say) finds nothing and raises.
-
-    Args:
-        sources: Shared layer number to the number of its Full layer, for the layers of this chunk.
-    """
-
-    def __init__(self, sources: dict[int, int]) -> None:
-        self._sources = dict(sources)
-        self._entries: dict[int, tuple[torch.Tensor, set[int]]] = {}
-
-    def publish(self, layer: int, index_BSN: torch.Tensor) -> None:
-        """Hand ``index_BSN`` of Full layer ``layer`` to the Shared layers it serves."""
-        readers = {shared for shared, full in self._sources.items() if full == layer}
-        if readers:
-            self._entries[layer] = (index_BSN, readers)
-
-    def read(self, layer: int) -> torch.Tensor:
-        """The indices for Shared layer ``layer``, exactly those its Full layer published for this micro-batch.
-
-        Raises:
-            ModelError: when the Full layer has not run in this forward pass.
-        """
-        full = self._sources[layer]
-        index_BSN, readers = self._entries.get(full, (None, set()))
-        if index_BSN is None or layer not in readers:
-            raise ModelError(
-                f"layer {layer} shares the indices of layer {full}, which has not published any for this micro-batch. "
-                "Activation recompute that reruns a Shared layer without its Full layer is not supported; leave "
-                "core attention and whole layers out of recompute"
-            )
-        readers.discard(layer)
-        if not readers:
-            del self._entries[full]
-        return index_BSN
 
 
 class MLACoreAttention(MegatronModule):
@@ -193,12 +153,12 @@ class SparseCoreAttention(MegatronModule):
         _refuse_packed(packed_seq_params, self.layer_number)
         kv_TBK = key.squeeze(2)
         if self.indexer is None:
-            index_BSN = self.index_cache.read(self.layer_number)
+            index_BSN = self.index_cache.read(self.layer_number).index
             return self._attend(query, kv_TBK, index_BSN)[0].flatten(2)
         q, k, weights = self.indexer.forward_before_topk(x.detach(), qr.detach())
         score_BST = self.score_backend.fn(q, k, weights)
         index_BSN = causal_topk(score_BST, self.indexer.index_topk, attention_mask)
-        self.index_cache.publish(self.layer_number, index_BSN)
+        self.index_cache.publish(self.layer_number, Selection(index_BSN))
         o_SBHV, target_BSN = self._attend(query, kv_TBK, index_BSN)
         output = o_SBHV.flatten(2)
         if self.training and torch.is_grad_enabled() and self.config.dsa_indexer_loss_coeff:

@@ -112,6 +112,9 @@ class Checkout:
     def apply(self, names: Iterable[str], *, allow_dirty: bool = False) -> Outcome:
         """Add the named patches to the hook line, or nothing at all.
 
+        Files that were modified below ``megatron/`` are refused, as a patch may well be about what they hold; what was
+        modified elsewhere, and that a Python started there cannot import this package, is told in ``notices``.
+
         Raises:
             PatchError: with every problem that was found; nothing was changed.
         """
@@ -126,10 +129,11 @@ class Checkout:
             problems = self._copy_problems(content.hook) or self._set_problems((*before, *fresh))
             if problems:
                 raise PatchError(listing(f"nothing was changed in {self.root}", problems))
-            if not fresh:
-                return Outcome((), tuple(wanted), before)
-            notices = self._refuse_dirty(content, allow_dirty)
-            self._write_hook(content.without, (*before, *fresh))
+            notices: tuple[str, ...] = ()
+            if fresh:
+                notices = self._refuse_dirty(content, allow_dirty)
+                self._write_hook(content.without, (*before, *fresh))
+        notices += tuple(f"importing megatron.core takes this package now: {it}" for it in self._import_problems())
         return Outcome(fresh, tuple(name for name in wanted if name in before), (*before, *fresh), notices)
 
     def revert(self, names: Iterable[str] | None = None) -> Outcome:
@@ -335,11 +339,14 @@ class Checkout:
             )
 
     def _refuse_dirty(self, content: Content, allow_dirty: bool) -> tuple[str, ...]:
-        """Refuse what was modified by others, unless allowed; returns what could not be checked."""
+        """Refuse what others modified below ``megatron/``, unless allowed; returns what else there is to tell."""
         notices: list[str] = []
         changed: list[str] = []
         try:
-            changed = git.modified(self.root, "megatron", HOOKED_FILE)
+            modified = git.modified(self.root, HOOKED_FILE)
+            changed = [name for name in modified if name.startswith("megatron/")]
+            if elsewhere := [name for name in modified if name not in changed]:
+                notices.append(f"modified outside of megatron/, where no patch acts: {_shown(elsewhere)}")
             if HOOKED_FILE in changed and content.hook and git.is_committed(self.root, HOOKED_FILE, content.without):
                 changed.remove(HOOKED_FILE)
         except git.GitUnavailable as error:
@@ -352,13 +359,12 @@ class Checkout:
             changed = [HOOKED_FILE] if _edited(content) else []
         if not changed:
             return tuple(notices)
-        shown = _join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
         if not allow_dirty:
             raise PatchError(
-                f"{self.root} is dirty: {shown} differ from what was committed or hooked; nothing was changed: "
+                f"{self.root} is dirty: {_shown(changed)} differ from what was committed or hooked; nothing was changed: "
                 "commit or restore them, or say --allow-dirty to patch the checkout as it is"
             )
-        return (*notices, f"patched as it is, with modified files: {shown}")
+        return (*notices, f"patched as it is, with modified files: {_shown(changed)}")
 
     def _with_line(self, without: bytes, names: Sequence[str], sha256: str | None = None) -> bytes:
         line = HookLine(
@@ -485,6 +491,10 @@ def _git_patch(before: bytes, after: bytes) -> bytes:
 def _git_lines(content: bytes) -> list[bytes]:
     """Lines as git counts them: a carriage return alone ends none."""
     return re.findall(rb"[^\n]*\n|[^\n]+", content)
+
+
+def _shown(files: Sequence[str]) -> str:
+    return _join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
 
 
 def _join(words: Iterable[str], separator: str = ", ") -> str:

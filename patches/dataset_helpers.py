@@ -26,9 +26,6 @@ logger = logging.getLogger(__name__)
 HELPER = "megatron.core.datasets.helpers_cpp"
 """The extension module that ``megatron.core.datasets.helpers`` imports."""
 
-_VERSIONS = ("0.19.1", "0.19.2")
-"""The tag core_v0.19.0 calls itself 0.19.1; both hold the same source of these two."""
-
 
 def ready_helper(folder: Path) -> str | None:
     """Import the compiled helper and return its file, or None when there is none that fits ``folder``'s source.
@@ -123,15 +120,15 @@ PATCH = Patch(
     source="megatron-core 0.19.2, megatron/core/datasets/utils.py and megatron/training/initialize.py",
     megatron_versions=">=0.19,<0.20",
     edits=(
-        Edit(
-            target="megatron.core.datasets.utils:compile_helpers",
-            fingerprints=dict.fromkeys(_VERSIONS, "84029a50ae8cfac18dfe03efaf3c3977e82d3a51682ae4d410616b4c01f16f63"),
-            make=_compile_if_missing,
+        Edit.of(
+            "megatron.core.datasets.utils:compile_helpers",
+            "84029a50ae8cfac18dfe03efaf3c3977e82d3a51682ae4d410616b4c01f16f63",
+            _compile_if_missing,
         ),
-        Edit(
-            target="megatron.training.initialize:_compile_dependencies",
-            fingerprints=dict.fromkeys(_VERSIONS, "6d4b2069952d6210042f79b51e54042213e8be164e1f02eaed2e7eca8c0f3b11"),
-            make=_ready_on_every_rank,
+        Edit.of(
+            "megatron.training.initialize:_compile_dependencies",
+            "6d4b2069952d6210042f79b51e54042213e8be164e1f02eaed2e7eca8c0f3b11",
+            _ready_on_every_rank,
         ),
     ),
     seam=(

@@ -15,9 +15,6 @@ from typing import Any
 
 from megacpp_mcore.patches.registry import Edit, Patch
 
-_VERSIONS = ("0.19.1", "0.19.2")
-"""The tag core_v0.19.0 calls itself 0.19.1; both hold the same source of all five."""
-
 _DSA = "megatron.core.transformer.experimental_attention_variant"
 
 
@@ -152,10 +149,6 @@ def _rotary(original: Callable[..., Any]) -> Callable[..., Any]:
     return rotate
 
 
-def _edit(target: str, sha256: str, make: Callable[[Any], Any]) -> Edit:
-    return Edit(target=target, fingerprints=dict.fromkeys(_VERSIONS, sha256), make=make)
-
-
 PATCH = Patch(
     name="dsa-graph-safety",
     fixes=(
@@ -168,27 +161,27 @@ PATCH = Patch(
     ),
     megatron_versions=">=0.19,<0.20",
     edits=(
-        _edit(
+        Edit.of(
             f"{_DSA}.dsa:FusedDSAIndexerLoss.backward",
             "f6763f4863e3a333d9272328a4182fef0bae859309034bf30b4826e25b0a8b67",
             _loss_backward,
         ),
-        _edit(
+        Edit.of(
             f"{_DSA}.dsa:DSAIndexerLossAutoScaler.backward",
             "e68eea9044f28c5357ba417493e1e6882867ca066f3f58c1770f90c22fb66b4c",
             _scaler_backward,
         ),
-        _edit(
+        Edit.of(
             f"{_DSA}.dsa:_validate_nonpacked_cp_uniform_length",
             "59e125f39723868640efc63ad3888b2e7ae3e7403c6c03b3e7a25508e4741aef",
             _validate,
         ),
-        _edit(
+        Edit.of(
             f"{_DSA}.dsa_layout:build_packed_allgather_cp_local_positions",
             "1e34f4cfb33348c6fa6d37be363361b1bf95863ab41bbd5d1a57cb5d21e77a1a",
             _positions,
         ),
-        _edit(
+        Edit.of(
             "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
             "99798acffbb2e50cbe72e1f595005364c49d49de1969c387dcd4f5b274690b16",
             _rotary,

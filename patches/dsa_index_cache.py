@@ -29,8 +29,6 @@ from megacpp_mcore.ops.indexer.cache import IndexCache, Recomputed, Selection
 from megacpp_mcore.patches.registry import Edit, Patch
 from megacpp_mcore.pattern import FULL_INDEX, SHARED_INDEX, promoted_schedule, source_layers
 
-_VERSIONS = ("0.19.1", "0.19.2")
-"""The tag core_v0.19.0 calls itself 0.19.1; both hold the same source of all targets."""
 _DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 _CACHE = "_megacpp_index_cache"
 """Attribute of a DSAttention that shares: the IndexCache of its block."""
@@ -315,10 +313,6 @@ def _track_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
     return track_indexer_metrics
 
 
-def _edit(target: str, sha256: str, make: Callable[[Any], Any]) -> Edit:
-    return Edit(target=target, fingerprints=dict.fromkeys(_VERSIONS, sha256), make=make)
-
-
 PATCH = Patch(
     name="dsa-index-cache",
     fixes=(
@@ -329,54 +323,54 @@ PATCH = Patch(
     source="megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/dsa.py, index_share",
     megatron_versions=">=0.19,<0.20",
     edits=(
-        _edit(
+        Edit.of(
             f"{_DSA}:DSAttention.__init__", "c2427aa24ad258049e6a534a02babd7196adb91a43bea8b4a8d5f102e5b9f046", _init
         ),
-        _edit(
+        Edit.of(
             f"{_DSA}:DSAttention.forward", "c2802527fc6d82eed5889b083c4981d28e88a6a624d5fca0b6562820a0afc393", _forward
         ),
-        _edit(
+        Edit.of(
             f"{_DSA}:DSAttention._get_index_share_topk_holder",
             "6e2683cd4b6d7fe259c7d41fd5b0ef7eadc507f8b2d1bebf8b790705d2a74c85",
             _holder(0),
         ),
-        _edit(
+        Edit.of(
             f"{_DSA}:DSAttention._get_index_share_topk_length_holder",
             "45ee7d12f65f1da328d7773e7749910111552efc69eee5a1f841e5304495e6c0",
             _holder(1),
         ),
-        _edit(
+        Edit.of(
             f"{_DSA}:DSAIndexerLossLoggingHelper.save_loss_to_tracker",
             "5d6f3323d6224f1c86d5c18f2912422fcdf1c6be18de1a73ed655761f096aa76",
             _save_loss,
         ),
-        _edit(
+        Edit.of(
             f"{_DSA}:DSAIndexerLossLoggingHelper.track_indexer_metrics",
             "8948072aa98a7f347d17226a6ed7bad3253241dbe69e2eb12f80bf357bd0433d",
             _track_metrics,
         ),
-        _edit(
+        Edit.of(
             "megatron.core.transformer.transformer_block:TransformerBlock._build_layers",
             "ecef5e2f6cc7d5b3fb4184b91da76e31718dbc76025949596f026dcf42a58c49",
             _build_layers(_trunk_block),
         ),
-        _edit(
+        Edit.of(
             "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock._build_layers",
             "139195b33e835bcae8a0130ed7e8bed6462d26c9cd28f05ce0b8286ccf7357cf",
             _build_layers(_mtp_block),
         ),
-        _edit(
+        Edit.of(
             "megatron.core.models.gpt.experimental_attention_variant_module_specs:"
             "_validate_dsa_index_share_pipeline_split",
             "6924e20aec7d8ad639ad61eaecd0e2ed6f1eb4b55f93ada20ca0b7ce2cfd70d4",
             _validate_split,
         ),
-        _edit(
+        Edit.of(
             "megatron.core.tensor_parallel.random:CheckpointFunction.forward",
             "4bcf3f270c667ff12a3184b0d75be22a6038f2a357f9776d0f24b4fd760c65e9",
             _checkpoint_forward,
         ),
-        _edit(
+        Edit.of(
             "megatron.core.extensions.transformer_engine:te_checkpoint",
             "1de08e8bca5afd2dffd695355945ac16a2c33d8429f1dfb5f89975d3653976fd",
             _te_checkpoint,

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from megacpp_mcore.ops.indexer.chunked import Attention, Indexer, KeyRule
 
-_VERSIONS = ("0.19.1", "0.19.2")
-"""The tag core_v0.19.0 calls itself 0.19.1; both hold the same source of all three."""
+_DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 
 
 def _wrap(run: Callable[[SimpleNamespace], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -221,11 +220,6 @@ def _valid_rows(call: SimpleNamespace) -> torch.Tensor | None:
     return None if rows is None else rows.float()
 
 
-def _edit(name: str, sha256: str, run: Callable[[SimpleNamespace], Any]) -> Edit:
-    target = f"megatron.core.transformer.experimental_attention_variant.dsa:{name}"
-    return Edit(target=target, fingerprints=dict.fromkeys(_VERSIONS, sha256), make=_wrap(run))
-
-
 PATCH = Patch(
     name="dsa-indexer-memory",
     fixes=(
@@ -235,14 +229,20 @@ PATCH = Patch(
     source="megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/dsa.py",
     megatron_versions=">=0.19,<0.20",
     edits=(
-        _edit("fused_qk_topk_naive", "5711581142918bca1ddb48a7a4e53dd572b8e951677450db21f0ecadca579bb7", _topk),
-        _edit(
-            "fwd_fused_indexer_loss_naive", "689e62497f39bb62817814f5db0e58edb0b10bdf8c71455b88b41201af9af00c", _forward
+        Edit.of(
+            f"{_DSA}:fused_qk_topk_naive",
+            "5711581142918bca1ddb48a7a4e53dd572b8e951677450db21f0ecadca579bb7",
+            _wrap(_topk),
         ),
-        _edit(
-            "bwd_fused_indexer_loss_naive",
+        Edit.of(
+            f"{_DSA}:fwd_fused_indexer_loss_naive",
+            "689e62497f39bb62817814f5db0e58edb0b10bdf8c71455b88b41201af9af00c",
+            _wrap(_forward),
+        ),
+        Edit.of(
+            f"{_DSA}:bwd_fused_indexer_loss_naive",
             "e7ab10b88119f5a9d85c82df88d2ebd7a48d557af0890d86ed8bef93e4072eae",
-            _backward,
+            _wrap(_backward),
         ),
     ),
     seam=(
@@ -255,14 +255,14 @@ PATCH = Patch(
         "compute_dsa_indexer_loss, which stock then calls no more; calls that record autograd, float64, autocast"
     ),
     cost=(
-        "time, on one H200 with b 1 and 32 heads: the forward pass 8.8 ms instead of 6.5 ms at sq 4096, 155 ms instead of "
-        "94 ms at 16,384; with the dense loss 0.9 to 1.5 × stock's at 4096, in two runs; under a sparse loss the gradient of k "
+        "time, on one H200 with b 1 and 32 heads: the forward pass 7.0 ms instead of 6.4 ms at sq 4096, 105 ms instead of "
+        "93 ms at 16,384; with the dense loss 0.9 to 1.5 × stock's at 4096, in two runs; under a sparse loss the gradient of k "
         "is summed in no fixed order on a GPU, unless torch.use_deterministic_algorithms(True); tensor-parallel ranks add "
         "their targets key by key of the selection, so they have to hold the same one, as they hold the same inputs"
     ),
     gain=(
-        "b 1, sq 16,384, 32 heads × 64, one H200: forward 0.13 GB instead of 68.7 GB; with its sparse loss 0.14 GB where stock "
-        "runs out of memory (243 GB computed); at sq 4096 0.09 GB instead of 16.2 GB, there in 13 ms instead of 51 ms"
+        "b 1, sq 16,384, 32 heads × 64, one H200: forward 0.19 GB instead of 68.7 GB; with its sparse loss 0.19 GB where stock "
+        "runs out of memory (243 GB computed); at sq 4096 0.15 GB instead of 16.2 GB, there in 11 ms instead of 50 ms"
     ),
     retire_when="upstream's fallback works in chunks, or a fused kernel covers the head dims in use",
 )

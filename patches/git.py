@@ -24,12 +24,11 @@ def is_installed() -> bool:
     return shutil.which("git") is not None
 
 
-def modified(root: Path, folder: str, file: str) -> list[str]:
-    """Tracked files below ``root / folder`` that differ from the last commit, as paths relative to ``root``.
+def modified(root: Path, file: str) -> list[str]:
+    """Tracked files below ``root`` that differ from the last commit, as paths relative to it.
 
     Args:
         root: the checkout; it may be a folder of a larger repository.
-        folder: what to look at.
         file: a file that must be tracked for the answer to mean anything.
 
     Raises:
@@ -45,7 +44,7 @@ def modified(root: Path, folder: str, file: str) -> list[str]:
         "--no-renames",
         "--ignore-submodules",
         "--",
-        folder,
+        ".",
     )
     prefix = len(_git(root, "rev-parse", "--show-prefix").rstrip(b"\n"))
     _git(root, "rev-parse", "--verify", "HEAD")

@@ -3,7 +3,8 @@
 The line is the last one of ``megatron/core/__init__.py``. ``megatron.core`` is complete then, but most of its submodules
 are not imported yet, and ``megatron.training`` may be half imported (it is, when it was what imported ``megatron.core``).
 So nothing of Megatron is imported here. :meth:`Hook.install` first checks every patch against the *files*; then each patch
-is applied, through the one registry of the process, the moment the last module that defines a target of it has run.
+is applied, through the one registry of the process, the moment the last module that defines a target of it has run. A patch
+of several models has separate edits, and is applied to each model when its module has run.
 
 Not wrapt's import hooks: those call at once for a module that ``sys.modules`` holds, half imported or not, and one at a
 time, where a patch waits for several modules.
@@ -52,7 +53,7 @@ class Hook:
         self._ever_awaited: set[str] = set()
 
     def install(self, file: str, names: Sequence[str], *, version: str, seal: str) -> None:
-        """Check all named patches; then apply those whose targets are imported, and arm the others.
+        """Check all named patches; then arm them, and apply what is imported already.
 
         A patch that is in place or armed already is left as it is.
 
@@ -135,21 +136,26 @@ class Hook:
             ) from error
 
     def _advance(self) -> None:
-        """Apply every armed patch whose targets are all imported; on failure take back all that this hook applied."""
+        """Apply all edits of armed patches that are due; on failure take back all that this hook applied."""
         try:
             while ready := self._ready():
-                self._applied += self._registry.apply(ready).applied
+                self._applied += self._registry.apply(ready, imported=self._imported).applied
         except Exception as error:
             self._undo(error)
 
     def _ready(self) -> list[str]:
-        """The armed patches whose modules are all imported, without those that require one that is not ready."""
-        waiting = self._registry.waiting
-        ready = {patch.name: patch for patch in waiting if all(map(self._imported, patch.modules))}
+        """The armed patches with edits that are due, without those that require one that waits and is not ready."""
+        pending = self._registry.pending
+        ready = {
+            patch.name: patch
+            for patch in self._registry.select(pending)
+            if {edit.target for edit in patch.due(self._imported)} & {edit.target for edit in pending[patch.name]}
+        }
+        waiting = [patch.name for patch in self._registry.waiting]
         while late := [
             name
             for name, patch in ready.items()
-            if any(other.name in patch.requires and other.name not in ready for other in waiting)
+            if any(other in patch.requires and other not in ready for other in waiting)
         ]:
             for name in late:
                 del ready[name]
@@ -159,12 +165,12 @@ class Hook:
         return module in sys.modules and (module in self._ran or not _unfinished(module))
 
     def _awaited(self) -> set[str]:
-        return {module for patch in self._registry.waiting for module in patch.modules}
+        return {edit.module for edits in self._registry.pending.values() for edit in edits}
 
     def _undo(self, error: Exception) -> None:
         """Revert and disarm everything of this hook, and raise."""
-        self._registry.disarm(patch.name for patch in self._registry.waiting)
-        in_place, self._applied = self._applied, []
+        self._registry.disarm(self._registry.pending)
+        in_place, self._applied = list(dict.fromkeys(self._applied)), []
         message = f"a patch of the hook could not be applied ({error})"
         try:
             self._registry.revert(in_place)

@@ -1,8 +1,9 @@
 """hybrid-flops: the TFLOP/s that the training loop prints come from the audited count of the model that is trained.
 
 Activate: ``megacpp_mcore.patches.apply(["hybrid-flops"])``.
-Scope: runs with ``--spec megacpp_mcore nam56r``, which are counted whole; stock hybrid patterns with ``D`` or ``+`` layers
-or multi-token prediction, and stock GPT with ``--experimental-attention-variant dsa``, whose count is corrected.
+Scope: runs with ``--spec megacpp_mcore nam56r`` or ``nam56r_hybrid``, which are counted whole; stock hybrid patterns with
+``D`` or ``+`` layers or multi-token prediction, and stock GPT with ``--experimental-attention-variant dsa``, whose count is
+corrected.
 Provenance: megatron-core 0.19.2 ``training/training.py``, ``core/models/hybrid/hybrid_layer_allocation.py``,
 ``core/transformer/experimental_attention_variant/{absorbed_mla,dsa}.py``.
 """
@@ -23,9 +24,6 @@ from megacpp_mcore.observe import flops
 from megacpp_mcore.patches.registry import Edit, Patch
 
 logger = logging.getLogger(__name__)
-
-_SPECS = (".".join(lowering.SPEC), "megacpp_mcore.layer_specs.nam56r.nam56r")
-"""The specs whose model is ours, as one word."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +101,16 @@ def _remembered(describe: Callable[[Any], Model | None]) -> Callable[[Any], Mode
 
 def _described_model(args: Any) -> Model | None:
     """The model that ``args`` train through our spec, found as the spec itself finds it; None for another spec or none."""
-    spec = getattr(args, "spec", None)
-    if not spec or ".".join(spec) not in _SPECS:
+    host = lowering.host_of(getattr(args, "spec", None))
+    if host is None:
         return None
     settings = plugin_config.from_environment()
     if settings is not None:
         return settings.model
-    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
-    config = gpt_config_from_args(args)
-    return lowering.matching_preset((config.transformer, config))
+    config = gpt_config_from_args(args) if host == lowering.GPT else hybrid_config_from_args(args)
+    return lowering.matching_preset((config.transformer, config), host=host)
 
 
 def _count_ours(model: Model, args: Any, batch: _Batch) -> int:
@@ -227,12 +225,10 @@ PATCH = Patch(
     source="megatron-core 0.19.2, megatron/training/training.py",
     megatron_versions=">=0.19,<0.20",
     edits=(
-        Edit(
-            target="megatron.training.training:num_floating_point_operations",
-            fingerprints=dict.fromkeys(
-                ("0.19.1", "0.19.2"), "f9ed9b380e17ebd3e197a69b259bf69aa99fa5a41031503fa6d6e7e6b5118197"
-            ),
-            make=_audited_count,
+        Edit.of(
+            "megatron.training.training:num_floating_point_operations",
+            "f9ed9b380e17ebd3e197a69b259bf69aa99fa5a41031503fa6d6e7e6b5118197",
+            _audited_count,
         ),
     ),
     seam="num_floating_point_operations is the one count that the loop logs, sums up and writes to checkpoints",

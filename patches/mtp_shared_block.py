@@ -15,8 +15,6 @@ from typing import Any
 from megacpp_mcore.patches.registry import Edit, Patch
 
 _MISSING = object()
-_VERSIONS = ("0.19.1", "0.19.2")
-"""The tag core_v0.19.0 calls itself 0.19.1; both hold the same source of these two."""
 
 
 def _block_spec(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,15 +76,15 @@ PATCH = Patch(
     source="megatron-core 0.19.2, megatron/training/models/gpt.py and megatron/core/transformer/multi_token_prediction.py",
     megatron_versions=">=0.19,<0.20",
     edits=(
-        Edit(
-            target="megatron.training.models.gpt:mtp_block_spec",
-            fingerprints=dict.fromkeys(_VERSIONS, "43ccd8c4a2767959ffc9130b19ab176e524a3681c11643cd84b3a69b2968f550"),
-            make=_block_spec,
+        Edit.of(
+            "megatron.training.models.gpt:mtp_block_spec",
+            "43ccd8c4a2767959ffc9130b19ab176e524a3681c11643cd84b3a69b2968f550",
+            _block_spec,
         ),
-        Edit(
-            target="megatron.core.transformer.multi_token_prediction:process_mtp_loss",
-            fingerprints=dict.fromkeys(_VERSIONS, "7a459bac5884e8bf3bf19381b3eb2b02f1d443e7e5c48bae78b90c2b4ee52767"),
-            make=_weighted_loss,
+        Edit.of(
+            "megatron.core.transformer.multi_token_prediction:process_mtp_loss",
+            "7a459bac5884e8bf3bf19381b3eb2b02f1d443e7e5c48bae78b90c2b4ee52767",
+            _weighted_loss,
         ),
     ),
     seam=(

@@ -16,6 +16,8 @@ from megacpp_mcore.patches.sources import SourceTree
 from megacpp_mcore.patches.symbols import Refusal, digest
 
 NOT_MEASURED = "not measured"
+TESTED_VERSIONS = ("0.19.1", "0.19.2")
+"""The tag core_v0.19.0, which calls itself 0.19.1, and the wheel; a target may well have one source in both."""
 _WORDS = ("fixes", "source", "seam", "leaves_alone", "retire_when", "cost", "gain")
 
 
@@ -30,11 +32,20 @@ class Edit:
             function, and the wrapping is put back; for a property it is given, and must return, a property. It has to
             build a new object on each call (it may be called more than once for one ``apply``), and to reach the
             original through its argument only.
+        separate: the patch does its work without this edit in a process that never imports the edit's module. A hook waits
+            for one separate edit's module and not for all, and puts the others in place as their modules come.
     """
 
     target: str
     fingerprints: Mapping[str, str]
     make: Callable[[Any], Any]
+    separate: bool = False
+
+    @classmethod
+    def of(cls, target: str, sha256: str, make: Callable[[Any], Any], *, separate: bool = False) -> Edit:
+        """An edit of a target that has one source in all of :data:`TESTED_VERSIONS`."""
+        fingerprints = dict.fromkeys(TESTED_VERSIONS, sha256)
+        return cls(target=target, fingerprints=fingerprints, make=make, separate=separate)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", self.target):
@@ -161,6 +172,18 @@ class Patch:
     def modules(self) -> tuple[str, ...]:
         """The modules that define its targets, each once."""
         return tuple(dict.fromkeys(edit.module for edit in self.edits))
+
+    def due(self, imported: Callable[[str], bool]) -> tuple[Edit, ...]:
+        """The edits that can be put in place by now: none, all, or all but some separate ones.
+
+        Args:
+            imported: says of a module whether it is there.
+        """
+        separate = [edit for edit in self.edits if edit.separate]
+        here = tuple(edit for edit in self.edits if imported(edit.module))
+        if separate and not any(edit.separate for edit in here):
+            return ()
+        return here if all(edit.separate or edit in here for edit in self.edits) else ()
 
     def check_version(self, version: str) -> None:
         """Check that this patch is for megatron-core ``version``.

@@ -7,10 +7,10 @@ One patch lives in one file of this folder and is one module-level record::
         fixes="...", source="...", seam="...", leaves_alone="...", retire_when="...", cost="...", gain="not measured",
         megatron_versions=">=0.19,<0.20",
         edits=(
-            Edit(
-                target="megatron.training.models.gpt:mtp_block_spec",
-                fingerprints={"0.19.1": "<sha256>", "0.19.2": "<sha256>"},
-                make=lambda original: ...,  # builds the replacement, usually a closure under functools.wraps(original)
+            Edit.of(
+                "megatron.training.models.gpt:mtp_block_spec",
+                "<sha256>",
+                lambda original: ...,  # builds the replacement, usually a closure under functools.wraps(original)
             ),
         ),
     )
@@ -35,7 +35,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,7 @@ _PATCH_MODULES: tuple[str, ...] = (
     "linear_cross_entropy",
     "hybrid_flops",
     "sp_norm_gradients",
+    "checkpoint_hosts",
 )
 """Modules of this package that hold a ``PATCH``, in the order in which ``patch list`` shows them."""
 
@@ -94,7 +95,7 @@ _PROCESS = _Process()
 
 @dataclass(frozen=True)
 class Applied:
-    """What :meth:`Registry.apply` did: the patches it put in place, and those that already were."""
+    """What :meth:`Registry.apply` did: the patches of which it put edits in place, and those where there was none to put."""
 
     applied: tuple[str, ...]
     already: tuple[str, ...]
@@ -174,7 +175,7 @@ class Registry:
         """All patches, in the order in which they were given."""
         return tuple(self._patches.values())
 
-    def apply(self, names: Iterable[str]) -> Applied:
+    def apply(self, names: Iterable[str], *, imported: Callable[[str], bool] | None = None) -> Applied:
         """Put the named patches in place: all of them, or none.
 
         Range, target, fingerprint, conflicts and requirements of every patch are checked, and every replacement is
@@ -182,22 +183,32 @@ class Registry:
         holds its replacement. References that are not module attributes (a default argument, a ``ModuleSpec`` made
         earlier, a bound method that was stored) are beyond the reach of any patch: choose a seam that has none.
 
+        Args:
+            names: patches; of one that is in place in part, the rest is put in place.
+            imported: says of a module whether it is there; given it, edits that are not due are left for a later call
+                (:meth:`megacpp_mcore.patches.record.Patch.due`).
+
         Raises:
             PatchError: with every problem that was found; nothing is changed.
         """
         wanted = self.select(names)
-        while (result := self._apply_once(wanted)) is None:
+        while (result := self._apply_once(wanted, imported)) is None:
             pass  # another thread, or an import that the plan made, changed something: plan anew
         return result
 
-    def _apply_once(self, wanted: Sequence[Patch]) -> Applied | None:
+    def _apply_once(self, wanted: Sequence[Patch], imported: Callable[[str], bool] | None) -> Applied | None:
         """Plan and carry out, or nothing and None when something changed in between."""
         with _PROCESS.lock:
             seen = _PROCESS.changes
-            already = [patch for patch in wanted if patch.name in self._changes]
-            fresh = [patch for patch in wanted if patch.name not in self._changes]
-            problems = [problem for patch in already for problem in self._drift(patch.name)]
-            problems += self._relation_problems(fresh)
+            fresh = {
+                patch.name: edits
+                for patch in wanted
+                if (edits := self._missing(patch, patch.due(imported) if imported else patch.edits))
+            }
+            problems = [
+                problem for patch in wanted if patch.name in self._changes for problem in self._drift(patch.name)
+            ]
+            problems += self._relation_problems(self.select(fresh))
             standing = self._standing(fresh)
         changes, found = self._plan(fresh, standing)
         with _PROCESS.lock:
@@ -208,9 +219,15 @@ class Registry:
                 raise PatchError(listing("no patch was applied", problems))
             if fresh:
                 self._put_in_place(fresh, changes)
-        return Applied(tuple(patch.name for patch in fresh), tuple(patch.name for patch in already))
+            already = tuple(patch.name for patch in wanted if patch.name in self._changes and patch.name not in fresh)
+        return Applied(tuple(fresh), already)
 
-    def _put_in_place(self, fresh: Sequence[Patch], changes: Sequence[_Change]) -> None:
+    def _missing(self, patch: Patch, edits: Iterable[Edit]) -> tuple[Edit, ...]:
+        """Those of the patch's ``edits`` that are not in place."""
+        there = {change.slot.target for change in self._changes.get(patch.name, ())}
+        return tuple(edit for edit in edits if edit.target not in there)
+
+    def _put_in_place(self, fresh: Mapping[str, Sequence[Edit]], changes: Sequence[_Change]) -> None:
         moves = [
             Move(
                 owner=change.slot.owner,
@@ -225,12 +242,13 @@ class Registry:
         ]
         exchange(moves, "no patch was applied")
         _PROCESS.changes += 1
-        for patch in fresh:
-            self._changes[patch.name] = tuple(change for change in changes if change.patch == patch.name)
-        for patch in fresh:  # when all are recorded: a handler of the log may raise
-            targets = ", ".join(edit.target for edit in patch.edits)
-            origin = f" by the hook in {self._armed[patch.name]}" if patch.name in self._armed else ""
-            announce(f"patch {patch.name} applied to {targets} (megatron-core {changes[0].version}){origin}")
+        for name in fresh:
+            new = tuple(change for change in changes if change.patch == name)
+            self._changes[name] = self._changes.get(name, ()) + new
+        for name, edits in fresh.items():  # when all are recorded: a handler of the log may raise
+            targets = ", ".join(edit.target for edit in edits)
+            origin = f" by the hook in {self._armed[name]}" if name in self._armed else ""
+            announce(f"patch {name} applied to {targets} (megatron-core {changes[0].version}){origin}")
 
     def arm(self, names: Iterable[str], origin: str) -> tuple[str, ...]:
         """Note that the named patches are to be applied when their targets' modules have been imported; changes nothing.
@@ -269,9 +287,16 @@ class Registry:
 
     @property
     def waiting(self) -> tuple[Patch, ...]:
-        """The patches that are armed and not applied."""
+        """The patches that are armed and not applied, not even in part."""
         with _PROCESS.lock:
             return tuple(self._patches[name] for name in self._armed if name not in self._changes)
+
+    @property
+    def pending(self) -> dict[str, tuple[Edit, ...]]:
+        """The edits of armed patches that are not in place, by patch; all of its edits for one that is waiting."""
+        with _PROCESS.lock:
+            found = {name: self._missing(self._patches[name], self._patches[name].edits) for name in self._armed}
+            return {name: edits for name, edits in found.items() if edits}
 
     def revert(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
         """Take the named patches (all that are applied, if ``None``) out again, in any order; all of them, or none.
@@ -341,41 +366,19 @@ class Registry:
         """One JSON-ready record a patch, for receipts; imports nothing.
 
         The state is ``applied``; ``lost``, when a target of an applied patch holds something else now; ``armed``, when a
-        hook will apply it as soon as the modules in ``waits_for`` have been imported; or ``not applied``. The
-        ``fingerprints`` are those of the sources that were found in place, by target.
+        hook will apply it as soon as the modules in ``waits_for`` have been imported (of those of separate edits, see
+        :class:`megacpp_mcore.patches.record.Edit`, any one); or ``not applied``. An applied patch with ``waits_for`` is in
+        place for all that was imported, and will be for these modules too when they are. The ``fingerprints`` are those of
+        the sources that were found in place, by target.
         """
         with _PROCESS.lock:
             return [self._record(patch) for patch in self._patches.values()]
 
-    def examine(self, name: str) -> tuple[str, str]:
-        """What would become of ``name`` in this environment; imports the target's module and changes nothing.
-
-        Returns:
-            ``(state, reason)``; the state is one of ``applied``, ``lost``, ``not applied`` (it can be), ``superseded
-            upstream``, ``version not supported``, ``target not found``, ``target changed``, ``target already wrapped``.
-
-        Raises:
-            PatchError: there is no such patch, or no megatron-core.
-        """
-        with _PROCESS.lock:
-            (patch,) = self.select([name])
-            if name in self._changes:
-                drift = self._drift(name)
-                return ("lost", "; ".join(drift)) if drift else ("applied", "")
-        try:
-            version = self.version()
-            patch.check_version(version)
-            for edit in patch.edits:
-                _check(edit, version)
-        except Refusal as refusal:
-            return refusal.state, str(refusal)
-        return "not applied", ""
-
     def seal(self, names: Iterable[str]) -> str:
-        """16 hex digits that change with anything the named records say but their prose: targets, fingerprints, ranges."""
+        """16 hex digits that change with all that the named records say but their prose: targets, fingerprints, ranges."""
         records = [
             [patch.name, patch.megatron_versions, patch.superseded_in, patch.requires, patch.conflicts]
-            + [[edit.target, sorted(edit.fingerprints.items())] for edit in patch.edits]
+            + [[edit.target, edit.separate, sorted(edit.fingerprints.items())] for edit in patch.edits]
             for patch in sorted(self.select(names), key=lambda patch: patch.name)
         ]
         return hashlib.sha256(json.dumps(records).encode()).hexdigest()[:16]
@@ -403,46 +406,45 @@ class Registry:
     def _relation_problems(self, fresh: Sequence[Patch]) -> list[str]:
         names = {patch.name for patch in fresh}
         armed = [patch for patch in self.waiting if patch.name not in names]
-        applied = [self._patches[name] for name in self._changes]
+        applied = [self._patches[name] for name in self._changes if name not in names]
         # What is only armed may never come: it satisfies no requirement, but a conflict with it is one already.
         return sorted({*relation_problems(fresh, applied), *conflict_problems([*fresh, *applied, *armed])})
 
-    def _standing(self, fresh: Sequence[Patch]) -> dict[str, str]:
+    def _standing(self, fresh: Iterable[str]) -> dict[str, str]:
         """Targets that are taken, each with what to say about it."""
-        names = {patch.name for patch in fresh}
         taken = {
-            edit.target: f"{edit.target} is to be changed by the armed patch {patch.name}"
-            for patch in self.waiting
-            if patch.name not in names
-            for edit in patch.edits
+            edit.target: f"{edit.target} is to be changed by the armed patch {name}"
+            for name, edits in self.pending.items()
+            if name not in fresh
+            for edit in edits
         }
         applied = [change.slot.target for changes in self._changes.values() for change in changes]
         return taken | {target: f"{target} is already changed by an applied patch" for target in applied}
 
-    def _plan(self, fresh: Sequence[Patch], standing: dict[str, str]) -> tuple[list[_Change], list[str]]:
+    def _plan(self, fresh: Mapping[str, Sequence[Edit]], standing: dict[str, str]) -> tuple[list[_Change], list[str]]:
         """Check and build every edit of ``fresh``; returns the changes and all problems, and touches nothing."""
         changes: list[_Change] = []
         problems: list[str] = []
         if not fresh:
             return changes, problems
         version = self.version()
-        for patch in fresh:
+        for name, edits in fresh.items():
             try:
-                patch.check_version(version)
+                self._patches[name].check_version(version)
             except Refusal as refusal:
-                problems.append(f"{patch.name}: {refusal}")
+                problems.append(f"{name}: {refusal}")
                 continue
-            for edit in patch.edits:
+            for edit in edits:
                 taken = [reason for target, reason in standing.items() if nested(edit.target, target)]
                 try:
                     if taken:
                         raise Refusal("target already wrapped", taken[0])
-                    change = _build(patch, edit, version)
+                    change = _build(name, edit, version)
                 except Refusal as refusal:
-                    problems.append(f"{patch.name}: {refusal}")
+                    problems.append(f"{name}: {refusal}")
                     continue
                 problems += [
-                    f"{patch.name} and {other.patch} both change {edit.target} or a part of it: choose one of them"
+                    f"{name} and {other.patch} both change {edit.target} or a part of it: choose one of them"
                     for other in changes
                     if overlap(change.slot, other.slot)
                 ]
@@ -459,14 +461,14 @@ class Registry:
 
     def _record(self, patch: Patch) -> dict[str, Any]:
         changes = self._changes.get(patch.name, ())
-        armed = patch.name in self._armed
-        state = "armed" if armed else "not applied"
+        state = "armed" if patch.name in self._armed else "not applied"
         if changes:
             state = "lost" if self._drift(patch.name) else "applied"
+        awaited = dict.fromkeys(edit.module for edit in self.pending.get(patch.name, ()))
         return patch.describe() | {
             "state": state,
             "hook": self._armed.get(patch.name),
-            "waits_for": [name for name in patch.modules if name not in sys.modules] if state == "armed" else [],
+            "waits_for": [name for name in awaited if name not in sys.modules],
             "megatron_core": changes[0].version if changes else None,
             "fingerprints": {change.slot.target: change.fingerprint for change in changes},
         }
@@ -514,16 +516,12 @@ def target_problems(fresh: Sequence[Patch], there: Sequence[Patch]) -> list[str]
     return problems
 
 
-def _check(edit: Edit, version: str) -> tuple[Slot, str]:
-    """Presence, foreign wrappers and fingerprint of one edit; returns the slot and its fingerprint."""
+def _build(patch: str, edit: Edit, version: str) -> _Change:
+    """Presence, foreign wrappers and fingerprint of one edit of ``patch``, and its replacement."""
     slot = resolve(edit.target)
     text = source_text(slot)
     refuse_wrapped(slot, text)
-    return slot, edit.check(text, version)
-
-
-def _build(patch: Patch, edit: Edit, version: str) -> _Change:
-    slot, found = _check(edit, version)
+    found = edit.check(text, version)
     original = slot.value
     try:
         replacement = edit.make(original)
@@ -540,11 +538,11 @@ def _build(patch: Patch, edit: Edit, version: str) -> _Change:
             f"which cannot stand in for a {type(original).__name__}",
         )
     if not isinstance(original, ATOMS):
-        _keep_original(edit.target, replacement, original, patch.name)
+        _keep_original(edit.target, replacement, original, patch)
     raw = slot.raw
     raw_replacement = type(raw)(replacement) if isinstance(raw, staticmethod | classmethod) else replacement
     homes = frozenset((module, name) for module, _, name, _ in holders({id(replacement): frozenset()}))
-    return _Change(patch.name, slot, replacement, raw_replacement, found, version, homes)
+    return _Change(patch, slot, replacement, raw_replacement, found, version, homes)
 
 
 def _keep_original(target: str, replacement: Any, original: Any, patch: str) -> None:

@@ -23,9 +23,6 @@ from typing import Any
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.patches.registry import Edit, Patch
 
-_VERSIONS = ("0.19.1", "0.19.2")
-"""The tag core_v0.19.0 calls itself 0.19.1; both hold the same source of these four."""
-
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
@@ -174,7 +171,7 @@ def _refuse_mixed(chunks: Sequence[Any]) -> None:
 
 
 def _schedule(name: str, sha256: str) -> Edit:
-    return Edit(target=f"{_SCHEDULES}:{name}", fingerprints=dict.fromkeys(_VERSIONS, sha256), make=_complete_gradients)
+    return Edit.of(f"{_SCHEDULES}:{name}", sha256, _complete_gradients)
 
 
 PATCH = Patch(
@@ -198,10 +195,10 @@ PATCH = Patch(
             "forward_backward_pipelining_without_interleaving",
             "772d6b7d81825e7ae4822c9ad4f6185a4755b3f666b43c280d9575f5e5a0c61e",
         ),
-        Edit(
-            target=f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads",
-            fingerprints=dict.fromkeys(_VERSIONS, "591de3cbdd75c68e6c5c99801bf85f7b10eab4a8bbd9d569977339b19b06a1e7"),
-            make=_reduce_once,
+        Edit.of(
+            f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads",
+            "591de3cbdd75c68e6c5c99801bf85f7b10eab4a8bbd9d569977339b19b06a1e7",
+            _reduce_once,
         ),
     ),
     seam=(

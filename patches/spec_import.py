@@ -67,12 +67,10 @@ PATCH = Patch(
     source="megatron-core 0.19.2, megatron/core/transformer/spec_utils.py",
     megatron_versions=">=0.19,<0.20",
     edits=(
-        Edit(
-            target="megatron.core.transformer.spec_utils:import_module",
-            fingerprints=dict.fromkeys(
-                ("0.19.1", "0.19.2"), "e777a975aebe988f283b9075826d530badb4137e0d1daa1de46505d4cc8ab8ca"
-            ),
-            make=_strict_import,
+        Edit.of(
+            "megatron.core.transformer.spec_utils:import_module",
+            "e777a975aebe988f283b9075826d530badb4137e0d1daa1de46505d4cc8ab8ca",
+            _strict_import,
         ),
     ),
     seam="import_module is the one function that turns the words of a spec into an object, in every script and model family",

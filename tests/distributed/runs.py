@@ -112,6 +112,12 @@ class Laboratory:
         load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
         return self._once(name, LAYOUTS[name], COMPARED, [*_WARM_UP, *load], save_every=1)
 
+    def recomputed(self, name: str) -> Run:
+        """:meth:`compared` with every layer run again in the backward pass."""
+        load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
+        words = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+        return self._once(f"{name}, recomputed", LAYOUTS[name], COMPARED, [*_WARM_UP, *load, *words], save_every=1)
+
     def untrained(self, name: str) -> Run:
         """The model that layout ``name`` starts with when it loads nothing, saved after one step of size zero."""
         return self._once(f"untrained {name}", LAYOUTS[name], 1, ["--no-save-optim"], learning_rate=0.0)

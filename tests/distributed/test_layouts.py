@@ -73,6 +73,14 @@ def gradients_of_the_first_step(run: Run) -> dict[str, torch.Tensor]:
     return found
 
 
+def test_recompute_with_micro_batches_in_flight(laboratory: Laboratory) -> None:
+    """In the second virtual stage a Full layer and its Shared one are recomputed while other micro-batches pass."""
+    expected, found = laboratory.compared("PP 2 × VPP 2"), laboratory.recomputed("PP 2 × VPP 2")
+    assert differing_scalars(expected.scalars, found.scalars, TOLERANCE) == []
+    gradients = [gradients_of_the_first_step(run) for run in (expected, found)]
+    assert differing_tensors(*gradients, TOLERANCE) == []
+
+
 def test_what_is_compared_is_the_whole_model_at_work(laboratory: Laboratory) -> None:
     run = laboratory.compared(ONE)
     assert [name for name, value in tensors_of(run, COMPARED).items() if not value.norm() > 0] == []

@@ -36,6 +36,7 @@ class Case:
         configured: whether the schedule is told to finalize.
         afterwards: whether the loop calls ``finalize_model_grads`` itself, after its last schedule.
         calls: schedules without zeroing the gradients between them.
+        zeroed: whether a schedule that is not told to finalize goes first, whose gradients are zeroed.
     """
 
     patched: bool = True
@@ -43,6 +44,7 @@ class Case:
     configured: bool = False
     afterwards: bool = False
     calls: int = 1
+    zeroed: bool = False
 
 
 CASES = {
@@ -54,6 +56,7 @@ CASES = {
     "patched, wrapped": Case(wrapped=True),
     "patched, wrapped, twice": Case(wrapped=True, calls=2),
     "patched, finalized by the schedule": Case(wrapped=True, configured=True),
+    "patched, finalized by the schedule after one that was not": Case(wrapped=True, configured=True, zeroed=True),
     "patched, finalized by the loop": Case(wrapped=True, afterwards=True),
     "patched, twice, finalized by the loop": Case(wrapped=True, afterwards=True, calls=2),
 }
@@ -147,7 +150,6 @@ def gradients(case: Case, virtual: int | None) -> dict[str, torch.Tensor]:
         deallocate_pipeline_outputs=True,  # as megatron.training sets it
         qk_layernorm=True, normalization="LayerNorm", hidden_dropout=0.0, attention_dropout=0.0,
         masked_softmax_fusion=False, bias_dropout_fusion=False, gradient_accumulation_fusion=False,
-        finalize_model_grads_func=finalize_model_grads if case.configured else None,
     )  # fmt: skip
     chunks = []
     for stage in range(virtual or 1):
@@ -160,12 +162,21 @@ def gradients(case: Case, virtual: int | None) -> dict[str, torch.Tensor]:
     bare = list(chunks)
     if case.wrapped:
         chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
-    for call in range(case.calls):
+
+    def schedule(call: int) -> None:
         get_forward_backward_func()(
             forward_step_func=forward_step, model=chunks, num_microbatches=MICROBATCHES, seq_length=SEQUENCE,
             data_iterator=[batches(call) for _ in chunks] if virtual else batches(call),
             micro_batch_size=BATCH, forward_only=False,
         )  # fmt: skip
+
+    if case.zeroed:
+        schedule(99)
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+    config.finalize_model_grads_func = finalize_model_grads if case.configured else None
+    for call in range(case.calls):
+        schedule(call)
     if case.afterwards:
         finalize_model_grads(chunks)
     found = {}

@@ -1,4 +1,4 @@
-"""Stock Megatron in this process, without its globals: parse, validate and build as ``pretrain_gpt.py`` does, and clean up.
+"""Stock Megatron in this process, without its globals: parse, validate, build as ``pretrain_gpt.py`` does, patch, clean up.
 
 Nothing here imports torch or Megatron before it is called.
 """
@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import os
+import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import Layout, Model, with_overrides
 from megacpp_mcore.recipe_command import tokenizer_words
 
+if TYPE_CHECKING:
+    from megacpp_mcore.patches.record import Patch
+    from megacpp_mcore.patches.registry import Registry
+
+ROOT = Path(__file__).parents[2]
 PARTS = {"embedding": "embedding", "output_layer": "head", "mtp": "mtp", "decoder.final_layernorm": "norm"}
 
 
@@ -65,6 +73,74 @@ def cpu_lane() -> Iterator[None]:
     finally:
         patches.revert()
         lane.remove()
+
+
+@contextlib.contextmanager
+def patched(*patches: Patch) -> Iterator[Registry]:
+    """These patches in place, by a registry of their own."""
+    from megacpp_mcore.patches.registry import Registry
+
+    registry = Registry(patches)
+    registry.apply([patch.name for patch in patches])
+    try:
+        yield registry
+    finally:
+        registry.revert()
+
+
+def targets(patch: Patch) -> list[Any]:
+    """What is at each target of ``patch`` now, static methods as they are stored."""
+    from megacpp_mcore.patches.symbols import resolve
+
+    return [resolve(edit.target).raw for edit in patch.edits]
+
+
+def _same(values: Sequence[Any], others: Sequence[Any]) -> list[bool]:
+    return [value is other for value, other in zip(values, others, strict=True)]
+
+
+def check_cycle(patch: Patch) -> None:
+    """Applied, every target is replaced and its original kept; applied again, nothing changes; reverted, all is as before."""
+    from megacpp_mcore.patches.symbols import resolve
+
+    before, originals = targets(patch), [resolve(edit.target).value for edit in patch.edits]
+    with patched(patch) as registry:
+        once = targets(patch)
+        assert not any(_same(once, before))
+        assert all(_same([resolve(edit.target).value.__wrapped__ for edit in patch.edits], originals))
+        registry.verify()
+        again = registry.apply([patch.name])
+        assert (again.applied, again.already) == ((), (patch.name,))
+        assert all(_same(targets(patch), once))
+    assert all(_same(targets(patch), before))
+    assert [row["state"] for row in registry.status()] == ["not applied"]
+
+
+_CYCLE = """
+import json, sys, megatron.core
+from megacpp_mcore.patches.registry import default, megatron_core_version
+from tests.unit import stock
+with stock.cpu_lane():
+    stock.check_cycle(default().select([sys.argv[1]])[0])
+print(json.dumps([megatron.core.__file__, megatron_core_version()]))
+"""
+
+
+def check_cycle_on(root: Path, patch: Patch) -> None:
+    """:func:`check_cycle` in a Python of its own, which imports Megatron from the checkout ``root``."""
+    file, version = printed(_CYCLE, patch.name, first=root)
+    assert Path(file).is_relative_to(root)
+    assert all(version in edit.fingerprints for edit in patch.edits)
+
+
+def printed(code: str, *words: str, first: Path | None = None) -> Any:
+    """The JSON of the last line that ``code`` prints in a Python of its own, with ``first`` before all on its path."""
+    path = os.pathsep.join([str(root) for root in (first, ROOT) if root is not None])
+    command = [sys.executable, "-W", "ignore", "-c", code, *words]
+    environment = os.environ | {"PYTHONPATH": path}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return json.loads(ended.stdout.splitlines()[-1])
 
 
 @contextlib.contextmanager

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +18,11 @@ import torch
 
 from megacpp_mcore.patches import dsa_graph_safety, dsa_indexer_memory
 from megacpp_mcore.patches.dsa_graph_safety import PATCH
-from megacpp_mcore.patches.registry import Registry
 from tests.unit import stock
 from tests.unit.dsa_layer import DSA, Recorder, dsa_attention, dsa_config, layer_inputs, run_layer
 
 pytestmark = pytest.mark.exhaustive
 
-NAME = "dsa-graph-safety"
-ROOT = Path(__file__).parents[2]
 TOKENS = 24
 CU_SEQLENS = ([0, 24], [0, 8, 24], [0, 0, 4, 4, 24], [0, 4, 8, 12, 24])
 
@@ -38,16 +31,6 @@ CU_SEQLENS = ([0, 24], [0, 8, 24], [0, 0, 4, 4, 24], [0, 4, 8, 12, 24])
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with stock.one_process(tmp_path_factory.mktemp("dsa") / "store"):
         yield
-
-
-@contextlib.contextmanager
-def applied(*patches: Any) -> Iterator[Registry]:
-    registry = Registry(patches)
-    registry.apply([patch.name for patch in patches])
-    try:
-        yield registry
-    finally:
-        registry.revert()
 
 
 @contextlib.contextmanager
@@ -167,7 +150,7 @@ def test_a_captured_layer_never_waits_and_gives_stocks_bytes(process: None, vari
     expected = layer_results(variant, seen)
     assert bool(seen.waits) == (variant not in NEEDS_NOTHING), seen.waits
     captured = HostRecorder()
-    with applied(PATCH), capture():
+    with stock.patched(PATCH), capture():
         results = layer_results(variant, captured)
     assert captured.waits == set()
     assert len(captured.operations) > 30
@@ -180,7 +163,7 @@ def test_a_captured_layer_never_waits_and_gives_stocks_bytes(process: None, vari
 def test_with_dsa_indexer_memory_it_never_waits_either(process: None, variant: str) -> None:
     stock.loss_scale(1.0)
     recorder = HostRecorder()
-    with applied(PATCH, dsa_indexer_memory.PATCH):
+    with stock.patched(PATCH, dsa_indexer_memory.PATCH):
         eager = layer_results(variant)
         with capture():
             results = layer_results(variant, recorder)
@@ -203,7 +186,7 @@ def test_an_unset_loss_scale_is_one_and_is_not_kept(process: None) -> None:
     kept: list[Any] = []
     stock_recorder, captured, eager = HostRecorder(), HostRecorder(), HostRecorder()
     expected = gradient(stock_recorder)
-    with applied(PATCH):
+    with stock.patched(PATCH):
         with capture():
             assert torch.equal(gradient(captured), expected)
         assert torch.equal(gradient(eager), expected)
@@ -239,7 +222,7 @@ def validate(query_rows: int, key_rows: int) -> None:
 
 
 def test_lengths_of_other_ranks_are_checked_in_eager_mode_only(process: None) -> None:
-    with applied(PATCH):
+    with stock.patched(PATCH):
         with ranks_with([8, 6]) as gathered:
             with pytest.raises(RuntimeError, match=r"per-rank lengths \[8, 6\]"):
                 validate(8, 8)
@@ -277,7 +260,7 @@ def test_packed_positions_are_stocks(process: None, cu_seqlens: list[int], cp_si
 
     expected, expected_order = [positions(rank) for rank in range(cp_size)], order()
     recorder = HostRecorder()
-    with applied(PATCH), capture(), recorder:
+    with stock.patched(PATCH), capture(), recorder:
         ours, ours_order = [positions(rank) for rank in range(cp_size)], order()
     for have, want in zip([*ours, *ours_order], [*expected, *expected_order], strict=True):
         assert have.dtype == want.dtype
@@ -288,7 +271,7 @@ def test_packed_positions_are_stocks(process: None, cu_seqlens: list[int], cp_si
 def test_lengths_that_cannot_be_cut_are_refused_in_eager_mode(process: None) -> None:
     module = importlib.import_module(f"{DSA}_layout")
     arguments = (torch.tensor([0, 6, 12]), 2, 0, torch.device("cpu"), 6)
-    with applied(PATCH):
+    with stock.patched(PATCH):
         with pytest.raises(ValueError, match="per-rank packed sequence lengths divisible by 2"):
             module.build_packed_allgather_cp_local_positions(*arguments)
         with capture():
@@ -319,7 +302,7 @@ def test_packed_rotation_is_stocks(
     with seen:
         expected = [rotated(rank) for rank in range(cp_size)]
     assert seen.waits == {"aten::_local_scalar_dense", "tolist"}
-    with applied(PATCH), capture(), captured:
+    with stock.patched(PATCH), capture(), captured:
         ours = [rotated(rank) for rank in range(cp_size)]
     assert captured.waits == set()
     for have, want in zip(ours, expected, strict=True):
@@ -371,52 +354,10 @@ def test_without_a_gpu_nothing_is_captured() -> None:
             assert dsa_graph_safety.capturing() is False
 
 
-def values() -> list[Any]:
-    """What is at each target now, static methods as they are stored."""
-    found = []
-    for edit in PATCH.edits:
-        module, _, path = edit.target.partition(":")
-        owner: Any = importlib.import_module(module)
-        *classes, name = path.split(".")
-        for inner in classes:
-            owner = getattr(owner, inner)
-        found.append(vars(owner)[name])
-    return found
-
-
 def test_apply_twice_is_once_and_revert_is_identity(process: None) -> None:
-    before = values()
-    with applied(PATCH) as registry:
-        once = values()
-        assert not any(new is old for new, old in zip(once, before, strict=True))
-        assert registry.apply([NAME]).already == (NAME,)
-        assert all(new is old for new, old in zip(values(), once, strict=True))
-        registry.verify()
-    assert all(new is old for new, old in zip(values(), before, strict=True))
-
-
-CYCLE = """
-import json, megatron.core
-from megacpp_mcore.patches.registry import Registry
-from megacpp_mcore.patches.dsa_graph_safety import PATCH
-registry = Registry([PATCH])
-registry.apply([PATCH.name]); registry.verify(); registry.revert()
-print(json.dumps([megatron.core.__file__, registry.status()[0]["state"]]))
-"""
+    stock.check_cycle(PATCH)
 
 
 @pytest.mark.checkout
-def test_it_fits_a_checkout(megatron_lm: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": f"{megatron_lm}:{ROOT}"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CYCLE],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    file, state = json.loads(done.stdout.splitlines()[-1])
-    assert Path(file).is_relative_to(megatron_lm)
-    assert state == "not applied"
+def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
+    stock.check_cycle_on(megatron_lm, PATCH)

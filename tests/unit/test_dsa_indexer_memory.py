@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +24,6 @@ from megacpp_mcore.ops.indexer.deferred import DeferredScores
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss, indexer_loss_dense, indexer_scores
 from megacpp_mcore.ops.sparse_mla.reference import dense_attention_target, sparse_mla_attention
 from megacpp_mcore.patches.dsa_indexer_memory import PATCH
-from megacpp_mcore.patches.registry import Registry
 from tests.parity.compare import assert_parity
 from tests.unit import stock
 from tests.unit.dsa_layer import (
@@ -45,8 +40,6 @@ from tests.unit.dsa_layer import (
 
 pytestmark = pytest.mark.exhaustive
 
-NAME = "dsa-indexer-memory"
-ROOT = Path(__file__).parents[2]
 SCALE, COEFFICIENT, GRAD_LOSS = 24**-0.5, 0.7, 1.3
 SELECTIONS = ("none", "bounds", "packed", "positions")
 MASKS = ("mask", "mask of each row", "mask with biases")
@@ -544,41 +537,9 @@ def test_a_stock_layer_trains_the_same(process: None, sparse: bool, masked: bool
 
 
 def test_apply_twice_is_once_and_revert_is_identity() -> None:
-    registry = Registry([PATCH])
-    names = [edit.target.partition(":")[2] for edit in PATCH.edits]
-    before = [getattr(dsa(), name) for name in names]
-    registry.apply([NAME])
-    once = [getattr(dsa(), name) for name in names]
-    assert [new.__wrapped__ for new in once] == before
-    assert registry.apply([NAME]).already == (NAME,)
-    assert [getattr(dsa(), name) for name in names] == once
-    registry.verify()
-    registry.revert()
-    assert all(getattr(dsa(), name) is old for name, old in zip(names, before, strict=True))
-
-
-CYCLE = """
-import json, megatron.core
-from megacpp_mcore.patches.registry import Registry
-from megacpp_mcore.patches.dsa_indexer_memory import PATCH
-registry = Registry([PATCH])
-registry.apply([PATCH.name]); registry.verify(); registry.revert()
-print(json.dumps([megatron.core.__file__, registry.status()[0]["state"]]))
-"""
+    stock.check_cycle(PATCH)
 
 
 @pytest.mark.checkout
-def test_it_fits_a_checkout(megatron_lm: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": f"{megatron_lm}:{ROOT}"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CYCLE],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    file, state = json.loads(done.stdout.splitlines()[-1])
-    assert Path(file).is_relative_to(megatron_lm)
-    assert state == "not applied"
+def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
+    stock.check_cycle_on(megatron_lm, PATCH)

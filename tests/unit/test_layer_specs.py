@@ -6,7 +6,9 @@ Shape legend: S sequence, B batch, D hidden, H heads, P head dim, V value dim, N
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +18,10 @@ from unittest import mock
 import pytest
 import torch
 
+from megacpp_mcore import patches
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import Model, preset, with_overrides
+from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
 from tests.unit import stock
 
 S, B, D = 32, 2, 128
@@ -44,11 +48,12 @@ def built(process: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def make(process: Path) -> Callable[[], Any]:
+def make(process: Path) -> Callable[..., Any]:
     """Builds equal models with every weight away from its initial value (ones, zeros, identities hide mistakes)."""
 
-    def build() -> Any:
-        model = stock.build(OVERRIDES, preset("nam56r_tiny"), process)
+    def build(*words: str, mtp_depth: int = 2) -> Any:
+        overrides = {**OVERRIDES, "mtp": {"depth": mtp_depth}}
+        model = stock.build(overrides, preset("nam56r_tiny"), process, *words)
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -71,9 +76,13 @@ def model(make: Callable[[], Any]) -> Any:
     return make()
 
 
+def draw_tokens() -> torch.Tensor:
+    return torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(3))
+
+
 @pytest.fixture
 def tokens() -> torch.Tensor:
-    return torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(3))
+    return draw_tokens()
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -277,53 +286,36 @@ def test_rows_of_a_batch_never_meet(still: Any) -> None:
 
 
 class TestIndexCache:
-    @pytest.fixture
-    def cache(self) -> Any:
-        from megacpp_mcore.layer_specs.attention import IndexCache
+    """What micro-batches that follow one another leave; recompute is in test_dsa_index_cache.py."""
 
+    @pytest.fixture
+    def cache(self) -> IndexCache:
         return IndexCache({9: 5, 13: 5, 25: 21})
 
-    def test_each_shared_layer_reads_once(self, cache: Any) -> None:
-        first, second = torch.zeros(1), torch.ones(1)
-        cache.publish(5, first)
-        cache.publish(21, second)
-        assert cache.read(13) is first
-        assert cache.read(9) is first
-        assert cache.read(25) is second
-        for number, full in ((9, 5), (13, 5), (25, 21)):
-            with pytest.raises(ModelError, match=f"layer {number} shares the indices of layer {full}, which has not"):
-                cache.read(number)
-
-    def test_nothing_is_kept_when_all_have_read(self, cache: Any) -> None:
-        import weakref
-
+    def test_nothing_is_kept_when_all_have_read(self, cache: IndexCache) -> None:
         index = torch.zeros(1)
         alive = weakref.ref(index)
-        cache.publish(5, index)
+        cache.publish(5, Selection(index))
         cache.read(9)
         del index
         assert alive() is not None
         cache.read(13)
         assert alive() is None
 
-    def test_a_layer_reads_only_once_while_others_wait(self, cache: Any) -> None:
-        cache.publish(5, torch.zeros(1))
+    def test_a_layer_reads_only_once_while_others_wait(self, cache: IndexCache) -> None:
+        cache.publish(5, Selection(torch.zeros(1)))
         cache.read(9)
         with pytest.raises(ModelError, match="layer 9 shares"):
             cache.read(9)
         cache.read(13)
 
-    def test_an_aborted_pass_leaves_nothing_to_the_next(self, cache: Any) -> None:
-        cache.publish(5, torch.zeros(1))
+    def test_an_aborted_pass_leaves_nothing_to_the_next(self, cache: IndexCache) -> None:
+        cache.publish(5, Selection(torch.zeros(1)))
         cache.read(9)
-        fresh = torch.ones(1)
+        fresh = Selection(torch.ones(1))
         cache.publish(5, fresh)
         assert cache.read(9) is fresh
         assert cache.read(13) is fresh
-
-    def test_a_full_layer_that_serves_nobody_keeps_nothing(self, cache: Any) -> None:
-        cache.publish(37, torch.zeros(1))
-        assert cache._entries == {}
 
 
 def recorded(core: Any) -> list[torch.Tensor]:
@@ -521,35 +513,137 @@ def test_the_stock_schedule_weighs_every_loss_by_the_number_of_micro_batches(
         assert torch.allclose(gradient, found[1][name], rtol=1e-4, atol=1e-7), name
 
 
-UNSHARED = {**OVERRIDES, "dsa": {"topk": 8, "schedule": "-FF"}}
-FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+def full(method: str, layers: int) -> tuple[str, ...]:
+    return ("--recompute-granularity", "full", "--recompute-method", method, "--recompute-num-layers", str(layers))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        *((OVERRIDES, ("--recompute-modules", module)) for module in ("mla_up_proj", "moe", "shared_experts")),
-        (UNSHARED, ("--recompute-modules", "core_attn")),
-        (UNSHARED, FULL),
-    ],
-    ids=["mla_up_proj", "moe", "shared_experts", "core_attn", "full"],
-)
-def test_recompute_changes_no_gradient(
-    process: Path, tokens: torch.Tensor, overrides: dict[str, Any], words: tuple[str, ...]
-) -> None:
+def selective(module: str) -> tuple[str, ...]:
+    return ("--recompute-granularity", "selective", "--recompute-modules", module)
+
+
+RECOMPUTE = {
+    **{name: selective(name) for name in ("mla_up_proj", "moe", "shared_experts", "core_attn")},
+    "every layer": full("uniform", 1),
+    "Full and Shared in two checkpoints": full("uniform", 6),
+    "Full and Shared in one checkpoint": full("uniform", 12),
+    "all layers up to the Full one": full("block", 5),
+    "all layers up to the Shared one": full("block", 9),
+}
+ATTENDED_TWICE = {
+    "core_attn": "FS",
+    "every layer": "FS",
+    "Full and Shared in two checkpoints": "FS",
+    "Full and Shared in one checkpoint": "FS",
+    "all layers up to the Full one": "F",
+    "all layers up to the Shared one": "FS",
+}
+"""The sparse layers whose core attention runs again in the backward pass."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InFlight:
+    """What two micro-batches left: losses, the indices each kind of layer attended to, gradients, the logged indexer loss."""
+
+    losses: list[torch.Tensor]
+    attended: dict[str, list[torch.Tensor]]
+    gradients: dict[str, torch.Tensor | None]
+    logged: torch.Tensor
+
+
+def in_flight(model: Any, tokens: torch.Tensor) -> InFlight:
+    """Forward, forward, backward, backward, as a pipeline's first stage does."""
     from megatron.core.pipeline_parallel.schedules import custom_backward
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
-    words = words if words == FULL else ("--recompute-granularity", "selective", *words)
-    plain, recomputing = (stock.build(overrides, preset("nam56r_tiny"), process, *extra) for extra in ((), words))
-    stock.loss_scale(1.0)
-    recomputing.load_state_dict(plain.state_dict())
-    assert recomputing.config.recompute_granularity == words[1]
-    for model in (plain, recomputing):
+    DSAIndexerLossLoggingHelper.track_indexer_metrics(1.0, 0, None)  # empties the tracker of what other tests left
+    attended = {kind: recorded(layer(model, FAMILIES[kind]).self_attention.core_attention) for kind in "FS"}
+    losses = [run(model, batch) for batch in (tokens, tokens.flip(1))]
+    for loss in losses:
         # As Megatron's schedules do; while Tensor.backward runs, the CPU lane's device mode is off.
-        custom_backward(run(model.train(), tokens).mean(), None)
-    found = gradients(recomputing)
-    for name, gradient in gradients(plain).items():
-        assert float((found[name] - gradient).norm()) <= 2e-6 * float(gradient.norm()), name
+        custom_backward(loss.mean(), None)
+    logged: dict[str, torch.Tensor] = {}
+    DSAIndexerLossLoggingHelper.track_indexer_metrics(1 / len(losses), 1, None, None, logged)
+    return InFlight([loss.detach() for loss in losses], attended, gradients(model), logged["indexer loss"])
+
+
+@pytest.fixture(scope="module")
+def kept(make: Callable[..., Any]) -> Callable[[int], InFlight]:
+    """Makes two micro-batches in flight without recompute, for an MTP depth, once."""
+    return functools.cache(lambda mtp_depth: in_flight(make(mtp_depth=mtp_depth), draw_tokens()))
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_recompute_changes_nothing(make: Callable[..., Any], kept: Callable[[int], InFlight], name: str) -> None:
+    """Neither losses nor gradients, bit for bit, nor what Shared layers attend to; and layers do run again.
+
+    Without MTP, which upstream recomputes with one layer a checkpoint only.
+    """
+    model, expected = make(*RECOMPUTE[name], mtp_depth=0), kept(0)
+    assert model.config.recompute_granularity == RECOMPUTE[name][1]
+    found = in_flight(model, draw_tokens())
+    assert same(found.losses, expected.losses)
+    for kind in "FS":
+        runs = 2 if kind in ATTENDED_TWICE.get(name, "") else 1
+        assert same(found.attended[kind], runs * expected.attended[kind])
+    assert len({id(index) for index in found.attended["S"]}) == 2  # the very indices of the first run
+    assert torch.equal(found.logged, expected.logged)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for parameter, gradient in expected.gradients.items():
+        assert gradient is not None, parameter
+        assert torch.equal(found.gradients[parameter], gradient), parameter
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", ["mla_up_proj", "core_attn", "every layer"])
+def test_recompute_of_a_block_that_mtp_runs_twice(
+    make: Callable[..., Any], kept: Callable[[int], InFlight], name: str
+) -> None:
+    """The gradients of the two depths are then added up in another order."""
+    found, expected = in_flight(make(*RECOMPUTE[name]), draw_tokens()), kept(2)
+    assert same(found.losses, expected.losses)
+    for parameter, gradient in expected.gradients.items():
+        assert gradient is not None, parameter
+        assert float((found.gradients[parameter] - gradient).norm()) <= 2e-6 * float(gradient.norm()), parameter
+
+
+@pytest.mark.parametrize("name", ["core_attn", "every layer"])
+def test_recompute_without_the_patch_raises(make: Callable[..., Any], tokens: torch.Tensor, name: str) -> None:
+    """Without it there is no gradient, rather than a wrong one."""
+    model = make(*RECOMPUTE[name])
+    patches.revert(["dsa-index-cache"])
+    with pytest.raises(
+        ModelError, match=r"layer 9 shares the indices of layer 5.* recompute that is not Megatron's own"
+    ):
+        in_flight(model, tokens)
+
+
+def test_the_spec_applies_what_recompute_needs_and_asks_stock_dsa_for_nothing(make: Callable[..., Any]) -> None:
+    from megacpp_mcore.layer_specs.nam56r import PATCHES
+
+    patches.revert()
+    model = make()
+    assert {record["name"] for record in patches.status() if record["state"] == "applied"} == set(PATCHES)
+    assert model.config.experimental_attention_variant is None
+    assert (model.config.dsa_indexer_topk_freq or 1) == 1
+    patches.verify()
+
+
+def test_the_logged_indexer_loss_is_the_mean_of_those_there_are(process: Path, tokens: torch.Tensor) -> None:
+    """Over the layers that run the indexer, not over all layers, and over micro-batches."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    model = stock.build({**OVERRIDES, "dsa": {"topk": 8, "schedule": "-FF"}}, preset("nam56r_tiny"), process)
+    DSAIndexerLossLoggingHelper.track_indexer_metrics(1.0, 0, None)
+    for batch in (tokens, tokens.flip(1), tokens):
+        run(model.train(), batch)
+    sums = DSAIndexerLossLoggingHelper.tracker["values"].clone()
+    logged: dict[str, torch.Tensor] = {}
+    DSAIndexerLossLoggingHelper.track_indexer_metrics(1 / 3, 1, None, None, logged)
+    assert torch.count_nonzero(sums) == 2
+    assert torch.allclose(logged["indexer loss"], sums.sum() / 2 / 3)
 
 
 # --- fp32 parameters ---------------------------------------------------------------------------------------------------

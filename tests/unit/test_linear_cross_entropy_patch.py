@@ -30,12 +30,11 @@ from megacpp_mcore.model import preset
 from megacpp_mcore.ops.linear_cross_entropy import chunked
 from megacpp_mcore.patches import linear_cross_entropy
 from megacpp_mcore.patches.linear_cross_entropy import PATCH, LazyLogits
-from megacpp_mcore.patches.registry import Registry, resolve
+from megacpp_mcore.patches.registry import Registry
 from tests.unit import stock
 
 pytestmark = pytest.mark.exhaustive
 
-NAME = PATCH.name
 ROOT = Path(__file__).parents[2]
 B, S, H, V = 2, 32, 32, 384
 TOLERANCE = 2e-6
@@ -62,14 +61,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 SMALL = {"LOGIT_CHUNK_BYTES": 1, "MIN_VOCAB_CHUNK": 50, "FLOAT_BLOCK_BYTES": 4 * 50 * 9}
 
 
-@contextlib.contextmanager
-def patched() -> Iterator[None]:
-    registry = Registry([PATCH])
-    registry.apply([NAME])
-    try:
-        yield
-    finally:
-        registry.revert([NAME])
+def patched() -> contextlib.AbstractContextManager[Registry]:
+    return stock.patched(PATCH)
 
 
 # --- models ------------------------------------------------------------------------------------------------------------
@@ -637,50 +630,15 @@ def test_lazy_logits_have_no_attributes_of_tensors(lazy: LazyLogits) -> None:
 # --- the patch itself --------------------------------------------------------------------------------------------------
 
 
-def now() -> list[Any]:
-    return [resolve(edit.target).raw for edit in PATCH.edits]
-
-
-def cycle() -> list[Any]:
-    """State after: applied, applied again, reverted; each as sameness with what was there before."""
-    before, registry = now(), Registry([PATCH])
-    registry.apply([NAME])
-    once = now()
-    assert [value.__wrapped__ for value in once] == before
-    assert registry.apply([NAME]).already == (NAME,)
-    twice = now()
-    registry.revert([NAME])
-    return [[a is b for a, b in zip(*pair, strict=True)] for pair in ((before, once), (once, twice), (before, now()))]
-
-
 def test_apply_twice_is_once_and_revert_is_identity(process: Path) -> None:
-    assert cycle() == [[False] * 4, [True] * 4, [True] * 4]
-
-
-CYCLE = """
-import json, megatron.core
-from megacpp_mcore import cpu
-lane = cpu.install()
-from tests.unit import test_linear_cross_entropy_patch as tests
-from megacpp_mcore.patches.registry import megatron_core_version
-print(json.dumps([megatron.core.__file__, megatron_core_version(), tests.cycle()]))
-"""
+    stock.check_cycle(PATCH)
 
 
 @pytest.mark.checkout
 def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": f"{megatron_lm}:{ROOT}"}
-    command = [sys.executable, "-W", "ignore", "-c", CYCLE]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
-    assert ended.returncode == 0, ended.stderr
-    file, version, states = json.loads(ended.stdout.splitlines()[-1])
-    assert Path(file).is_relative_to(megatron_lm)
-    assert version in PATCH.edits[0].fingerprints
-    assert states == [[False] * 4, [True] * 4, [True] * 4]
+    stock.check_cycle_on(megatron_lm, PATCH)
 
 
 def test_importing_the_patch_imports_no_torch() -> None:
-    code = "import sys, megacpp_mcore.patches.linear_cross_entropy; print('torch' in sys.modules)"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert ended.stdout.split() == ["False"]
+    code = "import sys, json, megacpp_mcore.patches.linear_cross_entropy; print(json.dumps('torch' in sys.modules))"
+    assert stock.printed(code) is False

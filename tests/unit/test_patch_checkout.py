@@ -429,6 +429,30 @@ def test_dirty(tree: Path, tmp_path: Path) -> None:
     assert clean(tree)
 
 
+def test_dirty_elsewhere_is_told_and_not_refused(tree: Path) -> None:
+    (tree / "pretrain_gpt.py").write_text("x = 1\n")
+    (tree / "megatron_of_mine.py").write_text("x = 1\n")
+    commit(tree)
+    lm = Checkout(tree, three(tree))
+    assert lm.apply(["identity"]).notices == ()
+    edit(tree / "pretrain_gpt.py", b"x = 2\n")
+    edit(tree / "megatron_of_mine.py", b"x = 2\n")
+    outcome = lm.apply(["timers"])
+    assert outcome.hooked == ("identity", "timers")
+    elsewhere = "modified outside of megatron/, where no patch acts: megatron_of_mine.py, pretrain_gpt.py"
+    assert outcome.notices == (elsewhere,)
+    timers = tree / "megatron/core/timers.py"
+    edit(timers, timers.read_bytes() + b"\n# a note\n")
+    with pytest.raises(PatchError, match=r"is dirty: megatron/core/timers.py differ"):
+        lm.apply(["builder"])
+    outcome = lm.apply(["builder"], allow_dirty=True)
+    assert outcome.notices == (elsewhere, "patched as it is, with modified files: megatron/core/timers.py")
+    lm.revert()
+    assert git(tree, "diff", "--name-only").split() == [
+        "megatron/core/timers.py", "megatron_of_mine.py", "pretrain_gpt.py"
+    ]  # fmt: skip
+
+
 def test_the_hooked_file_itself_dirty(tree: Path) -> None:
     lm = Checkout(tree, three(tree))
     lm.apply(["identity"])
@@ -606,6 +630,21 @@ def test_names_conflicts_and_requirements(tree: Path) -> None:
     assert snapshot(tree) == hooked
 
 
+def test_apply_tells_that_the_package_is_not_importable(tree: Path) -> None:
+    lm = Checkout(tree, three(tree))
+    assert lm.apply(["timers"]).notices == ()
+    (tree / "megacpp_mcore.py").write_text("__version__ = '9'\n")  # a module of that name, first on the path
+    for names in (["identity"], ["timers"]):  # the second is there already
+        outcome = lm.apply(names)
+        assert outcome.hooked == ("timers", "identity")
+        (notice,) = outcome.notices
+        assert notice.startswith(
+            f"importing megatron.core takes this package now: a Python started in {tree} cannot import megacpp_mcore "
+            "(ModuleNotFoundError"
+        )
+        assert notice.endswith("install it there with pip")
+
+
 def test_verify_wants_the_package_importable(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = Checkout(tree, three(tree))
     lm.apply(["timers"])
@@ -769,5 +808,5 @@ def test_git_is_not_written_to(tree: Path) -> None:
     lm.apply(["identity"])
     lm.status()
     assert (tree / ".git/index").read_bytes() == index
-    assert git_module.modified(tree, "megatron", HOOKED) == [HOOKED]
+    assert git_module.modified(tree, HOOKED) == [HOOKED]
     assert (tree / ".git/index").read_bytes() == index

@@ -75,9 +75,14 @@ def adding(amount: int) -> Callable[[Any], Any]:
 def patch(name: str, *targets: str, make: Callable[[Any], Any] | None = None, **fields: Any) -> Patch:
     """A patch of the modules as they are on the disk; nothing is imported."""
     tree = SourceTree(tuple(map(Path, sys.path)))
-    known = fields.pop("fingerprint", None)
+    known, separate = fields.pop("fingerprint", None), fields.pop("separate", ())
     edits = tuple(
-        Edit(target=t, fingerprints={"0.19.2": known or digest(tree.texts(t)[0])}, make=make or adding(100))
+        Edit(
+            target=t,
+            fingerprints={"0.19.2": known or digest(tree.texts(t)[0])},
+            make=make or adding(100),
+            separate=t in separate,
+        )
         for t in targets
     )
     return Patch(**{"name": name, "edits": edits, "megatron_versions": ">=0.19,<0.20", **WORDS, **fields})
@@ -199,6 +204,103 @@ def test_a_requirement_is_waited_for(modules: Modules) -> None:
     registry.revert()
 
 
+def for_two_models(base: str, *models: str, **fields: Any) -> Patch:
+    """A patch of a base and of two models, either of which may never be imported."""
+    targets = [f"{model}:f" for model in models]
+    return patch("models", f"{base}:f", *targets, separate=targets, **fields)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_separate_edits_are_applied_as_their_modules_come(
+    modules: Modules, first: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, *models = modules(base=ONE, gpt="from PKG import base\n" + ONE, hybrid="from PKG import base\n" + ONE)
+    registry, install = hook_of(for_two_models(base, *models))
+    install("models")
+    one, other = models[first], models[1 - first]
+    assert importlib.import_module(base).f(1) == 2  # without a model there is nothing to do
+    (row,) = registry.status()
+    assert (row["state"], row["waits_for"]) == ("armed", models)
+    assert importlib.import_module(one).f(1) == 102
+    assert sys.modules[base].f(1) == 102
+    assert other not in sys.modules
+    (row,) = registry.status()
+    assert (row["state"], row["waits_for"]) == ("applied", [other])
+    assert set(row["fingerprints"]) == {f"{base}:f", f"{one}:f"}
+    registry.verify()
+    install("models")
+    patched = sys.modules[base].f
+    assert importlib.import_module(other).f(1) == 102
+    assert sys.modules[base].f is patched
+    (row,) = registry.status()
+    assert (row["state"], row["waits_for"], len(row["fingerprints"])) == ("applied", [], 3)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megacpp-mcore: patch models")]
+    assert [line.partition(" (")[0].partition(" to ")[2] for line in lines] == [
+        ", ".join(f"{name}:f" for name in (base, *models) if name != other), f"{other}:f"
+    ]  # fmt: skip
+    registry.revert()
+    assert [sys.modules[name].f(1) for name in (base, *models)] == [2, 2, 2]
+
+
+def test_what_is_in_place_in_part_can_be_completed_and_reverted(modules: Modules) -> None:
+    base, *models = modules(base=ONE, gpt=ONE, hybrid=ONE)
+    early, late = modules(early=ONE, late=ONE)
+    needing = [
+        patch("on-it-early", f"{early}:f", requires=("models",)),
+        patch("on-it-late", f"{late}:f", requires=("models",)),
+    ]
+    registry, install = hook_of(for_two_models(base, *models), *needing)
+    install("models", "on-it-early", "on-it-late")
+    importlib.import_module(base)
+    importlib.import_module(early)
+    assert set(states(registry).values()) == {"armed"}
+    importlib.import_module(models[0])
+    assert states(registry) == {"models": "applied", "on-it-early": "applied", "on-it-late": "armed"}
+    importlib.import_module(late)  # what it requires is in place, if only for one model
+    assert set(states(registry).values()) == {"applied"}
+    assert models[1] not in sys.modules
+    applied = registry.apply(["models"])  # by name it is put in place whole, which imports what it takes
+    assert set(applied.applied + applied.already) == {"models"}
+    assert sys.modules[models[1]].f(1) == 102
+    assert registry.apply(["models"]).already == ("models",)
+    assert set(registry.revert()) == {"models", "on-it-early", "on-it-late"}
+    for name in (base, early, late, *models):
+        assert sys.modules[name].f(1) == 2
+    del sys.modules[models[1]], sys.modules[models[0]]
+    install("models")
+    importlib.import_module(models[0])
+    assert sys.modules[base].f(1) == 102
+    assert registry.revert(["models"]) == ("models",)
+    assert importlib.import_module(models[1]).f(1) == 2  # and is awaited no more
+
+
+def test_a_later_part_that_fails_takes_the_earlier_one_back(modules: Modules) -> None:
+    base, gpt, hybrid = modules(base=ONE, gpt=ONE, hybrid=ONE)
+    registry, install = hook_of(for_two_models(base, gpt, hybrid))
+    install("models")
+    importlib.import_module(base)
+    importlib.import_module(gpt)
+    assert sys.modules[gpt].f(1) == 102
+    modules(hybrid=ONE.replace("x + 1", "x + 2"))
+    with pytest.raises(PatchError, match=r"models: the source of .* reverted: models$"):
+        importlib.import_module(hybrid)
+    assert [sys.modules[name].f(1) for name in (base, gpt)] == [2, 2]
+    assert states(registry) == {"models": "not applied"}
+    assert importlib.import_module(hybrid).f(1) == 3
+
+
+def test_separate_edits_are_all_checked_before_the_first(modules: Modules) -> None:
+    base, gpt, hybrid = modules(base=ONE, gpt=ONE, hybrid=ONE)
+    one = for_two_models(base, gpt, hybrid)
+    modules(hybrid=ONE.replace("x + 1", "x + 2"))
+    registry, install = hook_of(one)
+    with pytest.raises(PatchError, match=rf"models: the source of {hybrid}:f"):
+        install("models")
+    importlib.import_module(base)
+    assert importlib.import_module(gpt).f(1) == 2
+    assert states(registry) == {"models": "not applied"}
+
+
 def test_twice_is_once_and_others_may_come_first(modules: Modules) -> None:
     a, b = modules(a=ONE, b=ONE)
     registry, install = hook_of(patch("a", f"{a}:f"), patch("b", f"{b}:f"))
@@ -236,10 +338,13 @@ def test_what_is_armed_is_taken(modules: Modules) -> None:
     for name, words in (("not-a", "conflicts with a"), ("on-a", "requires a")):
         with pytest.raises(PatchError, match=words):
             registry.apply([name])
-    # Looking at the target imports it, and so the armed patch comes first.
-    with pytest.raises(
-        PatchError, match=r"is to be changed by the armed patch a|is already changed by an applied patch"
-    ):
+    # Refused before the target is looked at: that would import it, and so apply the armed patch.
+    with pytest.raises(PatchError, match=rf"same: {a}:f is to be changed by the armed patch a$"):
+        registry.apply(["same"])
+    assert a not in sys.modules
+    assert states(registry)["a"] == "armed"
+    importlib.import_module(a)
+    with pytest.raises(PatchError, match=rf"same: {a}:f is already changed by an applied patch$"):
         registry.apply(["same"])
     registry.revert()
 
@@ -523,7 +628,7 @@ except ModuleNotFoundError:
 # --- real trees, hooked, in a Python of their own ----------------------------------------------------------------------
 
 
-def python(root: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(root: Path, code: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     settings = {
         "PYTHONPATH": os.pathsep.join([str(root), str(ROOT)]),
         "CUDA_VISIBLE_DEVICES": "",
@@ -531,7 +636,7 @@ def python(root: Path, code: str, **environment: str) -> subprocess.CompletedPro
         **environment,
     }
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *words],
         cwd=root, env=os.environ | settings, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
@@ -617,6 +722,56 @@ def test_a_hooked_tree_patches_whoever_imports_it(imports: str, tmp_path: Path, 
     assert sorted(line.split()[2] for line in lines) == ["harmless", NAME]
     git(root, "checkout", "--", HOOKED)
     assert git(root, "status", "--porcelain") == ""
+
+
+ONE_MODEL = """
+    import importlib, json, sys
+    FIRST, SECOND = sys.argv[1:]
+    importlib.import_module(FIRST)
+    from megacpp_mcore import patches
+
+    def look():
+        (row,) = [row for row in patches.status() if row["name"] == "linear-cross-entropy"]
+        held = {}
+        for target in row["targets"]:
+            module, _, path = target.partition(":")
+            if module in sys.modules:
+                owner, name = path.split(".")
+                held[module] = hasattr(vars(vars(sys.modules[module])[owner])[name], "__wrapped__")
+        return [row["state"], row["waits_for"], held]
+
+    one = look()
+    importlib.import_module(SECOND)
+    both = look()
+    patches.verify()
+    patches.revert()
+    print(json.dumps([sys.modules["megatron.core"].__file__, one, both, look()]))
+"""
+MODELS = ("megatron.core.models.gpt.gpt_model", "megatron.core.models.hybrid.hybrid_model")
+SHARED = (
+    "megatron.core.tensor_parallel.layers",
+    "megatron.core.models.common.language_module.language_module",
+)
+
+
+@pytest.mark.parametrize("models", [MODELS, MODELS[::-1]], ids=["GPTModel alone", "HybridModel alone"])
+def test_linear_cross_entropy_comes_with_the_model_that_is_imported(
+    models: tuple[str, str], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """GPTModel in a hooked copy of the checkout (where there is one), HybridModel in one of the wheel's files."""
+    source = wheel_root()
+    if models is MODELS and os.environ.get("MEGATRON_LM"):
+        source = request.getfixturevalue("megatron_lm")
+    root = copy_sources(source, tmp_path / "lm")
+    Checkout(root).apply(["linear-cross-entropy"])
+    done = python(root, ONE_MODEL, *models)
+    assert done.returncode == 0, done.stderr[-3000:]
+    file, one, both, reverted = json.loads(done.stdout.splitlines()[-1])
+    assert file == str(root / HOOKED)
+    assert one == ["applied", [models[1]], dict.fromkeys((models[0], *SHARED), True)]
+    assert both == ["applied", [], dict.fromkeys((*models, *SHARED), True)]
+    assert reverted == ["not applied", [], dict.fromkeys((*models, *SHARED), False)]
+    assert "NOT applied" not in done.stderr
 
 
 @pytest.fixture

@@ -32,23 +32,23 @@ from megacpp_mcore import lowering, patches
 from megacpp_mcore import pattern as grammar
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.layer_specs.attention import (
-    IndexCache,
-    attention_layer_spec,
-    full_attention,
-    sparse_attention,
-)
+from megacpp_mcore.layer_specs.attention import attention_layer_spec, full_attention, sparse_attention
 from megacpp_mcore.layer_specs.experts import expert_layer_spec
 from megacpp_mcore.layer_specs.mamba import mamba_layer_spec
 from megacpp_mcore.layer_specs.mtp import mtp_block
 from megacpp_mcore.layer_specs.parts import Parts, parts_for
 from megacpp_mcore.layer_specs.recurrent import recurrent_layer_spec
 from megacpp_mcore.model import Layout, Model
+from megacpp_mcore.ops.indexer.cache import IndexCache
 
 logger = logging.getLogger(__name__)
 
-PATCHES = ("mtp-shared-block",)
-"""What the model cannot do without; applied by the callable, never by an import."""
+PATCHES = ("mtp-shared-block", "dsa-index-cache", "checkpoint-hosts")
+"""What the model cannot do without; applied by the callable, never by an import.
+
+Of dsa-index-cache it is the checkpoint functions, which bring a recomputed Shared layer its indices, and the logged loss that
+concern this model. The rest is about stock's DSAttention: without ``experimental_attention_variant`` it asks for no schedule.
+"""
 
 
 @dataclass
@@ -185,7 +185,6 @@ def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, .
             f"{lowering.pipeline_layout(grammar.parse(model.pattern).stages, model.mtp.depth)!r}"
         )
     grammar.check_chunks(model.name, model.roles, chunks)
-    _refuse_recompute(model, config)
     _refuse_document_masks(model)
 
 
@@ -196,18 +195,6 @@ def _refuse_document_masks(model: Model) -> None:
         raise ModelError(
             f"{model.name}: --reset-attention-mask keeps attention within a document, but the state of the "
             f"{' and '.join(recurrent)} layers would still pass from one document to the next; leave it out"
-        )
-
-
-def _refuse_recompute(model: Model, config: TransformerConfig) -> None:
-    if grammar.SHARED_INDEX not in model.roles:
-        return
-    core = config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or [])
-    if config.recompute_granularity == "full" or core:
-        raise ModelError(
-            f"{model.name}: recompute of {'whole layers' if not core else 'core attention'} is not supported with Shared "
-            "('S') layers yet, because their indices are gone by then; use --recompute-granularity selective with modules "
-            "other than core_attn, or a schedule without 'S'"
         )
 
 

@@ -1,7 +1,7 @@
 """megacpp-mcore: the hybrid model NAM56R for stock Megatron-Core, as a plugin package.
 
-``nam56r`` is what ``--spec megacpp_mcore nam56r`` names. It is resolved on first use, so that importing this package
-imports neither torch nor Megatron.
+``nam56r`` is what ``--spec megacpp_mcore nam56r`` names (for ``pretrain_gpt.py``), ``nam56r_hybrid`` its like for
+``pretrain_hybrid.py``. They are resolved on first use, so that importing this package imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "nam56r"]
+__all__ = ["__version__", "nam56r", "nam56r_hybrid"]
 
-_SPECS = {"nam56r": "megacpp_mcore.layer_specs.nam56r"}
+_SPECS = {"nam56r": "megacpp_mcore.layer_specs.nam56r", "nam56r_hybrid": "megacpp_mcore.layer_specs.hybrid"}
 """Spec name to the module that defines it. No submodule of this package may share a name with a spec."""
 
 

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacpp_mcore import config
+from megacpp_mcore import config, lowering
 from megacpp_mcore.errors import CheckoutError, LaunchError, MegacppError, SpecImportError
 from megacpp_mcore.observe import steps
 from megacpp_mcore.patches import registry
@@ -142,6 +142,7 @@ def plan(
     arguments, spec = split_spec(words)
     if spec is not None:
         _check_allowed(spec, allowed_spec_prefixes)
+        _check_host(script, spec, arguments)
         if spec[0].partition(".")[0] == "megacpp_mcore":
             config.from_environment()  # what is wrong in that file is said before Megatron starts
     resolved = _resolve_device(device)
@@ -220,6 +221,26 @@ def _check_allowed(spec: tuple[str, str], prefixes: Sequence[str]) -> None:
         raise SpecImportError(
             f"--spec {module}.{attribute} comes from a package that is not allowed; allowed are {', '.join(prefixes)}; "
             f"if you trust it, add --allow-spec-from {module.partition('.')[0]}"
+        )
+
+
+def _check_host(script: Path | None, spec: tuple[str, str], arguments: Sequence[str]) -> None:
+    """Refuse a spec of ours for a model (GPTModel or HybridModel) that the run does not build."""
+    host = lowering.host_of(spec)
+    if host is None:
+        return
+    other = next(candidate for candidate in lowering.SPECS if candidate != host)
+    has_pattern = any(word.partition("=")[0] == "--hybrid-layer-pattern" for word in arguments)
+    if script is not None and script.name == lowering.SCRIPTS[other]:
+        raise SpecImportError(
+            f"--spec {'.'.join(spec)} is for {lowering.SCRIPTS[host]}, and the script is {script.name}; name the other script, "
+            f"or --spec {'.'.join(lowering.SPECS[other])}"
+        )
+    if has_pattern != (host == lowering.HYBRID):
+        raise SpecImportError(
+            f"--spec {'.'.join(spec)} {'needs' if not has_pattern else 'takes no'} --hybrid-layer-pattern, which makes the "
+            f"model a HybridModel; {'add' if not has_pattern else 'leave out'} that, or name --spec "
+            f"{'.'.join(lowering.SPECS[other])}"
         )
 
 

@@ -9,14 +9,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from megacpp_mcore import hybrid
 from megacpp_mcore import pattern as grammar
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import PRESETS, Layout, Model
 
+GPT, HYBRID = "gpt", "hybrid"
+"""The hosts: Megatron's GPTModel under ``pretrain_gpt.py``, its HybridModel under ``pretrain_hybrid.py``."""
+
 SPEC = ("megacpp_mcore", "nam56r")
-"""The two words of ``--spec`` on an unmodified script."""
+HYBRID_SPEC = ("megacpp_mcore", "nam56r_hybrid")
+SPECS: Mapping[str, tuple[str, str]] = MappingProxyType({GPT: SPEC, HYBRID: HYBRID_SPEC})
+"""Host to the two words of ``--spec`` on an unmodified script."""
+SCRIPTS: Mapping[str, str] = MappingProxyType({GPT: "pretrain_gpt.py", HYBRID: "pretrain_hybrid.py"})
+"""Host to the stock script that builds it."""
+
+_MODULES = {GPT: "megacpp_mcore.layer_specs.nam56r", HYBRID: "megacpp_mcore.layer_specs.hybrid"}
+
+
+def host_of(spec: Sequence[str] | None) -> str | None:
+    """The host that the words of a ``--spec`` are for; None when the spec is not one of ours."""
+    word = ".".join(spec or ())
+    return next(
+        (host for host, (_, name) in SPECS.items() if word in (f"megacpp_mcore.{name}", f"{_MODULES[host]}.{name}")),
+        None,
+    )
 
 
 @dataclass(frozen=True)
@@ -49,8 +69,44 @@ def _absent(flag: str, field: str, expected: Any) -> Argument:
     return Argument((), field, expected, f"without {flag}")
 
 
-def model_arguments(model: Model) -> tuple[Argument, ...]:
-    """Every stock argument that is part of the model itself, in a fixed order."""
+def model_arguments(model: Model, host: str = GPT) -> tuple[Argument, ...]:
+    """Every stock argument that is part of the model itself, in a fixed order; of HybridModel's pattern, its words alone.
+
+    Args:
+        model: what is to be trained.
+        host: :data:`GPT` or :data:`HYBRID`.
+
+    Raises:
+        ModelError: there is no such host.
+    """
+    _check_host(host)
+    arguments = _gpt_arguments(model)
+    return tuple(arguments if host == GPT else _on_hybrid(model, arguments))
+
+
+def _check_host(host: str) -> None:
+    if host not in SPECS:
+        raise ModelError(f"the host is {host!r}; expected one of {', '.join(SPECS)}")
+
+
+def _on_hybrid(model: Model, arguments: Sequence[Argument]) -> list[Argument]:
+    """``arguments`` of GPTModel as HybridModel wants them: what its pattern says is not said again."""
+    sparse = set(model.roles) & {grammar.FULL_INDEX, grammar.SHARED_INDEX}
+    by_pattern = "by --hybrid-layer-pattern"
+    replaced = {
+        "num_layers": Argument((), "num_layers", model.depth, by_pattern),
+        "is_hybrid_model": Argument((), "is_hybrid_model", True, by_pattern),
+        "mtp_num_layers": Argument((), "mtp_num_layers", model.mtp.depth or None, by_pattern),
+        # Megatron itself sets it where the pattern has a D.
+        "experimental_attention_variant": _absent(
+            "--experimental-attention-variant", "experimental_attention_variant", "dsa" if sparse else None
+        ),
+        "moe_layer_freq": _absent("--moe-layer-freq", "moe_layer_freq", 1),
+    }
+    return [replaced.get(argument.field, argument) for argument in arguments]
+
+
+def _gpt_arguments(model: Model) -> list[Argument]:
     moe_layers = [int(letter == "E") for letter in model.layers]
     arguments = [
         _option("--num-layers", model.depth),
@@ -79,6 +135,7 @@ def model_arguments(model: Model) -> tuple[Argument, ...]:
         _absent("--activation-func-clamp-value", "activation_func_clamp_value", None),
         _absent("--glu-linear-offset", "glu_linear_offset", 0.0),
         _absent("--heterogeneous-layers-config-path", "heterogeneous_block_specs", False),
+        _absent("--hybrid-layer-pattern", "is_hybrid_model", False),
     ]
     if "A" in model.layers or model.mtp.depth:
         arguments += _attention_arguments(model)
@@ -95,7 +152,7 @@ def model_arguments(model: Model) -> tuple[Argument, ...]:
         ]
     else:
         arguments.append(_absent("--mtp-num-layers", "mtp_num_layers", None))
-    return tuple(arguments)
+    return arguments
 
 
 def _attention_arguments(model: Model) -> list[Argument]:
@@ -214,19 +271,28 @@ class Training:
             raise ModelError("the CPU lane has no Transformer Engine; set transformer_impl to local")
 
 
-def lower(model: Model, layout: Layout, training: Training) -> tuple[str, ...]:
-    """The complete argument list of a stock ``pretrain_gpt.py`` run, without the script's name.
+def lower(model: Model, layout: Layout, training: Training, host: str = GPT) -> tuple[str, ...]:
+    """The complete argument list of a stock ``pretrain_gpt.py`` or ``pretrain_hybrid.py`` run, without the script's name.
 
     Raises:
-        ModelError: when the model cannot be cut as ``layout`` says.
+        ModelError: when the model cannot be cut as ``layout`` says, or there is no such host.
     """
     model.check_layout(layout)
-    words = [word for argument in model_arguments(model) for word in argument.words]
+    words = [word for argument in model_arguments(model, host) for word in argument.words]
     words += ["--seq-length", str(model.seq_length)]
     words += ["--moe-token-dispatcher-type", "alltoall"] if "E" in model.layers else []
     words += _layout_words(model, layout)
+    words += _stage_words(model, layout) if host == GPT else ["--hybrid-layer-pattern", hybrid.plan(model, layout).text]
     words += _training_words(training)
-    return (*words, *training.tokenizer, *training.data, *training.extra, "--spec", *SPEC)
+    return (*words, *training.tokenizer, *training.data, *training.extra, "--spec", *SPECS[host])
+
+
+def _stage_words(model: Model, layout: Layout) -> list[str]:
+    """How GPTModel is told where pipeline stages begin; HybridModel is told by its pattern."""
+    stages = grammar.parse(model.pattern).stages
+    if len(stages) > 1:
+        return ["--pipeline-model-parallel-layout", pipeline_layout(stages, model.mtp.depth)]
+    return ["--num-virtual-stages-per-pipeline-rank", str(layout.virtual)] if layout.virtual > 1 else []
 
 
 def _layout_words(model: Model, layout: Layout) -> list[str]:
@@ -240,11 +306,6 @@ def _layout_words(model: Model, layout: Layout) -> list[str]:
         "--expert-tensor-parallel-size",
         "1",
     ]
-    stages = grammar.parse(model.pattern).stages
-    if len(stages) > 1:
-        words += ["--pipeline-model-parallel-layout", pipeline_layout(stages, model.mtp.depth)]
-    elif layout.virtual > 1:
-        words += ["--num-virtual-stages-per-pipeline-rank", str(layout.virtual)]
     if layout.tensor > 1 and 128 % layout.tensor == 0:
         # Megatron pads the vocabulary to a multiple of this times TP: the same model has to have the same padding.
         words += ["--make-vocab-size-divisible-by", str(128 // layout.tensor)]
@@ -292,16 +353,17 @@ def _training_words(training: Training) -> list[str]:
     return words
 
 
-def mismatches(model: Model, sources: Sequence[object]) -> list[str]:
+def mismatches(model: Model, sources: Sequence[object], host: str = GPT) -> list[str]:
     """Every way in which a run's configuration contradicts ``model``, one sentence each.
 
     Args:
         model: what the run is meant to train.
         sources: the run's configuration objects, searched in order for each field (Megatron's TransformerConfig first,
-            then its GPTModelConfig).
+            then its GPTModelConfig or HybridModelConfig).
+        host: what hosts the model in that run.
     """
     found = []
-    for argument in model_arguments(model):
+    for argument in model_arguments(model, host):
         holder = next((source for source in sources if hasattr(source, argument.field)), None)
         if holder is None:
             found.append(f"{argument.field}: not configured; expected {argument.expected!r} ({argument.remedy})")
@@ -309,6 +371,8 @@ def mismatches(model: Model, sources: Sequence[object]) -> list[str]:
         value = getattr(holder, argument.field)
         if not _same(value, argument.expected):
             found.append(f"{argument.field}: found {value!r}, expected {argument.expected!r} ({argument.remedy})")
+    if host == HYBRID:
+        found += hybrid.contradictions(model, _first(sources, "hybrid_layer_pattern", None))
     return found + _vocabulary_mismatch(model, sources)
 
 
@@ -344,13 +408,13 @@ def _same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def check_arguments(model: Model, sources: Sequence[object], origin: str = "") -> None:
+def check_arguments(model: Model, sources: Sequence[object], origin: str = "", host: str = GPT) -> None:
     """Refuse a run whose configuration contradicts ``model``, naming all contradictions at once, and ``origin``.
 
     Raises:
         ArgumentMismatchError: with one line a contradiction, and the argument that settles it.
     """
-    found = mismatches(model, sources)
+    found = mismatches(model, sources, host)
     if found:
         raise ArgumentMismatchError(
             f"the run's arguments contradict {model.name}{origin} in {len(found)} place{'s' if len(found) > 1 else ''}:\n  "
@@ -359,15 +423,15 @@ def check_arguments(model: Model, sources: Sequence[object], origin: str = "") -
         )
 
 
-def matching_preset(sources: Sequence[object], presets: Mapping[str, Model] = PRESETS) -> Model:
+def matching_preset(sources: Sequence[object], presets: Mapping[str, Model] = PRESETS, host: str = GPT) -> Model:
     """The preset a run's configuration describes, for a run that names none.
 
     Raises:
         ArgumentMismatchError: when no preset fits; the nearest one's contradictions are listed.
     """
     ranked: Iterable[tuple[int, Model]] = sorted(
-        ((len(mismatches(model, sources)), model) for model in presets.values()), key=lambda pair: pair[0]
+        ((len(mismatches(model, sources, host)), model) for model in presets.values()), key=lambda pair: pair[0]
     )
     _, nearest = next(iter(ranked))
-    check_arguments(nearest, sources)
+    check_arguments(nearest, sources, host=host)
     return nearest

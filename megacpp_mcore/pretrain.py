@@ -1,9 +1,10 @@
-"""The stock training loop for a pip-only install, where no checkout brings ``pretrain_gpt.py``.
+"""The stock training loop for a pip-only install, where no checkout brings ``pretrain_gpt.py`` or ``pretrain_hybrid.py``.
 
-The wheel of megatron-core has the loop (``megatron.training.pretrain``) but not the script that feeds it. This module
-feeds it the same way for text pretraining: GPTDataset or mock data, every parallel layout, MTP, ``--spec``. For the
-same arguments its losses are those of an unmodified ``pretrain_gpt.py``, bit for bit. What it does not do (packed
-sequences, FIM, distillation, …) is refused by name before anything is built.
+The wheel of megatron-core has the loop (``megatron.training.pretrain``) but not the scripts that feed it. This module
+feeds it the same way for text pretraining: GPTDataset or mock data, every parallel layout, MTP, ``--spec``. With
+``--hybrid-layer-pattern`` the model is a HybridModel, without it a GPTModel, and for the same arguments the losses are those
+of the unmodified script, bit for bit. What it does not do (packed sequences, FIM, distillation, …) is refused by name before
+anything is built.
 
 Checked with megatron-core 0.19.2.
 """
@@ -30,7 +31,11 @@ from megatron.core.utils import (
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args, get_timers, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
@@ -225,12 +230,16 @@ def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
 
 
 def refuse_unsupported(args: Namespace) -> None:
-    """Raise LaunchError if ``args`` ask for something that only ``pretrain_gpt.py`` does."""
+    """Raise LaunchError if ``args`` ask for something that only a script of a checkout does, or no HybridModel can."""
     found = [flag for name, flag in UNSUPPORTED.items() if getattr(args, name, None)]
     if found:
         raise LaunchError(
             f"the pip-only training entry does not do {', '.join(found)}; leave that out, or name the pretrain_gpt.py "
             "of a Megatron-LM checkout as the first word of the launch command"
+        )
+    if args.hybrid_layer_pattern is not None and args.overlap_moe_expert_parallel_comm:
+        raise LaunchError(
+            "--overlap-moe-expert-parallel-comm is for GPTModel; leave it out with --hybrid-layer-pattern"
         )
 
 
@@ -238,8 +247,9 @@ def main() -> None:
     """Train as ``sys.argv`` (Megatron's arguments) says."""
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     refuse_unsupported(args)
+    model_config = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
     pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        pretrain_cfg_container_from_args(args, model_config(args)),
         datasets_provider,
         ModelType.encoder_or_decoder,
         forward_step,

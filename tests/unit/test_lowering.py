@@ -332,9 +332,6 @@ def test_a_run_that_cuts_other_stages_than_the_pattern_marks_is_refused(process:
     [
         (["--pipeline-model-parallel-size", "3"], 3, r"first sparse layer of a chunk would be Shared: layer 9\b.*'-FF'"),
         (["--context-parallel-size", "2"], 2, "context parallelism is 2"),
-        (["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"], 1,
-         "recompute of whole layers"),
-        (["--recompute-granularity", "selective"], 1, "recompute of core attention"),
     ],
 )  # fmt: skip
 def test_runs_whose_layout_cannot_hold_the_model(process: None, extra: list[str], world_size: int, says: str) -> None:

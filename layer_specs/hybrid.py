@@ -1,0 +1,224 @@
+"""``--spec megacpp_mcore nam56r_hybrid``: an A/M/E/R model on Megatron's HybridModel, for an unmodified ``pretrain_hybrid.py``.
+
+The layers are those of the GPT host (:mod:`megacpp_mcore.layer_specs.nam56r`), in the slots that
+:mod:`megacpp_mcore.hybrid` says, and every parameter has the name and place it has there. So a checkpoint of one host is one
+of the other, optimizer state included, with no conversion.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import log_single_rank, scaled_init_method_normal
+from megatron.training import global_vars
+
+from megacpp_mcore import config as plugin_config
+from megacpp_mcore import hybrid, lowering, patches
+from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs import nam56r as gpt_host
+from megacpp_mcore.layer_specs.mtp import mtp_block
+from megacpp_mcore.layer_specs.parts import parts_for
+from megacpp_mcore.model import Model
+
+logger = logging.getLogger(__name__)
+
+
+class NumberedLayer:
+    """Builds the layer that belongs to a layer number: Megatron has one spec a slot, Full and Shared layers share one.
+
+    Returns what the spec builds; there is no instance of this class.
+    """
+
+    def __new__(cls, *, specs: Mapping[int, ModuleSpec], layer_number: int, **arguments: Any) -> Any:
+        """Build ``specs[layer_number]``; HybridStack numbers layers over all pipeline stages already."""
+        return build_module(specs[layer_number], layer_number=layer_number, **(arguments | {"add_layer_offset": False}))
+
+
+class NAM56RStack(HybridStack):
+    """Stock HybridStack that finds the run's model, gives every slot our specs, and has a final norm without TE.
+
+    Stock builds Transformer Engine's norm whatever ``transformer_impl`` is; it is told to build none, and this class adds
+    the one of the GPT host, under the GPT host's name.
+
+    Args:
+        config: Megatron's TransformerConfig (stock scripts), or a provider that is one and has the model's fields (Bridge).
+        submodules: of :data:`nam56r_hybrid`, not read: the specs are made for the layers of this chunk.
+        layer_type_list: the symbols of this chunk's layers.
+        pp_layer_offset: how many layers come before it.
+
+    Raises:
+        ArgumentMismatchError, ConfigFileError, ModelError: as the GPT host's callable; no layer has been built.
+    """
+
+    has_keys_of_gpt_model = True  # read by the patch checkpoint-hosts
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: HybridStackSubmodules,
+        layer_type_list: list[str],
+        pp_layer_offset: int = 0,
+        post_layer_norm: bool = True,
+        post_process: bool = True,
+        **arguments: Any,
+    ) -> None:
+        layers = range(pp_layer_offset + 1, pp_layer_offset + len(layer_type_list) + 1)
+        super().__init__(
+            config,
+            _slots(config, layers, "".join(layer_type_list)),
+            layer_type_list=layer_type_list,
+            pp_layer_offset=pp_layer_offset,
+            post_layer_norm=False,
+            post_process=post_process,
+            **arguments,
+        )
+        self.post_layer_norm = post_layer_norm
+        if post_process and post_layer_norm:
+            self.final_layernorm = parts_for(config).norm(
+                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
+
+    @property
+    def final_norm(self) -> Any:
+        """What stock's ``forward`` calls; the module itself has the name that it has in a GPTModel."""
+        return self.final_layernorm
+
+
+class SharedMTPLayer(MultiTokenPredictionLayer):
+    """The MTP layer of the GPT host where HybridModel would build a stack of stock layers from the pattern.
+
+    Raises:
+        ModelError: the MTP pattern is not :data:`megacpp_mcore.hybrid.MTP_BLOCK`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int = 1,
+        vp_stage: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        mtp_layer_pattern: str | None = None,
+        hybrid_submodules: HybridStackSubmodules | None = None,
+        name: str | None = None,
+    ) -> None:
+        if mtp_layer_pattern != hybrid.MTP_BLOCK:
+            raise ModelError(f"the MTP pattern is {mtp_layer_pattern!r}; NAM56R's is {hybrid.MTP_BLOCK!r}, write that")
+        settings = plugin_config.from_environment()
+        dispatcher = Dispatcher(settings.backends if settings is not None else None)
+        (spec,) = mtp_block(parts_for(config), dispatcher).layer_specs
+        super().__init__(
+            config, spec.submodules, layer_number, vp_stage=vp_stage, pg_collection=pg_collection, name=name
+        )
+
+
+nam56r_hybrid = ModuleSpec(
+    module=NAM56RStack,
+    submodules=HybridStackSubmodules(
+        mtp_block_spec=ModuleSpec(
+            module=MultiTokenPredictionBlock,
+            submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[ModuleSpec(module=SharedMTPLayer)]),
+        )
+    ),
+)
+"""The stack of HybridModel; which model it is, the run's arguments and ``MEGACPP_CONFIG`` say."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run says about its model: the configuration objects to search, and the hybrid pattern."""
+
+    sources: tuple[Any, ...]
+    text: str | None
+
+
+def _run(config: TransformerConfig) -> _Run:
+    """The run of ``config``: a provider holds everything itself, a stock script's arguments are Megatron's globals."""
+    arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
+    if hasattr(config, "hybrid_layer_pattern") or arguments is None:
+        return _Run((config,), getattr(config, "hybrid_layer_pattern", None))
+    from megatron.training.argument_utils import hybrid_config_from_args
+
+    return _Run((config, hybrid_config_from_args(arguments, config)), arguments.hybrid_layer_pattern)
+
+
+def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStackSubmodules:
+    """The spec of each slot for one model chunk, the layers numbered ``layers`` (1-based), after every check of the run."""
+    run = _run(config)
+    settings = plugin_config.from_environment()
+    if settings is not None:
+        model = settings.model
+        origin = f" of {settings.path} ({plugin_config.VARIABLE})"
+        lowering.check_arguments(model, run.sources, origin, host=lowering.HYBRID)
+    else:
+        model = lowering.matching_preset(run.sources, host=lowering.HYBRID)
+    chunks = _chunks(model, config, run.text)
+    gpt_host.check_layout(model, config, chunks)
+    _check_symbols(model, chunks, layers, symbols)
+    patches.apply(gpt_host.PATCHES)
+    _prepare(model, config)
+    dispatcher = Dispatcher(settings.backends if settings is not None else None)
+    virtual = chunks.index(layers) // config.pipeline_model_parallel_size
+    vp_stage = None if config.virtual_pipeline_model_parallel_size is None else virtual
+    block = gpt_host.block_submodules(model, config, layers, vp_stage, dispatcher)
+    log_single_rank(
+        logger,
+        logging.INFO,
+        f"megacpp-mcore: building {model.name} on HybridModel, pattern {run.text}, DSA schedule {model.dsa.schedule}, "
+        f"{model.dsa.warmup_steps} steps of dense indexer warm-up\n  " + "\n  ".join(hybrid.plan(model).describe()),
+    )
+    # Each slot is asked for the layers of its own symbol alone, so that all can know every layer.
+    slot = ModuleSpec(module=NumberedLayer, params={"specs": dict(zip(layers, block.layer_specs or (), strict=True))})
+    return HybridStackSubmodules(**{slot_.attribute: slot for slot_ in hybrid.SLOTS if slot_.attribute is not None})
+
+
+def _prepare(model: Model, config: TransformerConfig) -> None:
+    gpt_host.prepare(model, config)
+    if config.is_hybrid_model:
+        # Stock starts the output projections of a HybridModel √2 wider; here both hosts start from the same weights.
+        config.output_layer_init_method = scaled_init_method_normal(config.init_method_std, config.num_layers)
+
+
+def _chunks(model: Model, config: TransformerConfig, text: str | None) -> tuple[range, ...]:
+    """The layer numbers of every model chunk: the stages that the run's pattern marks.
+
+    Raises:
+        ModelError: the pattern leaves it to Megatron to cut the layers, or cuts them elsewhere than the model's own.
+    """
+    chunks = hybrid.from_hybrid(text or "").chunks
+    stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    if len(chunks) != stages:
+        raise ModelError(
+            f"{model.name}: the hybrid pattern {text!r} marks {len(chunks)} stages, but the run has {stages} model chunks; "
+            "mark the stages with '|'"
+        )
+    own = hybrid.plan(model).text
+    if "|" in own and text != own:
+        raise ModelError(
+            f"{model.name}: the pattern {model.pattern!r} marks other stages than the run's {text!r}; pass "
+            f"--hybrid-layer-pattern '{own}'"
+        )
+    return chunks
+
+
+def _check_symbols(model: Model, chunks: tuple[range, ...], layers: range, symbols: str) -> None:
+    """Refuse what is built, if it is not what the run's pattern says: NumberedLayer goes by numbers, not by symbols."""
+    expected = hybrid.plan(model).symbols[layers.start - 1 : layers.stop - 1]
+    if layers not in chunks or symbols != expected:
+        raise ModelError(
+            f"{model.name}: HybridModel wants to build {symbols!r} as layers {layers.start}–{layers.stop - 1}, which are "
+            f"{expected!r} of the stages {', '.join(f'{chunk.start}–{chunk.stop - 1}' for chunk in chunks)}; give it the "
+            "run's own --hybrid-layer-pattern, and neither first nor last stages of their own"
+        )

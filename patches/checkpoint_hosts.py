@@ -1,0 +1,118 @@
+"""checkpoint-hosts: a distributed checkpoint of GPTModel loads into HybridModel, and back, where both host our model.
+
+Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
+``megacpp_mcore.patches.apply(["checkpoint-hosts"])``.
+Scope: runs and checkpoints whose specs are these two; all others are upstream's.
+Provenance: megatron-core 0.19.2 ``training/checkpointing.py``, ``core/models/common/language_module/language_module.py`` and
+``core/models/gpt/gpt_model.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megacpp_mcore import hybrid, lowering
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.patches.registry import Edit, Patch
+
+GPT_KEYS = "has_keys_of_gpt_model"
+"""The attribute by which a decoder says that its model's checkpoint has the keys of a GPTModel's."""
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """As much of a model as the arguments of both hosts say."""
+
+    depth: int
+    experts: tuple[int, ...]
+    """1-based numbers of the E layers."""
+    mtp_depth: int
+
+    def __str__(self) -> str:
+        experts = ", ".join(map(str, self.experts)) or "none"
+        return f"{self.depth} layers, experts in {experts}, {self.mtp_depth} MTP depths"
+
+
+def _outline(args: Any, host: str) -> _Outline:
+    """Read ``args``, of a run or from a checkpoint, whose spec is that of ``host``."""
+    if host == lowering.HYBRID:
+        found = hybrid.from_hybrid(args.hybrid_layer_pattern)
+        experts = tuple(number for number, letter in enumerate(found.layers, start=1) if letter == "E")
+        return _Outline(len(found.layers), experts, len(found.pattern.mtp))
+    placed = args.moe_layer_freq if isinstance(args.moe_layer_freq, list) else []
+    experts = tuple(number for number, has_experts in enumerate(placed, start=1) if has_experts)
+    return _Outline(args.num_layers, experts, args.mtp_num_layers or 0)
+
+
+def _loads_as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``_maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model)``: ``(None, False)`` is "as it is"."""
+
+    @functools.wraps(original)
+    def _maybe_setup_gpt_to_hybrid_load(args: Any, ckpt_args: Any, model: Any) -> Any:
+        run, saved = (lowering.host_of(getattr(one, "spec", None)) for one in (args, ckpt_args))
+        if run is None or saved is None or run == saved:
+            return original(args, ckpt_args, model)
+        wanted, found = _outline(args, run), _outline(ckpt_args, saved)
+        if wanted != found:
+            raise ModelError(
+                f"the checkpoint, of the {saved} host, is of another model: it has {found}; the run, on the {run} host, has "
+                f"{wanted}; name the checkpoint of this model, or train the checkpoint's"
+            )
+        return None, False
+
+    return _maybe_setup_gpt_to_hybrid_load
+
+
+def _without_empty_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``LanguageModule.sharded_state_dict(prefix, sharded_offsets, metadata)``.
+
+    GPTModel drops the extra state of its output layer, which is always empty; for a HybridModel that would be the one key
+    more, which a checkpoint of GPTModel does not have.
+    """
+
+    @functools.wraps(original)
+    def sharded_state_dict(self: Any, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
+        state = original(self, prefix, *args, **kwargs)
+        key = f"{prefix}output_layer._extra_state"
+        if getattr(getattr(self, "decoder", None), GPT_KEYS, False) and getattr(state.get(key), "data", None) is None:
+            state.pop(key, None)
+        return state
+
+    return sharded_state_dict
+
+
+PATCH = Patch(
+    name="checkpoint-hosts",
+    fixes=(
+        "a checkpoint of our model loads only into the host (GPTModel or HybridModel) that saved it: hybrid to GPT is refused, "
+        "GPT to hybrid pairs layers for stock's two-part layers, though all keys and shapes are the same but for one empty key"
+    ),
+    source=(
+        "megatron-core 0.19.2, megatron/training/checkpointing.py and "
+        "megatron/core/models/common/language_module/language_module.py"
+    ),
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        Edit.of(
+            "megatron.training.checkpointing:_maybe_setup_gpt_to_hybrid_load",
+            "2347cabda1a1444532a6c896d02d91430ddb67097aa1fb203952df5a3b94846e",
+            _loads_as_it_is,
+        ),
+        Edit.of(
+            "megatron.core.models.common.language_module.language_module:LanguageModule.sharded_state_dict",
+            "10e15ea625faff7d9610a7bb02da26e3b196551e889dfa4c0232eca1521a12c9",
+            _without_empty_state,
+        ),
+    ),
+    seam=(
+        "_maybe_setup_gpt_to_hybrid_load is the one place that compares the hosts of run and checkpoint, and its answer "
+        "'as it is' leaves the whole of the loading to upstream; LanguageModule.sharded_state_dict is what HybridModel has in "
+        "place of the method in which GPTModel drops that key"
+    ),
+    leaves_alone="what is loaded and how: all other keys, shards, optimizer state, refusals; other models in either direction",
+    retire_when="upstream compares keys instead of hosts, or lets a spec say that its keys are those of a GPTModel",
+    cost="nothing",
+)

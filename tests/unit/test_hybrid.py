@@ -1,0 +1,316 @@
+"""NAM56R patterns to hybrid patterns and back, the plan of a model, and the words that train it on HybridModel; no Megatron."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megacpp_mcore import hybrid, launcher, lowering
+from megacpp_mcore.errors import ArgumentMismatchError, ModelError, PatternError, SpecImportError
+from megacpp_mcore.hybrid import MTP_BLOCK, SLOTS, contradictions, from_hybrid, plan, to_hybrid
+from megacpp_mcore.lowering import GPT, HYBRID, Training, lower, mismatches, model_arguments
+from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
+from megacpp_mcore.pattern import Pattern, parse
+
+TINY = preset("nam56r_tiny")
+CUDA = Training(data=("--mock-data",), tokenizer=("--tokenizer-type", "NullTokenizer", "--vocab-size", "65536"))
+
+
+# --- translation -------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def staged(draw: st.DrawFn) -> tuple[Pattern, tuple[str | None, ...]]:
+    """Any stages and MTP depths, and any role for each A."""
+    stages = draw(st.lists(st.text("AMER", min_size=1, max_size=8), min_size=1, max_size=4))
+    letters = "".join(stages)
+    roles = tuple(draw(st.sampled_from("-FS")) if letter == "A" else None for letter in letters)
+    return Pattern(tuple(stages), ("A",) * draw(st.integers(0, 3))), roles
+
+
+@given(staged())
+def test_there_and_back_is_where_it_began(drawn: tuple[Pattern, tuple[str | None, ...]]) -> None:
+    pattern, roles = drawn
+    back = from_hybrid(to_hybrid(pattern, roles))
+    assert back.pattern == pattern
+    assert back.layers == "".join(pattern.stages)
+    assert back.sparse == tuple(number for number, role in enumerate(roles, start=1) if role in ("F", "S"))
+    assert [len(chunk) for chunk in back.chunks] == [len(stage) for stage in pattern.stages]
+
+
+SYMBOLS = "+DMEG"
+
+
+@given(st.lists(st.text(SYMBOLS, min_size=1, max_size=8), min_size=1, max_size=4), st.integers(0, 3))
+def test_back_and_there_is_the_same_text(stages: list[str], depths: int) -> None:
+    text = "|".join(stages) + "/+-" * depths
+    found = from_hybrid(text)
+    roles = tuple(
+        None if letter != "A" else "F" if number in found.sparse else "-"
+        for number, letter in enumerate(found.layers, start=1)
+    )
+    assert to_hybrid(found.pattern, roles) == text
+
+
+@given(st.text("+DMEG|/-*AR x", max_size=12))
+def test_a_text_is_taken_as_it_is_or_refused(text: str) -> None:
+    try:
+        found = from_hybrid(text)
+    except PatternError:
+        return
+    assert set(text) <= set(SYMBOLS + "|/-")
+    assert str(found.pattern).translate(str.maketrans("AR", "+G")).replace("/+", "/+-") == text.replace("D", "+")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "a text of"),
+        (None, "found None"),
+        ("M*E", r"'\*' at position 2 is stock attention"),
+        ("ME-", "'-' at position 3 is a dense feed-forward layer"),
+        ("AEM", r"'A' at position 1 is an attention layer of a NAM56R pattern.*'\+'"),
+        ("MER", "'R' at position 3 is an M²RNN layer of a NAM56R pattern.*'G'"),
+        ("ME|MX", "'X' at position 5 is not known"),
+        ("ME||ME", "stage at position 4 is empty"),
+        ("|ME", "stage at position 1 is empty"),
+        ("ME|", "stage at position 4 is empty"),
+        ("/+-", "stage at position 1 is empty"),
+        ("ME/", "MTP depth at position 4 is ''"),  # Megatron: no MTP, without a word
+        ("ME//", "MTP depth at position 4 is ''"),
+        ("ME/+-/", "MTP depth at position 7 is ''"),
+        ("ME/+", r"MTP depth at position 4 is '\+'"),
+        ("ME/+-/D-", "MTP depth at position 7 is 'D-'"),
+        ("ME/+-|M", r"MTP depth at position 4 is '\+-\|M'"),
+    ],
+)
+def test_what_is_not_nam56r_is_refused_by_its_position(text: Any, says: str) -> None:
+    with pytest.raises(PatternError, match=says):
+        from_hybrid(text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "roles", "says"),
+    [
+        ("AM", ["-"], "2 layers, but there are attention roles for 1"),
+        ("AM", [None, None], "layer 1 is 'A' with the attention role None"),
+        ("AM", ["-", "F"], "layer 2 is 'M' with the attention role 'F'"),
+        ("AM", ["X", None], "layer 1 is 'A' with the attention role 'X'"),
+        ("AM/E", ["-", None], "MTP depth 1 is 'E'"),
+        ("AM/A/AM", ["-", None], "MTP depth 2 is 'AM'"),
+    ],
+)
+def test_what_a_hybrid_pattern_cannot_say_is_refused(pattern: str, roles: list[str | None], says: str) -> None:
+    with pytest.raises(PatternError, match=says):
+        to_hybrid(parse(pattern), roles)
+
+
+def test_the_whole_model() -> None:
+    assert plan(TINY).text == "+EMEDEMEDEMG/+-"
+    text = plan(preset("nam56r")).text
+    assert text == "+EMEDEMEDEMGDEME+EMEDEMGDEMEDEME+EMGDEMEDEMEDEMG+EME/+-/+-"
+    assert from_hybrid(text).sparse == (5, 9, 13, 21, 25, 29, 37, 41, 45)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_megatron_reads_the_pattern_as_it_is_meant(name: str) -> None:
+    from megatron.core.models.hybrid.hybrid_layer_allocation import get_hybrid_layer_counts, parse_hybrid_pattern
+
+    model = preset(name)
+    found = parse_hybrid_pattern(plan(model).text)
+    assert (found.mtp_pattern, found.mtp_num_depths) == (MTP_BLOCK, model.mtp.depth)
+    counts = get_hybrid_layer_counts(found.main_pattern)
+    assert [counts[symbol] for symbol in "MEG"] == [model.layers.count(letter) for letter in "MER"]
+    assert counts["D"] == sum(role in ("F", "S") for role in model.roles)
+    assert counts["+"] + counts["D"] == model.layers.count("A")
+
+
+# --- the plan ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_says_of_each_symbol_whose_it_is_and_why() -> None:
+    found = plan(TINY)
+    assert {slot.symbol: slot.native for slot in found.slots} == {
+        "+": True, "D": True, "M": False, "E": True, "G": False, "+-": True,
+    }  # fmt: skip
+    lines = found.describe()
+    assert [line.split(" (")[0] for line in lines] == ["+ ×1", "D ×2", "M ×3", "E ×5", "G ×1", "+- ×1"]
+    assert all(
+        f"{'native' if slot.native else 'ours'}: {slot.why}" in line for slot, line in zip(SLOTS, lines, strict=True)
+    )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.text = "M"  # type: ignore[misc]
+
+
+def test_the_plan_holds_what_the_model_uses() -> None:
+    model = with_overrides(TINY, {"pattern": "AEM", "depth": 3, "dsa": {"schedule": "-"}, "mtp": {"depth": 0}})
+    assert [slot.symbol for slot in plan(model).slots] == ["+", "M", "E"]
+    assert plan(model).text == plan(model).symbols == "+EM"
+
+
+def test_the_slots_are_fields_of_stocks_own() -> None:
+    from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+
+    fields = {field.name for field in dataclasses.fields(HybridStackSubmodules)}
+    assert {slot.attribute for slot in SLOTS} - {None} <= fields
+    assert {symbol for slot in SLOTS for symbol in slot.symbol} <= Symbols.VALID_LAYERS
+
+
+def test_stages_are_those_of_the_layout_or_of_the_pattern() -> None:
+    model = with_overrides(TINY, {"dsa": {"schedule": "-FF"}})
+    assert plan(model, Layout(pipeline=2)).text == "+EMEDE|MEDEMG/+-"
+    assert plan(model, Layout(pipeline=2, virtual=2)).text == "+EM|EDE|MED|EMG/+-"
+    marked = with_overrides(model, {"pattern": "AEMEAEM|EAEMR"})
+    assert plan(marked).text == plan(marked, Layout(pipeline=2)).text == "+EMEDEM|EDEMG/+-"
+    with pytest.raises(ModelError, match="marks 2 stages"):
+        plan(marked, Layout(pipeline=3))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, r"not given, expected '\+EMEDEMEDEMG/\+-'"),
+        ("*EM", "is stock attention"),
+        ("+EMEDEMEDEMM/+-", "found layers AEMEAEMEAEMM, expected AEMEAEMEAEMR"),
+        ("+EMEDEMEDEMG+/+-", "found layers AEMEAEMEAEMRA"),
+        ("DEMEDEME+EMG/+-", r"sparse attention \(D\) in layers 1, 5, expected 5, 9"),
+        ("+EMEDEMEDEMG", "found 0 MTP depths, expected 1"),
+    ],
+)
+def test_each_contradiction_of_a_pattern_is_said_with_the_pattern_to_give(text: str | None, says: str) -> None:
+    import re
+
+    (found,) = contradictions(TINY, text)
+    assert re.search(says, found), found
+    assert "--hybrid-layer-pattern '+EMEDEMEDEMG/+-'" in found
+
+
+def test_stages_are_not_the_models_affair() -> None:
+    assert contradictions(TINY, "+EM|EDEME|DEMG/+-") == []
+
+
+# --- words -------------------------------------------------------------------------------------------------------------
+
+
+def option(words: tuple[str, ...], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def test_both_hosts_get_the_same_words_but_for_what_the_pattern_says() -> None:
+    gpt, hybrid_ = (lower(TINY, Layout(), CUDA, host) for host in (GPT, HYBRID))
+    flags = [{word for word in words if word.startswith("--")} for words in (gpt, hybrid_)]
+    assert flags[0] - flags[1] == {"--num-layers", "--moe-layer-freq", "--mtp-num-layers"}
+    assert flags[1] - flags[0] == {"--hybrid-layer-pattern"}
+    assert option(hybrid_, "--hybrid-layer-pattern") == "+EMEDEMEDEMG/+-"
+    assert hybrid_[-3:] == ("--spec", "megacpp_mcore", "nam56r_hybrid")
+    assert gpt[-3:] == ("--spec", "megacpp_mcore", "nam56r")
+    assert lower(TINY, Layout(), CUDA) == gpt
+
+
+def test_the_pattern_carries_the_stages_and_no_other_word_does() -> None:
+    model = with_overrides(TINY, {"dsa": {"schedule": "-FF"}})
+    words = lower(model, Layout(pipeline=2, virtual=2), CUDA, HYBRID)
+    assert option(words, "--hybrid-layer-pattern") == "+EM|EDE|MED|EMG/+-"
+    assert not {"--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-layout"} & set(words)
+    with pytest.raises(ModelError, match="layer 9"):
+        lower(TINY, Layout(pipeline=3), CUDA, HYBRID)
+
+
+def test_a_host_that_is_not_known() -> None:
+    with pytest.raises(ModelError, match="the host is 'bert'; expected one of gpt, hybrid"):
+        lower(TINY, Layout(), CUDA, "bert")
+
+
+def described(model: Model) -> SimpleNamespace:
+    asked = {argument.field: argument.expected for argument in model_arguments(model, HYBRID)}
+    return SimpleNamespace(**asked, vocab_size=model.vocab_size, hybrid_layer_pattern=plan(model).text)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_run_is_matched_to_its_preset(name: str) -> None:
+    model = preset(name)
+    assert mismatches(model, [described(model)], HYBRID) == []
+    assert lowering.matching_preset([described(model)], host=HYBRID) is model
+
+
+def test_every_mismatch_is_listed_at_once() -> None:
+    run = described(TINY)
+    run.hidden_size, run.moe_layer_freq, run.hybrid_layer_pattern = 256, [0, 1], "+EMEDEMEDEMM/+-"
+    run.experimental_attention_variant = None
+    with pytest.raises(ArgumentMismatchError) as raised:
+        lowering.check_arguments(TINY, [run], host=HYBRID)
+    lines = str(raised.value).splitlines()
+    assert "in 4 places" in lines[0]
+    assert [line.split(":")[0].strip() for line in lines[1:5]] == [
+        "hidden_size", "experimental_attention_variant", "moe_layer_freq", "hybrid_layer_pattern",
+    ]  # fmt: skip
+
+
+def test_gptmodel_takes_no_hybrid_pattern() -> None:
+    """Stock would start the output projections from other weights, and say nothing."""
+    (argument,) = [argument for argument in model_arguments(TINY) if argument.field == "is_hybrid_model"]
+    assert (argument.expected, argument.remedy) == (False, "without --hybrid-layer-pattern")
+
+
+@pytest.mark.parametrize(
+    ("words", "host"),
+    [
+        (["megacpp_mcore", "nam56r"], GPT), (["megacpp_mcore.nam56r_hybrid"], HYBRID),
+        (["megacpp_mcore.layer_specs.hybrid", "nam56r_hybrid"], HYBRID), (None, None), ([], None), (["local"], None),
+        (["megacpp_mcore", "nam57"], None), (["megacpp_mcore.layer_specs.nam56r", "nam56r_hybrid"], None),
+    ],
+)  # fmt: skip
+def test_whose_host_a_spec_is_for(words: list[str] | None, host: str | None) -> None:
+    assert lowering.host_of(words) == host
+
+
+# --- the launcher ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "spec", "pattern", "says"),
+    [
+        ("pretrain_gpt.py", "nam56r_hybrid", True, r"for pretrain_hybrid\.py, and the script is pretrain_gpt\.py"),
+        ("pretrain_hybrid.py", "nam56r", False, r"for pretrain_gpt\.py, and the script is pretrain_hybrid\.py"),
+        (None, "nam56r_hybrid", False, "needs --hybrid-layer-pattern"),
+        (None, "nam56r", True, "takes no --hybrid-layer-pattern"),
+    ],
+)
+def test_a_spec_for_another_host_is_refused(
+    script: str | None, spec: str, pattern: bool, says: str, tmp_path: Path
+) -> None:
+    words = ["--hybrid-layer-pattern=+EM"] if pattern else []
+    if script is not None:
+        (tmp_path / script).touch()
+        words.insert(0, str(tmp_path / script))
+    with pytest.raises(SpecImportError, match=says):
+        launcher.plan([*words, "--spec", f"megacpp_mcore.{spec}"], device="auto", environment={})
+
+
+@pytest.mark.parametrize("script", [None, "pretrain_hybrid.py", "my_own.py"])
+def test_a_hybrid_launch_is_planned(script: str | None, tmp_path: Path) -> None:
+    cpu = dataclasses.replace(CUDA, device="cpu", precision="fp32", transformer_impl="local")
+    words = list(lower(TINY, Layout(), cpu, HYBRID))
+    if script is not None:
+        (tmp_path / script).touch()
+        words.insert(0, str(tmp_path / script))
+    found = launcher.plan(words, device="cpu", environment={})
+    assert found.spec == ("megacpp_mcore", "nam56r_hybrid")
+    assert found.has_own_spec
+
+
+def test_no_torch_is_imported() -> None:
+    code = "import sys, megacpp_mcore.hybrid, megacpp_mcore.lowering, megacpp_mcore as m; "
+    code += "print({'torch', 'megatron', 'numpy'} & set(sys.modules), 'nam56r_hybrid' in dir(m))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["set()", "True"]
+    assert hybrid.MTP_BLOCK == "+-"

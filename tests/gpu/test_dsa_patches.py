@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megacpp_mcore.patches import dsa_graph_safety, dsa_indexer_memory
+from tests.gpu.device import peak
 from tests.parity.compare import assert_parity
 from tests.unit import stock
 from tests.unit.dsa_layer import ONE_RANK, dsa_attention, dsa_config, layer_inputs, run_layer
@@ -183,20 +184,15 @@ def test_peak_memory_on_a_gpu(sparse: bool) -> None:
     inputs.query, inputs.key = draw(S, 1, 14, 128), draw(S, 1, 1, 128).expand(-1, -1, 14, -1)
     bounds = on_gpu(selection("bounds", S, S))
 
-    def peak() -> int:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    def work() -> None:
         loss_and_gradients(inputs, 256, sparse, ONE_RANK, **bounds)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
 
-    peak()  # cuBLAS takes its workspace
-    theirs = peak()
+    peak(work)  # cuBLAS takes its workspace
+    theirs = peak(work)
     expected = loss_and_gradients(inputs, 256, sparse, use_relu=False, **bounds)
     score = dsa().fused_qk_topk_naive(inputs.q, inputs.k, inputs.weights, 256, use_relu=False, **bounds)[0]
     with patched():
-        ours = peak()
+        ours = peak(work)
         results = loss_and_gradients(inputs, 256, sparse, index=expected[0], use_relu=False, **bounds)
     assert theirs > 10 * ours, (theirs, ours)
     assert_same_selection(results[0], expected[0], score)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megacpp_mcore.ops.linear_cross_entropy.chunked import MainGrad, linear_cross_entropy
+from tests.gpu.device import peak, replayed, without_waiting
 from tests.parity.compare import assert_parity
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -77,14 +78,6 @@ def test_at_the_size_of_the_model() -> None:
     hidden, weight, label, cotangent = inputs
     buffer = torch.zeros(weight.shape, device="cuda")
 
-    def peak(run: Callable[[], object]) -> int:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        base = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - base
-
     def accumulate() -> None:
         loss = linear_cross_entropy(hidden, weight, label, main_grad=MainGrad(buffer, lambda: None)).loss
         torch.autograd.grad(loss, (hidden, weight), cotangent, allow_unused=True)
@@ -103,27 +96,13 @@ def test_at_the_size_of_the_model() -> None:
 def test_nothing_waits_for_the_device() -> None:
     inputs = draw(512, 128, 3000, torch.bfloat16)
     outcome(ours, inputs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         outcome(ours, inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_cuda_graph() -> None:
     inputs = draw(512, 128, 3000, torch.bfloat16)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        outcome(ours, inputs)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = outcome(ours, inputs)
-    other = draw(512, 128, 3000, torch.bfloat16)
-    with torch.no_grad():
-        for tensor, value in zip(inputs, other, strict=True):
-            tensor.copy_(value.flip(0))
-    graph.replay()
+    others = [tensor.detach().flip(0) for tensor in draw(512, 128, 3000, torch.bfloat16)]
+    captured = replayed(lambda: outcome(ours, inputs), inputs, others)
     for have, want in zip(captured, outcome(ours, inputs), strict=True):
         assert_parity(have, want, rms=5e-3)

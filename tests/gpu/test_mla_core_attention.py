@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from megacpp_mcore.ops.mla import sdpa
 from megacpp_mcore.ops.mla.reference import mla_attention
+from tests.gpu.device import peak, replayed, without_waiting
 from tests.parity.compare import assert_parity
 from tests.parity.conditioning import EARLY, query_gradient_terms
 
@@ -154,15 +155,6 @@ def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return sdpa.sdpa_attention(q, k, v, softmax_scale=128**-0.5, backend=CUDNN)
 
 
-def peak(run: Callable[[], object]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    base = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - base
-
-
 def test_nothing_is_copied() -> None:
     inputs = draw(4096, 2, 56)
     outcome(ours, inputs)
@@ -183,33 +175,17 @@ def test_nothing_is_copied() -> None:
 def test_nothing_waits_for_the_device() -> None:
     inputs = draw(512)
     outcome(ours, inputs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         outcome(ours, inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
-def replayed(op: Op, inputs: Inputs) -> list[torch.Tensor]:
-    """What a CUDA graph of forward and backward gives for other inputs than it was captured with."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        outcome(op, inputs)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = outcome(op, inputs)
-    with torch.no_grad():
-        for tensor in inputs:
-            tensor.copy_(tensor.flip(0))
-    graph.replay()
-    return captured
+def replayed_flipped(op: Op, inputs: Inputs) -> Sequence[torch.Tensor]:
+    return replayed(lambda: outcome(op, inputs), inputs, [tensor.detach().flip(0) for tensor in inputs])
 
 
 def test_cuda_graph() -> None:
     inputs = draw(640)
-    captured = replayed(ours, inputs)
+    captured = replayed_flipped(ours, inputs)
     for have, want in zip(captured, outcome(ours, inputs), strict=True):
         assert_parity(have, want, rms=5e-3)
 
@@ -329,7 +305,7 @@ def test_transformer_engine_is_asked_what_it_asks_itself(
 @needs_engine
 def test_transformer_engine_in_a_cuda_graph(patched: list[str]) -> None:
     layer, inputs = attention("TEDotProductAttention", 4, 128, 64), draw(640, 2, 4)
-    captured = replayed(seam(layer), inputs)
+    captured = replayed_flipped(seam(layer), inputs)
     assert "CUDNN_ATTENTION" in patched[0]
     for have, want in zip(captured, outcome(seam(layer), inputs), strict=True):
         assert_parity(have[EARLY:], want[EARLY:], rms=5e-3)  # sums over keys in no fixed order

@@ -1,0 +1,47 @@
+"""What the tests of ops on a GPU ask of the device: peak memory, no waiting, and a CUDA graph's replay."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+
+def peak(run: Callable[[], object]) -> int:
+    """Peak bytes above what was allocated before the call."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - base
+
+
+@contextlib.contextmanager
+def without_waiting() -> Iterator[None]:
+    """Inside, anything that makes the host wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def replayed(
+    run: Callable[[], Sequence[torch.Tensor]], inputs: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """What a CUDA graph of ``run`` gives once ``inputs``, with which it was captured, hold the values of ``others``."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    with torch.no_grad():
+        for tensor, value in zip(inputs, others, strict=True):
+            tensor.copy_(value)
+    graph.replay()
+    return captured

@@ -419,7 +419,8 @@ def check_arguments(model: Model, sources: Sequence[object], origin: str = "", h
         raise ArgumentMismatchError(
             f"the run's arguments contradict {model.name}{origin} in {len(found)} place{'s' if len(found) > 1 else ''}:\n  "
             + "\n  ".join(found)
-            + f"\n`megacpp-mcore recipe emit {model.name} --as cli` prints the whole command."
+            + f"\n`megacpp-mcore recipe emit {model.name} --as cli{'' if host == GPT else f' --host {host}'}` prints the whole "
+            "command."
         )
 
 

@@ -15,10 +15,35 @@ from typing import Any
 
 from megacpp_mcore import config
 from megacpp_mcore.errors import DataError, LaunchError, ModelError
-from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.lowering import GPT, SCRIPTS, SPECS, Training, lower
 from megacpp_mcore.model import PRESETS, Layout, Model, preset
 
-_DATA_VARIABLE = "${DATA_PREFIX:?set it to the prefix of a prepared dataset}"
+_FORMS: Mapping[str, Callable[[StockCommand], str]] = MappingProxyType(
+    {
+        "cli": stock_command.as_cli,
+        "yaml": stock_command.as_yaml,
+        "slurm": lambda command: stock_command.as_slurm(command, Slurm()),
+        "args": stock_command.as_args,
+    }
+)
+_TRAINING_OPTIONS = MappingProxyType(
+    {
+        "device": "device",
+        "impl": "transformer_impl",
+        "micro_batch_size": "micro_batch_size",
+        "global_batch_size": "global_batch_size",
+        "train_iters": "train_iters",
+        "lr": "learning_rate",
+    }
+)
+"""Options of ``recipe emit`` that are fields of :class:`Training`, under their own names."""
+_LAYOUT_OPTIONS = ("tensor", "pipeline", "virtual", "expert", "sequence_parallel")
+_RUN_OPTIONS = (
+    *_TRAINING_OPTIONS,
+    *_LAYOUT_OPTIONS,
+    *("settings", "host", "via", "nodes", "gpus_per_node", "data", "tokenizer"),
+)
+"""Options that say what runs, and not how it is printed."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -30,24 +55,66 @@ def add_parser(subparsers: Any) -> None:
     actions.add_parser("list", help="one line a model")
     show = actions.add_parser("show", help="the whole definition of a model, its layers and parameter counts, as JSON")
     show.add_argument("name")
+    _add_set(show, "values of the model to show it with")
     emit = actions.add_parser("emit", help="the complete stock Megatron command for a model")
-    emit.add_argument("name")
+    emit.add_argument("name", nargs="?", help="the model; leave it out with --from")
+    emit.add_argument("--from", dest="source", metavar="FILE", help="a file of --as yaml, to be printed as --as says")
     emit.add_argument(
-        "--as", dest="form", choices=("cli", "args"), default="cli", help="a shell command, or one word a line"
+        "--as",
+        dest="form",
+        choices=tuple(_FORMS),
+        default="cli",
+        help="a shell command, a YAML file, an sbatch script, or the arguments alone, one word a line",
+    )
+    _add_run(emit)
+    _add_slurm(emit)
+
+
+def _add_set(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--set", dest="values", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=f"{what}: dsa.topk=64"
+    )
+
+
+def _add_run(emit: argparse.ArgumentParser) -> None:
+    """The options that say what runs; each is None until it is given."""
+    _add_set(emit, "values of the model and of the run")
+    emit.add_argument(
+        "--settings",
+        metavar="FILE",
+        help="write the changed model there, for MEGACPP_CONFIG; --set of a model needs it",
+    )
+    emit.add_argument("--host", choices=tuple(SPECS), help="gpt (default): pretrain_gpt.py; hybrid: pretrain_hybrid.py")
+    emit.add_argument(
+        "--via",
+        choices=WAYS,
+        help="torchrun: the bare script (default on cuda); launch: by megacpp-mcore launch, which checks data and GPUs "
+        "first (default on cpu); wheel: the same without a script",
     )
     emit.add_argument("--device", choices=("cuda", "cpu"), help="default: cpu for nam56r_tiny, cuda for the others")
     emit.add_argument("--impl", choices=("transformer_engine", "local"), help="default: local on cpu, else TE")
     for name in ("tensor", "pipeline", "virtual", "expert"):
-        emit.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{name} parallelism")
-    emit.add_argument("--sequence-parallel", action="store_true")
+        emit.add_argument(f"--{name}", type=int, metavar="N", help=f"{name} parallelism (default: 1)")
+    emit.add_argument("--sequence-parallel", action="store_true", default=None)
+    emit.add_argument("--nodes", type=int, metavar="N", help="hosts (default: 1)")
+    emit.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="default: what the layout needs, spread over the nodes"
+    )
     emit.add_argument("--data", metavar="PREFIX", help="dataset prefix; default: the shell variable DATA_PREFIX")
     emit.add_argument(
         "--tokenizer", metavar="DIR", help="Hugging Face tokenizer folder; default: bytes or ids as they are"
     )
-    emit.add_argument("--micro-batch-size", type=int, default=1)
-    emit.add_argument("--global-batch-size", type=int, default=8)
-    emit.add_argument("--train-iters", type=int, default=1000)
-    emit.add_argument("--lr", type=float, default=3e-4)
+    emit.add_argument("--micro-batch-size", type=int, metavar="N", help="default: 1")
+    emit.add_argument("--global-batch-size", type=int, metavar="N", help="default: 8")
+    emit.add_argument("--train-iters", type=int, metavar="N", help="default: 1000")
+    emit.add_argument("--lr", type=float, help="default: 3e-4")
+
+
+def _add_slurm(emit: argparse.ArgumentParser) -> None:
+    """The options of ``--as slurm`` alone; each is left to the cluster until it is given."""
+    for option in dataclasses.fields(Slurm):
+        kind = int if option.name == "cpus_per_task" else str
+        emit.add_argument(f"--{option.name.replace('_', '-')}", type=kind, help="of the job (--as slurm)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,16 +123,28 @@ def run(args: argparse.Namespace) -> int:
         for model in PRESETS.values():
             print(f"{model.name:<16} {_summary(model)}")
     elif args.action == "show":
-        model, _ = chosen_model(args.name)
-        described = dataclasses.asdict(model) | {
-            "layers": model.layers,
-            "attention_roles": {number: role for number, role in enumerate(model.roles, 1) if role},
-            "parameters": model.parameters() | {"total": sum(model.parameters().values())},
-        }
-        print(json.dumps(described, indent=2))
+        print(json.dumps(described(_shown(args.name, args.values)), indent=2))
     else:
         print(emit(args))
     return 0
+
+
+def described(model: Model) -> dict[str, Any]:
+    """The whole definition of ``model``, with what follows from it, as JSON takes it."""
+    return dataclasses.asdict(model) | {
+        "layers": model.layers,
+        "attention_roles": {number: role for number, role in enumerate(model.roles, 1) if role},
+        "hybrid_layer_pattern": hybrid.plan(model).text,
+        "parameters": model.parameters() | {"total": sum(model.parameters().values())},
+    }
+
+
+def _shown(name: str, words: Sequence[str]) -> Model:
+    """The model called ``name`` with the values that ``words`` give it; none of them may be one of a run's."""
+    of_model, of_run = overrides.read(words)
+    if of_run:
+        raise ModelError(f"{', '.join(of_run)} belongs to a run and not to the model; leave it to `recipe emit`")
+    return overrides.apply(chosen_model(name)[0], of_model)
 
 
 def tokenizer_words(model: Model, folder: str | None = None, data: str | None = None) -> tuple[str, ...]:
@@ -117,60 +196,129 @@ def chosen_model(name: str) -> tuple[Model, Path | None]:
 
 def emit(args: argparse.Namespace) -> str:
     """The text ``recipe emit`` prints."""
-    model, settings = chosen_model(args.name)
-    if args.form == "args" and args.data is None:
+    slurm = Slurm(**{option.name: getattr(args, option.name) for option in dataclasses.fields(Slurm)})
+    if args.form != "slurm" and slurm.given():
+        raise LaunchError(f"--{slurm.given()[0][0]} is an option of a batch job; add --as slurm, or leave it out")
+    command = stock_command.load(Path(args.source)) if _has_source(args) else command_of(args)
+    return stock_command.as_slurm(command, slurm) if args.form == "slurm" else _FORMS[args.form](command)
+
+
+def _has_source(args: argparse.Namespace) -> bool:
+    """Whether the run comes from a file, which then says all of it."""
+    if (args.name is None) == (args.source is None):
+        raise LaunchError("recipe emit needs the name of a model (see `recipe list`), or --from FILE, one of the two")
+    if args.source is None:
+        return False
+    given = [name for name in _RUN_OPTIONS if getattr(args, name) is not None] + ["set"] * bool(args.values)
+    if given:
         raise LaunchError(
-            "recipe emit --as args prints words for a program, and has no prefix of a dataset to put among them; "
-            "add --data PREFIX (--as cli leaves it to the shell variable DATA_PREFIX)"
+            f"--from {args.source} says the whole run, and --{given[0].replace('_', '-')} was given besides; change the "
+            "file, or leave that out"
+        )
+    return True
+
+
+def command_of(args: argparse.Namespace) -> StockCommand:
+    """The run that the options of ``recipe emit`` describe; writes the file of ``--settings`` where one is needed."""
+    of_model, of_run = overrides.read(args.values)
+    original, settings = chosen_model(args.name)
+    model = overrides.apply(original, of_model)
+    if model != original:
+        settings = _write_settings(args, model)
+    elif args.settings is not None:
+        raise LaunchError(
+            f"--settings {args.settings} is for a model that --set changes, and nothing is changed; leave it out"
         )
     if args.data is not None and not os.path.exists(args.data + ".idx"):
         print(f"note: there is no {args.data}.idx; the command needs a prepared dataset there", file=sys.stderr)
-    device = args.device or ("cpu" if model.name == "nam56r_tiny" else "cuda")
-    layout = Layout(
-        tensor=args.tensor,
-        pipeline=args.pipeline,
-        virtual=args.virtual,
-        expert=args.expert,
-        sequence_parallel=args.sequence_parallel,
+    layout = _layout(args)
+    training = _training(args, model, of_run)
+    nodes, per_node = _processes(args, layout, training)
+    host = args.host or GPT
+    env = {} if settings is None else {config.VARIABLE: str(settings.resolve())}
+    if layout.tensor > 1 and training.device == "cuda":
+        # Megatron 0.19 stops without it on GPUs before Blackwell; the CPU lane sets it itself.
+        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return StockCommand(
+        recipe=model.name,
+        device=training.device,
+        via=args.via or (LAUNCH if training.device == "cpu" else TORCHRUN),
+        script=SCRIPTS[host],
+        nodes=nodes,
+        processes_per_node=per_node,
+        env=env,
+        arguments=lower(model, layout, training, host),
     )
-    training = Training(
-        device=device,
-        precision="fp32" if device == "cpu" else "bf16",
-        transformer_impl=args.impl or ("local" if device == "cpu" else "transformer_engine"),
-        data=("--data-path", args.data or _DATA_VARIABLE, "--split", "100,0,0"),
+
+
+def _layout(args: argparse.Namespace) -> Layout:
+    given = {name: getattr(args, name) for name in _LAYOUT_OPTIONS}
+    return Layout(**{name: value for name, value in given.items() if value is not None})
+
+
+def _training(args: argparse.Namespace, model: Model, of_run: Mapping[str, Any]) -> Training:
+    """The training plan of options and ``--set``, each field said once."""
+    values = dict(of_run)
+    for option, field in _TRAINING_OPTIONS.items():
+        given = getattr(args, option)
+        if given is not None and field in of_run:
+            raise LaunchError(f"--{option.replace('_', '-')} and --set {field}=… say the same thing; leave one out")
+        if given is not None:
+            values[field] = given
+    device = values.setdefault("device", "cpu" if args.name == "nam56r_tiny" else "cuda")
+    on_cpu = device == "cpu"
+    values.setdefault("precision", "fp32" if on_cpu else "bf16")
+    values.setdefault("transformer_impl", "local" if on_cpu else "transformer_engine")
+    return Training(
+        data=("--data-path", args.data or DATA_VARIABLE, "--split", "100,0,0"),
         tokenizer=tokenizer_words(model, args.tokenizer, args.data),
-        micro_batch_size=args.micro_batch_size,
-        global_batch_size=args.global_batch_size,
-        train_iters=args.train_iters,
-        learning_rate=args.lr,
+        **values,
     )
-    words = lower(model, layout, training)
-    if args.form == "args":
-        return "\n".join(words)
-    processes = math.lcm(layout.tensor, layout.expert) * layout.pipeline
-    replicas = processes // (layout.tensor * layout.pipeline)
+
+
+def _processes(args: argparse.Namespace, layout: Layout, training: Training) -> tuple[int, int]:
+    """Nodes and processes of each, checked against layout and batch."""
+    nodes = 1 if args.nodes is None else args.nodes
+    least = math.lcm(layout.tensor, layout.expert) * layout.pipeline
+    for name, value in (("nodes", nodes), ("gpus-per-node", args.gpus_per_node)):
+        if value is not None and value < 1:
+            raise LaunchError(f"--{name} is {value}; expected 1 or more")
+    per_node = args.gpus_per_node or max(1, least // nodes)
+    if nodes * per_node % least:
+        raise LaunchError(
+            f"the layout needs a multiple of {least} processes, and {nodes} nodes × {per_node} are {nodes * per_node}; change "
+            "--nodes, --gpus-per-node or the layout"
+        )
+    replicas = nodes * per_node // (layout.tensor * layout.pipeline)
     if training.global_batch_size % (training.micro_batch_size * replicas):
         raise ModelError(
             f"the global batch of {training.global_batch_size} is not a multiple of the micro-batch "
             f"({training.micro_batch_size}) × {replicas} data-parallel replicas; change --global-batch-size"
         )
-    return _shell(words, device, processes, settings)
+    return nodes, per_node
 
 
-def _shell(words: Sequence[str], device: str, processes: int, settings: Path | None) -> str:
-    if device == "cpu":
-        head = f"megacpp-mcore launch --device cpu --nproc {processes} -- pretrain_gpt.py"
-    else:
-        head = f"torchrun --nproc-per-node {processes} pretrain_gpt.py"
-    lines: list[str] = []
-    for word in words:
-        quoted = f'"{word}"' if word == _DATA_VARIABLE else shlex.quote(word)
-        if word.startswith("--"):
-            lines.append(quoted)
-        else:
-            lines[-1] += " " + quoted
-    prefix = "" if settings is None else f"{config.VARIABLE}={shlex.quote(str(settings.resolve()))} "
-    return prefix + head + " \\\n  " + " \\\n  ".join(lines)
+def _write_settings(args: argparse.Namespace, model: Model) -> Path:
+    """Write the file that makes a run train ``model``, and say so; an existing file with another content stays."""
+    if args.settings is None:
+        raise LaunchError(
+            f"--set changes the model {args.name}, and a run is checked against its model: that has to be in a file that "
+            f"{config.VARIABLE} names; add --settings FILE, which is written"
+        )
+    loaded = config.from_environment()
+    ours = loaded is not None and args.name in (loaded.preset, loaded.model.name)
+    base = loaded.preset if loaded is not None and ours else args.name
+    content: dict[str, Any] = {"model": base, "overrides": overrides.differences(model, preset(base))}
+    if loaded is not None and ours and loaded.backends:
+        content["backends"] = dict(loaded.backends)
+    text, path = yaml.safe_dump(content, sort_keys=False), Path(args.settings)
+    try:
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            raise LaunchError(f"{path} is there and says something else; name another file, or remove it")
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{path} cannot be written ({error}); name another file with --settings") from error
+    return path
 
 
 def _summary(model: Model) -> str:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacpp_mcore import hybrid, launcher, lowering
+from megacpp_mcore import cli, hybrid, launcher, lowering
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError, PatternError, SpecImportError
 from megacpp_mcore.hybrid import MTP_BLOCK, SLOTS, contradictions, from_hybrid, plan, to_hybrid
 from megacpp_mcore.lowering import GPT, HYBRID, Training, lower, mismatches, model_arguments
@@ -271,6 +271,14 @@ def test_gptmodel_takes_no_hybrid_pattern() -> None:
 )  # fmt: skip
 def test_whose_host_a_spec_is_for(words: list[str] | None, host: str | None) -> None:
     assert lowering.host_of(words) == host
+
+
+def test_recipe_emit_writes_the_command_of_either_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipe", "emit", "nam56r_tiny", "--host", "hybrid"]) == 0
+    printed = capsys.readouterr().out.replace("\\\n", "")
+    assert " -- pretrain_hybrid.py " in printed
+    assert "--hybrid-layer-pattern +EMEDEMEDEMG/+-" in printed
+    assert printed.split()[-3:] == ["--spec", "megacpp_mcore", "nam56r_hybrid"]
 
 
 # --- the launcher ------------------------------------------------------------------------------------------------------

@@ -50,7 +50,9 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def words(model: Model, host: str, *extra: str, data: tuple[str, ...] = ("--mock-data",)) -> list[str]:
+def words(
+    model: Model, host: str, *extra: str, data: tuple[str, ...] = ("--mock-data",), layout: Layout | None = None
+) -> list[str]:
     training = Training(
         device="cpu",
         precision="fp32",
@@ -61,7 +63,7 @@ def words(model: Model, host: str, *extra: str, data: tuple[str, ...] = ("--mock
         train_iters=4,
         extra=extra,
     )
-    return list(lower(model, Layout(), training, host))
+    return list(lower(model, layout or Layout(), training, host))
 
 
 def build(process: Path, *extra: str, changed: Callable[[list[str]], None] = lambda _: None) -> Any:
@@ -289,34 +291,33 @@ class Trained:
         return state
 
 
-def train(folder: Path, host: str, *extra: str, script: Path | None = None) -> Trained:
-    """nam56r_tiny, four steps on a module of Python itself, a checkpoint after each."""
-    folder.mkdir()
-    (prefix,) = prepare([argparse.__file__], str(folder / "text"), progress=io.StringIO())
-    data = ("--data-path", str(prefix), "--split", "100,0,0")
-    save = ["--ckpt-format", "torch_dist", "--save", str(folder / "saved"), "--save-interval", "1"]
-    command = [
-        sys.executable,
-        "-m",
-        "megacpp_mcore",
-        "launch",
-        "--device",
-        "cpu",
-        "--record-steps",
-        str(folder / "steps"),
-    ]
-    command += [
-        "--",
-        *([str(script)] if script else []),
-        *words(TINY, host, *save, *extra, data=data),
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("MEGACPP_CONFIG", None)
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+def corpus(folder: Path) -> tuple[str, ...]:
+    """The data arguments of a small dataset: a module of Python itself."""
+    (prefix,) = prepare([argparse.__file__], str(folder / "text"), progress=io.StringIO(), overwrite=True)
+    return ("--data-path", str(prefix), "--split", "100,0,0")
+
+
+def launch(
+    folder: Path, name: str, command: list[str], *options: str, script: Path | None = None, config: Path | None = None
+) -> tuple[dict[int, dict[str, float]], str]:
+    """Run a stock command; returns the scalars of each step, and the output."""
+    steps = folder / f"{name}.steps"
+    options = ("--device", "cpu", "--record-steps", str(steps), *options)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGACPP_CONFIG": str(config or "")}
+    done = subprocess.run(
+        [sys.executable, "-m", "megacpp_mcore", "launch", *options, "--", *([str(script)] if script else []), *command],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-4000:]
-    records = read_steps(folder / "steps")
-    steps = {record.step: {**record.losses, "norm": record.grad_norm or 0.0} for record in records}
+    return {step.step: {**step.losses, "norm": step.grad_norm or 0.0} for step in read_steps(steps)}, output
+
+
+def train(folder: Path, host: str, *extra: str, script: Path | None = None) -> Trained:
+    """nam56r_tiny, four steps, a checkpoint after each."""
+    folder.mkdir()
+    save = ["--ckpt-format", "torch_dist", "--save", str(folder / "saved"), "--save-interval", "1"]
+    steps, output = launch(folder, host, words(TINY, host, *save, *extra, data=corpus(folder)), script=script)
     return Trained(steps, folder / "saved", output)
 
 
@@ -362,6 +363,38 @@ def test_the_stock_script_trains_what_the_gpt_host_trains(on_gpt: Trained, megat
     assert found.steps == on_gpt.steps
     same_tensors(on_gpt.tensors(4), found.tensors(4))
     assert "building nam56r_tiny on HybridModel, pattern +EMEDEMEDEMG/+-" in found.output
+
+
+STAGED = {"dsa": {"schedule": "-FF"}}
+"""A schedule that is legal in four stages."""
+
+
+@pytest.mark.slow
+def test_in_virtual_pipeline_stages_both_hosts_train_the_same(tmp_path: Path) -> None:
+    """Two processes, two stages each, which the pattern's '|' marks for the one host and an argument for the other."""
+    file = tmp_path / "model.yaml"
+    file.write_text(f"model: nam56r_tiny\noverrides: {STAGED}\n")
+    layout, found = Layout(pipeline=2, virtual=2), []
+    for host in (GPT, HYBRID):
+        command = words(with_overrides(TINY, STAGED), host, "--train-iters", "2", data=corpus(tmp_path), layout=layout)
+        found.append(launch(tmp_path, host, command, "--nproc", "2", config=file)[0])
+    assert found[0] == found[1]
+    assert list(found[0]) == [1, 2]
+
+
+# --- the count of the log ----------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_counted_whole_on_either_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megacpp_mcore.observe import flops
+    from megacpp_mcore.patches.hybrid_flops import PATCH
+
+    monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
+    count = PATCH.edits[0].make(lambda args, *_: pytest.fail("stock's count was asked"))
+    for host in (GPT, HYBRID):
+        args = stock.parse(words(TINY, host))
+        args.padded_vocab_size = TINY.vocab_size_padded(1)
+        assert count(args, 2) == flops.step(TINY, 2).total.training
 
 
 # --- the patch checkpoint-hosts ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The eleven patches as a set, on real Megatron: alone, together, all but one, in any order, twice; and after an edit of a target.
+"""All patches as a set, on real Megatron: alone, together, all but one, in any order, twice; and after an edit of a target.
 
 The checkout's half runs in a process of its own, which imports that tree.
 """

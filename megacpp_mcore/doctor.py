@@ -109,6 +109,13 @@ details["file"] = package_info.__file__
 import megatron.core.models.gpt.gpt_model, megatron.core.optimizer, megatron.training.arguments
 """
 
+# As the recipes import it: that says which of Bridge's many conditions is not met.
+_BRIDGE = """
+from megacpp_mcore.nemo_recipes import bridge
+bridge.prepare()
+import megatron.bridge.training.pretrain
+"""
+
 COMPONENTS: tuple[Component, ...] = (
     Component("torch", "torch", _TORCH, ("torch",), required=True, versions=TORCH_VERSIONS),
     Component(
@@ -158,7 +165,7 @@ COMPONENTS: tuple[Component, ...] = (
         blocks=True,
         advice=_ADVICE_RESILIENCY,
     ),
-    Component("megatron-bridge", "megatron.bridge", _plain("megatron.bridge"), ("megatron-bridge",)),
+    Component("megatron-bridge", "megatron.bridge", _BRIDGE, ("megatron-bridge",)),
     Component("nemo-run", "nemo_run", _plain("nemo_run"), ("nemo-run",)),
 )
 

@@ -148,6 +148,8 @@ def plan(
     resolved = _resolve_device(device)
     if resolved == "cpu":
         _check_cpu_arguments(arguments)
+    else:
+        _check_gpus(nproc, environment)
     registry.default().select(patches)  # refuses names that it does not know
     return Plan(script, tuple(arguments), spec, resolved, nproc, tuple(patches))
 
@@ -257,6 +259,18 @@ def _resolve_device(device: str) -> str:
     return "cuda" if available else "cpu"
 
 
+def _check_gpus(nproc: int, environment: Mapping[str, str]) -> None:
+    """Refuse more processes on this host than it has GPUs; torch would say "invalid device ordinal" in the last ones."""
+    import torch
+
+    needed, there = max(nproc, int(environment.get("LOCAL_WORLD_SIZE", "1"))), torch.cuda.device_count()
+    if needed > there:
+        raise LaunchError(
+            f"the launch asks for {needed} GPUs on this host, one a process, and torch sees {there}; take a smaller layout "
+            "(tensor, pipeline, expert), more hosts, or open CUDA_VISIBLE_DEVICES"
+        )
+
+
 def _check_cpu_arguments(arguments: Sequence[str]) -> None:
     from megacpp_mcore import cpu
 
@@ -350,29 +364,29 @@ def _end_with_the_parent() -> None:
 def _run_here(chosen: Plan, record_steps: str | None) -> int:
     entry = str(chosen.script) if chosen.script else _STOCK_LOOP
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_environment(_single_process_defaults()))
+        stack.enter_context(process_environment())
         stack.enter_context(_arguments([entry, *chosen.arguments]))
-        _say(chosen.describe(int(os.environ["WORLD_SIZE"])))
+        say(chosen.describe(int(os.environ["WORLD_SIZE"])))
         if chosen.has_own_spec and os.environ["RANK"] == "0":
             _verify_data(chosen.arguments)
         if chosen.script is not None:
             stack.enter_context(_first_on_path(chosen.script.parent))
         if chosen.device == "cpu":
-            stack.enter_context(_cpu_lane())
-        stack.enter_context(_patches_of_the_run())
+            stack.enter_context(cpu_lane())
+        stack.enter_context(patches_of_the_run())
         _apply_patches(chosen)
         if record_steps is not None:
-            _say(stack.enter_context(steps.recording(record_steps)))
+            say(stack.enter_context(steps.recording(record_steps)))
         if chosen.spec is not None:
             import_named(*chosen.spec)
         status = _run_main(chosen.script)
         if status == 0:
-            _leave_process_group()
+            leave_process_group()
     return status
 
 
 @contextlib.contextmanager
-def _patches_of_the_run() -> Iterator[None]:
+def patches_of_the_run() -> Iterator[None]:
     """Revert, in the end, the patches that were applied meanwhile, but for those of a checkout's hook, which acts once."""
     known = registry.default()
     before = {record["name"] for record in known.status() if record["state"] != "not applied"}
@@ -390,13 +404,13 @@ def _apply_patches(chosen: Plan) -> None:
     """Apply what every launch needs, what a spec needs, and what was asked for; all or none."""
     names = ["dataset-helpers", *(["spec-import"] if chosen.spec else [])]
     names += ["hybrid-flops"] if chosen.has_own_spec else []
-    _say(f"patches: {', '.join(registry.default().apply([*names, *chosen.patches]).applied) or 'applied already'}")
+    say(f"patches: {', '.join(registry.default().apply([*names, *chosen.patches]).applied) or 'applied already'}")
 
 
 def _verify_data(arguments: Sequence[str]) -> None:
     from megacpp_mcore.data.arguments import verify_arguments  # brings numpy, which --help does without
 
-    _say(verify_arguments(arguments))
+    say(verify_arguments(arguments))
 
 
 def _run_main(script: Path | None) -> int:
@@ -435,24 +449,30 @@ def _first_on_path(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _cpu_lane() -> Iterator[None]:
+def cpu_lane() -> Iterator[None]:
+    """The CPU lane for the duration, with a line for everything that it replaces."""
     from megacpp_mcore import cpu
 
     lane = cpu.install()
     try:
         for message in lane.messages:
-            _say(message)
+            say(message)
         yield
     finally:
         lane.remove()
 
 
-def _leave_process_group() -> None:
+def leave_process_group() -> None:
     """End torch.distributed in order, which the stock scripts leave to the interpreter's exit."""
     import torch
 
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def process_environment() -> contextlib.AbstractContextManager[None]:
+    """For the duration, what torchrun sets, for this process alone where torchrun did not."""
+    return _environment(_single_process_defaults())
 
 
 def _single_process_defaults() -> dict[str, str]:
@@ -485,7 +505,8 @@ def _arguments(argv: list[str]) -> Iterator[None]:
         sys.argv = before
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """Print a line on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(f"megacpp-mcore: {message}", flush=True)
 

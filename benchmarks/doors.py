@@ -1,0 +1,148 @@
+"""One model through every door: losses, parameters and speed of the stock command, the hybrid host and the Bridge recipe.
+
+    python -m benchmarks.doors --recipe nam56r_quarter_pretrain_1gpu_h200_bf16 --data CORPUS/stdlib_train --steps 20
+
+Each door trains the same recipe on the same data in a process of its own, one after the other. The first door is what the
+others are compared with: parameters have to be equal, and the losses of every step within ``--tolerance``. Tokens/s come from
+the median of Megatron's own step times after ``--warmup`` steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Table, device_name, versions
+from megacpp_mcore.lowering import GPT, HYBRID, lower
+from megacpp_mcore.recipe_command import tokenizer_words
+from megacpp_mcore.recipes import Recipe, recipe
+
+DOORS = ("cli", "hybrid", "bridge")
+COLUMNS = (
+    "door", "recipe", "device", "steps", "warmup_left_out", "parameters", "first_loss", "last_loss", "worst_difference",
+    "median_step_ms", "tokens_per_s", "of_first", "torch", "megatron-core", "transformer-engine", "megatron-bridge", "commit",
+)  # fmt: skip
+
+_STEP = re.compile(r"iteration +(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+)")
+_PARAMETERS = re.compile(r"number of parameters on \([a-z_, ]+\) model parallel rank \([0, ]+\): *([\d,]+)")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one door did: parameters, and of every step the loss and the milliseconds."""
+
+    parameters: int
+    losses: list[float]
+    milliseconds: list[float]
+
+
+def main() -> int:
+    """Run the doors and print the table; 1 when one trains something else than the first."""
+    args = _arguments()
+    table = Table(args.output, COLUMNS)
+    chosen = recipe(args.recipe)
+    training = dataclasses.replace(
+        chosen.training,
+        train_iters=args.steps,
+        data=("--data-path", args.data, "--split", "100,0,0"),
+        tokenizer=tokenizer_words(chosen.model, data=args.data),
+    )
+    chosen = dataclasses.replace(chosen, training=training)
+    rows: list[dict[str, Any]] = []
+    wrong, first = False, None
+    for door in args.doors:
+        found = _train(door, chosen, args)
+        first = first or found
+        worst = max(abs(one - other) / abs(one) for one, other in zip(first.losses, found.losses, strict=True))
+        wrong |= found.parameters != first.parameters or not worst <= args.tolerance
+        rows.append(_row(door, chosen, args, found, worst))
+        rows[-1]["of_first"] = f"{rows[-1]['tokens_per_s'] / rows[0]['tokens_per_s']:.3f}"
+        print("  ".join(f"{name} {rows[-1][name]}" for name in COLUMNS[5:12]), f" <- {door}", flush=True)
+    table.append(*rows)
+    return int(wrong)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--recipe", default="nam56r_quarter_pretrain_1gpu_h200_bf16")
+    parser.add_argument("--data", required=True, help="dataset prefix")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--doors", nargs="+", choices=DOORS, default=list(DOORS))
+    parser.add_argument("--tolerance", type=float, default=2e-2, help="largest relative difference of a step's loss")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/doors.csv"))
+    args = parser.parse_args()
+    if not 0 <= args.warmup < args.steps:
+        parser.error(
+            f"--warmup is {args.warmup}; expected 0 to {args.steps - 1}, to leave some of --steps {args.steps}"
+        )
+    return args
+
+
+def _train(door: str, chosen: Recipe, args: argparse.Namespace) -> Trained:
+    """Train in a process of its own and read its log; exits when it fails or its log lacks something."""
+    log, record = (args.output.parent / f"{args.recipe}_{door}.{kind}" for kind in ("log", "steps"))
+    log.parent.mkdir(parents=True, exist_ok=True)
+    record.unlink(missing_ok=True)
+    with log.open("w") as sink:
+        done = subprocess.run(_command(door, chosen, args, record), stdout=sink, stderr=subprocess.STDOUT, check=False)
+    text = log.read_text(errors="replace")
+    steps, counts = _STEP.findall(text), _PARAMETERS.findall(text)
+    if done.returncode or len(steps) != args.steps or not counts:
+        print(text[-6000:])
+        sys.exit(
+            f"door {door} ended with status {done.returncode}, after {len(steps)} of {args.steps} steps; see {log}"
+        )
+    losses = [float(loss) for _, _, loss in steps]
+    if record.exists():  # unrounded; the stock log's second line is the mean of two steps
+        losses = [json.loads(line)["losses"]["lm loss"] for line in record.read_text().splitlines()]
+    return Trained(int(counts[0].replace(",", "")), losses, [float(ms) for _, ms, _ in steps])
+
+
+def _command(door: str, chosen: Recipe, args: argparse.Namespace, record: Path) -> list[str]:
+    python, training = [sys.executable, "-W", "ignore", "-m"], chosen.training
+    if door == "bridge":
+        overrides = [f"train.train_iters={args.steps}", f"dataset.data_path={args.data}"]
+        return [*python, "megacpp_mcore.nemo_recipes.run", "--recipe", chosen.name, *overrides]
+    words = lower(chosen.model, chosen.layout, training, HYBRID if door == "hybrid" else GPT)
+    return [
+        *python,
+        "megacpp_mcore",
+        "launch",
+        "--device",
+        training.device,
+        "--record-steps",
+        str(record),
+        "--",
+        *words,
+    ]
+
+
+def _row(door: str, chosen: Recipe, args: argparse.Namespace, found: Trained, worst: float) -> dict[str, Any]:
+    median = statistics.median(found.milliseconds[args.warmup :])
+    return {
+        "door": door,
+        "recipe": chosen.name,
+        "device": device_name(chosen.training.device),
+        "steps": args.steps,
+        "warmup_left_out": args.warmup,
+        "parameters": found.parameters,
+        "first_loss": f"{found.losses[0]:.6f}",
+        "last_loss": f"{found.losses[-1]:.6f}",
+        "worst_difference": f"{worst:.1e}",
+        "median_step_ms": f"{median:.1f}",
+        "tokens_per_s": round(chosen.training.global_batch_size * chosen.model.seq_length / median * 1000),
+        **versions("transformer-engine", "megatron-bridge"),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Makes Megatron-Bridge importable, or says exactly why it is not; nothing of Bridge is changed.
+
+Bridge 0.6.2 asks for Transformer Engine in one line of a module about LoRA layers (``peft/lora_layers.py``), though training
+without it works. Where there is none, :func:`prepare` lets that one module be imported with stand-ins that refuse every use,
+and takes them away again: whoever else asks is told, truly, that there is no Transformer Engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from megacpp_mcore.errors import LaunchError
+
+BRIDGE_VERSION = "0.6.2"
+"""The version these recipes were run with."""
+
+RESILIENCY_FLOOR = (0, 6)
+"""megatron-core 0.19 cannot read the version of an older nvidia-resiliency-ext, and fails on its import."""
+
+INSTALLATION = "install it with `make bridge`, or as docs/bridge.md says"
+
+_LORA_LAYERS = "megatron.bridge.peft.lora_layers"
+
+
+def check() -> None:
+    """Raise LaunchError unless Megatron-Bridge is installed, with what it really needs; imports nothing of it."""
+    found = problem()
+    if found is not None:
+        raise LaunchError(found)
+
+
+def problem() -> str | None:
+    """What is wrong with the installation of Megatron-Bridge, in a sentence; None if nothing is known to be."""
+    bridge = _version("megatron-bridge")
+    if bridge is None:
+        return f"Megatron-Bridge is not installed, and its recipes need it; {INSTALLATION}"
+    core = _version("megatron-core")
+    if core is None or _numbers(core) < (0, 19):
+        return (
+            f"megatron-core is {core or 'not installed'}, expected 0.19 or later: a plain `pip install megatron-bridge` goes "
+            f"back to 0.13 without a word; {INSTALLATION}"
+        )
+    if bridge != BRIDGE_VERSION:
+        return f"megatron-bridge is {bridge}, expected {BRIDGE_VERSION}; {INSTALLATION}"
+    toolkit = _version("nemo-toolkit")
+    if toolkit is not None and _numbers(toolkit) < (3, 0):
+        return (
+            f"nemo-toolkit is {toolkit}, which needs megatron-core 0.16.1 or earlier and cannot share an environment with "
+            f"{core}; give it an environment of its own, or use nemo-toolkit 3"
+        )
+    resiliency = _version("nvidia-resiliency-ext")
+    if resiliency is None or _numbers(resiliency) < RESILIENCY_FLOOR:
+        return (
+            f"nvidia-resiliency-ext is {resiliency or 'not installed'}, expected 0.6 or later: Bridge imports it, and pip "
+            f"takes 0.4.1, which megatron-core cannot import, on systems before glibc 2.39; {INSTALLATION}"
+        )
+    missing = [name for name in ("megatron.energon", "modelopt", "omegaconf", "hydra") if not _found(name)]
+    if missing:
+        return f"Megatron-Bridge needs {', '.join(missing)}, not installed here; {INSTALLATION}"
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def prepare() -> None:
+    """Import Megatron-Bridge and tell it that configurations may name our classes and functions.
+
+    Raises:
+        LaunchError: Bridge is not installed, or cannot be imported; the message says why.
+    """
+    check()
+    # Whoever asks later has to hear of a missing Transformer Engine from the real import, so these ask before.
+    importlib.import_module("megatron.core.extensions.transformer_engine")
+    importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    finder = _LoraLayersFinder() if not _found("transformer_engine") else None
+    if finder is not None:
+        sys.meta_path.insert(0, finder)
+    try:
+        importlib.import_module("megatron.bridge")
+        allow: Callable[[str], None] = importlib.import_module(
+            "megatron.bridge.utils.instantiate_utils"
+        ).register_allowed_target_prefix
+    except ImportError as error:
+        raise LaunchError(f"Megatron-Bridge cannot be imported: {error}; {INSTALLATION}") from error
+    finally:
+        if finder is not None:
+            sys.meta_path.remove(finder)
+    allow("megacpp_mcore")
+
+
+class _Refusing(types.ModuleType):
+    """A stand-in for a part of Transformer Engine that raises when anything of it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise LaunchError(
+            f"{self.__name__}.{name} was asked for, and there is no Transformer Engine here; use a GPU host with the extra 'te'"
+        )
+
+
+class _WithStandIns(importlib.abc.Loader):
+    """Executes a module while ``sys.modules`` holds the stand-ins, and no longer."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        # Modules that it imports are to be imported without stand-ins.
+        for name in ("megatron.bridge.peft.adapter_wrapper", "megatron.bridge.peft.lora_merge"):
+            importlib.import_module(name)
+        names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
+        whole, torch_part, ops = (_Refusing(name) for name in names)
+        whole.__dict__["pytorch"], torch_part.__dict__["ops"] = torch_part, ops
+        ops.__dict__["Sequential"] = "Sequential"  # as the annotation of what a function returns
+        sys.modules.update(zip(names, (whole, torch_part, ops), strict=True))
+        try:
+            self._loader.exec_module(module)
+        finally:
+            for name in names:
+                sys.modules.pop(name, None)
+
+
+class _LoraLayersFinder(importlib.abc.MetaPathFinder):
+    """Finds ``megatron.bridge.peft.lora_layers`` as the others do, to be loaded by :class:`_WithStandIns`."""
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _LORA_LAYERS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        spec.loader = _WithStandIns(spec.loader)
+        return spec

@@ -1,0 +1,138 @@
+"""The model provider that Megatron-Bridge builds NAM56R from: GPTModel with our layers, MTP block included.
+
+Import it after :func:`megacpp_mcore.nemo_recipes.bridge.prepare`. Written against megatron-bridge 0.6.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.bridge.models.mla_provider import MLAModelProvider
+from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
+
+from megacpp_mcore import lowering
+from megacpp_mcore.layer_specs.nam56r import nam56r
+from megacpp_mcore.model import Layout, Model
+from megacpp_mcore.observe import flops
+
+# Fields by which a stock run and a model are compared, and that a provider has by another name or not at all.
+_NOT_FIELDS = ("heterogeneous_block_specs", "is_hybrid_model")
+
+
+@dataclass
+class NAM56RProvider(MLAModelProvider):
+    """Bridge's MLA provider, whose layers and MTP block come from one spec.
+
+    Bridge builds an MTP block of stock layers whatever the spec is (``gpt_provider.py``, ``mtp_block_spec``), and forgets
+    ``use_cpu_initialization`` when it sets up a run (``model_provider.py``, ``get_model``): the two methods below differ from
+    Bridge's in nothing else.
+    """
+
+    transformer_layer_spec: Callable[..., Any] = field(default=nam56r)
+    heterogeneous_block_specs: bool = False
+    is_hybrid_model: bool = False
+
+    def provide(
+        self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
+    ) -> GPTModel:
+        """Build the GPTModel of one model chunk.
+
+        Raises:
+            ArgumentMismatchError: the configuration contradicts the model; nothing has been allocated.
+        """
+        groups, virtual = self._pg_collection, self.virtual_pipeline_model_parallel_size
+        if pre_process is None:
+            pre_process = is_vp_first_stage(vp_stage=vp_stage, vp_size=virtual) and is_pp_first_stage(groups.pp)
+        if post_process is None:
+            post_process = is_vp_last_stage(vp_stage=vp_stage, vp_size=virtual) and is_pp_last_stage(groups.pp)
+        spec = self.transformer_layer_spec(self, vp_stage=vp_stage)
+        self._vp_stage = vp_stage
+        return GPTModel(
+            self,
+            transformer_layer_spec=spec,
+            mtp_block_spec=spec.mtp,
+            vocab_size=self.padded_vocab_size(),
+            max_sequence_length=self.seq_length,
+            fp16_lm_cross_entropy=self.fp16_lm_cross_entropy,
+            parallel_output=self.parallel_output,
+            share_embeddings_and_output_weights=self.share_embeddings_and_output_weights,
+            position_embedding_type=self.position_embedding_type,
+            rotary_percent=self.rotary_percent,
+            rotary_base=self.rotary_base,
+            rope_scaling=self.rope_scaling,
+            rope_scaling_factor=self.rope_scaling_factor,
+            seq_len_interpolation_factor=self.seq_len_interpolation_factor,
+            scatter_embedding_sequence_parallel=self.scatter_embedding_sequence_parallel,
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=groups,
+            vp_stage=vp_stage,
+        )
+
+    def provide_distributed_model(self, *args: Any, **kwargs: Any) -> Any:
+        """As Bridge's, on the CPU's generator where the configuration says so."""
+        kwargs.setdefault("use_cpu_initialization", self.use_cpu_initialization)
+        return super().provide_distributed_model(*args, **kwargs)
+
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and of the output projection."""
+        if not self.should_pad_vocab:
+            return int(self.vocab_size)
+        return int(
+            calculate_padded_vocab_size(
+                self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size
+            )
+        )
+
+    def _get_num_floating_point_operations(self, batch_size: int) -> int:
+        """The audited count of training ``batch_size`` sequences, which Bridge's throughput log takes."""
+        model = lowering.matching_preset((self,))
+        step = flops.step(model, batch_size, seq_length=self.seq_length, vocab_size=self.padded_vocab_size())
+        return step.total.training
+
+
+def provider(model: Model, layout: Layout, *, device: str, transformer_impl: str) -> NAM56RProvider:
+    """The provider of ``model`` cut as ``layout`` says; its vocabulary comes from the run's tokenizer.
+
+    Args:
+        model: what is trained.
+        layout: how it is cut.
+        device: ``cuda`` or ``cpu``.
+        transformer_impl: ``transformer_engine`` or ``local``.
+    """
+    model.check_layout(layout)
+    fields = {argument.field: argument.expected for argument in lowering.model_arguments(model)}
+    for name in _NOT_FIELDS:
+        fields.pop(name, None)
+    fields["activation_func"] = torch.nn.functional.gelu
+    return NAM56RProvider(
+        **fields,
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=transformer_impl == "transformer_engine",
+        transformer_impl=transformer_impl,
+        use_cpu_initialization=device == "cpu",
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=layout.sequence_parallel,
+        make_vocab_size_divisible_by=128 // layout.tensor if 128 % layout.tensor == 0 else 128,
+        # As the stock command says, or leaves unsaid.
+        attention_softmax_in_fp32=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=transformer_impl != "local",
+        cross_entropy_loss_fusion=False,
+    )

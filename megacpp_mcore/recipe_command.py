@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
 import math
 import os
-import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from megacpp_mcore import config
+import yaml
+
+from megacpp_mcore import config, hybrid, overrides, stock_command
 from megacpp_mcore.errors import DataError, LaunchError, ModelError
 from megacpp_mcore.lowering import GPT, SCRIPTS, SPECS, Training, lower
 from megacpp_mcore.model import PRESETS, Layout, Model, preset
+from megacpp_mcore.recipes import RECIPES, Recipe
+from megacpp_mcore.stock_command import DATA_VARIABLE, LAUNCH, TORCHRUN, WAYS, Slurm, StockCommand
 
 _FORMS: Mapping[str, Callable[[StockCommand], str]] = MappingProxyType(
     {
         "cli": stock_command.as_cli,
         "yaml": stock_command.as_yaml,
-        "slurm": lambda command: stock_command.as_slurm(command, Slurm()),
         "args": stock_command.as_args,
     }
 )
@@ -62,7 +66,7 @@ def add_parser(subparsers: Any) -> None:
     emit.add_argument(
         "--as",
         dest="form",
-        choices=tuple(_FORMS),
+        choices=(*_FORMS, "slurm"),
         default="cli",
         help="a shell command, a YAML file, an sbatch script, or the arguments alone, one word a line",
     )
@@ -120,10 +124,13 @@ def _add_slurm(emit: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out ``recipe``; returns the exit status."""
     if args.action == "list":
+        width = max(map(len, (*PRESETS, *RECIPES)))
         for model in PRESETS.values():
-            print(f"{model.name:<16} {_summary(model)}")
+            print(f"{model.name:<{width}} {_summary(model)}")
+        for recipe in RECIPES.values():
+            print(f"{recipe.name:<{width}} {_plan(recipe)}")
     elif args.action == "show":
-        print(json.dumps(described(_shown(args.name, args.values)), indent=2))
+        print(json.dumps(_shown(args.name, args.values), indent=2))
     else:
         print(emit(args))
     return 0
@@ -139,12 +146,33 @@ def described(model: Model) -> dict[str, Any]:
     }
 
 
-def _shown(name: str, words: Sequence[str]) -> Model:
-    """The model called ``name`` with the values that ``words`` give it; none of them may be one of a run's."""
+def _shown(name: str, words: Sequence[str]) -> dict[str, Any]:
+    """The model or recipe called ``name``, the model with the values that ``words`` give it."""
     of_model, of_run = overrides.read(words)
     if of_run:
         raise ModelError(f"{', '.join(of_run)} belongs to a run and not to the model; leave it to `recipe emit`")
-    return overrides.apply(chosen_model(name)[0], of_model)
+    recipe = _recipe(name)
+    model = described(overrides.apply(chosen_model(recipe.model.name if recipe else name)[0], of_model))
+    if recipe is None:
+        return model
+    plan = {key: value for key, value in dataclasses.asdict(recipe.training).items() if not isinstance(value, tuple)}
+    layout = dataclasses.asdict(recipe.layout)
+    return {"name": name, "processes": recipe.processes, "layout": layout, "training": plan, "model": model}
+
+
+def _recipe(name: str) -> Recipe | None:
+    """The recipe called ``name``; None when it is the name of a model, of a preset or of the file of MEGACPP_CONFIG.
+
+    Raises:
+        ModelError: there is neither; the nearest names of both are offered.
+    """
+    loaded = config.from_environment()
+    models = (*PRESETS, *([loaded.model.name] if loaded is not None else []))
+    if name in RECIPES or name in models:
+        return RECIPES.get(name)
+    close = difflib.get_close_matches(name, (*models, *RECIPES), n=3)
+    offered = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    raise ModelError(f"there is no model or recipe {name!r}; {offered}known: {', '.join((*models, *RECIPES))}")
 
 
 def tokenizer_words(model: Model, folder: str | None = None, data: str | None = None) -> tuple[str, ...]:
@@ -221,19 +249,21 @@ def _has_source(args: argparse.Namespace) -> bool:
 def command_of(args: argparse.Namespace) -> StockCommand:
     """The run that the options of ``recipe emit`` describe; writes the file of ``--settings`` where one is needed."""
     of_model, of_run = overrides.read(args.values)
-    original, settings = chosen_model(args.name)
+    recipe = _recipe(args.name)
+    name = recipe.model.name if recipe else args.name
+    original, settings = chosen_model(name)
     model = overrides.apply(original, of_model)
     if model != original:
-        settings = _write_settings(args, model)
+        settings = _write_settings(name, model, args.settings)
     elif args.settings is not None:
         raise LaunchError(
             f"--settings {args.settings} is for a model that --set changes, and nothing is changed; leave it out"
         )
     if args.data is not None and not os.path.exists(args.data + ".idx"):
         print(f"note: there is no {args.data}.idx; the command needs a prepared dataset there", file=sys.stderr)
-    layout = _layout(args)
-    training = _training(args, model, of_run)
-    nodes, per_node = _processes(args, layout, training)
+    layout = _layout(args, recipe.layout if recipe else Layout())
+    training = _training(args, model, of_run, recipe.training if recipe else _usual_training(name, args, of_run))
+    nodes, per_node = _processes(args, layout, training, recipe.processes if recipe else 1)
     host = args.host or GPT
     env = {} if settings is None else {config.VARIABLE: str(settings.resolve())}
     if layout.tensor > 1 and training.device == "cuda":
@@ -251,13 +281,22 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     )
 
 
-def _layout(args: argparse.Namespace) -> Layout:
-    given = {name: getattr(args, name) for name in _LAYOUT_OPTIONS}
-    return Layout(**{name: value for name, value in given.items() if value is not None})
+def _layout(args: argparse.Namespace, base: Layout) -> Layout:
+    """``base`` with the options that were given."""
+    given = {name: getattr(args, name) for name in _LAYOUT_OPTIONS if getattr(args, name) is not None}
+    return dataclasses.replace(base, **given)
 
 
-def _training(args: argparse.Namespace, model: Model, of_run: Mapping[str, Any]) -> Training:
-    """The training plan of options and ``--set``, each field said once."""
+def _usual_training(name: str, args: argparse.Namespace, of_run: Mapping[str, Any]) -> Training:
+    """The training plan of a model without a recipe: nam56r_tiny is for a laptop, the others are for GPUs."""
+    device = args.device or of_run.get("device") or ("cpu" if name == "nam56r_tiny" else "cuda")
+    if device == "cpu":
+        return Training(device="cpu", precision="fp32", transformer_impl="local")
+    return Training()
+
+
+def _training(args: argparse.Namespace, model: Model, of_run: Mapping[str, Any], base: Training) -> Training:
+    """``base`` with options and ``--set``, each field said once."""
     values = dict(of_run)
     for option, field in _TRAINING_OPTIONS.items():
         given = getattr(args, option)
@@ -265,25 +304,18 @@ def _training(args: argparse.Namespace, model: Model, of_run: Mapping[str, Any])
             raise LaunchError(f"--{option.replace('_', '-')} and --set {field}=… say the same thing; leave one out")
         if given is not None:
             values[field] = given
-    device = values.setdefault("device", "cpu" if args.name == "nam56r_tiny" else "cuda")
-    on_cpu = device == "cpu"
-    values.setdefault("precision", "fp32" if on_cpu else "bf16")
-    values.setdefault("transformer_impl", "local" if on_cpu else "transformer_engine")
-    return Training(
-        data=("--data-path", args.data or DATA_VARIABLE, "--split", "100,0,0"),
-        tokenizer=tokenizer_words(model, args.tokenizer, args.data),
-        **values,
-    )
+    data = ("--data-path", args.data or DATA_VARIABLE, "--split", "100,0,0")
+    return dataclasses.replace(base, data=data, tokenizer=tokenizer_words(model, args.tokenizer, args.data), **values)
 
 
-def _processes(args: argparse.Namespace, layout: Layout, training: Training) -> tuple[int, int]:
-    """Nodes and processes of each, checked against layout and batch."""
+def _processes(args: argparse.Namespace, layout: Layout, training: Training, usual: int) -> tuple[int, int]:
+    """Nodes and processes of each, checked against layout and batch; by default the ``usual`` number, or the least."""
     nodes = 1 if args.nodes is None else args.nodes
     least = math.lcm(layout.tensor, layout.expert) * layout.pipeline
     for name, value in (("nodes", nodes), ("gpus-per-node", args.gpus_per_node)):
         if value is not None and value < 1:
             raise LaunchError(f"--{name} is {value}; expected 1 or more")
-    per_node = args.gpus_per_node or max(1, least // nodes)
+    per_node = args.gpus_per_node or max(1, (least if usual % least else usual) // nodes)
     if nodes * per_node % least:
         raise LaunchError(
             f"the layout needs a multiple of {least} processes, and {nodes} nodes × {per_node} are {nodes * per_node}; change "
@@ -298,20 +330,21 @@ def _processes(args: argparse.Namespace, layout: Layout, training: Training) -> 
     return nodes, per_node
 
 
-def _write_settings(args: argparse.Namespace, model: Model) -> Path:
-    """Write the file that makes a run train ``model``, and say so; an existing file with another content stays."""
-    if args.settings is None:
+def _write_settings(name: str, model: Model, file: str | None) -> Path:
+    """Write the file that makes a run train ``model``; one that is there and says something else stays."""
+    if file is None:
         raise LaunchError(
-            f"--set changes the model {args.name}, and a run is checked against its model: that has to be in a file that "
+            f"--set changes the model {name}, and a run is checked against its model: that has to be in a file that "
             f"{config.VARIABLE} names; add --settings FILE, which is written"
         )
     loaded = config.from_environment()
-    ours = loaded is not None and args.name in (loaded.preset, loaded.model.name)
-    base = loaded.preset if loaded is not None and ours else args.name
+    if loaded is not None and name not in (loaded.preset, loaded.model.name):
+        loaded = None  # about another model
+    base = loaded.preset if loaded is not None else name
     content: dict[str, Any] = {"model": base, "overrides": overrides.differences(model, preset(base))}
-    if loaded is not None and ours and loaded.backends:
+    if loaded is not None and loaded.backends:
         content["backends"] = dict(loaded.backends)
-    text, path = yaml.safe_dump(content, sort_keys=False), Path(args.settings)
+    text, path = yaml.safe_dump(content, sort_keys=False), Path(file)
     try:
         if path.exists() and path.read_text(encoding="utf-8") != text:
             raise LaunchError(f"{path} is there and says something else; name another file, or remove it")
@@ -326,4 +359,15 @@ def _summary(model: Model) -> str:
     total = sum(model.parameters().values()) / 1e9
     return (
         f"{model.depth} layers ({counts}), hidden {model.hidden_size}, {total:.4g} B parameters, MTP {model.mtp.depth}"
+    )
+
+
+def _plan(recipe: Recipe) -> str:
+    training = recipe.training
+    cut = ", ".join(
+        f"{name} {value}" for name, value in dataclasses.asdict(recipe.layout).items() if value not in (1, False)
+    )
+    return (
+        f"{recipe.model.name} on {recipe.processes} × {training.device}, {training.precision}, {cut or 'not cut'}, "
+        f"batch {training.global_batch_size}"
     )

@@ -13,6 +13,7 @@ import pytest
 from megacpp_mcore import cli
 from megacpp_mcore.lowering import mismatches
 from megacpp_mcore.model import PRESETS, preset
+from megacpp_mcore.recipes import RECIPES
 from tests.unit import stock
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "recipe_emit_nam56r_tiny.txt"
@@ -49,7 +50,7 @@ def test_the_command_for_nam56r_tiny_is_the_golden_one(capsys: pytest.CaptureFix
 
 def test_list_has_a_line_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     lines = recipe(capsys, "list").splitlines()
-    assert [line.split()[0] for line in lines] == list(PRESETS)
+    assert [line.split()[0] for line in lines] == [*PRESETS, *RECIPES]
     assert "52 layers (13 A, 22 E, 13 M, 4 R), hidden 3584, 4.502 B parameters, MTP 2" in lines[0]
 
 
@@ -69,7 +70,10 @@ def test_show_is_the_whole_definition(capsys: pytest.CaptureFixture[str], name: 
 
 def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for action in ("show", "emit"):
-        assert "there is no model 'nam56'; did you mean" in recipe(capsys, action, "nam56", status=2)
+        said = recipe(capsys, action, "nam56", status=2)
+        assert "there is no model or recipe 'nam56'; did you mean 'nam56r'" in said
+    name = next(iter(RECIPES))
+    assert f"did you mean '{name}'" in recipe(capsys, "emit", name.replace("pretrain", "petrain"), status=2)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +91,8 @@ def test_printed_commands_are_what_stock_takes(
     lane: None, capsys: pytest.CaptureFixture[str], name: str, options: list[str], processes: int
 ) -> None:
     before, words = stock_words(recipe(capsys, "emit", name, "--impl", "local", "--data", "some where", *options))
-    assert before == ["torchrun", "--nproc-per-node", str(processes)]
+    environment = ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"] if "--tensor" in options else []
+    assert before == [*environment, "torchrun", "--nproc-per-node", str(processes)]
     assert words[words.index("--data-path") + 1] == "some where"
     config = stock.model_config(words, processes)
     assert mismatches(preset(name), [config.transformer, config]) == []
@@ -175,7 +180,7 @@ class TestSettings:
 
     def test_named_model(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         before, words = stock_words(recipe(capsys, "emit", "nam56r_tiny"))
-        assert before[0] == f"MEGACPP_CONFIG={file}"
+        assert before[:2] == ["env", f"MEGACPP_CONFIG={file}"]
         assert words[words.index("--dsa-indexer-topk") + 1] == "8"
 
     def test_another_model(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +195,7 @@ class TestSettings:
         file.write_text("model: nam56r_tiny\noverrides: {name: mine, dsa: {topk: 8}}\n")
         for name in ("mine", "nam56r_tiny"):
             before, words = stock_words(recipe(capsys, "emit", name))
-            assert before[0] == f"MEGACPP_CONFIG={file}"
+            assert before[:2] == ["env", f"MEGACPP_CONFIG={file}"]
             assert words[words.index("--dsa-indexer-topk") + 1] == "8"
 
     def test_show(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,306 @@
+"""One run of a stock script as a value, environment apart from arguments: written as shell, YAML or sbatch, read from YAML.
+
+The forms of one value say the same: ``parse(as_yaml(command)) == command``, and a shell that runs :func:`as_cli` or
+:func:`as_slurm` hands the script exactly :attr:`StockCommand.arguments`. The one shell variable that an argument may be is
+:data:`DATA_VARIABLE`; every other word is quoted.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megacpp_mcore.errors import LaunchError
+
+DATA_VARIABLE = "${DATA_PREFIX:?set it to the prefix of a prepared dataset}"
+"""Stands for a dataset's prefix that is not known yet; an unset variable stops the shell."""
+
+TORCHRUN, LAUNCH, WHEEL = "torchrun", "launch", "wheel"
+WAYS = (TORCHRUN, LAUNCH, WHEEL)
+"""How the processes start: the bare script under torchrun; the script by ``megacpp-mcore launch``, which checks the run
+before it starts; the loop of the installed wheel by ``megacpp-mcore launch``, without a script."""
+
+_HEAD_NODE = '"${HEAD_NODE:?set it to HOST:PORT of the first node}"'
+_CHECKOUT = '"${MEGATRON_LM:?set it to the folder of a Megatron-LM checkout}"'
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SAFE = re.compile(r"[A-Za-z0-9_.,:+@%/-]+")
+_TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StockCommand:
+    """One run.
+
+    Attributes:
+        recipe: the name of the model it trains.
+        device: ``cuda`` or ``cpu``.
+        via: one of :data:`WAYS`.
+        script: the stock script's file name.
+        nodes: hosts.
+        processes_per_node: processes of one host, each with a GPU of its own on ``cuda``.
+        env: environment variables of every process.
+        arguments: the words after the script's name.
+
+    Raises:
+        LaunchError: a value is not one of these; the flags do not begin the arguments, or one is given twice.
+    """
+
+    recipe: str
+    device: str
+    via: str
+    script: str
+    nodes: int = 1
+    processes_per_node: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("device", ("cuda", "cpu")), ("via", WAYS)):
+            if getattr(self, name) not in allowed:
+                raise LaunchError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(allowed)}")
+        for name in ("nodes", "processes_per_node"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise LaunchError(f"{name} is {value!r}; expected a whole number, 1 or more")
+        if self.device == "cpu" and self.via == TORCHRUN:
+            raise LaunchError("a run on the CPU needs the CPU lane, which torchrun alone does not bring; use launch")
+        for name in self.env:
+            if not _NAME.fullmatch(name):
+                raise LaunchError(f"env has {name!r}, which is no name of an environment variable; rename or remove it")
+        self.options()
+
+    def options(self) -> dict[str, tuple[str, ...]]:
+        """Each flag with the words that follow it, in order.
+
+        Raises:
+            LaunchError: the first word is no flag, or a flag is given twice.
+        """
+        found: dict[str, tuple[str, ...]] = {}
+        flag = None
+        for word in self.arguments:
+            if word.startswith("--"):
+                if word in found:
+                    raise LaunchError(f"{word} is given twice; give it once")
+                flag, found[word] = word, ()
+            elif flag is None:
+                raise LaunchError(f"the arguments begin with {word!r}; expected a flag (--…) first")
+            else:
+                found[flag] += (word,)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """What a batch job needs that the run itself does not say; None leaves it to the cluster.
+
+    Raises:
+        LaunchError: a value would not survive in a ``#SBATCH`` line, or is no time limit.
+    """
+
+    job_name: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    cpus_per_task: int | None = None
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.given():
+            if not _SAFE.fullmatch(str(value)):
+                raise LaunchError(
+                    f"--{name} is {value!r}; expected one word of letters, digits and _.,:+@%/-, as in an #SBATCH line"
+                )
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise LaunchError(
+                f"--time is {self.time!r}; expected minutes, HH:MM:SS or DAYS-HH:MM:SS, as sbatch takes it"
+            )
+        if self.cpus_per_task is not None and self.cpus_per_task < 1:
+            raise LaunchError(f"--cpus-per-task is {self.cpus_per_task}; expected 1 or more")
+
+    def given(self) -> list[tuple[str, Any]]:
+        """sbatch's names of the options that have a value, with the values."""
+        pairs = ((option.name.replace("_", "-"), getattr(self, option.name)) for option in fields(self))
+        return [(name, value) for name, value in pairs if value is not None]
+
+
+def as_args(command: StockCommand) -> str:
+    """The arguments alone, one word a line, for ``mapfile -t``.
+
+    Raises:
+        LaunchError: a word is the dataset's variable, which only a shell resolves, or holds a line break.
+    """
+    if DATA_VARIABLE in command.arguments:
+        raise LaunchError(
+            "recipe emit --as args prints words for a program, and has no prefix of a dataset to put among them; "
+            "add --data PREFIX (--as cli leaves it to the shell variable DATA_PREFIX)"
+        )
+    broken = [word for word in command.arguments if "\n" in word]
+    if broken:
+        raise LaunchError(f"{broken[0]!r} holds a line break, and --as args prints a word a line; use --as yaml")
+    return "\n".join(command.arguments)
+
+
+def as_cli(command: StockCommand) -> str:
+    """One shell command: the environment by ``env``, a variable a line, then the program, then an argument a line."""
+    environment = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
+    head = ["env", *(f"  {pair}" for pair in environment)] if environment else []
+    script = [] if command.via == WHEEL else [shlex.quote(command.script)]
+    processes = str(command.processes_per_node)
+    if command.nodes == 1 and command.via != TORCHRUN:
+        words = ["megacpp-mcore", "launch", "--device", command.device, "--nproc", processes, "--", *script]
+    else:
+        words = [*_torchrun(command, str(command.nodes), shlex.quote(command.recipe), _HEAD_NODE), *script]
+    return " \\\n".join([*head, " ".join(words), *(f"  {line}" for line in _argument_lines(command))])
+
+
+def _torchrun(command: StockCommand, nodes: str, job: str, head_node: str) -> list[str]:
+    """torchrun, up to the place of the script; ``nodes``, ``job`` and ``head_node`` are shell text."""
+    words = ["torchrun"]
+    if nodes != "1":
+        words += ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", job, "--rdzv-endpoint", head_node]
+    words += ["--nproc-per-node", str(command.processes_per_node)]
+    if command.via != TORCHRUN:
+        words += ["-m", "megacpp_mcore", "launch", "--device", command.device, "--"]
+    return words
+
+
+def _argument_lines(command: StockCommand) -> list[str]:
+    return [
+        " ".join([shlex.quote(flag), *(_quoted(word) for word in words)]) for flag, words in command.options().items()
+    ]
+
+
+def _quoted(word: str) -> str:
+    return f'"{word}"' if word == DATA_VARIABLE else shlex.quote(word)
+
+
+def as_slurm(command: StockCommand, slurm: Slurm) -> str:
+    """A complete sbatch script: one torchrun a node by srun, which meet at the first node of the job.
+
+    Raises:
+        LaunchError: the run is one on the CPU.
+    """
+    if command.device != "cuda":
+        raise LaunchError(f"--as slurm writes a job for GPUs, and {command.recipe} runs on the CPU; add --device cuda")
+    asked = dict((slurm if slurm.job_name else replace(slurm, job_name=command.recipe)).given())
+    layout = {"nodes": command.nodes, "ntasks-per-node": 1, "gpus-per-node": command.processes_per_node}
+    script = {
+        TORCHRUN: [f"{_CHECKOUT}/{shlex.quote(command.script)}"],
+        LAUNCH: [shlex.quote(command.script)],
+        WHEEL: [],
+    }
+    run = _torchrun(command, '"$SLURM_JOB_NUM_NODES"', '"$SLURM_JOB_ID"', '"$head_node:$head_port"')
+    lines = [
+        "#!/usr/bin/env bash",
+        *(f"#SBATCH --{name}={value}" for name, value in (asked | layout).items()),
+        "set -euo pipefail",
+        "",
+        "# environment",
+        *(f"export {name}={shlex.quote(value)}" for name, value in command.env.items()),
+        "",
+        "# the first node, where the processes of all nodes meet",
+        'read -r head_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        "head_port=$((20000 + SLURM_JOB_ID % 20000))",
+        "",
+        "arguments=(",
+        *(f"  {line}" for line in _argument_lines(command)),
+        ")",
+        "",
+        " ".join(["srun", "--kill-on-bad-exit=1", *run, *script[command.via], '"${arguments[@]}"']),
+    ]
+    return "\n".join(lines)
+
+
+def as_yaml(command: StockCommand) -> str:
+    """The run as YAML: ``env`` and ``arguments`` (flag to its value, its list of values, or true) beside the rest."""
+    arguments = {flag: _yaml_value(words) for flag, words in command.options().items()}
+    content = {one.name: getattr(command, one.name) for one in fields(command)}
+    content |= {"env": dict(command.env), "arguments": arguments}
+    return yaml.safe_dump(content, sort_keys=False, width=1000, allow_unicode=True).rstrip("\n")
+
+
+def _yaml_value(words: Sequence[str]) -> Any:
+    return True if not words else words[0] if len(words) == 1 else list(words)
+
+
+def load(path: Path) -> StockCommand:
+    """The run in the file ``path``, as :func:`as_yaml` writes it; ``recipe emit --from`` reads it.
+
+    Raises:
+        LaunchError: it cannot be read, or is no such file.
+    """
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"{path} cannot be read ({error}); name a file of `recipe emit NAME --as yaml`") from error
+    except LaunchError as error:
+        raise LaunchError(f"{path}: {error}") from error
+
+
+def parse(text: str) -> StockCommand:
+    """The run that ``text`` says, in the form of :func:`as_yaml`; numbers may stand for the words that they print as.
+
+    Raises:
+        LaunchError: it is not YAML, a key is not known, missing or given twice, or a value is no word.
+    """
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise LaunchError(f"not valid YAML: {error}") from error
+    _refuse_twice(node)
+    known = {one.name for one in fields(StockCommand)}
+    if not isinstance(content, dict) or set(content) != known:
+        given = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
+        raise LaunchError(
+            f"found {given}; expected the keys {', '.join(sorted(known))}, as `recipe emit --as yaml` writes"
+        )
+    for name in ("env", "arguments"):
+        if not isinstance(content[name], dict) or not all(isinstance(key, str) for key in content[name]):
+            raise LaunchError(f"{name} is {content[name]!r}; expected a mapping of names")
+    for name in ("recipe", "script"):
+        if not isinstance(content[name], str):
+            raise LaunchError(f"{name} is {content[name]!r}; expected a text")
+    env = {name: _word(value, f"env.{name}") for name, value in content["env"].items()}
+    return StockCommand(**content | {"env": env, "arguments": tuple(_words_of(content["arguments"]))})
+
+
+def _refuse_twice(node: yaml.Node | None) -> None:
+    """Refuse a key given twice, of which YAML would silently keep the last."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if str(key.value) in seen:
+                raise LaunchError(
+                    f"the key {key.value!r} is given twice (line {key.start_mark.line + 1}); give it once"
+                )
+            seen.add(str(key.value))
+            _refuse_twice(value)
+
+
+def _words_of(arguments: Mapping[str, Any]) -> Iterable[str]:
+    for flag, value in arguments.items():
+        if not flag.startswith("--"):
+            raise LaunchError(f"arguments has {flag!r}; expected a flag with its dashes, such as --lr")
+        yield flag
+        if value is True:
+            continue
+        for word in value if isinstance(value, list) else [value]:
+            found = _word(word, f"arguments.{flag}")
+            if found.startswith("--"):
+                raise LaunchError(f"arguments.{flag} is {found!r}, which is a flag; give it a line of its own")
+            yield found
+
+
+def _word(value: Any, where: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        advice = "leave the line out to switch it off" if value is False else "expected a text or a number"
+        raise LaunchError(f"{where} is {value!r}; {advice}")
+    return str(value)

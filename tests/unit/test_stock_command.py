@@ -1,0 +1,378 @@
+"""A run as a value: its shell, YAML and sbatch forms hand over the same words and environment, and a real shell agrees."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacpp_mcore import cli, config, launcher, overrides, stock_command
+from megacpp_mcore.data.corpus import find_stdlib_sources
+from megacpp_mcore.errors import LaunchError, ModelError, PatternError
+from megacpp_mcore.lowering import Training
+from megacpp_mcore.model import Model, preset
+from megacpp_mcore.recipes import RECIPES
+from megacpp_mcore.stock_command import DATA_VARIABLE, LAUNCH, TORCHRUN, WAYS, WHEEL, Slurm, StockCommand
+
+ROOT = Path(__file__).parents[2]
+AWKWARD = "a b'c\"$(touch made)`touch made`\\!*#~ é"
+RUN = StockCommand(
+    recipe="nam56r",
+    device="cuda",
+    via=TORCHRUN,
+    script="pretrain_gpt.py",
+    processes_per_node=2,
+    env={"FIRST": AWKWARD, "SECOND": "2"},
+    arguments=(
+        "--switch",
+        "--data-path",
+        DATA_VARIABLE,
+        "--split",
+        "1,0,0",
+        "--other",
+        AWKWARD,
+        "*",
+        "--spec",
+        "a",
+        "b",
+    ),
+)
+
+RECORDER = f"""#!{sys.executable}
+import json, os, sys
+record = {{"argv": sys.argv[1:], "env": {{name: os.environ.get(name) for name in ("FIRST", "SECOND")}}}}
+open(os.environ["RECORD"], "w").write(json.dumps(record))
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(config.VARIABLE, raising=False)
+
+
+def shell(script: str, folder: Path, **variables: str) -> dict[str, Any]:
+    """What ``torchrun`` or ``megacpp-mcore`` is told when bash runs ``script``; srun runs what follows its options."""
+    tools = folder / "tools"
+    tools.mkdir()
+    for name in ("torchrun", "megacpp-mcore"):
+        (tools / name).write_text(RECORDER)
+    (tools / "srun").write_text('#!/bin/bash\n[ "$1" = --kill-on-bad-exit=1 ] && shift\nexec "$@"\n')
+    (tools / "scontrol").write_text("#!/bin/bash\necho \"$*\" >> scontrol\nprintf 'first\\nsecond\\n'\n")
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    (folder / "script").write_text(script + "\n")
+    environment = {"PATH": f"{tools}:/usr/bin:/bin", "RECORD": str(folder / "record"), **variables}
+    for options in (["-n"], []):
+        command = ["bash", *options, "script"]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), script
+    assert not (folder / "made").exists()
+    found: dict[str, Any] = json.loads((folder / "record").read_text())
+    return found
+
+
+def resolved(command: StockCommand, prefix: str) -> list[str]:
+    return [prefix if word == DATA_VARIABLE else word for word in command.arguments]
+
+
+def changed(**values: Any) -> StockCommand:
+    return StockCommand(**{name: getattr(RUN, name) for name in RUN.__dataclass_fields__} | values)
+
+
+@pytest.mark.parametrize(
+    ("values", "head"),
+    [
+        ({}, ["--nproc-per-node", "2", "pretrain_gpt.py"]),
+        (
+            {"via": LAUNCH, "device": "cpu"},
+            ["launch", "--device", "cpu", "--nproc", "2", "--", "pretrain_gpt.py"],
+        ),
+        ({"via": WHEEL}, ["launch", "--device", "cuda", "--nproc", "2", "--"]),
+        (
+            {"nodes": 3},
+            [
+                *("--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-id", "nam56r", "--rdzv-endpoint", "here:1"),
+                *("--nproc-per-node", "2", "pretrain_gpt.py"),
+            ],
+        ),
+    ],
+)
+def test_a_shell_hands_the_command_over_word_by_word(values: dict[str, Any], head: list[str], tmp_path: Path) -> None:
+    command = changed(**values)
+    found = shell(stock_command.as_cli(command), tmp_path, DATA_PREFIX="x y", HEAD_NODE="here:1")
+    assert found["argv"] == [*head, *resolved(command, "x y")]
+    assert found["env"] == dict(command.env)
+
+
+@pytest.mark.parametrize("via", WAYS)
+def test_a_batch_job_hands_the_same_words_over(via: str, tmp_path: Path) -> None:
+    command = changed(via=via, nodes=2)
+    script = stock_command.as_slurm(command, Slurm(partition="gpu", time="1-00:00:00", cpus_per_task=16))
+    job = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "41"}
+    found = shell(script, tmp_path, DATA_PREFIX="x y", MEGATRON_LM="/m n", **job)
+    meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "41", "--rdzv-endpoint", "first:20041"]
+    launched = ["-m", "megacpp_mcore", "launch", "--device", "cuda", "--"]
+    program = {TORCHRUN: ["/m n/pretrain_gpt.py"], LAUNCH: [*launched, "pretrain_gpt.py"], WHEEL: launched}[via]
+    assert found["argv"] == [*meeting, "--nproc-per-node", "2", *program, *resolved(command, "x y")]
+    assert found["env"] == dict(command.env)
+    asked = dict(line.removeprefix("#SBATCH --").split("=", 1) for line in script.splitlines() if "#SBATCH" in line)
+    assert asked == {
+        **{"job-name": "nam56r", "partition": "gpu", "time": "1-00:00:00", "cpus-per-task": "16"},
+        **{"nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "2"},
+    }
+    assert (tmp_path / "scontrol").read_text() == "show hostnames n[1-2]\n"
+
+
+WORDS = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12).filter(
+    lambda word: not word.startswith("--")
+)
+FLAGS = st.from_regex(r"--[a-z][a-z-]{0,8}", fullmatch=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.dictionaries(FLAGS, st.lists(WORDS, max_size=3), max_size=5),
+    st.dictionaries(st.from_regex("[A-Z_]{1,8}", fullmatch=True), WORDS, max_size=3),
+)
+def test_yaml_and_shell_quoting_are_reversible(options: dict[str, list[str]], env: dict[str, str]) -> None:
+    words = tuple(word for flag, values in options.items() for word in (flag, *values))
+    command = changed(arguments=words, env=env)
+    assert stock_command.parse(stock_command.as_yaml(command)) == command
+    split = shlex.split(stock_command.as_cli(command).replace(" \\\n", " "))
+    assert split[len(split) - len(words) :] == list(words)
+
+
+def test_the_yaml_keeps_environment_and_arguments_apart() -> None:
+    content = yaml.safe_load(stock_command.as_yaml(RUN))
+    assert content["env"] == dict(RUN.env)
+    assert content["arguments"]["--switch"] is True
+    assert content["arguments"]["--spec"] == ["a", "b"]
+    assert content["arguments"]["--data-path"] == DATA_VARIABLE
+
+
+GOOD = stock_command.as_yaml(changed(env={}, arguments=("--lr", "1")))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[", "not valid YAML"),
+        ("3", "found int; expected the keys"),
+        (GOOD + "\nmore: 1", "found .*'more'.*expected the keys"),
+        (GOOD + "\n  --lr: 2", "the key '--lr' is given twice"),
+        (GOOD + "\n  lr: 2", "arguments has 'lr'; expected a flag with its dashes"),
+        (GOOD + "\n  --bf16: false", "arguments.--bf16 is False; leave the line out"),
+        (GOOD + "\n  --x: {a: 1}", "arguments.--x is .*expected a text or a number"),
+        (GOOD + "\n  --x: --y", "arguments.--x is '--y', which is a flag"),
+        (GOOD.replace("env: {}", "env: {A: [1]}"), "env.A is"),
+        (GOOD.replace("env: {}", "env: {A B: 1}"), "'A B', which is no name of an environment variable"),
+        (GOOD.replace("env: {}", "env: 1"), "env is 1; expected a mapping"),
+        (GOOD.replace("via: torchrun", "via: ssh"), "via is 'ssh'; expected one of torchrun, launch, wheel"),
+        (GOOD.replace("device: cuda", "device: cpu"), "needs the CPU lane"),
+        (GOOD.replace("nodes: 1", "nodes: 0"), "nodes is 0; expected a whole number"),
+        (GOOD.replace("recipe: nam56r", "recipe: 1"), "recipe is 1; expected a text"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(text: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(LaunchError, match=f"run.yaml: .*{says}"):
+        stock_command.load(file)
+
+
+def test_numbers_may_stand_for_words() -> None:
+    assert stock_command.parse(GOOD + "\n  --n: 20\n  --x: 0.5").arguments == ("--lr", "1", "--n", "20", "--x", "0.5")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"partition": "a b"}, "--partition is 'a b'; expected one word"),
+        ({"account": "a\n#SBATCH --uid=0"}, "--account is"),
+        ({"time": "soon"}, "--time is 'soon'; expected minutes"),
+        ({"cpus_per_task": 0}, "--cpus-per-task is 0"),
+    ],
+)
+def test_batch_options_are_checked(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(LaunchError, match=says):
+        Slurm(**values)
+
+
+def emit(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
+    assert cli.main(["recipe", "emit", *words]) == status, words
+    printed = capsys.readouterr()
+    return printed.err if status else printed.out
+
+
+@pytest.mark.parametrize("host", ["gpt", "hybrid"])
+@pytest.mark.parametrize("name", [*RECIPES, "nam52"])
+def test_every_recipe_has_every_form_and_they_agree(
+    name: str, host: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = [name, "--host", host, "--data", "a b"]
+    text = emit(capsys, *options, "--as", "yaml")
+    (tmp_path / "run.yaml").write_text(text)
+    words = emit(capsys, *options, "--as", "args").splitlines()
+    assert tuple(words) == stock_command.parse(text).arguments
+    assert emit(capsys, "--from", str(tmp_path / "run.yaml"), "--as", "cli") == emit(capsys, *options, "--as", "cli")
+    plan = RECIPES.get(name)
+    if plan is not None:
+        assert stock_command.parse(text).processes_per_node == plan.processes
+        assert words[words.index("--global-batch-size") + 1] == str(plan.training.global_batch_size)
+        assert words[words.index("--expert-model-parallel-size") + 1] == str(plan.layout.expert)
+    if plan is None or plan.training.device == "cuda":
+        script = emit(capsys, *options, "--as", "slurm")
+        assert script == emit(capsys, "--from", str(tmp_path / "run.yaml"), "--as", "slurm")
+        assert subprocess.run(["bash", "-n"], input=script, text=True, check=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "needs the name of a model"),
+        (["nam56r", "--from", "x.yaml"], "one of the two"),
+        (["--from", "x.yaml", "--lr", "1"], "--lr was given besides"),
+        (["--from", "x.yaml", "--set", "seed=1"], "--set was given besides"),
+        (["--from", "no such.yaml"], "no such.yaml cannot be read"),
+        (["nam56r", "--partition", "x"], "--partition is an option of a batch job"),
+        (["nam56r_tiny", "--as", "slurm"], "add --device cuda"),
+        (["nam56r_tiny", "--via", "torchrun"], "needs the CPU lane"),
+        (["nam56r", "--nodes", "0"], "--nodes is 0"),
+        (["nam56r", "--expert", "8", "--gpus-per-node", "3"], "a multiple of 8 processes, and 1 nodes × 3 are 3"),
+        (["nam56r", "--set", "depth"], "'depth' is not of the form KEY=VALUE"),
+        (["nam56r", "--set", "dept=3"], "unknown key 'dept' in 'dept=3'; did you mean depth"),
+        (["nam56r", "--set", "topk=3"], "did you mean dsa.topk or moe.topk?"),
+        (["nam56r", "--set", "depth=3", "depth=4"], "depth is given twice"),
+        (["nam56r", "--set", "depth=many"], "'depth=many': 'many' is not a whole number"),
+        (["nam56r", "--set", "m2rnn.heads=x"], "'x' is not a whole number or none"),
+        (["nam56r", "--set", "moe.topk=99"], "nam56r with moe.topk=99 is no model that can be built"),
+        (
+            ["nam56r", "--set", "pattern=AXE", "depth=3"],
+            "nam56r with pattern=AXE, depth=3 is no model.*'X' at position 2",
+        ),
+        (["nam56r", "--set", "train_iters=0"], "train_iters is 0; expected 1 or more"),
+        (["nam56r", "--set", "seed=1", "train_iters=3", "--train-iters", "3"], "say the same thing"),
+        (["nam56r", "--set", "dsa.topk=64"], "add --settings FILE"),
+        (["nam56r", "--settings", "x.yaml"], "nothing is changed"),
+        (["nam56r", "--set", "dsa.topk=64", "--settings", "no folder/x.yaml"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+    import re
+
+    assert re.search(says, emit(capsys, *words, status=2))
+
+
+def test_no_key_of_a_run_is_a_key_of_a_model() -> None:
+    of_model, of_training = set(overrides.keys(Model)), set(overrides.keys(Training))
+    assert not of_model & of_training
+    assert {"depth", "dsa.schedule", "m2rnn.heads", "rope_theta"} <= of_model
+    assert of_training == {
+        *("device", "precision", "transformer_impl", "micro_batch_size", "global_batch_size"),
+        *("train_iters", "learning_rate", "seed"),
+    }
+
+
+def test_overrides_and_their_differences_are_each_others_inverse() -> None:
+    words = ["depth=24", "dsa.topk=64", "m2rnn.heads=none", "mtp.loss_scale=0.1", "mamba3.decay_activation=heavy_tail"]
+    of_model, of_run = overrides.read([*words, "learning_rate=1e-3"])
+    assert of_run == {"learning_rate": 1e-3}
+    model = overrides.apply(preset("nam56r"), of_model)
+    assert (model.depth, model.dsa.topk, model.m2rnn.heads, model.mtp.loss_scale) == (24, 64, None, 0.1)
+    assert overrides.differences(model, preset("nam56r")) == {
+        **{"depth": 24, "dsa": {"topk": 64}, "mtp": {"loss_scale": 0.1}},
+        "mamba3": {"decay_activation": "heavy_tail"},
+    }
+    with pytest.raises(PatternError, match="pattern="):
+        overrides.apply(preset("nam56r"), {"pattern": "X"})
+    with pytest.raises(ModelError, match="q_lora_rank=0 is no model"):
+        overrides.apply(preset("nam56r"), {"mla.q_lora_rank": 0})
+
+
+def test_the_file_of_a_changed_model_is_one_that_a_run_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a model.yaml"
+    words = ["nam56r_tiny", "--set", "dsa.topk=8", "seed=7", "--settings", str(file), "--as", "yaml"]
+    command = stock_command.parse(emit(capsys, *words))
+    assert command.env == {config.VARIABLE: str(file)}
+    assert command.options()["--dsa-indexer-topk"] == ("8",)
+    assert command.options()["--seed"] == ("7",)
+    assert config.load(file).model.dsa.topk == 8
+    assert stock_command.parse(emit(capsys, *words)) == command  # the same content once more
+    words[2] = "dsa.topk=16"
+    assert "says something else" in emit(capsys, *words, status=2)
+    monkeypatch.setenv(config.VARIABLE, str(file))  # changes on top of a file's
+    second = tmp_path / "second.yaml"
+    emit(capsys, "nam56r_tiny", "--set", "moe.topk=1", "--settings", str(second))
+    assert (config.load(second).model.dsa.topk, config.load(second).model.moe.topk) == (8, 1)
+
+
+def test_show_takes_overrides_of_the_model_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipe", "show", "nam56r_tiny", "--set", "mtp.depth=0"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["mtp"]["depth"], shown["parameters"]["mtp"]) == (0, 0)
+    assert shown["hybrid_layer_pattern"] == "+EMEDEMEDEMG"
+    assert cli.main(["recipe", "show", "nam56r_tiny", "--set", "seed=1"]) == 2
+    assert "seed belongs to a run" in capsys.readouterr().err
+    name = "nam56r_pretrain_8gpu_h200_bf16"
+    assert cli.main(["recipe", "show", name]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["processes"], shown["layout"]["expert"], shown["model"]["name"]) == (8, 8, "nam56r")
+
+
+def test_a_launch_on_more_gpus_than_there_are_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert launcher.plan(["--x"], device="cuda", nproc=2, environment={}).nproc == 2
+    with pytest.raises(LaunchError, match="asks for 8 GPUs on this host, one a process, and torch sees 2"):
+        launcher.plan(["--x"], device="cuda", nproc=8, environment={})
+    started = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+    with pytest.raises(LaunchError, match="asks for 4 GPUs on this host"):
+        launcher.plan(["--x"], device="cuda", environment=started)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["gpt", "hybrid"])
+def test_the_printed_command_trains(host: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Emitted, given to a shell as it is, two steps on the CPU; only ``megacpp-mcore`` is this clone's."""
+    source = find_stdlib_sources()[0].path
+    assert cli.main(["data", "prepare", str(source), "--output", str(tmp_path / "text")]) == 0
+    capsys.readouterr()
+    tool = tmp_path / "megacpp-mcore"
+    tool.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -m megacpp_mcore "$@"\n')
+    tool.chmod(0o755)
+    run = [
+        "nam56r_tiny",
+        "--host",
+        host,
+        "--via",
+        "wheel",
+        "--set",
+        "train_iters=2",
+        "global_batch_size=1",
+        "dsa.topk=16",
+    ]
+    command = emit(capsys, *run, "--settings", str(tmp_path / "the model.yaml"))
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "DATA_PREFIX": str(tmp_path / "text"),
+    }
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert " iteration        2/       2" in done.stdout
+    assert "lm loss" in done.stdout

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -37,9 +38,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs.documents import packed_documents
 from megacpp_mcore.layer_specs.parts import Parts
 from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss
+from megacpp_mcore.ops.packed.documents import other_documents
 
 
 class MLACoreAttention(MegatronModule):
@@ -74,14 +77,26 @@ class MLACoreAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
         attn_mask_type: AttnMaskType | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """``q [S, B, H, K], k [T, B, H, K], v [T, B, H, V] -> [S, B, H * V]``; causal, and masked where the mask is True."""
-        _refuse_packed(packed_seq_params, self.layer_number)
-        o_SBHV = self.backend.fn(query, key, value, softmax_scale=self.softmax_scale, attention_mask=attention_mask)
-        return o_SBHV.flatten(2)
+        """``q [S, B, H, K], k [T, B, H, K], v [T, B, H, V] -> [S, B, H * V]``; causal, and masked where the mask is True.
+
+        With packed sequences Megatron leaves B out, of the output too, and each sequence sees itself alone.
+        """
+        if packed_seq_params is None:
+            return self._attend(query, key, value, attention_mask).flatten(2)
+        mask = _packed_mask(packed_seq_params, self.layer_number, len(query))
+        return self._attend(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), mask).flatten(1)
+
+    def _attend(
+        self, q_SBHK: torch.Tensor, k_TBHK: torch.Tensor, v_TBHV: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        o_SBHV: torch.Tensor = self.backend.fn(
+            q_SBHK, k_TBHK, v_TBHV, softmax_scale=self.softmax_scale, attention_mask=mask
+        )
+        return o_SBHV
 
 
 class SparseCoreAttention(MegatronModule):
@@ -134,7 +149,7 @@ class SparseCoreAttention(MegatronModule):
         *,
         x: torch.Tensor,
         qr: torch.Tensor,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """Attend to the selected keys.
@@ -147,15 +162,31 @@ class SparseCoreAttention(MegatronModule):
             x: the layer's input ``[S, B, D]`` (a slice of S under sequence parallelism).
             qr: normed query latents ``[S, B, q_lora_rank]`` (likewise).
 
+        With packed sequences Megatron leaves B out of query, key and qr, and of the output; each sequence sees itself alone.
+
         Returns:
             ``[S, B, H * V]`` latents, before the value up-projection.
         """
-        _refuse_packed(packed_seq_params, self.layer_number)
+        if packed_seq_params is None:
+            return self._select_and_attend(query, key, attention_mask, x, qr, None)
+        mask = _packed_mask(packed_seq_params, self.layer_number, len(query))
+        output = self._select_and_attend(query.unsqueeze(1), key.unsqueeze(1), mask, x, qr, packed_seq_params)
+        return output.squeeze(1)
+
+    def _select_and_attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> torch.Tensor:
         kv_TBK = key.squeeze(2)
         if self.indexer is None:
             index_BSN = self.index_cache.read(self.layer_number).index
             return self._attend(query, kv_TBK, index_BSN)[0].flatten(2)
-        q, k, weights = self.indexer.forward_before_topk(x.detach(), qr.detach())
+        q, k, weights = self.indexer.forward_before_topk(x.detach(), qr.detach(), packed_seq_params)
         score_BST = self.score_backend.fn(q, k, weights)
         index_BSN = causal_topk(score_BST, self.indexer.index_topk, attention_mask)
         self.index_cache.publish(self.layer_number, Selection(index_BSN))
@@ -218,9 +249,9 @@ def _require_causal(attn_mask_type: AttnMaskType, layer_number: int) -> None:
         raise ModelError(f"layer {layer_number}: attention mask type is {attn_mask_type}; expected causal")
 
 
-def _refuse_packed(packed_seq_params: Any, layer_number: int) -> None:
-    if packed_seq_params is not None:
-        raise ModelError(f"layer {layer_number}: packed sequences are not supported yet; train on unpacked rows")
+def _packed_mask(packed_seq_params: PackedSeqParams, layer_number: int, rows: int) -> torch.Tensor:
+    """The mask ``[1, 1, S, S]`` that keeps the sequences of a packed batch apart; causality is the backend's."""
+    return other_documents(packed_documents(packed_seq_params, layer_number, batch=1, rows=rows))
 
 
 def full_attention(parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.parts import Mixer, Parts, constant, inverse_softplus_of_step, ones
 from megacpp_mcore.model import Model
 
@@ -102,16 +103,25 @@ class Mamba3Mixer(Mixer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Mix along the sequence: ``[S, B, D] -> ([S, B, D], bias or None)``.
 
-        Causal by itself: the mask is not read, and so documents of a row are not kept apart.
+        Causal by itself. The state begins anew at each document's first row, which the mask or
+        the packed sequences tell (:mod:`megacpp_mcore.layer_specs.documents`).
 
         Raises:
-            ModelError: for an inference context or packed sequences.
+            ModelError: for an inference context, and for a mask that says more than causality and documents.
         """
-        self.refuse_unsupported(inference_context, packed_seq_params)
+        self.refuse_unsupported(inference_context)
         ssm = self.ssm
         heads_SBX, _ = self.in_proj(hidden_SBD)
         groups_SBX, _ = self.bc_proj(hidden_SBD)
         angles_BSA = self.replicated_linear(hidden_SBD, self.angle_weight).transpose(0, 1)
+        seq_idx_BS = documents(
+            self.config,
+            self.layer_number,
+            batch=angles_BSA.shape[0],
+            rows=angles_BSA.shape[1],
+            attention_mask=attention_mask,
+            packed_seq_params=packed_seq_params,
+        )
         heads_BSHX = heads_SBX.transpose(0, 1).unflatten(-1, (self.heads, -1))
         z, x, dd_dt, dd_A, trap = heads_BSHX.split([ssm.head_dim, ssm.head_dim, 1, 1, 1], dim=-1)
         bc = groups_SBX.transpose(0, 1).unflatten(-1, (self.groups, 2, ssm.mimo_rank, ssm.state))
@@ -138,6 +148,7 @@ class Mamba3Mixer(Mixer):
             A_floor=ssm.a_floor,
             eps=self.config.layernorm_epsilon,
             activation=ssm.decay_activation,
+            seq_idx=seq_idx_BS,
         )
         return self.out_proj(y_BSHP.flatten(2).transpose(0, 1).contiguous())
 

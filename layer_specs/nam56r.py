@@ -25,7 +25,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import log_single_rank
-from megatron.training import global_vars
 
 from megacpp_mcore import config as plugin_config
 from megacpp_mcore import lowering, patches
@@ -33,6 +32,7 @@ from megacpp_mcore import pattern as grammar
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.attention import attention_layer_spec, full_attention, sparse_attention
+from megacpp_mcore.layer_specs.documents import check_run
 from megacpp_mcore.layer_specs.experts import expert_layer_spec
 from megacpp_mcore.layer_specs.mamba import mamba_layer_spec
 from megacpp_mcore.layer_specs.mtp import mtp_block
@@ -40,6 +40,8 @@ from megacpp_mcore.layer_specs.parts import Parts, parts_for
 from megacpp_mcore.layer_specs.recurrent import recurrent_layer_spec
 from megacpp_mcore.model import Layout, Model
 from megacpp_mcore.ops.indexer.cache import IndexCache
+from megacpp_mcore.patches.dsa_index_cache import SAVED_LOSSES
+from megacpp_mcore.regional import treatment_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -100,11 +102,14 @@ def block_submodules(
     parts = parts_for(config)
     sources = grammar.source_layers(model.roles)
     index_cache = IndexCache({shared: full for shared, full in sources.items() if shared in layers})
-    specs = [layer_spec(model, config, number, parts, dispatcher, index_cache) for number in layers]
+    treatment = treatment_of_run(plugin_config.from_environment(), config)
+    specs = [
+        treatment.spec(layer_spec(model, config, number, parts, dispatcher, index_cache), model.layers[number - 1])
+        for number in layers
+    ]
     has_mtp = get_mtp_num_layers_to_build(config, vp_stage=vp_stage) > 0
-    return HybridBlockSubmodules(
-        layer_specs=specs, layer_norm=parts.norm, mtp=mtp_block(parts, dispatcher) if has_mtp else None
-    )
+    mtp = treatment.mtp(mtp_block(parts, dispatcher)) if has_mtp else None
+    return HybridBlockSubmodules(layer_specs=specs, layer_norm=parts.norm, mtp=mtp)
 
 
 def layer_spec(
@@ -142,6 +147,7 @@ def prepare(model: Model, config: TransformerConfig) -> None:
         tracker = DSAIndexerLossLoggingHelper.tracker
         if "values" not in tracker or tracker["values"].numel() != config.num_layers:  # another model was built before
             tracker["values"] = torch.zeros(config.num_layers, device=torch.cuda.current_device())
+            tracker.pop(SAVED_LOSSES, None)  # the count of the losses that were in the old values
 
 
 def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, ...]) -> None:
@@ -185,17 +191,7 @@ def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, .
             f"{lowering.pipeline_layout(grammar.parse(model.pattern).stages, model.mtp.depth)!r}"
         )
     grammar.check_chunks(model.name, model.roles, chunks)
-    _refuse_document_masks(model)
-
-
-def _refuse_document_masks(model: Model) -> None:
-    arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
-    recurrent = sorted(set(model.layers) & set("MR"))
-    if recurrent and getattr(arguments, "reset_attention_mask", False):
-        raise ModelError(
-            f"{model.name}: --reset-attention-mask keeps attention within a document, but the state of the "
-            f"{' and '.join(recurrent)} layers would still pass from one document to the next; leave it out"
-        )
+    check_run(config)
 
 
 def model_chunks(config: TransformerConfig) -> tuple[range, ...]:

@@ -178,16 +178,11 @@ class Mixer(MegatronModule):
             whole = self.replicated(hidden_SBD)
         return torch.nn.functional.linear(whole, self.replicated(weight))
 
-    def refuse_unsupported(self, inference_context: Any, packed_seq_params: Any) -> None:
+    def refuse_unsupported(self, inference_context: Any) -> None:
         """Raise ModelError for what training-only mixers cannot do yet."""
         if inference_context is not None:
             raise ModelError(
                 f"{type(self).__name__} (layer {self.layer_number}): inference caches are not supported yet"
-            )
-        if packed_seq_params is not None:
-            raise ModelError(
-                f"{type(self).__name__} (layer {self.layer_number}): packed sequences are not supported yet; "
-                "train on unpacked rows"
             )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Mixer:

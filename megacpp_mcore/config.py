@@ -7,6 +7,11 @@ Its keys::
       dsa: {schedule: "-FF"}
     backends:                     # op to backend name; an op that is not named takes "auto"
       mamba3: reference
+    compile: regional             # or off (the default); see megacpp_mcore.regional
+    recompute: [experts, m]       # what the backward pass computes again (see Recompute)
+    speed_defaults: {expandable_segments: false}     # see SpeedDefaults
+    experimental_taxes: {anomaly_detection: true}    # what costs speed; all off (see ExperimentalTaxes)
+    observability: {policy: json}                    # see Observability
 
 or, for a stock DSA model under the patch dsa-index-cache, this one alone::
 
@@ -16,9 +21,10 @@ or, for a stock DSA model under the patch dsa-index-cache, this one alone::
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -34,8 +40,88 @@ from megacpp_mcore.pattern import FULL_INDEX, SHARED_INDEX
 VARIABLE = "MEGACPP_CONFIG"
 """The environment variable that names the file."""
 
+COMPILE_MODES = ("off", "regional")
+
 _INDEX_CACHE = "dsa_index_cache"
-_KEYS = ("model", "overrides", "backends", _INDEX_CACHE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedDefaults:
+    """What a launch does for speed unless it is told not to; each may be given under ``speed_defaults``.
+
+    Attributes:
+        compile_warmup: whether regions are compiled before step 1, where the compile policy allows it at all.
+        precompile_static: whether the regions of A, M and R layers are compiled before step 1 even where the policy skips the
+            warm-up because of the E layers beside them.
+        expandable_segments: whether the CUDA allocator grows segments, which keeps fragmentation down.
+        cache_root: folder for the caches of compiled kernels (``triton`` and ``inductor`` in it); None: their own places.
+    """
+
+    compile_warmup: bool = True
+    precompile_static: bool = False
+    expandable_segments: bool = True
+    cache_root: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentalTaxes:
+    """What costs speed and is off unless asked for under ``experimental_taxes``.
+
+    Attributes:
+        anomaly_detection: autograd checks every backward result for NaN and says which forward operation it belongs to.
+        blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``), so that an error is where it is said.
+    """
+
+    anomaly_detection: bool = False
+    blocking_launches: bool = False
+
+    @property
+    def on(self) -> tuple[str, ...]:
+        """The names of those that are on."""
+        return tuple(each.name for each in dataclasses.fields(self) if getattr(self, each.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observability:
+    """What a run tells about itself; each may be given under ``observability``.
+
+    Attributes:
+        policy: how the launch policy is printed at the start, ``text`` or ``json`` (one line).
+        recompiles: whether torch logs why it compiles a region again.
+    """
+
+    policy: str = "text"
+    recompiles: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """What the backward pass computes again instead of keeping its activations; each is off unless listed.
+
+    Attributes:
+        a: the attention of A layers, that of the MTP block included: projections, norms of the latents, core attention.
+        m: the Mamba-3 mixer of M layers.
+        experts: the expert GEMMs and their activation, not the routing, its communication or the shared expert.
+        r_convolution: the causal convolutions of R layers.
+        r_recurrence: the M²RNN recurrence of R layers with its forget gate, skip, and output gate.
+    """
+
+    a: bool = False
+    m: bool = False
+    experts: bool = False
+    r_convolution: bool = False
+    r_recurrence: bool = False
+
+    @property
+    def on(self) -> tuple[str, ...]:
+        """The names of those that are on."""
+        return tuple(each.name for each in dataclasses.fields(self) if getattr(self, each.name))
+
+
+_GROUPS: Mapping[str, type] = MappingProxyType(
+    {"speed_defaults": SpeedDefaults, "experimental_taxes": ExperimentalTaxes, "observability": Observability}
+)
+_KEYS = ("model", "overrides", "backends", _INDEX_CACHE, "compile", "recompute", *_GROUPS)
 
 
 @dataclass(frozen=True)
@@ -47,12 +133,22 @@ class PluginConfig:
         preset: the name of the preset it starts from.
         model: the preset with the overrides applied.
         backends: op name to requested backend name.
+        compile: one of :data:`COMPILE_MODES`.
+        recompute: what is computed again in the backward pass.
+        speed_defaults, experimental_taxes, observability: the groups of those names.
+        given: ``group.key``, or ``compile`` and ``recompute``, of what the file itself says.
     """
 
     path: Path
     preset: str
     model: Model
     backends: Mapping[str, str] = field(default_factory=dict)
+    compile: str = "off"
+    recompute: Recompute = Recompute()
+    speed_defaults: SpeedDefaults = SpeedDefaults()
+    experimental_taxes: ExperimentalTaxes = ExperimentalTaxes()
+    observability: Observability = Observability()
+    given: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -129,7 +225,16 @@ def load(path: str | os.PathLike[str]) -> PluginConfig:
         Dispatcher(backends)  # refuses names of ops and backends that it does not know
     except (ModelError, PatternError, BackendError) as error:
         raise ConfigFileError(f"{file}: {error}") from error
-    return PluginConfig(path=file, preset=name, model=model, backends=MappingProxyType(dict(backends)))
+    return PluginConfig(
+        path=file,
+        preset=name,
+        model=model,
+        backends=MappingProxyType(dict(backends)),
+        compile=_compile_mode(file, content),
+        recompute=_recompute(file, content),
+        **{key: _group(file, content, key, kind) for key, kind in _GROUPS.items()},
+        given=_given(content),
+    )
 
 
 def from_environment() -> PluginConfig | None:
@@ -172,10 +277,59 @@ def _known(file: Path) -> Mapping[str, Any]:
         raise ConfigFileError(f"{file}: found {type(content).__name__}; expected a mapping with {', '.join(_KEYS)}")
     for key in content:
         if key not in _KEYS:
-            close = difflib.get_close_matches(str(key), _KEYS, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ConfigFileError(f"{file}: unknown key {key!r}; {hint}known: {', '.join(_KEYS)}")
+            raise ConfigFileError(f"{file}: unknown key {key!r}; {_nearest(key, _KEYS)}")
     return content
+
+
+def _nearest(word: Any, known: Iterable[str]) -> str:
+    names = list(known)
+    close = difflib.get_close_matches(str(word), names, n=1)
+    return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names)}"
+
+
+def _compile_mode(file: Path, content: Mapping[str, Any]) -> str:
+    mode = content.get("compile", "off")
+    mode = "off" if mode is False else mode  # YAML reads off as false
+    if mode not in COMPILE_MODES:
+        raise ConfigFileError(f"{file}: 'compile' is {mode!r}; expected {' or '.join(COMPILE_MODES)}")
+    return str(mode)
+
+
+def _recompute(file: Path, content: Mapping[str, Any]) -> Recompute:
+    """The families that the file lists under ``recompute``."""
+    value = content.get("recompute")
+    value = [] if value is None else value
+    known = [each.name for each in dataclasses.fields(Recompute)]
+    if not isinstance(value, list) or len(value) != len({str(name) for name in value}):
+        raise ConfigFileError(
+            f"{file}: 'recompute' is {value!r}; expected a list of different names, of {', '.join(known)}"
+        )
+    for name in value:
+        if name not in known:
+            raise ConfigFileError(f"{file}: recompute names {name!r}; {_nearest(name, known)}")
+    return Recompute(**dict.fromkeys(value, True))
+
+
+def _group(file: Path, content: Mapping[str, Any], key: str, kind: type) -> Any:
+    """The group ``key`` of the file as a ``kind``, whose fields are its keys."""
+    values = _mapping(file, content, key)
+    known = {each.name: each.default for each in dataclasses.fields(kind)}
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigFileError(f"{file}: {key}: unknown key {name!r}; {_nearest(name, known)}")
+        if isinstance(known[name], bool) and not isinstance(value, bool):
+            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected true or false")
+        if name == "cache_root" and value is not None and not (isinstance(value, str) and os.path.isabs(value)):
+            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected the full path of a folder, or null")
+        if name == "policy" and value not in ("text", "json"):
+            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected text or json")
+    return kind(**values)
+
+
+def _given(content: Mapping[str, Any]) -> frozenset[str]:
+    names = {key for key in ("compile", "recompute") if key in content}
+    names.update(f"{key}.{name}" for key in _GROUPS for name in content.get(key) or ())
+    return frozenset(names)
 
 
 def _roles(file: Path, value: Any) -> str:

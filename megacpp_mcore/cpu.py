@@ -101,6 +101,7 @@ class CpuLane:
     """
 
     messages: list[str] = field(default_factory=list)
+    dynamo_was_disabled: bool = field(default_factory=lambda: os.environ.get("TORCHDYNAMO_DISABLE") == "1")
     _undo: list[_Undo] = field(default_factory=list)
     _handled_before: BaseException | None = field(default_factory=sys.exception)
 
@@ -209,6 +210,30 @@ def _disable_dynamo(lane: CpuLane) -> None:
         lane.on_remove("torch._dynamo.config.disable", lambda: patch.__exit__(None, None, None))
         settings += ", torch._dynamo.config.disable=True"
     lane.messages.append(f"CPU lane: {settings} (torch.compile runs its functions eagerly)")
+
+
+@contextlib.contextmanager
+def stepping_aside() -> Iterator[None]:
+    """For the duration, no part of an installed lane that Dynamo cannot trace: for functions of CPU tensors alone.
+
+    Does nothing without a lane, nor where another torch function mode is active, and leaves Dynamo disabled where it was so
+    before the lane.
+    """
+    mode = torch.overrides._get_current_function_mode()
+    if _installed is None or _installed.dynamo_was_disabled or not isinstance(mode, CpuDeviceMode):
+        yield
+        return
+    from torch._dynamo import config as dynamo
+
+    available, variable = torch.cuda.is_available, os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    torch.cuda.is_available = lambda: False
+    try:
+        with dynamo.patch(disable=False), torch.overrides._pop_mode_temporarily():
+            yield
+    finally:
+        torch.cuda.is_available = available
+        if variable is not None:
+            os.environ["TORCHDYNAMO_DISABLE"] = variable
 
 
 class Stream:
@@ -508,11 +533,20 @@ def _send_devices_to_cpu(lane: CpuLane) -> None:
         mode.__exit__(None, None, None)
 
     lane.on_remove(f"{__name__}.{CpuDeviceMode.__name__}", leave)
+    # A mode is off while it answers a call, and torch.autograd.backward is one: a checkpoint's inner backward pass.
+    stock_backward = torch.autograd._engine_run_backward
+
+    @functools.wraps(stock_backward)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if torch.overrides._get_current_function_mode() is mode else mode:
+            return stock_backward(*args, **kwargs)
+
+    lane.replace(torch.autograd, "_engine_run_backward", run_backward)
     # Its argument must be a real stream before a mode is asked.
     lane.replace(torch.Tensor, "record_stream", _nothing)
     lane.messages.append(
-        f"CPU lane: {__name__}.{CpuDeviceMode.__name__} sends CUDA devices named in torch calls to the CPU; "
-        "torch.Tensor.record_stream does nothing"
+        f"CPU lane: {__name__}.{CpuDeviceMode.__name__} sends CUDA devices named in torch calls to the CPU, "
+        "inside torch.autograd._engine_run_backward, too; torch.Tensor.record_stream does nothing"
     )
 
 

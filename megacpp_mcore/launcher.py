@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacpp_mcore import config, lowering
+from megacpp_mcore import config, lowering, policy
 from megacpp_mcore.errors import CheckoutError, LaunchError, MegacppError, SpecImportError
 from megacpp_mcore.observe import steps
 from megacpp_mcore.patches import registry
@@ -367,6 +367,9 @@ def _run_here(chosen: Plan, record_steps: str | None) -> int:
         stack.enter_context(process_environment())
         stack.enter_context(_arguments([entry, *chosen.arguments]))
         say(chosen.describe(int(os.environ["WORLD_SIZE"])))
+        settings = config.from_environment() if chosen.has_own_spec else None
+        launched = _launch_policy(chosen, settings)
+        stack.enter_context(_environment(launched.environment()))
         if chosen.has_own_spec and os.environ["RANK"] == "0":
             _verify_data(chosen.arguments)
         if chosen.script is not None:
@@ -377,12 +380,29 @@ def _run_here(chosen: Plan, record_steps: str | None) -> int:
         _apply_patches(chosen)
         if record_steps is not None:
             say(stack.enter_context(steps.recording(record_steps)))
+        stack.enter_context(policy.active(settings))
+        if launched.compile.mode == "regional":
+            from megacpp_mcore import regional  # brings Megatron, which has to come from the script's checkout
+
+            stack.enter_context(regional.before_training(launched.compile, say))
         if chosen.spec is not None:
             import_named(*chosen.spec)
         status = _run_main(chosen.script)
         if status == 0:
             leave_process_group()
     return status
+
+
+def _launch_policy(chosen: Plan, settings: config.PluginConfig | None) -> policy.LaunchPolicy:
+    """The policy of the run, printed on rank 0."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    model = settings.model if settings is not None else None
+    run = policy.Run.from_arguments(chosen.arguments, device=chosen.device, world_size=world_size, model=model)
+    launched = policy.resolve(run, settings=settings, environment=os.environ)
+    as_json = settings is not None and settings.observability.policy == "json"
+    for line in [f"launch policy: {launched.as_json()}"] if as_json else launched.describe().splitlines():
+        say(line)
+    return launched
 
 
 @contextlib.contextmanager

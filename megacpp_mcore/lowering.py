@@ -339,7 +339,8 @@ def _training_words(training: Training) -> list[str]:
         "--eval-interval", str(training.train_iters),
         "--no-masked-softmax-fusion",
         "--no-bias-dropout-fusion",
-        "--no-create-attention-mask-in-dataloader",
+        # --reset-attention-mask is carried out by that mask.
+        *([] if "--reset-attention-mask" in training.extra else ["--no-create-attention-mask-in-dataloader"]),
         "--no-gradient-accumulation-fusion",
     ]  # fmt: skip
     if training.precision == "bf16":

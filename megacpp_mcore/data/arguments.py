@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megacpp_mcore.data.files import require_readable
+from megacpp_mcore.data.fim import find_tokens
 from megacpp_mcore.data.index_cache import remove_stale
 from megacpp_mcore.data.manifest import verify_for_training
 from megacpp_mcore.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from megacpp_mcore.errors import DataError
 
-DATA_FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+SPLIT_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
+DATA_FLAGS = ("--data-path", *SPLIT_FLAGS)
 """Flags whose values are prefixes, or weights and prefixes by turns."""
+_FORMS = (("--data-path",), ("--data-args-path",), SPLIT_FLAGS, ("--per-split-data-args-path",))
+"""The ways to name datasets, of which Megatron takes one: the first two are cut by ``--split``, the others are cut."""
+
+FIM_TOKENS = {
+    "--fim-prefix-token": "<fim_prefix>",
+    "--fim-middle-token": "<fim_middle>",
+    "--fim-suffix-token": "<fim_suffix>",
+    "--fim-pad-token": "<fim_pad>",
+    "--fim-eod-token": "<|endoftext|>",
+}
+"""Flags of Megatron's fill-in-the-middle dataset that name tokens, with their defaults (megatron-core 0.19.2)."""
 
 _UNBOUNDED = 2**31  # where only Megatron's own tokenizer knows its size, the ids are bounded by the manifest alone
 
@@ -27,7 +42,7 @@ class TrainingTokenizer(NamedTuple):
 
 
 def verify_arguments(arguments: Sequence[str]) -> str:
-    """Check every dataset that ``arguments`` (Megatron's) name, and return the line that says what was checked.
+    """Check how ``arguments`` (Megatron's) name datasets, and each of those, and return the line that says what was checked.
 
     Megatron's cached indices that are older than the dataset they index are removed, and the line says so.
 
@@ -37,6 +52,8 @@ def verify_arguments(arguments: Sequence[str]) -> str:
     prefixes = dataset_prefixes(arguments)
     if not prefixes:
         return "data: none named"
+    _check_forms(arguments)
+    note = check_fim(arguments)
     tokenizer = _find_tokenizer(arguments)
     verify_for_training(
         prefixes,
@@ -47,6 +64,7 @@ def verify_arguments(arguments: Sequence[str]) -> str:
     )
     removed = remove_stale(prefixes, _value(arguments, "--data-cache-path"))
     line = f"data: {', '.join(prefixes)} verified against {'its manifest' if len(prefixes) == 1 else 'their manifests'}"
+    line += f"; {note}" if note else ""
     return f"{line}; removed cached indices older than the data: {', '.join(removed)}" if removed else line
 
 
@@ -75,12 +93,56 @@ def _parse_blend(where: str, words: Sequence[str]) -> list[str]:
         prefixes = words
     elif all(numbers):
         prefixes = words[1::2]
+        _check_weights(where, words)
     else:
         raise DataError(
             f"{where}: {words[2 * numbers.index(False)]!r} stands where other datasets have their weight; expected "
             "WEIGHT PREFIX WEIGHT PREFIX …, or prefixes alone"
         )
     return [prefix.strip() for prefix in prefixes]
+
+
+def _check_weights(where: str, words: Sequence[str]) -> None:
+    """Refuse weights that no blend can have; where there is one dataset, its weight means nothing."""
+    wrong = [word for word in words[::2] if not 0 < float(word) < math.inf]
+    if wrong and len(words) > 2:
+        raise DataError(
+            f"{where}: the weight {wrong[0]!r} of {words[words.index(wrong[0]) + 1].strip()!r} is no positive number; expected "
+            "the share of each dataset, such as 0.7, and only datasets that are to be seen"
+        )
+
+
+def _check_forms(arguments: Sequence[str]) -> None:
+    """Refuse datasets that are named in two ways, and a ``--split`` that stock refuses or reads as another."""
+    named = [[flag for flag in form if _values(arguments, flag)] for form in _FORMS]
+    given = [flags for flags in named if flags]
+    if len(given) > 1:
+        raise DataError(
+            f"datasets are named by {' and by '.join('/'.join(flags) for flags in given)}; expected one way, since Megatron "
+            "takes one and is silent about, or stops at, the other: leave out the rest"
+        )
+    split = _value(arguments, "--split")
+    if split is not None and (named[2] or named[3]):
+        raise DataError(
+            f"--split {split} was given with {'/'.join(named[2] or named[3])}, whose datasets are split already; leave out "
+            "--split, or name the whole dataset by --data-path"
+        )
+    if split is None and named[1]:
+        raise DataError(
+            "--data-args-path names datasets to be split, and there is no --split; expected the shares of training, validation "
+            "and test, such as --split 98,2,0"
+        )
+    if split is not None and not _is_split(split):
+        raise DataError(
+            f"--split is {split!r}; expected up to three shares (training, validation, test) of 0 or more, not all 0, "
+            "separated by commas, such as 98,2,0"
+        )
+
+
+def _is_split(text: str) -> bool:
+    shares = text.split(",")
+    numbers = [float(share) for share in shares if re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*", share)]
+    return len(numbers) == len(shares) <= 3 and sum(numbers) > 0
 
 
 def _read(path: str) -> str:
@@ -123,6 +185,34 @@ def _find_tokenizer(arguments: Sequence[str]) -> TrainingTokenizer:
         eod_id = named - 1  # stock's default; padding does not move it
     is_byte = all(_value(arguments, flag) == word for flag, word in _byte_flags().items())
     return TrainingTokenizer(embedded, eod_id, ByteTokenizer().checksum() if is_byte else None)
+
+
+def check_fim(arguments: Sequence[str]) -> str | None:
+    """Check what ``--fim-data`` needs, and return what there is to say of it; None without the flag.
+
+    Raises:
+        DataError: stock would stop at it, leave it out or cut up other documents than are there.
+    """
+    if "--fim-data" not in arguments:
+        return None
+    for flag, why in (
+        ("--hybrid-layer-pattern", "pretrain_hybrid.py has no such dataset and would train without it, in silence"),
+        ("--dataloader-inter-document-masking", "its dataset does not say where documents end"),
+    ):
+        if any(word.partition("=")[0] == flag for word in arguments):
+            raise DataError(f"--fim-data was given with {flag}: {why}; leave one of them out")
+    kind, folder = _value(arguments, "--tokenizer-type"), _value(arguments, "--tokenizer-model")
+    if kind == "NullTokenizer":
+        raise DataError(
+            "--fim-data was given with the tokenizer NullTokenizer (which stands for the byte tokenizer, too), but it cuts "
+            "text, and Megatron's NullTokenizer knows none; expected --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
+            "DIR with the five tokens that --fim-prefix-token … --fim-eod-token name, and a dataset prepared with it"
+        )
+    if kind != "HuggingFaceTokenizer" or not folder:
+        return f"the tokens of --fim-data are not checked, for want of a way to read the tokenizer {kind}"
+    named = {flag: _value(arguments, flag) or default for flag, default in FIM_TOKENS.items()}
+    ids = find_tokens(HuggingFaceTokenizer(folder), named, _value(arguments, "--fim-split-sample"))
+    return "FIM tokens " + ", ".join(f"{token} = {ids[token]}" for token in ids)
 
 
 def _byte_flags() -> dict[str, str]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import DataError
+
+if TYPE_CHECKING:
+    from megacpp_mcore.data.manifest import Manifest
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -52,7 +56,9 @@ def _add_prepare(actions: Any) -> None:
 
 
 def _add_verify(actions: Any) -> None:
-    parser = actions.add_parser("verify", help="check datasets against their manifests")
+    parser = actions.add_parser(
+        "verify", help="check datasets against their manifests; lists all problems and then exits with 1"
+    )
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="paths of datasets without suffix")
     parser.add_argument("--adopt", action="store_true", help="write a manifest for datasets that another tool made")
     parser.add_argument("--tokenizer", metavar="byte|DIR", help="with --adopt: the tokenizer that made them")
@@ -93,32 +99,51 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from megacpp_mcore.data.manifest import adopt, verify
-    from megacpp_mcore.data.tokenizer import ByteTokenizer, load_tokenizer
+    from megacpp_mcore.data.manifest import adopt, examine
+    from megacpp_mcore.data.progress import Progress
+    from megacpp_mcore.data.tokenizer import load_tokenizer
 
     told = (args.tokenizer, args.vocab_size, args.eod_id)
     if not args.adopt and told != (None, None, None):
         raise DataError(
             "--tokenizer, --vocab-size and --eod-id say what a manifest is to hold: add --adopt, or drop them"
         )
-    for prefix in args.prefixes:
+    prefixes = list(dict.fromkeys(args.prefixes))
+    sizes = [os.path.getsize(prefix + ".bin") for prefix in prefixes if os.path.exists(prefix + ".bin")]
+    progress = Progress(len(prefixes), sum(sizes))
+    examinations = {}
+    for prefix in prefixes:
         if args.adopt:
             tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
             adopt(prefix, tokenizer=tokenizer, vocab_size=args.vocab_size, eod_id=args.eod_id)
-        manifest = verify(prefix)
-        _print_datasets([prefix])
-        if manifest.tokenizer["checksum"] == ByteTokenizer().checksum():
-            _print_flags("byte")
-        elif manifest.tokenizer["kind"] == "huggingface":
-            print("stock flags: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR")
-        if manifest.tokenizer["eod_id"] is None:
-            print("its end-of-document id is not known and was not checked; adopt it with --eod-id to have it checked")
-    return 0
+        examinations[prefix] = examine(prefix, lambda read: progress.advance(0, read))
+        progress.advance(1, 0)
+    progress.finish()
+    for prefix, examination in examinations.items():
+        if examination.manifest is not None and not examination.problems:
+            _print_verified(prefix, examination.manifest)
+    problems = [problem for examination in examinations.values() for problem in examination.problems]
+    if problems:
+        damaged = sum(bool(examination.problems) for examination in examinations.values())
+        print(f"problems: {len(problems)}, datasets with problems: {damaged} of {len(prefixes)}", file=sys.stderr)
+        for problem in problems:
+            print(f"  {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _print_verified(prefix: str, manifest: Manifest) -> None:
+    from megacpp_mcore.data.tokenizer import ByteTokenizer
+
+    _print_datasets([prefix])
+    if manifest.tokenizer["checksum"] == ByteTokenizer().checksum():
+        _print_flags("byte")
+    elif manifest.tokenizer["kind"] == "huggingface":
+        print("stock flags: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR")
+    if manifest.tokenizer["eod_id"] is None:
+        print("its end-of-document id is not known and was not checked; adopt it with --eod-id to have it checked")
 
 
 def _corpus(args: argparse.Namespace) -> int:
-    import os
-
     from megacpp_mcore.data.corpus import prepare_stdlib_corpus
 
     output = os.path.join(args.output, "stdlib")

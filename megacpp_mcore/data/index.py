@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,22 +101,52 @@ def read_index(prefix: str) -> DatasetIndex:
     Raises:
         DataError: a file is missing, or the index is not a whole and consistent one for this ``.bin``.
     """
-    idx_path, bin_path = prefix + ".idx", prefix + ".bin"
-    bin_size = _require_file(bin_path)
-    idx_size = _require_file(idx_path)
-    with require_readable(idx_path):
-        index = _read_arrays(prefix, idx_path, idx_size)
-    _check_arrays(idx_path, index)
-    if not index.token_count:
-        raise _damaged(idx_path, "no tokens", "at least one")
-    token_bytes = index.token_count * index.dtype.itemsize
-    if bin_size != token_bytes:
-        raise _damaged(
-            bin_path,
-            f"{bin_size} bytes",
-            f"{token_bytes} bytes ({index.token_count} tokens of {index.dtype.name}, says {idx_path})",
-        )
+    index, problems = inspect_index(prefix)
+    if index is None or problems:
+        raise problems[0]
     return index
+
+
+def inspect_index(prefix: str) -> tuple[DatasetIndex | None, list[DataError]]:
+    """Do what :func:`read_index` does, and return all problems instead of raising the first.
+
+    The index is None where a problem keeps it from being read; with any other problem it is not to be used either, but for
+    its counts and its token type.
+    """
+    idx_path, bin_path = prefix + ".idx", prefix + ".bin"
+    problems: list[DataError] = []
+    bin_size, idx_size, index = None, None, None
+    with collected(problems):
+        bin_size = _require_file(bin_path)
+    with collected(problems):
+        idx_size = _require_file(idx_path)
+    if idx_size is not None:
+        with collected(problems), require_readable(idx_path):
+            index = _read_arrays(prefix, idx_path, idx_size)
+    if index is not None:
+        contradictions = list(_find_contradictions(idx_path, index))
+        problems += contradictions or _find_misfits(idx_path, bin_path, bin_size, index)
+    return index, problems
+
+
+@contextmanager
+def collected(problems: list[DataError]) -> Iterator[None]:
+    """Append the DataError that the body raises to ``problems``, and go on."""
+    try:
+        yield
+    except DataError as error:
+        problems.append(error)
+
+
+def _find_misfits(idx_path: str, bin_path: str, bin_size: int | None, index: DatasetIndex) -> list[DataError]:
+    """What is wrong between an index that agrees with itself and its ``.bin`` (None: there is none)."""
+    if not index.token_count:
+        return [_damaged(idx_path, "no tokens", "at least one")]
+    token_bytes = index.token_count * index.dtype.itemsize
+    if bin_size in (None, token_bytes):
+        return []
+    expected = f"{token_bytes} bytes ({index.token_count} tokens of {index.dtype.name}, says {idx_path})"
+    return [_damaged(bin_path, f"{bin_size} bytes", expected)]
 
 
 def _read_arrays(prefix: str, idx_path: str, idx_size: int) -> DatasetIndex:
@@ -163,23 +194,23 @@ def _parse_header(path: str, header: bytes) -> tuple[np.dtype[Any], int, int]:
     return np.dtype(TOKEN_DTYPES[code]).newbyteorder("<"), sequence_count, bound_count
 
 
-def _check_arrays(path: str, index: DatasetIndex) -> None:
-    """Raise unless lengths, pointers and document bounds agree with each other."""
+def _find_contradictions(path: str, index: DatasetIndex) -> Iterator[DataError]:
+    """Say where lengths, pointers and document bounds disagree, the first place of each."""
     negative = np.flatnonzero(index.lengths_S < 0)
     if negative.size:
-        raise _damaged(path, f"length {index.lengths_S[negative[0]]} for sequence {negative[0]}", "0 or more")
+        yield _damaged(path, f"length {index.lengths_S[negative[0]]} for sequence {negative[0]}", "0 or more")
     expected = np.zeros_like(index.pointers_S)
     np.cumsum(index.lengths_S[:-1].astype(np.int64) * index.dtype.itemsize, out=expected[1:])
     wrong = np.flatnonzero(index.pointers_S != expected)
     if wrong.size:
-        raise _damaged(
+        yield _damaged(
             path,
             f"pointer {index.pointers_S[wrong[0]]} for sequence {wrong[0]}",
             f"{expected[wrong[0]]}, the end of the sequence before it",
         )
     bounds = index.bounds
     if bounds[0] != 0 or bounds[-1] != len(index.lengths_S) or bool((np.diff(bounds) < 0).any()):
-        raise _damaged(
+        yield _damaged(
             path,
             f"document bounds from {bounds[0]} to {bounds[-1]}",
             f"bounds that rise from 0 to {len(index.lengths_S)}, the number of sequences",

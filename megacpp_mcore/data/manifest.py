@@ -7,14 +7,14 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megacpp_mcore.data.files import hash_file, require_readable, write_atomically
-from megacpp_mcore.data.index import DatasetIndex, read_index
+from megacpp_mcore.data.index import DatasetIndex, collected, inspect_index, read_index
 from megacpp_mcore.data.tokenizer import Tokenizer
 from megacpp_mcore.errors import DataError
 
@@ -22,6 +22,7 @@ SCHEMA_VERSION = 1
 MAX_LISTED_SOURCES = 10_000
 _SAMPLED_DOCUMENTS = 256
 _DOCUMENTS_AT_ONCE = 1 << 20
+_BYTES_AT_ONCE = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -166,21 +167,34 @@ def describe_sources(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TokenScan:
-    """One pass over a ``.bin``: its SHA-256, smallest and largest id."""
+    """One pass over a ``.bin``: its SHA-256, smallest and largest id (None without a token)."""
 
     sha256: str
-    smallest: int
-    largest: int
+    smallest: int | None
+    largest: int | None
 
 
-def scan_tokens(index: DatasetIndex) -> TokenScan:
-    """Read every token of the dataset once."""
+def _ignore(amount: int) -> None:
+    """Nobody asked how far it is."""
+
+
+def scan_tokens(path: str, dtype: np.dtype[Any], advance: Callable[[int], None] = _ignore) -> TokenScan:
+    """Read a ``.bin`` of ``dtype`` tokens once, calling ``advance`` with every number of bytes read.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
     digest = hashlib.sha256()
-    smallest, largest = np.iinfo(np.int64).max, np.iinfo(np.int64).min
-    for chunk in index.read_chunks():
-        digest.update(memoryview(chunk).cast("B"))
-        smallest, largest = min(smallest, int(chunk.min())), max(largest, int(chunk.max()))
-    return TokenScan(digest.hexdigest(), int(smallest), int(largest))
+    extremes: list[int] = []
+    with require_readable(path), open(path, "rb") as stream:
+        while block := stream.read(_BYTES_AT_ONCE):
+            digest.update(block)
+            tokens = np.frombuffer(block, dtype=dtype, count=len(block) // dtype.itemsize)
+            if tokens.size:
+                extremes = [min([*extremes, int(tokens.min())]), max([*extremes, int(tokens.max())])]
+            advance(len(block))
+    smallest, largest = extremes or (None, None)
+    return TokenScan(digest.hexdigest(), smallest, largest)
 
 
 def build_manifest(
@@ -199,7 +213,7 @@ def build_manifest(
         DataError: the files are no dataset of this vocabulary with this end of document.
     """
     index = read_index(prefix)
-    scan = scan_tokens(index)
+    scan = scan_tokens(index.bin_path, index.dtype)
     _check_ids(index.bin_path, scan, tokenizer["vocab_size"])
     _check_document_ends(index, tokenizer["eod_id"], np.arange(index.document_count))
     return Manifest(
@@ -207,7 +221,7 @@ def build_manifest(
         dtype=index.dtype.name,
         documents=index.document_count,
         tokens=index.token_count,
-        max_token_id=scan.largest,
+        max_token_id=scan.largest or 0,
         text_bytes=text_bytes,
         files={
             ".bin": {"size": os.path.getsize(index.bin_path), "sha256": scan.sha256},
@@ -265,15 +279,91 @@ def verify(prefix: str) -> Manifest:
     Raises:
         DataError: a file is missing, damaged or not the one that the manifest describes.
     """
-    manifest = load_manifest(prefix)
-    index = _check_structure(prefix, manifest)
-    scan = scan_tokens(index)
-    _check_hash(index.bin_path, scan.sha256, manifest)
-    _check_ids(index.bin_path, scan, manifest.tokenizer["vocab_size"])
-    if scan.largest != manifest.max_token_id:
-        raise _mismatch(index.bin_path, f"largest id {scan.largest}", f"{manifest.max_token_id}")
-    _check_document_ends(index, manifest.tokenizer["eod_id"], np.arange(index.document_count))
-    return manifest
+    examination = examine(prefix)
+    if examination.manifest is None or examination.problems:
+        raise examination.problems[0]
+    return examination.manifest
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All that :func:`examine` found of one dataset."""
+
+    manifest: Manifest | None
+    problems: tuple[DataError, ...]
+
+
+def examine(prefix: str, advance: Callable[[int], None] = _ignore) -> Examination:
+    """Do what :func:`verify` does, and return all problems instead of raising the first.
+
+    Checked are the manifest; of both files size and SHA-256; in the index the header, the token type, lengths, pointers and
+    document bounds, and whether they describe the ``.bin`` and are the manifest's; of the tokens that their ids are in the
+    vocabulary and that every document has its end. What a damage makes unreadable is left out, not guessed.
+
+    Args:
+        prefix: path without suffix.
+        advance: called with every number of bytes read of the ``.bin``.
+    """
+    problems: list[DataError] = []
+    manifest = None
+    with collected(problems):
+        manifest = load_manifest(prefix)
+    resized = [] if manifest is None else list(_find_resized(prefix, manifest))
+    problems += resized
+    index, damages = inspect_index(prefix)
+    problems += damages
+    if manifest is not None:
+        problems += _find_differences(prefix, index, manifest)
+    if os.path.exists(prefix + ".bin"):
+        with collected(problems):
+            problems += _find_wrong_tokens(prefix + ".bin", index, manifest, advance)
+    if index is not None and manifest is not None and not damages:
+        with collected(problems):
+            _check_document_ends(index, manifest.tokenizer["eod_id"], np.arange(index.document_count))
+    return Examination(manifest, tuple(problems))
+
+
+def _find_resized(prefix: str, manifest: Manifest) -> Iterator[DataError]:
+    """Say which files have not the manifest's size; read_index tells of what is missing."""
+    for suffix in (".bin", ".idx"):
+        path, expected = prefix + suffix, manifest.files[suffix]["size"]
+        size = os.path.getsize(path) if os.path.exists(path) else expected
+        if size != expected:
+            yield _mismatch(path, f"{size} bytes", f"{expected} bytes")
+
+
+def _find_differences(prefix: str, index: DatasetIndex | None, manifest: Manifest) -> list[DataError]:
+    """Say where an index, of the right size or readable at all, is not the manifest's."""
+    problems: list[DataError] = []
+    path = prefix + ".idx"
+    with collected(problems), require_readable(path):
+        if os.path.exists(path) and os.path.getsize(path) == manifest.files[".idx"]["size"]:
+            _check_hash(path, hash_file(path), manifest)
+    if index is not None:
+        with collected(problems):
+            _check_counts(index, manifest)
+    return problems
+
+
+def _find_wrong_tokens(
+    path: str, index: DatasetIndex | None, manifest: Manifest | None, advance: Callable[[int], None]
+) -> list[DataError]:
+    """Read a ``.bin``, whatever its size, and say what its tokens are not; without a known token type their bytes alone.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    problems: list[DataError] = []
+    scan = scan_tokens(path, np.dtype(np.uint8) if index is None else index.dtype, advance)
+    if manifest is not None and os.path.getsize(path) == manifest.files[".bin"]["size"]:
+        with collected(problems):
+            _check_hash(path, scan.sha256, manifest)
+    if index is not None and scan.largest is not None:
+        with collected(problems):
+            _check_ids(path, scan, None if manifest is None else manifest.tokenizer["vocab_size"])
+        if manifest is not None and scan.largest != manifest.max_token_id:
+            problems.append(_mismatch(path, f"largest id {scan.largest}", f"{manifest.max_token_id}"))
+    return problems
 
 
 def verify_for_training(
@@ -315,23 +405,23 @@ def verify_for_training(
 
 def _check_structure(prefix: str, manifest: Manifest) -> DatasetIndex:
     """Check sizes, the index and the counts against the manifest, and return the index."""
-    for suffix in (".bin", ".idx"):
-        path = prefix + suffix
-        size = os.path.getsize(path) if os.path.exists(path) else None  # read_index tells of what is missing
-        if size is not None and size != manifest.files[suffix]["size"]:
-            raise _mismatch(path, f"{size} bytes", f"{manifest.files[suffix]['size']} bytes")
+    for problem in _find_resized(prefix, manifest):
+        raise problem
     index = read_index(prefix)
-    with require_readable(prefix + ".idx"):
-        digest = hash_file(prefix + ".idx")
-    _check_hash(prefix + ".idx", digest, manifest)
+    for problem in _find_differences(prefix, index, manifest):
+        raise problem
+    return index
+
+
+def _check_counts(index: DatasetIndex, manifest: Manifest) -> None:
+    """Raise when token type, documents or tokens are not the manifest's."""
     found = (index.dtype.name, index.document_count, index.token_count)
     if found != (manifest.dtype, manifest.documents, manifest.tokens):
         raise _mismatch(
-            prefix + ".idx",
+            index.prefix + ".idx",
             "{}, {} documents, {} tokens".format(*found),
             f"{manifest.dtype}, {manifest.documents} documents, {manifest.tokens} tokens",
         )
-    return index
 
 
 def _check_tokenizer(prefix: str, manifest: Manifest, checksum: str | None) -> None:
@@ -364,6 +454,8 @@ def _check_fit(prefix: str, manifest: Manifest, vocab_size: int, eod_id: int | N
 
 def _check_ids(path: str, scan: TokenScan, vocab_size: int | None) -> None:
     """Raise when an id is negative or not in the vocabulary."""
+    if scan.smallest is None or scan.largest is None:
+        return
     if scan.smallest < 0 or (vocab_size is not None and scan.largest >= vocab_size):
         upper = f"to {vocab_size - 1}" if vocab_size is not None else "or more"
         raise DataError(
@@ -376,17 +468,20 @@ def _check_document_ends(index: DatasetIndex, eod_id: int | None, documents: np.
     """Raise when one of ``documents`` does not end with ``eod_id``; None is a dataset that says nothing of its ends."""
     if eod_id is None:
         return
+    count, first, found = 0, 0, 0
     for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
         part = documents[start : start + _DOCUMENTS_AT_ONCE]
         last = index.read_last_tokens(part)
         wrong = np.flatnonzero(last != eod_id)
-        if wrong.size:
-            found = int(last[wrong[0]])
-            raise DataError(
-                f"{index.bin_path}: document {part[wrong[0]]} ends with {f'id {found}' if found >= 0 else 'no token'}, "
-                f"expected the end-of-document id {eod_id}; the file is damaged or was made with another tokenizer: "
-                "restore it from a copy or prepare it again"
-            )
+        if wrong.size and not count:
+            first, found = int(part[wrong[0]]), int(last[wrong[0]])
+        count += wrong.size
+    if count:
+        raise DataError(
+            f"{index.bin_path}: document {first} ends with {f'id {found}' if found >= 0 else 'no token'}, expected the "
+            f"end-of-document id {eod_id} ({count} of {len(documents)} documents looked at have not that end); the file is "
+            "damaged or was made with another tokenizer: restore it from a copy or prepare it again"
+        )
 
 
 def _check_hash(path: str, found: str, manifest: Manifest) -> None:

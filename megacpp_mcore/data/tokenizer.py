@@ -146,6 +146,15 @@ class HuggingFaceTokenizer:
         """Return the ids of one document; no specials are added."""
         return np.asarray(self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False).ids, dtype=np.int64)
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of ``token``; None where it is no token of the vocabulary."""
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
+    def added_around_text(self) -> int:
+        """Return how many tokens encoding adds to a text, where it is not told to leave them out."""
+        return int(self._tokenizer.num_special_tokens_to_add(False))
+
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Return the text of ``ids`` without specials."""
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))

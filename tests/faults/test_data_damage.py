@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megacpp_mcore.data.index import HEADER_BYTES, read_index
-from megacpp_mcore.data.manifest import adopt, load_manifest, verify, verify_for_training
+from megacpp_mcore.data.manifest import adopt, examine, load_manifest, verify, verify_for_training
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.data.score import unigram_bits_per_byte
 from megacpp_mcore.errors import DataError
@@ -327,6 +327,61 @@ def test_no_mutation_crashes_the_reader_or_passes_verification(prefix, pristine,
     if bytes(content) != whole:
         with pytest.raises(DataError):
             verify_for_training([prefix], vocab_size=260)
+
+
+def damage(data: st.DataObject, content: bytearray) -> None:
+    """Cut, flip or swap a part of a file, or put another file's bytes in its place."""
+    kind = data.draw(st.sampled_from(["cut", "flip", "swap", "zero", "double"]))
+    at, other = (data.draw(st.integers(0, len(content) - 1)) for _ in range(2))
+    if kind == "cut":
+        del content[at:]
+    elif kind == "flip":
+        content[at] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind == "swap":
+        length = min(8, len(content) - max(at, other), abs(at - other))
+        content[at : at + length], content[other : other + length] = (
+            content[other : other + length],
+            content[at : at + length],
+        )
+    elif kind == "zero":
+        content[at : at + 8] = bytes(len(content[at : at + 8]))
+    else:
+        content += content[at:]
+
+
+@_FUZZ
+@given(data=st.data())
+def test_every_damaged_file_is_in_the_list(prefix, pristine, data):
+    """Any damage to any of the files: nothing crashes, every one of them is named, and no whole dataset is."""
+    changed = []
+    for suffix in (".bin", ".idx", ".manifest.json"):
+        whole = Path(pristine + suffix).read_bytes()
+        content = bytearray(whole)
+        if data.draw(st.booleans(), label=f"damage {suffix}"):
+            damage(data, content)
+        Path(prefix + suffix).write_bytes(content)
+        if bytes(content) != whole:
+            changed.append(suffix)
+    examination = examine(prefix)
+    messages = [str(problem) for problem in examination.problems]
+    if changed == [".manifest.json"] and not messages:  # white space at its end is no part of it
+        assert examination.manifest == load_manifest(pristine)
+        return
+    assert bool(messages) == bool(changed)
+    if ".manifest.json" in changed and examination.manifest is None:
+        assert "data.manifest.json" in messages[0]  # without it a file that is whole in itself may be any
+    else:
+        for suffix in set(changed) - {".manifest.json"}:
+            assert any(f"data{suffix}" in message for message in messages), (suffix, messages)
+    if messages:
+        with pytest.raises(DataError, match=re.escape(messages[0])):
+            verify(prefix)
+
+
+def test_bytes_read_are_told_once(prefix):
+    told: list[int] = []
+    assert examine(prefix, told.append).problems == ()
+    assert sum(told) == os.path.getsize(prefix + ".bin")
 
 
 @_FUZZ

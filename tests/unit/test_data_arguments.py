@@ -1,5 +1,6 @@
 """Datasets named on a stock command line are found, and checked before training."""
 
+import itertools
 import json
 import os
 import shutil
@@ -59,7 +60,7 @@ BLENDS = [
     ["2024", "one"],
     ["one", "2024", "two", "2025"],
     ["2024", "2025", "2026"],
-    ["1e3", "2024", "nan", "7"],
+    ["1e3", "2024", "1e-3", "7"],
     ["one", "two"],
     [" one ", "two", "three"],
 ]
@@ -102,6 +103,110 @@ def test_a_file_of_datasets_that_cannot_be_used_is_named(tmp_path: Path, content
     if content in (None, b"\xff"):
         with pytest.raises(DataError, match=r"splits: .*expected"):
             verify_arguments(["--data-args-path", str(tmp_path / "splits")])
+
+
+@pytest.fixture
+def two(prefix: str, tmp_path: Path) -> tuple[str, str]:
+    (tmp_path / "other.txt").write_text("another document, in words of its own\n" * 100)
+    prepare([str(tmp_path / "other.txt")], str(tmp_path / "other"))
+    return prefix, str(tmp_path / "other")
+
+
+def forms(first: str, second: str, folder: Path) -> dict[str, list[str]]:
+    """Every way in which a stock command line names these two datasets."""
+    (folder / "blend").write_text(f"0.25 {first}\n0.75 {second}\n")
+    splits = {"train": ["1", first, "3", second], "valid": second, "test": None}
+    (folder / "splits.json").write_text(json.dumps(splits))
+    return {
+        "blend": ["--data-path", "1", first, "3", second, "--split", "90,10,0"],
+        "unweighted blend": ["--data-path", first, second, "--split", "90,10"],
+        "blend in a file": ["--data-args-path", str(folder / "blend"), "--split", "90,10,0"],
+        "a dataset a split": ["--train-data-path", first, "--valid-data-path", second],
+        "a blend a split": ["--train-data-path", "1", first, "3", second, "--valid-data-path", second],
+        "blends a split in a file": ["--per-split-data-args-path", str(folder / "splits.json")],
+    }
+
+
+FORMS = (
+    "blend",
+    "unweighted blend",
+    "blend in a file",
+    "a dataset a split",
+    "a blend a split",
+    "blends a split in a file",
+)
+
+
+def test_all_forms_are_tried(two: tuple[str, str], tmp_path: Path) -> None:
+    assert tuple(forms(*two, tmp_path)) == FORMS
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_verified_and_says_which_dataset_is_damaged(
+    two: tuple[str, str], tmp_path: Path, form: str
+) -> None:
+    words = [*forms(*two, tmp_path)[form], *ByteTokenizer().stock_flags()]
+    assert verify_arguments(words) == f"data: {two[0]}, {two[1]} verified against their manifests"
+    for prefix in two:
+        whole = Path(prefix + ".bin").read_bytes()
+        Path(prefix + ".bin").write_bytes(whole[:-2] + b"\7\0")
+        with pytest.raises(DataError, match=f"{prefix}[.]bin"):
+            verify_arguments(words)
+        Path(prefix + ".bin").write_bytes(whole)
+    os.unlink(two[1] + ".idx")
+    with pytest.raises(DataError, match=f"{two[1]}[.]idx: No such file"):
+        verify_arguments(words)
+
+
+def test_two_forms_at_once_are_refused(two: tuple[str, str], tmp_path: Path) -> None:
+    ways = forms(*two, tmp_path)
+    for first, second in itertools.combinations(FORMS, 2):
+        words = [*ways[first], *ways[second], *ByteTokenizer().stock_flags()]
+        if ways[first][0] == ways[second][0]:  # the last of a flag counts, in stock as here
+            assert "verified" in verify_arguments(words)
+            continue
+        with pytest.raises(DataError, match=f"{ways[first][0]}.* and by .*{ways[second][0]}|--split 90,10"):
+            verify_arguments(words)
+
+
+BAD_FORMS = {
+    "whole and split": (
+        ["--data-path", "A", "--valid-data-path", "B"],
+        "named by --data-path and by --valid-data-path",
+    ),
+    "list and file": (["--data-path", "A", "--data-args-path", "F"], "named by --data-path and by --data-args-path"),
+    "shares of splits": (
+        ["--train-data-path", "A", "--split", "90,10,0"],
+        "--split 90,10,0 was given with --train-data",
+    ),
+    "no shares": (["--data-args-path", "F"], "there is no --split"),
+    "negative share": (["--data-path", "A", "--split", "-98,2,0"], "--split is '-98,2,0'"),
+    "four shares": (["--data-path", "A", "--split", "1,1,1,1"], "expected up to three shares"),
+    "no share": (["--data-path", "A", "--split", "0,0,0"], "not all 0"),
+    "other separator": (["--data-path", "A", "--split", "98;2"], "separated by commas"),
+    "negative weight": (["--data-path", "-1", "A", "2", "B"], "the weight '-1' of .* is no positive number"),
+    "zero weight": (["--data-path", "1", "A", "0", "B"], "the weight '0' of .* is no positive number"),
+    "weight of nothing": (["--data-path", "1", "A", "nan", "B"], "the weight 'nan' of"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), BAD_FORMS.values(), ids=BAD_FORMS.keys())
+def test_forms_that_stock_refuses_or_reads_otherwise_are_refused(
+    two: tuple[str, str], tmp_path: Path, words: list[str], message: str
+) -> None:
+    (tmp_path / "blend").write_text(two[0])
+    paths = {"A": two[0], "B": two[1], "F": str(tmp_path / "blend")}
+    with pytest.raises(DataError, match=message):
+        verify_arguments([*(paths.get(word, word) for word in words), *ByteTokenizer().stock_flags()])
+
+
+@pytest.mark.parametrize("split", ["98,2,0", "98, 2", "1", ".5,.5", "969, 30, 1", "1.,0"])
+def test_splits_that_stock_reads_as_they_are_written(prefix: str, split: str) -> None:
+    from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
+
+    shares = [float(share) for share in split.split(",")]
+    assert parse_and_normalize_split(split)[: len(shares)] == pytest.approx([share / sum(shares) for share in shares])
+    verify_arguments(["--data-path", prefix, "--split", split, *ByteTokenizer().stock_flags()])
 
 
 def test_a_command_line_without_datasets_says_so() -> None:
@@ -305,3 +410,124 @@ def test_a_launch_on_a_damaged_dataset_stops_before_megatron(prefix: str, suffix
     words = lower(preset("nam56r_tiny"), Layout(), training)
     with pytest.raises(DataError, match=str(path)):
         launcher.launch(words, device="cpu")
+
+
+# --- fill in the middle --------------------------------------------------------------------------------------------------
+
+MARKS = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>")
+
+
+@pytest.fixture
+def fim_folder(tmp_path: Path) -> Path:
+    """A Hugging Face tokenizer of bytes, with the tokens that Megatron's fill-in-the-middle dataset names by default."""
+    tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers package is not installed")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", *MARKS])
+    (tmp_path / "fim").mkdir()
+    tokenizer.save(str(tmp_path / "fim" / "tokenizer.json"))
+    config = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<fim_pad>"}
+    (tmp_path / "fim" / "tokenizer_config.json").write_text(json.dumps(config))
+    return tmp_path / "fim"
+
+
+@pytest.fixture
+def fim_words(fim_folder: Path, tmp_path: Path) -> list[str]:
+    for number in range(8):
+        (tmp_path / f"{number}.md").write_text(f"# document {number}\n" + "a sentence of the text, " * (number + 5))
+    prepare([str(tmp_path / f"{number}.md") for number in range(8)], str(tmp_path / "set"), tokenizer=str(fim_folder))
+    words = ["--data-path", str(tmp_path / "set"), "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
+    return [*words, str(fim_folder), "--fim-data"]
+
+
+def test_the_tokens_of_fim_are_said(fim_words: list[str]) -> None:
+    assert (
+        "; FIM tokens <fim_prefix> = 257, <fim_middle> = 258, <fim_suffix> = 259, <fim_pad> = 260, <|endoftext|> = 256"
+        in (verify_arguments(fim_words))
+    )
+    assert "FIM" not in verify_arguments(fim_words[:-1])
+
+
+BAD_FIM = {
+    "unknown token": (["--fim-middle-token", "<MID>"], "has no token for --fim-middle-token <MID>"),
+    "unknown separator": (["--fim-split-sample", "<file>"], "has no token for --fim-split-sample <file>"),
+    "one token twice": (["--fim-suffix-token=<fim_prefix>"], "--fim-prefix-token and --fim-suffix-token both name"),
+    "another end": (["--fim-eod-token", "A"], "--fim-eod-token A is id .*, and documents end with the eos_token"),
+    "hybrid host": (["--hybrid-layer-pattern", "M"], "pretrain_hybrid.py has no such dataset"),
+    "packed": (["--dataloader-inter-document-masking"], "does not say where documents end"),
+}
+
+
+@pytest.mark.parametrize(("extra", "message"), BAD_FIM.values(), ids=BAD_FIM.keys())
+def test_what_fim_would_get_wrong_in_silence_is_refused(fim_words: list[str], extra: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        verify_arguments([*fim_words, *extra])
+
+
+def test_fim_of_a_tokenizer_that_adds_tokens_is_refused(fim_words: list[str], fim_folder: Path) -> None:
+    content = json.loads((fim_folder / "tokenizer.json").read_text())
+    begin = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, text],
+        "pair": [text, text],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}},
+    }
+    (fim_folder / "tokenizer.json").write_text(json.dumps(content))
+    Path(fim_words[1] + ".manifest.json").unlink()
+    adopt(fim_words[1], vocab_size=261, eod_id=256)
+    with pytest.raises(DataError, match="puts 1 tokens of its own around every text"):
+        verify_arguments(fim_words)
+
+
+def test_fim_of_bytes_says_what_is_missing(prefix: str) -> None:
+    words = ["--data-path", prefix, *ByteTokenizer().stock_flags(), "--fim-data"]
+    with pytest.raises(DataError, match=r"Megatron's NullTokenizer knows none; expected --tokenizer-type HuggingFace"):
+        verify_arguments(words)
+
+
+def test_fim_of_a_tokenizer_that_is_not_read_here_is_said(prefix: str) -> None:
+    words = ["--data-path", prefix, "--tokenizer-type", "SentencePieceTokenizer", "--vocab-size", "260", "--fim-data"]
+    assert "--fim-data are not checked, for want of a way to read the tokenizer SentencePieceT" in verify_arguments(
+        words
+    )
+
+
+def test_stock_fills_in_the_middle_of_each_document(fim_words: list[str], fim_folder: Path) -> None:
+    """Samples of stock's dataset hold the marks in order, and between two ends the letters of one document."""
+    pytest.importorskip("transformers", reason="stock's HuggingFaceTokenizer needs the transformers package")
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.tokenizers.utils.build_tokenizer import MegatronTokenizer
+    from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+
+    tokenizer = MegatronTokenizer.from_pretrained(
+        tokenizer_path=str(fim_folder), metadata_path={"library": "huggingface"}
+    )
+    config = GPTFIMDatasetConfig(
+        random_seed=1,
+        sequence_length=400,
+        blend=([fim_words[1]], None),
+        split="1,0,0",
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        fim_rate=1.0,
+        fim_spm_rate=0.5,
+        fim_extra_tokens=dict(zip(("prefix", "middle", "suffix", "pad"), MARKS, strict=True))
+        | {"eod": "<|endoftext|>"},
+    )
+    built = BlendedMegatronDatasetBuilder(GPTFIMDataset, [8, 0, 0], lambda: True, config).build()[0]
+    originals = {"".join(sorted(path.read_text())) for path in Path(fim_words[1]).parent.glob("*.md")}
+    whole = 0
+    for sample in (built[number]["tokens"].numpy() for number in range(8)):
+        documents = np.split(sample, np.flatnonzero(sample == 256))
+        for document in documents[:-1]:  # the last one is cut off where the sample ends
+            assert document[(document >= 257) & (document < 260)].tolist() == [257, 259, 258]
+        for document in documents[1:-1]:  # the first one may begin in its middle
+            assert "".join(sorted(tokenizer.detokenize(document[document < 256].tolist()))) in originals
+            whole += 1
+    assert whole > 8

@@ -54,8 +54,8 @@ def test_prepare_verify_and_score(tmp_path, prefix, capsys):
 def test_adopt_from_the_command_line(tmp_path, prefix, capsys):
     data("prepare", str(tmp_path), "--output", prefix)
     (tmp_path / "data.manifest.json").unlink()
-    with pytest.raises(DataError, match="megacpp-mcore data verify --adopt"):
-        data("verify", prefix)
+    assert data("verify", prefix) == 1
+    assert "megacpp-mcore data verify --adopt" in capsys.readouterr().err
     assert data("verify", "--adopt", prefix) == 0
     assert "end-of-document id is not known" in capsys.readouterr().out
     (tmp_path / "data.manifest.json").unlink()
@@ -63,6 +63,34 @@ def test_adopt_from_the_command_line(tmp_path, prefix, capsys):
     assert "--null-tokenizer-eod-id 256" in capsys.readouterr().out
     with pytest.raises(DataError, match="add --adopt"):
         data("verify", "--eod-id", "3", prefix)
+
+
+def test_verify_lists_the_problems_of_all_datasets_and_shows_how_far_it_is(tmp_path, prefix, capsys):
+    data("prepare", str(tmp_path), "--output", prefix, "--split", "train=0.5,valid=0.5")
+    whole, damaged, missing = f"{prefix}_train", f"{prefix}_valid", f"{prefix}_test"
+    content = bytearray(Path(damaged + ".bin").read_bytes())
+    content[1] ^= 4  # the first byte becomes id 1024 + itself
+    content[-2] ^= 1  # the last end of document becomes id 257
+    Path(damaged + ".bin").write_bytes(content)
+    capsys.readouterr()
+    assert data("verify", whole, damaged, missing, whole) == 1
+    printed = capsys.readouterr()
+    assert f"{whole}: " in printed.out
+    assert damaged not in printed.out
+    assert "3/3 files" in printed.err
+    listed = [line for line in printed.err.splitlines() if line.startswith("  ")]
+    assert f"problems: {len(listed)}, datasets with problems: 2 of 3" in printed.err
+    for expected in (
+        f"{damaged}.bin: found SHA-256 ",
+        f"{damaged}.bin holds ids from 32 to 1140, expected 0 to 259",
+        f"{damaged}.bin: found largest id 1140, expected 256",
+        "ends with id 257, expected the end-of-document id 256 (1 of ",
+        f"{missing}.manifest.json does not exist",
+        f"{missing}.bin: No such file",
+        f"{missing}.idx: No such file",
+    ):
+        assert sum(expected in line for line in listed) == 1, (expected, listed)
+    assert len(listed) == 7
 
 
 def test_skipped_files_are_told(tmp_path, prefix, capsys):

@@ -155,6 +155,7 @@ def test_device_auto_and_cuda(available: bool, monkeypatch: pytest.MonkeyPatch) 
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(available))
     assert plan(*CPU_ARGUMENTS, device="auto").device == ("cuda" if available else "cpu")
     if available:
         assert plan(device="cuda").device == "cuda"

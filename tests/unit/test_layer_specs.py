@@ -615,7 +615,7 @@ def test_recompute_without_the_patch_raises(make: Callable[..., Any], tokens: to
     model = make(*RECOMPUTE[name])
     patches.revert(["dsa-index-cache"])
     with pytest.raises(
-        ModelError, match=r"layer 9 shares the indices of layer 5.* recompute that is not Megatron's own"
+        ModelError, match=r"layer 9 shares the indices of layer 5.* while the patch dsa-index-cache is not applied"
     ):
         in_flight(model, tokens)
 
@@ -773,28 +773,25 @@ def test_weight_decay_spares_norms_skips_and_biases(built: Any) -> None:
 # --- refusals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["A", "F", "M", "R"])
-def test_packed_rows_are_refused(still: Any, kind: str) -> None:
-    mixer = layer(still, FAMILIES[kind]).self_attention
-    x_SBD = random(S, B, D)
-    arguments, extra = (x_SBD,), {}
-    if hasattr(mixer, "core_attention"):
-        mixer, arguments, extra = mixer.core_attention, (x_SBD, x_SBD, None, None), {"x": x_SBD, "qr": x_SBD}
-    with pytest.raises(ModelError, match="packed sequences are not supported yet"):
-        mixer(*arguments, **extra, packed_seq_params=SimpleNamespace(qkv_format="sbhd"))
-
-
 @pytest.mark.parametrize("kind", ["M", "R"])
 def test_inference_caches_are_refused(still: Any, kind: str) -> None:
     with pytest.raises(ModelError, match=rf"layer {FAMILIES[kind]}\): inference caches"):
         layer(still, FAMILIES[kind]).self_attention(random(S, B, D), inference_context=object())
 
 
-def test_documents_that_only_attention_would_keep_apart_are_refused(process: Path) -> None:
-    arguments = SimpleNamespace(reset_attention_mask=True)
+def test_documents_that_a_mask_alone_cannot_keep_apart_are_refused(process: Path) -> None:
+    arguments = SimpleNamespace(
+        reset_attention_mask=True, dataloader_inter_document_masking=False, create_attention_mask_in_dataloader=True
+    )
     with (
         mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments),
-        pytest.raises(ModelError, match="state of the M and R layers would still pass from one document to the next"),
+        pytest.raises(ModelError, match="multi-token prediction does not read it"),
+    ):
+        stock.build({}, preset("nam56r_tiny"), process)
+    arguments.create_attention_mask_in_dataloader = False
+    with (
+        mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments),
+        pytest.raises(ModelError, match="leave the second out"),
     ):
         stock.build({}, preset("nam56r_tiny"), process)
     arguments.reset_attention_mask = False

@@ -78,6 +78,10 @@ class IndexCache:
         if readers and _repetition() is None:
             self._entries[layer] = (selection, readers)
 
+    def forget(self, layer: int) -> None:
+        """Take back what Full layer ``layer`` has published and not all of its Shared layers have read."""
+        self._entries.pop(layer, None)
+
     def read(self, layer: int) -> Selection:
         """What Shared layer ``layer`` attends to: the object its Full layer published for this micro-batch.
 
@@ -97,8 +101,9 @@ class IndexCache:
         if selection is None or layer not in readers:
             raise ModelError(
                 f"layer {layer} shares the indices of layer {full}, which has not published any for this micro-batch: the "
-                "Shared layer was run without its Full layer, twice after it, or by a recompute that is not Megatron's own "
-                "(tensor_parallel.checkpoint, te_checkpoint); run the layers of a model chunk in their order"
+                "Shared layer was run without its Full layer, twice after it, by a recompute that is not Megatron's own "
+                "(tensor_parallel.checkpoint, te_checkpoint), or recomputed while the patch dsa-index-cache is not applied; "
+                "run the layers of a model chunk in their order, and leave that patch in place"
             )
         readers.discard(layer)
         if not readers:

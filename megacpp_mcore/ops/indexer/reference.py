@@ -7,6 +7,8 @@ Sources: DeepSeek-V3.2 report, equations 1-4; behaviour as in megatron-core 0.19
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -22,14 +24,19 @@ from megacpp_mcore.ops.visibility import (
 )
 
 
-def _score(q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor) -> torch.Tensor:
+def score_block(q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor) -> torch.Tensor:
     """Score one chunk of queries; k already has the compute dtype."""
     logit_BSHT = torch.einsum("sbhd,tbd->bsht", q_SBHD.to(k_TBD.dtype), k_TBD)
     return torch.einsum("bsht,sbh->bst", logit_BSHT.relu(), w_SBH.to(k_TBD.dtype))
 
 
 def indexer_scores(
-    q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor, *, query_chunk: int | None = None
+    q_SBHD: torch.Tensor,
+    k_TBD: torch.Tensor,
+    w_SBH: torch.Tensor,
+    *,
+    query_chunk: int | None = None,
+    run_block: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return ``score[b, i, j] = Σ_h w[i, b, h] · ReLU(q[i, b, h] · k[j, b])`` for every pair, non-causal ones too.
 
@@ -41,6 +48,7 @@ def indexer_scores(
         k_TBD: indexer keys, one for all heads, rope applied.
         w_SBH: head weights, scale included.
         query_chunk: queries in a chunk, or None to choose it (the result is the same but for rounding).
+        run_block: what runs in place of :func:`score_block`, such as a compiled version of it; None runs it as it is.
 
     Returns:
         score_BST in the compute dtype.
@@ -61,7 +69,7 @@ def indexer_scores(
     chunks = query_chunks(num_queries, batch * heads * k[0], SCORE_BLOCK_ELEMENTS, query_chunk)
     size = len(chunks[0])
     scores = [
-        checkpoint(_score, q_chunk, k_TBD, w_chunk, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(run_block or score_block, q_chunk, k_TBD, w_chunk, use_reentrant=False, preserve_rng_state=False)
         for q_chunk, w_chunk in zip(q_SBHD.split(size), w_SBH.split(size), strict=True)
     ]
     return torch.cat(scores, dim=1)

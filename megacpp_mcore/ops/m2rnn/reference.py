@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import compute_dtype, expect_shape
+from megacpp_mcore.ops.packed.documents import document_starts
 
 _expect = functools.partial(expect_shape, "M²RNN")
 
@@ -55,6 +56,8 @@ def m2rnn_sequential(
     W_HVV: torch.Tensor,
     f_BSH: torch.Tensor,
     h0_BHKV: torch.Tensor | None = None,
+    *,
+    seq_idx: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the recurrence token by token under autograd: the truth. It keeps every state.
 
@@ -65,6 +68,8 @@ def m2rnn_sequential(
         W_HVV: the transition of each head.
         f_BSH: the forget gate, in [0, 1].
         h0_BHKV: the state before the first token; None starts from zero.
+        seq_idx: [B, S], the number of each token's document (:mod:`megacpp_mcore.ops.packed.documents`): the state begins
+            at 0 where it changes. None: one document.
 
     Returns:
         ``(y_BSHV, h_last_BHKV)``: y in the dtype of ``v_BSHV``, the state in float32, or float64 when an input is that.
@@ -79,9 +84,12 @@ def m2rnn_sequential(
         h = v.new_zeros(batch, heads, q.shape[-1], value_dim)
     else:
         h = h0_BHKV.to(dtype)
+    starts_BS = None if seq_idx is None else document_starts(seq_idx, batch=batch, rows=sequence)
     outputs = []
     with torch.autocast(v.device.type, enabled=False):
         for t in range(sequence):
+            if starts_BS is not None:
+                h = h.masked_fill(starts_BS[:, t, None, None, None], 0.0)
             candidate = torch.tanh(h @ W + k[:, t, :, :, None] * v[:, t, :, None, :])
             forget = f[:, t, :, None, None]
             h = forget * h + (1 - forget) * candidate
@@ -98,6 +106,7 @@ def m2rnn_chunked(
     h0_BHKV: torch.Tensor | None = None,
     *,
     checkpoint_every: int = 64,
+    seq_idx: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute what :func:`m2rnn_sequential` does, keeping one state in ``checkpoint_every`` tokens.
 
@@ -111,6 +120,8 @@ def m2rnn_chunked(
         f_BSH: the forget gate, in [0, 1].
         h0_BHKV: the state before the first token; None starts from zero.
         checkpoint_every: tokens between two saved states, ≥ 1.
+        seq_idx: [B, S], the number of each token's document (:mod:`megacpp_mcore.ops.packed.documents`): the state begins
+            at 0 where it changes. None: one document.
 
     Returns:
         ``(y_BSHV, h_last_BHKV)``: y in the dtype of ``v_BSHV``, the state in float32, or float64 when an input is that.
@@ -121,10 +132,11 @@ def m2rnn_chunked(
     dtype = _check(q_BSHK, k_BSHK, v_BSHV, W_HVV, f_BSH, h0_BHKV)
     if checkpoint_every < 1:
         raise ModelError(f"checkpoint_every is {checkpoint_every}; expected at least 1 token between two saved states.")
-    batch, _, heads, value_dim = v_BSHV.shape
+    batch, sequence, heads, value_dim = v_BSHV.shape
     if h0_BHKV is None:
         h0_BHKV = v_BSHV.new_zeros(batch, heads, q_BSHK.shape[-1], value_dim, dtype=dtype)
-    return M2RNNChunked.apply(q_BSHK, k_BSHK, v_BSHV, W_HVV, f_BSH, h0_BHKV, checkpoint_every, dtype)
+    starts_BS = None if seq_idx is None else document_starts(seq_idx, batch=batch, rows=sequence)
+    return M2RNNChunked.apply(q_BSHK, k_BSHK, v_BSHV, W_HVV, f_BSH, h0_BHKV, checkpoint_every, dtype, starts_BS)
 
 
 class _Chunk(NamedTuple):
@@ -134,6 +146,8 @@ class _Chunk(NamedTuple):
     k_THBK: torch.Tensor
     v_THBV: torch.Tensor
     f_THB: torch.Tensor
+    starts_TM1: torch.Tensor | None = None
+    """Where a document begins; None: nowhere."""
 
 
 class M2RNNChunked(torch.autograd.Function):
@@ -144,7 +158,7 @@ class M2RNNChunked(torch.autograd.Function):
         dh += q_t dy_tᵀ                       df_t = Σ dh ⊙ (h_{t−1} − c_t)        dq_t = h_t dy_t
         dpre = (1 − f_t) dh ⊙ (1 − c_t²)      dW += h_{t−1}ᵀ dpre
         dk_t = dpre v_t                       dv_t = dpreᵀ k_t
-        dh ← f_t dh + dpre Wᵀ
+        dh ← f_t dh + dpre Wᵀ                 (0 where a document begins, and h_{t−1} = 0 in all of the above)
 
     Only the three lines that carry h or dh from token to token run one token at a time; the rest is done per chunk.
     Products are exact to the dtype: TF32 and autocast are off inside, forward and backward.
@@ -161,6 +175,7 @@ class M2RNNChunked(torch.autograd.Function):
         h0_BHKV: torch.Tensor,
         checkpoint_every: int,
         dtype: torch.dtype,
+        starts_BS: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run all chunks; keeps the inputs and the state that enters each chunk."""
         batch, sequence = v_BSHV.shape[:2]
@@ -172,13 +187,13 @@ class M2RNNChunked(torch.autograd.Function):
             for start in range(0, sequence, checkpoint_every):
                 entering.append(h_HMV)
                 tokens = slice(start, start + checkpoint_every)
-                chunk = _load_chunk(q_BSHK, k_BSHK, v_BSHV, f_BSH, tokens, dtype)
-                h_THMV, _ = _run_chunk(chunk, W, h_HMV)
+                chunk = _load_chunk(q_BSHK, k_BSHK, v_BSHV, f_BSH, starts_BS, tokens, dtype)
+                h_THMV, _, _ = _run_chunk(chunk, W, h_HMV)
                 y_THBV = torch.einsum("thbk,thbkv->thbv", chunk.q_THBK, h_THMV.unflatten(2, (batch, -1)))
                 y_BSHV[:, tokens] = y_THBV.permute(2, 0, 1, 3)
                 # A copy, so that a saved state does not keep the whole chunk alive.
                 h_HMV = h_THMV[-1].clone()
-        ctx.save_for_backward(q_BSHK, k_BSHK, v_BSHV, W_HVV, f_BSH, torch.stack(entering))
+        ctx.save_for_backward(q_BSHK, k_BSHK, v_BSHV, W_HVV, f_BSH, starts_BS, torch.stack(entering))
         ctx.checkpoint_every, ctx.dtype, ctx.h0_dtype = checkpoint_every, dtype, h0_BHKV.dtype
         return y_BSHV, h_HMV.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
 
@@ -186,7 +201,7 @@ class M2RNNChunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_BSHV: torch.Tensor, dh_last_BHKV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Walk the chunks from the last to the first; the gradients have the dtypes of their inputs."""
-        q, k, v, W_HVV, f, entering_CHMV = ctx.saved_tensors
+        q, k, v, W_HVV, f, starts_BS, entering_CHMV = ctx.saved_tensors
         batch, sequence = v.shape[:2]
         W = W_HVV.to(ctx.dtype)
         dW = torch.zeros_like(W)
@@ -196,7 +211,7 @@ class M2RNNChunked(torch.autograd.Function):
             for index in reversed(range(len(entering_CHMV))):
                 start = index * ctx.checkpoint_every
                 tokens = slice(start, min(start + ctx.checkpoint_every, sequence))
-                chunk = _load_chunk(q, k, v, f, tokens, ctx.dtype)
+                chunk = _load_chunk(q, k, v, f, starts_BS, tokens, ctx.dtype)
                 dy_THBV = dy_BSHV[:, tokens].to(ctx.dtype).permute(1, 2, 0, 3)
                 grads, dW_chunk, carry_HMV = _chunk_backward(chunk, W, entering_CHMV[index], dy_THBV, carry_HMV)
                 dW += dW_chunk
@@ -206,7 +221,7 @@ class M2RNNChunked(torch.autograd.Function):
                     whole[:, tokens] = summed.permute(2, 0, 1, 3)
                 df[:, tokens] = grads.f_THB.permute(2, 0, 1)
         dh0 = carry_HMV.unflatten(1, (batch, -1)).transpose(0, 1).to(ctx.h0_dtype)
-        return dq, dk, dv, dW.to(W_HVV.dtype), df, dh0, None, None
+        return dq, dk, dv, dW.to(W_HVV.dtype), df, dh0, None, None, None
 
 
 def _load_chunk(
@@ -214,24 +229,35 @@ def _load_chunk(
     k_BSHK: torch.Tensor,
     v_BSHV: torch.Tensor,
     f_BSH: torch.Tensor,
+    starts_BS: torch.Tensor | None,
     tokens: slice,
     dtype: torch.dtype,
 ) -> _Chunk:
     """Cut a chunk out of the inputs, casting only what it needs."""
-    heads = v_BSHV.shape[2]
+    heads, rows = v_BSHV.shape[2], q_BSHK.shape[-1]
     q, k, v = (t[:, tokens].to(dtype).expand(-1, -1, heads, -1).permute(1, 2, 0, 3) for t in (q_BSHK, k_BSHK, v_BSHV))
-    return _Chunk(q, k, v, f_BSH[:, tokens].to(dtype).permute(1, 2, 0))
+    starts_TM1 = None if starts_BS is None else starts_BS[:, tokens].T.repeat_interleave(rows, dim=1).unsqueeze(-1)
+    return _Chunk(q, k, v, f_BSH[:, tokens].to(dtype).permute(1, 2, 0), starts_TM1)
 
 
-def _run_chunk(chunk: _Chunk, W_HVV: torch.Tensor, h_HMV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """All states h_t and candidates c_t of a chunk, each [T, H, M, V]: three kernels a token."""
+def _run_chunk(
+    chunk: _Chunk, W_HVV: torch.Tensor, h_HMV: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """All states h_t and candidates c_t of a chunk, each [T, H, M, V]: three kernels a token, four between documents.
+
+    The third is h_{t−1} as each token sees it, where documents are told apart; without them it is the first, one token late.
+    """
     candidates_THMV = (chunk.k_THBK.unsqueeze(-1) * chunk.v_THBV.unsqueeze(-2)).flatten(2, 3)
     states_THMV = torch.empty_like(candidates_THMV)
     forget_THM1 = _over_rows(chunk.f_THB, chunk.k_THBK.shape[-1])
-    for candidate, state, forget in zip(candidates_THMV, states_THMV, forget_THM1, strict=True):
+    seen_THMV = None if chunk.starts_TM1 is None else torch.empty_like(candidates_THMV)
+    zero = h_HMV.new_zeros(())
+    for t, (candidate, state, forget) in enumerate(zip(candidates_THMV, states_THMV, forget_THM1, strict=True)):
+        if chunk.starts_TM1 is not None and seen_THMV is not None:
+            h_HMV = torch.where(chunk.starts_TM1[t], zero, h_HMV, out=seen_THMV[t])
         candidate.baddbmm_(h_HMV, W_HVV).tanh_()
         h_HMV = torch.lerp(candidate, h_HMV, forget, out=state)
-    return states_THMV, candidates_THMV
+    return states_THMV, candidates_THMV, seen_THMV
 
 
 def _chunk_backward(
@@ -242,9 +268,9 @@ def _chunk_backward(
     ``carry_HMV`` is the gradient of the state that leaves the chunk.
     """
     batch, rows = chunk.k_THBK.shape[2:]
-    h_THMV, c_THMV = _run_chunk(chunk, W_HVV, entering_HMV)
+    h_THMV, c_THMV, seen_THMV = _run_chunk(chunk, W_HVV, entering_HMV)
     dq_THBK = torch.einsum("thbkv,thbv->thbk", h_THMV.unflatten(2, (batch, rows)), dy_THBV)
-    previous_THMV = torch.cat((entering_HMV.unsqueeze(0), h_THMV[:-1]))
+    previous_THMV = torch.cat((entering_HMV.unsqueeze(0), h_THMV[:-1])) if seen_THMV is None else seen_THMV
     forget_THM1 = _over_rows(chunk.f_THB, rows)
     slope_THMV = (1 - forget_THM1) * (1 - c_THMV.square())
     dpre_THMV = torch.empty_like(slope_THMV)
@@ -253,10 +279,13 @@ def _chunk_backward(
     all_dh[1:] = (chunk.q_THBK.unsqueeze(-1) * dy_THBV.unsqueeze(-2)).flatten(2, 3)
     all_dh[-1] += carry_HMV
     dh_THMV, W_transposed = all_dh[1:], W_HVV.mT
+    if chunk.starts_TM1 is not None:
+        forget_THM1 = forget_THM1.masked_fill(chunk.starts_TM1.unsqueeze(1), 0.0)
     steps = zip(all_dh, dh_THMV, slope_THMV, forget_THM1, dpre_THMV, strict=False)
-    for before, dh, slope, forget, dpre in reversed(list(steps)):
+    for t, (before, dh, slope, forget, dpre) in reversed(list(enumerate(steps))):
         torch.mul(dh, slope, out=dpre)
-        before.addcmul_(dh, forget).baddbmm_(dpre, W_transposed)
+        handed = dpre if chunk.starts_TM1 is None else dpre.masked_fill(chunk.starts_TM1[t], 0.0)
+        before.addcmul_(dh, forget).baddbmm_(handed, W_transposed)
     dpre_THBKV = dpre_THMV.unflatten(2, (batch, rows))
     dk_THBK = torch.einsum("thbkv,thbv->thbk", dpre_THBKV, chunk.v_THBV)
     dv_THBV = torch.einsum("thbkv,thbk->thbv", dpre_THBKV, chunk.k_THBK)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import compute_dtype, expect_shape
+from megacpp_mcore.ops.packed.documents import document_starts, segmented_cumsum
 
 _expect = functools.partial(expect_shape, "Mamba-3")
 
@@ -92,14 +94,17 @@ def mamba3_decay_and_gates(
     return rate_BSH * dt_BSH, dt_BSH, torch.sigmoid(trap_BSH.to(dtype))
 
 
-def mamba3_angles(angles_BSA: torch.Tensor, dt_BSH: torch.Tensor) -> torch.Tensor:
-    """Accumulate the rotation angles: ``θ_t = θ_{t−1} + Δ_t · π · tanh(angle_t)``, ``θ_{−1} = 0``.
+def mamba3_angles(
+    angles_BSA: torch.Tensor, dt_BSH: torch.Tensor, seq_idx_BS: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Accumulate the rotation angles: ``θ_t = θ_{t−1} + Δ_t · π · tanh(angle_t)``, 0 before a document's first token.
 
     The sum runs in float64: after thousands of tokens a float32 sum is wrong by more than the parity tolerance.
 
     Args:
         angles_BSA: the angle projection, shared by all heads.
         dt_BSH: the step Δ.
+        seq_idx_BS: the number of each token's document (:mod:`megacpp_mcore.ops.packed.documents`); None: one document.
 
     Returns:
         ``theta_BSHA`` in radians, in [0, 2π), in float32, or float64 when an input is float64.
@@ -111,7 +116,11 @@ def mamba3_angles(angles_BSA: torch.Tensor, dt_BSH: torch.Tensor) -> torch.Tenso
     _, _, heads = _dims("dt", dt_BSH, "BSH")
     _expect("dt", dt_BSH, "BSH", (batch, sequence, heads))
     turn_BSA = math.pi * torch.tanh(angles_BSA.double())
-    theta_BSHA = torch.cumsum(dt_BSH.double().unsqueeze(-1) * turn_BSA.unsqueeze(2), dim=1)
+    turn_BSHA = dt_BSH.double().unsqueeze(-1) * turn_BSA.unsqueeze(2)
+    if seq_idx_BS is None:
+        theta_BSHA = torch.cumsum(turn_BSHA, dim=1)
+    else:
+        theta_BSHA = segmented_cumsum(turn_BSHA, document_starts(seq_idx_BS, batch=batch, rows=sequence))
     return torch.remainder(theta_BSHA, 2 * math.pi).to(compute_dtype(angles_BSA, dt_BSH))
 
 
@@ -171,7 +180,7 @@ def mamba3_scan_sequential(
         x_BSHP: the input.
         b_BSRHN: B, rotated, one per head.
         c_BSRHN: C, rotated, one per head.
-        adt_BSH: A·Δ, the logarithm of the decay.
+        adt_BSH: A·Δ, the logarithm of the decay; −∞ where a token is to see nothing before it.
         dt_BSH: the step Δ.
         trap_BSH: λ in [0, 1].
         mimo_x_HRP: the MIMO input mix; None for SISO (R = 1).
@@ -218,7 +227,7 @@ def mamba3_scan_chunked(
         x_BSHP: the input.
         b_BSRHN: B, rotated, one per head.
         c_BSRHN: C, rotated, one per head.
-        adt_BSH: A·Δ, the logarithm of the decay.
+        adt_BSH: A·Δ, the logarithm of the decay; −∞ where a token is to see nothing before it.
         dt_BSH: the step Δ.
         trap_BSH: λ in [0, 1].
         chunk_size: tokens of a chunk, ≥ 1; 64 / R is the usual choice.
@@ -283,6 +292,8 @@ def mamba3(
     method: Method = "chunked",
     activation: Activation = "softplus",
     segment_size: int | None = 1024,
+    run_segment: Callable[..., tuple[torch.Tensor, Mamba3State]] | None = None,
+    seq_idx: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Do everything between the input and the output projection of a Mamba-3 mixer.
 
@@ -315,6 +326,9 @@ def mamba3(
         activation: of the decay rate, see :func:`mamba3_decay_and_gates`.
         segment_size: None keeps all activations for the backward pass; a number of tokens keeps only the state between
             segments of that length and recomputes inside, which divides the memory by about S / segment_size.
+        run_segment: what runs in place of :func:`mix_segment`, such as a compiled version of it; None runs it as it is.
+        seq_idx: [B, S], the number of each token's document (:mod:`megacpp_mcore.ops.packed.documents`): state, trapezoid
+            and rotation begin anew where it changes. None: one document.
 
     Returns:
         ``out_BSHP`` in the dtype of ``x_BSHP``.
@@ -328,10 +342,11 @@ def mamba3(
     )
     if method not in ("chunked", "sequential"):
         raise ModelError(f"Unknown method {method!r}; use 'chunked' or 'sequential'.")
-    sequence = x_BSHP.shape[1]
+    batch, sequence = x_BSHP.shape[:2]
     if segment_size is not None and segment_size < 1:
         raise ModelError(f"segment_size is {segment_size}; expected at least 1 token, or None to keep everything.")
 
+    segment = mix_segment if run_segment is None else run_segment
     mix = [] if mimo_x is None or mimo_z is None or mimo_o is None else [mimo_x, mimo_z, mimo_o]
     inputs = (x_BSHP, z_BSHP, b_BSRGN, c_BSRGN, dd_dt_BSH, dd_A_BSH, trap_BSH, angles_BSA)
     dtype = compute_dtype(*inputs, dt_bias, b_bias, c_bias, b_norm_weight, c_norm_weight, D, *mix)
@@ -339,15 +354,20 @@ def mamba3(
         b_bias, c_bias, b_norm_weight, c_norm_weight, D, mimo_x, mimo_z, mimo_o, eps, method, chunk_size, dtype
     )
     with torch.autocast(x_BSHP.device.type, enabled=False):
-        gates = mamba3_decay_and_gates(dd_dt_BSH, dd_A_BSH, trap_BSH, dt_bias, A_floor=A_floor, activation=activation)
-        rows = (x_BSHP, z_BSHP, b_BSRGN, c_BSRGN, *gates, mamba3_angles(angles_BSA, gates[1]))
+        adt, dt, trap = mamba3_decay_and_gates(
+            dd_dt_BSH, dd_A_BSH, trap_BSH, dt_bias, A_floor=A_floor, activation=activation
+        )
+        if seq_idx is not None:
+            # A decay of exp(−∞) = 0 takes the trapezoid's share of the token before along: it joins the state before it.
+            adt = adt.masked_fill(document_starts(seq_idx, batch=batch, rows=sequence).unsqueeze(-1), -math.inf)
+        rows = (x_BSHP, z_BSHP, b_BSRGN, c_BSRGN, adt, dt, trap, mamba3_angles(angles_BSA, dt, seq_idx))
         if segment_size is None or sequence <= segment_size:
-            return _segment(mixer, None, *rows)[0].to(x_BSHP.dtype)
+            return segment(mixer, None, *rows)[0].to(x_BSHP.dtype)
         outputs = []
         state: Mamba3State | None = None
         for start in range(0, sequence, segment_size):
             pieces = (t[:, start : start + segment_size] for t in rows)
-            out, state = checkpoint(_segment, mixer, state, *pieces, use_reentrant=False, preserve_rng_state=False)
+            out, state = checkpoint(segment, mixer, state, *pieces, use_reentrant=False, preserve_rng_state=False)
             outputs.append(out.to(x_BSHP.dtype))
         return torch.cat(outputs, dim=1)
 
@@ -369,7 +389,7 @@ class _Mixer(NamedTuple):
     dtype: torch.dtype
 
 
-def _segment(
+def mix_segment(
     mixer: _Mixer,
     state: Mamba3State | None,
     x_BSHP: torch.Tensor,

@@ -1,0 +1,124 @@
+"""How a layer learns which rows of a sequence are one document, and what it refuses because others do not learn it.
+
+Megatron (0.19) says it in two ways. ``--dataloader-inter-document-masking`` packs: every layer of every stage is given
+``packed_seq_params`` with the first row of each document, and multi-token prediction shifts tokens inside documents.
+``--reset-attention-mask`` gives the layers of the first and the last stage a mask, and multi-token prediction nothing: it
+embeds and predicts tokens of the next document. The second way is refused where that makes a difference.
+
+Shape legend: S rows (of the whole sequence), B batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import global_vars
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.packed.documents import seq_idx_from_cu_seqlens, seq_idx_from_mask
+
+_ADVICE = (
+    "pass --dataloader-inter-document-masking instead of --reset-attention-mask (pretrain_gpt.py, pretrain_hybrid.py)"
+)
+
+
+def documents(
+    config: TransformerConfig,
+    layer_number: int,
+    *,
+    batch: int,
+    rows: int,
+    attention_mask: torch.Tensor | None,
+    packed_seq_params: PackedSeqParams | None,
+) -> torch.Tensor | None:
+    """The number of each row's document ``[B, S]``, or None: one document a row of the batch.
+
+    Args:
+        config: of the run.
+        layer_number: who asks, 1-based.
+        batch: B.
+        rows: S.
+        attention_mask: what Megatron gave the layer: None, or bool ``[B or 1, 1, S, S]``, True = masked.
+        packed_seq_params: what Megatron gave the layer: None, or the documents of a packed batch (B = 1).
+
+    Raises:
+        ModelError: the documents cannot be told, or other parts of the run would not tell them apart.
+    """
+    if packed_seq_params is not None:
+        return packed_documents(packed_seq_params, layer_number, batch=batch, rows=rows)
+    if attention_mask is None:
+        return None
+    seq_idx_BS = seq_idx_from_mask(attention_mask)
+    if seq_idx_BS is None:
+        return None
+    _check_masked_documents(config)
+    return seq_idx_BS.expand(batch, rows)
+
+
+def packed_documents(packed_seq_params: PackedSeqParams, layer_number: int, *, batch: int, rows: int) -> torch.Tensor:
+    """The number of each row's document ``[1, S]`` in a packed batch; padding between documents belongs to the one before.
+
+    Raises:
+        ModelError: the batch is not packed as ``thd`` in one row, has other documents of keys than of queries, or is cut over
+            context-parallel ranks.
+    """
+    packed = packed_seq_params
+    queries, keys = (
+        padded if padded is not None else plain
+        for padded, plain in (
+            (packed.cu_seqlens_q_padded, packed.cu_seqlens_q),
+            (packed.cu_seqlens_kv_padded, packed.cu_seqlens_kv),
+        )
+    )
+    if packed.qkv_format != "thd" or queries is None or batch != 1:
+        raise ModelError(
+            f"layer {layer_number}: packed sequences have qkv_format {packed.qkv_format!r}, "
+            f"{'no ' if queries is None else ''}cu_seqlens_q and a batch of {batch}; expected 'thd', the first rows of the "
+            "sequences, and a batch of 1"
+        )
+    if (packed.local_cp_size or 1) > 1:
+        raise ModelError(
+            f"layer {layer_number}: the packed batch is cut over {packed.local_cp_size} context-parallel ranks; expected 1, "
+            "leave out --hybrid-context-parallel"
+        )
+    if keys is not None and keys is not queries and keys.shape != queries.shape:
+        raise ModelError(
+            f"layer {layer_number}: {queries.numel() - 1} packed sequences of queries and {keys.numel() - 1} of keys; expected "
+            "the same, as in self-attention"
+        )
+    return seq_idx_from_cu_seqlens(queries, rows)
+
+
+def check_run(config: TransformerConfig) -> None:
+    """Refuse, before anything runs, a stock run whose ``--reset-attention-mask`` would not keep documents apart everywhere.
+
+    Raises:
+        ModelError: with the argument that settles it.
+    """
+    arguments: Any = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
+    if arguments is None or not arguments.reset_attention_mask or arguments.dataloader_inter_document_masking:
+        return
+    if not arguments.create_attention_mask_in_dataloader:
+        raise ModelError(
+            "--reset-attention-mask was given with --no-create-attention-mask-in-dataloader, so that Megatron makes no mask "
+            f"and documents would see one another; leave the second out, or {_ADVICE}"
+        )
+    _check_masked_documents(config)
+
+
+def _check_masked_documents(config: TransformerConfig) -> None:
+    """Raise ModelError where documents that only a mask tells apart would still meet."""
+    if config.mtp_num_layers:
+        raise ModelError(
+            "the attention mask keeps documents apart, and multi-token prediction does not read it: Megatron shifts its tokens "
+            f"from one document into the other; {_ADVICE}, where it shifts inside documents, or train without MTP"
+        )
+    chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    if chunks > 2:
+        raise ModelError(
+            f"the attention mask keeps documents apart, and of {chunks} pipeline chunks Megatron gives it to the first and the "
+            f"last alone; {_ADVICE}, or use at most 2 chunks"
+        )

@@ -1,0 +1,312 @@
+"""Documents in one row are as if each had been run by itself: outputs and every gradient, for the ops of all families.
+
+Legend: B batch, S rows, H heads, P head dim, G groups, N state or selected keys, R MIMO rank, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs.recurrent import causal_convolution
+from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss, indexer_scores
+from megacpp_mcore.ops.m2rnn.reference import m2rnn_chunked, m2rnn_sequential
+from megacpp_mcore.ops.mamba3.reference import mamba3, mamba3_angles
+from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.ops.packed.documents import (
+    document_starts,
+    other_documents,
+    segmented_cumsum,
+    seq_idx_from_cu_seqlens,
+    seq_idx_from_mask,
+)
+from megacpp_mcore.ops.sparse_mla.reference import sparse_mla_attention
+
+H, P, G, N, R, K, V = 2, 3, 1, 4, 2, 3, 4
+Tensors = dict[str, torch.Tensor]
+LENGTHS = st.lists(st.integers(1, 11), min_size=1, max_size=5)
+_PROPERTY = settings(deadline=None, max_examples=25, derandomize=True)
+
+
+def number(lengths: list[int]) -> torch.Tensor:
+    """seq_idx ``[2, S]``: these documents in the first row, the same from the last to the first in the second."""
+    rows = [torch.repeat_interleave(torch.arange(len(part)), torch.tensor(part)) for part in (lengths, lengths[::-1])]
+    return torch.stack(rows)
+
+
+def draw(shapes: dict[str, tuple[int, ...]], seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for name, shape in shapes.items()
+    }
+
+
+def check_separate(
+    compute: Callable[[Tensors, dict[str, Any], torch.Tensor | None], torch.Tensor],
+    tokens: Tensors,
+    shared: dict[str, Any],
+    lengths: list[int],
+) -> None:
+    """``compute`` of all documents at once against one call a document; ``tokens`` are ``[B, S, …]``, as its output."""
+    leaves = [*tokens.values(), *shared.values()]
+    packed = compute(tokens, shared, number(lengths))
+    separate = torch.empty_like(packed)
+    for row, parts in enumerate((lengths, lengths[::-1])):
+        start = 0
+        for length in parts:
+            cut = slice(start, start + length)
+            alone = compute({name: t[row : row + 1, cut] for name, t in tokens.items()}, shared, None)
+            separate[row : row + 1, cut] = alone
+            start += length
+    torch.testing.assert_close(packed, separate, rtol=1e-10, atol=1e-10)
+    given_ = torch.randn(packed.shape, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
+    found, truth = (torch.autograd.grad(y, leaves, given_, retain_graph=True) for y in (packed, separate))
+    for name, mine, theirs in zip([*tokens, *shared], found, truth, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"d{name}: {text}")
+
+
+# --- M -----------------------------------------------------------------------------------------------------------------
+
+
+def mamba_tensors(rows: int, rank: int) -> tuple[Tensors, dict[str, Any]]:
+    per_token = {
+        "x": (2, rows, H, P),
+        "z": (2, rows, H, P),
+        "b": (2, rows, rank, G, N),
+        "c": (2, rows, rank, G, N),
+        "dd_dt": (2, rows, H),
+        "dd_A": (2, rows, H),
+        "trap": (2, rows, H),
+        "angles": (2, rows, 2),
+    }
+    weights = {"b_bias": (H, rank, N), "c_bias": (H, rank, N), "b_norm_weight": (N,), "c_norm_weight": (N,), "D": (H,)}
+    weights |= {name: (H, rank, P) for name in ("mimo_x", "mimo_z", "mimo_o") if rank > 1}
+    return draw(per_token, 0), draw(weights | {"dt_bias": (H,)}, 1)
+
+
+@_PROPERTY
+@given(
+    lengths=LENGTHS,
+    rank=st.sampled_from([1, R]),
+    method=st.sampled_from(["sequential", "chunked"]),
+    chunk_size=st.integers(1, 16),
+    segment_size=st.sampled_from([None, 1, 4, 7, 1024]),
+)
+def test_mamba3(lengths: list[int], rank: int, method: Any, chunk_size: int, segment_size: int | None) -> None:
+    def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
+        options: dict[str, Any] = {"chunk_size": chunk_size, "method": method, "segment_size": segment_size}
+        return mamba3(*tokens.values(), **shared, A_floor=1e-4, eps=1e-5, seq_idx=seq_idx, **options)
+
+    check_separate(compute, *mamba_tensors(sum(lengths), rank), lengths)
+
+
+def test_mamba3_of_a_document_does_not_change_with_another_one_by_a_bit() -> None:
+    """In float32 too: neither the state nor the angles of the first document are added and taken off again."""
+    tokens, shared = mamba_tensors(40, R)
+    first, other = ({name: t.detach().float() for name, t in tokens.items()} for _ in range(2))
+    for tensor in other.values():
+        tensor[:, :13] = 50 * torch.randn(tensor[:, :13].shape, generator=torch.Generator().manual_seed(5))
+    options: Any = {"chunk_size": 8, "A_floor": 1e-4, "eps": 1e-5, "seq_idx": number([13, 27])[:1].expand(2, 40)}
+    weights = {name: t.detach().float() for name, t in shared.items()}
+    before, after = (mamba3(*each.values(), **weights, **options) for each in (first, other))
+    assert torch.equal(before[:, 13:], after[:, 13:])
+    assert not torch.equal(before[:, :13], after[:, :13])
+
+
+def test_angles_begin_at_zero_in_every_document() -> None:
+    angles, dt = draw({"a": (1, 9, 2), "b": (1, 9, H)}, 3).values()
+    seq_idx = torch.tensor([[4, 4, 4, 7, 9, 9, 9, 9, 9]])  # numbers need not be consecutive, only differ
+    found = mamba3_angles(angles, dt, seq_idx)
+    for cut in (slice(0, 3), slice(3, 4), slice(4, 9)):
+        torch.testing.assert_close(found[:, cut], mamba3_angles(angles[:, cut], dt[:, cut]), rtol=1e-12, atol=1e-12)
+
+
+# --- R -----------------------------------------------------------------------------------------------------------------
+
+
+@_PROPERTY
+@given(lengths=LENGTHS, every=st.sampled_from([None, 1, 2, 5, 8, 64]), one_head=st.booleans())
+def test_m2rnn(lengths: list[int], every: int | None, one_head: bool) -> None:
+    rows, heads = sum(lengths), 1 if one_head else H
+    tokens = draw({"q": (2, rows, heads, K), "k": (2, rows, heads, K), "v": (2, rows, H, V), "f": (2, rows, H)}, 0)
+
+    def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
+        q, k, v, f = tokens.values()
+        arguments = (q, k, v, shared["W"], torch.sigmoid(f))
+        if every is None:
+            return m2rnn_sequential(*arguments, seq_idx=seq_idx)[0]
+        return m2rnn_chunked(*arguments, checkpoint_every=every, seq_idx=seq_idx)[0]
+
+    check_separate(compute, tokens, draw({"W": (H, V, V)}, 1), lengths)
+
+
+@pytest.mark.parametrize("every", [1, 4, 7, 64])
+def test_m2rnn_chunked_is_sequential_with_the_states_of_both_ends(every: int) -> None:
+    """A document that comes in from before (h0) and one that goes on (the gradient of the last state)."""
+    shapes = {"q": (2, 17, 1, K), "k": (2, 17, H, K), "v": (2, 17, H, V), "W": (H, V, V), "f": (2, 17, H)}
+    tensors = draw(shapes | {"h0": (2, H, K, V)}, 2)
+    arguments = [torch.sigmoid(t) if name == "f" else t for name, t in tensors.items()]
+    seq_idx = number([4, 1, 9, 3])
+    results = []
+    for y, h_last in (
+        m2rnn_sequential(*arguments, seq_idx=seq_idx),
+        m2rnn_chunked(*arguments, seq_idx=seq_idx, checkpoint_every=every),
+    ):
+        gradients = torch.autograd.grad(y.sin().sum() + h_last.cos().sum(), list(tensors.values()), retain_graph=True)
+        results.append([y, h_last, *gradients])
+    for truth, found in zip(*results, strict=True):
+        assert truth.abs().max() > 1e-6
+        torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-10)
+
+
+@_PROPERTY
+@given(lengths=LENGTHS, kernel=st.integers(1, 5))
+def test_the_convolution_of_r(lengths: list[int], kernel: int) -> None:
+    def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
+        return causal_convolution(tokens["x"], shared["weight"], shared["bias"], seq_idx)
+
+    tokens = draw({"x": (2, sum(lengths), P)}, 0)
+    check_separate(compute, tokens, draw({"weight": (P, kernel), "bias": (P,)}, 1), lengths)
+
+
+# --- A -----------------------------------------------------------------------------------------------------------------
+
+
+def mask_of(seq_idx: torch.Tensor | None) -> torch.Tensor | None:
+    return None if seq_idx is None else other_documents(seq_idx)
+
+
+@_PROPERTY
+@given(lengths=LENGTHS, query_chunk=st.sampled_from([None, 1, 3, 8]))
+def test_full_mla(lengths: list[int], query_chunk: int | None) -> None:
+    def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
+        q, k, v = (t.transpose(0, 1) for t in tokens.values())
+        options: Any = {"softmax_scale": 0.3, "attention_mask": mask_of(seq_idx), "query_chunk": query_chunk}
+        return mla_attention(q, k, v, **options).transpose(0, 1)
+
+    rows = sum(lengths)
+    check_separate(compute, draw({"q": (2, rows, H, K), "k": (2, rows, H, K), "v": (2, rows, H, V)}, 0), {}, lengths)
+
+
+@_PROPERTY
+@given(lengths=LENGTHS, topk=st.integers(1, 12), query_chunk=st.sampled_from([None, 1, 3, 8]))
+def test_sparse_mla_with_the_top_k_and_the_loss_of_its_indexer(
+    lengths: list[int], topk: int, query_chunk: int | None
+) -> None:
+    """The last column is the indexer's loss of each row, which no other document may enter."""
+
+    def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
+        query, kv, q, k, w = (t.transpose(0, 1) for t in tokens.values())
+        score_BST = indexer_scores(q, k, w, query_chunk=query_chunk)
+        index_BSN = causal_topk(score_BST, topk, mask_of(seq_idx))
+        o_SBHV, p_BSN = sparse_mla_attention(
+            query, kv, index_BSN, softmax_scale=0.3, value_dim=K, query_chunk=query_chunk, validate=True
+        )
+        parts = (
+            t.unflatten(0, (-1, 1)) for t in (score_BST.flatten(0, 1), index_BSN.flatten(0, 1), p_BSN.flatten(0, 1))
+        )
+        each_row = [indexer_loss(*(t[None] for t in row)) for row in zip(*parts, strict=True)]
+        losses = torch.stack(each_row).unflatten(0, index_BSN.shape[:2]).unsqueeze(-1)
+        return torch.cat((o_SBHV.transpose(0, 1).flatten(2), losses), dim=-1)
+
+    rows = sum(lengths)
+    shapes = {"query": (2, rows, H, V), "kv": (2, rows, V), "q": (2, rows, H, P), "k": (2, rows, P), "w": (2, rows, H)}
+    check_separate(compute, draw(shapes, 0), {}, lengths)
+
+
+# --- who says where documents begin ------------------------------------------------------------------------------------
+
+
+def stock_mask(tokens_S: torch.Tensor, eod: int) -> torch.Tensor:
+    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+
+    mask, _, _ = _get_ltor_masks_and_position_ids(tokens_S, eod, True, True, True, True)
+    return mask
+
+
+@_PROPERTY
+@given(rows=st.lists(st.lists(st.integers(0, 3), min_size=12, max_size=12), min_size=1, max_size=3))
+def test_stock_masks_say_exactly_where_documents_begin(rows: list[list[int]]) -> None:
+    tokens_BS = torch.tensor(rows)
+    mask = torch.stack([stock_mask(tokens_S, 0) for tokens_S in tokens_BS])
+    after_end = torch.nn.functional.pad((tokens_BS == 0)[:, :-1], (1, 0))
+    found = seq_idx_from_mask(mask)
+    assert (found is None) == (not bool(after_end.any()))
+    if found is not None:
+        assert torch.equal(found, after_end.long().cumsum(1))
+        assert torch.equal(document_starts(found, batch=len(rows), rows=12), after_end)
+        assert torch.equal(mask, other_documents(found) | ~torch.ones(12, 12, dtype=torch.bool).tril())
+
+
+@_PROPERTY
+@given(lengths=LENGTHS, padding=st.integers(0, 5))
+def test_packed_lengths_say_it_too(lengths: list[int], padding: int) -> None:
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    found = seq_idx_from_cu_seqlens(cu_seqlens, sum(lengths) + padding)
+    assert torch.equal(found[:, : sum(lengths)], number(lengths)[:1])
+    assert bool((found[:, sum(lengths) :] == len(lengths)).all())
+
+
+def test_empty_sequences_have_no_row() -> None:
+    assert seq_idx_from_cu_seqlens(torch.tensor([0, 2, 2, 5]), 5).tolist() == [[0, 0, 2, 2, 2]]
+
+
+@_PROPERTY
+@given(lengths=LENGTHS)
+def test_a_segmented_sum_is_the_sum_of_each_segment(lengths: list[int]) -> None:
+    seq_idx, values = number(lengths), torch.randn(2, sum(lengths), 3, dtype=torch.float64)
+    found = segmented_cumsum(values, document_starts(seq_idx, batch=2, rows=sum(lengths)))
+    for row in range(2):
+        for document in seq_idx[row].unique():
+            inside = seq_idx[row] == document
+            torch.testing.assert_close(found[row, inside], values[row, inside].cumsum(0), rtol=1e-12, atol=1e-12)
+
+
+def test_no_nan_of_one_document_reaches_the_sums_of_the_next() -> None:
+    values = torch.tensor([[1.0, float("nan"), 2.0, 3.0]])
+    assert segmented_cumsum(values, torch.tensor([[False, False, True, False]]))[0, 2:].tolist() == [2.0, 5.0]
+
+
+def changed(i: int, j: int) -> torch.Tensor:
+    mask = stock_mask(torch.tensor([1, 0, 1, 1, 0, 1]), 0)[None]
+    mask[0, 0, i, j] = ~mask[0, 0, i, j]
+    return mask
+
+
+BAD_MASKS = {
+    "sees the future": (changed(0, 3), r"attention_mask\[0, 0, 0, 3\] is visible"),
+    "sees another document": (changed(5, 0), r"attention_mask\[0, 0, 5, 0\] is visible"),
+    "misses its own document": (changed(4, 2), r"attention_mask\[0, 0, 4, 2\] is masked"),
+    "does not see itself": (changed(3, 3), r"attention_mask\[0, 0, 3, 3\] is masked"),
+    "one row for all": (torch.zeros(1, 1, 1, 6, dtype=torch.bool), r"expected \[B, 1, S, S\]"),
+    "empty": (torch.zeros(1, 1, 0, 0, dtype=torch.bool), r"expected \[B, 1, S, S\]"),
+    "additive": (torch.zeros(1, 1, 6, 6), "expected torch.bool"),
+    "a mask a head": (changed(0, 3).expand(1, 2, 6, 6), "differs by head"),
+}
+
+
+@pytest.mark.parametrize(("mask", "message"), BAD_MASKS.values(), ids=BAD_MASKS.keys())
+def test_a_mask_that_is_no_matter_of_documents_is_refused(mask: torch.Tensor, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        seq_idx_from_mask(mask)
+
+
+@pytest.mark.parametrize("cu_seqlens", [torch.tensor([0]), torch.tensor([[0, 3]]), torch.tensor([0.0, 3.0])])
+def test_lengths_that_are_none_are_refused(cu_seqlens: torch.Tensor) -> None:
+    with pytest.raises(ModelError, match="expected integers"):
+        seq_idx_from_cu_seqlens(cu_seqlens, 3)
+
+
+@pytest.mark.parametrize("seq_idx", [torch.zeros(2, 5), torch.zeros(1, 6).long(), torch.zeros(6).long()])
+def test_numbers_that_do_not_fit_the_rows_are_refused(seq_idx: torch.Tensor) -> None:
+    tensors = draw({"q": (1, 5, 1, K), "k": (1, 5, 1, K), "v": (1, 5, H, V), "W": (H, V, V), "f": (1, 5, H)}, 0)
+    for recurrence in (m2rnn_sequential, m2rnn_chunked):
+        with pytest.raises(ModelError, match=r"expected integers \[B, S\] = \[1, 5\]"):
+            recurrence(*tensors.values(), seq_idx=seq_idx)

@@ -1,0 +1,122 @@
+"""Datasets as real runs name them, trained on: blends and splits, and documents of packed rows on the stock script."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.data.corpus import find_stdlib_sources
+from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.recipe_command import tokenizer_words
+
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+_LOSSES = re.compile(r"lm loss: .*?grad norm: \S+")
+_VALIDATION = re.compile(r"validation loss at iteration \d+ .*?lm loss value: \S+")
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("corpora")
+    files = [str(source.path) for source in find_stdlib_sources()[:16]]
+    for name, part in (("first", files[:8]), ("second", files[8:])):
+        prepare(part, str(folder / name))
+    return str(folder / "first"), str(folder / "second")
+
+
+def words(*data: str, extra: tuple[str, ...] = ()) -> list[str]:
+    training = Training(
+        device="cpu",
+        precision="fp32",
+        transformer_impl="local",
+        data=data,
+        tokenizer=tokenizer_words(preset("nam56r_tiny")),
+        global_batch_size=2,
+        train_iters=STEPS,
+        extra=extra,
+    )
+    return list(lower(preset("nam56r_tiny"), Layout(), training))
+
+
+def python(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("MEGACPP_CONFIG", None)
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def launch(*data: str, extra: tuple[str, ...] = ()) -> tuple[list[str], list[str], str]:
+    """Losses of all steps, those of validation, and the line about the data."""
+    done = python("-m", "megacpp_mcore", "launch", "--device", "cpu", "--", *words(*data, extra=extra))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("megacpp-mcore: data: ")]
+    return _LOSSES.findall(done.stdout), _VALIDATION.findall(done.stdout), line
+
+
+@pytest.mark.slow
+def test_a_blend_of_two_corpora_trains_however_it_is_named(corpora: tuple[str, str], tmp_path: Path) -> None:
+    """One blend in the words of the command and in a file is one run, and another blend is another."""
+    first, second = corpora
+    evaluated = ("--eval-iters", "1")
+    (tmp_path / "blend").write_text(f"0.25 {first}\n0.75 {second}\n")
+    listed = launch("--data-path", "1", first, "3", second, "--split", "80,20,0", extra=evaluated)
+    in_file = launch("--data-args-path", str(tmp_path / "blend"), "--split", "80,20,0", extra=evaluated)
+    assert len(listed[0]) == STEPS
+    assert listed[1]
+    assert listed[:2] == in_file[:2]
+    assert listed[2] == in_file[2] == f"megacpp-mcore: data: {first}, {second} verified against their manifests"
+    (tmp_path / "splits").write_text(json.dumps({"train": ["3", first, "1", second], "valid": second, "test": None}))
+    other = launch("--per-split-data-args-path", str(tmp_path / "splits"), extra=evaluated)
+    assert (len(other[0]), len(other[1])) == (STEPS, len(listed[1]))
+    assert other[0] != listed[0]
+    assert other[1] != listed[1]
+
+
+STOCK = """
+import os, runpy, socket, sys
+with socket.socket() as free:  # what torchrun sets
+    free.bind(("localhost", 0))
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+from megacpp_mcore import cpu, patches
+lane = cpu.install()
+patches.apply(["dataset-helpers"])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""A stock script as it is, but for what this machine lacks: a GPU, and a compiler for the dataset helpers."""
+
+
+def run_stock(script: Path, *data: str, extra: tuple[str, ...]) -> list[str]:
+    done = python("-c", STOCK, str(script), *words(*data, extra=extra))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return _LOSSES.findall(done.stdout)
+
+
+@pytest.mark.checkout
+@pytest.mark.slow
+def test_the_stock_script_trains_on_packed_documents(megatron_lm: Path, tmp_path: Path) -> None:
+    """Short documents, several a row, two rows packed into one: other losses than where documents see one another."""
+    for number in range(200):
+        (tmp_path / f"{number:03d}.txt").write_text(f"document {number}: " + "some words. " * (number % 7))
+    prepare([str(tmp_path)], str(tmp_path / "short"))
+    data = ("--data-path", str(tmp_path / "short"), "--split", "100,0,0")
+    extra = ("--eod-mask-loss", "--micro-batch-size", "2")
+    script = megatron_lm / "pretrain_gpt.py"
+    together = run_stock(script, *data, extra=extra)
+    apart = run_stock(script, *data, extra=(*extra, "--dataloader-inter-document-masking"))
+    for losses in (together, apart):
+        language = [float(re.findall(r"lm loss: (\S+)", line)[0]) for line in losses]
+        assert len(language) == STEPS
+        assert language[-1] < language[0] < 7
+        assert all("mtp_1 loss" in line and "indexer loss" in line for line in losses)
+    assert together[0] != apart[0]

@@ -7,20 +7,24 @@ SHELL := /bin/bash
 BASE_PYTHON ?= python3.12
 export PYTHONPATH := $(CURDIR)
 
-# Shell text that leaves the environment's Python in $$python.
+# Shell text that leaves the Python of the environment named by ENVIRONMENT (nothing: dev) in $$python.
+ENVIRONMENT =
 SETUP = "$(BASE_PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 12))" 2>/dev/null || { \
 	echo "Python 3.12 or later was not found as '$(BASE_PYTHON)': install it, or say make BASE_PYTHON=/path/to/python3.12" >&2; exit 1; }; \
-	python="$$("$(BASE_PYTHON)" requirements/environment.py)"
+	python="$$("$(BASE_PYTHON)" requirements/environment.py $(ENVIRONMENT))"
 
-.PHONY: help venv demo test test-exhaustive lint typecheck clean
+.PHONY: help venv demo test test-bridge test-exhaustive lint typecheck docs bridge clean
 
 help:
 	@echo "make demo       set everything up, train nam56r_tiny, show the loss curve"
 	@echo "make test       the CPU test suite (MEGATRON_LM=/path/to/Megatron-LM adds the tests on a checkout)"
+	@echo "make test-bridge  the tests that need Megatron-Bridge, in an environment with it"
 	@echo "make test-exhaustive  every combination: patches by recompute, masks, schedules and layouts"
 	@echo "make lint       ruff, check and format"
 	@echo "make typecheck  mypy"
+	@echo "make docs       the documentation as a site, in build/docs"
 	@echo "make venv       the virtual environment alone"
+	@echo "make bridge     the virtual environment with Megatron-Bridge; prints its Python"
 	@echo "make clean      remove what builds and tests leave in the clone (runs/ is kept)"
 
 venv:
@@ -32,6 +36,9 @@ demo:
 test:
 	@$(SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "not gpu and not exhaustive" tests
 
+test-bridge:
+	@$(SETUP); MEGACPP_BRIDGE_PYTHON="$$($(MAKE) --silent bridge)" exec "$$python" -m pytest -n 2 --dist loadfile tests/bridge
+
 test-exhaustive:
 	@$(SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "exhaustive and not gpu" tests
 
@@ -40,6 +47,15 @@ lint:
 
 typecheck:
 	@$(SETUP); exec "$$python" -m mypy
+
+bridge: ENVIRONMENT = bridge
+bridge:
+	@$(SETUP); echo "$$python"
+
+# An environment of its own: small, without torch. Nothing is fetched while the site is built, and a warning is an error.
+docs: ENVIRONMENT = docs
+docs:
+	@$(SETUP); NO_MKDOCS_2_WARNING=1 exec "$$python" -m mkdocs --quiet build --strict --clean
 
 clean:
 	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

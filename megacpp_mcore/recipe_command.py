@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from megacpp_mcore import config, hybrid, overrides, stock_command
+from megacpp_mcore import config, hybrid, model_card, overrides, stock_command
 from megacpp_mcore.errors import DataError, LaunchError, ModelError
 from megacpp_mcore.lowering import GPT, SCRIPTS, SPECS, Training, lower
 from megacpp_mcore.model import PRESETS, Layout, Model, preset
@@ -56,7 +56,8 @@ def add_parser(subparsers: Any) -> None:
         "recipe", help="list the models, show one, or print the stock command that trains it"
     )
     actions = parser.add_subparsers(dest="action", required=True)
-    actions.add_parser("list", help="one line a model")
+    listing = actions.add_parser("list", help="one line a model, then one a recipe")
+    listing.add_argument("--markdown", action="store_true", help="print the page docs/model-card.md")
     show = actions.add_parser("show", help="the whole definition of a model, its layers and parameter counts, as JSON")
     show.add_argument("name")
     _add_set(show, "values of the model to show it with")
@@ -123,7 +124,9 @@ def _add_slurm(emit: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``recipe``; returns the exit status."""
-    if args.action == "list":
+    if args.action == "list" and args.markdown:
+        print(model_card.page(), end="")
+    elif args.action == "list":
         width = max(map(len, (*PRESETS, *RECIPES)))
         for model in PRESETS.values():
             print(f"{model.name:<{width}} {_summary(model)}")
@@ -315,7 +318,12 @@ def _processes(args: argparse.Namespace, layout: Layout, training: Training, usu
     for name, value in (("nodes", nodes), ("gpus-per-node", args.gpus_per_node)):
         if value is not None and value < 1:
             raise LaunchError(f"--{name} is {value}; expected 1 or more")
-    per_node = args.gpus_per_node or max(1, (least if usual % least else usual) // nodes)
+    wanted = least if usual % least else usual
+    if args.gpus_per_node is None and wanted % nodes:
+        raise LaunchError(
+            f"{wanted} processes do not spread evenly over {nodes} nodes; say how many with --gpus-per-node"
+        )
+    per_node = args.gpus_per_node or wanted // nodes
     if nodes * per_node % least:
         raise LaunchError(
             f"the layout needs a multiple of {least} processes, and {nodes} nodes × {per_node} are {nodes * per_node}; change "
@@ -341,9 +349,9 @@ def _write_settings(name: str, model: Model, file: str | None) -> Path:
     if loaded is not None and name not in (loaded.preset, loaded.model.name):
         loaded = None  # about another model
     base = loaded.preset if loaded is not None else name
-    content: dict[str, Any] = {"model": base, "overrides": overrides.differences(model, preset(base))}
-    if loaded is not None and loaded.backends:
-        content["backends"] = dict(loaded.backends)
+    # All that the file says besides stays: it has been checked when it was loaded.
+    content = {} if loaded is None else yaml.safe_load(loaded.path.read_text(encoding="utf-8"))
+    content |= {"model": base, "overrides": overrides.differences(model, preset(base))}
     text, path = yaml.safe_dump(content, sort_keys=False), Path(file)
     try:
         if path.exists() and path.read_text(encoding="utf-8") != text:

@@ -1,8 +1,11 @@
-"""Finds or makes the virtual environment of this lock file, outside of the clone; prints the path of its Python.
+"""Finds or makes a virtual environment of the lock files, outside of the clone; prints the path of its Python.
 
-Its folder is ``${XDG_CACHE_HOME:-~/.cache}/megacpp-mcore/venv-<hash of the lock files and the Python version>``: every
-clone with the same lock shares it. It counts as made only when its marker is there; a half-made one is made anew. A
-lock keeps two callers from making it at the same time. Only the standard library is used.
+    python requirements/environment.py [dev|docs|bridge]
+
+Its folder is ``${XDG_CACHE_HOME:-~/.cache}/megacpp-mcore/venv-<hash of the lock files and the Python version>`` (``docs-…``
+for the documentation, which needs no torch; ``bridge-…`` for Megatron-Bridge, which adds its packages to those of ``dev``, and
+hides a few by its own versions): every clone with the same lock shares it. It counts as made only when its marker is there; a
+half-made one is made anew. A lock keeps two callers from making it at the same time. Only the standard library is used.
 """
 
 import contextlib
@@ -18,7 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-LOCKS = ("demo.txt", "dev.txt")
+LOCKS = {"dev": ("demo.txt", "dev.txt"), "docs": ("docs.txt",), "bridge": ("demo.txt", "dev.txt", "bridge.txt")}
+"""The lock files of each environment; the last one is installed. That of ``dev`` names the others."""
+RESILIENCY = "nvidia-resiliency-ext==0.7.0"
+"""Its wheel says glibc 2.39, and what it holds needs 2.32; nothing else of it that megatron-core can import is on PyPI."""
 MARKER = "finished"
 
 
@@ -37,16 +43,16 @@ def cache_folder() -> Path:
         raise SetupError(f"no home folder is known ({error}); set XDG_CACHE_HOME to a writable folder") from error
 
 
-def environment_name() -> str:
-    """A name that changes with the lock files and with the Python that makes the environment."""
+def environment_name(kind: str) -> str:
+    """A name that changes with the lock files of ``kind`` and with the Python that makes the environment."""
     digest = hashlib.sha256(f"{platform.python_version()} {platform.machine()}\n".encode())
-    for lock in LOCKS:
+    for lock in LOCKS[kind]:
         digest.update((HERE / lock).read_bytes())
-    return f"venv-{digest.hexdigest()[:16]}"
+    return f"{'venv' if kind == 'dev' else kind}-{digest.hexdigest()[:16]}"
 
 
-def ensure(folder: Path, name: str) -> Path:
-    """The Python of the finished environment ``folder/name``; makes it first when it is missing or half-made.
+def ensure(folder: Path, name: str, kind: str) -> Path:
+    """The Python of the finished environment ``folder/name`` of ``kind``; makes it first when it is missing or half-made.
 
     Raises:
         SetupError: the folder cannot be written to, or venv or pip failed.
@@ -55,10 +61,15 @@ def ensure(folder: Path, name: str) -> Path:
     python = target / "bin" / "python"
     with locked(folder, name):
         if not ((target / MARKER).is_file() and python.exists()):
-            print(f"making {target} (torch alone is several GB; this happens once)", file=sys.stderr, flush=True)
+            size = " (torch alone is several GB; this happens once)" if kind == "dev" else ""
+            print(f"making {target}{size}", file=sys.stderr, flush=True)
             shutil.rmtree(target, ignore_errors=True)
             create(target)
-            install(python)
+            if kind == "bridge":
+                see_also(target, ensure(folder, environment_name("dev"), "dev"))
+            install(python, LOCKS[kind][-1], *(["--no-deps"] if kind == "bridge" else []))
+            if kind == "bridge":
+                install_resiliency(python, packages_of(target))
             (target / MARKER).write_text("")
     return python
 
@@ -95,10 +106,30 @@ def create(target: Path) -> None:
         ) from error
 
 
-def install(python: Path) -> None:
-    """Install the lock file with pip; what pip prints goes to stderr."""
-    command = [str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
-    command += ["-r", str(HERE / LOCKS[-1])]
+def packages_of(target: Path) -> Path:
+    """The folder of the packages of the environment ``target``."""
+    return target / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+
+
+def see_also(target: Path, python: Path) -> None:
+    """Let the environment ``target`` see the packages of the one that ``python`` is of, behind its own."""
+    (packages_of(target) / "dev.pth").write_text(f"{packages_of(python.parents[1])}\n")
+
+
+def install_resiliency(python: Path, packages: Path) -> None:
+    """Install :data:`RESILIENCY`, past the check of glibc, into the folder ``packages``."""
+    options = ["--no-deps", "--platform", "manylinux_2_39_x86_64", "--only-binary=:all:", "--target", str(packages)]
+    _pip_install(python, *options, RESILIENCY)
+
+
+def install(python: Path, lock: str, *options: str) -> None:
+    """Install the lock file ``lock`` with pip."""
+    _pip_install(python, *options, "-r", str(HERE / lock))
+
+
+def _pip_install(python: Path, *words: str) -> None:
+    """Run pip; what it prints goes to stderr."""
+    command = [str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", *words]
     status = subprocess.run(command, check=False, stdout=sys.stderr, stdin=subprocess.DEVNULL).returncode
     if status:
         raise SetupError(f"pip ended with status {status}; its messages are above")
@@ -106,8 +137,11 @@ def install(python: Path) -> None:
 
 def main() -> int:
     """Print the path of the environment's Python; 1 when there cannot be one."""
+    kind = sys.argv[1] if len(sys.argv) > 1 else "dev"
     try:
-        print(ensure(cache_folder(), environment_name()))
+        if kind not in LOCKS:
+            raise SetupError(f"there is no environment {kind!r}; expected one of {', '.join(LOCKS)}")
+        print(ensure(cache_folder(), environment_name(kind), kind))
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1

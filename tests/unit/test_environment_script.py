@@ -29,14 +29,14 @@ def create(target, with_pip):
 WITHOUT_ROOM = """
 import resource, runpy, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-runpy.run_path(sys.argv[1], run_name="__main__")
+runpy.run_path(sys.argv.pop(), run_name="__main__")
 """
 WITHOUT_A_HOME = """
 import pathlib, runpy, sys
 def expanduser(self):
     raise RuntimeError("Could not determine home directory.")
 pathlib.Path.expanduser = expanduser
-runpy.run_path(sys.argv[1], run_name="__main__")
+runpy.run_path(sys.argv.pop(), run_name="__main__")
 """
 
 

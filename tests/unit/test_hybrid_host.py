@@ -28,6 +28,7 @@ from megacpp_mcore.lowering import GPT, HYBRID, HYBRID_SPEC, Training, lower
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from megacpp_mcore.observe.steps import read_steps
 from megacpp_mcore.recipe_command import tokenizer_words
+from tests.checkpoints import tensors_in
 from tests.unit import stock
 
 ROOT = Path(__file__).parents[2]
@@ -278,17 +279,7 @@ class Trained:
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Every tensor of a checkpoint, whole: parameters, buffers, Adam's state."""
-        from torch.distributed.checkpoint import FileSystemReader, load
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-        reader = FileSystemReader(self.checkpoints / f"iter_{step:07d}")
-        state = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in reader.read_metadata().state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        load(state, storage_reader=reader)
-        return state
+        return tensors_in(self.checkpoints / f"iter_{step:07d}")
 
 
 def corpus(folder: Path) -> tuple[str, ...]:

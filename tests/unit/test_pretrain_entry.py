@@ -18,6 +18,7 @@ import torch
 
 from megacpp_mcore import cpu, launcher
 from megacpp_mcore.errors import LaunchError
+from tests.checkpoints import tensors_in
 
 REPOSITORY = Path(__file__).parents[2]
 ITERATIONS = 5
@@ -113,22 +114,6 @@ def corpus(tmp_path: Path) -> str:
     return str(prefix)
 
 
-def load_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a ``torch_dist`` checkpoint: parameters and optimizer states, whole."""
-    from torch.distributed.checkpoint import FileSystemReader, load
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    reader = FileSystemReader(folder)
-    metadata = reader.read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    load(state, storage_reader=reader)
-    return state
-
-
 def test_wheel_trains_as_the_checkout_script_does(train: Train, corpus: str, megatron_lm: Path) -> None:
     data = ["--data-path", corpus, "--split", "8,1,1"]
     ours = train(*data)
@@ -163,7 +148,7 @@ def test_expert_parallel_run_starts_from_distinct_experts(train: Train, tmp_path
     save = ["--ckpt-format", "torch_dist", "--save", str(tmp_path / "out"), "--save-interval", "1"]
     save += ["--use-distributed-optimizer"]
     train("--mock-data", *MOE, *frozen, *save, "--expert-model-parallel-size", "2", nproc=2)
-    state = load_checkpoint(tmp_path / "out" / "iter_0000001")
+    state = tensors_in(tmp_path / "out" / "iter_0000001")
     experts = state["decoder.layers.mlp.experts.experts.linear_fc1.weight"].flatten(0, 1)
     assert experts.shape[0] == 2 * 4, "two layers of four experts"
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(experts, 2))
@@ -183,7 +168,7 @@ def test_resumed_run_repeats_the_uninterrupted_one(train: Train, tmp_path: Path,
     assert validation.findall(resumed.output) == validation.findall(whole.output) != []
     if checkpoint_format == "torch_dist":
         last = f"iter_{ITERATIONS:07d}"
-        expected, found = (load_checkpoint(tmp_path / name / last) for name in ("whole", "resumed"))
+        expected, found = (tensors_in(tmp_path / name / last) for name in ("whole", "resumed"))
         assert len(expected) > 20
         assert expected.keys() == found.keys()
         assert [name for name in expected if not torch.equal(expected[name], found[name])] == []

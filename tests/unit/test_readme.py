@@ -172,9 +172,3 @@ def test_links_and_length() -> None:
     for target in re.findall(r"\]\(([^)]+)\)", README):
         assert (ROOT / target).exists(), target
     assert len(README.splitlines()) <= 150
-
-
-def test_what_is_said_not_to_be_there_is_not_there() -> None:
-    """A sentence of absence has to go when the thing comes."""
-    assert "Megatron-Bridge recipe functions are not there yet" in README
-    assert [path.name for path in (ROOT / "nemo_recipes").glob("*.py")] == ["__init__.py"]

@@ -357,6 +357,30 @@ def test_a_module_that_was_imported_anew_is_noticed(hosts: Hosts, monkeypatch: p
     assert state(*hosts) == before
 
 
+def test_a_method_that_a_reload_put_back_is_noticed(hosts: Hosts) -> None:
+    """The module stays the same, and holds new classes; what was patched is the old one."""
+    host, _ = hosts
+    reg = registry(patch("one", f"{host.__name__}:Host.method"), patch("deep", f"{host.__name__}:Host.Inner.deep"))
+    reg.apply(["one", "deep"])
+    old = host.Host
+    assert old().method(1) == 102
+    assert [row["state"] for row in reg.status()] == ["applied", "applied"]
+    assert importlib.reload(host) is host
+    assert host.Host().method(1) == 2
+    assert [row["state"] for row in reg.status()] == ["lost", "lost"]
+    with pytest.raises(PatchError, match=r"Host\.method, which meanwhile holds something else"):
+        reg.verify()
+    for action in (reg.apply, reg.revert):
+        with pytest.raises(PatchError, match=r"as a reload cannot be undone, start the process anew"):
+            action(["one"])
+    host.Host.Inner = old.Inner  # of this class it is the patched one, but the way there is not
+    assert [row["state"] for row in reg.status()] == ["lost", "lost"]
+    host.Host = old
+    reg.verify()
+    assert set(reg.revert()) == {"one", "deep"}
+    assert old().method(1) == 2
+
+
 def test_reverting_what_another_patch_requires_warns(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
     name = hosts[0].__name__
     reg = registry(patch("a", f"{name}:double"), patch("needs-a", f"{name}:triple", requires=("a",)))

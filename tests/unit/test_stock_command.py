@@ -247,6 +247,7 @@ def test_every_recipe_has_every_form_and_they_agree(
         (["nam56r_tiny", "--as", "slurm"], "add --device cuda"),
         (["nam56r_tiny", "--via", "torchrun"], "needs the CPU lane"),
         (["nam56r", "--nodes", "0"], "--nodes is 0"),
+        (["nam56r", "--expert", "8", "--nodes", "3"], "8 processes do not spread evenly over 3 nodes"),
         (["nam56r", "--expert", "8", "--gpus-per-node", "3"], "a multiple of 8 processes, and 1 nodes × 3 are 3"),
         (["nam56r", "--set", "depth"], "'depth' is not of the form KEY=VALUE"),
         (["nam56r", "--set", "dept=3"], "unknown key 'dept' in 'dept=3'; did you mean depth"),
@@ -311,10 +312,12 @@ def test_the_file_of_a_changed_model_is_one_that_a_run_takes(
     assert stock_command.parse(emit(capsys, *words)) == command  # the same content once more
     words[2] = "dsa.topk=16"
     assert "says something else" in emit(capsys, *words, status=2)
+    file.write_text(file.read_text() + "backends: {mamba3: reference}\n")
     monkeypatch.setenv(config.VARIABLE, str(file))  # changes on top of a file's
     second = tmp_path / "second.yaml"
     emit(capsys, "nam56r_tiny", "--set", "moe.topk=1", "--settings", str(second))
-    assert (config.load(second).model.dsa.topk, config.load(second).model.moe.topk) == (8, 1)
+    loaded = config.load(second)
+    assert (loaded.model.dsa.topk, loaded.model.moe.topk, dict(loaded.backends)) == (8, 1, {"mamba3": "reference"})
 
 
 def test_show_takes_overrides_of_the_model_alone(capsys: pytest.CaptureFixture[str]) -> None:

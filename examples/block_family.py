@@ -1,0 +1,102 @@
+"""A block family outside of the package: gated causal convolutions in the place of NAM56R's R layers.
+
+``--spec block_family nam56r_with_convolutions``; ``block_family.sh`` beside this file runs it. A family is a mixer
+(``[S, B, D] -> [S, B, D]``, causal) and a ModuleSpec that puts it into a stock TransformerLayer, which brings norm,
+residual, recompute and checkpoints. The pattern's letter R says where its layers are.
+
+Shapes: S sequence, B batch, D hidden, C channels (of this tensor-parallel rank).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megacpp_mcore.layer_specs.nam56r import HybridBlockSubmodules, nam56r
+from megacpp_mcore.layer_specs.parts import Mixer, Parts, parts_for
+from megacpp_mcore.layer_specs.recurrent import M2RNNMixer, causal_convolution
+
+
+class GatedConvolution(Mixer):
+    """``out = W_out (convolution(x) · sigmoid(gate))`` with ``x, gate = W_in h``; a depthwise causal convolution."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        parts: Parts,
+        taps: int,
+        pg_collection: ProcessGroupCollection,
+        **_: Any,
+    ) -> None:
+        super().__init__(config, layer_number, pg_collection)
+        width = config.hidden_size
+        common = {
+            "config": config,
+            "bias": False,
+            "skip_bias_add": False,
+            "is_expert": False,
+            "tp_group": self.tp_group,
+        }
+        self.in_proj = build_module(
+            parts.column_linear, width, 2 * width, **common, init_method=config.init_method, gather_output=False
+        )
+        self.out_proj = build_module(
+            parts.row_linear,
+            width,
+            width,
+            **common,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+        )
+        # Cut over tensor parallelism along axis 0, saved and loaded in every layout: Mixer sees to it.
+        self.add_parameter("taps_weight", (width, taps), config.init_method, axis=0)
+        self.add_parameter("taps_bias", (width,), torch.nn.init.zeros_, axis=0)
+
+    def forward(
+        self,
+        hidden_SBD: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Mix along the sequence; causal by itself, so that the mask is not looked at."""
+        self.refuse_unsupported(inference_context, packed_seq_params)
+        pairs_SBX, _ = self.in_proj(hidden_SBD)
+        x_SBC, gate_SBC = pairs_SBX.unflatten(-1, (-1, 2)).unbind(-1)
+        x_BSC = causal_convolution(x_SBC.transpose(0, 1), self.taps_weight, self.taps_bias)
+        return self.out_proj((x_BSC.transpose(0, 1) * gate_SBC.sigmoid()).contiguous())
+
+
+def convolution_layer_spec(parts: Parts, taps: int = 8) -> ModuleSpec:
+    """One layer: norm, gated convolution, residual; no feed-forward part."""
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=parts.norm,
+            self_attention=ModuleSpec(module=GatedConvolution, params={"parts": parts, "taps": taps}),
+            self_attn_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def mixer_of(layer: ModuleSpec) -> type | None:
+    """The class in a layer's self-attention slot; None where the slot is empty, as in E layers."""
+    return getattr(layer.submodules.self_attention, "module", None)
+
+
+def nam56r_with_convolutions(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
+    """The layers of ``--spec megacpp_mcore nam56r``, each R layer replaced."""
+    block = nam56r(config, vp_stage)
+    parts = parts_for(getattr(config, "transformer", config))
+    block.layer_specs = [
+        convolution_layer_spec(parts) if mixer_of(spec) is M2RNNMixer else spec for spec in block.layer_specs
+    ]
+    return block

@@ -1,0 +1,93 @@
+"""Every script of examples/ that is meant for a shell, run by one, on the CPU: it trains what it says it trains."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore import config
+from megacpp_mcore.model import preset
+from megacpp_mcore.observe.steps import read_steps
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+STEPS = re.compile(r"iteration +(\d+)/ +3 \|.* lm loss: (\S+)")
+PARAMETERS = re.compile(r"number of parameters on .*: (\d+)")
+
+
+def run(name: str, tmp_path: Path, **variables: str) -> str:
+    """What the example prints; ``megacpp-mcore`` is this clone's, and everything it writes is under ``tmp_path``."""
+    tool = tmp_path / "megacpp-mcore"
+    tool.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -W ignore -m megacpp_mcore "$@"\n')
+    tool.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **variables}
+    environment.pop(config.VARIABLE, None)
+    command = [str(EXAMPLES / name), str(tmp_path / "made here")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def losses(printed: str) -> list[float]:
+    found = STEPS.findall(printed)
+    assert [int(step) for step, _ in found] == [1, 2, 3]
+    return [float(loss) for _, loss in found]
+
+
+def test_every_shell_example_is_run_by_a_test() -> None:
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    scripts = list(EXAMPLES.glob("*.sh"))
+    assert len(scripts) >= 4
+    for path in scripts:
+        assert f'"{path.name}"' in tests, path
+        assert os.access(path, os.X_OK), path
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 40, path
+
+
+@pytest.mark.slow
+def test_checkout_spec(megatron_lm: Path, tmp_path: Path) -> None:
+    printed = run("checkout_spec.sh", tmp_path, MEGATRON_LM=str(megatron_lm))
+    assert f"script {megatron_lm / 'pretrain_gpt.py'} | spec megacpp_mcore.nam56r | device cpu" in printed
+    first, _, last = losses(printed)
+    assert last < first
+
+
+@pytest.mark.slow
+def test_patch_only(tmp_path: Path) -> None:
+    printed = run("patch_only.sh", tmp_path)
+    assert printed.count("spec none (stock GPT)") == 2
+    assert re.findall(r"patches: (.*)", printed) == ["dataset-helpers", "dataset-helpers, linear-cross-entropy"]
+    stock, patched = (read_steps(tmp_path / "made here" / f"{run}.jsonl") for run in ("stock", "patched"))
+    assert len(stock) == 3
+    for one, other in zip(stock, patched, strict=True):
+        assert one.losses["lm loss"] == pytest.approx(other.losses["lm loss"], rel=1e-6)
+    assert stock[-1].losses["lm loss"] < stock[0].losses["lm loss"]
+
+
+@pytest.mark.slow
+def test_own_pattern(tmp_path: Path) -> None:
+    printed = run("own_pattern.sh", tmp_path)
+    assert '"layers": "AMEAMAR"' in printed
+    (total,) = re.findall(r'"total": (\d+)', printed)
+    assert PARAMETERS.findall(printed) == [total]
+    assert "building mine, layers AMEAMAR, DSA schedule -FF" in printed
+    first, _, last = losses(printed)
+    assert last < first
+
+
+@pytest.mark.slow
+def test_block_family(tmp_path: Path) -> None:
+    printed = run("block_family.sh", tmp_path)
+    model = preset("nam56r_tiny")
+    hidden, taps, layers = model.hidden_size, 8, model.layers.count("R")
+    of_a_convolution = hidden + 3 * hidden * hidden + hidden * (taps + 1)
+    kept = sum(count for part, count in model.parameters().items() if part != "R")
+    assert PARAMETERS.findall(printed) == [str(kept + layers * of_a_convolution)]
+    first, _, last = losses(printed)
+    assert last < first

@@ -25,7 +25,7 @@ BRIDGE_VERSION = "0.6.2"
 RESILIENCY_FLOOR = (0, 6)
 """megatron-core 0.19 cannot read the version of an older nvidia-resiliency-ext, and fails on its import."""
 
-INSTALLATION = "install it with `make bridge`, or as docs/bridge.md says"
+INSTALLATION = "install it with `make bridge`, or as docs/doors.md says"
 
 _LORA_LAYERS = "megatron.bridge.peft.lora_layers"
 

@@ -65,7 +65,7 @@ def container(chosen: Recipe) -> ConfigContainer:
         optimizer=OptimizerConfig(
             optimizer="adam",
             lr=training.learning_rate,
-            min_lr=training.learning_rate / 10,
+            min_lr=float(f"{training.learning_rate / 10:g}"),  # as the command line has it
             weight_decay=0.1,
             adam_beta1=0.9,
             adam_beta2=0.95,

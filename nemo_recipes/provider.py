@@ -135,4 +135,7 @@ def provider(model: Model, layout: Layout, *, device: str, transformer_impl: str
         masked_softmax_fusion=False,
         persist_layer_norm=transformer_impl != "local",
         cross_entropy_loss_fusion=False,
+        deallocate_pipeline_outputs=True,
+        pipeline_dtype=torch.float32,  # which mixed precision makes its own
+        rotary_scaling_factor=1.0,
     )

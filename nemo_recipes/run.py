@@ -66,8 +66,8 @@ def check_processes(chosen: Recipe) -> None:
         here, wanted = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
         if here < wanted:
             raise LaunchError(
-                f"recipe {chosen.name} needs {wanted} GPUs on this host, and torch sees {here}; choose a recipe for fewer: "
-                f"{', '.join(RECIPES)}"
+                f"recipe {chosen.name} needs {wanted} GPU{'' if wanted == 1 else 's'} on this host, and "
+                f"torch sees {here}; choose a recipe for fewer: {', '.join(RECIPES)}"
             )
 
 
@@ -111,7 +111,7 @@ def _derive(config: Any, keys: Sequence[str]) -> None:
     derived = {
         "scheduler.lr_warmup_iters": config.train.train_iters // 10,
         "validation.eval_interval": config.train.train_iters,
-        "optimizer.min_lr": config.optimizer.lr / 10,
+        "optimizer.min_lr": float(f"{config.optimizer.lr / 10:g}"),
     }
     for key, value in derived.items():
         if key not in keys:
@@ -155,7 +155,7 @@ def _check_type(key: str, before: Any, after: Any) -> None:
         return
     if not isinstance(after, allowed) or (isinstance(after, bool) and bool not in allowed):
         raise LaunchError(
-            f"{key}={after!r} is a {type(after).__name__}; expected a {type(before).__name__}, as {before!r} is"
+            f"{key}={after!r} is of type {type(after).__name__}; expected {type(before).__name__}, as {before!r} is"
         )
 
 

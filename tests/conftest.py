@@ -31,11 +31,24 @@ def megatron_lm() -> Path:
     return root
 
 
+@pytest.fixture(scope="session")
+def bridge_python() -> Path:
+    """The Python of an environment with Megatron-Bridge, which MEGACPP_BRIDGE_PYTHON names; ``make bridge`` prints one."""
+    named = os.environ.get("MEGACPP_BRIDGE_PYTHON")
+    if not named:
+        pytest.skip("MEGACPP_BRIDGE_PYTHON is not set; it names the Python that `make bridge` prints")
+    if not os.access(named, os.X_OK):
+        pytest.fail(f"MEGACPP_BRIDGE_PYTHON={named} is no program; set it to the Python that `make bridge` prints")
+    return Path(named)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what needs a GPU by its folder and what needs a checkout by its fixture; without a GPU, say so and skip."""
     for item in items:
         if "megatron_lm" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.checkout)
+        if "bridge_python" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.bridge)
         if _GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -55,6 +68,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for marker, tests, needs in (
         ("gpu", "tests in tests/gpu", "run `pytest tests/gpu` on a machine with an NVIDIA GPU"),
         ("checkout", "tests on a Megatron-LM checkout", "set MEGATRON_LM to one"),
+        ("bridge", "tests with Megatron-Bridge", "run `make test-bridge`"),
         ("exhaustive", "exhaustive tests", "run `make test-exhaustive`"),
     ):
         ran = _count(terminalreporter, ("passed", "failed", "error"), marker)

@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 import yaml
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megacpp_mcore import lowering, recipe_command
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from megacpp_mcore.observe.steps import read_steps
+from tests.checkpoints import tensors_in
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 180
@@ -81,7 +80,7 @@ class Run:
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Every tensor of the checkpoint of ``step``, whole, by its name there: parameters, buffers, Adam's state."""
-        return read_checkpoint(self.checkpoints / f"iter_{step:07d}")
+        return tensors_in(self.checkpoints / f"iter_{step:07d}")
 
 
 class Laboratory:
@@ -229,16 +228,3 @@ def read_scalars(file: Path) -> dict[str, dict[int, float]]:
         for name, value in step.values().items():
             scalars.setdefault(name, {})[step.step] = value
     return scalars
-
-
-def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a ``torch_dist`` checkpoint, whole, whatever layout it was saved in."""
-    reader = checkpoint.FileSystemReader(folder)
-    stored = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    checkpoint.load(dict(tensors), storage_reader=reader, no_dist=True)
-    return tensors

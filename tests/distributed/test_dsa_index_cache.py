@@ -196,7 +196,8 @@ def test_every_gradient(
         assert not any(torch.equal(one, other) for one, other in different)
     found = ranks[0]["gradients"] | ranks[1]["gradients"]
     assert len(found) == len(ranks[0]["gradients"]) + len(ranks[1]["gradients"])
-    assert unit.differing(reference(first, PIPELINES[name].roles), found) == []
+    roles = PIPELINES[name].roles
+    assert unit.differing(reference(first, roles), found, unit.sources_of(roles)) == []
 
 
 def test_stock_is_wrong(process: None, results: list[dict[Any, Any]]) -> None:
@@ -204,7 +205,8 @@ def test_stock_is_wrong(process: None, results: list[dict[Any, Any]]) -> None:
     for recompute, right in (("none", True), ("full, layer by layer", False)):
         ranks = [result["stock", recompute] for result in results]
         found = ranks[0]["gradients"] | ranks[1]["gradients"]
-        off = unit.differing(reference(ranks[0]["first"] | ranks[1]["first"], "FSFSFSFS"), found)
+        first = ranks[0]["first"] | ranks[1]["first"]
+        off = unit.differing(reference(first, "FSFSFSFS"), found, unit.sources_of("FSFSFSFS"))
         assert (off == []) == right, off
     wrong = [not torch.equal(*pair) for pair in zip(ranks[0]["again"]["d2"], ranks[0]["first"]["d1"], strict=True)]
     assert any(wrong)

@@ -1,0 +1,68 @@
+"""Prints, as JSON, what a recipe tells Megatron through Bridge and otherwise than through the stock command line.
+
+    python -m tests.bridge.fields RECIPE       in an environment with Megatron-Bridge; on the CPU lane
+
+For a recipe for GPUs the words that only a GPU run takes are read on the CPU lane as well: nothing is built.
+"""
+
+import dataclasses
+import json
+import sys
+from typing import Any
+from unittest import mock
+
+from megacpp_mcore import launcher, lowering
+from megacpp_mcore.nemo_recipes import bridge
+from megacpp_mcore.recipe_command import tokenizer_words
+from megacpp_mcore.recipes import Recipe, recipe
+
+
+def stock(chosen: Recipe) -> dict[str, Any]:
+    """Megatron's configurations of model, optimizer and DDP for the command line of ``chosen``."""
+    from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+    from megatron.training.training import get_megatron_ddp_config, get_megatron_optimizer_config
+
+    training = dataclasses.replace(chosen.training, data=("--mock-data",), tokenizer=tokenizer_words(chosen.model))
+    sys.argv = ["pretrain_gpt.py", *lowering.lower(chosen.model, chosen.layout, training)]
+    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):  # of a Hopper, which grouped GEMMs need
+        args = validate_args(parse_args())
+    return {
+        "model": core_transformer_config_from_args(args),
+        "optimizer": get_megatron_optimizer_config(args)[0],
+        "ddp": get_megatron_ddp_config(args),
+    }
+
+
+def differences(theirs: Any, ours: Any) -> dict[str, tuple[str, str]]:
+    """Fields of both that hold something else: stock's value and Bridge's."""
+    found = {}
+    for field in dataclasses.fields(theirs):
+        if hasattr(ours, field.name):
+            pair = getattr(theirs, field.name), getattr(ours, field.name)
+            if _plain(pair[0]) != _plain(pair[1]):
+                found[field.name] = (_plain(pair[0]), _plain(pair[1]))
+    return found
+
+
+def _plain(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+def main() -> None:
+    chosen = recipe(sys.argv[1])
+    with launcher.process_environment(), launcher.cpu_lane():
+        bridge.prepare()
+        from megacpp_mcore.nemo_recipes import nam56r
+
+        config = nam56r.container(chosen)
+        config.dataset.data_path = "none"
+        sections = stock(chosen)
+        if config.mixed_precision is not None:
+            config.mixed_precision.finalize()
+            config.mixed_precision.setup(config.model, config.optimizer, config.ddp)
+        config.model.finalize()
+        print("\n" + json.dumps({name: differences(one, getattr(config, name)) for name, one in sections.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -33,6 +33,10 @@ from megacpp_mcore.patches.registry import Registry
 WORK = ("forward", "loss", "train")
 ONE_RANK = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
 COEFFICIENT = 0.001
+TIMES_LESS = 20.0
+"""What the patch has to save, in every piece of work at :data:`GOAL_LENGTH` and the default shape, or the run fails."""
+GOAL_LENGTH = 16384
+SHAPE = ("batch", "heads", "dim", "attention_heads", "latent", "rope", "topk", "device")
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,7 @@ def _same_selection(score: torch.Tensor, theirs: torch.Tensor, ours: torch.Tenso
 
 
 def main() -> int:
-    """Run all sizes and print the table; 1 if something disagrees."""
+    """Run all sizes and print the table; 1 if something disagrees, or the goal is missed."""
     args = _arguments()
     table = Table(args.output, COLUMNS)
     registry, rows = Registry([PATCH]), []
@@ -225,7 +229,27 @@ def main() -> int:
         ):
             rows += compare(shape, sets, work, sparse, registry, args)
     table.append(*rows)
-    return int(any(row["parity"] not in (_AGREES, _NO_STOCK) for row in rows))
+    failed = missed(rows, args.goal, args.goal_lengths)
+    print(*failed, sep="\n", end="\n" if failed else "")
+    return int(any(row["parity"] not in (_AGREES, _NO_STOCK) for row in rows) or bool(failed))
+
+
+def missed(rows: list[dict[str, Any]], goal: float | None, lengths: list[int]) -> list[str]:
+    """One line for each piece of work at ``lengths`` whose peak is not ``goal`` times less than stock's.
+
+    Where stock ran out of memory, than its computed bytes.
+    """
+    found = []
+    for stock, ours in zip(rows[::2], rows[1::2], strict=True):
+        if goal is None or ours["sq"] not in lengths:
+            continue
+        theirs = stock["computed_bytes"] if stock["peak_bytes"] == _OUT_OF_MEMORY else stock["peak_bytes"]
+        if ours["peak_bytes"] == _OUT_OF_MEMORY or theirs < goal * ours["peak_bytes"]:
+            found.append(
+                f"GOAL MISSED: sq {ours['sq']}, {ours['work']}, loss {ours['loss']}: {ours['peak_bytes']} bytes, expected "
+                f"at least {goal:g}x less than {theirs}"
+            )
+    return found
 
 
 def compare(
@@ -265,7 +289,7 @@ def compare(
             common
             | {
                 "who": who,
-                "peak_bytes": "out of memory" if measured is None else measured.peak or "",
+                "peak_bytes": _OUT_OF_MEMORY if measured is None else measured.peak or "",
                 "computed_bytes": computed,
                 "ms": "" if measured is None else f"{measured.ms:.3f}",
                 "less": _ratio(theirs, ours, computed=stock_bytes(shape, work), parity=found)
@@ -281,7 +305,7 @@ PRINTED = (
     "sq", "work", "loss", "who", "peak_bytes", "computed_bytes", "floor_bytes", "ms", "floor_ms", "less", "parity",
 )  # fmt: skip
 COLUMNS = (*PRINTED, *"BHDAKN", "input_bytes", "gpu", "torch", "megatron-core", "commit")
-_AGREES, _NO_STOCK = "agrees", "no stock to compare with"
+_AGREES, _NO_STOCK, _OUT_OF_MEMORY = "agrees", "no stock to compare with", "out of memory"
 
 
 def _ratio(theirs: Measured | None, ours: Measured | None, *, computed: int, parity: str) -> str:
@@ -309,7 +333,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tflops", type=float, default=67.0, help="float32 rate of the GPU, for the floor (H200: 67)")
     parser.add_argument("--tbytes", type=float, default=4.2, help="memory bandwidth in TB/s, for the floor")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/dsa_indexer_memory.csv"))
-    return parser.parse_args()
+    goal = f"times less memory below which the run fails, at every --sq; default: {TIMES_LESS:g} at {GOAL_LENGTH} with the "
+    parser.add_argument("--goal", type=float, help=f"{goal}default shape on cuda, otherwise none")
+    args = parser.parse_args()
+    if args.goal is not None and args.device != "cuda":
+        parser.error("--goal is about peak memory, which is measured with --device cuda")
+    args.goal_lengths = [GOAL_LENGTH] if args.goal is None else args.sq
+    if args.goal is None and all(getattr(args, name) == parser.get_default(name) for name in SHAPE):
+        args.goal = TIMES_LESS
+    return args
 
 
 if __name__ == "__main__":

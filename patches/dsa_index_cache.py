@@ -34,7 +34,7 @@ _CACHE = "_megacpp_index_cache"
 """Attribute of a DSAttention that shares: the IndexCache of its block."""
 _HOLDERS = "_megacpp_index_holders"
 """Attribute of a DSAttention during its forward pass: what stock reads from or writes to, indices and lengths by layer."""
-_SAVED = "megacpp_saved_losses"
+SAVED_LOSSES = "megacpp_saved_losses"
 """Key of the loss tracker: how many losses were added to it, a tensor of one element, so that a graph can capture it."""
 
 
@@ -281,9 +281,9 @@ def _saved_losses() -> Any:
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
     tracker = DSAIndexerLossLoggingHelper.tracker
-    if _SAVED not in tracker:
-        tracker[_SAVED] = tracker["values"].new_zeros(1)
-    return tracker[_SAVED]
+    if SAVED_LOSSES not in tracker:
+        tracker[SAVED_LOSSES] = tracker["values"].new_zeros(1)
+    return tracker[SAVED_LOSSES]
 
 
 def _track_metrics(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from typing import Any
 import megacpp_mcore
 from megacpp_mcore.errors import PatchError
 from megacpp_mcore.patches import registry as registry_module
+from megacpp_mcore.patches.record import Patch
 from megacpp_mcore.patches.registry import Registry, announce, listing
 from megacpp_mcore.patches.sources import SourceTree
 
@@ -97,8 +98,23 @@ class Hook:
     def _tell_what_never_came(self) -> None:
         """At the end of the process: name the patches that are still waiting, so that nobody thinks they were in place."""
         for patch in self._registry.waiting:
-            missing = [module for module in patch.modules if not self._imported(module)]
-            announce(f"patch {patch.name} was NOT applied: {', '.join(missing)} was never imported in this process")
+            announce(f"patch {patch.name} was NOT applied: {self._what_never_came(patch)}")
+
+    def _what_never_came(self, patch: Patch) -> str:
+        """What a waiting patch waits for; of the modules of separate edits one would do."""
+        missing = [edit.module for edit in patch.edits if not edit.separate and not self._imported(edit.module)]
+        choice = [edit.module for edit in patch.edits if edit.separate]
+        reasons = []
+        if missing:
+            reasons.append(f"{', '.join(dict.fromkeys(missing))} was never imported in this process")
+        if choice and not any(map(self._imported, choice)):
+            wanted = list(dict.fromkeys(choice))
+            words = f"{wanted[0]} was never" if len(wanted) == 1 else f"neither {' nor '.join(wanted)} was ever"
+            reasons.append(f"{words} imported in this process")
+        if not reasons:
+            waiting = {other.name for other in self._registry.waiting}
+            reasons.append(f"it requires {_names(name for name in patch.requires if name in waiting)}, which waits too")
+        return "; ".join(reasons)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -168,16 +184,23 @@ class Hook:
         return {edit.module for edits in self._registry.pending.values() for edit in edits}
 
     def _undo(self, error: Exception) -> None:
-        """Revert and disarm everything of this hook, and raise."""
+        """Revert and disarm everything of this hook, and raise.
+
+        What was reverted meanwhile is armed no longer, and whoever applied it since keeps it.
+        """
+        armed = self._registry.armed
+        in_place, self._applied = [name for name in dict.fromkeys(self._applied) if name in armed], []
         self._registry.disarm(self._registry.pending)
-        in_place, self._applied = list(dict.fromkeys(self._applied)), []
         message = f"a patch of the hook could not be applied ({error})"
         try:
-            self._registry.revert(in_place)
+            reverted = self._registry.revert(in_place)
         except PatchError as second:
-            raise PatchError(f"{message}; taking the others back failed too: {second}; do not go on") from error
+            raise PatchError(
+                f"{message}; taking the others back failed too: {second}. The patches {_names(in_place)} are in place, "
+                "if only in part, and the hook will not complete them: do not go on in this process"
+            ) from error
         raise PatchError(
-            f"{message}; the patches that the hook had applied were reverted: {_names(in_place)}"
+            f"{message}; the patches that the hook had applied were reverted: {_names(reverted)}"
         ) from error
 
     def _check_copy(self, file: str, names: Sequence[str], version: str, seal: str) -> None:

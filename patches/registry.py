@@ -115,9 +115,14 @@ class _Change:
     homes: frozenset[tuple[str, str]] = field(default_factory=frozenset)
 
     def in_place(self) -> bool:
-        """Whether the target, looked up anew, holds the replacement."""
-        module = sys.modules.get(self.slot.target.partition(":")[0])
-        return module is self.slot.owners[0] and vars(self.slot.owner).get(self.slot.attribute) is self.raw_replacement
+        """Whether the target, looked up anew, holds the replacement; a reload gives a module, which stays, new classes."""
+        module, _, path = self.slot.target.partition(":")
+        found = sys.modules.get(module)
+        for owner, name in zip(self.slot.owners, path.split("."), strict=True):
+            if found is not owner:
+                return False
+            found = vars(owner).get(name)
+        return found is self.raw_replacement
 
 
 def fingerprint(target: str) -> str:
@@ -286,6 +291,12 @@ class Registry:
                 _PROCESS.changes += self._armed.pop(patch.name, None) is not None
 
     @property
+    def armed(self) -> tuple[str, ...]:
+        """The names of the patches that were armed, applied since or not, and have not been reverted or disarmed."""
+        with _PROCESS.lock:
+            return tuple(self._armed)
+
+    @property
     def waiting(self) -> tuple[Patch, ...]:
         """The patches that are armed and not applied, not even in part."""
         with _PROCESS.lock:
@@ -404,11 +415,11 @@ class Registry:
         return [self._patches[name] for name in chosen]
 
     def _relation_problems(self, fresh: Sequence[Patch]) -> list[str]:
-        names = {patch.name for patch in fresh}
-        armed = [patch for patch in self.waiting if patch.name not in names]
-        applied = [self._patches[name] for name in self._changes if name not in names]
+        applied = [self._patches[name] for name in self._changes]
+        # A requirement of what is in place in part may have been reverted since, with a warning: the rest goes with it.
+        new = [patch for patch in fresh if patch.name not in self._changes]
         # What is only armed may never come: it satisfies no requirement, but a conflict with it is one already.
-        return sorted({*relation_problems(fresh, applied), *conflict_problems([*fresh, *applied, *armed])})
+        return sorted({*relation_problems(new, applied), *conflict_problems([*new, *applied, *self.waiting])})
 
     def _standing(self, fresh: Iterable[str]) -> dict[str, str]:
         """Targets that are taken, each with what to say about it."""
@@ -454,7 +465,8 @@ class Registry:
     def _drift(self, name: str) -> list[str]:
         return [
             f"{name} was applied to {change.slot.target}, which meanwhile holds something else "
-            "(another patcher, or the module was imported anew); undo that first"
+            "(another patcher, or the module was imported anew); undo that first, or, as a reload cannot be undone, "
+            "start the process anew"
             for change in self._changes[name]
             if not change.in_place()
         ]

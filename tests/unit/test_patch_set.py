@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +20,25 @@ import pytest
 from megacpp_mcore.errors import PatchError
 from megacpp_mcore.patches.checkout import Checkout
 from megacpp_mcore.patches.registry import default
+from megacpp_mcore.patches.sources import SourceTree
 from tests.unit.trees import copy_modules, edit, wheel_root
 
 ROOT = Path(__file__).parents[2]
 NAMES = [patch.name for patch in default().patches]
 
 
-def test_the_set_is_the_eleven_of_the_readme() -> None:
-    assert len(NAMES) == len(set(NAMES)) == 11
+COUNTS = ("nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen")
+
+
+def test_the_readme_counts_the_set_and_names_what_the_spec_applies() -> None:
+    from megacpp_mcore.layer_specs.nam56r import PATCHES
+
+    readme = (ROOT / "README.md").read_text()
+    counted = [word for word in re.findall(r"\b(\w+) patches\b", readme) if word in COUNTS]
+    assert counted
+    assert {COUNTS.index(word) + 9 for word in counted} == {len(NAMES)} == {len(set(NAMES))}
+    (sentence,) = re.findall(r"the spec itself applies ([^;.]*)", readme)
+    assert set(re.findall("`([^`]*)`", sentence)) == set(PATCHES) <= set(NAMES)
 
 
 def holders() -> dict[tuple[str, str], int]:
@@ -93,10 +105,14 @@ def test_alone_all_together_and_all_but_one(tree: str, request: pytest.FixtureRe
 EDITS = [(patch.name, index) for patch in default().patches for index in range(len(patch.edits))]
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["wheel", "checkout"])
+def sources(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of all targets as the wheel has them, and as the checkout has them."""
+    root = wheel_root() if request.param == "wheel" else request.getfixturevalue("megatron_lm")
     modules = {module for patch in default().patches for module in patch.modules}
-    return copy_modules(wheel_root(), tmp_path_factory.mktemp("set") / "lm", modules)
+    copy = copy_modules(root, tmp_path_factory.mktemp("set") / "lm", modules)
+    assert SourceTree((copy,)).version() == {"wheel": "0.19.2", "checkout": "0.19.1"}[request.param]
+    return copy
 
 
 @pytest.mark.exhaustive
@@ -119,8 +135,8 @@ def test_an_edited_target_is_named_and_nothing_is_changed(sources: Path, name: s
         before = (sources / "megatron" / "core" / "__init__.py").read_bytes()
         with pytest.raises(PatchError) as raised:
             Checkout(sources).apply(NAMES, allow_dirty=True)
-        assert f"{name}: " in str(raised.value)
-        assert target in str(raised.value)
+        assert f"{name}: the source of {target} in megatron-core" in str(raised.value)
+        assert [other for other in NAMES if f"{other}: " in str(raised.value)] == [name]
         assert (sources / "megatron" / "core" / "__init__.py").read_bytes() == before
     finally:
         edit(file, content)

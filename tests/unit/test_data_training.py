@@ -63,6 +63,7 @@ def launch(*data: str, extra: tuple[str, ...] = ()) -> tuple[list[str], list[str
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_blend_of_two_corpora_trains_however_it_is_named(corpora: tuple[str, str], tmp_path: Path) -> None:
     """One blend in the words of the command and in a file is one run, and another blend is another."""
     first, second = corpora
@@ -104,6 +105,7 @@ def run_stock(script: Path, *data: str, extra: tuple[str, ...]) -> list[str]:
 
 @pytest.mark.checkout
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_stock_script_trains_on_packed_documents(megatron_lm: Path, tmp_path: Path) -> None:
     """Short documents, several a row, two rows packed into one: other losses than where documents see one another."""
     for number in range(200):

@@ -51,6 +51,7 @@ def test_every_shell_example_is_run_by_a_test() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_checkout_spec(megatron_lm: Path, tmp_path: Path) -> None:
     printed = run("checkout_spec.sh", tmp_path, MEGATRON_LM=str(megatron_lm))
     assert f"script {megatron_lm / 'pretrain_gpt.py'} | spec megacpp_mcore.nam56r | device cpu" in printed
@@ -59,6 +60,7 @@ def test_checkout_spec(megatron_lm: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_patch_only(tmp_path: Path) -> None:
     printed = run("patch_only.sh", tmp_path)
     assert printed.count("spec none (stock GPT)") == 2
@@ -71,6 +73,7 @@ def test_patch_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_own_pattern(tmp_path: Path) -> None:
     printed = run("own_pattern.sh", tmp_path)
     assert '"layers": "AMEAMAR"' in printed
@@ -82,6 +85,7 @@ def test_own_pattern(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_block_family(tmp_path: Path) -> None:
     printed = run("block_family.sh", tmp_path)
     model = preset("nam56r_tiny")

@@ -331,6 +331,7 @@ def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_gptmodel_goes_on_in_hybridmodel(on_gpt: Trained, on_hybrid: Trained) -> None:
     """Bit for bit, Adam's state and the generators included: losses, gradient norms and what is saved in the end."""
     assert list(on_gpt.steps) == [1, 2, 3, 4]
@@ -340,6 +341,7 @@ def test_a_checkpoint_of_gptmodel_goes_on_in_hybridmodel(on_gpt: Trained, on_hyb
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_hybridmodel_goes_on_in_gptmodel(on_gpt: Trained, on_hybrid: Trained, tmp_path: Path) -> None:
     back = train(tmp_path / "back", GPT, "--load", str(on_hybrid.checkpoints), "--ckpt-step", "3")
     assert back.steps == {4: on_gpt.steps[4]}
@@ -347,6 +349,7 @@ def test_a_checkpoint_of_hybridmodel_goes_on_in_gptmodel(on_gpt: Trained, on_hyb
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.checkout
 def test_the_stock_script_trains_what_the_gpt_host_trains(on_gpt: Trained, megatron_lm: Path, tmp_path: Path) -> None:
     """``pretrain_hybrid.py`` as it is, from the same seed; its TFLOP/s are counted for the model, not the pattern."""
@@ -361,6 +364,7 @@ STAGED = {"dsa": {"schedule": "-FF"}}
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_in_virtual_pipeline_stages_both_hosts_train_the_same(tmp_path: Path) -> None:
     """Two processes, two stages each, which the pattern's '|' marks for the one host and an argument for the other."""
     file = tmp_path / "model.yaml"

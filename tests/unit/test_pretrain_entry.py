@@ -214,7 +214,7 @@ def test_refused_arguments_are_named() -> None:
     with pytest.raises(LaunchError, match="--sft, --fim-data") as raised:
         pretrain.refuse_unsupported(Namespace(**asked))
     assert "--logits-load-dir" not in str(raised.value)
-    pretrain.refuse_unsupported(Namespace(sft=False, fim_data=False))
+    pretrain.refuse_unsupported(Namespace(sft=False, fim_data=False, hybrid_layer_pattern=None))
 
 
 def test_refused_arguments_exist_upstream() -> None:

@@ -161,7 +161,9 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.exhaustive])]
+)
 def test_compiled_regions_train_as_the_plain_model(
     build: Callable[..., Any], plain: dict[str, Any], backend: str
 ) -> None:
@@ -203,6 +205,7 @@ def test_recompute_of_a_family_keeps_gradients_and_saves_memory(
     check_gradients(two_micro_batches(model), plain["gradients"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["off", "regional"])
 def test_all_families_at_once(build: Callable[..., Any], plain: dict[str, Any], mode: str) -> None:
     model = build(recompute=FAMILIES, compile=mode)
@@ -282,6 +285,7 @@ def test_megatrons_own_recompute_of_something_else_stands_beside_it(
 # --- the warm-up --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recompute", [[], FAMILIES])
 def test_after_a_warm_up_step_one_compiles_nothing(build: Callable[..., Any], recompute: list[str]) -> None:
     from megacpp_mcore import regional

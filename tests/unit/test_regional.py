@@ -195,6 +195,7 @@ def test_one_graph_serves_all_layers_and_steps(build: Callable[..., Any]) -> Non
     assert graphs.count == before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recompute_of_a_family_keeps_gradients_and_saves_memory(
     build: Callable[..., Any], plain: dict[str, Any], family: str

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,16 +20,16 @@ def step(number: int, seconds: float, loss: float) -> Step:
     return Step(number, 0, seconds, 8, {"lm loss": loss}, 1.0, 1e-3, False)
 
 
-def test_the_plain_run_comes_first_and_each_run_once() -> None:
+def test_the_plain_run_comes_first_and_twice_and_each_other_once() -> None:
     args = regional.arguments(["--compile", "regional", "off", "--recompute", "none", "m"])
     found = regional.cases("dense", args)
-    assert found[0].plain
-    assert {(case.compile, case.recompute) for case in found} == {
-        ("off", "none"), ("regional", "none"), ("off", "m"), ("regional", "m")
-    }  # fmt: skip
-    assert len(found) == 4
+    assert [(case.compile, case.recompute, case.again) for case in found] == [
+        ("off", "none", False), ("off", "none", True), ("regional", "none", False), ("regional", "m", False),
+        ("off", "m", False),
+    ]  # fmt: skip
+    assert len({case.label for case in found}) == 5
     alone = regional.cases("quarter", regional.arguments(["--compile", "regional"]))
-    assert [case.compile for case in alone] == ["off", "regional"]
+    assert [case.compile for case in alone] == ["off", "off", "regional"]
 
 
 @pytest.mark.parametrize("size", ["full", "tiny"])
@@ -49,16 +52,38 @@ def test_a_row_is_read_out_of_log_and_steps() -> None:
     steps = [step(1, 130.0, 3.0), step(2, 131.0, 2.0), step(3, 131.5, 1.0), step(4, 132.0, 0.5)]
     case = regional.Case("dense", "regional", "none", "none")
     row = regional.row(args, case, model, 100.0, log, steps, None)
-    assert set(row) == set(regional.COLUMNS)
+    assert set(row) | {"tolerance", "agrees"} == set(regional.COLUMNS)
     assert (row["warm_up_s"], row["first_step_s"], row["median_step_ms"], row["tokens_per_s"]) == (
         "12.5",
         30.0,
         500.0,
         400,
     )
-    assert (row["max_allocated_mib"], row["largest_loss_difference"], row["agrees"]) == ("7.50", 0.0, "yes")
+    assert (row["max_allocated_mib"], row["largest_loss_difference"]) == ("7.50", 0.0)
     other = [*steps[:3], step(4, 132.0, 0.6)]
-    assert regional.row(args, case, model, 100.0, log, steps, other)["agrees"] == "no"
+    assert regional.row(args, case, model, 100.0, log, steps, other)["largest_loss_difference"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("compiled", "status", "agrees"), [(2.14, 0, "yes"), (2.16, 1, "no")])
+def test_a_row_is_compared_with_one_and_a_half_times_the_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: float, status: int, agrees: str
+) -> None:
+    """The plain run parts from itself by 0.1."""
+    losses = {"dense-off-none-none": 2.0, "dense-off-none-none-again": 2.1, "dense-regional-none-none": compiled}
+
+    def train(
+        args: argparse.Namespace, case: regional.Case, reference: list[Step] | None
+    ) -> tuple[dict[str, Any], list[Step]]:
+        steps = [step(number, float(number), losses[case.label]) for number in (1, 2)]
+        model = preset("nam56r_tiny")
+        return regional.row(args, case, model, 0.0, "", steps, reference), steps
+
+    monkeypatch.setattr(regional, "measure", train)
+    output = tmp_path / "rows.csv"
+    words = ["--lane", "dense", "--device", "cpu", "--steps", "2", "--warmup", "1", "--output", str(output)]
+    assert regional.main(words) == status
+    rows = list(csv.DictReader(output.open()))
+    assert [row["agrees"] for row in rows] == ["yes", "yes", agrees]
 
 
 def test_no_steady_step_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,18 +13,19 @@ SETUP = "$(BASE_PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 12))" 2
 	echo "Python 3.12 or later was not found as '$(BASE_PYTHON)': install it, or say make BASE_PYTHON=/path/to/python3.12" >&2; exit 1; }; \
 	python="$$("$(BASE_PYTHON)" requirements/environment.py $(ENVIRONMENT))"
 
-.PHONY: help venv demo test test-bridge test-exhaustive lint typecheck docs bridge clean
+.PHONY: help venv demo test test-bridge test-exhaustive lint typecheck docs bridge nemo-run clean
 
 help:
 	@echo "make demo       set everything up, train nam56r_tiny, show the loss curve"
 	@echo "make test       the CPU test suite (MEGATRON_LM=/path/to/Megatron-LM adds the tests on a checkout)"
-	@echo "make test-bridge  the tests that need Megatron-Bridge, in an environment with it"
+	@echo "make test-bridge  the tests that need Megatron-Bridge or nemo-run, in environments with them"
 	@echo "make test-exhaustive  every combination: patches by recompute, masks, schedules and layouts"
 	@echo "make lint       ruff, check and format"
 	@echo "make typecheck  mypy"
 	@echo "make docs       the documentation as a site, in build/docs"
 	@echo "make venv       the virtual environment alone"
 	@echo "make bridge     the virtual environment with Megatron-Bridge; prints its Python"
+	@echo "make nemo-run   the virtual environment with nemo-run, which only submits; prints its Python"
 	@echo "make clean      remove what builds and tests leave in the clone (runs/ is kept)"
 
 venv:
@@ -37,7 +38,9 @@ test:
 	@$(SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "not gpu and not exhaustive" tests
 
 test-bridge:
-	@$(SETUP); MEGACPP_BRIDGE_PYTHON="$$($(MAKE) --silent bridge)" exec "$$python" -m pytest -n 2 --dist loadfile tests/bridge
+	@$(SETUP); export MEGACPP_BRIDGE_PYTHON MEGACPP_NEMO_RUN_PYTHON; \
+	MEGACPP_BRIDGE_PYTHON="$$($(MAKE) --silent bridge)"; MEGACPP_NEMO_RUN_PYTHON="$$($(MAKE) --silent nemo-run)"; \
+	exec "$$python" -m pytest -n 2 --dist loadfile -m bridge tests/bridge tests/nemo tests/unit/test_docs.py
 
 test-exhaustive:
 	@$(SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "exhaustive and not gpu" tests
@@ -48,8 +51,8 @@ lint:
 typecheck:
 	@$(SETUP); exec "$$python" -m mypy
 
-bridge: ENVIRONMENT = bridge
-bridge:
+bridge nemo-run: ENVIRONMENT = $@
+bridge nemo-run:
 	@$(SETUP); echo "$$python"
 
 # An environment of its own: small, without torch. Nothing is fetched while the site is built, and a warning is an error.

@@ -75,6 +75,7 @@ setup(
     python_requires=">=3.12",
     # The folders layer_specs, patches and nemo_recipes are mounted in the package by symlinks, and found through them.
     packages=find_packages(include=["megacpp_mcore*"]),
+    package_data={"megacpp_mcore": ["fp8_experts.yaml"]},
     install_requires=[
         "megatron-core>=0.19,<0.20",
         "numpy",
@@ -84,7 +85,10 @@ setup(
         "torch>=2.11",  # what all of this was run with; the recurrent ops need torch.backends.*.fp32_precision (2.9)
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["megacpp-mcore = megacpp_mcore.cli:main"]},
+    entry_points={
+        "console_scripts": ["megacpp-mcore = megacpp_mcore.cli:main"],
+        "nemo_run.cli": ["megacpp = megacpp_mcore.nemo_recipes.nemo_run"],  # the command `nemo megacpp`
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import math
 import re
 import statistics
 import subprocess
@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Table, device_name, versions
+from megacpp_mcore.bench.measure import Table, device_name, versions, worst_difference
 from megacpp_mcore.lowering import GPT, HYBRID, lower
+from megacpp_mcore.observe.steps import read_steps
+from megacpp_mcore.precision import PLANS
 from megacpp_mcore.recipe_command import tokenizer_words
 from megacpp_mcore.recipes import Recipe, recipe
 
@@ -33,7 +35,7 @@ COLUMNS = (
     "transformer-engine", "megatron-bridge", "commit",
 )  # fmt: skip
 
-_STEP = re.compile(r"iteration +(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+)")
+_STEP = re.compile(r"iteration +\d+/.*?elapsed time per iteration \(ms\): ([\d.]+)")
 _PARAMETERS = re.compile(r"number of parameters on \([a-z_, ]+\) model parallel rank \([0, ]+\): *([\d,]+)")
 
 
@@ -61,20 +63,17 @@ def main() -> int:
     chosen = dataclasses.replace(chosen, training=training)
     rows: list[dict[str, Any]] = []
     first, *others = (_train(door, number, chosen, args) for number, door in enumerate(args.doors))
-    differences = [_worst(first, found) for found in (first, *others)]
+    differences = [worst_difference(first.losses, found.losses, relative=True) for found in (first, *others)]
     same_door = [worst for door, worst in zip(args.doors, differences, strict=True) if door == args.doors[0]]
     tolerance = max(1e-5, 1.5 * max(same_door))
+    if not math.isfinite(tolerance):
+        sys.exit(f"door {args.doors[0]} reached a loss that is no number; see its log beside {args.output}")
     for door, found, worst in zip(args.doors, (first, *others), differences, strict=True):
         rows.append(_row(door, chosen, args, found, worst) | {"tolerance": f"{tolerance:.1e}"})
         rows[-1]["of_first"] = f"{rows[-1]['tokens_per_s'] / rows[0]['tokens_per_s']:.3f}"
         print("  ".join(f"{name} {rows[-1][name]}" for name in COLUMNS[6:14]), f" <- {door}", flush=True)
     table.append(*rows)
     return int(any(found.parameters != first.parameters for found in others) or max(differences) > tolerance)
-
-
-def _worst(one: Trained, other: Trained) -> float:
-    """The largest difference of a step's loss, as a share of the first's."""
-    return max(abs(loss - again) / abs(loss) for loss, again in zip(one.losses, other.losses, strict=True))
 
 
 def _arguments() -> argparse.Namespace:
@@ -84,7 +83,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--doors", nargs="+", choices=DOORS, default=[DOORS[0], *DOORS])
-    parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: the recipe's")
+    parser.add_argument("--precision", choices=tuple(PLANS), help="default: the recipe's")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/doors.csv"))
     args = parser.parse_args()
     if not 0 <= args.warmup < args.steps:
@@ -104,16 +103,14 @@ def _train(door: str, number: int, chosen: Recipe, args: argparse.Namespace) -> 
     with log.open("w") as sink:
         done = subprocess.run(_command(door, chosen, args, record), stdout=sink, stderr=subprocess.STDOUT, check=False)
     text = log.read_text(errors="replace")
-    steps, counts = _STEP.findall(text), _PARAMETERS.findall(text)
-    if done.returncode or len(steps) != args.steps or not counts:
+    milliseconds, counts = [float(one) for one in _STEP.findall(text)], _PARAMETERS.findall(text)
+    if done.returncode or len(milliseconds) != args.steps or not counts:
         print(text[-6000:])
         sys.exit(
-            f"door {door} ended with status {done.returncode}, after {len(steps)} of {args.steps} steps; see {log}"
+            f"door {door} ended with status {done.returncode}, after {len(milliseconds)} of {args.steps} steps; see {log}"
         )
-    losses = [float(loss) for _, _, loss in steps]
-    if record.exists():  # unrounded; the stock log's second line is the mean of two steps
-        losses = [json.loads(line)["losses"]["lm loss"] for line in record.read_text().splitlines()]
-    return Trained(int(counts[0].replace(",", "")), losses, [float(ms) for _, ms, _ in steps])
+    losses = [step.losses["lm loss"] for step in read_steps(record)]  # unrounded, which those of the log are not
+    return Trained(int(counts[0].replace(",", "")), losses, milliseconds)
 
 
 def _command(door: str, chosen: Recipe, args: argparse.Namespace, record: Path) -> list[str]:
@@ -122,7 +119,8 @@ def _command(door: str, chosen: Recipe, args: argparse.Namespace, record: Path) 
         overrides = [f"train.train_iters={args.steps}", f"dataset.data_path={args.data}"]
         if training.precision == "fp32":
             overrides += ["mixed_precision=null", "optimizer.bf16=false", "ddp.grad_reduce_in_fp32=false"]
-        return [*python, "megacpp_mcore.nemo_recipes.run", "--recipe", chosen.name, *overrides]
+        runner = [*python, "megacpp_mcore.nemo_recipes.run", "--recipe", chosen.name]
+        return [*runner, "--record-steps", str(record), *overrides]
     words = lower(chosen.model, chosen.layout, training, HYBRID if door == "hybrid" else GPT)
     return [
         *python,

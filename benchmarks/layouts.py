@@ -3,8 +3,9 @@
     python -m benchmarks.layouts --layouts ep2 pp2              # two GPUs
     python -m benchmarks.layouts --layouts tp2_sp_ep2_regional  # four
 
-``nam56r_tiny`` with a schedule that every layout can hold, float32, Megatron's own layers, real text. Each layout trains what
-:func:`megacpp_mcore.lowering.lower` gives and ``recipe emit`` prints, in processes that torchrun starts.
+``nam56r_tiny`` with a schedule that every layout can hold, float32, Megatron's own layers, real text. Each layout runs the text
+that ``megacpp-mcore recipe emit --as cli`` prints for it, with the words for recording and loading added: ``pretrain_gpt.py``
+of the checkout that MEGATRON_LM names, or without one the loop of the installed wheel.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -20,16 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from benchmarks.measure import Table, device_name, versions
-from megacpp_mcore import config
-from megacpp_mcore.lowering import Training, lower
-from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.bench.measure import Table, device_name, versions, worst_difference
+from megacpp_mcore.launcher import CHECKOUT_VARIABLE
+from megacpp_mcore.model import Layout
 from megacpp_mcore.observe.steps import Step, read_steps
-from megacpp_mcore.recipe_command import tokenizer_words
 
-OVERRIDES: Mapping[str, Any] = {"dsa": {"schedule": "-FF"}}
+SCHEDULE = "dsa.schedule=-FF"
 """Every stage of two begins with a layer of its own indices."""
 
 
@@ -49,7 +47,7 @@ CASES = {
     "tp2_sp_ep2_regional": Case(Layout(tensor=2, sequence_parallel=True, expert=2), 4, {"compile": "regional"}),
 }
 COLUMNS = (
-    "layout", "processes", "compile", "device", "steps", "first_loss", "last_loss", "worst_lm_loss", "worst_mtp_loss",
+    "layout", "processes", "compile", "script", "device", "steps", "first_loss", "last_loss", "worst_lm_loss", "worst_mtp_loss",
     "worst_grad_norm", "torch", "megatron-core", "commit",
 )  # fmt: skip
 
@@ -67,7 +65,7 @@ def main() -> int:
         for case in args.layouts:
             found = _train(case, args, folder / case, *load)
             rows.append(_row(case, args, expected, found))
-            print("  ".join(f"{key} {rows[-1][key]}" for key in COLUMNS[:10]), flush=True)
+            print("  ".join(f"{key} {rows[-1][key]}" for key in COLUMNS[:11]), flush=True)
     table.append(*rows)
     return int(any(float(row[key]) > args.tolerance for row in rows for key in ("worst_lm_loss", "worst_mtp_loss")))
 
@@ -86,49 +84,54 @@ def _arguments() -> argparse.Namespace:
 
 def _train(name: str, args: argparse.Namespace, record: Path, *extra: str, steps: int | None = None) -> list[Step]:
     """Train one layout and read its recorded steps; exits with its log when it fails."""
-    case, model = CASES[name], with_overrides(preset("nam56r_tiny"), OVERRIDES)
-    training = Training(
-        device=args.device,
-        precision="fp32",
-        transformer_impl="local",
-        micro_batch_size=1,
-        global_batch_size=8,
-        train_iters=steps or args.steps,
-        learning_rate=args.lr,
-        data=("--data-path", args.data, "--split", "100,0,0"),
-        tokenizer=tokenizer_words(model, data=args.data),
-        extra=("--ckpt-format", "torch_dist", *extra),
-    )
-    words = lower(model, case.layout, training)
     settings = record.with_suffix(".yaml")
-    settings.write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": dict(OVERRIDES), **case.settings}))
-    python = [sys.executable, "-W", "ignore", "-m"]
-    start = [*python, "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.processes), "-m"]
+    script = _emitted(CASES[name].layout, args, settings, steps or args.steps)
+    settings.write_text(
+        settings.read_text() + "".join(f"{key}: {value}\n" for key, value in CASES[name].settings.items())
+    )
+    script = script.replace(" launch ", f" launch --record-steps {shlex.quote(str(record))} ", 1).rstrip()
+    script = f"{script} {shlex.join(('--ckpt-format', 'torch_dist', *extra))}\n"
     done = subprocess.run(
-        [*start, "megacpp_mcore", "launch", "--device", args.device, "--record-steps", str(record), "--", *words],
-        env=os.environ | {config.VARIABLE: str(settings), "OMP_NUM_THREADS": "1"},
+        ["bash", "-euo", "pipefail", "-c", script],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     output = args.output.parent / f"layout_{record.name}.log"
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(done.stdout + done.stderr)
+    output.write_text(script + done.stdout + done.stderr)
     if done.returncode:
         sys.exit(f"{name} ended with status {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}")
     return read_steps(record)
 
 
+def _emitted(layout: Layout, args: argparse.Namespace, settings: Path, steps: int) -> str:
+    """What ``recipe emit`` prints for ``layout``; it writes the changed model to ``settings``."""
+    cut = ["--tensor", layout.tensor, "--pipeline", layout.pipeline, "--expert", layout.expert]
+    cut += ["--sequence-parallel"] if layout.sequence_parallel else []
+    run = ["precision=fp32", "global_batch_size=8", f"train_iters={steps}", f"learning_rate={args.lr}"]
+    words = ["--as", "cli", "--via", _way(), "--device", args.device, "--impl", "local", "--data", args.data, *cut]
+    command = ["recipe", "emit", "nam56r_tiny", *words, "--set", SCHEDULE, *run, "--settings", settings]
+    emit = [sys.executable, "-m", "megacpp_mcore", *map(str, command)]
+    return subprocess.run(emit, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def _way() -> str:
+    return "launch" if os.environ.get(CHECKOUT_VARIABLE) else "wheel"
+
+
 def _row(name: str, args: argparse.Namespace, expected: list[Step], found: list[Step]) -> dict[str, Any]:
     def worst(key: str) -> str:
-        pairs = zip((step.values()[key] for step in expected), (step.values()[key] for step in found), strict=True)
-        return f"{max(abs(one - other) / abs(one) for one, other in pairs):.1e}"
+        one, other = ([step.values()[key] for step in steps] for steps in (expected, found))
+        return f"{worst_difference(one, other, relative=True):.1e}"
 
     case = CASES[name]
     return {
         "layout": name,
         "processes": case.processes,
         "compile": case.settings.get("compile", "off"),
+        "script": "pretrain_gpt.py" if _way() == "launch" else "the wheel's loop",
         "device": device_name(args.device),
         "steps": len(found),
         "first_loss": f"{found[0].losses['lm loss']:.6f}",

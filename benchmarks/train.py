@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Table, device_name, versions
+from megacpp_mcore.bench.measure import Table, device_name, versions
 from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.precision import PLANS
 from megacpp_mcore.recipe_command import tokenizer_words
 
 _STEP = re.compile(
@@ -82,7 +83,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--impl", choices=("transformer_engine", "local"), default="transformer_engine")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--precision", choices=tuple(PLANS), default="bf16")
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--global-batch-size", type=int, default=2)
     parser.add_argument("--lr", type=float, default=3e-4)

@@ -18,7 +18,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.nam56r import HybridBlockSubmodules, nam56r
 from megacpp_mcore.layer_specs.parts import Mixer, Parts, parts_for
 from megacpp_mcore.layer_specs.recurrent import M2RNNMixer, causal_convolution
@@ -71,14 +70,7 @@ class GatedConvolution(Mixer):
         """Mix along the sequence; causal by itself, so that the mask only tells where documents begin."""
         self.refuse_unsupported(inference_context)
         pairs_SBX, _ = self.in_proj(hidden_SBD)
-        seq_idx_BS = documents(
-            self.config,
-            self.layer_number,
-            batch=pairs_SBX.shape[1],
-            rows=pairs_SBX.shape[0],
-            attention_mask=attention_mask,
-            packed_seq_params=packed_seq_params,
-        )
+        seq_idx_BS = self.documents(pairs_SBX.transpose(0, 1), attention_mask, packed_seq_params)
         x_SBC, gate_SBC = pairs_SBX.unflatten(-1, (-1, 2)).unbind(-1)
         x_BSC = causal_convolution(x_SBC.transpose(0, 1), self.taps_weight, self.taps_bias, seq_idx_BS=seq_idx_BS)
         return self.out_proj((x_BSC.transpose(0, 1) * gate_SBC.sigmoid()).contiguous())

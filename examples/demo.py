@@ -37,10 +37,12 @@ from megacpp_mcore.data.manifest import load_manifest, verify  # noqa: E402
 from megacpp_mcore.errors import DataError, MegacppError  # noqa: E402
 from megacpp_mcore.lowering import Training, lower  # noqa: E402
 from megacpp_mcore.model import Layout, preset  # noqa: E402
-from megacpp_mcore.observe import run_page, steps  # noqa: E402
+from megacpp_mcore.observe import page, steps  # noqa: E402
+from megacpp_mcore.observe.page_charts import Level  # noqa: E402
 from megacpp_mcore.recipe_command import tokenizer_words  # noqa: E402
 
 MODEL = preset("nam56r_tiny")
+FAMILIES = {"A": "attention (MLA; DSA with index cache)", "M": "Mamba-3", "E": "experts (MoE)", "R": "M²RNN"}
 BATCH = 8
 LEARNING_RATE = 4e-3
 MIN_PERCENT_UNDER = 25
@@ -87,9 +89,14 @@ class Plan:
         return self.folder / "log.txt"
 
     @property
+    def record(self) -> Path:
+        """What both legs record of themselves."""
+        return self.folder / "observe"
+
+    @property
     def steps_file(self) -> Path:
         """One JSON line a step, of both legs."""
-        return self.folder / "steps.jsonl"
+        return self.record / "steps.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -125,7 +132,7 @@ def training_command(plan: Plan, train_prefix: str, *, resume: bool) -> list[str
     extra = ["--save", str(plan.checkpoints), "--save-interval", str(plan.save_at)]
     if resume:
         extra += ["--load", str(plan.checkpoints), "--exit-on-missing-checkpoint"]
-    return [*launch_words(plan, "--record-steps", str(plan.steps_file)), *megatron_words(plan, data, extra)]
+    return [*launch_words(plan, "--observe", str(plan.record)), *megatron_words(plan, data, extra)]
 
 
 def scoring_command(plan: Plan, heldout_prefix: str) -> list[str]:
@@ -457,23 +464,45 @@ def write_page(
     plan: Plan, output: Path, first: list[steps.Step], second: list[steps.Step], repeat: str, found: dict[str, Any]
 ) -> None:
     """Write the run's page, and the same as ``output/index.html``."""
-    page = run_page.render(
-        run_page.Run(
-            model=MODEL,
-            steps=[step for step in first if step.step <= plan.save_at] + second,
-            killed_after=first[-1].step,
-            resumed_at=plan.save_at,
-            repeat=repeat,
-            device=device_words(plan.device),
-            tokens_per_second=median_rate((first, second)),
-            bits_per_byte=found["bits_per_byte"],
-            unigram_bits_per_byte=found["unigram_bits_per_byte"],
-            heldout_bytes=found["bytes"],
-            versions=versions(),
-        )
+    under = 100 * (1 - found["bits_per_byte"] / found["unigram_bits_per_byte"])
+    figures = [
+        (f"{found['bits_per_byte']:.3f}", "bits per byte, held out"),
+        (f"{found['unigram_bits_per_byte']:.3f}", f"unigram entropy of the same {found['bytes']:,} bytes"),
+        (f"{abs(under):.1f} %", f"{'under' if under >= 0 else 'over'} the unigram entropy"),
+        (f"{median_rate((first, second)):,.0f}", "tokens/s, median of both legs"),
+    ]
+    addition = page.Addition(
+        title=f"{MODEL.name}, {second[-1].step} steps of stock Megatron on {device_words(plan.device)}",
+        lead=f"Killed after step {first[-1].step}, resumed from the checkpoint of step {plan.save_at}. {repeat}",
+        figures=figures,
+        levels=(Level(found["unigram_bits_per_byte"] * math.log(2), "unigram"),),
+        loss_note=(
+            "The dashed level is the unigram entropy of the held-out bytes, the least that a model without context could "
+            "reach on them."
+        ),
+        tables=(model_table(), ("Versions", ("part", "version"), list(versions().items()))),
     )
+    text = page.html([plan.record], addition)
     for target in (plan.folder, output):
-        (target / "index.html").write_text(page, encoding="utf-8")
+        (target / "index.html").write_text(text, encoding="utf-8")
+
+
+def model_table() -> tuple[str, Sequence[str], list[tuple[str, str, str]]]:
+    """Title, head and rows of the model's layers and parameters by family."""
+    counts = MODEL.parameters()
+    rows = [
+        (f"{letter}: {name}", str(MODEL.layers.count(letter)), f"{counts[letter]:,}")
+        for letter, name in FAMILIES.items()
+        if letter in MODEL.layers
+    ]
+    depth = MODEL.mtp.depth
+    if depth:
+        rows.append((f"MTP block, applied {depth} time{'s' * (depth > 1)}", "1", f"{counts['mtp']:,}"))
+    rest = sum(counts[name] for name in ("embedding", "head", "norm"))
+    rows += [("embedding, output layer, final norm", "", f"{rest:,}")]
+    rows += [("total", str(MODEL.depth), f"{sum(counts.values()):,}")]
+    title = f"Model: {MODEL.layers}, hidden size {MODEL.hidden_size}, sequence {MODEL.seq_length} tokens"
+    return title, ("family", "layers", "parameters"), rows
 
 
 def report(plan: Plan, found: dict[str, Any], progress: Progress) -> None:

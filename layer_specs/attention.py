@@ -39,7 +39,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.documents import packed_documents
-from megacpp_mcore.layer_specs.parts import Parts
+from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss
 from megacpp_mcore.ops.packed.documents import other_documents
@@ -69,7 +69,9 @@ class MLACoreAttention(MegatronModule):
         _require_causal(attn_mask_type, layer_number)
         self.softmax_scale = softmax_scale
         self.layer_number = layer_number
-        self.backend = dispatcher.request("mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels)
+        self.backend = dispatcher.request(
+            "mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **backend_needs(config)
+        )
 
     def forward(
         self,
@@ -134,11 +136,15 @@ class SparseCoreAttention(MegatronModule):
         self.value_dim = v_channels
         self.pg_collection = pg_collection
         self.index_cache = index_cache
-        self.backend = dispatcher.request("sparse_mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels)
+        self.backend = dispatcher.request(
+            "sparse_mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **backend_needs(config)
+        )
         self.indexer = None
         if indexer is not None:
             self.indexer = build_module(indexer, config=config, pg_collection=pg_collection)
-            self.score_backend = dispatcher.request("indexer", layer=layer_number, dim=config.dsa_indexer_head_dim)
+            self.score_backend = dispatcher.request(
+                "indexer", layer=layer_number, dim=config.dsa_indexer_head_dim, **backend_needs(config)
+            )
 
     def forward(
         self,

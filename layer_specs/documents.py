@@ -20,9 +20,7 @@ from megatron.training import global_vars
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.packed.documents import seq_idx_from_cu_seqlens, seq_idx_from_mask
 
-_ADVICE = (
-    "pass --dataloader-inter-document-masking instead of --reset-attention-mask (pretrain_gpt.py, pretrain_hybrid.py)"
-)
+_ADVICE = "pass --dataloader-inter-document-masking instead of --reset-attention-mask"
 
 
 def documents(
@@ -84,22 +82,25 @@ def packed_documents(packed_seq_params: PackedSeqParams, layer_number: int, *, b
             f"layer {layer_number}: the packed batch is cut over {packed.local_cp_size} context-parallel ranks; expected 1, "
             "leave out --hybrid-context-parallel"
         )
-    if keys is not None and keys is not queries and keys.shape != queries.shape:
-        raise ModelError(
-            f"layer {layer_number}: {queries.numel() - 1} packed sequences of queries and {keys.numel() - 1} of keys; expected "
-            "the same, as in self-attention"
-        )
-    return seq_idx_from_cu_seqlens(queries, rows)
+    try:
+        return seq_idx_from_cu_seqlens(queries, rows, of_keys=keys)
+    except ModelError as error:
+        raise ModelError(f"layer {layer_number}: {error}") from error
 
 
 def check_run(config: TransformerConfig) -> None:
-    """Refuse, before anything runs, a stock run whose ``--reset-attention-mask`` would not keep documents apart everywhere.
+    """Refuse, before anything runs, a stock run that would not keep documents apart everywhere.
 
     Raises:
         ModelError: with the argument that settles it.
     """
     arguments: Any = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
-    if arguments is None or not arguments.reset_attention_mask or arguments.dataloader_inter_document_masking:
+    if arguments is None:
+        return
+    if arguments.dataloader_inter_document_masking:
+        _check_packed_rows(config, arguments.micro_batch_size)
+        return
+    if not arguments.reset_attention_mask:
         return
     if not arguments.create_attention_mask_in_dataloader:
         raise ModelError(
@@ -107,6 +108,28 @@ def check_run(config: TransformerConfig) -> None:
             f"and documents would see one another; leave the second out, or {_ADVICE}"
         )
     _check_masked_documents(config)
+
+
+def _check_packed_rows(config: TransformerConfig, micro_batch_size: int) -> None:
+    """Raise ModelError where a row that several samples were packed into would be taken for something else.
+
+    A stage receives as many rows as a sample has, side by side; an E layer finds the samples in the row by their length, and
+    has but a part of the row under sequence parallelism (0.19, ``schedules.py`` and ``transformer_layer.py``).
+    """
+    if micro_batch_size == 1:
+        return
+    kinds = config.moe_router_load_balancing_type
+    by_sequence = "seq_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds) and config.num_moe_experts
+    if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
+        what = "which Megatron's pipeline hands from stage to stage in the shape of unpacked ones, mixing them up"
+    elif by_sequence and config.sequence_parallel:
+        what = "of which Megatron under --sequence-parallel balances experts over all samples together instead of one by one"
+    else:
+        return
+    raise ModelError(
+        f"--dataloader-inter-document-masking packs the {micro_batch_size} samples of a micro-batch into one row, {what}; pass "
+        "--micro-batch-size 1"
+    )
 
 
 def _check_masked_documents(config: TransformerConfig) -> None:

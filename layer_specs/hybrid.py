@@ -169,6 +169,7 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
     gpt_host.check_layout(model, config, chunks)
     _check_symbols(model, chunks, layers, symbols)
     patches.apply(gpt_host.PATCHES)
+    gpt_host.announce_policy(model, config, settings)
     _prepare(model, config)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
     virtual = chunks.index(layers) // config.pipeline_model_parallel_size

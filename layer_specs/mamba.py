@@ -16,8 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megacpp_mcore.backends import Dispatcher
-from megacpp_mcore.layer_specs.documents import documents
-from megacpp_mcore.layer_specs.parts import Mixer, Parts, constant, inverse_softplus_of_step, ones
+from megacpp_mcore.layer_specs.parts import Mixer, Parts, backend_needs, constant, inverse_softplus_of_step, ones
 from megacpp_mcore.model import Model
 
 
@@ -76,7 +75,14 @@ class Mamba3Mixer(Mixer):
             tp_group=self.tp_group,
         )
         self._add_parameters(heads)
-        self.backend = dispatcher.request("mamba3", layer=layer_number, mimo_rank=ssm.mimo_rank, state=ssm.state)
+        self.backend = dispatcher.request(
+            "mamba3",
+            layer=layer_number,
+            head_dim=ssm.head_dim,
+            mimo_rank=ssm.mimo_rank,
+            state=ssm.state,
+            **backend_needs(config),
+        )
 
     def _add_parameters(self, heads: int) -> None:
         ssm, rank = self.ssm, self.ssm.mimo_rank
@@ -114,14 +120,7 @@ class Mamba3Mixer(Mixer):
         heads_SBX, _ = self.in_proj(hidden_SBD)
         groups_SBX, _ = self.bc_proj(hidden_SBD)
         angles_BSA = self.replicated_linear(hidden_SBD, self.angle_weight).transpose(0, 1)
-        seq_idx_BS = documents(
-            self.config,
-            self.layer_number,
-            batch=angles_BSA.shape[0],
-            rows=angles_BSA.shape[1],
-            attention_mask=attention_mask,
-            packed_seq_params=packed_seq_params,
-        )
+        seq_idx_BS = self.documents(angles_BSA, attention_mask, packed_seq_params)
         heads_BSHX = heads_SBX.transpose(0, 1).unflatten(-1, (self.heads, -1))
         z, x, dd_dt, dd_A, trap = heads_BSHX.split([ssm.head_dim, ssm.head_dim, 1, 1, 1], dim=-1)
         bc = groups_SBX.transpose(0, 1).unflatten(-1, (self.groups, 2, ssm.mimo_rank, ssm.state))

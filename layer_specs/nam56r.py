@@ -5,7 +5,10 @@ Megatron's GPTModel is the host: the callable below is called once a model chunk
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +28,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import log_single_rank
+from megatron.training import global_vars, print_rank_0
 
 from megacpp_mcore import config as plugin_config
-from megacpp_mcore import lowering, patches
+from megacpp_mcore import cpu, lowering, patches, policy
 from megacpp_mcore import pattern as grammar
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import ModelError
@@ -36,7 +40,7 @@ from megacpp_mcore.layer_specs.documents import check_run
 from megacpp_mcore.layer_specs.experts import expert_layer_spec
 from megacpp_mcore.layer_specs.mamba import mamba_layer_spec
 from megacpp_mcore.layer_specs.mtp import mtp_block
-from megacpp_mcore.layer_specs.parts import Parts, parts_for
+from megacpp_mcore.layer_specs.parts import Parts, implementation, parts_for
 from megacpp_mcore.layer_specs.recurrent import recurrent_layer_spec
 from megacpp_mcore.model import Layout, Model
 from megacpp_mcore.ops.indexer.cache import IndexCache
@@ -45,7 +49,13 @@ from megacpp_mcore.regional import treatment_of_run
 
 logger = logging.getLogger(__name__)
 
-PATCHES = ("mtp-shared-block", "dsa-index-cache", "checkpoint-hosts")
+PATCHES = (
+    "mtp-shared-block",
+    "dsa-index-cache",
+    "checkpoint-hosts",
+    "mixed-precision-optimizer",
+    "torch-adam-resume",
+)
 """What the model cannot do without; applied by the callable, never by an import.
 
 Of dsa-index-cache it is the checkpoint functions, which bring a recomputed Shared layer its indices, and the logged loss that
@@ -83,6 +93,7 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
     chunks = model_chunks(transformer)
     check_layout(model, transformer, chunks)
     patches.apply(PATCHES)
+    announce_policy(model, transformer, settings)
     prepare(model, transformer)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
     layers = chunk_layers(transformer, vp_stage)
@@ -134,6 +145,31 @@ def layer_spec(
     return attention_layer_spec(parts, sparse_attention(parts, dispatcher, index_cache, full=full))
 
 
+def announce_policy(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:
+    """Print the launch policy of a stock script, on rank 0 and once, if our launcher has not."""
+    if global_vars._GLOBAL_ARGS is None:  # no stock script runs; get_args() would assert
+        return
+    on_cpu = isinstance(torch.overrides._get_current_function_mode(), cpu.CpuDeviceMode)
+    run = policy.Run.from_arguments(
+        sys.argv[1:],
+        device="cpu" if on_cpu else "cuda",
+        world_size=torch.distributed.get_world_size(),
+        model=model,
+    )
+    layout = {
+        "tensor": config.tensor_model_parallel_size,
+        "pipeline": config.pipeline_model_parallel_size,
+        "expert": config.expert_model_parallel_size,
+        "sequence_parallel": config.sequence_parallel,
+    }
+    policy.announce(
+        dataclasses.replace(run, **layout),  # which may come from a file or a checkpoint
+        settings=settings,
+        environment=os.environ,
+        say=lambda line: print_rank_0(f"megacpp-mcore: {line}"),
+    )
+
+
 def prepare(model: Model, config: TransformerConfig) -> None:
     """Set what a hybrid model needs in Megatron's configuration and has no flag for."""
     # Unlike layers do not share one stacked checkpoint tensor (the field is spelled so upstream).
@@ -174,7 +210,7 @@ def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, .
         if asked:
             raise ModelError(f"{model.name}: {what} is not supported yet; leave it out")
     model.check_cut(layout)
-    if config.transformer_impl == "local":  # whose latent projections are cut over TP; Transformer Engine's are not
+    if implementation(config) == "local":  # whose latent projections are cut over TP; Transformer Engine's are not
         for what, width in (
             ("q_lora_rank", model.mla.q_lora_rank),
             ("kv_lora_rank + qk_pos_emb_head_dim", model.mla.kv_lora_rank + model.mla.qk_pos_emb_head_dim),

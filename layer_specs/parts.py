@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -26,8 +27,13 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
 )
+from megatron.training import global_vars
 
+from megacpp_mcore import cpu
+from megacpp_mcore.backends import Dispatcher, te_disabled
+from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs.documents import documents
 
 if TYPE_CHECKING:
     from megatron.core.models.backends import BackendSpecProvider
@@ -97,34 +103,93 @@ class Parts:
 def parts_for(config: TransformerConfig) -> Parts:
     """The classes to build layers from: Transformer Engine's or Megatron's local ones, as ``transformer_impl`` says.
 
+    With ``MEGACPP_DISABLE_TE`` they are the local ones whatever it says; ``config`` keeps what was asked for.
+
     Raises:
-        ModelError: for another implementation.
+        ModelError: for another implementation, or something that Transformer Engine alone has while it is disabled.
+        BackendError: Transformer Engine is asked for and does not work here.
     """
-    if config.transformer_impl == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TELinear
-        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    asked = config.transformer_impl
+    if asked not in ("transformer_engine", "local"):
+        raise ModelError(f"transformer_impl is {asked!r}; expected 'transformer_engine' or 'local'")
+    if te_disabled():
+        _refuse_without_te(config)
+    candidates = layer_parts_candidates(transformer_engine=_te_parts, local=_local_parts)
+    parts: Parts = Dispatcher(candidates=candidates).request(LAYER_PARTS, asked, device=compute_device()).fn()
+    return parts
 
-        provider = TESpecProvider()
-        return Parts(
-            column_linear=provider.column_parallel_linear(),
-            row_linear=provider.row_parallel_linear(),
-            down_linear=TELinear,
-            duplicated_linear=TELinear,
-            norm=provider.layer_norm(rms_norm=True),
-            backend=provider,
-        )
-    if config.transformer_impl == "local":
-        from megatron.core.models.backends import LocalSpecProvider
 
-        return Parts(
-            column_linear=ColumnParallelLinear,
-            row_linear=RowParallelLinear,
-            down_linear=ColumnParallelLinear,
-            duplicated_linear=DuplicatedLinear,
-            norm=TorchNorm,
-            backend=LocalSpecProvider(),
-        )
-    raise ModelError(f"transformer_impl is {config.transformer_impl!r}; expected 'transformer_engine' or 'local'")
+def implementation(config: TransformerConfig) -> str:
+    """``transformer_engine`` or ``local``: whose classes :func:`parts_for` gives."""
+    return "local" if te_disabled() else str(config.transformer_impl)
+
+
+def compute_device() -> str:
+    """``cuda`` or, on the CPU lane and where there is no GPU, ``cpu``."""
+    on_lane = isinstance(torch.overrides._get_current_function_mode(), cpu.CpuDeviceMode)
+    return "cuda" if torch.cuda.is_available() and not on_lane else "cpu"
+
+
+def backend_needs(config: TransformerConfig) -> dict[str, Any]:
+    """What every op of a run with ``config`` needs of its backend (:class:`megacpp_mcore.backends.Support`).
+
+    Where no stock script runs, whether a layer will be given a mask is not known, and it is taken to be.
+    """
+    arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
+    masked = bool(getattr(arguments, "create_attention_mask_in_dataloader", True))
+    return {
+        "mask": masked,
+        "packed": masked or bool(getattr(arguments, "dataloader_inter_document_masking", True)),
+        "device": compute_device(),
+        "dtype": config.params_dtype,
+        "deterministic": config.deterministic_mode or torch.are_deterministic_algorithms_enabled(),
+        "capturable": config.cuda_graph_impl != "none",
+    }
+
+
+def _te_parts() -> Parts:
+    from megatron.core.extensions.transformer_engine import TELinear
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    provider = TESpecProvider()
+    return Parts(
+        column_linear=provider.column_parallel_linear(),
+        row_linear=provider.row_parallel_linear(),
+        down_linear=TELinear,
+        duplicated_linear=TELinear,
+        norm=provider.layer_norm(rms_norm=True),
+        backend=provider,
+    )
+
+
+def _local_parts() -> Parts:
+    from megatron.core.models.backends import LocalSpecProvider
+
+    return Parts(
+        column_linear=ColumnParallelLinear,
+        row_linear=RowParallelLinear,
+        down_linear=ColumnParallelLinear,
+        duplicated_linear=DuplicatedLinear,
+        norm=TorchNorm,
+        backend=LocalSpecProvider(),
+    )
+
+
+def _refuse_without_te(config: TransformerConfig) -> None:
+    """Raise ModelError for what the run asks of stock and stock has in Transformer Engine alone."""
+    for asked, what, remedy in (
+        (config.quant_recipe is not None, "FP8 experts", "leave --te-precision-config-file out"),
+        (config.moe_permute_fusion, "fused permutation of tokens", "leave --moe-permute-fusion out"),
+        (config.moe_router_fusion, "a fused router", "leave --moe-router-fusion out"),
+        (config.tp_comm_overlap, "overlapped tensor-parallel communication", "leave --tp-comm-overlap out"),
+        (config.cpu_offloading, "activations on the host", "leave --cpu-offloading-num-layers out"),
+        (config.use_transformer_engine_op_fuser, "fused operations", "leave --use-transformer-engine-op-fuser out"),
+    ):
+        if asked:
+            raise ModelError(
+                f"the run asks for {what}, which Megatron has in Transformer Engine alone, and {te_disabled()}; {remedy}, "
+                "or unset the variable"
+            )
 
 
 class Mixer(MegatronModule):
@@ -132,7 +197,8 @@ class Mixer(MegatronModule):
 
     Adds to MegatronModule: parameters that are built whole from the data-parallel random state and cut over tensor
     parallelism (so that initial values do not depend on it), parameters that stay fp32 under ``Float16Module``, replicated
-    parameters whose gradients are summed over tensor parallelism, and the sharded state dict of them all.
+    parameters whose gradients are summed over tensor parallelism, the sharded state dict of them all, and the documents that a
+    state must not cross.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection) -> None:
@@ -177,6 +243,27 @@ class Mixer(MegatronModule):
         else:
             whole = self.replicated(hidden_SBD)
         return torch.nn.functional.linear(whole, self.replicated(weight))
+
+    def documents(
+        self, rows_BSX: torch.Tensor, attention_mask: torch.Tensor | None, packed_seq_params: PackedSeqParams | None
+    ) -> torch.Tensor | None:
+        """The number of each row's document ``[B, S]``, or None (:func:`megacpp_mcore.layer_specs.documents.documents`).
+
+        Args:
+            rows_BSX: anything that has the rows of the whole sequence, ``[B, S, …]``.
+            attention_mask, packed_seq_params: what Megatron gave the layer.
+
+        Raises:
+            ModelError: the documents cannot be told, or other parts of the run would not tell them apart.
+        """
+        return documents(
+            self.config,
+            self.layer_number,
+            batch=rows_BSX.shape[0],
+            rows=rows_BSX.shape[1],
+            attention_mask=attention_mask,
+            packed_seq_params=packed_seq_params,
+        )
 
     def refuse_unsupported(self, inference_context: Any) -> None:
         """Raise ModelError for what training-only mixers cannot do yet."""

@@ -17,8 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megacpp_mcore.backends import Dispatcher
-from megacpp_mcore.layer_specs.documents import documents
-from megacpp_mcore.layer_specs.parts import Mixer, Parts, inverse_softplus_of_step, ones
+from megacpp_mcore.layer_specs.parts import Mixer, Parts, backend_needs, inverse_softplus_of_step, ones
 from megacpp_mcore.model import Model
 from megacpp_mcore.ops.checks import compute_dtype
 from megacpp_mcore.ops.m2rnn.reference import m2rnn_forget_gate
@@ -82,7 +81,11 @@ class M2RNNMixer(Mixer):
         )
         self._add_parameters(heads)
         self.backend = dispatcher.request(
-            "m2rnn", layer=layer_number, key_dim=self.rnn.key_dim, value_dim=self.rnn.value_dim
+            "m2rnn",
+            layer=layer_number,
+            key_dim=self.rnn.key_dim,
+            value_dim=self.rnn.value_dim,
+            **backend_needs(config),
         )
 
     def _add_parameters(self, heads: int) -> None:
@@ -121,14 +124,7 @@ class M2RNNMixer(Mixer):
         heads_BSHX = heads_SBX.transpose(0, 1).unflatten(-1, (self.heads, -1))
         v, x_f, g_BSHV = heads_BSHX.split([rnn.value_dim, 1, rnn.value_dim], dim=-1)
         qk_BSC = self.replicated_linear(hidden_SBD, self.qk_weight).transpose(0, 1)
-        seq_idx_BS = documents(
-            self.config,
-            self.layer_number,
-            batch=qk_BSC.shape[0],
-            rows=qk_BSC.shape[1],
-            attention_mask=attention_mask,
-            packed_seq_params=packed_seq_params,
-        )
+        seq_idx_BS = self.documents(qk_BSC, attention_mask, packed_seq_params)
         qk_conv = (self.replicated(self.qk_conv_weight), self.replicated(self.qk_conv_bias))
         qk_BSC = self._convolve(qk_BSC, *qk_conv, seq_idx_BS)
         v_BSC = self._convolve(v.flatten(2), self.v_conv_weight, self.v_conv_bias, seq_idx_BS)

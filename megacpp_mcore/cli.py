@@ -11,8 +11,10 @@ from typing import Any
 
 import megacpp_mcore
 from megacpp_mcore import doctor, launcher, patch_command, recipe_command
+from megacpp_mcore.bench import command as bench_command
 from megacpp_mcore.data import command as data_command
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.observe import profile_recipes, report_command
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -50,7 +52,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     command = next((word for word in argv if not word.startswith("-")), None)
     head, tail = list(argv), []
-    if command == "launch" and "--" in argv:
+    if command in ("launch", "profile") and "--" in argv:
         head, tail = list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])
     args, unknown = parser.parse_known_args(head)
     if unknown and command == "launch":
@@ -77,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
         ("recipe", recipe_command.add_parser, recipe_command.run),
         ("data", data_command.add_parser, data_command.run),
         ("patch", patch_command.add_parser, patch_command.run),
+        ("profile", profile_recipes.add_parser, profile_recipes.run),
+        ("report", report_command.add_parser, report_command.run),
+        ("bench", bench_command.add_parser, bench_command.run),
     ):
         add(subparsers)
         subparsers.choices[name].set_defaults(run=run)
@@ -88,7 +93,7 @@ def _add_launch(subparsers: Any) -> None:
         "launch",
         help="run a stock Megatron script, or the stock loop of the wheel",
         usage="megacpp-mcore launch [--device DEVICE] [--nproc N] [--allow-spec-from PACKAGE] [--patch NAME] "
-        "[--record-steps FILE] -- [script.py] ARGUMENTS",
+        "[--observe DIR | --no-observe] [--record-steps FILE] [--profile FIRST-LAST] -- [script.py] ARGUMENTS",
     )
     parser.add_argument(
         "--device", choices=launcher.DEVICES, default="auto", help="auto takes the CPU when there is no GPU"
@@ -104,9 +109,7 @@ def _add_launch(subparsers: Any) -> None:
     parser.add_argument(
         "--patch", action="append", default=[], metavar="NAME", help="apply a patch to the run (see `patch list`)"
     )
-    parser.add_argument(
-        "--record-steps", metavar="FILE", help="append every step's losses to FILE, unrounded, as one line of JSON each"
-    )
+    launcher.Recording.add_arguments(parser)
 
 
 def _launch(args: argparse.Namespace) -> int:
@@ -116,5 +119,5 @@ def _launch(args: argparse.Namespace) -> int:
         nproc=args.nproc,
         allowed_spec_prefixes=(*launcher.ALLOWED_SPEC_PREFIXES, *args.allow_spec_from),
         patches=args.patch,
-        record_steps=args.record_steps,
+        recording=launcher.Recording.read(args),
     )

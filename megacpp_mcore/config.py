@@ -33,7 +33,7 @@ from typing import Any
 import yaml
 
 from megacpp_mcore.backends import Dispatcher
-from megacpp_mcore.errors import BackendError, ConfigFileError, ModelError, PatternError
+from megacpp_mcore.errors import BackendError, ConfigFileError, LaunchError, ModelError, PatternError
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.pattern import FULL_INDEX, SHARED_INDEX
 
@@ -41,6 +41,8 @@ VARIABLE = "MEGACPP_CONFIG"
 """The environment variable that names the file."""
 
 COMPILE_MODES = ("off", "regional")
+CONSOLES = ("progress", "stock")
+"""What a recorded run may print of its steps."""
 
 _INDEX_CACHE = "dsa_index_cache"
 
@@ -88,10 +90,25 @@ class Observability:
     Attributes:
         policy: how the launch policy is printed at the start, ``text`` or ``json`` (one line).
         recompiles: whether torch logs why it compiles a region again.
+        enabled: whether a run that saves checkpoints is recorded beside them, unless the launch says otherwise.
+        interval: steps between two readings of what is counted on the GPU.
+        heartbeat_s: seconds between two signs of life of a recorded process.
+        profile: the first and the last step to profile, such as ``10-14``; None: none.
+        profile_tool: ``torch`` writes tables by block family, ``external`` marks the steps for nsys or ncu.
+        profile_trace: whether the profile's events are kept, too, for a trace viewer.
+        console: what a recorded run prints of its steps: ``progress``, one readable line (Megatron's own go to the run's
+            folder), or ``stock``, Megatron's.
     """
 
     policy: str = "text"
     recompiles: bool = False
+    enabled: bool = True
+    interval: int = 10
+    heartbeat_s: float = 1.0
+    profile: str | None = None
+    profile_tool: str = "torch"
+    profile_trace: bool = False
+    console: str = "progress"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,9 +338,28 @@ def _group(file: Path, content: Mapping[str, Any], key: str, kind: type) -> Any:
             raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected true or false")
         if name == "cache_root" and value is not None and not (isinstance(value, str) and os.path.isabs(value)):
             raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected the full path of a folder, or null")
+        if type(known[name]) in (int, float) and (type(value) not in (int, type(known[name])) or value <= 0):
+            number = "a whole number" if isinstance(known[name], int) else "a number"
+            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected {number} above 0")
+        if name in ("profile", "profile_tool") and value is not None:
+            _check_profile(f"{file}: {key}.{name}", name, value)
         if name == "policy" and value not in ("text", "json"):
             raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected text or json")
+        if name == "console" and value not in CONSOLES:
+            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected {' or '.join(CONSOLES)}")
     return kind(**values)
+
+
+def _check_profile(where: str, name: str, value: Any) -> None:
+    from megacpp_mcore.observe.profile import TOOLS, parse_steps  # which reads this module's classes
+
+    if name == "profile_tool" and value not in TOOLS:
+        raise ConfigFileError(f"{where} is {value!r}; expected {' or '.join(TOOLS)}")
+    if name == "profile":
+        try:
+            parse_steps(str(value))
+        except LaunchError as error:
+            raise ConfigFileError(f"{where}: {error}") from error
 
 
 def _given(content: Mapping[str, Any]) -> frozenset[str]:

@@ -37,6 +37,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.policy_compile import disabled_by
 
 REQUIRED_ARGUMENTS: tuple[tuple[str, ...], ...] = (
     ("--distributed-backend", "gloo"),
@@ -101,7 +102,7 @@ class CpuLane:
     """
 
     messages: list[str] = field(default_factory=list)
-    dynamo_was_disabled: bool = field(default_factory=lambda: os.environ.get("TORCHDYNAMO_DISABLE") == "1")
+    dynamo_was_disabled: bool = field(default_factory=lambda: bool(disabled_by(os.environ)))
     _undo: list[_Undo] = field(default_factory=list)
     _handled_before: BaseException | None = field(default_factory=sys.exception)
 
@@ -185,11 +186,13 @@ def install() -> CpuLane:
         _disable_dynamo(lane)
         # Imported before the stand-ins, so that the names of torch.cuda that Megatron copies at import are the originals.
         from megatron.core.transformer.moe import experts, moe_utils
+        from megatron.training import initialize
 
         _stand_in_for_torch_cuda(lane)
         _send_devices_to_cpu(lane)
         _accept_any_split_sizes(lane)
         _keep_loaders_off_the_generator(lane)
+        _keep_the_warm_up_off_the_generator(lane, initialize)
         _quiet_shared_generator_warning(lane)
         _seed_experts_by_global_index(lane, experts)
         _keep_the_router_off_transformer_engine(lane, moe_utils)
@@ -591,6 +594,26 @@ def _keep_loaders_off_the_generator(lane: CpuLane) -> None:
     lane.replace(loader, "__iter__", iterate)
     lane.messages.append(
         f"CPU lane: {loader.__module__}.{loader.__qualname__}.__iter__ does not move the generator (resumed runs repeat)"
+    )
+
+
+def _keep_the_warm_up_off_the_generator(lane: CpuLane, initialize: Any) -> None:
+    """Keep the random inputs of Megatron's fused functions, which it runs once to compile them, out of the weights.
+
+    They are as large as micro-batch, sequence and tensor parallelism make them, and drawn after seeding and before the model
+    is built. With a GPU they move only the device's generator; here the two are one, and another micro-batch would be
+    another model (megatron-core 0.19, ``training/initialize.py``).
+    """
+    stock = initialize._warmup_jit_function
+
+    @functools.wraps(stock)
+    def warm_up(*args: Any, **kwargs: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            return stock(*args, **kwargs)
+
+    lane.replace(initialize, "_warmup_jit_function", warm_up)
+    lane.messages.append(
+        f"CPU lane: {initialize.__name__}._warmup_jit_function does not move the generator (weights do not depend on batches)"
     )
 
 

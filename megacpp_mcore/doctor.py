@@ -24,6 +24,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 import megacpp_mcore
+from megacpp_mcore.backends import table
 
 WORKS, ABSENT, BROKEN, IMPOSTOR = "works", "absent", "broken", "impostor"
 TIME_LIMIT_S = 180.0
@@ -333,12 +334,20 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("doctor", help="list versions, GPUs, what works and what does not")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
+        "--backends",
+        action="store_true",
+        help="list the backends of every op: what each covers, and whether it runs here",
+    )
+    parser.add_argument(
         "--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help="seconds one package may take to import"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; returns 1 when training would fail on one of them."""
+    """Print the findings, or the backends; returns 1 when training would fail on one of the findings."""
+    if args.backends:
+        print(json.dumps(table.rows(), indent=2) if args.json else table.text())
+        return 0
     findings = examine(time_limit_s=args.time_limit)
     print(as_json(findings) if args.json else as_text(findings))
     return 0 if is_healthy(findings) else 1

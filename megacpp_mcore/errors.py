@@ -45,3 +45,7 @@ class PatchError(MegacppError, RuntimeError):
 
 class BackendError(MegacppError, RuntimeError):
     """A requested backend cannot run here; the message carries the reason."""
+
+
+class BenchmarkError(MegacppError, ValueError):
+    """A benchmark cannot be run as asked, or its rows cannot be compared with those of a file."""

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from megacpp_mcore import config, lowering, policy
 from megacpp_mcore.errors import CheckoutError, LaunchError, MegacppError, SpecImportError
-from megacpp_mcore.observe import steps
+from megacpp_mcore.observe import run as observation
 from megacpp_mcore.patches import registry
 from megacpp_mcore.patches.spec_import import import_named, spec_words
 
@@ -79,6 +79,58 @@ class Plan:
         return f"script {runs} | spec {spec} | device {self.device} | world size {world_size}"
 
 
+@dataclass(frozen=True)
+class Recording:
+    """What a launch is told to record.
+
+    Attributes:
+        observe: the run's folder; by default beside the checkpoints that it saves (:func:`megacpp_mcore.observe.run.choose`).
+        off: whether nothing is to be recorded there.
+        steps: a file to append every step's losses to (:mod:`megacpp_mcore.observe.steps`).
+        profile: the first and the last step to profile, such as ``10-14``.
+        profile_tool: ``torch`` or ``external`` (:mod:`megacpp_mcore.observe.profile`).
+    """
+
+    observe: str | None = None
+    off: bool = False
+    steps: str | None = None
+    profile: str | None = None
+    profile_tool: str | None = None
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Add the options that say it to the parser of a command."""
+        parser.add_argument("--observe", metavar="DIR", help="record the run in DIR (default: beside its checkpoints)")
+        parser.add_argument("--no-observe", action="store_true", help="record nothing of the run")
+        parser.add_argument(
+            "--record-steps",
+            metavar="FILE",
+            help="append every step's losses to FILE, unrounded, one line of JSON each",
+        )
+        parser.add_argument(
+            "--profile", metavar="FIRST-LAST", help="profile these steps by block family, such as 10-14"
+        )
+        parser.add_argument(
+            "--profile-tool", choices=("torch", "external"), help="external: only mark the steps, for nsys or ncu"
+        )
+
+    @classmethod
+    def read(cls, options: argparse.Namespace) -> Recording:
+        """What the options of :meth:`add_arguments` say."""
+        return cls(options.observe, options.no_observe, options.record_steps, options.profile, options.profile_tool)
+
+    def words(self) -> list[str]:
+        """The options that say the same."""
+        given = {
+            "--observe": self.observe,
+            "--record-steps": self.steps,
+            "--profile": self.profile,
+            "--profile-tool": self.profile_tool,
+        }
+        words = [word for flag, value in given.items() if value is not None for word in (flag, value)]
+        return [*(["--no-observe"] if self.off else []), *words]
+
+
 def launch(
     command: Sequence[str],
     *,
@@ -86,7 +138,7 @@ def launch(
     nproc: int = 1,
     allowed_spec_prefixes: Sequence[str] = ALLOWED_SPEC_PREFIXES,
     patches: Sequence[str] = (),
-    record_steps: str | None = None,
+    recording: Recording | None = None,
 ) -> int:
     """Run a stock Megatron script, or the wheel's stock loop, and return its exit status.
 
@@ -98,7 +150,7 @@ def launch(
         allowed_spec_prefixes: packages that a ``--spec`` may be imported from.
         patches: names of patches to apply, besides ``dataset-helpers``, ``spec-import`` where there is a spec, and
             ``hybrid-flops`` where it is one of ours.
-        record_steps: a file to append every step's losses to (:mod:`megacpp_mcore.observe.steps`).
+        recording: what is recorded of the run, and where.
 
     Raises:
         LaunchError, CheckoutError, SpecImportError, ConfigFileError, DataError, PatchError: what cannot work, before Megatron
@@ -106,9 +158,10 @@ def launch(
             process that failed.
     """
     chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes, patches=patches)
+    recording = recording or Recording()
     if chosen.nproc > 1:
-        return _run_processes(command, chosen, allowed_spec_prefixes, record_steps)
-    return _run_here(chosen, record_steps)
+        return _run_processes(command, chosen, allowed_spec_prefixes, recording)
+    return _run_here(chosen, recording)
 
 
 def plan(
@@ -139,6 +192,7 @@ def plan(
             "leave --nproc out under torchrun, or start megacpp-mcore without torchrun"
         )
     _check_arguments(words)
+    _check_packed(script, words)
     arguments, spec = split_spec(words)
     if spec is not None:
         _check_allowed(spec, allowed_spec_prefixes)
@@ -172,6 +226,28 @@ def _check_arguments(arguments: Sequence[str]) -> None:
                 f"{flag} takes arguments from {source}, --spec among them, which would be imported unchecked; write the "
                 "arguments out (`megacpp-mcore recipe emit … --as cli` prints them)"
             )
+
+
+def _check_packed(script: Path | None, words: Sequence[str]) -> None:
+    """Refuse packed rows where a stock script's inner stages would wait for data that only the first and the last have.
+
+    Seen on core_v0.19.0, ``pretrain_gpt.py``: ``is_dataset_built_on_rank`` and ``get_batch``.
+    """
+    if script is None or "--dataloader-inter-document-masking" not in words:
+        return
+    given = policy.read_flags(words)
+    cut = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+    stages = next(iter(given.get("--pipeline-model-parallel-size", ())), "1")
+    marked = [
+        " ".join(given.get(flag, ())).partition("/")[0].count("|")
+        for flag in ("--pipeline-model-parallel-layout", "--hybrid-layer-pattern")
+    ]
+    if stages not in ("1", "2") or max(marked) > 1 or any(flag in given for flag in cut):
+        raise LaunchError(
+            f"{script.name} reads data for the first and the last pipeline chunk alone, and with "
+            "--dataloader-inter-document-masking those between ask for it, too; leave the script out (the wheel's loop gives "
+            "it to all), or take two stages without virtual ones"
+        )
 
 
 def find_script(word: str, environment: Mapping[str, str] = os.environ) -> Path:
@@ -253,7 +329,9 @@ def _resolve_device(device: str) -> str:
         return device
     import torch
 
-    available = torch.cuda.is_available()
+    # Asks NVML. torch.cuda.is_available() asks the driver, which then reads CUDA_DEVICE_MAX_CONNECTIONS once and for all,
+    # before the launch policy has set it.
+    available = torch.cuda.device_count() > 0
     if device == "cuda" and not available:
         raise LaunchError("--device cuda was asked for, but torch sees no CUDA device; use --device cpu, or a GPU host")
     return "cuda" if available else "cpu"
@@ -283,7 +361,7 @@ def _check_cpu_arguments(arguments: Sequence[str]) -> None:
 
 
 def _run_processes(
-    command: Sequence[str], chosen: Plan, allowed_spec_prefixes: Sequence[str], record_steps: str | None
+    command: Sequence[str], chosen: Plan, allowed_spec_prefixes: Sequence[str], recording: Recording
 ) -> int:
     """Start ``chosen.nproc`` processes of this module through torchrun; return 0 or the first failure's status."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -305,8 +383,7 @@ def _run_processes(
         options += ["--allow-spec-from", prefix]
     for name in chosen.patches:
         options += ["--patch", name]
-    if record_steps is not None:
-        options += ["--record-steps", record_steps]
+    options += recording.words()
     # As torchrun does: N processes with a thread for every core each would fight over the cores.
     threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
     try:
@@ -334,7 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--allow-spec-from", action="append", default=[])
     parser.add_argument("--patch", action="append", default=[])
-    parser.add_argument("--record-steps")
+    Recording.add_arguments(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -344,7 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             device=options.device,
             allowed_spec_prefixes=options.allow_spec_from or ALLOWED_SPEC_PREFIXES,
             patches=options.patch,
-            record_steps=options.record_steps,
+            recording=Recording.read(options),
         )
     except MegacppError as error:
         print(f"megacpp-mcore: {type(error).__name__}: {error}", file=sys.stderr)
@@ -361,7 +438,7 @@ def _end_with_the_parent() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _run_here(chosen: Plan, record_steps: str | None) -> int:
+def _run_here(chosen: Plan, recording: Recording) -> int:
     entry = str(chosen.script) if chosen.script else _STOCK_LOOP
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_environment())
@@ -369,6 +446,7 @@ def _run_here(chosen: Plan, record_steps: str | None) -> int:
         say(chosen.describe(int(os.environ["WORLD_SIZE"])))
         settings = config.from_environment() if chosen.has_own_spec else None
         launched = _launch_policy(chosen, settings)
+        stack.enter_context(policy.said())
         stack.enter_context(_environment(launched.environment()))
         if chosen.has_own_spec and os.environ["RANK"] == "0":
             _verify_data(chosen.arguments)
@@ -378,13 +456,12 @@ def _run_here(chosen: Plan, record_steps: str | None) -> int:
             stack.enter_context(cpu_lane())
         stack.enter_context(patches_of_the_run())
         _apply_patches(chosen)
-        if record_steps is not None:
-            say(stack.enter_context(steps.recording(record_steps)))
         stack.enter_context(policy.active(settings))
         if launched.compile.mode == "regional":
             from megacpp_mcore import regional  # brings Megatron, which has to come from the script's checkout
 
             stack.enter_context(regional.before_training(launched.compile, say))
+        stack.enter_context(_observed(chosen, recording, settings, launched))
         if chosen.spec is not None:
             import_named(*chosen.spec)
         status = _run_main(chosen.script)
@@ -393,14 +470,31 @@ def _run_here(chosen: Plan, record_steps: str | None) -> int:
     return status
 
 
+def _observed(
+    chosen: Plan, recording: Recording, settings: config.PluginConfig | None, launched: policy.LaunchPolicy
+) -> contextlib.AbstractContextManager[None]:
+    """Record the run as it is asked for; the loop that is wrapped has to be the script's own Megatron."""
+    asked = observation.choose(
+        chosen.arguments,
+        observe=recording.observe,
+        off=recording.off,
+        record_steps=recording.steps,
+        profile=recording.profile,
+        profile_tool=recording.profile_tool,
+        settings=settings,
+    )
+    for line in asked.describe():
+        say(line)
+    return observation.observed(asked, launched)
+
+
 def _launch_policy(chosen: Plan, settings: config.PluginConfig | None) -> policy.LaunchPolicy:
     """The policy of the run, printed on rank 0."""
     world_size = int(os.environ["WORLD_SIZE"])
     model = settings.model if settings is not None else None
     run = policy.Run.from_arguments(chosen.arguments, device=chosen.device, world_size=world_size, model=model)
     launched = policy.resolve(run, settings=settings, environment=os.environ)
-    as_json = settings is not None and settings.observability.policy == "json"
-    for line in [f"launch policy: {launched.as_json()}"] if as_json else launched.describe().splitlines():
+    for line in launched.lines(settings):
         say(line)
     return launched
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megacpp_mcore import hybrid
+from megacpp_mcore import hybrid, precision
 from megacpp_mcore import pattern as grammar
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import PRESETS, Layout, Model
+from megacpp_mcore.precision import PrecisionPlan
 
 GPT, HYBRID = "gpt", "hybrid"
 """The hosts: Megatron's GPTModel under ``pretrain_gpt.py``, its HybridModel under ``pretrain_hybrid.py``."""
@@ -234,7 +235,7 @@ class Training:
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        precision: ``bf16`` or ``fp32``.
+        precision: a name of :data:`megacpp_mcore.precision.PLANS`: ``bf16``, ``fp32``, or ``bf16_fp8_experts``.
         transformer_impl: ``transformer_engine`` or ``local`` (Megatron's PyTorch layers); the CPU lane is always local.
         data: words of the data arguments, e.g. ``("--data-path", "corpus/train")``.
         tokenizer: words of the tokenizer arguments.
@@ -257,27 +258,40 @@ class Training:
     def __post_init__(self) -> None:
         for name, allowed in (
             ("device", ("cuda", "cpu")),
-            ("precision", ("bf16", "fp32")),
+            ("precision", tuple(precision.PLANS)),
             ("transformer_impl", ("transformer_engine", "local")),
         ):
             if getattr(self, name) not in allowed:
                 raise ModelError(f"Training.{name} is {getattr(self, name)!r}; expected {' or '.join(allowed)}")
-        for name in ("micro_batch_size", "global_batch_size", "train_iters"):
+        for name in ("micro_batch_size", "global_batch_size", "train_iters", "seed"):
             if getattr(self, name) < 1:
                 raise ModelError(f"Training.{name} is {getattr(self, name)}; expected 1 or more")
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
             raise ModelError(f"Training.learning_rate is {self.learning_rate}; expected a finite number, 0 or more")
         if self.device == "cpu" and self.transformer_impl != "local":
             raise ModelError("the CPU lane has no Transformer Engine; set transformer_impl to local")
+        if self.plan.file is not None and self.transformer_impl != "transformer_engine":
+            raise ModelError(
+                f"precision {self.precision} runs the experts in FP8 by Transformer Engine's grouped GEMM, and "
+                f"{'the CPU lane' if self.device == 'cpu' else 'transformer_impl local'} has none; use bf16"
+            )
+
+    @property
+    def plan(self) -> PrecisionPlan:
+        """What :attr:`precision` stands for."""
+        return precision.PLANS[self.precision]
 
 
 def lower(model: Model, layout: Layout, training: Training, host: str = GPT) -> tuple[str, ...]:
     """The complete argument list of a stock ``pretrain_gpt.py`` or ``pretrain_hybrid.py`` run, without the script's name.
 
     Raises:
-        ModelError: when the model cannot be cut as ``layout`` says, or there is no such host.
+        ModelError: when the model cannot be cut as ``layout`` says, its experts cannot run in the FP8 that ``training`` asks
+            for, or there is no such host.
     """
     model.check_layout(layout)
+    if training.plan.file is not None and (why := precision.unfit(model)):
+        raise ModelError(f"precision {training.precision}: {why}")
     words = [word for argument in model_arguments(model, host) for word in argument.words]
     words += ["--seq-length", str(model.seq_length)]
     words += ["--moe-token-dispatcher-type", "alltoall"] if "E" in model.layers else []
@@ -343,8 +357,10 @@ def _training_words(training: Training) -> list[str]:
         *([] if "--reset-attention-mask" in training.extra else ["--no-create-attention-mask-in-dataloader"]),
         "--no-gradient-accumulation-fusion",
     ]  # fmt: skip
-    if training.precision == "bf16":
+    if training.plan.model_dtype == "bf16":
         words.append("--bf16")
+    if training.plan.file is not None:
+        words += ["--te-precision-config-file", str(training.plan.file)]
     if training.transformer_impl == "local":
         words.append("--no-persist-layer-norm")
     elif training.device == "cuda":
@@ -374,7 +390,33 @@ def mismatches(model: Model, sources: Sequence[object], host: str = GPT) -> list
             found.append(f"{argument.field}: found {value!r}, expected {argument.expected!r} ({argument.remedy})")
     if host == HYBRID:
         found += hybrid.contradictions(model, _first(sources, "hybrid_layer_pattern", None))
-    return found + _vocabulary_mismatch(model, sources)
+    return found + _precision_mismatches(model, sources) + _vocabulary_mismatch(model, sources)
+
+
+def _precision_mismatches(model: Model, sources: Sequence[object]) -> list[str]:
+    """Per-module precision is the one of :data:`precision.EXPERTS_FILE`, where it can do what it says, or there is none."""
+    recipe = _first(sources, "quant_recipe", None)
+    if recipe is None:
+        return []
+    found = []
+    if not precision.is_experts_recipe(recipe):
+        matchers = ", ".join(f"{matcher}" for matcher in recipe.matchers) or "no matcher"
+        found.append(
+            f"quant_recipe: found {matchers} with {recipe.configs}, expected what {precision.EXPERTS_FILE} says, FP8 in the "
+            f"experts alone (--te-precision-config-file {precision.EXPERTS_FILE}, or leave it out)"
+        )
+    # Where any of these is otherwise, stock ignores the file in silence, or runs FP8 that has not been compared with BF16.
+    for field, expected, remedy in (
+        ("transformer_impl", "transformer_engine", "--transformer-impl transformer_engine"),
+        ("bf16", True, "--bf16"),
+        ("moe_grouped_gemm", True, "--moe-grouped-gemm"),
+        ("use_transformer_engine_op_fuser", False, "without --use-transformer-engine-op-fuser"),
+    ):
+        value = _first(sources, field, expected)
+        if not _same(value, expected):
+            found.append(f"{field}: found {value!r}, expected {expected!r} with FP8 experts ({remedy})")
+    why = precision.unfit(model)
+    return found + ([f"quant_recipe: {why} (without --te-precision-config-file)"] if why else [])
 
 
 def _vocabulary_mismatch(model: Model, sources: Sequence[object]) -> list[str]:

@@ -1,10 +1,10 @@
 """The stock training loop for a pip-only install, where no checkout brings ``pretrain_gpt.py`` or ``pretrain_hybrid.py``.
 
 The wheel of megatron-core has the loop (``megatron.training.pretrain``) but not the scripts that feed it. This module
-feeds it the same way for text pretraining: GPTDataset or mock data, every parallel layout, MTP, ``--spec``. With
-``--hybrid-layer-pattern`` the model is a HybridModel, without it a GPTModel, and for the same arguments the losses are those
-of the unmodified script, bit for bit. What it does not do (packed sequences, FIM, distillation, …) is refused by name before
-anything is built.
+feeds it the same way for text pretraining: GPTDataset, mock data or fill in the middle, documents packed or not, every
+parallel layout, MTP, ``--spec``. With ``--hybrid-layer-pattern`` the model is a HybridModel, without it a GPTModel, and for
+the same arguments the losses are those of the unmodified script, bit for bit. What it does not do (fine-tuning, distillation,
+…) is refused by name before anything is built.
 
 Checked with megatron-core 0.19.2.
 """
@@ -21,34 +21,37 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import (
     StragglerDetector,
+    flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers, pretrain, print_rank_0
+from megatron.training import get_args, get_timers, pretrain, print_rank_0, training
 from megatron.training.argument_utils import (
     gpt_config_from_args,
     hybrid_config_from_args,
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megacpp_mcore.errors import LaunchError
 
-# B: micro-batch, S: sequence (of this context-parallel rank)
-BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+# B: micro-batch (1 when packed), S: sequence (of this context-parallel rank; of all B samples when packed), N: documents
+ROW_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+DOCUMENT_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+BATCH_KEYS = (*ROW_KEYS, *DOCUMENT_KEYS)
 
 UNSUPPORTED = {
     "sft": "--sft",
-    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
     "hybrid_context_parallel": "--hybrid-context-parallel",
-    "fim_data": "--fim-data",
     "logits_load_dir": "--logits-load-dir",
     "inprocess_restart": "--inprocess-restart",
     "perform_rl_step": "--perform-rl-step",
@@ -64,11 +67,14 @@ _straggler = StragglerDetector()
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | None) -> dict[str, Any]:
     """Return this rank's next micro-batch: tokens, labels, loss_mask, position_ids ``[B, S]``, attention_mask or None.
 
-    Tensor-parallel rank 0 reads and broadcasts. A pipeline stage that needs no tokens gets None for every key.
+    With ``--dataloader-inter-document-masking`` the samples lie one behind the other in one row, and ``cu_seqlens [1, N + 1]``
+    says where documents begin. Tensor-parallel rank 0 reads and broadcasts. A pipeline stage that needs no tokens gets None
+    for every key but those of the documents.
     """
     args = get_args()
-    has_mtp = _has_mtp(args, vp_stage)
-    if not (is_first_or_last_pipeline_stage(vp_stage) or has_mtp):
+    has_mtp, packed = _has_mtp(args, vp_stage), args.dataloader_inter_document_masking
+    needs_rows = is_first_or_last_pipeline_stage(vp_stage) or has_mtp
+    if not needs_rows and not packed:
         return dict.fromkeys(BATCH_KEYS)
 
     batch: dict[str, Any] = {}
@@ -80,7 +86,7 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | 
             batch[key] = None if value is None else value.cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=packed,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -94,8 +100,31 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | 
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
-    return {key: batch[key] for key in BATCH_KEYS}
+    batch = flatten_batch_for_packed_sequences(batch)
+    if not needs_rows:
+        return dict.fromkeys(ROW_KEYS) | {key: batch[key] for key in DOCUMENT_KEYS}
+    cp_group = mpu.get_context_parallel_group()
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group, use_per_sequence_balancing=packed)
+    return {key: batch.get(key) for key in BATCH_KEYS}
+
+
+def documents_of(batch: dict[str, Any], tokens_per_sample: int) -> PackedSeqParams | None:
+    """Return the documents of a packed micro-batch as the layers take them, and count them; None for any other."""
+    if batch["cu_seqlens"] is None:
+        return None
+    real, padded = (None if value is None else value.squeeze(0) for value in map(batch.get, DOCUMENT_KEYS[:2]))
+    training.update_seqlen_stats_from_cu_seqlens(real)
+    starts, longest = real if padded is None else padded, int(batch["max_seqlen"])
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        tokens_per_sample=tokens_per_sample,
+    )
 
 
 def loss_func(
@@ -133,12 +162,16 @@ def forward_step(
     timers("batch-generator", log_level=2).start()
     with _straggler(bdata=True):
         batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+        documents = documents_of(batch, get_args().seq_length)
     timers("batch-generator").stop()
 
     inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
     targets = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
     with _straggler:
-        output = model.build_schedule_plan(*inputs, **targets) if return_schedule_plan else model(*inputs, **targets)
+        if return_schedule_plan:
+            output = model.build_schedule_plan(*inputs, **targets)
+        else:
+            output = model(*inputs, **targets, packed_seq_params=documents)
     return output, partial(loss_func, batch["loss_mask"])
 
 
@@ -147,7 +180,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     args = get_args()
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     datasets = BlendedMegatronDatasetBuilder(
-        MockGPTDataset if args.mock_data else GPTDataset,
+        MockGPTDataset if args.mock_data else GPTFIMDataset if args.fim_data else GPTDataset,
         num_samples,
         lambda: _reads_data(args, vp_stage),
         dataset_config_from_args(args),
@@ -163,7 +196,8 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 def dataset_config_from_args(args: Namespace) -> GPTDatasetConfig:
     """Return the dataset configuration that Megatron's parsed arguments ask for."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    return GPTDatasetConfig(
+    kind, of_fim = (GPTFIMDatasetConfig, _fim_settings(args)) if args.fim_data else (GPTDatasetConfig, {})
+    config: GPTDatasetConfig = kind(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
@@ -188,7 +222,16 @@ def dataset_config_from_args(args: Namespace) -> GPTDatasetConfig:
         context_parallel_size=args.context_parallel_size,
         data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+        inter_document_masking=args.dataloader_inter_document_masking,
+        **of_fim,
     )
+    return config
+
+
+def _fim_settings(args: Namespace) -> dict[str, Any]:
+    tokens = {part: getattr(args, f"fim_{part}_token") for part in ("prefix", "middle", "suffix", "pad", "eod")}
+    same = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix")
+    return {name: getattr(args, name) for name in same} | {"fim_extra_tokens": tokens}
 
 
 def _read_sequence_counts(path: str | None) -> dict[str, Any] | None:
@@ -204,6 +247,8 @@ def _read_sequence_counts(path: str | None) -> dict[str, Any] | None:
 def _reads_data(args: Namespace, vp_stage: int | None) -> bool:
     if mpu.get_tensor_model_parallel_rank() != 0:
         return False
+    if args.dataloader_inter_document_masking:  # every stage has to know where documents begin
+        return True
     return is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
 
 
@@ -236,6 +281,16 @@ def refuse_unsupported(args: Namespace) -> None:
         raise LaunchError(
             f"the pip-only training entry does not do {', '.join(found)}; leave that out, or name the pretrain_gpt.py "
             "of a Megatron-LM checkout as the first word of the launch command"
+        )
+    if args.dataloader_inter_document_masking and args.overlap_moe_expert_parallel_comm:
+        raise LaunchError(
+            "--overlap-moe-expert-parallel-comm runs a schedule that is not told where documents begin; leave out that, or "
+            "--dataloader-inter-document-masking"
+        )
+    if args.fim_data and (args.hybrid_layer_pattern is not None or args.mock_data):
+        other = "--mock-data" if args.mock_data else "--hybrid-layer-pattern"
+        raise LaunchError(
+            f"--fim-data was given with {other}, beside which stock leaves it out; leave out one of the two"
         )
     if args.hybrid_layer_pattern is not None and args.overlap_moe_expert_parallel_comm:
         raise LaunchError(

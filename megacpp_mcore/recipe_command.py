@@ -1,4 +1,4 @@
-"""``megacpp-mcore recipe list|show|emit``: what the presets are, and the stock command that trains one."""
+"""``megacpp-mcore recipe list|show|flops|emit``: what the presets are, and the stock command that trains one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from megacpp_mcore import config, hybrid, model_card, overrides, stock_command
 from megacpp_mcore.errors import DataError, LaunchError, ModelError
 from megacpp_mcore.lowering import GPT, SCRIPTS, SPECS, Training, lower
 from megacpp_mcore.model import PRESETS, Layout, Model, preset
+from megacpp_mcore.observe import flops_command
 from megacpp_mcore.recipes import RECIPES, Recipe
-from megacpp_mcore.stock_command import DATA_VARIABLE, LAUNCH, TORCHRUN, WAYS, Slurm, StockCommand
+from megacpp_mcore.stock_command import DATA_VARIABLE, LAUNCH, WAYS, Slurm, StockCommand
 
 _FORMS: Mapping[str, Callable[[StockCommand], str]] = MappingProxyType(
     {
@@ -61,6 +62,10 @@ def add_parser(subparsers: Any) -> None:
     show = actions.add_parser("show", help="the whole definition of a model, its layers and parameter counts, as JSON")
     show.add_argument("name")
     _add_set(show, "values of the model to show it with")
+    counted = actions.add_parser("flops", help="FLOPs by family, beside Megatron's own count and why they differ")
+    counted.add_argument("name")
+    _add_set(counted, "values of the model to count")
+    flops_command.add_arguments(counted)
     emit = actions.add_parser("emit", help="the complete stock Megatron command for a model")
     emit.add_argument("name", nargs="?", help="the model; leave it out with --from")
     emit.add_argument("--from", dest="source", metavar="FILE", help="a file of --as yaml, to be printed as --as says")
@@ -93,8 +98,8 @@ def _add_run(emit: argparse.ArgumentParser) -> None:
     emit.add_argument(
         "--via",
         choices=WAYS,
-        help="torchrun: the bare script (default on cuda); launch: by megacpp-mcore launch, which checks data and GPUs "
-        "first (default on cpu); wheel: the same without a script",
+        help="launch (default): the script by megacpp-mcore launch, which checks data and GPUs first and prints the launch "
+        "policy; wheel: the same without a script; bare: the script alone, under torchrun",
     )
     emit.add_argument("--device", choices=("cuda", "cpu"), help="default: cpu for nam56r_tiny, cuda for the others")
     emit.add_argument("--impl", choices=("transformer_engine", "local"), help="default: local on cpu, else TE")
@@ -134,6 +139,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"{recipe.name:<{width}} {_plan(recipe)}")
     elif args.action == "show":
         print(json.dumps(_shown(args.name, args.values), indent=2))
+    elif args.action == "flops":
+        print(flops_command.printed(_changed_model(args.name, args.values), args))
     else:
         print(emit(args))
     return 0
@@ -151,16 +158,25 @@ def described(model: Model) -> dict[str, Any]:
 
 def _shown(name: str, words: Sequence[str]) -> dict[str, Any]:
     """The model or recipe called ``name``, the model with the values that ``words`` give it."""
-    of_model, of_run = overrides.read(words)
-    if of_run:
-        raise ModelError(f"{', '.join(of_run)} belongs to a run and not to the model; leave it to `recipe emit`")
-    recipe = _recipe(name)
-    model = described(overrides.apply(chosen_model(recipe.model.name if recipe else name)[0], of_model))
+    model, recipe = described(_changed_model(name, words)), _recipe(name)
     if recipe is None:
         return model
     plan = {key: value for key, value in dataclasses.asdict(recipe.training).items() if not isinstance(value, tuple)}
     layout = dataclasses.asdict(recipe.layout)
     return {"name": name, "processes": recipe.processes, "layout": layout, "training": plan, "model": model}
+
+
+def _changed_model(name: str, words: Sequence[str]) -> Model:
+    """The model of the model or recipe called ``name``, with the values that ``words`` give it.
+
+    Raises:
+        ModelError: there is none of that name, or a word sets a value of a run.
+    """
+    of_model, of_run = overrides.read(words)
+    if of_run:
+        raise ModelError(f"{', '.join(of_run)} belongs to a run and not to the model; leave it to `recipe emit`")
+    recipe = _recipe(name)
+    return overrides.apply(chosen_model(recipe.model.name if recipe else name)[0], of_model)
 
 
 def _recipe(name: str) -> Recipe | None:
@@ -256,6 +272,8 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     name = recipe.model.name if recipe else args.name
     original, settings = chosen_model(name)
     model = overrides.apply(original, of_model)
+    layout = _layout(args, recipe.layout if recipe else Layout())
+    model.check_layout(layout)  # first, because processes and batch follow from it
     if model != original:
         settings = _write_settings(name, model, args.settings)
     elif args.settings is not None:
@@ -264,7 +282,6 @@ def command_of(args: argparse.Namespace) -> StockCommand:
         )
     if args.data is not None and not os.path.exists(args.data + ".idx"):
         print(f"note: there is no {args.data}.idx; the command needs a prepared dataset there", file=sys.stderr)
-    layout = _layout(args, recipe.layout if recipe else Layout())
     training = _training(args, model, of_run, recipe.training if recipe else _usual_training(name, args, of_run))
     nodes, per_node = _processes(args, layout, training, recipe.processes if recipe else 1)
     host = args.host or GPT
@@ -275,7 +292,7 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     return StockCommand(
         recipe=model.name,
         device=training.device,
-        via=args.via or (LAUNCH if training.device == "cpu" else TORCHRUN),
+        via=args.via or LAUNCH,
         script=SCRIPTS[host],
         nodes=nodes,
         processes_per_node=per_node,

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.lowering import Training
 from megacpp_mcore.model import Layout, Model, preset
+from megacpp_mcore.precision import FP8_EXPERTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +50,12 @@ class Recipe:
             )
 
 
-def _on_gpus(model: str, processes: int, layout: Layout, *, global_batch_size: int) -> Recipe:
+def _on_gpus(model: str, processes: int, layout: Layout, *, global_batch_size: int, precision: str = "bf16") -> Recipe:
     return Recipe(
-        name=f"{model}_pretrain_{processes}gpu_h200_bf16",
+        name=f"{model}_pretrain_{processes}gpu_h200_{precision.removeprefix('bf16_')}",
         model=preset(model),
         layout=layout,
-        training=Training(global_batch_size=global_batch_size),
+        training=Training(global_batch_size=global_batch_size, precision=precision),
         processes=processes,
     )
 
@@ -62,7 +63,9 @@ def _on_gpus(model: str, processes: int, layout: Layout, *, global_batch_size: i
 _ALL = (
     _on_gpus("nam56r", 1, Layout(), global_batch_size=8),
     _on_gpus("nam56r", 8, Layout(expert=8), global_batch_size=64),
+    _on_gpus("nam56r", 8, Layout(expert=8), global_batch_size=64, precision=FP8_EXPERTS),
     _on_gpus("nam56r_quarter", 1, Layout(), global_batch_size=2),
+    _on_gpus("nam56r_quarter", 1, Layout(), global_batch_size=2, precision=FP8_EXPERTS),
     Recipe(
         name="nam56r_tiny_pretrain_1cpu_fp32",
         model=preset("nam56r_tiny"),

@@ -1,7 +1,10 @@
-"""Regional compile and per-family recompute: what a built layer's regions are replaced with, and the warm-up before step 1.
+"""Regional compile and per-family recompute: replaces regions of built layers, and warms them up before step 1.
 
-A region is a pure function of tensors with static shapes, so that one compiled version serves all layers that call it with
-the same shapes. It is compiled whole (``fullgraph``): a part that Dynamo cannot trace is an error and no silent graph break.
+A region is a pure function of tensors with static shapes. All layers that call it with the same shapes share one compiled
+graph. Dynamo compiles a region whole (``fullgraph``) and raises an error at a part that it cannot trace; it never breaks the
+graph in silence. Each new shape, dtype, or need of a gradient is another graph. A region may have :data:`MAX_GRAPHS` of them:
+Dynamo's own limit of 8 is too low, since a recomputed mamba3 segment alone takes 6 graphs a shape (a first, a middle and a last
+segment, each in the first run and in the second).
 
 =================  =======  ==============================================================================================
 region             layers   what it is
@@ -15,13 +18,15 @@ m2rnn skip         R        skip, output gate, sum of squares
 m2rnn scale        R        RMSNorm after that sum has been reduced
 =================  =======  ==============================================================================================
 
-Not compiled, and why: projections, each one matrix product of its own kernel, behind whose autograd function stand the
-collectives of tensor parallelism; core attention, whose blocks of queries each see another number of keys; the M²RNN
-recurrence, a loop over tokens; the routing, dispatch and experts of E, whose shapes depend on the data; what Transformer
-Engine brings, which has kernels of its own.
+These stay uncompiled. A projection is one matrix product, and its autograd function runs the collectives of tensor
+parallelism. Core attention works in blocks of queries, and each block sees another number of keys. The M²RNN recurrence is a
+loop over tokens. The routing, dispatch and experts of E have shapes that depend on the data. Transformer Engine brings
+kernels of its own.
 
-Recompute (:class:`megacpp_mcore.config.Recompute`) wraps whole modules or regions in Megatron's own checkpoint function, so
-that random states and shared indices are handled as with ``--recompute-granularity``.
+Recompute (:class:`megacpp_mcore.config.Recompute`) wraps whole modules or regions in Megatron's own checkpoint function, which
+handles random states and shared indices as it does with ``--recompute-granularity``.
+
+Whatever replaces a method is bound to its module, so that a deep copy of the module computes with its own parameters.
 """
 
 from __future__ import annotations
@@ -35,11 +40,12 @@ import os
 import shutil
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -60,38 +66,75 @@ from megacpp_mcore.policy import EXPLICIT, CompilePolicy
 logger = logging.getLogger(__name__)
 
 BACKEND = "inductor"
-"""What compiles regions, a name that ``torch.compile`` knows."""
+"""The backend of ``torch.compile`` that compiles regions."""
+
+MAX_GRAPHS = 64
+"""How many graphs of one region Dynamo may compile before it is an error, in place of Dynamo's own limit of 8."""
 
 _PLAIN = "reference"
 """The name of the backends in plain PyTorch, the only ones with something to compile."""
 
 
 class Region:
-    """A pure function of tensors, compiled when it is first called.
+    """A pure function of tensors that is compiled on its first call.
 
     Attributes:
         name: as in the table above.
         calls: how often it was called.
+        graphs: how many graphs Dynamo has compiled of it.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], backend: str) -> None:
         self.name = name
         self.calls = 0
-        # Dynamo keeps what it has compiled, and counts it against its limit, by code object: a region has one of its own.
+        self.graphs = 0
+        # Dynamo stores compiled graphs, and counts them against its limit, by code object: each region gets its own.
         self._function = types.FunctionType(
             function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
         )
         self._function.__kwdefaults__ = function.__kwdefaults__
         self._backend = backend
         self._compiled: Callable[..., Any] | None = None
+        self._has_warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled function."""
+        """Run the compiled function; log a warning, once, if Dynamo compiles nothing.
+
+        Raises:
+            ModelError: the region was called with more shapes than :data:`MAX_GRAPHS` graphs serve.
+        """
         self.calls += 1
         with cpu.stepping_aside():
-            if self._compiled is None:  # not before: what disables Dynamo is asked for here
+            if self._compiled is None:  # torch.compile itself asks whether Dynamo is disabled, so it runs in here
                 self._compiled = torch.compile(self._function, fullgraph=True, dynamic=False, backend=self._backend)
-            return self._compiled(*args, **kwargs)
+            output = self._run(self._compiled, *args, **kwargs)
+        if not self.graphs and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                f"compile is regional, and torch compiled nothing of the region {self.name}: it runs as plain PyTorch, as "
+                "TORCHDYNAMO_DISABLE=1 or TORCH_COMPILE_DISABLE=1 makes it; unset both variables, or write compile: off"
+            )
+        return output
+
+    def _run(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo import config
+        from torch._dynamo.exc import FailOnRecompileLimitHit
+        from torch._dynamo.utils import counters
+
+        # A patch of Dynamo's configuration costs more than the call, so only a region that needs the room pays for it.
+        is_full = self.graphs >= config.recompile_limit
+        room = config.patch(recompile_limit=max(MAX_GRAPHS, config.recompile_limit)) if is_full else None
+        before = counters["stats"]["unique_graphs"]
+        try:
+            with room or contextlib.nullcontext():
+                return compiled(*args, **kwargs)
+        except FailOnRecompileLimitHit as error:
+            raise ModelError(
+                f"the region {self.name} has {self.graphs} compiled graphs and was called with yet another shape; expected "
+                "shapes that do not change from step to step: keep micro-batch and sequence length, or write compile: off"
+            ) from error
+        finally:
+            self.graphs += counters["stats"]["unique_graphs"] - before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         return self
@@ -101,7 +144,7 @@ _REGIONS: dict[tuple[Any, ...], Region] = {}
 
 
 def region(name: str, function: Callable[..., Any], backend: str, width: int | None = None) -> Region:
-    """The one region of ``function`` in this process (of each ``width``): layers, chunks and models share what is compiled."""
+    """Return this process's region of ``function``, one for each ``width``; layers, chunks and models share it."""
     key = (name, backend, width)
     if key not in _REGIONS:
         _REGIONS[key] = Region(name, function, backend)
@@ -109,9 +152,9 @@ def region(name: str, function: Callable[..., Any], backend: str, width: int | N
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` under Megatron's checkpoint: only its tensors that need gradients are kept for the backward pass.
+    """Return ``function`` under Megatron's checkpoint, which keeps for the backward pass the arguments that need gradients.
 
-    Without gradients, and where no tensor among its arguments needs one, it runs as it is.
+    A call without gradients, or with no argument that needs one, runs ``function`` directly.
     """
 
     @functools.wraps(function)
@@ -132,6 +175,15 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _recompute(module: torch.nn.Module, name: str) -> None:
+    """Replace the method ``name`` of ``module`` by its recomputed version."""
+    method = getattr(module, name)
+    if isinstance(method, types.MethodType):
+        setattr(module, name, types.MethodType(recomputed(method.__func__), module))
+    else:  # a region, which reads no module
+        setattr(module, name, recomputed(method))
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
     """RMSNorm over the last dimension, with :class:`torch.nn.RMSNorm`'s meaning of ``eps``."""
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
@@ -139,10 +191,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.
 
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
-    """What is done to the layers of a run.
+    """Says which regions of a run's layers are compiled and recomputed.
 
     Attributes:
-        backend: what compiles regions; None: nothing is compiled.
+        backend: the backend that compiles regions; None compiles nothing.
         recompute: what the backward pass computes again.
     """
 
@@ -153,7 +205,11 @@ class Treatment:
         return self.backend is not None or bool(self.recompute.on)
 
     def spec(self, layer: ModuleSpec, letter: str) -> ModuleSpec:
-        """The spec of a treated layer of family ``letter``; ``layer`` itself when there is nothing to do."""
+        """Return the spec of a treated layer of family ``letter``, or ``layer`` itself if nothing is treated.
+
+        Raises:
+            ModelError: the layer is no TransformerLayer.
+        """
         if not self:
             return layer
         if layer.module is not TransformerLayer:
@@ -163,7 +219,7 @@ class Treatment:
         )
 
     def mtp(self, block: MultiTokenPredictionBlockSubmodules) -> MultiTokenPredictionBlockSubmodules:
-        """The MTP block with its inner layer treated, which is one of family A."""
+        """Return the MTP block with its inner layer, of family A, treated."""
         if not self:
             return block
         treated = copy.copy(block)
@@ -179,18 +235,18 @@ class Treatment:
         return treated
 
     def apply(self, layer: TransformerLayer, letter: str) -> None:
-        """Put compiled regions, and then what recomputes them, in their places in a built layer."""
+        """Replace regions of a built layer by compiled ones, and then wrap in recompute what is to be recomputed."""
         if self.backend is not None:
             self._compile(layer, self.backend)
         mixer, recompute = layer.self_attention, self.recompute
         if (letter == "A" and recompute.a) or (letter == "M" and recompute.m):
-            mixer.forward = recomputed(mixer.forward)
+            _recompute(mixer, "forward")
         if letter == "R" and recompute.r_convolution:
-            mixer._convolve = recomputed(mixer._convolve)
+            _recompute(mixer, "_convolve")
         if letter == "R" and recompute.r_recurrence:
-            mixer._recur = recomputed(mixer._recur)
+            _recompute(mixer, "_recur")
         if letter == "E" and recompute.experts:
-            layer.mlp.experts.forward = recomputed(layer.mlp.experts.forward)
+            _recompute(layer.mlp.experts, "forward")
 
     def _compile(self, layer: TransformerLayer, backend: str) -> None:
         for module in layer.modules():
@@ -219,11 +275,16 @@ def _scores(core: SparseCoreAttention) -> bool:
 
 def _compile_norm(norm: torch.nn.RMSNorm, backend: str) -> None:
     compiled = region("norm", rms_norm, backend, norm.normalized_shape[0])
-    norm.forward = lambda x: compiled(x, norm.weight, norm.eps)  # type: ignore[method-assign]
+
+    def forward(self: torch.nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+        # As rows of one axis: of a batch of 1 the embedding's strides are others than a layer's, and would be another graph.
+        return compiled(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
+
+    norm.forward = types.MethodType(forward, norm)  # type: ignore[method-assign]
 
 
 class TreatedLayer(TransformerLayer):
-    """A layer that is treated when it has been built; parameters, their names and checkpoints are those of the stock class."""
+    """A stock layer that its treatment changes once it is built; parameters, their names and checkpoints stay stock's."""
 
     def __init__(
         self,
@@ -241,7 +302,7 @@ class TreatedLayer(TransformerLayer):
 
 
 def treatment_of_run(settings: PluginConfig | None, config: TransformerConfig) -> Treatment:
-    """What the file of a run asks to be done to its layers, checked against Megatron's own recompute.
+    """Return the treatment that the file of a run asks for, checked against Megatron's own recompute.
 
     Raises:
         ModelError: Megatron's arguments ask for the same activations to be recomputed.
@@ -285,45 +346,66 @@ class WarmUp:
     """What a warm-up did.
 
     Attributes:
-        seconds: how long it took, compilation and the kernels' own first calls included.
-        layers: the numbers of the layers that were run, one of each kind.
-        regions: names of the regions they called.
+        seconds: how long it took, with compilation and the first calls of kernels.
+        layers: the numbers of the layers that ran, one of each kind.
+        regions: names of the regions that were compiled meanwhile.
+        plain: names of the regions that ran and have never been compiled, since torch does not compile in this process.
     """
 
     seconds: float
     layers: tuple[int, ...]
     regions: tuple[str, ...]
+    plain: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         layers, regions = ", ".join(map(str, self.layers)) or "none", ", ".join(self.regions) or "no regions"
-        return f"layers {layers} ({regions}): {self.seconds:.1f} s"
+        plain = f"; NOT compiled: {', '.join(self.plain)}" if self.plain else ""
+        return f"layers {layers} ({regions}{plain}): {self.seconds:.1f} s"
 
 
-def warm_up(models: Sequence[torch.nn.Module], *, rows: int, batch: int) -> WarmUp:
-    """Run one built layer of each kind forward and backward, so that its regions are compiled for the run's shapes.
+def warm_up(models: Sequence[torch.nn.Module], *, rows: int, batch: int, packed: bool = False) -> WarmUp:
+    """Run one built layer of each kind forward and backward, which compiles its regions for the run's shapes.
 
-    Norms and mixers run on random inputs, of one document a row, with recompute as in training; no parameter is told of its
-    gradient and no reduction starts. Every tensor-parallel rank has to take part, as the projections communicate. E layers
-    contribute their norm: routing is not entered.
+    Norms and mixers run on random inputs, with recompute as in training. Stand-ins take the gradients of parameters, so that
+    no reduction starts. Projections communicate, so every tensor-parallel rank has to call this. Of an E layer only the norm
+    runs. Documents that a mask tells apart (``--reset-attention-mask``) are not warmed up: R's convolution compiles once more
+    when training reaches the first of them.
 
     Args:
-        models: the model chunks of this process, in whatever Megatron has wrapped them.
-        rows: rows of the sequence of one micro-batch on this rank, as the layers see them (under sequence parallelism, a part).
-        batch: the micro-batch.
+        models: the model chunks of this process, wrapped by Megatron or not.
+        rows: rows of the sequence of one micro-batch that a layer of this rank is given (under sequence parallelism, a part).
+        batch: the batch dimension that a layer is given; 1 if ``packed``.
+        packed: whether layers are given packed sequences, as with ``--dataloader-inter-document-masking``.
+
+    Raises:
+        ModelError: a packed batch of more than one row.
     """
+    if packed and batch != 1:
+        raise ModelError(
+            f"a warm-up of packed sequences was asked for a batch of {batch}; expected 1, with the rows of all samples side by "
+            "side"
+        )
     start = time.perf_counter()
-    before = {each: each.calls for each in _REGIONS.values()}
+    before = {each: (each.calls, each.graphs) for each in _REGIONS.values()}
     seen: dict[tuple[Any, ...], int] = {}
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         for layer in _treated(models):
             kind = _kind(layer)
             if kind not in seen:
                 seen[kind] = layer.layer_number
-                _run_layer(layer, rows, batch)
+                _run_layer(layer, rows, batch, packed)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    called = sorted({each.name for each, calls in before.items() if each.calls > calls})
-    return WarmUp(seconds=time.perf_counter() - start, layers=tuple(seen.values()), regions=tuple(called))
+    return WarmUp(
+        seconds=time.perf_counter() - start,
+        layers=tuple(seen.values()),
+        regions=_names(each for each, (_, graphs) in before.items() if each.graphs > graphs),
+        plain=_names(each for each, (calls, _) in before.items() if each.calls > calls and not each.graphs),
+    )
+
+
+def _names(regions: Iterable[Region]) -> tuple[str, ...]:
+    return tuple(sorted({each.name for each in regions}))
 
 
 def _treated(models: Sequence[torch.nn.Module]) -> Iterator[TreatedLayer]:
@@ -338,50 +420,65 @@ def _kind(layer: TreatedLayer) -> tuple[Any, ...]:
     return layer.family, type(core), isinstance(core, SparseCoreAttention) and core.indexer is not None
 
 
-def _run_layer(layer: TreatedLayer, rows: int, batch: int) -> None:
+def _run_layer(layer: TreatedLayer, rows: int, batch: int, packed: bool) -> None:
     config = layer.config
     shape, device = (rows, batch, config.hidden_size), next(layer.parameters()).device
-    hidden_SBD = torch.randn(shape, device=device, dtype=config.params_dtype, requires_grad=True)
-    attention = layer.self_attention
-    core = getattr(attention, "core_attention", None)
-    with _parameters_of_its_own(layer):
-        if layer.family == "E":
-            output = layer.pre_mlp_layernorm(hidden_SBD)
-        elif not isinstance(core, SparseCoreAttention):
-            output, _ = attention(layer.input_layernorm(hidden_SBD), attention_mask=None)
-        elif core.indexer is not None:
-            output = _run_sparse(layer, core, hidden_SBD)
-        else:  # a Shared layer attends to what it is given, and has no region that its Full layer has not
-            output = layer.input_layernorm(hidden_SBD)
+    dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
+    hidden_SBD = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+    core = getattr(layer.self_attention, "core_attention", None)
+    with _parameters_of_its_own(layer), contextlib.ExitStack() as stack:
+        if isinstance(core, SparseCoreAttention):
+            stack.enter_context(_without_traces(core))
+        output = _run_regions(layer, core, hidden_SBD, _pack(layer, rows, device) if packed else None)
         output.float().sum().backward()
 
 
-def _run_sparse(layer: TreatedLayer, core: SparseCoreAttention, hidden_SBD: torch.Tensor) -> torch.Tensor:
-    """The output of a Full layer, with its indexer's scores beside it: nothing stays published, no loss is logged."""
-    normed_SBD, config = layer.input_layernorm(hidden_SBD), layer.config
-    with _no_indexer_loss(core):
-        output, _ = layer.self_attention(normed_SBD, attention_mask=None)
-    core.index_cache.forget(core.layer_number)
-    shape = (*hidden_SBD.shape[:2], config.q_lora_rank)
-    latent = torch.randn(shape, device=hidden_SBD.device, dtype=hidden_SBD.dtype)
-    if core.indexer is None or not _scores(core):
+def _run_regions(
+    layer: TreatedLayer, core: Any, hidden_SBD: torch.Tensor, packed_seq_params: PackedSeqParams | None
+) -> torch.Tensor:
+    if layer.family == "E":
+        return layer.pre_mlp_layernorm(hidden_SBD)
+    normed_SBD = layer.input_layernorm(hidden_SBD)
+    if isinstance(core, SparseCoreAttention) and core.indexer is None:
+        # A Shared layer needs the indices of a Full layer to run. All of its other regions run in the Full layer.
+        return normed_SBD
+    output, _ = layer.self_attention(normed_SBD, attention_mask=None, packed_seq_params=packed_seq_params)
+    if not isinstance(core, SparseCoreAttention) or core.indexer is None or not _scores(core):
         return output
-    score_BST = core.score_backend.fn(*core.indexer.forward_before_topk(normed_SBD.detach(), latent))
+    # Without the indexer's loss its scores get no gradient in the run above, and a gradient takes another graph.
+    shape = (*hidden_SBD.shape[: 2 if packed_seq_params is None else 1], layer.config.q_lora_rank)
+    latent = torch.randn(shape, device=hidden_SBD.device, dtype=layer.config.params_dtype)
+    score_BST = core.score_backend.fn(*core.indexer.forward_before_topk(normed_SBD.detach(), latent, packed_seq_params))
     return output.float().sum() + score_BST.sum()
 
 
+def _pack(layer: TreatedLayer, rows: int, device: torch.device) -> PackedSeqParams:
+    """Return one document that fills the whole sequence; graphs depend on whether documents are told, not on their number."""
+    cut = layer.config.tensor_model_parallel_size if layer.config.sequence_parallel else 1
+    cu_seqlens = torch.tensor([0, rows * cut], dtype=torch.int32, device=device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=rows * cut,
+        max_seqlen_kv=rows * cut,
+    )
+
+
 @contextlib.contextmanager
-def _no_indexer_loss(core: SparseCoreAttention) -> Iterator[None]:
+def _without_traces(core: SparseCoreAttention) -> Iterator[None]:
+    """Keep the indexer's loss out of Megatron's log for the duration, backward pass included, and take back its indices."""
     before, core.training = core.training, False
     try:
         yield
     finally:
         core.training = before
+        core.index_cache.forget(core.layer_number)
 
 
 @contextlib.contextmanager
 def _parameters_of_its_own(layer: torch.nn.Module) -> Iterator[None]:
-    """For the duration, new parameters over the same memory: what waits for the gradients of the real ones is not told."""
+    """Replace the parameters for the duration by new ones over the same memory, whose gradients nothing waits for."""
     replaced = []
     for module in layer.modules():
         for name, parameter in module._parameters.items():
@@ -397,17 +494,45 @@ def _parameters_of_its_own(layer: torch.nn.Module) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
+def warm_up_run(
+    models: Sequence[torch.nn.Module],
+    policy: CompilePolicy,
+    say: Callable[[str], None],
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    cut: int,
+    packed: bool,
+) -> None:
+    """Warm up a run's ``models`` as ``policy`` says, and tell ``say`` what was done or why not.
+
+    Args:
+        models: the model chunks of this process.
+        policy: what is compiled, and when.
+        say: prints a line.
+        seq_length, micro_batch_size: rows of a sample, and samples of a micro-batch.
+        cut: ranks that a sequence is cut over (sequence parallelism).
+        packed: whether the samples of a micro-batch are packed side by side in one row.
+    """
+    skipped = f"compile warm-up: skipped ({policy.reason}): {policy.why}"
+    if policy.warm_up != EXPLICIT and not policy.precompile:
+        say(skipped)
+        return
+    rows, batch = (seq_length * micro_batch_size, 1) if packed else (seq_length, micro_batch_size)
+    done = warm_up(models, rows=rows // cut, batch=batch, packed=packed)
+    if policy.warm_up == EXPLICIT:
+        say(f"compile warm-up: explicit, before step 1: {done}")
+    else:
+        say(f"{skipped}; static regions precompiled: {done}")
+
+
 @contextlib.contextmanager
 def before_training(policy: CompilePolicy, say: Callable[[str], None]) -> Iterator[None]:
-    """Warm up what stock Megatron has built before it trains, as ``policy`` says; ``say`` is told what became of it.
+    """Warm up stock Megatron's model before it trains, as ``policy`` says, and tell ``say`` what was done or why not.
 
-    ``megatron.training.training.setup_model_and_optimizer`` is wrapped for the duration: the model is then where it will be
-    trained, a checkpoint is loaded, and no step has begun.
+    For the duration ``megatron.training.training.setup_model_and_optimizer`` is wrapped: when it returns, the model is on its
+    device, a checkpoint is loaded, and no step has begun.
     """
-    if policy.warm_up != EXPLICIT and not policy.precompile:
-        say(f"compile warm-up: skipped ({policy.reason}): {policy.why}")
-        yield
-        return
     from megatron.training import training
 
     stock = training.setup_model_and_optimizer
@@ -418,12 +543,15 @@ def before_training(policy: CompilePolicy, say: Callable[[str], None]) -> Iterat
         from megatron.training import get_args
 
         arguments = get_args()
-        cut = arguments.tensor_model_parallel_size if arguments.sequence_parallel else 1
-        done = warm_up(built[0], rows=arguments.seq_length // cut, batch=arguments.micro_batch_size)
-        if policy.warm_up == EXPLICIT:
-            say(f"compile warm-up: explicit, before step 1: {done}")
-        else:
-            say(f"compile warm-up: skipped ({policy.reason}): {policy.why}; static regions precompiled: {done}")
+        warm_up_run(
+            built[0],
+            policy,
+            say,
+            seq_length=arguments.seq_length,
+            micro_batch_size=arguments.micro_batch_size,
+            cut=arguments.tensor_model_parallel_size if arguments.sequence_parallel else 1,
+            packed=arguments.dataloader_inter_document_masking,
+        )
         return built
 
     training.setup_model_and_optimizer = setup_model_and_optimizer

@@ -21,14 +21,17 @@ from megacpp_mcore.errors import LaunchError
 DATA_VARIABLE = "${DATA_PREFIX:?set it to the prefix of a prepared dataset}"
 """Stands for a dataset's prefix that is not known yet; an unset variable stops the shell."""
 
-TORCHRUN, LAUNCH, WHEEL = "torchrun", "launch", "wheel"
-WAYS = (TORCHRUN, LAUNCH, WHEEL)
-"""How the processes start: the bare script under torchrun; the script by ``megacpp-mcore launch``, which checks the run
-before it starts; the loop of the installed wheel by ``megacpp-mcore launch``, without a script."""
+LAUNCH, WHEEL, BARE = "launch", "wheel", "bare"
+WAYS = (LAUNCH, WHEEL, BARE)
+"""What the processes run: the stock script by ``megacpp-mcore launch``, which checks the run before it starts and prints its
+launch policy; the loop of the installed wheel by the same, without a script; the stock script alone."""
 
 _HEAD_NODE = '"${HEAD_NODE:?set it to HOST:PORT of the first node}"'
 _CHECKOUT = '"${MEGATRON_LM:?set it to the folder of a Megatron-LM checkout}"'
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_FLAG = re.compile(r"--[A-Za-z0-9][A-Za-z0-9_.-]*")
+_SCRIPT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.py")
+_COUNT = re.compile(r"0|[1-9][0-9]{0,8}")
 _SAFE = re.compile(r"[A-Za-z0-9_.,:+@%/-]+")
 _TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
 
@@ -48,7 +51,7 @@ class StockCommand:
         arguments: the words after the script's name.
 
     Raises:
-        LaunchError: a value is not one of these; the flags do not begin the arguments, or one is given twice.
+        LaunchError: a value is not one of these; the flags do not begin the arguments, or one is given twice or with ``=``.
     """
 
     recipe: str
@@ -68,8 +71,12 @@ class StockCommand:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise LaunchError(f"{name} is {value!r}; expected a whole number, 1 or more")
-        if self.device == "cpu" and self.via == TORCHRUN:
-            raise LaunchError("a run on the CPU needs the CPU lane, which torchrun alone does not bring; use launch")
+        if self.device == "cpu" and self.via == BARE:
+            raise LaunchError("a run on the CPU needs the CPU lane, which the bare script does not bring; use launch")
+        if not self.recipe[:1].isalpha():
+            raise LaunchError(f"recipe is {self.recipe!r}; expected the name of a model, which begins with a letter")
+        if not _SCRIPT.fullmatch(self.script):
+            raise LaunchError(f"script is {self.script!r}; expected the name of a Python file, such as pretrain_gpt.py")
         for name in self.env:
             if not _NAME.fullmatch(name):
                 raise LaunchError(f"env has {name!r}, which is no name of an environment variable; rename or remove it")
@@ -79,12 +86,14 @@ class StockCommand:
         """Each flag with the words that follow it, in order.
 
         Raises:
-            LaunchError: the first word is no flag, or a flag is given twice.
+            LaunchError: the first word is no flag, a flag is given twice, or one holds more than its name.
         """
         found: dict[str, tuple[str, ...]] = {}
         flag = None
         for word in self.arguments:
             if word.startswith("--"):
+                if not _FLAG.fullmatch(word):
+                    raise LaunchError(f"{word!r} is no name of a flag; write the name alone and its value after it")
                 if word in found:
                     raise LaunchError(f"{word} is given twice; give it once")
                 flag, found[word] = word, ()
@@ -148,16 +157,19 @@ def as_args(command: StockCommand) -> str:
 
 
 def as_cli(command: StockCommand) -> str:
-    """One shell command: the environment by ``env``, a variable a line, then the program, then an argument a line."""
+    """One shell command: the environment by ``env``, a variable a line, then the program, then an argument a line.
+
+    On GPUs the program is torchrun, on the CPU our launcher, which starts the processes itself.
+    """
     environment = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
     head = ["env", *(f"  {pair}" for pair in environment)] if environment else []
-    script = [] if command.via == WHEEL else [shlex.quote(command.script)]
-    processes = str(command.processes_per_node)
-    if command.nodes == 1 and command.via != TORCHRUN:
-        words = ["megacpp-mcore", "launch", "--device", command.device, "--nproc", processes, "--", *script]
+    if command.device == "cpu" and command.nodes == 1:
+        words = ["megacpp-mcore", "launch", "--device", "cpu", "--nproc", str(command.processes_per_node), "--"]
     else:
-        words = [*_torchrun(command, str(command.nodes), shlex.quote(command.recipe), _HEAD_NODE), *script]
-    return " \\\n".join([*head, " ".join(words), *(f"  {line}" for line in _argument_lines(command))])
+        words = _torchrun(command, str(command.nodes), shlex.quote(command.recipe), _HEAD_NODE)
+    return " \\\n".join(
+        [*head, " ".join([*words, *_script(command)]), *(f"  {line}" for line in _argument_lines(command))]
+    )
 
 
 def _torchrun(command: StockCommand, nodes: str, job: str, head_node: str) -> list[str]:
@@ -166,9 +178,15 @@ def _torchrun(command: StockCommand, nodes: str, job: str, head_node: str) -> li
     if nodes != "1":
         words += ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", job, "--rdzv-endpoint", head_node]
     words += ["--nproc-per-node", str(command.processes_per_node)]
-    if command.via != TORCHRUN:
+    if command.via != BARE:
         words += ["-m", "megacpp_mcore", "launch", "--device", command.device, "--"]
     return words
+
+
+def _script(command: StockCommand) -> list[str]:
+    """The word of the script, as shell text; none for the wheel's loop. Our launcher finds it in ``MEGATRON_LM`` itself."""
+    name = shlex.quote(command.script)
+    return {LAUNCH: [name], WHEEL: [], BARE: [f"{_CHECKOUT}/{name}"]}[command.via]
 
 
 def _argument_lines(command: StockCommand) -> list[str]:
@@ -191,11 +209,6 @@ def as_slurm(command: StockCommand, slurm: Slurm) -> str:
         raise LaunchError(f"--as slurm writes a job for GPUs, and {command.recipe} runs on the CPU; add --device cuda")
     asked = dict((slurm if slurm.job_name else replace(slurm, job_name=command.recipe)).given())
     layout = {"nodes": command.nodes, "ntasks-per-node": 1, "gpus-per-node": command.processes_per_node}
-    script = {
-        TORCHRUN: [f"{_CHECKOUT}/{shlex.quote(command.script)}"],
-        LAUNCH: [shlex.quote(command.script)],
-        WHEEL: [],
-    }
     run = _torchrun(command, '"$SLURM_JOB_NUM_NODES"', '"$SLURM_JOB_ID"', '"$head_node:$head_port"')
     lines = [
         "#!/usr/bin/env bash",
@@ -213,7 +226,7 @@ def as_slurm(command: StockCommand, slurm: Slurm) -> str:
         *(f"  {line}" for line in _argument_lines(command)),
         ")",
         "",
-        " ".join(["srun", "--kill-on-bad-exit=1", *run, *script[command.via], '"${arguments[@]}"']),
+        " ".join(["srun", "--kill-on-bad-exit=1", *run, *_script(command), '"${arguments[@]}"']),
     ]
     return "\n".join(lines)
 
@@ -245,44 +258,78 @@ def load(path: Path) -> StockCommand:
 
 
 def parse(text: str) -> StockCommand:
-    """The run that ``text`` says, in the form of :func:`as_yaml`; numbers may stand for the words that they print as.
+    """The run that ``text`` says, in the form of :func:`as_yaml`.
+
+    Every value is taken as it is written: no scalar becomes a number, a time or a date on the way. A plain ``true`` is the
+    value of a flag without values.
 
     Raises:
         LaunchError: it is not YAML, a key is not known, missing or given twice, or a value is no word.
     """
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        content = yaml.safe_load(text)
+        content = _read(yaml.compose(text, Loader=yaml.BaseLoader))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise LaunchError(f"not valid YAML: {error}") from error
-    _refuse_twice(node)
     known = {one.name for one in fields(StockCommand)}
     if not isinstance(content, dict) or set(content) != known:
-        given = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
+        given = sorted(content) if isinstance(content, dict) else _kind(content)
         raise LaunchError(
             f"found {given}; expected the keys {', '.join(sorted(known))}, as `recipe emit --as yaml` writes"
         )
     for name in ("env", "arguments"):
-        if not isinstance(content[name], dict) or not all(isinstance(key, str) for key in content[name]):
-            raise LaunchError(f"{name} is {content[name]!r}; expected a mapping of names")
-    for name in ("recipe", "script"):
-        if not isinstance(content[name], str):
-            raise LaunchError(f"{name} is {content[name]!r}; expected a text")
-    env = {name: _word(value, f"env.{name}") for name, value in content["env"].items()}
-    return StockCommand(**content | {"env": env, "arguments": tuple(_words_of(content["arguments"]))})
+        if not isinstance(content[name], dict):
+            raise LaunchError(f"{name} is {_kind(content[name])}; expected a mapping of names")
+    return StockCommand(
+        recipe=_word(content["recipe"], "recipe"),
+        device=_word(content["device"], "device"),
+        via=_word(content["via"], "via"),
+        script=_word(content["script"], "script"),
+        nodes=_count(content["nodes"], "nodes"),
+        processes_per_node=_count(content["processes_per_node"], "processes_per_node"),
+        env={name: _word(value, f"env.{name}") for name, value in content["env"].items()},
+        arguments=tuple(_words_of(content["arguments"])),
+    )
 
 
-def _refuse_twice(node: yaml.Node | None) -> None:
-    """Refuse a key given twice, of which YAML would silently keep the last."""
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if str(key.value) in seen:
-                raise LaunchError(
-                    f"the key {key.value!r} is given twice (line {key.start_mark.line + 1}); give it once"
-                )
-            seen.add(str(key.value))
-            _refuse_twice(value)
+@dataclass(frozen=True)
+class _Plain:
+    """A scalar without quotes that YAML would not read as text."""
+
+    text: str
+
+
+_PLAIN = ("true", "false", "null", "~", "")
+
+
+_DEPTH = 3  # arguments, a flag's list, its words; also keeps aliases of aliases from growing without end
+
+
+def _read(node: yaml.Node | None, depth: int = 0) -> Any:
+    """What a node says, its scalars as the text that is written; :class:`_Plain` for a truth value or nothing.
+
+    Raises:
+        LaunchError: a key is given twice or is no text, a tag asks for another type, or it nests deeper than a run does.
+    """
+    if node is None:
+        return _Plain("")
+    line = node.start_mark.line + 1
+    if depth > _DEPTH:
+        raise LaunchError(f"line {line} nests deeper than a run does; expected flags with a value or a list of values")
+    if node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"):
+        raise LaunchError(f"line {line} has the tag {node.tag!r}; leave it out, values are taken as they are written")
+    if isinstance(node, yaml.SequenceNode):
+        return [_read(each, depth + 1) for each in node.value]
+    if isinstance(node, yaml.ScalarNode):
+        is_plain = node.style is None and node.value.lower() in _PLAIN
+        return _Plain(node.value) if is_plain else node.value
+    found: dict[str, Any] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise LaunchError(f"line {key.start_mark.line + 1} has a key that is no name; expected a text")
+        if key.value in found:
+            raise LaunchError(f"the key {key.value!r} is given twice (line {key.start_mark.line + 1}); give it once")
+        found[key.value] = _read(value, depth + 1)
+    return found
 
 
 def _words_of(arguments: Mapping[str, Any]) -> Iterable[str]:
@@ -290,7 +337,7 @@ def _words_of(arguments: Mapping[str, Any]) -> Iterable[str]:
         if not flag.startswith("--"):
             raise LaunchError(f"arguments has {flag!r}; expected a flag with its dashes, such as --lr")
         yield flag
-        if value is True:
+        if isinstance(value, _Plain) and value.text.lower() == "true":
             continue
         for word in value if isinstance(value, list) else [value]:
             found = _word(word, f"arguments.{flag}")
@@ -300,7 +347,22 @@ def _words_of(arguments: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _word(value: Any, where: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        advice = "leave the line out to switch it off" if value is False else "expected a text or a number"
-        raise LaunchError(f"{where} is {value!r}; {advice}")
-    return str(value)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, _Plain) and value.text.lower() == "false":
+        raise LaunchError(f"{where} is {value.text}; leave the line out to switch it off")
+    raise LaunchError(f"{where} is {_kind(value)}; expected a text or a number")
+
+
+def _count(value: Any, name: str) -> int:
+    """A whole number as it is usually written; ``010`` and ``1_0`` are none."""
+    if not isinstance(value, str) or not _COUNT.fullmatch(value):
+        raise LaunchError(f"{name} is {_kind(value)}; expected a whole number, 1 or more")
+    return int(value)
+
+
+def _kind(value: Any) -> str:
+    """What a message calls a value."""
+    if isinstance(value, _Plain):
+        return value.text or "empty"
+    return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(value)

@@ -7,15 +7,19 @@ and takes them away again: whoever else asks is told, truly, that there is no Tr
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
+
+from packaging.version import InvalidVersion, Version
 
 from megacpp_mcore.errors import LaunchError
 
@@ -43,21 +47,22 @@ def problem() -> str | None:
     if bridge is None:
         return f"Megatron-Bridge is not installed, and its recipes need it; {INSTALLATION}"
     core = _version("megatron-core")
-    if core is None or _numbers(core) < (0, 19):
+    if core is None or _release(core) < (0, 19):
         return (
             f"megatron-core is {core or 'not installed'}, expected 0.19 or later: a plain `pip install megatron-bridge` goes "
             f"back to 0.13 without a word; {INSTALLATION}"
         )
-    if bridge != BRIDGE_VERSION:
+    if bridge.partition("+")[0] != BRIDGE_VERSION:
         return f"megatron-bridge is {bridge}, expected {BRIDGE_VERSION}; {INSTALLATION}"
     toolkit = _version("nemo-toolkit")
-    if toolkit is not None and _numbers(toolkit) < (3, 0):
+    if toolkit is not None and _release(toolkit) < (3, 0):
         return (
-            f"nemo-toolkit is {toolkit}, which needs megatron-core 0.16.1 or earlier and cannot share an environment with "
-            f"{core}; give it an environment of its own, or use nemo-toolkit 3"
+            f"nemo-toolkit is {toolkit}, whose nemo.collections.llm imports a module that megatron-core dropped in 0.17, and "
+            f"megatron-core is {core}; pip does not object, the import fails: give nemo-toolkit 2 an environment of its own, "
+            "with megatron-core 0.16.1 or earlier, or use nemo-toolkit 3, which has no nemo.collections.llm"
         )
     resiliency = _version("nvidia-resiliency-ext")
-    if resiliency is None or _numbers(resiliency) < RESILIENCY_FLOOR:
+    if resiliency is None or _release(resiliency) < RESILIENCY_FLOOR:
         return (
             f"nvidia-resiliency-ext is {resiliency or 'not installed'}, expected 0.6 or later: Bridge imports it, and pip "
             f"takes 0.4.1, which megatron-core cannot import, on systems before glibc 2.39; {INSTALLATION}"
@@ -75,9 +80,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _numbers(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of ``version``: a release candidate or nightly has what its release will have. ``()``, below all, if none."""
+    try:
+        return Version(version).release
+    except InvalidVersion:
+        return ()
 
 
 def _found(module: str) -> bool:
@@ -111,6 +119,30 @@ def prepare() -> None:
         if finder is not None:
             sys.meta_path.remove(finder)
     allow("megacpp_mcore")
+
+
+@contextlib.contextmanager
+def warm_up_off_the_generator() -> Iterator[str]:
+    """For the duration, what the CPU lane does for Megatron's own loop; gives the line that says so.
+
+    Bridge has a copy of Megatron's function that runs fused functions once, on random inputs as large as the micro-batch
+    (``training/initialize.py``). On the CPU lane one generator serves them and the weights, which would depend on the batch.
+    """
+    import torch
+
+    initialize: Any = importlib.import_module("megatron.bridge.training.initialize")
+    stock = initialize._warmup_jit_function
+
+    @functools.wraps(stock)
+    def warm_up(*args: Any, **kwargs: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            return stock(*args, **kwargs)
+
+    initialize._warmup_jit_function = warm_up
+    try:
+        yield f"{initialize.__name__}._warmup_jit_function does not move the generator (weights do not depend on batches)"
+    finally:
+        initialize._warmup_jit_function = stock
 
 
 class _Refusing(types.ModuleType):

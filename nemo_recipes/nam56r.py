@@ -7,6 +7,11 @@ Import it after :func:`megacpp_mcore.nemo_recipes.bridge.prepare`. Written again
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
 from megatron.bridge.training.config import (
     CheckpointConfig,
     ConfigContainer,
@@ -22,11 +27,81 @@ from megatron.bridge.training.config import (
     ValidationConfig,
 )
 from megatron.bridge.training.mixed_precision import bf16_mixed
+from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
 
+from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.lowering import Training
 from megacpp_mcore.nemo_recipes.provider import provider
 from megacpp_mcore.recipe_command import tokenizer_words
 from megacpp_mcore.recipes import Recipe, recipe
+
+_OF_THE_PROCESS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "dataset": ("tokenizer",),
+        "model": (
+            "timers",
+            "finalize_model_grads_func",
+            "grad_scale_func",
+            "moe_grad_scale_func",
+            "mtp_grad_scale_func",
+            "no_sync_func",
+            "grad_sync_func",
+            "param_sync_func",
+            "experimental_attention_variant_loss_scale_func",
+        ),
+        "optimizer": ("timers",),
+    }
+)
+"""Section to the fields that a run puts objects of its process in; what is read back finds them empty, as a recipe does."""
+
+
+@dataclass(kw_only=True)
+class NAM56RConfig(ConfigContainer):
+    """Bridge's configuration, whose checkpoints' ``run_config.yaml`` reads back, and that trains what it was told to load.
+
+    Bridge writes ``run_config.yaml`` from the configuration of the running process, tokenizer, timers and bound methods
+    included, each as a class to be called without arguments or as an unbound method; ``ConfigContainer.from_yaml`` fails on
+    the tokenizer. And where there is no checkpoint to load, it begins with random weights, without a word
+    (``training/setup.py``, ``_should_load_checkpoint``, before ``exit_on_missing_checkpoint`` is looked at).
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration alone, without objects of the process that runs it."""
+        content: dict[str, Any] = super().to_dict()
+        for section, fields in _OF_THE_PROCESS.items():
+            content[section].update((field, None) for field in fields if field in content[section])
+        return content
+
+    def validate(self) -> None:
+        """As Bridge's, which calls it before anything is built.
+
+        Raises:
+            LaunchError: a checkpoint is to be loaded, and there is none.
+        """
+        self.check_checkpoint()
+        super().validate()
+
+    def check_checkpoint(self) -> None:
+        """Refuse to load a checkpoint that is not there, unless ``checkpoint.exit_on_missing_checkpoint`` is False.
+
+        Of ``load`` and ``pretrained_checkpoint`` one is enough, as Bridge takes the other only where the first is missing.
+        Non-persistent checkpoints lie elsewhere; with them Bridge is left to look.
+        """
+        wanted = self.checkpoint
+        named = {
+            f"checkpoint.{name}": getattr(wanted, name)
+            for name in ("load", "pretrained_checkpoint")
+            if getattr(wanted, name) is not None
+        }
+        if not named or not wanted.exit_on_missing_checkpoint or wanted.non_persistent_ckpt_type is not None:
+            return
+        if not any(checkpoint_exists(path) for path in named.values()):
+            asked = ", ".join(f"{key}={path}" for key, path in named.items())
+            raise LaunchError(
+                f"there is no checkpoint to load in {asked}; name the folder that holds latest_checkpointed_iteration.txt (or "
+                "one of its iter_… folders), leave it out to begin with random weights, or, for a run that resumes where it "
+                "can and begins where it cannot, add checkpoint.exit_on_missing_checkpoint=false"
+            )
 
 
 def nam56r_pretrain_1gpu_h200_bf16_config() -> ConfigContainer:
@@ -39,9 +114,19 @@ def nam56r_pretrain_8gpu_h200_bf16_config() -> ConfigContainer:
     return container(recipe("nam56r_pretrain_8gpu_h200_bf16"))
 
 
+def nam56r_pretrain_8gpu_h200_fp8_experts_config() -> ConfigContainer:
+    """``nam56r`` on eight H200, the matrix products of the routed experts in FP8."""
+    return container(recipe("nam56r_pretrain_8gpu_h200_fp8_experts"))
+
+
 def nam56r_quarter_pretrain_1gpu_h200_bf16_config() -> ConfigContainer:
     """``nam56r_quarter``, the first 13 layers at full width, on one H200."""
     return container(recipe("nam56r_quarter_pretrain_1gpu_h200_bf16"))
+
+
+def nam56r_quarter_pretrain_1gpu_h200_fp8_experts_config() -> ConfigContainer:
+    """``nam56r_quarter`` on one H200, the matrix products of the routed experts in FP8."""
+    return container(recipe("nam56r_quarter_pretrain_1gpu_h200_fp8_experts"))
 
 
 def nam56r_tiny_pretrain_1cpu_fp32_config() -> ConfigContainer:
@@ -53,8 +138,10 @@ def container(chosen: Recipe) -> ConfigContainer:
     """``chosen`` as Bridge's configuration: what :func:`megacpp_mcore.lowering.lower` tells a stock script."""
     training = chosen.training
     model = provider(chosen.model, chosen.layout, device=training.device, transformer_impl=training.transformer_impl)
-    is_bf16 = training.precision == "bf16"
-    return ConfigContainer(
+    if training.plan.file is not None:
+        model.te_precision_config_file = str(training.plan.file)
+    is_bf16 = training.plan.model_dtype == "bf16"
+    return NAM56RConfig(
         model=model,
         train=TrainingConfig(
             train_iters=training.train_iters,
@@ -93,7 +180,7 @@ def container(chosen: Recipe) -> ConfigContainer:
         ),
         logger=LoggerConfig(log_interval=1, tensorboard_dir=None),
         tokenizer=_tokenizer(chosen),
-        checkpoint=CheckpointConfig(),
+        checkpoint=CheckpointConfig(exit_on_missing_checkpoint=True),
         rng=RNGConfig(seed=training.seed),
         dist=DistributedInitConfig(distributed_backend=_backend(training)),
         mixed_precision=bf16_mixed() if is_bf16 else None,

@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_first_stage,
     is_vp_last_stage,
 )
+from megatron.core.quantization.utils import load_quantization_recipe
 
 from megacpp_mcore import lowering
 from megacpp_mcore.layer_specs.nam56r import nam56r
@@ -41,6 +42,15 @@ class NAM56RProvider(MLAModelProvider):
     transformer_layer_spec: Callable[..., Any] = field(default=nam56r)
     heterogeneous_block_specs: bool = False
     is_hybrid_model: bool = False
+    te_precision_config_file: str | None = (
+        None  # Bridge has Megatron's quant_recipe, and no name for the file it comes from
+    )
+
+    def finalize(self) -> None:
+        """As Bridge's, with what the precision file says."""
+        if self.te_precision_config_file is not None:
+            self.quant_recipe = load_quantization_recipe(self.te_precision_config_file)
+        super().finalize()
 
     def provide(
         self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
@@ -127,7 +137,7 @@ def provider(model: Model, layout: Layout, *, device: str, transformer_impl: str
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1,
         sequence_parallel=layout.sequence_parallel,
-        make_vocab_size_divisible_by=128 // layout.tensor if 128 % layout.tensor == 0 else 128,
+        make_vocab_size_divisible_by=vocabulary_divisor(layout.tensor),
         # As the stock command says, or leaves unsaid.
         attention_softmax_in_fp32=False,
         bias_dropout_fusion=False,
@@ -139,3 +149,8 @@ def provider(model: Model, layout: Layout, *, device: str, transformer_impl: str
         pipeline_dtype=torch.float32,  # which mixed precision makes its own
         rotary_scaling_factor=1.0,
     )
+
+
+def vocabulary_divisor(tensor: int) -> int:
+    """What Megatron multiplies by tensor parallelism and pads the vocabulary to a multiple of: the same model at every cut."""
+    return 128 // tensor if 128 % tensor == 0 else 128

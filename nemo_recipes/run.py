@@ -1,7 +1,8 @@
 """``python -m megacpp_mcore.nemo_recipes.run --recipe NAME [KEY=VALUE …]``: chooses a recipe for Bridge's own ``pretrain``.
 
 Start it with torchrun for more than one process. Nothing of Bridge is changed; this module makes the process ready as the
-launcher does (CPU lane, patches, data verified), and refuses what cannot work before Megatron starts.
+launcher does (launch policy, CPU lane, patches, data verified, compile warm-up, the run recorded), and refuses what cannot work
+before Megatron starts.
 """
 
 from __future__ import annotations
@@ -10,14 +11,21 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from megacpp_mcore import launcher, lowering
+from megacpp_mcore import config as plugin_config
+from megacpp_mcore import launcher, lowering, policy
+from megacpp_mcore.config import PluginConfig
 from megacpp_mcore.errors import ArgumentMismatchError, DataError, LaunchError, MegacppError
+from megacpp_mcore.model import Layout
 from megacpp_mcore.nemo_recipes import bridge
+from megacpp_mcore.observe import run as observation
+from megacpp_mcore.observe.loop_bridge import BridgeLoop
 from megacpp_mcore.patches import registry
 from megacpp_mcore.recipes import RECIPES, Recipe, recipe
 
@@ -25,40 +33,170 @@ PATCHES = ("dataset-helpers",)
 """What every run needs. The spec applies its own."""
 
 
-def run(name: str, overrides: Sequence[str] = ()) -> None:
+_LAYOUT: Mapping[str, str] = MappingProxyType(
+    {
+        "model.tensor_model_parallel_size": "tensor",
+        "model.pipeline_model_parallel_size": "pipeline",
+        "model.virtual_pipeline_model_parallel_size": "virtual",
+        "model.expert_model_parallel_size": "expert",
+        "model.sequence_parallel": "sequence_parallel",
+    }
+)
+"""Key of an override to the field of the layout that it changes."""
+
+_STAGES = "model.pipeline_model_parallel_layout"
+
+_PLANNED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "recompute": ("model.recompute_",),
+        "CUDA graphs": ("model.cuda_graph_",),
+        "precision": ("mixed_precision", "model.bf16", "model.fp16", "model.fp8", "model.te_precision"),
+    }
+)
+"""Value of the launch policy to the overrides that make it the user's, by how their keys begin."""
+
+
+def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording | None = None) -> None:
     """Train recipe ``name``, changed by ``overrides`` of the form ``section.key=value`` (Hydra's syntax).
 
+    Args:
+        name: what is trained.
+        overrides: what is changed of it.
+        recording: what is recorded of the run, and where.
+
     Raises:
-        LaunchError, ModelError, ArgumentMismatchError, DataError: what cannot work, before Megatron starts.
+        LaunchError, ConfigFileError, ModelError, ArgumentMismatchError, DataError: what cannot work, before Megatron starts.
     """
     chosen = recipe(name)
     with contextlib.ExitStack() as stack:
         stack.enter_context(launcher.process_environment())
-        check_processes(chosen)
-        if chosen.training.device == "cpu":
+        settings = plugin_config.from_environment()
+        layout = layout_of(chosen, overrides)
+        check_processes(chosen, layout)
+        check_stages(chosen, layout, overrides, settings)
+        environment = dict(os.environ)  # the user's, before the lane adds to it
+        on_cpu = chosen.training.device == "cpu"
+        if on_cpu:
             stack.enter_context(launcher.cpu_lane())
         stack.enter_context(launcher.patches_of_the_run())
         launcher.say(f"patches: {', '.join(registry.default().apply(PATCHES).applied) or 'applied already'}")
         bridge.prepare()
-        from megatron.bridge.training.gpt_step import forward_step
-        from megatron.bridge.training.pretrain import pretrain
-
+        if on_cpu:
+            launcher.say(f"CPU lane: {stack.enter_context(bridge.warm_up_off_the_generator())}")
         config = configured(chosen, overrides)
+        check_batches(config, layout)
         launcher.say(f"recipe {name} | device {chosen.training.device} | world size {os.environ['WORLD_SIZE']}")
+        launched = launch_policy(chosen, config, overrides, settings, environment)
+        for line in launched.lines(settings):
+            launcher.say(line)
+        for variable, value in launched.environment().items():
+            os.environ[variable] = value
+            stack.callback(os.environ.pop, variable, None)
+        stack.enter_context(policy.active(settings))
         if os.environ["RANK"] == "0":
             launcher.say(verify_data(config))
-        pretrain(config, forward_step)
+        callbacks = _callbacks(config, launched.compile)
+        asked = _observation(config, recording or launcher.Recording(), settings)
+        for line in asked.describe():
+            launcher.say(line)
+        stack.enter_context(observation.observed(asked, launched, BridgeLoop(config, callbacks)))
+        _train(config, callbacks)
         launcher.leave_process_group()
 
 
-def check_processes(chosen: Recipe) -> None:
-    """Refuse a number of processes, or of GPUs, that the recipe is not for."""
-    started = int(os.environ["WORLD_SIZE"])
-    if started != chosen.processes:
+def _observation(config: Any, recording: launcher.Recording, settings: PluginConfig | None) -> observation.Observation:
+    """What is recorded of the run that ``config`` describes, as of a stock run that saves where it does.
+
+    Raises:
+        LaunchError: it cannot be.
+    """
+    saved = config.checkpoint.save
+    chosen = observation.choose(
+        [] if saved is None else ["--save", str(saved)],
+        observe=recording.observe,
+        off=recording.off,
+        record_steps=recording.steps,
+        profile=recording.profile,
+        profile_tool=recording.profile_tool,
+        settings=settings,
+    )
+    if config.logger.skip_train_metrics_log and (chosen.folder is not None or chosen.record_steps is not None):
         raise LaunchError(
-            f"recipe {chosen.name} is for {chosen.processes} processes, and {started} "
-            f"{'was' if started == 1 else 'were'} started; start them with `torchrun --nproc-per-node {chosen.processes} "
-            f"-m megacpp_mcore.nemo_recipes.run …` (with --nnodes for more than one host)"
+            "logger.skip_train_metrics_log is true, and a run that logs no step cannot be recorded; leave it out, or switch "
+            "recording off with --no-observe"
+        )
+    return chosen
+
+
+def _callbacks(config: Any, compile_policy: policy.CompilePolicy) -> Any:
+    """Bridge's callbacks; what is compiled is warmed up once the model is built and its checkpoint loaded."""
+    from megatron.bridge.training.callbacks import CallbackManager
+
+    callbacks = CallbackManager()
+    if compile_policy.mode == "regional":
+        # The only moment between a loaded checkpoint and the first step; Bridge names it for warm-ups.
+        callbacks.register("on_data_init_start", lambda context: _warm_up(context.model, config, compile_policy))
+    return callbacks
+
+
+def _train(config: Any, callbacks: Any) -> None:
+    """Bridge's ``pretrain``."""
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+
+    pretrain(config, forward_step, callbacks=callbacks)
+
+
+def _warm_up(models: Sequence[Any], config: Any, compile_policy: policy.CompilePolicy) -> None:
+    from megacpp_mcore import regional
+
+    regional.warm_up_run(
+        models,
+        compile_policy,
+        launcher.say,
+        seq_length=config.model.seq_length,
+        micro_batch_size=config.train.micro_batch_size,
+        cut=config.model.tensor_model_parallel_size if config.model.sequence_parallel else 1,
+        packed=False,  # Bridge's GPT datasets are not
+    )
+
+
+def layout_of(chosen: Recipe, overrides: Sequence[str]) -> Layout:
+    """The recipe's layout with what ``overrides`` say of it; what is no number or truth value is left to Bridge to refuse.
+
+    Raises:
+        ModelError: a layout that contradicts itself.
+    """
+    changes: dict[str, Any] = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key in _LAYOUT and value.isdecimal():
+            changes[_LAYOUT[key]] = int(value)
+        elif key in _LAYOUT and value.lower() in ("true", "false"):
+            changes[_LAYOUT[key]] = value.lower() == "true"
+    return dataclasses.replace(chosen.layout, **changes)
+
+
+def check_processes(chosen: Recipe, layout: Layout) -> None:
+    """Refuse a number of processes, or of GPUs, that the recipe cut as ``layout`` is not for; replicas of it are welcome.
+
+    Raises:
+        LaunchError: with the number to start.
+    """
+    started = int(os.environ["WORLD_SIZE"])
+    unchanged = layout == chosen.layout
+    needed = chosen.processes if unchanged else layout.pipeline * math.lcm(layout.tensor, layout.expert)
+    if started % needed:
+        cut = (
+            ""
+            if unchanged
+            else f", cut as tensor {layout.tensor} × pipeline {layout.pipeline} × expert {layout.expert},"
+        )
+        raise LaunchError(
+            f"recipe {chosen.name}{cut} is for {needed} processes, and {started} "
+            f"{'was' if started == 1 else 'were'} started; start them with `torchrun --nproc-per-node {needed} "
+            f"-m megacpp_mcore.nemo_recipes.run …` (with --nnodes for more than one host), or a multiple of them, for as many "
+            "data-parallel replicas"
         )
     if chosen.training.device == "cuda":
         import torch
@@ -69,6 +207,115 @@ def check_processes(chosen: Recipe) -> None:
                 f"recipe {chosen.name} needs {wanted} GPU{'' if wanted == 1 else 's'} on this host, and "
                 f"torch sees {here}; choose a recipe for fewer: {', '.join(RECIPES)}"
             )
+
+
+def check_stages(chosen: Recipe, layout: Layout, overrides: Sequence[str], settings: PluginConfig | None) -> None:
+    """Refuse a layout that the model cannot be cut into; stages that an override draws itself are left to the spec.
+
+    Raises:
+        ModelError: naming what does not divide, or the DSA schedule that the stages need.
+    """
+    model = settings.model if settings is not None else chosen.model
+    if any(override.startswith(f"{_STAGES}=") for override in overrides):
+        model.check_cut(layout)
+    else:
+        model.check_layout(layout)
+
+
+def check_batches(config: Any, layout: Layout) -> None:
+    """Refuse a global batch that the data-parallel replicas cannot share.
+
+    Raises:
+        LaunchError: with the numbers that do not divide.
+    """
+    replicas = int(os.environ["WORLD_SIZE"]) // (layout.tensor * layout.pipeline)
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    if batch % (micro * replicas):
+        raise LaunchError(
+            f"the global batch of {batch} is not a multiple of the micro-batch ({micro}) × {replicas} data-parallel replicas; "
+            "change train.global_batch_size, train.micro_batch_size or the number of processes"
+        )
+
+
+def launch_policy(
+    chosen: Recipe,
+    config: Any,
+    overrides: Sequence[str],
+    settings: PluginConfig | None,
+    environment: Mapping[str, str],
+) -> policy.LaunchPolicy:
+    """The policy of the run that ``config`` describes, in ``environment``; what an override says is the user's word."""
+    launched = policy.resolve(
+        policy_run(chosen, config),
+        settings=settings,
+        environment=environment,
+        recipe={name: str(value) for name, value in config.env_vars.items()},
+        from_recipe=True,
+    )
+    keys = [override.partition("=")[0] for override in overrides]
+    values = tuple(
+        dataclasses.replace(each, source=policy.USER)
+        if any(key.startswith(_PLANNED.get(each.name, ())) for key in keys)
+        else each
+        for each in launched.values
+    )
+    return dataclasses.replace(launched, values=values)
+
+
+def policy_run(chosen: Recipe, config: Any) -> policy.Run:
+    """What the launch policy has to know of the run that ``config`` describes, mixed precision included."""
+    model, ddp, mixed = config.model, config.ddp, _mixed_precision(config)
+    precision = next((kind for kind in ("bf16", "fp16") if getattr(mixed or model, kind)), "fp32")
+    fp8 = (mixed or model).fp8
+    graphs = model.cuda_graph_impl != "none"
+    said = [f"--{precision}"] * (precision != "fp32") + ["--fp8-format"] * bool(fp8) + ["--cuda-graph-impl"] * graphs
+    said += ["--te-precision-config-file"] * bool(model.te_precision_config_file)
+    fp32_reduced = ddp.grad_reduce_in_fp32 if mixed is None else mixed.grad_reduce_in_fp32
+    return policy.Run(
+        device=chosen.training.device,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        tensor=model.tensor_model_parallel_size,
+        pipeline=model.pipeline_model_parallel_size,
+        expert=model.expert_model_parallel_size,
+        context=model.context_parallel_size,
+        sequence_parallel=model.sequence_parallel,
+        transformer_impl=model.transformer_impl,
+        **policy.model_facts(chosen.model),
+        moe_dispatcher=model.moe_token_dispatcher_type,
+        precision_plan=chosen.training.plan if model.te_precision_config_file else None,
+        fsdp=config.dist.use_megatron_fsdp or config.dist.use_torch_fsdp2,
+        precision=precision,
+        fp8=fp8,
+        distributed_optimizer=ddp.use_distributed_optimizer or config.optimizer.use_distributed_optimizer,
+        overlap_grad_reduce=ddp.overlap_grad_reduce,
+        overlap_param_gather=ddp.overlap_param_gather,
+        overlap_moe_a2a=model.overlap_moe_expert_parallel_comm,
+        overlap_shared_expert=model.moe_shared_expert_overlap,
+        tp_comm_overlap=model.tp_comm_overlap,
+        bucket_elements=ddp.bucket_size,
+        num_buckets=ddp.num_buckets,
+        grad_bytes=2 if precision != "fp32" and not fp32_reduced else 4,
+        nccl_user_buffers=ddp.nccl_ub,
+        cuda_graph_impl=model.cuda_graph_impl,
+        cuda_graph_scope=_names(model.cuda_graph_modules) if graphs else (),
+        recompute_granularity=model.recompute_granularity,
+        recompute_modules=tuple(model.recompute_modules or ()),
+        flags=frozenset(said),
+    )
+
+
+def _names(modules: Any) -> tuple[str, ...]:
+    """Names of modules, of which Megatron takes a word, a list of words, or one of its enumerations."""
+    listed = [modules] if isinstance(modules, str) else modules or ()
+    return tuple(str(getattr(one, "name", one)) for one in listed)
+
+
+def _mixed_precision(config: Any) -> Any:
+    """The configuration of mixed precision, which may be named by a word; None without."""
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+    mixed = config.mixed_precision
+    return get_mixed_precision_config(mixed) if isinstance(mixed, str) else mixed
 
 
 def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
@@ -107,8 +354,11 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
 
 
 def _derive(config: Any, keys: Sequence[str]) -> None:
-    """What a recipe derives from the steps and the learning rate follows them when they change, unless named itself."""
+    """What a recipe derives from steps, learning rate and layout follows them when they change, unless named itself."""
+    from megacpp_mcore.nemo_recipes.provider import vocabulary_divisor
+
     derived = {
+        "model.make_vocab_size_divisible_by": vocabulary_divisor(config.model.tensor_model_parallel_size),
         "scheduler.lr_warmup_iters": config.train.train_iters // 10,
         "validation.eval_interval": config.train.train_iters,
         "optimizer.min_lr": float(f"{config.optimizer.lr / 10:g}"),
@@ -209,13 +459,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megacpp_mcore.nemo_recipes.run", description=__doc__)
     parser.add_argument("--recipe", metavar="NAME", help="what to train")
     parser.add_argument("--list", action="store_true", help="name the recipes")
+    launcher.Recording.add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if options.list or options.recipe is None:
         print("\n".join(RECIPES))
         return 0 if options.list else 2
     try:
-        run(options.recipe.removesuffix("_config"), options.overrides)
+        run(options.recipe.removesuffix("_config"), options.overrides, launcher.Recording.read(options))
     except MegacppError as error:
         print(f"megacpp-mcore: {type(error).__name__}: {error}", file=sys.stderr)
         return 2

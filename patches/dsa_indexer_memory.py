@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from megacpp_mcore.backends import Speed, observed
 from megacpp_mcore.patches.registry import Edit, Patch
 
 if TYPE_CHECKING:
@@ -35,11 +36,21 @@ def _wrap(run: Callable[[SimpleNamespace], Any]) -> Callable[[Callable[..., Any]
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             result = run(SimpleNamespace(**bound.arguments))
+            _note(result is not None)
             return original(*args, **kwargs) if result is None else result
 
         return replacement
 
     return make
+
+
+def _note(is_ours: bool) -> None:
+    """Note, of every call, whether it ran in chunks; stock does not tell these functions their layer."""
+    if is_ours:
+        observed.note("indexer", "chunked", "the patch dsa-indexer-memory", speed=Speed.COMPILED, requested="chunked")
+    else:
+        reason = "the call is outside of the scope of the patch dsa-indexer-memory"
+        observed.note("indexer", "megatron", reason, speed=Speed.REFERENCE, requested="chunked", slower_than_best=True)
 
 
 def _topk(call: SimpleNamespace) -> Any:

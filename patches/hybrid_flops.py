@@ -3,7 +3,7 @@
 Activate: ``megacpp_mcore.patches.apply(["hybrid-flops"])``.
 Scope: runs with ``--spec megacpp_mcore nam56r`` or ``nam56r_hybrid``, which are counted whole; stock hybrid patterns with
 ``D`` or ``+`` layers or multi-token prediction, and stock GPT with ``--experimental-attention-variant dsa``, whose count is
-corrected.
+corrected. Packed documents are counted by their own lengths.
 Provenance: megatron-core 0.19.2 ``training/training.py``, ``core/models/hybrid/hybrid_layer_allocation.py``,
 ``core/transformer/experimental_attention_variant/{absorbed_mla,dsa}.py``.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 from megacpp_mcore import config as plugin_config
 from megacpp_mcore import lowering
+from megacpp_mcore import pattern as grammar
 from megacpp_mcore.model import MLA, Model
 from megacpp_mcore.observe import flops
 from megacpp_mcore.patches.registry import Edit, Patch
@@ -26,8 +27,83 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class _Pairs:
+    """The (query, key) positions that attention lets through: all of a query's document up to it, and what top-k keeps."""
+
+    causal: int
+    selected: int
+
+
+class _Documents:
+    """The pairs of an iteration's packed documents, summed beside the two sums that the loop keeps of their lengths.
+
+    Those are of lengths and of their squares, and top-k cuts every document by itself. Evaluation is left out.
+    """
+
+    def __init__(self) -> None:
+        self._sums: Any = None
+        self.pairs: _Pairs | None = None
+        """Of the global batch that the loop counts now; None where it is not packed, or attention selects nothing."""
+
+    def add(self, cu_seqlens: Any) -> None:
+        """Add a micro-batch, whose documents begin and end at ``cu_seqlens [N + 1]``; nothing leaves the device."""
+        import torch
+        from megatron.training import get_args
+
+        if cu_seqlens is None or cu_seqlens.numel() < 2 or not torch.is_grad_enabled():
+            return
+        topk = get_args().dsa_indexer_topk
+        if topk is None:
+            return
+        lengths_N = cu_seqlens.diff().double()
+        kept_N = lengths_N.clamp(max=topk)
+        causal, selected = lengths_N * (lengths_N + 1) / 2, kept_N * (kept_N + 1) / 2 + (lengths_N - kept_N) * kept_N
+        sums = torch.stack([causal.sum(), selected.sum()])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def close(self) -> None:
+        """End an iteration: sum over data-parallel replicas, each of which has seen its own micro-batches."""
+        self.pairs = None
+        if self._sums is None:
+            return
+        import torch
+        from megatron.core import parallel_state
+
+        if torch.distributed.is_initialized() and parallel_state.model_parallel_is_initialized():
+            torch.distributed.all_reduce(self._sums, group=parallel_state.get_data_parallel_group())
+        self.pairs = _Pairs(*(round(value) for value in self._sums.tolist()))
+        self._sums = None
+
+
+_documents = _Documents()
+
+
+def _observed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``update_seqlen_stats_from_cu_seqlens(cu_seqlens)``."""
+
+    @functools.wraps(original)
+    def update_seqlen_stats_from_cu_seqlens(cu_seqlens: Any) -> None:
+        original(cu_seqlens)
+        _documents.add(cu_seqlens)
+
+    return update_seqlen_stats_from_cu_seqlens
+
+
+def _closed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``consume_seqlen_stats_in_iteration()``."""
+
+    @functools.wraps(original)
+    def consume_seqlen_stats_in_iteration() -> Any:
+        found = original()
+        _documents.close()
+        return found
+
+    return consume_seqlen_stats_in_iteration
+
+
+@dataclass(frozen=True)
 class _Batch:
-    """A global batch as the loop describes it: equal sequences, or packed ones of which only two sums are known."""
+    """A global batch as the loop describes it: equal sequences, or packed ones of which it keeps two sums, and we two more."""
 
     sequences: int
     length: int
@@ -37,6 +113,16 @@ class _Batch:
     @property
     def packed(self) -> bool:
         return self.packed_tokens is not None or self.packed_squares is not None
+
+    @property
+    def pairs(self) -> _Pairs | None:
+        """Of the packed documents, if they were seen."""
+        return _documents.pairs if self.packed else None
+
+    def selected_pairs(self, topk: int) -> int:
+        """The pairs that top-k keeps."""
+        known = self.pairs
+        return self.sequences * flops.selected_pairs(self.length, topk) if known is None else known.selected
 
     @property
     def squares(self) -> float:
@@ -68,13 +154,14 @@ def _audited_count(original: Callable[..., Any]) -> Callable[..., Any]:
         batch = _Batch(batch_size, args.seq_length, total_real_tokens_in_batch, seqlen_squared_sum_in_batch)
         model = model_of(args)
         if model is not None:
-            if batch.packed and "rows" not in warned:
+            if batch.packed and batch.pairs is None and "rows" not in warned:
                 logger.warning(
-                    "hybrid-flops: packed rows are counted as one document each, more than is done: the loop does not say "
-                    "how long the documents are"
+                    "hybrid-flops: packed rows are counted as one document each, more than is done: nobody has said how long "
+                    "the documents are"
                 )
                 warned.add("rows")
-            return _training(model, batch.sequences, batch.length, getattr(args, "padded_vocab_size", None))
+            whole = _training(model, batch.sequences, batch.length, getattr(args, "padded_vocab_size", None))
+            return whole if batch.pairs is None else whole - _too_many(model, batch, batch.pairs)
         count = original(
             args,
             batch_size,
@@ -82,7 +169,7 @@ def _audited_count(original: Callable[..., Any]) -> Callable[..., Any]:
             total_real_tokens_in_batch=total_real_tokens_in_batch,
         )
         layers = list(_uncounted_attention(args))
-        if batch.packed and any(symbol == "D" for symbol, _ in layers):
+        if batch.packed and batch.pairs is None and any(symbol == "D" for symbol, _ in layers):
             if "packed" not in warned:
                 logger.warning("hybrid-flops: top-k of packed sequences cannot be counted; the figure is upstream's")
                 warned.add("packed")
@@ -122,6 +209,34 @@ def _described_model(args: Any) -> Model | None:
 def _training(model: Model, sequences: int, length: int, vocabulary: int | None) -> int:
     """Counting layer by layer takes a millisecond, and batches come in few sizes."""
     return flops.step(model, sequences, seq_length=length, vocab_size=vocabulary).total.training
+
+
+def _too_many(model: Model, batch: _Batch, pairs: _Pairs) -> int:
+    """The work, in operations of training, on pairs of different documents that a count of whole rows holds."""
+    rows = _Pairs(
+        batch.sequences * flops.causal_pairs(batch.length),
+        batch.sequences * flops.selected_pairs(batch.length, model.dsa.topk),
+    )
+    return _work_on(rows, model) - _work_on(pairs, model)
+
+
+def _work_on(pairs: _Pairs, model: Model) -> int:
+    """All that ``model`` does once for each pair: attention cores, the indexers' scores."""
+    dsa, roles = model.dsa, [*model.roles, *[grammar.FULL_ATTENTION] * model.mtp.depth]
+    scores = flops.indexer(
+        0,
+        pairs.causal,
+        pairs.selected if dsa.loss_coeff else None,
+        hidden=model.hidden_size,
+        q_lora_rank=model.mla.q_lora_rank,
+        heads=dsa.indexer_heads,
+        head_dim=dsa.indexer_head_dim,
+    )
+    full = flops.full_core(pairs.causal, model.heads, model.mla).training
+    sparse = flops.sparse_core(pairs.selected, model.heads, model.mla).training
+    indexers = roles.count(grammar.FULL_INDEX)
+    cores = full * roles.count(grammar.FULL_ATTENTION) + sparse * (indexers + roles.count(grammar.SHARED_INDEX))
+    return cores + scores.training * indexers
 
 
 def _uncounted_attention(args: Any) -> Iterator[tuple[str, bool]]:
@@ -179,7 +294,7 @@ def _core(args: Any, batch: _Batch, symbol: str, shares: bool) -> flops.Work:
     mla, heads = _mla(args), args.num_attention_heads
     if symbol == "+":
         return flops.full_core(batch.causal_pairs, heads, mla)
-    selected = batch.sequences * flops.selected_pairs(batch.length, args.dsa_indexer_topk)
+    selected = batch.selected_pairs(args.dsa_indexer_topk)
     core = flops.sparse_core(selected, heads, mla)
     return core if shares else core + _indexer(args, batch, selected)
 
@@ -228,15 +343,27 @@ PATCH = Patch(
             "f9ed9b380e17ebd3e197a69b259bf69aa99fa5a41031503fa6d6e7e6b5118197",
             _audited_count,
         ),
+        Edit.of(
+            "megatron.training.training:update_seqlen_stats_from_cu_seqlens",
+            "e267386573b6643bec436b7d91d8b5e0d5ddbd2cd443539985e546b5802d0e5b",
+            _observed,
+        ),
+        Edit.of(
+            "megatron.training.training:consume_seqlen_stats_in_iteration",
+            "11adaf9837000c6c77b4e7e7fdbc1db08d1d4291f093e673dabfe71541bcfb3c",
+            _closed,
+        ),
     ),
-    seam="num_floating_point_operations is the one count that the loop logs, sums up and writes to checkpoints",
+    seam=(
+        "num_floating_point_operations is the one count that the loop logs, sums up and writes to checkpoints; of packed "
+        "documents it is told two sums, which two functions make, and beside which two more are made"
+    ),
     leaves_alone=(
         "everything that upstream counts right or that is not ours to audit: GPT with and without MLA, MoE or MTP, Mamba-2, "
-        "gated delta net, all of it with upstream's conventions (no router, S²/2 pairs); DSA on packed sequences, whose "
-        "lengths the loop does not pass on: upstream's figure, with one warning, and for "
-        "our models rows counted whole, with one, too"
+        "gated delta net, all of it with upstream's conventions (no router, S²/2 pairs); what packed sequences cost in a loop "
+        "that does not say how long they are: DSA is upstream's figure, our models are rows counted whole, each with a warning"
     ),
     gain="nam56r: 20.85 GFLOP a token of training, where upstream counts 45.55",
     retire_when="upstream counts by the layers of the model that was built",
-    cost="microseconds on the host, twice a step",
+    cost="microseconds on the host, twice a step; with packed rows one more all-reduce of two numbers",
 )

@@ -28,6 +28,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from megacpp_mcore.backends import Speed
+from megacpp_mcore.backends import observed as backends
 from megacpp_mcore.errors import PatchError
 from megacpp_mcore.patches.registry import Edit, Patch
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_OP = "linear_cross_entropy"
 
 _lazy_layer: contextvars.ContextVar[Any] = contextvars.ContextVar("linear_cross_entropy_layer", default=None)
 """The output layer whose next logits are to be lazy: that of the model that is running, if it is in scope."""
@@ -146,8 +149,10 @@ def _with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         obstacle = _obstacle(self, arguments)
         if obstacle is not None:
+            _note("megatron", obstacle)
             _say_once(self, obstacle)
             return original(self, *args, **kwargs)
+        _note(_OP, "the patch linear-cross-entropy")
         token = _lazy_layer.set(self.output_layer)
         try:
             return original(self, *args, **kwargs)
@@ -155,6 +160,10 @@ def _with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:
             _lazy_layer.reset(token)
 
     return forward
+
+
+def _note(observed: str, reason: str) -> None:
+    backends.note("loss", observed, reason, speed=Speed.COMPILED, requested=_OP)
 
 
 def _obstacle(model: Any, arguments: Mapping[str, Any]) -> str | None:

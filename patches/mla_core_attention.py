@@ -32,6 +32,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megacpp_mcore.backends import Speed
+from megacpp_mcore.backends import observed as backends
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.patches.registry import Edit, Patch
 
@@ -84,10 +86,18 @@ def _run_fused(original: Callable[..., Any]) -> Callable[..., Any]:
             output = run(call) if obstacle is None else Kept(obstacle)
             if not isinstance(output, Kept):
                 return output
-            _say_once(output.level, f"{type(call.core).__name__} runs as stock: {output.reason}")
+            kept = type(call.core).__name__
+            _note(call, f"megatron {kept}", output.reason, Speed.COMPILED, slower=output.level >= logging.WARNING)
+            _say_once(output.level, f"{kept} runs as stock: {output.reason}")
         return original(self, query, key, value, attention_mask, packed_seq_params, attn_mask_type, **extra_kwargs)
 
     return _run_core_attention
+
+
+def _note(call: Call, observed: str, reason: str, speed: Speed, *, slower: bool = False) -> None:
+    backends.note(
+        "mla", observed, reason, speed=speed, layer=getattr(call.core, "layer_number", None), slower_than_best=slower
+    )
 
 
 def _runner(core: Any) -> Callable[[Call], torch.Tensor | Kept] | None:
@@ -158,6 +168,7 @@ def _instead_of_te(call: Call) -> torch.Tensor | Kept:
     _say_once(
         logging.INFO, f"{name} runs {backend.name} of PyTorch's SDPA: at widths {widths} Transformer Engine is unfused"
     )
+    _note(call, f"sdpa {backend.name}", f"at widths {widths} Transformer Engine is unfused", Speed.KERNEL)
     # Transformer Engine looks at a mask only where its type says padding or arbitrary.
     output = sdpa.sdpa_attention(*tensors, softmax_scale=call.core.softmax_scale, causal=causal, backend=backend)
     return output.flatten(2)
@@ -292,9 +303,13 @@ def _instead_of_local(call: Call) -> torch.Tensor | Kept:
         _say_once(
             logging.INFO, f"{name} runs the chunked reference in float32: PyTorch's SDPA has no fused kernel here"
         )
+        # On a CPU there is nothing faster to be passed over.
+        slower = call.query_SBHK.is_cuda
+        _note(call, "reference", "PyTorch's SDPA has no fused kernel here", Speed.REFERENCE, slower=slower)
         output = mla_attention(*tensors, softmax_scale=scale, attention_mask=mask, causal=causal)
     else:
         _say_once(logging.INFO, f"{name} runs {backend.name} of PyTorch's SDPA")
+        _note(call, f"sdpa {backend.name}", "Megatron's local core attention", Speed.KERNEL)
         output = sdpa.sdpa_attention(*tensors, softmax_scale=scale, attention_mask=mask, causal=causal, backend=backend)
     return output.flatten(2)
 

@@ -72,6 +72,8 @@ _PATCH_MODULES: tuple[str, ...] = (
     "hybrid_flops",
     "sp_norm_gradients",
     "checkpoint_hosts",
+    "mixed_precision_optimizer",
+    "torch_adam_resume",
 )
 """Modules of this package that hold a ``PATCH``, in the order in which ``patch list`` shows them."""
 

@@ -1,11 +1,12 @@
 """Finds or makes a virtual environment of the lock files, outside of the clone; prints the path of its Python.
 
-    python requirements/environment.py [dev|docs|bridge]
+    python requirements/environment.py [dev|docs|bridge|nemo-run]
 
 Its folder is ``${XDG_CACHE_HOME:-~/.cache}/megacpp-mcore/venv-<hash of the lock files and the Python version>`` (``docs-…``
-for the documentation, which needs no torch; ``bridge-…`` for Megatron-Bridge, which adds its packages to those of ``dev``, and
-hides a few by its own versions): every clone with the same lock shares it. It counts as made only when its marker is there; a
-half-made one is made anew. A lock keeps two callers from making it at the same time. Only the standard library is used.
+for the documentation and ``nemo-run-…`` for nemo-run, neither of which needs torch; ``bridge-…`` for Megatron-Bridge, which
+adds its packages to those of ``dev``, and hides a few by its own versions): every clone with the same lock shares it. It counts
+as made only when its marker is there; a half-made one is made anew. A lock keeps two callers from making it at the same time.
+Only the standard library is used.
 """
 
 import contextlib
@@ -21,8 +22,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-LOCKS = {"dev": ("demo.txt", "dev.txt"), "docs": ("docs.txt",), "bridge": ("demo.txt", "dev.txt", "bridge.txt")}
+LOCKS = {
+    "dev": ("demo.txt", "dev.txt"),
+    "docs": ("docs.txt",),
+    "bridge": ("demo.txt", "dev.txt", "bridge.txt"),
+    "nemo-run": ("nemo-run.txt",),
+}
 """The lock files of each environment; the last one is installed. That of ``dev`` names the others."""
+WITHOUT_DEPENDENCIES = ("bridge", "nemo-run")
+"""Whose lock names all that is needed, and has a package that would bring more."""
 RESILIENCY = "nvidia-resiliency-ext==0.7.0"
 """Its wheel says glibc 2.39, and what it holds needs 2.32; nothing else of it that megatron-core can import is on PyPI."""
 MARKER = "finished"
@@ -67,7 +75,7 @@ def ensure(folder: Path, name: str, kind: str) -> Path:
             create(target)
             if kind == "bridge":
                 see_also(target, ensure(folder, environment_name("dev"), "dev"))
-            install(python, LOCKS[kind][-1], *(["--no-deps"] if kind == "bridge" else []))
+            install(python, LOCKS[kind][-1], *(["--no-deps"] if kind in WITHOUT_DEPENDENCIES else []))
             if kind == "bridge":
                 install_resiliency(python, packages_of(target))
             (target / MARKER).write_text("")

@@ -42,12 +42,23 @@ def bridge_python() -> Path:
     return Path(named)
 
 
+@pytest.fixture(scope="session")
+def nemo_run_python() -> Path:
+    """The Python of an environment with nemo-run, which MEGACPP_NEMO_RUN_PYTHON names; ``make nemo-run`` prints one."""
+    named = os.environ.get("MEGACPP_NEMO_RUN_PYTHON")
+    if not named:
+        pytest.skip("MEGACPP_NEMO_RUN_PYTHON is not set; it names the Python that `make nemo-run` prints")
+    if not os.access(named, os.X_OK):
+        pytest.fail(f"MEGACPP_NEMO_RUN_PYTHON={named} is no program; set it to the Python that `make nemo-run` prints")
+    return Path(named)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what needs a GPU by its folder and what needs a checkout by its fixture; without a GPU, say so and skip."""
     for item in items:
         if "megatron_lm" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.checkout)
-        if "bridge_python" in getattr(item, "fixturenames", ()):
+        if {"bridge_python", "nemo_run_python"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.bridge)
         if _GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
@@ -68,7 +79,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for marker, tests, needs in (
         ("gpu", "tests in tests/gpu", "run `pytest tests/gpu` on a machine with an NVIDIA GPU"),
         ("checkout", "tests on a Megatron-LM checkout", "set MEGATRON_LM to one"),
-        ("bridge", "tests with Megatron-Bridge", "run `make test-bridge`"),
+        ("bridge", "tests with Megatron-Bridge or nemo-run", "run `make test-bridge`"),
         ("exhaustive", "exhaustive tests", "run `make test-exhaustive`"),
     ):
         ran = _count(terminalreporter, ("passed", "failed", "error"), marker)

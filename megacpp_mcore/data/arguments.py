@@ -30,6 +30,9 @@ FIM_TOKENS = {
 }
 """Flags of Megatron's fill-in-the-middle dataset that name tokens, with their defaults (megatron-core 0.19.2)."""
 
+_FIM_RATES = {"--fim-rate": "0.5", "--fim-spm-rate": "0.5", "--fim-fragment-rate": None}
+"""The flags of its probabilities, with their defaults (megatron-core 0.19.2); the last one is for ``--fim-split-sample``."""
+
 _UNBOUNDED = 2**31  # where only Megatron's own tokenizer knows its size, the ids are bounded by the manifest alone
 
 
@@ -201,6 +204,7 @@ def check_fim(arguments: Sequence[str]) -> str | None:
     ):
         if any(word.partition("=")[0] == flag for word in arguments):
             raise DataError(f"--fim-data was given with {flag}: {why}; leave one of them out")
+    _check_fim_rates(arguments)
     kind, folder = _value(arguments, "--tokenizer-type"), _value(arguments, "--tokenizer-model")
     if kind == "NullTokenizer":
         raise DataError(
@@ -213,6 +217,32 @@ def check_fim(arguments: Sequence[str]) -> str | None:
     named = {flag: _value(arguments, flag) or default for flag, default in FIM_TOKENS.items()}
     ids = find_tokens(HuggingFaceTokenizer(folder), named, _value(arguments, "--fim-split-sample"))
     return "FIM tokens " + ", ".join(f"{token} = {ids[token]}" for token in ids)
+
+
+def _check_fim_rates(arguments: Sequence[str]) -> None:
+    """Refuse what stock stops at, when it starts (a rate of 0) or at a sample in the middle of training (all others)."""
+    split = _value(arguments, "--fim-split-sample")
+    for flag, default in _FIM_RATES.items():
+        given = _values(arguments, flag)
+        word = given[0] if given else default
+        is_of_fragments = flag == "--fim-fragment-rate"
+        if word is None and is_of_fragments:
+            if split:
+                raise DataError(
+                    f"--fim-split-sample {split} was given without {flag}, and Megatron would stop at the first document that "
+                    f"has that token; expected how often one of its parts is cut, such as {flag} 0.5"
+                )
+            continue
+        if (
+            word is None
+            or not _is_number(word)
+            or not 0 <= float(word) <= 1
+            or (not float(word) and not is_of_fragments)
+        ):
+            raise DataError(
+                f"{flag} is {word!r}; expected a probability {'from 0 to 1' if is_of_fragments else 'above 0 and up to 1'}, "
+                f"such as {flag} 0.5"
+            )
 
 
 def _byte_flags() -> dict[str, str]:

@@ -6,13 +6,16 @@ Conventions, all of them exact integers:
   work (norms, activations, softmax, rotary embedding, gates, outer products without a sum, losses) and look-ups are not,
   so the embedding counts 0.
 - Backward is twice forward: a contraction has a gradient for each of its two operands. The indexer is the exception, see
-  :func:`indexer`. Nothing that is computed again (activation recompute, a kernel's own) is counted.
+  :func:`indexer`. Nothing that is computed again is counted: these are *model FLOPs*. With what the run's activation
+  recompute repeats they are *hardware FLOPs* (:mod:`megacpp_mcore.observe.flops_recompute`). What a kernel computes again
+  inside its own backward pass is in neither.
 - Attention counts the pairs its mask lets through: S(S+1)/2 for causal, the sum over rows of min(i+1, k) for top-k. The
-  indexer has to score all causal pairs. Full attention has MLA's own widths (qk + rope, and v), sparse attention the
-  absorbed ones (kv latent + rope, and kv latent), because that is what each of them computes; the projections of
-  the two cost the same.
+  indexer has to score all causal pairs. Documents kept apart count their own pairs (``lengths`` of :func:`step`). Full
+  attention has MLA's own widths (qk + rope, and v), sparse attention the absorbed ones (kv latent + rope, and kv latent),
+  because that is what each of them computes; the projections of the two cost the same.
 - The Mamba-3 scan is counted as ``ops/mamba3/reference.py`` computes it chunk by chunk: every row of a chunk with
-  every row (no causal half), the last chunk padded. M²RNN is counted per token: ``h W`` and ``qᵀ h``.
+  every row (no causal half), the last chunk padded; chunks run on over the documents of a row. M²RNN is counted per
+  token: ``h W`` and ``qᵀ h``.
 - Experts count the tokens routed to them, top-k per token, none dropped. The head is as wide as the padded vocabulary. An
   MTP depth runs over all positions, as Megatron's does.
 
@@ -26,8 +29,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from operator import add
 
 from megacpp_mcore import pattern as grammar
@@ -86,16 +91,23 @@ class Step:
     """The work of one pass over a batch.
 
     Attributes:
-        tokens: tokens of the batch.
-        trunk: embedding, all layers, main head.
+        tokens: tokens of the batch, padding not among them.
+        layers: one entry a trunk layer.
+        head: the main head, and the embedding, which counts 0.
         mtp: one entry a multi-token-prediction depth: its projection, its block and its head.
     """
 
     tokens: int
-    trunk: Families
+    layers: tuple[Families, ...]
+    head: Families
     mtp: tuple[Families, ...]
 
-    @property
+    @cached_property
+    def trunk(self) -> Families:
+        """All layers and the main head."""
+        return reduce(add, self.layers, self.head)
+
+    @cached_property
     def families(self) -> Families:
         """The trunk and all MTP depths, by family."""
         return reduce(add, self.mtp, self.trunk)
@@ -110,17 +122,32 @@ class Step:
         """Operations of training, forward and backward, for one token."""
         return self.total.training / self.tokens
 
-    def table(self) -> str:
-        """The figures in words: one line a family that has work, then one an MTP depth, then the total, per token."""
-        rows = [(field.name, getattr(self.trunk, field.name)) for field in dataclasses.fields(self.trunk)]
-        rows = [(name, work) for name, work in rows if work.training]
-        rows += [(f"mtp depth {depth}", part.total) for depth, part in enumerate(self.mtp, start=1)]
-        lines = [f"{'MFLOP per token':24}{'forward':>12}{'training':>12}{'share':>8}"]
-        for name, work in [*rows, ("total", self.total)]:
-            forward, training = (figure / self.tokens / 1e6 for figure in (work.forward, work.training))
-            share = work.training / self.total.training
-            lines.append(f"{name:24}{forward:12.2f}{training:12.2f}{share:8.1%}")
-        return "\n".join(lines)
+
+@dataclass(frozen=True)
+class Batch:
+    """How many rows, and how many documents, a batch has of each length.
+
+    Attributes:
+        rows: length of a row to how many there are; what is scanned without a stop.
+        documents: length of a document to how many there are; what attention stays in.
+    """
+
+    rows: Counter[int]
+    documents: Counter[int]
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens, padding not among them."""
+        return sum(length * count for length, count in self.rows.items())
+
+    @cached_property
+    def causal_pairs(self) -> int:
+        """Pairs of all documents."""
+        return sum(causal_pairs(length) * count for length, count in self.documents.items())
+
+    def selected_pairs(self, topk: int) -> int:
+        """Pairs of all documents of which each query keeps ``topk`` keys."""
+        return sum(selected_pairs(length, topk) * count for length, count in self.documents.items())
 
 
 def causal_pairs(sequence: int) -> int:
@@ -149,6 +176,16 @@ def mla_projections(tokens: int, hidden: int, heads: int, mla: MLA, *, query_lat
     kv = hidden * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
     kv += mla.kv_lora_rank * heads * (mla.qk_head_dim + mla.v_head_dim)
     return product(tokens * (q + kv + heads * mla.v_head_dim * hidden))
+
+
+def mla_up_projections(tokens: int, heads: int, mla: MLA, *, absorbed: bool) -> Work:
+    """The part of :func:`mla_projections` from the latents to the core's inputs.
+
+    Absorbed, the key up-projection is applied to the queries, and the value up-projection comes after the core.
+    """
+    queries = mla.q_lora_rank * heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    keys_and_values = mla.kv_lora_rank * heads * (mla.qk_head_dim + (0 if absorbed else mla.v_head_dim))
+    return product(tokens * (queries + keys_and_values))
 
 
 def full_core(pairs: int, heads: int, mla: MLA) -> Work:
@@ -216,41 +253,67 @@ def feed_forward(tokens: int, hidden: int, width: int, *, gated: bool = False) -
     return product(tokens * hidden * width * (3 if gated else 2))
 
 
-def step(model: Model, batch: int = 1, *, seq_length: int | None = None, vocab_size: int | None = None) -> Step:
-    """The work of one pass of ``model`` over ``batch`` unpacked sequences.
+def step(
+    model: Model,
+    batch: int = 1,
+    *,
+    seq_length: int | None = None,
+    vocab_size: int | None = None,
+    lengths: Sequence[Sequence[int]] | None = None,
+) -> Step:
+    """The work of one pass of ``model`` over ``batch`` rows.
 
     Args:
         model: what is trained.
-        batch: sequences of the batch.
-        seq_length: tokens of a sequence; None takes the model's.
+        batch: rows of the batch.
+        seq_length: tokens of a row; None takes the model's.
         vocab_size: the padded vocabulary that the head really has; None takes the model's, padded for one process.
+        lengths: for each row, the lengths of the documents that it holds and keeps apart; what they leave of a row is
+            padding and counts nothing. None: each row is one document.
 
     Raises:
-        ModelError: a size below 1.
+        ModelError: a size below 1, or documents that are not ``batch`` rows of at most ``seq_length`` tokens.
     """
     sequence = model.seq_length if seq_length is None else seq_length
     vocabulary = model.vocab_size_padded(1) if vocab_size is None else vocab_size
     for name, value in (("batch", batch), ("seq_length", sequence), ("vocab_size", vocabulary)):
         if value < 1:
             raise ModelError(f"{name} is {value}; expected at least 1, there is nothing to count otherwise")
-    head = Families(head=product(batch * sequence * model.hidden_size * vocabulary))
-    layers = [_layer(model, number, batch, sequence) for number in range(1, model.depth + 1)]
-    depth = head + _mtp_block(model, batch, sequence)
-    return Step(batch * sequence, reduce(add, layers, head), (depth,) * model.mtp.depth)
+    if lengths is None:
+        rows = Batch(Counter({sequence: batch}), Counter({sequence: batch}))
+    else:
+        rows = _packed(lengths, batch, sequence)
+    head = Families(head=product(rows.tokens * model.hidden_size * vocabulary))
+    kinds = {kind: _layer(model, *kind, rows) for kind in set(zip(model.layers, model.roles, strict=True))}
+    layers = tuple(kinds[kind] for kind in zip(model.layers, model.roles, strict=True))
+    depth = head + _mtp_block(model, rows)
+    return Step(rows.tokens, layers, head, (depth,) * model.mtp.depth)
 
 
-def _layer(model: Model, number: int, batch: int, sequence: int) -> Families:
-    """The work of trunk layer ``number`` (1-based)."""
-    letter, role = model.layers[number - 1], model.roles[number - 1]
-    tokens, hidden = batch * sequence, model.hidden_size
+def _packed(lengths: Sequence[Sequence[int]], batch: int, sequence: int) -> Batch:
+    """Rows of documents, checked."""
+    if len(lengths) != batch:
+        raise ModelError(f"lengths has {len(lengths)} rows, but the batch has {batch}; give one list of lengths a row")
+    for number, row in enumerate(lengths):
+        if not row or min(row) < 1 or sum(row) > sequence:
+            raise ModelError(
+                f"lengths[{number}] is {list(row)}; expected documents of at least 1 token, {sequence} together at most"
+            )
+    return Batch(Counter(map(sum, lengths)), Counter(length for row in lengths for length in row))
+
+
+def _layer(model: Model, letter: str, role: str | None, rows: Batch) -> Families:
+    """The work of one trunk layer of that family and attention role."""
+    tokens, hidden = rows.tokens, model.hidden_size
     if letter == "A":
         if role == grammar.FULL_ATTENTION:
-            return _full_attention(model, batch, sequence)
-        return _sparse_attention(model, batch, sequence, owns_indexer=role == grammar.FULL_INDEX)
+            return _full_attention(model, rows)
+        return _sparse_attention(model, rows, owns_indexer=role == grammar.FULL_INDEX)
     if letter == "M":
+        scans = (mamba_scan(count, length, model.mamba_heads, model.mamba3) for length, count in rows.rows.items())
         return Families(
             mamba_projections=mamba_projections(tokens, hidden, model.mamba_heads, model.mamba3),
-            mamba_scan=mamba_scan(batch, sequence, model.mamba_heads, model.mamba3),
+            mamba_scan=reduce(add, scans),
         )
     if letter == "E":
         moe = model.moe
@@ -267,25 +330,24 @@ def _layer(model: Model, number: int, batch: int, sequence: int) -> Families:
     )
 
 
-def _full_attention(model: Model, batch: int, sequence: int) -> Families:
+def _full_attention(model: Model, rows: Batch) -> Families:
     return Families(
-        attention_projections=mla_projections(batch * sequence, model.hidden_size, model.heads, model.mla),
-        attention_core=full_core(batch * causal_pairs(sequence), model.heads, model.mla),
+        attention_projections=mla_projections(rows.tokens, model.hidden_size, model.heads, model.mla),
+        attention_core=full_core(rows.causal_pairs, model.heads, model.mla),
     )
 
 
-def _sparse_attention(model: Model, batch: int, sequence: int, *, owns_indexer: bool) -> Families:
-    tokens, dsa = batch * sequence, model.dsa
-    kept = batch * selected_pairs(sequence, dsa.topk)
+def _sparse_attention(model: Model, rows: Batch, *, owns_indexer: bool) -> Families:
+    dsa, kept = model.dsa, rows.selected_pairs(model.dsa.topk)
     attention = Families(
-        attention_projections=mla_projections(tokens, model.hidden_size, model.heads, model.mla),
+        attention_projections=mla_projections(rows.tokens, model.hidden_size, model.heads, model.mla),
         attention_core=sparse_core(kept, model.heads, model.mla),
     )
     if not owns_indexer:
         return attention
     scores = indexer(
-        tokens,
-        batch * causal_pairs(sequence),
+        rows.tokens,
+        rows.causal_pairs,
         kept if dsa.loss_coeff else None,
         hidden=model.hidden_size,
         q_lora_rank=model.mla.q_lora_rank,
@@ -295,11 +357,11 @@ def _sparse_attention(model: Model, batch: int, sequence: int, *, owns_indexer: 
     return attention + Families(indexer=scores)
 
 
-def _mtp_block(model: Model, batch: int, sequence: int) -> Families:
+def _mtp_block(model: Model, rows: Batch) -> Families:
     """One depth without its head: ``Linear(2D -> D)``, full MLA, dense feed-forward."""
-    tokens, hidden = batch * sequence, model.hidden_size
+    hidden = model.hidden_size
     dense = Families(
-        mtp_projection=product(tokens * 2 * hidden * hidden),
-        dense_ffn=feed_forward(tokens, hidden, model.ffn_hidden_size),
+        mtp_projection=product(rows.tokens * 2 * hidden * hidden),
+        dense_ffn=feed_forward(rows.tokens, hidden, model.ffn_hidden_size),
     )
-    return dense + _full_attention(model, batch, sequence)
+    return dense + _full_attention(model, rows)

@@ -6,19 +6,16 @@ Megatron's own log prints seven digits, and its second line after every start is
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 import json
 import math
 import os
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe.files import open_for_appending
+from megacpp_mcore.observe.listener import Listener
 
 
 @dataclass(frozen=True)
@@ -55,72 +52,27 @@ class Step:
 # --- Writing ----------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def recording(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Append every step that stock Megatron logs in this process to the file at ``path``, until the context ends.
+class StepRecorder(Listener):
+    """Appends every step that stock Megatron logs to the file at ``path``.
 
-    ``megatron.training.training.training_log`` and the writer it asks for are wrapped, and nothing that they are given or
-    return is changed. Only the last rank, which is where Megatron has the losses, writes. A line is one write to the
-    operating system, so that a killed process leaves whole lines. Yields a line for the launcher to print.
+    Only the last rank, which is where Megatron has the losses, writes. A line is one write to the operating system, so that a
+    killed process leaves whole lines.
 
     Raises:
         DataError: the file cannot be opened for appending, or ends in the middle of a line.
     """
-    from megatron.training import training
 
-    output = _open_for_appending(Path(path))
-    stock_log, stock_writer = training.training_log, training.get_tensorboard_writer
-    signature = inspect.signature(stock_log)
-    resumed_at: list[int] = []
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._output = open_for_appending(Path(path))
 
-    @functools.wraps(stock_log)
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        collector = _Collector(stock_writer())
-        training.get_tensorboard_writer = lambda: collector
-        try:
-            result = stock_log(*args, **kwargs)
-        finally:
-            training.get_tensorboard_writer = stock_writer
+    def on_step(self, step: Step) -> None:
+        """Write its line."""
         if _is_last_rank():
-            if not resumed_at:
-                resumed_at.append(given["iteration"] - 1)
-            step = _describe(given, collector.scalars, resumed_at[0])
-            os.write(output, (json.dumps(asdict(step)) + "\n").encode())
-        return result
+            os.write(self._output, (json.dumps(asdict(step)) + "\n").encode())
 
-    training.training_log = training_log
-    try:
-        yield f"steps: every step's losses go to {path}"
-    finally:
-        training.training_log = stock_log
-        os.close(output)
-
-
-class _Collector:
-    """Stands where Megatron's TensorBoard writer is asked for, keeps the scalars, and hands everything on to that writer."""
-
-    def __init__(self, stock: Any) -> None:
-        self.scalars: dict[str, float] = {}
-        self._stock = stock
-
-    def add_scalar(self, tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> None:
-        """Keep one named value."""
-        self.scalars[tag] = float(scalar_value)
-        if self._stock is not None:
-            self._stock.add_scalar(tag, scalar_value, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
-
-
-def _open_for_appending(path: Path) -> int:
-    try:
-        if path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-            raise DataError(f"{path} ends in the middle of a line; expected whole lines: name another file, or mend it")
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; expected a file that can be appended to") from error
+    def on_end(self, error: BaseException | None) -> None:
+        """Close the file."""
+        os.close(self._output)
 
 
 def _is_last_rank() -> bool:
@@ -128,26 +80,6 @@ def _is_last_rank() -> bool:
 
     ranks = torch.distributed
     return not ranks.is_initialized() or ranks.get_rank() == ranks.get_world_size() - 1
-
-
-def _describe(given: Mapping[str, Any], scalars: Mapping[str, float], resumed_at: int) -> Step:
-    """The record of one call of ``training_log``: its arguments, and the auxiliary losses that it computed itself."""
-    from megatron.training import get_args
-
-    args = get_args()
-    losses = {name: float(value) for name, value in given["loss_dict"].items()}
-    losses |= {name: value for name, value in scalars.items() if name.endswith("loss") and name not in losses}
-    grad_norm, learning_rate = given["grad_norm"], given["learning_rate"]
-    return Step(
-        step=given["iteration"],
-        resumed_at=resumed_at,
-        time_s=time.time(),
-        tokens=args.consumed_train_samples * args.seq_length,
-        losses=losses,
-        grad_norm=None if grad_norm is None else float(grad_norm),
-        learning_rate=None if learning_rate is None else float(learning_rate),
-        skipped=bool(given["skipped_iter"]),
-    )
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------

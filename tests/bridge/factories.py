@@ -1,4 +1,5 @@
-"""Builds every recipe function of nemo_recipes, writes its YAML into a folder and reads it back; prints what became of each.
+"""Builds every recipe function of nemo_recipes, writes its YAML into a folder and reads it back; prints what became of each,
+and the floating-point operations of one step that Bridge counts for it.
 
 python -m tests.bridge.factories FOLDER       in an environment with Megatron-Bridge; on the CPU lane
 """
@@ -11,12 +12,15 @@ from pathlib import Path
 from megacpp_mcore import launcher
 from megacpp_mcore.nemo_recipes import bridge
 
+BATCH = 3
+
 
 def main() -> None:
     found = {}
     with launcher.process_environment(), launcher.cpu_lane():
         bridge.prepare()
         from megatron.bridge.training.config import ConfigContainer
+        from megatron.bridge.training.utils.flop_utils import num_floating_point_operations
 
         from megacpp_mcore.nemo_recipes import nam56r
 
@@ -30,7 +34,12 @@ def main() -> None:
             again.to_yaml(str(second))
             same = first.read_text() == second.read_text() and again.model.transformer_layer_spec is not None
             same &= type(again.model) is type(config.model) and len(inspect.signature(function).parameters) == 0
-            found[name.removesuffix("_config")] = "read back" if same else "differs when read back"
+            # As the run does when it has made the tokenizer.
+            config.model.vocab_size, config.model.should_pad_vocab = config.tokenizer.vocab_size, True
+            found[name.removesuffix("_config")] = {
+                "yaml": "read back" if same else "differs when read back",
+                "operations": num_floating_point_operations(config, BATCH),
+            }
     print("\n" + json.dumps(found))
 
 

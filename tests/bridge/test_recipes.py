@@ -1,29 +1,17 @@
-"""Bridge recipes in an environment with Megatron-Bridge: what they say, what they train, and what they refuse."""
+"""Bridge recipes in an environment with Megatron-Bridge: what they say, and what they refuse."""
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
-import os
-import re
-import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.lowering import Training, lower
-from megacpp_mcore.model import Layout
-from megacpp_mcore.observe.steps import read_steps
-from megacpp_mcore.recipe_command import tokenizer_words
+from megacpp_mcore.observe import flops
 from megacpp_mcore.recipes import RECIPES
-from tests.checkpoints import tensors_in
-
-ROOT = Path(__file__).parents[2]
-TINY = "nam56r_tiny_pretrain_1cpu_fp32"
-STEPS = 3
+from tests.bridge import factories
+from tests.bridge.processes import TINY, run
 
 # What Bridge and stock say differently, and NAM56R's training does not depend on: model, optimizer, DDP.
 HARMLESS = {
@@ -40,74 +28,6 @@ HARMLESS = {
 HARMLESS_UNUSED = {"fp8_recipe", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"}
 
 
-def run(python: Path, *words: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(python), "-W", "ignore", "-m", *words],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The prefix of a small dataset: a module of Python itself."""
-    target = tmp_path_factory.mktemp("corpus") / "text"
-    (prefix,) = prepare([argparse.__file__], str(target), progress=io.StringIO(), overwrite=True)
-    return str(prefix)
-
-
-@pytest.fixture(scope="module")
-def trained(bridge_python: Path, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The tiny recipe, three steps through Bridge's own ``pretrain``: its checkpoint, and its log."""
-    folder = tmp_path_factory.mktemp("bridge")
-    done = run(
-        bridge_python, "megacpp_mcore.nemo_recipes.run", "--recipe", TINY, f"train.train_iters={STEPS}",
-        f"dataset.data_path={corpus}", f"checkpoint.save={folder}/saved", f"checkpoint.save_interval={STEPS}",
-        folder=folder,
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return folder / "saved", done.stdout + done.stderr
-
-
-def test_bridge_trains_what_the_command_line_trains(
-    bridge_python: Path, trained: tuple[Path, str], corpus: str, tmp_path: Path
-) -> None:
-    """Losses of every step, and every parameter and moment of Adam's after the last, bit for bit."""
-    chosen = RECIPES[TINY]
-    training = Training(
-        device="cpu",
-        precision="fp32",
-        transformer_impl="local",
-        learning_rate=chosen.training.learning_rate,
-        train_iters=STEPS,
-        data=("--data-path", corpus, "--split", "100,0,0"),
-        tokenizer=tokenizer_words(chosen.model, data=corpus),
-        extra=("--ckpt-format", "torch_dist", "--save", str(tmp_path / "saved"), "--save-interval", str(STEPS)),
-    )
-    words = lower(chosen.model, Layout(), training)
-    steps = tmp_path / "steps"
-    done = run(bridge_python, "megacpp_mcore", "launch", "--record-steps", str(steps), "--device", "cpu", "--", *words)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    saved, log = trained
-    printed = [float(loss) for loss in re.findall(r"lm loss: (\S+)", log)]
-    assert printed == pytest.approx([step.losses["lm loss"] for step in read_steps(steps)], rel=1e-6)
-    ours, theirs = (tensors_in(one / f"iter_{STEPS:07d}") for one in (saved, tmp_path / "saved"))
-    assert {name for name in ours if "optimizer" in name}
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-
-
-def test_bridge_logs_the_audited_operations(trained: tuple[Path, str]) -> None:
-    """Its throughput is the audited count over its step time; the run takes back all that it replaced."""
-    _, log = trained
-    assert "GPT model" not in log
-    for name in ("mtp-shared-block", "dsa-index-cache", "dataset-helpers"):
-        assert f"patch {name} reverted" in log
-
-
 @pytest.mark.parametrize("name", [TINY, "nam56r_quarter_pretrain_1gpu_h200_bf16"])
 def test_a_recipe_says_to_bridge_what_it_says_to_the_command_line(bridge_python: Path, name: str) -> None:
     done = run(bridge_python, "tests.bridge.fields", name)
@@ -120,10 +40,29 @@ def test_a_recipe_says_to_bridge_what_it_says_to_the_command_line(bridge_python:
         assert rest == {}, section
 
 
-def test_every_recipe_is_built_offline_and_reads_back(bridge_python: Path, tmp_path: Path) -> None:
-    done = run(bridge_python, "tests.bridge.factories", str(tmp_path), HF_HUB_OFFLINE="1")
+@pytest.fixture(scope="module")
+def built(bridge_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What :mod:`tests.bridge.factories` says of every recipe, built without a network."""
+    folder = tmp_path_factory.mktemp("factories")
+    done = run(bridge_python, "tests.bridge.factories", str(folder), HF_HUB_OFFLINE="1")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(RECIPES, "read back")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_every_recipe_is_built_offline_and_reads_back(built: dict[str, Any]) -> None:
+    assert {name: found["yaml"] for name, found in built.items()} == dict.fromkeys(RECIPES, "read back")
+
+
+def test_bridge_counts_the_audited_operations(built: dict[str, Any]) -> None:
+    """Bridge's own function, which its throughput is made of, on every recipe's configuration; vocabulary padded."""
+    for name, chosen in RECIPES.items():
+        vocabulary = chosen.model.vocab_size_padded(1)
+        step = flops.step(chosen.model, factories.BATCH, vocab_size=vocabulary)
+        assert built[name]["operations"] == step.total.training, name
+        assert vocabulary == chosen.model.vocab_size or built[name]["operations"] != (
+            flops.step(chosen.model, factories.BATCH, vocab_size=chosen.model.vocab_size).total.training
+        )
 
 
 REFUSED = [
@@ -137,6 +76,13 @@ REFUSED = [
     (TINY, ["model.hidden_size=64", "dataset.data_path=text"], "hidden_size: found 64, expected"),
     (TINY, ["model.transformer_layer_spec=os.system"], "model.transformer_layer_spec"),
     (TINY, ["dataset.data_path=/nowhere/text"], "/nowhere/text"),
+    (TINY, ["model.expert_model_parallel_size=2"], "pipeline 1 × expert 2, is for 2 processes, and 1 was started"),
+    (TINY, ["model.expert_model_parallel_size=two", "dataset.data_path=text"], "is of type str; expected"),
+    (
+        TINY,
+        ["train.micro_batch_size=3", "dataset.data_path=text"],
+        "batch of 8 is not a multiple of the micro-batch (3)",
+    ),
     ("nam56r_pretrain_8gpu_h200_bf16", [], "is for 8 processes, and 1 was started"),
     ("nam56r_pretrain_1gpu_h200_bf16", [], "needs 1 GPU on this host, and torch sees 0"),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -33,12 +33,15 @@ def tensors_of(run: Run, step: int) -> dict[str, torch.Tensor]:
 
 
 def differing_scalars(
-    expected: Mapping[str, Mapping[int, float]], found: Mapping[str, Mapping[int, float]], tolerance: float
+    expected: Mapping[str, Mapping[int, float]],
+    found: Mapping[str, Mapping[int, float]],
+    tolerance: float,
+    names: Sequence[str] = SCALARS,
 ) -> list[str]:
-    """One sentence for each scalar of :data:`SCALARS` and step that is further off, relatively, than ``tolerance``."""
+    """One sentence for each scalar of ``names`` and step that is further off, relatively, than ``tolerance``."""
     return [
         f"{name}, step {step}: {found[name][step]!r} instead of {value!r}"
-        for name in SCALARS
+        for name in names
         for step, value in expected[name].items()
         if not abs(found[name][step] - value) <= tolerance * abs(value)
     ]

@@ -84,17 +84,29 @@ class Run:
 
 
 class Laboratory:
-    """Trains :data:`MODEL` in a folder of its own, on one small dataset: a module of Python itself.
+    """Trains one model in a folder of its own, on one small dataset.
 
     Args:
         folder: where everything goes.
         double: train in fp64 (:mod:`tests.distributed.double`), not in fp32.
+        overrides: what makes nam56r_tiny the model.
+        texts: the dataset's files; by default one, a module of Python itself.
+        words: Megatron arguments of every run.
     """
 
-    def __init__(self, folder: Path, *, double: bool = False) -> None:
-        self.folder, self.double = folder, double
-        self.config = write_config(folder / "model.yaml", OVERRIDES)
-        (self.data,) = prepare([argparse.__file__], str(folder / "text"), progress=io.StringIO())
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        double: bool = False,
+        overrides: Mapping[str, Any] = OVERRIDES,
+        texts: Sequence[str] = (argparse.__file__,),
+        words: Sequence[str] = (),
+    ) -> None:
+        self.folder, self.double, self.words = folder, double, tuple(words)
+        self.model = with_overrides(preset("nam56r_tiny"), overrides)
+        self.config = write_config(folder / "model.yaml", overrides)
+        (self.data,) = prepare(texts, str(folder / "text"), progress=io.StringIO())
         self._runs: dict[str, Run] = {}
 
     def main(self) -> Run:
@@ -160,15 +172,15 @@ class Laboratory:
             precision="fp32",
             transformer_impl="local",
             data=("--data-path", self.data, "--split", "100,0,0", "--data-cache-path", str(self.folder / "cache")),
-            tokenizer=recipe_command.tokenizer_words(MODEL),
+            tokenizer=recipe_command.tokenizer_words(self.model),
             micro_batch_size=MICRO_BATCH,
             global_batch_size=GLOBAL_BATCH,
             train_iters=steps,
             learning_rate=learning_rate,
             # Megatron multiplies by TP: without this, TP 2 would have more padding logits in its softmax.
-            extra=("--make-vocab-size-divisible-by", str(PADDED_TO // layout.tensor)),
+            extra=("--make-vocab-size-divisible-by", str(PADDED_TO // layout.tensor), *self.words),
         )
-        return lowering.lower(MODEL, layout, training)
+        return lowering.lower(self.model, layout, training)
 
     def _run(self, name: str, folder: Path, saved: Path, words: Sequence[str], processes: int) -> Run:
         recorded = folder / "steps.jsonl"

@@ -42,7 +42,12 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-5
 """Relative: for losses and the gradient norm of each step, and for the norm of the first step's gradient of each parameter."""
 
-OTHERS = [name for name in LAYOUTS if name != ONE]
+OTHERS = [
+    # PP 2 × VPP 2 is pipelined, too.
+    pytest.param(name, marks=pytest.mark.exhaustive) if name == "PP 2" else name
+    for name in LAYOUTS
+    if name != ONE
+]
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +78,7 @@ def gradients_of_the_first_step(run: Run) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_recompute_with_micro_batches_in_flight(laboratory: Laboratory) -> None:
     """In the second virtual stage a Full layer and its Shared one are recomputed while other micro-batches pass."""
     expected, found = laboratory.compared("PP 2 × VPP 2"), laboratory.recomputed("PP 2 × VPP 2")
@@ -152,6 +158,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(laboratory: Laboratory) -> 
     assert_same_bytes(whole.tensors(MAIN), resumed.tensors(MAIN))
 
 
+@pytest.mark.exhaustive
 def test_no_two_experts_start_equal_and_each_is_the_same_in_both_layouts(laboratory: Laboratory) -> None:
     untrained = laboratory.untrained("EP 2")
     assert untrained.scalars["learning rate"] == {1: 0.0}

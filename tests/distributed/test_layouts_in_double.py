@@ -1,6 +1,7 @@
 """One model in every layout, all in fp64: losses, gradients, parameters and Adam's state over many steps.
 
-In a file of its own, so that under ``pytest -n`` with ``--dist loadfile`` another worker makes these runs.
+In a file of its own, so that under ``pytest -n`` with ``--dist loadfile`` another worker makes these runs. ``test_layouts``
+compares the same layouts in fp32.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from tests.distributed.comparing import MOMENTUM, SCALARS, differing_scalars, differing_tensors, tensors_of
 from tests.distributed.runs import COMPARED, MODEL, ONE, Laboratory
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 TOLERANCE = 1e-10
 """Relative, as in test_layouts; what is seen is some 1e-12."""

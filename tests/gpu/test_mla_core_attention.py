@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from megacpp_mcore.bench.conditioning import EARLY, query_gradient_terms
 from megacpp_mcore.ops.mla import sdpa
 from megacpp_mcore.ops.mla.reference import mla_attention
 from tests.gpu.device import peak, replayed, without_waiting
 from tests.parity.compare import assert_parity
-from tests.parity.conditioning import EARLY, query_gradient_terms
 
 needs_engine = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"

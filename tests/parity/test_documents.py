@@ -5,6 +5,7 @@ Legend: B batch, S rows, H heads, P head dim, G groups, N state or selected keys
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -254,6 +255,22 @@ def test_packed_lengths_say_it_too(lengths: list[int], padding: int) -> None:
     assert bool((found[:, sum(lengths) :] == len(lengths)).all())
 
 
+@pytest.mark.parametrize("given", [None, [0, 2, 3, 5]])
+def test_padding_between_sequences_belongs_to_the_one_before(given: list[int] | None) -> None:
+    """The padded first rows say where documents begin, whatever those without padding are."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megacpp_mcore.layer_specs.documents import packed_documents
+
+    plain = None if given is None else torch.tensor(given)
+    lengths = {"cu_seqlens_q": plain, "cu_seqlens_kv": plain}
+    padded = torch.tensor([0, 4, 6, 8])
+    parameters = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded.clone(), **lengths
+    )
+    assert packed_documents(parameters, 1, batch=1, rows=9).tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 3]]
+
+
 def test_empty_sequences_have_no_row() -> None:
     assert seq_idx_from_cu_seqlens(torch.tensor([0, 2, 2, 5]), 5).tolist() == [[0, 0, 2, 2, 2]]
 
@@ -302,6 +319,38 @@ def test_a_mask_that_is_no_matter_of_documents_is_refused(mask: torch.Tensor, me
 def test_lengths_that_are_none_are_refused(cu_seqlens: torch.Tensor) -> None:
     with pytest.raises(ModelError, match="expected integers"):
         seq_idx_from_cu_seqlens(cu_seqlens, 3)
+
+
+@pytest.mark.parametrize("numbers", [[0, 3, 9], [0, 4, 2, 5], [1, 3, 5], [0, 6], [-1, 5]])
+def test_lengths_that_do_not_fit_the_rows_are_refused(numbers: list[int]) -> None:
+    wrong, right = torch.tensor(numbers), torch.tensor([0, 3, 5])
+    message = rf"cu_seqlens is {re.escape(str(numbers))}, expected first rows .* most the 5 rows"
+    with pytest.raises(ModelError, match=message):
+        seq_idx_from_cu_seqlens(wrong, 5)
+    with pytest.raises(ModelError, match=message):
+        seq_idx_from_cu_seqlens(right, 5, of_keys=wrong)
+
+
+def test_long_lists_of_lengths_are_abridged() -> None:
+    with pytest.raises(ModelError, match=r"cu_seqlens is \[0, 1, 2, 3, 4, 5, 6, 7, …, 19\], expected"):
+        seq_idx_from_cu_seqlens(torch.arange(20), 5)
+
+
+def test_keys_of_other_documents_are_refused() -> None:
+    queries = torch.tensor([0, 3, 5])
+    with pytest.raises(ModelError, match=r"\[0, 3, 5\] of queries and \[0, 2, 5\] of keys; expected the same"):
+        seq_idx_from_cu_seqlens(queries, 5, of_keys=torch.tensor([0, 2, 5]))
+    with pytest.raises(ModelError, match="2 packed sequences of queries and 1 of keys"):
+        seq_idx_from_cu_seqlens(queries, 5, of_keys=torch.tensor([0, 5]))
+    for keys in (queries, queries.clone()):
+        assert seq_idx_from_cu_seqlens(queries, 5, of_keys=keys).tolist() == [[0, 0, 0, 1, 1]]
+
+
+def test_numbers_on_another_device_are_not_read() -> None:
+    """Reading them would make the host wait; a meta tensor raises if it is read."""
+    elsewhere = torch.tensor([0, 9, 2], device="meta")
+    found = seq_idx_from_cu_seqlens(elsewhere, 5, of_keys=elsewhere.clone())
+    assert (found.shape, found.device.type) == ((1, 5), "meta")
 
 
 @pytest.mark.parametrize("seq_idx", [torch.zeros(2, 5), torch.zeros(1, 6).long(), torch.zeros(6).long()])

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megacpp_mcore import backends
-from megacpp_mcore.backends import Candidate, Dispatcher, ProbeResult, Speed
+from megacpp_mcore import backends, doctor
+from megacpp_mcore.backends import Candidate, Dim, Dispatcher, ProbeResult, Speed, Support, observed, probes, table
+from megacpp_mcore.backends import dispatcher as dispatching
+from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
 from megacpp_mcore.errors import BackendError
 
 
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has warned of nothing, tried nothing and disables nothing."""
+    monkeypatch.setattr(dispatching, "_warned", set())
+    monkeypatch.delenv(probes.DISABLE_TE, raising=False)
+    probes._tried.cache_clear()
+    yield
+    probes._tried.cache_clear()
+
+
 class Counted:
-    """A candidate's three functions, counting their calls."""
+    """A candidate's two functions, counting their calls, and its largest head dimension."""
 
     def __init__(self, *, present: bool = True, covers: int = 128, loads: bool = True) -> None:
         self.present, self.covers, self.loads = present, covers, loads
@@ -28,18 +41,15 @@ class Counted:
         self.probes += 1
         return ProbeResult(self.present, "" if self.present else "no such device")
 
-    def supports(self, needs: Mapping[str, Any]) -> str | None:
-        width = needs.get("head_dim", 1)
-        return None if width <= self.covers else f"head_dim {width} > {self.covers}"
-
     def load(self) -> Callable[..., Any]:
         self.loaded += 1
         if not self.loads:
             raise ImportError("undefined symbol")
         return self.covers.__add__
 
-    def candidate(self, name: str, speed: Speed, op: str = "mla") -> Candidate:
-        return Candidate(name=name, op=op, speed=speed, load=self.load, probe=self.probe, supports=self.supports)
+    def candidate(self, name: str, speed: Speed, op: str = "mla", devices: tuple[str, ...] = ("cpu",)) -> Candidate:
+        support = Support(devices=devices, dims={"head_dim": Dim(largest=self.covers)})
+        return Candidate(name=name, op=op, speed=speed, load=self.load, probe=self.probe, support=support)
 
 
 def dispatcher(requests: Mapping[str, str] | None = None, **fast: Any) -> tuple[Dispatcher, Counted]:
@@ -67,12 +77,27 @@ def test_auto_that_is_slower_than_the_best_present_warns_once_and_is_marked(capl
     assert made.request("mla", layer=4, head_dim=64).slower_than_best is False
 
 
-def test_auto_without_the_fast_one_is_not_a_fall_back_but_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_without_the_fast_one_of_this_device_is_a_marked_fall_back(caplog: pytest.LogCaptureFixture) -> None:
     made, _ = dispatcher(present=False)
-    answer = made.request("mla")
-    assert (answer.observed, answer.slower_than_best) == ("slow", False)
-    assert answer.reason == "fast is not there: no such device"
-    assert caplog.records == []
+    answers = [made.request("mla", layer=layer, device="cpu") for layer in (1, 2)]
+    assert {(answer.observed, answer.slower_than_best) for answer in answers} == {("slow", True)}
+    assert answers[0].reason == "fast is not there: no such device"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    another, _ = dispatcher(present=False)
+    assert another.request("mla").slower_than_best is True
+    assert len(caplog.records) == 1
+
+
+def test_a_kernel_of_another_device_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
+    fast, slow = Counted(present=False), Counted()
+    made = Dispatcher(
+        candidates=[fast.candidate("fast", Speed.KERNEL, devices=("cuda",)), slow.candidate("slow", Speed.REFERENCE)]
+    )
+    answer = made.request("mla", device="cpu")
+    assert (answer.observed, answer.slower_than_best, answer.reason) == ("slow", False, "fast is for cuda")
+    assert (caplog.records, fast.probes) == ([], 0)
+    with pytest.raises(BackendError, match="slow is for cpu"):
+        made.request("mla", device="cuda")
 
 
 def test_a_present_candidate_that_does_not_load_is_a_marked_fall_back(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,6 +148,10 @@ def test_names_that_do_not_exist() -> None:
     one = Counted().candidate("one", Speed.KERNEL)
     with pytest.raises(BackendError, match="names must be unique"):
         Dispatcher(candidates=[one, one])
+    with pytest.raises(BackendError, match="op linear is not chosen by name: --transformer-impl decides; leave it out"):
+        Dispatcher({"linear": "local"})
+    with pytest.raises(BackendError, match="no requirement of backend x called 'tritn'; did you mean triton"):
+        Candidate(name="x", op="mla", speed=Speed.KERNEL, load=lambda: abs, requires=("tritn",))
 
 
 def test_nothing_that_covers_the_needs() -> None:
@@ -170,3 +199,134 @@ def test_apex_parts_are_probed_and_an_impostor_is_not_imported(tmp_path: Path) -
     assert "'amp_C': 'amp_C is not installed', 'apex.optimizers': 'it needs amp_C'" in done.stdout
     assert "built for another torch" in done.stdout
     assert tuple(backends.apex_parts()) == backends.APEX_PARTS
+
+
+@pytest.mark.parametrize(
+    ("support", "needs", "reason"),
+    [
+        (Support(devices=("cuda",)), {"device": "cpu"}, "it runs on cuda, not on cpu"),
+        (Support(dtypes=("bfloat16",)), {"dtype": "torch.float32"}, "dtype float32 is none of bfloat16"),
+        (Support(dims={"v_dim": Dim(multiple_of=8)}), {"v_dim": 12}, "v_dim 12 is not a multiple of 8"),
+        (Support(dims={"v_dim": Dim(smallest=16, largest=64)}), {"v_dim": 8}, "v_dim 8 < 16"),
+        (Support(dims={"v_dim": Dim(smallest=16, largest=64)}), {"v_dim": 72}, "v_dim 72 > 64"),
+        (Support(mask=False), {"mask": True}, "it takes no mask"),
+        (Support(packed=False), {"packed": True}, "it does not keep packed documents apart"),
+        (Support(deterministic=False), {"deterministic": True}, "its gradients can differ from run to run"),
+        (Support(capturable=False), {"capturable": True}, "a CUDA graph cannot hold it"),
+    ],
+)
+def test_support_says_what_it_lacks_and_nothing_else(support: Support, needs: dict[str, Any], reason: str) -> None:
+    assert support.lacking(needs) == reason
+    assert Support().lacking(needs) is None
+    (name, value), *_ = needs.items()
+    if isinstance(value, bool):
+        assert support.lacking({name: False}) is None
+
+
+def test_support_of_several_needs_and_of_one_that_is_none() -> None:
+    support = Support(mask=False, dims={"v_dim": Dim(multiple_of=8)})
+    assert support.lacking({"mask": True, "v_dim": 9}) == "it takes no mask; v_dim 9 is not a multiple of 8"
+    assert support.lacking({"v_dim": 16, "another": 9}) is None
+    with pytest.raises(BackendError, match="a request needs maks=True; expected device, dtype, mask"):
+        support.lacking({"maks": True})
+
+
+@pytest.mark.parametrize(
+    ("needs", "reason"),
+    [
+        ({"device": "cpu"}, "sdpa is for cuda"),
+        ({"device": "cuda", "qk_dim": 24, "v_dim": 12}, "sdpa does not cover this: v_dim 12 is not a multiple of 8"),
+        ({"device": "cuda", "dtype": "torch.float32"}, "sdpa does not cover this: dtype float32 is none of"),
+        ({"device": "cuda", "deterministic": True}, "sdpa does not cover this: its gradients can differ"),
+    ],
+)
+def test_full_attention_is_fused_where_it_can_be(
+    monkeypatch: pytest.MonkeyPatch, needs: dict[str, Any], reason: str
+) -> None:
+    monkeypatch.setattr(probes, "REQUIREMENTS", {probes.CUDA: lambda: ProbeResult(True)})
+    fused = Dispatcher().request("mla", device="cuda", dtype="torch.bfloat16", qk_dim=128, v_dim=64, mask=True)
+    assert (fused.observed, fused.fn.__module__) == ("sdpa", "megacpp_mcore.ops.mla.sdpa")
+    plain = Dispatcher().request("mla", **needs)
+    assert (plain.observed, plain.slower_than_best) == ("reference", needs["device"] == "cuda")
+    assert plain.reason.startswith(reason)
+
+
+def test_no_triton_is_tried_once_and_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    kernel = Candidate(name="fast", op="mla", speed=Speed.KERNEL, load=lambda: abs, requires=("triton",))
+    candidates = [kernel, Counted().candidate("slow", Speed.REFERENCE)]
+    answer = Dispatcher(candidates=candidates).request("mla", device="cpu")
+    assert (answer.observed, answer.slower_than_best) == ("slow", True)
+    assert answer.reason == "fast is not there: triton is not installed"
+    monkeypatch.delitem(sys.modules, "triton")
+    assert not Dispatcher(candidates=candidates)._probe(kernel).ok
+    with pytest.raises(BackendError, match="'fast' was asked for by name for op mla and cannot run: triton is not"):
+        Dispatcher(candidates=candidates).request("mla", "fast")
+
+
+def te_dispatcher() -> Dispatcher:
+    return Dispatcher(candidates=layer_parts_candidates(transformer_engine=lambda: "te", local=lambda: "local"))
+
+
+def test_a_named_request_for_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    working = {probes.TRANSFORMER_ENGINE: lambda: ProbeResult(True)}
+    monkeypatch.setattr(probes, "REQUIREMENTS", working)
+    answer = te_dispatcher().request(LAYER_PARTS, "transformer_engine", device="cuda")
+    assert (answer.observed, answer.fn()) == ("transformer_engine", "te")
+    monkeypatch.setenv(probes.DISABLE_TE, "1")
+    for device in ("cuda", "cpu"):
+        answer = te_dispatcher().request(LAYER_PARTS, "transformer_engine", layer=3, device=device)
+        record = answer.as_record()
+        assert (record["requested"], record["observed"], record["layer"]) == ("transformer_engine", "local", 3)
+        assert answer.fn() == "local"
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == [
+        "op transformer_impl was asked for on transformer_engine and runs on local: "
+        "MEGACPP_DISABLE_TE=1 disables Transformer Engine"
+    ]
+    monkeypatch.setenv(probes.DISABLE_TE, "0")
+    assert te_dispatcher().request(LAYER_PARTS, "transformer_engine", device="cuda").fn() == "te"
+
+
+def test_transformer_engine_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {probes.TRANSFORMER_ENGINE: lambda: ProbeResult(False, "transformer_engine is not installed")}
+    monkeypatch.setattr(probes, "REQUIREMENTS", missing)
+    with pytest.raises(BackendError, match="cannot run: transformer_engine is not installed; ask for another one"):
+        te_dispatcher().request(LAYER_PARTS, "transformer_engine", device="cuda")
+    assert te_dispatcher().request(LAYER_PARTS, "local", device="cuda").fn() == "local"
+
+
+@pytest.mark.parametrize("value", ["yes", "true", "2", " "])
+def test_the_variable_has_two_values(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(probes.DISABLE_TE, value)
+    with pytest.raises(BackendError, match=r"MEGACPP_DISABLE_TE is .*; expected 1"):
+        te_dispatcher().request(LAYER_PARTS, "transformer_engine", device="cuda")
+
+
+def test_the_table_has_every_candidate_and_its_data(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {(row["op"], row["name"]): row for row in json.loads(json.dumps(table.rows()))}
+    assert set(rows) == {(candidate.op, candidate.name) for candidate in backends.own_candidates()}
+    assert rows["mla", "sdpa"]["devices"] == ["cuda"]
+    assert rows["mla", "sdpa"]["dims"] == {"qk_dim": "× 8", "v_dim": "× 8"}
+    broken = Counted(present=False).candidate("broken", Speed.KERNEL)
+    assert "no: no such device" in table.text([broken])
+    doctor_words = argparse.Namespace(backends=True, json=False)
+    assert doctor.run(doctor_words) == 0
+    said = capsys.readouterr().out
+    assert "sdpa       kernel     cuda       bf16, fp16  qk_dim × 8, v_dim × 8  deterministic" in said
+    assert "optimizer is chosen by --optimizer" in said
+
+
+def test_notes_are_kept_once_and_forgotten() -> None:
+    observed.forget()
+    for _ in range(3):
+        observed.note("loss", "megatron", "hooks", speed=Speed.COMPILED, requested="linear_cross_entropy")
+    observed.note("loss", "linear_cross_entropy", "", speed=Speed.COMPILED, requested="linear_cross_entropy")
+    assert [(one["observed"], one["speed"]) for one in observed.notes()] == [
+        ("megatron", "compiled"),
+        ("linear_cross_entropy", "compiled"),
+    ]
+    observed.forget()
+    assert observed.notes() == []

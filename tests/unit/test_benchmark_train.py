@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import measure, train
+from benchmarks import train
+from megacpp_mcore.bench import measure
 
 WORDS = ["nam56r_tiny", "--data", "x", "--steps", "2", "--warmup", "1"]
 # Lines as megatron-core 0.19.2 prints them.

@@ -33,7 +33,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str,
 def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[str], dict[str, Any]]]) -> None:
     stock = ["pretrain_gpt.py", "--device", "x", "--", "--spec", "megacpp_mcore.nam56r", "--traceback"]
     options = ["--device", "cpu", "--nproc", "2", "--allow-spec-from", "mine", "--patch", "one", "--patch", "two"]
-    options += ["--record-steps", "steps.jsonl"]
+    options += ["--record-steps", "steps.jsonl", "--observe", "here"]
     assert cli.main(["launch", *options, "--", *stock]) == 7
     ((command, given),) = launched
     assert command == stock
@@ -42,7 +42,7 @@ def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[s
         "nproc": 2,
         "allowed_spec_prefixes": ("megacpp_mcore", "megatron", "mine"),
         "patches": ["one", "two"],
-        "record_steps": "steps.jsonl",
+        "recording": launcher.Recording(observe="here", steps="steps.jsonl"),
     }
 
 

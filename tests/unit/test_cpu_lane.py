@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,11 +40,13 @@ def world(tmp_path: Any) -> Iterator[Any]:
 def _replaceable() -> dict[str, Any]:
     """Everything that the lane may change, by identity."""
     from megatron.core.transformer.moe import experts, moe_utils
+    from megatron.training import initialize
 
     state: dict[str, Any] = {}
     for module in (torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.Tensor, torch.distributed, experts, moe_utils):
         state.update({f"{module.__name__}.{name}": value for name, value in vars(module).items()})
     state["SequentialMLP"] = experts.SequentialMLP.__init__
+    state["warm-up"] = initialize._warmup_jit_function
     state["DataLoader"] = torch.utils.data.DataLoader.__iter__
     state["mode"] = torch.overrides._get_current_function_mode()
     state["filters"] = tuple(logging.getLogger("megatron.core.tensor_parallel.random").filters)
@@ -86,6 +89,7 @@ def test_remove_puts_every_original_back(other_values: Any) -> None:
         "torch.distributed.all_to_all_single",
         "SequentialMLP",
         "DataLoader",
+        "warm-up",
         "mode",
         "filters",
     } <= changed
@@ -330,6 +334,23 @@ def test_starting_a_data_loader_leaves_the_generator_alone(lane: cpu.CpuLane) ->
     before = torch.get_rng_state()
     assert [float(batch) for (batch,) in loader] == [0.0, 1.0]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_warming_fused_functions_up_leaves_the_generator_alone(lane: cpu.CpuLane, micro_batch: int) -> None:
+    """Stock's own warm-up, with inputs as large as the micro-batch: it draws, and the weights do not notice."""
+    from megatron.training import initialize
+
+    sizes = {"ffn_hidden_size": 4, "hidden_size": 4, "seq_length": 2, "micro_batch_size": micro_batch}
+    kind = {"bf16": False, "fp16": False, "swiglu": False, "sequence_parallel": False}
+    layout = {"tensor_model_parallel_size": 1, "context_parallel_size": 1}
+    arguments = SimpleNamespace(**sizes, **kind, **layout)
+    with mock.patch.object(initialize, "get_args", return_value=arguments):
+        before = torch.get_rng_state()
+        initialize._warmup_jit_function(tp_size=1)
+        assert torch.equal(torch.get_rng_state(), before)
+        initialize._warmup_jit_function.__wrapped__(tp_size=1)
+        assert not torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, list])

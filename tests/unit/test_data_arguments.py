@@ -452,11 +452,28 @@ def test_the_tokens_of_fim_are_said(fim_words: list[str]) -> None:
 
 BAD_FIM = {
     "unknown token": (["--fim-middle-token", "<MID>"], "has no token for --fim-middle-token <MID>"),
-    "unknown separator": (["--fim-split-sample", "<file>"], "has no token for --fim-split-sample <file>"),
+    "unknown separator": (
+        ["--fim-split-sample", "<file>", "--fim-fragment-rate", "0.5"],
+        "has no token for --fim-split-sample <file>",
+    ),
     "one token twice": (["--fim-suffix-token=<fim_prefix>"], "--fim-prefix-token and --fim-suffix-token both name"),
     "another end": (["--fim-eod-token", "A"], "--fim-eod-token A is id .*, and documents end with the eos_token"),
     "hybrid host": (["--hybrid-layer-pattern", "M"], "pretrain_hybrid.py has no such dataset"),
     "packed": (["--dataloader-inter-document-masking"], "does not say where documents end"),
+    "no rate": (["--fim-rate", "0"], "--fim-rate is '0'; expected a probability above 0 and up to 1"),
+    "rate above 1": (["--fim-rate=1.5"], "--fim-rate is '1.5'; expected a probability above 0"),
+    "negative rate": (["--fim-rate", "-0.5"], "--fim-rate is '-0.5'; expected a probability above 0"),
+    "rate that is none": (["--fim-spm-rate", "nan"], "--fim-spm-rate is 'nan'; expected a probability above 0"),
+    "no order": (["--fim-spm-rate", "0.0"], "--fim-spm-rate is '0.0'; expected a probability above 0"),
+    "rate of words": (["--fim-fragment-rate", "half"], "--fim-fragment-rate is 'half'; expected a probability from 0"),
+    "fragments above 1": (
+        ["--fim-fragment-rate", "2"],
+        "--fim-fragment-rate is '2'; expected a probability from 0 to 1",
+    ),
+    "fragments without rate": (
+        ["--fim-split-sample", "<fim_pad>"],
+        "--fim-split-sample <fim_pad> was given without --fim-fragment-rate.*such as --fim-fragment-rate 0.5",
+    ),
 }
 
 
@@ -464,6 +481,11 @@ BAD_FIM = {
 def test_what_fim_would_get_wrong_in_silence_is_refused(fim_words: list[str], extra: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         verify_arguments([*fim_words, *extra])
+
+
+@pytest.mark.parametrize("rates", [["--fim-rate", "1", "--fim-spm-rate", "1e-3"], ["--fim-fragment-rate", "0"]])
+def test_rates_of_fim_that_stock_takes_are_taken(fim_words: list[str], rates: list[str]) -> None:
+    assert "FIM tokens" in verify_arguments([*fim_words, *rates])
 
 
 def test_fim_of_a_tokenizer_that_adds_tokens_is_refused(fim_words: list[str], fim_folder: Path) -> None:

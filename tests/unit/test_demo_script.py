@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -13,6 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -55,6 +57,7 @@ sys.exit(status)
 def trainer(plan: object, *, steps: int, pause: float, status: int = 0) -> list[str]:
     pids = plan.folder / "pids"  # type: ignore[attr-defined]
     path = plan.steps_file  # type: ignore[attr-defined]
+    path.parent.mkdir(exist_ok=True)
     return [sys.executable, "-c", TRAINER, str(path), str(pids), str(steps), str(pause), str(status)]
 
 
@@ -270,6 +273,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_whole_demo_in_small(tmp_path: Path) -> None:
     """Eight steps: everything holds but the score, which eight steps cannot reach; then the corpus is used again."""
     output = tmp_path / "demo"
@@ -279,7 +283,7 @@ def test_the_whole_demo_in_small(tmp_path: Path) -> None:
         [*command, "--output", str(output)], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    steps = read_steps(output / "run-1" / "steps.jsonl")
+    steps = read_steps(output / "run-1" / "observe" / "steps.jsonl")
     first, second = ([step for step in steps if step.resumed_at == start] for start in (0, 4))
     assert [step.step for step in second] == [5, 6, 7, 8]
     assert first[-1].step >= 5
@@ -288,13 +292,13 @@ def test_the_whole_demo_in_small(tmp_path: Path) -> None:
     assert "held-out bits per byte" in done.stdout
     assert "demo FAILED: the score is" in done.stderr
     assert "Warning" not in done.stdout + done.stderr
-    check_against_megatrons_log(output / "run-1" / "log.txt", first)
+    check_against_megatrons_log(output / "run-1" / "observe" / "stock.log", first)
 
     score = json.loads((output / "run-1" / "score.json").read_text())
     assert (score["step"], score["tokens"]) == (8, 1999)
     page = (output / "index.html").read_text(encoding="utf-8")
     assert page == (output / "run-1" / "index.html").read_text(encoding="utf-8")
-    assert f"{score['bits_per_byte']:.3f}" in page
+    check_page(page, score, first[-1].step)
 
     progress, stream = make_progress(demo.Plan(tmp_path, "cpu", 8, 0))
     prefixes = demo.make_corpus(output / "corpus", progress)
@@ -305,6 +309,28 @@ def test_the_whole_demo_in_small(tmp_path: Path) -> None:
     assert "making it" in stream.getvalue()
     assert "SHA-256" in stream.getvalue()
     assert demo.check_corpus(prefixes) == (True, "")
+
+
+def check_page(page: str, score: dict[str, Any], killed_after: int) -> None:
+    """It is self-contained, and says what the run came to, what was killed, and what the model is."""
+    for word in ("http:", "https:", "<script", "src=", "href=", "url("):
+        assert word not in page, word
+    under = 100 * (1 - score["bits_per_byte"] / score["unigram_bits_per_byte"])
+    parameters = demo.MODEL.parameters()
+    for expected in (
+        f"{demo.MODEL.name}, 8 steps of stock Megatron on the CPU",
+        f"<b>{score['bits_per_byte']:.3f}</b>bits per byte, held out",
+        f"<b>{score['unigram_bits_per_byte']:.3f}</b>unigram entropy of the same {score['bytes']:,} bytes",
+        f"<b>{abs(under):.1f} %</b>{'under' if under >= 0 else 'over'} the unigram entropy",
+        f"Killed after step {killed_after}, resumed from the checkpoint of step 4. EQUAL: steps 5 to",
+        'class="tag leveltag"',
+        "resumed at 4",
+        "restarted from step 4",
+        *(f"{parameters[letter]:,}" for letter in "AEMR"),
+        f"{sum(parameters.values()):,}",
+        importlib.metadata.version("megatron-core"),
+    ):
+        assert expected in page, expected
 
 
 def check_against_megatrons_log(log: Path, first: list[Step]) -> None:

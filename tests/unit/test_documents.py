@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +24,6 @@ S, D, EOD = 32, 128, 256
 LENGTHS = [5, 1, 14, 12]
 FAMILIES = {"A": 1, "F": 5, "M": 3, "R": 12}
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("documents")
-    with stock.one_process(folder / "store"):
-        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -239,8 +232,13 @@ GIVEN = {
     "reset_attention_mask": True,
     "dataloader_inter_document_masking": False,
     "create_attention_mask_in_dataloader": True,
+    "micro_batch_size": 1,
 }
-ONE_CHUNK = {"mtp_num_layers": None, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None}
+ONE_CHUNK = {
+    **{"mtp_num_layers": None, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None},
+    **{"moe_router_load_balancing_type": "seq_aux_loss", "num_moe_experts": 4, "sequence_parallel": False},
+    "variable_seq_lengths": False,
+}
 BAD_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no mask": ({"create_attention_mask_in_dataloader": False}, {}, "Megatron makes no mask and documents would see"),
     "MTP": ({}, {"mtp_num_layers": 2}, "multi-token prediction does not read it"),
@@ -271,6 +269,32 @@ def test_runs_that_would_not_keep_documents_apart_are_refused(
     check(None, configured)  # no stock script, nothing to ask
     check(given | {"reset_attention_mask": False}, configured)
     check(given | {"dataloader_inter_document_masking": True}, configured)
+
+
+PACKED = {"dataloader_inter_document_masking": True, "micro_batch_size": 2}
+CUT = {"sequence_parallel": True, "num_moe_experts": 4, "moe_router_load_balancing_type": "seq_aux_loss"}
+
+
+def test_packed_samples_that_would_be_mixed_up_are_refused() -> None:
+    stages = {"pipeline_model_parallel_size": 2}
+    with pytest.raises(ModelError, match="in the shape of unpacked ones, mixing them up; pass --micro-batch-size 1"):
+        check(PACKED, stages)
+    check(PACKED | {"micro_batch_size": 1}, stages)
+    check(PACKED, stages | {"variable_seq_lengths": True})
+
+
+def test_packed_samples_that_would_be_balanced_together_are_refused() -> None:
+    message = "packs the 2 samples of a micro-batch .*balances experts over all samples.*pass --micro-batch-size 1"
+    for balanced in ("seq_aux_loss", ["aux_loss", "seq_aux_loss"]):
+        with pytest.raises(ModelError, match=message):
+            check(PACKED, CUT | {"moe_router_load_balancing_type": balanced})
+    check(PACKED | {"micro_batch_size": 1}, CUT)
+    for change in (
+        {"sequence_parallel": False},
+        {"num_moe_experts": None},
+        {"moe_router_load_balancing_type": "aux_loss"},
+    ):
+        check(PACKED, CUT | change)
 
 
 def test_runs_of_up_to_two_chunks_may_mask() -> None:

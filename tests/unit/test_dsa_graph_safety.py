@@ -27,12 +27,6 @@ TOKENS = 24
 CU_SEQLENS = ([0, 24], [0, 8, 24], [0, 0, 4, 4, 24], [0, 4, 8, 12, 24])
 
 
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with stock.one_process(tmp_path_factory.mktemp("dsa") / "store"):
-        yield
-
-
 @contextlib.contextmanager
 def capture() -> Iterator[None]:
     """What code in a capture sees, on a machine without a GPU."""
@@ -144,7 +138,7 @@ def layer_results(variant: str, recorder: Any = None) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_captured_layer_never_waits_and_gives_stocks_bytes(process: None, variant: str) -> None:
+def test_a_captured_layer_never_waits_and_gives_stocks_bytes(process: Path, variant: str) -> None:
     stock.loss_scale(1.0)
     seen = HostRecorder()
     expected = layer_results(variant, seen)
@@ -160,7 +154,7 @@ def test_a_captured_layer_never_waits_and_gives_stocks_bytes(process: None, vari
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_with_dsa_indexer_memory_it_never_waits_either(process: None, variant: str) -> None:
+def test_with_dsa_indexer_memory_it_never_waits_either(process: Path, variant: str) -> None:
     stock.loss_scale(1.0)
     recorder = HostRecorder()
     with stock.patched(PATCH, dsa_indexer_memory.PATCH):
@@ -172,7 +166,7 @@ def test_with_dsa_indexer_memory_it_never_waits_either(process: None, variant: s
         assert torch.equal(ours, theirs)
 
 
-def test_an_unset_loss_scale_is_one_and_is_not_kept(process: None) -> None:
+def test_an_unset_loss_scale_is_one_and_is_not_kept(process: Path) -> None:
     scaler = dsa().DSAIndexerLossAutoScaler
 
     def gradient(recorder: Recorder) -> torch.Tensor:
@@ -221,7 +215,7 @@ def validate(query_rows: int, key_rows: int) -> None:
     dsa()._validate_nonpacked_cp_uniform_length(query_rows, key_rows, 2, "group", torch.device("cpu"))
 
 
-def test_lengths_of_other_ranks_are_checked_in_eager_mode_only(process: None) -> None:
+def test_lengths_of_other_ranks_are_checked_in_eager_mode_only(process: Path) -> None:
     with stock.patched(PATCH):
         with ranks_with([8, 6]) as gathered:
             with pytest.raises(RuntimeError, match=r"per-rank lengths \[8, 6\]"):
@@ -242,7 +236,7 @@ def test_lengths_of_other_ranks_are_checked_in_eager_mode_only(process: None) ->
 @pytest.mark.parametrize("cu_seqlens", CU_SEQLENS, ids=str)
 @pytest.mark.parametrize("cp_size", [1, 2])
 @pytest.mark.parametrize("padding", [0, 4, None])
-def test_packed_positions_are_stocks(process: None, cu_seqlens: list[int], cp_size: int, padding: int | None) -> None:
+def test_packed_positions_are_stocks(process: Path, cu_seqlens: list[int], cp_size: int, padding: int | None) -> None:
     """``padding``: rows behind the last sequence; None: none, and the caller says so."""
     bounds = torch.tensor(cu_seqlens, dtype=torch.int32)
     size = 24 // cp_size + (padding or 0)
@@ -268,7 +262,7 @@ def test_packed_positions_are_stocks(process: None, cu_seqlens: list[int], cp_si
     assert recorder.waits == set()
 
 
-def test_lengths_that_cannot_be_cut_are_refused_in_eager_mode(process: None) -> None:
+def test_lengths_that_cannot_be_cut_are_refused_in_eager_mode(process: Path) -> None:
     module = importlib.import_module(f"{DSA}_layout")
     arguments = (torch.tensor([0, 6, 12]), 2, 0, torch.device("cpu"), 6)
     with stock.patched(PATCH):
@@ -283,7 +277,7 @@ def test_lengths_that_cannot_be_cut_are_refused_in_eager_mode(process: None) -> 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("table", [24, 20], ids=["whole batch", "longest sequence"])
 def test_packed_rotation_is_stocks(
-    process: None, cu_seqlens: list[int], cp_size: int, interleaved: bool, table: int
+    process: Path, cu_seqlens: list[int], cp_size: int, interleaved: bool, table: int
 ) -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
@@ -309,7 +303,7 @@ def test_packed_rotation_is_stocks(
         assert torch.equal(have, want)
 
 
-def test_the_scatter_of_stock_needs_no_patch(process: None) -> None:
+def test_the_scatter_of_stock_needs_no_patch(process: Path) -> None:
     masking = importlib.import_module(f"{DSA}_masking")
     index = torch.tensor([[[0, 2, -1], [-1, -1, -1], [1, 3, 2]]])
     mask, recorder = torch.full((1, 3, 4), float("-inf")), HostRecorder()
@@ -354,7 +348,7 @@ def test_without_a_gpu_nothing_is_captured() -> None:
             assert dsa_graph_safety.capturing() is False
 
 
-def test_apply_twice_is_once_and_revert_is_identity(process: None) -> None:
+def test_apply_twice_is_once_and_revert_is_identity(process: Path) -> None:
     stock.check_cycle(PATCH)
 
 

@@ -854,25 +854,10 @@ class TestCache:
         assert seen() is None
 
 
-def targets() -> list[Any]:
-    from megacpp_mcore.patches.symbols import resolve
-
-    return [resolve(edit.target).raw for edit in PATCH.edits]
-
-
 def test_apply_and_revert_restore_identity(process: None) -> None:
     from megatron.core import tensor_parallel
 
-    registry = Registry([PATCH])
-    before = targets()
-    assert registry.apply([PATCH.name]).applied == (PATCH.name,)
-    registry.verify()
-    patched_targets = targets()
-    assert not any(new is old for new, old in zip(patched_targets, before, strict=True))
-    assert registry.apply([PATCH.name]).already == (PATCH.name,)
-    assert all(new is old for new, old in zip(targets(), patched_targets, strict=True))
-    assert registry.revert() == (PATCH.name,)
-    assert all(new is old for new, old in zip(targets(), before, strict=True))
+    stock.check_cycle(PATCH)
     assert tensor_parallel.checkpoint.__module__ == "megatron.core.tensor_parallel.random"
 
 
@@ -880,12 +865,12 @@ def test_another_source_is_refused(process: None, monkeypatch: pytest.MonkeyPatc
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 
     registry = Registry([PATCH])
-    before = targets()
+    before = stock.targets(PATCH)
     monkeypatch.setattr(DSAttention, "forward", lambda self, *args, **kwargs: None)
     with pytest.raises(PatchError, match=r"dsa-index-cache: the source of .*DSAttention\.forward"):
         registry.apply([PATCH.name])
     monkeypatch.undo()
-    assert all(new is old for new, old in zip(targets(), before, strict=True))
+    assert all(new is old for new, old in zip(stock.targets(PATCH), before, strict=True))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import dsa_indexer_memory as benchmark
+from megacpp_mcore.bench.cases import dsa_indexer_memory as benchmark
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.indexer import chunked
 from megacpp_mcore.ops.indexer.chunked import Attention, Indexer, KeyRule
@@ -497,15 +497,9 @@ def test_a_loss_out_of_scope_is_left_to_stock() -> None:
 # --- a stock layer -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with stock.one_process(tmp_path_factory.mktemp("dsa") / "store"):
-        yield
-
-
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
-def test_a_stock_layer_trains_the_same(process: None, sparse: bool, masked: bool) -> None:
+def test_a_stock_layer_trains_the_same(process: Path, sparse: bool, masked: bool) -> None:
     torch.manual_seed(3)
     attention = dsa_attention(dsa_config(dsa_indexer_use_sparse_loss=sparse)).train()
     inputs = layer_inputs(45, 2)

@@ -26,6 +26,7 @@ from megacpp_mcore.observe import flops
 from megacpp_mcore.observe.flops import Work
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_scores
+from megacpp_mcore.ops.linear_cross_entropy.reference import linear_cross_entropy
 from megacpp_mcore.ops.m2rnn.reference import m2rnn_chunked, m2rnn_sequential
 from megacpp_mcore.ops.mamba3.reference import mamba3
 from megacpp_mcore.ops.mla.reference import mla_attention
@@ -214,6 +215,13 @@ def test_routed_experts(counts: list[int]) -> None:
     assert (forward, backward) == (ours.forward, ours.backward)
 
 
+def test_head_and_loss() -> None:
+    """The loss itself is element-wise."""
+    hidden, weight = leaves((13, 6), (11, 6))
+    found = counted(lambda: linear_cross_entropy(hidden, weight, torch.arange(13) % 11))
+    assert found == dataclasses.astuple(flops.product(13 * 6 * 11))
+
+
 def test_gated_feed_forward() -> None:
     x, up, gate, down = leaves((13, 6), (6, 5), (6, 5), (5, 6))
     assert counted(lambda: ((x @ up) * (x @ gate).sigmoid()) @ down) == dataclasses.astuple(
@@ -266,7 +274,7 @@ def total(measured: dict[str, dict[str, Counter[str]]], module: str) -> int:
 
 
 def layer_work(number: int) -> flops.Families:
-    return flops._layer(SMALL, number, BATCH, SMALL.seq_length)
+    return flops.step(SMALL, BATCH).layers[number - 1]
 
 
 def test_each_layer_of_the_real_model_forward(measured: dict[str, dict[str, Counter[str]]]) -> None:
@@ -363,7 +371,6 @@ def test_batched_products_of_training(measured: dict[str, dict[str, Counter[str]
 
 def test_nam56r_is_about_20_8_gflop_a_token() -> None:
     step = flops.step(preset("nam56r"))
-    print(step.table())
     assert step.training_per_token == pytest.approx(20.85e9, rel=1e-3)
     # With the indexer's backward at twice its forward, as for everything else:
     assert 3 * step.total.forward / step.tokens == pytest.approx(20.90e9, rel=1e-3)
@@ -426,14 +433,84 @@ def test_nothing_to_count_is_refused(size: dict[str, int]) -> None:
         flops.step(SMALL, **size)
 
 
-def test_the_table_lists_what_there_is() -> None:
-    table = flops.step(SMALL).table().splitlines()
-    names = [line.rsplit(maxsplit=3)[0].strip() for line in table[1:]]
-    assert names[-3:] == ["mtp depth 1", "mtp depth 2", "total"]
-    assert "embedding" not in names
-    assert "indexer" in names
-    shares = [float(line.rsplit(maxsplit=1)[1].rstrip("%")) for line in table[1:-1]]
-    assert sum(shares) == pytest.approx(100, abs=1)
+# --- documents kept apart ----------------------------------------------------------------------------------------------
+
+
+def test_documents_kept_apart_count_their_own_pairs() -> None:
+    """Two rows of 64 with documents of 40 + 24 and 5 + 9 + 50: attention by pairs counted one by one, the rest as it was."""
+    lengths = [[40, 24], [5, 9, 50]]
+    whole, apart = flops.step(SMALL, 2), flops.step(SMALL, 2, lengths=lengths)
+    documents = [length for row in lengths for length in row]
+    causal = sum(1 for length in documents for query in range(length) for _ in range(query + 1))
+    selected = sum(min(query + 1, SMALL.dsa.topk) for length in documents for query in range(length))
+    cores = flops.full_core(causal, SMALL.heads, SMALL.mla) + flops.sparse_core(2 * selected, SMALL.heads, SMALL.mla)
+    assert apart.trunk.attention_core == cores
+    assert apart.trunk.attention_core.training < whole.trunk.attention_core.training
+    assert apart.mtp[1].attention_core == flops.full_core(causal, SMALL.heads, SMALL.mla)
+    changed = {"attention_core", "indexer"}
+    for field in dataclasses.fields(flops.Families):
+        same = getattr(apart.families, field.name) == getattr(whole.families, field.name)
+        assert same == (field.name not in changed), field.name
+    scored = 2 * causal * SMALL.dsa.indexer_heads * (SMALL.dsa.indexer_head_dim + 1)
+    without = flops.indexer(
+        128, 0, 0, hidden=SMALL.hidden_size, q_lora_rank=SMALL.mla.q_lora_rank,
+        heads=SMALL.dsa.indexer_heads, head_dim=SMALL.dsa.indexer_head_dim,
+    )  # fmt: skip
+    assert apart.trunk.indexer.forward == scored + without.forward
+    assert flops.step(SMALL, 2, lengths=[[64], [64]]) == whole
+
+
+def test_padding_counts_nothing() -> None:
+    short = flops.step(SMALL, 2, lengths=[[40], [10, 6]])
+    assert short.tokens == 56
+    assert short.families.dense_ffn == flops.step(SMALL, seq_length=56).families.dense_ffn
+    rows = [flops.mamba_scan(1, length, SMALL.mamba_heads, SMALL.mamba3) for length in (40, 16)]
+    assert short.layers[2].mamba_scan == rows[0] + rows[1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "lengths"), [(1, [[64], [64]]), (2, [[64], []]), (1, [[0, 4]]), (1, [[40, 25]]), (2, [[64], [65]])]
+)
+def test_documents_that_are_not_the_batchs_are_refused(batch: int, lengths: list[list[int]]) -> None:
+    with pytest.raises(ModelError, match=r"lengths.*; (expected documents of|give one list)"):
+        flops.step(SMALL, batch, lengths=lengths)
+
+
+# --- what torch's counter does not see ---------------------------------------------------------------------------------
+
+
+def test_a_recurrence_written_element_by_element_is_invisible_to_torch() -> None:
+    """The same ``h W`` as a product, which torch counts as we do, and as a sum of products, which torch counts as nothing."""
+    batch, heads, k, v = 2, 3, 5, 4
+    (h, W) = leaves((batch, heads, k, v), (heads, v, v))
+    with counter() as seen:
+        product = h @ W
+    with counter() as unseen:
+        summed = (h[..., None] * W[:, None]).sum(-2)
+    torch.testing.assert_close(product, summed)
+    assert unseen.get_total_flops() == 0
+    one = flops.m2rnn_recurrence(batch, heads, k, v).forward
+    assert seen.get_total_flops() == one - 2 * batch * heads * k * v  # but for qᵀ h
+    assert one > 0
+
+
+def test_the_recurrence_of_the_reference_needs_a_formula_of_its_own() -> None:
+    """torch 2.11 has none for ``baddbmm_``, in which the chunked reference takes its steps: it sees ``qᵀ h`` and no more."""
+    inputs = _recurrence(2, 7, 3, 5, 4)
+    with FlopCounterMode(display=False) as plain:
+        m2rnn_chunked(*inputs, checkpoint_every=3)
+    assert plain.get_total_flops() < flops.m2rnn_recurrence(2 * 7, 3, 5, 4).forward
+
+
+def test_what_neither_counts() -> None:
+    """Look-ups, norms, softmax, gates and outer products without a sum are no contractions, for torch as for us."""
+    table, x = torch.randn(11, 6), torch.randn(4, 6)
+    with counter() as found:
+        torch.nn.functional.embedding(torch.arange(4), table)
+        torch.nn.functional.rms_norm(x, (6,)).softmax(-1)
+        torch.nn.functional.silu(x) * x
+        x[:, :, None] * x[:, None, :]
+    assert found.get_total_flops() == 0
 
 
 def test_counting_does_not_import_torch() -> None:

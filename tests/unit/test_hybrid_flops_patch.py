@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import logging
 import re
 from argparse import Namespace
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from megacpp_mcore import patches
@@ -240,11 +242,92 @@ def test_our_model_is_counted_whole(
     args.padded_vocab_size = 512
     assert ours(args, 5) == flops.step(model, 5, vocab_size=512).total.training
     assert ours(args, 5) != upstream(args, 5)
-    afresh = _audited_count(upstream)
+    afresh = _audited_count(upstream)  # nobody tells it of documents
     for _ in range(2):
         packed = afresh(args, 5, total_real_tokens_in_batch=17.0, seqlen_squared_sum_in_batch=100.0)
         assert packed == flops.step(model, 5, vocab_size=512).total.training
     assert len([line for line in caplog.messages if "packed rows are counted as one document each" in line]) == 1
+
+
+ROWS = ((48, 16), (16, 32, 16))
+"""Documents of two packed rows; each a whole number of chunks of the Mamba-3 scan, which runs on over them."""
+TOPK = 24
+
+
+@pytest.fixture
+def packed(
+    counts: tuple[Count, Count], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Namespace], dict[str, float]]]:
+    """Lets the loop's own functions see :data:`ROWS`, and returns what it then tells the count."""
+    from megatron.training import global_vars, training
+
+    def run(args: Namespace) -> dict[str, float]:
+        monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+        for row in ROWS:
+            training.update_seqlen_stats_from_cu_seqlens(
+                torch.tensor([0, *itertools.accumulate(row)], dtype=torch.int32)
+            )
+        tokens, squares = training.consume_seqlen_stats_in_iteration()
+        assert (tokens, squares) == (sum(map(sum, ROWS)), sum(length**2 for row in ROWS for length in row))
+        return {"total_real_tokens_in_batch": tokens, "seqlen_squared_sum_in_batch": squares}
+
+    yield run
+    training.consume_seqlen_stats_in_iteration()  # an iteration without documents forgets those of the last
+
+
+def test_packed_documents_of_our_model_count_by_their_lengths(
+    counts: tuple[Count, Count],
+    packed: Callable[[Namespace], dict[str, float]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The truth: each document a batch of its own."""
+    _, ours = counts
+    overrides = {"seq_length": SEQUENCE, "mtp": {"depth": 2}, "dsa": {"topk": TOPK}}
+    model = with_overrides(TINY, overrides)
+    assert all(length % model.mamba3.chunk == 0 for row in ROWS for length in row)
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"model": TINY.name, "overrides": overrides}))
+    monkeypatch.setenv("MEGACPP_CONFIG", str(tmp_path / "model.yaml"))
+    args = stock.parse(stock.cpu_words(model))
+    args.spec, args.padded_vocab_size = ["megacpp_mcore", "nam56r"], 384
+    alone = sum(flops.step(model, seq_length=n, vocab_size=384).total.training for row in ROWS for n in row)
+    whole = flops.step(model, len(ROWS), vocab_size=384).total.training
+    assert ours(args, len(ROWS), **packed(args)) == alone < whole
+    assert ours(args, len(ROWS)) == whole
+    assert [line for line in caplog.messages if "packed rows" in line] == []
+
+
+def test_packed_documents_of_stock_sparse_attention_count_by_their_lengths(
+    counts: tuple[Count, Count], packed: Callable[[Namespace], dict[str, float]]
+) -> None:
+    upstream, ours = counts
+    args = hybrid("MD", dsa_indexer_topk=TOPK)
+    lengths = [length for row in ROWS for length in row]
+    causal = sum(map(flops.causal_pairs, lengths))
+    selected = sum(flops.selected_pairs(length, TOPK) for length in lengths)
+    layer = flops.mla_projections(sum(lengths), 32, 4, WIDTHS) + flops.sparse_core(selected, 4, WIDTHS)
+    layer += flops.indexer(sum(lengths), causal, selected, hidden=32, q_lora_rank=12, heads=2, head_dim=8)
+    sums = packed(args)
+    assert ours(args, len(ROWS), **sums) - upstream(args, len(ROWS), **sums) == layer.training
+
+
+def test_documents_of_an_evaluation_are_left_out(
+    counts: tuple[Count, Count], packed: Callable[[Namespace], dict[str, float]]
+) -> None:
+    """The loop's own sums would hold them, in the next iteration."""
+    from megatron.training import training
+
+    _, ours = counts
+    args = hybrid("MD", dsa_indexer_topk=TOPK)
+    expected = ours(args, len(ROWS), **(sums := packed(args)))
+    with torch.no_grad():
+        training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 5, 64], dtype=torch.int32))
+    for row in ROWS:
+        training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, *itertools.accumulate(row)], dtype=torch.int32))
+    tokens, _ = training.consume_seqlen_stats_in_iteration()
+    assert tokens == SEQUENCE + sum(map(sum, ROWS))
+    assert ours(args, len(ROWS), **sums) == expected
 
 
 def test_without_a_file_the_arguments_name_the_preset(

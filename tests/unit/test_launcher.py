@@ -150,6 +150,30 @@ def test_what_cannot_work_is_refused(command: list[str], options: dict[str, Any]
         plan(*command, **options)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--pipeline-model-parallel-size 4",
+        "--pipeline-model-parallel-size=4",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|tL",
+        "--pipeline-model-parallel-size 2 --hybrid-layer-pattern M|M|M|M/+-",
+    ],
+)
+def test_packed_rows_on_inner_stages_of_a_stock_script_are_refused(words: str, tmp_path: Path) -> None:
+    """Where stock ends in "'NoneType' object is not an iterator"; the wheel's loop trains so (tests/distributed)."""
+    script = tmp_path / "pretrain_gpt.py"
+    script.touch()
+    packed = [*words.split(), "--dataloader-inter-document-masking", *CPU_ARGUMENTS]
+    with pytest.raises(LaunchError, match="those between ask for it, too; leave the script out"):
+        plan(str(script), *packed)
+    assert plan(*packed).script is None
+    assert plan(str(script), *words.split(), *CPU_ARGUMENTS).script == script
+    two = ["--pipeline-model-parallel-size", "2", "--hybrid-layer-pattern", "M|M/+|-", *packed[len(words.split()) :]]
+    assert plan(str(script), *two).script == script
+
+
 @pytest.mark.parametrize("available", [True, False])
 def test_device_auto_and_cuda(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch

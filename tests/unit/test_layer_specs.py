@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,13 +33,6 @@ FAMILIES = {"A": 1, "F": 5, "S": 9, "M": 3, "R": 12, "E": 2}
 @pytest.fixture(scope="module")
 def definition() -> Model:
     return with_overrides(preset("nam56r_tiny"), OVERRIDES)
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("layers")
-    with stock.one_process(folder / "store"):
-        yield folder
 
 
 @pytest.fixture(scope="module")

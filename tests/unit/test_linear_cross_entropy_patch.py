@@ -43,13 +43,6 @@ TOLERANCE = 2e-6
 Outcome = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("linear_cross_entropy")
-    with stock.one_process(folder / "store"):
-        yield folder
-
-
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks of the vocabulary and blocks of tokens at these sizes, none of which divides anything."""

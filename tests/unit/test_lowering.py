@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +19,6 @@ from tests.unit import stock
 
 NOT_THE_MODELS = Path(__file__).parents[1] / "golden" / "fields_not_the_models.txt"
 """Fields of MLATransformerConfig (0.19.1 and 0.19.2) about the machine, the run, precision, or parts NAM56R does not have."""
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with stock.one_process(tmp_path_factory.mktemp("lowering") / "store"):
-        yield
 
 
 def matching(model: Model) -> SimpleNamespace:
@@ -185,7 +178,7 @@ def size(layout: Layout) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_is_lowered_is_accepted_and_describes_the_model(process: None, layout: Layout, device: str) -> None:
+def test_what_is_lowered_is_accepted_and_describes_the_model(process: Path, layout: Layout, device: str) -> None:
     from megacpp_mcore.layer_specs import nam56r
 
     model = with_overrides(preset("nam56r_tiny"), PIPELINED)
@@ -205,12 +198,12 @@ def test_what_is_lowered_is_accepted_and_describes_the_model(process: None, layo
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_accepted_and_found_again(process: None, name: str) -> None:
+def test_every_preset_is_accepted_and_found_again(process: Path, name: str) -> None:
     config = stock.model_config(stock.cpu_words(preset(name)))
     assert matching_preset([config.transformer, config]) is preset(name)
 
 
-def test_every_flag_and_every_remedy_is_one_of_megatron(process: None) -> None:
+def test_every_flag_and_every_remedy_is_one_of_megatron(process: Path) -> None:
     import argparse
 
     from megatron.training.arguments import add_megatron_arguments
@@ -258,7 +251,7 @@ def test_every_flag_and_every_remedy_is_one_of_megatron(process: None) -> None:
     ],
     ids=lambda value: "" if isinstance(value, set) else "".join(value),
 )  # fmt: skip
-def test_contradictions_of_real_runs(process: None, changes: list[str], fields: set[str]) -> None:
+def test_contradictions_of_real_runs(process: Path, changes: list[str], fields: set[str]) -> None:
     model = preset("nam56r_tiny")
     words = stock.cpu_words(model)
     if changes[0] == "-":
@@ -283,7 +276,7 @@ def test_contradictions_of_real_runs(process: None, changes: list[str], fields: 
     ],
 )
 def test_marked_stages_are_the_chunks_that_megatron_cuts(
-    process: None, pattern: str, layout: Layout, text: str
+    process: Path, pattern: str, layout: Layout, text: str
 ) -> None:
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -317,7 +310,7 @@ def config_layer_ids(config: Any, vp_stage: int, pp_rank: int) -> list[int]:
         return list(config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage, pp_rank))
 
 
-def test_a_run_that_cuts_other_stages_than_the_pattern_marks_is_refused(process: None) -> None:
+def test_a_run_that_cuts_other_stages_than_the_pattern_marks_is_refused(process: Path) -> None:
     from megacpp_mcore.layer_specs import nam56r
 
     staged = with_overrides(preset("nam56r_tiny"), {"pattern": "AEMEA|EMEAEMR", **PIPELINED})
@@ -334,7 +327,7 @@ def test_a_run_that_cuts_other_stages_than_the_pattern_marks_is_refused(process:
         (["--context-parallel-size", "2"], 2, "context parallelism is 2"),
     ],
 )  # fmt: skip
-def test_runs_whose_layout_cannot_hold_the_model(process: None, extra: list[str], world_size: int, says: str) -> None:
+def test_runs_whose_layout_cannot_hold_the_model(process: Path, extra: list[str], world_size: int, says: str) -> None:
     from megacpp_mcore.layer_specs import nam56r
 
     config = stock.model_config([*stock.cpu_words(preset("nam56r_tiny")), *extra], world_size).transformer
@@ -347,7 +340,7 @@ def test_runs_whose_layout_cannot_hold_the_model(process: None, extra: list[str]
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_builds_on_meta_as_it_is_counted(
-    process: None, name: str, capsys: pytest.CaptureFixture[str]
+    process: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = preset(name)
     built = stock.build_on_meta(model)
@@ -380,7 +373,7 @@ def role_of(layer: Any) -> str | None:
     return "-"
 
 
-def test_the_callable_refuses_before_anything_is_built(process: None) -> None:
+def test_the_callable_refuses_before_anything_is_built(process: Path) -> None:
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models.gpt import GPTModelBuilder

@@ -46,12 +46,6 @@ CHUNKED = (
 Outcome = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with stock.one_process(tmp_path_factory.mktemp("mla_core_attention") / "store"):
-        yield
-
-
 @pytest.fixture(autouse=True)
 def fresh() -> None:
     mla_core_attention._say_once.cache_clear()
@@ -59,7 +53,7 @@ def fresh() -> None:
 
 
 @pytest.fixture
-def patched(process: None) -> Iterator[None]:
+def patched(process: Path) -> Iterator[None]:
     with stock.patched(PATCH):
         yield
 
@@ -251,7 +245,7 @@ def documents(length: int) -> torch.Tensor:
     return ~(causal & (document[:, :, None] == document[:, None, :]))[:, None]
 
 
-def test_stock_cannot_build_it(process: None) -> None:
+def test_stock_cannot_build_it(process: Path) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'k_channels'"):
         gpt()
 
@@ -651,7 +645,7 @@ def test_a_transformer_engine_that_cannot_be_asked(engine: Engine, monkeypatch: 
 # --- the patch itself --------------------------------------------------------------------------------------------------
 
 
-def test_apply_twice_is_once_and_revert_is_identity(process: None) -> None:
+def test_apply_twice_is_once_and_revert_is_identity(process: Path) -> None:
     stock.check_cycle(PATCH)
     with pytest.raises(TypeError, match="k_channels"):
         gpt()

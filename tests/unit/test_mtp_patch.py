@@ -28,13 +28,6 @@ B, S, K = 2, 16, 2
 OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": K}}
 
 
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("mtp")
-    with stock.one_process(folder / "store"):
-        yield folder
-
-
 @pytest.fixture
 def model(process: Path) -> Any:
     model = stock.build(OVERRIDES, preset("nam56r_tiny"), process)

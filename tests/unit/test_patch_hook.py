@@ -882,6 +882,7 @@ SHARED = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("models", [MODELS, MODELS[::-1]], ids=["GPTModel alone", "HybridModel alone"])
 def test_linear_cross_entropy_comes_with_the_model_that_is_imported(
     models: tuple[str, str], tmp_path: Path, request: pytest.FixtureRequest

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megacpp_mcore import config, policy
-from megacpp_mcore.errors import ConfigFileError
+from megacpp_mcore import config, policy, policy_values
+from megacpp_mcore.errors import ConfigFileError, LaunchError
 from megacpp_mcore.lowering import Training, lower
-from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.policy import (
     DEFAULT,
     EXPLICIT,
@@ -26,7 +28,9 @@ from megacpp_mcore.policy import (
     overlap_contract,
     resolve,
 )
+from megacpp_mcore.precision import EXPERTS_FILE, FP8_EXPERTS
 
+TURN_COMPILE_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 GPU = Run(device="cuda", world_size=8, precision="bf16", parameters=4_500_000_000, has_moe=True)
 
 
@@ -67,12 +71,108 @@ def test_both_spellings_of_a_value_and_several_values() -> None:
     assert (run.bucket_elements, run.fp8) == (7, "e4m3")
 
 
+def read(*words: str, world_size: int = 8) -> Run:
+    return Run.from_arguments(words, device="cuda", world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"),
+    [
+        ("--tensor-model-parallel-size", "two"),
+        ("--tensor-model-parallel-size", "0"),
+        ("--pipeline-model-parallel-size", "-1"),
+        ("--expert-model-parallel-size", "1.0"),
+        ("--context-parallel-size", ""),
+        ("--ddp-bucket-size", "40e6"),
+        ("--ddp-num-buckets", "0"),
+    ],
+)
+def test_a_size_that_is_none_is_refused_in_a_sentence(flag: str, text: str) -> None:
+    with pytest.raises(LaunchError, match=f"{flag} is {text!r}; expected a whole number, 1 or more"):
+        read(flag, text)
+
+
+def test_a_launch_refuses_such_a_size_before_megatron_starts(tmp_path: Path) -> None:
+    from megacpp_mcore import cpu, launcher
+
+    script = tmp_path / "nothing.py"
+    script.write_text("raise RuntimeError('must not run')\n")
+    arguments = [word for words in cpu.REQUIRED_ARGUMENTS for word in words]
+    with pytest.raises(LaunchError, match="--ddp-bucket-size is '40e6'"):
+        launcher.launch([str(script), *arguments, "--ddp-bucket-size", "40e6"], device="cpu")
+
+
+def test_replicas_are_what_tensor_pipeline_and_context_leave() -> None:
+    sizes = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "3", "--context-parallel-size", "4")
+    assert read(*sizes, world_size=120).replicas == 5
+    assert read(*sizes, world_size=8).replicas == 1  # Megatron refuses the layout in its own words
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ("", 4),
+        ("--bf16", 4),
+        ("--bf16 --grad-reduce-in-bf16", 2),
+        ("--bf16 --main-grads-dtype bf16", 2),
+        ("--bf16 --main-grads-dtype fp32", 4),
+        ("--bf16 --main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32", 4),
+        ("--fp16", 2),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", 4),
+        ("--grad-reduce-in-bf16", 4),
+        ("--main-grads-dtype bf16", 4),
+    ],
+)
+def test_the_bytes_of_a_gradient_are_megatrons(words: str, size: int) -> None:
+    assert read(*words.split()).grad_bytes == size
+
+
+def test_both_kinds_of_fsdp_are_seen() -> None:
+    assert [read(flag).fsdp for flag in ("--use-megatron-fsdp", "--use-torch-fsdp2", "--bf16")] == [True, True, False]
+
+
+def test_experts_are_the_models_where_there_is_one() -> None:
+    dense = with_overrides(preset("nam56r_tiny"), {"pattern": "AM", "depth": 4, "dsa": {"schedule": "-"}})
+    experts = ["--num-experts", "4"]
+    assert read(*experts).has_moe
+    assert not Run.from_arguments(experts, device="cuda", world_size=1, model=dense).has_moe
+    assert Run.from_arguments([], device="cuda", world_size=1, model=preset("nam56r_tiny")).has_moe
+
+
+def test_only_a_spec_of_this_package_makes_arguments_a_preset() -> None:
+    words = lower(preset("nam56r_tiny"), Layout(), Training())
+    at = words.index("--spec")
+    assert read(*words).families == "AMER"
+    assert read(*words[:at], "--spec", "megacpp_mcore.nam56r").parameters == read(*words).parameters
+    stock = read(*words[:at], *words[at + 3 :])
+    assert (stock.families, stock.parameters, stock.has_moe) == ("", None, True)
+
+
+def test_a_process_holds_its_share_of_the_experts_and_all_of_the_rest() -> None:
+    model = preset("nam56r")
+    whole = sum(model.parameters().values())
+    experts = 2 * model.hidden_size * model.moe.ffn_hidden_size * model.moe.experts * model.layers.count("E")
+
+    def held(**cut: Any) -> int | None:
+        return dataclasses.replace(run, **cut).process_parameters
+
+    run = Run(device="cuda", world_size=8, **policy.model_facts(model))
+    assert held() == whole
+    assert held(expert=8) == whole - experts * 7 // 8
+    assert held(expert=8, pipeline=2) == (whole - experts * 7 // 8) // 2
+    assert held(tensor=2, pipeline=2) == whole // 4
+    assert round((held(expert=8) or 0) / 1e9, 2) == 2.52
+    assert Run(device="cuda").process_parameters is None
+
+
 # --- compile ------------------------------------------------------------------------------------------------------------
 
 
-def expected_reason(mode: str, asked: bool, device: str, fsdp: bool, moe: bool) -> str:
+def expected_reason(mode: str, asked: bool, launched: bool, device: str, fsdp: bool, moe: bool) -> str:
     if mode == "off" or not asked:
         return "user-disabled"
+    if not launched:
+        return "not-launched"
     if device != "cuda":
         return "not-cuda"
     if fsdp:
@@ -82,29 +182,50 @@ def expected_reason(mode: str, asked: bool, device: str, fsdp: bool, moe: bool) 
 
 def test_every_combination_gives_the_first_reason() -> None:
     seen = set()
-    for mode, asked, device, fsdp, moe, ahead in itertools.product(
-        ("off", "regional"), (True, False), ("cuda", "cpu"), (True, False), (True, False), (True, False)
+    either = (True, False)
+    for mode, asked, disabled, launched, device, fsdp, moe, ahead in itertools.product(
+        ("off", "regional"), either, ((), ("X",)), either, ("cuda", "cpu"), either, either, either
     ):
-        found = compile_policy(mode=mode, device=device, has_moe=moe, fsdp=fsdp, warm_up_asked=asked, precompile=ahead)
-        reason = expected_reason(mode, asked, device, fsdp, moe)
+        what: dict[str, Any] = {"mode": mode, "device": device, "has_moe": moe, "fsdp": fsdp, "disabled": disabled}
+        found = compile_policy(**what, warm_up_asked=asked, precompile=ahead, launched=launched)
+        reason = expected_reason(mode, asked and not disabled, launched, device, fsdp, moe)
         assert found.reason == reason
         assert found.warm_up == (SKIPPED if reason else EXPLICIT)
         assert found.precompile == (ahead and reason == "regional-moe")
         assert found.why
         seen.add(reason)
     assert seen == {"", *policy.REASONS}
-    assert policy.REASONS == ("user-disabled", "not-cuda", "fsdp-eager", "regional-moe")
+    assert policy.REASONS == ("user-disabled", "not-launched", "not-cuda", "fsdp-eager", "regional-moe")
 
 
-def test_who_disables_dynamo_disables_the_warm_up_and_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TURN_COMPILE_OFF)
+def test_who_disables_dynamo_disables_the_warm_up_and_is_told(tmp_path: Path, name: str) -> None:
     dense = dataclasses.replace(GPU, has_moe=False)
     asked = settings(tmp_path, "compile: regional\n")
     assert resolve(dense, settings=asked, environment={}).compile.warm_up == EXPLICIT
-    disabled = resolve(dense, settings=asked, environment={"TORCHDYNAMO_DISABLE": "1"})
-    assert disabled.compile.reason == "user-disabled"
-    assert any("nothing will be compiled" in warning for warning in disabled.warnings)
+    disabled = resolve(dense, settings=asked, environment={name: "1"})
+    assert (disabled.compile.warm_up, disabled.compile.reason) == (SKIPPED, "user-disabled")
+    assert f"{name}=1" in disabled.compile.why
+    assert disabled.warnings == (f"{name}: compile: regional is asked for, but nothing will be compiled; unset it",)
+    assert disabled.value(name).value == "1"
+    assert resolve(dense, settings=asked, environment={name: "0"}).compile.warm_up == EXPLICIT
+    assert resolve(dense, environment={name: "1"}).warnings == ()
     turned_off = settings(tmp_path, "compile: regional\nspeed_defaults: {compile_warmup: false}\n")
     assert resolve(dense, settings=turned_off, environment={}).compile.reason == "user-disabled"
+
+
+@pytest.mark.parametrize("name", [*TURN_COMPILE_OFF, None])
+def test_these_variables_are_what_torch_looks_at(name: str | None) -> None:
+    code = """
+import torch
+seen = []
+torch.compile(lambda x: x + 1, backend=lambda graph, inputs: seen.append(1) or graph.forward)(torch.ones(1))
+print(len(seen))
+"""
+    environment = {key: text for key, text in os.environ.items() if key not in TURN_COMPILE_OFF}
+    environment |= {} if name is None else {name: "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ("1" if name is None else "0")
 
 
 # --- sources and contradictions -----------------------------------------------------------------------------------------
@@ -124,7 +245,7 @@ def test_who_disables_dynamo_disables_the_warm_up_and_is_told(tmp_path: Path) ->
         ({"device": "cpu"}, None, "1", None),
     ],
 )
-def test_connections(changes: dict[str, object], default: str | None, set_to: str, warns: str | None) -> None:
+def test_connections(changes: dict[str, Any], default: str | None, set_to: str, warns: str | None) -> None:
     run = dataclasses.replace(GPU, **changes)
     ours = resolve(run, environment={}).value(policy.CONNECTIONS)
     assert (ours.value, ours.source, ours.warning) == (default, DEFAULT, "")
@@ -159,16 +280,50 @@ def test_a_recipes_variables_count_unless_the_user_has_set_others() -> None:
 
 def test_the_allocator() -> None:
     name = policy.ALLOCATOR
-    graphs = dataclasses.replace(GPU, cuda_graph_impl="local")
-    assert resolve(graphs, environment={}).value(name).value is None
-    assert resolve(graphs, environment={"NCCL_GRAPH_REGISTER": "0"}).value(name).value == "expandable_segments:True"
-    clash = resolve(graphs, environment={name: "expandable_segments:True"}).value(name)
-    assert "NCCL_GRAPH_REGISTER=0" in clash.warning
-    buffers = dataclasses.replace(GPU, nccl_user_buffers=True)
-    assert resolve(buffers, environment={}).value(name).value is None
-    assert "user buffers" in resolve(buffers, environment={name: "expandable_segments:True"}).value(name).warning
+    asked = {name: "expandable_segments:True"}
+    for impl in ("local", "full_iteration", "transformer_engine"):
+        graphs = dataclasses.replace(GPU, cuda_graph_impl=impl)
+        assert resolve(graphs, environment={}).value(name).value is None
+        assert resolve(graphs, environment={"NCCL_GRAPH_REGISTER": "0"}).value(name).value == "expandable_segments:True"
+        assert "NCCL_GRAPH_REGISTER=0" in resolve(graphs, environment=asked).value(name).warning
+        assert resolve(graphs, environment=asked | {"NCCL_GRAPH_REGISTER": "0"}).value(name).warning == ""
     renamed = resolve(GPU, environment={"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
     assert (renamed.value("PYTORCH_ALLOC_CONF").source, renamed.environment().get(name)) == (USER, None)
+
+
+@pytest.mark.parametrize(
+    ("impl", "name", "stops"),
+    [
+        ("transformer_engine", "PYTORCH_CUDA_ALLOC_CONF", True),
+        ("transformer_engine", "PYTORCH_ALLOC_CONF", False),
+        ("local", "PYTORCH_CUDA_ALLOC_CONF", False),
+    ],
+)
+def test_megatron_is_said_to_stop_only_where_it_does(impl: str, name: str, stops: bool) -> None:
+    run = dataclasses.replace(GPU, cuda_graph_impl=impl)
+    warning = resolve(run, environment={name: "expandable_segments:True"}).value(name).warning
+    assert ("Megatron stops" in warning) is stops
+    assert ("Megatron does not look for it" in warning) is not stops
+
+
+@pytest.mark.parametrize(("torch", "refused"), [((2, 10), True), ((2, 11), False), ((3, 0), False)])
+def test_user_buffers_and_growing_segments(
+    monkeypatch: pytest.MonkeyPatch, torch: tuple[int, int], refused: bool
+) -> None:
+    monkeypatch.setattr(policy_values, "installed_torch", lambda: torch)
+    buffers = dataclasses.replace(GPU, nccl_user_buffers=True)
+    ours = resolve(buffers, environment={}).value(policy.ALLOCATOR)
+    assert ours.value == (None if refused else "expandable_segments:True")
+    for name, says in ((policy.ALLOCATOR, "Megatron stops"), (policy.NEW_ALLOCATOR, "cannot be registered")):
+        theirs = resolve(buffers, environment={name: "expandable_segments:True"}).value(name)
+        assert (says in theirs.warning) is refused
+        assert bool(theirs.warning) is refused
+
+
+def test_the_version_of_torch_is_read_without_it() -> None:
+    import torch
+
+    assert policy_values.installed_torch() == tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def test_speed_defaults_are_the_users_word(tmp_path: Path) -> None:
@@ -203,6 +358,48 @@ def test_plans_and_their_sources(tmp_path: Path) -> None:
     assert (found.value("CUDA graphs").value, found.value("CUDA graphs").source) == ("none", DEFAULT)
     assert resolve(run, environment={}, from_recipe=True).value("precision").source == RECIPE
     assert resolve(Run(device="cpu"), environment={}).value("recompute").value == "nothing"
+
+
+def test_the_note_about_fp32_is_about_the_layers_that_there_are() -> None:
+    def note(**changes: Any) -> str:
+        return resolve(dataclasses.replace(GPU, **changes), environment={}).value("precision").note
+
+    assert note() == ""  # a stock model: nothing of it is known
+    assert note(families="AMER") == "router, Mamba-3 and M²RNN parameters of the recurrence in fp32"
+    assert note(families="AE") == "router in fp32"
+    assert note(families="A") == ""
+    assert note(families="AMER", precision="fp32") == ""
+
+
+def test_fp8_experts_are_printed_as_their_plan(tmp_path: Path) -> None:
+    words = lower(preset("nam56r"), Layout(), Training(precision=FP8_EXPERTS))
+    found = resolve(read(*words), environment={}).value("precision")
+    assert found.value == "bf16, kernel-local FP8 experts, dispatch refuse, checkpoint owner megatron"
+    assert (found.source, found.note[:6]) == (USER, "router")
+    copied, other = tmp_path / "copied.yaml", tmp_path / "other.yaml"
+    copied.write_text("# the same\n" + EXPERTS_FILE.read_text())
+    other.write_text("matchers: {}\n")
+
+    def printed(file: Path) -> str | None:
+        return resolve(read("--bf16", f"--te-precision-config-file={file}"), environment={}).value("precision").value
+
+    assert printed(copied) == found.value
+    assert printed(other) == f"bf16, and what {other} says of single modules"
+    assert printed(tmp_path / "none.yaml") == f"bf16, and what {tmp_path / 'none.yaml'} says of single modules"
+
+
+@pytest.mark.parametrize(
+    ("text", "warns"),
+    [("+dynamo", True), ("", True), ("dynamo, recompiles", False), ("+recompiles", False), (None, False)],
+)
+def test_torch_logs_that_keep_recompiles_from_being_heard(tmp_path: Path, text: str | None, warns: bool) -> None:
+    environment = {} if text is None else {"TORCH_LOGS": text}
+    asked = settings(tmp_path, "observability: {recompiles: true}\n")
+    found = resolve(GPU, settings=asked, environment=environment)
+    assert [warning.partition(":")[0] for warning in found.warnings] == ["TORCH_LOGS"] * warns
+    assert "TORCH_LOGS" not in found.environment()
+    assert resolve(GPU, environment=environment).warnings == ()
+    assert resolve(GPU, settings=asked, environment=environment, launched=False).warnings == ()
 
 
 def test_taxes(tmp_path: Path) -> None:
@@ -252,8 +449,11 @@ def reasons(run: Run, connections: str | None) -> dict[str, str]:
 
 
 def test_no_setting_of_connections_lets_everything_overlap() -> None:
-    many, one = possible(ALL, "32"), possible(ALL, "1")
-    assert set(many) == {"gradient reduce", "parameter gather", "MoE all-to-all", "shared expert"}
+    one = possible(ALL, "1")
+    for left_out, name in (("overlap_shared_expert", "MoE all-to-all"), ("overlap_moe_a2a", "shared expert")):
+        change: dict[str, Any] = {left_out: False}
+        many = possible(dataclasses.replace(ALL, **change), "32")
+        assert set(many) == {"gradient reduce", "parameter gather", name}
     assert set(one) == {"gradient reduce", "parameter gather", "tensor-parallel"}
     assert "=1, which keeps" in reasons(ALL, None)["tensor-parallel"]
     assert "one queue" in reasons(ALL, "1")["MoE all-to-all"]
@@ -273,13 +473,21 @@ def test_no_setting_of_connections_lets_everything_overlap() -> None:
         ({"overlap_grad_reduce": False}, "parameter gather", "needs --overlap-grad-reduce"),
         ({"expert": 1}, "MoE all-to-all", "not cut"),
         ({"expert": 1}, "shared expert", "not cut"),
+        ({}, "MoE all-to-all", "refuses --overlap-moe-expert-parallel-comm beside --moe-shared-expert-overlap"),
+        ({}, "shared expert", "refuses --overlap-moe-expert-parallel-comm beside --moe-shared-expert-overlap"),
+        ({"moe_dispatcher": "allgather"}, "MoE all-to-all", "needs --moe-token-dispatcher-type alltoall or flex"),
+        ({"moe_dispatcher": "allgather"}, "shared expert", "needs --moe-token-dispatcher-type alltoall or flex"),
+        ({"precision": "fp32"}, "MoE all-to-all", "Megatron refuses it in fp32"),
+        ({"recompute_granularity": "full"}, "MoE all-to-all", "experts computed again"),
+        ({"recompute_modules": ("moe",)}, "MoE all-to-all", "experts computed again"),
+        ({"mtp_depths": 2}, "MoE all-to-all", "more than one MTP depth, and there are 2"),
         ({"sequence_parallel": False}, "tensor-parallel", "--sequence-parallel"),
         ({"transformer_impl": "local"}, "tensor-parallel", "Transformer Engine's"),
         ({"device": "cpu"}, "tensor-parallel", "no streams"),
         ({"device": "cpu"}, "gradient reduce", "no streams"),
     ],
 )
-def test_what_stands_against_an_overlap_is_said(changes: dict[str, object], name: str, reason: str) -> None:
+def test_what_stands_against_an_overlap_is_said(changes: dict[str, Any], name: str, reason: str) -> None:
     assert reason in reasons(dataclasses.replace(ALL, **changes), "1")[name]
 
 
@@ -287,6 +495,30 @@ def test_the_size_of_a_bucket_counts_its_dtype() -> None:
     whole = dataclasses.replace(ALL, bucket_elements=10_000_000)
     assert "gradient reduce" in possible(whole, "1")
     assert "19.1 MiB" in reasons(dataclasses.replace(whole, grad_bytes=2), "1")["gradient reduce"]
+
+
+def bucket_reason(**changes: Any) -> str:
+    return reasons(dataclasses.replace(ALL, **changes), "1")["gradient reduce"]
+
+
+def test_megatrons_default_bucket_grows_with_the_replicas() -> None:
+    many: dict[str, Any] = {"world_size": 400, "parameters": 300_000_000}  # 200 replicas, tensor parallelism 2
+    assert "one bucket of 200000000 elements holds all 150000000" in bucket_reason(**many)
+    assert "gradient reduce" in possible(dataclasses.replace(ALL, **many | {"world_size": 200}), "1")
+    with_context = many | {"world_size": 800, "context": 2}  # the replicas of both kinds share a bucket's reduction
+    assert "one bucket of 400000000 elements" in bucket_reason(**with_context)
+    few: dict[str, Any] = {"world_size": 4, "parameters": 70_000_000}
+    assert "one bucket of 40000000 elements holds all 35000000" in bucket_reason(**few)
+
+
+def test_stages_and_experts_share_the_elements_of_a_bucket() -> None:
+    whole: dict[str, Any] = {"parameters": 160_000_000, "bucket_elements": 50_000_000, "expert": 1}
+    assert "gradient reduce" in possible(dataclasses.replace(ALL, **whole), "1")
+    staged = bucket_reason(**whole | {"pipeline": 2})
+    assert "one bucket of 50000000 elements holds all 40000000 of a process" in staged
+    cut = bucket_reason(**whole | {"expert": 4, "expert_parameters": 120_000_000})
+    assert "one bucket of 50000000 elements holds all 35000000 of a process" in cut
+    assert "a bucket of 28.6 MiB" in bucket_reason(parameters=60_000_000, num_buckets=4)
 
 
 # --- the text, the file, the launch -------------------------------------------------------------------------------------
@@ -303,6 +535,40 @@ def test_text_and_json_say_the_same(tmp_path: Path) -> None:
         assert f"  {each.name} = " in text
         assert dataclasses.asdict(each) in read["values"]
     assert [one["name"] for one in read["overlaps"]] == [one.name for one in found.overlaps]
+
+
+def test_a_script_that_nobody_launched_is_told_what_is_not_set(tmp_path: Path) -> None:
+    file = settings(tmp_path, "compile: regional\nexperimental_taxes: {anomaly_detection: true}\n")
+    run = dataclasses.replace(ALL, overlap_moe_a2a=False, overlap_shared_expert=False)
+    environment = {"NCCL_DEBUG": "INFO"}
+    bare = resolve(run, settings=file, environment=environment, launched=False)
+    assert bare.environment() == {}
+    assert (bare.value("NCCL_DEBUG").value, bare.value("NCCL_DEBUG").source) == ("INFO", USER)
+    text = bare.describe()
+    assert text.splitlines()[0] == (
+        "launch policy of a script that `megacpp-mcore launch` did not start, so that nothing was set for it:"
+    )
+    assert "  PYTORCH_CUDA_ALLOC_CONF = (unset) (default; the launcher would set expandable_segments:True; " in text
+    assert "warm-up skipped (not-launched)" in text
+    assert "anomaly_detection (asked for; only `megacpp-mcore launch` brings them)" in text
+    # What depends on a variable is judged by what it is, and not by what it would have been.
+    assert "tensor-parallel" not in {one.name for one in bare.overlaps if one.possible}
+    launched = resolve(run, settings=file, environment=environment)
+    assert "tensor-parallel" in {one.name for one in launched.overlaps if one.possible}
+    assert "(asked for" not in launched.describe()
+
+
+def test_the_policy_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "_said", False)
+    lines: list[str] = []
+    as_json = settings(tmp_path, "observability: {policy: json}\n")
+    with policy.said():  # the launcher's own words
+        policy.announce(GPU, settings=None, environment={}, say=lines.append)
+    assert lines == []
+    for _ in range(2):  # a chunk each
+        policy.announce(GPU, settings=as_json, environment={}, say=lines.append)
+    (line,) = lines
+    assert json.loads(line.removeprefix("launch policy: "))["launched"] is False
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,15 @@ import pytest
 import torch
 
 from megacpp_mcore import cpu, launcher
+from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.errors import LaunchError
 from tests.checkpoints import tensors_in
+from tests.unit import test_data_arguments
 
 REPOSITORY = Path(__file__).parents[2]
+fim_folder = test_data_arguments.fim_folder
+"""A fixture: the folder of a tokenizer with the tokens of the fill-in-the-middle dataset."""
+
 ITERATIONS = 5
 
 MODEL = {
@@ -83,12 +88,13 @@ def train(tmp_path: Path) -> Train:
         status: int = 0,
         allow: Sequence[str] = launcher.ALLOWED_SPEC_PREFIXES,
     ) -> Run:
+        inherited = filter(None, [os.environ.get("PYTHONPATH")])
         command = [*([str(script)] if script else []), *BASE, *CPU, *arguments]
         options = f"device='cpu', nproc={nproc}, allowed_spec_prefixes={allow!r}"
         call = f"import sys; from megacpp_mcore.launcher import launch; sys.exit(launch({command!r}, {options}))"
         done = subprocess.run(
             [sys.executable, "-c", call],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(tmp_path)))},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(tmp_path), *inherited))},
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -127,6 +133,7 @@ def test_wheel_trains_as_the_checkout_script_does(train: Train, corpus: str, meg
     assert validation.findall(ours.output) == validation.findall(stock.output) != []
 
 
+@pytest.mark.exhaustive
 def test_wheel_trains_as_the_checkout_script_does_in_parallel(train: Train, megatron_lm: Path) -> None:
     layout = [*MOE, "--mock-data", "--mtp-num-layers", "1", "--num-layers", "4", "--pipeline-model-parallel-size", "2"]
     layout += ["--num-layers-per-virtual-pipeline-stage", "1"]
@@ -137,6 +144,25 @@ def test_wheel_trains_as_the_checkout_script_does_in_parallel(train: Train, mega
     assert ours.figures == stock.figures
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_wheel_fills_in_the_middle_as_the_checkout_script_does(
+    train: Train, fim_folder: Path, tmp_path: Path, megatron_lm: Path
+) -> None:
+    pytest.importorskip(
+        "transformers", reason="transformers, which Megatron's HuggingFaceTokenizer needs, is not installed"
+    )
+    (tmp_path / "text.md").write_text("".join(f"sentence {number} of the text. " for number in range(400)))
+    prepare([str(tmp_path / "text.md")], str(tmp_path / "set"), tokenizer=str(fim_folder))
+    data = ["--data-path", str(tmp_path / "set"), "--split", "100,0,0", "--eval-iters", "0"]
+    data += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(fim_folder)]
+    ours = train(*data, "--fim-data")
+    assert ours.figures == train(*data, "--fim-data", script=megatron_lm / "pretrain_gpt.py").figures
+    assert len(ours.losses) == ITERATIONS
+    assert ours.figures != train(*data).figures
+
+
+@pytest.mark.exhaustive
 def test_tensor_parallel_run_trains(train: Train) -> None:
     losses = train("--mock-data", "--tensor-model-parallel-size", "2", "--bf16", nproc=2).losses
     assert len(losses) == ITERATIONS
@@ -154,7 +180,7 @@ def test_expert_parallel_run_starts_from_distinct_experts(train: Train, tmp_path
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(experts, 2))
 
 
-@pytest.mark.parametrize("checkpoint_format", ["torch_dist", "torch"])
+@pytest.mark.parametrize("checkpoint_format", ["torch_dist", pytest.param("torch", marks=pytest.mark.exhaustive)])
 def test_resumed_run_repeats_the_uninterrupted_one(train: Train, tmp_path: Path, checkpoint_format: str) -> None:
     """With dropout on (Megatron's default 0.1), so that every generator state has to come back."""
     common = ["--mock-data", *MOE, "--ckpt-format", checkpoint_format, "--save-interval", "3"]
@@ -210,11 +236,24 @@ def test_spec_that_cannot_be_imported_stops_the_run(train: Train, tmp_path: Path
 def test_refused_arguments_are_named() -> None:
     from megacpp_mcore import pretrain
 
-    asked: dict[str, Any] = {"sft": True, "fim_data": True, "logits_load_dir": None}
-    with pytest.raises(LaunchError, match="--sft, --fim-data") as raised:
+    asked: dict[str, Any] = {"sft": True, "hybrid_context_parallel": True, "logits_load_dir": None}
+    with pytest.raises(LaunchError, match="--sft, --hybrid-context-parallel") as raised:
         pretrain.refuse_unsupported(Namespace(**asked))
     assert "--logits-load-dir" not in str(raised.value)
-    pretrain.refuse_unsupported(Namespace(sft=False, fim_data=False, hybrid_layer_pattern=None))
+    plain: dict[str, Any] = {"sft": False, "fim_data": False, "mock_data": False, "hybrid_layer_pattern": None}
+    plain |= {"dataloader_inter_document_masking": False, "overlap_moe_expert_parallel_comm": False}
+    pretrain.refuse_unsupported(Namespace(**plain))
+    for changes, says in (
+        ({"fim_data": True, "mock_data": True}, "--fim-data was given with --mock-data"),
+        ({"fim_data": True, "hybrid_layer_pattern": "M"}, "--fim-data was given with --hybrid-layer-pattern"),
+        (
+            {"overlap_moe_expert_parallel_comm": True, "dataloader_inter_document_masking": True},
+            "not told where documents",
+        ),
+        ({"overlap_moe_expert_parallel_comm": True, "hybrid_layer_pattern": "M"}, "is for GPTModel"),
+    ):
+        with pytest.raises(LaunchError, match=says):
+            pretrain.refuse_unsupported(Namespace(**plain | changes))
 
 
 def test_refused_arguments_exist_upstream() -> None:

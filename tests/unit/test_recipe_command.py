@@ -13,9 +13,11 @@ import pytest
 from megacpp_mcore import cli
 from megacpp_mcore.lowering import mismatches
 from megacpp_mcore.model import PRESETS, preset
+from megacpp_mcore.observe import peaks
 from megacpp_mcore.recipes import RECIPES
 from tests.unit import stock
 
+LAUNCHED = ["-m", "megacpp_mcore", "launch", "--device", "cuda", "--"]
 GOLDEN = Path(__file__).parents[1] / "golden" / "recipe_emit_nam56r_tiny.txt"
 
 
@@ -92,7 +94,7 @@ def test_printed_commands_are_what_stock_takes(
 ) -> None:
     before, words = stock_words(recipe(capsys, "emit", name, "--impl", "local", "--data", "some where", *options))
     environment = ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"] if "--tensor" in options else []
-    assert before == [*environment, "torchrun", "--nproc-per-node", str(processes)]
+    assert before == [*environment, "torchrun", "--nproc-per-node", str(processes), *LAUNCHED]
     assert words[words.index("--data-path") + 1] == "some where"
     config = stock.model_config(words, processes)
     assert mismatches(preset(name), [config.transformer, config]) == []
@@ -110,7 +112,7 @@ def test_words_for_a_program_need_a_dataset(capsys: pytest.CaptureFixture[str]) 
 
 def test_devices_and_tokenizers(capsys: pytest.CaptureFixture[str]) -> None:
     on_gpu, words = stock_words(recipe(capsys, "emit", "nam56r_tiny", "--device", "cuda", "--tokenizer", "a b"))
-    assert on_gpu[0] == "torchrun"
+    assert on_gpu == ["torchrun", "--nproc-per-node", "1", *LAUNCHED]
     assert {"--bf16", "transformer_engine", "--moe-grouped-gemm"} <= set(words)
     at = words.index("--tokenizer-type")
     assert words[at : at + 4] == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "a b"]
@@ -168,6 +170,51 @@ def test_processes_serve_tensor_and_expert_parallelism(
     assert config.transformer.num_moe_experts == 6
 
 
+def test_a_layout_that_cannot_be_is_refused_before_the_batch(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = recipe(capsys, "emit", "nam56r_quarter", "--expert", "7", status=2)
+    assert "experts" in said
+    assert "expert parallelism (7)" in said
+    assert "batch" not in said
+    file = tmp_path / "settings.yaml"
+    words = ("emit", "nam56r_tiny", "--set", "dsa.topk=8", "--settings", str(file), "--expert", "7")
+    recipe(capsys, *words, status=2)
+    assert not file.exists()
+
+
+def test_a_batch_is_spread_over_replicas_and_not_over_stages(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("model: nam56r_tiny\noverrides: {dsa: {schedule: -FF}}\n")
+    monkeypatch.setenv("MEGACPP_CONFIG", str(file))
+    staged = ("emit", "nam56r_tiny", "--pipeline", "2", "--gpus-per-node")
+    before, _ = stock_words(recipe(capsys, *staged, "2", "--global-batch-size", "1"))
+    assert before[before.index("--nproc") + 1] == "2"
+    recipe(capsys, *staged, "6", "--global-batch-size", "3")
+    said = recipe(capsys, *staged, "6", "--global-batch-size", "4", status=2)
+    assert "not a multiple of the micro-batch (1) × 3 data-parallel replicas" in said
+
+
+def test_flops_are_counted_for_a_model_a_recipe_and_a_changed_model(capsys: pytest.CaptureFixture[str]) -> None:
+    page = recipe(capsys, "flops", "nam56r")
+    assert page.splitlines()[0] == "nam56r, one sequence of 4096 tokens, recompute: none"
+    assert "Megatron's own count on the gpt host: 45.551 GFLOP a token, 2.18 × ours" in page
+    assert recipe(capsys, "flops", "nam56r_pretrain_8gpu_h200_bf16") == page
+    whole = json.loads(recipe(capsys, "flops", "nam56r", "--json"))
+    changed = json.loads(recipe(capsys, "flops", "nam56r", "--set", "moe.topk=1", "--json"))
+    assert (
+        whole["families"]["routed_experts"]["forward"]
+        == preset("nam56r").moe.topk * (changed["families"]["routed_experts"]["forward"])
+    )
+    assert changed["model_flops"] < whole["model_flops"]
+    again = json.loads(recipe(capsys, "flops", "nam56r", "--recompute", "experts", "--json"))
+    assert again["recomputed_flops"] == whole["families"]["routed_experts"]["forward"]
+    assert "seed belongs to a run" in recipe(capsys, "flops", "nam56r", "--set", "seed=1", status=2)
+    assert "did you mean 'nam56r'" in recipe(capsys, "flops", "nam56", status=2)
+
+
 class TestSettings:
     """A command for a model that MEGACPP_CONFIG changes names the file itself; no other command does."""
 
@@ -205,3 +252,13 @@ class TestSettings:
     def test_a_wrong_file(self, file: Path, capsys: pytest.CaptureFixture[Any]) -> None:
         file.write_text("modell: x\n")
         assert "unknown key 'modell'" in recipe(capsys, "emit", "nam56r_tiny", status=2)
+
+
+def test_the_peaks_of_the_flops_page_are_those_that_are_used() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "flops.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines() if "NVIDIA H" in line
+    ]
+    assert [name for name, *_ in rows] == list(peaks.DEVICES)
+    for name, *rates in rows:
+        assert dict(zip(peaks.PRECISIONS, map(float, rates), strict=True)) == dict(peaks.DEVICES[name].tflops)

@@ -9,8 +9,9 @@ import contextlib
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -37,13 +38,6 @@ REGIONS = {
     "m2rnn skip",
     "m2rnn scale",
 }
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("regional")
-    with stock.one_process(folder / "store"):
-        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +171,7 @@ def test_compiled_regions_train_as_the_plain_model(
     assert max(abs(a - b) for a, b in zip(found, plain["losses"], strict=True)) <= 1e-5
     assert found[2] < found[0]
     assert {
-        name for (name, compiler, _), each in regional._REGIONS.items() if compiler == backend and each.calls
+        name for (name, compiler, _), each in regional._REGIONS.items() if compiler == backend and each.graphs
     } == REGIONS
 
 
@@ -247,9 +241,12 @@ def test_a_recomputed_function_runs_twice_only_under_gradients(process: Path) ->
     assert torch.equal(x.grad, truth[0])
     assert torch.equal(y.grad, truth[1])
     calls.clear()
-    with torch.no_grad():
-        product(x, 2.0, y=y)
-    product(x.detach(), 2.0, y=y.detach())
+    with mock.patch("megatron.core.tensor_parallel.random.checkpoint", side_effect=AssertionError("entered")):
+        with torch.no_grad():
+            product(x, 2.0, y=y)
+        product(x.detach(), 2.0, y=y.detach())
+        with pytest.raises(AssertionError, match="entered"):
+            product(x, 2.0, y=y)
     assert len(calls) == 2
 
 
@@ -267,6 +264,7 @@ def test_a_recomputed_function_runs_twice_only_under_gradients(process: Path) ->
             ["--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj"],
             "mla_up_proj for a part",
         ),
+        (["a"], ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"], "core_attn for a part"),
     ],
 )
 def test_what_megatron_recomputes_already_is_refused(
@@ -274,6 +272,18 @@ def test_what_megatron_recomputes_already_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=names):
         build(*words, recompute=recompute)
+
+
+def test_the_activation_of_experts_is_refused_beside_them() -> None:
+    """Megatron takes the module for grouped experts alone, which need a GPU's kernels: so the check by itself."""
+    from megacpp_mcore.regional import treatment_of_run
+
+    config: Any = SimpleNamespace(recompute_granularity="selective", recompute_modules=["moe_act"])
+    settings: Any = SimpleNamespace(recompute=Recompute(experts=True), compile="off")
+    with pytest.raises(ModelError, match="recompute asks for experts, and --recompute-modules moe_act for a part"):
+        treatment_of_run(settings, config)
+    settings.recompute = Recompute(m=True)
+    assert treatment_of_run(settings, config).recompute.m
 
 
 def test_megatrons_own_recompute_of_something_else_stands_beside_it(
@@ -322,6 +332,12 @@ def test_a_plain_model_has_nothing_to_warm(build: Callable[..., Any]) -> None:
     assert "layers none (no regions)" in str(done)
 
 
+def arguments_of(**changes: Any) -> Namespace:
+    """What the warm-up reads of Megatron's arguments."""
+    given = {"seq_length": S, "micro_batch_size": B, "dataloader_inter_document_masking": False}
+    return Namespace(**{**given, "tensor_model_parallel_size": 2, "sequence_parallel": False, **changes})
+
+
 @pytest.mark.parametrize(
     ("policy", "says", "runs"),
     [
@@ -350,8 +366,8 @@ def test_the_loop_is_warmed_as_the_policy_says(
 
     from megacpp_mcore import regional
 
-    model = build(compile="regional")
-    arguments = Namespace(tensor_model_parallel_size=1, sequence_parallel=False, seq_length=S, micro_batch_size=B)
+    model = build(compile="regional", backend=Graphs())
+    arguments = arguments_of(tensor_model_parallel_size=1)
     said: list[str] = []
     built = ([model], None, None)
     with (

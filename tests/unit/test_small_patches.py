@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.errors import LaunchError, SpecImportError
-from megacpp_mcore.patches import dataset_helpers, sp_norm_gradients, spec_import
+from megacpp_mcore.patches import dataset_helpers, hybrid_flops, sp_norm_gradients, spec_import
+from megacpp_mcore.patches.record import Patch
 from megacpp_mcore.patches.registry import Registry
 from tests.unit import stock
 
@@ -54,65 +55,19 @@ def applied() -> Iterator[Callable[[Any], None]]:
 
 # --- apply and revert --------------------------------------------------------------------------------------------------
 
-CYCLE = """
-import importlib, json
-from megacpp_mcore import cpu
-lane = cpu.install()
-import megatron.core
-from megacpp_mcore.patches.registry import Registry
-
-def held(patch):
-    return [vars(importlib.import_module(edit.target.partition(":")[0]))[edit.target.partition(":")[2]] for edit in patch.edits]
-
-def cycle(name):
-    patch = importlib.import_module(f"megacpp_mcore.patches.{name}").PATCH
-    registry = Registry([patch])
-    before = held(patch)
-    first = registry.apply([patch.name])
-    once = held(patch)
-    second = registry.apply([patch.name])
-    registry.verify()
-    facts = {
-        "replaced": not any(one is other for one, other in zip(before, once, strict=True)),
-        "twice is once": all(one is other for one, other in zip(once, held(patch), strict=True)),
-        "original kept": all(one.__wrapped__ is other for one, other in zip(once, before, strict=True)),
-        "said so": first.applied == second.already == (patch.name,) and second.applied == (),
-    }
-    registry.revert([patch.name])
-    facts["identity"] = all(one is other for one, other in zip(before, held(patch), strict=True))
-    return facts
-
-names = ("spec_import", "dataset_helpers", "hybrid_flops", "sp_norm_gradients")
-print(json.dumps([megatron.core.__file__, {name: cycle(name) for name in names}]))
-"""
-EXPECTED = dict.fromkeys(("replaced", "twice is once", "original kept", "said so", "identity"), True)
-CYCLED = dict.fromkeys(("spec_import", "dataset_helpers", "hybrid_flops", "sp_norm_gradients"), EXPECTED)
+PATCHES = [patch.PATCH for patch in (spec_import, dataset_helpers, hybrid_flops, sp_norm_gradients)]
 
 
-def fresh(code: str, *arguments: str, path: str = str(ROOT), **environment: str) -> subprocess.CompletedProcess[str]:
-    """A Python of its own that runs ``code``."""
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *arguments], capture_output=True, text=True, check=False,
-        env=os.environ | {"PYTHONPATH": path} | environment, cwd=ROOT,
-    )  # fmt: skip
-
-
-def cycled(path: str) -> tuple[str, dict[str, dict[str, bool]]]:
-    ended = fresh(CYCLE, path=path)
-    assert ended.returncode == 0, ended.stderr
-    file, facts = json.loads(ended.stdout.splitlines()[-1])
-    return file, facts
-
-
-def test_apply_twice_is_once_and_revert_is_identity() -> None:
-    assert cycled(str(ROOT))[1] == CYCLED
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+def test_apply_twice_is_once_and_revert_is_identity(patch: Patch) -> None:
+    with stock.cpu_lane():
+        stock.check_cycle(patch)
 
 
 @pytest.mark.checkout
-def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
-    file, facts = cycled(f"{megatron_lm}:{ROOT}")
-    assert Path(file).is_relative_to(megatron_lm)
-    assert facts == CYCLED
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+def test_the_same_on_a_checkout(patch: Patch, megatron_lm: Path) -> None:
+    stock.check_cycle_on(megatron_lm, patch)
 
 
 # --- spec-import -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe.steps import Step, StepReader, compare, read_steps, recording
+from megacpp_mcore.observe.steps import Step, StepReader, StepRecorder, compare, read_steps
 
 
 def step(number: int, loss: float = 2.0, **changes: object) -> Step:
@@ -60,10 +60,10 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 def test_recording_refuses_to_continue_half_a_line(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_text(line(step(1))[:-5])
-    with pytest.raises(DataError, match="ends in the middle of a line"), recording(path):
-        raise AssertionError("recording began")
-    with pytest.raises(DataError, match="expected a file that can be appended to"), recording(tmp_path):
-        raise AssertionError("recording began")
+    with pytest.raises(DataError, match="ends in the middle of a line"):
+        StepRecorder(path)
+    with pytest.raises(DataError, match="expected a file that can be appended to"):
+        StepRecorder(tmp_path)
 
 
 def test_equal_steps_are_equal() -> None:

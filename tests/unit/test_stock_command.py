@@ -21,14 +21,14 @@ from megacpp_mcore.errors import LaunchError, ModelError, PatternError
 from megacpp_mcore.lowering import Training
 from megacpp_mcore.model import Model, preset
 from megacpp_mcore.recipes import RECIPES
-from megacpp_mcore.stock_command import DATA_VARIABLE, LAUNCH, TORCHRUN, WAYS, WHEEL, Slurm, StockCommand
+from megacpp_mcore.stock_command import BARE, DATA_VARIABLE, LAUNCH, WAYS, WHEEL, Slurm, StockCommand
 
 ROOT = Path(__file__).parents[2]
 AWKWARD = "a b'c\"$(touch made)`touch made`\\!*#~ é"
 RUN = StockCommand(
     recipe="nam56r",
     device="cuda",
-    via=TORCHRUN,
+    via=LAUNCH,
     script="pretrain_gpt.py",
     processes_per_node=2,
     env={"FIRST": AWKWARD, "SECOND": "2"},
@@ -88,27 +88,29 @@ def changed(**values: Any) -> StockCommand:
     return StockCommand(**{name: getattr(RUN, name) for name in RUN.__dataclass_fields__} | values)
 
 
+LAUNCHED = ["-m", "megacpp_mcore", "launch", "--device"]
+MEETING = ["--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-id", "nam56r", "--rdzv-endpoint", "here:1"]
+
+
 @pytest.mark.parametrize(
     ("values", "head"),
     [
-        ({}, ["--nproc-per-node", "2", "pretrain_gpt.py"]),
+        ({}, ["--nproc-per-node", "2", *LAUNCHED, "cuda", "--", "pretrain_gpt.py"]),
+        ({"device": "cpu"}, ["launch", "--device", "cpu", "--nproc", "2", "--", "pretrain_gpt.py"]),
+        ({"via": WHEEL}, ["--nproc-per-node", "2", *LAUNCHED, "cuda", "--"]),
+        ({"via": WHEEL, "device": "cpu"}, ["launch", "--device", "cpu", "--nproc", "2", "--"]),
+        ({"via": BARE}, ["--nproc-per-node", "2", "/m n/pretrain_gpt.py"]),
+        ({"nodes": 3}, [*MEETING, "--nproc-per-node", "2", *LAUNCHED, "cuda", "--", "pretrain_gpt.py"]),
+        ({"nodes": 3, "via": BARE}, [*MEETING, "--nproc-per-node", "2", "/m n/pretrain_gpt.py"]),
         (
-            {"via": LAUNCH, "device": "cpu"},
-            ["launch", "--device", "cpu", "--nproc", "2", "--", "pretrain_gpt.py"],
-        ),
-        ({"via": WHEEL}, ["launch", "--device", "cuda", "--nproc", "2", "--"]),
-        (
-            {"nodes": 3},
-            [
-                *("--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-id", "nam56r", "--rdzv-endpoint", "here:1"),
-                *("--nproc-per-node", "2", "pretrain_gpt.py"),
-            ],
+            {"nodes": 3, "device": "cpu"},
+            [*MEETING, "--nproc-per-node", "2", *LAUNCHED, "cpu", "--", "pretrain_gpt.py"],
         ),
     ],
 )
 def test_a_shell_hands_the_command_over_word_by_word(values: dict[str, Any], head: list[str], tmp_path: Path) -> None:
     command = changed(**values)
-    found = shell(stock_command.as_cli(command), tmp_path, DATA_PREFIX="x y", HEAD_NODE="here:1")
+    found = shell(stock_command.as_cli(command), tmp_path, DATA_PREFIX="x y", HEAD_NODE="here:1", MEGATRON_LM="/m n")
     assert found["argv"] == [*head, *resolved(command, "x y")]
     assert found["env"] == dict(command.env)
 
@@ -120,8 +122,8 @@ def test_a_batch_job_hands_the_same_words_over(via: str, tmp_path: Path) -> None
     job = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "41"}
     found = shell(script, tmp_path, DATA_PREFIX="x y", MEGATRON_LM="/m n", **job)
     meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "41", "--rdzv-endpoint", "first:20041"]
-    launched = ["-m", "megacpp_mcore", "launch", "--device", "cuda", "--"]
-    program = {TORCHRUN: ["/m n/pretrain_gpt.py"], LAUNCH: [*launched, "pretrain_gpt.py"], WHEEL: launched}[via]
+    launched = [*LAUNCHED, "cuda", "--"]
+    program = {BARE: ["/m n/pretrain_gpt.py"], LAUNCH: [*launched, "pretrain_gpt.py"], WHEEL: launched}[via]
     assert found["argv"] == [*meeting, "--nproc-per-node", "2", *program, *resolved(command, "x y")]
     assert found["env"] == dict(command.env)
     asked = dict(line.removeprefix("#SBATCH --").split("=", 1) for line in script.splitlines() if "#SBATCH" in line)
@@ -166,20 +168,39 @@ GOOD = stock_command.as_yaml(changed(env={}, arguments=("--lr", "1")))
     ("text", "says"),
     [
         ("[", "not valid YAML"),
-        ("3", "found int; expected the keys"),
+        ("3", "found '3'; expected the keys"),
+        ("", "found empty; expected the keys"),
         (GOOD + "\nmore: 1", "found .*'more'.*expected the keys"),
         (GOOD + "\n  --lr: 2", "the key '--lr' is given twice"),
         (GOOD + "\n  lr: 2", "arguments has 'lr'; expected a flag with its dashes"),
-        (GOOD + "\n  --bf16: false", "arguments.--bf16 is False; leave the line out"),
+        (GOOD + "\n  --bf16: false", "arguments.--bf16 is false; leave the line out"),
         (GOOD + "\n  --x: {a: 1}", "arguments.--x is .*expected a text or a number"),
         (GOOD + "\n  --x: --y", "arguments.--x is '--y', which is a flag"),
         (GOOD.replace("env: {}", "env: {A: [1]}"), "env.A is"),
         (GOOD.replace("env: {}", "env: {A B: 1}"), "'A B', which is no name of an environment variable"),
-        (GOOD.replace("env: {}", "env: 1"), "env is 1; expected a mapping"),
-        (GOOD.replace("via: torchrun", "via: ssh"), "via is 'ssh'; expected one of torchrun, launch, wheel"),
-        (GOOD.replace("device: cuda", "device: cpu"), "needs the CPU lane"),
+        (GOOD.replace("env: {}", "env: 1"), "env is '1'; expected a mapping"),
+        (GOOD.replace("via: launch", "via: ssh"), "via is 'ssh'; expected one of launch, wheel, bare"),
+        (GOOD.replace("device: cuda", "device: cpu").replace("via: launch", "via: bare"), "needs the CPU lane"),
         (GOOD.replace("nodes: 1", "nodes: 0"), "nodes is 0; expected a whole number"),
-        (GOOD.replace("recipe: nam56r", "recipe: 1"), "recipe is 1; expected a text"),
+        (GOOD.replace("nodes: 1", "nodes: 010"), "nodes is '010'; expected a whole number"),
+        (GOOD.replace("nodes: 1", "nodes: 1_0"), "nodes is '1_0'; expected a whole number"),
+        (GOOD.replace("nodes: 1", "nodes: true"), "nodes is true; expected a whole number"),
+        (GOOD.replace("recipe: nam56r", "recipe: 1"), "recipe is '1'; expected the name of a model"),
+        (GOOD.replace("recipe: nam56r", "recipe: [1]"), "recipe is a list; expected a text"),
+        (GOOD.replace("recipe: nam56r", "recipe:"), "recipe is empty; expected a text"),
+        (GOOD.replace("pretrain_gpt.py", "--evil"), "script is '--evil'; expected the name of a Python file"),
+        (GOOD.replace("pretrain_gpt.py", "--evil.py"), "script is '--evil.py'"),
+        (GOOD.replace("pretrain_gpt.py", "pretrain_gpt"), "script is 'pretrain_gpt'"),
+        (GOOD.replace("pretrain_gpt.py", "../pretrain_gpt.py"), "script is '../pretrain_gpt.py'"),
+        (GOOD + "\n  --lr=1: true", "'--lr=1' is no name of a flag"),
+        (GOOD + "\n  --lr 1: true", "'--lr 1' is no name of a flag"),
+        (GOOD + "\n  --: true", "'--' is no name of a flag"),
+        (GOOD + "\n  --x: [a, true]", "arguments.--x is true; expected a text"),
+        (GOOD + "\n  --x: null", "arguments.--x is null; expected a text"),
+        (GOOD + "\n  --x: !!int 3", "has the tag '.*int'; leave it out"),
+        (GOOD + "\n  ? [a]\n  : 1", "a key that is no name"),
+        (GOOD + "\n  --x: [[[1]]]", "nests deeper than a run does"),
+        (GOOD + "\n  --x: &a [*a]", "nests deeper than a run does"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(text: str, says: str, tmp_path: Path) -> None:
@@ -189,8 +210,18 @@ def test_a_wrong_file_is_refused_by_name(text: str, says: str, tmp_path: Path) -
         stock_command.load(file)
 
 
-def test_numbers_may_stand_for_words() -> None:
-    assert stock_command.parse(GOOD + "\n  --n: 20\n  --x: 0.5").arguments == ("--lr", "1", "--n", "20", "--x", "0.5")
+def test_a_value_is_the_text_that_is_written() -> None:
+    texts = ("20", "0.5", "010", "1:30", "0x10", "1_000", "1e-3", "2024-01-01", "no", "=", ".5", "-1", "'true'", '""')
+    lines = "".join(f"\n  --f{number}: {text}" for number, text in enumerate(texts))
+    found = stock_command.parse(GOOD + lines + "\n  --last: True").options()
+    assert found.pop("--last") == ()
+    assert [words[0] for words in found.values()] == ["1", *texts[:-2], "true", ""]
+
+
+def test_words_that_yaml_has_other_ideas_about_survive() -> None:
+    words = ("true", "null", "~", "", "010", "1:30", "<<", "=", "no", "1_0", "!!int", "*a", "&a", "- x", "# x", "a: b")
+    command = changed(arguments=("--x", *words), env={"TRUE": "true", "NO": "no"})
+    assert stock_command.parse(stock_command.as_yaml(command)) == command
 
 
 @pytest.mark.parametrize(
@@ -245,7 +276,7 @@ def test_every_recipe_has_every_form_and_they_agree(
         (["--from", "no such.yaml"], "no such.yaml cannot be read"),
         (["nam56r", "--partition", "x"], "--partition is an option of a batch job"),
         (["nam56r_tiny", "--as", "slurm"], "add --device cuda"),
-        (["nam56r_tiny", "--via", "torchrun"], "needs the CPU lane"),
+        (["nam56r_tiny", "--via", "bare"], "needs the CPU lane"),
         (["nam56r", "--nodes", "0"], "--nodes is 0"),
         (["nam56r", "--expert", "8", "--nodes", "3"], "8 processes do not spread evenly over 3 nodes"),
         (["nam56r", "--expert", "8", "--gpus-per-node", "3"], "a multiple of 8 processes, and 1 nodes × 3 are 3"),
@@ -261,6 +292,8 @@ def test_every_recipe_has_every_form_and_they_agree(
             "nam56r with pattern=AXE, depth=3 is no model.*'X' at position 2",
         ),
         (["nam56r", "--set", "train_iters=0"], "train_iters is 0; expected 1 or more"),
+        (["nam56r", "--set", "seed=-1"], "seed is -1; expected 1 or more"),
+        (["nam56r", "--set", "seed=0"], "seed is 0; expected 1 or more"),
         (["nam56r", "--set", "seed=1", "train_iters=3", "--train-iters", "3"], "say the same thing"),
         (["nam56r", "--set", "dsa.topk=64"], "add --settings FILE"),
         (["nam56r", "--settings", "x.yaml"], "nothing is changed"),
@@ -346,8 +379,40 @@ def test_a_launch_on_more_gpus_than_there_are_names_both(monkeypatch: pytest.Mon
         launcher.plan(["--x"], device="cuda", environment=started)
 
 
+ONE_GPU = """
+import torch
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+"""
+"""A ``sitecustomize.py``: every Python that finds it sees one GPU."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("host", ["gpt", "hybrid"])
+@pytest.mark.parametrize("via", [LAUNCH, WHEEL])
+def test_the_printed_command_for_more_gpus_than_there_are_ends_in_a_sentence(
+    via: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As it is printed, under the real torchrun and on a checkout whose script must not begin."""
+    (tmp_path / "sitecustomize.py").write_text(ONE_GPU)
+    (tmp_path / "pretrain_gpt.py").write_text("raise AssertionError('must not run')\n")
+    command = emit(capsys, "nam56r", "--expert", "2", "--via", via)
+    assert command.startswith("torchrun --nproc-per-node 2 -m megacpp_mcore launch --device cuda -- ")
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
+        "MEGATRON_LM": str(tmp_path),
+        "DATA_PREFIX": "x",
+    }
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    sentence = "error: the launch asks for 2 GPUs on this host, one a process, and torch sees 1; take a smaller layout"
+    assert sentence in done.stderr
+    assert "must not run" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["gpt", pytest.param("hybrid", marks=pytest.mark.exhaustive)])
 def test_the_printed_command_trains(host: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Emitted, given to a shell as it is, two steps on the CPU; only ``megacpp-mcore`` is this clone's."""
     source = find_stdlib_sources()[0].path

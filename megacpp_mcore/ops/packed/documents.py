@@ -14,7 +14,9 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.visibility import check_mask
 
 
-def seq_idx_from_cu_seqlens(cu_seqlens: torch.Tensor, num_rows: int) -> torch.Tensor:
+def seq_idx_from_cu_seqlens(
+    cu_seqlens: torch.Tensor, num_rows: int, of_keys: torch.Tensor | None = None
+) -> torch.Tensor:
     """Number the documents of a packed batch: ``[1, num_rows]``, without waiting for the device.
 
     Rows behind the last sequence (padding) are a document of their own.
@@ -22,17 +24,52 @@ def seq_idx_from_cu_seqlens(cu_seqlens: torch.Tensor, num_rows: int) -> torch.Te
     Args:
         cu_seqlens: first row of each sequence and the end of the last one, ``[N + 1]``, integers.
         num_rows: rows of the packed batch.
+        of_keys: the same of the keys, where queries and keys are told apart.
 
     Raises:
-        ModelError: ``cu_seqlens`` is no vector of two or more integers.
+        ModelError: ``cu_seqlens`` or ``of_keys`` is no vector of two or more integers, or they differ in length. For tensors
+            on the CPU also: their numbers differ, do not begin with 0, decrease, or end behind the last row. Numbers on a GPU
+            are not read, since it would have to be waited for.
     """
+    _check_cu_seqlens(cu_seqlens, num_rows)
+    if of_keys is not None and of_keys is not cu_seqlens:
+        _check_cu_seqlens(of_keys, num_rows)
+        _check_same_sequences(cu_seqlens, of_keys)
+    row = torch.arange(num_rows, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)[None]
+
+
+def _check_cu_seqlens(cu_seqlens: torch.Tensor, num_rows: int) -> None:
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
         raise ModelError(
             f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}, expected integers [N + 1]: the first row of each "
             "of N ≥ 1 sequences and the end of the last"
         )
-    row = torch.arange(num_rows, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)[None]
+    if cu_seqlens.device.type != "cpu":
+        return
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] > num_rows or bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
+        raise ModelError(
+            f"cu_seqlens is {_abridged(cu_seqlens)}, expected first rows that begin with 0, never decrease, and end with at "
+            f"most the {num_rows} rows of the packed batch"
+        )
+
+
+def _check_same_sequences(queries: torch.Tensor, keys: torch.Tensor) -> None:
+    if queries.shape != keys.shape:
+        raise ModelError(
+            f"{queries.numel() - 1} packed sequences of queries and {keys.numel() - 1} of keys; expected the same, as in "
+            "self-attention"
+        )
+    if queries.device.type == keys.device.type == "cpu" and not bool((queries == keys).all()):
+        raise ModelError(
+            f"cu_seqlens is {_abridged(queries)} of queries and {_abridged(keys)} of keys; expected the same, as in "
+            "self-attention"
+        )
+
+
+def _abridged(cu_seqlens: torch.Tensor) -> str:
+    first = ", ".join(map(str, cu_seqlens[:8].tolist()))
+    return f"[{first}, …, {int(cu_seqlens[-1])}]" if cu_seqlens.numel() > 8 else f"[{first}]"
 
 
 def seq_idx_from_mask(attention_mask: torch.Tensor) -> torch.Tensor | None:

@@ -1,0 +1,39 @@
+"""The backends of every op: what there is, what was requested, what was observed, and why.
+
+=====================  ===============================================================================================
+module                 what it has
+=====================  ===============================================================================================
+:mod:`~.support`       what a candidate covers, as data
+:mod:`~.probes`        what this machine has: Transformer Engine, Triton, Apex, each tried once a process
+:mod:`~.dispatcher`    chooses among candidates and keeps the record
+:mod:`~.candidates`    the implementations of this package, and those of the layers' linears, norms and experts
+:mod:`~.observed`      what patches ran in stock's place, as they ran it
+:mod:`~.table`         all of it for people (``megacpp-mcore doctor --backends``)
+=====================  ===============================================================================================
+
+None of these imports torch before something is probed or chosen.
+"""
+
+from __future__ import annotations
+
+from megacpp_mcore.backends.candidates import own_candidates
+from megacpp_mcore.backends.dispatcher import AUTO, Candidate, Dispatcher, Resolution, Speed
+from megacpp_mcore.backends.probes import APEX_PARTS, DISABLE_TE, ProbeResult, apex_parts, probe_import, te_disabled
+from megacpp_mcore.backends.support import Dim, Support
+
+__all__ = [
+    "APEX_PARTS",
+    "AUTO",
+    "DISABLE_TE",
+    "Candidate",
+    "Dim",
+    "Dispatcher",
+    "ProbeResult",
+    "Resolution",
+    "Speed",
+    "Support",
+    "apex_parts",
+    "own_candidates",
+    "probe_import",
+    "te_disabled",
+]

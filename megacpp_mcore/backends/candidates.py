@@ -1,0 +1,74 @@
+"""The implementations that can be chosen: of the model's ops, and of the classes its layers are built from. No torch."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from megacpp_mcore.backends.dispatcher import Candidate, Speed
+from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE
+from megacpp_mcore.backends.support import Dim, Support
+
+LAYER_PARTS = "transformer_impl"
+"""The op that stands for a layer's linears, norms and experts, called as Megatron's flag that asks for it."""
+
+_REFERENCE = Support(capturable=False)
+"""The references run on anything. No CUDA graph has been tried with them."""
+
+_EIGHTS = Dim(multiple_of=8)
+
+_SDPA = Support(
+    devices=("cuda",),
+    dtypes=("bfloat16", "float16"),
+    dims={"qk_dim": _EIGHTS, "v_dim": _EIGHTS},
+    deterministic=False,
+)
+"""Of the kernels behind PyTorch's SDPA one takes any such width, masked or not; others are faster where they can run."""
+
+
+def own_candidates() -> tuple[Candidate, ...]:
+    """The implementations of the model's ops in this package; none is imported before it is chosen."""
+    return (
+        _candidate("mla", "sdpa", Speed.KERNEL, _SDPA, "megacpp_mcore.ops.mla.sdpa:sdpa_attention", (CUDA,)),
+        _candidate("mla", "reference", Speed.REFERENCE, _REFERENCE, "megacpp_mcore.ops.mla.reference:mla_attention"),
+        *(
+            _candidate(op, "reference", Speed.REFERENCE, _REFERENCE, f"megacpp_mcore.ops.{op}.reference:{function}")
+            for op, function in (
+                ("sparse_mla", "sparse_mla_attention"),
+                ("indexer", "indexer_scores"),
+                ("mamba3", "mamba3"),
+                ("m2rnn", "m2rnn_chunked"),
+            )
+        ),
+    )
+
+
+def layer_parts_candidates(
+    *, transformer_engine: Callable[..., Any], local: Callable[..., Any]
+) -> tuple[Candidate, ...]:
+    """The two makers of a layer's classes, under the names that ``--transformer-impl`` has for them."""
+    return (
+        Candidate(
+            name="transformer_engine",
+            op=LAYER_PARTS,
+            speed=Speed.KERNEL,
+            load=lambda: transformer_engine,
+            support=Support(devices=("cuda",)),
+            requires=(TRANSFORMER_ENGINE,),
+        ),
+        Candidate(name="local", op=LAYER_PARTS, speed=Speed.COMPILED, load=lambda: local),
+    )
+
+
+def _candidate(
+    op: str, name: str, speed: Speed, support: Support, path: str, requires: tuple[str, ...] = ()
+) -> Candidate:
+    load = functools.partial(_load, path)
+    return Candidate(name=name, op=op, speed=speed, load=load, support=support, requires=requires)
+
+
+def _load(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

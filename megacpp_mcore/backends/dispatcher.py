@@ -1,0 +1,261 @@
+"""Chooses a backend for each op of each layer, and keeps the record of requested and observed.
+
+A backend asked for by name runs, or the request fails with the reason. One exception: ``MEGACPP_DISABLE_TE`` turns a
+request for a Transformer Engine backend into the best other one, and the record says so. ``auto`` takes the fastest that
+covers the request; where that is of a slower class than one made for the same device, it says so once and marks the record.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megacpp_mcore.backends import probes
+from megacpp_mcore.backends.probes import ProbeResult
+from megacpp_mcore.backends.support import Support
+from megacpp_mcore.errors import BackendError
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+CHOSEN_ELSEWHERE = {
+    "linear": "--transformer-impl",
+    "norm": "--transformer-impl",
+    "experts": "--transformer-impl and --moe-grouped-gemm",
+    "loss": "the patch linear-cross-entropy",
+    "optimizer": "--optimizer, and by what Megatron can import",
+}
+"""Ops that receipts name and the dispatcher does not choose for, and what does."""
+
+_warned: set[str] = set()
+
+
+class Speed(enum.IntEnum):
+    """How fast a candidate is in kind: ``auto`` never goes down a class in silence."""
+
+    REFERENCE = 0  # plain PyTorch, the truth of the op
+    COMPILED = 1  # fused or compiled, on any device it names
+    KERNEL = 2  # written for the device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One implementation of one op.
+
+    Attributes:
+        name: what a user asks for, unique within the op.
+        op: the op it implements.
+        speed: its class.
+        load: imports it and returns the callable.
+        support: what it covers.
+        requires: what this machine must have, of :data:`megacpp_mcore.backends.probes.REQUIREMENTS`.
+        probe: whatever else has to be tried once before it can run.
+    """
+
+    name: str
+    op: str
+    speed: Speed
+    load: Callable[[], Callable[..., Any]]
+    support: Support = field(default_factory=Support)
+    requires: tuple[str, ...] = ()
+    probe: Callable[[], ProbeResult] | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.requires:
+            if name not in probes.REQUIREMENTS:
+                raise BackendError(_unknown(f"requirement of backend {self.name}", name, probes.REQUIREMENTS))
+
+    def present(self) -> ProbeResult:
+        """Whether this machine has what it needs; a probe that raises is an answer."""
+        for name in self.requires:
+            found = probes.requirement(name)
+            if not found.ok:
+                return found
+        try:
+            return ProbeResult(True) if self.probe is None else self.probe()
+        except Exception as error:
+            return ProbeResult(False, f"its probe failed: {error!r}")
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The answer to one request.
+
+    Attributes:
+        op, layer: what it is for; the layer is the 1-based global number, or ``None`` outside of layers.
+        requested: a candidate's name, or ``auto``.
+        observed: the candidate that runs.
+        speed: its class.
+        slower_than_best: whether a candidate of a faster class, made for this device, was passed over.
+        reason: why this one, with what was passed over.
+        fn: the callable.
+    """
+
+    op: str
+    layer: int | None
+    requested: str
+    observed: str
+    speed: Speed
+    slower_than_best: bool
+    reason: str
+    fn: Callable[..., Any]
+
+    def as_record(self) -> dict[str, Any]:
+        """JSON-ready, as a receipt has it."""
+        return {
+            "op": self.op,
+            "layer": self.layer,
+            "requested": self.requested,
+            "observed": self.observed,
+            "speed": self.speed.name.lower(),
+            "slower_than_best": self.slower_than_best,
+            "reason": self.reason,
+        }
+
+
+class Dispatcher:
+    """Chooses among candidates and keeps the record of what was chosen.
+
+    Args:
+        requests: op to the name asked for, as in ``MEGACPP_CONFIG``; ops that it leaves out are ``auto``.
+        candidates: all implementations; those of one op need different names. By default the ones of this package.
+
+    Raises:
+        BackendError: a request names an op or a candidate that does not exist, or two candidates share a name.
+    """
+
+    def __init__(
+        self, requests: Mapping[str, str] | None = None, candidates: Iterable[Candidate] | None = None
+    ) -> None:
+        if candidates is None:
+            from megacpp_mcore.backends.candidates import own_candidates  # which is made of this module's classes
+
+            candidates = own_candidates()
+        self._candidates: dict[str, dict[str, Candidate]] = {}
+        for candidate in candidates:
+            of_op = self._candidates.setdefault(candidate.op, {})
+            if candidate.name in of_op or candidate.name == AUTO:
+                raise BackendError(f"op {candidate.op}: the name {candidate.name!r} is taken; names must be unique")
+            of_op[candidate.name] = candidate
+        self._requests = dict(requests or {})
+        for op, name in self._requests.items():
+            self._known(op, name)
+        self._probes: dict[tuple[str, str], ProbeResult] = {}
+        self._resolutions: dict[tuple[Any, ...], Resolution] = {}
+        self._lock = threading.RLock()
+
+    def request(self, op: str, name: str | None = None, *, layer: int | None = None, **needs: Any) -> Resolution:
+        """Resolve ``op`` for ``layer``: by ``name``, else by what the mapping asks for, else ``auto``.
+
+        Args:
+            op: the op.
+            name: a candidate's name or ``auto``; ``None`` leaves it to the mapping given to the dispatcher.
+            layer: the 1-based global layer number it is for.
+            needs: what the candidate has to cover (:meth:`megacpp_mcore.backends.support.Support.lacking`).
+
+        Raises:
+            BackendError: the op or name is unknown, the named candidate cannot run or does not cover the needs, or
+                nothing covers them; with the reasons.
+        """
+        requested = name or self._requests.get(op, AUTO)
+        self._known(op, requested)
+        key = (op, layer, requested, *sorted((need, repr(value)) for need, value in needs.items()))
+        with self._lock:
+            if key not in self._resolutions:
+                self._resolutions[key] = self._resolve(op, requested, layer, needs)
+            return self._resolutions[key]
+
+    def observed_backends(self) -> list[dict[str, Any]]:
+        """One JSON-ready record a resolution so far, in the order in which they were made."""
+        with self._lock:
+            return [made.as_record() for made in self._resolutions.values()]
+
+    def _known(self, op: str, name: str) -> None:
+        if op not in self._candidates and op in CHOSEN_ELSEWHERE:
+            raise BackendError(f"op {op} is not chosen by name: {CHOSEN_ELSEWHERE[op]} decides; leave it out")
+        if op not in self._candidates:
+            raise BackendError(_unknown("op", op, self._candidates))
+        if name != AUTO and name not in self._candidates[op]:
+            raise BackendError(_unknown(f"backend for op {op}", name, [AUTO, *self._candidates[op]]))
+
+    def _probe(self, candidate: Candidate) -> ProbeResult:
+        key = (candidate.op, candidate.name)
+        if key not in self._probes:
+            self._probes[key] = candidate.present()
+        return self._probes[key]
+
+    def _resolve(self, op: str, requested: str, layer: int | None, needs: Mapping[str, Any]) -> Resolution:
+        if requested == AUTO:
+            return self._automatic(op, requested, layer, needs)
+        if probes.TRANSFORMER_ENGINE in self._candidates[op][requested].requires and probes.te_disabled():
+            made = self._automatic(op, requested, layer, needs)
+            _warn_once(f"op {op} was asked for on {requested} and runs on {made.observed}: {probes.te_disabled()}")
+            return made
+        return self._by_name(op, requested, layer, needs)
+
+    def _by_name(self, op: str, name: str, layer: int | None, needs: Mapping[str, Any]) -> Resolution:
+        candidate = self._candidates[op][name]
+        present = self._probe(candidate)
+        lacking = candidate.support.lacking(needs) if present.ok else present.reason
+        if not lacking:
+            try:
+                fn = candidate.load()
+                return Resolution(op, layer, name, name, candidate.speed, False, "asked for by name", fn)
+            except Exception as error:
+                lacking = f"loading it failed: {error!r}"
+                cause: Exception | None = error
+        else:
+            cause = None
+        where = "" if layer is None else f" in layer {layer}"
+        raise BackendError(
+            f"backend {name!r} was asked for by name for op {op}{where} and cannot run: {lacking}; "
+            f"ask for another one of {', '.join([AUTO, *self._candidates[op]])}"
+        ) from cause
+
+    def _automatic(self, op: str, requested: str, layer: int | None, needs: Mapping[str, Any]) -> Resolution:
+        passed_over: list[str] = []
+        best: Speed | None = None  # of those made for this device, here or not
+        for candidate in sorted(self._candidates[op].values(), key=lambda one: -one.speed):
+            if not candidate.support.is_for(needs.get("device")):
+                passed_over.append(f"{candidate.name} is for {' or '.join(candidate.support.devices)}")
+                continue
+            best = candidate.speed if best is None else best
+            present = self._probe(candidate)
+            if not present.ok:
+                passed_over.append(f"{candidate.name} is not there: {present.reason}")
+                continue
+            lacking = candidate.support.lacking(needs)
+            if lacking is not None:
+                passed_over.append(f"{candidate.name} does not cover this: {lacking}")
+                continue
+            try:
+                fn = candidate.load()
+            except Exception as error:
+                passed_over.append(f"{candidate.name} did not load: {error!r}")
+                continue
+            slower = candidate.speed < best
+            reason = "; ".join(passed_over) or "the fastest there is"
+            if slower and requested == AUTO:
+                _warn_once(f"op {op} runs on {candidate.name}, slower than the best for this device: {reason}")
+            return Resolution(op, layer, requested, candidate.name, candidate.speed, slower, reason, fn)
+        raise BackendError(f"no backend can run op {op}: {'; '.join(passed_over)}")
+
+
+def _warn_once(message: str) -> None:
+    """Once a process: every chunk of a model has a dispatcher of its own."""
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning(message)
+
+
+def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=2)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(names)}"
+    return f"there is no {kind} called {name!r}; {hint}"

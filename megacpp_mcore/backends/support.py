@@ -1,0 +1,106 @@
+"""What a backend covers, as data: it can be compared with the needs of one request, and printed. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megacpp_mcore.errors import BackendError
+
+DEVICES = ("cpu", "cuda")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+_OPTIONS = {
+    "mask": "it takes no mask",
+    "packed": "it does not keep packed documents apart",
+    "deterministic": "its gradients can differ from run to run",
+    "capturable": "a CUDA graph cannot hold it",
+}
+"""The needs that are yes or no, and why one who cannot is passed over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dim:
+    """The sizes that one dimension may have."""
+
+    multiple_of: int = 1
+    smallest: int = 1
+    largest: int | None = None
+
+    def lacking(self, name: str, size: int) -> str | None:
+        """Why ``size`` is not covered, or None."""
+        if size % self.multiple_of:
+            return f"{name} {size} is not a multiple of {self.multiple_of}"
+        if size < self.smallest:
+            return f"{name} {size} < {self.smallest}"
+        return f"{name} {size} > {self.largest}" if self.largest is not None and size > self.largest else None
+
+    def __str__(self) -> str:
+        words = [f"× {self.multiple_of}"] if self.multiple_of > 1 else []
+        words += [f"≥ {self.smallest}"] if self.smallest > 1 else []
+        words += [f"≤ {self.largest}"] if self.largest is not None else []
+        return " ".join(words) or "any"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """What a candidate covers.
+
+    Attributes:
+        devices: where it runs, of :data:`DEVICES`.
+        dtypes: of its inputs, of :data:`DTYPES`.
+        dims: the sizes of dimensions by the name that requests give them; others may have any.
+        mask: whether it takes an attention mask.
+        packed: whether it keeps the documents of a packed row (THD) apart.
+        deterministic: whether the same inputs give the same bits, forward and backward.
+        capturable: whether a CUDA graph can hold it.
+    """
+
+    devices: tuple[str, ...] = DEVICES
+    dtypes: tuple[str, ...] = DTYPES
+    dims: Mapping[str, Dim] = field(default_factory=dict)
+    mask: bool = True
+    packed: bool = True
+    deterministic: bool = True
+    capturable: bool = True
+
+    def is_for(self, device: str | None) -> bool:
+        """Whether it is meant for ``device`` at all; None: the request does not say where it runs."""
+        return device is None or device in self.devices
+
+    def lacking(self, needs: Mapping[str, Any]) -> str | None:
+        """Why ``needs`` are not covered, or None.
+
+        Args:
+            needs: ``device``, ``dtype`` (torch's name, with or without its prefix), ``mask``, ``packed``,
+                ``deterministic``, ``capturable`` (whether it is needed), and sizes of dimensions; all may be left out.
+
+        Raises:
+            BackendError: a need is none of these.
+        """
+        reasons = [self._lacking(name, value) for name, value in needs.items()]
+        return "; ".join(reason for reason in reasons if reason) or None
+
+    def _lacking(self, name: str, value: Any) -> str | None:
+        if name == "device":
+            return None if self.is_for(value) else f"it runs on {' or '.join(self.devices)}, not on {value}"
+        if name == "dtype":
+            dtype = str(value).removeprefix("torch.")
+            return None if dtype in self.dtypes else f"dtype {dtype} is none of {', '.join(self.dtypes)}"
+        if name in _OPTIONS:
+            return _OPTIONS[name] if value and not getattr(self, name) else None
+        if isinstance(value, int) and not isinstance(value, bool):
+            return self.dims[name].lacking(name, value) if name in self.dims else None
+        raise BackendError(
+            f"a request needs {name}={value!r}; expected device, dtype, {', '.join(_OPTIONS)}, or the size of a dimension"
+        )
+
+    def as_record(self) -> dict[str, Any]:
+        """JSON-ready, for a table."""
+        return {
+            "devices": list(self.devices),
+            "dtypes": list(self.dtypes),
+            "dims": {name: str(dim) for name, dim in self.dims.items()},
+            **{name: getattr(self, name) for name in _OPTIONS},
+        }

@@ -1,0 +1,55 @@
+"""The candidates of every op for people: what each covers and whether this machine can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megacpp_mcore.backends.candidates import own_candidates
+from megacpp_mcore.backends.dispatcher import CHOSEN_ELSEWHERE, Candidate
+from megacpp_mcore.backends.support import DTYPES
+
+_SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def rows(candidates: Iterable[Candidate] | None = None) -> list[dict[str, Any]]:
+    """One JSON-ready record a candidate: what it is, what it covers, and whether it can run here (it is probed)."""
+    found = []
+    for candidate in own_candidates() if candidates is None else candidates:
+        present = candidate.present()
+        found.append(
+            {
+                "op": candidate.op,
+                "name": candidate.name,
+                "speed": candidate.speed.name.lower(),
+                "requires": list(candidate.requires),
+                **candidate.support.as_record(),
+                "present": present.ok,
+                "reason": present.reason,
+            }
+        )
+    return found
+
+
+def text(candidates: Iterable[Candidate] | None = None) -> str:
+    """The records as lines in columns, then the ops that something else chooses for."""
+    head = ("op", "backend", "class", "devices", "dtypes", "dims", "cannot", "here")
+    lines = [head, *(_cells(row) for row in rows(candidates))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    told = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([*told, "", *(f"{op} is chosen by {chooser}" for op, chooser in CHOSEN_ELSEWHERE.items())])
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    missing = [name for name in ("mask", "packed", "deterministic", "capturable") if not row[name]]
+    dtypes = "all" if tuple(row["dtypes"]) == DTYPES else ", ".join(_SHORT[name] for name in row["dtypes"])
+    return (
+        row["op"],
+        row["name"],
+        row["speed"],
+        ", ".join(row["devices"]),
+        dtypes,
+        ", ".join(f"{name} {dim}" for name, dim in row["dims"].items()) or "any",
+        ", ".join(missing) or "-",
+        "yes" if row["present"] else f"no: {row['reason']}",
+    )

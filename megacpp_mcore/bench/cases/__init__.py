@@ -1,0 +1,1 @@
+"""What each benchmark compares: one module an op, one for the layers."""

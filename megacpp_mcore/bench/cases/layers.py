@@ -1,0 +1,373 @@
+"""Layers of every family, at the width of ``nam56r``, and the block of multi-token prediction: forward and backward.
+
+A layer is built as a run builds it, with the backends that ``auto`` chooses. Its parity is checked against the same layer, with
+the same weights in the same dtype, on the reference of every op: ops are compared with float64 in their own benchmarks.
+
+Legend: S sequence, B batch, D hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from megacpp_mcore import pattern as grammar
+from megacpp_mcore.backends import Dispatcher, own_candidates
+from megacpp_mcore.bench.cases.mamba3 import THEIRS, WEIGHTS
+from megacpp_mcore.bench.cases.peers import mamba3_module, mamba_ssm_lacking, patched, with_engine
+from megacpp_mcore.bench.parity import AgainstTruth
+from megacpp_mcore.bench.problem import (
+    OURS,
+    PEER,
+    Draw,
+    Inputs,
+    Problem,
+    Tensors,
+    Variant,
+    differentiable,
+    floors,
+    missing,
+)
+from megacpp_mcore.bench.registry import Options
+from megacpp_mcore.errors import BenchmarkError
+from megacpp_mcore.model import Model, preset, with_overrides
+from megacpp_mcore.observe import flops
+from megacpp_mcore.observe.flops import Work
+
+LIMITS = {"bfloat16": 4e-2, "float32": 1e-4}
+"""The largest error of a row: two backends of one op round differently, and a layer carries that through its projections."""
+
+SMALL = 1e-2
+"""Scale of the hidden states: a layer norms them, and behind a large residual its own part of the output would not be seen."""
+
+REFERENCE = "reference"
+MODELS = ("nam56r", "nam56r_h4096", "nam56r_tiny")
+
+
+def layer_a_full(options: Options) -> Iterator[Problem]:
+    """A layer with full MLA, beside stock's core attention."""
+    yield _problem(options, "A", grammar.FULL_ATTENTION, _with_stock_core)
+
+
+def layer_a_full_dsa(options: Options) -> Iterator[Problem]:
+    """A layer that runs the indexer."""
+    yield _problem(options, "A", grammar.FULL_INDEX, _none("stock's DSA keeps no indices for Shared layers"))
+
+
+def layer_a_shared_dsa(options: Options) -> Iterator[Problem]:
+    """A layer that attends to another one's indices."""
+    yield _problem(options, "A", grammar.SHARED_INDEX, _none("stock has no layer that shares indices"))
+
+
+def layer_m(options: Options) -> Iterator[Problem]:
+    """A Mamba-3 layer, beside mamba-ssm's whole module with the same weights."""
+    yield _problem(options, "M", None, _mamba_ssm)
+
+
+def layer_e(options: Options) -> Iterator[Problem]:
+    """A layer of experts, which is stock's own module."""
+    yield _problem(options, "E", None, _none("ours is stock's MoELayer; its experts' peers are in grouped_mlp"))
+
+
+def layer_r(options: Options) -> Iterator[Problem]:
+    """An M²RNN layer."""
+    yield _problem(options, "R", None, _none("no package has this layer; the recurrence's peer is in m2rnn"))
+
+
+def mtp_block(options: Options) -> Iterator[Problem]:
+    """One depth of multi-token prediction, beside stock's core attention in it."""
+    yield _problem(options, "mtp", None, _with_stock_core)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which layer is built, and how: ``number`` is that of the trunk's layer, 0 for the block of multi-token prediction."""
+
+    options: Options
+    model: Model
+    config: Any
+    number: int
+
+
+@dataclass(frozen=True)
+class Built:
+    """A layer and what calls it on hidden states ``[S, B, D]``."""
+
+    module: Any
+    call: Callable[[torch.Tensor], torch.Tensor]
+    backends: str
+
+    def run(self, inputs: Inputs) -> Tensors:
+        """The layer's output."""
+        return [self.call(inputs.leaves["hidden"])]
+
+    def leaves(self, inputs: Inputs) -> Tensors:
+        """Input and parameters."""
+        return [inputs.leaves["hidden"], *self.module.parameters()]
+
+    def variant(self, name: str, side: str) -> Variant:
+        """The layer as a variant, with the gradients of its input and of every parameter."""
+        return differentiable(name, side, self.run, leaves=self.leaves)
+
+
+def _problem(options: Options, letter: str, role: str | None, peer: Callable[[Plan, Built], Variant]) -> Problem:
+    model = with_overrides(_model(options.shape["hidden"]), {"seq_length": options.shape["S"]})
+    kinds = zip(model.layers, model.roles, strict=True)
+    number = 0 if letter == "mtp" else list(kinds).index((letter, role)) + 1
+    plan = Plan(options, model, _config(options, model), number)
+    draw = Draw(options)
+    ours = _build(plan, {})
+    _stir(ours.module, draw)
+    names = [name for name, _ in ours.module.named_parameters()]
+    shape = (options.shape["S"], options.shape["B"], model.hidden_size)
+    sets = [
+        Inputs(leaves={"hidden": draw.normal(*shape, scale=SMALL).requires_grad_()}, cotangents=(draw.normal(*shape),))
+        for _ in range(options.sets)
+    ]
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in ours.module.parameters())
+    rows = options.shape["S"] * options.shape["B"] * model.hidden_size * draw.itemsize
+    return Problem(
+        shape={"model": model.name, **options.shape},
+        dtype=options.dtype,
+        sets=sets,
+        variants=[peer(plan, ours), ours.variant(f"ours ({ours.backends})", OURS)],
+        works=floors(_work(plan), weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
+        judge=AgainstTruth(
+            partial(_truth, plan, ours), ("out", "dhidden", *(f"d{name}" for name in names)), LIMITS[options.dtype]
+        ),
+    )
+
+
+def _model(hidden: int) -> Model:
+    """The model of that width.
+
+    Raises:
+        BenchmarkError: there is none.
+    """
+    by_width = {preset(name).hidden_size: preset(name) for name in MODELS}
+    if hidden not in by_width:
+        known = ", ".join(f"{width} ({model.name})" for width, model in by_width.items())
+        raise BenchmarkError(f"size hidden is {hidden}; expected the width of a model: {known}")
+    return by_width[hidden]
+
+
+def _work(plan: Plan) -> Work:
+    step = flops.step(plan.model, plan.options.shape["B"], seq_length=plan.options.shape["S"])
+    if plan.number:
+        return step.layers[plan.number - 1].total
+    depth = step.mtp[0]
+    whole, head = depth.total, depth.head
+    return Work(whole.forward - head.forward, whole.backward - head.backward)
+
+
+def _truth(plan: Plan, ours: Built, inputs: Inputs) -> Tensors:
+    """The layer once more, its ops on their references."""
+    references = [candidate.op for candidate in own_candidates() if candidate.name == REFERENCE]
+    again = _build(plan, dict.fromkeys(references, REFERENCE))
+    _same_weights(ours.module, again.module)
+    found: Tensors = again.variant(REFERENCE, OURS).runs["forward+backward"](inputs)
+    return found
+
+
+def _same_weights(source: Any, target: Any) -> None:
+    values = dict(source.named_parameters())
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            parameter.copy_(values[name])
+
+
+def _stir(module: Any, draw: Draw) -> None:
+    """Move every weight away from ones, zeros and identities, which hide mistakes."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(draw.normal(*parameter.shape, scale=0.01, dtype=parameter.dtype))
+
+
+# --- building a layer as a run does ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _as_command(words: Sequence[str]) -> Iterator[None]:
+    """A command line and the environment of one process, which Megatron's parser reads."""
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    argv, before = sys.argv, {name: os.environ.get(name) for name in environment}
+    sys.argv = ["bench", *words]
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _config(options: Options, model: Model) -> Any:
+    """Megatron's TransformerConfig of a run of ``model`` on this device."""
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.arguments import parse_args, validate_args
+
+    from megacpp_mcore.lowering import Training, lower
+    from megacpp_mcore.model import Layout
+    from megacpp_mcore.recipe_command import tokenizer_words
+
+    training = Training(
+        device=options.device,
+        precision={"bfloat16": "bf16", "float32": "fp32"}[options.dtype],
+        transformer_impl="transformer_engine" if with_engine(options.device) else "local",
+        tokenizer=tokenizer_words(model),
+        data=("--mock-data",),
+    )
+    # Megatron prints every argument.
+    with _as_command(lower(model, Layout(), training)), contextlib.redirect_stdout(io.StringIO()):
+        arguments = parse_args()
+        validate_args(arguments)
+        config = gpt_config_from_args(arguments).transformer
+    config.gradient_accumulation_fusion = False  # there is no optimizer and no main_grad here
+    return config
+
+
+def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False) -> Built:
+    """The layer of ``plan`` with the backends asked for."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megacpp_mcore.layer_specs import nam56r
+    from megacpp_mcore.layer_specs.mtp import mtp_block as mtp_specs
+    from megacpp_mcore.layer_specs.parts import parts_for
+    from megacpp_mcore.ops.indexer.cache import IndexCache
+
+    destroy_moe_metrics_tracker()  # stock sizes it by the first model of the process
+    nam56r.prepare(plan.model, plan.config)
+    parts, dispatcher = parts_for(plan.config), Dispatcher(requests)
+    sources = grammar.source_layers(plan.model.roles)
+    cache = IndexCache({shared: full for shared, full in sources.items() if shared == plan.number})
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    if plan.number:
+        spec = nam56r.layer_spec(plan.model, plan.config, plan.number, parts, dispatcher, cache)
+        attention = spec.submodules
+    else:
+        (spec,) = mtp_specs(parts, dispatcher).layer_specs
+        attention = spec.submodules.mtp_model_layer.submodules
+    if stock_core:
+        attention.self_attention.submodules.core_attention = parts.backend.core_attention()
+    with patched("mla-core-attention") if stock_core else contextlib.nullcontext():
+        module = build_module(spec, config=plan.config, layer_number=plan.number or 1, pg_collection=groups)
+    module = module.to(plan.options.device).train()
+    if plan.options.dtype == "bfloat16":
+        module = module.bfloat16()
+    if not plan.number:
+        call = _mtp_call(plan, module)
+    elif plan.number in sources:
+        call = _shared_call(plan, module, cache, sources[plan.number])
+    else:
+        call = partial(_call, module)
+    observed = [f"{made['op']} {made['observed']}" for made in dispatcher.observed_backends()]
+    return Built(module, call, ", ".join(dict.fromkeys(observed)) or "stock's modules")
+
+
+def _call(module: Any, hidden_SBD: torch.Tensor) -> torch.Tensor:
+    output = module(hidden_SBD, attention_mask=None)
+    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def _shared_call(plan: Plan, module: Any, cache: Any, full: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Each call is given the same indices, which its Full layer would have published."""
+    from megacpp_mcore.ops.indexer.cache import Selection
+    from megacpp_mcore.ops.indexer.reference import causal_topk
+
+    sizes, draw = plan.options.shape, Draw(plan.options, seed=2)
+    score_BSS = draw.normal(sizes["B"], sizes["S"], sizes["S"], dtype=torch.float32)
+    selection = Selection(causal_topk(score_BSS, plan.model.dsa.topk))
+
+    def call(hidden_SBD: torch.Tensor) -> torch.Tensor:
+        cache.publish(full, selection)
+        return _call(module, hidden_SBD)
+
+    return call
+
+
+def _mtp_call(plan: Plan, module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The embeddings of the next tokens are given, and need no gradient."""
+    sizes, draw = plan.options.shape, Draw(plan.options, seed=2)
+    token_BS = draw.integers(plan.model.vocab_size, sizes["B"], sizes["S"])
+    position_BS = torch.arange(sizes["S"], device=plan.options.device).expand(sizes["B"], -1)
+    embedded_SBD = draw.normal(sizes["S"], sizes["B"], plan.model.hidden_size)
+
+    def call(hidden_SBD: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = module(
+            token_BS, position_BS, hidden_SBD, attention_mask=None, embedding=lambda **_: embedded_SBD
+        )[0]
+        return found
+
+    return call
+
+
+# --- peers ----------------------------------------------------------------------------------------------------------------
+
+
+def _none(reason: str) -> Callable[[Plan, Built], Variant]:
+    return lambda plan, ours: missing("stock", f"no peer: {reason}")
+
+
+def _with_stock_core(plan: Plan, ours: Built) -> Variant:
+    """The same layer with the core attention that stock's own specs put there."""
+    theirs = _build(plan, {}, stock_core=True)
+    _same_weights(ours.module, theirs.module)
+    return theirs.variant("stock core attention", PEER)
+
+
+def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
+    """mamba-ssm's module between our norm and residual; only its output and its input's gradient are compared."""
+    ssm, model = plan.model.mamba3, plan.model
+    name = f"mamba-ssm {'MIMO' if ssm.mimo_rank > 1 else 'SISO'}"
+    reason = mamba_ssm_lacking(plan.options.device)
+    if reason:
+        return missing(name, reason)
+    mixer, norm = ours.module.self_attention, ours.module.input_layernorm
+    module = mamba3_module().Mamba3(
+        model.hidden_size, d_state=ssm.state, expand=ssm.expand, headdim=ssm.head_dim, ngroups=ssm.groups,
+        is_mimo=ssm.mimo_rank > 1, mimo_rank=ssm.mimo_rank, chunk_size=ssm.chunk, rope_fraction=ssm.rope_fraction,
+        A_floor=ssm.a_floor, device=plan.options.device, dtype=getattr(torch, plan.options.dtype),
+    )  # fmt: skip
+    with torch.no_grad():
+        module.in_proj.weight.copy_(in_their_order(plan.model, mixer))
+        module.out_proj.weight.copy_(mixer.out_proj.weight)
+        for weight in (*WEIGHTS, *(("mimo_x", "mimo_z", "mimo_o") if ssm.mimo_rank > 1 else ())):
+            target = module.get_parameter(THEIRS.get(weight, weight))
+            target.copy_(getattr(mixer, weight).view(target.shape))
+
+    def call(inputs: Inputs) -> Tensors:
+        hidden_SBD = inputs.leaves["hidden"]
+        mixed_BSD = module(norm(hidden_SBD).transpose(0, 1))
+        return [hidden_SBD + mixed_BSD.transpose(0, 1)]
+
+    def leaves(inputs: Inputs) -> Tensors:
+        return [inputs.leaves["hidden"], *module.parameters(), *norm.parameters()]
+
+    return differentiable(name, PEER, call, leaves=leaves, results=lambda found: found[:2])
+
+
+def in_their_order(model: Model, mixer: Any) -> torch.Tensor:
+    """The rows of our three input projections in the order of mamba-ssm's one: z, x, B, C, step, decay, trapezoid, angles.
+
+    Ours are head by head (z, x, step, decay, trapezoid) and group by group (B, then C, rank by rank); theirs are part by
+    part, B and C rank by rank and in a rank group by group.
+    """
+    ssm, P = model.mamba3, model.mamba3.head_dim
+    heads_HXD = mixer.in_proj.weight.unflatten(0, (model.mamba_heads, -1))
+    z, x, dt, decay, trap = (part.flatten(0, 1) for part in heads_HXD.split([P, P, 1, 1, 1], dim=1))
+    groups_GCRND = mixer.bc_proj.weight.unflatten(0, (ssm.groups, 2, ssm.mimo_rank, ssm.state))
+    b, c = (part.transpose(0, 1).flatten(0, 2) for part in groups_GCRND.unbind(1))
+    return torch.cat([z, x, b, c, dt, decay, trap, mixer.angle_weight])

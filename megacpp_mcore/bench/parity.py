@@ -1,0 +1,94 @@
+"""Whether a variant computes the right thing: worst rows against a truth in float64, made in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megacpp_mcore.bench.problem import FORWARD, Tensors, Variant, Verdict
+
+LOOSER = 1.5
+"""How much worse than the problem's yardstick, plain code in the same dtype, a variant may be, where that is more."""
+
+YARDSTICK_LIMIT = 0.1
+"""What the yardstick itself may be off by before it is no implementation of the op."""
+
+SMALL_ROW = 1e-2
+"""A row below this part of the typical row is measured against that part: some are zero but for rounding."""
+
+
+class AgainstTruth:
+    """Each result's worst row against the truth: ``‖have − want‖ / max(‖want‖, 1 % of the RMS of all rows)``.
+
+    A row is the last axis. Anything that is not finite, or of another shape, fails.
+
+    Args:
+        truth: from inputs to results in float64, outputs first.
+        names: of the results.
+        outputs: how many of them the forward pass gives.
+        limit: the largest error of a row, for all results or by name.
+        yardstick: a variant whose own errors, times :data:`LOOSER`, are allowed too.
+        norms: from a result's name, its truth's row norms and the inputs to the norms that errors are measured against.
+    """
+
+    def __init__(
+        self,
+        truth: Callable[[Any], Tensors],
+        names: Sequence[str],
+        limit: float | Mapping[str, float],
+        *,
+        outputs: int = 1,
+        yardstick: str = "",
+        norms: Callable[[str, torch.Tensor, Any], torch.Tensor] | None = None,
+    ) -> None:
+        self._make, self.names, self.outputs, self.yardstick, self._norms = (
+            truth,
+            tuple(names),
+            outputs,
+            yardstick,
+            norms,
+        )
+        self._limits = dict.fromkeys(names, limit) if isinstance(limit, float) else dict(limit)
+        self._truth: Tensors = ()
+        self._allowed: dict[str, float] = {}
+
+    def prepare(self, inputs: Any) -> None:
+        """Make the truth of ``inputs``."""
+        self._truth = [want.detach() for want in self._make(inputs)]
+
+    def verdict(self, variant: Variant, work: str, inputs: Any) -> Verdict:
+        """Run ``variant`` once and compare what it gives."""
+        found = variant.results(variant.runs[work](inputs))
+        truth = self._truth if variant.truth is None else variant.truth(inputs)
+        names = self.names[: self.outputs] if work == FORWARD else self.names[: len(found)]
+        if len(found) < self.outputs:
+            return Verdict(False, f"FAILS: it gives {len(found)} results, expected at least {self.outputs}")
+        errors = {
+            name: self._error(name, have.detach(), want, inputs)
+            for name, have, want in zip(names, found, truth, strict=False)
+        }
+        return self._judged(variant, errors)
+
+    def _judged(self, variant: Variant, errors: dict[str, float]) -> Verdict:
+        if variant.name == self.yardstick:
+            self._allowed = {name: LOOSER * error for name, error in errors.items()}
+            limits = dict.fromkeys(errors, YARDSTICK_LIMIT)
+        elif variant.limit is not None:
+            limits = dict.fromkeys(errors, variant.limit)
+        else:
+            limits = {name: max(self._limits[name], self._allowed.get(name, 0.0)) for name in errors}
+        wrong = [
+            f"{name} {error:.1e} > {limits[name]:.1e}" for name, error in errors.items() if not error <= limits[name]
+        ]
+        return Verdict(not wrong, f"FAILS: worst row {', '.join(wrong)}" if wrong else "green", errors)
+
+    def _error(self, name: str, have: torch.Tensor, want: torch.Tensor, inputs: Any) -> float:
+        if have.shape != want.shape or not bool(torch.isfinite(have).all()):
+            return float("inf")
+        error, norm = have.double().sub_(want.double()), want.double().norm(dim=-1)
+        norm = norm.clamp(min=SMALL_ROW * float(norm.square().mean().sqrt()))
+        norm = norm if self._norms is None else self._norms(name, norm, inputs)
+        ratio = error.norm(dim=-1) / norm
+        return float(torch.where(error.norm(dim=-1) == 0, torch.zeros_like(ratio), ratio).max())

@@ -1,0 +1,222 @@
+"""Every benchmark by name: what it measures, with which sizes; imports no torch.
+
+Sizes: B batch, S sequence; the others have their names in :class:`megacpp_mcore.model.Model`, abridged.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from megacpp_mcore import pattern as grammar
+from megacpp_mcore.errors import BenchmarkError
+from megacpp_mcore.model import Model, preset
+
+OP, LAYER, PATCH, MODEL = "op", "layer", "patch", "model"
+KINDS = (OP, LAYER, PATCH, MODEL)
+"""What a benchmark measures; those of whole models are scripts of a clone, in its folder ``benchmarks``."""
+
+OURS, PEER, BOUND = "ours", "peer", "bound"
+"""The sides: of this package, of somebody else, and a part of the work that is timed for orientation."""
+
+FULL, TINY = "full", "tiny"
+SIZES = (FULL, TINY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a benchmark is run.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        dtype: of the inputs, as torch calls it.
+        shape: sizes by name.
+        sets: sets of random inputs to go round.
+        warmup: calls that do not count.
+        repeats: calls that do, at most.
+        seconds: time after which no more calls are made; three are, in any case.
+        without: peers whose name holds one of these are left out.
+    """
+
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    shape: Mapping[str, int] = field(default_factory=dict)
+    sets: int = 3
+    warmup: int = 3
+    repeats: int = 20
+    seconds: float = 1.0
+    without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """One benchmark.
+
+    Attributes:
+        name: what it is asked for by.
+        kind: of :data:`KINDS`.
+        covers: the op, the layer's letter and role, the patch or the script that it is of.
+        title: one line.
+        problems: ``module:function`` that makes the problems of an :class:`Options`; empty for scripts.
+        shapes: the sizes by name of the size.
+        memory: whether it is about peak memory, which the CPU does not count.
+    """
+
+    name: str
+    kind: str
+    covers: str
+    title: str
+    problems: str = ""
+    shapes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    memory: bool = False
+
+    def shape(self, size: str, changes: Mapping[str, int]) -> dict[str, int]:
+        """The sizes of ``size`` with ``changes``.
+
+        Raises:
+            BenchmarkError: a change is of a size that this benchmark does not have, or is no positive number.
+        """
+        known = self.shapes[size]
+        for name, value in changes.items():
+            if name not in known:
+                raise BenchmarkError(f"{self.name} has no size {name!r}; expected one of {', '.join(known)}")
+            if value < 1:
+                raise BenchmarkError(f"size {name} is {value}; expected 1 or more")
+        return {**known, **changes}
+
+
+_CASES = "megacpp_mcore.bench.cases"
+_ROWS = MappingProxyType({FULL: {"B": 2, "S": 4096}, TINY: {"B": 2, "S": 24}})
+
+
+def _of_models(*names: str, **changes: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Sizes ``names`` at the width of ``nam56r`` (full) and ``nam56r_tiny`` (tiny), with batch and sequence."""
+    found = {}
+    for size, model in ((FULL, preset("nam56r")), (TINY, preset("nam56r_tiny"))):
+        sizes = _sizes(model) | dict(_ROWS[size]) | dict(changes.get(size, {}))
+        found[size] = {name: sizes[name] for name in names}
+    return found
+
+
+def _sizes(model: Model) -> dict[str, int]:
+    mla, dsa, ssm, rnn, moe = model.mla, model.dsa, model.mamba3, model.m2rnn, model.moe
+    return {
+        "heads": model.heads,
+        "qk": mla.qk_head_dim + mla.qk_pos_emb_head_dim,
+        "v": mla.v_head_dim,
+        "latent": mla.kv_lora_rank,
+        "rope": mla.qk_pos_emb_head_dim,
+        "topk": dsa.topk,
+        "indexer_heads": dsa.indexer_heads,
+        "indexer_dim": dsa.indexer_head_dim,
+        "mamba_heads": model.mamba_heads,
+        "head_dim": ssm.head_dim,
+        "state": ssm.state,
+        "rank": ssm.mimo_rank,
+        "groups": ssm.groups,
+        "chunk": ssm.chunk,
+        "rnn_heads": model.recurrent_heads,
+        "key_dim": rnn.key_dim,
+        "value_dim": rnn.value_dim,
+        "checkpoint_every": rnn.checkpoint_every,
+        "experts": moe.experts,
+        "routed": moe.topk,
+        "expert_width": moe.ffn_hidden_size,
+        "hidden": model.hidden_size,
+        "vocab": model.vocab_size_padded(1),
+    }
+
+
+def _op(covers: str, title: str, *names: str, name: str = "", **changes: Mapping[str, int]) -> Benchmark:
+    return Benchmark(
+        name=name or covers,
+        kind=OP,
+        covers=covers,
+        title=title,
+        problems=f"{_CASES}.{covers}:problems",
+        shapes=_of_models("B", "S", *names, **changes),
+    )
+
+
+def _layer(name: str, covers: str, title: str) -> Benchmark:
+    shapes = _of_models("B", "S", "hidden")
+    return Benchmark(
+        name=name, kind=LAYER, covers=covers, title=title, problems=f"{_CASES}.layers:{name}", shapes=shapes
+    )
+
+
+_SISO = {"rank": 1, "groups": 1}
+
+BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
+    {
+        benchmark.name: benchmark
+        for benchmark in (
+            _op("mla", "core attention of full MLA; stock's, also with the patch mla-core-attention", "heads", "qk", "v"),
+            _op("sparse_mla", "absorbed attention to selected keys", "heads", "latent", "rope", "topk"),
+            _op("indexer", "scores of the DSA indexer", "indexer_heads", "indexer_dim"),
+            _op("mamba3", "Mamba-3, MIMO, between its projections",
+                "mamba_heads", "head_dim", "state", "rank", "groups", "chunk"),
+            _op("mamba3", "Mamba-3, SISO, between its projections",
+                "mamba_heads", "head_dim", "state", "rank", "groups", "chunk",
+                name="mamba3_siso", full=_SISO | {"chunk": 64}, tiny=_SISO),
+            _op("m2rnn", "the M²RNN recurrence", "rnn_heads", "key_dim", "value_dim", "checkpoint_every"),
+            _op("grouped_mlp", "routed experts, two matrices each, rows sorted by expert",
+                "experts", "routed", "hidden", "expert_width"),
+            _op("linear_cross_entropy", "output layer and its loss; stock's, and with the patch of this name",
+                "hidden", "vocab"),
+            _layer("layer_a_full", "A" + grammar.FULL_ATTENTION, "A layer, full MLA"),
+            _layer("layer_a_full_dsa", "A" + grammar.FULL_INDEX, "A layer, sparse MLA with an indexer (Full)"),
+            _layer("layer_a_shared_dsa", "A" + grammar.SHARED_INDEX, "A layer, sparse MLA with shared indices (Shared)"),
+            _layer("layer_m", "M", "M layer, Mamba-3"),
+            _layer("layer_e", "E", "E layer, mixture of experts"),
+            _layer("layer_r", "R", "R layer, M²RNN"),
+            _layer("mtp_block", "mtp", "one depth of multi-token prediction, without its head"),
+            Benchmark(
+                name="dsa_indexer_memory",
+                kind=PATCH,
+                covers="dsa-indexer-memory",
+                title="peak memory of stock's indexer with and without the patch of this name",
+                problems=f"{_CASES}.dsa_indexer_memory:problems",
+                shapes=_of_models("B", "S", "indexer_heads", "indexer_dim", "heads", "latent", "rope", "topk",
+                                  full={"B": 1, "S": 16384}),
+                memory=True,
+            ),
+            Benchmark(name="train", kind=MODEL, covers="benchmarks.train", title="training runs of a preset"),
+            Benchmark(name="doors", kind=MODEL, covers="benchmarks.doors", title="one recipe through each door"),
+            Benchmark(name="layouts", kind=MODEL, covers="benchmarks.layouts", title="parallel layouts against one GPU"),
+            Benchmark(name="regional", kind=MODEL, covers="benchmarks.regional", title="regional compile, recompute, taxes"),
+        )
+    }
+)  # fmt: skip
+
+
+def select(words: Sequence[str], *, all_of_them: bool = False) -> list[Benchmark]:
+    """The benchmarks that ``words`` name, by their own names or by kinds, each once and in the order of the registry.
+
+    Raises:
+        BenchmarkError: a word is neither, nothing is named, or a script of whole models is.
+    """
+    if bool(words) == all_of_them:
+        raise BenchmarkError(f"name benchmarks or kinds ({', '.join(KINDS[:-1])}), or say --all, and not both")
+    for word in words:
+        if word not in BENCHMARKS and word not in KINDS:
+            raise BenchmarkError(_unknown(word, [*BENCHMARKS, *KINDS]))
+    chosen = [one for one in BENCHMARKS.values() if one.name in words or one.kind in words]
+    chosen = [one for one in BENCHMARKS.values() if one.kind != MODEL] if all_of_them else chosen
+    for one in chosen:
+        if one.kind == MODEL:
+            raise BenchmarkError(
+                f"{one.name} trains whole models and is a script of a clone of the repository, not of the installed package: "
+                f"there, run `python -m {one.covers} --help`"
+            )
+    return chosen
+
+
+def _unknown(word: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=2)
+    return f"there is no benchmark {word!r}; " + (
+        f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(names)}"
+    )

@@ -1,0 +1,416 @@
+"""May two receipts be compared for speed: a checklist line by line, and the claim if all of them allow one. No torch.
+
+The first seven lines are the questions of a reviewer (same pattern, routed experts, sequence, compile policy, topology, data,
+cache state), the others the denominators by which a sparse speed-up is made to look better than it is. What differs and is on
+no line (backends, patches, recompute, versions) is what a claim is about: it is named beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe.receipt_schema import DISQUALIFIERS, flatten, why_unknown
+
+BALANCE_TOLERANCE = 0.1
+"""Relative difference of the busiest expert's load up to which two runs are equally balanced: routing is learned."""
+STEADY_STEPS = 30
+"""Steps that each of the two has to have measured."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the checklist.
+
+    Attributes:
+        key: what ``--varies`` names.
+        question: the line in words.
+        values: what each of the two receipts has; for people where they differ.
+        same: whether they are the same; None where one of them does not say.
+        reason: why it is not known; empty where it is.
+    """
+
+    key: str
+    question: str
+    values: tuple[Any, Any]
+    same: bool | None
+    reason: str = ""
+
+    def describe(self, names: tuple[str, str] = ("A", "B")) -> str:
+        """The line for people, with both values where they differ."""
+        if self.same:
+            return f"{self.key}: the same, {_brief(self.values[0])}"
+        if self.same is None:
+            return f"{self.key}: not known ({self.reason})"
+        first, second = _differing(*self.values)
+        return f"{self.key}: {names[0]} has {_brief(first)}, {names[1]} has {_brief(second)}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What became of comparing two receipts, the first of which is the baseline.
+
+    Attributes:
+        lines: the checklist.
+        refusals: why there is no claim; empty when there is one.
+        claim: the claim in words; None when it is refused.
+        speed: tokens/s of the second over the first; None where one is not known.
+        memory: allocated peak of the second over the first, likewise.
+        differences: what differs on no line, each in words.
+        varies: the key of the one declared difference.
+        declared: the disqualifiers that both were declared to carry.
+    """
+
+    lines: tuple[Line, ...]
+    refusals: tuple[str, ...]
+    claim: str | None
+    speed: float | None
+    memory: float | None
+    differences: tuple[str, ...]
+    varies: str | None = None
+    declared: tuple[str, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """A JSON-ready record."""
+        return {
+            "claim": self.claim,
+            "refusals": list(self.refusals),
+            "varies": self.varies,
+            "declared": list(self.declared),
+            "tokens_per_s_ratio": self.speed,
+            "allocated_memory_ratio": self.memory,
+            "lines": [
+                {
+                    "key": line.key,
+                    "question": line.question,
+                    "values": list(line.values),
+                    "same": line.same,
+                    "reason": line.reason,
+                }
+                for line in self.lines
+            ],
+            "differences": list(self.differences),
+        }
+
+    def describe(self) -> str:
+        """Some lines of text: the checklist, what else differs, and the verdict last."""
+        marks = {True: "  = ", False: "  ≠ ", None: "  ? "}
+        text = [marks[line.same] + line.describe() for line in self.lines]
+        text += [f"  · {difference}" for difference in self.differences]
+        if self.claim is not None:
+            return "\n".join([*text, f"claim: {self.claim}"])
+        return "\n".join([*text, "no claim:", *(f"  {refusal}" for refusal in self.refusals)])
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Where the value of a line is: one path, or several whose values are looked at together."""
+
+    key: str
+    text: str
+    paths: tuple[str, ...]
+    optional: frozenset[str] = frozenset()
+    same: Callable[[Any, Any], bool] | None = None
+
+    def name(self, path: str) -> str:
+        """The last part of ``path``, or all of it where another path of the line has the same."""
+        last = path.rpartition(".")[2]
+        return last if [each.rpartition(".")[2] for each in self.paths].count(last) == 1 else path
+
+
+def _similar(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two balances are: forced or not alike, and the busiest experts within :data:`BALANCE_TOLERANCE`."""
+    first, second = one["max_over_mean"], other["max_over_mean"]
+    near = (first is None and second is None) or (
+        None not in (first, second) and abs(first - second) <= BALANCE_TOLERANCE * max(first, second)
+    )
+    return near and one["forced_balance"] == other["forced_balance"]
+
+
+_NO_EXPERTS = frozenset({"routing"})
+_QUESTIONS = (
+    _Question("pattern", "same pattern?", ("pattern", "model.layers", "model.definition")),
+    _Question(
+        "routed_experts",
+        "same routed-expert settings?",
+        ("moe_enabled", "routing.experts", "routing.settings"),
+        _NO_EXPERTS,
+    ),
+    _Question("sequence_length", "same sequence length?", ("batch.sequence_length", "batch.documents")),
+    _Question(
+        "compile_policy",
+        "same compile policy?",
+        ("compile.mode", "compile_warmup", "compile.reason", "compile.precompile"),
+    ),
+    _Question(
+        "topology",
+        "same substrate and parallel topology?",
+        (
+            "device",
+            "parallelism.world_size",
+            "parallelism.hosts",
+            "parallelism.tensor",
+            "parallelism.pipeline",
+            "parallelism.virtual",
+            "parallelism.expert",
+            "parallelism.context",
+            "parallelism.data",
+            "parallelism.sequence_parallel",
+        ),
+    ),
+    _Question(
+        "real_data",
+        "same real-data path?",
+        (
+            "data.kind",
+            "data.checksum",
+            "data.fill_in_the_middle",
+            "tokenizer.kind",
+            "tokenizer.checksum",
+            "tokenizer.vocab_size",
+        ),
+    ),
+    _Question("cache_state", "same cache state?", ("cache.state",)),
+    _Question(
+        "batch_geometry",
+        "same batch geometry?",
+        ("batch.micro_batch_size", "batch.global_batch_size", "batch.accumulation", "batch.rampup"),
+    ),
+    _Question("effective_tokens", "same effective tokens a step?", ("batch.effective_tokens",)),
+    _Question("top_k", "same top-k?", ("routing.top_k", "indexer.top_k"), frozenset({"routing", "indexer"})),
+    _Question(
+        "capacity", "same capacity?", ("routing.capacity_factor",), frozenset({"routing", "routing.capacity_factor"})
+    ),
+    _Question("expert_input", "both padded, or both jagged?", ("routing.expert_input",), _NO_EXPERTS),
+    _Question(
+        "balance", "same balance?", ("routing.forced_balance", "routing.max_over_mean"), _NO_EXPERTS, same=_similar
+    ),
+    _Question(
+        "precision",
+        "same precision plan?",
+        tuple(
+            f"precision.{name}" for name in ("model_dtype", "kernel_fp8", "dispatch", "checkpoint_owner", "fp8_layers")
+        ),
+    ),
+    _Question(
+        "optimizer",
+        "same optimizer, and dtypes of its states?",
+        ("optimizer", "ddp.grad_reduce_dtype"),
+        frozenset({"ddp"}),
+    ),
+)
+KEYS = tuple(question.key for question in _QUESTIONS)
+"""The keys of the checklist, the seven of the reviewer first."""
+SEVEN = KEYS[:7]
+
+
+def compare(
+    first: Mapping[str, Any], second: Mapping[str, Any], varies: Sequence[str] = (), declared: Sequence[str] = ()
+) -> Comparison:
+    """Compare the receipt ``second`` with the baseline ``first``.
+
+    Args:
+        first, second: valid receipts.
+        varies: at most one key of :data:`KEYS` that is meant to differ; the claim then says so. Of two topologies, batch
+            and speed are compared a replica and a device.
+        declared: disqualifiers that both are known to carry; the claim then says so.
+
+    Raises:
+        DataError: ``varies`` or ``declared`` name what is not there, or does not differ.
+    """
+    _check_words(varies, declared)
+    one, other = flatten(first)[0], flatten(second)[0]
+    if "topology" in varies:
+        one, other = _of_a_replica(one), _of_a_replica(other)
+    lines = tuple(_line(question, one, other) for question in _QUESTIONS)
+    _check_declared(lines, varies, declared, (one, other))
+    refusals = [
+        f"{line.question} {line.describe()}" for line in lines if line.same is not True and line.key not in varies
+    ]
+    for name, values in (("A", one), ("B", other)):
+        refusals += _own_refusals(name, values, declared)
+    speed = _ratio(
+        one, other, "throughput.tokens_per_s_per_device" if "topology" in varies else "throughput.tokens_per_s"
+    )
+    memory = _ratio(one, other, "memory.allocated_peak_bytes")
+    return Comparison(
+        lines=lines,
+        refusals=tuple(refusals),
+        claim=None if refusals or speed is None else _claim(speed, memory, varies, declared),
+        speed=speed,
+        memory=memory,
+        differences=tuple(_differences(one, other)),
+        varies=varies[0] if varies else None,
+        declared=tuple(declared),
+    )
+
+
+def _of_a_replica(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with the batch of one data-parallel replica, which more devices leave as it is."""
+    replicas = values["parallelism.data"] or 1
+    names = ("batch.global_batch_size", "batch.effective_tokens")
+    return {**values, **{name: values[name] // replicas for name in names if values[name] is not None}}
+
+
+def _check_words(varies: Sequence[str], declared: Sequence[str]) -> None:
+    if len(varies) > 1:
+        raise DataError(
+            f"--varies was given {' and '.join(varies)}; a claim has one declared difference at most: name one"
+        )
+    for name, words, known in (("--varies", varies, KEYS), ("--declare", declared, DISQUALIFIERS)):
+        for word in words:
+            if word not in known:
+                raise DataError(f"{name} {word!r} is not known; expected one of {', '.join(known)}")
+
+
+def _check_declared(
+    lines: Sequence[Line], varies: Sequence[str], declared: Sequence[str], both: Sequence[Mapping[str, Any]]
+) -> None:
+    for line in lines:
+        if line.key in varies and line.same is not False:
+            raise DataError(f"--varies {line.key}: nothing varies, {line.describe()}; leave it out")
+    for word in declared:
+        if not all(word in _disqualifiers(values) for values in both):
+            raise DataError(f"--declare {word!r}: not both receipts carry it; leave it out")
+
+
+def _line(question: _Question, one: Mapping[str, Any], other: Mapping[str, Any]) -> Line:
+    values, missing = [], []
+    for name, receipt in (("A", one), ("B", other)):
+        value, unknown = _value(question, receipt)
+        values.append(value)
+        missing += [f"{name} does not know {path}: {reason}" for path, reason in unknown.items()]
+    pair = (values[0], values[1])
+    if missing:
+        return Line(question.key, question.text, pair, None, "; ".join(missing))
+    return Line(question.key, question.text, pair, question.same(*pair) if question.same else pair[0] == pair[1])
+
+
+def _value(question: _Question, receipt: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of a line by name, and what is missing without a good reason."""
+    found: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    for path in question.paths:
+        value = receipt.get(path)
+        if path == "model.definition" and value is not None:
+            value = _sizes(value)
+        if value is None:
+            reason = why_unknown(path, receipt["unknown"]) or "it is null"
+            if not _absent(path, question.optional, receipt):
+                missing[path] = reason
+        found[question.name(path)] = value
+    return found, missing
+
+
+def _absent(path: str, optional: frozenset[str], receipt: Mapping[str, Any]) -> bool:
+    """Whether a value is null because there is no such thing in that run: no experts, no sparse attention, no capacity."""
+    group = path.rpartition(".")[0]
+    if group == "routing" and "routing" in optional and receipt.get("moe_enabled") is False:
+        return True
+    if group == "indexer" and "indexer" in optional and receipt.get("model.layers") is not None:
+        return "indexer" in receipt["unknown"]
+    if group == "ddp" and "ddp" in optional:
+        return "ddp" in receipt["unknown"]
+    return path in optional and receipt.get("routing.expert_input") is not None
+
+
+def _sizes(definition: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model's definition says but its name, and what other lines ask for."""
+    sizes = {name: value for name, value in definition.items() if name not in ("name", "pattern", "seq_length")}
+    for group, others in (
+        ("moe", ("experts", "topk", "ffn_hidden_size", "shared_ffn_hidden_size")),
+        ("dsa", ("topk",)),
+    ):
+        if isinstance(sizes.get(group), Mapping):
+            sizes[group] = {name: value for name, value in sizes[group].items() if name not in others}
+    return sizes
+
+
+def _disqualifiers(values: Mapping[str, Any]) -> dict[str, str]:
+    return {one["name"]: one["evidence"] for one in values["disqualifiers"]}
+
+
+def _own_refusals(name: str, values: Mapping[str, Any], declared: Sequence[str]) -> list[str]:
+    """Why one receipt alone carries no claim."""
+    found = [
+        f"{name} is disqualified by {word}: {evidence}"
+        for word, evidence in _disqualifiers(values).items()
+        if word not in declared
+    ]
+    found += [f"{name} could not be judged for {one['name']}: {one['reason']}" for one in values["unjudged"]]
+    if values["status"] != "finished":
+        found.append(f"{name} has not finished: its status is {values['status']}")
+    steps = values.get("step_time.n")
+    if steps is None or steps < STEADY_STEPS:
+        found.append(f"{name} has {steps or 0} measured steps; expected {STEADY_STEPS} or more")
+    if values.get("throughput.tokens_per_s") is None:
+        reason = why_unknown("throughput.tokens_per_s", values["unknown"])
+        found.append(f"{name} has no tokens/s: {reason}")
+    return found
+
+
+def _ratio(one: Mapping[str, Any], other: Mapping[str, Any], path: str) -> float | None:
+    first, second = one.get(path), other.get(path)
+    return second / first if first and second else None
+
+
+def _claim(speed: float, memory: float | None, varies: Sequence[str], declared: Sequence[str]) -> str:
+    rate = "tokens/s a device" if "topology" in varies else "tokens/s"
+    words = [f"{speed:.2f}x {rate}"]
+    if memory is not None:
+        words.append(f"{memory:.2f}x peak allocated memory")
+    words += [f"varying {key}" for key in varies]
+    words += [f"both with {name}" for name in declared]
+    return ", ".join(words)
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """What is on no line and differs: the thing that was changed, and what was changed with it."""
+    found = []
+    for name, describe in (
+        ("backends", lambda values: _chosen(values.get("backends"), ("op", "observed"))),
+        ("parts", lambda values: _chosen(values.get("parts"), ("part", "implementation"))),
+        ("patches", lambda values: sorted(patch["name"] for patch in values.get("patches") or ())),
+        ("recompute", lambda values: values.get("recompute")),
+        ("overlap", lambda values: sorted(each["name"] for each in values.get("overlap") or () if each["possible"])),
+        ("commit", lambda values: values.get("commit")),
+        ("environment", lambda values: values.get("environment")),
+        ("versions", lambda values: values.get("versions")),
+    ):
+        first, second = describe(one), describe(other)
+        if first != second:
+            first, second = _differing(first, second)
+            words = ["not known" if value is None else _brief(value) for value in (first, second)]
+            found.append(f"{name}: {words[0]} in A, {words[1]} in B")
+    return found
+
+
+def _chosen(records: Sequence[Mapping[str, Any]] | None, keys: tuple[str, str]) -> dict[str, list[str]]:
+    chosen: dict[str, set[str]] = {}
+    for record in records or ():
+        chosen.setdefault(record[keys[0]], set()).add(record[keys[1]])
+    return {name: sorted(values) for name, values in sorted(chosen.items())}
+
+
+def _differing(one: Any, other: Any) -> tuple[Any, Any]:
+    """Of two mappings, what differs; of anything else, all of it."""
+    if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        return one, other
+    pairs = {
+        key: _differing(one.get(key), other.get(key)) for key in {**one, **other} if one.get(key) != other.get(key)
+    }
+    return {key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()}
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(
+            f"{key} {_brief(each)}" for key, each in value.items() if not isinstance(each, Mapping) or each
+        )
+    if isinstance(value, list | tuple | set):
+        return " ".join(map(str, value)) or "none"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "none" if value is None else str(value)

@@ -1,0 +1,29 @@
+"""What hears of a training run as it happens. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megacpp_mcore.observe.steps import Step
+
+
+class Listener:
+    """Hears of a run on every rank. Each method does nothing until it is overridden.
+
+    A listener must not synchronise with the GPU or with other ranks outside of :meth:`on_step`, and there only where it says
+    so: what it costs is part of the step.
+    """
+
+    def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
+        """The model's chunks and its optimizer are there, a checkpoint loaded."""
+
+    def on_step_begin(self, number: int) -> None:
+        """Step ``number`` (1-based) begins."""
+
+    def on_step(self, step: Step) -> None:
+        """``step`` has ended and was logged; its losses are only known on the last pipeline stage."""
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Training has ended, or ``error`` ended it."""

@@ -1,0 +1,185 @@
+"""Megatron-Bridge's training loop, told to listeners as :mod:`megacpp_mcore.observe.loop` tells stock Megatron's.
+
+Bridge's own callbacks say when the model stands and when training and each step begin; what has no callback is wrapped by name.
+Written against megatron-bridge 0.6.2. No torch at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from megacpp_mcore.observe.clock import Clock, Phase
+from megacpp_mcore.observe.listener import Listener
+from megacpp_mcore.observe.loop import Collector, Loop, Seam, Told, replaced
+
+_BRIDGE = "megatron.bridge.training"
+_LOGGING = f"{_BRIDGE}.utils.train_utils"
+_WRITER = "_build_moe_metric_writer"
+"""Gives ``training_log`` the writer for auxiliary losses, which are in none of its arguments."""
+SEAMS = (
+    Seam(f"{_BRIDGE}.checkpointing", "load_checkpoint", Phase.LOAD),
+    Seam(f"{_BRIDGE}.train", "train_step", Phase.STEP),
+    Seam(f"{_BRIDGE}.train", "training_log"),
+    Seam(_LOGGING, _WRITER),
+    Seam(f"{_BRIDGE}.train", "save_checkpoint_and_time", Phase.SAVE),
+    Seam(f"{_BRIDGE}.train", "evaluate_and_print_results", Phase.EVALUATION),
+    Seam(f"{_BRIDGE}.pretrain", "evaluate_and_print_results", Phase.EVALUATION),
+    Seam("megatron.core.rerun_state_machine", "RerunDataIterator.__next__", Phase.DATA, frozenset({Phase.STEP})),
+)
+"""The functions of Bridge's loop for which there is no callback."""
+
+
+class BridgeLoop(Loop):
+    """The loop that trains what ``config`` says.
+
+    Args:
+        config: Bridge's ``ConfigContainer`` of the run.
+        callbacks: the ``CallbackManager`` that its ``pretrain`` is given. What is registered there already, as the warm-up of
+            what is compiled, comes before the listeners.
+    """
+
+    printing = (_LOGGING, "print_rank_last")
+
+    def __init__(self, config: Any, callbacks: Any) -> None:
+        self._config = config
+        self._callbacks = callbacks
+        self._state: Any = None
+
+    @contextlib.contextmanager
+    def observing(self, clock: Clock, listeners: Sequence[Listener]) -> Iterator[None]:
+        """See :meth:`megacpp_mcore.observe.loop.Loop.observing`; a run that logs no step tells none."""
+        told = _ToldByBridge(clock, listeners)
+        with replaced(SEAMS, told, {"training_log": told.logged, _WRITER: told.writer}):
+            # Bridge takes no callback for data of whole epochs, whose number of steps it knows only later.
+            of_model = "on_data_init_start" if self._config.train.num_epochs is None else "on_train_start"
+            self._callbacks.register(of_model, functools.partial(self._tell_model, told))
+            self._callbacks.register("on_train_start", lambda _: clock.become(Phase.IDLE))
+            self._callbacks.register(
+                "on_train_step_start", lambda context: told.tell_begin(context.state.train_state.step + 1)
+            )
+            yield
+
+    def _tell_model(self, told: Told, context: Any) -> None:
+        self._state = context.state
+        told.tell_model(context.model, context.optimizer)
+
+    def arguments(self) -> Any:
+        """What the configuration says, by the names of stock arguments."""
+        config = self._config
+        model, train, data, optimizer = config.model, config.train, config.dataset, config.optimizer
+        spec = model.transformer_layer_spec
+        return SimpleNamespace(
+            spec=(spec.__module__, spec.__qualname__) if inspect.isfunction(spec) else None,
+            world_size=int(os.environ["WORLD_SIZE"]),
+            data_parallel_size=config.data_parallel_size,
+            micro_batch_size=train.micro_batch_size,
+            global_batch_size=train.global_batch_size,
+            rampup_batch_size=train.rampup_batch_size,
+            train_iters=train.train_iters,
+            seq_length=model.seq_length,
+            padded_vocab_size=model.padded_vocab_size(),
+            tokenizer_type=config.tokenizer.tokenizer_type,
+            optimizer=optimizer.optimizer,
+            use_distributed_optimizer=optimizer.use_distributed_optimizer,
+            use_precision_aware_optimizer=optimizer.use_precision_aware_optimizer,
+            main_grads_dtype=optimizer.main_grads_dtype,
+            main_params_dtype=optimizer.main_params_dtype,
+            exp_avg_dtype=optimizer.exp_avg_dtype,
+            exp_avg_sq_dtype=optimizer.exp_avg_sq_dtype,
+            dataloader_inter_document_masking=data.inter_document_masking,
+            reset_attention_mask=data.reset_attention_mask,
+            fim_data=getattr(data, "fim_data", False),
+            mock_data=data.mock,
+            split=data.split,
+            **_datasets(data),
+        )
+
+    def describe_model(self, host: str) -> tuple[object, ...]:
+        """Bridge's provider is itself the configuration."""
+        return (self._config.model,)
+
+    def writers(self) -> tuple[Any, Any]:
+        """Those of Bridge's state, which makes them when it first logs a step."""
+        if self._state is None:
+            return None, None
+        return self._state.tensorboard_logger, self._state.wandb_logger
+
+
+def _datasets(data: Any) -> dict[str, list[str] | None]:
+    """The words of stock's ``--data-path``, or of the three flags for a dataset of each split."""
+    splits = ("train_data_path", "valid_data_path", "test_data_path")
+    found: dict[str, list[str] | None] = dict.fromkeys(("data_path", *splits))
+    if data.data_path:
+        found["data_path"] = (
+            data.data_path.split() if isinstance(data.data_path, str) else list(map(str, data.data_path))
+        )
+    elif data.blend is not None:
+        found["data_path"] = _blend(data.blend)
+    elif data.blend_per_split is not None:
+        found |= {
+            name: None if blend is None else _blend(blend)
+            for name, blend in zip(splits, data.blend_per_split, strict=True)
+        }
+    return found
+
+
+def _blend(blend: tuple[Sequence[str], Sequence[float] | None]) -> list[str]:
+    """Prefixes, or weights and prefixes by turns."""
+    prefixes, weights = blend
+    if weights is None:
+        return list(prefixes)
+    return [word for weight, prefix in zip(weights, prefixes, strict=True) for word in (str(weight), prefix)]
+
+
+class _ToldByBridge(Told):
+    """The functions that stand in for Bridge's."""
+
+    def __init__(self, clock: Clock, listeners: Sequence[Listener]) -> None:
+        super().__init__(clock, listeners)
+        self._collector = Collector()
+
+    def writer(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """``_build_moe_metric_writer``: what goes to the writer that it gives is kept, too."""
+
+        @functools.wraps(stock)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._collector.stock = stock(*args, **kwargs)
+            return self._collector
+
+        return run
+
+    def logged(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """``training_log``, and the indexer's loss, which Bridge adds up and neither logs nor clears."""
+        signature = inspect.signature(stock)
+
+        @functools.wraps(stock)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            self._collector = Collector()
+            result = stock(*args, **kwargs)
+            config, state = given["config"], given["global_state"]
+            number = state.train_state.step
+            if config.model.dsa_indexer_loss_coeff:
+                self._collector.stock = state.tensorboard_logger
+                _track_indexer(number, self._collector)
+            tokens = state.train_state.consumed_train_samples * config.model.seq_length
+            self.tell_step(given, self._collector.scalars, number, tokens)
+            return result
+
+        return run
+
+
+def _track_indexer(step: int, writer: Collector) -> None:
+    """What stock's ``training_log`` does after the losses of MTP (megatron-core 0.19.2); each rank has to."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    DSAIndexerLossLoggingHelper.track_indexer_metrics(
+        loss_scale=1 / get_num_microbatches(), iteration=step, writer=writer
+    )

@@ -1,0 +1,75 @@
+"""The peak rates of devices, by the name that CUDA gives them and by precision, each from its vendor's datasheet; no torch.
+
+An unknown device has no peak: a reason is returned in its place, and never a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megacpp_mcore.errors import ModelError
+
+PRECISIONS = ("fp8", "bf16", "tf32", "fp32")
+"""What a matrix product can run in, fastest first. ``fp32`` is without tensor cores, ``tf32`` fp32 operands on them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device as its datasheet describes it.
+
+    Attributes:
+        name: how people call it.
+        source: where the rates are from.
+        tflops: dense TFLOP/s by precision, without structured sparsity.
+    """
+
+    name: str
+    source: str
+    tflops: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """A named peak, or why there is none.
+
+    Attributes:
+        name: device and precision, e.g. ``H200 SXM, bf16 dense``.
+        flops_per_s: operations a second; None where it is not known.
+        reason: why not; None where it is known.
+    """
+
+    name: str
+    flops_per_s: float | None = None
+    reason: str | None = None
+
+
+# Both datasheets give tensor-core rates "with sparsity" (fp8 3,958, bf16 1,979, tf32 989 TFLOP/s); dense is half of that.
+# H100: NVIDIA H100 Tensor Core GPU datasheet, column H100 SXM. H200: NVIDIA H200 Tensor Core GPU datasheet, column H200 SXM.
+_HOPPER_SXM = MappingProxyType({"fp8": 1979.0, "bf16": 989.5, "tf32": 494.5, "fp32": 67.0})
+
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        "NVIDIA H100 80GB HBM3": Device(
+            name="H100 SXM", source="NVIDIA H100 Tensor Core GPU datasheet", tflops=_HOPPER_SXM
+        ),
+        "NVIDIA H200": Device(name="H200 SXM", source="NVIDIA H200 Tensor Core GPU datasheet", tflops=_HOPPER_SXM),
+    }
+)
+"""Devices by ``torch.cuda.get_device_name``, whole: the PCIe and NVL boards, and slices of a GPU, are other devices."""
+
+
+def peak(device: str, precision: str) -> Peak:
+    """The peak of ``device`` (a name of CUDA's) in ``precision``.
+
+    Raises:
+        ModelError: a precision that is none of :data:`PRECISIONS`.
+    """
+    if precision not in PRECISIONS:
+        raise ModelError(f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
+    if device not in DEVICES:
+        known = ", ".join(map(repr, DEVICES))
+        return Peak(name=f"{device}, {precision}", reason=f"no datasheet peak is known of {device!r}; known: {known}")
+    found = DEVICES[device]
+    return Peak(name=f"{found.name}, {precision} dense", flops_per_s=found.tflops[precision] * 1e12)

@@ -1,0 +1,247 @@
+"""Names the parts of a training step while it runs: ranges for torch's profiler and NVTX, by block family, for some steps only.
+
+Every layer has a range (``megacpp::A/3``: family and global number), and so have the embedding, what the stack does between
+its layers (``block``), the final norm, each depth of multi-token prediction with all that is in it (``MTP/1``), the head with
+every loss, ``data``, ``gradients`` (their reduction, clearing and scaling), ``pipeline`` (what stages send each other), and
+``optimizer``. They are opened by hooks and by functions that stand in for stock ones on the objects of this run; all of them
+are taken away again.
+
+Written against megatron-core 0.19.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, MultiTokenPredictionLayer
+
+from megacpp_mcore.observe.profile_events import PREFIX
+
+BETWEEN_LAYERS, DATA, EMBEDDING, GRADIENTS, HEAD, NORM, OPTIMIZER = (
+    "block",
+    "data",
+    "embedding",
+    "gradients",
+    "head",
+    "norm",
+    "optimizer",
+)
+PIPELINE, MTP = "pipeline", "MTP"
+
+_STAGES = (DATA, EMBEDDING, BETWEEN_LAYERS, HEAD)
+"""Of the forward pass, one after the other."""
+
+
+class Ranges:
+    """The ranges that are open, by thread: the backward pass enters layers in threads of its own.
+
+    Args:
+        nvtx: whether NVTX ranges are opened, too, for a profiler from outside.
+        recorded: whether torch's profiler records them.
+    """
+
+    def __init__(self, *, nvtx: bool, recorded: bool) -> None:
+        self._nvtx = nvtx
+        self._recorded = recorded
+        self._of_thread = threading.local()
+        self.in_forward_step = False
+
+    @property
+    def open_now(self) -> list[tuple[str, Any]]:
+        """Label and record of the ranges of this thread, outermost first."""
+        if not hasattr(self._of_thread, "ranges"):
+            self._of_thread.ranges = []
+        found: list[tuple[str, Any]] = self._of_thread.ranges
+        return found
+
+    def open(self, label: str) -> None:
+        """Open a range."""
+        record = None
+        if self._recorded:
+            record = torch.profiler.record_function(PREFIX + label)
+            record.__enter__()
+        if self._nvtx:
+            # Nsight Compute takes a slash in a filter for the end of a name.
+            torch.cuda.nvtx.range_push(PREFIX + label.replace("/", "."))
+        self.open_now.append((label, record))
+
+    def close(self, label: str) -> None:
+        """Close the innermost range ``label`` and what is open inside of it; nothing if there is none."""
+        if not any(name == label for name, _ in self.open_now):
+            return
+        while True:
+            name, record = self.open_now.pop()
+            if self._nvtx:
+                torch.cuda.nvtx.range_pop()
+            if record is not None:
+                record.__exit__(None, None, None)
+            if name == label:
+                return
+
+    def begin_stage(self, label: str) -> None:
+        """Open the range of a stage of the forward pass in place of the one before it."""
+        if self.open_now and self.open_now[-1][0] in _STAGES:
+            self.close(self.open_now[-1][0])
+        self.open(label)
+
+    def close_all(self) -> None:
+        """Close what is open in this thread: an error may have ended a step."""
+        while self.open_now:
+            self.close(self.open_now[-1][0])
+
+    def close_stages(self) -> None:
+        """Close the stage that is open."""
+        for label in _STAGES:
+            self.close(label)
+
+
+@contextlib.contextmanager
+def named(ranges: Ranges, chunks: Sequence[Any], optimizer: Any) -> Iterator[None]:
+    """Until the context ends, open ``ranges`` for all parts of a step of these model chunks and this optimizer."""
+    with contextlib.ExitStack() as stack:
+        for chunk in chunks:
+            _name_chunk(stack, ranges, chunk)
+            _stand_in(stack, ranges, chunk, "zero_grad_buffer", GRADIENTS)
+            groups = (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ()))
+            for group in groups:
+                for name in ("start_grad_sync", "finish_grad_sync"):
+                    _stand_in(stack, ranges, group, name, GRADIENTS)
+                for name in ("start_param_sync", "finish_param_sync"):
+                    _stand_in(stack, ranges, group, name, OPTIMIZER)
+            _stand_in(stack, ranges, getattr(chunk, "config", None), "finalize_model_grads_func", GRADIENTS)
+        for name in ("step", "zero_grad"):
+            _stand_in(stack, ranges, optimizer, name, OPTIMIZER)
+        _stand_in(stack, ranges, P2PCommunicator, "_communicate", PIPELINE)
+        _name_forward_step(stack, ranges)
+        yield
+
+
+def family(layer: torch.nn.Module) -> str:
+    """What a layer is: the letters of its mixer and of its feed-forward part, for Megatron's own layers, too."""
+    from megacpp_mcore.layer_specs.mamba import Mamba3Mixer
+    from megacpp_mcore.layer_specs.recurrent import M2RNNMixer
+
+    mixer, mlp = getattr(layer, "self_attention", None), getattr(layer, "mlp", None)
+    if hasattr(layer, "mixer"):  # Megatron's own MambaLayer
+        return "M"
+    letters = ""
+    if isinstance(mixer, Mamba3Mixer | M2RNNMixer):
+        letters = "M" if isinstance(mixer, Mamba3Mixer) else "R"
+    elif mixer is not None and not isinstance(mixer, IdentityOp):
+        letters = "A"
+    if isinstance(mlp, BaseMoELayer):
+        letters += "E"
+    elif mlp is not None and not isinstance(mlp, IdentityOp):
+        letters += "F"
+    return letters or "layer"
+
+
+def _name_chunk(stack: contextlib.ExitStack, ranges: Ranges, chunk: Any) -> None:
+    for module in chunk.modules():
+        decoder = getattr(module, "decoder", None)
+        if isinstance(decoder, torch.nn.Module) and hasattr(module, "pre_process"):
+            _name_stages(stack, ranges, module, decoder)
+            layers: Any = decoder.layers
+            for layer in layers:
+                _enclose(stack, ranges, layer, f"{family(layer)}/{layer.layer_number}")
+            norm = getattr(decoder, "final_layernorm", None)
+            if norm is not None:
+                _enclose(stack, ranges, norm, NORM)
+        elif isinstance(module, MultiTokenPredictionBlock):
+            _name_depths(stack, ranges, module)
+
+
+def _enclose(stack: contextlib.ExitStack, ranges: Ranges, module: torch.nn.Module, label: str) -> None:
+    """A range around every call of ``module``."""
+    _hook(stack, module, lambda *_: ranges.open(label), lambda *_: ranges.close(label))
+
+
+def _name_stages(stack: contextlib.ExitStack, ranges: Ranges, model: torch.nn.Module, decoder: torch.nn.Module) -> None:
+    """What comes before the stack of layers, between them, and after it."""
+
+    def leave(*_: Any) -> None:
+        if not ranges.in_forward_step:  # which the loss belongs to, too
+            ranges.close_stages()
+
+    _hook(stack, model, lambda *_: ranges.begin_stage(EMBEDDING), leave)
+    _hook(
+        stack,
+        decoder,
+        lambda *_: ranges.begin_stage(BETWEEN_LAYERS),
+        lambda *_: ranges.begin_stage(HEAD),
+    )
+
+
+def _name_depths(stack: contextlib.ExitStack, ranges: Ranges, block: MultiTokenPredictionBlock) -> None:
+    """The depths of multi-token prediction; with a repeated layer they are calls of one module."""
+    depth = 0
+
+    def begin(*_: Any) -> None:
+        nonlocal depth
+        depth = 0
+
+    def enter(*_: Any) -> None:
+        nonlocal depth
+        depth += 1
+        ranges.open(f"{MTP}/{depth}")
+
+    _hook(stack, block, begin, lambda *_: None)
+    for module in block.modules():
+        if isinstance(module, MultiTokenPredictionLayer):
+            _hook(stack, module, enter, lambda *_: ranges.close(f"{MTP}/{depth}"))
+
+
+def _name_forward_step(stack: contextlib.ExitStack, ranges: Ranges) -> None:
+    """One micro-batch: data until the model is called, and the loss after it."""
+    stock = schedules.forward_step
+
+    @functools.wraps(stock)
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        ranges.in_forward_step = True
+        ranges.open(DATA)
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            ranges.close_stages()
+            ranges.in_forward_step = False
+
+    schedules.forward_step = forward_step
+    stack.callback(setattr, schedules, "forward_step", stock)
+
+
+def _hook(
+    stack: contextlib.ExitStack, module: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]
+) -> None:
+    for handle in (
+        module.register_forward_pre_hook(before, prepend=True),
+        module.register_forward_hook(after, always_call=True),
+    ):
+        stack.callback(handle.remove)
+
+
+def _stand_in(stack: contextlib.ExitStack, ranges: Ranges, holder: Any, name: str, label: str) -> None:
+    """A range around a function of one object, where it has one."""
+    stock = getattr(holder, name, None)
+    if stock is None:
+        return
+    own = name in vars(holder)
+
+    @functools.wraps(stock)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        ranges.open(label)
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            ranges.close(label)
+
+    setattr(holder, name, run)
+    stack.callback(setattr, holder, name, stock) if own else stack.callback(delattr, holder, name)

@@ -1,0 +1,143 @@
+"""The command lines that run a launch under Nsight Systems or Nsight Compute, for the steps of a window. No torch.
+
+``megacpp-mcore launch --profile-tool external`` opens NVTX ranges by block family and calls ``cudaProfilerStart`` and
+``cudaProfilerStop`` at the window, which is what both are told to wait for. The options are those of Nsight Systems 2024.5
+and Nsight Compute 2024.3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+
+from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.observe.profile import EXTERNAL, FOLDER, parse_steps
+from megacpp_mcore.observe.profile_events import PREFIX
+
+NSYS, NCU = "nsys", "ncu"
+TOOLS = (NSYS, NCU)
+
+COUNTERS = (
+    "gpu__time_duration.sum",
+    "sm__cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+)
+"""Time, SMs at work, tensor pipes at work (an SM that is at work may do no tensor work at all), memory."""
+
+KERNELS = 200
+"""Kernels that Nsight Compute replays: it runs each several times, so that a whole step takes hours."""
+
+
+def recipe(
+    tool: str,
+    command: Sequence[str],
+    *,
+    run: str,
+    first: int,
+    last: int,
+    family: str | None = None,
+    gpu_metrics: bool = False,
+) -> str:
+    """The lines of a shell that profile a launch.
+
+    Args:
+        tool: :data:`NSYS` or :data:`NCU`.
+        command: what is given to ``megacpp-mcore launch``: its options, ``--``, and the script and its arguments.
+        run: the run's folder.
+        first, last: the window.
+        family: a block family (``E``), to which Nsight Compute is limited.
+        gpu_metrics: whether Nsight Systems samples the counters of the whole GPU, which takes the right to read them.
+
+    Raises:
+        LaunchError: an unknown tool, or a launch that asks for a profile itself.
+    """
+    for word in command[: command.index("--") if "--" in command else len(command)]:
+        if word.startswith("--profile") or word.startswith("--observe"):
+            raise LaunchError(f"{word} is among the words of the launch; leave it out, the recipe gives it")
+    launch = ["megacpp-mcore", "launch", "--observe", run, "--profile", f"{first}-{last}", "--profile-tool", EXTERNAL]
+    output = str(PurePath(run, FOLDER, f"{first}-{last}", tool))
+    made = _NSYS_OR_NCU.get(tool)
+    if made is None:
+        raise LaunchError(f"the tool is {tool!r}; expected {' or '.join(TOOLS)}")
+    lines = [
+        f"mkdir -p {shlex.quote(str(PurePath(output).parent))}",
+        _lines([*made(output, family, gpu_metrics), *launch, *command]),
+        *_after(tool, output),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _nsys(output: str, family: str | None, gpu_metrics: bool) -> list[str]:
+    words = ["nsys", "profile", "--trace=cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none"]
+    words += ["--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--cuda-graph-trace=node"]
+    if gpu_metrics:
+        words.append("--gpu-metrics-devices=all")
+    return [*words, f"--output={output}", "--force-overwrite=true"]
+
+
+def _ncu(output: str, family: str | None, gpu_metrics: bool) -> list[str]:
+    words = ["ncu", "--target-processes=all", "--profile-from-start=off", "--nvtx", f"--launch-count={KERNELS}"]
+    if family is not None:
+        words.append(f"--nvtx-include=regex:{PREFIX}{family}.*/")
+    return [*words, f"--metrics={','.join(COUNTERS)}", f"--export={output}_%p", "--force-overwrite"]
+
+
+_NSYS_OR_NCU = {NSYS: _nsys, NCU: _ncu}
+
+
+def _after(tool: str, output: str) -> list[str]:
+    if tool == NSYS:
+        words = ["nsys", "stats", "--report=nvtx_gpu_proj_sum,cuda_gpu_kern_sum,nvtx_kern_sum", f"{output}.nsys-rep"]
+        return [shlex.join(words)]
+    return [f'for report in {shlex.quote(output)}_*.ncu-rep; do ncu --import "$report" --page raw --csv; done']
+
+
+def _lines(words: Sequence[str]) -> str:
+    """The words as a command, an option a line."""
+    quoted = [shlex.quote(word) for word in words]
+    return " \\\n  ".join(_by_option(quoted))
+
+
+def _by_option(words: Sequence[str]) -> list[str]:
+    lines = [words[0]]
+    for word in words[1:]:
+        if word.startswith("--") or word == "megacpp-mcore":
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}"
+    return lines
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``profile emit``."""
+    parser = subparsers.add_parser("profile", help="command lines for Nsight Systems and Nsight Compute")
+    inner = parser.add_subparsers(dest="profile_command", required=True, metavar="COMMAND")
+    emit = inner.add_parser("emit", help="print the commands that profile a launch")
+    emit.add_argument("--tool", choices=TOOLS, required=True)
+    emit.add_argument("--steps", default="10-14", metavar="FIRST-LAST", help="the window (default: 10-14)")
+    emit.add_argument("--observe", required=True, metavar="DIR", help="the run's folder")
+    emit.add_argument(
+        "--family", metavar="LETTER", help="of ncu: only kernels of this block family (A, M, E, R, MTP, head)"
+    )
+    emit.add_argument("--gpu-metrics", action="store_true", help="of nsys: sample the counters of the GPU, too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the recipe for the launch after ``--`` (:attr:`stock_command`)."""
+    first, last = parse_steps(args.steps)
+    words = ["--", *args.stock_command]
+    text = recipe(
+        args.tool,
+        words,
+        run=args.observe,
+        first=first,
+        last=last,
+        family=args.family,
+        gpu_metrics=args.gpu_metrics,
+    )
+    print(text, end="")
+    return 0

@@ -1,0 +1,432 @@
+"""Makes a run's receipt from its folder: the parts of its ranks, its goodput, its steps, its profiles. No torch.
+
+The same files give the same receipt, but for the time at which it was put together.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe import goodput, receipt_schema, receipt_window, routing
+from megacpp_mcore.observe.disqualify import judge
+from megacpp_mcore.observe.flops_report import Utilisation
+from megacpp_mcore.observe.peaks import peak
+from megacpp_mcore.observe.receipt_schema import FINISHED, RUNNING, SCHEMA
+from megacpp_mcore.observe.receipt_window import Window
+from megacpp_mcore.observe.steps import Step, read_steps
+
+PARTS, RECEIPT, STEPS = "parts", "receipt.json", "steps.jsonl"
+PROFILES = "profile"
+"""Folder of the run's profiles, each a ``table.json`` of :mod:`megacpp_mcore.observe.profile_table`."""
+
+_OF_LETTER = {"A": "attention", "M": "mamba", "R": "recurrent", "E": "expert"}
+_OF_GROUP = {
+    "attention": ("attention_projections", "attention_core", "indexer"),
+    "mamba": ("mamba_projections", "mamba_scan"),
+    "recurrent": ("recurrent_projections", "convolution", "recurrence"),
+    "expert": ("router", "routed_experts", "shared_experts"),
+    "dense_ffn": ("dense_ffn", "mtp_projection"),
+    "head": ("embedding", "head"),
+}
+_LANE_CLASSES = {
+    "dense_attention": ("attention", "dense_ffn", "head", "mtp"),
+    "expert": ("expert",),
+    "mamba_recurrent": ("mamba", "recurrent"),
+}
+
+
+def part_file(run: str | os.PathLike[str], rank: int) -> Path:
+    """The part of rank ``rank`` in the run's folder."""
+    return Path(run) / PARTS / f"rank_{rank:05d}.json"
+
+
+def now() -> str:
+    """The time, UTC, in whole seconds."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
+    """The receipt of the run in folder ``run``, as far as it has come.
+
+    Raises:
+        DataError: there are no parts, or a file there is damaged.
+    """
+    parts = _parts(Path(run))
+    first = parts[0]
+    world_size = first.get("run", {}).get("parallelism.world_size", math.inf)
+    parts = [part for part in parts if part["rank"] < world_size]  # an earlier start may have had more
+    values: dict[str, Any] = dict(first.get("run", {}))
+    unknown: dict[str, str] = dict(first.get("unknown", {}))
+    steps = _steps(Path(run), unknown)
+    profile = _read_profile(Path(run), unknown)
+    window = _window(Path(run), first["warm_up_steps"], unknown)
+    values |= {
+        "schema": SCHEMA,
+        "status": _status(parts),
+        "written_at": now(),
+        "ranks.expected": values.get("parallelism.world_size"),
+        "ranks.found": [part["rank"] for part in parts],
+        "environment": values.get("environment", {}),
+    }
+    for section in (
+        _layers(parts, unknown),
+        _memory(parts, unknown),
+        _moe(parts, values, unknown),
+        _cache(parts, window, unknown),
+        _time(steps, window, unknown),
+        _losses(steps, unknown),
+        _goodput(Path(run), unknown),
+        _profile(profile, unknown),
+    ):
+        values |= section
+    values |= _speed(values, unknown)
+    values |= _shares(values, profile, unknown)
+    values["disqualifiers"], values["unjudged"] = judge(values, steps, window)
+    values["notes"] = [*first["notes"], *_notes(values)]
+    return receipt_schema.nest(values, unknown, f"the part of rank {first['rank']} does not say: the run ended before")
+
+
+def _parts(run: Path) -> list[dict[str, Any]]:
+    files = sorted((run / PARTS).glob("rank_*.json"))
+    if not files:
+        raise DataError(f"{run / PARTS} holds no rank_*.json; expected the folder of a run that was observed")
+    parts = [load(file, "the part of a rank") for file in files]
+    for file, part in zip(files, parts, strict=True):
+        if part.get("schema") != SCHEMA or "rank" not in part or "status" not in part:
+            raise DataError(f"{file}: not the part of a rank of schema {SCHEMA}; delete the folder, or restore it")
+    return parts
+
+
+def load(path: Path, expected: str) -> dict[str, Any]:
+    """The object in the JSON file at ``path``."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: {error}; expected {expected}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds a {type(found).__name__}; expected {expected}")
+    return found
+
+
+def _status(parts: Sequence[Mapping[str, Any]]) -> str:
+    """An error's name if there was one, ``finished`` if all are, else ``running``."""
+    states = [part["status"] for part in parts]
+    return next(
+        (state for state in states if state not in (RUNNING, FINISHED)), RUNNING if RUNNING in states else FINISHED
+    )
+
+
+def _steps(run: Path, unknown: dict[str, str]) -> list[Step]:
+    """The steps that were kept, ascending; of one that was done again, the last time."""
+    try:
+        recorded = read_steps(run / STEPS)
+    except DataError as error:
+        unknown["loss"] = str(error)
+        return []
+    kept = {step.step: step for step in recorded}
+    return [kept[number] for number in sorted(kept)]
+
+
+def _window(run: Path, left_out: int, unknown: dict[str, str]) -> Window | None:
+    try:
+        return receipt_window.read(run, left_out)
+    except DataError as error:
+        unknown |= {"window": str(error), "step_time": str(error)}
+        return None
+
+
+# --- What ranks know --------------------------------------------------------------------------------------------------
+
+
+def _layers(parts: Sequence[Mapping[str, Any]], unknown: dict[str, str]) -> dict[str, Any]:
+    """Backends and parts of all pipeline stages, each once, and rank 0's buckets."""
+    known = [part["local"] for part in parts if "local" in part]
+    if not known:
+        return {}
+    backends: dict[str, Any] = {}
+    classes: dict[tuple[str, ...], dict[str, Any]] = {}
+    for part in parts:
+        backends |= {json.dumps(record, sort_keys=True): record for record in part.get("noted", ())}
+    for local in known:
+        backends |= {json.dumps(record, sort_keys=True): record for record in local["backends"]}
+        for one in local["parts"]:
+            key = tuple(one[name] for name in ("part", "requested", "observed", "implementation"))
+            merged = classes.setdefault(key, one | {"layers": []})
+            merged["layers"] = _ordered({*merged["layers"], *one["layers"]})
+    buckets = known[0]["buckets"]
+    if buckets is None:
+        unknown["ddp"] = "something else than Megatron's DistributedDataParallel holds the gradients"
+    return {
+        "backends": sorted(
+            backends.values(), key=lambda one: (one["layer"] is None, one["layer"] or 0, one["op"], one["observed"])
+        ),
+        "parts": list(classes.values()),
+        "ddp.buckets": buckets,
+        "ddp.grad_reduce_dtype": None if buckets is None else sorted({bucket["dtype"] for bucket in buckets}),
+        "ddp.overlap_grad_reduce": known[0]["overlap_grad_reduce"],
+    }
+
+
+def _ordered(layers: set[Any]) -> list[Any]:
+    """Numbers first, then names."""
+    return sorted(
+        layers, key=lambda layer: (isinstance(layer, str), layer if isinstance(layer, int) else 0, str(layer))
+    )
+
+
+def _memory(parts: Sequence[Mapping[str, Any]], unknown: dict[str, str]) -> dict[str, Any]:
+    known = [part["memory"] for part in parts if "memory" in part]
+    if not known:
+        return {}
+    return {
+        "memory.kind": known[0]["kind"],
+        "memory.allocated_peak_bytes": max(one["allocated_peak_bytes"] for one in known),
+        "memory.reserved_peak_bytes": max(one["reserved_peak_bytes"] for one in known),
+        "memory.ranks": [one["allocated_peak_bytes"] for one in known],
+    }
+
+
+def _moe(parts: Sequence[Mapping[str, Any]], values: Mapping[str, Any], unknown: dict[str, str]) -> dict[str, Any]:
+    """The routers' loads over all ranks, and how the layers are wired."""
+    if not values.get("moe_enabled"):
+        return {}
+    found: dict[str, Any] = {}
+    wired = [part["moe"] for part in parts if "moe" in part]
+    overlaps = {value for one in wired for value in one["shared_expert_overlap"]}
+    found["routing.shared_expert_overlap"] = overlaps.pop() if len(overlaps) == 1 else None
+    unknown.setdefault("routing.shared_expert_overlap", "no rank has MoE layers, or they differ")
+    found["routing.dispatchers"] = sorted({name for one in wired for name in one["dispatchers"]})
+    top_k = {value for one in wired for value in one["top_k"]}
+    if top_k:
+        found["routing.top_k"] = top_k.pop() if len(top_k) == 1 else None
+        unknown.setdefault("routing.top_k", "the routers differ")
+    records = [part["routing"] for part in parts if "routing" in part]
+    loads = routing.merged(record["layers"] for record in records)
+    found["indexer.overlap"] = _mean_overlaps(records)
+    unknown.setdefault(
+        "indexer.overlap", "no two Full layers of one rank were sampled in a step with more tokens than top-k"
+    )
+    if not loads or not any(load.asked for load in loads.values()):
+        reason = "no router was observed up to a reading"
+        unknown |= {f"routing.{name}": reason for name in _MEASURED}
+        return found
+    entropies = [load.entropy for load in loads.values() if load.entropy is not None]
+    peaks = [load.max_over_mean for load in loads.values() if load.max_over_mean is not None]
+    unknown.setdefault("routing.entropy", "there is one expert")
+    return found | {
+        "routing.layers": {layer: load.record() for layer, load in loads.items()},
+        "routing.entropy": min(1.0, fmean(entropies)) if entropies else None,
+        "routing.max_over_mean": fmean(peaks) if peaks else None,
+        "routing.dropped_tokens": sum(load.dropped for load in loads.values()),
+        "routing.router_dtypes": sorted({name for record in records for name in record["router_dtypes"].values()}),
+    }
+
+
+_MEASURED = ("layers", "entropy", "max_over_mean", "dropped_tokens", "router_dtypes")
+
+
+def _mean_overlaps(records: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    pairs: dict[str, list[float]] = {}
+    for record in records:
+        for pair, share in record["index_overlap"].items():
+            pairs.setdefault(pair, []).append(share)
+    return {pair: fmean(shares) for pair, shares in pairs.items()} or None
+
+
+def _cache(parts: Sequence[Mapping[str, Any]], window: Window | None, unknown: dict[str, str]) -> dict[str, Any]:
+    """Whether the caches of compiled kernels had what the run needed; those of all hosts together."""
+    known = [part["cache"] for part in parts if "cache" in part]
+    if not known:
+        unknown["cache"] = "the run has not ended, or was killed: what it added to the caches was not counted"
+        return {}
+    files: Counter[str] = Counter()
+    added: Counter[str] = Counter()
+    for one in known:
+        files.update(one["files"])
+        added.update(one["added"])
+    state: str | None
+    if sum(added.values()):
+        state = "cold"
+    elif window is not None and not window.compiled_ns:
+        state = "unused"
+    else:
+        state = "warm" if sum(files.values()) else None
+        unknown.setdefault("cache.state", "the caches are empty before and after")
+    return {"cache.state": state, "cache.files": dict(files), "cache.added": dict(added)}
+
+
+# --- What was measured ------------------------------------------------------------------------------------------------
+
+
+def _time(steps: Sequence[Step], window: Window | None, unknown: dict[str, str]) -> dict[str, Any]:
+    """The steps' times, and the tokens that every one of them had."""
+    found: dict[str, Any] = {}
+    sizes = set(receipt_window.tokens_of(steps).values())
+    found["batch.effective_tokens"] = sizes.pop() if len(sizes) == 1 else None
+    unknown.setdefault(
+        "batch.effective_tokens", "no step was recorded" if not steps else "steps had different numbers of tokens"
+    )
+    if window is None:
+        return found
+    found["window.left_out"] = window.left_out
+    if not window.seconds:
+        reason = f"the run has no step after the first {window.left_out} of each start"
+        unknown |= {"step_time": reason, "window.first_step": reason, "window.last_step": reason}
+        return found
+    seconds = sorted(window.seconds.values())
+    found |= {
+        "window.first_step": min(window.seconds),
+        "window.last_step": max(window.seconds),
+        "step_time.rank": window.rank,
+        "step_time.n": len(seconds),
+        "step_time.max_s": seconds[-1],
+    }
+    for percent in (50, 90, 99):
+        found[f"step_time.p{percent}_s"] = receipt_window.percentile(seconds, percent)
+    tokens = receipt_window.tokens_of(steps)
+    measured = [number for number in window.seconds if number in tokens]
+    if measured:
+        time_s = sum(window.seconds[number] for number in measured)
+        found["throughput.tokens_per_s_mean"] = sum(tokens[number] for number in measured) / time_s
+    return found
+
+
+def _losses(steps: Sequence[Step], unknown: dict[str, str]) -> dict[str, Any]:
+    losses = [(step.step, step.losses["lm loss"]) for step in steps if "lm loss" in step.losses]
+    if not losses:
+        unknown.setdefault("loss", "no step with an lm loss was recorded")
+        return {}
+    found: dict[str, Any] = {}
+    for name, (number, loss) in (("first", losses[0]), ("last", losses[-1])):
+        found[f"loss.{name}_step"] = number
+        found[f"loss.{name}"] = loss if math.isfinite(loss) else None
+        unknown.setdefault(f"loss.{name}", f"it is {loss}")
+    return found
+
+
+def _goodput(run: Path, unknown: dict[str, str]) -> dict[str, Any]:
+    try:
+        ranks = goodput.read(run)
+    except DataError as error:
+        unknown["goodput"] = str(error)
+        return {}
+    slowest = goodput.slowest(ranks)
+    return {"goodput": {"rank": slowest, **ranks[slowest].record()}}
+
+
+def _profile(profile: Mapping[str, Any] | None, unknown: dict[str, str]) -> dict[str, Any]:
+    if profile is None:
+        unknown.setdefault("profiler", "the run was not profiled")
+        return {}
+    for name, why in (
+        ("trigger", "the profile does not say"),
+        ("graph_recaptures", "the profile does not say"),
+        ("hidden_share", "there was no communication"),
+    ):
+        unknown.setdefault(f"profiler.{name}", why)
+    return {
+        "profiler.trigger": profile.get("trigger"),
+        "profiler.step_range": list(profile["steps"]),
+        "profiler.phase": profile["phase"],
+        "profiler.graph_recaptures": profile.get("graph_recaptures"),
+        "profiler.hidden_share": profile.get("hidden_share"),
+    }
+
+
+def _read_profile(run: Path, unknown: dict[str, str]) -> dict[str, Any] | None:
+    """The last profile of steady steps, or else the last one, of the lowest rank that has one."""
+    found = []
+    for path in sorted((run / PROFILES).rglob("table.json")):
+        try:
+            profile = load(path, "the table of a profile")
+        except DataError as error:
+            unknown["profiler"] = str(error)
+            continue
+        if {"steps", "phase", "families", "rank", "dominant"} <= profile.keys():
+            found.append(profile)
+        else:
+            unknown["profiler"] = f"{path.name} of a profile lacks steps, phase, families, rank or dominant"
+    return max(found, key=lambda one: (one["phase"] == "steady", one["steps"], -one["rank"]), default=None)
+
+
+def _speed(values: Mapping[str, Any], unknown: dict[str, str]) -> dict[str, Any]:
+    """Rates at the median step time."""
+    seconds, tokens = values.get("step_time.p50_s"), values.get("batch.effective_tokens")
+    devices = values.get("parallelism.world_size")
+    if seconds is None or devices is None:
+        unknown["throughput"] = unknown.get("step_time", "the run's processes are not known")
+        return {}
+    found: dict[str, Any] = {}
+    if tokens is not None:
+        found["throughput.tokens_per_s"] = tokens / seconds
+        found["throughput.tokens_per_s_per_device"] = tokens / seconds / devices
+    for name in ("tokens_per_s", "tokens_per_s_per_device", "tokens_per_s_mean"):
+        unknown.setdefault(f"throughput.{name}", unknown.get("batch.effective_tokens", "no step was recorded"))
+    counted = values.get("flops")
+    if counted is None:
+        why = unknown.get("flops", "the work of a step is not known")
+        unknown |= {f"throughput.{name}": why for name in ("tflops_per_s_per_device", "mfu", "hfu")}
+        return found
+    by_precision = counted["by_precision"]
+    used = Utilisation(
+        step_time_s=seconds,
+        devices=devices,
+        model_flops={name: one["model_flops"] for name, one in by_precision.items()},
+        hardware_flops={name: one["hardware_flops"] for name, one in by_precision.items()},
+        peaks={name: peak(values.get("device") or "an unknown device", name) for name in by_precision},
+    )
+    for name in ("mfu", "hfu"):
+        unknown.setdefault(f"throughput.{name}", used.reason or "")
+    return found | {
+        "throughput.tflops_per_s_per_device": used.tflops_per_device,
+        "throughput.mfu": used.mfu,
+        "throughput.hfu": used.hfu,
+    }
+
+
+def _shares(values: Mapping[str, Any], profile: Mapping[str, Any] | None, unknown: dict[str, str]) -> dict[str, Any]:
+    """What the step mostly is: time by the profile, or else FLOPs by the count, and said which."""
+    counted = values.get("flops")
+    if profile is not None and profile["dominant"] is not None:
+        families = profile["families"]
+        shares = {_OF_LETTER.get(name, name): row["share"] for name, row in families.items()}
+        dominant = _OF_LETTER.get(profile["dominant"], profile["dominant"])
+        source = "profile: {} of steps {} to {}".format(profile.get("unit", "time"), *profile["steps"])
+    elif counted is not None:
+        families = counted["families"]
+        shares = {group: sum(families[name]["share"] for name in names) for group, names in _OF_GROUP.items()}
+        dominant = max(shares, key=lambda group: shares[group])
+        source = "audited count: FLOPs of a step, not time"
+    else:
+        why = f"no profile, and no count: {unknown.get('flops', 'the work of a step is not known')}"
+        unknown |= dict.fromkeys(("shares", "dominant_cost", "attention_share", "lane_class"), why)
+        return {}
+    shares = {group: min(1.0, share) for group, share in shares.items()}
+    classes = {name: sum(shares.get(group, 0.0) for group in groups) for name, groups in _LANE_CLASSES.items()}
+    return {
+        "shares.source": source,
+        "shares.groups": shares,
+        "dominant_cost": dominant,
+        "attention_share": shares.get("attention", 0.0),
+        "lane_class": max(classes, key=lambda name: classes[name]),
+    }
+
+
+def _notes(values: Mapping[str, Any]) -> list[str]:
+    """How much a faster attention alone could bring (Amdahl's law, of what ``shares`` are about)."""
+    share = values.get("attention_share")
+    if share is None or share >= 1:
+        return []
+    what = "profiled time" if str(values["shares.source"]).startswith("profile") else "FLOPs"
+    return [
+        f"attention is {share:.0%} of the {what}: without any of it a step would be {1 / (1 - share):.2f}x as fast by that"
+    ]

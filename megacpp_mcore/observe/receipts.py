@@ -1,0 +1,207 @@
+"""A run's receipt: every rank writes its own part as it goes, and the receipt is a pure function of the run's folder.
+
+Nothing is exchanged between ranks. A part is replaced as a whole now and then and when the run ends, also when an error
+ends it; what SIGKILL leaves is the last one, which says ``running``. No torch at import, and none to assemble.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megacpp_mcore.backends import observed
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe import receipt_schema
+from megacpp_mcore.observe.files import replace
+from megacpp_mcore.observe.listener import Listener
+from megacpp_mcore.observe.loop import Loop, StockLoop
+from megacpp_mcore.observe.receipt_assembly import PARTS, RECEIPT, assemble, load, now, part_file
+from megacpp_mcore.observe.receipt_schema import FINISHED, RUNNING, SCHEMA
+from megacpp_mcore.observe.receipt_window import WARM_UP_STEPS
+
+if TYPE_CHECKING:
+    from megacpp_mcore.config import PluginConfig
+    from megacpp_mcore.observe.receipt_facts import Facts
+    from megacpp_mcore.observe.routing import Routing
+    from megacpp_mcore.observe.steps import Step
+    from megacpp_mcore.policy import LaunchPolicy
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+"""How long rank 0 waits in the end for the last parts of others."""
+
+
+# --- Writing ----------------------------------------------------------------------------------------------------------
+
+
+class ReceiptWriter(Listener):
+    """Writes this rank's part now and then and at the end; rank 0 then assembles the receipt.
+
+    It has to be the last of the listeners: at the end it reads what the others wrote.
+
+    Args:
+        run: the run's folder.
+        rank: this process's rank.
+        settings: the file that ``MEGACPP_CONFIG`` names, where the run's spec is one of ours.
+        launched: the launch policy; None when the launcher did not start the run.
+        routes: what counts the experts' tokens; it reads the device, and this asks for what it has read.
+        loop: the loop that trains; None: stock Megatron's.
+        every_s: seconds between two writings at least; a file system may be slow, and this must not be felt.
+        warm_up_steps: steps at each start that the receipt does not measure.
+        notes: what a reader should know.
+
+    Raises:
+        DataError: the folder cannot be written to.
+    """
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str],
+        rank: int,
+        *,
+        settings: PluginConfig | None = None,
+        launched: LaunchPolicy | None = None,
+        routes: Routing | None = None,
+        loop: Loop | None = None,
+        every_s: float = 30.0,
+        warm_up_steps: int = WARM_UP_STEPS,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.run = Path(run)
+        self.rank = rank
+        self.every_s = every_s
+        self._written = -math.inf
+        self._path = part_file(run, rank)
+        self._settings, self._launched, self._routes = settings, launched, routes
+        self._loop = loop or StockLoop()
+        self._part: dict[str, Any] = {
+            "schema": SCHEMA,
+            "rank": rank,
+            "warm_up_steps": warm_up_steps,
+            "notes": list(notes),
+        }
+        self._facts: Facts | None = None
+        self._chunks: Sequence[Any] = ()
+        self._caches: dict[str, int] | None = None
+        self._warned = False
+        observed.forget()  # of a run before in this process
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"{self._path.parent}: {error.strerror}; expected a folder that can be written to"
+            ) from error
+
+    def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
+        """Learn what the model and Megatron's arguments say, and write it."""
+        from megacpp_mcore.observe import receipt_facts, receipt_modules
+
+        self._chunks = chunks
+        facts = self._learn_start()
+        facts.attempt("model", lambda found: receipt_facts.of_model(found, chunks, self._settings, self._loop))
+        facts.attempt("backends", lambda _: self._part.update(local=receipt_modules.local(chunks, optimizer)))
+        facts.attempt("routing", lambda _: self._part.update(moe=receipt_modules.moe(chunks)))
+        self._write(RUNNING)
+
+    def on_step(self, step: Step) -> None:
+        """Write the part if it is time."""
+        if time.monotonic() - self._written >= self.every_s:
+            self._write(RUNNING)
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Write how it ended; on rank 0, assemble the receipt from what there is."""
+        self._learn_start()
+        self._write(FINISHED if error is None else type(error).__name__)
+        if self.rank == 0:
+            if error is None:
+                self._await_others()
+            try:
+                write(self.run)
+            except DataError as problem:
+                logger.error("the receipt was not written: %s", problem)
+        self._chunks = ()
+
+    def _await_others(self) -> None:
+        """Give the other ranks a few seconds to end, so that the receipt does not call them running."""
+        world_size = 1 if self._facts is None else self._facts.values["parallelism.world_size"]
+        waiting = [part_file(self.run, rank) for rank in range(1, world_size)]
+        until = time.monotonic() + PATIENCE_S
+        while waiting and time.monotonic() < until:
+            waiting = [path for path in waiting if not path.is_file() or load(path, "a part")["status"] == RUNNING]
+            if waiting:
+                time.sleep(0.05)
+
+    def _learn_start(self) -> Facts:
+        if self._facts is None:
+            from megacpp_mcore.observe import receipt_facts
+
+            self._facts = receipt_facts.at_start(self._settings, self._launched)
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                self._caches = receipt_facts.cache_files()
+        return self._facts
+
+    def _write(self, status: str) -> None:
+        """Replace the part; a full disk must not end training, so that it is said once and training goes on."""
+        from megacpp_mcore.observe import receipt_facts, receipt_modules
+
+        self._written = time.monotonic()
+        part = self._part | {"status": status, "written_at": now()}
+        if self._facts is not None:
+            part |= {"run": self._facts.values, "unknown": self._facts.unknown}
+        if self._chunks and status in (RUNNING, FINISHED):  # after an error the device may not answer
+            self._part["memory"] = part["memory"] = receipt_modules.memory(self._chunks)
+        part["noted"] = observed.notes()  # what patches do shows only as they do it
+        if self._routes is not None:
+            part["routing"] = self._routes.record()
+        if self._caches is not None and status != RUNNING:
+            files = receipt_facts.cache_files()
+            part["cache"] = {
+                "files": self._caches,
+                "added": {name: max(0, files[name] - count) for name, count in self._caches.items()},
+            }
+        try:
+            replace(self._path, json.dumps(part))
+        except DataError as problem:
+            if not self._warned:
+                logger.warning("the run goes on without its receipt: %s", problem)
+            self._warned = True
+
+
+# --- Reading ----------------------------------------------------------------------------------------------------------
+
+
+def write(run: str | os.PathLike[str]) -> Path:
+    """Assemble the receipt of the run in folder ``run``, check it, and write it there.
+
+    Raises:
+        DataError: there are no parts, or what is there is damaged.
+    """
+    receipt = assemble(run)
+    receipt_schema.validate(receipt, str(run))
+    path = Path(run) / RECEIPT
+    replace(path, json.dumps(receipt, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    return path
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The receipt in a file, or of a run's folder; checked.
+
+    Raises:
+        DataError: there is none, or it is not as the schema says.
+    """
+    place = Path(path)
+    if place.is_dir() and (place / PARTS).is_dir():
+        receipt = assemble(place)
+    else:
+        receipt = load(
+            place / RECEIPT if place.is_dir() else place, "a receipt, or the folder of a run that was observed"
+        )
+    receipt_schema.validate(receipt, str(path))
+    return receipt

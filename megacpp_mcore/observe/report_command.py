@@ -1,0 +1,148 @@
+"""``megacpp-mcore report show|compare|goodput|html``: what runs left behind, for people and as JSON; imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.observe import goodput, receipts
+from megacpp_mcore.observe.compare import KEYS, compare
+from megacpp_mcore.observe.files import replace
+from megacpp_mcore.observe.receipt_schema import DISQUALIFIERS, flatten, why_unknown
+
+REFUSED = 1
+"""The exit status of a comparison that allows no claim."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``report`` to the command line."""
+    parser = subparsers.add_parser("report", help="receipts of runs: show one, compare two, or where the time went")
+    actions = parser.add_subparsers(dest="action", required=True)
+    show = actions.add_parser("show", help="the receipt of a run")
+    show.add_argument("receipt", metavar="RUN", help="the folder of a run, or a receipt")
+    comparing = actions.add_parser(
+        "compare", help="what a claim about the speed of two runs may say; exit status 1 if there is none"
+    )
+    comparing.add_argument("first", metavar="A", help="the baseline: the folder of a run, or a receipt")
+    comparing.add_argument("second", metavar="B", help="what is compared with it")
+    comparing.add_argument(
+        "--varies",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"the one difference that is meant: {', '.join(KEYS)}",
+    )
+    comparing.add_argument(
+        "--declare",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"a disqualifier that both carry, to be said in the claim: {', '.join(DISQUALIFIERS)}",
+    )
+    where = actions.add_parser("goodput", help="what the wall time of every rank went to")
+    where.add_argument("run_folder", metavar="RUN", help="the folder of a run")
+    page = actions.add_parser("html", help="one self-contained page about a run, or several side by side")
+    page.add_argument(
+        "runs", metavar="RUN", nargs="+", help="the folder of a run, or a receipt; the first is the baseline"
+    )
+    page.add_argument("--output", metavar="FILE", default="report.html", help="where it is written (%(default)s)")
+    for action in (show, comparing, where):
+        action.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was asked for; return the exit status.
+
+    Raises:
+        DataError: there is no receipt, it is damaged, or a word is not known.
+    """
+    actions = {"show": _show, "compare": _compare, "goodput": _goodput, "html": _html}
+    return actions[args.action](args)
+
+
+def _show(args: argparse.Namespace) -> int:
+    receipt = receipts.read(args.receipt)
+    print(json.dumps(receipt, indent=1, ensure_ascii=False) if args.json else describe(receipt))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    found = compare(receipts.read(args.first), receipts.read(args.second), args.varies, args.declare)
+    print(json.dumps(found.record(), indent=1, ensure_ascii=False) if args.json else found.describe())
+    return 0 if found.claim is not None else REFUSED
+
+
+def _goodput(args: argparse.Namespace) -> int:
+    ranks = goodput.read(args.run_folder)
+    if args.json:
+        print(json.dumps({rank: found.record() for rank, found in ranks.items()}, indent=1))
+        return 0
+    slowest = goodput.slowest(ranks)
+    for rank, found in ranks.items():
+        record = found.record()
+        spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in record["seconds"].items() if seconds)
+        mark = ", the slowest" if rank == slowest and len(ranks) > 1 else ""
+        print(f"rank {rank}{mark}: {record['goodput']:.1%} of {record['wall_s']:.1f} s productive; {spent}")
+    return 0
+
+
+def _html(args: argparse.Namespace) -> int:
+    from megacpp_mcore.observe import page
+
+    replace(Path(args.output), page.html(args.runs))
+    print(f"page: {args.output}")
+    return 0
+
+
+def describe(receipt: Mapping[str, Any]) -> str:
+    """The main figures of a receipt for people, then its backends, its disqualifiers, and what is not known."""
+    values = flatten(receipt)[0]
+    lines = [f"{label:18}{_words(values, path, form)}" for label, path, form in _SHOWN]
+    lines += [f"{'backends':18}{_backends(values)}", *(f"{'note':18}{note}" for note in values["notes"])]
+    lines += [f"{'DISQUALIFIED':18}{one['name']}: {one['evidence']}" for one in values["disqualifiers"]]
+    lines += [f"{'not judged':18}{one['name']}: {one['reason']}" for one in values["unjudged"]]
+    lines += [f"{'not known':18}{path}: {reason}" for path, reason in values["unknown"].items()]
+    return "\n".join(lines)
+
+
+_SHOWN = (
+    ("status", "status", "{}"),
+    ("family", "family", "{}"),
+    ("pattern", "pattern", "{}"),
+    ("device", "device", "{}"),
+    ("lane", "lane", "{}"),
+    ("devices", "parallelism.world_size", "{}"),
+    ("precision", "precision.kernel_fp8", "FP8 kernels: {}"),
+    ("compile warm-up", "compile_warmup", "{}"),
+    ("cache", "cache.state", "{}"),
+    ("steps measured", "step_time.n", "{}"),
+    ("step time, median", "step_time.p50_s", "{:.4f} s"),
+    ("step time, p99", "step_time.p99_s", "{:.4f} s"),
+    ("tokens/s", "throughput.tokens_per_s", "{:,.0f}"),
+    ("TFLOP/s a device", "throughput.tflops_per_s_per_device", "{:.3g}"),
+    ("MFU", "throughput.mfu", "{:.1%}"),
+    ("peak allocated", "memory.allocated_peak_bytes", "{:,} bytes"),
+    ("peak reserved", "memory.reserved_peak_bytes", "{:,} bytes"),
+    ("dominant cost", "dominant_cost", "{}"),
+    ("attention share", "attention_share", "{:.1%}"),
+    ("shares from", "shares.source", "{}"),
+    ("dropped tokens", "routing.dropped_tokens", "{:,}"),
+    ("routing entropy", "routing.entropy", "{:.3f}"),
+    ("first loss", "loss.first", "{:.4f}"),
+    ("last loss", "loss.last", "{:.4f}"),
+)
+
+
+def _words(values: Mapping[str, Any], path: str, form: str) -> str:
+    value = values[path]
+    return f"not known: {why_unknown(path, values['unknown'])}" if value is None else form.format(value)
+
+
+def _backends(values: Mapping[str, Any]) -> str:
+    if values["backends"] is None:
+        return f"not known: {why_unknown('backends', values['unknown'])}"
+    pairs = {f"{one['op']} {one['requested']} → {one['observed']}" for one in values["backends"]}
+    return ", ".join(sorted(pairs)) or "none of this package"

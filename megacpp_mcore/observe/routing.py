@@ -1,0 +1,256 @@
+"""Where the routers sent their tokens, and how alike neighbouring indexers choose: sums on the device, read now and then.
+
+Each rank counts the tokens that its own routers saw. With sequence, data, context or expert parallelism no token passes the
+routers of two ranks, so that the sum over ranks (:func:`merged`) is the run's. A layer that is computed again in the
+backward pass is counted once: its first pass builds no graph. No torch at import.
+
+Legend: T tokens, E experts, B batch, S queries, N selected keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from megacpp_mcore.observe.listener import Listener
+
+if TYPE_CHECKING:
+    from megacpp_mcore.observe.steps import Step
+
+SAMPLED_ROWS = 64
+"""Queries by which the overlap of two selections is estimated, evenly spaced over those that had a choice."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the experts of one layer were given.
+
+    Attributes:
+        tokens: assignments that each expert got.
+        asked: assignments that the routers wanted to make, top-k a token.
+    """
+
+    tokens: tuple[int, ...]
+    asked: int
+
+    @property
+    def dropped(self) -> int:
+        """Assignments that capacity took away."""
+        return self.asked - sum(self.tokens)
+
+    @property
+    def entropy(self) -> float | None:
+        """Entropy of the load over that of an even one: 1 is even, 0 is one expert for all; None without tokens."""
+        total = sum(self.tokens)
+        if not total or len(self.tokens) < 2:
+            return None
+        shares = [count / total for count in self.tokens if count]
+        return -sum(share * math.log(share) for share in shares) / math.log(len(self.tokens))
+
+    @property
+    def max_over_mean(self) -> float | None:
+        """The busiest expert's tokens over the mean: 1 is even; None without tokens."""
+        total = sum(self.tokens)
+        return max(self.tokens) * len(self.tokens) / total if total else None
+
+    def __add__(self, other: Load) -> Load:
+        return Load(tuple(a + b for a, b in zip(self.tokens, other.tokens, strict=True)), self.asked + other.asked)
+
+    def __sub__(self, other: Load) -> Load:
+        return Load(tuple(a - b for a, b in zip(self.tokens, other.tokens, strict=True)), self.asked - other.asked)
+
+    def record(self) -> dict[str, Any]:
+        """A JSON-ready record."""
+        return {
+            "tokens_per_expert": list(self.tokens),
+            "asked": self.asked,
+            "dropped": self.dropped,
+            "entropy": self.entropy,
+            "max_over_mean": self.max_over_mean,
+        }
+
+
+def merged(records: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Load]:
+    """The loads by layer over all ranks, from the ``layers`` of their :meth:`Routing.record`."""
+    loads: dict[str, Load] = {}
+    for layers in records:
+        for layer, one in layers.items():
+            load = Load(tuple(one["tokens_per_expert"]), one["asked"])
+            loads[layer] = loads[layer] + load if layer in loads else load
+    return loads
+
+
+class _Router:
+    """The running sums of one router."""
+
+    def __init__(self, layer: str, padded: bool) -> None:
+        self.layer = layer
+        self.padded = padded
+        self.asked = 0
+        self.dtype: str | None = None
+        self.tokens_E: Any = None
+
+    def count(self, module: Any, _: Any, output: tuple[Any, Any]) -> None:
+        """Forward hook: add the assignments of one micro-batch; a slot that pads an expert to its capacity has no weight."""
+        import torch
+
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        probs_TE, map_TE = output
+        kept_TE = map_TE.bool() & (probs_TE.detach() != 0) if self.padded else map_TE
+        found_E = kept_TE.sum(dim=0, dtype=torch.int64)
+        self.tokens_E = found_E if self.tokens_E is None else self.tokens_E.add_(found_E)
+        self.asked += map_TE.shape[0] * module.topk
+        self.dtype = str(probs_TE.dtype).removeprefix("torch.")
+
+
+class Routing(Listener):
+    """Counts the tokens of every expert by layer, and samples the overlap of the indices of neighbouring Full layers.
+
+    What is counted stays on the device; every ``interval`` steps, and when training ends, one transfer reads it. Indices are
+    sampled in the first micro-batch of such a step: :data:`SAMPLED_ROWS` queries of each layer, against the Full layer before
+    it on this rank. (A Shared layer has its Full layer's indices, an overlap of 1 that nobody has to measure.)
+    """
+
+    def __init__(self, interval: int = 10) -> None:
+        self.interval = interval
+        self.latest: dict[str, float] = {}
+        """Of the steps between the last two readings, this rank: ``routing_entropy`` (mean of the layers),
+        ``routing_max_over_mean`` (worst layer), ``dropped_share``, ``index_overlap`` (mean); what is not known is left out."""
+        self._routers: list[_Router] = []
+        self._read: dict[str, Load] = {}
+        self._handles: list[Any] = []
+        self._indices: dict[int, Any] = {}
+        self._overlaps: dict[str, float] = {}
+        self._sampling = False
+        self._restore: list[Callable[[], None]] = []
+
+    def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
+        """Hook the routers, and the index caches of our sparse attention."""
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        from megacpp_mcore.ops.indexer.cache import IndexCache
+
+        caches: dict[int, IndexCache] = {}
+        for chunk in chunks:
+            for name, module in chunk.named_modules():
+                if isinstance(module, TopKRouter):
+                    number = module.layer_number if module.layer_number is not None else name
+                    layer = f"mtp {number}" if getattr(module, "is_mtp_layer", False) else str(number)
+                    router = _Router(layer, bool(module.config.moe_pad_expert_input_to_capacity))
+                    self._routers.append(router)
+                    self._handles.append(module.register_forward_hook(router.count))
+                cache = getattr(module, "index_cache", None)
+                if isinstance(cache, IndexCache):
+                    caches[id(cache)] = cache
+        for cache in caches.values():
+            self._watch(cache)
+
+    def on_step_begin(self, number: int) -> None:
+        """Decide whether this step's indices are sampled."""
+        self._sampling = number % self.interval == 0
+        self._indices.clear()
+
+    def on_step(self, step: Step) -> None:
+        """Read the sums if it is time."""
+        if step.step % self.interval == 0:
+            self.read()
+        self._sampling = False
+        self._indices.clear()
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Read what is left, unless an error left the device in a state unknown, and take the hooks away."""
+        if error is None:
+            self.read()
+        for handle in self._handles:
+            handle.remove()
+        for restore in self._restore:
+            restore()
+        self._handles, self._restore = [], []
+
+    def read(self) -> None:
+        """Bring the sums to the host; the one point where this waits for the device."""
+        import torch
+
+        counted = [router for router in self._routers if router.tokens_E is not None]
+        lists = torch.stack([router.tokens_E for router in counted]).tolist() if counted else []
+        now: dict[str, Load] = {}
+        for router, tokens in zip(counted, lists, strict=True):
+            load = Load(tuple(tokens), router.asked)
+            now[router.layer] = now[router.layer] + load if router.layer in now else load
+        window = [load - self._read[layer] if layer in self._read else load for layer, load in now.items()]
+        self._read = now
+        self._overlaps |= self._sampled_overlaps()
+        if any(load.asked for load in window):
+            self.latest = _summary(window)
+        if self._overlaps:
+            self.latest["index_overlap"] = fmean(self._overlaps.values())
+
+    def record(self) -> dict[str, Any]:
+        """What this rank knows as of the last reading; the counts are local to its own tokens."""
+        return {
+            "scope": "tokens of this rank",
+            "layers": {layer: load.record() for layer, load in self._read.items()},
+            "router_dtypes": {router.layer: router.dtype for router in self._routers if router.dtype is not None},
+            "index_overlap": dict(self._overlaps),
+        }
+
+    def _watch(self, cache: Any) -> None:
+        """Look at what is published in ``cache``, until the end."""
+        publish = cache.publish
+
+        def watched(layer: int, selection: Any) -> None:
+            if self._sampling and layer not in self._indices:
+                rows = _sample(selection.index)
+                if rows is not None:
+                    self._indices[layer] = (rows, selection.index.shape[1])
+            publish(layer, selection)
+
+        cache.publish = watched
+        self._restore.append(lambda: vars(cache).pop("publish", None))
+
+    def _sampled_overlaps(self) -> dict[str, float]:
+        """The overlap of each sampled Full layer with the one before it."""
+        found = {}
+        for one, other in itertools.pairwise(sorted(self._indices)):
+            rows_BRN, keys = self._indices[one]
+            found[f"{one}-{other}"] = _overlap(rows_BRN, self._indices[other][0], keys)
+        return found
+
+
+def _summary(window: Sequence[Load]) -> dict[str, float]:
+    entropies = [load.entropy for load in window if load.entropy is not None]
+    peaks = [load.max_over_mean for load in window if load.max_over_mean is not None]
+    found = {"dropped_share": sum(load.dropped for load in window) / sum(load.asked for load in window)}
+    if entropies:
+        found["routing_entropy"] = fmean(entropies)
+    if peaks:
+        found["routing_max_over_mean"] = max(peaks)
+    return found
+
+
+def _sample(index_BSN: Any) -> Any:
+    """Some rows of ``index_BSN`` that had a choice, or None: the first N queries select every key that they may see."""
+    import torch
+
+    queries, selected = index_BSN.shape[1:]
+    if queries <= selected:
+        return None
+    rows = torch.linspace(selected, queries - 1, min(SAMPLED_ROWS, queries - selected), device=index_BSN.device)
+    return index_BSN.detach()[:, rows.round().long()].long()
+
+
+def _overlap(one_BRN: Any, other_BRN: Any, keys: int) -> float:
+    """The share of the keys in ``other`` that are in ``one``, too; entries below 0 select nothing."""
+    import torch
+
+    chosen = torch.zeros((*one_BRN.shape[:2], keys + 1), dtype=torch.bool, device=one_BRN.device)
+    nothing = keys  # a place of its own for what selects nothing
+    chosen.scatter_(2, torch.where(one_BRN < 0, nothing, one_BRN), True)
+    valid = other_BRN >= 0
+    both = chosen.gather(2, torch.where(valid, other_BRN, nothing)) & valid
+    return float(both.sum() / valid.sum().clamp(min=1))

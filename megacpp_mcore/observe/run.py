@@ -1,0 +1,160 @@
+"""What is recorded of a run, and where: chooses its folder and the listeners that write there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacpp_mcore.config import Observability, PluginConfig
+from megacpp_mcore.errors import DataError, LaunchError
+from megacpp_mcore.observe import compilation, goodput
+from megacpp_mcore.observe.clock import Clock, process_age_ns
+from megacpp_mcore.observe.listener import Listener
+from megacpp_mcore.observe.live import Live
+from megacpp_mcore.observe.loop import Loop, StockLoop
+from megacpp_mcore.observe.profile import Profiler, parse_steps
+from megacpp_mcore.observe.receipts import ReceiptWriter
+from megacpp_mcore.observe.routing import Routing
+from megacpp_mcore.observe.steps import StepRecorder
+from megacpp_mcore.policy import LaunchPolicy
+
+FOLDER = "observe"
+"""The run's folder, in the one that it saves its checkpoints to."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What is recorded of a run.
+
+    Attributes:
+        folder: the run's folder; None: none.
+        why: where that comes from.
+        record_steps: one more file for every step's losses.
+        settings: the file that MEGACPP_CONFIG names, where the run's model is the one in it.
+        details: how it is recorded.
+    """
+
+    folder: Path | None
+    why: str
+    record_steps: str | None
+    settings: PluginConfig | None
+    details: Observability
+
+    def describe(self) -> list[str]:
+        """The lines for the start of the run."""
+        where = f"the run is recorded in {self.folder}" if self.folder else "nothing is recorded"
+        steps = [f"steps: every step's losses go to {self.record_steps}"] if self.record_steps is not None else []
+        return [f"observe: {where} ({self.why})", *steps]
+
+
+def choose(
+    arguments: Sequence[str],
+    *,
+    observe: str | None = None,
+    off: bool = False,
+    record_steps: str | None = None,
+    profile: str | None = None,
+    profile_tool: str | None = None,
+    settings: PluginConfig | None = None,
+) -> Observation:
+    """The observation of a run with Megatron's ``arguments``: in ``observe``, else beside the checkpoints that it saves.
+
+    Raises:
+        LaunchError: a folder was asked for, and that there be none; or a profile without a folder, or of no steps.
+    """
+    details = settings.observability if settings is not None else Observability()
+    details = dataclasses.replace(
+        details, profile=profile or details.profile, profile_tool=profile_tool or details.profile_tool
+    )
+    if off and observe is not None:
+        raise LaunchError(f"--observe {observe} and --no-observe were both given; leave one of them out")
+    saved = _value(arguments, "--save")
+    if off:
+        folder, why = None, "--no-observe"
+    elif observe is not None:
+        folder, why = Path(observe), "--observe"
+    elif not details.enabled:
+        folder, why = None, "observability.enabled is false"
+    elif saved is not None:
+        folder, why = Path(saved) / FOLDER, "beside its checkpoints; --observe names another folder"
+    else:
+        folder, why = None, "it saves no checkpoint; --observe DIR names a folder"
+    if details.profile is not None:
+        parse_steps(details.profile)
+        if folder is None:
+            raise LaunchError(
+                f"steps {details.profile} are to be profiled, and nothing is recorded ({why}); add --observe DIR"
+            )
+    return Observation(folder, why, record_steps, settings, details)
+
+
+def _value(arguments: Sequence[str], flag: str) -> str | None:
+    """What stands after the last ``flag`` of an argument list; None without it."""
+    found = None
+    for word, after in itertools.pairwise([*arguments, ""]):
+        if word == flag:
+            found = after
+        elif word.startswith(flag + "="):
+            found = word.partition("=")[2]
+    return found
+
+
+@contextlib.contextmanager
+def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | None = None) -> Iterator[None]:
+    """Record what Megatron does in this process as ``chosen`` says, until the context ends.
+
+    Args:
+        chosen: what is recorded, and where.
+        launched: how the run was started.
+        trained_by: the loop that trains; None: stock Megatron's.
+
+    Raises:
+        DataError: the folder cannot be written to, or holds something else.
+        LaunchError: this Megatron has not the functions by which a run is observed.
+    """
+    clock = Clock(age_ns=process_age_ns())
+    loop = trained_by or StockLoop()
+    listeners = _listeners(chosen, launched, clock, loop)
+    if not listeners:
+        yield
+        return
+    with compilation.timed(clock), loop.observing(clock, listeners):
+        yield
+
+
+def _listeners(chosen: Observation, launched: LaunchPolicy, clock: Clock, loop: Loop) -> list[Listener]:
+    """What records the run; the receipt comes last, for it reads what the others have written."""
+    listeners: list[Listener] = []
+    if chosen.record_steps is not None:
+        listeners.append(StepRecorder(chosen.record_steps))
+    if chosen.folder is not None:
+        run, rank, details = chosen.folder, int(os.environ["RANK"]), chosen.details
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"{run}: {error.strerror}; expected a folder for what is recorded of a run") from error
+        routes = Routing(details.interval)
+        recorder = goodput.Recorder(run, rank, clock, heartbeat_s=details.heartbeat_s)
+        last = rank == int(os.environ["WORLD_SIZE"]) - 1
+        listeners += [
+            recorder,
+            StepRecorder(run / "steps.jsonl"),
+            routes,
+            *_profilers(run, rank, details, routes),
+            Live(run, rank, recorder, loop, last=last, routes=routes, console=details.console),
+            ReceiptWriter(run, rank, settings=chosen.settings, launched=launched, routes=routes, loop=loop),
+        ]
+    return listeners
+
+
+def _profilers(run: Path, rank: int, details: Observability, routes: Routing) -> list[Listener]:
+    """The profiler of the steps that are asked for: of every rank, for the families differ by stage, and experts by rank."""
+    if details.profile is None:
+        return []
+    first, last = parse_steps(details.profile)
+    return [Profiler(run, rank, first, last, tool=details.profile_tool, trace=details.profile_trace, routing=routes)]

@@ -1,0 +1,95 @@
+"""The compile policy: what is compiled, whether that happens before step 1, and why not. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+EXPLICIT, SKIPPED = "explicit", "skipped"
+"""What becomes of the compile warm-up."""
+
+REASONS = ("user-disabled", "not-launched", "not-cuda", "fsdp-eager", "regional-moe")
+"""Why a compile warm-up is skipped, in the order in which they are asked; the first that holds is given."""
+
+DYNAMO_DISABLE, COMPILE_DISABLE = "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"
+DISABLING = (DYNAMO_DISABLE, COMPILE_DISABLE)
+"""Variables that turn torch.compile off when they are 1 (torch 2.11: ``_dynamo/eval_frame.py`` and ``_dynamo/config.py``)."""
+
+
+def disabled_by(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The variables of ``environment`` that turn torch.compile off."""
+    return tuple(name for name in DISABLING if environment.get(name) == "1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilePolicy:
+    """What is compiled, and whether that is done before step 1.
+
+    Attributes:
+        mode: ``off`` or ``regional``.
+        warm_up: :data:`EXPLICIT`, or :data:`SKIPPED`: regions are then compiled when step 1 reaches them.
+        reason: one of :data:`REASONS` when it is skipped, else empty.
+        why: the reason as a sentence.
+        precompile: whether the static regions of the layers without experts are compiled before step 1 all the same.
+    """
+
+    mode: str
+    warm_up: str
+    reason: str
+    why: str
+    precompile: bool = False
+
+
+def compile_policy(
+    *,
+    mode: str,
+    device: str,
+    has_moe: bool,
+    fsdp: bool,
+    warm_up_asked: bool = True,
+    precompile: bool = False,
+    launched: bool = True,
+    disabled: tuple[str, ...] = (),
+) -> CompilePolicy:
+    """Decide the compile warm-up; the reasons against it are asked in the order of :data:`REASONS`.
+
+    An explicit warm-up of a lane with regional compile and experts on CUDA is known to stall before step 1, where the same
+    lane without it fills its caches in passing and trains; so there it is skipped, whatever was asked.
+
+    Args:
+        mode: ``off`` or ``regional``.
+        device: ``cuda`` or ``cpu``.
+        has_moe: whether the model has E layers.
+        fsdp: whether parameters are sharded, so that no layer can be run by itself.
+        warm_up_asked: False where the user has turned it off.
+        precompile: whether static regions are to be compiled ahead where only the experts speak against it.
+        launched: whether the launcher, which brings the warm-up, has started the script.
+        disabled: the variables that turn torch.compile off (:func:`disabled_by`).
+    """
+    sentences = {
+        "user-disabled": _who_disabled(mode, disabled),
+        "not-launched": "`megacpp-mcore launch` brings it, and did not start this script; step 1 compiles",
+        "not-cuda": f"the device is {device}; what it costs to start is paid in step 1",
+        "fsdp-eager": "with sharded parameters a layer cannot run by itself before the training loop gathers them",
+        "regional-moe": "regional compile beside experts on CUDA is known to stall in it; caches are filled in passing",
+    }
+    holds = {
+        "user-disabled": mode == "off" or not warm_up_asked or bool(disabled),
+        "not-launched": not launched,
+        "not-cuda": device != "cuda",
+        "fsdp-eager": fsdp,
+        "regional-moe": has_moe,
+    }
+    reason = next((name for name in REASONS if holds[name]), "")
+    if not reason:
+        return CompilePolicy(mode=mode, warm_up=EXPLICIT, reason="", why="all regions are dense and static")
+    ahead = precompile and reason == "regional-moe"
+    return CompilePolicy(mode=mode, warm_up=SKIPPED, reason=reason, why=sentences[reason], precompile=ahead)
+
+
+def _who_disabled(mode: str, disabled: tuple[str, ...]) -> str:
+    if mode == "off":
+        return "nothing is compiled"
+    if disabled:
+        return f"{' and '.join(f'{name}=1' for name in disabled)}: torch compiles nothing, and regions run as plain PyTorch"
+    return "it was turned off"

@@ -1,0 +1,109 @@
+"""The overlap contract: which communication of a run can be hidden behind computation, and what stands against the rest.
+
+It is a statement about streams, hardware queues, bucket sizes and what Megatron accepts, and no measurement. Source of the
+conditions: megatron-core 0.19.2, ``transformer/transformer_config.py``, ``distributed/distributed_data_parallel.py`` and
+``training.py`` (``resolve_ddp_bucket_size``). No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megacpp_mcore.policy_run import Run
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+MIN_BUCKET_BYTES = 32 * 2**20
+"""A gradient bucket below this costs its launch more than its transfer, which then is not hidden but multiplied."""
+
+MOE_OVERLAP, SHARED_OVERLAP = "--overlap-moe-expert-parallel-comm", "--moe-shared-expert-overlap"
+_DISPATCHERS = ("alltoall", "flex")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """Whether one kind of communication can be hidden behind computation.
+
+    Attributes:
+        name: what communicates.
+        asked: whether the run asks for it.
+        possible: whether streams, connections and bucket sizes let it happen, and Megatron accepts it.
+        reason: what makes it possible, or what stands against it.
+    """
+
+    name: str
+    asked: bool
+    possible: bool
+    reason: str
+
+
+def overlap_contract(run: Run, connections: str | None) -> tuple[Overlap, ...]:
+    """Which overlaps ``run`` can have; ``connections`` is what CUDA_DEVICE_MAX_CONNECTIONS will be (None: unset)."""
+    bucket = _bucket_obstacle(run)
+    sharded = "" if run.distributed_optimizer or run.fsdp else "it needs --use-distributed-optimizer"
+    reduced = "" if run.overlap_grad_reduce else "it needs --overlap-grad-reduce"
+    replicas = "" if run.replicas * run.context > 1 else "there is one data-parallel replica"
+    experts = _expert_obstacles(run, connections)
+    rows: tuple[tuple[str, str, bool, tuple[str, ...]], ...] = (
+        ("gradient reduce", "--overlap-grad-reduce", run.overlap_grad_reduce, (replicas, bucket)),
+        ("parameter gather", "--overlap-param-gather", run.overlap_param_gather, (replicas, sharded, reduced, bucket)),
+        ("MoE all-to-all", MOE_OVERLAP, run.overlap_moe_a2a, (*experts, *_all_to_all_obstacles(run))),
+        ("shared expert", SHARED_OVERLAP, run.overlap_shared_expert, experts),
+        ("tensor-parallel", "--tp-comm-overlap", run.tp_comm_overlap, _tensor_obstacles(run, connections)),
+    )
+    found = []
+    for name, flag, asked, obstacles in rows:
+        against = [f"it is not asked for ({flag})"] if not asked else [each for each in obstacles if each]
+        against = ["a CPU has no streams"] if run.device != "cuda" else against
+        reason = "; ".join(against) or "it has a stream of its own, a queue that lets it run, and work to hide behind"
+        found.append(Overlap(name=name, asked=asked, possible=not against, reason=reason))
+    return tuple(found)
+
+
+def _bucket_obstacle(run: Run) -> str:
+    """Why the gradient buckets leave nothing to overlap; empty when they do leave something."""
+    elements = run.process_parameters
+    if elements is None:
+        return "how many buckets there are is not known: the arguments describe no model of this package"
+    if run.num_buckets:
+        bucket = elements // run.num_buckets
+    else:  # Megatron's own default, resolve_ddp_bucket_size
+        bucket = run.bucket_elements or max(40_000_000, 1_000_000 * run.replicas * run.context)
+    if bucket * run.grad_bytes < MIN_BUCKET_BYTES:
+        return f"a bucket of {bucket * run.grad_bytes / 2**20:.1f} MiB is below {MIN_BUCKET_BYTES // 2**20} MiB"
+    if elements <= bucket:
+        return f"one bucket of {bucket} elements holds all {elements} of a process, and is reduced when all is computed"
+    return ""
+
+
+def _expert_obstacles(run: Run, connections: str | None) -> tuple[str, ...]:
+    """What stands against both overlaps of expert communication."""
+    both = run.overlap_moe_a2a and run.overlap_shared_expert
+    return (
+        "" if run.expert > 1 else "experts are not cut over processes",
+        f"{CONNECTIONS}=1 gives both streams one queue" if connections == "1" else "",
+        "" if run.moe_dispatcher in _DISPATCHERS else "it needs --moe-token-dispatcher-type alltoall or flex",
+        f"Megatron refuses {MOE_OVERLAP} beside {SHARED_OVERLAP}" if both else "",
+    )
+
+
+def _all_to_all_obstacles(run: Run) -> tuple[str, ...]:
+    """What Megatron refuses beside overlapped all-to-all alone."""
+    repeated = run.recompute_granularity == "full" or "moe" in run.recompute_modules
+    return (
+        "" if run.precision in ("bf16", "fp16") else f"Megatron refuses it in {run.precision}",
+        "Megatron refuses it with experts computed again" if repeated else "",
+        f"Megatron refuses it with more than one MTP depth, and there are {run.mtp_depths}"
+        if run.mtp_depths > 1
+        else "",
+    )
+
+
+def _tensor_obstacles(run: Run, connections: str | None) -> tuple[str, ...]:
+    in_order = f"it needs {CONNECTIONS}=1, which keeps a transfer ahead of the GEMM it hides behind"
+    return (
+        "" if run.tensor > 1 else "tensor parallelism is 1",
+        "" if run.sequence_parallel else "it needs --sequence-parallel",
+        "" if run.transformer_impl == "transformer_engine" else "it is Transformer Engine's",
+        "" if connections == "1" else in_order,
+    )

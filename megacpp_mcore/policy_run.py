@@ -1,0 +1,229 @@
+"""What the launch policy has to know of a run, and how it is read from Megatron's arguments. No torch here.
+
+Flags and their defaults are those of Megatron-LM core_v0.19.0, ``megatron/training/arguments.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.lowering import host_of
+from megacpp_mcore.model import PRESETS, Model
+from megacpp_mcore.precision import EXPERTS_FILE, FP8_EXPERTS, PLANS, PrecisionPlan
+
+PRECISION_FILE = "--te-precision-config-file"
+_CUT = (
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "expert-model-parallel-size",
+    "context-parallel-size",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the policy has to know of a run.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        world_size: processes.
+        tensor, pipeline, expert, context: how the model is cut over the processes.
+        families: the letters of the layers that a model of this package has; empty for a stock model.
+        has_moe: whether it has E layers.
+        parameters: of the whole model; None where that is not known.
+        expert_parameters: those of :attr:`parameters` that expert parallelism cuts.
+        mtp_depths: of multi-token prediction.
+        fsdp: whether Megatron-FSDP or torch FSDP2 shards the parameters.
+        precision: ``bf16``, ``fp16`` or ``fp32``.
+        fp8: the FP8 format, None without.
+        precision_plan: what the file of ``--te-precision-config-file`` asks for; None without one, or with one of the user's.
+        precision_file: the file that is not this package's own; None without.
+        moe_dispatcher: as ``--moe-token-dispatcher-type``.
+        bucket_elements, num_buckets: as ``--ddp-bucket-size`` and ``--ddp-num-buckets``.
+        grad_bytes: of one gradient in the buckets.
+        cuda_graph_impl, cuda_graph_scope: as Megatron's arguments; ``none`` without graphs.
+        recompute_granularity, recompute_modules: Megatron's own recompute.
+        flags: the names of the arguments that were given, for the source of what they say.
+    """
+
+    device: str
+    world_size: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    context: int = 1
+    sequence_parallel: bool = False
+    transformer_impl: str = "transformer_engine"
+    families: str = ""
+    has_moe: bool = False
+    parameters: int | None = None
+    expert_parameters: int = 0
+    mtp_depths: int = 0
+    fsdp: bool = False
+    precision: str = "fp32"
+    fp8: str | None = None
+    precision_plan: PrecisionPlan | None = None
+    precision_file: str | None = None
+    distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    overlap_moe_a2a: bool = False
+    overlap_shared_expert: bool = False
+    tp_comm_overlap: bool = False
+    moe_dispatcher: str = "alltoall"
+    bucket_elements: int | None = None
+    num_buckets: int | None = None
+    grad_bytes: int = 4
+    nccl_user_buffers: bool = False
+    cuda_graph_impl: str = "none"
+    cuda_graph_scope: tuple[str, ...] = ()
+    recompute_granularity: str | None = None
+    recompute_modules: tuple[str, ...] = ()
+    flags: frozenset[str] = frozenset()
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel replicas, context parallelism not counted."""
+        return max(1, self.world_size // (self.tensor * self.pipeline * self.context))
+
+    @property
+    def process_parameters(self) -> int | None:
+        """Parameters of one process, stages taken as equal; None where those of the model are not known."""
+        if self.parameters is None:
+            return None
+        replicated = self.parameters - self.expert_parameters
+        return (replicated + self.expert_parameters // self.expert) // (self.tensor * self.pipeline)
+
+    @classmethod
+    def from_arguments(cls, words: Sequence[str], *, device: str, world_size: int, model: Model | None = None) -> Run:
+        """Read the run that Megatron's arguments ask for.
+
+        Args:
+            words: the arguments.
+            device: ``cuda`` or ``cpu``.
+            world_size: processes.
+            model: what a spec of this package builds; None: the preset that the arguments describe, if they name such a spec.
+
+        Raises:
+            LaunchError: a size is no whole number, or below 1.
+        """
+        given = read_flags(words)
+        model = model or _described(given)
+        facts: dict[str, Any] = {"has_moe": "--num-experts" in given} if model is None else model_facts(model)
+        precision = next((kind for kind in ("bf16", "fp16") if f"--{kind}" in given), "fp32")
+        plan, file = _precision_plan(given)
+        tensor, pipeline, expert, context = (_number(given, f"--{name}") or 1 for name in _CUT)
+        return cls(
+            device=device,
+            world_size=world_size,
+            tensor=tensor,
+            pipeline=pipeline,
+            expert=expert,
+            context=context,
+            sequence_parallel="--sequence-parallel" in given,
+            transformer_impl=_word(given, "--transformer-impl") or "transformer_engine",
+            fsdp="--use-megatron-fsdp" in given or "--use-torch-fsdp2" in given,
+            precision=precision,
+            fp8=_word(given, "--fp8-format"),
+            precision_plan=plan,
+            precision_file=file,
+            distributed_optimizer="--use-distributed-optimizer" in given,
+            overlap_grad_reduce="--overlap-grad-reduce" in given,
+            overlap_param_gather="--overlap-param-gather" in given,
+            overlap_moe_a2a="--overlap-moe-expert-parallel-comm" in given,
+            overlap_shared_expert="--moe-shared-expert-overlap" in given,
+            tp_comm_overlap="--tp-comm-overlap" in given,
+            moe_dispatcher=_word(given, "--moe-token-dispatcher-type") or "allgather",
+            bucket_elements=_number(given, "--ddp-bucket-size"),
+            num_buckets=_number(given, "--ddp-num-buckets"),
+            grad_bytes=_grad_bytes(given, precision),
+            nccl_user_buffers="--use-nccl-ub" in given,
+            cuda_graph_impl=_word(given, "--cuda-graph-impl") or "none",
+            cuda_graph_scope=given.get("--cuda-graph-modules", given.get("--cuda-graph-scope", ())),
+            recompute_granularity=_word(given, "--recompute-granularity"),
+            recompute_modules=given.get("--recompute-modules", ()),
+            flags=frozenset(given),
+            **facts,
+        )
+
+
+def model_facts(model: Model) -> dict[str, Any]:
+    """What a :class:`Run` says of its model, by field."""
+    moe = model.moe
+    one_expert = 2 * model.hidden_size * moe.ffn_hidden_size
+    return {
+        "families": "".join(letter for letter in "AMER" if letter in model.layers),
+        "has_moe": "E" in model.layers,
+        "parameters": sum(model.parameters().values()),
+        "expert_parameters": model.layers.count("E") * moe.experts * one_expert,
+        "mtp_depths": model.mtp.depth,
+    }
+
+
+def read_flags(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Each flag of a command line with the values that follow it; the last one of a flag counts."""
+    found: dict[str, tuple[str, ...]] = {}
+    flag = ""
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            found[flag] = (value,) if equals else ()
+        elif flag:
+            found[flag] = (*found[flag], word)
+    return found
+
+
+def _word(given: Mapping[str, tuple[str, ...]], flag: str) -> str | None:
+    return given[flag][0] if given.get(flag) else None
+
+
+def _number(given: Mapping[str, tuple[str, ...]], flag: str) -> int | None:
+    text = _word(given, flag)
+    if text is None:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise LaunchError(f"{flag} is {text!r}; expected a whole number, 1 or more, such as 2")
+    return value
+
+
+def _described(given: Mapping[str, tuple[str, ...]]) -> Model | None:
+    """The preset of the given depth, width and heads; only a spec of this package builds one."""
+    if host_of(given.get("--spec")) is None:
+        return None
+    shape = tuple(_number(given, flag) for flag in ("--num-layers", "--hidden-size", "--num-attention-heads"))
+    fitting = [model for model in PRESETS.values() if (model.depth, model.hidden_size, model.heads) == shape]
+    return fitting[0] if fitting else None
+
+
+def _grad_bytes(given: Mapping[str, tuple[str, ...]], precision: str) -> int:
+    """Bytes of a gradient in the buckets, as ``validate_args`` of Megatron decides them."""
+    in_fp32 = "--accumulate-allreduce-grads-in-fp32" in given
+    if precision == "fp16":
+        return 4 if in_fp32 else 2
+    if precision == "bf16":
+        halved = _word(given, "--main-grads-dtype") == "bf16" and not in_fp32
+        return 2 if halved or "--grad-reduce-in-bf16" in given else 4
+    return 4
+
+
+def _precision_plan(given: Mapping[str, tuple[str, ...]]) -> tuple[PrecisionPlan | None, str | None]:
+    """What the precision file asks for: the plan whose file says the same, else the name of the file."""
+    file = _word(given, PRECISION_FILE)
+    if file is None:
+        return None, None
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None, file  # Megatron says why it cannot be read
+    is_ours = content == yaml.safe_load(EXPERTS_FILE.read_text(encoding="utf-8"))
+    return (PLANS[FP8_EXPERTS], None) if is_ours else (None, file)

@@ -1,0 +1,256 @@
+"""The values of the launch policy: environment variables and plans, each with its source and with what contradicts it.
+
+What a user has set is never replaced: it is reported, with a warning where it contradicts the run. No torch here, and nothing
+is changed. Conditions that Megatron checks are those of megatron-core 0.19.2 and ``training/arguments.py`` of core_v0.19.0.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megacpp_mcore.config import ExperimentalTaxes, Observability, Recompute, SpeedDefaults
+from megacpp_mcore.policy_overlap import CONNECTIONS
+from megacpp_mcore.policy_run import PRECISION_FILE, Run
+
+USER, RECIPE, DEFAULT = "user", "recipe", "default"
+"""Where a value came from: an argument, a file or the environment of the user; the recipe; this package or what it runs on."""
+
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+NEW_ALLOCATOR = "PYTORCH_ALLOC_CONF"
+TORCH_LOGS = "TORCH_LOGS"
+_EXPANDABLE = "expandable_segments:True"
+_IN_FP32 = {"E": "router", "M": "Mamba-3", "R": "M²RNN parameters of the recurrence"}
+"""What stays in fp32 in the layers of a family, whatever the precision of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """One value of the policy.
+
+    Attributes:
+        name: an environment variable, or what is planned.
+        value: what it will be; None: left unset.
+        source: :data:`USER`, :data:`RECIPE` or :data:`DEFAULT`.
+        note: what it is for.
+        warning: how the environment contradicts it, else empty.
+        variable: whether it is an environment variable.
+    """
+
+    name: str
+    value: str | None
+    source: str
+    note: str = ""
+    warning: str = ""
+    variable: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup:
+    """Who has set a variable.
+
+    Attributes:
+        environment: the process's.
+        recipe: the variables that a recipe asks for.
+        launched: whether what is decided will be set; otherwise a default stays unset, and the note says what it would be.
+    """
+
+    environment: Mapping[str, str]
+    recipe: Mapping[str, str]
+    launched: bool
+
+    def find(self, name: str, *, default: str | None = None, note: str = "", refused: str = "") -> Value:
+        """Return the value of a variable: the user's, else the recipe's, else ``default``.
+
+        Args:
+            name: the variable.
+            default: what this package sets where nobody else has; None: nothing.
+            note: what it is for.
+            refused: the warning about a value that somebody has set.
+        """
+        if name in self.environment:
+            found, wanted = self.environment[name], self.recipe.get(name)
+            against = [refused]
+            if wanted is not None and wanted != found:
+                against = [f"the recipe asks for {wanted}, the environment has {found}", refused]
+            return Value(name=name, value=found, source=USER, note=note, warning="; ".join(filter(None, against)))
+        if name in self.recipe:
+            return Value(name=name, value=self.recipe[name], source=RECIPE, note=note, warning=refused)
+        if default is not None and not self.launched:
+            return Value(name=name, value=None, source=DEFAULT, note=f"the launcher would set {default}; {note}")
+        return Value(name=name, value=default, source=DEFAULT, note=note)
+
+    def asked(self, name: str) -> str | None:
+        """Return what the user or else the recipe has set."""
+        return self.environment.get(name, self.recipe.get(name))
+
+
+def connections(run: Run, lookup: Lookup) -> Value:
+    """Decide the number of hardware queues: 1 keeps the order of launches, several let communication overlap."""
+    asked = lookup.asked(CONNECTIONS)
+    if run.device != "cuda":
+        return lookup.find(CONNECTIONS, note="means nothing to a CPU; the CPU lane sets what Megatron insists on")
+    if run.fsdp:
+        refused = "FSDP needs more than one queue, and Megatron stops; unset it" if asked == "1" else ""
+        return lookup.find(CONNECTIONS, note="FSDP gathers beside the computation", refused=refused)
+    if run.tensor > 1 or run.context > 1:
+        # Megatron asserts it up to Hopper, but with the overlap of MoE communication it only warns.
+        note = "tensor and context parallelism rely on the order of launches (Hopper and older)"
+        if run.overlap_moe_a2a:
+            both = f"{note}, overlapped MoE communication on many queues: the latter is taken"
+            return lookup.find(CONNECTIONS, default="32", note=both)
+        refused = "" if asked in (None, "1") else f"Megatron stops unless it is 1 ({note})"
+        return lookup.find(CONNECTIONS, default="1", note=note, refused=refused)
+    if run.overlap_moe_a2a or run.overlap_shared_expert:
+        refused = "MoE communication cannot overlap in one queue; set 32" if asked == "1" else ""
+        note = "MoE communication runs beside the computation"
+        return lookup.find(CONNECTIONS, default="32", note=note, refused=refused)
+    return lookup.find(CONNECTIONS, note="nothing in this layout depends on it; the driver's default is 8")
+
+
+def allocator(run: Run, lookup: Lookup, speed: SpeedDefaults, *, given: bool) -> Value:
+    """Decide how the CUDA allocator grows; ``given``: whether the file itself says it."""
+    name = NEW_ALLOCATOR if NEW_ALLOCATOR in lookup.environment else ALLOCATOR
+    if run.device != "cuda":
+        return lookup.find(name, note="means nothing to a CPU")
+    obstacle = _segments_obstacle(run, lookup, name)
+    asked = lookup.asked(name) or ""
+    refused = obstacle if _EXPANDABLE in asked else ""
+    if given and speed.expandable_segments and asked and _EXPANDABLE not in asked:
+        refused = f"speed_defaults asks for {_EXPANDABLE}, the environment has {asked}"
+    default = _EXPANDABLE if speed.expandable_segments and not obstacle else None
+    note = obstacle or "segments that grow keep fragmentation down"
+    return lookup.find(name, default=default, note=note, refused=refused)
+
+
+def _segments_obstacle(run: Run, lookup: Lookup, name: str) -> str:
+    """Why segments must not grow; empty when they may. Only where Megatron itself stops, it is said to."""
+    if run.nccl_user_buffers and installed_torch() < (2, 11):
+        if name == ALLOCATOR:
+            return "Megatron stops with NCCL user buffers (--use-nccl-ub) and expandable segments before torch 2.11"
+        return "NCCL user buffers (--use-nccl-ub) cannot be registered in expandable segments before torch 2.11"
+    if run.cuda_graph_impl == "none" or lookup.asked("NCCL_GRAPH_REGISTER") == "0":
+        return ""
+    if run.cuda_graph_impl == "transformer_engine" and name == ALLOCATOR:
+        return "Megatron stops with such CUDA graphs and expandable segments unless NCCL_GRAPH_REGISTER=0"
+    return (
+        "NCCL may register buffers of CUDA graphs in expandable segments, which can end in illegal memory access; Megatron "
+        "does not look for it here; set NCCL_GRAPH_REGISTER=0"
+    )
+
+
+def installed_torch() -> tuple[int, int]:
+    """Return major and minor version of the installed torch, without importing it; (0, 0) without one."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:
+        return (0, 0)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def nccl(run: Run, lookup: Lookup) -> tuple[Value, ...]:
+    """Decide what NCCL is told; what pins its choices is only listed."""
+    if run.device != "cuda":
+        return ()
+    several = run.world_size > 1
+    peers = several and lookup.asked("NCCL_P2P_DISABLE") == "1"
+    through_host = "GPUs of one host then exchange through host memory; unset it" if peers else ""
+    debug, multicast = (
+        "without it NCCL does not say why it stopped",
+        "NVLink multicast; NCCL asks the host when it is unset",
+    )
+    pinned = "it pins what NCCL chooses by size; figures are not comparable with those of runs that leave it"
+    return (
+        lookup.find("NCCL_DEBUG", default="WARN" if several else None, note=debug),
+        lookup.find("NCCL_P2P_DISABLE", note="recommended unset", refused=through_host),
+        lookup.find("NCCL_NVLS_ENABLE", note=multicast),
+        *(lookup.find(name, refused=pinned) for name in ("NCCL_ALGO", "NCCL_PROTO") if lookup.asked(name) is not None),
+    )
+
+
+def caches(lookup: Lookup, speed: SpeedDefaults) -> tuple[Value, ...]:
+    """Decide the folders of compiled kernels."""
+    in_temporary = "regions that Inductor has compiled; by default in the temporary folder"
+    rows = (
+        ("TRITON_CACHE_DIR", "triton", "kernels that Triton has compiled; by default ~/.triton/cache"),
+        ("TORCHINDUCTOR_CACHE_DIR", "inductor", in_temporary),
+    )
+    found = []
+    for name, folder, note in rows:
+        wanted = f"{speed.cache_root}/{folder}" if speed.cache_root else None
+        asked = lookup.asked(name)
+        refused = f"speed_defaults.cache_root asks for {wanted}" if wanted and asked not in (None, wanted) else ""
+        found.append(lookup.find(name, default=wanted, note=note, refused=refused))
+    return tuple(found)
+
+
+def blocking(lookup: Lookup, taxes: ExperimentalTaxes) -> Value:
+    """Decide whether the host waits for every kernel, which is a tax."""
+    name = "CUDA_LAUNCH_BLOCKING"
+    on = lookup.asked(name) == "1"
+    refused = ""
+    if on and not taxes.blocking_launches:
+        refused = "the host waits for every kernel, and experimental_taxes.blocking_launches is off; unset it"
+    elif taxes.blocking_launches and lookup.asked(name) not in (None, "1"):
+        refused = "experimental_taxes.blocking_launches asks for 1"
+    default = "1" if taxes.blocking_launches else None
+    return lookup.find(name, default=default, note="1 makes every launch wait", refused=refused)
+
+
+def dynamo(mode: str, disabled: tuple[str, ...]) -> tuple[Value, ...]:
+    """List the variables that turn torch.compile off; beside regional compile each is a contradiction."""
+    against = "compile: regional is asked for, but nothing will be compiled; unset it" if mode == "regional" else ""
+    note = "torch.compile does nothing"
+    return tuple(Value(name=name, value="1", source=USER, note=note, warning=against) for name in disabled)
+
+
+def logs(lookup: Lookup, observability: Observability) -> tuple[Value, ...]:
+    """List TORCH_LOGS where it keeps ``observability.recompiles`` from being heard: torch then takes no other setting."""
+    if not (lookup.launched and observability.recompiles and TORCH_LOGS in lookup.environment):
+        return ()
+    named = [word.strip().removeprefix("+") for word in lookup.environment[TORCH_LOGS].split(",")]
+    if "recompiles" in named:
+        return ()
+    return (
+        lookup.find(
+            TORCH_LOGS,
+            note="what torch logs",
+            refused="observability.recompiles is asked for, and torch takes this variable alone; add recompiles, or unset it",
+        ),
+    )
+
+
+def recompute(run: Run, families: Recompute, *, given: bool, arguments: str) -> Value:
+    """Name what the backward pass computes again; ``arguments``: the source of what the arguments say."""
+    stock = run.recompute_granularity
+    if stock == "selective":
+        stock = f"selective ({', '.join(run.recompute_modules) or 'core_attn'})"
+    plan = "; ".join(filter(None, (", ".join(families.on), f"Megatron's {stock}" if stock else "")))
+    source = USER if given else arguments if stock else DEFAULT
+    return Value(name="recompute", value=plan or "nothing", source=source, variable=False)
+
+
+def graphs(run: Run, arguments: str) -> Value:
+    """Name the CUDA graphs; ``arguments``: the source of what the arguments say."""
+    scope = f" over {', '.join(run.cuda_graph_scope)}" if run.cuda_graph_scope else ""
+    source = arguments if "--cuda-graph-impl" in run.flags else DEFAULT
+    return Value(name="CUDA graphs", value=run.cuda_graph_impl + scope, source=source, variable=False)
+
+
+def precision(run: Run, arguments: str) -> Value:
+    """Name the precision: the run's dtype, or the four fields of its plan where kernels run in FP8."""
+    plan = run.precision_plan
+    text = run.precision + (f", FP8 {run.fp8}" if run.fp8 else "")
+    if plan is not None:
+        text += (
+            f", kernel-local FP8 {plan.kernel_fp8}, dispatch {plan.dispatch}, checkpoint owner {plan.checkpoint_owner}"
+        )
+    if run.precision_file is not None:
+        text += f", and what {run.precision_file} says of single modules"
+    kept = [name for letter, name in _IN_FP32.items() if letter in run.families]
+    listed = " and ".join(filter(None, (", ".join(kept[:-1]), *kept[-1:])))
+    note = f"{listed} in fp32" if kept and run.precision != "fp32" else ""
+    source = arguments if {"--bf16", "--fp16", "--fp8-format", PRECISION_FILE} & run.flags else DEFAULT
+    return Value(name="precision", value=text, source=source, note=note, variable=False)

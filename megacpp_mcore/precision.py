@@ -1,0 +1,89 @@
+"""The precision of a run as a plan in four fields, and the file by which stock Megatron is told of FP8 experts. Pure Python.
+
+Stock's switch ``--fp8-format`` wraps every layer. Its ``--te-precision-config-file`` names modules instead (megatron-core
+0.19.2, ``megatron/core/quantization`` and ``extensions/transformer_engine.py``), which is what FP8 in the experts alone takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from megacpp_mcore.model import Model
+
+EXPERTS_FILE = Path(__file__).resolve().with_name("fp8_experts.yaml")
+"""Names the experts' linear layers and their FP8 recipe; the same for every model, layout and host."""
+
+ALIGNMENT = 16
+"""What the rows and columns of an operand of an FP8 GEMM have to be a multiple of (Transformer Engine 2.20.2)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionPlan:
+    """What is computed in which precision, and who answers for it.
+
+    Attributes:
+        model_dtype: ``bf16`` or ``fp32``: parameters, activations, and every product that ``kernel_fp8`` does not name.
+        kernel_fp8: whose matrix products run in FP8, operands quantised inside the kernel's call: ``none`` or ``experts``.
+        dispatch: what a module does that is named there and cannot run so: ``none`` where nothing is named, else ``refuse``.
+        checkpoint_owner: whose function recomputes activations. ``megatron``: block scaling keeps no state from call to
+            call, so that Megatron's repeats what the forward pass did, and a saved checkpoint holds nothing of FP8.
+    """
+
+    model_dtype: str
+    kernel_fp8: str = "none"
+    dispatch: str = "none"
+    checkpoint_owner: str = "megatron"
+
+    @property
+    def file(self) -> Path | None:
+        """What ``--te-precision-config-file`` has to name; None where the option is left out."""
+        return None if self.kernel_fp8 == "none" else EXPERTS_FILE
+
+
+FP8_EXPERTS = "bf16_fp8_experts"
+PLANS: Mapping[str, PrecisionPlan] = MappingProxyType(
+    {
+        "bf16": PrecisionPlan(model_dtype="bf16"),
+        "fp32": PrecisionPlan(model_dtype="fp32"),
+        FP8_EXPERTS: PrecisionPlan(model_dtype="bf16", kernel_fp8="experts", dispatch="refuse"),
+    }
+)
+"""Every precision of a run by its name."""
+
+
+def expert_layers(model: Model) -> tuple[int, ...]:
+    """The numbers (from 1) of the layers whose experts may run in FP8: E layers that are not the model's first or last."""
+    return tuple(
+        number
+        for number, letter in enumerate(model.layers, 1)
+        if letter == "E" and not in_bf16_zone(number, model.depth)
+    )
+
+
+def in_bf16_zone(number: int, depth: int) -> bool:
+    """Whether layer ``number`` (from 1) of ``depth`` stays in BF16 in every plan: the first, and the last."""
+    return number in (1, depth)
+
+
+def unfit(model: Model) -> str | None:
+    """Why ``model`` cannot have its experts in FP8, as the end of a sentence; None if it can."""
+    if not expert_layers(model):
+        return f"{model.name} has no E layer between its first and last, which stay in BF16; leave FP8 out"
+    for name, width in (("hidden_size", model.hidden_size), ("moe.ffn_hidden_size", model.moe.ffn_hidden_size)):
+        if width % ALIGNMENT:
+            return f"{name} of {model.name} is {width}, and an FP8 GEMM needs a multiple of {ALIGNMENT}; leave FP8 out"
+    return None
+
+
+def is_experts_recipe(recipe: Any) -> bool:
+    """Whether Megatron's ``RecipeConfig`` says what :data:`EXPERTS_FILE` says, whichever file it was read from."""
+    content = yaml.safe_load(EXPERTS_FILE.read_text(encoding="utf-8"))
+    wanted = [(matcher["pattern"], matcher["config"]) for matcher in content["matchers"].values()]
+    found = [(getattr(one, "pattern", None), getattr(one, "config_key", None)) for one in recipe.matchers]
+    return bool(found == wanted and recipe.configs == content["configs"])

@@ -1,0 +1,192 @@
+"""``nemo megacpp pretrain recipe=NAME [python=PATH] [KEY=VALUE …]``: nemo-run starts what ``nemo_recipes.run`` trains.
+
+nemo-run only submits; the job is ``python -m torch.distributed.run -m megacpp_mcore.nemo_recipes.run`` of another Python, the
+one with Megatron-Bridge. Neither torch nor Bridge is imported here. Written against nemo-run 0.11.1, whose command finds this
+module by the entry point group ``nemo_run.cli``, and reads the types of :func:`pretrain`, which may not be strings for it.
+"""
+
+import inspect
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import nemo_run as run
+
+from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.recipes import RECIPES, Recipe, recipe
+
+RENDEZVOUS_PORT = 29500
+"""Where the hosts of a job on several meet, on the first of them."""
+
+_RUNNER = "megacpp_mcore.nemo_recipes.run"
+_CHECK = "from megacpp_mcore.nemo_recipes import bridge; import sys; sys.exit(bridge.problem())"
+
+
+def choose(name: str, executor: run.Executor | None = None) -> Recipe:
+    """The recipe called ``name``; the name of a model stands for the first of its recipes that fits ``executor``.
+
+    The first is that of :data:`megacpp_mcore.recipes.RECIPES`; without an executor, the first for the fewest processes.
+
+    Raises:
+        ModelError: there is no such recipe; the nearest names are offered.
+        LaunchError: no recipe of the model is for as many processes as the executor starts.
+    """
+    of_model = sorted((one for one in RECIPES.values() if one.model.name == name), key=lambda one: one.processes)
+    if not of_model:
+        return recipe(name.removesuffix("_config"))
+    if executor is None:
+        return of_model[0]
+    started = processes(executor)
+    for one in of_model:
+        if one.processes == started:
+            return one
+    raise LaunchError(
+        f"{name} has no recipe for the {started} processes that the executor starts; it has "
+        f"{', '.join(f'{one.name} ({one.processes})' for one in of_model)}: change the executor"
+    )
+
+
+def processes(executor: run.Executor) -> int:
+    """How many processes, one a GPU, ``executor`` is to start on all of its hosts."""
+    return int(executor.nnodes() * executor.nproc_per_node())
+
+
+def check_executor(chosen: Recipe, executor: run.Executor) -> None:
+    """Refuse an executor that cannot start ``chosen``.
+
+    Raises:
+        LaunchError: it is of another class, brings a launcher of its own, or starts another number of processes.
+    """
+    kind = type(executor).__name__
+    if not isinstance(executor, (run.LocalExecutor, run.SlurmExecutor)):
+        raise LaunchError(f"the executor is a {kind}; expected a LocalExecutor or a SlurmExecutor")
+    if executor.launcher is not None:
+        raise LaunchError(
+            f"the {kind} has the launcher {executor.launcher!r}; leave it out: the job starts torchrun itself"
+        )
+    if isinstance(executor, run.LocalExecutor) and executor.nodes != 1:
+        raise LaunchError(f"the LocalExecutor has {executor.nodes} nodes; expected 1, this machine")
+    if isinstance(executor, run.SlurmExecutor) and executor.ntasks_per_node != 1:
+        raise LaunchError(
+            f"the SlurmExecutor has {executor.ntasks_per_node} tasks a node; expected ntasks_per_node=1, the torchrun of the "
+            "node, and gpus_per_node for the number of processes"
+        )
+    if processes(executor) != chosen.processes:
+        setting = "ntasks_per_node" if isinstance(executor, run.LocalExecutor) else "gpus_per_node"
+        raise LaunchError(
+            f"recipe {chosen.name} is for {chosen.processes} processes, and the {kind} starts {processes(executor)} "
+            f"({executor.nnodes()} × {executor.nproc_per_node()}); change its nodes and {setting}"
+        )
+
+
+def check_python(python: str) -> None:
+    """Refuse a Python of this machine in which the recipes cannot run; it is asked, and imports neither torch nor Bridge.
+
+    Raises:
+        LaunchError: it is no program, or says what is missing.
+    """
+    advice = "name the Python of an environment with Megatron-Bridge (`make bridge` prints one) by python="
+    if shutil.which(python) is None:
+        raise LaunchError(f"python={python} is no program of this machine; {advice}")
+    asked = subprocess.run([python, "-c", _CHECK], capture_output=True, text=True, check=False)
+    if asked.returncode:
+        said = asked.stderr.strip().splitlines()[-1:] or [f"it ended with status {asked.returncode}"]
+        raise LaunchError(f"python={python} cannot run the recipes: {said[0]}; {advice}")
+
+
+def task(chosen: Recipe, executor: run.Executor, overrides: Sequence[str] = (), python: str = "python") -> run.Script:
+    """What ``executor`` is to run, on each of its hosts: torchrun with the recipe's processes.
+
+    Args:
+        chosen: what is trained.
+        executor: where; its words are quoted for a shell where it has one.
+        overrides: ``section.key=value``, as ``nemo_recipes.run`` takes them.
+        python: the Python with Megatron-Bridge, on the machine that trains.
+
+    Raises:
+        LaunchError: an override is not of that form; what :func:`check_executor` refuses.
+    """
+    check_executor(chosen, executor)
+    for override in overrides:
+        if "=" not in override or override.startswith("-"):
+            raise LaunchError(f"{override!r} is not of the form KEY=VALUE, for instance train.train_iters=20")
+    if "python" not in python:
+        raise LaunchError(f"python={python} is not called python, which nemo-run needs of a program that takes -m")
+    hosts = executor.nnodes()
+    start = ["--nnodes", str(hosts), "--nproc-per-node", str(chosen.processes // hosts)]
+    words = ["-m", _RUNNER, "--recipe", chosen.name, *overrides]
+    # Both schedulers fill in macros of the form $name, for which a dollar is written twice; Slurm's joins words with blanks.
+    if isinstance(executor, run.SlurmExecutor):
+        quoted: Callable[[str], str] = shlex.quote
+        head = f"$${run.SlurmExecutor.HEAD_NODE_IP_VAR}:{RENDEZVOUS_PORT}"
+        start += ["--rdzv-backend", "c10d", "--rdzv-id", "$$SLURM_JOB_ID", "--rdzv-endpoint", head]
+    else:
+        quoted = str
+        start += ["--standalone"]
+    return run.Script(
+        path="torch.distributed.run",
+        m=True,
+        entrypoint=quoted(python),
+        args=[*start, *(quoted(word).replace("$", "$$") for word in words)],
+    )
+
+
+class PretrainContext(run.cli.RunContext):
+    """nemo-run's context of a command, which leaves what is not ours (``train.train_iters=20``) to the recipe's runner."""
+
+    def parse_fn(self, fn: Callable[..., Any], args: list[str], **default_kwargs: Any) -> run.Partial:
+        """Read our arguments as nemo-run does, keep the others as overrides, and refuse what cannot be submitted."""
+        if self.dryrun:
+            self.skip_confirmation = True
+        ours = set(inspect.signature(fn).parameters) - {"ctx", "overrides"}
+        own = [word for word in args if word.partition("=")[0] in ours]
+        partial = super().parse_fn(fn, own, **default_kwargs)
+        partial.overrides = tuple(word for word in args if word not in own)
+        if not getattr(partial, "recipe", ""):
+            raise LaunchError(f"no recipe is named; add recipe=NAME, one of {', '.join(RECIPES)}")
+        plan(partial.recipe, partial.python, partial.overrides, self.executor)
+        return partial
+
+
+def plan(
+    name: str, python: str = "python", overrides: Sequence[str] = (), executor: run.Executor | None = None
+) -> tuple[str, run.Script, run.Executor]:
+    """The recipe's name, what is run and by which executor: this machine when none is given.
+
+    Raises:
+        ModelError, LaunchError: what cannot be submitted; nothing has been.
+    """
+    chosen = choose(name, executor)
+    if executor is None:
+        executor = run.LocalExecutor(ntasks_per_node=chosen.processes)
+    script = task(chosen, executor, overrides, python)
+    if isinstance(executor, run.LocalExecutor):
+        check_python(python)
+    return chosen.name, script, executor
+
+
+@run.cli.entrypoint(namespace="megacpp", type="experiment", run_ctx_cls=PretrainContext)
+def pretrain(ctx: run.cli.RunContext, recipe: str, python: str = "python", overrides: Sequence[str] = ()) -> None:
+    """Train a recipe of NAM56R with Megatron-Bridge, here or where run.executor says.
+
+    Args:
+        ctx: nemo-run's, which says where, and whether anything is submitted.
+        recipe: a recipe, or a model, for its recipe with as many processes as the executor starts.
+        python: the Python of an environment with Megatron-Bridge, on the machine that trains.
+        overrides: every other KEY=VALUE, passed on to the recipe.
+    """
+    name, script, ctx.executor = plan(recipe, python, overrides, ctx.executor)
+    with run.Experiment(name) as experiment:
+        experiment.add(script, executor=ctx.executor, name=name, tail_logs=True)
+        ctx.launch(experiment)
+    if not (ctx.dryrun or ctx.detach):
+        check_ended_well(experiment)
+
+
+def check_ended_well(experiment: run.Experiment) -> None:
+    """Raise LaunchError unless every job of ``experiment`` succeeded; nemo-run itself ends well whatever became of them."""
+    for job in experiment.jobs:
+        if job.state.name != "SUCCEEDED":
+            raise LaunchError(f"job {job.id} ended as {job.state.name}; its log is under {job.executor.job_dir}")

@@ -1,0 +1,171 @@
+"""mixed-precision-optimizer: parameters of fp32 and of bf16 in one optimizer are saved and loaded each as its own.
+
+The M and R layers keep some parameters in fp32 under ``Float16Module``. Upstream numbers an optimizer's parameters as if all
+of them were of one kind: without ``--use-distributed-optimizer`` it counts the 16-bit ones alone, with it in an order in
+which it then does not put them. Training goes by neither number; saving and loading do. In two formats it also loads into what
+it holds of an fp32 parameter, a view of the model's own, with gradients on, which PyTorch does not allow.
+
+Where upstream leaves the main parameters to the inner optimizer (the precision-aware one, also on the CPU), such an optimizer
+is refused: Transformer Engine's saves an fp32 parameter as it was before the first step; the one on the CPU cannot be built.
+
+Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
+``megacpp_mcore.patches.apply(["mixed-precision-optimizer"])``.
+Scope: optimizers that hold both kinds; all others are upstream's.
+Provenance: megatron-core 0.19.2 ``core/optimizer/optimizer.py`` and ``core/optimizer/distrib_optimizer.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.patches.registry import Edit, Patch
+
+
+def _with_every_parameter_numbered(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``Float16OptimizerWithFloat16Params.sharded_state_dict(model_sharded_state_dict, is_loading, metadata)``.
+
+    Upstream's runs on a view of the optimizer whose two parallel lists, of model and of main parameters, hold those in fp32
+    too, in the order of the inner optimizer, which is what its numbers mean. An fp32 parameter is its own main parameter, and
+    is in the model's part of the checkpoint: it is left out again of what is saved as a copy in fp32.
+    """
+
+    @functools.wraps(original)
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.is_stub_optimizer or not any(self.fp32_from_fp32_groups):
+            return original(self, *args, **kwargs)
+        view = copy.copy(self)
+        view.fp32_from_float16_groups = [group["params"] for group in self.optimizer.param_groups]
+        view.float16_groups = [
+            _model_parameters(mains, copies, models)
+            for mains, copies, models in zip(
+                view.fp32_from_float16_groups, self.fp32_from_float16_groups, self.float16_groups, strict=True
+            )
+        ]
+        state = original(view, *args, **kwargs)
+        state["fp32_from_fp16_params"] = [
+            [sharded for sharded, main, model in zip(group, mains, models, strict=True) if main is not model]
+            for group, mains, models in zip(
+                state["fp32_from_fp16_params"], view.fp32_from_float16_groups, view.float16_groups, strict=True
+            )
+        ]
+        return state
+
+    return sharded_state_dict
+
+
+def _model_parameters(
+    mains: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], models: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The model's parameter for each of ``mains``: of ``models``, the one that it is a copy of, or itself."""
+    model_of = {id(main): model for main, model in zip(copies, models, strict=True)}
+    return [model_of.get(id(main), main) for main in mains]
+
+
+def _fp32_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``DistributedOptimizer._build_optimizer_group_ranges(param_groups, gbuf_ranges)``.
+
+    Upstream's next step makes each group's main parameters, those of fp32 parameters first; here they are counted so.
+    """
+
+    @functools.wraps(original)
+    def _build_optimizer_group_ranges(cls: Any, param_groups: Any, gbuf_ranges: Any) -> Any:
+        index_of, group_ranges = original(cls, param_groups, gbuf_ranges)
+        for group_index, group_range in enumerate(group_ranges):
+            group_range["params"].sort(key=lambda parameter: parameter.dtype != torch.float32)
+            for order, parameter in enumerate(group_range["params"]):
+                index_of[parameter] = (group_index, order)
+        return index_of, group_ranges
+
+    return _build_optimizer_group_ranges
+
+
+def _without_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of a ``DistributedOptimizer.load_parameter_state_from_…``: without gradients, as upstream's others are."""
+
+    @functools.wraps(original)
+    @torch.no_grad()
+    def load_parameter_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs)
+
+    return load_parameter_state
+
+
+def _main_parameters_of_megatron(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``DistributedOptimizer._build_model_and_main_param_groups``: refuses mixed groups without main parameters.
+
+    Raises:
+        ModelError: main parameters would be the inner optimizer's.
+    """
+
+    @functools.wraps(original)
+    def _build_model_and_main_param_groups(
+        cls: Any, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: Any, config: Any
+    ) -> Any:
+        if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            in_fp32 = [each.dtype == torch.float32 for group in opt_group_ranges for each in group["params"]]
+            if any(in_fp32) and not all(in_fp32):
+                raise ModelError(
+                    f"of this rank's {len(in_fp32)} parameters in the distributed optimizer {sum(in_fp32)} are in fp32, which "
+                    "the precision-aware optimizer cannot save; expected all of one type, leave out "
+                    "--use-precision-aware-optimizer (and --optimizer-cpu-offload)"
+                )
+        return original(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
+
+    return _build_model_and_main_param_groups
+
+
+PATCH = Patch(
+    name="mixed-precision-optimizer",
+    fixes=(
+        "an optimizer that holds parameters of fp32 and of bf16 cannot be saved ('Optimizer shape … does not match model "
+        "shape'; with the distributed optimizer an assertion of two sizes), or, where sizes agree, is saved with one "
+        "parameter's state under another's name; in two formats ('a view of a leaf Variable …') it cannot be loaded"
+    ),
+    source="megatron-core 0.19.2, megatron/core/optimizer/{optimizer,distrib_optimizer}.py",
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        Edit.of(
+            "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.sharded_state_dict",
+            "9c7488e7734f2cae432498fb24f5333451a08aed27888570d80fbe04a6912d04",
+            _with_every_parameter_numbered,
+        ),
+        Edit.of(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_optimizer_group_ranges",
+            "c0ccc7598123b0872ed6122810b0c746e4ff8583990c6bc6f77846290c208a43",
+            _fp32_first,
+        ),
+        Edit.of(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
+            "3fce9be2b6d1d143559761811d30afc63d63c6405dbead686f30996997096951",
+            _main_parameters_of_megatron,
+        ),
+        Edit.of(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_reshardable",
+            "79cddb4c716f13c2706a4b1324e5c63071ca0e716ee940949d705f775526a221",
+            _without_gradients,
+        ),
+        Edit.of(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_zero",
+            "94daa9892b6ba8865f44133f4dc32e19053591879fb3bfb90f28a7bad57b77df",
+            _without_gradients,
+        ),
+    ),
+    seam=(
+        "sharded_state_dict is the one place that pairs numbers with the plain optimizer's model parameters; "
+        "_build_optimizer_group_ranges makes the one map from parameters to numbers that every format of the distributed "
+        "optimizer saves and loads by; _build_model_and_main_param_groups is the first place that sees both the groups and the "
+        "kind of optimizer; the two load methods are those that upstream has not put under no_grad"
+    ),
+    leaves_alone=(
+        "optimizers whose parameters are of one kind; the training step, which goes by neither number; keys, shards and "
+        "formats; Megatron-FSDP"
+    ),
+    retire_when="upstream numbers all parameters of a mixed optimizer in the order in which it keeps them, and loads them",
+    cost="mixed parameters are refused under --use-precision-aware-optimizer and --optimizer-cpu-offload",
+)

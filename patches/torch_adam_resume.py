@@ -1,0 +1,108 @@
+"""torch-adam-resume: the distributed optimizer loads a checkpoint where Adam is PyTorch's own, as it is on a CPU.
+
+Without Transformer Engine and Apex, upstream's Adam is ``torch.optim.Adam(W)``, which counts its steps in a tensor for each
+parameter. Upstream asks for that count before there is one, gives all parameters one and the same tensor, to which each then
+adds its step, and expects it among what a checkpoint holds for a parameter.
+
+Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
+``megacpp_mcore.patches.apply(["torch-adam-resume"])``.
+Scope: ``--use-distributed-optimizer`` over PyTorch's Adam; all other optimizers are upstream's.
+Provenance: megatron-core 0.19.2 ``core/optimizer/distrib_optimizer.py``; PyTorch 2.11 ``torch/optim/adam.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megacpp_mcore.patches.registry import Edit, Patch
+
+STEP = "step"
+
+
+def _counts_by_itself(optimizer: Any) -> bool:
+    """Whether the inner optimizer of a DistributedOptimizer is PyTorch's Adam, on main parameters that are Megatron's."""
+    return not optimizer.ddp_config.use_megatron_fsdp and type(optimizer.optimizer) in (
+        torch.optim.Adam,
+        torch.optim.AdamW,
+    )
+
+
+def _from_the_first_step_on(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``DistributedOptimizer.state_dict()``: before the first step there is the state that Adam starts with."""
+
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        if _counts_by_itself(self) and not self.optimizer.state:
+            for group in self.optimizer.param_groups:
+                for main in group["params"]:
+                    moments = {name: torch.zeros_like(main.detach()) for name in ("exp_avg", "exp_avg_sq")}
+                    self.optimizer.state[main] = {STEP: torch.tensor(0.0), **moments}
+        return original(self)
+
+    return state_dict
+
+
+def _with_counts_of_their_own(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``DistributedOptimizer.load_state_dict(state_dict)``: each parameter has its own tensor of steps."""
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        loaded = original(self, state_dict)
+        if _counts_by_itself(self):
+            for state in self.optimizer.state.values():
+                state[STEP] = state[STEP].clone()
+        return loaded
+
+    return load_state_dict
+
+
+def _without_the_count(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``DistributedOptimizer._set_main_param_and_optimizer_states(model_param, tensors)``.
+
+    The count has come with the parameter groups; upstream passes over what is no tensor.
+    """
+
+    @functools.wraps(original)
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> Any:
+        return original(self, model_param, {**tensors, STEP: None} if _counts_by_itself(self) else tensors)
+
+    return _set_main_param_and_optimizer_states
+
+
+PATCH = Patch(
+    name="torch-adam-resume",
+    fixes=(
+        "without Transformer Engine and Apex, as on a CPU, no checkpoint of the distributed optimizer can be loaded "
+        "('assert len(steps) == 1', or KeyError: 'step'), and all parameters would share one count of steps"
+    ),
+    source="megatron-core 0.19.2, megatron/core/optimizer/distrib_optimizer.py",
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        Edit.of(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
+            "fe621ae6a622b58752df0330a2a30056dda222d73f22dc6bce6a5d1ac2bfa3d8",
+            _from_the_first_step_on,
+        ),
+        Edit.of(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
+            "7e5f988b86b485012fe3031b4960e8624d3b6e8db12a49367ffeae5777de029f",
+            _with_counts_of_their_own,
+        ),
+        Edit.of(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
+            "40cab784659711a8e7cdd5a0d84e60de0e1a2fa648316d4d697af83725311b4b",
+            _without_the_count,
+        ),
+    ),
+    seam=(
+        "state_dict and load_state_dict are the two places that read and write the count; every format hands a parameter's "
+        "tensors to _set_main_param_and_optimizer_states"
+    ),
+    leaves_alone="Transformer Engine's and Apex's Adam, SGD, offloading to the CPU, Megatron-FSDP; what is saved, and how",
+    retire_when="upstream loads a checkpoint of its distributed optimizer with PyTorch's Adam",
+    cost="nothing",
+)

@@ -1,0 +1,30 @@
+"""Goes on with a run from nothing but its checkpoint: the configuration read from ``run_config.yaml``, and its own folder.
+
+python -m tests.bridge.resumed FOLDER STEP SAVE       in an environment with Megatron-Bridge; on the CPU lane
+"""
+
+import sys
+
+from megacpp_mcore import launcher
+from megacpp_mcore.nemo_recipes import bridge
+from megacpp_mcore.nemo_recipes.run import PATCHES
+from megacpp_mcore.patches import registry
+
+
+def main() -> None:
+    folder, step, save = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    with launcher.process_environment(), launcher.cpu_lane(), launcher.patches_of_the_run():
+        registry.default().apply(PATCHES)
+        bridge.prepare()
+        from megatron.bridge.training.config import ConfigContainer
+        from megatron.bridge.training.gpt_step import forward_step
+        from megatron.bridge.training.pretrain import pretrain
+
+        config = ConfigContainer.from_yaml(f"{folder}/iter_{step:07d}/run_config.yaml")
+        print(f"saved in {config.checkpoint.save}")
+        config.checkpoint.load, config.checkpoint.ckpt_step, config.checkpoint.save = folder, step, save
+        pretrain(config, forward_step)
+
+
+if __name__ == "__main__":
+    main()

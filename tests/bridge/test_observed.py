@@ -1,0 +1,99 @@
+"""Runs through Megatron-Bridge that are recorded: one that is killed and goes on, and what cannot be recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from megacpp_mcore.observe import goodput, receipts
+from megacpp_mcore.observe.steps import read_steps
+from tests.bridge.processes import ROOT, TINY, run
+
+STEPS, SAVED, WITHIN_S = 4, 2, 0.1
+
+
+def start(python: Path, corpus: str, folder: Path) -> subprocess.Popen[str]:
+    """The tiny recipe, which goes on where it can and begins where it cannot; recorded beside its checkpoints."""
+    settings = folder / "settings.yaml"
+    settings.write_text("model: nam56r_tiny\nobservability: {heartbeat_s: 0.02}\n")
+    saved = folder / "saved"
+    words = [
+        "--recipe", TINY, f"dataset.data_path={corpus}", f"train.train_iters={STEPS}", f"checkpoint.save={saved}",
+        f"checkpoint.load={saved}", f"checkpoint.save_interval={SAVED}", "checkpoint.exit_on_missing_checkpoint=false",
+        "train.global_batch_size=2",
+    ]  # fmt: skip
+    with (folder / "log").open("a") as log:
+        return subprocess.Popen(
+            [str(python), "-W", "ignore", "-m", "megacpp_mcore.nemo_recipes.run", *words],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGACPP_CONFIG": str(settings)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    steps = folder / "saved" / "observe" / "steps.jsonl"
+    until = time.monotonic() + 400
+    while not (steps.exists() and any(one.step >= step for one in read_steps(steps))):
+        assert process.poll() is None, (folder / "log").read_text()[-4000:]
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def test_a_killed_run_counts_its_recovery_and_what_it_lost(bridge_python: Path, corpus: str, tmp_path: Path) -> None:
+    observed = tmp_path / "saved" / "observe"
+    process = start(bridge_python, corpus, tmp_path)
+    wait_for_step(process, tmp_path, SAVED + 1)
+    process.send_signal(signal.SIGKILL)
+    died_ns = time.time_ns()
+    process.wait()
+    before = goodput.read(observed)[0]
+    again = start(bridge_python, corpus, tmp_path)
+    assert again.wait() == 0, (tmp_path / "log").read_text()[-4000:]
+
+    found = goodput.read(observed)[0]
+    lines = [json.loads(line) for line in goodput.rank_file(observed, 0).read_text().splitlines()]
+    starts = [line["began"] for line in lines if "began" in line]
+    assert sum(found.nanoseconds.values()) == found.wall_ns == lines[-1]["at"] - starts[0]
+    assert (found.starts, found.steps, found.steps_lost) == (2, STEPS, before.steps - SAVED)
+    seconds = {name: spent / 1e9 for name, spent in found.nanoseconds.items()}
+    assert abs(seconds["down"] - (starts[1] - died_ns) / 1e9) < WITHIN_S
+    assert min(seconds["recovery"], seconds["startup"]) > 0.5
+    assert min(seconds[name] for name in ("lost_steps", "checkpoint_load", "checkpoint_save")) > 0
+
+    steps = read_steps(observed / "steps.jsonl")
+    assert [step.step for step in steps if step.resumed_at] == list(range(SAVED + 1, STEPS + 1))
+    first, second = (step for step in steps if step.step == SAVED + 1)
+    assert (first.resumed_at, second.resumed_at) == (0, SAVED)
+    assert first.values() == second.values()
+    receipt = receipts.read(observed)
+    assert receipt["status"] == "finished"
+    assert receipt["goodput"]["starts"] == 2
+
+
+def test_what_cannot_be_recorded(bridge_python: Path, corpus: str, tmp_path: Path) -> None:
+    """Each is a sentence and status 2, and leaves nothing replaced; so does a function of Bridge's loop that is gone."""
+    done = run(bridge_python, "tests.bridge.unobserved", corpus, str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    refused, gone = json.loads(done.stdout.splitlines()[-1])
+    for (status, error), says in zip(
+        refused,
+        (
+            "--observe here and --no-observe were both given",
+            "steps 2-3 are to be profiled, and nothing is recorded",
+            "logger.skip_train_metrics_log is true, and a run that logs no step cannot be recorded",
+        ),
+        strict=True,
+    ):
+        assert status == 2
+        assert says in error
+    assert len(gone) == 8
+    for name, (message, restored) in gone.items():
+        assert f"has no {name.partition(':')[2]}, by which a run is observed" in message
+        assert restored

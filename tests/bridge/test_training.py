@@ -1,0 +1,260 @@
+"""Bridge recipes in an environment with Megatron-Bridge: what they train, from random weights and from checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.model import Layout
+from megacpp_mcore.observe import flops, goodput, receipts
+from megacpp_mcore.observe.compare import compare as compare_receipts
+from megacpp_mcore.observe.steps import compare, read_steps
+from megacpp_mcore.recipe_command import tokenizer_words
+from megacpp_mcore.recipes import RECIPES
+from tests.bridge.processes import TINY, run
+from tests.checkpoints import tensors_in
+
+STEPS, RESUMED = 4, 2
+"""Steps of the run that all compare with, and the one whose checkpoint others go on from."""
+
+
+def recipe_run(python: Path, corpus: str, folder: Path, *overrides: str, processes: int = 1, **environment: str) -> str:
+    """The tiny recipe through our runner, under torchrun where there are several processes; its output."""
+    start = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"] * (processes > 1)
+    words = [*start, "megacpp_mcore.nemo_recipes.run", "--recipe", TINY, f"dataset.data_path={corpus}", *overrides]
+    done = run(python, *words, folder=folder, **environment)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout + done.stderr
+
+
+def losses(log: str) -> list[dict[str, float]]:
+    """Of every step that ``log`` prints, each loss and the gradient norm by its name, as far as they are printed."""
+    lines = [line for line in log.splitlines() if re.search(r"iteration +\d+/", line)]
+    named = [re.findall(r"\| ([\w ]+(?:loss|norm)): ([-\d.E+]+)", line) for line in lines]
+    return [{name: float(value) for name, value in pairs if name != "loss scale"} for pairs in named]
+
+
+@pytest.fixture(scope="module")
+def trained(bridge_python: Path, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The tiny recipe through Bridge's own ``pretrain``: the folder of its checkpoints and of TensorBoard, and its log."""
+    folder = tmp_path_factory.mktemp("bridge")
+    log = recipe_run(
+        bridge_python, corpus, folder, f"train.train_iters={STEPS}", f"checkpoint.save={folder}/saved",
+        f"checkpoint.save_interval={RESUMED}", "--record-steps", f"{folder}/steps",
+        f"logger.tensorboard_dir={folder}/events",
+        "logger.log_throughput_to_tensorboard=true", "logger.log_timers_to_tensorboard=true",
+        NCCL_ALGO="Ring", CUDA_LAUNCH_BLOCKING="1",
+    )  # fmt: skip
+    return folder, log
+
+
+@pytest.fixture(scope="module")
+def launched(bridge_python: Path, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same recipe by the command line, in the same environment: the folder of its checkpoints and steps."""
+    folder = tmp_path_factory.mktemp("command_line")
+    chosen = RECIPES[TINY]
+    training = Training(
+        device="cpu",
+        precision="fp32",
+        transformer_impl="local",
+        learning_rate=chosen.training.learning_rate,
+        train_iters=STEPS,
+        data=("--data-path", corpus, "--split", "100,0,0"),
+        tokenizer=tokenizer_words(chosen.model, data=corpus),
+        extra=("--ckpt-format", "torch_dist", "--save", str(folder / "saved"), "--save-interval", str(STEPS)),
+    )
+    words = lower(chosen.model, Layout(), training)
+    done = run(bridge_python, "megacpp_mcore", "launch", "--device", "cpu", "--", *words)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return folder
+
+
+def test_bridge_trains_what_the_command_line_trains(trained: tuple[Path, str], launched: Path) -> None:
+    """Every loss, gradient norm and learning rate of every step, and every parameter and moment of Adam's, bit for bit."""
+    folder, log = trained
+    recorded = read_steps(folder / "saved" / "observe" / "steps.jsonl")
+    found = compare(read_steps(launched / "saved" / "observe" / "steps.jsonl"), recorded)
+    assert (found.equal, found.steps) == (True, tuple(range(1, STEPS + 1))), found
+    assert {"lm loss", "mtp_1 loss", "indexer loss", "z_loss", "grad norm", "learning rate"} <= set(found.names)
+    assert read_steps(folder / "steps") == recorded
+    assert [step.tokens for step in recorded] == [number * recorded[0].tokens for number in range(1, STEPS + 1)]
+    printed = [step["lm loss"] for step in losses(log)]
+    assert printed == pytest.approx([step.losses["lm loss"] for step in recorded], rel=1e-6)
+    ours, theirs = (tensors_in(one / "saved" / f"iter_{STEPS:07d}") for one in (folder, launched))
+    assert {name for name in ours if "optimizer" in name}
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_the_receipts_of_both_doors_differ_on_no_line(trained: tuple[Path, str], launched: Path) -> None:
+    by_bridge, by_command = (receipts.read(folder / "saved" / "observe") for folder in (trained[0], launched))
+    lines = compare_receipts(by_command, by_bridge).lines
+    assert [line.describe() for line in lines if line.same is not True] == []
+    assert by_bridge["status"] == "finished"
+    assert by_bridge["data"] == by_command["data"]
+    assert by_bridge["overlap"] == by_command["overlap"] != []
+    assert {patch["name"] for patch in by_bridge["patches"]} == {patch["name"] for patch in by_command["patches"]} - {
+        "hybrid-flops",
+        "spec-import",
+    }  # which mend what Bridge does not call
+    assert by_bridge["flops"] == by_command["flops"]
+    assert by_bridge["backends"] == by_command["backends"] != []
+    assert by_bridge["routing"]["layers"] == by_command["routing"]["layers"]
+
+
+def test_the_goodput_of_a_bridge_run_sums_to_its_wall_time(trained: tuple[Path, str]) -> None:
+    run_folder = trained[0] / "saved" / "observe"
+    found = goodput.read(run_folder)[0]
+    first, *_, last = (json.loads(line) for line in goodput.rank_file(run_folder, 0).read_text().splitlines())
+    assert found.wall_ns == sum(found.nanoseconds.values()) == last["at"] - first["began"]
+    assert (found.starts, found.steps, found.steps_lost, last["how"]) == (1, STEPS, 0, "finished")
+    spent = {name for name, nanoseconds in found.nanoseconds.items() if nanoseconds}
+    assert spent == {"productive", "startup", "data", "checkpoint_save", "idle"}
+
+
+def test_bridges_throughput_is_the_audited_operations(bridge_python: Path, trained: tuple[Path, str]) -> None:
+    """Of each step: what it logs as TFLOP/s times the seconds it logs; of all: what it keeps in its checkpoint."""
+    folder, _ = trained
+    chosen = RECIPES[TINY]
+    step = flops.step(chosen.model, chosen.training.global_batch_size, vocab_size=chosen.model.vocab_size_padded(1))
+    done = run(bridge_python, "tests.bridge.events", str(folder / "events"))
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    scalars = json.loads(done.stdout.splitlines()[-1])
+    rates, seconds = scalars["throughput/tflops"], scalars["iteration-time"]
+    assert set(rates) == {str(number) for number in range(1, STEPS + 1)}
+    counted = [rates[number] * seconds[number] * 1e12 for number in rates]
+    assert counted == pytest.approx([step.total.training] * STEPS, rel=1e-5)
+    recorded = read_steps(folder / "steps")
+    for name in ("z_loss", "indexer loss"):  # which come to TensorBoard by a writer that keeps them
+        assert scalars[name] == {str(one.step): one.losses[name] for one in recorded}
+    state = torch.load(folder / "saved" / f"iter_{STEPS:07d}" / "train_state.pt", weights_only=True)
+    assert float(state["floating_point_operations_so_far"]) == pytest.approx(STEPS * step.total.training, rel=1e-6)
+
+
+def test_a_run_takes_back_what_it_replaced(trained: tuple[Path, str]) -> None:
+    _, log = trained
+    for name in ("mtp-shared-block", "dsa-index-cache", "dataset-helpers"):
+        assert f"patch {name} reverted" in log
+
+
+def test_the_launch_policy_is_said_once_before_anything_is_built(trained: tuple[Path, str]) -> None:
+    """With the source of each value, and what the environment contradicts."""
+    _, log = trained
+    assert log.count("megacpp-mcore: launch policy:") == 1
+    for line in (
+        "CUDA_LAUNCH_BLOCKING = 1 (user; 1 makes every launch wait)",
+        "CUDA_DEVICE_MAX_CONNECTIONS = (unset) (default; means nothing to a CPU",
+        "precision = fp32 (default)",
+        "CUDA graphs = none (default)",
+        "no overlap of gradient reduce: a CPU has no streams",
+        "compile = off; warm-up skipped (user-disabled): nothing is compiled",
+        "warning: CUDA_LAUNCH_BLOCKING: the host waits for every kernel, and experimental_taxes.blocking_launches is off",
+    ):
+        assert f"megacpp-mcore:   {line}" in log
+    assert "TORCHDYNAMO_DISABLE = 1" not in log.split("launch policy:")[1]  # which is the lane's and not the user's
+    assert log.index("launch policy:") < log.index("building nam56r_tiny")
+
+
+def test_a_run_goes_on_from_its_checkpoint_alone(
+    bridge_python: Path, trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    """From ``run_config.yaml`` and the tensors beside it: the same steps, parameters and moments, bit for bit."""
+    folder, log = trained
+    done = run(
+        bridge_python, "tests.bridge.resumed", str(folder / "saved"), str(RESUMED), str(tmp_path), folder=tmp_path
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert f"saved in {folder}/saved" in done.stdout
+    assert losses(done.stdout + done.stderr) == losses(log)[RESUMED:]
+    ours, theirs = (tensors_in(one / f"iter_{STEPS:07d}") for one in (tmp_path, folder / "saved"))
+    assert {name for name in ours if "optimizer" in name}
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_two_pipeline_stages_go_on_as_one_process_does(
+    bridge_python: Path, trained: tuple[Path, str], corpus: str, tmp_path: Path
+) -> None:
+    """With Adam's moments. The stages are drawn so that the Shared layer (9) stays beside its Full one (5)."""
+    folder, log = trained
+    cut = recipe_run(
+        bridge_python, corpus, tmp_path, f"train.train_iters={STEPS}", f"checkpoint.load={folder}/saved",
+        f"checkpoint.ckpt_step={RESUMED}", "model.pipeline_model_parallel_size=2",
+        "model.pipeline_model_parallel_layout=Et*9|t*3mL", "--observe", f"{tmp_path}/observed", processes=2,
+    )  # fmt: skip
+    check_equal(cut, losses(log)[RESUMED:])
+    assert cut.count("megacpp-mcore: launch policy:") == 1
+    one, two = read_steps(folder / "steps")[RESUMED:], read_steps(tmp_path / "observed" / "steps.jsonl")
+    assert [step.resumed_at for step in two] == [RESUMED] * len(one)
+    for ours, theirs in zip(two, one, strict=True):
+        assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+    receipt = receipts.read(tmp_path / "observed")
+    assert receipt["ranks"] == {"expected": 2, "found": [0, 1]}
+    assert (receipt["parallelism"]["pipeline"], receipt["parallelism"]["data"]) == (2, 1)
+    assert goodput.read(tmp_path / "observed")[1].nanoseconds["checkpoint_load"] > 0
+
+
+def check_equal(log: str, expected: list[dict[str, float]]) -> None:
+    """Losses and gradient norms of every step, within 1e-5."""
+    found = losses(log)
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert {"lm loss", "mtp_1 loss", "grad norm"} <= ours.keys()
+        # Megatron prints three decimals of the norm.
+        assert ours.pop("grad norm") == pytest.approx(theirs.pop("grad norm"), rel=1e-5, abs=1.1e-3)
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_experts_on_two_processes_train_as_on_one(
+    bridge_python: Path, trained: tuple[Path, str], corpus: str, tmp_path: Path
+) -> None:
+    """From weights alone: Megatron reads Adam's moments of experts at no other expert parallelism.
+
+    The one process is asked for regional compile that its environment turns off, and says so between checkpoint and step 1.
+    """
+    folder, _ = trained
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("model: nam56r_tiny\ncompile: regional\n")
+    # Of size zero is the first step: from nothing, Adam makes a whole step of gradients that are rounding noise.
+    words = [
+        f"checkpoint.pretrained_checkpoint={folder}/saved", "train.train_iters=3", "scheduler.lr_warmup_iters=1",
+        "optimizer.lr=1e-3",
+    ]  # fmt: skip
+    one = recipe_run(bridge_python, corpus, tmp_path, *words, MEGACPP_CONFIG=str(settings), TORCHDYNAMO_DISABLE="1")
+    two = recipe_run(bridge_python, corpus, tmp_path, *words, "model.expert_model_parallel_size=2", processes=2)
+    check_equal(two, losses(one))
+    assert len({step["lm loss"] for step in losses(one)}) == 3
+
+    assert "compile = regional; warm-up skipped (user-disabled): it was turned off" in one
+    assert "warning: TORCHDYNAMO_DISABLE: compile: regional is asked for, but nothing will be compiled" in one
+    warmed, loaded = one.index("compile warm-up: skipped (user-disabled)"), one.index("successfully loaded checkpoint")
+    assert loaded < warmed < one.index("iteration        1/")
+    assert "compile warm-up" not in two
+
+
+def test_a_checkpoint_that_is_not_there_is_no_beginning(bridge_python: Path, corpus: str, tmp_path: Path) -> None:
+    """Bridge would begin with random weights, without a word; it does when told that it may."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    asked = [
+        ["--recipe", TINY, f"dataset.data_path={corpus}", "train.train_iters=1", "train.global_batch_size=1", *words]
+        for words in (
+            [f"checkpoint.load={tmp_path}/nowhere"],
+            [f"checkpoint.load={empty}"],
+            [f"checkpoint.pretrained_checkpoint={empty}"],
+            [f"checkpoint.load={empty}", "checkpoint.exit_on_missing_checkpoint=false"],
+        )
+    ]
+    done = run(bridge_python, "tests.bridge.refusals", json.dumps(asked), folder=tmp_path)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    *refused, (status, _, _) = json.loads(done.stdout.splitlines()[-1])
+    for words, (code, error, replaced) in zip(asked, refused, strict=False):
+        assert (code, replaced) == (2, [])
+        assert f"there is no checkpoint to load in {words[-1]}" in error
+        assert "checkpoint.exit_on_missing_checkpoint=false" in error
+    assert (status, len(losses(done.stdout))) == (0, 1)

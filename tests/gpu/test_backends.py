@@ -1,0 +1,129 @@
+"""Transformer Engine on and off in real runs on a GPU: the classes that are observed, and the fall-back in the receipt."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacpp_mcore.backends import Dispatcher, probes
+from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.observe import receipts
+from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.recipe_command import tokenizer_words
+
+ROOT = Path(__file__).parents[2]
+STEPS = 4
+
+
+def train(run: Path, *extra: str, **environment: str) -> dict[str, Any]:
+    """The receipt of a run of the tiny model on mock data."""
+    training = Training(
+        device="cuda",
+        precision="bf16",
+        transformer_impl="transformer_engine",
+        data=("--mock-data",),
+        tokenizer=tokenizer_words(preset("nam56r_tiny")),
+        global_batch_size=2,
+        train_iters=STEPS,
+        extra=extra,
+    )
+    words = lower(preset("nam56r_tiny"), Layout(), training)
+    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
+    done = subprocess.run(
+        [*command, "--observe", str(run), "--", *words],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return receipts.read(run)
+
+
+def observed(receipt: dict[str, Any], op: str) -> set[tuple[str, str]]:
+    return {(one["requested"], one["observed"]) for one in receipt["backends"] if one["op"] == op}
+
+
+def fall_back(receipt: dict[str, Any]) -> str:
+    return "".join(one["evidence"] for one in receipt["disqualifiers"] if one["name"] == "fall-back")
+
+
+@pytest.fixture(scope="module")
+def with_te(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train(tmp_path_factory.mktemp("on"))
+
+
+@pytest.fixture(scope="module")
+def without_te(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train(tmp_path_factory.mktemp("off"), **{probes.DISABLE_TE: "1"})
+
+
+@pytest.mark.parametrize("op", ["linear", "norm", "experts"])
+def test_transformer_engine_on_and_off(with_te: dict[str, Any], without_te: dict[str, Any], op: str) -> None:
+    assert observed(with_te, op) == {("transformer_engine", "transformer_engine")}
+    assert observed(without_te, op) == {("transformer_engine", "local")}
+    assert all(
+        "MEGACPP_DISABLE_TE=1 disables Transformer Engine" in one["reason"]
+        for one in without_te["backends"]
+        if one["op"] == op
+    )
+
+
+def test_only_the_run_without_it_has_fallen_back(with_te: dict[str, Any], without_te: dict[str, Any]) -> None:
+    assert fall_back(with_te) == ""
+    assert "asked for transformer_engine and runs on local" in fall_back(without_te)
+    assert without_te["loss"]["first"] == pytest.approx(with_te["loss"]["first"], rel=0.02)
+
+
+def test_the_optimizer_is_megatrons_choice(with_te: dict[str, Any], without_te: dict[str, Any]) -> None:
+    assert observed(with_te, "optimizer") == observed(without_te, "optimizer") == {("auto", "transformer_engine")}
+
+
+def test_attention_is_fused_and_deterministic_mode_is_a_marked_fall_back(
+    with_te: dict[str, Any], tmp_path: Path
+) -> None:
+    assert observed(with_te, "mla") == {("auto", "sdpa")}
+    deterministic = train(tmp_path, "--deterministic-mode")
+    assert observed(deterministic, "mla") == {("auto", "reference")}
+    assert " runs on reference, slower than the best for this device: sdpa does not cover this" in fall_back(
+        deterministic
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("length", [1, 129, 512])
+@pytest.mark.parametrize(("qk_dim", "v_dim"), [(24, 16), (128, 64), (192, 128), (40, 8)])
+def test_whatever_sdpa_says_that_it_covers_it_runs(
+    dtype: torch.dtype, has_mask: bool, length: int, qk_dim: int, v_dim: int
+) -> None:
+    """Forward and backward, as near to the reference in float32 as the reference in this dtype, roughly."""
+    chosen = Dispatcher().request(
+        "mla", device="cuda", dtype=dtype, qk_dim=qk_dim, v_dim=v_dim, mask=has_mask, deterministic=False
+    )
+    assert chosen.observed == "sdpa"
+    torch.manual_seed(7)
+    shapes = ((length, 2, 4, qk_dim), (length, 2, 4, qk_dim), (length, 2, 4, v_dim))
+    ours = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
+    truth = [tensor.detach().double().requires_grad_() for tensor in ours]
+    mask = None
+    if has_mask:  # two documents
+        of = torch.arange(length, device="cuda") // max(1, length // 2)
+        mask = (of[:, None] != of[None, :])[None, None]
+    grad = torch.randn(length, 2, 4, v_dim, device="cuda", dtype=dtype)
+    for inputs, fn, seed in ((ours, chosen.fn, grad), (truth, mla_attention, grad.double())):
+        fn(*inputs, softmax_scale=qk_dim**-0.5, attention_mask=mask).backward(seed)
+    for one, exact in zip(ours, truth, strict=True):
+        assert one.grad is not None
+        assert exact.grad is not None
+        # A lone key has all the weight: its query's gradient is 0, and rounding is compared with the other gradients.
+        error = (one.grad.double() - exact.grad).norm() / torch.maximum(exact.grad.norm(), 1e-2 * grad.double().norm())
+        assert error < 1e-2, (tuple(one.shape), float(error))

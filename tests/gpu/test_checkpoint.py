@@ -1,0 +1,98 @@
+"""nam56r_tiny in bf16 with Transformer Engine goes on from its checkpoint bit for bit, its fp32 parameters included."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacpp_mcore import config as plugin_config
+from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.observe.steps import read_steps
+from megacpp_mcore.recipe_command import tokenizer_words
+from tests.checkpoints import tensors_in
+from tests.distributed.comparing import assert_same_bytes
+
+ROOT = Path(__file__).parents[2]
+STEPS, HALF = 6, 3
+OPTIMIZERS = {
+    "plain": ("optimizer.state.fp32_param.", ()),
+    "distributed": ("optimizer.state.param.", ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")),
+}
+"""Prefix of the main parameters in the checkpoint, and the words that ask for the optimizer."""
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run left: the scalars of each step, and the tensors of its last checkpoint."""
+
+    scalars: dict[int, dict[str, float]]
+    tensors: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("corpus")
+    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "data", "corpus", "--output", str(folder)]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    return str(folder / "stdlib_train")
+
+
+def train(corpus: str, folder: Path, name: str, *extra: str) -> Trained:
+    """All steps, or those after the checkpoint that ``extra`` names; saved at half and in the end."""
+    model, record, saved = preset("nam56r_tiny"), folder / f"{name}.steps", folder / name
+    save = ("--ckpt-format", "torch_dist", "--save", str(saved), "--save-interval", str(HALF), "--deterministic-mode")
+    training = Training(
+        precision="bf16",
+        data=("--data-path", corpus, "--split", "100,0,0"),
+        tokenizer=tokenizer_words(model, data=corpus),
+        micro_batch_size=2,
+        global_batch_size=4,
+        train_iters=STEPS,
+        learning_rate=1e-3,
+        extra=(*save, *extra),
+    )
+    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
+    done = subprocess.run(
+        [*command, "--record-steps", str(record), "--", *lower(model, Layout(), training)],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != plugin_config.VARIABLE},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return Trained({step.step: step.values() for step in read_steps(record)}, tensors_in(saved / f"iter_{STEPS:07d}"))
+
+
+def assert_main_parameters_are_the_models(tensors: dict[str, torch.Tensor], prefix: str) -> None:
+    """Fail unless each main parameter, rounded, is the model's parameter of its name, and there are such in fp32 alone."""
+    mains = {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
+    assert len(mains) > 50
+    assert [name for name, main in mains.items() if not torch.equal(main.to(tensors[name].dtype), tensors[name])] == []
+    moments = {key.removeprefix("optimizer.state.exp_avg.") for key in tensors if ".exp_avg." in key}
+    in_fp32 = {name for name in moments if tensors[name].dtype == torch.float32}
+    assert {name.rpartition(".")[2] for name in in_fp32} >= {"dt_bias", "b_bias", "mimo_o", "W"}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resumed_run_repeats_the_uninterrupted_one(corpus: str, tmp_path: Path, optimizer: str) -> None:
+    prefix, words = OPTIMIZERS[optimizer]
+    whole = train(corpus, tmp_path, "whole", *words)
+    load = ("--load", str(tmp_path / "whole"), "--ckpt-step", str(HALF))
+    resumed = train(corpus, tmp_path, "resumed", *words, *load)
+    assert list(whole.scalars) == list(range(1, STEPS + 1))
+    assert resumed.scalars == {step: whole.scalars[step] for step in range(HALF + 1, STEPS + 1)}
+    assert_main_parameters_are_the_models(whole.tensors, prefix)
+    assert_same_bytes(whole.tensors, resumed.tensors)

@@ -1,0 +1,423 @@
+"""FP8 experts on a Hopper GPU: whose GEMMs had FP8 operands and whose had not, errors against float64, padding, training.
+
+Shape legend: T rows routed to this rank's experts, N experts, D hidden, F width of an expert.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megacpp_mcore import config as plugin_config
+from megacpp_mcore import patches
+from megacpp_mcore.lowering import GPT, HYBRID, Training, lower
+from megacpp_mcore.model import Layout, Model, preset, with_overrides
+from megacpp_mcore.observe.steps import read_steps
+from megacpp_mcore.recipe_command import tokenizer_words
+from tests.unit import stock
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
+)
+
+FP8 = "bf16_fp8_experts"
+ROWS = (0, 1, 15, 16, 17, 31, 128, 129, 333, 512, 700, 1100, 0, 900, 1000, 362)
+"""Rows of the 16 experts of nam56r: none, one, and around the tiles of 16 and of 128; the last of a whole batch."""
+QUANTIZED = (0.015, 0.1)
+"""RMS error that FP8 products have. A value of E4M3 is off by 2.6 % (rms); three to five operands meet in each result."""
+ROUNDED = 0.01
+"""RMS error that BF16 products stay below."""
+
+
+def words_of(model: Model, precision: str, *extra: str, host: str = GPT, **values: Any) -> list[str]:
+    given: dict[str, Any] = {"data": ("--mock-data",), "tokenizer": tokenizer_words(model), "extra": extra} | values
+    return list(lower(model, Layout(), Training(precision=precision, **given), host))
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Megatron's process groups for one process on the GPU."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("fp8") / "store"), 1)
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    random.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    yield
+    DSAIndexerLossLoggingHelper.tracker.clear()
+    MTPLossLoggingHelper.tracker.clear()
+    random.get_cuda_rng_tracker().reset()
+    patches.revert()
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+# --- Which products -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Products:
+    """The GEMMs that Transformer Engine's modules ran, by layout (TN forward, NN input gradient, NT weight gradient)."""
+
+    grouped_fp8: Counter[str] = field(default_factory=Counter)
+    grouped_bf16: Counter[str] = field(default_factory=Counter)
+    dense: Counter[str] = field(default_factory=Counter)
+    strange: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Products]:
+    """Inside, every GEMM of TE's linear modules is counted by what its operands are."""
+    from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
+
+    products = Products()
+    modules = [
+        importlib.import_module(f"transformer_engine.pytorch.module.{name}")
+        for name in ("grouped_linear", "linear", "layernorm_linear", "layernorm_mlp")
+    ]
+
+    def is_fp8(operand: Any) -> bool:
+        blockwise = type(operand).__name__ in ("Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage")
+        return blockwise and "E4M3" in repr(operand._fp8_dtype)
+
+    def count_grouped(A: Sequence[Any], B: Sequence[Any], layout: str) -> None:
+        kinds = {
+            "fp8" if is_fp8(one) else "strange" if isinstance(one, QuantizedTensorStorage) else str(one.dtype)
+            for one in (*A, *B)
+        }
+        if kinds == {"fp8"}:
+            products.grouped_fp8[layout] += 1
+        elif kinds == {"torch.bfloat16"}:
+            products.grouped_bf16[layout] += 1
+        else:
+            products.strange.append(f"grouped {layout}: {sorted(kinds)}")
+
+    def count_dense(A: Any, B: Any, layout: str) -> None:
+        if isinstance(A, QuantizedTensorStorage) or isinstance(B, QuantizedTensorStorage):
+            products.strange.append(f"dense {layout}: {type(A).__name__}, {type(B).__name__}")
+        products.dense[layout] += 1
+
+    def watching(stock_gemm: Callable[..., Any], count: Callable[..., None]) -> Callable[..., Any]:
+        def gemm(A: Any, B: Any, *args: Any, **kwargs: Any) -> Any:
+            count(A, B, kwargs.get("layout", "TN"))
+            return stock_gemm(A, B, *args, **kwargs)
+
+        return gemm
+
+    with pytest.MonkeyPatch.context() as patch:
+        grouped, *dense = modules
+        patch.setattr(grouped, "general_grouped_gemm", watching(grouped.general_grouped_gemm, count_grouped))
+        for module in dense:
+            patch.setattr(module, "general_gemm", watching(module.general_gemm, count_dense))
+        yield products
+
+
+def build(model: Model, precision: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The GPTModel that stock builds on the GPU, in BF16 as stock trains it."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    from megacpp_mcore import overrides
+
+    base = preset("nam56r_tiny")
+    file = folder / "megacpp.yaml"
+    file.write_text(yaml.safe_dump({"model": base.name, "overrides": overrides.differences(model, base)}))
+    monkeypatch.setenv(plugin_config.VARIABLE, str(file))
+    destroy_moe_metrics_tracker()
+    config = stock.model_config(words_of(model, precision))
+    built = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    return Float16Module(config.transformer, built.cuda()).train()
+
+
+# All four families; E at 2, 6, 8, and at 12, the last layer, which stays in BF16.
+MIXED = {"pattern": "AEMRAEMEARME", "depth": 12, "seq_length": 128}
+
+
+@pytest.mark.parametrize("precision", ["bf16", FP8])
+def test_the_products_of_the_experts_alone_have_fp8_operands(
+    process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+    model = with_overrides(preset("nam56r_tiny"), MIXED)
+    wrapped = build(model, precision, tmp_path, monkeypatch)
+    wrapped.set_is_first_microbatch()
+    tokens = torch.randint(0, 256, (2, 129), device="cuda", generator=torch.Generator("cuda").manual_seed(5))
+    positions = torch.arange(128, device="cuda").expand(2, -1)
+    with watched() as products:
+        loss = wrapped(
+            tokens[:, :-1], positions, None, labels=tokens[:, 1:], loss_mask=torch.ones_like(tokens[:, 1:]).float()
+        )
+        loss.float().mean().backward()
+    layers = 3 if precision == FP8 else 0
+    each_layer = 2  # linear_fc1, linear_fc2
+    assert products.strange == []
+    assert products.grouped_fp8 == Counter({layout: each_layer * layers for layout in ("TN", "NN", "NT") if layers})
+    assert products.grouped_bf16 == dict.fromkeys(("TN", "NN", "NT"), each_layer * (4 - layers))
+    assert min(products.dense[layout] for layout in ("TN", "NN", "NT")) > 20
+
+    engine = {name: one for name, one in wrapped.module.named_modules() if isinstance(one, TransformerEngineBaseModule)}
+    in_fp8 = {name for name, one in engine.items() if one.fp8}
+    expected = {f"decoder.layers.{index}.mlp.experts.linear_fc{half}" for index in (1, 5, 7) for half in (1, 2)}
+    assert in_fp8 == (expected if layers else set())
+    assert len(engine) > len(expected) + 20
+    for name, one in engine.items():
+        quantizers = [each for found in one.quantizers.values() for each in found]
+        kinds = {type(each) for each in quantizers if each is not None}
+        assert kinds == ({Float8BlockQuantizer} if name in in_fp8 else set()), name
+    gradients = {name: parameter.grad for name, parameter in wrapped.named_parameters() if "experts.linear" in name}
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients.values())
+
+
+# --- Errors and padding, at the widths of nam56r ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(process: None) -> tuple[Any, Any]:
+    """The experts of layer 2 of nam56r_quarter in FP8, and in BF16 with the same weights."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megacpp_mcore.layer_specs.experts import expert_layer_spec
+    from megacpp_mcore.layer_specs.parts import parts_for
+
+    config = stock.model_config(words_of(preset("nam56r_quarter"), FP8)).transformer
+    without = copy.copy(config)
+    without.quant_recipe = None
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    built = []
+    for one in (config, without):
+        submodules = expert_layer_spec(one, parts_for(one)).submodules.mlp.keywords["submodules"]
+        built.append(submodules.experts(16, one, pg_collection=groups, name="decoder.layers.1.mlp.experts"))
+    ours, plain = built
+    ours.set_layer_number(2)
+    with torch.no_grad():
+        for parameter, other in zip(ours.parameters(), plain.parameters(), strict=True):
+            other.copy_(parameter)
+    assert (type(ours).__name__, type(plain).__name__) == ("FP8Experts", "TEGroupedMLP")
+    return ours, plain
+
+
+def draw(rows: Sequence[int], hidden: int = 3584) -> list[torch.Tensor]:
+    """Input ``[T, D]``, probabilities ``[T]``, and a gradient of the output ``[T, D]``."""
+    generator = torch.Generator("cuda").manual_seed(11)
+    total = sum(rows)
+    hidden_TD, gradient_TD = (torch.randn(total, hidden, device="cuda", generator=generator) for _ in range(2))
+    probs_T = torch.rand(total, device="cuda", generator=generator)
+    return [hidden_TD.bfloat16(), probs_T, gradient_TD.bfloat16()]
+
+
+def outcome(
+    experts: Any, rows: Sequence[int], inputs: Sequence[torch.Tensor], forward: Any = None
+) -> list[torch.Tensor]:
+    """Output, and gradients of input, probabilities, and weights (fc1, then fc2, ``[N, out, in]``)."""
+    experts.set_is_first_microbatch()  # or the FP8 copies of the weights are those of an earlier call
+    hidden_TD, probs_T = (one.clone().requires_grad_() for one in inputs[:2])
+    output_TD, bias = (forward or experts)(hidden_TD, torch.tensor(rows), probs_T)
+    assert bias is None
+    output_TD.backward(inputs[2])  # and no autograd.grad, which Megatron's checkpoint function refuses
+    by_layer = []
+    for linear in (experts.linear_fc1, experts.linear_fc2):
+        weights = [getattr(linear, f"weight{index}") for index in range(len(rows))]
+        by_layer.append(torch.stack([weight.grad for weight in weights]))
+        for weight in weights:
+            weight.grad = None
+    return [output_TD.detach(), hidden_TD.grad, probs_T.grad, *by_layer]
+
+
+def truth(experts: Any, rows: Sequence[int], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same in float64, expert by expert."""
+    hidden_TD, probs_T = (one.double().requires_grad_() for one in inputs[:2])
+    first, second = (
+        [getattr(linear, f"weight{index}").detach().double().requires_grad_() for index in range(len(rows))]
+        for linear in (experts.linear_fc1, experts.linear_fc2)
+    )
+    gelu = torch.nn.functional.gelu
+    parts = zip(hidden_TD.split(rows), probs_T.split(rows), first, second, strict=True)
+    output_TD = torch.cat([(gelu(x @ one.T) * p[:, None]) @ two.T for x, p, one, two in parts])
+    found = torch.autograd.grad(output_TD, [hidden_TD, probs_T, *first, *second], inputs[2].double())
+    half = len(rows) + 2
+    return [output_TD.detach(), *found[:2], torch.stack(found[2:half]), torch.stack(found[half:])]
+
+
+def rms(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def errors(
+    found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], rows: Sequence[int]
+) -> dict[str, list[float]]:
+    """RMS errors of each expert that has rows; the probabilities' over all of them, as one of them is but a few numbers."""
+    some = [index for index, count in enumerate(rows) if count]
+    by_expert = {"output": 0, "input gradient": 1}
+    result = {
+        name: [rms(found[at].split(rows)[i], expected[at].split(rows)[i]) for i in some]
+        for name, at in by_expert.items()
+    }
+    result["probability gradient"] = [rms(found[2], expected[2])]
+    for name, at in (("fc1 gradient", 3), ("fc2 gradient", 4)):
+        result[name] = [rms(found[at][i], expected[at][i]) for i in some]
+    return result
+
+
+def test_errors_are_those_of_fp8_and_of_no_more(pair: tuple[Any, Any]) -> None:
+    ours, plain = pair
+    inputs = draw(ROWS)
+    expected = truth(ours, ROWS, inputs)
+    with watched() as products:
+        quantized = errors(outcome(ours, ROWS, inputs), expected, ROWS)
+    rounded = errors(outcome(plain, ROWS, inputs), expected, ROWS)
+    assert products.grouped_fp8 == {"TN": 2, "NN": 2, "NT": 2}
+    for name, found in quantized.items():
+        print(f"{name}: FP8 {min(found):.4f} to {max(found):.4f}, BF16 {max(rounded[name]):.4f}")
+    low, high = QUANTIZED
+    for name, found in quantized.items():
+        assert low < min(found) <= max(found) < high, name
+        assert max(rounded[name]) < ROUNDED, name
+
+
+def test_padding_changes_no_row_and_an_expert_without_rows_has_no_gradient(pair: tuple[Any, Any]) -> None:
+    """The rows of each expert followed by zeros up to 16 are what is padded: the same products, bit for bit."""
+    ours, _ = pair
+    inputs = draw(ROWS)
+    found = outcome(ours, ROWS, inputs)
+    aligned = [-(-rows // 16) * 16 for rows in ROWS]
+    filled = [
+        torch.cat([torch.cat([part, part.new_zeros(more - len(part), *part.shape[1:])]) for part, more in parts])
+        for parts in (zip(one.split(ROWS), aligned, strict=True) for one in inputs)
+    ]
+    expected = outcome(ours, aligned, filled)
+    kept = torch.cat([torch.arange(more) < rows for rows, more in zip(ROWS, aligned, strict=True)]).cuda()
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        assert torch.equal(one, other[kept])
+    for one, other in zip(found[3:], expected[3:], strict=True):
+        assert torch.equal(one, other)
+        for index, rows in enumerate(ROWS):
+            assert bool(one[index].any()) is (rows > 0), index
+
+
+def test_recompute_repeats_what_the_forward_pass_did(pair: tuple[Any, Any]) -> None:
+    from megacpp_mcore.regional import recomputed
+
+    ours, _ = pair
+    inputs = draw(ROWS)
+    expected = outcome(ours, ROWS, inputs)
+    with watched() as products:
+        found = outcome(ours, ROWS, inputs, recomputed(ours.forward))
+    assert products.grouped_fp8 == {"TN": 4, "NN": 2, "NT": 2}
+    assert [torch.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * 5
+
+
+def test_changed_weights_are_quantised_again(pair: tuple[Any, Any]) -> None:
+    ours, _ = pair
+    inputs = draw(ROWS)
+    before = outcome(ours, ROWS, inputs)[0]
+    try:
+        with torch.no_grad():
+            for parameter in ours.linear_fc2.parameters():
+                parameter.mul_(-2)  # exact in FP8, whose scales are powers of two
+        assert torch.equal(outcome(ours, ROWS, inputs)[0], -2 * before)
+    finally:
+        with torch.no_grad():
+            for parameter in ours.linear_fc2.parameters():
+                parameter.div_(-2)
+
+
+# --- Training -----------------------------------------------------------------------------------------------------------
+
+STEPS, SAVED = 20, 10
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("corpus")
+    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "data", "corpus", "--output", str(folder)]
+    subprocess.run(command, check=True, cwd=stock.ROOT, capture_output=True)
+    return str(folder / "stdlib_train")
+
+
+@pytest.fixture(scope="module")
+def train(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]]:
+    """Trains nam56r_tiny through the stock loop, two micro-batches a step; the loss of every step, in full precision."""
+
+    def run(precision: str, *extra: str, host: str = GPT) -> list[float]:
+        record = tmp_path_factory.mktemp("run") / "steps"
+        model = preset("nam56r_tiny")
+        words = words_of(
+            model, precision, *extra, host=host, data=("--data-path", corpus, "--split", "100,0,0"),
+            tokenizer=tokenizer_words(model, data=corpus), micro_batch_size=4, global_batch_size=8, train_iters=STEPS,
+            learning_rate=1e-3,
+        )  # fmt: skip
+        command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
+        environment = {name: value for name, value in os.environ.items() if name != plugin_config.VARIABLE}
+        done = subprocess.run(
+            [*command, "--record-steps", str(record), "--", *words],
+            cwd=stock.ROOT, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+        return [step.losses["lm loss"] for step in read_steps(record)]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def saved(train: Callable[..., list[float]], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
+    """A checkpoint folder of a run with FP8 experts, and its losses."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+    words = ("--save", folder, "--save-interval", str(SAVED), "--ckpt-format", "torch_dist")
+    return folder, train(FP8, *words)
+
+
+def worst(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest difference of a step's losses, as a share of the loss."""
+    return max(abs(one - other) / other for one, other in zip(found, expected, strict=True))
+
+
+def test_losses_stay_beside_those_of_bf16(train: Callable[..., list[float]], saved: tuple[str, list[float]]) -> None:
+    bf16, again = train("bf16"), train("bf16")
+    _, fp8 = saved
+    assert len(fp8) == STEPS
+    print(f"BF16 against itself {worst(again, bf16):.2e}, FP8 against BF16 {worst(fp8, bf16):.2e} (step 1: ", end="")
+    print(f"{worst(fp8[:1], bf16[:1]):.2e}); last losses {bf16[-1]:.4f}, {fp8[-1]:.4f}")
+    assert 0 < worst(fp8[:1], bf16[:1]) < 2e-3
+    assert worst(fp8, bf16) < 2e-2
+    assert abs(sum(fp8[-5:]) / sum(bf16[-5:]) - 1) < 1e-2
+    assert fp8[-1] < 0.9 * fp8[0]
+
+
+def test_the_hybrid_host_trains_the_same(train: Callable[..., list[float]], saved: tuple[str, list[float]]) -> None:
+    _, fp8 = saved
+    hybrid = train(FP8, host=HYBRID)
+    assert hybrid[0] == pytest.approx(fp8[0], rel=1e-4)
+    assert worst(hybrid, fp8) < 1e-2
+
+
+@pytest.mark.parametrize("precision", [FP8, "bf16"])
+def test_a_checkpoint_is_the_same_with_and_without_fp8(
+    train: Callable[..., list[float]], saved: tuple[str, list[float]], precision: str
+) -> None:
+    folder, fp8 = saved
+    resumed = train(precision, "--load", folder, "--ckpt-step", str(SAVED), "--ckpt-format", "torch_dist")
+    assert len(resumed) == STEPS - SAVED
+    assert resumed[0] == pytest.approx(fp8[SAVED], rel=1e-4 if precision == FP8 else 5e-3)
+    assert worst(resumed, fp8[SAVED:]) < (1e-2 if precision == FP8 else 2e-2)

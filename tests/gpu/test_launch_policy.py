@@ -1,0 +1,70 @@
+"""What the launch policy sets is there before CUDA reads it, as the streams and the allocator of a launched script show."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.model import Layout, preset
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import json, os
+
+import torch
+
+def sleep(stream, milliseconds):
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(int(milliseconds * 1.5e6))
+
+busy, short = torch.cuda.Stream(), torch.cuda.Stream()
+for stream in (busy, short):
+    sleep(stream, 0.01)
+torch.cuda.synchronize()
+began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+began.record(short)
+sleep(busy, 40)
+sleep(busy, 40)
+sleep(short, 0.01)
+ended.record(short)
+torch.cuda.synchronize()
+variable = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+kept = torch.ones(1 << 20, device="cuda")
+segments = torch.cuda.memory._snapshot()["segments"]
+print("seen", json.dumps([variable, began.elapsed_time(ended), [segment["is_expandable"] for segment in segments]]))
+"""
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_cuda_obeys_the_policy_s_variables(tmp_path: Path, tensor: int) -> None:
+    """Under TP 2 with SP the policy sets one connection: a short kernel then waits for the long ones of another stream."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    layout = Layout(tensor=tensor, sequence_parallel=tensor > 1)
+    words = lower(preset("nam56r_tiny"), layout, Training(data=("--mock-data",)))
+    words = [word for word in words if word not in ("--spec", "megacpp_mcore", "nam56r")]
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    environment |= {
+        "WORLD_SIZE": str(tensor),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cuda", "--", str(script), *words],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    connections, milliseconds, expandable = json.loads(done.stdout.partition("seen ")[2].splitlines()[0])
+    assert connections == ("1" if tensor > 1 else None), done.stdout
+    assert (milliseconds > 20) == (tensor > 1)
+    assert expandable
+    assert all(expandable)

@@ -1,0 +1,233 @@
+"""nemo-run's command and examples: what they submit, what they refuse, and a recipe that is trained through them."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.recipes import RECIPES
+
+ROOT = Path(__file__).parents[2]
+TINY = "nam56r_tiny_pretrain_1cpu_fp32"
+ODD = "dataset.data_path=/data/a b$$c'd\"$HOME/text"
+"""An override that a shell, or nemo-run's macros, would change."""
+
+# Stands for the Python with Bridge: is content with itself, then writes its words, one a NUL, and fails.
+JOB = '#!/usr/bin/bash\n[ "$1" = -c ] && exit 0\nprintf "%s\\0" "$@" > "$(dirname "$0")/words"\nexit 3\n'
+# Stand for Slurm's programs: of srun, what follows its own options is run.
+SLURM = {
+    "sbatch": '#!/usr/bin/bash\necho "${@: -1}" > "$(dirname "$0")/submitted"; echo 4242\n',
+    "scontrol": "#!/usr/bin/bash\necho node7\n",
+    "srun": '#!/usr/bin/bash\nfor word; do [ "$word" = hostname ] && { echo 10.0.0.7; exit; }; done\n'
+    'until [[ $1 == */python ]]; do shift; done; exec "$@"\n',
+    "squeue": "#!/usr/bin/bash\n",
+}
+
+# A file that nemo-run reads, from which a command line takes its executor.
+WORKSPACE = """import nemo_run as run
+@run.cli.factory
+def cluster() -> run.Config[run.SlurmExecutor]:
+    return run.Config(run.SlurmExecutor, account="me", gpus_per_node=8, packager=run.Config(run.Packager))
+"""
+
+
+def program(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what an installation of this clone tells other packages: its entry points."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def environment(site: Path, tmp_path: Path) -> dict[str, str]:
+    """Everything that nemo-run writes is under ``tmp_path``; lines are wide enough not to be broken."""
+    own = {"PYTHONPATH": f"{site}:{ROOT}", "NEMORUN_HOME": str(tmp_path / "home"), "COLUMNS": "2000", "TERM": "dumb"}
+    return os.environ | own | {"OMP_NUM_THREADS": "1"}
+
+
+def run(
+    *command: str | Path, environment: dict[str, str], folder: Path, status: int = 0
+) -> subprocess.CompletedProcess[str]:
+    words = [str(word) for word in command]
+    done = subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == status, (done.stdout + done.stderr)[-4000:]
+    return done
+
+
+def nemo(python: Path) -> Path:
+    return python.parent / "nemo"
+
+
+LOCAL = ["LocalExecutor", {}]
+NODE = {"account": "me", "gpus_per_node": 8}
+TWO_NODES = {"account": "me", "gpus_per_node": 4, "nodes": 2}
+ACCEPTED: list[tuple[list[Any], str, list[str]]] = [
+    (["nam56r", "PYTHON", [], ["LocalExecutor", {"ntasks_per_node": 8}]], "nam56r_pretrain_8gpu_h200_bf16", []),
+    (["nam56r", "PYTHON", [], None], "nam56r_pretrain_1gpu_h200_bf16", []),
+    (["nam56r_tiny", "PYTHON", ["train.train_iters=2"], None], TINY, ["train.train_iters=2"]),
+    ([f"{TINY}_config", "PYTHON", [], LOCAL], TINY, []),
+    (["nam56r", "python", [], ["SlurmExecutor", NODE]], "nam56r_pretrain_8gpu_h200_bf16", []),
+    (["nam56r", "python", [], ["SlurmExecutor", TWO_NODES]], "nam56r_pretrain_8gpu_h200_bf16", []),
+]  # fmt: skip
+REFUSED: list[tuple[list[Any], str]] = [
+    (["nam56r_tinny", "PYTHON", [], None], f"ModelError: there is no recipe 'nam56r_tinny'; did you mean {TINY}"),
+    (["nam56r", "PYTHON", [], ["LocalExecutor", {"ntasks_per_node": 3}]], "nam56r has no recipe for the 3 processes"),
+    (
+        [TINY, "PYTHON", [], ["LocalExecutor", {"ntasks_per_node": 2}]],
+        "is for 1 processes, and the LocalExecutor starts 2",
+    ),
+    ([TINY, "PYTHON", [], ["LocalExecutor", {"nodes": 2}]], "2 nodes; expected 1, this machine"),
+    ([TINY, "PYTHON", [], ["LocalExecutor", {"launcher": "torchrun"}]], "has the launcher 'torchrun'; leave it out"),
+    (["nam56r", "python", [], ["SlurmExecutor", {**NODE, "ntasks_per_node": 8}]], "expected ntasks_per_node=1"),
+    (["nam56r", "python", [], ["DockerExecutor", {"container_image": "x"}]], "is a DockerExecutor; expected a Local"),
+    ([TINY, "PYTHON", ["train.train_iters"], None], "'train.train_iters' is not of the form KEY=VALUE"),
+    ([TINY, "PYTHON", ["--list=1"], None], "'--list=1' is not of the form KEY=VALUE"),
+    ([TINY, "/nowhere/python", [], None], "python=/nowhere/python is no program of this machine"),
+    ([TINY, "bash", [], None], "python=bash is not called python"),
+    ([TINY, "NEMO", [], None], "cannot run the recipes: Megatron-Bridge is not installed"),
+]
+
+
+def test_what_is_submitted_and_what_is_refused(
+    nemo_run_python: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """All of it in one process, which imports neither torch nor Megatron and leaves nothing behind."""
+    python = program(tmp_path, "python", JOB)
+    names = {"PYTHON": str(python), "NEMO": str(nemo_run_python)}
+    cases = [case for case, *_ in (*ACCEPTED, *REFUSED)]
+    asked = json.dumps([[name, names.get(word, word), *rest] for name, word, *rest in cases])
+    done = run(nemo_run_python, "-m", "tests.nemo.plans", asked, environment=environment, folder=ROOT)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["imported"] == []
+    accepted, refused = found["answers"][: len(ACCEPTED)], found["answers"][len(ACCEPTED) :]
+    for (case, recipe, overrides), answer in zip(ACCEPTED, accepted, strict=True):
+        words = answer["words"]
+        assert (answer["recipe"], words[0]) == (recipe, names.get(case[1], case[1]))
+        assert words[1:3] == ["-m", "torch.distributed.run"]
+        counts = [int(words[words.index(option) + 1]) for option in ("--nnodes", "--nproc-per-node")]
+        assert counts[0] * counts[1] == RECIPES[recipe].processes
+        assert words[words.index("--recipe") - 2 :] == [
+            "-m", "megacpp_mcore.nemo_recipes.run", "--recipe", recipe, *overrides
+        ]  # fmt: skip
+        assert ("--standalone" in words) is (answer["executor"] == "LocalExecutor")
+    assert {accepted[-1]["words"].index("2"), accepted[-1]["words"].index("4")} == {4, 6}
+    for (case, says), answer in zip(REFUSED, refused, strict=True):
+        assert says in answer["refused"], case
+    assert not (tmp_path / "home" / "experiments").exists()
+
+
+def test_the_command_prints_and_submits_nothing(
+    nemo_run_python: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """With --dryrun the words of the job, without a question; an unknown recipe ends with status 1 before that."""
+    python = program(tmp_path, "python", JOB)
+    command = [nemo(nemo_run_python), "megacpp", "pretrain", f"python={python}", "--dryrun"]
+    done = run(*command, f"recipe={TINY}", "train.train_iters=2", environment=environment, folder=tmp_path)
+    for word in ("torch.distributed.run", "megacpp_mcore.nemo_recipes.run", TINY, "train.train_iters=2"):
+        assert f"'{word}'" in done.stdout
+    (tmp_path / "workspace.py").write_text(WORKSPACE)
+    elsewhere = ("recipe=nam56r", "run.executor=cluster", "run.executor.time=01:00:00", "train.train_iters=2")
+    script = run(*command, *elsewhere, environment=environment, folder=tmp_path).stdout
+    for line in ("#SBATCH --gpus-per-node=8", "#SBATCH --time=01:00:00", "--nproc-per-node 8", " train.train_iters=2"):
+        assert line in script
+    refused = run(*command, "recipe=nam56r_tinny", environment=environment, folder=tmp_path, status=1)
+    assert f"there is no recipe 'nam56r_tinny'; did you mean {TINY}" in refused.stderr
+    assert not (tmp_path / "words").exists()
+    assert list((tmp_path / "home").rglob("*_TASKS")) == []
+
+
+def test_a_job_gets_its_words_and_its_failure_is_the_commands(
+    nemo_run_python: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    python = program(tmp_path, "python", JOB)
+    done = run(
+        nemo(nemo_run_python), "megacpp", "pretrain", f"recipe={TINY}", f"python={python}", ODD, "--yes",
+        environment=environment, folder=tmp_path, status=1,
+    )  # fmt: skip
+    words = (tmp_path / "words").read_text().split("\0")[:-1]
+    assert words[-3:] == ["--recipe", TINY, ODD]
+    assert f"job {TINY} ended as FAILED; its log is under {tmp_path / 'home'}" in done.stderr
+
+
+def test_the_slurm_example_submits_what_it_prints(
+    nemo_run_python: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """The batch script, as it is printed and as it is submitted; run by stand-ins of Slurm, it starts torchrun."""
+    python = program(tmp_path, "python", JOB)
+    for name, text in SLURM.items():
+        program(tmp_path, name, text)
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    data = ODD.partition("=")[2]
+    command = [nemo_run_python, ROOT / "examples" / "nemo_run_slurm.py", "--account", "me", "--data", data]
+    command += ["--python", python, "train.train_iters=5"]
+    printed = run(*command, "--dry-run", environment=environment, folder=tmp_path).stdout
+    assert not (tmp_path / "submitted").exists()
+    run(*command, environment=environment, folder=tmp_path)
+    script = Path((tmp_path / "submitted").read_text().strip())
+    flags = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", script.read_text(), re.MULTILINE))
+    assert {flags["nodes"], flags["ntasks-per-node"]} == {"1"}
+    assert (flags["gpus-per-node"], flags["account"], flags["time"]) == ("8", "me", "04:00:00")
+    for line in ("#SBATCH --gpus-per-node=8", "#SBATCH --nodes=1", "--nproc-per-node 8", "train.train_iters=5"):
+        assert line in printed
+    done = subprocess.run(
+        ["bash", str(script)], env=environment | {"SLURM_JOB_ID": "4242"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 3, done.stderr[-2000:]
+    assert (tmp_path / "words").read_text().split("\0")[:-1] == [
+        *shlex.split("-m torch.distributed.run --nnodes 1 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id 4242"),
+        *("--rdzv-endpoint", "10.0.0.7:29500", "-m", "megacpp_mcore.nemo_recipes.run"),
+        *("--recipe", "nam56r_pretrain_8gpu_h200_bf16", ODD, "train.train_iters=5"),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["command", "example"])
+def test_the_tiny_recipe_is_trained(
+    way: str, nemo_run_python: Path, bridge_python: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Two steps, submitted by a Python without torch and trained by the one with Megatron-Bridge."""
+    (prefix,) = prepare([argparse.__file__], str(tmp_path / "text"), progress=io.StringIO(), overwrite=True)
+    command: list[str | Path] = {
+        "command": [
+            *(nemo(nemo_run_python), "megacpp", "pretrain", "--yes", "recipe=nam56r_tiny"),
+            *(f"python={bridge_python}", f"dataset.data_path={prefix}"),
+        ],
+        "example": [nemo_run_python, ROOT / "examples" / "nemo_run_local.py", bridge_python, prefix],
+    }[way]
+    done = run(*command, "train.train_iters=2", environment=environment, folder=tmp_path)
+    losses = re.findall(r"iteration +(\d)/ +2 \|.* lm loss: (\S+)", done.stdout)
+    assert [int(step) for step, _ in losses] == [1, 2]
+    assert float(losses[1][1]) < float(losses[0][1])
+
+
+def test_nemo_toolkit_3_beside_us(nemo_run_python: Path) -> None:
+    """One process imports both and makes the layers; the environment of nemo-run only lends the toolkit's files."""
+    asked = [str(nemo_run_python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+    done = run(
+        sys.executable, "-W", "ignore", "-m", "tests.nemo.beside_toolkit", packages,
+        environment=os.environ | {"PYTHONPATH": str(ROOT)}, folder=ROOT,
+    )  # fmt: skip
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["imported"] == found["installed"] == "3.0.0"
+    assert found["layers"] == RECIPES[TINY].model.depth

@@ -1,0 +1,161 @@
+"""One process of a real run on the CPU lane with all that is shown of it: ``python page_run.py RUN CONSOLE ARGUMENTS``.
+
+FATE is that of ``receipt_run``: ``kill`` ends the run in step 4, ``fall-back`` gives an op a better backend that covers
+nothing, ``profile`` profiles steps 5 and 6, ``writers`` keeps what Megatron's writers for TensorBoard and W&B are given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore import config, launcher, policy
+from megacpp_mcore.data.corpus import find_stdlib_sources
+from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.model import Layout, Model, preset, with_overrides
+from megacpp_mcore.observe import compilation, goodput, loop
+from megacpp_mcore.observe.clock import Clock, process_age_ns
+from megacpp_mcore.observe.listener import Listener
+from megacpp_mcore.observe.live import Live
+from megacpp_mcore.observe.profile import Profiler
+from megacpp_mcore.observe.receipts import ReceiptWriter
+from megacpp_mcore.observe.routing import Routing
+from megacpp_mcore.observe.steps import StepRecorder
+from megacpp_mcore.patches import registry
+from megacpp_mcore.recipe_command import tokenizer_words
+from tests.unit.receipt_run import FATE, INTERVAL, Fate, add_better_backend
+
+ROOT = Path(__file__).parents[2]
+OVERRIDES = "overrides: {dsa: {schedule: '-FF'}}"
+"""Two neighbouring layers with an indexer each, so that the overlap of their indices can be seen."""
+
+
+# --- Starting it ------------------------------------------------------------------------------------------------------
+
+
+def model() -> Model:
+    """The model that is trained."""
+    return with_overrides(preset("nam56r_tiny"), {"dsa": {"schedule": "-FF"}}, where="overrides")
+
+
+def make_data(folder: Path) -> Path:
+    """Write a small corpus and the file of options to ``folder``."""
+    prepare([str(source.path) for source in find_stdlib_sources()[:16]], str(folder / "text"))
+    (folder / "config.yaml").write_text(f"model: nam56r_tiny\n{OVERRIDES}\n")
+    return folder
+
+
+def train(data: Path, run: Path, steps: int, *extra: str, fate: str = "", console: str = "progress") -> str:
+    """Run one process to its end, which has to be the one that ``fate`` asks for; return what it printed."""
+    training = Training(
+        device="cpu",
+        precision="fp32",
+        transformer_impl="local",
+        data=("--data-path", str(data / "text"), "--split", "90,10,0"),
+        tokenizer=tokenizer_words(model()),
+        global_batch_size=2,
+        train_iters=steps,
+        extra=extra,
+    )
+    words = lower(model(), Layout(), training)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FATE": fate}
+    environment[config.VARIABLE] = str(data / "config.yaml")
+    run.mkdir(exist_ok=True)
+    log = run.with_name(f"{run.name}.log")  # a file: processes that outlive a killed one would hold a pipe open
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.unit.page_run", str(run), console, *words],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        status = process.wait(timeout=300)
+    said = log.read_text(errors="replace")
+    if status != (-signal.SIGKILL if "kill" in fate.split() else 0):
+        raise AssertionError(f"training ended with status {status}:\n{said[-3000:]}")
+    return said
+
+
+# --- The process ------------------------------------------------------------------------------------------------------
+
+
+class Writers(Listener):
+    """Stand where Megatron keeps its writers, and write all that they are given to RUN/scalars.jsonl."""
+
+    def __init__(self, run: str) -> None:
+        self.config: dict[str, Any] = {}
+        self._path = Path(run) / "scalars.jsonl"
+
+    def on_model(self, chunks: Any, optimizer: Any) -> None:
+        """Take the two places."""
+        from megatron.training import global_vars
+
+        global_vars._GLOBAL_TENSORBOARD_WRITER = self
+        global_vars._GLOBAL_WANDB_WRITER = self
+
+    def add_scalar(self, tag: str, value: Any, step: int) -> None:
+        """As TensorBoard's writer."""
+        self._write("tensorboard", tag, value, step)
+
+    def finish(self) -> None:
+        """As W&B's run, at the end."""
+
+    def add_text(self, tag: str, text: str, global_step: int | None = None) -> None:
+        """As TensorBoard's writer, of the run's arguments."""
+
+    def flush(self) -> None:
+        """As TensorBoard's writer."""
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """As W&B's run."""
+        for tag, value in values.items():
+            self._write("wandb", tag, value, step)
+
+    def _write(self, writer: str, tag: str, value: Any, step: int) -> None:
+        record = {"writer": writer, "tag": tag, "value": float(value), "step": step}
+        with self._path.open("a", encoding="utf-8") as output:
+            output.write(json.dumps(record) + "\n")
+
+
+def main(run: str, console: str, words: list[str]) -> None:
+    if "fall-back" in FATE:
+        add_better_backend()
+    with launcher.process_environment():
+        sys.argv = ["run", *words]
+        settings = config.from_environment()
+        model = settings.model if settings else preset("nam56r_tiny")
+        about = policy.Run.from_arguments(words, device="cpu", world_size=int(os.environ["WORLD_SIZE"]), model=model)
+        launched = policy.resolve(about, settings=settings, environment=os.environ)
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        with policy.said(), launcher.cpu_lane():
+            registry.default().apply(["dataset-helpers", "spec-import", "hybrid-flops"])
+            trained_by = loop.StockLoop()
+            clock = Clock(age_ns=process_age_ns())
+            routes = Routing(INTERVAL)
+            recorder = goodput.Recorder(run, rank, clock)
+            listeners: list[Listener] = [recorder, StepRecorder(f"{run}/steps.jsonl"), routes, Fate()]
+            if "profile" in FATE:
+                listeners.append(Profiler(run, rank, 5, 6, tool="torch", trace=False, routing=routes))
+            if "writers" in FATE:
+                listeners.append(Writers(run))
+            listeners += [
+                Live(run, rank, recorder, trained_by, last=rank == world - 1, routes=routes, console=console),
+                ReceiptWriter(
+                    run, rank, settings=settings, launched=launched, routes=routes, loop=trained_by, every_s=0
+                ),
+            ]
+            with compilation.timed(clock), trained_by.observing(clock, listeners):
+                runpy.run_module("megacpp_mcore.pretrain", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,0 +1,83 @@
+"""One process of a real run on the CPU lane with a receipt: ``python receipt_run.py RUN ARGUMENTS``, the rest for Megatron.
+
+FATE holds words: ``error`` or ``kill`` end the run in step 4. ``fall-back`` gives mamba3 a better backend that covers no
+head dimension of a small model, ``no-triton`` gives it one that requires Triton, which has no driver without a GPU.
+``patched`` applies linear-cross-entropy, which notes what it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+
+from megacpp_mcore import backends, config, launcher, policy
+from megacpp_mcore.backends import candidates, probes
+from megacpp_mcore.model import preset
+from megacpp_mcore.observe import compilation, goodput, loop
+from megacpp_mcore.observe.clock import Clock, process_age_ns
+from megacpp_mcore.observe.listener import Listener
+from megacpp_mcore.observe.receipts import ReceiptWriter
+from megacpp_mcore.observe.routing import Routing
+from megacpp_mcore.observe.steps import StepRecorder
+from megacpp_mcore.patches import registry
+
+INTERVAL = 2
+FATE = os.environ.get("FATE", "").split()
+
+
+class Fate(Listener):
+    """Ends the run in step 4 if it is to end."""
+
+    def on_step_begin(self, number: int) -> None:
+        """Raise, or be killed."""
+        if number == 4 and "error" in FATE:
+            raise ArithmeticError("as the test asked for")
+        if number == 4 and "kill" in FATE:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def add_better_backend() -> None:
+    """Let mamba3 have a backend that is fast and cannot run here."""
+    own = candidates.own_candidates
+    wide = backends.Support(dims={"head_dim": backends.Dim(multiple_of=1024)})
+    kernel = backends.Candidate(
+        name="kernel",
+        op="mamba3",
+        speed=backends.Speed.KERNEL,
+        load=lambda: print,
+        support=wide if "fall-back" in FATE else backends.Support(),
+        requires=(probes.TRITON,) if "no-triton" in FATE else (),
+    )
+    candidates.own_candidates = lambda: (*own(), kernel)
+
+
+def main(run: str, words: list[str]) -> None:
+    if {"fall-back", "no-triton"} & set(FATE):
+        add_better_backend()
+    with launcher.process_environment():
+        sys.argv = ["run", *words]
+        settings = config.from_environment()
+        model = settings.model if settings else preset("nam56r_tiny")
+        about = policy.Run.from_arguments(words, device="cpu", world_size=int(os.environ["WORLD_SIZE"]), model=model)
+        launched = policy.resolve(about, settings=settings, environment=os.environ)
+        rank = int(os.environ["RANK"])
+        with policy.said(), launcher.cpu_lane():
+            noting = ["linear-cross-entropy"] if "patched" in FATE else []
+            registry.default().apply(["dataset-helpers", "spec-import", "hybrid-flops", *noting])
+            clock = Clock(age_ns=process_age_ns())
+            routes = Routing(INTERVAL)
+            listeners = [
+                goodput.Recorder(run, rank, clock),
+                StepRecorder(f"{run}/steps.jsonl"),
+                routes,
+                Fate(),
+                ReceiptWriter(run, rank, settings=settings, launched=launched, routes=routes, every_s=0),
+            ]
+            with compilation.timed(clock), loop.observing(clock, listeners):
+                runpy.run_module("megacpp_mcore.pretrain", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

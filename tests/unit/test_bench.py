@@ -1,0 +1,290 @@
+"""``megacpp-mcore bench``: the registry is complete, rows are compared fairly, ``auto`` prefers nothing without rows."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacpp_mcore import cli
+from megacpp_mcore.backends import Candidate, Speed, own_candidates
+from megacpp_mcore.backends.candidates import layer_parts_candidates
+from megacpp_mcore.bench import against, evidence, registry
+from megacpp_mcore.bench.registry import BENCHMARKS, FULL, LAYER, MODEL, OP, TINY
+from megacpp_mcore.bench.table import BYTES_PER_SECOND, COLUMNS, CONDITIONS, floor_time
+from megacpp_mcore.errors import BenchmarkError
+from megacpp_mcore.model import preset
+
+ROOT = Path(__file__).parents[2]
+
+
+# --- the registry -----------------------------------------------------------------------------------------------------
+
+
+def test_every_op_and_every_kind_of_layer_has_a_benchmark() -> None:
+    ops = {one.covers for one in BENCHMARKS.values() if one.kind == OP}
+    assert {candidate.op for candidate in own_candidates()} <= ops
+    packages = {path.name for path in (ROOT / "megacpp_mcore" / "ops").iterdir() if (path / "reference.py").exists()}
+    assert packages <= ops
+    model = preset("nam56r")
+    kinds = {letter + (role or "") for letter, role in zip(model.layers, model.roles, strict=True)}
+    assert {one.covers for one in BENCHMARKS.values() if one.kind == LAYER} == kinds | {"mtp"}
+
+
+def test_every_benchmark_can_be_loaded() -> None:
+    for one in BENCHMARKS.values():
+        if one.kind == MODEL:
+            assert (ROOT / f"{one.covers.replace('.', '/')}.py").exists()
+            continue
+        module, _, function = one.problems.partition(":")
+        assert callable(getattr(importlib.import_module(module), function)), one.name
+        assert one.shapes[FULL].keys() == one.shapes[TINY].keys()
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__"}
+    assert scripts == {one.name for one in BENCHMARKS.values() if one.kind == MODEL}
+
+
+def test_full_sizes_are_those_of_nam56r() -> None:
+    assert BENCHMARKS["mla"].shapes[FULL] == {"B": 2, "S": 4096, "heads": 56, "qk": 128, "v": 64}
+    assert BENCHMARKS["linear_cross_entropy"].shapes[FULL] == {"B": 2, "S": 4096, "hidden": 3584, "vocab": 65536}
+    mimo, siso = (BENCHMARKS[name].shapes[FULL] for name in ("mamba3", "mamba3_siso"))
+    assert (mimo["rank"], mimo["groups"], siso["rank"], siso["mamba_heads"]) == (4, 8, 1, 112)
+    assert BENCHMARKS["dsa_indexer_memory"].shapes[FULL]["S"] == 16384
+    assert all(one.shapes[FULL]["hidden"] == 3584 for one in BENCHMARKS.values() if one.kind == LAYER)
+
+
+def test_the_list_needs_no_torch_and_names_them_all() -> None:
+    code = (
+        "import sys; from megacpp_mcore import cli; cli.main(['bench', 'list']); "
+        "cli.main(['bench', 'list', '--size', 'tiny']); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for name in BENCHMARKS:
+        assert sum(line.split(" ")[0] == name for line in lines) == 2
+    assert "python -m benchmarks.doors" in done.stdout
+
+
+def test_names_and_kinds_select() -> None:
+    assert [one.name for one in registry.select(["m2rnn", "mla", "m2rnn"])] == ["mla", "m2rnn"]
+    assert {one.kind for one in registry.select([LAYER, OP])} == {LAYER, OP}
+    everything = registry.select([], all_of_them=True)
+    assert {one.name for one in everything} == {one.name for one in BENCHMARKS.values() if one.kind != MODEL}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["mamba"], "there is no benchmark 'mamba'; did you mean mamba3"),
+        (["zzz"], "expected one of mla, sparse_mla"),
+        ([], "or say --all"),
+        (["mla", "--all"], "and not both"),
+        (["train"], "script of a clone of the repository, not of the installed package: there, run `python -m benchmarks."),
+        (["mla", "--set", "heads=x"], "--set takes KEY=N with a whole number, found 'heads=x'"),
+        (["mla", "--set", "width=3"], "mla has no size 'width'; expected one of B, S, heads, qk, v"),
+        (["mla", "--set", "heads=0"], "size heads is 0; expected 1 or more"),
+        (["mla", "m2rnn", "--goal", "3"], "--set and --goal are for one benchmark; 2 are named"),
+        (["mla", "--tolerance", "-1"], "--tolerance is -1.0"),
+        (["mla", "--repeats", "0"], "--repeats is 0"),
+        (["mla", "--device", "cpu", "--against", "nowhere.csv"], "nowhere.csv cannot be read"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_run_is_refused_before_anything_runs(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "run", *words]) == cli.USER_ERROR
+    assert says in capsys.readouterr().err
+
+
+def test_a_table_of_other_columns_is_not_added_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = ROOT / "benchmarks" / "results" / "train_h200.csv"
+    for option in ("--against", "--output"):
+        assert cli.main(["bench", "run", "mla", "--device", "cpu", option, str(old)]) == cli.USER_ERROR
+    said = capsys.readouterr().err
+    assert "train_h200.csv is no table of `bench run`: it lacks benchmark, kind" in said
+    assert "name another --output" in said
+
+
+# --- floors -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_floor_is_the_greater_of_operations_and_bytes() -> None:
+    by_operations = floor_time(989_500_000_000, 1, "bf16", "NVIDIA H200")
+    assert (by_operations.ms, by_operations.by) == (1.0, "operations at H200 SXM, bf16 dense")
+    by_bytes = floor_time(1, int(BYTES_PER_SECOND), "bf16", "NVIDIA H200")
+    assert (by_bytes.ms, by_bytes.by) == (1000.0, "bytes at 4.2 TB/s")
+    unknown = floor_time(1, 1, "bf16", "a toaster")
+    assert unknown.ms is None
+    assert "no datasheet peak is known of 'a toaster'" in unknown.by
+
+
+# --- against a committed table ------------------------------------------------------------------------------------------
+
+
+def row(**changes: str) -> dict[str, str]:
+    made = dict.fromkeys(COLUMNS, "") | dict.fromkeys(CONDITIONS, "same")
+    return (
+        made | {"benchmark": "mla", "work": "forward", "variant": "sdpa", "ms": "2.0", "peak_bytes": "1000"} | changes
+    )
+
+
+def test_what_got_slower_than_the_tolerance_is_named() -> None:
+    found = against.compare([row()], [row(ms="2.19", peak_bytes="1090")], 0.1)
+    assert (found.compared, found.slower) == (1, [])
+    assert found.lines == ["mla / forward / sdpa: as before, 2 → 2.19 ms (1.09x)"]
+    found = against.compare([row()], [row(ms="2.3", peak_bytes="1200")], 0.1)
+    assert found.slower == [
+        "mla / forward / sdpa: slower, 2 → 2.3 ms (1.15x)",
+        "mla / forward / sdpa: more memory, 0.0 → 0.0 MB",
+    ]
+    assert against.compare([row()], [row(ms="2.3")], 0.2).slower == []
+    (line,) = against.compare([row()], [row(ms="1.0")], 0.1).lines
+    assert line.endswith("faster, 2 → 1 ms (0.50x)")
+
+
+def test_the_last_row_of_a_table_counts() -> None:
+    assert against.compare([row(ms="1.0"), row(ms="3.0")], [row(ms="3.1")], 0.1).slower == []
+    assert len(against.compare([row(ms="3.0"), row(ms="1.0")], [row(ms="3.1")], 0.1).slower) == 1
+
+
+def test_a_time_that_was_lost_is_a_regression() -> None:
+    (line,) = against.compare([row()], [row(ms="", parity="FAILS: worst row o 1.0e+00")], 0.1).slower
+    assert line == "mla / forward / sdpa: was 2.0 ms, and has no time now (FAILS: worst row o 1.0e+00)"
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_rows_of_other_conditions_are_refused(condition: str) -> None:
+    other = row(**{condition: "another"})
+    with pytest.raises(BenchmarkError, match=f"not compared, {condition} is same and was another"):
+        against.compare([other], [row(ms="9.0")], 0.1)
+    beside = against.compare([other, row(work="both")], [row(ms="9.0"), row(work="both")], 0.1)
+    assert (beside.compared, beside.slower) == (1, [])
+    assert f"mla / forward / sdpa: not compared, {condition} is same and was another" in beside.lines
+
+
+def test_nothing_in_common_is_refused_and_something_new_is_said() -> None:
+    with pytest.raises(BenchmarkError, match="no time of any of these"):
+        against.compare([row(benchmark="m2rnn")], [row()], 0.1)
+    found = against.compare([row()], [row(), row(variant="newer")], 0.1)
+    assert found.lines[-1] == "mla / forward / newer: new, the file has no time of it"
+
+
+# --- what auto may prefer -----------------------------------------------------------------------------------------------
+
+
+def every_candidate() -> list[Candidate]:
+    unused: Callable[..., Any] = dict
+    return [*own_candidates(), *layer_parts_candidates(transformer_engine=unused, local=unused)]
+
+
+def test_auto_prefers_no_backend_without_committed_rows() -> None:
+    assert evidence.lacking(every_candidate()) == []
+
+
+def test_a_backend_without_rows_is_noticed() -> None:
+    quick = Candidate(name="quick", op="mamba3", speed=Speed.KERNEL, load=lambda: dict)
+    assert evidence.lacking([*every_candidate(), quick]) == [("mamba3", "quick")]
+
+
+def test_the_rows_say_that_it_is_the_better_one() -> None:
+    known = {(candidate.op, candidate.name) for candidate in every_candidate()}
+    for which, found in evidence.EVIDENCE.items():
+        assert which in known
+        assert found.gain(ROOT) >= 1.0, which
+    assert evidence.EVIDENCE["mla", "sdpa"].gain(ROOT) > 4
+
+
+@pytest.mark.parametrize(
+    ("row_of_ours", "says"),
+    [
+        ("sdpa,,NVIDIA H200,abc1234", "and a figure for ms"),
+        ("other,2.0,NVIDIA H200,abc1234", "has no row with"),
+        ("sdpa,2.0,x86_64,abc1234", "names no GPU"),
+        ("sdpa,2.0,NVIDIA H200,", "or no commit"),
+    ],
+)
+def test_rows_that_prove_nothing_are_refused(tmp_path: Path, row_of_ours: str, says: str) -> None:
+    (tmp_path / "rows.csv").write_text(f"variant,ms,device,commit\nstock,4.0,NVIDIA H200,abc1234\n{row_of_ours}\n")
+    found = evidence.Evidence(table="rows.csv", row={"variant": "sdpa"}, than={"variant": "stock"}, column="ms")
+    with pytest.raises(BenchmarkError, match=says):
+        found.gain(tmp_path)
+    (tmp_path / "rows.csv").write_text(
+        "variant,ms,device,commit\nstock,4.0,NVIDIA H200,abc1234\nsdpa,2.0,NVIDIA H200,abc1234\n"
+    )
+    assert found.gain(tmp_path) == 2.0
+
+
+# --- a real run ---------------------------------------------------------------------------------------------------------
+
+TINY_RUN = ("--device", "cpu", "--size", "tiny", "--sets", "1", "--warmup", "0", "--repeats", "1")
+
+
+def bench(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "bench", "run", *words, *TINY_RUN]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_everything_runs_at_its_tiny_size(tmp_path: Path) -> None:
+    done = bench("--all", "--dtype", "bfloat16", "--output", str(tmp_path / "rows.csv"))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    with (tmp_path / "rows.csv").open(newline="") as source:
+        rows = list(csv.DictReader(source))
+    assert tuple(rows[0]) == COLUMNS
+    assert {found["benchmark"] for found in rows} == {one.name for one in BENCHMARKS.values() if one.kind != MODEL}
+    for found in rows:
+        timed = found["ms"] != ""
+        assert timed is (found["note"] == ""), found
+        assert timed is (found["parity"] in ("green", "stock", "no parity: a bound")), found
+        assert (found["speed_up"] != "") <= (found["side"] == "ours" and found["against"] != ""), found
+        assert int(found["floor_operations"]) > 0
+        assert int(found["floor_bytes"]) > 0
+        assert found["torch"] != "absent"
+    ours = {found["benchmark"] for found in rows if found["side"] == "ours" and found["ms"]}
+    assert ours == {found["benchmark"] for found in rows}
+    peers = {found["benchmark"] for found in rows if found["side"] == "peer"}
+    assert peers == ours
+    assert any(found["variant"] == "torch._grouped_mm" and found["parity"] == "green" for found in rows)
+
+
+@pytest.mark.parametrize(("goal", "status"), [("1e9", 1), ("1e-9", 0)])
+def test_a_run_ends_with_what_the_goal_says(tmp_path: Path, goal: str, status: int) -> None:
+    rows = tmp_path / "rows.csv"
+    done = bench("mla", "--set", "heads=2", "--goal", goal, "--output", str(rows))
+    assert done.returncode == status, done.stdout + done.stderr
+    assert ("GOAL MISSED: mla, B=2 S=24 heads=2 qk=32 v=16, forward+backward: patch" in done.stdout) == bool(status)
+    assert len(rows.read_text().splitlines()) > 6  # the figures are kept all the same
+    if status:
+        return
+    slower = list(csv.DictReader(rows.open(newline="")))
+    for found in slower:
+        found["ms"] = found["ms"] and "1e-6"
+    before = tmp_path / "before.csv"
+    with before.open("w", newline="") as sink:
+        writer = csv.DictWriter(sink, COLUMNS)
+        writer.writeheader()
+        writer.writerows(slower)
+    done = bench("mla", "--set", "heads=2", "--against", str(before))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "mla / forward / reference: slower, 1e-06 →" in done.stdout
+    done = bench("mla", "--set", "heads=3", "--against", str(before))
+    assert done.returncode == cli.USER_ERROR
+    assert "no row of this run may be compared with the file" in done.stderr
+    assert "shape is B=2 S=24 heads=3 qk=32 v=16 and was B=2 S=24 heads=2" in done.stderr
+
+
+def test_rows_name_what_they_were_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megacpp_mcore.bench import measure
+
+    monkeypatch.setenv("MEGACPP_COMMIT", "abc1234")
+    found = measure.versions("torch", "no-such-package")
+    assert found["commit"] == "abc1234"
+    assert found["no-such-package"] == "absent"
+    assert json.dumps(found)

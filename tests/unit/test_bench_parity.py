@@ -1,0 +1,374 @@
+"""The gate of ``bench``: what computes the wrong thing gets no time and no speed-up, and a goal is judged by its figures."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megacpp_mcore import backends, cli
+from megacpp_mcore.backends import Candidate, Speed
+from megacpp_mcore.bench import measure, runner
+from megacpp_mcore.bench.cases import layers
+from megacpp_mcore.bench.parity import AgainstTruth
+from megacpp_mcore.bench.problem import (
+    BOTH,
+    BOUND,
+    FORWARD,
+    OURS,
+    PEER,
+    Floor,
+    Goal,
+    Inputs,
+    Problem,
+    Variant,
+    Verdict,
+    differentiable,
+)
+from megacpp_mcore.bench.registry import BENCHMARKS, TINY, Options
+from megacpp_mcore.errors import BenchmarkError
+from megacpp_mcore.ops.m2rnn.reference import m2rnn_chunked
+from megacpp_mcore.ops.mamba3.reference import mamba3
+
+QUICK: dict[str, Any] = {"device": "cpu", "dtype": "float32", "sets": 1, "warmup": 0, "repeats": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process() -> Iterator[None]:
+    with measure.one_process("cpu"):
+        yield
+
+
+def run(name: str, **options: Any) -> runner.Outcome:
+    one = BENCHMARKS[name]
+    chosen = Options(**QUICK, shape=one.shapes[TINY], **options)
+    return runner.run(one, chosen, goal=None, goals=False, say=lambda line: None)
+
+
+def inject(monkeypatch: pytest.MonkeyPatch, op: str, fn: Callable[..., Any]) -> None:
+    """A backend called ``injected`` that ``auto`` prefers."""
+    known = backends.own_candidates()
+    ours = Candidate(name="injected", op=op, speed=Speed.KERNEL, load=lambda: fn)
+    for module in (backends, backends.candidates, layers):
+        monkeypatch.setattr(module, "own_candidates", lambda: (*known, ours))
+
+
+def wrong(*inputs: Any, factor: float = 1.01, **options: Any) -> Any:
+    y, state = m2rnn_chunked(*inputs, **options)
+    y = y.clone()
+    y[0, -1, 0] *= factor  # one row of many
+    return y, state
+
+
+# --- injected ops -------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_op_gets_no_time_and_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    inject(monkeypatch, "m2rnn", wrong)
+    found = run("m2rnn")
+    rows = [row for row in found.rows if row["variant"] == "injected"]
+    assert [row["work"] for row in rows] == [FORWARD, BOTH]
+    for row in rows:
+        assert row["ms"] == row["speed_up"] == row["against"] == ""
+        assert row["parity"].startswith("FAILS: worst row y 1.0e-02 > 1.0e-04")
+    (failure,) = found.failures
+    assert failure.startswith("m2rnn: injected FAILS")
+    assert all(row["parity"] == "green" and row["ms"] for row in found.rows if row["variant"] == "reference")
+
+
+def test_a_wrong_op_fails_the_layer_that_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("layer_r").failures == []
+    inject(monkeypatch, "m2rnn", partial(wrong, factor=2.0))
+    found = run("layer_r")
+    (failure,) = found.failures
+    assert failure.startswith("layer_r: ours (m2rnn injected) FAILS: worst row out")
+    assert {row["ms"] for row in found.rows} == {""}
+
+
+def test_wrong_gradients_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def halved(*inputs: Any, **options: Any) -> Any:
+        y, state = m2rnn_chunked(*inputs, **options)
+        return y.detach() + (y - y.detach()) / 2, state
+
+    inject(monkeypatch, "m2rnn", halved)
+    (failure,) = run("m2rnn").failures
+    assert "dq 5.0e-01" in failure
+    assert "y " not in failure.partition("FAILS: ")[2].removeprefix("worst row ")
+
+
+def test_an_op_that_raises_is_a_failure_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*inputs: Any, **options: Any) -> Any:
+        raise RuntimeError("no\nsuch kernel")
+
+    inject(monkeypatch, "m2rnn", broken)
+    found = run("m2rnn")
+    assert found.failures == ["m2rnn: injected FAILS: it raised RuntimeError: no such kernel"]
+    assert any(row["ms"] for row in found.rows)
+
+
+# --- made-up problems -----------------------------------------------------------------------------------------------------
+
+
+def problem(*variants: Variant, **fields: Any) -> Problem:
+    leaf = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    inputs = Inputs(leaves={"x": leaf}, cotangents=(torch.ones(6, 4),))
+
+    def truth(given: Inputs) -> list[torch.Tensor]:
+        double = given.in_double().leaves["x"]
+        return [2 * double, torch.full_like(double, 2.0)]
+
+    floor = Floor(operations=1, moved=1, precision="fp32")
+    given: dict[str, Any] = {
+        "shape": {"x": 6},
+        "dtype": "float32",
+        "sets": [inputs],
+        "works": {FORWARD: floor, BOTH: floor},
+        "judge": AgainstTruth(truth, ("y", "dx"), 1e-6, yardstick="yardstick"),
+    }
+    return Problem(variants=variants, **given | fields)
+
+
+def times(factor: float, name: str, side: str, **more: Any) -> Variant:
+    return differentiable(name, side, lambda inputs: [factor * inputs.leaves["x"]], **more)
+
+
+def outcome(monkeypatch: pytest.MonkeyPatch, made: Problem, **how: Any) -> runner.Outcome:
+    monkeypatch.setattr(runner, "problems", lambda benchmark, options: iter([made]))
+    how = {"goal": None, "goals": False} | how
+    return runner.run(BENCHMARKS["mla"], Options(**QUICK, without=("unloved",)), say=lambda line: None, **how)
+
+
+def by_variant(found: runner.Outcome, work: str = BOTH) -> dict[str, dict[str, Any]]:
+    return {row["variant"]: row for row in found.rows if row["work"] == work}
+
+
+def test_a_speed_up_is_beside_a_peer_that_is_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = by_variant(outcome(monkeypatch, problem(times(2.1, "wrong peer", PEER), times(2, "right", OURS))))
+    assert found["wrong peer"]["parity"].startswith("FAILS")
+    assert (found["right"]["ms"] != "", found["right"]["speed_up"], found["right"]["against"]) == (True, "", "")
+    found = by_variant(outcome(monkeypatch, problem(times(2, "peer", PEER), times(2, "right", OURS))))
+    assert found["right"]["against"] == "peer"
+    gain = float(found["peer"]["ms"]) / float(found["right"]["ms"])
+    assert float(found["right"]["speed_up"].removesuffix("x")) == pytest.approx(gain, rel=0.02, abs=2e-3)
+    assert found["peer"]["speed_up"] == ""
+
+
+def test_with_a_stock_named_no_other_peer_is_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    variants = (times(2, "stock", PEER), times(2, "other", PEER), times(2, "right", OURS))
+    assert by_variant(outcome(monkeypatch, problem(*variants, stock="stock")))["right"]["against"] == "stock"
+    assert by_variant(outcome(monkeypatch, problem(*variants[1:], stock="stock")))["right"]["against"] == ""
+
+
+def test_a_wrong_peer_is_no_failure_of_the_run_and_left_out_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = outcome(
+        monkeypatch, problem(times(3, "wrong", PEER), times(2, "unloved one", PEER), times(2, "ours", OURS))
+    )
+    assert found.failures == []
+    assert by_variant(found)["unloved one"]["note"] == "left out"
+    assert by_variant(found)["ours"]["speed_up"] == ""
+
+
+def test_a_bound_is_timed_and_compared_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = Variant(name="bound", side=BOUND, runs={BOTH: lambda inputs: None})
+    found = by_variant(outcome(monkeypatch, problem(bound, times(2, "ours", OURS))))
+    assert (found["bound"]["parity"], found["bound"]["ms"] != "") == ("no parity: a bound", True)
+    assert found["ours"]["against"] == ""
+
+
+def test_a_peer_that_refuses_its_backward_pass_keeps_its_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refuses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            raise ValueError("G value of 8")
+
+    peer = differentiable("peer", PEER, lambda inputs: [Refuses.apply(inputs.leaves["x"])])
+    found = outcome(monkeypatch, problem(peer, times(2, "ours", OURS)))
+    assert by_variant(found)["peer"]["note"] == "it raised ValueError: G value of 8"
+    assert by_variant(found)["peer"]["ms"] == by_variant(found)["ours"]["speed_up"] == ""
+    assert by_variant(found, FORWARD)["peer"]["parity"] == "green"
+    assert by_variant(found, FORWARD)["ours"]["against"] == "peer"
+
+
+def test_out_of_memory_is_said_and_compared_with_computed_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(inputs: Inputs) -> Any:
+        raise torch.cuda.OutOfMemoryError("full")
+
+    stock = Variant(name="stock", side=PEER, runs={BOTH: full})
+    monkeypatch.setattr(measure, "peak_bytes", lambda run, inputs, device: 50)
+    made = problem(stock, times(2, "ours", OURS), stock="stock", computed={"stock": 1000})
+    found = by_variant(outcome(monkeypatch, made))
+    assert found["stock"]["note"] == "out of memory"
+    assert (found["ours"]["less_memory"], found["ours"]["against"]) == ("20x", "stock, computed")
+    assert found["ours"]["speed_up"] == ""
+
+
+def test_a_yardstick_loosens_what_is_allowed_but_has_to_be_an_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = times(2.02, "yardstick", PEER), times(2.5, "yardstick", PEER)
+    assert outcome(monkeypatch, problem(near, times(2.025, "ours", OURS))).failures == []
+    assert len(outcome(monkeypatch, problem(near, times(2.04, "ours", OURS))).failures) == 1
+    found = outcome(monkeypatch, problem(far, times(2.025, "ours", OURS)))
+    assert by_variant(found)["yardstick"]["ms"] == ""
+
+
+@pytest.mark.parametrize(
+    "broken", [lambda y: y[:-1], lambda y: y * float("nan"), lambda y: y * float("inf")], ids=["shape", "nan", "inf"]
+)
+def test_shapes_and_what_is_no_number_fail(broken: Callable[[Any], Any]) -> None:
+    made = problem()
+    made.judge.prepare(made.sets[0])
+    variant = Variant(name="ours", side=OURS, runs={FORWARD: lambda inputs: [broken(2 * inputs.leaves["x"])]})
+    assert made.judge.verdict(variant, FORWARD, made.sets[0]).right is False
+    empty = Variant(name="ours", side=OURS, runs={FORWARD: lambda inputs: []})
+    assert made.judge.verdict(empty, FORWARD, made.sets[0]).text == "FAILS: it gives 0 results, expected at least 1"
+
+
+# --- goals ----------------------------------------------------------------------------------------------------------------
+
+
+def measured(name: str, side: str, ms: float | None, peak: int | None, note: str = "") -> runner.Measured:
+    found = runner.Measured(Variant(name=name, side=side), Verdict(True, "green"))
+    found.ms, found.peaks = {} if ms is None else {BOTH: ms}, {BOTH: peak}
+    found.notes = {BOTH: note} if note else {}
+    return found
+
+
+def missed(goal: Goal, ours: runner.Measured, stock: runner.Measured, factor: float | None = None) -> str:
+    made = SimpleNamespace(shape={"S": 8}, computed={"stock": 1000})
+    return runner._missed(BENCHMARKS["mla"], goal, factor, [stock, ours], made)  # type: ignore[arg-type]
+
+
+def test_a_speed_up_below_the_goal_is_missed() -> None:
+    goal = Goal(work=BOTH, variant="ours", over="stock", times=4.0)
+    stock = measured("stock", PEER, 16.0, None)
+    assert missed(goal, measured("ours", OURS, 4.0, None), stock) == ""
+    line = missed(goal, measured("ours", OURS, 5.0, None), stock)
+    assert line == "GOAL MISSED: mla, S=8, forward+backward: ours 3.20x as fast as stock, expected 4x"
+    assert missed(goal, measured("ours", OURS, 5.0, None), stock, factor=3.0) == ""
+    failed = dataclasses.replace(measured("ours", OURS, None, None), verdict=Verdict(False, "FAILS"))
+    assert missed(goal, failed, stock) == ""  # which fails the run by itself
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "words"),
+    [
+        (2000, 100, None),
+        (2000, 101, "ours 19.80x less memory than stock, expected 20x"),
+        (None, 50, None),
+        (None, 51, "ours 19.61x less memory than stock, expected 20x"),
+        (None, None, "ours has no peak_bytes (out of memory)"),
+    ],
+)
+def test_memory_above_the_goal_is_missed(theirs: int | None, ours: int | None, words: str | None) -> None:
+    goal = Goal(work=BOTH, variant="ours", over="stock", times=20.0, of="peak_bytes")
+    found = [
+        measured(name, side, None, peak, "" if peak else runner.OUT_OF_MEMORY)
+        for name, side, peak in (("stock", PEER, theirs), ("ours", OURS, ours))
+    ]
+    line = missed(goal, found[1], found[0])
+    assert (line == "") is (words is None)
+    assert line.endswith(str(words or ""))
+
+
+def test_goals_are_of_the_patches_at_full_size() -> None:
+    (mla,) = runner.problems(BENCHMARKS["mla"], Options(**QUICK, shape=BENCHMARKS["mla"].shapes[TINY]))
+    ((goal,), memory) = mla.goals, BENCHMARKS["dsa_indexer_memory"]
+    assert (goal.work, goal.times, goal.of, goal.over) == (BOTH, 4.0, "ms", mla.stock)
+    pieces = list(runner.problems(memory, Options(**QUICK, shape=memory.shapes[TINY])))
+    assert len(pieces) == 5
+    assert {(goal.times, goal.of) for piece in pieces for goal in piece.goals} == {(20.0, "peak_bytes")}
+
+
+def test_a_memory_goal_on_the_cpu_is_refused() -> None:
+    one = BENCHMARKS["dsa_indexer_memory"]
+    chosen = Options(**QUICK, shape=one.shapes[TINY])
+    with pytest.raises(BenchmarkError, match="which is measured with --device cuda"):
+        runner.run(one, chosen, goal=5.0, goals=False, say=lambda line: None)
+
+
+# --- peers that need another machine ----------------------------------------------------------------------------------------
+
+
+def test_a_layers_weights_in_the_order_of_mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module with mamba-ssm's layout, made of the reference, computes what our M layer does."""
+
+    class Theirs(torch.nn.Module):
+        def __init__(self, width: int, **options: Any) -> None:
+            super().__init__()
+            self.given = options
+            state, head, rank, groups = (options[name] for name in ("d_state", "headdim", "mimo_rank", "ngroups"))
+            self.heads = options["expand"] * width // head
+            self.parts = [self.heads * head] * 2 + [state * rank * groups] * 2 + [self.heads] * 3 + [state // 4]
+            self.in_proj = torch.nn.Linear(width, sum(self.parts), bias=False)
+            self.out_proj = torch.nn.Linear(self.heads * head, width, bias=False)
+            shapes: dict[str, tuple[int, ...]] = {"dt_bias": (self.heads,), "D": (self.heads,)}
+            shapes |= dict.fromkeys(("B_bias", "C_bias"), (self.heads, rank, state))
+            shapes |= dict.fromkeys(("mimo_x", "mimo_z", "mimo_o"), (self.heads, rank, head))
+            for name, shape in shapes.items():
+                self.register_parameter(name, torch.nn.Parameter(torch.empty(shape)))
+            self.B_norm, self.C_norm = torch.nn.RMSNorm(state), torch.nn.RMSNorm(state)
+
+        def forward(self, u_BSD: torch.Tensor) -> torch.Tensor:
+            z, x, b, c, dt, decay, trap, angles = self.in_proj(u_BSD).split(self.parts, dim=-1)
+            heads, ranks = (self.heads, -1), (self.given["mimo_rank"], self.given["ngroups"], -1)
+            y = mixed(
+                x.unflatten(-1, heads), z.unflatten(-1, heads), b.unflatten(-1, ranks), c.unflatten(-1, ranks),
+                dt, decay, trap, angles, dt_bias=self.dt_bias, b_bias=self.B_bias, c_bias=self.C_bias,
+                b_norm_weight=self.B_norm.weight, c_norm_weight=self.C_norm.weight, D=self.D,
+                mimo_x=self.mimo_x, mimo_z=self.mimo_z, mimo_o=self.mimo_o,
+                chunk_size=self.given["chunk_size"], A_floor=self.given.get("A_floor", 1e-4), eps=1e-5,
+            )  # fmt: skip
+            out: torch.Tensor = self.out_proj(y.flatten(2))
+            return out
+
+    from megacpp_mcore.bench.cases import mamba3 as op
+
+    mixed: Any = mamba3
+
+    for module in (layers, op):
+        monkeypatch.setattr(module, "mamba_ssm_lacking", lambda device: "")
+        monkeypatch.setattr(module, "mamba3_module", lambda: SimpleNamespace(Mamba3=partial(_typed, Theirs)))
+    for name in ("layer_m", "mamba3"):
+        rows = by_variant(run(name))
+        theirs = rows["mamba-ssm MIMO"]
+        assert (theirs["note"], theirs["parity"], theirs["ms"] != "") == ("", "green", True)
+        assert next(row for row in rows.values() if row["side"] == OURS)["speed_up"] != ""
+
+
+def _typed(kind: Any, width: int, **options: Any) -> Any:
+    made = kind(width, **{name: value for name, value in options.items() if name not in ("device", "dtype")})
+    return made
+
+
+def test_layers_of_a_width_that_no_model_has_are_refused() -> None:
+    one = BENCHMARKS["layer_m"]
+    chosen = Options(**QUICK, shape={**one.shapes[TINY], "hidden": 100})
+    with pytest.raises(BenchmarkError, match=r"hidden is 100; expected the width of a model: 3584 \(nam56r\)"):
+        runner.run(one, chosen, goal=None, goals=False, say=lambda line: None)
+
+
+def test_a_benchmark_that_cannot_be_built_leaves_the_others_in_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(benchmark: Any, options: Options, **how: Any) -> runner.Outcome:
+        if benchmark.name == "mla":
+            raise RuntimeError("no room")
+        return real(benchmark, options, **how)
+
+    real = runner.run
+    monkeypatch.setattr(runner, "run", stopped)
+    monkeypatch.setattr(measure, "one_process", lambda device: contextlib.nullcontext())
+    words = ["--device", "cpu", "--size", "tiny", "--sets", "1", "--warmup", "0", "--repeats", "1"]
+    assert cli.main(["bench", "run", "mla", "m2rnn", *words, "--output", str(tmp_path / "rows.csv")]) == 1
+    assert "mla: it could not be run: RuntimeError: no room" in capsys.readouterr().out
+    assert "m2rnn,op,B=2 S=24" in (tmp_path / "rows.csv").read_text()

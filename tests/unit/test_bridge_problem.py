@@ -1,0 +1,319 @@
+"""What nemo_recipes decides without Megatron-Bridge: problems of an installation; processes, stages, policy of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megacpp_mcore import config, policy
+from megacpp_mcore.errors import LaunchError, ModelError
+from megacpp_mcore.model import Layout
+from megacpp_mcore.nemo_recipes import bridge, run
+from megacpp_mcore.recipes import RECIPES, Recipe
+
+TINY, EIGHT = "nam56r_tiny_pretrain_1cpu_fp32", "nam56r_pretrain_8gpu_h200_bf16"
+
+GOOD = {"megatron-bridge": "0.6.2", "megatron-core": "0.19.2", "nvidia-resiliency-ext": "0.7.0"}
+MODULES = ("megatron.energon", "modelopt", "omegaconf", "hydra")
+
+type Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Pretends that these versions are installed beside :data:`GOOD` (None: not installed), and all modules but these."""
+
+    def pretend(versions: dict[str, str | None] | None = None, *, without: tuple[str, ...] = ()) -> None:
+        there = {**GOOD, **(versions or {})}
+        monkeypatch.setattr(bridge, "_version", there.get)
+        monkeypatch.setattr(bridge, "_found", lambda module: module in MODULES and module not in without)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        {},
+        {"megatron-core": "0.19.0rc3"},
+        {"megatron-core": "0.20.0.dev20261001"},
+        {"megatron-core": "0.19.2+cu130"},
+        {"megatron-core": "1.0"},
+        {"megatron-bridge": "0.6.2+abc123"},
+        {"nemo-toolkit": "3.0.0"},
+        {"nemo-toolkit": "3.0.0rc1"},
+        {"nvidia-resiliency-ext": "0.6.0.dev1"},
+        {"nvidia-resiliency-ext": "0.6"},
+        {"nvidia-resiliency-ext": "1"},
+    ],
+)
+def test_what_works_is_no_problem(install: Install, versions: dict[str, str | None]) -> None:
+    install(versions)
+    assert bridge.problem() is None
+    bridge.check()
+
+
+PROBLEMS = [
+    ({"megatron-bridge": None}, "Megatron-Bridge is not installed"),
+    ({"megatron-bridge": None, "megatron-core": "0.13.1"}, "Megatron-Bridge is not installed"),
+    ({"megatron-core": None}, "megatron-core is not installed, expected 0.19 or later"),
+    ({"megatron-core": "0.13.1"}, "megatron-core is 0.13.1, expected 0.19 or later"),
+    ({"megatron-core": "0.18.9rc1"}, "megatron-core is 0.18.9rc1, expected"),
+    ({"megatron-core": "0"}, "megatron-core is 0, expected"),
+    ({"megatron-core": "from a checkout"}, "megatron-core is from a checkout, expected"),
+    ({"megatron-bridge": "0.6.1"}, "megatron-bridge is 0.6.1, expected 0.6.2"),
+    ({"megatron-bridge": "0.6.2rc1"}, "megatron-bridge is 0.6.2rc1, expected 0.6.2"),
+    ({"megatron-bridge": "0.6.20"}, "megatron-bridge is 0.6.20, expected 0.6.2"),
+    (
+        {"nemo-toolkit": "2.7.0"},
+        "nemo-toolkit is 2.7.0, whose nemo.collections.llm imports a module that megatron-core",
+    ),
+    ({"nemo-toolkit": "2.8.0rc0"}, "megatron-core is 0.19.2; pip does not object"),
+    ({"nemo-toolkit": "unknown"}, "nemo-toolkit is unknown"),
+    ({"nvidia-resiliency-ext": None}, "nvidia-resiliency-ext is not installed, expected 0.6 or later"),
+    ({"nvidia-resiliency-ext": "0.4.1"}, "nvidia-resiliency-ext is 0.4.1, expected 0.6 or later"),
+    ({"nvidia-resiliency-ext": "0.5.1.dev7"}, "nvidia-resiliency-ext is 0.5.1.dev7"),
+    ({"nvidia-resiliency-ext": "main"}, "nvidia-resiliency-ext is main"),
+]
+
+
+@pytest.mark.parametrize(("versions", "says"), PROBLEMS)
+def test_each_problem_is_said_and_what_to_do(install: Install, versions: dict[str, str | None], says: str) -> None:
+    install(versions)
+    found = bridge.problem()
+    assert found is not None
+    assert says in found
+    assert bridge.INSTALLATION in found or "an environment of its own" in found
+    with pytest.raises(LaunchError) as refused:
+        bridge.check()
+    assert str(refused.value) == found
+
+
+@pytest.mark.parametrize("without", [*((name,) for name in MODULES), MODULES])
+def test_what_bridge_imports_and_is_not_there_is_named(install: Install, without: tuple[str, ...]) -> None:
+    install(without=without)
+    assert bridge.problem() == (
+        f"Megatron-Bridge needs {', '.join(without)}, not installed here; {bridge.INSTALLATION}"
+    )
+
+
+def test_the_installation_itself_is_asked() -> None:
+    """Without anything made up: of what is installed here and what is not."""
+    assert bridge._version("pytest") == pytest.__version__
+    assert bridge._version("no-such-package-as-this") is None
+    assert bridge._found("packaging.version")
+    assert not bridge._found("packaging.no_such_module")
+    assert not bridge._found("no_such_package.module")
+
+
+def overridden(**sizes: object) -> list[str]:
+    return [f"model.{name}={value}" for name, value in sizes.items()]
+
+
+def test_a_layout_is_the_recipes_with_what_the_overrides_say() -> None:
+    eight = RECIPES[EIGHT]
+    assert run.layout_of(eight, []) == Layout(expert=8)
+    assert run.layout_of(eight, ["train.train_iters=4"]) == Layout(expert=8)
+    words = overridden(tensor_model_parallel_size=2, sequence_parallel="true", expert_model_parallel_size=4)
+    assert run.layout_of(eight, words) == Layout(tensor=2, expert=4, sequence_parallel=True)
+    words = overridden(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=3)
+    assert run.layout_of(eight, words) == Layout(pipeline=2, virtual=3, expert=8)
+    # What Bridge refuses, or reads as no value, changes nothing here.
+    words = overridden(expert_model_parallel_size="two", virtual_pipeline_model_parallel_size="null")
+    assert run.layout_of(eight, words) == Layout(expert=8)
+    with pytest.raises(ModelError, match="raise pipeline, or drop virtual"):
+        run.layout_of(eight, overridden(virtual_pipeline_model_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "fitting", "needed"),
+    [
+        (Layout(), (1, 2, 3, 8), 1),
+        (Layout(expert=2), (2, 4, 6), 2),
+        (Layout(pipeline=2), (2, 4), 2),
+        (Layout(pipeline=2, expert=2), (4, 8), 4),
+        (Layout(tensor=2, sequence_parallel=True, expert=2), (2, 4), 2),
+        (Layout(tensor=2, sequence_parallel=True, pipeline=2, expert=4), (8, 16), 8),
+    ],
+)
+def test_processes_follow_the_layout_and_replicas_are_welcome(
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, fitting: tuple[int, ...], needed: int
+) -> None:
+    chosen = RECIPES[TINY]
+    for started in range(1, 17):
+        monkeypatch.setenv("WORLD_SIZE", str(started))
+        if started % needed == 0:
+            run.check_processes(chosen, layout)
+            continue
+        assert started not in fitting
+        with pytest.raises(
+            LaunchError, match=rf"is for {needed} processes, and {started} w.*--nproc-per-node {needed} "
+        ):
+            run.check_processes(chosen, layout)
+
+
+def test_a_recipe_as_it_is_needs_its_own_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    eight = RECIPES[EIGHT]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(LaunchError, match=f"recipe {EIGHT} is for 8 processes, and 4 were started"):
+        run.check_processes(eight, eight.layout)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(LaunchError, match=f"recipe {EIGHT} needs 4 GPUs on this host, and torch sees 2"):
+        run.check_processes(eight, Layout(expert=4))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    run.check_processes(eight, Layout(expert=4))
+
+
+def test_stages_are_looked_at_unless_an_override_draws_them(tmp_path: Path) -> None:
+    tiny, stages = RECIPES[TINY], Layout(pipeline=2)
+    with pytest.raises(ModelError, match="-FF"):
+        run.check_stages(tiny, stages, [], None)
+    run.check_stages(tiny, stages, ["model.pipeline_model_parallel_layout=Et*9|t*3mL"], None)
+    file = tmp_path / "settings.yaml"
+    file.write_text("model: nam56r_tiny\noverrides: {dsa: {schedule: -FF}}\n")
+    run.check_stages(tiny, stages, [], config.load(file))
+    for overrides in ([], ["model.pipeline_model_parallel_layout=Et*9|t*3mL"]):
+        with pytest.raises(ModelError, match="experts"):
+            run.check_stages(tiny, Layout(expert=3), overrides, None)
+
+
+def test_replicas_share_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = SimpleNamespace(global_batch_size=8, micro_batch_size=2)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    run.check_batches(SimpleNamespace(train=train), Layout(pipeline=2))
+    with pytest.raises(
+        LaunchError, match=r"global batch of 8 is not a multiple of the micro-batch \(2\) × 8 data-parallel"
+    ):
+        run.check_batches(SimpleNamespace(train=train), Layout(expert=8))
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr("megacpp_mcore.launcher.say", lines.append)
+    return lines
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "runs", "says"),
+    [
+        ({"has_moe": False}, True, "compile warm-up: explicit, before step 1: layers 3 (norm): 1.5 s"),
+        ({"has_moe": True}, False, "compile warm-up: skipped (regional-moe): regional compile beside experts"),
+        ({"has_moe": True, "precompile": True}, True, "static regions precompiled: layers 3 (norm): 1.5 s"),
+        ({"has_moe": False, "device": "cpu"}, False, "compile warm-up: skipped (not-cuda): the device is cpu"),
+    ],
+)
+def test_the_warm_up_is_what_the_policy_says(
+    monkeypatch: pytest.MonkeyPatch,
+    said: list[str],
+    asked: dict[str, Any],
+    runs: bool,
+    says: str,
+    sequence_parallel: bool,
+) -> None:
+    """With the shapes that the layers will see."""
+    from megacpp_mcore import regional  # brings Megatron
+
+    settings: dict[str, Any] = {"mode": "regional", "device": "cuda", "fsdp": False} | asked
+    chosen = policy.compile_policy(**settings)
+    calls = []
+
+    def warm_up(models: Any, *, rows: int, batch: int, packed: bool) -> regional.WarmUp:
+        calls.append((models, rows, batch, packed))
+        return regional.WarmUp(seconds=1.5, layers=(3,), regions=("norm",))
+
+    monkeypatch.setattr(regional, "warm_up", warm_up)
+    model = SimpleNamespace(seq_length=64, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    models = [object()]
+    run._warm_up(models, SimpleNamespace(model=model, train=SimpleNamespace(micro_batch_size=3)), chosen)
+    assert calls == ([(models, 32 if sequence_parallel else 64, 3, False)] if runs else [])
+    assert len(said) == 1
+    assert says in said[0]
+
+
+def described(chosen: Recipe, **changes: Any) -> Any:
+    """What :func:`run.policy_run` reads of Bridge's configuration, as the recipe has it but for ``changes`` of the model."""
+    model = {
+        "tensor_model_parallel_size": chosen.layout.tensor,
+        "pipeline_model_parallel_size": chosen.layout.pipeline,
+        "expert_model_parallel_size": chosen.layout.expert,
+        "context_parallel_size": 1,
+        "sequence_parallel": False,
+        "transformer_impl": "transformer_engine",
+        "moe_token_dispatcher_type": "alltoall",
+        "te_precision_config_file": chosen.training.plan.file,
+        "overlap_moe_expert_parallel_comm": False,
+        "moe_shared_expert_overlap": False,
+        "tp_comm_overlap": False,
+        "cuda_graph_impl": "none",
+        "cuda_graph_modules": "full",
+        "recompute_granularity": None,
+        "recompute_modules": None,
+        **{"bf16": False, "fp16": False, "fp8": None},
+    }
+    ddp = {
+        "use_distributed_optimizer": False,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": False,
+        "bucket_size": None,
+        "num_buckets": None,
+        "grad_reduce_in_fp32": True,
+        "nccl_ub": False,
+    }
+    return SimpleNamespace(
+        model=SimpleNamespace(**model | changes),
+        ddp=SimpleNamespace(**ddp),
+        optimizer=SimpleNamespace(use_distributed_optimizer=True),
+        dist=SimpleNamespace(use_megatron_fsdp=False, use_torch_fsdp2=False),
+        env_vars={"NCCL_DEBUG": "INFO", "NCCL_P2P_DISABLE": 1},
+        mixed_precision=SimpleNamespace(bf16=True, fp16=False, fp8="e4m3", grad_reduce_in_fp32=False),
+    )
+
+
+@pytest.fixture
+def _no_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration that is no word stays what it is, without Bridge to be asked."""
+    monkeypatch.setattr(run, "_mixed_precision", lambda config: config.mixed_precision)
+
+
+@pytest.mark.usefixtures("_no_bridge")
+def test_the_policy_reads_bridges_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    eight = RECIPES[EIGHT]
+    found = run.policy_run(eight, described(eight, moe_shared_expert_overlap=True))
+    assert (found.device, found.world_size, found.expert, found.replicas) == ("cuda", 8, 8, 8)
+    assert (found.precision, found.fp8, found.grad_bytes) == ("bf16", "e4m3", 2)
+    assert (found.distributed_optimizer, found.overlap_grad_reduce, found.overlap_shared_expert) == (True, True, True)
+    assert (found.cuda_graph_impl, found.cuda_graph_scope) == ("none", ())
+    assert found.parameters == sum(eight.model.parameters().values())
+    graphs = described(eight, cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn", "mlp"])
+    assert run.policy_run(eight, graphs).cuda_graph_scope == ("attn", "mlp")
+    assert run.policy_run(eight, described(eight, cuda_graph_impl="local")).cuda_graph_scope == ("full",)
+
+
+@pytest.mark.usefixtures("_no_bridge")
+def test_each_value_of_the_policy_has_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    eight = RECIPES[EIGHT]
+    overrides = ["model.recompute_granularity=full"]
+    found = run.launch_policy(
+        eight, described(eight, recompute_granularity="full"), overrides, None, {"NCCL_DEBUG": "WARN"}
+    )
+    sources = {name: found.value(name).source for name in ("recompute", "precision", "CUDA graphs", "NCCL_P2P_DISABLE")}
+    assert sources == {
+        "recompute": policy.USER,
+        "precision": policy.RECIPE,
+        "CUDA graphs": policy.DEFAULT,
+        "NCCL_P2P_DISABLE": policy.RECIPE,
+    }
+    assert (found.value("NCCL_DEBUG").value, found.value("NCCL_DEBUG").source) == ("WARN", policy.USER)
+    assert "the recipe asks for INFO, the environment has WARN" in found.value("NCCL_DEBUG").warning
+    assert found.environment()["NCCL_P2P_DISABLE"] == "1"
+    assert "NCCL_DEBUG" not in found.environment()
+    assert [one.name for one in found.overlaps if one.possible] == ["gradient reduce"]

@@ -1,0 +1,189 @@
+"""Comparing receipts: what is refused, what may be declared, and what a claim says."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.model import preset
+from megacpp_mcore.observe import receipt_schema
+from megacpp_mcore.observe.compare import KEYS, SEVEN, Comparison, compare
+from megacpp_mcore.observe.report_command import REFUSED
+from tests.unit.test_receipts import report
+
+
+def receipt(**changes: Any) -> dict[str, Any]:
+    """A valid receipt of a dense model with all that the checklist asks for; ``changes`` by path, ``__`` for a dot."""
+    values: dict[str, Any] = {
+        "schema": 1, "status": "finished", "written_at": "", "ranks.found": [0], "notes": [], "disqualifiers": [],
+        "unjudged": [], "environment": {}, "pattern": "AEMR", "model.layers": "AEMR",
+        "model.definition": dataclasses.asdict(preset("nam56r_tiny")), "moe_enabled": False, "batch.sequence_length": 256,
+        "batch.documents": "together", "compile.mode": "off", "compile_warmup": "skipped", "compile.reason": "not-cuda",
+        "compile.precompile": False, "device": "NVIDIA H200", "parallelism.sequence_parallel": False, "data.kind": "real",
+        "data.checksum": "1" * 64, "data.fill_in_the_middle": False, "tokenizer.kind": "NullTokenizer",
+        "tokenizer.checksum": "2" * 64, "tokenizer.vocab_size": 384, "cache.state": "warm", "batch.micro_batch_size": 1,
+        "batch.global_batch_size": 8, "batch.accumulation": 8, "batch.rampup": False, "batch.effective_tokens": 2048,
+        "indexer.top_k": 32, "precision.model_dtype": "bf16", "precision.kernel_fp8": "none", "precision.dispatch": "none",
+        "precision.checkpoint_owner": "megatron", "precision.fp8_layers": [], "optimizer": {"name": "adam"},
+        "ddp.grad_reduce_dtype": ["float32"], "step_time.n": 50, "throughput.tokens_per_s": 1000.0,
+        "throughput.tokens_per_s_per_device": 1000.0, "memory.allocated_peak_bytes": 1000, "backends": [], "parts": [],
+    }  # fmt: skip
+    names = ["world_size", "hosts", "tensor", "pipeline", "virtual", "expert", "context", "data"]
+    values |= {f"parallelism.{name}": 1 for name in names}
+    values |= {name.replace("__", "."): value for name, value in changes.items()}
+    found = receipt_schema.nest(values, {"routing": "the model has no experts"}, "a test")
+    receipt_schema.validate(found)
+    return found
+
+
+def test_a_claim_of_a_dense_model() -> None:
+    faster = receipt(throughput__tokens_per_s=1310.0, memory__allocated_peak_bytes=840)
+    found = compare(receipt(), faster)
+    assert found.claim == "1.31x tokens/s, 0.84x peak allocated memory"
+    assert found.refusals == ()
+    assert [line.key for line in found.lines] == list(KEYS)
+    assert SEVEN == (
+        "pattern", "routed_experts", "sequence_length", "compile_policy", "topology", "real_data", "cache_state",
+    )  # fmt: skip
+
+
+def test_what_differs_on_no_line_is_named_beside_the_claim() -> None:
+    backend = {
+        "op": "mamba3", "layer": 3, "requested": "auto", "observed": "kernel", "speed": "kernel", "slower_than_best": False,
+        "reason": "",
+    }  # fmt: skip
+    found = compare(
+        receipt(backends=[backend | {"observed": "reference"}]), receipt(backends=[backend], recompute="none")
+    )
+    assert found.claim is not None
+    assert found.differences == (
+        "backends: mamba3 reference in A, mamba3 kernel in B",
+        "recompute: not known in A, none in B",
+    )
+
+
+def test_another_model_of_the_same_letters_is_another_pattern() -> None:
+    other = receipt()
+    other["model"]["definition"] = copy.deepcopy(other["model"]["definition"])
+    other["model"]["definition"]["hidden_size"] = 256
+    found = compare(receipt(), other)
+    assert found.refusals == (
+        "same pattern? pattern: A has definition hidden_size 128, B has definition hidden_size 256",
+    )
+    other["model"]["definition"] |= {"hidden_size": 128, "name": "renamed"}
+    assert compare(receipt(), other).claim is not None
+
+
+def test_what_is_not_known_is_not_the_same() -> None:
+    other = receipt(cache__state=None)
+    refused = compare(receipt(), other).refusals
+    assert refused == ("same cache state? cache_state: not known (B does not know cache.state: a test)",)
+
+
+def test_refused_for_few_steps_no_speed_and_no_end() -> None:
+    other = receipt(step_time__n=29, throughput__tokens_per_s=None, status="running")
+    assert compare(receipt(), other).refusals == (
+        "B has not finished: its status is running",
+        "B has 29 measured steps; expected 30 or more",
+        "B has no tokens/s: a test",
+    )
+
+
+MOCK = {"name": "mock data", "evidence": "the run trains on Megatron's mock data"}
+
+
+def test_a_disqualifier_refuses_unless_both_carry_it_and_it_is_declared() -> None:
+    one, other = receipt(disqualifiers=[MOCK]), receipt(disqualifiers=[MOCK])
+    refused = compare(one, other)
+    assert refused.refusals[0] == "A is disqualified by mock data: the run trains on Megatron's mock data"
+    assert compare(one, other, declared=["mock data"]).claim == (
+        "1.00x tokens/s, 1.00x peak allocated memory, both with mock data"
+    )
+    with pytest.raises(DataError, match="not both receipts carry it"):
+        compare(one, receipt(), declared=["mock data"])
+    unjudged = receipt(unjudged=[{"name": "fall-back", "reason": "backends is not known"}])
+    assert compare(receipt(), unjudged).refusals == ("B could not be judged for fall-back: backends is not known",)
+
+
+@pytest.mark.parametrize(
+    ("varies", "declared", "said"),
+    [
+        (["speed"], [], "--varies 'speed' is not known; expected one of pattern"),
+        (["pattern", "top_k"], [], "a claim has one declared difference at most"),
+        (["precision"], [], "--varies precision: nothing varies"),
+        ([], ["luck"], "--declare 'luck' is not known"),
+    ],
+)
+def test_wrong_words_are_the_user_s_error(varies: list[str], declared: list[str], said: str) -> None:
+    with pytest.raises(DataError) as raised:
+        compare(receipt(), receipt(), varies, declared)
+    assert said in str(raised.value)
+
+
+def eight(**changes: Any) -> dict[str, Any]:
+    more = {"batch__global_batch_size": 64, "batch__effective_tokens": 8 * 2048, "throughput__tokens_per_s": 7840.0}
+    per_device = {"throughput__tokens_per_s_per_device": 980.0}
+    return receipt(parallelism__world_size=8, parallelism__data=8, **more, **per_device, **changes)
+
+
+def test_a_declared_topology_is_compared_a_replica_and_a_device() -> None:
+    found = compare(receipt(), eight(), ["topology"])
+    assert found.claim == "0.98x tokens/s a device, 1.00x peak allocated memory, varying topology"
+    strong = eight(batch__accumulation=1)
+    assert (
+        "batch_geometry: A has accumulation 8, B has accumulation 1"
+        in compare(receipt(), strong, ["topology"]).refusals[0]
+    )
+
+
+def test_one_declared_difference_does_not_cover_another() -> None:
+    other = receipt(precision__kernel_fp8="experts", batch__sequence_length=512)
+    found = compare(receipt(), other, ["precision"])
+    assert found.claim is None
+    assert found.refusals == (
+        "same sequence length? sequence_length: A has sequence_length 256, B has sequence_length 512",
+    )
+
+
+def test_balance_may_differ_a_little() -> None:
+    experts: dict[str, Any] = {
+        "moe_enabled": True, "routing__experts": 4, "routing__settings": {}, "routing__top_k": 2,
+        "routing__expert_input": "jagged", "routing__forced_balance": False,
+    }  # fmt: skip
+
+    def told(peak: float) -> Comparison:
+        return compare(receipt(**experts, routing__max_over_mean=1.5), receipt(**experts, routing__max_over_mean=peak))
+
+    assert told(1.6).claim is not None
+    assert "balance: A has max_over_mean 1.5, B has max_over_mean 1.8" in told(1.8).refusals[0]
+
+
+def test_the_command_s_status_and_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, found in (
+        ("a", receipt()),
+        ("b", receipt(precision__kernel_fp8="experts", throughput__tokens_per_s=1310.0)),
+    ):
+        (tmp_path / name).write_text(json.dumps(found))
+    files = [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert report("compare", *files) == REFUSED
+    said = capsys.readouterr().out
+    assert "≠ precision: A has kernel_fp8 none, B has kernel_fp8 experts" in said
+    assert "no claim:" in said
+    assert report("compare", *files, "--varies", "precision") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "claim: 1.31x tokens/s, 1.00x peak allocated memory, varying precision"
+    )
+    assert report("compare", *files, "--varies", "precision", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["varies"], printed["tokens_per_s_ratio"]) == ("precision", 1.31)
+    (tmp_path / "b").write_text("{}")
+    with pytest.raises(DataError, match="schema is None; expected 1"):
+        report("compare", *files)
+    with pytest.raises(DataError, match="expected a receipt"):
+        report("show", str(tmp_path / "missing"))

@@ -1,0 +1,260 @@
+"""Peaks, MFU and HFU, the record of a receipt, and what people read."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from fractions import Fraction
+from functools import reduce
+from operator import add
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.config import Recompute
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.model import PRESETS, preset
+from megacpp_mcore.observe import flops, flops_command
+from megacpp_mcore.observe.flops import Families, Work
+from megacpp_mcore.observe.flops_recompute import Recomputation, recomputed
+from megacpp_mcore.observe.flops_report import by_precision, page, record, table, utilisation
+from megacpp_mcore.observe.peaks import DEVICES, PRECISIONS, peak
+from megacpp_mcore.precision import FP8_EXPERTS, PLANS
+
+ROOT = Path(__file__).parents[2]
+H200 = "NVIDIA H200"
+MODEL = preset("nam56r_quarter")
+STEP = flops.step(MODEL, 8)
+TOTAL = STEP.total.training
+FULL = recomputed(MODEL, STEP, Recomputation(granularity="full", method="uniform", num_layers=1))
+
+
+# --- peaks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_peaks_are_dense(device: str) -> None:
+    """Half of what the datasheets give with sparsity; fp32 has none."""
+    rates = [peak(device, precision).flops_per_s for precision in PRECISIONS]
+    assert rates == [3958e12 / 2, 1979e12 / 2, 989e12 / 2, 67e12]
+    assert peak(device, "bf16").reason is None
+    assert peak(H200, "fp8").name == "H200 SXM, fp8 dense"
+
+
+@pytest.mark.parametrize(
+    "device", ["NVIDIA H200 NVL", "NVIDIA H100 PCIe", "NVIDIA H200 MIG 1g.18gb", "nvidia h200", "cpu", ""]
+)
+def test_an_unknown_device_has_a_reason_and_no_peak(device: str) -> None:
+    found = peak(device, "bf16")
+    assert found.flops_per_s is None
+    assert found.reason is not None
+    assert f"no datasheet peak is known of {device!r}" in found.reason
+    assert "'NVIDIA H200'" in found.reason
+
+
+def test_an_unknown_precision_is_an_error() -> None:
+    with pytest.raises(ModelError, match="precision is 'fp4'; expected one of fp8, bf16, tf32, fp32"):
+        peak(H200, "fp4")
+
+
+# --- by precision ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "tf32", "name"),
+    [("bf16", False, "bf16"), ("bf16", True, "bf16"), ("fp32", False, "fp32"), ("fp32", True, "tf32")],
+)
+def test_one_precision(plan: str, tf32: bool, name: str) -> None:
+    assert by_precision(MODEL, STEP, PLANS[plan], tf32=tf32) == {name: STEP.families}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_fp8_experts_are_split_off_and_nothing_is_lost(name: str) -> None:
+    """Of nam52 the last layer is an E layer, whose experts stay in BF16."""
+    model = preset(name)
+    step = flops.step(model)
+    found = by_precision(model, step, PLANS[FP8_EXPERTS])
+    assert list(found) == ["fp8", "bf16"]
+    assert reduce(add, found.values()) == step.families
+    moved = model.layers[:-1].count("E")
+    assert found["fp8"] == Families(routed_experts=_times(step.layers[1].routed_experts, moved))
+    assert found["bf16"].routed_experts == _times(step.layers[1].routed_experts, model.layers.count("E") - moved)
+
+
+def _times(work: Work, count: int) -> Work:
+    return Work(count * work.forward, count * work.backward)
+
+
+# --- utilisation -------------------------------------------------------------------------------------------------------
+
+
+def test_mfu_of_one_precision_is_the_usual_ratio() -> None:
+    used = utilisation(MODEL, STEP, step_time_s=2.0, device=H200, plan=PLANS["bf16"], devices=4)
+    assert used.mfu == pytest.approx(TOTAL / (2.0 * 4 * 989.5e12), rel=1e-12)
+    assert used.hfu == used.mfu
+    assert used.tflops_per_device == pytest.approx(TOTAL / 8e12, rel=1e-12)
+    assert used.reason is None
+
+
+def test_model_flops_never_contain_recompute_and_hardware_flops_do() -> None:
+    arguments = {"step_time_s": 2.0, "device": H200, "plan": PLANS["bf16"]}
+    without, used = (utilisation(MODEL, STEP, **arguments, **more) for more in ({}, {"again": FULL}))  # type: ignore[arg-type]
+    assert used.mfu == without.mfu
+    assert used.mfu is not None
+    assert used.hfu is not None
+    assert used.hfu / used.mfu == pytest.approx((TOTAL + FULL.total.forward) / TOTAL, rel=1e-12)
+    assert 1.15 < used.hfu / used.mfu < 4 / 3  # the heads are not repeated
+
+
+def test_fp8_time_is_held_against_the_fp8_peak() -> None:
+    """A step that takes exactly the floor has MFU 1; against the BF16 peak it would look better than possible."""
+    work = by_precision(MODEL, STEP, PLANS[FP8_EXPERTS])
+    fp8, bf16 = (work[name].total.training for name in ("fp8", "bf16"))
+    floor = fp8 / 1979e12 + bf16 / 989.5e12
+    used = utilisation(MODEL, STEP, step_time_s=floor, device=H200, plan=PLANS[FP8_EXPERTS])
+    assert used.mfu == pytest.approx(1, rel=1e-12)
+    assert used.floor_s == pytest.approx(floor, rel=1e-12)
+    naive = TOTAL / floor / 989.5e12
+    assert naive > 1.03
+    # The same time earns less of the devices' peak in FP8 than in BF16.
+    in_bf16 = utilisation(MODEL, STEP, step_time_s=floor, device=H200, plan=PLANS["bf16"])
+    assert in_bf16.mfu == pytest.approx(naive, rel=1e-12)
+
+
+def test_recomputed_experts_are_fp8_too() -> None:
+    again = recomputed(MODEL, STEP, Recomputation(own=Recompute(experts=True)))
+    used = utilisation(MODEL, STEP, step_time_s=1.0, device=H200, plan=PLANS[FP8_EXPERTS], again=again)
+    more = {name: used.hardware_flops[name] - count for name, count in used.model_flops.items()}
+    assert more == {"fp8": STEP.families.routed_experts.forward, "bf16": 0}
+
+
+def test_an_unknown_device_has_no_utilisation() -> None:
+    used = utilisation(MODEL, STEP, step_time_s=1.0, device="NVIDIA X1", plan=PLANS["bf16"])
+    assert (used.mfu, used.hfu, used.floor_s) == (None, None, None)
+    assert "'NVIDIA X1'" in (used.reason or "")
+    assert used.tflops_per_device == pytest.approx(TOTAL / 1e12)
+
+
+@pytest.mark.parametrize(("time", "devices"), [(0.0, 1), (-1.0, 1), (math.nan, 1), (math.inf, 1), (1.0, 0)])
+def test_a_step_without_time_or_devices_is_refused(time: float, devices: int) -> None:
+    with pytest.raises(ModelError, match="expected a positive, finite time and at least one device"):
+        utilisation(MODEL, STEP, step_time_s=time, device=H200, plan=PLANS["bf16"], devices=devices)
+
+
+# --- the record --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_record_adds_up_and_survives_json(recompute: bool) -> None:
+    again = {"again": FULL} if recompute else {}
+    used = utilisation(MODEL, STEP, step_time_s=1.5, device=H200, plan=PLANS[FP8_EXPERTS], devices=2, **again)
+    found = record(STEP, used=used, **again)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    families = found["families"]
+    assert set(families) == {field.name for field in dataclasses.fields(Families)}
+    assert sum(part["forward"] + part["backward"] for part in families.values()) == found["model_flops"] == TOTAL
+    assert sum(part["recomputed"] for part in families.values()) == found["recomputed_flops"]
+    assert found["hardware_flops"] - found["model_flops"] == found["recomputed_flops"]
+    assert (found["recomputed_flops"] > 0) == recompute
+    assert sum(part["share"] for part in families.values()) == pytest.approx(1)
+    assert families["embedding"] == {"forward": 0, "backward": 0, "recomputed": 0, "share": 0}
+    assert found["tokens"] == 8 * 4096
+    assert [part["forward"] for part in found["mtp_depths"]] == [part.total.forward for part in STEP.mtp]
+    precisions = found["utilisation"]["precisions"]
+    assert {name: part["peak"] for name, part in precisions.items()} == {
+        "fp8": "H200 SXM, fp8 dense", "bf16": "H200 SXM, bf16 dense"
+    }  # fmt: skip
+    assert sum(part["model_flops"] for part in precisions.values()) == found["model_flops"]
+    assert sum(part["hardware_flops"] for part in precisions.values()) == found["hardware_flops"]
+    floor = sum(part["model_flops"] / part["peak_flops_per_s"] for part in precisions.values()) / 2
+    assert found["utilisation"]["mfu"] == pytest.approx(floor / 1.5)
+    assert found["utilisation"]["missing"] is None
+
+
+def test_a_record_without_a_peak_says_why() -> None:
+    used = utilisation(MODEL, STEP, step_time_s=1.0, device="NVIDIA X1", plan=PLANS["bf16"])
+    found = record(STEP, used=used)["utilisation"]
+    assert (found["mfu"], found["hfu"], found["floor_s"]) == (None, None, None)
+    assert "no datasheet peak is known of 'NVIDIA X1'" in found["missing"]
+    assert "utilisation" not in record(STEP)
+
+
+# --- for people --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_lists_what_there_is() -> None:
+    lines = table(STEP, FULL).splitlines()[1:]
+    rows = {line[:24].strip(): [float(word.rstrip("%")) for word in line[24:].split()] for line in lines}
+    assert list(rows)[-3:] == ["mtp depth 1", "mtp depth 2", "total"]
+    assert rows["embedding"] == [0, 0, 0, 0]
+    assert "dense ffn" not in rows  # of the MTP block alone
+    *parts, total = rows.values()
+    for column, sum_ in enumerate(total[:3]):
+        assert sum(row[column] for row in parts) == pytest.approx(sum_, abs=0.1)
+    assert sum(row[3] for row in parts) == pytest.approx(100, abs=1)
+    assert total[0] == pytest.approx(STEP.total.forward / STEP.tokens / 1e6, abs=0.01)
+    assert total[2] == pytest.approx(FULL.total.forward / STEP.tokens / 1e6, abs=0.01)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("host", ["gpt", "hybrid"])
+def test_the_page_puts_stocks_figure_beside_ours_with_reasons_that_add_up(name: str, host: str) -> None:
+    text = page(preset(name), host=host)
+    head, *reasons = text[text.index("Megatron's own count") :].splitlines()
+    assert f"on the {host} host" in head
+    theirs = float(head.split(" host: ")[1].split()[0]) * 1e3
+    ours = flops.step(preset(name)).training_per_token / 1e6
+    assert ours + sum(float(line.split()[0]) for line in reasons) == pytest.approx(theirs, abs=0.6)
+    sizes = [abs(float(line.split()[0])) for line in reasons]
+    assert sizes == sorted(sizes, reverse=True)
+    assert f"model FLOPs (MFU): {ours / 1e3:.3f} GFLOP a token of training, nothing recomputed" in text
+
+
+def test_the_page_tells_model_from_hardware_flops() -> None:
+    how = Recomputation(granularity="selective", modules=("core_attn",), own=Recompute(m=True))
+    text = page(MODEL, how, seq_length=1024)
+    assert text.startswith("nam56r_quarter, one sequence of 1024 tokens, recompute: selective core_attn; ours m\n")
+    step = flops.step(MODEL, seq_length=1024)
+    again = recomputed(MODEL, step, how).total.forward
+    assert f"hardware FLOPs (HFU): {(step.total.training + again) / 1024 / 1e9:.3f}, recompute included" in text
+    assert Fraction(again, 1) > 0
+
+
+# --- the command -------------------------------------------------------------------------------------------------------
+
+
+def command(*words: str) -> str:
+    parser = argparse.ArgumentParser()
+    flops_command.add_arguments(parser)
+    return flops_command.printed(MODEL, parser.parse_args(words))
+
+
+def test_the_command_prints_the_page() -> None:
+    assert command() == page(MODEL)
+    how = Recomputation(granularity="full", method="block", num_layers=2)
+    words = ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "2"]
+    assert command(*words, "--host", "hybrid", "--seq-length", "512") == page(MODEL, how, seq_length=512, host="hybrid")
+    selective = Recomputation(granularity="selective", modules=("core_attn",), own=Recompute(m=True, experts=True))
+    assert command("--recompute-granularity", "selective", "--recompute", "m", "experts") == page(MODEL, selective)
+
+
+def test_the_command_prints_the_record() -> None:
+    how = Recomputation(own=Recompute(a=True))
+    step = flops.step(MODEL)
+    assert json.loads(command("--json", "--recompute", "a")) == record(step, recomputed(MODEL, step, how))
+
+
+def test_the_command_refuses_what_no_run_can_have() -> None:
+    with pytest.raises(ModelError, match="asks for a, and recompute modules core_attn"):
+        command("--recompute-granularity", "selective", "--recompute", "a")
+    with pytest.raises(ModelError, match="seq_length is 0"):
+        command("--seq-length", "0")
+
+
+def test_none_of_it_imports_torch() -> None:
+    code = "import sys; from megacpp_mcore.observe import flops_command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

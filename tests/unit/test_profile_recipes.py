@@ -1,0 +1,82 @@
+"""What is asked of a profiler: the window's words, and the command lines for Nsight Systems and Nsight Compute."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.observe import profile_recipes
+from megacpp_mcore.observe.profile import Profiler, parse_steps
+
+COMMAND = ["--device", "cuda", "--", "pretrain_gpt.py", "--lr", "1e-3", "--data-path", "a b"]
+
+
+def test_a_window_is_its_first_and_last_step() -> None:
+    assert parse_steps("10-14") == (10, 14)
+    assert parse_steps(" 3-3 ") == (3, 3)
+
+
+@pytest.mark.parametrize("text", ["", "10", "14-10", "0-4", "a-b", "1-2-3", "-1-4"])
+def test_another_window_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="expected the first and the last, such as 10-14"):
+        parse_steps(text)
+
+
+def test_another_profiler_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="the profiler is 'perf'; expected torch or external"):
+        Profiler(tmp_path, 0, 1, 2, tool="perf")
+
+
+def lines(text: str) -> list[list[str]]:
+    """The commands of a text, as a shell would split them."""
+    return [shlex.split(line) for line in text.replace("\\\n", " ").splitlines()]
+
+
+def test_nsys_waits_for_the_window() -> None:
+    folder, command, stats = lines(
+        profile_recipes.recipe("nsys", COMMAND, run="my run", first=10, last=14, gpu_metrics=True)
+    )
+    assert folder == ["mkdir", "-p", "my run/profile/10-14"]
+    launch = command.index("megacpp-mcore")
+    assert command[:2] == ["nsys", "profile"]
+    assert {"--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--gpu-metrics-devices=all"} <= set(
+        command[:launch]
+    )
+    assert "--output=my run/profile/10-14/nsys" in command[:launch]
+    window = ["--observe", "my run", "--profile", "10-14", "--profile-tool", "external"]
+    assert command[launch:] == ["megacpp-mcore", "launch", *window, *COMMAND]
+    assert stats[-1] == "my run/profile/10-14/nsys.nsys-rep"
+
+
+def test_ncu_reads_the_counters_of_some_kernels_of_a_family() -> None:
+    text = profile_recipes.recipe("ncu", COMMAND, run="run", first=3, last=3, family="E")
+    command = lines(text)[1]
+    assert command[0] == "ncu"
+    assert {"--profile-from-start=off", "--nvtx", "--nvtx-include=regex:megacpp::E.*/"} <= set(command)
+    (metrics,) = [word for word in command if word.startswith("--metrics=")]
+    assert "sm__pipe_tensor_cycles_active" in metrics
+    assert "sm__cycles_active" in metrics
+    assert command[-len(COMMAND) :] == COMMAND
+    assert "--nvtx-include" not in profile_recipes.recipe("ncu", COMMAND, run="run", first=3, last=3)
+
+
+def test_what_the_recipe_says_itself_is_refused() -> None:
+    with pytest.raises(LaunchError, match="--profile is among the words of the launch"):
+        profile_recipes.recipe("nsys", ["--profile", "1-2", *COMMAND], run="run", first=1, last=2)
+    with pytest.raises(LaunchError, match="the tool is 'vtune'; expected nsys or ncu"):
+        profile_recipes.recipe("vtune", COMMAND, run="run", first=1, last=2)
+    behind = [*COMMAND, "--profile"]  # Megatron's own
+    assert "--profile-step" not in profile_recipes.recipe("nsys", behind, run="run", first=1, last=2)
+
+
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    profile_recipes.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["profile", "emit", "--tool", "nsys", "--steps", "5-6", "--observe", "run"])
+    args.stock_command = ["--lr", "1"]
+    assert profile_recipes.run(args) == 0
+    assert capsys.readouterr().out == profile_recipes.recipe("nsys", ["--", "--lr", "1"], run="run", first=5, last=6)

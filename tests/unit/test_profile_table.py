@@ -1,0 +1,415 @@
+"""The tables of a profile, from records made by hand: where time belongs, what was hidden, and what was waited for."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megacpp_mcore.observe import profile_text
+from megacpp_mcore.observe.profile_attribution import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Place, attribute
+from megacpp_mcore.observe.profile_events import NODE, Collective, Kernel, Op, Trace, read
+from megacpp_mcore.observe.profile_intervals import Cover
+from megacpp_mcore.observe.profile_sparse import Padding, sparse_work
+from megacpp_mcore.observe.profile_table import collective, is_communication, table
+from megacpp_mcore.observe.routing import Load
+
+MAIN, ENGINE = 11, 12
+"""Two threads of the host."""
+
+_intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
+
+
+@given(_intervals, _intervals)
+def test_a_cover_counts_every_instant_once(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
+    left, right = ({at for start, end in each for at in range(start, end)} for each in (one, other))
+    cover = Cover(one)
+    assert cover.total == len(left)
+    assert cover.common(Cover(other)) == len(left & right)
+    assert [cover.holds(at) for at in range(42)] == [at in left for at in range(42)]
+    for start, end in other:
+        assert cover.within(start, end) == len(left & set(range(start, end)))
+
+
+# --- where an event belongs ---------------------------------------------------------------------------------------------
+
+
+class Host:
+    """Writes events of a host thread as nested calls, a nanosecond each between begin, calls, and end."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.ops: list[Op] = []
+        self._now = start
+        self._correlations: Iterator[int] = itertools.count(1)
+
+    def run(self, name: str, *inner: Any, thread: int = MAIN, sequence: int = -1, made_by: int = 0, **more: Any) -> Any:
+        """An event to be written by :meth:`write`, with what is called in it."""
+        return (
+            name,
+            inner,
+            {"thread": thread, "torch_thread": thread - 10, "sequence": sequence}
+            | more
+            | ({"node_thread": made_by - 10} if made_by else {}),
+        )
+
+    def write(self, *events: Any) -> list[int]:
+        """Write events one after the other; returns the correlations of all of them, in the order they begin."""
+        found = []
+        for name, inner, values in events:
+            self._now += 1
+            start, correlation, place = self._now, next(self._correlations), len(self.ops)
+            values = {"correlation": correlation} | values
+            self.ops.append(Op(start, start, name, **values))
+            found.append(values["correlation"])
+            found += self.write(*inner)
+            self._now += 1
+            self.ops[place] = self.ops[place]._replace(end_ns=self._now)
+        return found
+
+
+def places(host: Host) -> dict[str, Place]:
+    """The place of every operator, by its name."""
+    found = attribute(Trace(ops=list(reversed(host.ops))))
+    return {op.name: found.operators[op.correlation] for op in host.ops if op.correlation in found.operators}
+
+
+def test_a_node_belongs_where_it_was_made_and_the_sum_of_gradients_to_the_node_before() -> None:
+    host = Host()
+    run = host.run
+    host.write(
+        run(
+            "megacpp::step/1",
+            run("megacpp::A/1", run("a", sequence=7), run("a view", sequence=8)),
+            run("megacpp::E/2", run("e outer", run("e inner", sequence=9), sequence=8)),
+            run("loss", sequence=10),
+            run(NODE + "Loss", run("l back"), sequence=10, made_by=MAIN),
+            run(NODE + "E inner", run("e1 back"), sequence=9, made_by=MAIN),
+            run(NODE + "E outer", run("e0 back"), sequence=8, made_by=MAIN),
+            run(NODE + "torch::autograd::AccumulateGrad", run("e grad")),
+            run(NODE + "A", run("a back"), sequence=7, made_by=MAIN),
+            run(NODE + "torch::autograd::AccumulateGrad", run("megacpp::gradients", run("reduce")), run("a grad")),
+            run("megacpp::optimizer", run("update")),
+        )
+    )
+    found = places(host)
+    assert found["a"] == found["a view"] == ("A/1", FORWARD)
+    assert found["e outer"] == found["e inner"] == ("E/2", FORWARD)
+    assert found["loss"].label is None
+    assert found["l back"] == (None, BACKWARD)
+    assert found["e1 back"] == found["e0 back"] == found["e grad"] == ("E/2", BACKWARD)
+    assert found["a back"] == found["a grad"] == ("A/1", BACKWARD)
+    assert found["reduce"] == ("gradients", BACKWARD)
+    assert found["update"] == ("optimizer", OPTIMIZER)
+
+
+def test_numbers_are_those_of_the_thread_that_made_the_node() -> None:
+    host = Host()
+    run = host.run
+    host.write(
+        run("megacpp::step/1", run("megacpp::M/1", run("m", sequence=3))),
+    )
+    host.write(run("megacpp::A/9", run("a", sequence=3, thread=ENGINE), thread=ENGINE))
+    host.write(
+        run("megacpp::step/2"),
+        run(NODE + "M", run("m back", thread=ENGINE), sequence=3, made_by=MAIN, thread=ENGINE),
+        run(NODE + "A", run("a back", thread=ENGINE), sequence=3, made_by=ENGINE, thread=ENGINE),
+    )
+    ops = [op._replace(end_ns=100) if op.name == "megacpp::step/2" else op for op in host.ops]
+    host.ops = ops
+    found = places(host)
+    assert found["m back"].label == "M/1"
+    assert found["a back"].label == "A/9"
+    assert "a" not in found  # it lies between the steps
+
+
+def test_what_is_computed_again_is_known_and_belongs_where_it_was() -> None:
+    host = Host()
+    run = host.run
+    whole = run(  # Megatron's own recompute of a whole layer enters the layer again
+        NODE + "CheckpointFunctionBackward",
+        run("restore"),
+        run("megacpp::M/1", run("again", run("again inner"), sequence=7)),
+        run(NODE + "Again", run("again back"), sequence=7, made_by=MAIN),
+        sequence=1,
+        made_by=MAIN,
+    )
+    part = run(  # ours computes a part of a layer again, inside of it
+        NODE + "CheckpointFunctionBackward",
+        run("part again", run("part again inner"), sequence=6),
+        run(NODE + "Part", run("part back"), run("part no graph"), sequence=6, made_by=MAIN),
+        run(NODE + "torch::autograd::AccumulateGrad", run("part grad")),
+        sequence=2,
+        made_by=MAIN,
+    )
+    host.write(
+        run(
+            "megacpp::step/1",
+            run("megacpp::block", run("CheckpointFunction", run("megacpp::M/1", run("first")), sequence=1)),
+            run("megacpp::R/2", run("CheckpointFunction", run("part first"), sequence=2)),
+            part,
+            run(NODE + "torch::autograd::AccumulateGrad", run("after part")),
+            whole,
+        )
+    )
+    found = places(host)
+    assert found["first"] == ("M/1", FORWARD)
+    assert found["again"] == found["again inner"] == ("M/1", RECOMPUTE)
+    assert found["again back"] == ("M/1", BACKWARD)
+    assert found["restore"] == ("block", BACKWARD)
+    assert found["part first"] == ("R/2", FORWARD)
+    assert found["part again"] == found["part again inner"] == ("R/2", RECOMPUTE)
+    for name in ("part back", "part no graph", "part grad", "after part"):
+        assert found[name] == ("R/2", BACKWARD), name
+
+
+def test_self_time_leaves_out_what_an_operator_calls() -> None:
+    host = Host()
+    run = host.run
+    host.write(
+        run("between"),
+        run("megacpp::step/1", run("megacpp::A/1", run("outer", run("inner"), run("megacpp::M/2", run("deep"))))),
+    )
+    found = table(Trace(ops=host.ops))
+    by_name = {name: ns for row in found.families.values() for name, (ns, _) in row.by_name.items()}
+    assert by_name == {"outer": 7 - 1 - 3, "inner": 1, "deep": 1}
+    assert found.total_ns == sum(by_name.values())
+    assert found.window_ns == 11
+    assert found.host_bound_share is None
+
+
+# --- kernels ------------------------------------------------------------------------------------------------------------
+
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def device_trace(
+    kernels: Sequence[tuple[int, int, str, int, str]], steps: Sequence[tuple[int, int]] = ((0, 100),)
+) -> Trace:
+    """A trace of kernels ``(start, end, name, stream, label)``, each launched in a range of that label."""
+    trace = Trace()
+    for number, (start, end) in enumerate(steps, start=1):
+        trace.ops.append(Op(start, end, f"megacpp::step/{number}", correlation=900 + number))
+    at = steps[0][0] + 1
+    for number, (start, end, name, stream, label) in enumerate(kernels, start=1):
+        if label:
+            trace.ops.append(Op(at, at + 3, f"megacpp::{label}", correlation=1000 + number))
+        trace.ops.append(Op(at + 1, at + 2, "op", correlation=number))
+        trace.kernels.append(Kernel(start, end, name, 0, stream, number, 5000 + number))
+        at += 4
+    return trace
+
+
+def test_communication_is_hidden_only_where_another_stream_computes() -> None:
+    found = table(
+        device_trace(
+            [
+                (10, 30, "gemm", 7, "M/1"),
+                (40, 50, "gemm", 7, "A/2"),
+                (20, 45, ALL_REDUCE, 9, "gradients"),  # hidden in 20–30 and 40–45
+                (60, 70, SEND, 9, "pipeline"),  # exposed
+                (65, 75, SEND, 10, "pipeline"),  # exposed, half of it at the time of the one before
+            ]
+        )
+    )
+    gradients = found.families["gradients"].ns
+    assert (gradients["communication_hidden"], gradients["communication_exposed"]) == (15, 10)
+    pipeline = found.families["pipeline"].ns
+    assert (pipeline["communication_hidden"], pipeline["communication_exposed"]) == (0, 20)
+    assert (found.communication_ns, found.hidden_ns) == (25 + 15, 15)
+    assert vars(found.collectives["AllReduce"]) == {"calls": 1, "ns": 25, "exposed_ns": 10}
+    assert vars(found.collectives["SendRecv"]) == {"calls": 2, "ns": 20, "exposed_ns": 20}
+    assert dict(found.streams) == {7: [30, 0], 9: [0, 35], 10: [0, 10]}
+    assert found.families["gradients"].kernels == 1
+
+
+def test_the_device_waits_where_no_kernel_runs_and_simultaneous_ones_count_once() -> None:
+    found = table(device_trace([(10, 40, "a", 7, "A/1"), (20, 50, "b", 8, "M/2"), (90, 120, "c", 7, "R/3")]))
+    assert found.window_ns == 120  # to the end of the last kernel
+    assert found.busy_ns == 40 + 30
+    assert found.host_bound_share == pytest.approx(50 / 120)
+    assert found.total_ns == 90  # a family's kernels are its own, whoever runs beside them
+    assert found.attributed_share == 1
+
+
+def test_what_belongs_nowhere_is_said_and_what_lies_between_steps_is_left_out() -> None:
+    trace = device_trace([(10, 20, "a", 7, "A/1"), (20, 25, "lost", 7, "")], steps=((0, 50), (80, 100)))
+    trace.kernels.append(Kernel(30, 40, "of no operator", 0, 7, 0, 7000))
+    trace.kernels.append(Kernel(60, 70, "evaluation", 0, 7, 0, 7001))
+    found = table(trace)
+    assert found.families["unattributed"].total_ns == 15
+    assert found.total_ns == 25
+    assert found.attributed_share == pytest.approx(10 / 25)
+    assert found.dominant == "A"
+    assert found.steps == 2
+    assert found.window_ns == 70
+
+
+def test_a_kernel_belongs_where_it_was_launched_when_that_is_more_than_its_operator_says() -> None:
+    """A checkpoint is an operator with ranges inside; Transformer Engine's GEMMs in them are no operators of torch."""
+    trace = Trace(
+        ops=[
+            Op(0, 100, "megacpp::step/1", correlation=1),
+            Op(5, 90, "megacpp::block", correlation=2),
+            Op(6, 80, "CheckpointFunction", correlation=3, sequence=1),
+            Op(10, 40, "megacpp::M/4", correlation=4),
+            Op(20, 21, "cudaLaunchKernel", correlation=77, launch=True),
+        ],
+        kernels=[Kernel(30, 60, "gemm", 0, 7, 3, 77), Kernel(60, 70, "copy", 0, 7, 3, 78)],
+    )
+    found = table(trace)
+    assert found.layers["M/4"].ns["forward"] == 30
+    assert found.layers["block"].ns["forward"] == 10  # its launch is not known, its operator is
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [
+        (ALL_REDUCE, "AllReduce"),
+        (SEND, "SendRecv"),
+        ("ncclKernel_ReduceScatter_RING_LL_Sum_float(ncclWorkElem)", "ReduceScatter"),
+        ("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "Broadcast"),
+        ("ncclSymkDevKernel_AllGather_LL(ncclSymkDevWorkArgs)", "AllGather"),
+        ("ncclDevKernel_Generic_AllReduce(x)", "AllReduce"),
+        ("Memcpy PtoP (Device -> Device)", "Memcpy PtoP (Device -> Device)"),
+    ],
+)
+def test_a_collective_has_its_name(kernel: str, name: str) -> None:
+    assert is_communication(kernel)
+    assert collective(kernel) == name
+
+
+def test_computation_is_no_communication() -> None:
+    for kernel in ("sm90_xmma_gemm_bf16", "Memcpy DtoD (Device -> Device)", "Memset (Device)", "reduce_kernel"):
+        assert not is_communication(kernel)
+
+
+def test_collectives_of_the_host_are_hidden_where_operators_run() -> None:
+    trace = Trace(
+        ops=[
+            Op(0, 100, "megacpp::step/1"),
+            Op(10, 40, "aten::mm", correlation=1),
+            Op(50, 60, "c10d::allreduce_", correlation=2),
+        ],
+        collectives=[Collective(30, 55, "all_reduce"), Collective(200, 300, "all_reduce")],
+    )
+    found = table(trace)
+    assert (found.communication_ns, found.hidden_ns) == (25, 10)
+    assert vars(found.collectives["all_reduce"]) == {"calls": 1, "ns": 25, "exposed_ns": 15}
+
+
+def test_the_page_says_what_was_found() -> None:
+    found = table(
+        device_trace([(10, 40, "gemm", 7, "M/1"), (40, 60, ALL_REDUCE, 9, "gradients"), (60, 70, "x", 7, "")])
+    )
+    record = found.record() | {
+        "steps": [10, 10],
+        "rank": 3,
+        "device": "H200",
+        "phase": "steady",
+        "phase_why": "nothing was compiled",
+        "sparse_work": {"why": "no routers"},
+        "tensor_pipes": "not measured: no counters",
+    }
+    lines = profile_text.page(record).splitlines()
+    assert lines[0] == "profile of steps 10 to 10, rank 3, H200: steady (nothing was compiled)"
+    assert lines[1] == "dominant: M, 50.0%; 83.3% of the time belongs to a family"
+    assert "step: 0.000 ms; host-bound share: 40.0% (the device had nothing to do)" in lines
+    assert "  AllReduce: 1.0 calls, 0.000 ms, 0.000 ms exposed" in lines
+    assert "sparse work: not measured: no routers" in lines
+    assert any(line.startswith("unattributed: ") for line in lines)
+
+
+def test_an_empty_window_has_a_page() -> None:
+    record = table(Trace()).record() | {
+        "steps": [1, 1],
+        "rank": 0,
+        "device": "H200",
+        "phase": "steady",
+        "phase_why": "-",
+    }
+    page = profile_text.page(record | {"sparse_work": {"why": "-"}, "tensor_pipes": "-"})
+    assert "nothing was recorded" in page
+    assert record["dominant"] is None
+    assert record["attributed_share"] is None
+
+
+def test_nothing_of_it_needs_torch() -> None:
+    modules = [
+        f"megacpp_mcore.observe.profile{suffix}" for suffix in ("", "_events", "_table", "_text", "_sparse", "_recipes")
+    ]
+    program = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+class Event:
+    """One of the profiler's events: its methods return what was given."""
+
+    def __init__(self, name: str, **values: Any) -> None:
+        from torch.autograd import DeviceType
+
+        given = {
+            "name": name, "start_ns": 5, "duration_ns": 10, "device_type": DeviceType.CPU, "device_index": 0,
+            "device_resource_id": 42, "start_thread_id": 1, "end_thread_id": values.get("start_thread_id", 1),
+            "sequence_nr": -1, "fwd_thread_id": 0, "scope": 0, "correlation_id": 0, "linked_correlation_id": 0,
+            "is_user_annotation": False, "is_async": False,
+        } | values  # fmt: skip
+        for method, value in given.items():
+            setattr(self, method, lambda value=value: value)
+
+
+def test_events_of_the_profiler_become_records() -> None:
+    from torch.autograd import DeviceType
+
+    on_device = {"device_type": DeviceType.CUDA, "device_resource_id": 7}
+    trace = read(
+        [
+            Event("aten::mm", correlation_id=3, sequence_nr=9),
+            Event("MmBackward0", sequence_nr=9, fwd_thread_id=1, scope=1),
+            Event("cudaLaunchKernel", correlation_id=70, linked_correlation_id=3),
+            Event("cudaStreamIsCapturing", correlation_id=71),
+            Event("cudaGraphInstantiateWithFlags", correlation_id=72),
+            Event("gemm", correlation_id=70, linked_correlation_id=3, **on_device),
+            Event("megacpp::A/1", is_user_annotation=True, **on_device),
+            Event("gloo:all_reduce", is_async=True, end_thread_id=8),
+            Event("unknown", is_async=True),
+        ]
+    )
+    assert trace.kernels == [Kernel(5, 15, "gemm", 0, 7, 3, 70)]
+    assert [op.name for op in trace.ops] == ["aten::mm", "MmBackward0", "cudaLaunchKernel"]
+    assert [(op.sequence, op.forward, op.launch) for op in trace.ops] == [
+        (9, True, False),
+        (9, False, False),
+        (-1, True, True),
+    ]
+    assert trace.collectives == [Collective(5, 15, "all_reduce")]
+    assert trace.graphs == 1
+
+
+# --- sparse work --------------------------------------------------------------------------------------------------------
+
+
+def test_pad_rows_and_experts_without_tokens_are_counted_out() -> None:
+    before = {"2": Load((10, 10, 0, 0), 20)}
+    after = {"2": Load((40, 26, 0, 14), 84), "4": Load((16, 16, 16, 16), 64)}
+    plain = sparse_work(before, after, Padding(), micro_batches=2)
+    assert plain["layers"]["2"] == {"tokens": 60, "rows": 60, "dormant_share": 0.25}
+    assert plain["utilisation"] == 1
+    assert plain["dormant_share"] == pytest.approx(0.125)
+    assert plain["dropped_share"] == pytest.approx(4 / 128)
+    padded = sparse_work(before, after, Padding(capacity_factor=1.5), micro_batches=2)
+    assert padded["rows"] == 2 * (4 * 12 * 2)  # ceil(32 / 4 * 1.5) rows of each of 4 experts, 2 layers, 2 micro-batches
+    assert padded["utilisation"] == pytest.approx(124 / 192)
+    quantized = sparse_work(before, after, Padding(quantized=True), micro_batches=2)
+    assert quantized["rows"] is None
+    assert quantized["utilisation"] is None
+
+
+def test_without_routers_there_is_no_sparse_work() -> None:
+    assert "why" in sparse_work({}, {}, Padding(), micro_batches=1)

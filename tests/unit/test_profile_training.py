@@ -1,0 +1,272 @@
+"""A real tiny run is profiled: where its time belongs, under recompute, too, and that training does not notice.
+
+Run as a program this file is the run, on a GPU as well (tests/gpu/test_profile.py): ``RUN OPTIONS -- WORDS``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacpp_mcore.observe.steps import compare, read_steps
+
+ROOT = Path(__file__).parents[2]
+STEPS = 4
+
+
+def words(*extra: str, iterations: int = STEPS, **training: Any) -> list[str]:
+    """The stock words of a run of nam56r_tiny on mock data, on a CPU unless ``training`` says otherwise."""
+    from megacpp_mcore.lowering import Training, lower
+    from megacpp_mcore.model import Layout, preset
+    from megacpp_mcore.recipe_command import tokenizer_words
+
+    values: dict[str, Any] = {"device": "cpu", "precision": "fp32", "transformer_impl": "local", "global_batch_size": 2}
+    values |= {"data": ("--mock-data",), "tokenizer": tokenizer_words(preset("nam56r_tiny"))}
+    return list(
+        lower(preset("nam56r_tiny"), Layout(), Training(**(values | training), train_iters=iterations, extra=extra))
+    )
+
+
+def train(folder: Path, run_words: list[str], *, settings: str | None = None, **options: Any) -> str:
+    """Run this file as a program in ``folder`` and return what it printed; ``options`` are those of :func:`_main`."""
+    folder.mkdir()
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]))),
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("MEGACPP_CONFIG", None)
+    if settings is not None:
+        (folder / "settings.yaml").write_text(settings)
+        environment["MEGACPP_CONFIG"] = str(folder / "settings.yaml")
+    command = [sys.executable, "-W", "ignore", __file__, str(folder), json.dumps({"window": "2-3"} | options)]
+    done = subprocess.run(
+        [*command, "--", *run_words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def table(folder: Path, window: str = "2-3") -> dict[str, Any]:
+    """The table of the run in ``folder``."""
+    found: dict[str, Any] = json.loads((folder / "profile" / window / "table.json").read_text())
+    return found
+
+
+# --- the program --------------------------------------------------------------------------------------------------------
+
+
+def _main(
+    run: str,
+    *stock_words: str,
+    window: str | None,
+    device: str = "cpu",
+    slow: str | None = None,
+    trace: bool = False,
+    tool: str = "torch",
+) -> int:
+    """Train, the steps ``window`` profiled, layers of the family ``slow`` slowed down.
+
+    What the profiler must not change is noted in ``hooks.json``, and every step's losses in ``recorded.jsonl``.
+    """
+    import contextlib
+
+    from megacpp_mcore import cli
+    from megacpp_mcore.observe import loop
+    from megacpp_mcore.observe.listener import Listener
+    from megacpp_mcore.observe.profile import Profiler, parse_steps
+    from megacpp_mcore.observe.routing import Routing
+
+    class Slow(Listener):
+        """Makes every layer of a family do much more than it has to."""
+
+        def on_model(self, chunks: Any, optimizer: Any) -> None:
+            from megacpp_mcore.observe.profile_ranges import family
+
+            for module in chunks[0].modules():
+                if hasattr(module, "layer_number") and hasattr(module, "self_attention") and family(module) == slow:
+                    _slow_down(module.self_attention if slow != "E" else module.mlp)
+
+    class Hooks(Listener):
+        """Counts the hooks and stand-ins that there are, by step."""
+
+        def __init__(self) -> None:
+            self.found: dict[str, Any] = {}
+
+        def on_model(self, chunks: Any, optimizer: Any) -> None:
+            self._things = (*chunks, optimizer)
+            self.found["start"] = self._count()
+
+        def on_step(self, step: Any) -> None:
+            self.found[str(step.step)] = self._count()
+
+        def on_step_begin(self, number: int) -> None:
+            self.found[f"in {number}"] = self._count()
+
+        def on_end(self, error: Any) -> None:
+            (Path(run) / "hooks.json").write_text(json.dumps(self.found))
+
+        def _count(self) -> list[int]:
+            from megatron.core.pipeline_parallel import schedules
+
+            chunk, optimizer = self._things
+            modules = list(chunk.modules())
+            hooks = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in modules)
+            owned = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups, chunk, optimizer]
+            functions = sum(callable(value) for each in owned for value in vars(each).values())
+            return [hooks, functions, id(schedules.forward_step)]
+
+    routing = Routing(interval=100)
+    listeners: list[Listener] = [routing]
+    if window is not None:
+        listeners.append(Profiler(Path(run), 0, *parse_steps(window), routing=routing, trace=trace, tool=tool))
+    listeners.append(Hooks())
+    if slow:
+        listeners.append(Slow())
+    stock = loop.observing
+
+    @contextlib.contextmanager
+    def observing(clock: Any, others: Any) -> Any:
+        with stock(clock, [*others, *listeners]):
+            yield
+
+    loop.observing = observing  # type: ignore[assignment]
+    record = str(Path(run) / "recorded.jsonl")
+    return cli.main(["launch", "--device", device, "--record-steps", record, "--", *stock_words])
+
+
+def _slow_down(module: Any) -> None:
+    import torch
+
+    stock = module.forward
+
+    def forward(hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        size, times = (8192, 40) if hidden.is_cuda else (640, 6)
+        with torch.no_grad():
+            weight = torch.ones(
+                size, size, dtype=torch.bfloat16 if hidden.is_cuda else torch.float32, device=hidden.device
+            )
+            for _ in range(times):
+                weight @ weight
+        return stock(hidden, *args, **kwargs)
+
+    module.forward = forward
+
+
+# --- the tests ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profile") / "plain"
+    train(folder, words())
+    return folder
+
+
+def test_the_time_of_the_steps_belongs_to_families(plain: Path) -> None:
+    found = table(plain)
+    assert found["attributed_share"] >= 0.95
+    assert (found["steps"], found["phase"], found["device"]) == ([2, 3], "steady", "CPU")
+    families = found["families"]
+    assert {"A", "M", "E", "R", "MTP", "head", "embedding", "norm", "optimizer", "gradients", "data"} <= families.keys()
+    assert {label for label in found["layers"] if label[1:2] == "/"} == {
+        "A/1", "E/2", "M/3", "E/4", "A/5", "E/6", "M/7", "E/8", "A/9", "E/10", "M/11", "R/12"}  # fmt: skip
+    for name in ("A", "M", "E", "R", "MTP", "head", "norm", "embedding"):
+        row = families[name]
+        assert row["forward_ns"] > 0, name
+        assert row["backward_ns"] > 0, name
+        assert row["optimizer_ns"] == row["other_ns"] == 0, name
+    assert families["M"]["recompute_ns"] == families["R"]["recompute_ns"] == 0
+    assert families["optimizer"]["optimizer_ns"] == families["optimizer"]["total_ns"] > 0
+    assert "Optimizer.step#AdamW.step" in {one["name"] for one in families["optimizer"]["top"]}
+    assert sum(row["total_ns"] for row in families.values()) == found["total_ns"] <= found["window_ns"]
+    assert sum(row["total_ns"] for row in found["layers"].values()) == found["total_ns"]
+    assert found["host_bound_share"] is None
+    assert found["tensor_pipes"] == "not measured: no counters"
+
+
+def test_the_head_is_the_head_and_the_loss_of_every_depth(plain: Path) -> None:
+    names = {one["name"]: one["calls"] for one in table(plain)["families"]["head"]["top"]}
+    assert names["_VocabParallelCrossEntropy"] == 8  # two steps of two micro-batches, main loss and one depth
+
+
+def test_the_experts_work_is_told_from_the_routing(plain: Path) -> None:
+    work = table(plain)["sparse_work"]
+    assert len(work["layers"]) == 5
+    assert work["tokens"] == work["rows"] > 0
+    assert work["utilisation"] == 1
+
+
+def test_the_text_has_what_the_table_has(plain: Path) -> None:
+    found, text = table(plain), (plain / "profile" / "2-3" / "table.txt").read_text()
+    assert f"dominant: {found['dominant']}, " in text
+    for label in (*found["families"], *found["layers"]):
+        assert f"\n{label} " in text
+
+
+def test_hooks_are_there_in_the_window_and_gone_after_it(plain: Path) -> None:
+    found = json.loads((plain / "hooks.json").read_text())
+    before = found.pop("start")
+    during = {name: counts for name, counts in found.items() if name in ("in 2", "2", "in 3")}
+    assert all(now > then for counts in during.values() for now, then in zip(counts[:2], before[:2], strict=True))
+    assert all(counts[2] != before[2] for counts in during.values())
+    assert {name: counts for name, counts in found.items() if name not in during} == dict.fromkeys(
+        ("in 1", "1", "3", "in 4", "4"), before
+    )
+
+
+def test_training_is_the_same_bit_for_bit(plain: Path, tmp_path: Path) -> None:
+    train(tmp_path / "none", words(), window=None)
+    compared = compare(read_steps(plain / "recorded.jsonl"), read_steps(tmp_path / "none" / "recorded.jsonl"))
+    assert compared.steps == (1, 2, 3, 4)
+    assert {"lm loss", "mtp_1 loss", "grad norm"} <= set(compared.names)
+    assert compared.equal
+
+
+@pytest.mark.exhaustive
+def test_a_slowed_family_is_dominant_and_what_our_recompute_repeats_is_where_it_was(
+    plain: Path, tmp_path: Path
+) -> None:
+    settings = "model: nam56r_tiny\nrecompute: [a, m, experts, r_convolution, r_recurrence]\n"
+    train(tmp_path / "run", words(), window="1-2", slow="E", settings=settings)
+    found = table(tmp_path / "run", "1-2")
+    assert table(plain)["dominant"] != "E"
+    assert found["dominant"] == "E"
+    assert found["families"]["E"]["top"][0]["name"] == "aten::mm"
+    assert found["attributed_share"] >= 0.95
+    assert (found["phase"], found["phase_why"]) == ("warm-up", "step 1 is the first of this process")
+    for name in ("A", "M", "R", "E"):
+        row = found["families"][name]
+        assert row["recompute_ns"] > 0, name
+        assert row["backward_ns"] > 0, name
+    for name in ("M", "R"):
+        assert found["families"][name]["recompute_ns"] > 0.2 * found["families"][name]["forward_ns"]
+    assert found["families"]["E"]["recompute_ns"] < 0.5 * found["families"]["E"]["forward_ns"]  # what was slowed is not
+
+
+@pytest.mark.exhaustive
+def test_what_megatron_recomputes_is_where_it_was_and_a_trace_can_be_had(tmp_path: Path) -> None:
+    full = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+    train(tmp_path / "run", words(*full), window="2-2", trace=True)
+    found = table(tmp_path / "run", "2-2")
+    assert found["attributed_share"] >= 0.95
+    for name in ("A", "M", "E", "R", "MTP"):
+        row = found["families"][name]
+        assert row["recompute_ns"] > 0.2 * row["forward_ns"], name
+        assert row["backward_ns"] > 0, name
+    assert found["families"]["block"]["share"] < 0.1
+    assert found["families"]["head"]["recompute_ns"] == 0
+    with gzip.open(tmp_path / "run" / "profile" / "2-2" / "trace.json.gz", "rt") as stream:
+        names = {event.get("name") for event in json.load(stream)["traceEvents"]}
+    assert {"megacpp::step/2", "megacpp::A/1", "megacpp::R/12", "megacpp::MTP/1", "megacpp::optimizer"} <= names
+
+
+if __name__ == "__main__":
+    separator = sys.argv.index("--")
+    sys.exit(_main(sys.argv[1], *sys.argv[separator + 1 :], **json.loads(sys.argv[2])))

@@ -1,0 +1,98 @@
+"""Tokens of experts: what is counted, read and merged, and how alike two selections are."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megacpp_mcore.observe import routing
+from megacpp_mcore.observe.routing import Load, merged
+from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
+
+
+def test_an_even_load_and_a_collapsed_one() -> None:
+    even = Load((5, 5, 5, 5), 20)
+    assert (even.entropy, even.max_over_mean, even.dropped) == (pytest.approx(1), 1, 0)
+    one = Load((0, 6, 0), 8)
+    assert (one.entropy, one.max_over_mean, one.dropped) == (0, 3, 2)
+    assert Load((3, 1), 4).entropy == pytest.approx(-(0.75 * math.log2(0.75) + 0.25 * math.log2(0.25)))
+    assert (Load((0, 0), 0).entropy, Load((0, 0), 0).max_over_mean) == (None, None)
+
+
+def test_ranks_are_summed_by_layer() -> None:
+    first, second = {"2": Load((1, 2), 4).record()}, {"2": Load((5, 0), 5).record(), "4": Load((1, 1), 2).record()}
+    assert merged([first, second]) == {"2": Load((6, 2), 9), "4": Load((1, 1), 2)}
+
+
+def count(router: routing._Router, probs_TE: list[list[float]], training: bool = True) -> None:
+    probs = torch.tensor(probs_TE)
+    chosen = torch.ones_like(probs, dtype=torch.bool) if router.padded else probs > 0
+    router.count(SimpleNamespace(training=training, topk=2), (), (probs, chosen))
+
+
+def test_a_pass_that_builds_no_graph_and_one_of_evaluation_are_not_counted() -> None:
+    router = routing._Router("2", padded=False)
+    with torch.no_grad():
+        count(router, [[0.5, 0.5, 0.0]])
+    count(router, [[0.5, 0.5, 0.0]], training=False)
+    assert (router.tokens_E, router.asked) == (None, 0)
+    count(router, [[0.5, 0.5, 0.0], [0.1, 0.0, 0.9]])
+    count(router, [[0.0, 0.5, 0.5]])
+    assert router.tokens_E.tolist() == [2, 2, 2]
+    assert (router.asked, router.dtype) == (6, "float32")
+
+
+def test_slots_that_pad_an_expert_are_no_tokens() -> None:
+    router = routing._Router("2", padded=True)
+    count(router, [[0.5, 0.0, 0.0], [0.0, 0.25, 0.0]])
+    assert router.tokens_E.tolist() == [1, 1, 0]
+    assert router.asked == 4
+
+
+def test_the_overlap_of_two_selections() -> None:
+    one = torch.tensor([[[0, 1, 2], [3, 4, -1]]])
+    assert routing._overlap(one, one, 6) == 1
+    other = torch.tensor([[[2, 3, 4], [4, -1, -1]]])
+    assert routing._overlap(one, other, 6) == pytest.approx(2 / 4)
+
+
+def test_only_rows_with_a_choice_are_sampled() -> None:
+    index_BSN = torch.arange(10).view(1, 10, 1).expand(1, 10, 4)
+    sampled = routing._sample(index_BSN)
+    assert sampled[0, :, 0].tolist() == [4, 5, 6, 7, 8, 9]
+    assert routing._sample(index_BSN[:, :4]) is None
+    assert routing._sample(torch.zeros(2, 4096, 8)).shape == (2, routing.SAMPLED_ROWS, 8)
+
+
+def test_indices_are_sampled_in_a_step_that_is_read_and_once() -> None:
+    listener = routing.Routing(interval=2)
+    cache = IndexCache({})
+    listener._watch(cache)
+    keys = torch.arange(8).view(1, 8, 1)
+    for number in (1, 2):
+        listener.on_step_begin(number)
+        cache.publish(5, Selection(keys))
+        cache.publish(5, Selection(keys + 1))
+        cache.publish(9, Selection(keys.clone()))
+        listener.read()
+        assert listener.record()["index_overlap"] == ({} if number == 1 else {"5-9": 1.0})
+    assert listener.latest == {"index_overlap": 1.0}
+    listener.on_end(None)
+    assert "publish" not in vars(cache)
+
+
+def test_what_is_read_last_is_of_the_steps_since() -> None:
+    listener = routing.Routing()
+    router = routing._Router("2", padded=False)
+    listener._routers.append(router)
+    count(router, [[0.5, 0.5, 0.0, 0.0]] * 4)
+    listener.read()
+    first = dict(listener.latest)
+    count(router, [[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]])
+    listener.read()
+    assert first == {"dropped_share": 0, "routing_entropy": pytest.approx(0.5), "routing_max_over_mean": 2}
+    assert listener.latest == {"dropped_share": 0, "routing_entropy": pytest.approx(1), "routing_max_over_mean": 1}
+    assert listener.record()["layers"]["2"]["tokens_per_expert"] == [5, 5, 1, 1]

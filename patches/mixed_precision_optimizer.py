@@ -19,12 +19,13 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.patches.registry import Edit, Patch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _with_every_parameter_numbered(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,6 +68,12 @@ def _model_parameters(
     return [model_of.get(id(main), main) for main in mains]
 
 
+def _is_fp32(parameter: torch.Tensor) -> bool:
+    import torch  # a patch is named and described without it
+
+    return parameter.dtype == torch.float32
+
+
 def _fp32_first(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of ``DistributedOptimizer._build_optimizer_group_ranges(param_groups, gbuf_ranges)``.
 
@@ -77,7 +84,7 @@ def _fp32_first(original: Callable[..., Any]) -> Callable[..., Any]:
     def _build_optimizer_group_ranges(cls: Any, param_groups: Any, gbuf_ranges: Any) -> Any:
         index_of, group_ranges = original(cls, param_groups, gbuf_ranges)
         for group_index, group_range in enumerate(group_ranges):
-            group_range["params"].sort(key=lambda parameter: parameter.dtype != torch.float32)
+            group_range["params"].sort(key=lambda parameter: not _is_fp32(parameter))
             for order, parameter in enumerate(group_range["params"]):
                 index_of[parameter] = (group_index, order)
         return index_of, group_ranges
@@ -89,9 +96,11 @@ def _without_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of a ``DistributedOptimizer.load_parameter_state_from_…``: without gradients, as upstream's others are."""
 
     @functools.wraps(original)
-    @torch.no_grad()
     def load_parameter_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs)
+        import torch
+
+        with torch.no_grad():
+            return original(self, *args, **kwargs)
 
     return load_parameter_state
 
@@ -108,7 +117,7 @@ def _main_parameters_of_megatron(original: Callable[..., Any]) -> Callable[..., 
         cls: Any, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: Any, config: Any
     ) -> Any:
         if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-            in_fp32 = [each.dtype == torch.float32 for group in opt_group_ranges for each in group["params"]]
+            in_fp32 = [_is_fp32(each) for group in opt_group_ranges for each in group["params"]]
             if any(in_fp32) and not all(in_fp32):
                 raise ModelError(
                     f"of this rank's {len(in_fp32)} parameters in the distributed optimizer {sum(in_fp32)} are in fp32, which "

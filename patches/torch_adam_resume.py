@@ -16,8 +16,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from megacpp_mcore.patches.registry import Edit, Patch
 
 STEP = "step"
@@ -25,6 +23,8 @@ STEP = "step"
 
 def _counts_by_itself(optimizer: Any) -> bool:
     """Whether the inner optimizer of a DistributedOptimizer is PyTorch's Adam, on main parameters that are Megatron's."""
+    import torch  # a patch is named and described without it
+
     return not optimizer.ddp_config.use_megatron_fsdp and type(optimizer.optimizer) in (
         torch.optim.Adam,
         torch.optim.AdamW,
@@ -36,6 +36,8 @@ def _from_the_first_step_on(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def state_dict(self: Any) -> Any:
+        import torch
+
         if _counts_by_itself(self) and not self.optimizer.state:
             for group in self.optimizer.param_groups:
                 for main in group["params"]:

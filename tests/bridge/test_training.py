@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -29,7 +30,9 @@ def recipe_run(python: Path, corpus: str, folder: Path, *overrides: str, process
     words = [*start, "megacpp_mcore.nemo_recipes.run", "--recipe", TINY, f"dataset.data_path={corpus}", *overrides]
     done = run(python, *words, folder=folder, **environment)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return done.stdout + done.stderr
+    recorded = [Path(word.partition("=")[2]) / "observe" for word in overrides if word.startswith("checkpoint.save=")]
+    recorded += [Path(after) for word, after in itertools.pairwise(overrides) if word == "--observe"]
+    return done.stdout + done.stderr + "".join((one / "stock.log").read_text() for one in recorded)
 
 
 def losses(log: str) -> list[dict[str, float]]:

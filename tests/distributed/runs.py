@@ -185,6 +185,7 @@ class Laboratory:
     def _run(self, name: str, folder: Path, saved: Path, words: Sequence[str], processes: int) -> Run:
         recorded = folder / "steps.jsonl"
         command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cpu", "--nproc", str(processes)]
+        command += ["--no-observe"]  # Megatron's own lines are read from the output
         command += ["--record-steps", str(recorded), "--"]
         command += [str(ROOT / "tests" / "distributed" / "double.py")] * self.double + list(words)
         status, output = execute(command, self.config)

@@ -90,8 +90,8 @@ def train(tmp_path: Path) -> Train:
     ) -> Run:
         inherited = filter(None, [os.environ.get("PYTHONPATH")])
         command = [*([str(script)] if script else []), *BASE, *CPU, *arguments]
-        options = f"device='cpu', nproc={nproc}, allowed_spec_prefixes={allow!r}"
-        call = f"import sys; from megacpp_mcore.launcher import launch; sys.exit(launch({command!r}, {options}))"
+        options = f"device='cpu', nproc={nproc}, allowed_spec_prefixes={allow!r}, recording=Recording(off=True)"
+        call = f"import sys; from megacpp_mcore.launcher import Recording, launch; sys.exit(launch({command!r}, {options}))"
         done = subprocess.run(
             [sys.executable, "-c", call],
             env={**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(tmp_path), *inherited))},

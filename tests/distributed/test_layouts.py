@@ -44,7 +44,7 @@ TOLERANCE = 1e-5
 
 OTHERS = [
     # PP 2 × VPP 2 is pipelined, too.
-    pytest.param(name, marks=pytest.mark.exhaustive) if name == "PP 2" else name
+    pytest.param(name, marks=pytest.mark.exhaustive) if name in ("PP 2", "TP 2 with SP") else name
     for name in LAYOUTS
     if name != ONE
 ]
@@ -137,7 +137,14 @@ def test_a_stage_that_would_begin_with_a_shared_layer_is_refused(laboratory: Lab
 
 # Megatron keeps a second optimizer for the experts under EP, and under TP with uncut experts; without the distributed
 # optimizer it loads the state of two into two only. There parameters and buffers alone can move.
-@pytest.mark.parametrize(("name", "optimizer"), [("PP 2 × VPP 2", True), ("EP 2", False), ("TP 2 with SP", False)])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("PP 2 × VPP 2", True),
+        ("EP 2", False),
+        pytest.param("TP 2 with SP", False, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_checkpoint_of_any_layout_loads_in_one_process(laboratory: Laboratory, name: str, optimizer: bool) -> None:
     source = laboratory.compared(name)
     expected = source.tensors(COMPARED)

@@ -232,6 +232,7 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_everything_runs_at_its_tiny_size(tmp_path: Path) -> None:
     done = bench("--all", "--dtype", "bfloat16", "--output", str(tmp_path / "rows.csv"))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -254,6 +255,7 @@ def test_everything_runs_at_its_tiny_size(tmp_path: Path) -> None:
     assert any(found["variant"] == "torch._grouped_mm" and found["parity"] == "green" for found in rows)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("goal", "status"), [("1e9", 1), ("1e-9", 0)])
 def test_a_run_ends_with_what_the_goal_says(tmp_path: Path, goal: str, status: int) -> None:
     rows = tmp_path / "rows.csv"

@@ -97,6 +97,7 @@ def check_self_contained(text: str) -> Reader:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_page_of_a_killed_run_with_a_fall_back(runs: tuple[Path, Path]) -> None:
     killed, _ = runs
     found = check_self_contained(page.html([killed]))
@@ -118,6 +119,7 @@ def test_the_page_of_a_killed_run_with_a_fall_back(runs: tuple[Path, Path]) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_timeline_is_the_goodput(runs: tuple[Path, Path]) -> None:
     """The bands sum, class by class, to what the bar shows; and the rates are of all steps that ran."""
     for run in runs:
@@ -135,6 +137,7 @@ def test_the_timeline_is_the_goodput(runs: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_runs_side_by_side(runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import argparse
 
@@ -158,6 +161,7 @@ def test_two_runs_side_by_side(runs: tuple[Path, Path], tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_receipt_alone(runs: tuple[Path, Path]) -> None:
     found = check_self_contained(page.html([runs[0] / "receipt.json"]))
     assert found.text.count("only the receipt is here") == 3
@@ -182,6 +186,7 @@ BOXES = """Object.fromEntries([...document.querySelectorAll('[data-part]')].map(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_every_part_is_painted(
@@ -246,6 +251,7 @@ def check_colours(chromium: browser.Browser, colours: dict[str, dict[str, int]],
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_runs_fit_on_a_phone(chromium: browser.Browser, runs: tuple[Path, Path], tmp_path: Path) -> None:
     file = tmp_path / "two.html"
     file.write_text(page.html(runs), encoding="utf-8")
@@ -279,6 +285,7 @@ def poisoned(value: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_markup_in_files_is_text(runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = tmp_path / "<b>run & co"
     fresh.mkdir()

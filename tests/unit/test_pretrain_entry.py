@@ -169,6 +169,7 @@ def test_tensor_parallel_run_trains(train: Train) -> None:
     assert losses[-1] < losses[0] - 0.2
 
 
+@pytest.mark.exhaustive
 def test_expert_parallel_run_starts_from_distinct_experts(train: Train, tmp_path: Path) -> None:
     frozen = ["--lr", "0", "--train-iters", "1", "--eval-iters", "0", "--lr-decay-iters", "1"]
     save = ["--ckpt-format", "torch_dist", "--save", str(tmp_path / "out"), "--save-interval", "1"]

@@ -6,6 +6,7 @@ Each door trains the same recipe on the same data in a process of its own, one a
 others are compared with: parameters have to be equal, and the losses of every step within the tolerance. That is measured, too:
 the first door runs twice, and 1.5 times the largest difference of its two runs is what noise explains (never less than 1e-5).
 Tokens/s come from the median of Megatron's own step times after ``--warmup`` steps. ``--precision fp32`` trains without BF16.
+``--deterministic`` trains in Megatron's deterministic mode, which leaves nothing to noise (and attention unfused, so slower).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import re
 import statistics
 import subprocess
@@ -30,10 +32,13 @@ from megacpp_mcore.recipes import Recipe, recipe
 
 DOORS = ("cli", "hybrid", "bridge")
 COLUMNS = (
-    "door", "recipe", "precision", "device", "steps", "warmup_left_out", "parameters", "first_loss", "last_loss",
-    "worst_difference", "tolerance", "median_step_ms", "tokens_per_s", "of_first", "torch", "megatron-core",
+    "door", "recipe", "precision", "deterministic", "device", "steps", "warmup_left_out", "parameters", "first_loss",
+    "last_loss", "worst_difference", "tolerance", "median_step_ms", "tokens_per_s", "of_first", "torch", "megatron-core",
     "transformer-engine", "megatron-bridge", "commit",
 )  # fmt: skip
+
+DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+"""What NCCL, cuBLAS and Transformer Engine have to be told in the environment."""
 
 _STEP = re.compile(r"iteration +\d+/.*?elapsed time per iteration \(ms\): ([\d.]+)")
 _PARAMETERS = re.compile(r"number of parameters on \([a-z_, ]+\) model parallel rank \([0, ]+\): *([\d,]+)")
@@ -59,6 +64,7 @@ def main() -> int:
         train_iters=args.steps,
         data=("--data-path", args.data, "--split", "100,0,0"),
         tokenizer=tokenizer_words(chosen.model, data=args.data),
+        extra=(*chosen.training.extra, *(["--deterministic-mode"] if args.deterministic else [])),
     )
     chosen = dataclasses.replace(chosen, training=training)
     rows: list[dict[str, Any]] = []
@@ -71,7 +77,7 @@ def main() -> int:
     for door, found, worst in zip(args.doors, (first, *others), differences, strict=True):
         rows.append(_row(door, chosen, args, found, worst) | {"tolerance": f"{tolerance:.1e}"})
         rows[-1]["of_first"] = f"{rows[-1]['tokens_per_s'] / rows[0]['tokens_per_s']:.3f}"
-        print("  ".join(f"{name} {rows[-1][name]}" for name in COLUMNS[6:14]), f" <- {door}", flush=True)
+        print("  ".join(f"{name} {rows[-1][name]}" for name in COLUMNS[7:15]), f" <- {door}", flush=True)
     table.append(*rows)
     return int(any(found.parameters != first.parameters for found in others) or max(differences) > tolerance)
 
@@ -84,6 +90,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--doors", nargs="+", choices=DOORS, default=[DOORS[0], *DOORS])
     parser.add_argument("--precision", choices=tuple(PLANS), help="default: the recipe's")
+    parser.add_argument("--deterministic", action="store_true", help="train in Megatron's deterministic mode")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/doors.csv"))
     args = parser.parse_args()
     if not 0 <= args.warmup < args.steps:
@@ -100,8 +107,10 @@ def _train(door: str, number: int, chosen: Recipe, args: argparse.Namespace) -> 
     log, record = (args.output.parent / f"{args.recipe}_{number}_{door}.{kind}" for kind in ("log", "steps"))
     log.parent.mkdir(parents=True, exist_ok=True)
     record.unlink(missing_ok=True)
+    environment = os.environ | (DETERMINISTIC if args.deterministic else {})
+    command = _command(door, chosen, args, record)
     with log.open("w") as sink:
-        done = subprocess.run(_command(door, chosen, args, record), stdout=sink, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(command, env=environment, stdout=sink, stderr=subprocess.STDOUT, check=False)
     text = log.read_text(errors="replace")
     milliseconds, counts = [float(one) for one in _STEP.findall(text)], _PARAMETERS.findall(text)
     if done.returncode or len(milliseconds) != args.steps or not counts:
@@ -119,6 +128,8 @@ def _command(door: str, chosen: Recipe, args: argparse.Namespace, record: Path) 
         overrides = [f"train.train_iters={args.steps}", f"dataset.data_path={args.data}"]
         if training.precision == "fp32":
             overrides += ["mixed_precision=null", "optimizer.bf16=false", "ddp.grad_reduce_in_fp32=false"]
+        if args.deterministic:
+            overrides += ["model.deterministic_mode=true"]
         runner = [*python, "megacpp_mcore.nemo_recipes.run", "--recipe", chosen.name]
         return [*runner, "--record-steps", str(record), *overrides]
     words = lower(chosen.model, chosen.layout, training, HYBRID if door == "hybrid" else GPT)
@@ -141,6 +152,7 @@ def _row(door: str, chosen: Recipe, args: argparse.Namespace, found: Trained, wo
         "door": door,
         "recipe": chosen.name,
         "precision": chosen.training.precision,
+        "deterministic": "yes" if args.deterministic else "no",
         "device": device_name(chosen.training.device),
         "steps": args.steps,
         "warmup_left_out": args.warmup,

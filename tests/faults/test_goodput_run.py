@@ -55,6 +55,7 @@ def start(folder: Path, stalls_at: int) -> subprocess.Popen[str]:
         stdout=log,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -71,7 +72,7 @@ def test_a_stall_a_checkpoint_a_death_and_a_restart(tmp_path: Path) -> None:
     run = tmp_path / "saved" / "observe"
     process = start(tmp_path, stalls_at=1)
     wait_for_step(process, run, SAVED + 1)
-    process.send_signal(signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGKILL)  # with Megatron's checkpoint worker, which would outlive it
     died_ns = time.time_ns()
     process.wait()
     before = goodput.read(run)[0]

@@ -1,0 +1,73 @@
+"""The benchmark of what recording costs: which blocks it observes, what it compares, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import overhead
+from megacpp_mcore.data.corpus import find_stdlib_sources
+from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.observe.steps import read_steps
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_an_observed_block_is_compared_with_its_neighbours() -> None:
+    blocks = {0: [100.0, 102.0], 1: [104.0, 104.0], 2: [106.0, 108.0], 3: [109.0, 111.0], 4: [112.0, 114.0]}
+    plain, seen, overheads = overhead.compared(blocks)
+    assert (plain, seen) == (pytest.approx((101 + 107 + 113) / 3), 107.0)
+    assert overheads == [0.0, 0.0]  # the machine grew slower, recording cost nothing
+    slower = {block: [time * (1.5 if block % 2 else 1.0) for time in times] for block, times in blocks.items()}
+    assert overhead.compared(slower)[2] == pytest.approx([0.5, 0.5])
+
+
+def test_one_training_is_observed_now_and_then(tmp_path: Path) -> None:
+    data = tmp_path / "text"
+    prepare([str(source.path) for source in find_stdlib_sources()[:16]], str(data))
+    runs, table = tmp_path / "runs", tmp_path / "overhead.csv"
+    size = ["--warmup", "2", "--block", "4", "--observed-blocks", "2", "--global-batch-size", "1"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "benchmarks.overhead",
+        "--recipe",
+        "nam56r_tiny_pretrain_1cpu_fp32",
+    ]
+    done = subprocess.run(
+        [*command, "--data", str(data), *size, "--runs", str(runs), "--output", str(table)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in (0, 1), (done.stdout + done.stderr)[-4000:]  # 1: it costs too much on this machine
+    # Steps 1 and 2 before; blocks of 4 from step 3; observed are the second and the fourth.
+    assert sorted(run.name for run in runs.iterdir()) == ["block_1", "block_3"]
+    assert [step.step for step in read_steps(runs / "block_1" / "steps.jsonl")] == [7, 8, 9, 10]
+    assert [step.step for step in read_steps(runs / "block_3" / "steps.jsonl")] == [15, 16, 17, 18]
+    for run in runs.iterdir():
+        receipt = json.loads((run / "receipt.json").read_text())
+        assert receipt["status"] == "finished"
+        assert receipt["routing"]["layers"]
+    (row,) = csv.DictReader(table.open())
+    assert float(row["overhead"]) == pytest.approx(float(row["observed_ms"]) / float(row["plain_ms"]) - 1, abs=0.5)
+    assert 0 < float(row["standard_error"]) < 1
+    assert done.returncode == (float(row["overhead"]) - 2 * float(row["standard_error"]) > overhead.LIMIT)
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--block", "2"], ["--observed-blocks", "1"], ["--warmup", "0"]):
+        with pytest.raises(SystemExit) as refused:
+            overhead.arguments(["--data", "x", "--runs", str(tmp_path), *words])
+        assert refused.value.code == 2
+        assert "expected more than 2 steps a block" in capsys.readouterr().err

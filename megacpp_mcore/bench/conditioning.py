@@ -34,8 +34,8 @@ def query_gradient_terms(
     return torch.einsum("bhst,tbhk->sbhk", ds_BHST, k.abs()).norm(dim=-1) * softmax_scale
 
 
-def early_causal_terms(inputs: list[torch.Tensor], softmax_scale: float) -> torch.Tensor:
-    """:func:`query_gradient_terms` of the first :data:`EARLY` queries under a causal mask, for q, k, v and do of S = T."""
-    q, k, v, do = (tensor[:EARLY] for tensor in inputs)
+def early_causal_terms(inputs: list[torch.Tensor], softmax_scale: float, queries: int = EARLY) -> torch.Tensor:
+    """:func:`query_gradient_terms` of the first ``queries`` under a causal mask, for q, k, v and do of S = T."""
+    q, k, v, do = (tensor[:queries] for tensor in inputs)
     hidden = ~torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril()
     return query_gradient_terms(q, k, v, do, softmax_scale, hidden)

@@ -35,6 +35,7 @@ def mamba3_module() -> Any:
         raise ImportError("mamba-ssm is not installed")
     if "mamba_ssm" not in sys.modules:
         package = ModuleType("mamba_ssm")
+        package.__spec__ = spec  # find_spec reads it from here once the module is there
         package.__path__ = list(spec.submodule_search_locations or [])
         sys.modules["mamba_ssm"] = package
     return importlib.import_module("mamba_ssm.modules.mamba3")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megacpp_mcore.bench.conditioning import EARLY, early_causal_terms
 from megacpp_mcore.bench.parity import AgainstTruth
 from megacpp_mcore.bench.problem import PEER, Draw, Inputs, Problem, Tensors, candidates, differentiable, floors
 from megacpp_mcore.bench.registry import Options
@@ -52,7 +53,13 @@ def problems(options: Options) -> Iterator[Problem]:
             *candidates("sparse_mla", call, device=options.device, dtype=options.dtype, qk_dim=K, v_dim=V),
         ],
         works=floors(work, forward, 2 * forward + output + queries + keys, options.dtype),
-        judge=AgainstTruth(partial(_truth, how), ("o", "dq", "dkv"), LIMITS[options.dtype], yardstick=STOCK),
+        judge=AgainstTruth(
+            partial(_truth, how),
+            ("o", "dq", "dkv"),
+            LIMITS[options.dtype],
+            yardstick=STOCK,
+            norms=partial(_norms, K**-0.5, V, min(EARLY, N, S)),
+        ),
         stock=STOCK,
     )
 
@@ -63,6 +70,16 @@ def _truth(how: dict[str, Any], inputs: Inputs) -> Tensors:
     double = inputs.in_double()
     output, _ = sparse_mla_attention(double.leaves["q"], double.leaves["kv"], double.fixed["index"], **how)
     return [output, *torch.autograd.grad(output, list(double.leaves.values()), double.cotangents)]
+
+
+def _norms(scale: float, value_dim: int, queries: int, name: str, norm: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """In the gradient of the first ``queries``, which select all that they may see, everything cancels: as for ``mla``."""
+    if name == "dq":
+        q, kv = inputs.leaves.values()
+        shared = kv.unsqueeze(2).expand(-1, -1, q.shape[2], -1)
+        norm = norm.clone()
+        norm[:queries] = early_causal_terms([q, shared, shared[..., :value_dim], *inputs.cotangents], scale, queries)
+    return norm
 
 
 def _stock(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> Tensors:

@@ -109,7 +109,10 @@ class Alternation:
         if block is not None and place >= SWITCH:
             self.milliseconds.setdefault(block, []).append((now - self._began_ns) / 1e6)
         self._step, self._began_ns = self._step + 1, now
-        block, place = self._place(self._step)
+        ended, (block, place) = block, self._place(self._step)
+        if ended is not None and block != ended:
+            kind, mean = "observed" if ended % 2 else "plain", statistics.fmean(self.milliseconds[ended])
+            print(f"block {ended}, {kind}: {mean:.1f} ms a step", flush=True)
         if block is not None and place == 0:
             self._recording.close()
             if block % 2 == 1:

@@ -185,6 +185,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             ),
             Benchmark(name="train", kind=MODEL, covers="benchmarks.train", title="training runs of a preset"),
             Benchmark(name="doors", kind=MODEL, covers="benchmarks.doors", title="one recipe through each door"),
+            Benchmark(name="overhead", kind=MODEL, covers="benchmarks.overhead", title="what recording a run costs"),
             Benchmark(name="layouts", kind=MODEL, covers="benchmarks.layouts", title="parallel layouts against one GPU"),
             Benchmark(name="regional", kind=MODEL, covers="benchmarks.regional", title="regional compile, recompute, taxes"),
         )

@@ -235,13 +235,18 @@ def compare(
         one, other, "throughput.tokens_per_s_per_device" if "topology" in varies else "throughput.tokens_per_s"
     )
     memory = _ratio(one, other, "memory.allocated_peak_bytes")
+    differences = tuple(_differences(one, other))
+    if not refusals and not varies and not differences:
+        refusals.append(
+            f"nothing that a receipt holds differs: {_claim(speed, memory, (), ())} is what equal runs part by"
+        )
     return Comparison(
         lines=lines,
         refusals=tuple(refusals),
-        claim=None if refusals or speed is None else _claim(speed, memory, varies, declared),
+        claim=None if refusals else _claim(speed, memory, varies, declared),
         speed=speed,
         memory=memory,
-        differences=tuple(_differences(one, other)),
+        differences=differences,
         varies=varies[0] if varies else None,
         declared=tuple(declared),
     )
@@ -356,9 +361,9 @@ def _ratio(one: Mapping[str, Any], other: Mapping[str, Any], path: str) -> float
     return second / first if first and second else None
 
 
-def _claim(speed: float, memory: float | None, varies: Sequence[str], declared: Sequence[str]) -> str:
+def _claim(speed: float | None, memory: float | None, varies: Sequence[str], declared: Sequence[str]) -> str:
     rate = "tokens/s a device" if "topology" in varies else "tokens/s"
-    words = [f"{speed:.2f}x {rate}"]
+    words = [] if speed is None else [f"{speed:.2f}x {rate}"]
     if memory is not None:
         words.append(f"{memory:.2f}x peak allocated memory")
     words += [f"varying {key}" for key in varies]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -290,3 +291,27 @@ def test_rows_name_what_they_were_measured_with(monkeypatch: pytest.MonkeyPatch)
     assert found["commit"] == "abc1234"
     assert found["no-such-package"] == "absent"
     assert json.dumps(found)
+
+
+def test_mamba_ssm_is_found_twice_and_its_mimo_kernels_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megacpp_mcore.bench.cases import peers
+
+    folder = tmp_path / "mamba_ssm" / "modules"
+    folder.mkdir(parents=True)
+    (tmp_path / "mamba_ssm" / "__init__.py").write_text(
+        "raise ImportError('the package itself is not to be imported')\n"
+    )
+    (folder / "mamba3.py").write_text("mamba3_mimo_combined = None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("mamba_ssm", "mamba_ssm.modules", "mamba_ssm.modules.mamba3"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that they go back, or out, afterwards
+        monkeypatch.delitem(sys.modules, name)
+    found = [peers.mamba3_module() for _ in range(2)]
+    assert found[0] is found[1]
+    assert found[0].__file__ == str(folder / "mamba3.py")
+    assert peers.mamba_ssm_lacking("cuda", rank=1) == ""
+    assert "tilelang" in peers.mamba_ssm_lacking("cuda", rank=4)
+    assert "GPU alone" in peers.mamba_ssm_lacking("cpu", rank=1)

@@ -336,7 +336,7 @@ def test_a_layers_weights_in_the_order_of_mamba_ssm(monkeypatch: pytest.MonkeyPa
     mixed: Any = mamba3
 
     for module in (layers, op):
-        monkeypatch.setattr(module, "mamba_ssm_lacking", lambda device: "")
+        monkeypatch.setattr(module, "mamba_ssm_lacking", lambda device, rank: "")
         monkeypatch.setattr(module, "mamba3_module", lambda: SimpleNamespace(Mamba3=partial(_typed, Theirs)))
     for name in ("layer_m", "mamba3"):
         rows = by_variant(run(name))

@@ -43,7 +43,7 @@ def receipt(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_claim_of_a_dense_model() -> None:
-    faster = receipt(throughput__tokens_per_s=1310.0, memory__allocated_peak_bytes=840)
+    faster = receipt(throughput__tokens_per_s=1310.0, memory__allocated_peak_bytes=840, recompute="none")
     found = compare(receipt(), faster)
     assert found.claim == "1.31x tokens/s, 0.84x peak allocated memory"
     assert found.refusals == ()
@@ -51,6 +51,14 @@ def test_a_claim_of_a_dense_model() -> None:
     assert SEVEN == (
         "pattern", "routed_experts", "sequence_length", "compile_policy", "topology", "real_data", "cache_state",
     )  # fmt: skip
+
+
+def test_equal_runs_part_by_noise_and_allow_no_claim() -> None:
+    found = compare(receipt(), receipt(throughput__tokens_per_s=930.0))
+    assert (found.claim, found.speed) == (None, 0.93)
+    assert found.refusals == (
+        "nothing that a receipt holds differs: 0.93x tokens/s, 1.00x peak allocated memory is what equal runs part by",
+    )
 
 
 def test_what_differs_on_no_line_is_named_beside_the_claim() -> None:
@@ -77,7 +85,7 @@ def test_another_model_of_the_same_letters_is_another_pattern() -> None:
         "same pattern? pattern: A has definition hidden_size 128, B has definition hidden_size 256",
     )
     other["model"]["definition"] |= {"hidden_size": 128, "name": "renamed"}
-    assert compare(receipt(), other).claim is not None
+    assert compare(receipt(recompute="none"), other).claim is not None
 
 
 def test_what_is_not_known_is_not_the_same() -> None:
@@ -99,7 +107,7 @@ MOCK = {"name": "mock data", "evidence": "the run trains on Megatron's mock data
 
 
 def test_a_disqualifier_refuses_unless_both_carry_it_and_it_is_declared() -> None:
-    one, other = receipt(disqualifiers=[MOCK]), receipt(disqualifiers=[MOCK])
+    one, other = receipt(disqualifiers=[MOCK]), receipt(disqualifiers=[MOCK], recompute="none")
     refused = compare(one, other)
     assert refused.refusals[0] == "A is disqualified by mock data: the run trains on Megatron's mock data"
     assert compare(one, other, declared=["mock data"]).claim == (
@@ -158,7 +166,8 @@ def test_balance_may_differ_a_little() -> None:
     }  # fmt: skip
 
     def told(peak: float) -> Comparison:
-        return compare(receipt(**experts, routing__max_over_mean=1.5), receipt(**experts, routing__max_over_mean=peak))
+        other = receipt(**experts, routing__max_over_mean=peak, recompute="none")
+        return compare(receipt(**experts, routing__max_over_mean=1.5), other)
 
     assert told(1.6).claim is not None
     assert "balance: A has max_over_mean 1.5, B has max_over_mean 1.8" in told(1.8).refusals[0]

@@ -332,7 +332,7 @@ def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
     """mamba-ssm's module between our norm and residual; only its output and its input's gradient are compared."""
     ssm, model = plan.model.mamba3, plan.model
     name = f"mamba-ssm {'MIMO' if ssm.mimo_rank > 1 else 'SISO'}"
-    reason = mamba_ssm_lacking(plan.options.device)
+    reason = mamba_ssm_lacking(plan.options.device, ssm.mimo_rank)
     if reason:
         return missing(name, reason)
     mixer, norm = ours.module.self_attention, ours.module.input_layernorm

@@ -109,7 +109,7 @@ def _truth(sizes: Mapping[str, int], inputs: Inputs) -> Tensors:
 def _peer(options: Options, inputs: Inputs) -> Any:
     sizes = options.shape
     name = f"mamba-ssm {'MIMO' if sizes['rank'] > 1 else 'SISO'}"
-    reason = mamba_ssm_lacking(options.device)
+    reason = mamba_ssm_lacking(options.device, sizes["rank"])
     if reason:
         return missing(name, reason)
     module = mamba3_module().Mamba3(

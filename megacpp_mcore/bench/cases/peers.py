@@ -41,14 +41,16 @@ def mamba3_module() -> Any:
     return importlib.import_module("mamba_ssm.modules.mamba3")
 
 
-def mamba_ssm_lacking(device: str) -> str:
-    """Why mamba-ssm's Mamba-3 cannot run here; empty if it can."""
+def mamba_ssm_lacking(device: str, rank: int) -> str:
+    """Why mamba-ssm's Mamba-3 of a MIMO rank (1: SISO) cannot run here; empty if it can."""
     if device != "cuda":
         return "no peer here: mamba-ssm runs on a GPU alone"
     try:
-        mamba3_module()
+        module = mamba3_module()
     except Exception as error:
         return f"no peer installed: mamba-ssm ({type(error).__name__}: {error})"
+    if rank > 1 and module.mamba3_mimo_combined is None:
+        return "no peer installed: mamba-ssm's MIMO kernels (they need tilelang)"
     return ""
 
 

@@ -399,7 +399,12 @@ def _value(config: Any, key: str) -> Any:
 
 
 def _check_type(key: str, before: Any, after: Any) -> None:
-    """Refuse a value of another type than the recipe's, which Bridge would store as it is."""
+    """Refuse a value of another type than the recipe's, or a mapping for a whole section: Bridge would store it as it is."""
+    if "." not in key and isinstance(after, dict):
+        raise LaunchError(
+            f"{key}={after!r} is a mapping for a whole section; name its fields one by one, as {key}.FIELD=VALUE"
+            + (", in a recipe that has the section: here it is None" if before is None else "")
+        )
     allowed = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}.get(type(before))
     if allowed is None or after is None:
         return
@@ -415,21 +420,39 @@ def data_words(config: Any) -> list[str]:
     Raises:
         DataError: no data is named.
     """
+    from megacpp_mcore.data.arguments import SPLIT_FLAGS  # brings numpy, which --help does without
+
     dataset, tokenizer = config.dataset, config.tokenizer
-    path = getattr(dataset, "data_path", None)
-    if not path and not getattr(dataset, "blend", None) and not getattr(dataset, "blend_per_split", None):
+    path, blend = getattr(dataset, "data_path", None), getattr(dataset, "blend", None)
+    words: list[str] = []
+    for flag, one in zip(SPLIT_FLAGS, getattr(dataset, "blend_per_split", None) or (), strict=False):
+        words += _blend_words(flag, one)
+    if blend:
+        words += _blend_words("--data-path", blend)
+    elif path and not words:
+        words += ["--data-path", *(path.split() if isinstance(path, str) else map(str, path))]
+    if not words:
         raise DataError(
             "the recipe trains on real text and none is named; add dataset.data_path=PREFIX, the prefix that "
             "`megacpp-mcore data prepare` (or `data corpus`) printed"
         )
-    paths = path.split() if isinstance(path, str) else list(path or ())
-    words = ["--data-path", *map(str, paths)] if paths else []
     words += ["--tokenizer-type", str(tokenizer.tokenizer_type)]
     for field in ("tokenizer_model", "vocab_size", "null_tokenizer_eod_id", "null_tokenizer_pad_id"):
         value = getattr(tokenizer, field, None)
         if value is not None:
             words += ["--" + field.replace("_", "-"), str(value)]
     return words
+
+
+def _blend_words(flag: str, blend: Any) -> list[str]:
+    """A blend as Megatron-Core has it, prefixes and their weights or None (by size), as stock words; none for no blend."""
+    if not blend:
+        return []
+    prefixes, weights = blend
+    if len(prefixes) == 1:
+        return [flag, str(prefixes[0])]
+    pairs = zip(weights or [1] * len(prefixes), prefixes, strict=True)
+    return [flag, *(str(word) for pair in pairs for word in pair)]
 
 
 def verify_data(config: Any) -> str:

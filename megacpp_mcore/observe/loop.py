@@ -144,9 +144,9 @@ def replaced(seams: Sequence[Seam], told: Told, special: Mapping[str, Callable[.
     Raises:
         LaunchError: a function is not there; nothing has been replaced.
     """
-    places = [(seam, *_resolve(seam)) for seam in seams]
     with contextlib.ExitStack() as stack:
-        stack.push(told.end)
+        stack.push(told.end)  # first, so that a missing function is told, too
+        places = [(seam, *_resolve(seam)) for seam in seams]
         for seam, holder, name, stock in places:
             setattr(holder, name, special[seam.name](stock) if seam.name in special else told.timed(stock, seam))
             stack.callback(setattr, holder, name, stock)

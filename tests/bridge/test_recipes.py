@@ -73,6 +73,11 @@ REFUSED = [
     (TINY, ["+train.bogus=3"], "'+train.bogus=3' is not of the form KEY=VALUE"),
     (TINY, ["~train.train_iters"], "is not of the form KEY=VALUE"),
     (TINY, ["train.train_iters=abc"], "train.train_iters='abc' is of type str; expected int"),
+    (
+        TINY,
+        ["comm_overlap={tp_comm_overlap: true}"],
+        "comm_overlap={'tp_comm_overlap': True} is a mapping for a whole section",
+    ),
     (TINY, ["model.hidden_size=64", "dataset.data_path=text"], "hidden_size: found 64, expected"),
     (TINY, ["model.transformer_layer_spec=os.system"], "model.transformer_layer_spec"),
     (TINY, ["dataset.data_path=/nowhere/text"], "/nowhere/text"),

@@ -1,0 +1,52 @@
+"""The datasets that a Bridge recipe names, in whichever of its fields, are the ones that are checked before it trains."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megacpp_mcore.data.arguments import dataset_prefixes
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.nemo_recipes.run import data_words
+
+
+def config(**dataset: Any) -> Any:
+    return SimpleNamespace(
+        dataset=SimpleNamespace(**dataset),
+        tokenizer=SimpleNamespace(tokenizer_type="NullTokenizer", vocab_size=260, null_tokenizer_eod_id=256),
+    )
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words", "prefixes"),
+    [
+        ({"data_path": "one"}, ["--data-path", "one"], ["one"]),
+        ({"data_path": ["0.3", "one", "0.7", "two"]}, ["--data-path", "0.3", "one", "0.7", "two"], ["one", "two"]),
+        ({"blend": (["one"], None)}, ["--data-path", "one"], ["one"]),
+        (
+            {"blend": (["one", "two"], [3, 7]), "data_path": "other"},
+            ["--data-path", "3", "one", "7", "two"],
+            ["one", "two"],
+        ),
+        ({"blend": (["one", "two"], None)}, ["--data-path", "1", "one", "1", "two"], ["one", "two"]),
+        (
+            {"blend_per_split": [(["one"], None), None, (["two", "three"], [1, 2])]},
+            ["--train-data-path", "one", "--test-data-path", "1", "two", "2", "three"],
+            ["one", "two", "three"],
+        ),
+    ],
+)
+def test_each_way_to_name_them(dataset: dict[str, Any], words: list[str], prefixes: list[str]) -> None:
+    found = data_words(config(**dataset))
+    assert found == [
+        *words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "260", "--null-tokenizer-eod-id", "256",
+    ]  # fmt: skip
+    assert dataset_prefixes(found) == prefixes
+
+
+def test_none_is_refused() -> None:
+    for dataset in ({}, {"data_path": None, "blend": None}, {"blend_per_split": [None, None, None]}):
+        with pytest.raises(DataError, match="real text and none is named"):
+            data_words(config(**dataset))

@@ -6,7 +6,7 @@ Each door trains the same recipe on the same data in a process of its own, one a
 others are compared with: parameters have to be equal, and the losses of every step within the tolerance. That is measured, too:
 the first door runs twice, and 1.5 times the largest difference of its two runs is what noise explains (never less than 1e-5).
 Tokens/s come from the median of Megatron's own step times after ``--warmup`` steps. ``--precision fp32`` trains without BF16.
-``--deterministic`` trains in Megatron's deterministic mode, which leaves nothing to noise (and attention unfused, so slower).
+``--deterministic`` trains in Megatron's deterministic mode: every loss has to be equal bit for bit (and attention is unfused).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> int:
     first, *others = (_train(door, number, chosen, args) for number, door in enumerate(args.doors))
     differences = [worst_difference(first.losses, found.losses, relative=True) for found in (first, *others)]
     same_door = [worst for door, worst in zip(args.doors, differences, strict=True) if door == args.doors[0]]
-    tolerance = max(1e-5, 1.5 * max(same_door))
+    tolerance = 0.0 if args.deterministic else max(1e-5, 1.5 * max(same_door))
     if not math.isfinite(tolerance):
         sys.exit(f"door {args.doors[0]} reached a loss that is no number; see its log beside {args.output}")
     for door, found, worst in zip(args.doors, (first, *others), differences, strict=True):
@@ -96,6 +96,13 @@ def _arguments() -> argparse.Namespace:
     if not 0 <= args.warmup < args.steps:
         parser.error(
             f"--warmup is {args.warmup}; expected 0 to {args.steps - 1}, to leave some of --steps {args.steps}"
+        )
+    own = recipe(args.recipe).training.precision
+    told = {None, own} | ({"fp32"} if own == "bf16" else set())
+    if "bridge" in args.doors and args.precision not in told:
+        parser.error(
+            f"--precision is {args.precision}, which the Bridge recipe {args.recipe} is not told; expected {own}: name a "
+            "recipe of that precision, or leave the door out"
         )
     if args.doors.count(args.doors[0]) < 2:
         parser.error(f"--doors is {' '.join(args.doors)}; expected {args.doors[0]} twice, to know what noise explains")

@@ -430,6 +430,8 @@ def backends(run: RunData) -> str:
 
 
 _Row = tuple[bool, str, str, str, str, str]
+_OF_THE_RUN = ("loss", "optimizer")
+"""Ops that no layer has; MTP blocks have no layer number either."""
 
 
 def _backend_rows(values: Mapping[str, Any]) -> Iterator[_Row]:
@@ -438,7 +440,7 @@ def _backend_rows(values: Mapping[str, Any]) -> Iterator[_Row]:
     slower: dict[tuple[str, ...], bool] = {}
     for one in values["backends"]:
         key = tuple(one[name] for name in ("op", "requested", "observed", "reason"))
-        together[key].append("mtp" if one["layer"] is None else one["layer"])
+        together[key].append(layer_of(one))
         slower[key] = slower.get(key, False) or one["slower_than_best"]
     for key, layers in together.items():
         op, requested, observed, reason = key
@@ -467,6 +469,13 @@ def _backend_row(off: bool, op: str, layers: str, requested: str, observed: str,
         f'<td data-label="observed">{sign}{escape(observed)}</td><td class="wide why">{escape(reason)}</td>'
     )
     return f'<tr class="off">{cells}</tr>' if off else f"<tr>{cells}</tr>"
+
+
+def layer_of(record: Mapping[str, Any]) -> int | str:
+    """Where a record about a backend belongs: a layer's number, ``run`` for what is there once, else ``mtp``."""
+    if record["layer"] is not None:
+        return int(record["layer"])
+    return "run" if record["op"] in _OF_THE_RUN else "mtp"
 
 
 def spans(layers: Sequence[Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from megacpp_mcore.observe.compare import compare
 from megacpp_mcore.observe.page_charts import Axis, Curve, axis_of, legend, plot
 from megacpp_mcore.observe.page_data import RunData
-from megacpp_mcore.observe.page_parts import CURVE_STYLES, clock, section, size, spans, unknown
+from megacpp_mcore.observe.page_parts import CURVE_STYLES, clock, layer_of, section, size, spans, unknown
 from megacpp_mcore.observe.receipt_schema import why_unknown
 
 
@@ -36,8 +36,7 @@ def _count(value: float) -> str:
 def _backends(records: Sequence[Mapping[str, Any]]) -> str:
     chosen: dict[tuple[str, str, str], list[Any]] = {}
     for one in records:
-        layer = "mtp" if one["layer"] is None else one["layer"]
-        chosen.setdefault((one["op"], one["requested"], one["observed"]), []).append(layer)
+        chosen.setdefault((one["op"], one["requested"], one["observed"]), []).append(layer_of(one))
     words = [f"{op} {asked} → {got} ({spans(layers)})" for (op, asked, got), layers in sorted(chosen.items())]
     return "; ".join(words) or "none of this package"
 

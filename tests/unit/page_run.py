@@ -10,16 +10,12 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from megacpp_mcore import config, launcher, policy
-from megacpp_mcore.data.corpus import find_stdlib_sources
-from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.lowering import Training, lower
-from megacpp_mcore.model import Layout, Model, preset, with_overrides
+from megacpp_mcore.model import preset
 from megacpp_mcore.observe import compilation, goodput, loop
 from megacpp_mcore.observe.clock import Clock, process_age_ns
 from megacpp_mcore.observe.listener import Listener
@@ -29,63 +25,17 @@ from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.observe.steps import StepRecorder
 from megacpp_mcore.patches import registry
-from megacpp_mcore.recipe_command import tokenizer_words
+from tests.unit import tiny_run
 from tests.unit.receipt_run import FATE, INTERVAL, Fate, add_better_backend
-
-ROOT = Path(__file__).parents[2]
-OVERRIDES = "overrides: {dsa: {schedule: '-FF'}}"
-"""Two neighbouring layers with an indexer each, so that the overlap of their indices can be seen."""
-
-
-# --- Starting it ------------------------------------------------------------------------------------------------------
-
-
-def model() -> Model:
-    """The model that is trained."""
-    return with_overrides(preset("nam56r_tiny"), {"dsa": {"schedule": "-FF"}}, where="overrides")
-
-
-def make_data(folder: Path) -> Path:
-    """Write a small corpus and the file of options to ``folder``."""
-    prepare([str(source.path) for source in find_stdlib_sources()[:16]], str(folder / "text"))
-    (folder / "config.yaml").write_text(f"model: nam56r_tiny\n{OVERRIDES}\n")
-    return folder
+from tests.unit.tiny_run import make_data as make_data
 
 
 def train(data: Path, run: Path, steps: int, *extra: str, fate: str = "", console: str = "progress") -> str:
     """Run one process to its end, which has to be the one that ``fate`` asks for; return what it printed."""
-    training = Training(
-        device="cpu",
-        precision="fp32",
-        transformer_impl="local",
-        data=("--data-path", str(data / "text"), "--split", "90,10,0"),
-        tokenizer=tokenizer_words(model()),
-        global_batch_size=2,
-        train_iters=steps,
-        extra=extra,
-    )
-    words = lower(model(), Layout(), training)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FATE": fate}
-    environment[config.VARIABLE] = str(data / "config.yaml")
     run.mkdir(exist_ok=True)
-    log = run.with_name(f"{run.name}.log")  # a file: processes that outlive a killed one would hold a pipe open
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.unit.page_run", str(run), console, *words],
-            cwd=ROOT,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        status = process.wait(timeout=300)
-    said = log.read_text(errors="replace")
-    if status != (-signal.SIGKILL if "kill" in fate.split() else 0):
-        raise AssertionError(f"training ended with status {status}:\n{said[-3000:]}")
-    return said
-
-
-# --- The process ------------------------------------------------------------------------------------------------------
+    program = ("tests.unit.page_run", str(run), console)
+    running = tiny_run.start(program, tiny_run.words(data, steps, *extra), data, fate)
+    return running.finish(-signal.SIGKILL if "kill" in fate.split() else 0)
 
 
 class Writers(Listener):
@@ -144,7 +94,7 @@ def main(run: str, console: str, words: list[str]) -> None:
             recorder = goodput.Recorder(run, rank, clock)
             listeners: list[Listener] = [recorder, StepRecorder(f"{run}/steps.jsonl"), routes, Fate()]
             if "profile" in FATE:
-                listeners.append(Profiler(run, rank, 5, 6, tool="torch", trace=False, routing=routes))
+                listeners.append(Profiler(Path(run), rank, 5, 6, tool="torch", trace=False, routing=routes))
             if "writers" in FATE:
                 listeners.append(Writers(run))
             listeners += [

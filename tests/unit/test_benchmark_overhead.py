@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
+import random
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -28,11 +31,23 @@ def test_an_observed_block_is_compared_with_its_neighbours() -> None:
     assert overhead.compared(slower)[2] == pytest.approx([0.5, 0.5])
 
 
+def test_the_error_is_that_of_the_comparisons() -> None:
+    draw = random.Random(1)
+
+    def made() -> dict[int, list[float]]:  # a machine that grows slower by 0.5 % a block, and blocks that spread by 1 %
+        return {block: [100.0 + block / 2 + draw.gauss(0, 1)] for block in range(9)}
+
+    runs = [made() for _ in range(2000)]
+    spread = statistics.stdev(statistics.fmean(overhead.compared(run)[2]) for run in runs)
+    said = math.sqrt(statistics.fmean(overhead.standard_error(run) ** 2 for run in runs))
+    assert said == pytest.approx(spread, rel=0.1)
+
+
 def test_one_training_is_observed_now_and_then(tmp_path: Path) -> None:
     data = tmp_path / "text"
     prepare([str(source.path) for source in find_stdlib_sources()[:16]], str(data))
     runs, table = tmp_path / "runs", tmp_path / "overhead.csv"
-    size = ["--warmup", "2", "--block", "4", "--observed-blocks", "2", "--global-batch-size", "1"]
+    size = ["--warmup", "2", "--block", "4", "--observed-blocks", "3", "--global-batch-size", "1"]
     command = [
         sys.executable,
         "-W",
@@ -50,9 +65,9 @@ def test_one_training_is_observed_now_and_then(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert done.returncode in (0, 1), (done.stdout + done.stderr)[-4000:]  # 1: it costs too much on this machine
-    # Steps 1 and 2 before; blocks of 4 from step 3; observed are the second and the fourth.
-    assert sorted(run.name for run in runs.iterdir()) == ["block_1", "block_3"]
+    assert done.returncode in (0, 1), (done.stdout + done.stderr)[-4000:]  # 1: too much, or too noisy, here
+    # Steps 1 and 2 before; blocks of 4 from step 3; observed are the second, the fourth and the sixth.
+    assert sorted(run.name for run in runs.iterdir()) == ["block_1", "block_3", "block_5"]
     assert [step.step for step in read_steps(runs / "block_1" / "steps.jsonl")] == [7, 8, 9, 10]
     assert [step.step for step in read_steps(runs / "block_3" / "steps.jsonl")] == [15, 16, 17, 18]
     for run in runs.iterdir():
@@ -62,11 +77,11 @@ def test_one_training_is_observed_now_and_then(tmp_path: Path) -> None:
     (row,) = csv.DictReader(table.open())
     assert float(row["overhead"]) == pytest.approx(float(row["observed_ms"]) / float(row["plain_ms"]) - 1, abs=0.5)
     assert 0 < float(row["standard_error"]) < 1
-    assert done.returncode == (float(row["overhead"]) - 2 * float(row["standard_error"]) > overhead.LIMIT)
+    assert done.returncode == (float(row["overhead"]) + 2 * float(row["standard_error"]) > overhead.LIMIT)
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--block", "2"], ["--observed-blocks", "1"], ["--warmup", "0"]):
+    for words in (["--block", "2"], ["--observed-blocks", "2"], ["--warmup", "0"]):
         with pytest.raises(SystemExit) as refused:
             overhead.arguments(["--data", "x", "--runs", str(tmp_path), *words])
         assert refused.value.code == 2

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from megacpp_mcore.observe import goodput, page, page_charts, page_data, page_pa
 from megacpp_mcore.observe.page_charts import Axis, Band, Curve, axis_of, plot
 from megacpp_mcore.observe.page_data import read
 from megacpp_mcore.observe.page_style import KINDS
-from tests.unit import browser, page_run
+from tests.unit import browser, page_run, tiny_run
 
 STEPS = 8
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ][\d:]+(\+00:00)?")
@@ -44,9 +45,9 @@ PARTS = (
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run that was killed in step 4 and went on from step 3 with a fall-back, profiled; and a plain one."""
     folder = tmp_path_factory.mktemp("page")
-    data = page_run.make_data(folder)
+    data = tiny_run.make_data(folder)
     killed, plain = folder / "killed", folder / "plain"
-    save = ("--save", str(folder / "saved"), "--save-interval", "3", "--ckpt-format", "torch_dist")
+    save: tuple[str, ...] = ("--save", str(folder / "saved"), "--save-interval", "3", "--ckpt-format", "torch_dist")
     save += ("--eval-interval", "5", "--eval-iters", "1")
     page_run.train(data, killed, STEPS, *save, fate="kill")
     time.sleep(0.5)
@@ -55,28 +56,49 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return killed, plain
 
 
+@dataclass
+class Row:
+    """A row of a table in a part of the page; ``off``: its class says that it is not as asked for."""
+
+    part: str
+    off: bool
+    cells: list[str]
+
+
 class Reader(HTMLParser):
-    """Collects text and attributes, and fails on a tag that is not closed in order."""
+    """Collects text, attributes and tables' rows, and fails on a tag that is not closed in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.text = ""
         self.attributes: list[tuple[str, str | None]] = []
+        self.rows: list[Row] = []
+        self._parts: list[str] = [""]
         self.feed(text)
         self.close()
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
+        if tag in VOID:
+            return
+        self.open.append(tag)
+        found = dict(attrs)
+        self._parts.append(found.get("data-part") or self._parts[-1])
+        if tag == "tr":
+            self.rows.append(Row(self._parts[-1], "off" in (found.get("class") or "").split(), []))
+        elif tag == "td":
+            self.rows[-1].cells.append("")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+        self._parts.pop()
 
     def handle_data(self, data: str) -> None:
         self.text += data
+        if "td" in self.open:
+            self.rows[-1].cells[-1] += data
 
     def parts(self) -> set[str]:
         return {value for name, value in self.attributes if name == "data-part" and value is not None}
@@ -91,6 +113,11 @@ def check_self_contained(text: str) -> Reader:
     assert "default-src 'none'" in text
     assert ("name", "viewport") in found.attributes
     return found
+
+
+def backend_rows(found: Reader) -> list[Row]:
+    """The rows about backends: op or part, layers, requested, observed, why."""
+    return [row for row in found.rows if row.part == "backends" and row.cells]
 
 
 # --- Real runs --------------------------------------------------------------------------------------------------------
@@ -387,7 +414,7 @@ def test_no_torch_is_needed() -> None:
     import sys
 
     code = "import sys; from megacpp_mcore.observe import page; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=page_run.ROOT, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=tiny_run.ROOT, check=False).returncode == 0
 
 
 def test_short_numbers() -> None:

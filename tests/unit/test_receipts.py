@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -14,17 +13,15 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore import cli, config, precision
-from megacpp_mcore.data.corpus import find_stdlib_sources
-from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore import cli, precision
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.lowering import Training, lower
-from megacpp_mcore.model import Layout, Model, preset, with_overrides
+from megacpp_mcore.model import Layout
 from megacpp_mcore.observe import (
     compare,
     disqualify,
     flops,
     goodput,
+    page,
     receipt_facts,
     receipt_schema,
     receipts,
@@ -33,9 +30,10 @@ from megacpp_mcore.observe import (
 from megacpp_mcore.observe.receipt_window import percentile, tokens_of
 from megacpp_mcore.observe.receipt_window import read as read_window
 from megacpp_mcore.observe.steps import Step
-from megacpp_mcore.recipe_command import tokenizer_words
+from tests.unit import tiny_run
+from tests.unit.test_page import backend_rows, check_self_contained
+from tests.unit.tiny_run import ROOT, Running, make_data, model
 
-ROOT = Path(__file__).parents[2]
 SECOND = 1_000_000_000
 STEPS = 6
 
@@ -52,56 +50,20 @@ STOCK_MOE = (
 """A stock GPT with experts."""
 
 
-def model() -> Model:
-    """Two neighbouring Full layers, so that the overlap of their indices can be seen."""
-    return with_overrides(preset("nam56r_tiny"), {"dsa": {"schedule": "-FF"}}, where="overrides")
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("receipts")
-    prepare([str(source.path) for source in find_stdlib_sources()[:16]], str(folder / "text"))
-    (folder / "config.yaml").write_text("model: nam56r_tiny\noverrides: {dsa: {schedule: '-FF'}}\n")
-    return folder
+    return make_data(tmp_path_factory.mktemp("receipts"))
 
 
-def start(
-    data: Path, run: Path, *extra: str, fate: str = "", layout: Layout | None = None, **more: str
-) -> subprocess.Popen[str]:
-    training = Training(
-        device="cpu",
-        precision="fp32",
-        transformer_impl="local",
-        data=("--data-path", str(data / "text"), "--split", "100,0,0"),
-        tokenizer=tokenizer_words(model()),
-        global_batch_size=2,
-        train_iters=STEPS,
-        extra=extra,
-    )
-    words = lower(model(), layout or Layout(), training)
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]))),
-        "OMP_NUM_THREADS": "1",
-        "FATE": fate,
-    }
-    environment |= {config.VARIABLE: str(data / "config.yaml"), "A_SECRET": "not for a receipt"} | more
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.receipt_run", str(run), *words],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], status: int = 0) -> None:
-    said = process.communicate(timeout=300)[0]
-    assert process.returncode == status, said[-3000:]
+def start(data: Path, run: Path, *extra: str, fate: str = "", layout: Layout | None = None, **more: str) -> Running:
+    """One process of a run with a receipt."""
+    more = {"A_SECRET": "not for a receipt"} | more
+    words = tiny_run.words(data, STEPS, *extra, layout=layout)
+    return tiny_run.start(("tests.unit.receipt_run", str(run)), words, data, fate, **more)
 
 
 def train(data: Path, run: Path, *extra: str, fate: str = "", status: int = 0) -> dict[str, Any]:
-    finish(start(data, run, *extra, fate=fate), status)
+    start(data, run, *extra, fate=fate).finish(status)
     return receipts.read(run)
 
 
@@ -232,6 +194,8 @@ def _check_mutations(found: dict[str, Any]) -> None:
     base = changed(changed(found, "step_time.n", 30), "cache.state", "warm")
     faster = changed(base, "throughput.tokens_per_s", 1.31 * base["throughput"]["tokens_per_s"])
     faster = changed(faster, "throughput.tokens_per_s_per_device", 1.31 * base["throughput"]["tokens_per_s"])
+    assert "nothing that a receipt holds differs" in compare.compare(base, faster).refusals[0]
+    faster = changed(faster, "commit", "0" * 40)
     assert compare.compare(base, faster).claim == "1.31x tokens/s, 1.00x peak allocated memory"
     assert set(_CHANGES) == set(compare.KEYS)
     for key, (path, value) in _CHANGES.items():
@@ -264,6 +228,9 @@ def test_a_run_that_an_error_ends_and_a_fall_back(
         f"op mamba3 in layers {', '.join(map(str, model().layer_numbers('M')))} runs on reference, slower than the best for "
         f"this device: kernel does not cover this: head_dim {model().mamba3.head_dim} is not a multiple of 1024"
     )
+    off = [row for row in backend_rows(check_self_contained(page.html([tmp_path]))) if row.off]
+    (why,) = {one["reason"] for one in slower}
+    assert [row.cells for row in off] == [["mamba3", "3, 7, 11", "auto", "slower: reference", why]]
     assert report("show", str(tmp_path)) == 0
     assert "fall-back: op mamba3" in capsys.readouterr().out
     refusals = compare.compare(found, found, declared=["fall-back"]).refusals
@@ -289,21 +256,7 @@ def test_a_killed_run_leaves_the_last_part(data: Path, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_a_stock_model_is_disqualified_by_capacity_forced_balance_and_mock_data(data: Path, tmp_path: Path) -> None:
     """Our spec refuses these; a baseline without it does not."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.receipt_run", str(tmp_path), *STOCK_MOE],
-        cwd=ROOT,
-        env=os.environ
-        | {
-            "PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]))),
-            "OMP_NUM_THREADS": "1",
-            "FATE": "",
-            config.VARIABLE: "",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    finish(process)
+    tiny_run.start(("tests.unit.receipt_run", str(tmp_path)), STOCK_MOE, None).finish()
     found = receipts.read(tmp_path)
     assert [one["name"] for one in found["disqualifiers"]] == ["mock data", "forced balance", "capacity drop"]
     assert [one["name"] for one in found["unjudged"]] == ["indexer untrained"]
@@ -325,8 +278,8 @@ def test_the_parts_of_two_ranks_make_one_receipt(data: Path, tmp_path: Path) -> 
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     layout = Layout(expert=2)
     ranks = [start(data, tmp_path, layout=layout, RANK=rank, LOCAL_RANK=rank, **shared) for rank in ("0", "1")]
-    for process in ranks:
-        finish(process)
+    for running in ranks:
+        running.finish()
     found = receipts.read(tmp_path)
     assert json.loads((tmp_path / "receipt.json").read_text())["status"] == found["status"] == "finished"
     assert found["ranks"] == {"expected": 2, "found": [0, 1]}

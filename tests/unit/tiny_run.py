@@ -1,0 +1,97 @@
+"""A few steps of nam56r_tiny on the CPU lane, in a process of their own: the corpus, the words for Megatron, the launch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacpp_mcore import config
+from megacpp_mcore.data.corpus import find_stdlib_sources
+from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.model import Layout, Model, preset, with_overrides
+from megacpp_mcore.recipe_command import tokenizer_words
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 300
+SCHEDULE = "-FF"
+"""Two neighbouring layers with an indexer each, so that the overlap of their indices can be seen."""
+
+
+def model() -> Model:
+    """The model that is trained."""
+    return with_overrides(preset("nam56r_tiny"), {"dsa": {"schedule": SCHEDULE}}, where="overrides")
+
+
+def make_data(folder: Path) -> Path:
+    """Write a small corpus and the file of options to ``folder``."""
+    prepare([str(source.path) for source in find_stdlib_sources()[:16]], str(folder / "text"))
+    (folder / "config.yaml").write_text(f"model: nam56r_tiny\noverrides: {{dsa: {{schedule: '{SCHEDULE}'}}}}\n")
+    return folder
+
+
+def words(data: Path, steps: int, *extra: str, layout: Layout | None = None) -> list[str]:
+    """Megatron's arguments for ``steps`` steps of two sequences on the corpus in ``data``."""
+    training = Training(
+        device="cpu",
+        precision="fp32",
+        transformer_impl="local",
+        data=("--data-path", str(data / "text"), "--split", "90,10,0"),
+        tokenizer=tokenizer_words(model()),
+        global_batch_size=2,
+        train_iters=steps,
+        extra=extra,
+    )
+    return list(lower(model(), layout or Layout(), training))
+
+
+@dataclass(frozen=True)
+class Running:
+    """A process that was started; what it prints goes to a file, as what outlives a killed one would hold a pipe open."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def finish(self, status: int = 0) -> str:
+        """Wait for the end, which has to be with ``status``, and return what was printed."""
+        try:
+            found = self.process.wait(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            found = self.process.wait()
+        said = self.log.read_text(errors="replace")
+        self.log.unlink()
+        if found != status:
+            raise AssertionError(f"the process ended with status {found}, expected {status}:\n{said[-3000:]}")
+        return said
+
+
+def start(program: Sequence[str], arguments: Sequence[str], data: Path | None, fate: str = "", **more: str) -> Running:
+    """Start ``program``, a module and its own arguments, and hand it Megatron's.
+
+    Args:
+        program: the module's name and what it takes before Megatron's arguments.
+        arguments: Megatron's, of :func:`words` or others.
+        data: the folder of :func:`make_data`, whose file of options is used; None: a model without one.
+        fate: what is to happen to the run, for ``receipt_run.FATE``.
+        more: further environment variables.
+    """
+    paths = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
+    options = "" if data is None else str(data / "config.yaml")
+    ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FATE": fate, config.VARIABLE: options}
+    with tempfile.NamedTemporaryFile(suffix=".log", delete=False) as log:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", *program, *arguments],
+            cwd=ROOT,
+            env=os.environ | ours | more,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Running(process, Path(log.name))

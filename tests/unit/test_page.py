@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,9 +20,12 @@ from megacpp_mcore.observe import goodput, page, page_charts, page_data, page_pa
 from megacpp_mcore.observe.page_charts import Axis, Band, Curve, axis_of, plot
 from megacpp_mcore.observe.page_data import read
 from megacpp_mcore.observe.page_style import KINDS
+from megacpp_mcore.observe.receipt_schema import flatten
+from megacpp_mcore.observe.steps import Step
 from tests.unit import browser, page_run, tiny_run
 
 STEPS = 8
+RECEIPTS = tiny_run.ROOT / "examples" / "receipts"
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ][\d:]+(\+00:00)?")
 """When a receipt was put together."""
 VOID = {"meta", "br", "hr", "img", "link"}
@@ -313,23 +317,34 @@ def poisoned(value: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_markup_in_files_is_text(runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_markup_in_the_files_of_a_run_is_text(
+    runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = read(runs[0])
+    assert_markup_is_text(data, data.steps, tmp_path, monkeypatch)
+
+
+def test_markup_in_a_receipt_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [
+        Step(number, 0, 1.0, 8 * number, {"lm loss": 3.0, "mtp_1 loss": 3.0}, 1.0, 1e-3, False) for number in (1, 2)
+    ]
+    assert_markup_is_text(read(RECEIPTS / "nam56r_quarter_h200_bf16.json"), steps, tmp_path, monkeypatch)
+
+
+def assert_markup_is_text(
+    data: page_data.RunData, recorded: Sequence[Step], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fail if a text of the receipt, a name of a loss, a reason or the folder's name comes through as markup."""
     fresh = tmp_path / "<b>run & co"
     fresh.mkdir()
-    receipt = copy.deepcopy(receipts.read(runs[0]))
-    nasty = poisoned(receipt)
-    nasty["shares"]["groups"] = {name + NASTY: share for name, share in receipt["shares"]["groups"].items()}
-    data = read(runs[0])
-    from megacpp_mcore.observe.receipt_schema import flatten
-
+    nasty = poisoned(copy.deepcopy(data.receipt))
+    groups = data.receipt["shares"]["groups"] or {}
+    nasty["shares"]["groups"] = {name + NASTY: share for name, share in groups.items()}
     steps = [
-        type(step)(
-            **{
-                **vars(step),
-                "losses": {name + NASTY * (name != "lm loss"): value for name, value in step.losses.items()},
-            }
+        dataclasses.replace(
+            step, losses={name + NASTY * (name != "lm loss"): value for name, value in step.losses.items()}
         )
-        for step in data.steps
+        for step in recorded
     ]
     bad = page_data.RunData(
         "<b>run", nasty, flatten(nasty)[0], steps, data.ranks, data.timeline, data.metrics, {"loss": NASTY}

@@ -20,7 +20,9 @@ import ctypes
 import importlib
 import importlib.machinery
 import importlib.util
+import itertools
 import os
+import re
 import runpy
 import signal
 import socket
@@ -191,6 +193,7 @@ def plan(
             f"--nproc {nproc} was given to a process that torchrun has started (RANK={environment['RANK']}); "
             "leave --nproc out under torchrun, or start megacpp-mcore without torchrun"
         )
+    _check_own_options(words)
     _check_arguments(words)
     _check_packed(script, words)
     arguments, spec = split_spec(words)
@@ -225,6 +228,27 @@ def _check_arguments(arguments: Sequence[str]) -> None:
             raise LaunchError(
                 f"{flag} takes arguments from {source}, --spec among them, which would be imported unchecked; write the "
                 "arguments out (`megacpp-mcore recipe emit … --as cli` prints them)"
+            )
+
+
+_OWN_OPTIONS = (
+    "--observe",
+    "--no-observe",
+    "--record-steps",
+    "--profile-tool",
+    "--device",
+    "--nproc",
+    "--allow-spec-from",
+)
+
+
+def _check_own_options(arguments: Sequence[str]) -> None:
+    """Refuse options of the launch behind the ``--``, which Megatron would refuse after a minute, below its whole usage."""
+    for word, after in itertools.pairwise([*arguments, ""]):
+        if word.partition("=")[0] in _OWN_OPTIONS or (word == "--profile" and re.fullmatch(r"\d+-\d+", after)):
+            raise LaunchError(
+                f"{word} is an option of the launch, and Megatron has no such argument; put it before the `--`, as in "
+                f"`megacpp-mcore launch {word} … -- …`"
             )
 
 
@@ -439,8 +463,9 @@ def _end_with_the_parent() -> None:
 
 
 def _run_here(chosen: Plan, recording: Recording) -> int:
+    """Run the script in this process; its exit goes through what records the run, so that a failure is known there."""
     entry = str(chosen.script) if chosen.script else _STOCK_LOOP
-    with contextlib.ExitStack() as stack:
+    with exit_status() as ended, contextlib.ExitStack() as stack:
         stack.enter_context(process_environment())
         stack.enter_context(_arguments([entry, *chosen.arguments]))
         say(chosen.describe(int(os.environ["WORLD_SIZE"])))
@@ -464,10 +489,9 @@ def _run_here(chosen: Plan, recording: Recording) -> int:
         stack.enter_context(_observed(chosen, recording, settings, launched))
         if chosen.spec is not None:
             import_named(*chosen.spec)
-        status = _run_main(chosen.script)
-        if status == 0:
-            leave_process_group()
-    return status
+        _run_main(chosen.script)
+        leave_process_group()
+    return ended.status
 
 
 def _observed(
@@ -527,19 +551,41 @@ def _verify_data(arguments: Sequence[str]) -> None:
     say(verify_arguments(arguments))
 
 
-def _run_main(script: Path | None) -> int:
-    """Run ``script`` or the stock loop as ``__main__``; return the status it exits with."""
+def _run_main(script: Path | None) -> None:
+    """Run ``script`` or the stock loop as ``__main__``; an exit without success goes on to the caller.
+
+    Raises:
+        SystemExit: the script exits with a status other than 0, or with a message.
+    """
     try:
         if script is None:
             runpy.run_module(_STOCK_LOOP, run_name="__main__")
         else:
             runpy.run_path(str(script), run_name="__main__")
     except SystemExit as end:
+        if end.code:
+            raise
+
+
+@dataclass
+class Ended:
+    """How a script ended: its exit status."""
+
+    status: int = 0
+
+
+@contextlib.contextmanager
+def exit_status() -> Iterator[Ended]:
+    """Turn a script's exit into a status; a message is printed, as the interpreter does."""
+    ended = Ended()
+    try:
+        yield ended
+    except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        print(end.code, file=sys.stderr)  # as the interpreter does for a message
-        return 1
-    return 0
+            ended.status = end.code or 0
+        else:
+            print(end.code, file=sys.stderr)
+            ended.status = 1
 
 
 @contextlib.contextmanager

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput, receipts
 from megacpp_mcore.observe.compare import KEYS, compare
 from megacpp_mcore.observe.files import replace
+from megacpp_mcore.observe.receipt_assembly import PARTS, RECEIPT
 from megacpp_mcore.observe.receipt_schema import DISQUALIFIERS, flatten, why_unknown
 
 REFUSED = 1
@@ -63,20 +65,40 @@ def run(args: argparse.Namespace) -> int:
     return actions[args.action](args)
 
 
+def _found(word: str, *, whole: bool = False) -> Path:
+    """The run that a word of the command line names: its folder or, unless the ``whole`` run is needed, a receipt.
+
+    Raises:
+        DataError: there is no such thing, with the folder that was probably meant.
+    """
+    place, expected = Path(word), "the folder of a run that was observed" + ("" if whole else ", or a receipt")
+    if not place.exists():
+        raise DataError(f"{word} does not exist; expected {expected}")
+    if place.is_file() and whole:
+        raise DataError(f"{word} is a file; expected {expected}, probably {place.parent}")
+    if place.is_dir() and not any((place / name).exists() for name in (goodput.FOLDER, PARTS, RECEIPT)):
+        near = sorted(
+            path.parent for path in (*place.glob(f"*/{goodput.FOLDER}"), *place.glob(f"*/*/{goodput.FOLDER}"))
+        )
+        meant = f"; did you mean {' or '.join(map(str, near[:3]))}?" if near else ""
+        raise DataError(f"{word} is no recorded run; expected {expected}{meant}")
+    return place
+
+
 def _show(args: argparse.Namespace) -> int:
-    receipt = receipts.read(args.receipt)
+    receipt = receipts.read(_found(args.receipt))
     print(json.dumps(receipt, indent=1, ensure_ascii=False) if args.json else describe(receipt))
     return 0
 
 
 def _compare(args: argparse.Namespace) -> int:
-    found = compare(receipts.read(args.first), receipts.read(args.second), args.varies, args.declare)
+    found = compare(receipts.read(_found(args.first)), receipts.read(_found(args.second)), args.varies, args.declare)
     print(json.dumps(found.record(), indent=1, ensure_ascii=False) if args.json else found.describe())
     return 0 if found.claim is not None else REFUSED
 
 
 def _goodput(args: argparse.Namespace) -> int:
-    ranks = goodput.read(args.run_folder)
+    ranks = goodput.read(_found(args.run_folder, whole=True))
     if args.json:
         print(json.dumps({rank: found.record() for rank, found in ranks.items()}, indent=1))
         return 0
@@ -92,7 +114,7 @@ def _goodput(args: argparse.Namespace) -> int:
 def _html(args: argparse.Namespace) -> int:
     from megacpp_mcore.observe import page
 
-    replace(Path(args.output), page.html(args.runs))
+    replace(Path(args.output), page.html([_found(word) for word in args.runs]))
     print(f"page: {args.output}")
     return 0
 

@@ -143,6 +143,14 @@ def test_cpu_arguments_are_all_named_at_once() -> None:
         ([], {"environment": {"RANK": "3"}}, "does not hold WORLD_SIZE, LOCAL_RANK"),
         (["--use-checkpoint-args"], {}, "from a checkpoint, --spec among them"),
         (["--yaml-cfg=x.yaml"], {}, "from a file, --spec among them"),
+        (["--lr", "1", "--observe", "run"], {}, "--observe is an option of the launch.* put it before the `--`"),
+        (["--no-observe=1"], {}, "--no-observe=1 is an option of the launch"),
+        (["--profile", "10-14"], {}, "--profile is an option of the launch"),
+        (
+            ["--profile", "--profile-step-start", "3", "--use-checkpoint-args"],
+            {},
+            "from a checkpoint",
+        ),  # Megatron's own
     ],
 )
 def test_what_cannot_work_is_refused(command: list[str], options: dict[str, Any], said: str) -> None:
@@ -232,6 +240,16 @@ def test_exit_status_passes_through(statement: str, status: int, tmp_path: Path)
     script = tmp_path / "leave.py"
     script.write_text(f"import sys\n{statement}\n")
     assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu") == status
+
+
+@pytest.mark.parametrize(("statement", "how"), [("sys.exit(3)", "SystemExit"), ("sys.exit()", "finished")])
+def test_a_run_that_exits_without_success_is_not_recorded_as_finished(statement: str, how: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys\n{statement}\n")
+    run = tmp_path / "run"
+    recording = launcher.Recording(observe=str(run))
+    launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu", recording=recording)
+    assert json.loads((run / "goodput" / "rank_00000.jsonl").read_text().splitlines()[-1])["how"] == how
 
 
 def test_other_ranks_say_nothing(

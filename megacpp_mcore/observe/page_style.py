@@ -121,6 +121,7 @@ tr.off { background: var(--bad-soft); }
 tr.off > * { color: var(--bad); }
 tr.off td:first-child { box-shadow: inset 0.2rem 0 var(--bad); }
 .backends td:first-child, .backends th:first-child { padding-left: 0.7rem; }
+.backends td:not(:nth-child(2)):not(:last-child) { white-space: nowrap; }
 .verdict { color: var(--bad); font-weight: 650; }
 .side { table-layout: fixed; }
 .side tbody th { color: var(--dim); font-weight: 500; }
@@ -153,6 +154,7 @@ footer { margin-top: 2.5rem; }
     padding: 0.55rem 0; border-bottom: 1px solid var(--line); }
   .stacked tr:last-child { border-bottom: 0; }
   .stacked td, .stacked th { border: 0; padding: 0; }
+  .backends td:not(:nth-child(2)):not(:last-child) { white-space: normal; }
   .stacked .wide { grid-column: 1 / -1; }
   .stacked td[data-label]::before { content: attr(data-label); display: block; color: var(--dim);
     font-size: 0.75rem; font-weight: 500; }

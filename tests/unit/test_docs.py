@@ -69,6 +69,7 @@ PROGRAMS = {
     "mapfile",
     "bash",
     "export",
+    "unset",
     "mkdir",
     "cp",
     "examples",
@@ -389,7 +390,7 @@ def test_every_command_is_of_a_program_that_is_checked() -> None:
     for page in WITH_COMMANDS:
         assert text(page).count("```sh\n") == len(blocks(text(page), "sh"))
         for line in (line for block in blocks(text(page), "sh") for line in block.splitlines()):
-            word = shlex.split(line)[0]
+            word = next(word for word in shlex.split(line) if not re.fullmatch(r"[A-Z_0-9]+=[^$]*", word))
             assert word.partition("/")[0] in PROGRAMS or word in ("$python_with_bridge", "$nemo") or "=$(" in word, (
                 page,
                 line,

@@ -8,10 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megacpp_mcore.bench.registry import LAYER
 from megacpp_mcore.bench.table import COLUMNS, CONDITIONS
 from megacpp_mcore.errors import BenchmarkError
 
 Row = Mapping[str, Any]
+
+SAME_RUN = ("benchmark", "shape", "dtype", "device")
+"""What a run has measured: of the file's rows that agree in these, each has to have its counterpart in the run."""
 
 
 @dataclass
@@ -20,7 +24,8 @@ class Comparison:
 
     Attributes:
         compared: how many rows were.
-        slower: one line for each that takes more time or memory than the tolerance allows, or lost its time.
+        slower: one line for each that takes more time or memory than the tolerance allows, and for each row of the file that
+            lost its time, or has none of its name in this run any more.
         lines: one line for everything else: faster, equal, new, not comparable.
     """
 
@@ -55,6 +60,8 @@ def read(path: Path) -> list[dict[str, str]]:
 def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comparison:
     """Compare each new row with the last one of the same benchmark, work, variant and conditions.
 
+    Our layer is one variant whatever backends it found: one that fell back is compared with what it was.
+
     Args:
         before: rows of the committed table.
         now: rows of this run.
@@ -67,23 +74,44 @@ def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comp
     for row in now:
         same_work = [old for old in before if _key(old) == _key(row) and old["ms"] != ""]
         alike = [old for old in same_work if not _differences(old, row)]
-        name = " / ".join(_key(row))
+        name = " / ".join((row["benchmark"], row["work"], row["variant"]))
         if alike:
             found.compared += 1
-            _judge(found, name, alike[-1], row, tolerance)
+            fallen = "" if alike[-1]["variant"] == row["variant"] else f", which was {alike[-1]['variant']}"
+            _judge(found, name + fallen, alike[-1], row, tolerance)
         elif same_work:
             reasons.append(f"{name}: not compared, {'; '.join(_differences(same_work[-1], row))}")
         elif row["ms"] != "":
             found.lines.append(f"{name}: new, the file has no time of it")
     found.lines += reasons
-    if not found.compared:
+    found.slower += _lost(before, now)
+    if not found.compared and not found.slower:
         why = "\n  ".join(reasons[:5]) or "the file has no time of any of these benchmarks"
         raise BenchmarkError(f"no row of this run may be compared with the file:\n  {why}")
     return found
 
 
 def _key(row: Row) -> tuple[str, str, str]:
-    return (str(row["benchmark"]), str(row["work"]), str(row["variant"]))
+    """Benchmark, work and variant; of a layer without its bracket, which holds the backends that it found."""
+    variant = str(row["variant"])
+    name = variant.partition(" (")[0] if row["kind"] == LAYER else variant
+    return (str(row["benchmark"]), str(row["work"]), name)
+
+
+def _lost(before: Sequence[Row], now: Sequence[Row]) -> list[str]:
+    """A line for each row of the file with a time whose benchmark ran now, but not with this work and variant."""
+    ran = {_what(row) for row in now}
+    have = {(*_what(row), *_key(row)) for row in now}
+    last = {(*_what(old), *_key(old)): old for old in before if old["ms"] != "" and _what(old) in ran}
+    return [
+        f"{' / '.join(_key(old))}: was {old['ms']} ms, and has no row in this run"
+        for key, old in last.items()
+        if key not in have
+    ]
+
+
+def _what(row: Row) -> tuple[str, ...]:
+    return tuple(str(row[name]) for name in SAME_RUN)
 
 
 def _differences(old: Row, row: Row) -> list[str]:

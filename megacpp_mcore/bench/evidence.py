@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megacpp_mcore.backends import Candidate
+from megacpp_mcore.bench.table import GREEN, RIGHT
 from megacpp_mcore.errors import BenchmarkError
 
 
@@ -25,6 +26,7 @@ class Evidence:
         row: columns and values that the backend's rows have.
         than: the same for what it is preferred to.
         column: the figure that says so.
+        shape: the columns that hold shape and dtype, equal in both rows as device and commit are.
         more: whether more of it is better.
     """
 
@@ -32,27 +34,44 @@ class Evidence:
     row: Mapping[str, str]
     than: Mapping[str, str]
     column: str
+    shape: tuple[str, ...] = ("shape", "dtype")
     more: bool = False
 
     def gain(self, root: Path) -> float:
         """How many times better the last such row of the backend is than the last one of the other.
 
         Raises:
-            BenchmarkError: a row is not there, has no figure, or names no GPU or no commit.
+            BenchmarkError: a row is not there, has no figure, names no GPU or no commit, or is not right by its parity; or
+                the two differ in shape, dtype, device or commit.
         """
         with (root / self.table).open(newline="", encoding="utf-8") as source:
             rows = list(csv.DictReader(source))
-        ours, other = (self._figure(rows, which) for which in (self.row, self.than))
+        mine, theirs = (self._last(rows, which) for which in (self.row, self.than))
+        apart = [
+            f"{name} is {mine.get(name) or 'not given'} and {theirs.get(name) or 'not given'}"
+            for name in (*self.shape, "device", "commit")
+            if not mine.get(name) or mine.get(name) != theirs.get(name)
+        ]
+        if apart:
+            raise BenchmarkError(
+                f"{self.table}: the rows with {dict(self.row)} and {dict(self.than)} prove nothing beside each other: "
+                f"{'; '.join(apart)}; name two rows of one run"
+            )
+        ours, other = float(mine[self.column]), float(theirs[self.column])
         return ours / other if self.more else other / ours
 
-    def _figure(self, rows: list[dict[str, str]], which: Mapping[str, str]) -> float:
+    def _last(self, rows: list[dict[str, str]], which: Mapping[str, str]) -> dict[str, str]:
         found = [row for row in rows if all(row.get(name) == value for name, value in which.items())]
         if not found or not found[-1].get(self.column):
             raise BenchmarkError(f"{self.table} has no row with {dict(which)} and a figure for {self.column}")
         row = found[-1]
         if not row.get("device", "").startswith("NVIDIA") or not row.get("commit"):
             raise BenchmarkError(f"{self.table}: the row with {dict(which)} names no GPU, or no commit")
-        return float(row[self.column])
+        if row.get("parity", GREEN) not in RIGHT:
+            raise BenchmarkError(
+                f"{self.table}: parity of the row with {dict(which)} is {row['parity']!r}, not {GREEN!r}"
+            )
+        return row
 
 
 EVIDENCE: Mapping[tuple[str, str], Evidence] = MappingProxyType(
@@ -62,12 +81,14 @@ EVIDENCE: Mapping[tuple[str, str], Evidence] = MappingProxyType(
             row={"variant": "ours", "implementation": "transformer_engine"},
             than={"variant": "stock", "implementation": "transformer_engine"},
             column="forward_backward_ms",
+            shape=("batch", "length", "heads", "qk_width", "v_width", "dtype"),
         ),
         ("transformer_impl", "transformer_engine"): Evidence(
             table="benchmarks/results/train_h200.csv",
             row={"label": "quarter_te_bf16"},
             than={"label": "quarter_local_bf16"},
             column="tokens_per_s",
+            shape=("model", "precision", "tokens_per_step", "micro_batch"),
             more=True,
         ),
     }

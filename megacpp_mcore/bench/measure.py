@@ -20,6 +20,9 @@ import torch
 
 from megacpp_mcore.errors import BenchmarkError
 
+CPU_FACTS = Path("/proc/cpuinfo")
+"""Where Linux says which processor this is; :func:`platform.processor` is empty there."""
+
 FEWEST = 3
 """Calls that are timed whatever they take: a median of less says nothing."""
 
@@ -113,8 +116,12 @@ def has_gpu() -> bool:
 
 
 def device_name(device: str) -> str:
-    """The GPU's name, or the processor's."""
-    return torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    """The GPU's name, or the processor's: its model, or where the system does not say that, its architecture."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    facts = CPU_FACTS.read_text(encoding="utf-8") if CPU_FACTS.exists() else ""
+    models = (line.partition(":")[2].strip() for line in facts.splitlines() if line.startswith("model name"))
+    return next(models, "") or platform.processor() or platform.machine()
 
 
 def versions(*packages: str) -> dict[str, str]:

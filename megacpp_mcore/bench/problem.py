@@ -11,9 +11,13 @@ from typing import Any, Protocol
 import torch
 
 from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Options
+from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.observe.flops import Work
 
 FORWARD, BOTH = "forward", "forward+backward"
+
+PRECISIONS: Mapping[str, str] = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
+"""What the products of inputs of a dtype run in at best, as :mod:`megacpp_mcore.observe.peaks` calls it."""
 
 Tensors = Sequence[torch.Tensor]
 
@@ -54,8 +58,9 @@ class Variant:
         results: brings what the last of ``runs`` returns into the order and layout of the truth; not timed.
         around: what has to be in place around every run, such as a patch.
         absent: why it cannot run here; then ``runs`` is empty.
-        truth: the truth where it has another one than the problem, for inputs that it weighs differently.
+        truth: the truth where it has another one than the problem, because it does other work; no speed-up is over it then.
         limit: the largest error of a row, where it has another one than the problem.
+        is_reference: whether the truth is made by this very program, so that their agreement proves nothing.
     """
 
     name: str
@@ -66,6 +71,7 @@ class Variant:
     absent: str = ""
     truth: Callable[[Any], Tensors] | None = None
     limit: float | None = None
+    is_reference: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +104,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a variant computes the right thing: ``right`` is None where that could not be checked."""
+    """Whether a variant computes the right thing: ``right`` is None where that could not be checked, or would prove nothing."""
 
     right: bool | None
     text: str
@@ -171,10 +177,9 @@ def missing(name: str, reason: str, side: str = PEER) -> Variant:
 
 def floors(work: Work, forward_bytes: int, both_bytes: int, dtype: str) -> dict[str, Floor]:
     """The floors of a forward pass, and of forward and backward together."""
-    precision = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}[dtype]
     return {
-        FORWARD: Floor(operations=work.forward, moved=forward_bytes, precision=precision),
-        BOTH: Floor(operations=work.training, moved=both_bytes, precision=precision),
+        FORWARD: Floor(operations=work.forward, moved=forward_bytes, precision=PRECISIONS[dtype]),
+        BOTH: Floor(operations=work.training, moved=both_bytes, precision=PRECISIONS[dtype]),
     }
 
 
@@ -185,12 +190,18 @@ def candidates(op: str, call: Callable[[Callable[..., Any], Inputs], Tensors], *
         op: an op of the dispatcher.
         call: runs a backend's function on inputs.
         needs: what the backend has to cover, as in a request.
+
+    Raises:
+        BenchmarkError: no backend of that op is known.
     """
     from megacpp_mcore.backends import own_candidates
 
-    for candidate in own_candidates():
-        if candidate.op != op:
-            continue
+    known = [candidate for candidate in own_candidates() if candidate.op == op]
+    if not known:
+        raise BenchmarkError(
+            f"the dispatcher has no backend of op {op!r}; name what is measured in the benchmark itself"
+        )
+    for candidate in known:
         present = candidate.present()
         lacking = present.reason if not present.ok else candidate.support.lacking(needs)
         if lacking:
@@ -226,6 +237,6 @@ class Draw:
 
 
 __all__ = [
-    "BOTH", "BOUND", "FORWARD", "OURS", "PEER", "Draw", "Floor", "Goal", "Inputs", "Judge", "Problem", "Tensors", "Variant",
-    "Verdict", "candidates", "differentiable", "floors", "missing",
+    "BOTH", "BOUND", "FORWARD", "OURS", "PEER", "PRECISIONS", "Draw", "Floor", "Goal", "Inputs", "Judge", "Problem", "Tensors",
+    "Variant", "Verdict", "candidates", "differentiable", "floors", "missing",
 ]  # fmt: skip

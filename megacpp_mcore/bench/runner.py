@@ -114,33 +114,44 @@ def _one(problem: Problem, variant: Variant, options: Options) -> Measured:
         found = Measured(variant, Verdict(None, "no parity: a bound" if variant.side == BOUND else "not checked"))
         works = [work for work in problem.works if work in variant.runs]
         if variant.side != BOUND:
-            works, found = _checked(problem, variant, works, found)
+            works, found = _checked(problem, variant, works, found, options)
         if found.verdict.right is False:
             return found
         for work in works:
             _time(found, work, problem, options)
+            if found.verdict.right is False:
+                break
         return found
 
 
 def _checked(
-    problem: Problem, variant: Variant, works: list[str], found: Measured
-) -> tuple[list[str], Measured]:  # fmt: skip
+    problem: Problem, variant: Variant, works: list[str], found: Measured, options: Options
+) -> tuple[list[str], Measured]:
     """The verdict on the last work that runs at all; a peer that cannot do the last one keeps those before it."""
     while works:
         try:
             found.verdict = problem.judge.verdict(variant, works[-1], problem.sets[0])
             return works, found
         except torch.cuda.OutOfMemoryError:
-            found.notes[works[-1]], found.verdict = OUT_OF_MEMORY, Verdict(None, "not checked")
-            return [], found
+            reason = OUT_OF_MEMORY
         except Exception as error:
             # Whatever a variant raises belongs in its row: the others of a long run still count.
-            found.notes[works[-1]] = f"it raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            if variant.side == OURS:
-                found.verdict = Verdict(False, f"FAILS: {found.notes[works[-1]]}")
-                return [], found
-            works = works[:-1]
+            reason = f"it raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        _collect(options)  # only here has the traceback let go of its tensors
+        if variant.side == OURS:
+            _fail(found, works[-1], reason)
+            return [], found
+        found.notes[works[-1]] = reason
+        works = works[:-1]
     return works, found
+
+
+def _fail(found: Measured, work: str, reason: str) -> None:
+    """Ours has to do every piece of work: where it cannot do one, it fails, has no time of any, and each row says why."""
+    found.verdict = Verdict(False, f"FAILS: {reason}")
+    found.notes = {other: reason if other == work else f"{work}: {reason}" for other in found.variant.runs}
+    for figures in (found.ms, found.peaks, found.repeats):
+        figures.clear()
 
 
 def _time(found: Measured, work: str, problem: Problem, options: Options) -> None:
@@ -152,7 +163,10 @@ def _time(found: Measured, work: str, problem: Problem, options: Options) -> Non
             warmup=options.warmup, repeats=options.repeats, seconds=options.seconds,
         )  # fmt: skip
     except torch.cuda.OutOfMemoryError:
-        found.notes[work] = OUT_OF_MEMORY
+        if found.variant.side == OURS:
+            _fail(found, work, OUT_OF_MEMORY)
+        else:
+            found.notes[work] = OUT_OF_MEMORY
 
 
 def _collect(options: Options) -> None:
@@ -162,8 +176,12 @@ def _collect(options: Options) -> None:
 
 
 def _against(problem: Problem, work: str, measured: list[Measured]) -> Measured | None:
-    """The peer that ``work`` is compared with: the problem's stock, or the fastest; its parity is green."""
-    right = [one for one in measured if one.variant.side == PEER and one.verdict.right and work in one.ms]
+    """The peer that ``work`` is compared with: the problem's stock, or the fastest; its parity is green.
+
+    A peer with a truth of its own does other work than ours, and is not compared with.
+    """
+    peers = [one for one in measured if one.variant.side == PEER and one.variant.truth is None]
+    right = [one for one in peers if one.verdict.right and work in one.ms]
     if problem.stock:
         right = [one for one in right if one.variant.name == problem.stock]
     return min(right, key=lambda one: one.ms[work], default=None)

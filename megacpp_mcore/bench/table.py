@@ -23,6 +23,12 @@ COLUMNS = (
 PRINTED = ("work", "variant", "ms", "floor_ms", "of_floor", "peak_bytes", "speed_up", "less_memory", "parity", "note")
 _WIDTHS = {"work": 20, "variant": 32, "parity": 18, "note": 0, "peak_bytes": 14}
 
+GREEN, IS_REFERENCE = "green", "is the reference"
+"""Verdicts that are no failure; the second is of a program that the truth was made with, whose agreement proves nothing."""
+
+RIGHT = (GREEN, "stock")
+"""Verdicts that figures may be claimed from; the second is of what the others are compared with."""
+
 CONDITIONS = ("shape", "dtype", "device", *PACKAGES, "cudnn")
 """What has to be equal before two rows of the same benchmark, work and variant may be compared."""
 

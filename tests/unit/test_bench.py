@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
 import json
@@ -19,7 +20,7 @@ from megacpp_mcore.backends import Candidate, Speed, own_candidates
 from megacpp_mcore.backends.candidates import layer_parts_candidates
 from megacpp_mcore.bench import against, evidence, registry
 from megacpp_mcore.bench.registry import BENCHMARKS, FULL, LAYER, MODEL, OP, TINY
-from megacpp_mcore.bench.table import BYTES_PER_SECOND, COLUMNS, CONDITIONS, floor_time
+from megacpp_mcore.bench.table import BYTES_PER_SECOND, COLUMNS, CONDITIONS, IS_REFERENCE, RIGHT, floor_time
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import preset
 
@@ -160,6 +161,41 @@ def test_a_time_that_was_lost_is_a_regression() -> None:
     assert line == "mla / forward / sdpa: was 2.0 ms, and has no time now (FAILS: worst row o 1.0e+00)"
 
 
+LAYER_ROW = {"benchmark": "layer_a_full", "kind": LAYER}
+
+
+def test_a_layer_that_fell_back_is_compared_with_what_it_was() -> None:
+    before, now = (row(**LAYER_ROW, variant=f"ours (mla {name})") for name in ("sdpa", "reference"))
+    found = against.compare([before], [now | {"ms": "9.0"}], 0.1)
+    name = "layer_a_full / forward / ours (mla reference), which was ours (mla sdpa)"
+    assert (found.compared, found.slower) == (1, [f"{name}: slower, 2 → 9 ms (4.50x)"])
+    (line,) = against.compare([before], [now], 0.1).lines
+    assert line == f"{name}: as before, 2 → 2 ms (1.00x)"
+    ops = [row(variant=f"Liger ({name})") for name in ("mean only", "sum")]  # which are two variants of an op
+    assert len(against.compare(ops, ops, 0.1).lines) == 2
+    assert (
+        against.compare(ops[:1], ops, 0.1).lines[-1] == "mla / forward / Liger (sum): new, the file has no time of it"
+    )
+
+
+def test_a_row_that_is_no_more_is_a_regression() -> None:
+    gone = row(variant="gone", ms="3.0")
+    expected = ["mla / forward / gone: was 3.0 ms, and has no row in this run"]
+    assert against.compare([row(), gone, gone], [row()], 0.1).slower == expected
+    assert against.compare([gone], [row(variant="renamed")], 0.1).slower == expected  # with nothing to compare
+    work = against.compare([row(), row(work="both")], [row()], 0.1).slower
+    assert work == ["mla / both / sdpa: was 2.0 ms, and has no row in this run"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"benchmark": "m2rnn"}, {"shape": "B=9"}, {"dtype": "float32"}, {"device": "another"}, {"ms": ""}],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_did_not_run_now_is_not_missed(change: dict[str, str]) -> None:
+    assert against.compare([row(), row(variant="gone") | change], [row()], 0.1).slower == []
+
+
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_rows_of_other_conditions_are_refused(condition: str) -> None:
     other = row(**{condition: "another"})
@@ -205,20 +241,27 @@ def test_the_rows_say_that_it_is_the_better_one() -> None:
 @pytest.mark.parametrize(
     ("row_of_ours", "says"),
     [
-        ("sdpa,,NVIDIA H200,abc1234", "and a figure for ms"),
-        ("other,2.0,NVIDIA H200,abc1234", "has no row with"),
-        ("sdpa,2.0,x86_64,abc1234", "names no GPU"),
-        ("sdpa,2.0,NVIDIA H200,", "or no commit"),
+        ("sdpa,,S=8,bfloat16,NVIDIA H200,abc1234,green", "and a figure for ms"),
+        ("other,2.0,S=8,bfloat16,NVIDIA H200,abc1234,green", "has no row with"),
+        ("sdpa,2.0,S=8,bfloat16,x86_64,abc1234,green", "names no GPU"),
+        ("sdpa,2.0,S=8,bfloat16,NVIDIA H200,,green", "or no commit"),
+        ("sdpa,2.0,S=4,bfloat16,NVIDIA H200,abc1234,green", "shape is S=4 and S=8; name two rows of one run"),
+        ("sdpa,2.0,,bfloat16,NVIDIA H200,abc1234,green", "shape is not given and S=8"),
+        ("sdpa,2.0,S=8,float32,NVIDIA H200,abc1234,green", "dtype is float32 and bfloat16"),
+        ("sdpa,2.0,S=8,bfloat16,NVIDIA H100,abc1234,green", "device is NVIDIA H100 and NVIDIA H200"),
+        ("sdpa,2.0,S=8,bfloat16,NVIDIA H200,abc9999,green", "commit is abc9999 and abc1234"),
+        ("sdpa,2.0,S=8,bfloat16,NVIDIA H200,abc1234,FAILS: worst row o", "is 'FAILS: worst row o', not 'green'"),
+        ("sdpa,2.0,S=8,bfloat16,NVIDIA H200,abc1234,is the reference", "is 'is the reference', not 'green'"),
+        ("sdpa,2.0,S=8,bfloat16,NVIDIA H200,abc1234,", "is '', not 'green'"),
     ],
 )
 def test_rows_that_prove_nothing_are_refused(tmp_path: Path, row_of_ours: str, says: str) -> None:
-    (tmp_path / "rows.csv").write_text(f"variant,ms,device,commit\nstock,4.0,NVIDIA H200,abc1234\n{row_of_ours}\n")
+    known = "variant,ms,shape,dtype,device,commit,parity\nstock,4.0,S=8,bfloat16,NVIDIA H200,abc1234,stock\n"
+    (tmp_path / "rows.csv").write_text(f"{known}{row_of_ours}\n")
     found = evidence.Evidence(table="rows.csv", row={"variant": "sdpa"}, than={"variant": "stock"}, column="ms")
     with pytest.raises(BenchmarkError, match=says):
         found.gain(tmp_path)
-    (tmp_path / "rows.csv").write_text(
-        "variant,ms,device,commit\nstock,4.0,NVIDIA H200,abc1234\nsdpa,2.0,NVIDIA H200,abc1234\n"
-    )
+    (tmp_path / "rows.csv").write_text(f"{known}sdpa,2.0,S=8,bfloat16,NVIDIA H200,abc1234,green\n")
     assert found.gain(tmp_path) == 2.0
 
 
@@ -244,11 +287,17 @@ def test_everything_runs_at_its_tiny_size(tmp_path: Path) -> None:
     for found in rows:
         timed = found["ms"] != ""
         assert timed is (found["note"] == ""), found
-        assert timed is (found["parity"] in ("green", "stock", "no parity: a bound")), found
+        assert timed is (found["parity"] in (*RIGHT, IS_REFERENCE, "no parity: a bound")), found
+        assert found["speed_up"] == "" or found["parity"] in RIGHT, found
         assert (found["speed_up"] != "") <= (found["side"] == "ours" and found["against"] != ""), found
-        assert int(found["floor_operations"]) > 0
+        # At the tiny size the selection takes every key.
+        assert int(found["floor_operations"]) > 0 or (found["benchmark"], found["work"]) == (
+            "dsa_indexer_memory", "forward",
+        ), found  # fmt: skip
         assert int(found["floor_bytes"]) > 0
         assert found["torch"] != "absent"
+    themselves = {found["benchmark"] for found in rows if found["parity"] == IS_REFERENCE}
+    assert themselves == {one.name for one in BENCHMARKS.values() if one.kind == LAYER}  # on a CPU, all of them
     ours = {found["benchmark"] for found in rows if found["side"] == "ours" and found["ms"]}
     assert ours == {found["benchmark"] for found in rows}
     peers = {found["benchmark"] for found in rows if found["side"] == "peer"}
@@ -291,6 +340,34 @@ def test_rows_name_what_they_were_measured_with(monkeypatch: pytest.MonkeyPatch)
     assert found["commit"] == "abc1234"
     assert found["no-such-package"] == "absent"
     assert json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "goals"),
+    [
+        ([], True),
+        (["--dtype", "bfloat16"], True),
+        (["--dtype", "float32"], False),
+        (["--size", "tiny"], False),
+        (["--set", "heads=8"], False),
+        (["--device", "cpu"], False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_goals_count_at_full_size_on_a_gpu(words: list[str], goals: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megacpp_mcore.bench import measure, runner
+
+    told: list[bool] = []
+
+    def run(benchmark: Any, options: Any, *, goal: Any, goals: bool, say: Any) -> runner.Outcome:
+        told.append(goals)
+        return runner.Outcome()
+
+    monkeypatch.setattr(measure, "has_gpu", lambda: True)
+    monkeypatch.setattr(measure, "one_process", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(runner, "run", run)
+    assert cli.main(["bench", "run", "mla", *words]) == 0
+    assert told == [goals]
 
 
 def test_mamba_ssm_is_found_twice_and_its_mimo_kernels_are_asked_for(

@@ -16,7 +16,7 @@ import torch
 from megacpp_mcore import backends, cli
 from megacpp_mcore.backends import Candidate, Speed
 from megacpp_mcore.bench import measure, runner
-from megacpp_mcore.bench.cases import layers
+from megacpp_mcore.bench.cases import dsa_indexer_memory, layers
 from megacpp_mcore.bench.parity import AgainstTruth
 from megacpp_mcore.bench.problem import (
     BOTH,
@@ -30,6 +30,7 @@ from megacpp_mcore.bench.problem import (
     Problem,
     Variant,
     Verdict,
+    candidates,
     differentiable,
 )
 from megacpp_mcore.bench.registry import BENCHMARKS, TINY, Options
@@ -111,6 +112,33 @@ def test_an_op_that_raises_is_a_failure_and_the_others_are_measured(monkeypatch:
     found = run("m2rnn")
     assert found.failures == ["m2rnn: injected FAILS: it raised RuntimeError: no such kernel"]
     assert any(row["ms"] for row in found.rows)
+
+
+def test_a_layer_on_references_is_called_that_and_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("layer_r", "layer_e"):
+        (ours,) = [row for row in run(name).rows if row["side"] == OURS and row["work"] == BOTH]
+        assert (ours["parity"], ours["ms"] != "", ours["worst_row"] != "") == ("is the reference", True, True)
+        assert ours["speed_up"] == ours["against"] == ""
+    inject(monkeypatch, "m2rnn", m2rnn_chunked)
+    assert {row["parity"] for row in run("layer_r").rows if row["side"] == OURS} == {"green"}
+
+
+def test_a_layers_peer_has_the_core_attention_of_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    built: dict[bool, Any] = {}
+
+    def build(plan: Any, requests: Any, *, stock_core: bool = False) -> Any:
+        made = real(plan, requests, stock_core=stock_core)
+        built[stock_core] = made.module.self_attention.core_attention
+        return made
+
+    real = layers._build
+    monkeypatch.setattr(layers, "_build", build)
+    one = BENCHMARKS["layer_a_full"]
+    list(layers.layer_a_full(Options(**QUICK, shape=one.shapes[TINY])))
+    assert type(built[True]) is DotProductAttention
+    assert not isinstance(built[False], DotProductAttention)
 
 
 # --- made-up problems -----------------------------------------------------------------------------------------------------
@@ -213,6 +241,123 @@ def test_out_of_memory_is_said_and_compared_with_computed_bytes(monkeypatch: pyt
     assert found["ours"]["speed_up"] == ""
 
 
+def fills_up(side: str, *, forward: bool = False) -> Variant:
+    """Its backward pass runs out of memory, or its forward pass too."""
+
+    class Full(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            if forward:
+                raise torch.cuda.OutOfMemoryError("full")
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            raise torch.cuda.OutOfMemoryError("full")
+
+    return differentiable("full", side, lambda inputs: [Full.apply(inputs.leaves["x"])])
+
+
+def test_ours_out_of_memory_is_a_failure_of_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = outcome(monkeypatch, problem(times(2, "peer", PEER), fills_up(OURS)))
+    assert found.failures == ["mla: full FAILS: out of memory"]
+    rows = {work: by_variant(found, work)["full"] for work in (FORWARD, BOTH)}
+    assert {work: row["note"] for work, row in rows.items()} == {
+        FORWARD: "forward+backward: out of memory",
+        BOTH: "out of memory",
+    }
+    assert {row["ms"] + row["speed_up"] for row in rows.values()} == {""}
+    assert {row["parity"] for row in rows.values()} == {"FAILS: out of memory"}
+
+
+def test_ours_out_of_memory_while_it_is_timed_is_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def peak(run: Any, inputs: Any, device: str) -> int:
+        calls.append(run.__name__)
+        if run.__name__ == "both":
+            raise torch.cuda.OutOfMemoryError("full")
+        return 1
+
+    monkeypatch.setattr(measure, "peak_bytes", peak)
+    found = outcome(monkeypatch, problem(times(2, "ours", OURS), times(2, "peer", PEER)))
+    assert found.failures == ["mla: ours FAILS: out of memory"]
+    ours, peer = (by_variant(found, FORWARD)[name] for name in ("ours", "peer"))
+    assert (ours["ms"], ours["peak_bytes"], ours["note"]) == ("", "", "forward+backward: out of memory")
+    assert (peer["ms"] != "", peer["note"], by_variant(found)["peer"]["note"]) == (True, "", "out of memory")
+    assert calls == ["<lambda>", "both"] * 2
+
+
+def test_a_peer_out_of_memory_in_its_backward_pass_keeps_its_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = outcome(monkeypatch, problem(fills_up(PEER), times(2, "ours", OURS)))
+    assert found.failures == []
+    forward, both = (by_variant(found, work)["full"] for work in (FORWARD, BOTH))
+    assert (forward["parity"], forward["ms"] != "", forward["note"]) == ("green", True, "")
+    assert (both["ms"], both["note"]) == ("", "out of memory")
+    assert by_variant(found, FORWARD)["ours"]["against"] == "full"
+    found = outcome(monkeypatch, problem(fills_up(PEER, forward=True), times(2, "ours", OURS)))
+    assert {by_variant(found, work)["full"]["note"] for work in (FORWARD, BOTH)} == {"out of memory"}
+
+
+def test_a_peer_of_other_work_is_not_what_ours_is_faster_than(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tripled(inputs: Inputs) -> list[torch.Tensor]:
+        double = inputs.in_double().leaves["x"]
+        return [3 * double, torch.full_like(double, 3.0)]
+
+    other = times(3, "other work", PEER, truth=tripled)
+    found = by_variant(outcome(monkeypatch, problem(other, times(2, "ours", OURS))))
+    assert (found["other work"]["parity"], found["other work"]["ms"] != "") == ("green", True)
+    assert found["ours"]["against"] == found["ours"]["speed_up"] == ""
+    found = by_variant(outcome(monkeypatch, problem(other, times(2, "peer", PEER), times(2, "ours", OURS))))
+    assert found["ours"]["against"] == "peer"
+
+
+def test_ours_gives_every_gradient_and_a_peer_those_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first(name: str, side: str) -> Variant:
+        return times(2, name, side, results=lambda found: found[:1])
+
+    found = outcome(monkeypatch, problem(first("peer", PEER), first("ours", OURS)))
+    assert found.failures == ["mla: ours FAILS: it gives 1 results, expected at least 2"]
+    assert by_variant(found)["peer"]["parity"] == "green"
+
+
+def test_the_program_of_the_truth_is_checked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = times(2, "peer", PEER)
+    found = outcome(monkeypatch, problem(peer, times(2, "ours", OURS, is_reference=True)))
+    ours = by_variant(found)["ours"]
+    assert (found.failures, ours["parity"], ours["ms"] != "") == ([], "is the reference", True)
+    assert ours["speed_up"] == ours["against"] == ""
+    found = outcome(monkeypatch, problem(peer, times(2.1, "ours", OURS, is_reference=True)))
+    assert found.failures[0].startswith("mla: ours FAILS: worst row y")
+
+
+def test_what_is_around_a_variant_is_there_whenever_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, seen = [False], []
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    def call(inputs: Inputs) -> list[torch.Tensor]:
+        seen.append(inside[0])
+        return [2 * inputs.leaves["x"]]
+
+    checked = differentiable("ours", OURS, call, around=around)
+    bare = times(2, "peer", PEER)
+    found = outcome(monkeypatch, problem(checked, bare))
+    assert found.failures == []
+    assert len(seen) > 2  # the check, and each work's time
+    assert set(seen) == {True}
+    assert inside == [False]
+
+
+def test_candidates_of_an_op_that_the_dispatcher_does_not_know_are_refused() -> None:
+    with pytest.raises(BenchmarkError, match="no backend of op 'grouped_mlp'"):
+        list(candidates("grouped_mlp", lambda fn, inputs: []))
+
+
 def test_a_yardstick_loosens_what_is_allowed_but_has_to_be_an_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     near, far = times(2.02, "yardstick", PEER), times(2.5, "yardstick", PEER)
     assert outcome(monkeypatch, problem(near, times(2.025, "ours", OURS))).failures == []
@@ -231,6 +376,98 @@ def test_shapes_and_what_is_no_number_fail(broken: Callable[[Any], Any]) -> None
     assert made.judge.verdict(variant, FORWARD, made.sets[0]).right is False
     empty = Variant(name="ours", side=OURS, runs={FORWARD: lambda inputs: []})
     assert made.judge.verdict(empty, FORWARD, made.sets[0]).text == "FAILS: it gives 0 results, expected at least 1"
+
+
+# --- floors ---------------------------------------------------------------------------------------------------------------
+
+
+def floors_of(name: str, **shape: int) -> dict[str, tuple[int, int]]:
+    (made,) = runner.problems(BENCHMARKS[name], Options(**QUICK, shape=shape))
+    return {work: (floor.operations, floor.moved) for work, floor in made.works.items()}
+
+
+def test_floors_of_attention_and_of_the_output_layer() -> None:
+    """Of 3 queries 6 pairs are causal; two multiply-adds' operations, and a backward pass is two forward passes."""
+    # 2 heads, 6 pairs, products of 4 and of 2; q, k, v, o of 2 heads in 4 bytes and a log-sum-exp.
+    mla = floors_of("mla", B=1, S=3, heads=2, qk=4, v=2)
+    assert mla == {FORWARD: (144, 312), BOTH: (432, 912)}
+    # 6 tokens; hidden and weight are read twice, and their gradients written.
+    head = floors_of("linear_cross_entropy", B=2, S=3, hidden=4, vocab=8)
+    assert head == {BOTH: (1152, 672)}
+
+
+def test_the_indexers_floor_has_all_scores_and_the_gradients_of_causal_ones() -> None:
+    found = floors_of("indexer", B=1, S=3, indexer_heads=2, indexer_dim=4)
+    assert found == {FORWARD: (180, 204), BOTH: (180 + 240, 204 + 336 + 24)}
+
+
+@pytest.mark.parametrize(
+    ("work", "sparse", "operations", "moved"),
+    [
+        ("forward", True, 84, 56 + 64),
+        ("loss", True, 610, 424 + 64),
+        ("loss", False, 820, 424 + 64),
+        ("train", True, 778, 424 + 64 + 88),
+        ("train", False, 1060, 424 + 64 + 88),
+    ],
+)
+def test_the_floor_of_the_indexers_memory_is_of_causal_pairs(
+    work: str, sparse: bool, operations: int, moved: int
+) -> None:
+    """Of 4 queries 10 pairs are causal, 7 with 2 keys a query; the first 2 queries select every key without a score."""
+    shape = dsa_indexer_memory.Shape(S=4, B=1, H=2, D=3, A=5, K=7, N=2)
+    assert shape.operations(work, sparse) == operations
+    assert shape.inputs(work) + shape.outputs(work) == moved
+
+
+def test_no_scores_are_needed_where_every_key_is_selected() -> None:
+    shape = dsa_indexer_memory.Shape(S=4, B=1, H=2, D=3, A=5, K=7, N=9)
+    assert (shape.operations("forward", True), shape.inputs("forward"), shape.outputs("forward")) == (0, 0, 128)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "bf16"), ("float32", "fp32")])
+def test_the_floor_of_the_indexers_memory_is_at_the_rate_of_its_inputs(dtype: str, precision: str) -> None:
+    one = BENCHMARKS["dsa_indexer_memory"]
+    made = list(runner.problems(one, Options(**QUICK | {"dtype": dtype}, shape=one.shapes[TINY])))
+    assert {floor.precision for piece in made for floor in piece.works.values()} == {precision}
+
+
+# --- the indexer's judge --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [(0, "other keys are selected"), (1, "loss "), (2, "gradient of q: worst row"), (3, "loss "), (4, "gradient of q")],
+)
+def test_the_judge_of_the_indexers_memory_refuses_what_is_wrong(
+    number: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = BENCHMARKS["dsa_indexer_memory"]
+    piece = list(runner.problems(one, Options(**QUICK, shape=dict(one.shapes[TINY]) | {"topk": 4})))[number]
+    (ours,) = [variant for variant in piece.variants if variant.side == OURS]
+    (work,) = piece.works
+    piece.judge.prepare(piece.sets[0])
+    with ours.around():
+        assert piece.judge.verdict(ours, work, piece.sets[0]) == Verdict(True, "green")
+
+    def spoiled(*args: Any, **options: Any) -> Any:
+        index, loss, gradients = real(*args, **options)
+        if number == 0:
+            index = index.clone()
+            index[0, -1, 0] = index[0, -1, 1]  # one key twice, in one row of many
+        elif number in (1, 3):
+            loss = loss * 1.001
+        else:
+            gradients = (gradients[0].clone(), *gradients[1:])
+            gradients[0][-1, 0] *= 1.05
+        return index, loss, gradients
+
+    real = dsa_indexer_memory.run
+    monkeypatch.setattr(dsa_indexer_memory, "run", spoiled)
+    with ours.around():
+        found = piece.judge.verdict(ours, work, piece.sets[0])
+    assert found.right is False
+    assert found.text.startswith(f"FAILS: {says}")
 
 
 # --- goals ----------------------------------------------------------------------------------------------------------------
@@ -342,7 +579,11 @@ def test_a_layers_weights_in_the_order_of_mamba_ssm(monkeypatch: pytest.MonkeyPa
         rows = by_variant(run(name))
         theirs = rows["mamba-ssm MIMO"]
         assert (theirs["note"], theirs["parity"], theirs["ms"] != "") == ("", "green", True)
-        assert next(row for row in rows.values() if row["side"] == OURS)["speed_up"] != ""
+        ours = next(row for row in rows.values() if row["side"] == OURS)
+        # The layer is its own truth here, and claims nothing.
+        assert (ours["parity"], ours["speed_up"] != "") == {
+            "layer_m": ("is the reference", False), "mamba3": ("green", True),
+        }[name]  # fmt: skip
 
 
 def _typed(kind: Any, width: int, **options: Any) -> Any:

@@ -3,9 +3,10 @@
 Three pieces of work: ``forward`` (scores and top-k), ``loss`` (forward with the KL loss), ``train`` (loss, and its backward
 pass). Bytes are the peak above what was allocated before the call, so they hold outputs and temporaries; those computed are
 the same counted by hand (:func:`stock_bytes`; :func:`our_bytes` is a bound). The floor is what no implementation can do
-without: outputs for memory; for time the greater of multiply-adds at the GPU's float32 rate, in which both sides compute, and
-of inputs and outputs. No ratio is given for a piece of work unless its result (selection, loss, gradients) agrees with
-stock's in this run. Where stock runs out of memory there is nothing to agree with: the row says so, and what the ratio is of.
+without: outputs for memory; for time the greater of inputs and outputs, and of the multiply-adds of causal pairs at the GPU's
+rate for products of the inputs' dtype (both sides compute in float32). No ratio is given for a piece of work unless its
+result (selection, loss, gradients) agrees with stock's in this run. Where stock runs out of memory there is nothing to agree
+with: the row says so, and what the ratio is of.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from typing import Any
 import torch
 
 from megacpp_mcore.bench.cases.peers import patched
-from megacpp_mcore.bench.problem import OURS, PEER, Floor, Goal, Problem, Variant, Verdict
+from megacpp_mcore.bench.problem import OURS, PEER, PRECISIONS, Floor, Goal, Problem, Variant, Verdict
 from megacpp_mcore.bench.registry import Options
+from megacpp_mcore.bench.table import GREEN
+from megacpp_mcore.observe.flops import causal_pairs, selected_pairs
 from megacpp_mcore.ops.indexer.chunked import BLOCK_ELEMENTS
 
 WORK = ("forward", "loss", "train")
@@ -47,22 +50,37 @@ class Shape:
     itemsize: int = 2
 
     @property
-    def inputs(self) -> int:
-        """Bytes of the indexer's q, k and weights and of the attention's query and key."""
-        numbers = self.H * self.D + self.D + self.H + self.A * self.K + self.K
-        return self.S * self.B * numbers * self.itemsize
+    def all_selected(self) -> int:
+        """Queries of a row that have no more keys than are selected, and so need no scores for a selection."""
+        return min(self.N, self.S)
+
+    def inputs(self, work: str) -> int:
+        """Bytes of the indexer's q, k and weights, of queries that need scores; with the loss, of attention's query and key."""
+        queries = self.S - (self.all_selected if work == "forward" else 0)
+        numbers = queries * (self.H * self.D + self.H) + (self.S * self.D if queries else 0)
+        attention = self.S * (self.A * self.K + self.K) if work != "forward" else 0
+        return self.B * (numbers + attention) * self.itemsize
 
     def outputs(self, work: str) -> int:
         """Bytes of the int64 indices, and of the gradients of q, k and weights."""
         gradients = self.S * self.B * (self.H * self.D + self.D + self.H) * self.itemsize
-        return self.S * self.B * self.N * 8 + (gradients if work == "train" else 0)
+        return self.S * self.B * min(self.N, self.S) * 8 + (gradients if work == "train" else 0)
 
     def operations(self, work: str, sparse: bool) -> int:
-        """Multiply-adds, two each: scores, the target's logits, and of the gradient three products as large as the scores."""
-        keys = self.N if sparse else self.S
-        score, row = 2 * self.S * self.B * self.S * self.H * self.D, 2 * self.S * self.B * keys
-        target, gradient = row * self.A * self.K, 3 * row * self.H * self.D
-        return score + (target if work != "forward" else 0) + (target + gradient if work == "train" else 0)
+        """Multiply-adds of causal pairs, two each, nothing computed twice.
+
+        Scores: of all pairs, but without a loss of those queries alone that have more keys than are selected. The target's
+        logits, and of the gradient two products (of q and of k): of the selected pairs, or for the dense loss of all.
+        """
+        causal = causal_pairs(self.S)
+        scored = causal - (causal_pairs(self.all_selected) if work == "forward" else 0)
+        reached = selected_pairs(self.S, self.N) if sparse else causal
+        found = scored * self.H * self.D
+        if work != "forward":
+            found += reached * self.A * self.K
+        if work == "train":
+            found += 2 * reached * self.H * self.D
+        return 2 * self.B * found
 
 
 def stock_bytes(shape: Shape, work: str) -> int:
@@ -133,8 +151,8 @@ def _piece(shape: Shape, work: str, sparse: bool, options: Options, sets: list[A
     name = work if work == "forward" else f"{work}, {'sparse' if sparse else 'dense'} loss"
     floor = Floor(
         operations=shape.operations(work, sparse),
-        moved=shape.inputs + shape.outputs(work),
-        precision="fp32",
+        moved=shape.inputs(work) + shape.outputs(work),
+        precision=PRECISIONS[options.dtype],
         result=shape.outputs(work),
     )
     return Problem(
@@ -190,7 +208,7 @@ class AgainstStock:
         if self._expected is None:
             return Verdict(None, "no stock to compare with")
         found = disagreement(self._shape, inputs, self._work, self._sparse, self._expected)
-        return Verdict(not found, f"FAILS: {found}" if found else "green")
+        return Verdict(not found, f"FAILS: {found}" if found else GREEN)
 
 
 def reference(shape: Shape, inputs: Any, work: str, sparse: bool) -> Any:

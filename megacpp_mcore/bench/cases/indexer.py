@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megacpp_mcore.bench.parity import AgainstTruth
-from megacpp_mcore.bench.problem import PEER, Draw, Inputs, Problem, Tensors, candidates, differentiable, floors
+from megacpp_mcore.bench.problem import PEER, Draw, Floor, Inputs, Problem, Tensors, candidates, differentiable, floors
 from megacpp_mcore.bench.registry import Options
 from megacpp_mcore.observe.flops import Work, causal_pairs
 
@@ -41,8 +41,6 @@ def problems(options: Options) -> Iterator[Problem]:
     def call(fn: Any, inputs: Inputs) -> Tensors:
         return [fn(*inputs.leaves.values())]
 
-    inputs = S * B * (H * D + D + H) * draw.itemsize
-    scores, pairs = B * S * S * 4, B * causal_pairs(S) * H * (D + 1)
     limits = {"score": LIMITS[options.dtype]} | dict.fromkeys(("dq", "dk", "dw"), BEYOND_RELU[options.dtype])
     yield Problem(
         shape=sizes,
@@ -52,10 +50,19 @@ def problems(options: Options) -> Iterator[Problem]:
             differentiable(STOCK, PEER, _stock),
             *candidates("indexer", call, device=options.device, dtype=options.dtype, dim=D),
         ],
-        works=floors(Work(2 * pairs, 4 * pairs), inputs + scores, 3 * inputs + 2 * scores, options.dtype),
+        works=_floors(B, S, H, D, draw.itemsize, options.dtype),
         judge=AgainstTruth(_truth, tuple(limits), limits),
         stock=STOCK,
     )
+
+
+def _floors(B: int, S: int, H: int, D: int, size: int, dtype: str) -> dict[str, Floor]:
+    """The scores of all pairs, which parity demands; of the backward pass the causal ones, which alone have a gradient."""
+    inputs = S * B * (H * D + D + H) * size
+    one = H * (D + 1)  # multiply-adds of a pair: q·k of every head, and their weighted sum
+    scores, reached = B * S * S, B * causal_pairs(S)
+    forward = inputs + 4 * scores
+    return floors(Work(2 * scores * one, 4 * reached * one), forward, forward + 2 * inputs + 4 * reached, dtype)
 
 
 def _truth(inputs: Inputs) -> Tensors:

@@ -1,7 +1,9 @@
 """Layers of every family, at the width of ``nam56r``, and the block of multi-token prediction: forward and backward.
 
 A layer is built as a run builds it, with the backends that ``auto`` chooses. Its parity is checked against the same layer, with
-the same weights in the same dtype, on the reference of every op: ops are compared with float64 in their own benchmarks.
+the same weights in the same dtype, on the reference of every op: ops are compared with float64 in their own benchmarks. A
+layer that itself ran on references alone, or has no op of ours, is the same program as its truth: the comparison finds then
+what is not repeatable, and is called "is the reference".
 
 Legend: S sequence, B batch, D hidden.
 """
@@ -104,6 +106,7 @@ class Built:
     module: Any
     call: Callable[[torch.Tensor], torch.Tensor]
     backends: str
+    is_reference: bool
 
     def run(self, inputs: Inputs) -> Tensors:
         """The layer's output."""
@@ -115,7 +118,7 @@ class Built:
 
     def variant(self, name: str, side: str) -> Variant:
         """The layer as a variant, with the gradients of its input and of every parameter."""
-        return differentiable(name, side, self.run, leaves=self.leaves)
+        return differentiable(name, side, self.run, leaves=self.leaves, is_reference=side == OURS and self.is_reference)
 
 
 def _problem(options: Options, letter: str, role: str | None, peer: Callable[[Plan, Built], Variant]) -> Problem:
@@ -272,8 +275,9 @@ def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False)
         call = _shared_call(plan, module, cache, sources[plan.number])
     else:
         call = partial(_call, module)
-    observed = [f"{made['op']} {made['observed']}" for made in dispatcher.observed_backends()]
-    return Built(module, call, ", ".join(dict.fromkeys(observed)) or "stock's modules")
+    made = dispatcher.observed_backends()
+    names = ", ".join(dict.fromkeys(f"{one['op']} {one['observed']}" for one in made))
+    return Built(module, call, names or "stock's modules", all(one["observed"] == REFERENCE for one in made))
 
 
 def _call(module: Any, hidden_SBD: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,20 @@ import torch
 
 from megacpp_mcore.bench.cases.peers import lacking
 from megacpp_mcore.bench.parity import AgainstTruth
-from megacpp_mcore.bench.problem import BOTH, BOUND, OURS, PEER, Draw, Floor, Inputs, Problem, Tensors, Variant, missing
+from megacpp_mcore.bench.problem import (
+    BOTH,
+    BOUND,
+    OURS,
+    PEER,
+    PRECISIONS,
+    Draw,
+    Floor,
+    Inputs,
+    Problem,
+    Tensors,
+    Variant,
+    missing,
+)
 from megacpp_mcore.bench.registry import Options
 from megacpp_mcore.observe.flops import product
 
@@ -36,10 +49,11 @@ def problems(options: Options) -> Iterator[Problem]:
         return Inputs(leaves=leaves, cotangents=(cotangent_N,), fixed={"label": draw.integers(vocab, tokens)})
 
     numbers = tokens * hidden + vocab * hidden
-    precision = {"bfloat16": "bf16", "float32": "fp32"}[options.dtype]
     # Hidden and weight are read in both passes, and their gradients written.
     floor = Floor(
-        operations=product(tokens * hidden * vocab).training, moved=3 * numbers * draw.itemsize, precision=precision
+        operations=product(tokens * hidden * vocab).training,
+        moved=3 * numbers * draw.itemsize,
+        precision=PRECISIONS[options.dtype],
     )
     yield Problem(
         shape=sizes,

@@ -115,6 +115,7 @@ def _run(chosen: list[Benchmark], args: argparse.Namespace, options: dict[str, O
     before = against.read(args.against) if args.against else []
     table = measure.Table(args.output, COLUMNS) if args.output else None
     rows, failures = [], []
+    unused = set(args.without)
     # The goals are of the full sizes, on the device that they were set for.
     goals = args.device == "cuda" and args.size == FULL and not args.set and args.dtype in (None, "bfloat16")
     with measure.one_process(args.device):
@@ -128,9 +129,11 @@ def _run(chosen: list[Benchmark], args: argparse.Namespace, options: dict[str, O
                 failures.append(f"{one.name}: it could not be run: {type(error).__name__}: {error}")
                 continue
             rows += made.rows
+            unused -= made.left_out
             failures += made.failures
             if table is not None:
                 table.append(*made.rows)
+    failures += [f"--without {word}: no peer of these benchmarks is so called" for word in sorted(unused)]
     for line in failures:
         _say(line)
     if args.against:  # which may refuse, and comes last

@@ -37,10 +37,11 @@ class Measured:
 
 @dataclass
 class Outcome:
-    """The rows of one benchmark, and one line for each thing that failed."""
+    """The rows of one benchmark, one line for each thing that failed, and the words of ``without`` that named a peer."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    left_out: set[str] = field(default_factory=set)
 
 
 def run(
@@ -56,12 +57,16 @@ def run(
         say: told every line.
 
     Raises:
-        BenchmarkError: a memory goal on a device that does not count memory.
+        BenchmarkError: a memory goal on a device that does not count memory, or a goal for what has none.
     """
     if goal is not None and benchmark.memory and options.device != "cuda":
         raise BenchmarkError("--goal is about peak memory here, which is measured with --device cuda")
     outcome = Outcome()
     for problem in problems(benchmark, options):
+        if goal is not None and not problem.goals:
+            raise BenchmarkError(
+                f"--goal is {goal:g}, and {benchmark.name} has none to reach; leave it out (docs/bench.md)"
+            )
         say(f"\n{benchmark.name}: {table.shape_text(problem.shape)}, {problem.dtype}, {device_text(options.device)}")
         say(table.head())
         measured = list(_measured(problem, options))
@@ -69,6 +74,12 @@ def run(
         for row in rows:
             say(table.line(row))
         outcome.rows += rows
+        outcome.left_out.update(
+            word
+            for word in options.without
+            for one in measured
+            if one.variant.side == PEER and word in one.variant.name
+        )
         outcome.failures += [
             f"{benchmark.name}: {one.variant.name} {one.verdict.text}"
             for one in measured

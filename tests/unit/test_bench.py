@@ -305,6 +305,17 @@ def test_everything_runs_at_its_tiny_size(tmp_path: Path) -> None:
     assert any(found["variant"] == "torch._grouped_mm" and found["parity"] == "green" for found in rows)
 
 
+def test_a_word_that_means_nothing_to_a_benchmark_is_said() -> None:
+    done = bench("m2rnn", "--without", "xma", "foo", "--set", "S=8", "rnn_heads=1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "--without foo: no peer of these benchmarks is so called" in done.stdout
+    assert "--without xma" not in done.stdout
+    assert "left out" in done.stdout
+    done = bench("m2rnn", "--goal", "3")
+    assert done.returncode == cli.USER_ERROR
+    assert "--goal is 3, and m2rnn has none to reach" in done.stderr
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("goal", "status"), [("1e9", 1), ("1e-9", 0)])
 def test_a_run_ends_with_what_the_goal_says(tmp_path: Path, goal: str, status: int) -> None:

@@ -57,6 +57,28 @@ def parse_steps(text: str) -> tuple[int, int]:
     return first, last
 
 
+def on_gpu() -> bool:
+    """Whether this process trains on a GPU, and not in the CPU lane, which answers for one."""
+    import torch
+
+    from megacpp_mcore import cpu
+
+    in_lane = isinstance(torch.overrides._get_current_function_mode(), cpu.CpuDeviceMode)
+    return torch.cuda.is_available() and not in_lane
+
+
+def check_device(tool: str) -> None:
+    """Refuse a tool that has nothing to profile here.
+
+    Raises:
+        LaunchError: it is :data:`EXTERNAL`, and this process trains on a CPU.
+    """
+    if tool == EXTERNAL and not on_gpu():
+        raise LaunchError(
+            "the profiler is external, and that is for a GPU, but this run is on a CPU; profile it with --profile-tool torch"
+        )
+
+
 class Profiler(Listener):
     """Profiles the steps ``first`` to ``last`` of this rank.
 
@@ -69,6 +91,9 @@ class Profiler(Listener):
             20 after compression.
         routing: the listener that counts tokens by expert, for the sparse work; None: it is not counted.
         trigger: what asked for the profile, for receipts.
+
+    Raises:
+        LaunchError: an unknown tool, or one for a GPU on a CPU.
     """
 
     def __init__(
@@ -85,6 +110,7 @@ class Profiler(Listener):
     ) -> None:
         if tool not in TOOLS:
             raise LaunchError(f"the profiler is {tool!r}; expected {' or '.join(TOOLS)}")
+        check_device(tool)
         self._folder = Path(run) / FOLDER
         self._rank = rank
         self._first, self._last = first, last
@@ -217,14 +243,10 @@ class _Window:
     ) -> None:
         import torch
 
-        from megacpp_mcore import cpu
         from megacpp_mcore.observe.profile_ranges import Ranges, named
 
-        on_cpu = isinstance(torch.overrides._get_current_function_mode(), cpu.CpuDeviceMode)
-        on_device = torch.cuda.is_available() and not on_cpu
+        on_device = on_gpu()
         self.device = torch.cuda.get_device_name() if on_device else None
-        if tool == EXTERNAL and not on_device:
-            raise LaunchError("the profiler is external, and that is for a GPU; profile a run on a CPU with torch")
         self.first = self.last = first
         self.loads = loads
         self.count = 0

@@ -17,6 +17,9 @@ PREFIX = "megacpp::"
 STEP = "step"
 """The range of a whole step, ``megacpp::step/10``."""
 
+PARTS = ("block", "data", "embedding", "gradients", "head", "norm", "optimizer", "pipeline")
+"""The ranges that have no number; the others are layers and depths, ``megacpp::A/3``."""
+
 NODE = "autograd::engine::evaluate_function: "
 """What the engine's event for one node of the backward pass begins with."""
 
@@ -69,11 +72,16 @@ class Kernel(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective that threads of the host ran (gloo)."""
+    """A collective that threads of the host ran (gloo).
+
+    Attributes:
+        thread: the operating system's number of the thread that ran it, as of an :class:`Op`.
+    """
 
     start_ns: int
     end_ns: int
     name: str
+    thread: int = 0
 
 
 @dataclass
@@ -111,7 +119,8 @@ def read(events: Sequence[Any]) -> Trace:
             found = _HOST_COLLECTIVE.match(name)
             if found:
                 start = event.start_ns()
-                trace.collectives.append(Collective(start, start + event.duration_ns(), names(found[2])))
+                end, thread = start + event.duration_ns(), event.device_resource_id()
+                trace.collectives.append(Collective(start, end, names(found[2]), thread))
         elif not _LAUNCH.match(name):
             trace.ops.append(_op(event, name))
         elif name.startswith("cudaGraphInstantiate"):

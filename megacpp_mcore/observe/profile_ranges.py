@@ -24,18 +24,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, MultiTokenPredictionLayer
 
-from megacpp_mcore.observe.profile_events import PREFIX
+from megacpp_mcore.observe.profile_events import PARTS, PREFIX
 
-BETWEEN_LAYERS, DATA, EMBEDDING, GRADIENTS, HEAD, NORM, OPTIMIZER = (
-    "block",
-    "data",
-    "embedding",
-    "gradients",
-    "head",
-    "norm",
-    "optimizer",
-)
-PIPELINE, MTP = "pipeline", "MTP"
+BETWEEN_LAYERS, DATA, EMBEDDING, GRADIENTS, HEAD, NORM, OPTIMIZER, PIPELINE = PARTS
+MTP = "MTP"
 
 _STAGES = (DATA, EMBEDDING, BETWEEN_LAYERS, HEAD)
 """Of the forward pass, one after the other."""

@@ -8,6 +8,7 @@ and Nsight Compute 2024.3.
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import PurePath
@@ -15,7 +16,7 @@ from typing import Any
 
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.observe.profile import EXTERNAL, FOLDER, parse_steps
-from megacpp_mcore.observe.profile_events import PREFIX
+from megacpp_mcore.observe.profile_events import PARTS, PREFIX
 
 NSYS, NCU = "nsys", "ncu"
 TOOLS = (NSYS, NCU)
@@ -49,11 +50,11 @@ def recipe(
         command: what is given to ``megacpp-mcore launch``: its options, ``--``, and the script and its arguments.
         run: the run's folder.
         first, last: the window.
-        family: a block family (``E``), to which Nsight Compute is limited.
+        family: a block family (``E``) or another range (``head``), to which Nsight Compute is limited.
         gpu_metrics: whether Nsight Systems samples the counters of the whole GPU, which takes the right to read them.
 
     Raises:
-        LaunchError: an unknown tool, or a launch that asks for a profile itself.
+        LaunchError: an unknown tool or family, or a launch that asks for a profile itself.
     """
     for word in command[: command.index("--") if "--" in command else len(command)]:
         if word.startswith("--profile") or word.startswith("--observe"):
@@ -82,9 +83,26 @@ def _nsys(output: str, family: str | None, gpu_metrics: bool) -> list[str]:
 def _ncu(output: str, family: str | None, gpu_metrics: bool) -> list[str]:
     words = ["ncu", "--target-processes=all", "--profile-from-start=off", "--nvtx", f"--launch-count={KERNELS}"]
     if family is not None:
-        words.append(f"--nvtx-include=regex:{PREFIX}{family}.*/")
+        words.append(f"--nvtx-include={_ranges(family)}")
     return [*words, f"--metrics={','.join(COUNTERS)}", f"--export={output}_%p", "--force-overwrite"]
 
+
+def _ranges(family: str) -> str:
+    """The ranges of a family, as Nsight Compute wants them: a name, or an expression for those that are numbered.
+
+    The expression has to hold the point before the number: ``M`` alone is where ``MTP.1`` begins, too.
+    """
+    if family in PARTS:
+        return f"{PREFIX}{family}/"
+    if not _NUMBERED.fullmatch(family):
+        raise LaunchError(
+            f"the family is {family!r}; expected letters of layers (A, M, E, R, AE), MTP, {', '.join(PARTS)}"
+        )
+    return f"regex:{PREFIX}{family}[.].*/"
+
+
+_NUMBERED = re.compile(r"[AMR][EF]?|[EF]|MTP|layer")
+"""The labels that :func:`megacpp_mcore.observe.profile_ranges.family` gives, and the depths."""
 
 _NSYS_OR_NCU = {NSYS: _nsys, NCU: _ncu}
 

@@ -17,7 +17,7 @@ from megacpp_mcore.observe.clock import Clock, process_age_ns
 from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.live import Live
 from megacpp_mcore.observe.loop import Loop, StockLoop
-from megacpp_mcore.observe.profile import Profiler, parse_steps
+from megacpp_mcore.observe.profile import Profiler, check_device, parse_steps
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.observe.steps import StepRecorder
@@ -47,7 +47,12 @@ class Observation:
 
     def describe(self) -> list[str]:
         """The lines for the start of the run."""
-        where = f"the run is recorded in {self.folder}" if self.folder else "nothing is recorded"
+        if self.folder is None:
+            where = "nothing is recorded"
+        elif (self.folder / goodput.FOLDER).is_dir():
+            where = f"the run goes on in {self.folder}, which holds an earlier start; steps that it does again are lost there"
+        else:
+            where = f"the run is recorded in {self.folder}"
         steps = [f"steps: every step's losses go to {self.record_steps}"] if self.record_steps is not None else []
         return [f"observe: {where} ({self.why})", *steps]
 
@@ -65,7 +70,8 @@ def choose(
     """The observation of a run with Megatron's ``arguments``: in ``observe``, else beside the checkpoints that it saves.
 
     Raises:
-        LaunchError: a folder was asked for, and that there be none; or a profile without a folder, or of no steps.
+        LaunchError: a folder was asked for, and that there be none; or a profile without a folder, of no steps, or with a
+            tool that is not for this run's device, which has to be installed by now.
     """
     details = settings.observability if settings is not None else Observability()
     details = dataclasses.replace(
@@ -90,6 +96,7 @@ def choose(
             raise LaunchError(
                 f"steps {details.profile} are to be profiled, and nothing is recorded ({why}); add --observe DIR"
             )
+        check_device(details.profile_tool)
     return Observation(folder, why, record_steps, settings, details)
 
 

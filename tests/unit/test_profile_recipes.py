@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import re
 import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from megacpp_mcore import cpu
+from megacpp_mcore.config import Observability, PluginConfig
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.observe import profile_recipes
+from megacpp_mcore.model import preset
+from megacpp_mcore.observe import profile_recipes, run
 from megacpp_mcore.observe.profile import Profiler, parse_steps
 
 COMMAND = ["--device", "cuda", "--", "pretrain_gpt.py", "--lr", "1e-3", "--data-path", "a b"]
@@ -29,6 +37,39 @@ def test_another_window_is_refused(text: str) -> None:
 def test_another_profiler_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="the profiler is 'perf'; expected torch or external"):
         Profiler(tmp_path, 0, 1, 2, tool="perf")
+
+
+@pytest.fixture(params=["in the lane", "without a GPU", "on a GPU"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where a run trains; the lane answers that there is a GPU."""
+    with contextlib.ExitStack() as stack:
+        if request.param == "in the lane":
+            stack.callback(cpu.install().remove)
+        else:
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param == "on a GPU")
+        yield request.param
+
+
+def test_a_profiler_around_a_run_on_a_cpu_is_refused_before_it_trains(device: str, tmp_path: Path) -> None:
+    def choose(**options: Any) -> Any:
+        return run.choose([], observe=str(tmp_path), **options)
+
+    settings = PluginConfig(
+        Path("file"), "tiny", preset("nam56r_tiny"), observability=Observability(profile="2-3", profile_tool="external")
+    )
+    made: list[Callable[[], Any]] = [
+        lambda: choose(profile="2-3", profile_tool="external").details.profile_tool,
+        lambda: choose(settings=settings).details.profile_tool,
+        lambda: Profiler(tmp_path, 0, 2, 3, tool="external") and "external",
+    ]
+    for make in made:
+        if device == "on a GPU":
+            assert make() == "external"
+        else:
+            with pytest.raises(LaunchError, match="this run is on a CPU; profile it with --profile-tool torch"):
+                make()
+    assert choose(profile="2-3").details.profile_tool == "torch"
+    assert choose(profile_tool="external").details.profile is None  # of no steps
 
 
 def lines(text: str) -> list[list[str]]:
@@ -56,12 +97,44 @@ def test_ncu_reads_the_counters_of_some_kernels_of_a_family() -> None:
     text = profile_recipes.recipe("ncu", COMMAND, run="run", first=3, last=3, family="E")
     command = lines(text)[1]
     assert command[0] == "ncu"
-    assert {"--profile-from-start=off", "--nvtx", "--nvtx-include=regex:megacpp::E.*/"} <= set(command)
+    assert {"--profile-from-start=off", "--nvtx", "--nvtx-include=regex:megacpp::E[.].*/"} <= set(command)
+    assert "--launch-count=200" in command  # each is run several times: a whole step would take hours
     (metrics,) = [word for word in command if word.startswith("--metrics=")]
     assert "sm__pipe_tensor_cycles_active" in metrics
     assert "sm__cycles_active" in metrics
     assert command[-len(COMMAND) :] == COMMAND
     assert "--nvtx-include" not in profile_recipes.recipe("ncu", COMMAND, run="run", first=3, last=3)
+
+
+def ranges_of(family: str) -> str:
+    """The filter of ranges that Nsight Compute is given for a family."""
+    command = lines(profile_recipes.recipe("ncu", COMMAND, run="run", first=3, last=3, family=family))[1]
+    (found,) = [word for word in command if word.startswith("--nvtx-include=")]
+    assert found.endswith("/")
+    return found.removeprefix("--nvtx-include=").removesuffix("/")
+
+
+@pytest.mark.parametrize("find", [re.search, re.fullmatch])  # which of them Nsight Compute does is not documented
+@pytest.mark.parametrize(
+    ("family", "of_it", "others"),
+    [
+        ("M", ["M.1", "M.12"], ["MTP.1", "ME.2", "AM.1", "E.1"]),
+        ("A", ["A.1"], ["AE.1", "AF.1", "M.1"]),
+        ("AE", ["AE.3"], ["A.3", "E.3"]),
+        ("MTP", ["MTP.1"], ["M.1"]),
+    ],
+)
+def test_a_family_is_not_one_that_begins_like_it(find: Any, family: str, of_it: list[str], others: list[str]) -> None:
+    expression = ranges_of(family).removeprefix("regex:")
+    assert all(find(expression, f"megacpp::{name}") for name in of_it)
+    assert not any(find(expression, f"megacpp::{name}") for name in others)
+
+
+def test_a_range_without_a_number_is_named_and_another_family_refused() -> None:
+    assert ranges_of("head") == "megacpp::head"
+    for family in ("X", "", "E.*", "M/1"):
+        with pytest.raises(LaunchError, match=r"the family is '.*'; expected letters of layers"):
+            ranges_of(family)
 
 
 def test_what_the_recipe_says_itself_is_refused() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megacpp_mcore.observe import profile_text
 from megacpp_mcore.observe.profile_attribution import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Place, attribute
@@ -304,6 +307,44 @@ def test_collectives_of_the_host_are_hidden_where_operators_run() -> None:
     assert vars(found.collectives["all_reduce"]) == {"calls": 1, "ns": 25, "exposed_ns": 15}
 
 
+def hidden(start: int, end: int, *ops: Op, thread: int = 99) -> int:
+    """How much of a collective of the host is hidden by ``ops`` of a step."""
+    step = Op(0, 100, "megacpp::step/1")
+    return table(Trace(ops=[step, *ops], collectives=[Collective(start, end, "all_reduce", thread)])).hidden_ns
+
+
+def test_a_function_that_waits_for_its_collective_does_not_hide_it() -> None:
+    reduce = [Op(10, 60, "_ReduceFromModelParallelRegion"), Op(12, 15, "c10d::allreduce_")]
+    assert hidden(13, 58, *reduce) == 0
+    node = [Op(8, 64, f"{NODE}_ReduceBackward"), Op(9, 62, "_ReduceBackward", forward=False)]
+    assert hidden(13, 58, *node, *reduce) == 0
+    assert hidden(13, 58, Op(5, 70, "megacpp::A/1"), *node, *reduce) == 0
+    waits = [Op(10, 60, "aten::add"), Op(12, 59, "PythonSubclass"), Op(14, 58, "_c10d_functional::wait_tensor")]
+    assert hidden(13, 58, *waits) == 0
+    assert hidden(13, 58, Op(10, 60, "_WaitForWhatAnotherStarted")) == 0
+
+
+def test_what_a_function_computes_while_its_collective_runs_hides_it() -> None:
+    linear = [
+        Op(10, 60, "LinearWithGradAccumulationBackward", forward=False),
+        Op(12, 15, "c10d::allreduce_"),
+        Op(20, 40, "aten::mm"),
+        Op(21, 22, "aten::resolve_conj"),  # it is between this and its end that the product is computed
+        Op(45, 48, "aten::add_"),
+    ]
+    assert hidden(13, 58, *linear) == 20 + 3
+    custom = [Op(10, 60, "library::op"), Op(12, 15, "c10d::allreduce_"), Op(20, 40, "aten::mm")]
+    assert hidden(13, 58, *custom) == 20
+
+
+def test_what_a_collective_does_for_itself_does_not_hide_it() -> None:
+    inside = [Op(10, 30, "c10d::_allgather_base_"), Op(15, 25, "aten::copy_")]
+    assert hidden(12, 40, *inside) == 0
+    worker = [Op(32, 38, "aten::copy_", thread=99), Op(33, 36, "aten::fill_", thread=99)]
+    assert hidden(12, 40, *inside, *worker) == 0
+    assert hidden(12, 40, *worker, thread=98) == 6
+
+
 def test_the_page_says_what_was_found() -> None:
     found = table(
         device_trace([(10, 40, "gemm", 7, "M/1"), (40, 60, ALL_REDUCE, 9, "gradients"), (60, 70, "x", 7, "")])
@@ -388,7 +429,7 @@ def test_events_of_the_profiler_become_records() -> None:
         (9, False, False),
         (-1, True, True),
     ]
-    assert trace.collectives == [Collective(5, 15, "all_reduce")]
+    assert trace.collectives == [Collective(5, 15, "all_reduce", thread=42)]
     assert trace.graphs == 1
 
 
@@ -409,6 +450,23 @@ def test_pad_rows_and_experts_without_tokens_are_counted_out() -> None:
     quantized = sparse_work(before, after, Padding(quantized=True), micro_batches=2)
     assert quantized["rows"] is None
     assert quantized["utilisation"] is None
+
+
+def test_the_padding_of_a_run_is_what_its_configuration_or_an_expert_says() -> None:
+    def config(**values: Any) -> SimpleNamespace:
+        plain = {
+            "moe_expert_capacity_factor": 1.5,
+            "moe_pad_expert_input_to_capacity": False,
+            "moe_router_padding_for_quantization": False,
+        }
+        assert plain.keys() <= {field.name for field in dataclasses.fields(TransformerConfig)}
+        return SimpleNamespace(**plain | values)
+
+    plain, padded = SimpleNamespace(), SimpleNamespace(quantization_padding=None)
+    assert Padding.of_run(config(), [plain]) == Padding()
+    assert Padding.of_run(config(), [plain, padded]) == Padding(quantized=True)
+    assert Padding.of_run(config(moe_router_padding_for_quantization=True), [plain]) == Padding(quantized=True)
+    assert Padding.of_run(config(moe_pad_expert_input_to_capacity=True), []) == Padding(capacity_factor=1.5)
 
 
 def test_without_routers_there_is_no_sparse_work() -> None:

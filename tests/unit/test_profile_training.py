@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from megacpp_mcore.model import preset
 from megacpp_mcore.observe.steps import compare, read_steps
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ STEPS = 4
 def words(*extra: str, iterations: int = STEPS, **training: Any) -> list[str]:
     """The stock words of a run of nam56r_tiny on mock data, on a CPU unless ``training`` says otherwise."""
     from megacpp_mcore.lowering import Training, lower
-    from megacpp_mcore.model import Layout, preset
+    from megacpp_mcore.model import Layout
     from megacpp_mcore.recipe_command import tokenizer_words
 
     values: dict[str, Any] = {"device": "cpu", "precision": "fp32", "transformer_impl": "local", "global_batch_size": 2}
@@ -198,8 +199,12 @@ def test_the_head_is_the_head_and_the_loss_of_every_depth(plain: Path) -> None:
 
 def test_the_experts_work_is_told_from_the_routing(plain: Path) -> None:
     work = table(plain)["sparse_work"]
-    assert len(work["layers"]) == 5
-    assert work["tokens"] == work["rows"] > 0
+    model = preset("nam56r_tiny")
+    layers = model.pattern.count("E")
+    assert len(work["layers"]) == layers == 5
+    steps, batch = 2, 2  # of the window, not of the run
+    assert work["tokens"] == steps * batch * model.seq_length * model.moe.topk * layers
+    assert work["rows"] == work["tokens"]
     assert work["utilisation"] == 1
 
 

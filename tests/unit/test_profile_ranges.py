@@ -1,0 +1,96 @@
+"""The ranges of what stages, buckets and the optimizer do: there while it runs, by name, and taken away again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megacpp_mcore.observe.profile_ranges import Ranges, named
+
+BUCKETS = {
+    "start_grad_sync": "gradients",
+    "finish_grad_sync": "gradients",
+    "start_param_sync": "optimizer",
+    "finish_param_sync": "optimizer",
+}
+OPTIMIZER = {"step": "optimizer", "zero_grad": "optimizer"}
+
+
+class Seen:
+    """Functions that note the ranges that are open while they run.
+
+    Args:
+        ranges: whose.
+        names: of the functions.
+    """
+
+    def __init__(self, ranges: Ranges, *names: str) -> None:
+        self.open: dict[str, list[str]] = {}
+        for name in names:
+            setattr(self, name, self._function(ranges, name))
+
+    def _function(self, ranges: Ranges, name: str) -> Any:
+        def run(*values: int) -> int:
+            self.open[name] = [label for label, _ in ranges.open_now]
+            return sum(values)
+
+        return run
+
+
+def run_all(of: Any, names: Any) -> None:
+    """Call the functions ``names`` of an object; each returns what it returns without a range."""
+    for name in names:
+        assert getattr(of, name)(2, 3) == 5
+
+
+def test_buckets_and_the_optimizer_have_their_ranges() -> None:
+    ranges = Ranges(nvtx=False, recorded=False)
+    dense, experts, optimizer = Seen(ranges, *BUCKETS), Seen(ranges, *BUCKETS), Seen(ranges, *OPTIMIZER)
+    chunk: Any = torch.nn.Module()
+    chunk.bucket_groups, chunk.expert_parallel_bucket_groups = [dense], [experts]
+    chunk.zero_grad_buffer = (cleared := Seen(ranges, "zero_grad_buffer")).__dict__["zero_grad_buffer"]
+    chunk.config = Seen(ranges, "finalize_model_grads_func")
+    with named(ranges, [chunk], optimizer):
+        run_all(dense, BUCKETS)
+        run_all(experts, BUCKETS)
+        run_all(optimizer, OPTIMIZER)
+        run_all(chunk, ["zero_grad_buffer"])
+        run_all(chunk.config, ["finalize_model_grads_func"])
+    assert dense.open == experts.open == {name: [label] for name, label in BUCKETS.items()}
+    assert optimizer.open == {name: [label] for name, label in OPTIMIZER.items()}
+    assert cleared.open == {"zero_grad_buffer": ["gradients"]}
+    assert chunk.config.open == {"finalize_model_grads_func": ["gradients"]}
+    for each in (dense, experts):
+        run_all(each, BUCKETS)
+        assert each.open == {name: [] for name in BUCKETS}
+
+
+def test_what_stages_send_has_its_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = Ranges(nvtx=False, recorded=False)
+    sent: list[list[str]] = []
+
+    def communicate(self: P2PCommunicator, *, tensor: int) -> int:
+        sent.append([label for label, _ in ranges.open_now])
+        return tensor
+
+    monkeypatch.setattr(P2PCommunicator, "_communicate", communicate)
+    communicator = P2PCommunicator.__new__(P2PCommunicator)
+    with named(ranges, [], None):
+        assert communicator._communicate(tensor=7) == 7
+    assert communicator._communicate(tensor=8) == 8
+    assert sent == [["pipeline"], []]
+    assert P2PCommunicator._communicate is communicate
+
+
+def test_megatron_has_the_functions_that_ranges_stand_in_for() -> None:
+    """A function that is not there has no range, and no error: an optimizer or a bucket may lack it."""
+    assert all(callable(getattr(_ParamAndGradBucketGroup, name)) for name in BUCKETS)
+    assert all(callable(getattr(MegatronOptimizer, name)) for name in OPTIMIZER)
+    assert callable(DistributedDataParallel.zero_grad_buffer)
+    assert callable(P2PCommunicator._communicate)

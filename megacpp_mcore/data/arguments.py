@@ -36,6 +36,41 @@ _FIM_RATES = {"--fim-rate": "0.5", "--fim-spm-rate": "0.5", "--fim-fragment-rate
 _UNBOUNDED = 2**31  # where only Megatron's own tokenizer knows its size, the ids are bounded by the manifest alone
 
 
+class Blend(NamedTuple):
+    """The datasets that a command line names in one place.
+
+    Attributes:
+        flag: the one of :data:`DATA_FLAGS` that would name them, also where a file lists them.
+        where: the flag or the file, for people.
+        words: prefixes, or weights and prefixes by turns, as they were written.
+    """
+
+    flag: str
+    where: str
+    words: Sequence[str]
+
+    def datasets(self) -> list[tuple[str, float | None]]:
+        """Each prefix and its weight, as stock tells them apart; None where there are no weights.
+
+        Weights are what an even number of words begins with, every other one, if they are numbers (megatron-core 0.19.2,
+        ``core/datasets/utils.py``, ``get_blend_from_list``); so a prefix may read as a number.
+
+        Raises:
+            DataError: a list of weights and prefixes that stock cannot take.
+        """
+        words = self.words
+        numbers = [_is_number(word) for word in words[::2]]
+        if len(words) % 2 or not any(numbers):
+            return [(prefix.strip(), None) for prefix in words]
+        if not all(numbers):
+            raise DataError(
+                f"{self.where}: {words[2 * numbers.index(False)]!r} stands where other datasets have their weight; expected "
+                "WEIGHT PREFIX WEIGHT PREFIX …, or prefixes alone"
+            )
+        _check_weights(self.where, words)
+        return [(prefix.strip(), float(weight)) for weight, prefix in zip(words[::2], words[1::2], strict=True)]
+
+
 class TrainingTokenizer(NamedTuple):
     """What a stock command line says of its tokenizer; None is what only Megatron will know."""
 
@@ -77,32 +112,21 @@ def dataset_prefixes(arguments: Sequence[str]) -> list[str]:
     Raises:
         DataError: a list of weights and prefixes that stock cannot take, or a file of such a list that cannot be read.
     """
-    blends = [(flag, _values(arguments, flag)) for flag in DATA_FLAGS]
-    if path := _value(arguments, "--data-args-path"):
-        blends.append((path, _read(path).split()))
-    if path := _value(arguments, "--per-split-data-args-path"):
-        blends += _read_splits(path)
-    return list(dict.fromkeys(prefix for where, words in blends for prefix in _parse_blend(where, words)))
+    return list(dict.fromkeys(prefix for blend in blends(arguments) for prefix, _ in blend.datasets()))
 
 
-def _parse_blend(where: str, words: Sequence[str]) -> list[str]:
-    """Return the prefixes of a blend, as stock tells them from weights.
+def blends(arguments: Sequence[str]) -> list[Blend]:
+    """Every blend that Megatron's ``arguments`` name, those in files of blends included.
 
-    Weights are what an even number of words begins with, every other one, if they are numbers (megatron-core 0.19.2,
-    ``core/datasets/utils.py``, ``get_blend_from_list``); so a prefix may read as a number.
+    Raises:
+        DataError: a file of blends that cannot be read.
     """
-    numbers = [_is_number(word) for word in words[::2]]
-    if len(words) % 2 or not any(numbers):
-        prefixes = words
-    elif all(numbers):
-        prefixes = words[1::2]
-        _check_weights(where, words)
-    else:
-        raise DataError(
-            f"{where}: {words[2 * numbers.index(False)]!r} stands where other datasets have their weight; expected "
-            "WEIGHT PREFIX WEIGHT PREFIX …, or prefixes alone"
-        )
-    return [prefix.strip() for prefix in prefixes]
+    found = [Blend(flag, flag, _values(arguments, flag)) for flag in DATA_FLAGS]
+    if path := _value(arguments, "--data-args-path"):
+        found.append(Blend("--data-path", path, _read(path).split()))
+    if path := _value(arguments, "--per-split-data-args-path"):
+        found += _read_splits(path)
+    return [blend for blend in found if blend.words]
 
 
 def _check_weights(where: str, words: Sequence[str]) -> None:
@@ -156,7 +180,7 @@ def _read(path: str) -> str:
         raise DataError(f"{path}: {error}; expected a text file that lists datasets") from error
 
 
-def _read_splits(path: str) -> list[tuple[str, list[str]]]:
+def _read_splits(path: str) -> list[Blend]:
     """Return the blends of a file of ``--per-split-data-args-path``."""
     expected = "expected a JSON object whose keys train, valid and test each hold a list, or a text, of datasets"
     try:
@@ -166,7 +190,9 @@ def _read_splits(path: str) -> list[tuple[str, list[str]]]:
     splits = ("train", "valid", "test")
     if not isinstance(body, dict) or not all(isinstance(body.get(split, 0), str | list | None) for split in splits):
         raise DataError(f"{path}: found {json.dumps(body)[:200]}; {expected}")
-    return [(f"{path}, {split}", _words(body[split])) for split in splits]
+    return [
+        Blend(flag, f"{path}, {split}", _words(body[split])) for flag, split in zip(SPLIT_FLAGS, splits, strict=True)
+    ]
 
 
 def _words(blend: str | list[Any] | None) -> list[str]:

@@ -2,7 +2,8 @@
 
 The first seven lines are the questions of a reviewer (same pattern, routed experts, sequence, compile policy, topology, data,
 cache state), the others the denominators by which a sparse speed-up is made to look better than it is. What differs and is on
-no line (backends, patches, recompute, versions) is what a claim is about: it is named beside it.
+no line (backends, parts, patches, recompute, overlap) is what a claim is about: it is named beside it. Another commit, other
+versions and another environment are named in the claim itself, for what they changed no receipt says.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ def _similar(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 _NO_EXPERTS = frozenset({"routing"})
+_OF_FILES = ("data.checksum", "tokenizer.checksum")
 _QUESTIONS = (
     _Question("pattern", "same pattern?", ("pattern", "model.layers", "model.definition")),
     _Question(
@@ -235,18 +237,18 @@ def compare(
         one, other, "throughput.tokens_per_s_per_device" if "topology" in varies else "throughput.tokens_per_s"
     )
     memory = _ratio(one, other, "memory.allocated_peak_bytes")
-    differences = tuple(_differences(one, other))
-    if not refusals and not varies and not differences:
-        refusals.append(
-            f"nothing that a receipt holds differs: {_claim(speed, memory, (), ())} is what equal runs part by"
-        )
+    differences = _differences(one, other)
+    software = [difference for difference in differences if difference.name in _SOFTWARE]
+    claim = _claim(speed, memory, varies, declared, software)
+    if not refusals and not varies and not any(difference.known for difference in differences):
+        refusals.append(f"nothing that both receipts know differs: {claim} is what equal runs part by")
     return Comparison(
         lines=lines,
         refusals=tuple(refusals),
-        claim=None if refusals else _claim(speed, memory, varies, declared),
+        claim=None if refusals else claim,
         speed=speed,
         memory=memory,
-        differences=differences,
+        differences=tuple(difference.describe() for difference in differences),
         varies=varies[0] if varies else None,
         declared=tuple(declared),
     )
@@ -310,7 +312,9 @@ def _value(question: _Question, receipt: Mapping[str, Any]) -> tuple[dict[str, A
 
 
 def _absent(path: str, optional: frozenset[str], receipt: Mapping[str, Any]) -> bool:
-    """Whether a value is null because there is no such thing in that run: no experts, no sparse attention, no capacity."""
+    """Whether a value is null because there is no such thing in that run: no experts, no sparse attention, no files of data."""
+    if path in _OF_FILES and receipt.get("data.kind") == "mock":
+        return True
     group = path.rpartition(".")[0]
     if group == "routing" and "routing" in optional and receipt.get("moe_enabled") is False:
         return True
@@ -347,6 +351,11 @@ def _own_refusals(name: str, values: Mapping[str, Any], declared: Sequence[str])
     found += [f"{name} could not be judged for {one['name']}: {one['reason']}" for one in values["unjudged"]]
     if values["status"] != "finished":
         found.append(f"{name} has not finished: its status is {values['status']}")
+    there, expected = len(values["ranks.found"]), values["ranks.expected"]
+    if expected is None or there < expected:
+        found.append(
+            f"{name} has the parts of {there} ranks; expected {'a number that is not known' if expected is None else expected}"
+        )
     steps = values.get("step_time.n")
     if steps is None or steps < STEADY_STEPS:
         found.append(f"{name} has {steps or 0} measured steps; expected {STEADY_STEPS} or more")
@@ -361,40 +370,75 @@ def _ratio(one: Mapping[str, Any], other: Mapping[str, Any], path: str) -> float
     return second / first if first and second else None
 
 
-def _claim(speed: float | None, memory: float | None, varies: Sequence[str], declared: Sequence[str]) -> str:
+@dataclass(frozen=True)
+class _Difference:
+    """What is on no line and differs.
+
+    Attributes:
+        name: what it is.
+        values: in each of the two; None where one does not say.
+    """
+
+    name: str
+    values: tuple[Any, Any]
+
+    @property
+    def known(self) -> bool:
+        """Whether both say what they have, and so that it differs."""
+        return None not in self.values
+
+    def describe(self) -> str:
+        """Both values, of mappings what differs."""
+        words = ["not known" if value is None else _brief(value) for value in _differing(*self.values)]
+        return f"{self.name}: {words[0]} in A, {words[1]} in B"
+
+    def in_a_claim(self) -> str:
+        """What a claim says of the software."""
+        return _SOFTWARE[self.name] if self.known else f"of {self.name} not known to be the same"
+
+
+_SOFTWARE = {"commit": "of another commit", "environment": "of another environment", "versions": "of other versions"}
+"""What may have changed anything, and how a claim says that it differs."""
+
+
+def _claim(
+    speed: float | None,
+    memory: float | None,
+    varies: Sequence[str],
+    declared: Sequence[str],
+    software: Sequence[_Difference],
+) -> str:
     rate = "tokens/s a device" if "topology" in varies else "tokens/s"
     words = [] if speed is None else [f"{speed:.2f}x {rate}"]
     if memory is not None:
         words.append(f"{memory:.2f}x peak allocated memory")
     words += [f"varying {key}" for key in varies]
+    words += [difference.in_a_claim() for difference in software]
     words += [f"both with {name}" for name in declared]
     return ", ".join(words)
 
 
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[_Difference]:
     """What is on no line and differs: the thing that was changed, and what was changed with it."""
+    told: Mapping[str, Callable[[Any], Any]] = {
+        "backends": lambda records: _chosen(records, ("op", "observed")),
+        "parts": lambda records: _chosen(records, ("part", "implementation")),
+        "patches": lambda patches: sorted(patch["name"] for patch in patches),
+        "recompute": lambda words: words,
+        "overlap": lambda overlaps: sorted(each["name"] for each in overlaps if each["possible"]),
+        **dict.fromkeys(_SOFTWARE, lambda same: same),
+    }
     found = []
-    for name, describe in (
-        ("backends", lambda values: _chosen(values.get("backends"), ("op", "observed"))),
-        ("parts", lambda values: _chosen(values.get("parts"), ("part", "implementation"))),
-        ("patches", lambda values: sorted(patch["name"] for patch in values.get("patches") or ())),
-        ("recompute", lambda values: values.get("recompute")),
-        ("overlap", lambda values: sorted(each["name"] for each in values.get("overlap") or () if each["possible"])),
-        ("commit", lambda values: values.get("commit")),
-        ("environment", lambda values: values.get("environment")),
-        ("versions", lambda values: values.get("versions")),
-    ):
-        first, second = describe(one), describe(other)
+    for name, tell in told.items():
+        first, second = (None if values.get(name) is None else tell(values[name]) for values in (one, other))
         if first != second:
-            first, second = _differing(first, second)
-            words = ["not known" if value is None else _brief(value) for value in (first, second)]
-            found.append(f"{name}: {words[0]} in A, {words[1]} in B")
+            found.append(_Difference(name, (first, second)))
     return found
 
 
-def _chosen(records: Sequence[Mapping[str, Any]] | None, keys: tuple[str, str]) -> dict[str, list[str]]:
+def _chosen(records: Sequence[Mapping[str, Any]], keys: tuple[str, str]) -> dict[str, list[str]]:
     chosen: dict[str, set[str]] = {}
-    for record in records or ():
+    for record in records:
         chosen.setdefault(record[keys[0]], set()).add(record[keys[1]])
     return {name: sorted(values) for name, values in sorted(chosen.items())}
 

@@ -7,6 +7,7 @@ had to repeat is known only then, so that the files hold phases, and the classes
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -19,7 +20,7 @@ from typing import Any
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.clock import Clock, Phase
-from megacpp_mcore.observe.files import open_for_appending
+from megacpp_mcore.observe.files import Appender, LineReader
 from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.steps import Step
 
@@ -32,6 +33,7 @@ CLASSES = (PRODUCTIVE, *(phase.value for phase in Phase if phase is not Phase.ST
 death. ``lost_steps``: steps that a later start did again, and what a death interrupted. ``down``: from a death to the next
 start. The others are phases (:class:`~megacpp_mcore.observe.clock.Phase`)."""
 
+logger = logging.getLogger(__name__)
 FOLDER = "goodput"
 FINISHED = "finished"
 
@@ -39,6 +41,22 @@ FINISHED = "finished"
 def rank_file(run: str | os.PathLike[str], rank: int) -> Path:
     """The file of rank ``rank`` in the run's folder."""
     return Path(run) / FOLDER / f"rank_{rank:05d}.jsonl"
+
+
+def last_alive_ns(file: Path) -> int:
+    """When the process that writes a rank's file was last alive, in nanoseconds since the epoch.
+
+    It is the number in the file beside, which a copy of the folder keeps; or, in a folder without, when ``file`` was last
+    written to.
+    """
+    try:
+        return int(_alive_file(file).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return file.stat().st_mtime_ns
+
+
+def _alive_file(file: Path) -> Path:
+    return file.with_suffix(".alive")
 
 
 @dataclass(frozen=True)
@@ -85,8 +103,8 @@ class Goodput:
 class Recorder(Listener):
     """Appends to this rank's file, after every step, the nanoseconds by phase since the line before.
 
-    While the process lives, the file's modification time is set every ``heartbeat_s``: that is how the next start knows when
-    a killed one died.
+    While the process lives, the time is written to a file beside it every ``heartbeat_s``: that is how the next start knows
+    when a killed one died. Files that cannot be written to any more do not end training.
 
     Args:
         run: the run's folder.
@@ -101,13 +119,16 @@ class Recorder(Listener):
     def __init__(self, run: str | os.PathLike[str], rank: int, clock: Clock, *, heartbeat_s: float = 1.0) -> None:
         self.path = rank_file(run, rank)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._earlier = _read(self.path)
+        earlier = _read(self.path)
+        self._before = earlier[-1] if earlier else None
+        self._earlier = earlier
+        self._settled = _Sum()
         self._clock = clock
         phases = clock.take()
         began_ns = time.time_ns() - clock.elapsed_ns()
         self._start = _Start(began_ns, began_ns)
-        self._output = open_for_appending(self.path)
-        died = {"died": self._earlier[-1].ended_ns} if self._earlier and self._earlier[-1].how is None else {}
+        self._output = Appender(self.path)
+        died = {"died": self._before.ended_ns} if self._before is not None and self._before.how is None else {}
         self._write({"began": self._start.began_ns, "host": socket.gethostname(), "pid": os.getpid(), **died})
         self._note(phases)
         self._over = threading.Event()
@@ -121,11 +142,17 @@ class Recorder(Listener):
         """Write the last line and close the file."""
         self._over.set()
         self._note(self._clock.take(), how=FINISHED if error is None else type(error).__name__)
-        os.close(self._output)
+        self._output.close()
 
     def so_far(self) -> Goodput:
         """What the wall time went to up to the last line, earlier starts included."""
-        return _classified([*self._earlier, self._start])
+        if self._earlier:
+            self._settled = _sum(self._earlier, self._start.resumed_at)
+            if self._start.resumed_at is not None:
+                self._earlier = []  # what they lost is known for good
+        total = self._settled.copy()
+        total.add(self._start, self._before, None)
+        return total.goodput()
 
     def _note(self, phases: Mapping[Phase, int], step: Step | None = None, how: str | None = None) -> None:
         line: dict[str, Any] = {"at": self._start.began_ns + self._clock.elapsed_ns(), "phases": phases}
@@ -137,11 +164,30 @@ class Recorder(Listener):
         self._write(line)
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        os.write(self._output, (json.dumps(line) + "\n").encode())
+        self._output.append(json.dumps(line))
 
     def _beat(self, seconds: float) -> None:
-        while not self._over.wait(seconds):
-            os.utime(self.path)
+        failed = False
+        while True:
+            try:
+                _say_alive(self.path)
+                failed = False
+            except OSError as error:  # a file system that is away for a while
+                if not failed:
+                    logger.warning("%s: no sign of life could be left there: %s", self.path, error.strerror)
+                failed = True
+            if self._over.wait(seconds):
+                return
+
+
+def _say_alive(file: Path) -> None:
+    """Write the time beside ``file``, over the one before, which is as long: no reader meets half of one."""
+    os.utime(file)  # for readers of the modification time, and where there is no room for one more file
+    output = os.open(_alive_file(file), os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        os.pwrite(output, b"%020d\n" % time.time_ns(), 0)
+    finally:
+        os.close(output)
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
@@ -195,47 +241,80 @@ class _Start:
 
 
 def _read(path: Path) -> list[_Start]:
-    """The starts in the file at ``path``; the last ends with the file's modification time if it did not say how it ended."""
+    """The starts in the file at ``path``; the last ends with its last sign of life if it did not say how it ended."""
     starts: list[_Start] = []
     if not path.is_file():
         return starts
-    alive_ns = path.stat().st_mtime_ns
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            line = json.loads(text)
-            if "began" in line:
-                if starts and "died" in line:
-                    starts[-1].ended_ns = line["died"]
-                starts.append(_Start(line["began"], line["began"], steps=[]))
-            else:
-                starts[-1].add(line)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise DataError(
-                f"{path}, line {number}: not what a run writes there ({error!r}); delete the folder, or restore it"
-            ) from error
+    alive_ns = last_alive_ns(path)
+
+    def take(line: dict[str, Any]) -> bool:
+        if "began" not in line:
+            starts[-1].add(line)
+            return False
+        if starts and "died" in line:
+            starts[-1].ended_ns = line["died"]
+        starts.append(_Start(line["began"], line["began"], steps=[]))
+        return True
+
+    for _ in LineReader(path, take, lambda first, _: first, "what a run writes there").read_all():
+        pass
     if starts and starts[-1].how is None:
         starts[-1].ended_ns = max(starts[-1].ended_ns, alive_ns)
     return starts
 
 
-def _classified(starts: Sequence[_Start]) -> Goodput:
-    """Put every nanosecond of ``starts`` into its class."""
-    spent: Counter[str] = Counter()
-    kept = lost = 0
-    for index, start in enumerate(starts):
-        after_death = index > 0 and starts[index - 1].how != FINISHED
-        if after_death:
-            spent[DOWN] += max(0, start.began_ns - starts[index - 1].ended_ns)
-        again, again_ns = start.lost(
-            min((one.resumed_at for one in starts[index + 1 :] if one.resumed_at is not None), default=None)
-        )
-        spent.update({LOST: again_ns, PRODUCTIVE: start.done_ns - again_ns})
-        lost += again
-        kept += start.done - again
+@dataclass
+class _Sum:
+    """What the time of several starts went to.
+
+    Attributes:
+        spent: nanoseconds by class.
+        starts, kept, lost: starts, and steps that were kept and lost.
+    """
+
+    spent: Counter[str] = field(default_factory=Counter)
+    starts: int = 0
+    kept: int = 0
+    lost: int = 0
+
+    def copy(self) -> _Sum:
+        """One that can be added to."""
+        return _Sum(self.spent.copy(), self.starts, self.kept, self.lost)
+
+    def add(self, start: _Start, before: _Start | None, repeated_from: int | None) -> None:
+        """Put every nanosecond of ``start`` into its class.
+
+        Args:
+            start: the start.
+            before: the one before it, if any.
+            repeated_from: the step from which a later start went on, the earliest of them; None: there is none.
+        """
+        after_death = before is not None and before.how != FINISHED
+        if before is not None and after_death:
+            self.spent[DOWN] += max(0, start.began_ns - before.ended_ns)
+        again, again_ns = start.lost(repeated_from)
+        self.spent.update({LOST: again_ns, PRODUCTIVE: start.done_ns - again_ns})
+        self.starts += 1
+        self.lost += again
+        self.kept += start.done - again
         for name, nanoseconds in start.phases.items():
-            spent[_class(name, after_death)] += nanoseconds
-        spent[LOST if start.done else _class(Phase.STARTUP, after_death)] += start.unsaid_ns
-    return Goodput({name: spent[name] for name in CLASSES}, len(starts), kept, lost)
+            self.spent[_class(name, after_death)] += nanoseconds
+        self.spent[LOST if start.done else _class(Phase.STARTUP, after_death)] += start.unsaid_ns
+
+    def goodput(self) -> Goodput:
+        """The same for others."""
+        return Goodput({name: self.spent[name] for name in CLASSES}, self.starts, self.kept, self.lost)
+
+
+def _sum(starts: Sequence[_Start], repeated_from: int | None = None) -> _Sum:
+    """The sum of ``starts``, of which one that follows went on from step ``repeated_from``; None: none has done a step."""
+    total = _Sum()
+    for index in range(len(starts) - 1, -1, -1):
+        start = starts[index]
+        total.add(start, starts[index - 1] if index else None, repeated_from)
+        if start.resumed_at is not None:
+            repeated_from = start.resumed_at if repeated_from is None else min(repeated_from, start.resumed_at)
+    return total
 
 
 def _class(phase: str, after_death: bool) -> str:
@@ -254,7 +333,7 @@ def read(run: str | os.PathLike[str]) -> dict[int, Goodput]:
     files = sorted((Path(run) / FOLDER).glob("rank_*.jsonl"))
     if not files:
         raise DataError(f"{Path(run) / FOLDER} holds no rank_*.jsonl; expected the folder of a run that was observed")
-    return {int(file.stem.removeprefix("rank_")): _classified(_read(file)) for file in files}
+    return {int(file.stem.removeprefix("rank_")): _sum(_read(file)).goodput() for file in files}
 
 
 def slowest(ranks: Mapping[int, Goodput]) -> int:

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.clock import Phase
-from megacpp_mcore.observe.files import open_for_appending
+from megacpp_mcore.observe.files import Appender, LineReader
 from megacpp_mcore.observe.flops_report import Utilisation
 from megacpp_mcore.observe.goodput import PRODUCTIVE
 from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.peaks import peak
 from megacpp_mcore.observe.receipt_assembly import load, part_file
+from megacpp_mcore.observe.steps import begins, kept
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.goodput import Goodput, Recorder
@@ -150,8 +151,8 @@ class Live(Listener):
         self._run, self._rank = Path(run), rank
         self._last, self._loop = last, loop
         self._recorder, self._routes, self._console = recorder, routes, console
-        self._metrics = open_for_appending(self._run / METRICS) if self._last else None
-        self._stock_log = open_for_appending(self._run / STOCK_LOG) if self._last and console == PROGRESS else None
+        self._metrics = Appender(self._run / METRICS) if self._last else None
+        self._stock_log = Appender(self._run / STOCK_LOG) if self._last and console == PROGRESS else None
         self._stock_print: Callable[[str], None] | None = None
         self._said = False
         self._skipped = 0
@@ -183,13 +184,13 @@ class Live(Listener):
         self._step_aside()
         for output in (self._metrics, self._stock_log):
             if output is not None:
-                os.close(output)
+                output.close()
 
     def _take(self, line: str) -> None:
         """Stands for the loop's printer between the beginning of a step and the end of its ``training_log``."""
         self._said = True
         if self._stock_log is not None:
-            os.write(self._stock_log, (line.rstrip("\n") + "\n").encode())
+            self._stock_log.append(line.rstrip("\n"))
         elif self._stock_print is not None:
             self._stock_print(line)
 
@@ -233,7 +234,7 @@ class Live(Listener):
     def _show(self, found: Metrics) -> None:
         record = asdict(found)
         if self._metrics is not None:
-            os.write(self._metrics, (json.dumps(record) + "\n").encode())
+            self._metrics.append(json.dumps(record))
         if self._console == PROGRESS:
             print(found.line(self._loop.arguments().train_iters), flush=True)
         scalars = {f"{TAG}{name}": record[name] for name in SCALARS if record[name] is not None}
@@ -300,23 +301,10 @@ def _read_work(run: Path, rank: int) -> _Work:
 
 
 def read_metrics(run: str | os.PathLike[str]) -> list[Metrics]:
-    """The logged steps of the run in folder ``run``, ascending; of one that was done again, the last time.
+    """The logged steps of the run in folder ``run``, ascending, without those that a restart rolled back.
 
     Raises:
-        DataError: a line is not what a run writes.
+        DataError: a line is not what a run writes, and not one that a start could not complete at its end.
     """
-    path = Path(run) / METRICS
-    if not path.is_file():
-        return []
-    kept: dict[int, Metrics] = {}
-    for number, text in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not text.endswith(b"\n"):
-            break  # being written
-        try:
-            found = Metrics(**json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise DataError(
-                f"{path}, line {number}: not a logged step ({error}); delete the file, or restore it"
-            ) from error
-        kept[found.step] = found
-    return [kept[number] for number in sorted(kept)]
+    lines = LineReader(Path(run) / METRICS, lambda found: Metrics(**found), begins, "a logged step")
+    return kept(list(lines.read_all()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -24,6 +25,8 @@ from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.steps import Step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ STOCK = (
     Seam(_TRAINING, "training_log"),
     Seam(_TRAINING, "save_checkpoint", Phase.SAVE),
     Seam(_TRAINING, "save_checkpoint_and_time", Phase.SAVE),
+    Seam(_TRAINING, "maybe_finalize_async_save", Phase.SAVE),
     Seam(_TRAINING, "evaluate_and_print_results", Phase.EVALUATION),
     Seam("megatron.core.rerun_state_machine", "RerunDataIterator.__next__", Phase.DATA, frozenset({Phase.STEP})),
 )
@@ -127,6 +131,7 @@ def observing(clock: Clock, listeners: Sequence[Listener]) -> Iterator[None]:
         "train": told.loop,
         "train_step": told.step,
         "training_log": told.logged,
+        "maybe_finalize_async_save": told.finalized,
     }
     with replaced(STOCK, told, special):
         yield
@@ -231,10 +236,13 @@ class Told:
             listener.on_step(step)
 
     def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Tell the end; a status that a script exits with is no error."""
+        """Tell the end, everyone, whatever happens to one; a status that a script exits with is no error."""
         quiet = isinstance(error, SystemExit) and not error.code
         for listener in self._listeners:
-            listener.on_end(None if quiet else error)
+            try:
+                listener.on_end(None if quiet else error)
+            except Exception:
+                logger.exception("%s could not end what it records; training is not affected", type(listener).__name__)
 
 
 class _ToldByStock(Told):
@@ -273,6 +281,17 @@ class _ToldByStock(Told):
 
         return run
 
+    def finalized(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """``maybe_finalize_async_save``, called every step, which is part of a save only with ``--async-save``."""
+        from megatron.training import get_args
+
+        @functools.wraps(stock)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.clock.within(Phase.SAVE) if get_args().async_save else contextlib.nullcontext():
+                return stock(*args, **kwargs)
+
+        return run
+
     def logged(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """``training_log``, with the writer it asks for; both are handed on unchanged."""
         from megatron.training import get_args, training
@@ -302,6 +321,11 @@ class Collector:
     def __init__(self, stock: Any = None) -> None:
         self.scalars: dict[str, float] = {}
         self.stock = stock
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """That of the writer: Megatron writes its timers only to what is an instance of TensorBoard's (``Timers.write``)."""
+        return Collector if self.stock is None else type(self.stock)
 
     def add_scalar(self, tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> None:
         """Keep one named value."""

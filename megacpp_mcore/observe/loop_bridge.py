@@ -22,12 +22,14 @@ _BRIDGE = "megatron.bridge.training"
 _LOGGING = f"{_BRIDGE}.utils.train_utils"
 _WRITER = "_build_moe_metric_writer"
 """Gives ``training_log`` the writer for auxiliary losses, which are in none of its arguments."""
+_FINALIZE = "maybe_finalize_async_save"
 SEAMS = (
     Seam(f"{_BRIDGE}.checkpointing", "load_checkpoint", Phase.LOAD),
     Seam(f"{_BRIDGE}.train", "train_step", Phase.STEP),
     Seam(f"{_BRIDGE}.train", "training_log"),
     Seam(_LOGGING, _WRITER),
     Seam(f"{_BRIDGE}.train", "save_checkpoint_and_time", Phase.SAVE),
+    Seam(f"{_BRIDGE}.checkpointing", _FINALIZE, Phase.SAVE),
     Seam(f"{_BRIDGE}.train", "evaluate_and_print_results", Phase.EVALUATION),
     Seam(f"{_BRIDGE}.pretrain", "evaluate_and_print_results", Phase.EVALUATION),
     Seam("megatron.core.rerun_state_machine", "RerunDataIterator.__next__", Phase.DATA, frozenset({Phase.STEP})),
@@ -55,7 +57,8 @@ class BridgeLoop(Loop):
     def observing(self, clock: Clock, listeners: Sequence[Listener]) -> Iterator[None]:
         """See :meth:`megacpp_mcore.observe.loop.Loop.observing`; a run that logs no step tells none."""
         told = _ToldByBridge(clock, listeners)
-        with replaced(SEAMS, told, {"training_log": told.logged, _WRITER: told.writer}):
+        special = {"training_log": told.logged, _WRITER: told.writer, _FINALIZE: told.finalized}
+        with replaced(SEAMS, told, special):
             # Bridge takes no callback for data of whole epochs, whose number of steps it knows only later.
             of_model = "on_data_init_start" if self._config.train.num_epochs is None else "on_train_start"
             self._callbacks.register(of_model, functools.partial(self._tell_model, told))
@@ -151,6 +154,18 @@ class _ToldByBridge(Told):
         def run(*args: Any, **kwargs: Any) -> Any:
             self._collector.stock = stock(*args, **kwargs)
             return self._collector
+
+        return run
+
+    def finalized(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """``maybe_finalize_async_save``, called every step, which is part of a save only if that is asynchronous."""
+        signature = inspect.signature(stock)
+
+        @functools.wraps(stock)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            asynchronous = signature.bind(*args, **kwargs).arguments["ckpt_cfg"].async_save
+            with self.clock.within(Phase.SAVE) if asynchronous else contextlib.nullcontext():
+                return stock(*args, **kwargs)
 
         return run
 

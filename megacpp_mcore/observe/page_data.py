@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +11,13 @@ from typing import Any
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput, receipts
 from megacpp_mcore.observe.clock import Phase
+from megacpp_mcore.observe.files import LineReader
 from megacpp_mcore.observe.goodput import DOWN, LOST, PRODUCTIVE, RECOVERY, Goodput
 from megacpp_mcore.observe.live import Metrics, read_metrics
 from megacpp_mcore.observe.receipt_assembly import PARTS, STEPS
 from megacpp_mcore.observe.receipt_schema import flatten
 from megacpp_mcore.observe.receipt_window import tokens_of
-from megacpp_mcore.observe.steps import Step, read_steps
+from megacpp_mcore.observe.steps import Step, kept, read_steps
 
 _ORDER = (
     Phase.STARTUP,
@@ -107,9 +107,8 @@ class RunData:
         return found
 
     def kept(self) -> list[Step]:
-        """The steps that were kept, ascending; of one that was done again, the last time."""
-        by_number = {step.step: step for step in self.steps}
-        return [by_number[number] for number in sorted(by_number)]
+        """The steps that the run's present state rests on, ascending."""
+        return kept(self.steps)
 
 
 def read(path: str | os.PathLike[str]) -> RunData:
@@ -180,15 +179,16 @@ def _timeline(run: Path, rank: int, tokens: Mapping[int, int]) -> Timeline:
                 rates.append(rate)
     ended = starts[-1][-1].get("how") is not None
     if not ended:
-        _end(spans, (path.stat().st_mtime_ns - began) / 1e9, LOST if _had_steps(starts[-1]) else Phase.STARTUP)
+        _end(spans, (goodput.last_alive_ns(path) - began) / 1e9, LOST if _had_steps(starts[-1]) else Phase.STARTUP)
     return Timeline(rank, spans[-1].end_s if spans else 0.0, tuple(_merged(spans)), tuple(rates), tuple(restarts))
 
 
 def _starts(path: Path) -> Iterator[list[dict[str, Any]]]:
     """The lines of each start; ``goodput.read`` has checked them."""
     start: list[dict[str, Any]] = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        line = json.loads(text)
+    for line in LineReader[dict[str, Any]](
+        path, dict, lambda line, _: "began" in line, "what a run writes there"
+    ).read_all():
         if "began" in line and start:
             yield start
             start = []

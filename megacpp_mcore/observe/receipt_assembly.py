@@ -22,7 +22,7 @@ from megacpp_mcore.observe.flops_report import Utilisation
 from megacpp_mcore.observe.peaks import peak
 from megacpp_mcore.observe.receipt_schema import FINISHED, RUNNING, SCHEMA
 from megacpp_mcore.observe.receipt_window import Window
-from megacpp_mcore.observe.steps import Step, read_steps
+from megacpp_mcore.observe.steps import Step, kept, read_steps
 
 PARTS, RECEIPT, STEPS = "parts", "receipt.json", "steps.jsonl"
 PROFILES = "profile"
@@ -67,11 +67,11 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     values: dict[str, Any] = dict(first.get("run", {}))
     unknown: dict[str, str] = dict(first.get("unknown", {}))
     steps = _steps(Path(run), unknown)
-    profile = _read_profile(Path(run), unknown)
-    window = _window(Path(run), first["warm_up_steps"], unknown)
+    profile = _read_profile(Path(run), world_size, unknown)
+    window = _window(Path(run), first["warm_up_steps"], world_size, unknown)
     values |= {
         "schema": SCHEMA,
-        "status": _status(parts),
+        "status": _status(parts, world_size),
         "written_at": now(),
         "ranks.expected": values.get("parallelism.world_size"),
         "ranks.found": [part["rank"] for part in parts],
@@ -84,7 +84,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
         _cache(parts, window, unknown),
         _time(steps, window, unknown),
         _losses(steps, unknown),
-        _goodput(Path(run), unknown),
+        _goodput(Path(run), world_size, unknown),
         _profile(profile, unknown),
     ):
         values |= section
@@ -117,28 +117,25 @@ def load(path: Path, expected: str) -> dict[str, Any]:
     return found
 
 
-def _status(parts: Sequence[Mapping[str, Any]]) -> str:
-    """An error's name if there was one, ``finished`` if all are, else ``running``."""
+def _status(parts: Sequence[Mapping[str, Any]], world_size: float) -> str:
+    """An error's name if there was one, ``finished`` if all ranks of the run have left their part and are, else ``running``."""
     states = [part["status"] for part in parts]
-    return next(
-        (state for state in states if state not in (RUNNING, FINISHED)), RUNNING if RUNNING in states else FINISHED
-    )
+    unfinished = RUNNING in states or len(parts) < world_size
+    return next((state for state in states if state not in (RUNNING, FINISHED)), RUNNING if unfinished else FINISHED)
 
 
 def _steps(run: Path, unknown: dict[str, str]) -> list[Step]:
-    """The steps that were kept, ascending; of one that was done again, the last time."""
+    """The steps that were kept, in order; none that a restart lost."""
     try:
-        recorded = read_steps(run / STEPS)
+        return kept(read_steps(run / STEPS))
     except DataError as error:
         unknown["loss"] = str(error)
         return []
-    kept = {step.step: step for step in recorded}
-    return [kept[number] for number in sorted(kept)]
 
 
-def _window(run: Path, left_out: int, unknown: dict[str, str]) -> Window | None:
+def _window(run: Path, left_out: int, world_size: float, unknown: dict[str, str]) -> Window | None:
     try:
-        return receipt_window.read(run, left_out)
+        return receipt_window.read(run, left_out, world_size)
     except DataError as error:
         unknown |= {"window": str(error), "step_time": str(error)}
         return None
@@ -210,11 +207,19 @@ def _moe(parts: Sequence[Mapping[str, Any]], values: Mapping[str, Any], unknown:
         found["routing.top_k"] = top_k.pop() if len(top_k) == 1 else None
         unknown.setdefault("routing.top_k", "the routers differ")
     records = [part["routing"] for part in parts if "routing" in part]
+    not_counted = {layer: why for record in records for layer, why in record.get("not_counted", {}).items()}
     loads = routing.merged(record["layers"] for record in records)
+    loads = {layer: load for layer, load in loads.items() if layer not in not_counted}
     found["indexer.overlap"] = _mean_overlaps(records)
     unknown.setdefault(
         "indexer.overlap", "no two Full layers of one rank were sampled in a step with more tokens than top-k"
     )
+    dtypes = sorted({name for record in records for name in record["router_dtypes"].values()})
+    if not_counted:
+        reason = "; ".join(f"layer {layer}: {why}" for layer, why in not_counted.items())
+        unknown |= {f"routing.{name}": reason for name in _MEASURED}
+        counted = {layer: load.record() for layer, load in loads.items()}
+        return found | {"routing.layers": counted or None, "routing.router_dtypes": dtypes or None}
     if not loads or not any(load.asked for load in loads.values()):
         reason = "no router was observed up to a reading"
         unknown |= {f"routing.{name}": reason for name in _MEASURED}
@@ -227,7 +232,7 @@ def _moe(parts: Sequence[Mapping[str, Any]], values: Mapping[str, Any], unknown:
         "routing.entropy": min(1.0, fmean(entropies)) if entropies else None,
         "routing.max_over_mean": fmean(peaks) if peaks else None,
         "routing.dropped_tokens": sum(load.dropped for load in loads.values()),
-        "routing.router_dtypes": sorted({name for record in records for name in record["router_dtypes"].values()}),
+        "routing.router_dtypes": dtypes,
     }
 
 
@@ -279,7 +284,7 @@ def _time(steps: Sequence[Step], window: Window | None, unknown: dict[str, str])
         return found
     found["window.left_out"] = window.left_out
     if not window.seconds:
-        reason = f"the run has no step after the first {window.left_out} of each start"
+        reason = f"the last start has no step after its first {window.left_out} that was not profiled"
         unknown |= {"step_time": reason, "window.first_step": reason, "window.last_step": reason}
         return found
     seconds = sorted(window.seconds.values())
@@ -313,11 +318,14 @@ def _losses(steps: Sequence[Step], unknown: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def _goodput(run: Path, unknown: dict[str, str]) -> dict[str, Any]:
+def _goodput(run: Path, world_size: float, unknown: dict[str, str]) -> dict[str, Any]:
     try:
-        ranks = goodput.read(run)
+        ranks = {rank: one for rank, one in goodput.read(run).items() if rank < world_size}
     except DataError as error:
         unknown["goodput"] = str(error)
+        return {}
+    if not ranks:
+        unknown["goodput"] = f"no rank below {world_size} left its goodput"
         return {}
     slowest = goodput.slowest(ranks)
     return {"goodput": {"rank": slowest, **ranks[slowest].record()}}
@@ -342,8 +350,8 @@ def _profile(profile: Mapping[str, Any] | None, unknown: dict[str, str]) -> dict
     }
 
 
-def _read_profile(run: Path, unknown: dict[str, str]) -> dict[str, Any] | None:
-    """The last profile of steady steps, or else the last one, of the lowest rank that has one."""
+def _read_profile(run: Path, world_size: float, unknown: dict[str, str]) -> dict[str, Any] | None:
+    """The last profile of steady steps, or else the last one, of the lowest rank that has one and is still in the run."""
     found = []
     for path in sorted((run / PROFILES).rglob("table.json")):
         try:
@@ -355,7 +363,8 @@ def _read_profile(run: Path, unknown: dict[str, str]) -> dict[str, Any] | None:
             found.append(profile)
         else:
             unknown["profiler"] = f"{path.name} of a profile lacks steps, phase, families, rank or dominant"
-    return max(found, key=lambda one: (one["phase"] == "steady", one["steps"], -one["rank"]), default=None)
+    current = [one for one in found if one["rank"] < world_size]
+    return max(current, key=lambda one: (one["phase"] == "steady", one["steps"], -one["rank"]), default=None)
 
 
 def _speed(values: Mapping[str, Any], unknown: dict[str, str]) -> dict[str, Any]:

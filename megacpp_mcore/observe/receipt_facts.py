@@ -1,7 +1,8 @@
 """What a process knows of its run, read from Megatron's live objects when the model stands; the facts of a receipt.
 
-A fact that cannot be had is left unknown with the reason; nothing here is guessed from a flag where an object can tell.
-Written against megatron-core 0.19.2.
+A fact that cannot be had is left unknown with the reason. The precision plan, the optimizer with the dtypes of its states, the
+routing's settings and the compile policy are as configured, and the fields of :mod:`megacpp_mcore.observe.receipt_schema` say
+so. Written against megatron-core 0.19.2.
 """
 
 from __future__ import annotations
@@ -292,6 +293,7 @@ def _batch(facts: Facts, args: Any) -> None:
 
 
 def _optimizer(args: Any) -> dict[str, Any]:
+    """The optimizer as configured; its states do not exist before the first step."""
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     found = {name: str(getattr(args, name)).removeprefix("torch.") for name in names if hasattr(args, name)}
     return {
@@ -303,7 +305,7 @@ def _optimizer(args: Any) -> dict[str, Any]:
 
 
 def _precision(facts: Facts, chunks: Sequence[Any], config: Any) -> None:
-    """The plan in its four fields, and the layers whose experts were built for FP8."""
+    """The configured plan in its four fields, and the layers whose experts were built for FP8."""
     dtype = _DTYPES.get(str(config.params_dtype), str(config.params_dtype))
     if config.fp8:
         plan = precision.PrecisionPlan(model_dtype=dtype, kernel_fp8=f"megatron {config.fp8} {config.fp8_recipe}")
@@ -326,15 +328,14 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any) -> None:
 
 
 def _data(facts: Facts, args: Any) -> None:
-    from megacpp_mcore.data.arguments import dataset_prefixes
+    from megacpp_mcore.data.arguments import blends
     from megacpp_mcore.data.manifest import load_manifest
 
     facts.put("tokenizer.kind", args.tokenizer_type, "the run names no tokenizer")
     facts.put("tokenizer.vocab_size", args.padded_vocab_size)
     facts.put("data.fill_in_the_middle", bool(args.fim_data))
-    words = _data_words(args)
-    prefixes = dataset_prefixes(words)
-    if args.mock_data or not prefixes:
+    named = blends(_data_words(args))
+    if args.mock_data or not named:
         facts.put("data.kind", "mock" if args.mock_data else None, "the run names no dataset")
         for path in ("data.checksum", "data.datasets", "tokenizer.checksum"):
             facts.miss(path, "mock data has no files" if args.mock_data else "the run names no dataset")
@@ -342,7 +343,8 @@ def _data(facts: Facts, args: Any) -> None:
     facts.put("data.kind", "real")
     sums: dict[str, str | None] = {}
     tokenizers: set[str | None] = set()
-    for prefix in prefixes:
+    datasets = [dataset for blend in named for dataset in blend.datasets()]
+    for prefix in dict.fromkeys(prefix for prefix, _ in datasets):
         try:
             manifest = load_manifest(prefix)
         except MegacppError as error:
@@ -352,13 +354,13 @@ def _data(facts: Facts, args: Any) -> None:
         else:
             sums[prefix] = manifest.files[".bin"]["sha256"]
             tokenizers.add(manifest.tokenizer["checksum"])
-    weights = dict(zip(args.data_path[1::2], args.data_path[::2], strict=False)) if _weighted(args, prefixes) else {}
     facts.put(
         "data.datasets",
-        [{"name": Path(one).name, "weight": _float(weights.get(one)), "sha256": sums[one]} for one in prefixes],
+        [{"name": Path(one).name, "weight": weight, "sha256": sums[one]} for one, weight in datasets],
     )
     if None not in sums.values():
-        content = [sums.get(word.strip(), word) for word in words]
+        words = [word for blend in named for word in (blend.flag, *blend.words)]
+        content = [sums.get(word.strip(), word) for word in words]  # weights, and datasets by what is in them
         digest = hashlib.sha256(json.dumps([content, args.split]).encode()).hexdigest()
         facts.put("data.checksum", digest)
         one = tokenizers.pop() if len(tokenizers) == 1 else None
@@ -376,14 +378,6 @@ def _data_words(args: Any) -> list[str]:
         if getattr(args, name, None):
             words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     return words
-
-
-def _weighted(args: Any, prefixes: Sequence[str]) -> bool:
-    return bool(args.data_path) and len(args.data_path) == 2 * len(prefixes)
-
-
-def _float(word: str | None) -> float | None:
-    return None if word is None else float(word)
 
 
 def _routing(facts: Facts, chunks: Sequence[Any], config: Any) -> None:

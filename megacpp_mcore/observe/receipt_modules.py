@@ -1,7 +1,7 @@
 """What a model's live modules and gradient buffers say of themselves: buckets, memory, routing; for a receipt.
 
-Nothing here is read from a flag: a module knows which function it calls, a bucket which dtype it has. Written against
-megatron-core 0.19.2. No torch at import.
+A module knows which function it calls, a bucket which dtype it has. Only ``overlap_grad_reduce`` is read from a configuration,
+the one that the live DistributedDataParallel goes by. Written against megatron-core 0.19.2. No torch at import.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def modules(chunks: Sequence[Any]) -> Iterator[Any]:
 
 
 def _ddp(chunks: Sequence[Any]) -> dict[str, Any]:
-    """The gradient buckets as they are in memory; None where something else than Megatron's DDP reduces."""
+    """The gradient buckets as they are in memory, and whether their DDP is configured to overlap; None where something else
+    than Megatron's DDP reduces."""
     if not all(hasattr(chunk, "buffers") and hasattr(chunk, "expert_parallel_buffers") for chunk in chunks):
         return {"buckets": None, "overlap_grad_reduce": None}
     found = []

@@ -1,7 +1,7 @@
 """A run's receipt: every rank writes its own part as it goes, and the receipt is a pure function of the run's folder.
 
-Nothing is exchanged between ranks. A part is replaced as a whole now and then and when the run ends, also when an error
-ends it; what SIGKILL leaves is the last one, which says ``running``. No torch at import, and none to assemble.
+Nothing is exchanged between ranks. A part is replaced as a whole at each start, now and then, and when the run ends, also when
+an error ends it; what SIGKILL leaves is the last one, which says ``running``. No torch at import, and none to assemble.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ReceiptWriter(Listener):
         notes: what a reader should know.
 
     Raises:
-        DataError: the folder cannot be written to.
+        DataError: the folder cannot be made.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ReceiptWriter(Listener):
         }
         self._facts: Facts | None = None
         self._chunks: Sequence[Any] = ()
-        self._caches: dict[str, int] | None = None
+        self._caches = self._count_caches()
         self._warned = False
         observed.forget()  # of a run before in this process
         try:
@@ -98,6 +98,7 @@ class ReceiptWriter(Listener):
             raise DataError(
                 f"{self._path.parent}: {error.strerror}; expected a folder that can be written to"
             ) from error
+        self._say_running()
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Learn what the model and Megatron's arguments say, and write it."""
@@ -143,12 +144,30 @@ class ReceiptWriter(Listener):
             from megacpp_mcore.observe import receipt_facts
 
             self._facts = receipt_facts.at_start(self._settings, self._launched)
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                self._caches = receipt_facts.cache_files()
         return self._facts
 
+    @staticmethod
+    def _count_caches() -> dict[str, int] | None:
+        """The files in the caches of this host, before anything of this run compiles, its warm-up included."""
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return None
+        from megacpp_mcore.observe import receipt_facts
+
+        return receipt_facts.cache_files()
+
+    def _say_running(self) -> None:
+        """Write that this rank runs; until there is a model, what an earlier start said of the run is all that is known."""
+        earlier: dict[str, Any] = {}
+        if self._path.is_file():
+            try:
+                earlier = load(self._path, "the part of a rank")
+            except DataError as problem:
+                logger.warning("what an earlier start left of the receipt is not kept: %s", problem)
+        earlier.pop("cache", None)  # which is counted when a start has ended
+        self._replace(earlier | self._part | {"status": RUNNING, "written_at": now()})
+
     def _write(self, status: str) -> None:
-        """Replace the part; a full disk must not end training, so that it is said once and training goes on."""
+        """Write what is known now."""
         from megacpp_mcore.observe import receipt_facts, receipt_modules
 
         self._written = time.monotonic()
@@ -166,6 +185,10 @@ class ReceiptWriter(Listener):
                 "files": self._caches,
                 "added": {name: max(0, files[name] - count) for name, count in self._caches.items()},
             }
+        self._replace(part)
+
+    def _replace(self, part: dict[str, Any]) -> None:
+        """Replace the part; a full disk must not end training, so that it is said once and training goes on."""
         try:
             replace(self._path, json.dumps(part))
         except DataError as problem:

@@ -2,7 +2,8 @@
 
 Each rank counts the tokens that its own routers saw. With sequence, data, context or expert parallelism no token passes the
 routers of two ranks, so that the sum over ranks (:func:`merged`) is the run's. A layer that is computed again in the
-backward pass is counted once: its first pass builds no graph. No torch at import.
+backward pass is counted once: its first pass builds no graph. A router in a CUDA graph is not counted, for a replay runs no
+hook. No torch at import.
 
 Legend: T tokens, E experts, B batch, S queries, N selected keys.
 """
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 SAMPLED_ROWS = 64
 """Queries by which the overlap of two selections is estimated, evenly spaced over those that had a choice."""
+
+CAPTURED = "its router was captured in a CUDA graph, whose replays run no hook"
+"""Why a layer is not counted."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ class _Router:
         self.asked = 0
         self.dtype: str | None = None
         self.tokens_E: Any = None
+        self.captured = False
 
     def count(self, module: Any, _: Any, output: tuple[Any, Any]) -> None:
         """Forward hook: add the assignments of one micro-batch; a slot that pads an expert to its capacity has no weight."""
@@ -101,11 +106,21 @@ class _Router:
         if not (module.training and torch.is_grad_enabled()):
             return
         probs_TE, map_TE = output
+        self.dtype = str(probs_TE.dtype).removeprefix("torch.")
+        if _capturing():  # a replay would add the tokens once more, and not what was asked for
+            self.captured = True
+            return
         kept_TE = map_TE.bool() & (probs_TE.detach() != 0) if self.padded else map_TE
         found_E = kept_TE.sum(dim=0, dtype=torch.int64)
         self.tokens_E = found_E if self.tokens_E is None else self.tokens_E.add_(found_E)
         self.asked += map_TE.shape[0] * module.topk
-        self.dtype = str(probs_TE.dtype).removeprefix("torch.")
+
+
+def _capturing() -> bool:
+    """Whether the current CUDA stream is being captured in a graph."""
+    import torch
+
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Routing(Listener):
@@ -176,7 +191,8 @@ class Routing(Listener):
         """Bring the sums to the host; the one point where this waits for the device."""
         import torch
 
-        counted = [router for router in self._routers if router.tokens_E is not None]
+        uncounted = self._not_counted()
+        counted = [one for one in self._routers if one.tokens_E is not None and one.layer not in uncounted]
         lists = torch.stack([router.tokens_E for router in counted]).tolist() if counted else []
         now: dict[str, Load] = {}
         for router, tokens in zip(counted, lists, strict=True):
@@ -195,16 +211,21 @@ class Routing(Listener):
         return {
             "scope": "tokens of this rank",
             "layers": {layer: load.record() for layer, load in self._read.items()},
+            "not_counted": self._not_counted(),
             "router_dtypes": {router.layer: router.dtype for router in self._routers if router.dtype is not None},
             "index_overlap": dict(self._overlaps),
         }
+
+    def _not_counted(self) -> dict[str, str]:
+        """The layers of which no count can be had, and why."""
+        return {router.layer: CAPTURED for router in self._routers if router.captured}
 
     def _watch(self, cache: Any) -> None:
         """Look at what is published in ``cache``, until the end."""
         publish = cache.publish
 
         def watched(layer: int, selection: Any) -> None:
-            if self._sampling and layer not in self._indices:
+            if self._sampling and layer not in self._indices and not _capturing():
                 rows = _sample(selection.index)
                 if rows is not None:
                     self._indices[layer] = (rows, selection.index.shape[1])

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe.files import open_for_appending
+from megacpp_mcore.observe.files import Appender, LineReader
 from megacpp_mcore.observe.listener import Listener
 
 
@@ -55,24 +56,24 @@ class Step:
 class StepRecorder(Listener):
     """Appends every step that stock Megatron logs to the file at ``path``.
 
-    Only the last rank, which is where Megatron has the losses, writes. A line is one write to the operating system, so that a
-    killed process leaves whole lines.
+    Only the last rank, which is where Megatron has the losses, writes. A file that cannot be written to any more does not end
+    training (:class:`~megacpp_mcore.observe.files.Appender`).
 
     Raises:
-        DataError: the file cannot be opened for appending, or ends in the middle of a line.
+        DataError: the file cannot be opened for appending.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._output = open_for_appending(Path(path))
+        self._output = Appender(Path(path))
 
     def on_step(self, step: Step) -> None:
         """Write its line."""
         if _is_last_rank():
-            os.write(self._output, (json.dumps(asdict(step)) + "\n").encode())
+            self._output.append(json.dumps(asdict(step)))
 
     def on_end(self, error: BaseException | None) -> None:
         """Close the file."""
-        os.close(self._output)
+        self._output.close()
 
 
 def _is_last_rank() -> bool:
@@ -90,33 +91,23 @@ class StepReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._offset = 0
-        self._line = 0
+        self._lines = LineReader(self.path, lambda found: Step(**found), begins, "the record of a step")
 
     def read_new(self) -> list[Step]:
         """Return the steps whose lines were completed since the last call; none while there is no file.
 
         Raises:
-            DataError: a line is not the record of a step.
+            DataError: a line is not the record of a step, and not one that a start could not complete at its end.
         """
-        try:
-            with open(self.path, "rb") as stream:
-                stream.seek(self._offset)
-                content = stream.read()
-        except FileNotFoundError:
-            return []
-        whole = content[: content.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [self._parse(line) for line in whole.splitlines()]
+        return list(self._lines.read_new())
 
-    def _parse(self, line: bytes) -> Step:
-        self._line += 1
-        try:
-            return Step(**json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise DataError(
-                f"{self.path}, line {self._line}: not the record of a step ({error}); delete the file, or restore it"
-            ) from error
+    def read_all(self) -> list[Step]:
+        """The same of a file that does not grow any more: a last line that was not completed is warned of.
+
+        Raises:
+            DataError: as :meth:`read_new`.
+        """
+        return list(self._lines.read_all())
 
 
 def read_steps(path: str | os.PathLike[str]) -> list[Step]:
@@ -127,7 +118,42 @@ def read_steps(path: str | os.PathLike[str]) -> list[Step]:
     """
     if not Path(path).is_file():
         raise DataError(f"{path} does not exist; expected a file of steps, as a training run records them")
-    return StepReader(path).read_new()
+    return StepReader(path).read_all()
+
+
+class _Numbered(Protocol):
+    """What is known of a step: its number, and where its start went on from."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def resumed_at(self) -> int: ...
+
+
+def begins(one: _Numbered, before: _Numbered | None) -> bool:
+    """Whether a recorded step is the first of a start, given the step that was recorded before it."""
+    return before is None or one.resumed_at != before.resumed_at or one.step <= before.step
+
+
+def kept[Recorded: _Numbered](recorded: Sequence[Recorded]) -> list[Recorded]:
+    """The steps that the run's present state rests on, ascending.
+
+    A start that goes on from the checkpoint of a step undoes all that earlier starts did beyond it, as soon as it has recorded
+    a step, also what it has not done again itself yet.
+
+    Args:
+        recorded: the steps (:class:`Step`, or what has the same two numbers) in the order they were written, start by start.
+    """
+    found: list[Recorded] = []
+    before: Recorded | None = None
+    for one in recorded:
+        if begins(one, before):
+            while found and found[-1].step > one.resumed_at:
+                found.pop()
+        found.append(one)
+        before = one
+    return found
 
 
 # --- Comparing --------------------------------------------------------------------------------------------------------

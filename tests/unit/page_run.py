@@ -27,7 +27,6 @@ from megacpp_mcore.observe.steps import StepRecorder
 from megacpp_mcore.patches import registry
 from tests.unit import tiny_run
 from tests.unit.receipt_run import FATE, INTERVAL, Fate, add_better_backend
-from tests.unit.tiny_run import make_data as make_data
 
 
 def train(data: Path, run: Path, steps: int, *extra: str, fate: str = "", console: str = "progress") -> str:

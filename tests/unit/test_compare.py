@@ -21,8 +21,8 @@ from tests.unit.test_receipts import report
 def receipt(**changes: Any) -> dict[str, Any]:
     """A valid receipt of a dense model with all that the checklist asks for; ``changes`` by path, ``__`` for a dot."""
     values: dict[str, Any] = {
-        "schema": 1, "status": "finished", "written_at": "", "ranks.found": [0], "notes": [], "disqualifiers": [],
-        "unjudged": [], "environment": {}, "pattern": "AEMR", "model.layers": "AEMR",
+        "schema": 1, "status": "finished", "written_at": "", "ranks.found": [0], "ranks.expected": 1, "notes": [],
+        "disqualifiers": [], "unjudged": [], "environment": {}, "pattern": "AEMR", "model.layers": "AEMR",
         "model.definition": dataclasses.asdict(preset("nam56r_tiny")), "moe_enabled": False, "batch.sequence_length": 256,
         "batch.documents": "together", "compile.mode": "off", "compile_warmup": "skipped", "compile.reason": "not-cuda",
         "compile.precompile": False, "device": "NVIDIA H200", "parallelism.sequence_parallel": False, "data.kind": "real",
@@ -33,6 +33,7 @@ def receipt(**changes: Any) -> dict[str, Any]:
         "precision.checkpoint_owner": "megatron", "precision.fp8_layers": [], "optimizer": {"name": "adam"},
         "ddp.grad_reduce_dtype": ["float32"], "step_time.n": 50, "throughput.tokens_per_s": 1000.0,
         "throughput.tokens_per_s_per_device": 1000.0, "memory.allocated_peak_bytes": 1000, "backends": [], "parts": [],
+        "recompute": "full", "commit": "1" * 40, "versions": {"torch": "2.11.0"},
     }  # fmt: skip
     names = ["world_size", "hosts", "tensor", "pipeline", "virtual", "expert", "context", "data"]
     values |= {f"parallelism.{name}": 1 for name in names}
@@ -57,8 +58,33 @@ def test_equal_runs_part_by_noise_and_allow_no_claim() -> None:
     found = compare(receipt(), receipt(throughput__tokens_per_s=930.0))
     assert (found.claim, found.speed) == (None, 0.93)
     assert found.refusals == (
-        "nothing that a receipt holds differs: 0.93x tokens/s, 1.00x peak allocated memory is what equal runs part by",
+        "nothing that both receipts know differs: 0.93x tokens/s, 1.00x peak allocated memory is what equal runs part by",
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"commit": "2" * 40}, "of another commit"),
+        ({"versions": {"torch": "2.12.0"}}, "of other versions"),
+        ({"environment": {"NCCL_ALGO": "Ring"}}, "of another environment"),
+        ({"commit": "2" * 40, "versions": {"torch": "2.12.0"}}, "of another commit, of other versions"),
+        ({"commit": "2" * 40, "recompute": "none"}, "of another commit"),
+        ({"commit": None, "recompute": "none"}, "of commit not known to be the same"),
+    ],
+)
+def test_other_software_is_said_in_the_claim(changes: dict[str, Any], said: str) -> None:
+    found = compare(receipt(), receipt(throughput__tokens_per_s=930.0, **changes))
+    assert found.claim == f"0.93x tokens/s, 1.00x peak allocated memory, {said}"
+
+
+@pytest.mark.parametrize("name", ["backends", "parts", "patches", "recompute", "overlap", "commit", "versions"])
+def test_what_one_of_them_does_not_know_is_no_difference_to_claim(name: str) -> None:
+    known: dict[str, Any] = {"patches": [], "overlap": []}
+    found = compare(receipt(**known), receipt(**known | {name: None}))
+    assert found.claim is None
+    assert "nothing that both receipts know differs" in found.refusals[-1]
+    assert [difference.partition(":")[0] for difference in found.differences] == [name]
 
 
 def test_what_differs_on_no_line_is_named_beside_the_claim() -> None:
@@ -66,9 +92,8 @@ def test_what_differs_on_no_line_is_named_beside_the_claim() -> None:
         "op": "mamba3", "layer": 3, "requested": "auto", "observed": "kernel", "speed": "kernel", "slower_than_best": False,
         "reason": "",
     }  # fmt: skip
-    found = compare(
-        receipt(backends=[backend | {"observed": "reference"}]), receipt(backends=[backend], recompute="none")
-    )
+    slow = receipt(backends=[backend | {"observed": "reference"}], recompute=None)
+    found = compare(slow, receipt(backends=[backend], recompute="none"))
     assert found.claim is not None
     assert found.differences == (
         "backends: mamba3 reference in A, mamba3 kernel in B",
@@ -92,6 +117,24 @@ def test_what_is_not_known_is_not_the_same() -> None:
     other = receipt(cache__state=None)
     refused = compare(receipt(), other).refusals
     assert refused == ("same cache state? cache_state: not known (B does not know cache.state: a test)",)
+
+
+def test_a_receipt_that_lacks_ranks_carries_no_claim() -> None:
+    half = receipt(recompute="none") | {"ranks": {"expected": 2, "found": [0]}}
+    assert compare(receipt(), half).refusals == ("B has the parts of 1 ranks; expected 2",)
+    unknown = receipt(recompute="none", ranks__expected=None)
+    assert compare(unknown, receipt()).refusals == ("A has the parts of 1 ranks; expected a number that is not known",)
+
+
+def test_mock_data_has_no_checksum_and_may_be_declared() -> None:
+    mock = {"data__kind": "mock", "data__checksum": None, "tokenizer__checksum": None, "disqualifiers": [MOCK]}
+    one, other = receipt(**mock), receipt(**mock, recompute="none")
+    assert compare(one, other, declared=["mock data"]).claim == (
+        "1.00x tokens/s, 1.00x peak allocated memory, both with mock data"
+    )
+    real = receipt(data__checksum=None, recompute="none")
+    assert "real_data: not known (B does not know data.checksum" in compare(receipt(), real).refusals[0]
+    assert "real_data: A has data.kind mock" in compare(one, receipt()).refusals[0]
 
 
 def test_refused_for_few_steps_no_speed_and_no_end() -> None:
@@ -137,7 +180,8 @@ def test_wrong_words_are_the_user_s_error(varies: list[str], declared: list[str]
 def eight(**changes: Any) -> dict[str, Any]:
     more = {"batch__global_batch_size": 64, "batch__effective_tokens": 8 * 2048, "throughput__tokens_per_s": 7840.0}
     per_device = {"throughput__tokens_per_s_per_device": 980.0}
-    return receipt(parallelism__world_size=8, parallelism__data=8, **more, **per_device, **changes)
+    ranks = {"ranks__expected": 8, "ranks__found": list(range(8))}
+    return receipt(parallelism__world_size=8, parallelism__data=8, **more, **per_device, **ranks, **changes)
 
 
 def test_a_declared_topology_is_compared_a_replica_and_a_device() -> None:
@@ -194,5 +238,5 @@ def test_the_command_s_status_and_words(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "b").write_text("{}")
     with pytest.raises(DataError, match="schema is None; expected 1"):
         report("compare", *files)
-    with pytest.raises(DataError, match="expected a receipt"):
+    with pytest.raises(DataError, match="or a receipt"):
         report("show", str(tmp_path / "missing"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -187,6 +188,119 @@ def test_a_living_process_says_so(tmp_path: Path) -> None:
     assert recorder.path.stat().st_mtime_ns > 0
     recorder.on_end(KeyboardInterrupt())
     assert json.loads(recorder.path.read_text().splitlines()[-1])["how"] == "KeyboardInterrupt"
+
+
+def test_a_copied_folder_keeps_the_time_of_death(tmp_path: Path) -> None:
+    file = goodput.rank_file(tmp_path / "run", 0)
+    write(file, {"began": 100 * SECOND}, at(101, {"step": 1}, step=1, resumed_at=0))
+    file.with_suffix(".alive").write_text(f"{109 * SECOND:020d}\n")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", copy_function=shutil.copyfile)
+    assert goodput.read(tmp_path / "copy")[0].wall_ns == 9 * SECOND
+    copied = goodput.rank_file(tmp_path / "copy", 0)
+    assert goodput.last_alive_ns(copied) == 109 * SECOND
+    for text in ("", "no number\n"):  # killed before the first one
+        copied.with_suffix(".alive").write_text(text)
+        os.utime(copied, ns=(107 * SECOND, 107 * SECOND))
+        assert goodput.read(tmp_path / "copy")[0].wall_ns == 7 * SECOND
+
+
+def test_a_heart_goes_on_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    beats, beaten, say_alive = [0], threading.Event(), goodput._say_alive
+
+    def sometimes(file: Path) -> None:
+        beats[0] += 1
+        if beats[0] in (2, 3):
+            raise OSError(5, "Input/output error")
+        say_alive(file)
+        if beats[0] > 3:
+            beaten.set()
+
+    monkeypatch.setattr(goodput, "_say_alive", sometimes)
+    recorder = goodput.Recorder(tmp_path, 0, Clock(), heartbeat_s=0.001)
+    assert beaten.wait(30)
+    began = recorder._start.began_ns
+    recorder.on_end(None)
+    assert caplog.text.count("no sign of life could be left there: Input/output error") == 1
+    assert goodput.last_alive_ns(recorder.path) >= began
+
+
+def test_a_full_disk_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = goodput.rank_file(tmp_path, 0)
+    file.parent.mkdir()
+    file.symlink_to("/dev/full")
+    time = Time()
+    clock = Clock(now=time)
+    recorder = goodput.Recorder(tmp_path, 0, clock, heartbeat_s=3600)
+    with clock.within(Phase.STEP):
+        time.go(1)
+    recorder.on_step(step(1))
+    recorder.on_end(None)
+    assert recorder.so_far().nanoseconds[PRODUCTIVE] == SECOND
+    assert caplog.text.count("No space left on device; this process records nothing more there") == 1
+
+
+@pytest.mark.parametrize("first_torn", [False, True])
+def test_a_start_after_a_torn_line_goes_on(tmp_path: Path, first_torn: bool, caplog: pytest.LogCaptureFixture) -> None:
+    file = goodput.rank_file(tmp_path, 0)
+    write(file, {"began": 100 * SECOND}, at(102, {"step": 1, "idle": 1}, step=1, resumed_at=0))
+    text = file.read_text()
+    file.write_text('{"beg' if first_torn else text + '{"at": 103, "pha')
+    assert goodput.read(tmp_path)[0].steps == (0 if first_torn else 1)
+    assert "not completed; it is left out" in caplog.text
+    recorder = goodput.Recorder(tmp_path, 0, Clock(), heartbeat_s=3600)
+    recorder.on_step(step(2, resumed_at=1))
+    recorder.on_end(None)
+    assert all(json.loads(line) for line in file.read_text().splitlines())
+    found = goodput.read(tmp_path)[0]
+    assert (found.starts, found.steps) == ((1, 1) if first_torn else (2, 2))
+
+
+def test_a_torn_line_is_left_out_before_a_start_only(tmp_path: Path) -> None:
+    file = goodput.rank_file(tmp_path, 0)
+    write(file, {"began": 100 * SECOND}, at(102, {"step": 2}, step=1, resumed_at=0))
+    text = file.read_text()
+    file.write_text(f'{text}{{"at": 103\n{text}')
+    assert goodput.read(tmp_path)[0].starts == 2
+    file.write_text(f'{text}{{"at": 103\n{text.splitlines()[1]}\n')
+    with pytest.raises(DataError, match=r"rank_00000.jsonl, line 3: not what a run writes"):
+        goodput.read(tmp_path)
+
+
+def test_earlier_starts_are_gone_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what so_far says is what is read, before and after it is known where this start went on from."""
+    file = goodput.rank_file(tmp_path, 0)
+    write(
+        file,
+        {"began": 100 * SECOND},
+        *(at(100 + number, {"step": 1}, step=number, resumed_at=0) for number in range(1, 5)),
+        at(104, {}, how="ValueError"),
+        {"began": 110 * SECOND},
+        *(at(108 + number, {"step": 1}, step=number, resumed_at=2) for number in range(3, 8)),
+        at(115, {}, how="ValueError"),
+    )
+    time = Time()
+    recorder = goodput.Recorder(tmp_path, 0, Clock(now=time), heartbeat_s=3600)
+    assert (recorder.so_far().steps, recorder.so_far().steps_lost) == (7, 2)
+    time.go(1)
+    recorder.on_step(step(5, resumed_at=4))
+    assert (recorder.so_far().steps, recorder.so_far().steps_lost) == (5, 5)
+
+    counted: list[int] = []
+    lost = goodput._Start.lost
+
+    def counting(start: goodput._Start, repeated_from: int | None) -> tuple[int, int]:
+        counted.append(1)
+        return lost(start, repeated_from)
+
+    monkeypatch.setattr(goodput._Start, "lost", counting)
+    for number in (6, 7):
+        recorder.on_step(step(number, resumed_at=4))
+        recorder.so_far()
+    assert len(counted) == 2  # this start, twice
+    recorder.on_end(None)
+    assert recorder.so_far() == goodput.read(tmp_path)[0]
 
 
 def test_the_slowest_rank_is_the_one_the_others_wait_for(tmp_path: Path) -> None:

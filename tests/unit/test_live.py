@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +18,10 @@ from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput, live
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.goodput import rank_file
-from megacpp_mcore.observe.live import Live, read_metrics
+from megacpp_mcore.observe.live import Live, Metrics, read_metrics
 from megacpp_mcore.observe.loop import StockLoop
 from megacpp_mcore.observe.steps import Step, read_steps
-from tests.unit import page_run
+from tests.unit import page_run, tiny_run
 
 STEPS = 5
 SECOND = 1_000_000_000
@@ -27,7 +29,7 @@ SECOND = 1_000_000_000
 
 @pytest.mark.slow
 def test_a_real_run(tmp_path: Path) -> None:
-    data = page_run.make_data(tmp_path)
+    data = tiny_run.make_data(tmp_path)
     run = tmp_path / "run"
     said = page_run.train(data, run, STEPS, "--eval-interval", "3", "--eval-iters", "1", fate="writers")
     recorded = {step.step: step for step in read_steps(run / "steps.jsonl")}
@@ -44,6 +46,21 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert 0 < (metrics[-1].routing_entropy or 0) < 1
     assert 0 < (metrics[-1].index_overlap or 0) < 1
     _check_scalars(run, recorded)
+    _check_rates(run, metrics)
+
+
+def _check_rates(run: Path, metrics: Sequence[Metrics]) -> None:
+    """Against what the last rank noted between two steps: their time without evaluation and checkpoints."""
+    lines = [json.loads(line) for line in rank_file(run, 0).read_text().splitlines()]
+    spent = {line["step"]: line["phases"] for line in lines if "step" in line}
+    in_steps = {
+        number: sum(phases.get(name, 0) for name in ("step", "data", "idle", "compile", "jit"))
+        for number, phases in spent.items()
+    }
+    assert spent[4]["evaluation"] > 0  # after step 3
+    assert goodput.read(run)[0].nanoseconds["evaluation"] >= spent[4]["evaluation"]
+    for before, one in itertools.pairwise(metrics):
+        assert one.tokens_per_s == pytest.approx((one.tokens - before.tokens) / in_steps[one.step] * 1e9, rel=1e-9)
 
 
 def _check_console(said: str, stock: str, recorded: dict[int, Step]) -> None:
@@ -219,31 +236,72 @@ def _seconds_a_step(work: Callable[[int], None], steps: int) -> float:
 def test_a_logged_step_costs_less_than_a_millisecond(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also after a start of a thousand steps, which goodput goes through again."""
+    """Also after a start of many steps, which goodput goes through once."""
     path = rank_file(tmp_path, 0)
     path.parent.mkdir()
     earlier = [{"began": 0, "host": "h", "pid": 1}]
     earlier += [
         {"at": number * SECOND, "phases": {"step": SECOND}, "step": number, "resumed_at": 0}
-        for number in range(1, 1001)
+        for number in range(1, 100_001)
     ]
     path.write_text(
-        "".join(json.dumps(line) + "\n" for line in [*earlier, {"at": 1000 * SECOND, "phases": {}, "how": "finished"}])
+        "".join(
+            json.dumps(line) + "\n" for line in [*earlier, {"at": 100_000 * SECOND, "phases": {}, "how": "finished"}]
+        )
     )
     loop = Loop(tmp_path, monkeypatch)
 
     def one_step(number: int) -> None:
         loop.live.on_step_begin(number)
         loop.module.print_rank_last(" iteration")
-        loop.live.on_step(Step(number, 0, 0.0, 512 * number, {"lm loss": 2.0}, 1.0, 1e-3, False))
+        step = Step(100_000 + number, 100_000, 0.0, 512 * number, {"lm loss": 2.0}, 1.0, 1e-3, False)
+        loop.recorder.on_step(step)
+        loop.live.on_step(step)
 
     assert _seconds_a_step(one_step, 50) < 1e-3
     loop.end()
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def _logged(number: int, resumed_at: int = 0) -> str:
+    found = Metrics(
+        step=number, resumed_at=resumed_at, time_s=0.0, tokens=512 * number, losses={}, grad_norm=None,
+        learning_rate=None, skipped=0, tokens_per_s=None, mfu=None, mfu_reason="", goodput=0.5,
+        memory_allocated_bytes=0, memory_reserved_bytes=0,
+    )  # fmt: skip
+    return json.dumps(asdict(found)) + "\n"
+
+
+def test_what_a_restart_rolled_back_is_not_shown(tmp_path: Path) -> None:
+    before = "".join(map(_logged, (1, 2, 3, 4, 5)))
+    (tmp_path / live.METRICS).write_text(before + _logged(3, 2))
+    assert [(one.step, one.resumed_at) for one in read_metrics(tmp_path)] == [(1, 0), (2, 0), (3, 2)]
+
+
+def test_a_damaged_file_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / live.METRICS).write_text('{"step": 1}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 1: not a logged step"):
         read_metrics(tmp_path)
     (tmp_path / live.METRICS).write_text('{"step": ')
     assert read_metrics(tmp_path) == []
+    (tmp_path / live.METRICS).write_text(_logged(1) + _logged(2)[:-20] + "\n" + _logged(2, 1))
+    assert [one.step for one in read_metrics(tmp_path)] == [1, 2]
+    assert "metrics.jsonl, line 2: cut short" in caplog.text
+    (tmp_path / live.METRICS).write_text(_logged(1) + _logged(2)[:-20] + "\n" + _logged(3))
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2: not a logged step"):
+        read_metrics(tmp_path)
+
+
+def test_a_full_disk_does_not_end_training(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in (live.METRICS, live.STOCK_LOG):
+        (tmp_path / name).symlink_to("/dev/full")
+    loop = Loop(tmp_path, monkeypatch)
+    loop.step(1, 1.0)
+    loop.step(2, 1.0)
+    loop.end()
+    assert [line[:10] for line in capsys.readouterr().out.splitlines()] == ["step   1/1", "step   2/1"]
+    assert caplog.text.count("No space left on device; this process records nothing more there") == 2

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from megacpp_mcore.config import Observability, PluginConfig
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe import loop, run
-from megacpp_mcore.observe.clock import Clock
+from megacpp_mcore.observe import loop, loop_bridge, run
+from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.listener import Listener
 
 OFF = PluginConfig(Path("file"), "nam56r_tiny", preset("nam56r_tiny"), observability=Observability(enabled=False))
@@ -69,3 +70,101 @@ def test_a_megatron_without_a_function_is_refused_and_the_listeners_are_told(mon
         assert module.train() == "stock"
     assert module.train is stock
     assert heard.ends == [refused.value, None]
+
+
+def test_all_hear_of_the_end_whatever_happens_to_one(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Listener):
+        def on_end(self, error: BaseException | None) -> None:
+            raise OSError("the disk is full")
+
+    heard = Heard()
+    with loop.replaced([], loop.Told(Clock(), [Failing(), heard]), {}):
+        pass
+    assert heard.ends == [None]
+    assert "Failing could not end what it records" in caplog.text
+    assert "the disk is full" in caplog.text
+
+
+def _named(seams: Sequence[loop.Seam], name: str) -> loop.Seam:
+    return next(seam for seam in seams if seam.name == name)
+
+
+@pytest.mark.parametrize("seams", [loop.STOCK, loop_bridge.SEAMS], ids=["stock", "bridge"])
+@pytest.mark.parametrize(
+    ("name", "around", "phase"),
+    [
+        ("RerunDataIterator.__next__", Phase.STEP, Phase.DATA),
+        ("RerunDataIterator.__next__", Phase.EVALUATION, Phase.EVALUATION),
+        ("RerunDataIterator.__next__", Phase.IDLE, Phase.IDLE),
+        ("save_checkpoint_and_time", Phase.IDLE, Phase.SAVE),
+        ("evaluate_and_print_results", Phase.IDLE, Phase.EVALUATION),
+    ],
+)
+def test_what_a_function_of_the_loop_is_timed_as(
+    seams: Sequence[loop.Seam], name: str, around: Phase, phase: Phase
+) -> None:
+    clock = Clock()
+    clock.become(around)
+    timed = loop.Told(clock, []).timed(lambda: clock.phase, _named(seams, name))
+    assert timed() is phase
+    assert clock.phase is around
+
+
+WAITS = pytest.mark.parametrize(("asynchronous", "phase"), [(True, Phase.SAVE), (False, Phase.IDLE)])
+
+
+@WAITS
+def test_the_wait_for_an_asynchronous_save_is_part_of_it(
+    asynchronous: bool, phase: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import megatron.training
+    from megatron.training import training
+
+    clock = Clock()
+    found = []
+    monkeypatch.setattr(megatron.training, "get_args", lambda: SimpleNamespace(async_save=asynchronous))
+    monkeypatch.setattr(training, "maybe_finalize_async_save", lambda **_: found.append(clock.phase))
+    with loop.observing(clock, []):
+        clock.become(Phase.IDLE)
+        training.maybe_finalize_async_save(blocking=True, terminate=True)
+        assert clock.phase is Phase.IDLE
+    assert found == [phase]
+
+
+@WAITS
+def test_the_wait_for_an_asynchronous_save_of_bridge_is_part_of_it(asynchronous: bool, phase: Phase) -> None:
+    def finalize(global_state: object, ckpt_cfg: object, blocking: bool = False, terminate: bool = False) -> Phase:
+        return clock.phase
+
+    clock = Clock()
+    clock.become(Phase.IDLE)
+    told = loop_bridge._ToldByBridge(clock, [])
+    settings = SimpleNamespace(async_save=asynchronous)
+    assert told.finalized(finalize)(global_state=None, ckpt_cfg=settings, blocking=True) is phase
+    assert clock.phase is Phase.IDLE
+    seam = _named(loop_bridge.SEAMS, "maybe_finalize_async_save")
+    assert seam.module == "megatron.bridge.training.checkpointing"
+
+
+class Writer:
+    """Stands for TensorBoard's, which need not be installed."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, float] = {}
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.written[tag] = value
+
+
+def test_megatron_writes_its_timers_to_a_writer_that_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import timers
+
+    monkeypatch.setattr(timers, "SummaryWriter", Writer)
+    monkeypatch.setattr(timers.Timers, "_get_global_min_max_time", lambda *_: {"forward": (1.0, 2.0)})
+    writer = Writer()
+    collector = loop.Collector(writer)
+    timers.Timers(0, "max").write(["forward"], collector, 3)
+    assert writer.written == {"forward-time": 2.0}
+    assert collector.scalars == {"forward-time": 2.0}
+    assert isinstance(loop.Collector(), loop.Collector)
+    assert not isinstance(loop.Collector(), Writer)

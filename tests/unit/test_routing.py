@@ -52,6 +52,27 @@ def test_slots_that_pad_an_expert_are_no_tokens() -> None:
     assert router.asked == 4
 
 
+def test_a_router_in_a_cuda_graph_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step runs without a graph; what was captured is replayed without the hook, so that all of it is left out."""
+    listener = routing.Routing()
+    captured, plain = routing._Router("2", padded=False), routing._Router("4", padded=False)
+    listener._routers += [captured, plain]
+    for router in listener._routers:
+        count(router, [[0.5, 0.5, 0.0]])
+    listener.read()
+    assert set(listener.record()["layers"]) == {"2", "4"}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    count(captured, [[0.5, 0.5, 0.0]])
+    monkeypatch.undo()
+    count(plain, [[0.5, 0.5, 0.0]])
+    listener.read()
+    found = listener.record()
+    assert captured.tokens_E.tolist() == [1, 1, 0]
+    assert found["not_counted"] == {"2": routing.CAPTURED}
+    assert {layer: (one["asked"], one["dropped"]) for layer, one in found["layers"].items()} == {"4": (4, 0)}
+
+
 def test_the_overlap_of_two_selections() -> None:
     one = torch.tensor([[[0, 1, 2], [3, 4, -1]]])
     assert routing._overlap(one, one, 6) == 1

@@ -1,0 +1,276 @@
+"""A receipt from a folder that was written by hand: two ranks, and what a larger start before left of a third."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.observe import goodput, receipt_assembly, receipt_facts, receipts, routing
+from megacpp_mcore.observe.receipt_schema import FINISHED, RUNNING, SCHEMA, why_unknown
+from tests.unit.test_receipts import lines, spent
+
+TOKENS = 1024
+"""Of a step."""
+
+
+def write_part(run: Path, rank: int, status: str = FINISHED, moe_enabled: bool = False, **more: Any) -> None:
+    """The part of one of two ranks; ``more`` as the writer names it."""
+    facts = {"parallelism.world_size": 2, "moe_enabled": moe_enabled, "environment": {}}
+    part = {
+        "schema": SCHEMA,
+        "rank": rank,
+        "status": status,
+        "warm_up_steps": 1,
+        "notes": [],
+        "run": facts,
+        "unknown": {},
+    }
+    path = receipts.part_file(run, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(part | more))
+
+
+def write_rank(
+    run: Path, rank: int, status: str, peak: int, added: int, seconds: dict[int, float], lost_s: float = 0.0
+) -> None:
+    """All that a rank leaves of eight steps; ``seconds`` of those that took longer than one, ``lost_s`` after each."""
+    write_part(
+        run,
+        rank,
+        status,
+        memory={"kind": "CUDA allocator", "allocated_peak_bytes": peak, "reserved_peak_bytes": peak + 50},
+        cache={"files": {"triton": 3}, "added": {"triton": added}},
+    )
+    lines(
+        goodput.rank_file(run, rank),
+        {"began": 0},
+        *(spent(seconds.get(number, 1.0), number, evaluation=lost_s) for number in range(1, 9)),
+        {"at": 0, "phases": {}, "how": goodput.FINISHED},
+    )
+
+
+def write_steps(run: Path, *steps: tuple[int, int, float]) -> None:
+    """The numbers of steps, from which they were resumed, and their losses."""
+    lines(
+        run / "steps.jsonl",
+        *(
+            {
+                "step": number, "resumed_at": resumed_at, "time_s": 0.0, "tokens": number * TOKENS,
+                "losses": {"lm loss": loss}, "grad_norm": 1.0, "learning_rate": 1e-3, "skipped": False,
+            }
+            for number, resumed_at, loss in steps
+        ),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Steps 2 and 3 were profiled; the third rank, with the latest profile, is of a start with three, which an error ended."""
+    write_rank(tmp_path, 0, FINISHED, 100, 0, {})
+    write_rank(tmp_path, 1, FINISHED, 300, 2, {2: 60.0, 3: 60.0, 4: 60.0, 6: 2.0, 7: 3.0, 8: 4.0}, 100.0)
+    write_rank(tmp_path, 2, "ValueError", 900, 0, dict.fromkeys(range(1, 9), 90.0), 9999.0)
+    write_steps(tmp_path, *((number, 0, 3.0 - number / 10) for number in range(1, 9)))
+    write_profile(tmp_path, 0, 2, 3, "of a rank that is there")
+    write_profile(tmp_path, 2, 40, 41, "of one that is not")
+    return tmp_path
+
+
+def write_profile(run: Path, rank: int, first: int, last: int, trigger: str) -> None:
+    """The table of a profile that one rank left."""
+    table = {
+        "steps": [first, last],
+        "phase": "steady",
+        "rank": rank,
+        "families": {},
+        "dominant": None,
+        "trigger": trigger,
+    }
+    path = run / "profile" / f"{first}-{last}" / f"rank_{rank:05d}" / "table.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(table))
+
+
+def test_a_receipt_of_two_ranks_and_a_stale_third(run: Path) -> None:
+    found = receipts.read(run)
+    assert found["status"] == FINISHED
+    assert found["ranks"] == {"expected": 2, "found": [0, 1]}
+    memory = {"kind": "CUDA allocator", "allocated_peak_bytes": 300, "reserved_peak_bytes": 350, "ranks": [100, 300]}
+    assert found["memory"] == memory
+    assert found["cache"] == {"state": "cold", "files": {"triton": 6}, "added": {"triton": 2}}
+    assert found["window"] == {"left_out": 1, "first_step": 5, "last_step": 8}
+    times = {"rank": 1, "n": 4, "p50_s": 2.0, "p90_s": 4.0, "p99_s": 4.0, "max_s": 4.0}
+    assert found["step_time"] == times
+    assert found["batch"]["effective_tokens"] == TOKENS
+    rates = {name: found["throughput"][f"tokens_per_s{name}"] for name in ("", "_mean", "_per_device")}
+    assert rates == {"": TOKENS / 2, "_mean": 4 * TOKENS / 10, "_per_device": TOKENS / 4}
+    assert (found["goodput"]["rank"], found["goodput"]["steps"]) == (1, 8)
+    assert found["profiler"]["trigger"] == "of a rank that is there"
+    assert (found["loss"]["first"], found["loss"]["last"]) == (2.9, 2.2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "status"),
+    [
+        (FINISHED, RUNNING, RUNNING),
+        (RUNNING, FINISHED, RUNNING),
+        (FINISHED, "MemoryError", "MemoryError"),
+        (RUNNING, "MemoryError", "MemoryError"),
+    ],
+)
+def test_the_status_is_that_of_all_ranks(run: Path, first: str, second: str, status: str) -> None:
+    for rank, state in enumerate((first, second)):
+        write_part(run, rank, state)
+    assert receipts.read(run)["status"] == status
+
+
+def test_a_run_is_running_while_a_rank_is_missing(run: Path) -> None:
+    receipts.part_file(run, 1).unlink()
+    found = receipts.read(run)
+    assert (found["status"], found["ranks"]) == (RUNNING, {"expected": 2, "found": [0]})
+
+
+def test_caches_that_had_everything_are_warm_and_unused_ones_are_not(run: Path) -> None:
+    write_rank(run, 1, FINISHED, 300, 0, {})
+    assert receipts.read(run)["cache"]["state"] == "unused"
+    lines(goodput.rank_file(run, 1), {"began": 0}, spent(1.0, 1, compile=0.5))
+    assert receipts.read(run)["cache"]["state"] == "warm"
+
+
+def test_a_start_that_has_measured_nothing_has_no_step_times(run: Path) -> None:
+    """The facts are already its own: what the start before it measured may have been with other backends."""
+    for rank in (0, 1):
+        with goodput.rank_file(run, rank).open("a") as stream:
+            stream.write("".join(json.dumps(one) + "\n" for one in ({"began": 0}, spent(1.0, 9, resumed_at=8))))
+    found = receipts.read(run)
+    assert found["step_time"]["n"] is None
+    assert found["throughput"]["tokens_per_s"] is None
+    reason = "the last start has no step after its first 1 that was not profiled"
+    assert why_unknown("step_time.n", found["unknown"]) == reason
+    assert why_unknown("throughput.tokens_per_s", found["unknown"]) == reason
+
+
+def test_the_lost_branch_is_no_part_of_the_run(run: Path) -> None:
+    """Ten steps with a loss that is no number in the eighth; the run went on from the fifth, to the seventh."""
+    lost = [(number, 0, float("nan") if number == 8 else 2.0) for number in range(1, 11)]
+    write_steps(run, *lost, (6, 5, 1.5), (7, 5, 1.25))
+    found = receipts.read(run)
+    assert (found["loss"]["last_step"], found["loss"]["last"]) == (7, 1.25)
+    assert "NaN skipped" not in {one["name"] for one in found["disqualifiers"]}
+    assert [step.step for step in receipt_assembly._steps(run, {})] == list(range(1, 8))
+
+
+def test_layers_that_were_not_counted_are_unknown(run: Path) -> None:
+    load = routing.Load((3, 5), 8).record()
+    record = {"layers": {"2": load, "4": load}, "router_dtypes": {"2": "float32"}, "index_overlap": {}}
+    wired = {"dispatchers": [], "shared_expert_overlap": [False], "top_k": [1]}
+    write_part(run, 0, moe_enabled=True, moe=wired, routing=record)
+    write_part(run, 1, moe_enabled=True, moe=wired, routing=record | {"not_counted": {"2": routing.CAPTURED}})
+    found = receipts.read(run)
+    assert list(found["routing"]["layers"]) == ["4"]
+    for name in ("entropy", "max_over_mean", "dropped_tokens"):
+        assert found["routing"][name] is None
+        assert why_unknown(f"routing.{name}", found["unknown"]) == f"layer 2: {routing.CAPTURED}"
+    assert found["routing"]["router_dtypes"] == ["float32"]
+
+
+# --- The writer -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_compiled_before_there_is_a_model_makes_the_caches_cold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+        (tmp_path / variable).mkdir()
+    writer = receipts.ReceiptWriter(tmp_path / "run", 0)
+    (tmp_path / "TRITON_CACHE_DIR" / "kernel").write_text("of the warm-up")
+    writer.on_end(None)
+    found = receipts.read(tmp_path / "run")["cache"]
+    assert (found["state"], found["added"]) == ("cold", {"triton": 1, "inductor": 0})
+
+
+def test_a_restart_is_running_from_its_first_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    receipts.ReceiptWriter(tmp_path, 0).on_end(None)
+    before = receipts.read(tmp_path)
+    assert before["status"] == FINISHED
+    monkeypatch.delenv("NCCL_ALGO")
+    writer = receipts.ReceiptWriter(tmp_path, 0, notes=["the second start"])
+    killed = receipts.read(tmp_path)
+    assert killed["status"] == RUNNING
+    assert killed["environment"]["NCCL_ALGO"] == "Ring"
+    assert killed["versions"] == before["versions"]
+    assert killed["notes"] == ["the second start"]
+    assert why_unknown("cache.state", killed["unknown"]) is not None
+    writer.on_end(None)
+    assert "NCCL_ALGO" not in receipts.read(tmp_path)["environment"]
+
+
+def test_a_damaged_part_of_an_earlier_start_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = receipts.part_file(tmp_path, 0)
+    path.parent.mkdir()
+    path.write_text("{")
+    receipts.ReceiptWriter(tmp_path, 0)
+    assert "is not kept" in caplog.text
+    assert receipts.read(tmp_path)["status"] == RUNNING
+
+
+# --- Data -------------------------------------------------------------------------------------------------------------
+
+
+def data_facts(**given: Any) -> dict[str, Any]:
+    """What a run's arguments say of its data."""
+    names = (
+        "data_path",
+        "train_data_path",
+        "valid_data_path",
+        "test_data_path",
+        "data_args_path",
+        "per_split_data_args_path",
+    )
+    args = SimpleNamespace(
+        **dict.fromkeys(names)
+        | {"tokenizer_type": "NullTokenizer", "padded_vocab_size": 384, "fim_data": False}
+        | given,
+        mock_data=False,
+        split=None,
+    )
+    facts = receipt_facts.Facts()
+    receipt_facts._data(facts, args)
+    return facts.values
+
+
+def test_the_checksum_is_of_what_a_file_of_blends_lists(tmp_path: Path) -> None:
+    for name, text in (("one", "a document\n"), ("two", "another document\n")):
+        (tmp_path / f"{name}.txt").write_text(text * 20)
+        prepare([str(tmp_path / f"{name}.txt")], str(tmp_path / name))
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    blend = ["0.25", one, "0.75", two]
+    listed = tmp_path / "list"
+    listed.write_text(" ".join(blend))
+    plain, by_file = data_facts(data_path=blend), data_facts(data_args_path=str(listed))
+    assert by_file == plain
+    assert [(each["name"], each["weight"]) for each in by_file["data.datasets"]] == [("one", 0.25), ("two", 0.75)]
+    listed.write_text(f"0.5 {one} 0.5 {two}")
+    assert data_facts(data_args_path=str(listed))["data.checksum"] != plain["data.checksum"]
+    moved = tmp_path / "moved"
+    moved.write_text(" ".join(blend))
+    assert data_facts(data_args_path=str(moved))["data.checksum"] == plain["data.checksum"]
+
+
+def test_the_checksum_is_of_what_a_file_of_splits_lists(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("a document\n" * 20)
+    prepare([str(tmp_path / "one.txt")], str(tmp_path / "one"))
+    one = str(tmp_path / "one")
+    splits = tmp_path / "splits.json"
+    splits.write_text(json.dumps({"train": ["3", one], "valid": [one], "test": None}))
+    by_file = data_facts(per_split_data_args_path=str(splits))
+    assert by_file == data_facts(train_data_path=["3", one], valid_data_path=[one])
+    assert [each["weight"] for each in by_file["data.datasets"]] == [3.0, None]
+    splits.write_text(json.dumps({"train": [one], "valid": ["3", one], "test": None}))
+    assert data_facts(per_split_data_args_path=str(splits))["data.checksum"] != by_file["data.checksum"]

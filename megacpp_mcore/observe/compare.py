@@ -239,7 +239,7 @@ def compare(
     memory = _ratio(one, other, "memory.allocated_peak_bytes")
     differences = _differences(one, other)
     software = [difference for difference in differences if difference.name in _SOFTWARE]
-    claim = _claim(speed, memory, varies, declared, software)
+    claim = ", ".join([_claim(speed, memory, varies, declared, software), *_price(one, other, differences)])
     if not refusals and not varies and not any(difference.known for difference in differences):
         refusals.append(f"nothing that both receipts know differs: {claim} is what equal runs part by")
     return Comparison(
@@ -418,6 +418,16 @@ def _claim(
     return ", ".join(words)
 
 
+def _price(one: Mapping[str, Any], other: Mapping[str, Any], differences: Sequence[_Difference]) -> list[str]:
+    """What is said beside speed and memory where experimental taxes differ: which, and what they do to the loss."""
+    for difference in differences:
+        if difference.name == "experimental_taxes" and difference.known:
+            losses = [values.get("loss.last") for values in (one, other)]
+            said = ["not known" if loss is None else f"{loss:.4f}" for loss in losses]
+            return [f"the price of {difference.describe()}", f"last loss {said[0]} in A, {said[1]} in B"]
+    return []
+
+
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[_Difference]:
     """What is on no line and differs: the thing that was changed, and what was changed with it."""
     told: Mapping[str, Callable[[Any], Any]] = {
@@ -425,6 +435,7 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[_Diff
         "parts": lambda records: _chosen(records, ("part", "implementation")),
         "patches": lambda patches: sorted(patch["name"] for patch in patches),
         "recompute": lambda words: words,
+        "experimental_taxes": lambda names: names,
         "overlap": lambda overlaps: sorted(each["name"] for each in overlaps if each["possible"]),
         **dict.fromkeys(_SOFTWARE, lambda same: same),
     }

@@ -103,8 +103,10 @@ def at_start(settings: PluginConfig | None, launched: LaunchPolicy | None) -> Fa
     facts.attempt("commit", _commit)
     facts.attempt("compile", lambda found: _compile(found, settings, launched))
     if launched is None:
+        facts.miss("experimental_taxes", "the launcher did not start this run, and only it brings them")
         facts.miss("overlap", "the launcher did not start this run, and its policy is not known")
     else:
+        facts.put("experimental_taxes", list(launched.taxes))
         facts.put("overlap", [dataclasses.asdict(each) for each in launched.overlaps])
     facts.put("parallelism.world_size", int(os.environ.get("WORLD_SIZE", "1")))
     facts.put(

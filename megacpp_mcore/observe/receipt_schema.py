@@ -195,6 +195,7 @@ FIELDS: tuple[Field, ...] = (
     Field("cache.files", "map of count", "files in each cache at the start, before the warm-up"),
     Field("cache.added", "map of count", "files that came during the run, in the warm-up included"),
     Field("recompute", "text", "what the backward pass computes again, as configured"),
+    Field("experimental_taxes", "list of text", "what costs speed and is on; `report compare` says its price"),
     Field("optimizer", "map", "optimizer, and the dtypes of its states, as configured"),
     Field("backends", "list", "requested and observed backend of every op, by layer", items=_BACKEND),
     Field("parts", "list", "the classes that Megatron's parts really have, and the layers they are in", items=_PART),

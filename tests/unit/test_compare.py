@@ -54,6 +54,19 @@ def test_a_claim_of_a_dense_model() -> None:
     )  # fmt: skip
 
 
+def test_a_tax_has_its_price_in_speed_memory_and_loss() -> None:
+    free = receipt(experimental_taxes=[], loss__last=3.25)
+    taxed = receipt(
+        experimental_taxes=["anomaly_detection"], loss__last=3.5, throughput__tokens_per_s=620.0,
+        memory__allocated_peak_bytes=1100,
+    )  # fmt: skip
+    assert compare(free, taxed).claim == (
+        "0.62x tokens/s, 1.10x peak allocated memory, the price of experimental_taxes: none in A, anomaly_detection in B, "
+        "last loss 3.2500 in A, 3.5000 in B"
+    )
+    assert compare(receipt(), taxed).claim is None  # whether A pays it, too, is not known
+
+
 def test_equal_runs_part_by_noise_and_allow_no_claim() -> None:
     found = compare(receipt(), receipt(throughput__tokens_per_s=930.0))
     assert (found.claim, found.speed) == (None, 0.93)

@@ -17,6 +17,7 @@ from megacpp_mcore import config, policy, policy_values
 from megacpp_mcore.errors import ConfigFileError, LaunchError
 from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.observe import receipt_facts
 from megacpp_mcore.policy import (
     DEFAULT,
     EXPLICIT,
@@ -407,6 +408,8 @@ def test_taxes(tmp_path: Path) -> None:
     on = settings(tmp_path, "experimental_taxes: {blocking_launches: true, anomaly_detection: true}\n")
     found = resolve(GPU, settings=on, environment={})
     assert found.taxes == ("anomaly_detection", "blocking_launches")
+    assert receipt_facts.at_start(on, found).values["experimental_taxes"] == ["anomaly_detection", "blocking_launches"]
+    assert "experimental_taxes" in receipt_facts.at_start(on, None).unknown
     assert found.environment()["CUDA_LAUNCH_BLOCKING"] == "1"
     assert "asks for 1" in resolve(GPU, settings=on, environment={"CUDA_LAUNCH_BLOCKING": "0"}).warnings[0]
     assert "is off; unset it" in resolve(GPU, environment={"CUDA_LAUNCH_BLOCKING": "1"}).warnings[0]

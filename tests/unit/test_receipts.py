@@ -76,6 +76,7 @@ def test_a_finished_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert set(found["unknown"]) == {"routing.capacity_factor", "profiler", "throughput.mfu", "throughput.hfu"}
     assert (found["status"], found["family"], found["lane"]) == ("finished", "NAM56R", "cpu_eager")
     assert (found["compile_warmup"], found["compile"]["reason"]) == ("skipped", "user-disabled")
+    assert found["experimental_taxes"] == []
     assert found["ranks"] == {"expected": 1, "found": [0]}
     assert found["batch"]["effective_tokens"] == 2 * 256
     assert (found["loss"]["first_step"], found["loss"]["last_step"]) == (1, STEPS)

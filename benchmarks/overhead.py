@@ -8,6 +8,9 @@ steps, routing, live line, receipt), in a folder of its own each time, and switc
 beginning of Megatron's ``train_step`` to that of the next; the first two of a block are left out. Each observed block is
 compared with the mean of its two neighbours, which takes out a drift of the machine. Comparisons that follow each other share a
 plain block, so that their standard error is made from the blocks' own spread, with every block's weight in the mean comparison.
+
+``listeners_ms`` is free of that noise: the host's time in what records, a step. It has the wait for the device where the
+routing is read, and has not the hooks that count it in the forward pass.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +33,7 @@ from megacpp_mcore.lowering import lower
 from megacpp_mcore.observe import run as observation
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.listener import Listener
-from megacpp_mcore.observe.loop import StockLoop
+from megacpp_mcore.observe.loop import StockLoop, Told
 from megacpp_mcore.observe.run import observed  # the real one, whose place this takes in the launch
 from megacpp_mcore.policy import LaunchPolicy
 from megacpp_mcore.recipe_command import tokenizer_words
@@ -44,7 +47,7 @@ LIMIT = 0.01
 
 COLUMNS = (
     "recipe", "device", "blocks_observed", "steps_a_block", "left_out_a_block", "plain_ms", "observed_ms", "overhead",
-    "standard_error", "torch", "megatron-core", "transformer-engine", "commit",
+    "standard_error", "listeners_ms", "torch", "megatron-core", "transformer-engine", "commit",
 )  # fmt: skip
 
 
@@ -80,15 +83,18 @@ class Alternation:
         self._recording = contextlib.ExitStack()
         self._step = 0
         self._began_ns = 0
+        self._listened_ns = 0
         self.milliseconds: dict[int, list[float]] = {}
         """Of each block, in order, but for the steps at its beginning."""
+        self.listening: list[float] = []
+        """Milliseconds that the listeners took in each of those steps of the observed blocks."""
 
     @contextlib.contextmanager
     def __call__(self, chosen: observation.Observation, launched: LaunchPolicy) -> Iterator[None]:
         """Take the place of what records, until training has ended."""
         from megatron.training import training
 
-        set_up, train_step = training.setup_model_and_optimizer, training.train_step
+        set_up, train_step, tell = training.setup_model_and_optimizer, training.train_step, Told.tell
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             made = set_up(*args, **kwargs)
@@ -99,8 +105,13 @@ class Alternation:
             self._tick(chosen, launched)
             return train_step(*args, **kwargs)
 
+        def listening(told: Told, what: Callable[[Listener], None]) -> None:
+            began_ns = time.perf_counter_ns()
+            tell(told, what)
+            self._listened_ns += time.perf_counter_ns() - began_ns
+
         replaced = {"setup_model_and_optimizer": noted, "train_step": ticking}
-        with mock.patch.multiple(training, **replaced), self._recording:
+        with mock.patch.multiple(training, **replaced), mock.patch.object(Told, "tell", listening), self._recording:
             yield
 
     def _tick(self, chosen: observation.Observation, launched: LaunchPolicy) -> None:
@@ -109,6 +120,9 @@ class Alternation:
         block, place = self._place(self._step)
         if block is not None and place >= SWITCH:
             self.milliseconds.setdefault(block, []).append((now - self._began_ns) / 1e6)
+            if block % 2:
+                self.listening.append(self._listened_ns / 1e6)
+        self._listened_ns = 0
         self._step, self._began_ns = self._step + 1, now
         ended, (block, place) = block, self._place(self._step)
         if ended is not None and block != ended:
@@ -151,6 +165,8 @@ def main() -> int:
         f"plain {plain:.1f} ms, observed {seen:.1f} ms: {overhead:+.2%} with a standard error of {error:.2%}",
         flush=True,
     )
+    listeners = statistics.fmean(alternation.listening)
+    print(f"of an observed step, its listeners take {listeners:.2f} ms, {listeners / seen:.2%}", flush=True)
     print("each block against its neighbours: " + ", ".join(f"{one:+.2%}" for one in overheads), flush=True)
     row = {
         "recipe": chosen.name,
@@ -162,6 +178,7 @@ def main() -> int:
         "observed_ms": f"{seen:.2f}",
         "overhead": f"{overhead:.5f}",
         "standard_error": f"{error:.5f}",
+        "listeners_ms": f"{listeners:.3f}",
         **versions("transformer-engine"),
     }
     table.append(row)

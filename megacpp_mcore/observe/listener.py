@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 class Listener:
     """Hears of a run on every rank. Each method does nothing until it is overridden.
 
-    A listener must not synchronise with the GPU or with other ranks outside of :meth:`on_step`, and there only where it says
-    so: what it costs is part of the step.
+    A listener must not synchronise with the GPU outside of :meth:`on_step`, and there only where it says so: what it costs is
+    part of the step. It must never wait for other ranks: one that raises an error hears of nothing more but the end, on its
+    rank alone, and training goes on.
     """
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
@@ -24,6 +25,9 @@ class Listener:
 
     def on_step(self, step: Step) -> None:
         """``step`` has ended and was logged; its losses are only known on the last pipeline stage."""
+
+    def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
+        """``failed``, perhaps this one, has raised ``error`` in step ``step``, or before the first (0)."""
 
     def on_end(self, error: BaseException | None) -> None:
         """Training has ended, or ``error`` ended it."""

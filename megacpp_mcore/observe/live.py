@@ -186,6 +186,11 @@ class Live(Listener):
             if output is not None:
                 output.close()
 
+    def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
+        """Let the loop print again if it is this one that failed."""
+        if failed is self:
+            self._step_aside()
+
     def _take(self, line: str) -> None:
         """Stands for the loop's printer between the beginning of a step and the end of its ``training_log``."""
         self._said = True

@@ -180,6 +180,8 @@ class Told:
     def __init__(self, clock: Clock, listeners: Sequence[Listener]) -> None:
         self.clock = clock
         self._listeners = tuple(listeners)
+        self._hearing = list(listeners)
+        self._step = 0
         self._resumed_at: int | None = None
 
     def timed(self, stock: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
@@ -200,13 +202,12 @@ class Told:
 
     def tell_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """The model stands, a checkpoint is loaded."""
-        for listener in self._listeners:
-            listener.on_model(chunks, optimizer)
+        self.tell(lambda listener: listener.on_model(chunks, optimizer))
 
     def tell_begin(self, number: int) -> None:
         """Step ``number`` begins."""
-        for listener in self._listeners:
-            listener.on_step_begin(number)
+        self._step = number
+        self.tell(lambda listener: listener.on_step_begin(number))
 
     def tell_step(self, given: Mapping[str, Any], scalars: Mapping[str, float], number: int, tokens: int) -> None:
         """A step was logged.
@@ -232,8 +233,28 @@ class Told:
             learning_rate=None if learning_rate is None else float(learning_rate),
             skipped=bool(given["skipped_iter"]),
         )
+        self.tell(lambda listener: listener.on_step(step))
+
+    def tell(self, tell: Callable[[Listener], None]) -> None:
+        """Tell those who have not failed; one that does hears of nothing more but the end: recording must not end training."""
+        for listener in tuple(self._hearing):
+            try:
+                tell(listener)
+            except Exception as error:
+                logger.exception(
+                    "%s failed in step %d and records nothing more; training is not affected",
+                    type(listener).__name__,
+                    self._step,
+                )
+                self._hearing.remove(listener)
+                self._tell_failure(listener, error)
+
+    def _tell_failure(self, failed: Listener, error: Exception) -> None:
         for listener in self._listeners:
-            listener.on_step(step)
+            try:
+                listener.on_failure(failed, error, self._step)
+            except Exception:
+                logger.exception("%s could not take in that %s failed", type(listener).__name__, type(failed).__name__)
 
     def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Tell the end, everyone, whatever happens to one; a status that a script exits with is no error."""

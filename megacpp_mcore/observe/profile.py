@@ -154,6 +154,12 @@ class Profiler(Listener):
         elif not self._done and error is None:
             logger.warning("profile: the run had none of the steps %d to %d", self._first, self._last)
 
+    def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
+        """Take away what is open if it is this one that failed."""
+        if failed is self and self._window is not None:
+            window, self._window = self._window, None
+            window.close()
+
     def _loads(self) -> dict[str, Any]:
         if self._routing is None:
             return {}

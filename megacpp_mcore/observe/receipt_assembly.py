@@ -91,7 +91,8 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     values |= _speed(values, unknown)
     values |= _shares(values, profile, unknown)
     values["disqualifiers"], values["unjudged"] = judge(values, steps, window)
-    values["notes"] = [*first["notes"], *_notes(values)]
+    failed = [f"rank {part['rank']}: {one}" for part in parts for one in part.get("failed", ())]
+    values["notes"] = [*first["notes"], *failed, *_notes(values)]
     return receipt_schema.nest(values, unknown, f"the part of rank {first['rank']} does not say: the run ended before")
 
 

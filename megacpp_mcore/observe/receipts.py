@@ -86,6 +86,7 @@ class ReceiptWriter(Listener):
             "rank": rank,
             "warm_up_steps": warm_up_steps,
             "notes": list(notes),
+            "failed": [],
         }
         self._facts: Facts | None = None
         self._chunks: Sequence[Any] = ()
@@ -115,6 +116,13 @@ class ReceiptWriter(Listener):
         """Write the part if it is time."""
         if time.monotonic() - self._written >= self.every_s:
             self._write(RUNNING)
+
+    def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
+        """Note it, so that nobody takes what is missing for what there was."""
+        said = str(error).partition("\n")[0]
+        self._part["failed"].append(
+            f"{type(failed).__name__} failed in step {step} and recorded nothing more: {type(error).__name__}: {said}"
+        )
 
     def on_end(self, error: BaseException | None) -> None:
         """Write how it ended; on rank 0, assemble the receipt from what there is."""

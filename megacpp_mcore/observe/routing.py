@@ -142,6 +142,7 @@ class Routing(Listener):
         self._indices: dict[int, Any] = {}
         self._overlaps: dict[str, float] = {}
         self._sampling = False
+        self._failed = False
         self._restore: list[Callable[[], None]] = []
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
@@ -179,8 +180,17 @@ class Routing(Listener):
 
     def on_end(self, error: BaseException | None) -> None:
         """Read what is left, unless an error left the device in a state unknown, and take the hooks away."""
-        if error is None:
+        if error is None and not self._failed:
             self.read()
+        self._unhook()
+
+    def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
+        """Take the hooks away if it is this one that failed."""
+        if failed is self:
+            self._failed = True
+            self._unhook()
+
+    def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         for restore in self._restore:

@@ -26,7 +26,7 @@ from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.observe.steps import StepRecorder
 from megacpp_mcore.patches import registry
 from tests.unit import tiny_run
-from tests.unit.receipt_run import FATE, INTERVAL, Fate, add_better_backend
+from tests.unit.receipt_run import FATE, INTERVAL, add_better_backend, end_in_step_4
 
 
 def train(data: Path, run: Path, steps: int, *extra: str, fate: str = "", console: str = "progress") -> str:
@@ -91,7 +91,7 @@ def main(run: str, console: str, words: list[str]) -> None:
             clock = Clock(age_ns=process_age_ns())
             routes = Routing(INTERVAL)
             recorder = goodput.Recorder(run, rank, clock)
-            listeners: list[Listener] = [recorder, StepRecorder(f"{run}/steps.jsonl"), routes, Fate()]
+            listeners: list[Listener] = [recorder, StepRecorder(f"{run}/steps.jsonl"), routes]
             if "profile" in FATE:
                 listeners.append(Profiler(Path(run), rank, 5, 6, tool="torch", trace=False, routing=routes))
             if "writers" in FATE:
@@ -102,6 +102,7 @@ def main(run: str, console: str, words: list[str]) -> None:
                     run, rank, settings=settings, launched=launched, routes=routes, loop=trained_by, every_s=0
                 ),
             ]
+            end_in_step_4()
             with compilation.timed(clock), trained_by.observing(clock, listeners):
                 runpy.run_module("megacpp_mcore.pretrain", run_name="__main__")
 

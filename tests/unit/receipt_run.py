@@ -1,8 +1,8 @@
 """One process of a real run on the CPU lane with a receipt: ``python receipt_run.py RUN ARGUMENTS``, the rest for Megatron.
 
-FATE holds words: ``error`` or ``kill`` end the run in step 4. ``fall-back`` gives mamba3 a better backend that covers no
-head dimension of a small model, ``no-triton`` gives it one that requires Triton, which has no driver without a GPU.
-``patched`` applies linear-cross-entropy, which notes what it runs.
+FATE holds words: ``error`` or ``kill`` end the run in step 4, in which with ``fault`` a listener fails. ``fall-back`` gives
+mamba3 a better backend that covers no head dimension of a small model, ``no-triton`` gives it one that requires Triton, which
+has no driver without a GPU. ``patched`` applies linear-cross-entropy, which notes what it runs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+from typing import Any
 
 from megacpp_mcore import backends, config, launcher, policy
 from megacpp_mcore.backends import candidates, probes
@@ -20,22 +21,36 @@ from megacpp_mcore.observe.clock import Clock, process_age_ns
 from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
-from megacpp_mcore.observe.steps import StepRecorder
+from megacpp_mcore.observe.steps import Step, StepRecorder
 from megacpp_mcore.patches import registry
 
 INTERVAL = 2
 FATE = os.environ.get("FATE", "").split()
 
 
-class Fate(Listener):
-    """Ends the run in step 4 if it is to end."""
+def end_in_step_4() -> None:
+    """Let Megatron's ``train_step`` raise an error in step 4, or be killed, if that is the fate."""
+    from megatron.training import get_args, training
 
-    def on_step_begin(self, number: int) -> None:
-        """Raise, or be killed."""
-        if number == 4 and "error" in FATE:
+    stock = training.train_step
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        if get_args().curr_iteration + 1 == 4 and "error" in FATE:
             raise ArithmeticError("as the test asked for")
-        if number == 4 and "kill" in FATE:
+        if get_args().curr_iteration + 1 == 4 and "kill" in FATE:
             os.kill(os.getpid(), signal.SIGKILL)
+        return stock(*args, **kwargs)
+
+    training.train_step = train_step
+
+
+class Faulty(Listener):
+    """Fails in step 4, where a listener is to fail."""
+
+    def on_step(self, step: Step) -> None:
+        """Raise."""
+        if step.step == 4 and "fault" in FATE:
+            raise LookupError("a listener's own error\nand its details")
 
 
 def add_better_backend() -> None:
@@ -72,9 +87,10 @@ def main(run: str, words: list[str]) -> None:
                 goodput.Recorder(run, rank, clock),
                 StepRecorder(f"{run}/steps.jsonl"),
                 routes,
-                Fate(),
+                Faulty(),
                 ReceiptWriter(run, rank, settings=settings, launched=launched, routes=routes, every_s=0),
             ]
+            end_in_step_4()
             with compilation.timed(clock), loop.observing(clock, listeners):
                 runpy.run_module("megacpp_mcore.pretrain", run_name="__main__")
 

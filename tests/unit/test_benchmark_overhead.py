@@ -77,6 +77,7 @@ def test_one_training_is_observed_now_and_then(tmp_path: Path) -> None:
     (row,) = csv.DictReader(table.open())
     assert float(row["overhead"]) == pytest.approx(float(row["observed_ms"]) / float(row["plain_ms"]) - 1, abs=0.5)
     assert 0 < float(row["standard_error"]) < 1
+    assert 0 < float(row["listeners_ms"]) < 0.5 * float(row["observed_ms"])
     assert done.returncode == (float(row["overhead"]) + 2 * float(row["standard_error"]) > overhead.LIMIT)
 
 

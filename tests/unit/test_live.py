@@ -19,7 +19,7 @@ from megacpp_mcore.observe import goodput, live
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.goodput import rank_file
 from megacpp_mcore.observe.live import Live, Metrics, read_metrics
-from megacpp_mcore.observe.loop import StockLoop
+from megacpp_mcore.observe.loop import StockLoop, Told
 from megacpp_mcore.observe.steps import Step, read_steps
 from tests.unit import page_run, tiny_run
 
@@ -176,6 +176,24 @@ def test_an_error_in_a_step_gives_the_printer_back(tmp_path: Path, monkeypatch: 
     loop.end(ArithmeticError())
     loop.module.print_rank_last("what went wrong")
     assert loop.printed == ["what went wrong"]
+
+
+def test_a_live_line_that_fails_gives_the_printer_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(tmp_path, monkeypatch)
+    told = Told(loop.clock, [loop.live])
+    monkeypatch.setattr(StockLoop, "writers", lambda _: (SimpleNamespace(add_scalar=None), None))
+    loop.module.print_rank_last("before")
+    told.tell_begin(1)
+    loop.module.print_rank_last(" iteration 1")
+    given = {"loss_dict": {"lm loss": 2.0}, "grad_norm": None, "learning_rate": None, "skipped_iter": 0}
+    told.tell_step(given, {}, 1, 512)
+    assert "Live failed in step 1" in caplog.text
+    told.tell_begin(2)
+    loop.module.print_rank_last(" iteration 2")
+    assert loop.printed == ["before", " iteration 2"]
+    loop.end()
 
 
 def test_other_ranks_show_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from megacpp_mcore.model import preset
 from megacpp_mcore.observe import loop, loop_bridge, run
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.listener import Listener
+from megacpp_mcore.observe.steps import Step
 
 OFF = PluginConfig(Path("file"), "nam56r_tiny", preset("nam56r_tiny"), observability=Observability(enabled=False))
 
@@ -83,6 +84,71 @@ def test_all_hear_of_the_end_whatever_happens_to_one(caplog: pytest.LogCaptureFi
     assert heard.ends == [None]
     assert "Failing could not end what it records" in caplog.text
     assert "the disk is full" in caplog.text
+
+
+class Failing(Heard):
+    """Raises an error where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.told: list[str] = []
+        self.failures: list[tuple[Listener, Exception, int]] = []
+        self._where = where
+
+    def on_model(self, chunks: Sequence[object], optimizer: object) -> None:
+        self._hear("on_model")
+
+    def on_step_begin(self, number: int) -> None:
+        self._hear("on_step_begin")
+
+    def on_step(self, step: Step) -> None:
+        self._hear("on_step")
+
+    def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
+        self.failures.append((failed, error, step))
+        self._hear("on_failure")
+
+    def _hear(self, what: str) -> None:
+        self.told.append(what)
+        if what == self._where:
+            raise LookupError(f"in {what}")
+
+
+@pytest.mark.parametrize(("where", "step"), [("on_model", 0), ("on_step_begin", 1), ("on_step", 1)])
+def test_what_fails_hears_of_nothing_more_but_the_end_and_training_goes_on(
+    where: str, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing, deaf, sound = Failing(where), Failing("on_failure"), Failing("nowhere")
+    told = loop.Told(Clock(), [failing, deaf, sound])
+    given = {"loss_dict": {}, "grad_norm": None, "learning_rate": None, "skipped_iter": 0}
+    with loop.replaced([], told, {}):
+        told.tell_model([], None)
+        for number in (1, 2):
+            told.tell_begin(number)
+            told.tell_step(given, {}, number, 512 * number)
+    steps = ["on_step_begin", "on_step"]
+    everything = ["on_model", *steps, *steps]
+    until = everything.index(where) + 1
+    assert failing.told == [*everything[:until], "on_failure"]
+    for other in (deaf, sound):
+        assert [one for one in other.told if one != "on_failure"] == everything
+        assert other.told.count("on_failure") == 1
+        ((failed, error, at),) = other.failures
+        assert (failed, str(error), at) == (failing, f"in {where}", step)
+    assert [one.ends for one in (failing, deaf, sound)] == [[None]] * 3
+    assert f"Failing failed in step {step} and records nothing more; training is not affected" in caplog.text
+    assert "Failing could not take in that Failing failed" in caplog.text
+    assert f"LookupError: in {where}" in caplog.text
+
+
+def test_the_user_s_interrupt_is_no_failure_of_a_listener() -> None:
+    class Interrupted(Listener):
+        def on_step_begin(self, number: int) -> None:
+            raise KeyboardInterrupt
+
+    told = loop.Told(Clock(), [Interrupted()])
+    with pytest.raises(KeyboardInterrupt):
+        told.tell_begin(1)
 
 
 def _named(seams: Sequence[loop.Seam], name: str) -> loop.Seam:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megacpp_mcore.observe.listener import Listener
+from megacpp_mcore.observe.profile import Profiler
 from megacpp_mcore.observe.profile_ranges import Ranges, named
 
 BUCKETS = {
@@ -69,6 +73,23 @@ def test_buckets_and_the_optimizer_have_their_ranges() -> None:
     for each in (dense, experts):
         run_all(each, BUCKETS)
         assert each.open == {name: [] for name in BUCKETS}
+
+
+def test_a_profiler_that_failed_leaves_no_window_open(tmp_path: Path) -> None:
+    chunk: Any = torch.nn.Module()
+    optimizer: Any = SimpleNamespace(step=(step := Seen(Ranges(nvtx=False, recorded=False), "step")).__dict__["step"])
+    profiler = Profiler(tmp_path, 0, 1, 2)
+    profiler.on_model([chunk], optimizer)
+    profiler.on_step_begin(1)
+    assert torch.autograd._profiler_enabled()
+    assert optimizer.step is not step.__dict__["step"]
+    profiler.on_failure(Listener(), LookupError(), 1)
+    assert torch.autograd._profiler_enabled()
+    profiler.on_failure(profiler, LookupError(), 1)
+    assert not torch.autograd._profiler_enabled()
+    assert optimizer.step is step.__dict__["step"]
+    profiler.on_end(None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_stages_send_has_its_range(monkeypatch: pytest.MonkeyPatch) -> None:

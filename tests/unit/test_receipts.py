@@ -69,8 +69,13 @@ def train(data: Path, run: Path, *extra: str, fate: str = "", status: int = 0) -
 
 @pytest.mark.slow
 def test_a_finished_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every field that a CPU run can have is there, and says what happened; then the commands and the mutations."""
-    found = train(data, tmp_path / "run")
+    """Every field that a CPU run can have is there, and says what happened; then the commands and the mutations.
+
+    A listener of the test's own fails in step 4, and neither training nor anyone else's record is affected.
+    """
+    found = train(data, tmp_path / "run", fate="fault")
+    failure = "rank 0: Faulty failed in step 4 and recorded nothing more: LookupError: a listener's own error"
+    assert failure in found["notes"]
     written = json.loads((tmp_path / "run" / "receipt.json").read_text())
     assert {**found, "written_at": ""} == {**written, "written_at": ""}
     assert set(found["unknown"]) == {"routing.capacity_factor", "profiler", "throughput.mfu", "throughput.hfu"}

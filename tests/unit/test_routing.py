@@ -105,6 +105,23 @@ def test_indices_are_sampled_in_a_step_that_is_read_and_once() -> None:
     assert "publish" not in vars(cache)
 
 
+def test_one_that_failed_counts_and_reads_no_more() -> None:
+    mine = routing.Routing(interval=1)
+    layer = torch.nn.Linear(1, 1)
+    called: list[str] = []
+    mine._handles.append(layer.register_forward_hook(lambda *_: called.append("hook")))
+    mine._restore.append(lambda: called.append("restored"))
+    mine.on_failure(routing.Routing(), LookupError(), 1)
+    layer(torch.ones(1))
+    assert called == ["hook"]
+    mine.on_failure(mine, LookupError(), 1)
+    layer(torch.ones(1))
+    assert called == ["hook", "restored"]
+    mine.read = None  # type: ignore[method-assign, assignment]
+    mine.on_end(None)
+    assert called == ["hook", "restored"]
+
+
 def test_what_is_read_last_is_of_the_steps_since() -> None:
     listener = routing.Routing()
     router = routing._Router("2", padded=False)

@@ -430,7 +430,7 @@ def backends(run: RunData) -> str:
 
 
 _Row = tuple[bool, str, str, str, str, str]
-_OF_THE_RUN = ("loss", "optimizer")
+_OF_THE_RUN = ("loss", "optimizer", "sdpa")
 """Ops that no layer has; MTP blocks have no layer number either."""
 
 

@@ -16,6 +16,7 @@ from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import Layout, preset
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.ops.mla.sdpa import FUSED
 from megacpp_mcore.recipe_command import tokenizer_words
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +92,9 @@ def test_attention_is_fused_and_deterministic_mode_is_a_marked_fall_back(
     with_te: dict[str, Any], tmp_path: Path
 ) -> None:
     assert observed(with_te, "mla") == {("auto", "sdpa")}
+    ((asked, kernel),) = observed(with_te, "sdpa")
+    assert asked == "auto"
+    assert kernel in {backend.name for backend in FUSED}
     deterministic = train(tmp_path, "--deterministic-mode")
     assert observed(deterministic, "mla") == {("auto", "reference")}
     assert " runs on reference, slower than the best for this device: sdpa does not cover this" in fall_back(

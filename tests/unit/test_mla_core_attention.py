@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from megacpp_mcore.backends import observed
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.ops.mla import sdpa
 from megacpp_mcore.ops.mla.reference import mla_attention
@@ -134,6 +135,24 @@ def test_kernels_get_views_in_the_layout_of_the_input() -> None:
     assert [tuple(tensor.shape) for tensor in seen] == [(B, H, S, K), (B, H, S, K), (B, H, S, V)]
     assert output._base is not None  # a view of the kernel's output, not a copy
     assert output.is_contiguous()
+
+
+def test_the_kernel_that_was_chosen_is_noted_and_one_that_was_given_is_not() -> None:
+    q, k, v = draw()
+    observed.forget()
+    sdpa.sdpa_attention(q, k, v, softmax_scale=1.0, backend=MATH)
+    assert observed.notes() == []
+    with mock.patch.object(sdpa, "fused_backend", return_value=MATH):
+        for _ in range(2):
+            sdpa.sdpa_attention(q, k, v, softmax_scale=1.0)
+        sdpa.sdpa_attention(*(tensor.float() for tensor in (q, k, v)), softmax_scale=1.0)
+    assert [(one["op"], one["layer"], one["requested"], one["observed"]) for one in observed.notes()] == 2 * [
+        ("sdpa", None, "auto", "MATH")
+    ]
+    assert [one["reason"].rpartition(" takes ")[2] for one in observed.notes()] == [
+        f"widths {q.shape[-1]} and {v.shape[-1]} of {dtype}" for dtype in ("float64", "float32")
+    ]
+    observed.forget()
 
 
 def test_no_fused_kernel_on_a_cpu() -> None:

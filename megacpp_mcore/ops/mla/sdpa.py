@@ -16,6 +16,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megacpp_mcore.backends import Speed, observed
 from megacpp_mcore.errors import BackendError, ModelError
 
 FUSED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
@@ -93,7 +94,7 @@ def sdpa_attention(
         attention_mask: Megatron's bool mask, True = masked, broadcastable to [B, 1, S, T]; combined with ``causal``. Two
             masks of its size are made of it, one in the dtype of q.
         causal: whether query i sees keys 0..i only (needs S == T).
-        backend: the kernel, or None for what :func:`fused_backend` finds.
+        backend: the kernel, or None for what :func:`fused_backend` finds, which receipts name as the backend of ``sdpa``.
 
     Returns:
         o_SBHV, contiguous, in the dtype of q; without a copy where the kernel is cuDNN's.
@@ -105,12 +106,13 @@ def sdpa_attention(
     _check(q_SBHK, k_TBHK, v_TBHV, attention_mask, causal)
     if backend is None:
         backend = fused_backend(q_SBHK, k_TBHK, v_TBHV, attention_mask=attention_mask, causal=causal)
-    if backend is None:
-        raise BackendError(
-            f"no fused attention kernel takes q {tuple(q_SBHK.shape)}, v {tuple(v_TBHV.shape)} of {q_SBHK.dtype} on "
-            f"{q_SBHK.device}{' with a mask' if attention_mask is not None else ''}; "
-            "call megacpp_mcore.ops.mla.reference.mla_attention, which runs anywhere"
-        )
+        if backend is None:
+            raise BackendError(
+                f"no fused attention kernel takes q {tuple(q_SBHK.shape)}, v {tuple(v_TBHV.shape)} of {q_SBHK.dtype} on "
+                f"{q_SBHK.device}{' with a mask' if attention_mask is not None else ''}; "
+                "call megacpp_mcore.ops.mla.reference.mla_attention, which runs anywhere"
+            )
+        _note(backend, q_SBHK, v_TBHV)
     visible = None
     if attention_mask is not None:
         visible = ~attention_mask
@@ -126,6 +128,17 @@ def sdpa_attention(
             scale=softmax_scale,
         )
     return o_BHSV.permute(2, 0, 1, 3).contiguous()
+
+
+def _note(backend: SDPBackend, q_SBHK: torch.Tensor, v_TBHV: torch.Tensor) -> None:
+    """Note the kernel, which is known only now; not from a trace, which is no run."""
+    if torch.compiler.is_compiling():
+        return
+    kind = str(q_SBHK.dtype).removeprefix("torch.")
+    reason = (
+        f"the first of PyTorch's fused kernels that takes widths {q_SBHK.shape[-1]} and {v_TBHV.shape[-1]} of {kind}"
+    )
+    observed.note("sdpa", backend.name, reason, speed=Speed.REFERENCE if backend == SDPBackend.MATH else Speed.KERNEL)
 
 
 def _heads_first(tensor: torch.Tensor) -> torch.Tensor:

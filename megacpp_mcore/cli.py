@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -10,11 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import megacpp_mcore
-from megacpp_mcore import doctor, launcher, patch_command, recipe_command
+from megacpp_mcore import doctor, imports, launcher, patch_command, recipe_command
 from megacpp_mcore.bench import command as bench_command
 from megacpp_mcore.data import command as data_command
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.observe import profile_recipes, report_command
+from megacpp_mcore.observe import run as observation
+from megacpp_mcore.patches import registry
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -28,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
-        status: int = args.run(args)
+        with contextlib.nullcontext() if args.command == "launch" else imports.quiet():
+            status: int = args.run(args)
         sys.stdout.flush()
         return status
     except MegacppError as error:
@@ -113,11 +117,25 @@ def _add_launch(subparsers: Any) -> None:
 
 
 def _launch(args: argparse.Namespace) -> int:
+    recording = launcher.Recording.read(args)
+    _refuse_at_once(args, recording)
     return launcher.launch(
         args.stock_command,
         device=args.device,
         nproc=args.nproc,
         allowed_spec_prefixes=(*launcher.ALLOWED_SPEC_PREFIXES, *args.allow_spec_from),
         patches=args.patch,
-        recording=launcher.Recording.read(args),
+        recording=recording,
+    )
+
+
+def _refuse_at_once(args: argparse.Namespace, recording: launcher.Recording) -> None:
+    """Refuse what is wrong by the command line alone: the launcher would do so after torch, or Megatron, is imported."""
+    registry.default().select(args.patch)
+    observation.choose(  # but for the tool of a profile, which depends on the device
+        args.stock_command,
+        observe=recording.observe,
+        off=recording.off,
+        record_steps=recording.steps,
+        profile=recording.profile,
     )

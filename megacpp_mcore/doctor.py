@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from packaging.version import InvalidVersion, Version
 
 import megacpp_mcore
 from megacpp_mcore.backends import table
+from megacpp_mcore.backends.probes import TRANSFORMER_ENGINE, te_disabled
+from megacpp_mcore.errors import BackendError
 
-WORKS, ABSENT, BROKEN, IMPOSTOR = "works", "absent", "broken", "impostor"
+WORKS, OFF, ABSENT, BROKEN, IMPOSTOR = "works", "off", "absent", "broken", "impostor"
 TIME_LIMIT_S = 180.0
 # As setup.py has them; a test compares the two.
 PYTHON_VERSIONS = ">=3.12"
@@ -79,7 +81,10 @@ class Component:
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one component; ``blocks`` says that training would fail on it."""
+    """What became of one component; ``blocks`` says that training would fail on it.
+
+    ``state`` is ``works``, ``off`` (it works and is not to be used), ``absent``, ``broken`` or ``impostor``.
+    """
 
     name: str
     state: str
@@ -130,7 +135,7 @@ COMPONENTS: tuple[Component, ...] = (
     Component("triton", "triton", _plain("triton"), ("triton",)),
     Component(
         "transformer-engine",
-        "transformer_engine",
+        TRANSFORMER_ENGINE,
         "import transformer_engine.pytorch as te\nte.Linear\nimport transformer_engine\n"
         "version = transformer_engine.__version__",
         ("transformer-engine", "transformer-engine-cu13", "transformer-engine-cu12"),
@@ -201,6 +206,25 @@ def _python() -> Finding:
 
 
 def _examine(component: Component, time_limit_s: float) -> Finding:
+    finding = _tried(component, time_limit_s)
+    return _as_switched(finding) if component.module == TRANSFORMER_ENGINE else finding
+
+
+def _as_switched(finding: Finding) -> Finding:
+    """What a launch makes of Transformer Engine: the environment may switch it off, and is refused if it says neither.
+
+    One that is broken stays so, for Megatron imports it all the same.
+    """
+    try:
+        reason = te_disabled()
+    except BackendError as error:
+        return replace(finding, reason="; ".join(filter(None, (str(error), finding.reason))), blocks=True)
+    if not reason or finding.state != WORKS:
+        return finding
+    return replace(finding, state=OFF, reason=f"{reason}: layers are built from Megatron's local classes")
+
+
+def _tried(component: Component, time_limit_s: float) -> Finding:
     installed = _installed_version(component.distributions)
     try:
         place = _find(component.module)

@@ -131,11 +131,11 @@ def loss_func(
     loss_mask_BS: torch.Tensor, losses_BS: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the summed loss of a micro-batch, its number of counted tokens, and the pair to be logged."""
-    mask = loss_mask_BS.view(-1).float()
-    loss = torch.sum(losses_BS.view(-1).float() * mask)
-    num_tokens = mask.sum().clone().detach().to(torch.int)
+    weights_BS = loss_mask_BS.float()
+    loss = (losses_BS.float() * weights_BS).sum()
+    counted = weights_BS.sum().int()
     _check_loss(loss)
-    return loss, num_tokens, {"lm loss": torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])}
+    return loss, counted, {"lm loss": torch.hstack((loss.detach(), counted))}
 
 
 def _check_loss(loss: torch.Tensor) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,15 @@ from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput, receipts
 from megacpp_mcore.observe.compare import KEYS, compare
 from megacpp_mcore.observe.files import replace
-from megacpp_mcore.observe.receipt_assembly import PARTS, RECEIPT
-from megacpp_mcore.observe.receipt_schema import DISQUALIFIERS, flatten, why_unknown
+from megacpp_mcore.observe.receipt_assembly import PARTS, RECEIPT, load, part_file
+from megacpp_mcore.observe.receipt_schema import DISQUALIFIERS, RUNNING, flatten, why_unknown
 
 REFUSED = 1
 """The exit status of a comparison that allows no claim."""
+
+SILENT_S = 60.0
+"""Seconds without a sign of life after which a process was probably killed: it leaves one a second, and its folder does not
+say where ``observability.heartbeat_s`` is another number."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -86,8 +92,14 @@ def _found(word: str, *, whole: bool = False) -> Path:
 
 
 def _show(args: argparse.Namespace) -> int:
-    receipt = receipts.read(_found(args.receipt))
-    print(json.dumps(receipt, indent=1, ensure_ascii=False) if args.json else describe(receipt))
+    place = _found(args.receipt)
+    receipt = receipts.read(place)
+    if args.json:
+        print(json.dumps(receipt, indent=1, ensure_ascii=False))
+        return 0
+    status, *others = describe(receipt).splitlines()
+    alive = [sign_of_life(place, receipt, time.time_ns())] if receipt["status"] == RUNNING else []
+    print("\n".join([status, *alive, *others]))
     return 0
 
 
@@ -117,6 +129,62 @@ def _html(args: argparse.Namespace) -> int:
     replace(Path(args.output), page.html([_found(word) for word in args.runs]))
     print(f"page: {args.output}")
     return 0
+
+
+def sign_of_life(place: Path, receipt: Mapping[str, Any], now_ns: int) -> str:
+    """The line that tells a run that goes on from one that was killed: both have the status ``running``.
+
+    Args:
+        place: the run's folder, where every process leaves its signs of life; or a receipt, which has only its own age.
+        receipt: what was read there.
+        now_ns: the time, in nanoseconds since the epoch.
+
+    Raises:
+        DataError: the part of a rank is damaged, or the receipt's own time is no time.
+    """
+    if not (place / PARTS).is_dir():
+        age = _age((now_ns - _written_ns(receipt["written_at"])) / 1e9)
+        return f"{'receipt written':18}{age} ago; whether the run went on, its folder would tell"
+    silent = _silent_ns(place, receipt["ranks"]["expected"], now_ns)
+    if not silent:
+        return f"{'last sign of life':18}none: no rank has left one that has not ended"
+    rank = max(silent, key=lambda one: silent[one])
+    seconds = silent[rank] / 1e9
+    which = f", of rank {rank}, the longest silent of {len(silent)}" if len(silent) > 1 else ""
+    said = f"{'last sign of life':18}{_age(seconds)} ago{which}"
+    if seconds <= SILENT_S:
+        return said
+    return f"{said}; it was probably killed: a live process leaves one every second (observability.heartbeat_s)"
+
+
+def _silent_ns(run: Path, expected: int | None, now_ns: int) -> dict[int, int]:
+    """By rank, the nanoseconds since its last sign of life, of those of the last start that have not said how they ended."""
+    silent = {}
+    for file in sorted((run / goodput.FOLDER).glob("rank_*.jsonl")):
+        rank = int(file.stem.removeprefix("rank_"))
+        part = part_file(run, rank)
+        is_stale = expected is not None and rank >= expected  # an earlier start had more ranks
+        if is_stale or (part.is_file() and load(part, "the part of a rank")["status"] != RUNNING):
+            continue
+        silent[rank] = max(0, now_ns - goodput.last_alive_ns(file))
+    return silent
+
+
+def _written_ns(text: str) -> int:
+    try:
+        return int(datetime.datetime.fromisoformat(text).timestamp() * 1e9)
+    except ValueError as error:
+        raise DataError(
+            f"written_at of the receipt is {text!r}; expected a time such as 2026-01-31T12:00:00+00:00"
+        ) from error
+
+
+def _age(seconds: float) -> str:
+    """In the largest unit of which there are two; a clock of another host may be ahead of this one's."""
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 def describe(receipt: Mapping[str, Any]) -> str:

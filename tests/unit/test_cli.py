@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
+import os
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import megacpp_mcore
-from megacpp_mcore import cli, doctor, launcher
+from megacpp_mcore import cli, doctor, imports, launcher
 from megacpp_mcore.errors import LaunchError
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +36,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str,
 
 def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[str], dict[str, Any]]]) -> None:
     stock = ["pretrain_gpt.py", "--device", "x", "--", "--spec", "megacpp_mcore.nam56r", "--traceback"]
-    options = ["--device", "cpu", "--nproc", "2", "--allow-spec-from", "mine", "--patch", "one", "--patch", "two"]
+    options = ["--device", "cpu", "--nproc", "2", "--allow-spec-from", "mine"]
+    options += ["--patch", "linear-cross-entropy", "--patch", "dsa-graph-safety"]
     options += ["--record-steps", "steps.jsonl", "--observe", "here"]
     assert cli.main(["launch", *options, "--", *stock]) == 7
     ((command, given),) = launched
@@ -41,7 +46,7 @@ def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[s
         "device": "cpu",
         "nproc": 2,
         "allowed_spec_prefixes": ("megacpp_mcore", "megatron", "mine"),
-        "patches": ["one", "two"],
+        "patches": ["linear-cross-entropy", "dsa-graph-safety"],
         "recording": launcher.Recording(observe="here", steps="steps.jsonl"),
     }
 
@@ -63,6 +68,153 @@ def test_words_in_the_wrong_place_are_named(words: list[str], says: str, capsys:
         cli.main(words)
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--profile", "5-2", "--observe", "run"], "the steps to profile are '5-2'; expected the first and the last"),
+        (["--profile", "2-3"], "steps 2-3 are to be profiled, and nothing is recorded"),
+        (["--profile", "2-3", "--no-observe"], "steps 2-3 are to be profiled, and nothing is recorded"),
+        (["--observe", "run", "--no-observe"], "--observe run and --no-observe were both given"),
+        (["--patch", "no-such-patch"], "there is no patch 'no-such-patch'"),
+    ],
+)
+def test_what_no_launch_can_do_is_refused_before_the_launcher_imports_torch(
+    options: list[str],
+    says: str,
+    launched: list[tuple[list[str], dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["launch", *options, "--", "--num-layers", "2"]) == 2
+    assert says in capsys.readouterr().err
+    assert launched == []
+
+
+@pytest.mark.parametrize("options", [["--profile", "2-3", "--profile-tool", "external"], ["--no-observe"], []])
+def test_what_only_the_device_can_tell_is_left_to_the_launcher(
+    options: list[str], launched: list[tuple[list[str], dict[str, Any]]]
+) -> None:
+    assert cli.main(["launch", *options, "--", "--save", "checkpoints"]) == 7
+    assert len(launched) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["launch", "--profile", "5-2", "--observe", "run", "--"],
+        ["launch", "--patch", "no-such-patch", "--"],
+        ["bench", "run", "no-such-benchmark"],
+        ["recipe", "show", "no-such-recipe"],
+        ["report", "show", "no-such-run"],
+        ["report", "html", "no-such-run"],
+        ["patch", "status", "no-such-patch"],
+    ],
+)
+def test_errors_of_the_command_line_alone_come_before_heavy_imports(words: list[str], tmp_path: Path) -> None:
+    program = (
+        "import sys; from megacpp_mcore import cli; status = cli.main(sys.argv[1:]); "
+        "found = {'torch', 'numpy', 'megatron.core', 'transformer_engine'} & sys.modules.keys(); "
+        "sys.exit(f'imported: {found}' if found else status)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+
+
+# --- what others say while they are imported -----------------------------------------------------------------------------
+
+NOISY = """
+import logging, warnings
+warnings.warn("not installed, falling back")
+logging.getLogger("torch.utils.cpp_extension").warning("no runtime is found")
+PATTERN = "\\d"
+
+def work():
+    warnings.warn("it was slow")
+"""
+
+
+@pytest.fixture
+def noisy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package of others, not imported yet, that warns on import, is warned of, and warns when it works."""
+    name = "noisy_package_of_others"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text(NOISY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return name
+
+
+def said(words: list[str]) -> list[str]:
+    """The warnings that a command shows."""
+    caught: list[warnings.WarningMessage] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda *given, **_: caught.append(warnings.WarningMessage(*given))
+        keep = warnings.showwarning
+        assert cli.main(words) == 0
+        assert warnings.showwarning is keep
+    return [str(one.message) for one in caught]
+
+
+def test_imports_of_others_are_quiet_and_their_work_is_not(
+    noisy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(args: Any) -> int:
+        importlib.import_module(noisy).work()
+        warnings.warn("ours", stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(doctor, "run", run)
+    assert said(["doctor"]) == ["it was slow", "ours"]
+    assert caplog.messages == []
+    logging.getLogger("torch.utils.cpp_extension").warning("afterwards")
+    assert caplog.messages == ["afterwards"]
+
+
+def test_a_training_run_shows_all_warnings(
+    noisy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def launch(*args: Any, **options: Any) -> int:
+        importlib.import_module(noisy).work()
+        return 0
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    syntax, *others = said(["launch", "--", "--num-layers", "2"])
+    assert "invalid escape sequence" in syntax
+    assert others == ["not installed, falling back", "it was slow"]
+    assert caplog.messages == ["no runtime is found"]
+
+
+def test_what_this_package_warns_of_on_import_is_shown(
+    noisy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(args: Any) -> int:
+        importlib.import_module(noisy)
+        return 0
+
+    monkeypatch.setattr(doctor, "run", run)
+    monkeypatch.setattr(imports, "_FOLDER", str(tmp_path))
+    assert "not installed, falling back" in said(["doctor"])
+
+
+def test_a_benchmark_prints_nothing_of_what_megatron_says_on_import() -> None:
+    words = ["bench", "run", "indexer", "--device", "cpu", "--size", "tiny", "--sets", "1", "--repeats", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megacpp_mcore", *words], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "indexer: " in done.stdout
+    assert "Warning" not in done.stderr
+    assert "No CUDA runtime" not in done.stderr
 
 
 def test_a_training_run_that_loses_its_pipe_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:

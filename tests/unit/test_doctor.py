@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megacpp_mcore import doctor
-from megacpp_mcore.doctor import ABSENT, BROKEN, COMPONENTS, IMPOSTOR, WORKS, Component, Finding, examine
+from megacpp_mcore.doctor import ABSENT, BROKEN, COMPONENTS, IMPOSTOR, OFF, WORKS, Component, Finding, examine
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = {component.name: component for component in COMPONENTS}
@@ -97,6 +97,37 @@ def test_transformer_engine_without_its_torch_part_blocks(folder: Path) -> None:
     assert "breaks megatron-core's own import" in finding.reason
     package(folder, "transformer_engine.pytorch", "Linear = object")
     assert only("transformer-engine")["transformer-engine"].state == WORKS
+
+
+@pytest.mark.parametrize("value", ["1", "0", ""])
+def test_transformer_engine_that_is_switched_off_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("MEGACPP_DISABLE_TE", value)
+    package(folder, "transformer_engine", "__version__ = '2.20.2'", "transformer-engine", "2.20.2")
+    broken = only("transformer-engine")["transformer-engine"]
+    assert (broken.state, broken.blocks) == (BROKEN, True)  # Megatron imports it all the same
+    package(folder, "transformer_engine.pytorch", "Linear = object")
+    finding = only("transformer-engine")["transformer-engine"]
+    assert (finding.state, finding.version, finding.blocks) == (OFF if value == "1" else WORKS, "2.20.2", False)
+    said = "MEGACPP_DISABLE_TE=1 disables Transformer Engine: layers are built from Megatron's local classes"
+    assert finding.reason == (said if value == "1" else "")
+
+
+def test_a_switch_that_a_launch_refuses_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGACPP_DISABLE_TE", "yes")
+    package(folder, "transformer_engine", "__version__ = '2.20.2'", "transformer-engine", "2.20.2")
+    broken = only("transformer-engine")["transformer-engine"]
+    assert broken.blocks
+    assert re.match(
+        "MEGACPP_DISABLE_TE is 'yes'; expected 1 .*; .*No module named 'transformer_engine.pytorch'", broken.reason
+    )
+    package(folder, "transformer_engine.pytorch", "Linear = object")
+    package(folder, "tilelang")
+    found = only("transformer-engine", "tilelang")
+    assert found["transformer-engine"].blocks
+    assert found["transformer-engine"].reason.startswith("MEGACPP_DISABLE_TE is 'yes'; expected 1")
+    assert (found["tilelang"].blocks, found["tilelang"].reason) == (False, "")
 
 
 @pytest.mark.parametrize(("version", "state"), [("0.4.1", BROKEN), ("0.5.0", WORKS)])

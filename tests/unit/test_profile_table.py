@@ -367,6 +367,47 @@ def test_the_page_says_what_was_found() -> None:
     assert any(line.startswith("unattributed: ") for line in lines)
 
 
+GPU_WORDS = ("stream", "tensor pipe", "kernel", "the device", "host-bound", "comm exp.", "comm hid.")
+
+
+def page_of(trace: Trace, device: str) -> str:
+    return profile_text.page(
+        table(trace).record()
+        | {
+            "steps": [1, 1],
+            "rank": 0,
+            "device": device,
+            "phase": "steady",
+            "phase_why": "-",
+            "sparse_work": {"why": "-"},
+            "tensor_pipes": "not measured: no counters",
+        }
+    )
+
+
+def test_a_page_speaks_of_what_its_device_has() -> None:
+    host = Trace(
+        ops=[
+            Op(0, 100, "megacpp::step/1", correlation=1),
+            Op(5, 50, "megacpp::A/1", correlation=2),
+            Op(10, 40, "aten::mm", correlation=3),
+        ],
+        collectives=[Collective(30, 60, "all_reduce", thread=98)],
+    )
+    on_cpu = page_of(host, "CPU")
+    assert [word for word in GPU_WORDS if word in on_cpu] == []
+    assert "self CPU time of operators" in on_cpu
+    assert "33.3% hidden behind computation (measured: intervals of collectives and operators)" in on_cpu
+    assert "step: 0.000 ms\n" in on_cpu
+    cells = {line.split()[0]: len(line.split()) for line in on_cpu.splitlines() if line.startswith(("family", "A "))}
+    assert cells == {"family": 8, "A": 8}  # name, total, share, and five phases
+    on_gpu = page_of(device_trace([(10, 40, "gemm", 7, "M/1"), (40, 60, ALL_REDUCE, 9, "gradients")]), "H200")
+    assert [word for word in GPU_WORDS if word not in on_gpu] == []
+    silent = page_of(host, "H200")  # the profiler got no kernels from the device
+    assert "host-bound share: not measured: no kernel was recorded" in silent
+    assert "tensor pipes: not measured: no counters" in silent
+
+
 def test_an_empty_window_has_a_page() -> None:
     record = table(Trace()).record() | {
         "steps": [1, 1],

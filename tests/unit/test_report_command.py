@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
+import json
+import os
 import re
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megacpp_mcore import cli
+from megacpp_mcore.observe import goodput
+from megacpp_mcore.observe.receipt_assembly import now, part_file
+from megacpp_mcore.observe.receipt_schema import FINISHED, RUNNING, SCHEMA
+from megacpp_mcore.observe.report_command import SILENT_S
 
 RECEIPT = Path(__file__).parents[2] / "examples" / "receipts" / "nam56r_quarter_h200_bf16.json"
 
@@ -46,3 +56,85 @@ def test_goodput_needs_the_whole_run(checkpoints: Path, capsys: pytest.CaptureFi
     assert re.search(rf"{RECEIPT} is a file; expected .*, probably {RECEIPT.parent}", capsys.readouterr().err)
     assert cli.main(["report", "goodput", str(checkpoints / "observe")]) == 0
     assert capsys.readouterr().out == "rank 0: 0.0% of 3.0 s productive; startup 3.0 s\n"
+
+
+# --- a run whose status is `running` -------------------------------------------------------------------------------------
+
+
+def of_ranks(run: Path, silent_s: Mapping[int, float], **status: str) -> Path:
+    """A run's folder, as ranks leave it that gave their last sign of life so many seconds ago."""
+    (run / "parts").mkdir(parents=True)
+    (run / "goodput").mkdir()
+    for rank, seconds in silent_s.items():
+        known: dict[str, Any] = {"parallelism.world_size": len(silent_s)}
+        part = {"schema": SCHEMA, "rank": rank, "status": status.get(f"of_{rank}", RUNNING), "written_at": now()}
+        part |= {"warm_up_steps": 3, "notes": [], "run": known, "unknown": {}}
+        part_file(run, rank).write_text(json.dumps(part))
+        file = goodput.rank_file(run, rank)
+        file.write_text('{"began": 0, "host": "a", "pid": 1}\n')
+        file.with_suffix(".alive").write_text(f"{time.time_ns() - int(seconds * 1e9):020d}\n")
+    return run
+
+
+def shown(place: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert cli.main(["report", "show", str(place)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_live_run_is_told_from_a_killed_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, alive, *_ = shown(of_ranks(tmp_path / "live", {0: 1}), capsys)
+    assert status.split() == ["status", "running"]
+    assert re.fullmatch(r"last sign of life \d s ago", alive)
+    status, alive, *_ = shown(of_ranks(tmp_path / "killed", {0: 600}), capsys)
+    assert status.split() == ["status", "running"]
+    assert alive.startswith("last sign of life 10 min ago; it was probably killed: ")
+
+
+def test_the_rank_that_was_silent_longest_counts_of_those_that_have_not_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = of_ranks(tmp_path / "run", {0: 1, 1: 7200, 2: 2 * 86400}, of_2=FINISHED)
+    _, alive, *_ = shown(run, capsys)
+    assert "2 h ago, of rank 1, the longest silent of 2; it was probably killed" in alive
+    stale = goodput.rank_file(run, 3)  # of an earlier start, on more ranks
+    stale.write_text('{"began": 0, "host": "a", "pid": 1}\n')
+    os.utime(stale, (0, 0))
+    assert "of rank 1, the longest silent of 2" in shown(run, capsys)[1]
+
+
+def test_a_rank_without_a_sign_of_its_own_was_alive_when_it_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = of_ranks(tmp_path / "run", {0: 1})
+    file = goodput.rank_file(run, 0)
+    file.with_suffix(".alive").unlink()
+    for seconds, killed in ((SILENT_S - 20, False), (SILENT_S + 2, True)):
+        os.utime(file, (time.time() - seconds,) * 2)
+        assert ("probably killed" in shown(run, capsys)[1]) is killed
+    file.unlink()
+    assert shown(run, capsys)[1] == "last sign of life none: no rank has left one that has not ended"
+
+
+def test_a_receipt_alone_has_only_its_own_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    receipt = json.loads(RECEIPT.read_text(encoding="utf-8")) | {"status": RUNNING}
+    written = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=50)
+    copy = tmp_path / "receipt.json"
+    copy.write_text(json.dumps(receipt | {"written_at": written.isoformat(timespec="seconds")}))
+    for place in (copy, tmp_path):
+        assert shown(place, capsys)[1] == "receipt written   50 min ago; whether the run went on, its folder would tell"
+    copy.write_text(json.dumps(receipt | {"written_at": "yesterday"}))
+    assert cli.main(["report", "show", str(copy)]) == 2
+    assert "written_at of the receipt is 'yesterday'; expected a time" in capsys.readouterr().err
+
+
+def test_of_a_run_that_has_ended_no_sign_is_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(of_ranks(tmp_path / "run", {0: 600}, of_0=FINISHED), capsys)
+    assert lines[0].split() == ["status", "finished"]
+    assert not any("sign of life" in line or "ago" in line for line in lines)
+    assert not any("receipt written" in line for line in shown(RECEIPT, capsys))
+
+
+def test_as_json_a_receipt_is_what_its_schema_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = of_ranks(tmp_path / "run", {0: 600})
+    assert cli.main(["report", "show", "--json", str(run)]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == RUNNING

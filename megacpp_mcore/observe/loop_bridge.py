@@ -182,7 +182,7 @@ class _ToldByBridge(Told):
             number = state.train_state.step
             if config.model.dsa_indexer_loss_coeff:
                 self._collector.stock = state.tensorboard_logger
-                _track_indexer(number, self._collector)
+                _track_indexer(number, self._collector, state.wandb_logger)
             tokens = state.train_state.consumed_train_samples * config.model.seq_length
             self.tell_step(given, self._collector.scalars, number, tokens)
             return result
@@ -190,11 +190,11 @@ class _ToldByBridge(Told):
         return run
 
 
-def _track_indexer(step: int, writer: Collector) -> None:
+def _track_indexer(step: int, writer: Collector, wandb: Any) -> None:
     """What stock's ``training_log`` does after the losses of MTP (megatron-core 0.19.2); each rank has to."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
     DSAIndexerLossLoggingHelper.track_indexer_metrics(
-        loss_scale=1 / get_num_microbatches(), iteration=step, writer=writer
+        loss_scale=1 / get_num_microbatches(), iteration=step, writer=writer, wandb_writer=wandb
     )

@@ -43,6 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except UnicodeEncodeError as error:
+        sign = f"U+{ord(error.object[error.start]):04X}"
+        print(
+            f"error: the output's encoding is {error.encoding}, which has no {sign}; set PYTHONUTF8=1, or a UTF-8 locale, and "
+            "leave PYTHONIOENCODING unset",
+            file=sys.stderr,
+        )
+        return USER_ERROR
     except BrokenPipeError:
         if args.command == "launch":
             raise  # what was cut off there is a training run

@@ -27,12 +27,31 @@ Parameters are counted from the definition's shapes, with the vocabulary padded 
 
 What has been trained with this package so far are tests, demos and benchmarks: there are no released weights, and no claim
 about the quality of a trained model."""
+_SOURCES = (
+    ("A", "multi-head latent attention", "DeepSeek-V2", "2405.04434"),
+    (
+        "A, `F` and `S`",
+        "DeepSeek sparse attention: an indexer chooses each query's keys",
+        "DeepSeek-V3.2",
+        "2512.02556",
+    ),
+    ("A, `S`", "a layer attends to the indices of an earlier one", "IndexCache", "2603.12201"),
+    ("M", "state-space mixer with several inputs and outputs (MIMO)", "Mamba-3", "2603.15569"),
+    ("E", "routed and shared experts, balanced by a bias of each", "DeepSeek-V3", "2412.19437"),
+    ("R", "recurrence with a matrix state, not linear in it", "M²RNN", "2603.14360"),
+    ("MTP", "one block, trained to predict further tokens at every depth", "FastMTP", "2509.18362"),
+)
+"""Of each kind of layer: what it is, the paper's name, its number on arXiv."""
 
 
 def page() -> str:
     """The whole page."""
     models = list(PRESETS.values())
-    return "\n".join([_HEAD, *_overview(models), *(line for model in models for line in _section(model))]) + "\n"
+    papers = ((kind, what, f"{name}, arXiv {number}") for kind, what, name, number in _SOURCES)
+    sources = _table(("layers", "what they are", "paper"), papers)
+    return (
+        "\n".join([_HEAD, *sources, *_overview(models), *(line for model in models for line in _section(model))]) + "\n"
+    )
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:

@@ -74,6 +74,10 @@ def _examine(path: Path) -> os.stat_result:
     try:
         return os.stat(path)
     except FileNotFoundError as error:
+        if path.is_symlink():
+            raise DataError(
+                f"input {path} is a link to {os.readlink(path)}, which does not exist; mend the link, or remove it from the input"
+            ) from error
         raise DataError(f"input {path} does not exist; expected a text file or a folder of text files") from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; expected a readable text file: remove it from the input") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -24,13 +25,15 @@ class Appender:
     is taken away by the first line of the next process, which is so one of its own.
 
     Raises:
-        DataError: the file cannot be opened for appending.
+        DataError: the file cannot be opened for appending, or is a pipe or socket, whose reader could hold training up.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._mended = False
         try:
+            if path.exists():
+                _refuse_pipe(path)
             self._output: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}; expected a file that can be appended to") from error
@@ -59,6 +62,15 @@ class Appender:
                 os.close(output)
             except OSError as error:  # a network file system says only now that it could not write
                 logger.warning("%s: %s; what was recorded last may be missing there", self.path, error.strerror)
+
+
+def _refuse_pipe(path: Path) -> None:
+    """Raise DataError if what is at ``path`` has another end."""
+    mode = path.stat().st_mode
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+        raise DataError(
+            f"{path} is a {'pipe' if stat.S_ISFIFO(mode) else 'socket'}; expected a file: name another, and read it from there"
+        )
 
 
 def _mend_end(output: int, path: Path) -> bytes:
@@ -173,16 +185,28 @@ class LineReader[Record]:
 def replace(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` so that a reader, or a crash, meets the whole old file or the whole new one.
 
+    Where ``path`` is a link, that is the file it leads to.
+
     Raises:
-        DataError: the folder cannot be written to.
+        DataError: the folder cannot be written to, or there is something else than a file.
     """
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    if path.name in ("", ".."):
+        raise DataError(f"{str(path)!r} names no file; expected the path of one that can be written")
+    fresh = None
     try:
+        path = path.resolve()
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path} is no regular file; expected one, or a name that is free")
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
         with fresh.open("w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
         fresh.replace(path)
-    except OSError as error:
-        fresh.unlink(missing_ok=True)
-        raise DataError(f"{path}: {error.strerror}; expected a file that can be written") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: {why}; expected a file that can be written") from error
+    finally:
+        if fresh is not None:
+            with contextlib.suppress(OSError):
+                fresh.unlink()

@@ -70,8 +70,9 @@ def choose(
     """The observation of a run with Megatron's ``arguments``: in ``observe``, else beside the checkpoints that it saves.
 
     Raises:
-        LaunchError: a folder was asked for, and that there be none; or a profile without a folder, of no steps, or with a
-            tool that is not for this run's device, which has to be installed by now.
+        LaunchError: a folder was asked for, and that there be none; a path is empty; or a profile without a folder, of no
+            steps or of steps that the run does not have, or with a tool that is not for this run's device, which has to be
+            installed by now.
     """
     details = settings.observability if settings is not None else Observability()
     details = dataclasses.replace(
@@ -79,7 +80,10 @@ def choose(
     )
     if off and observe is not None:
         raise LaunchError(f"--observe {observe} and --no-observe were both given; leave one of them out")
-    saved = _value(arguments, "--save")
+    for option, path in (("--observe", observe), ("--record-steps", record_steps)):
+        if path == "":
+            raise LaunchError(f"{option} was given an empty path; expected one, or leave the option out")
+    saved = _value(arguments, "--save") or None
     if off:
         folder, why = None, "--no-observe"
     elif observe is not None:
@@ -91,13 +95,23 @@ def choose(
     else:
         folder, why = None, "it saves no checkpoint; --observe DIR names a folder"
     if details.profile is not None:
-        parse_steps(details.profile)
+        _refuse_late(details.profile, _value(arguments, "--train-iters"))
         if folder is None:
             raise LaunchError(
                 f"steps {details.profile} are to be profiled, and nothing is recorded ({why}); add --observe DIR"
             )
         check_device(details.profile_tool)
     return Observation(folder, why, record_steps, settings, details)
+
+
+def _refuse_late(profile: str, train_iters: str | None) -> None:
+    """Raise LaunchError if the steps to profile are malformed, or all come after the run's last one."""
+    first, _ = parse_steps(profile)
+    if train_iters is not None and train_iters.isdecimal() and first > int(train_iters):
+        raise LaunchError(
+            f"steps {profile} are to be profiled, and the run ends with step {train_iters} (--train-iters); name steps that it "
+            "has"
+        )
 
 
 def _value(arguments: Sequence[str], flag: str) -> str | None:

@@ -51,6 +51,15 @@ def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[s
     }
 
 
+def test_an_output_without_the_signs_that_are_printed_is_an_error_that_says_so() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "megacpp_mcore", "recipe", "list"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == cli.USER_ERROR
+    assert done.stderr.startswith("error: the output's encoding is ascii, which has no U+00D7; set PYTHONUTF8=1")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -606,6 +606,10 @@ def test_inputs_that_cannot_be_examined_are_named(texts, tmp_path, monkeypatch):
             raise PermissionError(13, "Permission denied", str(path))
         return original(path, *rest, **options)
 
+    (texts / "part1" / "gone.txt").symlink_to("nowhere.txt")
+    with pytest.raises(DataError, match=r"gone\.txt is a link to nowhere\.txt, which does not exist; mend the link"):
+        find_sources([texts])
+
     monkeypatch.setattr(os, "stat", refuse)
     with pytest.raises(DataError, match=r"closed/a\.txt: Permission denied; expected a readable text file"):
         find_sources([tmp_path / "closed" / "a.txt"])

@@ -43,6 +43,28 @@ def test_both_are_refused() -> None:
         run.choose([], observe="here", off=True)
 
 
+@pytest.mark.parametrize(
+    ("words", "options", "said"),
+    [
+        ([], {"observe": ""}, "--observe was given an empty path"),
+        ([], {"record_steps": ""}, "--record-steps was given an empty path"),
+        (
+            ["--train-iters", "99"],
+            {"observe": "here", "profile": "100-200"},
+            r"steps 100-200 are to be profiled, and the run ends with step 99",
+        ),
+    ],
+)
+def test_what_a_run_cannot_do_is_refused_at_its_start(words: list[str], options: dict[str, str], said: str) -> None:
+    with pytest.raises(LaunchError, match=said):
+        run.choose(words, **options)  # type: ignore[arg-type]
+
+
+def test_steps_of_which_the_run_has_some_are_profiled_and_an_empty_save_is_none() -> None:
+    assert run.choose(["--train-iters", "100"], observe="here", profile="100-200").details.profile == "100-200"
+    assert run.choose(["--save", ""]).folder is None
+
+
 class Heard(Listener):
     def __init__(self) -> None:
         self.ends: list[BaseException | None] = []

@@ -266,6 +266,8 @@ class Training:
         for name in ("micro_batch_size", "global_batch_size", "train_iters", "seed"):
             if getattr(self, name) < 1:
                 raise ModelError(f"Training.{name} is {getattr(self, name)}; expected 1 or more")
+        if self.seed >= 2**32:  # numpy's generators, which shuffle Megatron's datasets, take no larger one
+            raise ModelError(f"Training.seed is {self.seed}; expected less than 2**32")
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
             raise ModelError(f"Training.learning_rate is {self.learning_rate}; expected a finite number, 0 or more")
         if self.device == "cpu" and self.transformer_impl != "local":

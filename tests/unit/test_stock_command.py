@@ -292,6 +292,7 @@ def test_every_recipe_has_every_form_and_they_agree(
             "nam56r with pattern=AXE, depth=3 is no model.*'X' at position 2",
         ),
         (["nam56r", "--set", "train_iters=0"], "train_iters is 0; expected 1 or more"),
+        (["nam56r", "--set", f"seed={2**32}"], "seed is 4294967296; expected less than 2\\*\\*32"),
         (["nam56r", "--set", "seed=-1"], "seed is -1; expected 1 or more"),
         (["nam56r", "--set", "seed=0"], "seed is 0; expected 1 or more"),
         (["nam56r", "--set", "seed=1", "train_iters=3", "--train-iters", "3"], "say the same thing"),

@@ -10,7 +10,7 @@ module                 what it has
 :mod:`~.runner`        checks, times, and fills the table
 :mod:`~.table`         the columns of the table, and how it is printed
 :mod:`~.against`       new rows against those of a committed table
-:mod:`~.evidence`      the committed rows on which ``auto`` prefers a backend
+:mod:`~.evidence`      why ``auto`` prefers a backend: committed rows, or a policy
 :mod:`~.measure`       times, peak memory, versions, CSV files; also for the scripts in ``benchmarks/``
 =====================  ===============================================================================================
 

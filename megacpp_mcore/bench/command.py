@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import traceback
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,14 @@ def _options(chosen: list[Benchmark], args: argparse.Namespace) -> dict[str, Opt
     """The options of each benchmark, all checked before the first one runs."""
     if len(chosen) > 1 and (args.set or args.goal is not None):
         raise BenchmarkError(f"--set and --goal are for one benchmark; {len(chosen)} are named")
-    if args.tolerance < 0:
-        raise BenchmarkError(f"--tolerance is {args.tolerance}; expected 0 or more")
+    for name in ("tolerance", "seconds", "warmup"):
+        if not 0 <= getattr(args, name) < math.inf:
+            raise BenchmarkError(f"--{name} is {getattr(args, name)}; expected a finite number, 0 or more")
     for name in ("sets", "repeats"):
         if getattr(args, name) < 1:
             raise BenchmarkError(f"--{name} is {getattr(args, name)}; expected 1 or more")
+    if args.goal is not None and not 0 < args.goal < math.inf:
+        raise BenchmarkError(f"--goal is {args.goal}; expected a finite number above 0")
     changes = dict(_change(word) for word in args.set)
     return {
         one.name: Options(
@@ -138,6 +142,8 @@ def _run(chosen: list[Benchmark], args: argparse.Namespace, options: dict[str, O
         _say(line)
     if args.against:  # which may refuse, and comes last
         compared = against.compare(before, rows, args.tolerance)
-        _say("\n".join(["", f"against {args.against}, {compared.compared} rows:", *compared.lines, *compared.slower]))
+        timed = sum(row["ms"] != "" for row in rows)
+        head = f"against {args.against}, {compared.compared} rows of {timed} that have a time:"
+        _say("\n".join(["", head, *compared.lines, *compared.slower]))
         failures += compared.slower
     return FAILED if failures else 0

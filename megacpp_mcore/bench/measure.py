@@ -156,22 +156,55 @@ class Table:
         columns: its header.
 
     Raises:
-        BenchmarkError: when the file is there with other columns; nothing is measured then.
+        BenchmarkError: when the file cannot be written, has other columns, or ends within a line; nothing is measured then.
     """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self.path, self.columns = path, tuple(columns)
-        if path.exists() and (header := path.read_text().splitlines()[:1]) != [",".join(columns)]:
+        try:
+            text = _appendable(path)
+        except (OSError, UnicodeDecodeError) as error:
             raise BenchmarkError(
-                f"{path} has the columns {header}; expected {','.join(columns)}: name another --output"
+                f"{path} is no file that rows can be added to ({error}); name another --output"
+            ) from error
+        lines = text.splitlines()
+        if lines[:1] not in ([], [",".join(columns)]):
+            raise BenchmarkError(
+                f"{path} has the columns {lines[:1]}; expected {','.join(columns)}: name another --output"
+            )
+        if lines and not text.endswith("\n"):
+            raise BenchmarkError(
+                f"{path} ends within a line, as what was stopped while it wrote leaves it: {lines[-1][-60:]!r}; "
+                "delete that line (or end it, if it is whole), or name another --output"
             )
 
     def append(self, *rows: dict[str, Any]) -> None:
-        """Add ``rows``; each has every column."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = not self.path.exists()
-        with self.path.open("a", newline="") as sink:
-            writer = csv.DictWriter(sink, fieldnames=self.columns, lineterminator="\n")
-            if fresh:
-                writer.writeheader()
-            writer.writerows(rows)
+        """Add ``rows``; each has every column.
+
+        Raises:
+            BenchmarkError: when the file cannot be written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", newline="", encoding="utf-8") as sink:
+                writer = csv.DictWriter(sink, fieldnames=self.columns, lineterminator="\n")
+                if sink.tell() == 0:
+                    writer.writeheader()
+                writer.writerows(rows)
+        except OSError as error:
+            raise BenchmarkError(f"{len(rows)} rows could not be added to {self.path} ({error})") from error
+
+
+def _appendable(path: Path) -> str:
+    """What is in the file now, empty if there is none; leaves nothing behind.
+
+    Raises:
+        OSError: it cannot be added to, or not be made.
+    """
+    if path.exists():
+        with path.open("a+", encoding="utf-8") as file:
+            file.seek(0)
+            return file.read()
+    folder = next(parent for parent in path.parents if parent.exists())
+    with tempfile.TemporaryFile(dir=folder):
+        return ""

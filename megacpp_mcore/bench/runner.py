@@ -122,7 +122,7 @@ def _measured(problem: Problem, options: Options) -> Iterator[Measured]:
 
 def _one(problem: Problem, variant: Variant, options: Options) -> Measured:
     with variant.around():
-        found = Measured(variant, Verdict(None, "no parity: a bound" if variant.side == BOUND else "not checked"))
+        found = Measured(variant, Verdict(None, table.A_BOUND if variant.side == BOUND else "not checked"))
         works = [work for work in problem.works if work in variant.runs]
         if variant.side != BOUND:
             works, found = _checked(problem, variant, works, found, options)

@@ -26,8 +26,17 @@ _WIDTHS = {"work": 20, "variant": 32, "parity": 18, "note": 0, "peak_bytes": 14}
 GREEN, IS_REFERENCE = "green", "is the reference"
 """Verdicts that are no failure; the second is of a program that the truth was made with, whose agreement proves nothing."""
 
-RIGHT = (GREEN, "stock")
-"""Verdicts that figures may be claimed from; the second is of what the others are compared with."""
+IS_STOCK = "stock"
+"""The verdict of stock where it is the truth that the others are compared with."""
+
+A_BOUND, NO_STOCK = "no parity: a bound", "no stock to compare with"
+"""What is timed without a verdict: a part of the work, and ours where stock ran out of memory."""
+
+RIGHT = (GREEN, IS_STOCK)
+"""Verdicts that figures may be claimed from."""
+
+TIMED = (*RIGHT, IS_REFERENCE, A_BOUND, NO_STOCK)
+"""Everything that the parity of a row with a time may be."""
 
 CONDITIONS = ("shape", "dtype", "device", *PACKAGES, "cudnn")
 """What has to be equal before two rows of the same benchmark, work and variant may be compared."""

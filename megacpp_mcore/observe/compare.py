@@ -3,11 +3,13 @@
 The first seven lines are the questions of a reviewer (same pattern, routed experts, sequence, compile policy, topology, data,
 cache state), the others the denominators by which a sparse speed-up is made to look better than it is. What differs and is on
 no line (backends, parts, patches, recompute, overlap) is what a claim is about: it is named beside it. Another commit, other
-versions and another environment are named in the claim itself, for what they changed no receipt says.
+versions and another environment are named in the claim itself, for what they changed no receipt says. A ratio that noise
+explains is no claim about speed: the claim then says so, and the spread of the step times is named in any case.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,15 @@ BALANCE_TOLERANCE = 0.1
 """Relative difference of the busiest expert's load up to which two runs are equally balanced: routing is learned."""
 STEADY_STEPS = 30
 """Steps that each of the two has to have measured."""
+NOISE = 0.07
+"""By how much equal runs part in speed, one run each: pairs of the same command, on the same machine, parted by 2 to 7 % in
+tokens/s (``benchmarks/results/README.md``, ``examples/receipts/README.md``). What is less, one pair of runs cannot tell."""
+STANDARD_ERRORS = 2.0
+"""How many standard errors two medians have to be apart before the spread of the steps does not explain it."""
+_IN_ALL = ("throughput.tokens_per_s", "tokens/s")
+_A_DEVICE = ("throughput.tokens_per_s_per_device", "tokens/s a device")
+_P90_DEVIATIONS = 1.2816
+"""Standard deviations from the median to the 90th percentile, of the normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,8 @@ class Comparison:
         claim: the claim in words; None when it is refused.
         speed: tokens/s of the second over the first; None where one is not known.
         memory: allocated peak of the second over the first, likewise.
+        floor: the share by which one has to be faster than the other before noise does not explain it.
+        steps: the step times of both and their spread, and what the floor is from, in words.
         differences: what differs on no line, each in words.
         varies: the key of the one declared difference.
         declared: the disqualifiers that both were declared to carry.
@@ -69,6 +82,8 @@ class Comparison:
     claim: str | None
     speed: float | None
     memory: float | None
+    floor: float
+    steps: str
     differences: tuple[str, ...]
     varies: str | None = None
     declared: tuple[str, ...] = ()
@@ -82,6 +97,9 @@ class Comparison:
             "declared": list(self.declared),
             "tokens_per_s_ratio": self.speed,
             "allocated_memory_ratio": self.memory,
+            "noise_floor": self.floor,
+            "told_from_noise": None if self.speed is None else _told(self.speed, self.floor),
+            "step_times": self.steps,
             "lines": [
                 {
                     "key": line.key,
@@ -96,12 +114,12 @@ class Comparison:
         }
 
     def describe(self) -> str:
-        """Some lines of text: the checklist, what else differs, and the verdict last."""
+        """Some lines of text: the checklist, what else differs, and the verdict last, a claim with its step times."""
         marks = {True: "  = ", False: "  ≠ ", None: "  ? "}
         text = [marks[line.same] + line.describe() for line in self.lines]
         text += [f"  · {difference}" for difference in self.differences]
         if self.claim is not None:
-            return "\n".join([*text, f"claim: {self.claim}"])
+            return "\n".join([*text, f"claim: {self.claim}", f"  {self.steps}"])
         return "\n".join([*text, "no claim:", *(f"  {refusal}" for refusal in self.refusals)])
 
 
@@ -209,7 +227,11 @@ SEVEN = KEYS[:7]
 
 
 def compare(
-    first: Mapping[str, Any], second: Mapping[str, Any], varies: Sequence[str] = (), declared: Sequence[str] = ()
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
+    varies: Sequence[str] = (),
+    declared: Sequence[str] = (),
+    noise: float | None = None,
 ) -> Comparison:
     """Compare the receipt ``second`` with the baseline ``first``.
 
@@ -218,11 +240,13 @@ def compare(
         varies: at most one key of :data:`KEYS` that is meant to differ; the claim then says so. Of two topologies, batch
             and speed are compared a replica and a device.
         declared: disqualifiers that both are known to carry; the claim then says so.
+        noise: the share by which equal runs part, where that was measured; by default :data:`NOISE`.
 
     Raises:
-        DataError: ``varies`` or ``declared`` name what is not there, or does not differ.
+        DataError: ``varies`` or ``declared`` name what is not there, or does not differ; ``noise`` is no share.
     """
     _check_words(varies, declared)
+    _check_noise(noise)
     one, other = flatten(first)[0], flatten(second)[0]
     if "topology" in varies:
         one, other = _of_a_replica(one), _of_a_replica(other)
@@ -231,23 +255,27 @@ def compare(
     refusals = [
         f"{line.question} {line.describe()}" for line in lines if line.same is not True and line.key not in varies
     ]
-    for name, values in (("A", one), ("B", other)):
-        refusals += _own_refusals(name, values, declared)
-    speed = _ratio(
-        one, other, "throughput.tokens_per_s_per_device" if "topology" in varies else "throughput.tokens_per_s"
-    )
+    refusals += [*_own_refusals("A", one, declared), *_own_refusals("B", other, declared)]
+    path, rate = _A_DEVICE if "topology" in varies else _IN_ALL
+    speed = _ratio(one, other, path)
     memory = _ratio(one, other, "memory.allocated_peak_bytes")
+    floor, steps = _noise(one, other, noise)
     differences = _differences(one, other)
     software = [difference for difference in differences if difference.name in _SOFTWARE]
-    claim = ", ".join([_claim(speed, memory, varies, declared, software), *_price(one, other, differences)])
+    ratios = [f"{rate} not known" if speed is None else f"{speed:.2f}x {rate}"]
+    ratios += [] if memory is None else [f"{memory:.2f}x peak allocated memory"]
+    said = ratios if speed is None or _told(speed, floor) else [_untold(speed, floor, rate), *ratios[1:]]
+    claim = ", ".join([*said, *_circumstances(varies, declared, software), *_price(one, other, differences)])
     if not refusals and not varies and not any(difference.known for difference in differences):
-        refusals.append(f"nothing that both receipts know differs: {claim} is what equal runs part by")
+        refusals.append(f"nothing that both receipts know differs: {', '.join(ratios)} is what equal runs part by")
     return Comparison(
         lines=lines,
         refusals=tuple(refusals),
         claim=None if refusals else claim,
         speed=speed,
         memory=memory,
+        floor=floor,
+        steps=steps,
         differences=tuple(difference.describe() for difference in differences),
         varies=varies[0] if varies else None,
         declared=tuple(declared),
@@ -270,6 +298,11 @@ def _check_words(varies: Sequence[str], declared: Sequence[str]) -> None:
         for word in words:
             if word not in known:
                 raise DataError(f"{name} {word!r} is not known; expected one of {', '.join(known)}")
+
+
+def _check_noise(noise: float | None) -> None:
+    if noise is not None and not 0 <= noise < math.inf:
+        raise DataError(f"the noise given is {100 * noise:g} %; expected 0 or more: by how much equal runs part")
 
 
 def _check_declared(
@@ -401,21 +434,53 @@ _SOFTWARE = {"commit": "of another commit", "environment": "of another environme
 """What may have changed anything, and how a claim says that it differs."""
 
 
-def _claim(
-    speed: float | None,
-    memory: float | None,
-    varies: Sequence[str],
-    declared: Sequence[str],
-    software: Sequence[_Difference],
-) -> str:
-    rate = "tokens/s a device" if "topology" in varies else "tokens/s"
-    words = [] if speed is None else [f"{speed:.2f}x {rate}"]
-    if memory is not None:
-        words.append(f"{memory:.2f}x peak allocated memory")
-    words += [f"varying {key}" for key in varies]
+def _told(speed: float, floor: float) -> bool:
+    """Whether one is faster than the other by more than ``floor``, whichever of them is the baseline."""
+    return max(speed, 1 / speed) - 1 > floor
+
+
+def _untold(speed: float, floor: float, rate: str) -> str:
+    """What is said of a ratio that noise explains."""
+    return f"no difference in {rate} that can be told from noise ({speed:.2f}x; floor {_percent(floor)})"
+
+
+def _circumstances(varies: Sequence[str], declared: Sequence[str], software: Sequence[_Difference]) -> list[str]:
+    """What a claim says of that under which it holds."""
+    words = [f"varying {key}" for key in varies]
     words += [difference.in_a_claim() for difference in software]
-    words += [f"both with {name}" for name in declared]
-    return ", ".join(words)
+    return [*words, *(f"both with {name}" for name in declared)]
+
+
+def _noise(one: Mapping[str, Any], other: Mapping[str, Any], noise: float | None) -> tuple[float, str]:
+    """What a difference in speed has to exceed; and the step times, their spread, and what that is from, in words."""
+    floor, reason = (NOISE, "by which equal runs part") if noise is None else (noise, "as given")
+    of_steps = STANDARD_ERRORS * math.hypot(*(_error_of_median(values) or 0.0 for values in (one, other)))
+    if of_steps > floor:
+        floor, reason = of_steps, f"{STANDARD_ERRORS:g} standard errors of these medians"
+    return floor, f"step times: A {_steps(one)}; B {_steps(other)}; floor {_percent(floor)}, {reason}"
+
+
+def _error_of_median(values: Mapping[str, Any]) -> float | None:
+    """Standard error of the median step time as a share of it, by the 90th percentile; None where that is not known.
+
+    Steps are taken as normal and independent: √(π/2) standard deviations over the root of their number.
+    """
+    steps, median, slow = (values.get(f"step_time.{name}") for name in ("n", "p50_s", "p90_s"))
+    if not steps or not median or slow is None:
+        return None
+    return math.sqrt(math.pi / 2 / steps) * (slow / median - 1) / _P90_DEVIATIONS
+
+
+def _steps(values: Mapping[str, Any]) -> str:
+    """Median and spread of a run's step times."""
+    median, slow = values.get("step_time.p50_s"), values.get("step_time.p90_s")
+    if not median or slow is None:
+        return "not known"
+    return f"median {median:.4g} s, 90th percentile {_percent(slow / median - 1)} above"
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share, 1):g} %"
 
 
 def _price(one: Mapping[str, Any], other: Mapping[str, Any], differences: Sequence[_Difference]) -> list[str]:

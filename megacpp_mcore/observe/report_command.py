@@ -12,7 +12,7 @@ from typing import Any
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput, receipts
-from megacpp_mcore.observe.compare import KEYS, compare
+from megacpp_mcore.observe.compare import KEYS, NOISE, compare
 from megacpp_mcore.observe.files import replace
 from megacpp_mcore.observe.receipt_assembly import PARTS, RECEIPT, load, part_file
 from megacpp_mcore.observe.receipt_schema import DISQUALIFIERS, RUNNING, flatten, why_unknown
@@ -50,6 +50,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME",
         help=f"a disqualifier that both carry, to be said in the claim: {', '.join(DISQUALIFIERS)}",
     )
+    comparing.add_argument(
+        "--noise",
+        type=float,
+        metavar="PERCENT",
+        help=f"by how much equal runs part, where that was measured (default: {100 * NOISE:.0f})",
+    )
     where = actions.add_parser("goodput", help="what the wall time of every rank went to")
     where.add_argument("run_folder", metavar="RUN", help="the folder of a run")
     page = actions.add_parser("html", help="one self-contained page about a run, or several side by side")
@@ -78,6 +84,8 @@ def _found(word: str, *, whole: bool = False) -> Path:
         DataError: there is no such thing, with the folder that was probably meant.
     """
     place, expected = Path(word), "the folder of a run that was observed" + ("" if whole else ", or a receipt")
+    if not word:
+        raise DataError(f"an empty path was given; expected {expected}")
     if not place.exists():
         raise DataError(f"{word} does not exist; expected {expected}")
     if place.is_file() and whole:
@@ -104,7 +112,13 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    found = compare(receipts.read(_found(args.first)), receipts.read(_found(args.second)), args.varies, args.declare)
+    found = compare(
+        receipts.read(_found(args.first)),
+        receipts.read(_found(args.second)),
+        args.varies,
+        args.declare,
+        noise=None if args.noise is None else args.noise / 100,
+    )
     print(json.dumps(found.record(), indent=1, ensure_ascii=False) if args.json else found.describe())
     return 0 if found.claim is not None else REFUSED
 

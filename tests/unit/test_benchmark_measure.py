@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.bench import measure
-from megacpp_mcore.bench.measure import worst_difference
+from megacpp_mcore.bench.measure import Table, worst_difference
+from megacpp_mcore.errors import BenchmarkError
 
 
 @pytest.mark.parametrize(("relative", "worst"), [(True, 0.5), (False, 2.0)])
@@ -66,3 +67,44 @@ def test_a_cpu_has_the_name_of_its_model(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr("platform.processor", lambda: "")
         monkeypatch.setattr("platform.machine", lambda: "aarch64")
         assert measure.device_name("cpu") == "aarch64"
+
+
+# --- the table ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_added_to_a_table_that_the_first_ones_make(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "rows.csv"
+    table = Table(path, ("a", "b"))
+    assert not path.parent.exists()  # nothing is left where nothing was measured
+    table.append({"a": 1, "b": "x, y"})
+    Table(path, ("a", "b")).append({"a": 2, "b": ""}, {"a": 3, "b": ""})
+    assert path.read_text() == 'a,b\n1,"x, y"\n2,\n3,\n'
+    empty = tmp_path / "empty.csv"
+    empty.touch()
+    Table(empty, ("a", "b")).append({"a": 1, "b": 2})
+    assert empty.read_text() == "a,b\n1,2\n"
+
+
+@pytest.mark.parametrize("text", ["a,b\n1,2\n3", "a,b\n1,2\n3,4", "a,b"])
+def test_no_row_is_glued_to_a_line_that_does_not_end(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    with pytest.raises(BenchmarkError, match="ends within a line") as refused:
+        Table(path, ("a", "b"))
+    assert repr(text.splitlines()[-1]) in str(refused.value)
+    assert path.read_text() == text
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_a_measurement(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a,b\n")
+    (tmp_path / "binary.csv").write_bytes(b"a,b\n\xff\n")
+    for path in (Path("/proc/rows.csv"), tmp_path, tmp_path / "file" / "rows.csv", tmp_path / "binary.csv"):
+        with pytest.raises(BenchmarkError, match="is no file that rows can be added to"):
+            Table(path, ("a", "b"))
+
+
+def test_rows_that_cannot_be_added_are_a_users_error(tmp_path: Path) -> None:
+    table = Table(tmp_path / "rows.csv", ("a",))
+    (tmp_path / "rows.csv").mkdir()
+    with pytest.raises(BenchmarkError, match="2 rows could not be added to"):
+        table.append({"a": 1}, {"a": 2})

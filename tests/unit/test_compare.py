@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import pytest
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.model import preset
 from megacpp_mcore.observe import receipt_schema
-from megacpp_mcore.observe.compare import KEYS, SEVEN, Comparison, compare
+from megacpp_mcore.observe.compare import KEYS, NOISE, SEVEN, Comparison, compare
 from megacpp_mcore.observe.report_command import REFUSED
 from tests.unit.test_receipts import report
+
+UNTOLD = "no difference in tokens/s that can be told from noise (1.00x; floor 7 %)"
+STEPS = "median 2 s, 90th percentile 5 % above"
 
 
 def receipt(**changes: Any) -> dict[str, Any]:
@@ -31,7 +35,8 @@ def receipt(**changes: Any) -> dict[str, Any]:
         "batch.global_batch_size": 8, "batch.accumulation": 8, "batch.rampup": False, "batch.effective_tokens": 2048,
         "indexer.top_k": 32, "precision.model_dtype": "bf16", "precision.kernel_fp8": "none", "precision.dispatch": "none",
         "precision.checkpoint_owner": "megatron", "precision.fp8_layers": [], "optimizer": {"name": "adam"},
-        "ddp.grad_reduce_dtype": ["float32"], "step_time.n": 50, "throughput.tokens_per_s": 1000.0,
+        "ddp.grad_reduce_dtype": ["float32"], "step_time.n": 50,
+        "step_time.p50_s": 2.0, "step_time.p90_s": 2.1, "throughput.tokens_per_s": 1000.0,
         "throughput.tokens_per_s_per_device": 1000.0, "memory.allocated_peak_bytes": 1000, "backends": [], "parts": [],
         "recompute": "full", "commit": "1" * 40, "versions": {"torch": "2.11.0"},
     }  # fmt: skip
@@ -52,6 +57,58 @@ def test_a_claim_of_a_dense_model() -> None:
     assert SEVEN == (
         "pattern", "routed_experts", "sequence_length", "compile_policy", "topology", "real_data", "cache_state",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("rate", [1069.0, 1000.0 / 1.069])
+def test_what_equal_runs_part_by_is_no_claim_about_speed(rate: float) -> None:
+    found = compare(receipt(), receipt(throughput__tokens_per_s=rate, recompute="none"))
+    assert found.claim == (
+        f"no difference in tokens/s that can be told from noise ({rate / 1000:.2f}x; floor 7 %), 1.00x peak allocated memory"
+    )
+    assert (found.record()["told_from_noise"], found.record()["tokens_per_s_ratio"]) == (False, rate / 1000)
+
+
+@pytest.mark.parametrize("rate", [1071.0, 1000.0 / 1.071])
+def test_what_is_more_is_one_whichever_is_the_baseline(rate: float) -> None:
+    found = compare(receipt(), receipt(throughput__tokens_per_s=rate, recompute="none"))
+    assert found.claim == f"{rate / 1000:.2f}x tokens/s, 1.00x peak allocated memory"
+    assert found.steps == f"step times: A {STEPS}; B {STEPS}; floor 7 %, by which equal runs part"
+
+
+def test_steps_of_a_wide_spread_tell_less_than_one_run_each() -> None:
+    """30 steps, a tenth of them twice the median: a standard deviation of 78 %, a standard error of the median of 17.85 %."""
+    wide: dict[str, Any] = {"step_time__n": 30, "step_time__p90_s": 4.0}
+    faster = receipt(throughput__tokens_per_s=1310.0, recompute="none")
+    found = compare(receipt(**wide), faster)
+    assert found.floor == pytest.approx(2 * math.hypot(0.17855, 0.00692), rel=1e-3)
+    assert found.claim == (
+        "no difference in tokens/s that can be told from noise (1.31x; floor 35.7 %), 1.00x peak allocated memory"
+    )
+    assert found.steps == (
+        f"step times: A median 2 s, 90th percentile 100 % above; B {STEPS}; floor 35.7 %, 2 standard errors of these medians"
+    )
+    assert compare(receipt(**wide | {"step_time__n": 3000}), faster).claim == (
+        "1.31x tokens/s, 1.00x peak allocated memory"
+    )
+
+
+def test_noise_that_was_measured_is_the_floor() -> None:
+    other = receipt(throughput__tokens_per_s=1040.0, recompute="none")
+    found = compare(receipt(), other, noise=0.03)
+    assert found.claim == "1.04x tokens/s, 1.00x peak allocated memory"
+    assert found.steps.endswith("; floor 3 %, as given")
+    assert "can be told from noise (1.04x; floor 12 %)" in str(compare(receipt(), other, noise=0.12).claim)
+    spread = compare(receipt(), other, noise=0.0)  # the spread of the steps is there whatever is given
+    assert spread.floor == pytest.approx(2 * math.sqrt(2) * 0.00692, rel=1e-3)
+    for bad in (math.nan, math.inf, -0.01):
+        with pytest.raises(DataError, match=r"the noise given is .* %; expected 0 or more"):
+            compare(receipt(), other, noise=bad)
+
+
+def test_a_spread_that_is_not_known_is_said() -> None:
+    found = compare(receipt(), receipt(step_time__p90_s=None, throughput__tokens_per_s=1310.0, recompute="none"))
+    assert found.claim == "1.31x tokens/s, 1.00x peak allocated memory"
+    assert found.steps == f"step times: A {STEPS}; B not known; floor 7 %, by which equal runs part"
 
 
 def test_a_tax_has_its_price_in_speed_memory_and_loss() -> None:
@@ -143,7 +200,7 @@ def test_mock_data_has_no_checksum_and_may_be_declared() -> None:
     mock = {"data__kind": "mock", "data__checksum": None, "tokenizer__checksum": None, "disqualifiers": [MOCK]}
     one, other = receipt(**mock), receipt(**mock, recompute="none")
     assert compare(one, other, declared=["mock data"]).claim == (
-        "1.00x tokens/s, 1.00x peak allocated memory, both with mock data"
+        f"{UNTOLD}, 1.00x peak allocated memory, both with mock data"
     )
     real = receipt(data__checksum=None, recompute="none")
     assert "real_data: not known (B does not know data.checksum" in compare(receipt(), real).refusals[0]
@@ -167,7 +224,7 @@ def test_a_disqualifier_refuses_unless_both_carry_it_and_it_is_declared() -> Non
     refused = compare(one, other)
     assert refused.refusals[0] == "A is disqualified by mock data: the run trains on Megatron's mock data"
     assert compare(one, other, declared=["mock data"]).claim == (
-        "1.00x tokens/s, 1.00x peak allocated memory, both with mock data"
+        f"{UNTOLD}, 1.00x peak allocated memory, both with mock data"
     )
     with pytest.raises(DataError, match="not both receipts carry it"):
         compare(one, receipt(), declared=["mock data"])
@@ -191,15 +248,24 @@ def test_wrong_words_are_the_user_s_error(varies: list[str], declared: list[str]
 
 
 def eight(**changes: Any) -> dict[str, Any]:
-    more = {"batch__global_batch_size": 64, "batch__effective_tokens": 8 * 2048, "throughput__tokens_per_s": 7840.0}
-    per_device = {"throughput__tokens_per_s_per_device": 980.0}
-    ranks = {"ranks__expected": 8, "ranks__found": list(range(8))}
-    return receipt(parallelism__world_size=8, parallelism__data=8, **more, **per_device, **ranks, **changes)
+    values: dict[str, Any] = {
+        "batch__global_batch_size": 64, "batch__effective_tokens": 8 * 2048, "throughput__tokens_per_s": 7840.0,
+        "throughput__tokens_per_s_per_device": 980.0, "ranks__expected": 8, "ranks__found": list(range(8)),
+        "parallelism__world_size": 8, "parallelism__data": 8,
+    }  # fmt: skip
+    return receipt(**values | changes)
 
 
 def test_a_declared_topology_is_compared_a_replica_and_a_device() -> None:
     found = compare(receipt(), eight(), ["topology"])
-    assert found.claim == "0.98x tokens/s a device, 1.00x peak allocated memory, varying topology"
+    assert found.claim == (
+        "no difference in tokens/s a device that can be told from noise (0.98x; floor 7 %), 1.00x peak allocated memory, "
+        "varying topology"
+    )
+    slower = eight(throughput__tokens_per_s_per_device=800.0)
+    assert compare(receipt(), slower, ["topology"]).claim == (
+        "0.80x tokens/s a device, 1.00x peak allocated memory, varying topology"
+    )
     strong = eight(batch__accumulation=1)
     assert (
         "batch_geometry: A has accumulation 8, B has accumulation 1"
@@ -242,12 +308,15 @@ def test_the_command_s_status_and_words(tmp_path: Path, capsys: pytest.CaptureFi
     assert "≠ precision: A has kernel_fp8 none, B has kernel_fp8 experts" in said
     assert "no claim:" in said
     assert report("compare", *files, "--varies", "precision") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        "claim: 1.31x tokens/s, 1.00x peak allocated memory, varying precision"
-    )
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "claim: 1.31x tokens/s, 1.00x peak allocated memory, varying precision",
+        f"  step times: A {STEPS}; B {STEPS}; floor 7 %, by which equal runs part",
+    ]
     assert report("compare", *files, "--varies", "precision", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["varies"], printed["tokens_per_s_ratio"]) == ("precision", 1.31)
+    assert (printed["noise_floor"], printed["told_from_noise"]) == (NOISE, True)
+    assert printed["step_times"].startswith(f"step times: A {STEPS}")
     (tmp_path / "b").write_text("{}")
     with pytest.raises(DataError, match="schema is None; expected 1"):
         report("compare", *files)

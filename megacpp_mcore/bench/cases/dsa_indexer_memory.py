@@ -23,7 +23,7 @@ import torch
 from megacpp_mcore.bench.cases.peers import patched
 from megacpp_mcore.bench.problem import OURS, PEER, PRECISIONS, Floor, Goal, Problem, Variant, Verdict
 from megacpp_mcore.bench.registry import Options
-from megacpp_mcore.bench.table import GREEN
+from megacpp_mcore.bench.table import GREEN, IS_STOCK, NO_STOCK
 from megacpp_mcore.observe.flops import causal_pairs, selected_pairs
 from megacpp_mcore.ops.indexer.chunked import BLOCK_ELEMENTS
 
@@ -204,9 +204,9 @@ class AgainstStock:
         """Compare what runs now; stock itself is run once and not compared with itself."""
         if variant.name == STOCK:
             variant.runs[work](inputs)
-            return Verdict(True, "stock")
+            return Verdict(True, IS_STOCK)
         if self._expected is None:
-            return Verdict(None, "no stock to compare with")
+            return Verdict(None, NO_STOCK)
         found = disagreement(self._shape, inputs, self._work, self._sparse, self._expected)
         return Verdict(not found, f"FAILS: {found}" if found else GREEN)
 

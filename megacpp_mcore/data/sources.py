@@ -76,7 +76,8 @@ def _examine(path: Path) -> os.stat_result:
     except FileNotFoundError as error:
         if path.is_symlink():
             raise DataError(
-                f"input {path} is a link to {os.readlink(path)}, which does not exist; mend the link, or remove it from the input"
+                f"input {path} is a link to {os.readlink(path)}, which does not exist; mend the link, or remove it from the "
+                "input"
             ) from error
         raise DataError(f"input {path} does not exist; expected a text file or a folder of text files") from error
     except OSError as error:

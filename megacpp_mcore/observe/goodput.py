@@ -6,19 +6,24 @@ had to repeat is known only then, so that the files hold phases, and the classes
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
+import math
 import os
+import re
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe import kinds
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.files import Appender, LineReader
 from megacpp_mcore.observe.listener import Listener
@@ -36,6 +41,11 @@ start. The others are phases (:class:`~megacpp_mcore.observe.clock.Phase`)."""
 logger = logging.getLogger(__name__)
 FOLDER = "goodput"
 FINISHED = "finished"
+_NAME = re.compile(r"rank_(\d{5,9})\.jsonl")
+_APART_NS = 60 * 1_000_000_000
+"""By how much the clocks of two hosts may differ before it is said."""
+_BACK_NS = 1_000_000_000
+"""The same of a death and the start after it, mostly on one host; a process's age is known to 10 ms."""
 
 
 def rank_file(run: str | os.PathLike[str], rank: int) -> Path:
@@ -43,16 +53,58 @@ def rank_file(run: str | os.PathLike[str], rank: int) -> Path:
     return Path(run) / FOLDER / f"rank_{rank:05d}.jsonl"
 
 
+def files(run: str | os.PathLike[str], world_size: float = math.inf) -> dict[int, Path]:
+    """The ranks' files in the run's folder, by rank.
+
+    Args:
+        run: the run's folder.
+        world_size: processes of the last start; what higher ranks of an earlier one left is not looked at.
+
+    Raises:
+        DataError: one has a name without a rank, or is no regular file.
+    """
+    found: dict[int, Path] = {}
+    for file in sorted((Path(run) / FOLDER).glob("rank_*.jsonl")):
+        said = _NAME.fullmatch(file.name)
+        if said is None or file.name != rank_file(run, int(said[1])).name:
+            raise DataError(
+                f"{file} names no rank; expected a name such as rank_00000.jsonl: move it out of the folder"
+            )
+        if int(said[1]) >= world_size:
+            continue
+        if not file.is_file():
+            raise DataError(
+                f"{file} is no regular file, or leads to none; expected what rank {int(said[1])} wrote: restore it"
+            )
+        found[int(said[1])] = file
+    return found
+
+
 def last_alive_ns(file: Path) -> int:
     """When the process that writes a rank's file was last alive, in nanoseconds since the epoch.
 
     It is the number in the file beside, which a copy of the folder keeps; or, in a folder without, when ``file`` was last
     written to.
+
+    Raises:
+        DataError: the number is no time, or neither of the files can be read.
     """
+    beside = _alive_file(file)
     try:
-        return int(_alive_file(file).read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return file.stat().st_mtime_ns
+        said = int(beside.read_text(encoding="ascii")) if beside.is_file() else None
+    except (OSError, ValueError):  # none yet: the process was killed before the first one
+        said = None
+    if said is None:
+        try:
+            return file.stat().st_mtime_ns
+        except OSError as error:
+            raise DataError(f"{file}: {error.strerror}; expected what a rank wrote") from error
+    if not kinds.NANOSECONDS.accepts(said):
+        raise DataError(
+            f"{beside} is {said}; expected nanoseconds since the epoch: delete it, and the time at which {file.name} was last "
+            "written to counts instead"
+        )
+    return said
 
 
 def _alive_file(file: Path) -> Path:
@@ -68,12 +120,14 @@ class Goodput:
         starts: how often the run was started.
         steps: distinct steps that were kept.
         steps_lost: steps that were done again after a restart.
+        notes: what is doubtful about the times, a sentence each.
     """
 
     nanoseconds: Mapping[str, int]
     starts: int
     steps: int
     steps_lost: int
+    notes: tuple[str, ...] = ()
 
     @property
     def wall_ns(self) -> int:
@@ -94,6 +148,7 @@ class Goodput:
             "starts": self.starts,
             "steps": self.steps,
             "steps_lost": self.steps_lost,
+            "notes": list(self.notes),
         }
 
 
@@ -104,7 +159,8 @@ class Recorder(Listener):
     """Appends to this rank's file, after every step, the nanoseconds by phase since the line before.
 
     While the process lives, the time is written to a file beside it every ``heartbeat_s``: that is how the next start knows
-    when a killed one died. Files that cannot be written to any more do not end training.
+    when a killed one died. As long it also holds a lock, so that no other process takes it for dead and goes on in its files.
+    Files that cannot be written to any more do not end training.
 
     Args:
         run: the run's folder.
@@ -113,12 +169,13 @@ class Recorder(Listener):
         heartbeat_s: seconds between two signs of life.
 
     Raises:
-        DataError: the file cannot be appended to, or does not hold what this module writes.
+        DataError: the file cannot be appended to, does not hold what this module writes, or another process writes to it.
     """
 
     def __init__(self, run: str | os.PathLike[str], rank: int, clock: Clock, *, heartbeat_s: float = 1.0) -> None:
         self.path = rank_file(run, rank)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.path, heartbeat_s)
         earlier = _read(self.path)
         self._before = earlier[-1] if earlier else None
         self._earlier = earlier
@@ -143,6 +200,9 @@ class Recorder(Listener):
         self._over.set()
         self._note(self._clock.take(), how=FINISHED if error is None else type(error).__name__)
         self._output.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def so_far(self) -> Goodput:
         """What the wall time went to up to the last line, earlier starts included."""
@@ -180,6 +240,65 @@ class Recorder(Listener):
                 return
 
 
+_BEATS = 5
+"""Beats within which a sign of life is fresh."""
+_REFUSED = (errno.EACCES, errno.EAGAIN)
+
+
+def _lock(file: Path, heartbeat_s: float) -> int | None:
+    """Lock what a rank records in ``file``; the open lock file, or None where the file system has no locks.
+
+    The lock is the process's (:manpage:`fcntl(2)`): the kernel drops it when that dies, and no child that was forked and
+    outlives it has it, as one of :manpage:`flock(2)` would. It ends with the first closing of the lock file in this process,
+    which is why it is no file that anything else opens.
+
+    Raises:
+        DataError: another process holds it, or seems to.
+    """
+    path = file.with_suffix(".lock")
+    output = None
+    try:
+        output = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        fcntl.lockf(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if output is not None:
+            os.close(output)
+        if output is not None and error.errno in _REFUSED:
+            raise _in_use(file, "") from error
+        logger.warning(
+            "%s: %s; whether another process records there is judged by its last sign of life", path, error.strerror
+        )
+        _refuse_living(file, heartbeat_s)
+        return None
+    return output
+
+
+def _refuse_living(file: Path, heartbeat_s: float) -> None:
+    """Raise if another process that has not said how it ended gave a sign of life a few beats ago."""
+    lines = list(read_lines(file)) if file.is_file() else []
+    holder = next((line for line in reversed(lines) if "began" in line), None)
+    if holder is None or "how" in lines[-1]:
+        return
+    if (holder.get("host"), holder.get("pid")) == (socket.gethostname(), os.getpid()):
+        return
+    age_s = (time.time_ns() - last_alive_ns(file)) / 1e9
+    if abs(age_s) < _BEATS * heartbeat_s:
+        raise _in_use(
+            file, f"; it gave a sign of life {age_s:.1f} s ago: if it is dead, wait {_BEATS * heartbeat_s:.0f} s"
+        )
+
+
+def _in_use(file: Path, more: str) -> DataError:
+    """The error about a file to which another process writes; its last start says which."""
+    began: Mapping[str, Any] = {}
+    if file.is_file():
+        began = next((line for line in reversed(list(read_lines(file))) if "began" in line), {})
+    who = f"process {began['pid']} on {began['host']}" if {"pid", "host"} <= began.keys() else "another process"
+    return DataError(
+        f"{file}: {who} records there; expected that nobody does: wait for it, or name another folder with --observe DIR{more}"
+    )
+
+
 def _say_alive(file: Path) -> None:
     """Write the time beside ``file``, over the one before, which is as long: no reader meets half of one."""
     os.utime(file)  # for readers of the modification time, and where there is no room for one more file
@@ -193,12 +312,63 @@ def _say_alive(file: Path) -> None:
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
+_PHASES = frozenset(phase.value for phase in Phase)
+_PHASE = kinds.plain(f"one of {', '.join(sorted(_PHASES))}", lambda value: value in _PHASES)
+_BEGAN = kinds.record(
+    {"began": kinds.NANOSECONDS},
+    {"host": kinds.TEXT, "pid": kinds.COUNT, "died": kinds.NANOSECONDS},
+    more=True,
+)
+_LINE = kinds.record(
+    {"at": kinds.NANOSECONDS, "phases": kinds.map_of(kinds.NANOSECONDS, _PHASE)}, {"how": kinds.TEXT}, more=True
+)
+_OF_A_STEP = kinds.record({"step": kinds.SIZE, "resumed_at": kinds.COUNT}, more=True)
+
+
+class _Check:
+    """Checks the lines of a file one after another: each alone, and that the steps of a start ascend."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._begun = False
+
+    def __call__(self, found: Any) -> dict[str, Any]:
+        if isinstance(found, dict) and "began" in found:
+            kinds.check(found, _BEGAN)
+            self._step, self._begun = None, True
+            return found
+        kinds.check(found, _LINE)
+        if not self._begun:
+            raise ValueError("no line with `began` is before it; expected one at the beginning of a start")
+        if "step" in found:
+            kinds.check(found, _OF_A_STEP)
+            least = found["resumed_at"] if self._step is None else self._step
+            if found["step"] <= least:
+                raise ValueError(f"step is {found['step']} after {least} in one start; expected steps that ascend")
+            self._step = found["step"]
+        return dict(found)
+
+
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a rank's file, each checked: what has ``began`` is the first of a start.
+
+    Raises:
+        DataError: a line is not what a run writes, or the file cannot be read.
+    """
+    reader = LineReader[dict[str, Any]](file, _Check(), lambda line, _: "began" in line, "what a run writes there")
+    try:
+        yield from reader.read_all()
+    except (OSError, RecursionError) as error:
+        raise DataError(f"{file}: {error}; expected what a rank wrote") from error
+
+
 @dataclass
 class _Start:
     """One process of a rank.
 
     Attributes:
-        began_ns, ended_ns: seconds since the epoch, in nanoseconds.
+        began_ns, ended_ns: nanoseconds since the epoch.
+        last_ns: the same of its last line.
         how: how it said that it ended; None while it has not.
         resumed_at: the step whose checkpoint it started from; None before its first step.
         phases: nanoseconds by phase, but for those of whole steps.
@@ -214,6 +384,7 @@ class _Start:
     done: int = 0
     done_ns: int = 0
     steps: list[tuple[int, int]] | None = None
+    last_ns: int = 0
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Take in a line but the first."""
@@ -226,7 +397,7 @@ class _Start:
             if self.steps is not None:
                 self.steps.append((line["step"], in_step))
         self.phases.update(phases)
-        self.ended_ns = line["at"]
+        self.ended_ns = self.last_ns = line["at"]
         self.how = line.get("how")
 
     def lost(self, repeated_from: int | None) -> tuple[int, int]:
@@ -247,17 +418,13 @@ def _read(path: Path) -> list[_Start]:
         return starts
     alive_ns = last_alive_ns(path)
 
-    def take(line: dict[str, Any]) -> bool:
+    for line in read_lines(path):
         if "began" not in line:
             starts[-1].add(line)
-            return False
+            continue
         if starts and "died" in line:
             starts[-1].ended_ns = line["died"]
         starts.append(_Start(line["began"], line["began"], steps=[]))
-        return True
-
-    for _ in LineReader(path, take, lambda first, _: first, "what a run writes there").read_all():
-        pass
     if starts and starts[-1].how is None:
         starts[-1].ended_ns = max(starts[-1].ended_ns, alive_ns)
     return starts
@@ -324,18 +491,47 @@ def _class(phase: str, after_death: bool) -> str:
     return RECOVERY if phase == Phase.STARTUP and after_death else phase
 
 
-def read(run: str | os.PathLike[str]) -> dict[int, Goodput]:
+def _doubts(starts: Sequence[_Start], now_ns: int) -> Iterator[str]:
+    """What clocks that were set, or differ between hosts, did to the times."""
+    for number, start in enumerate(starts, start=1):
+        before = starts[number - 2] if number > 1 else None
+        if before is not None and start.began_ns < before.ended_ns - _BACK_NS:
+            apart = (before.ended_ns - start.began_ns) / 1e9
+            yield (
+                f"start {number} began {apart:.1f} s before start {number - 1} ended: a clock was set, or two differ, and the "
+                "time between the two counts as 0 s"
+            )
+        if start.ended_ns < start.last_ns - _BACK_NS:
+            apart = (start.last_ns - start.ended_ns) / 1e9
+            yield f"start {number} died {apart:.1f} s before its last line: a clock was set while it ran"
+        if start.ended_ns > now_ns + _APART_NS:
+            apart = (start.ended_ns - now_ns) / 1e9
+            yield f"start {number} ends {apart:.1f} s ahead of the clock of this machine: its times are doubtful"
+
+
+def read(run: str | os.PathLike[str], world_size: float = math.inf) -> dict[int, Goodput]:
     """The goodput of every rank that left a file in the run's folder, by rank.
 
+    Args:
+        run: the run's folder.
+        world_size: processes of the last start; what higher ranks of an earlier one left is not read.
+
     Raises:
-        DataError: there is none, or a line is not what a run writes.
+        DataError: there is none, one is no regular file of a rank, or a line is not what a run writes.
     """
-    files = sorted((Path(run) / FOLDER).glob("rank_*.jsonl"))
-    if not files:
+    found = files(run, world_size)
+    if not found:
         raise DataError(f"{Path(run) / FOLDER} holds no rank_*.jsonl; expected the folder of a run that was observed")
-    return {int(file.stem.removeprefix("rank_")): _sum(_read(file)).goodput() for file in files}
+    ranks, now_ns = {}, time.time_ns()
+    for rank, file in found.items():
+        starts = _read(file)
+        ranks[rank] = replace(_sum(starts).goodput(), notes=tuple(_doubts(starts, now_ns)))
+    return ranks
 
 
 def slowest(ranks: Mapping[int, Goodput]) -> int:
-    """The rank with the least goodput: the others' steps hold the time in which they wait for it."""
-    return min(ranks, key=lambda rank: (ranks[rank].share, rank))
+    """The rank with the least goodput: the others' steps hold the time in which they wait for it.
+
+    One that has left no time is the slowest only where none has.
+    """
+    return min(ranks, key=lambda rank: (not ranks[rank].wall_ns, ranks[rank].share, rank))

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe import kinds
 from megacpp_mcore.observe.clock import Phase
 from megacpp_mcore.observe.files import Appender, LineReader
 from megacpp_mcore.observe.flops_report import Utilisation
@@ -23,7 +24,7 @@ from megacpp_mcore.observe.goodput import PRODUCTIVE
 from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.peaks import peak
 from megacpp_mcore.observe.receipt_assembly import load, part_file
-from megacpp_mcore.observe.steps import begins, kept
+from megacpp_mcore.observe.steps import begins, kept, numbered
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.goodput import Goodput, Recorder
@@ -311,5 +312,38 @@ def read_metrics(run: str | os.PathLike[str]) -> list[Metrics]:
     Raises:
         DataError: a line is not what a run writes, and not one that a start could not complete at its end.
     """
-    lines = LineReader(Path(run) / METRICS, lambda found: Metrics(**found), begins, "a logged step")
-    return kept(list(lines.read_all()))
+    path = Path(run) / METRICS
+    if (path.is_symlink() or path.exists()) and not path.is_file():
+        raise DataError(f"{path} is no regular file; expected the logged steps of a run: move it out of the folder")
+    try:
+        return kept(list(LineReader(path, _parse, begins, "a logged step").read_all()))
+    except (OSError, RecursionError) as error:
+        raise DataError(f"{path}: {error}; expected the logged steps of a run") from error
+
+
+_OPTIONAL = ("routing_entropy", "routing_max_over_mean", "dropped_share", "index_overlap")
+_METRICS = kinds.record(
+    {
+        "step": kinds.SIZE,
+        "resumed_at": kinds.COUNT,
+        "time_s": kinds.AMOUNT,
+        "tokens": kinds.COUNT,
+        "losses": kinds.map_of(kinds.RESULT),
+        "grad_norm": kinds.nullable(kinds.RESULT),
+        "learning_rate": kinds.nullable(kinds.AMOUNT),
+        "skipped": kinds.COUNT,
+        "tokens_per_s": kinds.nullable(kinds.AMOUNT),
+        "mfu": kinds.nullable(kinds.AMOUNT),
+        "mfu_reason": kinds.TEXT,
+        "goodput": kinds.SHARE,
+        "memory_allocated_bytes": kinds.COUNT,
+        "memory_reserved_bytes": kinds.COUNT,
+    },
+    dict.fromkeys(_OPTIONAL, kinds.nullable(kinds.AMOUNT)),
+)
+
+
+def _parse(found: Any) -> Metrics:
+    kinds.check(found, _METRICS)
+    numbered(found)
+    return Metrics(**found)

@@ -15,6 +15,8 @@ _MOST_POINTS = 800
 """Points of a curve; of more, the lowest and the highest of each of half as many stretches are drawn."""
 _MOST_BANDS = 300
 """Bands of a plot; of more, the widest are drawn."""
+_LEAST_RANGE = 1e-290
+"""What is apart by less is one value: a step between ticks could not be told from 0."""
 _LEAST_BAND = 2.0
 """The least width of a band, thousandths."""
 
@@ -77,8 +79,10 @@ class Axis:
             exponents = range(math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9) + 1)
             self.ticks = [10.0**each for each in exponents]
             return
-        if not high > low:
-            low, high = low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05
+        if not high - low > _LEAST_RANGE:
+            largest = max(abs(low), abs(high))
+            room = 0.05 * (largest if largest > _LEAST_RANGE else 1)
+            low, high = min(low, high) - room, max(low, high) + room
         self.low, self.high = low, high
         step = _round_step(max((high - low) / ticks, 1.0 if whole else 0.0))
         first = math.ceil(low / step - 1e-9)

@@ -11,7 +11,6 @@ from typing import Any
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput, receipts
 from megacpp_mcore.observe.clock import Phase
-from megacpp_mcore.observe.files import LineReader
 from megacpp_mcore.observe.goodput import DOWN, LOST, PRODUCTIVE, RECOVERY, Goodput
 from megacpp_mcore.observe.live import Metrics, read_metrics
 from megacpp_mcore.observe.receipt_assembly import PARTS, STEPS
@@ -155,6 +154,8 @@ def _name(folder: Path) -> str:
 def _timeline(run: Path, rank: int, tokens: Mapping[int, int]) -> Timeline:
     path = goodput.rank_file(run, rank)
     starts = list(_starts(path))
+    if not starts:
+        raise DataError(f"{path} holds no start of rank {rank}; expected the lines of a run")
     began = starts[0][0]["began"]
     spans: list[Span] = []
     rates: list[Rate] = []
@@ -184,16 +185,15 @@ def _timeline(run: Path, rank: int, tokens: Mapping[int, int]) -> Timeline:
 
 
 def _starts(path: Path) -> Iterator[list[dict[str, Any]]]:
-    """The lines of each start; ``goodput.read`` has checked them."""
+    """The lines of each start."""
     start: list[dict[str, Any]] = []
-    for line in LineReader[dict[str, Any]](
-        path, dict, lambda line, _: "began" in line, "what a run writes there"
-    ).read_all():
+    for line in goodput.read_lines(path):
         if "began" in line and start:
             yield start
             start = []
         start.append(line)
-    yield start
+    if start:
+        yield start
 
 
 def _had_steps(start: Sequence[Mapping[str, Any]]) -> bool:

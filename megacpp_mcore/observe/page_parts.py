@@ -26,7 +26,7 @@ from megacpp_mcore.observe.page_charts import (
     stack,
 )
 from megacpp_mcore.observe.page_data import RunData
-from megacpp_mcore.observe.receipt_schema import FINISHED, RUNNING, why_unknown
+from megacpp_mcore.observe.receipt_schema import FINISHED, RUNNING, dominant, why_unknown
 
 CURVE_STYLES = ("c1", "c2", "c3", "c4", "c5", "c6")
 MOST_RANKS = 12
@@ -334,13 +334,14 @@ def goodput_bars(run: RunData) -> str:
         f'<td class="number">{clock(spent / 1e9)}</td><td class="number">{spent / max(1, worst.wall_ns):.1%}</td></tr>'
         for name, spent in worst.nanoseconds.items()
     )
+    doubts = "".join(f'<p class="dim">{escape(note)}.</p>' for note in worst.notes)
     about_it = (
         f"{clock(worst.wall_ns / 1e9)} of wall time of rank {slowest}, {worst.starts} start{'s' * (worst.starts > 1)}, "
         f"{worst.steps} steps kept, {worst.steps_lost} lost. The parts sum to the whole."
     )
     return section(
         "goodput", title,
-        f'<div class="bars" data-part="goodput-bar">{"".join(rows)}</div>{more}'
+        f'<div class="bars" data-part="goodput-bar">{"".join(rows)}</div>{more}{doubts}'
         f'<table class="classes"><tbody>{table}</tbody></table>',
         about_it,
     )  # fmt: skip
@@ -372,7 +373,10 @@ def shares(run: RunData) -> str:
             f"</span><span>{share:.1%}</span>"
         )
     return section(
-        "shares", title, f'<div class="bars">{"".join(rows)}</div>', f"From the {escape(run.values['shares.source'])}."
+        "shares",
+        title,
+        f'<div class="bars">{"".join(rows)}</div>',
+        f"From the {escape(run.values['shares.source'])}. Largest: {escape(dominant(run.values))}.",
     )
 
 

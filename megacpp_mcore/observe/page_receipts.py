@@ -10,7 +10,7 @@ from megacpp_mcore.observe.compare import compare
 from megacpp_mcore.observe.page_charts import Axis, Curve, axis_of, legend, plot
 from megacpp_mcore.observe.page_data import RunData
 from megacpp_mcore.observe.page_parts import CURVE_STYLES, clock, layer_of, section, size, spans, unknown
-from megacpp_mcore.observe.receipt_schema import why_unknown
+from megacpp_mcore.observe.receipt_schema import dominant, why_unknown
 
 
 def _plain(value: Any) -> str:
@@ -117,7 +117,7 @@ def _text(run: RunData, path: str, form: _Form) -> str:
     value = run.values[path]
     if value is None:
         return f'<span class="why">not known: {escape(unknown(run, path))}</span>'
-    return escape(form(value))
+    return escape(dominant(run.values) if path == "dominant_cost" else form(value))
 
 
 def unjudged(run: RunData) -> str:

@@ -9,6 +9,7 @@ import datetime
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,15 +17,16 @@ from statistics import fmean
 from typing import Any
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import goodput, receipt_schema, receipt_window, routing
+from megacpp_mcore.observe import goodput, kinds, receipt_schema, receipt_window, routing
 from megacpp_mcore.observe.disqualify import judge
 from megacpp_mcore.observe.flops_report import Utilisation
-from megacpp_mcore.observe.peaks import peak
+from megacpp_mcore.observe.peaks import PRECISIONS, peak
 from megacpp_mcore.observe.receipt_schema import FINISHED, RUNNING, SCHEMA
 from megacpp_mcore.observe.receipt_window import Window
 from megacpp_mcore.observe.steps import Step, kept, read_steps
 
 PARTS, RECEIPT, STEPS = "parts", "receipt.json", "steps.jsonl"
+_PART_NAME = re.compile(r"rank_(\d{5,9})\.json")
 PROFILES = "profile"
 """Folder of the run's profiles, each a ``table.json`` of :mod:`megacpp_mcore.observe.profile_table`."""
 
@@ -44,6 +46,86 @@ _LANE_CLASSES = {
 }
 
 
+_LOCAL = kinds.record(
+    {
+        "backends": kinds.list_of(receipt_schema.BACKEND),
+        "parts": kinds.list_of(receipt_schema.PART),
+        "buckets": kinds.nullable(kinds.list_of(receipt_schema.BUCKET)),
+        "overlap_grad_reduce": kinds.nullable(kinds.FLAG),
+    },
+    more=True,
+)
+_MEMORY = kinds.record({"kind": kinds.TEXT, "allocated_peak_bytes": kinds.COUNT, "reserved_peak_bytes": kinds.COUNT})
+_MOE = kinds.record(
+    {
+        "shared_expert_overlap": kinds.list_of(kinds.FLAG),
+        "dispatchers": kinds.list_of(kinds.TEXT),
+        "top_k": kinds.list_of(kinds.COUNT),
+    },
+    more=True,
+)
+_ROUTING = kinds.record(
+    {
+        "layers": kinds.map_of(receipt_schema.LOAD),
+        "router_dtypes": kinds.map_of(kinds.TEXT),
+        "index_overlap": kinds.map_of(kinds.SHARE),
+    },
+    {"not_counted": kinds.map_of(kinds.TEXT)},
+    more=True,
+)
+_CACHE = kinds.record({"files": kinds.map_of(kinds.COUNT), "added": kinds.map_of(kinds.COUNT)})
+_PART = kinds.record(
+    {"schema": kinds.COUNT, "rank": kinds.COUNT, "status": kinds.TEXT, "warm_up_steps": kinds.COUNT,
+     "notes": kinds.list_of(kinds.TEXT)},
+    {
+        "run": kinds.MAP,
+        "unknown": kinds.map_of(kinds.TEXT),
+        "failed": kinds.list_of(kinds.TEXT),
+        "noted": kinds.list_of(receipt_schema.BACKEND),
+        "local": _LOCAL,
+        "memory": _MEMORY,
+        "moe": _MOE,
+        "routing": _ROUTING,
+        "cache": _CACHE,
+    },
+    more=True,
+)  # fmt: skip
+"""What a rank leaves; ``run`` has the fields of a receipt by path, each of which may be doubtful alone."""
+_FLOPS = kinds.record(
+    {
+        "families": kinds.record(
+            {name: kinds.record({"share": kinds.SHARE}, more=True) for names in _OF_GROUP.values() for name in names},
+            more=True,
+        ),
+        "by_precision": kinds.map_of(
+            kinds.record({"model_flops": kinds.COUNT, "hardware_flops": kinds.COUNT}, more=True),
+            kinds.one_of(*PRECISIONS),
+        ),
+    },
+    more=True,
+)
+_TABLE = kinds.record(
+    {
+        "steps": kinds.plain("the first and the last step", lambda steps: _is_span(steps)),
+        "phase": kinds.TEXT,
+        "families": kinds.map_of(kinds.record({"share": kinds.nullable(kinds.SHARE)}, more=True)),
+        "rank": kinds.COUNT,
+        "dominant": kinds.nullable(kinds.TEXT),
+    },
+    {
+        "unit": kinds.TEXT,
+        "trigger": kinds.nullable(kinds.TEXT),
+        "graph_recaptures": kinds.nullable(kinds.COUNT),
+        "hidden_share": kinds.nullable(kinds.SHARE),
+    },
+    more=True,
+)
+
+
+def _is_span(steps: Any) -> bool:
+    return kinds.list_of(kinds.SIZE).accepts(steps) and len(steps) == 2 and steps[0] <= steps[1]
+
+
 def part_file(run: str | os.PathLike[str], rank: int) -> Path:
     """The part of rank ``rank`` in the run's folder."""
     return Path(run) / PARTS / f"rank_{rank:05d}.json"
@@ -57,25 +139,36 @@ def now() -> str:
 def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     """The receipt of the run in folder ``run``, as far as it has come.
 
+    A damaged file makes unknown what it would have said, and the receipt says which: the other ranks' parts are not lost with
+    the one of them that cannot be read.
+
     Raises:
-        DataError: there are no parts, or a file there is damaged.
+        DataError: there is no part that can be read.
     """
-    parts = _parts(Path(run))
+    parts, damaged = _parts(Path(run))
     first = parts[0]
-    world_size = first.get("run", {}).get("parallelism.world_size", math.inf)
-    parts = [part for part in parts if part["rank"] < world_size]  # an earlier start may have had more
     values: dict[str, Any] = dict(first.get("run", {}))
     unknown: dict[str, str] = dict(first.get("unknown", {}))
+    _drop_doubtful(values, unknown)
+    world_size = values.get("parallelism.world_size") or math.inf
+    parts = [part for part in parts if part["rank"] < world_size]  # an earlier start may have had more
+    if not parts:
+        raise DataError(
+            f"{part_file(run, 0)} and others of the last start are missing; expected parts of ranks below {world_size}"
+        )
+    notes: list[str] = [why for rank, why in damaged if rank < world_size]
     steps = _steps(Path(run), unknown)
     profile = _read_profile(Path(run), world_size, unknown)
     window = _window(Path(run), first["warm_up_steps"], world_size, unknown)
+    if not kinds.map_of(kinds.TEXT).accepts(values.setdefault("environment", {})):
+        notes.append(f"environment is {kinds.shown(values['environment'])}; expected the values of variables")
+        values["environment"] = {}
     values |= {
         "schema": SCHEMA,
         "status": _status(parts, world_size),
         "written_at": now(),
         "ranks.expected": values.get("parallelism.world_size"),
         "ranks.found": [part["rank"] for part in parts],
-        "environment": values.get("environment", {}),
     }
     for section in (
         _layers(parts, unknown),
@@ -84,37 +177,94 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
         _cache(parts, window, unknown),
         _time(steps, window, unknown),
         _losses(steps, unknown),
-        _goodput(Path(run), world_size, unknown),
+        _goodput(Path(run), world_size, unknown, notes),
         _profile(profile, unknown),
     ):
         values |= section
+    _drop_doubtful(values, unknown)
     values |= _speed(values, unknown)
     values |= _shares(values, profile, unknown)
+    _drop_doubtful(values, unknown)
     values["disqualifiers"], values["unjudged"] = judge(values, steps, window)
     failed = [f"rank {part['rank']}: {one}" for part in parts for one in part.get("failed", ())]
-    values["notes"] = [*first["notes"], *failed, *_notes(values)]
-    return receipt_schema.nest(values, unknown, f"the part of rank {first['rank']} does not say: the run ended before")
+    values["notes"] = [*first["notes"], *failed, *notes, *_notes(values)]
+    otherwise = f"the part of rank {first['rank']} does not say: the run ended before"
+    return dict(kinds.printable(receipt_schema.nest(values, unknown, otherwise)))
 
 
-def _parts(run: Path) -> list[dict[str, Any]]:
+def _drop_doubtful(values: dict[str, Any], unknown: dict[str, str]) -> None:
+    """Make unknown what a field of a receipt cannot hold, with that as the reason."""
+    doubts = receipt_schema.doubts(values)
+    if "flops" in values and "flops" not in doubts and not kinds.nullable(_FLOPS).accepts(values["flops"]):
+        doubts["flops"] = kinds.joined(list(_FLOPS.problems(values["flops"], "flops")))
+    for path, why in doubts.items():
+        values[path] = None
+        unknown[path] = why
+
+
+def _parts(run: Path) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
+    """The parts that can be read, and of the others the rank (-1: none) and why not."""
     files = sorted((run / PARTS).glob("rank_*.json"))
     if not files:
         raise DataError(f"{run / PARTS} holds no rank_*.json; expected the folder of a run that was observed")
-    parts = [load(file, "the part of a rank") for file in files]
-    for file, part in zip(files, parts, strict=True):
-        if part.get("schema") != SCHEMA or "rank" not in part or "status" not in part:
-            raise DataError(f"{file}: not the part of a rank of schema {SCHEMA}; delete the folder, or restore it")
-    return parts
+    parts: list[dict[str, Any]] = []
+    damaged: list[tuple[int, str]] = []
+    for file in files:
+        try:
+            part = read_part(file)
+        except DataError as error:
+            damaged.append((_rank_of(file), f"a part is left out: {error}"))
+            if len(damaged) == len(files):
+                raise
+        else:
+            parts.append(part)
+    return parts, damaged
+
+
+def _rank_of(file: Path) -> int:
+    """The rank that the name of a part says, or -1."""
+    said = _PART_NAME.fullmatch(file.name)
+    return -1 if said is None else int(said[1])
+
+
+def read_part(file: Path) -> dict[str, Any]:
+    """The part of a rank, checked.
+
+    Raises:
+        DataError: it is not what a rank writes; with the field, what was found, and what was expected.
+    """
+    part: dict[str, Any] = kinds.printable(load(file, "the part of a rank"))
+    if part.get("schema") != SCHEMA:
+        raise DataError(f"{file}: {receipt_schema.other_schema(part.get('schema'))}")
+    try:
+        kinds.check(part, _PART)
+        if part["rank"] != _rank_of(file):
+            raise ValueError(f"rank is {part['rank']}; expected the one in the name of the file")
+    except ValueError as error:
+        raise DataError(f"{file}: not the part of a rank: {error}; delete the folder, or restore the file") from error
+    return part
 
 
 def load(path: Path, expected: str) -> dict[str, Any]:
-    """The object in the JSON file at ``path``."""
+    """The object in the JSON file at ``path``.
+
+    Raises:
+        DataError: there is no such file, or it holds something else.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise DataError(f"{path} is no regular file; expected {expected}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: {error}; expected {expected}") from error
+    except RecursionError:
+        found = []
     if not isinstance(found, dict):
         raise DataError(f"{path} holds a {type(found).__name__}; expected {expected}")
+    if kinds.too_deep(found):
+        raise DataError(
+            f"{path} holds lists or objects more than {kinds.DEEPEST} deep in each other; expected {expected}"
+        )
     return found
 
 
@@ -209,7 +359,11 @@ def _moe(parts: Sequence[Mapping[str, Any]], values: Mapping[str, Any], unknown:
         unknown.setdefault("routing.top_k", "the routers differ")
     records = [part["routing"] for part in parts if "routing" in part]
     not_counted = {layer: why for record in records for layer, why in record.get("not_counted", {}).items()}
-    loads = routing.merged(record["layers"] for record in records)
+    try:
+        loads = routing.merged(record["layers"] for record in records)
+    except DataError as error:
+        unknown |= {f"routing.{name}": str(error) for name in _MEASURED}
+        return found
     loads = {layer: load for layer, load in loads.items() if layer not in not_counted}
     found["indexer.overlap"] = _mean_overlaps(records)
     unknown.setdefault(
@@ -289,6 +443,9 @@ def _time(steps: Sequence[Step], window: Window | None, unknown: dict[str, str])
         unknown |= {"step_time": reason, "window.first_step": reason, "window.last_step": reason}
         return found
     seconds = sorted(window.seconds.values())
+    if not seconds[0]:
+        unknown |= {"step_time": "a measured step took no time by its record, which no step does"}
+        return found
     found |= {
         "window.first_step": min(window.seconds),
         "window.last_step": max(window.seconds),
@@ -319,17 +476,22 @@ def _losses(steps: Sequence[Step], unknown: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def _goodput(run: Path, world_size: float, unknown: dict[str, str]) -> dict[str, Any]:
+def _goodput(run: Path, world_size: float, unknown: dict[str, str], notes: list[str]) -> dict[str, Any]:
+    """The goodput of the slowest rank; what is doubtful about the times of any goes to ``notes``."""
     try:
-        ranks = {rank: one for rank, one in goodput.read(run).items() if rank < world_size}
+        ranks = goodput.read(run, world_size)
     except DataError as error:
         unknown["goodput"] = str(error)
         return {}
-    if not ranks:
-        unknown["goodput"] = f"no rank below {world_size} left its goodput"
-        return {}
+    of_note: dict[str, list[int]] = {}
+    for rank, one in ranks.items():
+        for note in one.notes:
+            of_note.setdefault(note, []).append(rank)
+    notes += [f"rank {', '.join(map(str, of))}: {note}" for note, of in of_note.items()]
     slowest = goodput.slowest(ranks)
-    return {"goodput": {"rank": slowest, **ranks[slowest].record()}}
+    record = ranks[slowest].record()
+    del record["notes"]
+    return {"goodput": {"rank": slowest, **record}}
 
 
 def _profile(profile: Mapping[str, Any] | None, unknown: dict[str, str]) -> dict[str, Any]:
@@ -360,10 +522,12 @@ def _read_profile(run: Path, world_size: float, unknown: dict[str, str]) -> dict
         except DataError as error:
             unknown["profiler"] = str(error)
             continue
-        if {"steps", "phase", "families", "rank", "dominant"} <= profile.keys():
-            found.append(profile)
+        try:
+            kinds.check(profile, _TABLE)
+        except ValueError as error:
+            unknown["profiler"] = f"{path}: not the table of a profile: {error}; delete it, or profile again"
         else:
-            unknown["profiler"] = f"{path.name} of a profile lacks steps, phase, families, rank or dominant"
+            found.append(kinds.printable(profile))
     current = [one for one in found if one["rank"] < world_size]
     return max(current, key=lambda one: (one["phase"] == "steady", one["steps"], -one["rank"]), default=None)
 
@@ -408,7 +572,9 @@ def _shares(values: Mapping[str, Any], profile: Mapping[str, Any] | None, unknow
     counted = values.get("flops")
     if profile is not None and profile["dominant"] is not None:
         families = profile["families"]
-        shares = {_OF_LETTER.get(name, name): row["share"] for name, row in families.items()}
+        shares = {
+            _OF_LETTER.get(name, name): row["share"] for name, row in families.items() if row["share"] is not None
+        }
         dominant = _OF_LETTER.get(profile["dominant"], profile["dominant"])
         source = "profile: {} of steps {} to {}".format(profile.get("unit", "time"), *profile["steps"])
     elif counted is not None:
@@ -436,7 +602,14 @@ def _notes(values: Mapping[str, Any]) -> list[str]:
     share = values.get("attention_share")
     if share is None or share >= 1:
         return []
-    what = "profiled time" if str(values["shares.source"]).startswith("profile") else "FLOPs"
+    timed = str(values["shares.source"]).startswith("profile")
+    what = "profiled time" if timed else "FLOPs"
+    counted = (
+        []
+        if timed
+        else [f"{values['dominant_cost']} has the largest share of FLOPs; only a profile says what takes most time"]
+    )
     return [
-        f"attention is {share:.0%} of the {what}: without any of it a step would be {1 / (1 - share):.2f}x as fast by that"
+        *counted,
+        f"attention is {share:.0%} of the {what}: without any of it a step would be {1 / (1 - share):.2f}x as fast by that",
     ]

@@ -5,12 +5,14 @@ A receipt is JSON. What is not known is null, and ``unknown`` says why, under th
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe import kinds
+from megacpp_mcore.observe.kinds import Kind
 
 SCHEMA = 1
 """The version of the schema; another number is another schema."""
@@ -33,45 +35,18 @@ CACHE_STATES = ("warm", "cold", "unused")
 LANE_CLASSES = ("dense_attention", "expert", "mamba_recurrent")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-_KINDS: Mapping[str, Callable[[Any], bool]] = {
-    "text": lambda value: isinstance(value, str),
-    "flag": lambda value: isinstance(value, bool),
-    "count": _is_count,
-    "number": _is_number,
-    "share": lambda value: _is_number(value) and 0 <= value <= 1,
-    "list": lambda value: isinstance(value, list),
-    "map": lambda value: isinstance(value, dict),
-}
-_WORDS = {
-    "text": "a text",
-    "flag": "true or false",
-    "count": "a whole number, 0 or more",
-    "number": "a finite number",
-    "share": "a number from 0 to 1",
-    "list": "a list",
-    "map": "an object",
-}
-
-
 @dataclass(frozen=True)
 class Field:
     """One field.
 
     Attributes:
         path: its keys from the top, joined by dots.
-        kind: a key of :data:`_KINDS`; of a list or map of one kind, ``list of KIND`` or ``map of KIND``.
+        kind: as :func:`megacpp_mcore.observe.kinds.named` reads it.
         meaning: what it says, with its unit.
         nullable: whether it may be unknown.
         values: the texts that it may be; any, if empty.
-        items: of a list of records, the fields of one and their kinds (a ``?`` behind it: may be null).
+        items: of a list or map of records, the fields of one and their kinds.
+        keys: of a map that is a record, its fields and their kinds.
     """
 
     path: str
@@ -80,35 +55,31 @@ class Field:
     nullable: bool = True
     values: tuple[str, ...] = ()
     items: Mapping[str, str] | None = None
+    keys: Mapping[str, str] | None = None
+
+    @functools.cached_property
+    def expected(self) -> Kind:
+        """What its value has to be where it is not null."""
+        if self.values:
+            return kinds.one_of(*self.values)
+        if self.keys is not None:
+            return kinds.named(self.keys)
+        if self.items is not None:
+            one = kinds.named(self.items)
+            return kinds.list_of(one) if self.kind == "list" else kinds.map_of(one)
+        return kinds.named(self.kind)
 
     def problems(self, value: Any) -> Iterator[str]:
         """What is wrong with ``value``, which is not null."""
-        outer, _, inner = self.kind.partition(" of ")
-        if not _KINDS[outer](value):
-            yield _wrong(self.path, value, _WORDS[outer])
-        elif self.values and value not in self.values:
-            yield _wrong(self.path, value, f"one of {', '.join(self.values)}")
-        elif inner or self.items is not None:
-            entries = value.items() if outer == "map" else enumerate(value)
-            for key, entry in entries:
-                yield from self._entry_problems(f"{self.path}[{key}]", entry, inner)
+        yield from self.expected.problems(value, self.path)
 
-    def _entry_problems(self, where: str, entry: Any, inner: str) -> Iterator[str]:
-        if self.items is None:
-            if not _KINDS[inner](entry):
-                yield _wrong(where, entry, _WORDS[inner])
-            return
-        if not isinstance(entry, dict) or entry.keys() != self.items.keys():
-            yield _wrong(where, entry, f"a record of {', '.join(self.items)}")
-            return
-        for name, kind in self.items.items():
-            bare = kind.removesuffix("?")
-            if not (_KINDS[bare](entry[name]) or (entry[name] is None and kind.endswith("?"))):
-                yield _wrong(f"{where}.{name}", entry[name], _WORDS[bare])
-
-
-def _wrong(where: str, value: Any, expected: str) -> str:
-    return f"{where} is {str(value)[:80]!r} ({type(value).__name__}); expected {expected}"
+    def describe(self) -> str:
+        """Its kind, in Markdown."""
+        if self.values:
+            return f"one of {', '.join(f'`{value}`' for value in self.values)}"
+        if self.keys is not None:
+            return f"{{{', '.join(self.keys)}}}"
+        return self.kind if self.items is None else f"{self.kind} of {{{', '.join(self.items)}}}"
 
 
 _BACKEND = {
@@ -120,19 +91,37 @@ _BACKEND = {
     "slower_than_best": "flag",
     "reason": "text",
 }
-_PART = {"part": "text", "requested": "text", "observed": "text", "implementation": "text", "layers": "list"}
-_PATCH = {"name": "text", "state": "text", "fingerprints": "map"}
+_PART = {"part": "text", "requested": "text", "observed": "text", "implementation": "text", "layers": "list of layer"}
+_PATCH = {"name": "text", "state": "text", "fingerprints": "map of text"}
 _OVERLAP = {"name": "text", "asked": "flag", "possible": "flag", "reason": "text"}
 _BUCKET = {"group": "text", "dtype": "text", "elements": "count", "bytes": "count"}
 _DISQUALIFIER = {"name": "text", "evidence": "text"}
 _UNJUDGED = {"name": "text", "reason": "text"}
 _DATASET = {"name": "text", "weight": "number?", "sha256": "text?"}
+_LOAD = {
+    "tokens_per_expert": "list of count",
+    "asked": "count",
+    "dropped": "count",
+    "entropy": "amount?",
+    "max_over_mean": "amount?",
+}
+_GOODPUT = {
+    "rank": "count",
+    "goodput": "share",
+    "wall_s": "amount",
+    "seconds": "map of amount",
+    "starts": "count",
+    "steps": "count",
+    "steps_lost": "count",
+}
+BACKEND, PART, BUCKET, LOAD = map(kinds.named, (_BACKEND, _PART, _BUCKET, _LOAD))
+"""What the parts of ranks and a receipt have in common."""
 
 FIELDS: tuple[Field, ...] = (
     Field("schema", "count", f"version of this schema, {SCHEMA}", nullable=False),
     Field("status", "text", "`running` (or killed), `finished`, or the name of the error that ended it", nullable=False),
     Field("written_at", "text", "when it was put together, UTC", nullable=False),
-    Field("ranks.expected", "count", "processes of the run"),
+    Field("ranks.expected", "size", "processes of the run"),
     Field("ranks.found", "list of count", "ranks that left their part", nullable=False),
     # the keys of the example
     Field("family", "text", "model family, such as `NAM56R`"),
@@ -142,33 +131,33 @@ FIELDS: tuple[Field, ...] = (
     Field("moe_enabled", "flag", "whether the model has experts"),
     Field("compile_warmup", "text", "whether regions were to be compiled before step 1, as the launch policy chose",
           values=COMPILE_WARMUPS),
-    Field("dominant_cost", "text", "the group with the largest share, see `shares`"),
+    Field("dominant_cost", "text", "the group with the largest share, of time or of FLOPs as `shares` say"),
     Field("attention_share", "share", "the share of attention, indexer and projections included, see `shares`"),
     Field("notes", "list of text", "what a reader should know", nullable=False),
     # what was trained
     Field("model.name", "text", "name of the model's definition"),
     Field("model.layers", "text", "the letter of every layer"),
     Field("model.parameters", "count", "parameters of the whole model"),
-    Field("model.definition", "map", "the whole definition"),
+    Field("model.definition", "map of value", "the whole definition"),
     Field("lane_class", "text", "what the lane mostly does, by `shares`", values=LANE_CLASSES),
     Field("shares.source", "text", "where the shares are from: a profile (time) or the audited count (FLOPs)"),
     Field("shares.groups", "map of share", "share of each group"),
-    Field("parallelism.world_size", "count", "processes, one a device"),
-    Field("parallelism.hosts", "count", "hosts"),
-    Field("parallelism.tensor", "count", "tensor parallelism"),
-    Field("parallelism.pipeline", "count", "pipeline stages"),
-    Field("parallelism.virtual", "count", "virtual stages of each"),
-    Field("parallelism.expert", "count", "expert parallelism"),
-    Field("parallelism.context", "count", "context parallelism"),
-    Field("parallelism.data", "count", "data-parallel replicas"),
+    Field("parallelism.world_size", "size", "processes, one a device"),
+    Field("parallelism.hosts", "size", "hosts"),
+    Field("parallelism.tensor", "size", "tensor parallelism"),
+    Field("parallelism.pipeline", "size", "pipeline stages"),
+    Field("parallelism.virtual", "size", "virtual stages of each"),
+    Field("parallelism.expert", "size", "expert parallelism"),
+    Field("parallelism.context", "size", "context parallelism"),
+    Field("parallelism.data", "size", "data-parallel replicas"),
     Field("parallelism.sequence_parallel", "flag", "sequence parallelism"),
-    Field("batch.micro_batch_size", "count", "sequences of a micro-batch"),
-    Field("batch.global_batch_size", "count", "sequences of a step over all replicas"),
-    Field("batch.accumulation", "count", "micro-batches of a step on one replica"),
-    Field("batch.sequence_length", "count", "tokens of a sequence"),
+    Field("batch.micro_batch_size", "size", "sequences of a micro-batch"),
+    Field("batch.global_batch_size", "size", "sequences of a step over all replicas"),
+    Field("batch.accumulation", "size", "micro-batches of a step on one replica"),
+    Field("batch.sequence_length", "size", "tokens of a sequence"),
     Field("batch.documents", "text", "`together`, `masked` (rows) or `packed` (one row a micro-batch)"),
     Field("batch.rampup", "flag", "whether the batch grows during the run"),
-    Field("batch.effective_tokens", "count", "tokens of one step: sequences that it consumed times their length, "
+    Field("batch.effective_tokens", "size", "tokens of one step: sequences that it consumed times their length, "
           "padding and masked tokens included; null when steps differ"),
     Field("data.kind", "text", "`real` or `mock`", values=("real", "mock")),
     Field("data.checksum", "text", "SHA-256 over the datasets' checksums and weights, those in files of blends "
@@ -196,7 +185,7 @@ FIELDS: tuple[Field, ...] = (
     Field("cache.added", "map of count", "files that came during the run, in the warm-up included"),
     Field("recompute", "text", "what the backward pass computes again, as configured"),
     Field("experimental_taxes", "list of text", "what costs speed and is on; `report compare` says its price"),
-    Field("optimizer", "map", "optimizer, and the dtypes of its states, as configured"),
+    Field("optimizer", "map of value", "optimizer, and the dtypes of its states, as configured"),
     Field("backends", "list", "requested and observed backend of every op, by layer", items=_BACKEND),
     Field("parts", "list", "the classes that Megatron's parts really have, and the layers they are in", items=_PART),
     Field("patches", "list", "patches that are not out, with the fingerprints of what they replaced", items=_PATCH),
@@ -209,16 +198,16 @@ FIELDS: tuple[Field, ...] = (
     # routing
     Field("routing.experts", "count", "experts of a layer, as configured"),
     Field("routing.top_k", "count", "experts of a token, as the routers have it"),
-    Field("routing.settings", "map", "balancing, scores and shared expert as configured"),
-    Field("routing.capacity_factor", "number", "capacity of an expert, as configured; null with `unknown` saying that "
+    Field("routing.settings", "map of value", "balancing, scores and shared expert as configured"),
+    Field("routing.capacity_factor", "amount", "capacity of an expert, as configured; null with `unknown` saying that "
           "there is none"),
     Field("routing.expert_input", "text", "rows of an expert, as configured: padded to its capacity, or as many as came",
           values=("padded", "jagged")),
     Field("routing.forced_balance", "flag", "whether routing was to be random instead of the router's, as configured"),
     Field("routing.layers", "map", "by layer over all ranks: tokens per expert, asked, dropped, entropy (1 is even), "
-          "busiest over mean; no layer whose router is in a CUDA graph"),
+          "busiest over mean; no layer whose router is in a CUDA graph", items=_LOAD),
     Field("routing.entropy", "share", "mean over layers"),
-    Field("routing.max_over_mean", "number", "mean over layers"),
+    Field("routing.max_over_mean", "amount", "mean over layers"),
     Field("routing.dropped_tokens", "count", "assignments that capacity took away"),
     Field("routing.router_dtypes", "list of text", "dtype of the weights that routers gave out, as observed"),
     Field("routing.shared_expert_overlap", "flag", "whether the dispatchers run the shared expert, as observed"),
@@ -233,22 +222,22 @@ FIELDS: tuple[Field, ...] = (
     Field("window.last_step", "count", "last step that is measured"),
     Field("step_time.rank", "count", "the rank whose times these are: the one with the largest median"),
     Field("step_time.n", "count", "steps that are measured"),
-    Field("step_time.p50_s", "number", "median, seconds, data wait and logging included, checkpoints and evaluation not"),
-    Field("step_time.p90_s", "number", "90th percentile"),
-    Field("step_time.p99_s", "number", "99th percentile"),
-    Field("step_time.max_s", "number", "the slowest step"),
-    Field("throughput.tokens_per_s", "number", "tokens of a step over the median step time"),
-    Field("throughput.tokens_per_s_mean", "number", "tokens of the window over its time"),
-    Field("throughput.tokens_per_s_per_device", "number", "`tokens_per_s` over devices"),
-    Field("throughput.tflops_per_s_per_device", "number", "audited model TFLOP/s of a device"),
+    Field("step_time.p50_s", "positive", "median, seconds, data wait and logging included, checkpoints and evaluation not"),
+    Field("step_time.p90_s", "positive", "90th percentile"),
+    Field("step_time.p99_s", "positive", "99th percentile"),
+    Field("step_time.max_s", "positive", "the slowest step"),
+    Field("throughput.tokens_per_s", "positive", "tokens of a step over the median step time"),
+    Field("throughput.tokens_per_s_mean", "positive", "tokens of the window over its time"),
+    Field("throughput.tokens_per_s_per_device", "positive", "`tokens_per_s` over devices"),
+    Field("throughput.tflops_per_s_per_device", "positive", "audited model TFLOP/s of a device"),
     Field("throughput.mfu", "share", "audited model FLOPs over the peak of the precision that ran"),
     Field("throughput.hfu", "share", "the same with what was recomputed"),
-    Field("flops", "map", "the audited count of a step, by family"),
+    Field("flops", "map of value", "the audited count of a step, by family"),
     Field("memory.kind", "text", "`CUDA allocator`, or `resident set` on a CPU"),
     Field("memory.allocated_peak_bytes", "count", "of the rank with the most"),
     Field("memory.reserved_peak_bytes", "count", "of the rank with the most"),
     Field("memory.ranks", "list of count", "allocated peak of each rank that left a part"),
-    Field("goodput", "map", "wall time of the rank with the least goodput, by class"),
+    Field("goodput", "map", "wall time of the rank with the least goodput, by class", keys=_GOODPUT),
     Field("loss.first", "number", "`lm loss` of the first step that was recorded"),
     Field("loss.last", "number", "of the last one"),
     Field("loss.first_step", "count", "its number"),
@@ -261,7 +250,7 @@ FIELDS: tuple[Field, ...] = (
     Field("disqualifiers", "list", f"names ({', '.join(DISQUALIFIERS)}) with their evidence", nullable=False,
           items=_DISQUALIFIER),
     Field("unjudged", "list", "disqualifiers that could not be judged, and why", nullable=False, items=_UNJUDGED),
-    Field("versions", "map", "versions of what it ran with"),
+    Field("versions", "map of text", "versions of what it ran with"),
     Field("commit", "text", "commit of this package, with `+changes` when files differ from it"),
     Field("environment", "map of text", "the variables of the allow-list that were set", nullable=False),
     Field("unknown", "map of text", "why a field, or a group of fields, is null", nullable=False),
@@ -274,16 +263,16 @@ _PREFIXES = {path.rpartition(".")[0] for path in _BY_PATH} - {""}
 def problems(receipt: Any) -> list[str]:
     """Everything by which ``receipt`` is not one, a sentence each; none if it is one."""
     if not isinstance(receipt, dict):
-        return [_wrong("the receipt", receipt, "an object")]
+        return [kinds.wrong("the receipt", receipt, "an object")]
     if receipt.get("schema") != SCHEMA:
-        return [f"schema is {receipt.get('schema')!r}; expected {SCHEMA}: it was written by another version"]
+        return [other_schema(receipt.get("schema"))]
     values, found = flatten(receipt)
     reasons = receipt.get("unknown")
     reasons = reasons if isinstance(reasons, dict) else {}
     for path, value in values.items():
         field = _BY_PATH.get(path)
         if field is None:
-            found.append(f"{path} is not a field of a receipt")
+            found.append(f"{kinds.printable(path)} is not a field of a receipt")
         elif value is not None:
             found += field.problems(value)
         elif not field.nullable:
@@ -294,11 +283,27 @@ def problems(receipt: Any) -> list[str]:
     for path in reasons:
         covered = [name for name in values if name == path or name.startswith(f"{path}.")]
         if not any(values[name] is None for name in covered):
-            found.append(f"unknown.{path} gives a reason for what is not null")
-    for entry in receipt.get("disqualifiers") or ():
-        if isinstance(entry, dict) and entry.get("name") not in DISQUALIFIERS:
-            found.append(f"disqualifiers names {entry.get('name')!r}; known: {', '.join(DISQUALIFIERS)}")
+            found.append(f"unknown.{kinds.printable(path)} gives a reason for what is not null")
+    for name in ("disqualifiers", "unjudged"):
+        found += _names_problems(name, receipt.get(name))
     return found
+
+
+def other_schema(found: Any) -> str:
+    """What to say of a file whose schema is not :data:`SCHEMA`."""
+    newer = kinds.COUNT.accepts(found) and found > SCHEMA
+    todo = f"a newer version wrote it: update megacpp-mcore, which reads schemas up to {SCHEMA}"
+    return (
+        f"schema is {kinds.shown(found)}; expected {SCHEMA}: {todo if newer else 'no version of this package wrote it'}"
+    )
+
+
+def _names_problems(path: str, entries: Any) -> Iterator[str]:
+    """Disqualifiers that are none."""
+    for entry in entries if isinstance(entries, list) else ():
+        name = entry.get("name") if isinstance(entry, dict) else None
+        if isinstance(name, str) and name not in DISQUALIFIERS:
+            yield f"{path} names {name!r}; known: {', '.join(DISQUALIFIERS)}"
 
 
 def validate(receipt: Any, where: str = "receipt") -> None:
@@ -308,10 +313,12 @@ def validate(receipt: Any, where: str = "receipt") -> None:
         DataError: naming every field that is not as the schema says.
     """
     found = problems(receipt)
-    if found:
-        raise DataError(
-            f"{where} is no receipt of schema {SCHEMA}: {'; '.join(found)}. Write it anew with `megacpp-mcore report show RUN`"
-        )
+    if not found:
+        return
+    said = f"{where} is no receipt of schema {SCHEMA}: {'; '.join(found)}"
+    if isinstance(receipt, dict) and receipt.get("schema") != SCHEMA:
+        raise DataError(said)
+    raise DataError(f"{said}. Name the folder of its run, from whose parts it is made anew, or restore the file")
 
 
 def flatten(receipt: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -324,7 +331,7 @@ def flatten(receipt: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         elif isinstance(value, dict):
             values |= {f"{name}.{inner}": each for inner, each in value.items()}
         else:
-            wrong.append(_wrong(name, value, "an object"))
+            wrong.append(kinds.wrong(name, value, "an object"))
     return values, wrong
 
 
@@ -357,12 +364,27 @@ def why_unknown(path: str, unknown: Mapping[str, str]) -> str | None:
     return unknown.get(path) or unknown.get(path.rpartition(".")[0])
 
 
+def dominant(values: Mapping[str, Any]) -> str:
+    """The dominant cost in words: what is only counted is no time, and the two may name different groups."""
+    timed = str(values["shares.source"]).startswith("profile")
+    return values["dominant_cost"] if timed else f"{values['dominant_cost']} (largest share of FLOPs, not timed)"
+
+
+def doubts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Of ``values`` by path, those that are not what their field has to be, and why."""
+    found = {}
+    for path, field in _BY_PATH.items():
+        wrong = list(field.problems(values[path])) if field.nullable and values.get(path) is not None else []
+        if wrong:
+            found[path] = kinds.joined(wrong)
+    return found
+
+
 def table() -> str:
     """The table of all fields, in Markdown."""
     lines = ["| field | kind | meaning |", "|---|---|---|"]
     for field in FIELDS:
-        kind = f"one of {', '.join(f'`{value}`' for value in field.values)}" if field.values else field.kind
-        if field.items is not None:
-            kind = f"list of {{{', '.join(field.items)}}}"
-        lines.append(f"| `{field.path}` | {kind}{', or null' if field.nullable else ''} | {field.meaning} |")
+        lines.append(
+            f"| `{field.path}` | {field.describe()}{', or null' if field.nullable else ''} | {field.meaning} |"
+        )
     return "\n".join(lines)

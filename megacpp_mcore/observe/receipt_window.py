@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput
 from megacpp_mcore.observe.clock import Phase
-from megacpp_mcore.observe.files import LineReader
 from megacpp_mcore.observe.steps import Step
 
 WARM_UP_STEPS = 3
@@ -27,6 +26,7 @@ WARM_UP_STEPS = 3
 
 _COMPILING = (Phase.COMPILE, Phase.JIT)
 _OF_A_STEP = (Phase.STEP, Phase.DATA, Phase.IDLE, *_COMPILING)
+_STEP = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ def read(run: str | os.PathLike[str], left_out: int = WARM_UP_STEPS, world_size:
     Raises:
         DataError: there is none of that, or it is damaged.
     """
-    of_rank = {int(file.stem.removeprefix("rank_")): file for file in (Path(run) / goodput.FOLDER).glob("rank_*.jsonl")}
-    files = {rank: file for rank, file in sorted(of_rank.items()) if rank < world_size}
+    files = goodput.files(run, world_size)
     if not files:
         raise DataError(f"{Path(run) / goodput.FOLDER} holds no rank_*.jsonl; the times of steps are not known")
     times: dict[int, dict[int, float]] = {}
@@ -82,7 +81,11 @@ def read(run: str | os.PathLike[str], left_out: int = WARM_UP_STEPS, world_size:
         start = _last_start(file)
         compiled_ns += sum(line.total(_COMPILING) for line in start)
         done = [(line.step, line) for line in start if line.step is not None]
-        measured = [(number, line) for number, line in done[left_out:] if number not in profiled]
+        measured = [
+            (number, line)
+            for number, line in done[left_out:]
+            if not any(first <= number <= last for first, last in profiled)
+        ]
         times[rank] = {number: line.total(_OF_A_STEP) / 1e9 for number, line in measured}
         for number, line in measured:
             if line.total(_COMPILING):
@@ -91,13 +94,13 @@ def read(run: str | os.PathLike[str], left_out: int = WARM_UP_STEPS, world_size:
     return Window(left_out, slowest, times[slowest], dict(sorted(compiled.items())), compiled_ns)
 
 
-def _profiled(run: Path) -> set[int]:
-    """Steps that a profile took part in."""
-    found: set[int] = set()
+def _profiled(run: Path) -> list[tuple[int, int]]:
+    """First and last of the steps that a profile took part in."""
+    found = []
     for folder in (run / "profile").glob("*-*"):
         first, _, last = folder.name.partition("-")
-        if first.isdecimal() and last.isdecimal():
-            found.update(range(int(first), int(last) + 2))
+        if _STEP.fullmatch(first) and _STEP.fullmatch(last):
+            found.append((int(first), int(last) + 1))
     return found
 
 
@@ -115,14 +118,9 @@ def tokens_of(steps: Sequence[Step]) -> dict[int, int]:
 def _last_start(file: Path) -> list[_Line]:
     """The lines of the last start of one rank."""
     start: list[_Line] = []
-    for line in LineReader(file, _parse, lambda line, _: line is None, "what a run writes there").read_all():
-        if line is None:
+    for line in goodput.read_lines(file):
+        if "began" in line:
             start = []
         else:
-            start.append(line)
+            start.append(_Line(line.get("step"), line["phases"]))
     return start
-
-
-def _parse(found: Mapping[str, Any]) -> _Line | None:
-    """A line; None for the first of a start."""
-    return None if "began" in found else _Line(found.get("step"), dict(found["phases"]))

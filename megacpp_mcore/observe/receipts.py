@@ -21,7 +21,7 @@ from megacpp_mcore.observe import receipt_schema
 from megacpp_mcore.observe.files import replace
 from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.loop import Loop, StockLoop
-from megacpp_mcore.observe.receipt_assembly import PARTS, RECEIPT, assemble, load, now, part_file
+from megacpp_mcore.observe.receipt_assembly import PARTS, RECEIPT, assemble, load, now, part_file, read_part
 from megacpp_mcore.observe.receipt_schema import FINISHED, RUNNING, SCHEMA
 from megacpp_mcore.observe.receipt_window import WARM_UP_STEPS
 
@@ -143,7 +143,7 @@ class ReceiptWriter(Listener):
         waiting = [part_file(self.run, rank) for rank in range(1, world_size)]
         until = time.monotonic() + PATIENCE_S
         while waiting and time.monotonic() < until:
-            waiting = [path for path in waiting if not path.is_file() or load(path, "a part")["status"] == RUNNING]
+            waiting = [path for path in waiting if _may_end(path)]
             if waiting:
                 time.sleep(0.05)
 
@@ -168,7 +168,7 @@ class ReceiptWriter(Listener):
         earlier: dict[str, Any] = {}
         if self._path.is_file():
             try:
-                earlier = load(self._path, "the part of a rank")
+                earlier = read_part(self._path)
             except DataError as problem:
                 logger.warning("what an earlier start left of the receipt is not kept: %s", problem)
         earlier.pop("cache", None)  # which is counted when a start has ended
@@ -203,6 +203,14 @@ class ReceiptWriter(Listener):
             if not self._warned:
                 logger.warning("the run goes on without its receipt: %s", problem)
             self._warned = True
+
+
+def _may_end(path: Path) -> bool:
+    """Whether a part is still to come, or to say that its rank has ended; a damaged one says nothing more."""
+    try:
+        return not path.is_file() or read_part(path)["status"] == RUNNING
+    except DataError:
+        return False
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +15,8 @@ from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput, receipts
 from megacpp_mcore.observe.compare import KEYS, NOISE, compare
 from megacpp_mcore.observe.files import replace
-from megacpp_mcore.observe.receipt_assembly import PARTS, RECEIPT, load, part_file
-from megacpp_mcore.observe.receipt_schema import DISQUALIFIERS, RUNNING, flatten, why_unknown
+from megacpp_mcore.observe.receipt_assembly import PARTS, RECEIPT, part_file, read_part
+from megacpp_mcore.observe.receipt_schema import DISQUALIFIERS, RUNNING, dominant, flatten, why_unknown
 
 REFUSED = 1
 """The exit status of a comparison that allows no claim."""
@@ -134,6 +135,8 @@ def _goodput(args: argparse.Namespace) -> int:
         spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in record["seconds"].items() if seconds)
         mark = ", the slowest" if rank == slowest and len(ranks) > 1 else ""
         print(f"rank {rank}{mark}: {record['goodput']:.1%} of {record['wall_s']:.1f} s productive; {spent}")
+        for note in found.notes:
+            print(f"rank {rank}: {note}")
     return 0
 
 
@@ -174,13 +177,10 @@ def sign_of_life(place: Path, receipt: Mapping[str, Any], now_ns: int) -> str:
 def _silent_ns(run: Path, expected: int | None, now_ns: int) -> dict[int, int]:
     """By rank, the nanoseconds since its last sign of life, of those of the last start that have not said how they ended."""
     silent = {}
-    for file in sorted((run / goodput.FOLDER).glob("rank_*.jsonl")):
-        rank = int(file.stem.removeprefix("rank_"))
+    for rank, file in goodput.files(run, math.inf if expected is None else expected).items():
         part = part_file(run, rank)
-        is_stale = expected is not None and rank >= expected  # an earlier start had more ranks
-        if is_stale or (part.is_file() and load(part, "the part of a rank")["status"] != RUNNING):
-            continue
-        silent[rank] = max(0, now_ns - goodput.last_alive_ns(file))
+        if not part.is_file() or read_part(part)["status"] == RUNNING:
+            silent[rank] = max(0, now_ns - goodput.last_alive_ns(file))
     return silent
 
 
@@ -204,6 +204,8 @@ def _age(seconds: float) -> str:
 def describe(receipt: Mapping[str, Any]) -> str:
     """The main figures of a receipt for people, then its backends, its disqualifiers, and what is not known."""
     values = flatten(receipt)[0]
+    if values["dominant_cost"] is not None:
+        values["dominant_cost"] = dominant(values)
     lines = [f"{label:18}{_words(values, path, form)}" for label, path, form in _SHOWN]
     lines += [f"{'backends':18}{_backends(values)}", *(f"{'note':18}{note}" for note in values["notes"])]
     lines += [f"{'DISQUALIFIED':18}{one['name']}: {one['evidence']}" for one in values["disqualifiers"]]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.listener import Listener
 
 if TYPE_CHECKING:
@@ -79,12 +80,22 @@ class Load:
 
 
 def merged(records: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Load]:
-    """The loads by layer over all ranks, from the ``layers`` of their :meth:`Routing.record`."""
+    """The loads by layer over all ranks, from the ``layers`` of their :meth:`Routing.record`.
+
+    Raises:
+        DataError: two ranks have another number of experts in one layer.
+    """
     loads: dict[str, Load] = {}
     for layers in records:
         for layer, one in layers.items():
             load = Load(tuple(one["tokens_per_expert"]), one["asked"])
-            loads[layer] = loads[layer] + load if layer in loads else load
+            before = loads.get(layer)
+            if before is not None and len(before.tokens) != len(load.tokens):
+                raise DataError(
+                    f"layer {layer} has {len(before.tokens)} experts on one rank and {len(load.tokens)} on another; expected "
+                    "the same of all: the part of a rank is damaged, or of another run"
+                )
+            loads[layer] = load if before is None else before + load
     return loads
 
 

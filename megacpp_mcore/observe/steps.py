@@ -12,9 +12,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe import kinds
 from megacpp_mcore.observe.files import Appender, LineReader
 from megacpp_mcore.observe.listener import Listener
 
@@ -86,12 +87,43 @@ def _is_last_rank() -> bool:
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
+_RECORD = {
+    "step": kinds.SIZE,
+    "resumed_at": kinds.COUNT,
+    "time_s": kinds.AMOUNT,
+    "tokens": kinds.COUNT,
+    "losses": kinds.map_of(kinds.RESULT),
+    "grad_norm": kinds.nullable(kinds.RESULT),
+    "learning_rate": kinds.nullable(kinds.AMOUNT),
+    "skipped": kinds.FLAG,
+}
+_STEP = kinds.record(_RECORD)
+
+
+def numbered(found: Mapping[str, Any]) -> None:
+    """Check that a step follows the one from which its start went on.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if found["step"] <= found["resumed_at"]:
+        raise ValueError(
+            f"step is {found['step']} and resumed_at {found['resumed_at']}; expected a step after the one resumed at"
+        )
+
+
+def _parse(found: Any) -> Step:
+    kinds.check(found, _STEP)
+    numbered(found)
+    return Step(**found)
+
+
 class StepReader:
     """Reads a file of steps as it grows."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._lines = LineReader(self.path, lambda found: Step(**found), begins, "the record of a step")
+        self._lines = LineReader(self.path, _parse, begins, "the record of a step")
 
     def read_new(self) -> list[Step]:
         """Return the steps whose lines were completed since the last call; none while there is no file.
@@ -118,7 +150,10 @@ def read_steps(path: str | os.PathLike[str]) -> list[Step]:
     """
     if not Path(path).is_file():
         raise DataError(f"{path} does not exist; expected a file of steps, as a training run records them")
-    return StepReader(path).read_all()
+    try:
+        return StepReader(path).read_all()
+    except (OSError, RecursionError) as error:
+        raise DataError(f"{path}: {error}; expected a file of steps, as a training run records them") from error
 
 
 class _Numbered(Protocol):

@@ -93,7 +93,9 @@ case "$1 $2" in
     doctor*) note doctor; exit ;;
     launch*)
         if [ -z "$DOC_TRAIN" ] || [[ " $* " == *" --device cuda "* ]]; then note "$@"; echo "megacpp-mcore: noted"; exit; fi
-        if [ -n "$DOC_NO_CHECKOUT" ] && [[ " $* " == *" -- pretrain_"* ]]; then note "$@"; echo "megacpp-mcore: noted"; exit; fi ;;
+        if [ -n "$DOC_NO_CHECKOUT" ] && [[ " $* " == *" -- pretrain_"* ]]; then
+            note "$@"; echo "megacpp-mcore: noted"; exit
+        fi ;;
     report*) if [ -z "$DOC_TRAIN" ]; then note "$@"; exit; fi ;;
     "data corpus")  # the same corpus for every page: made once
         if [ "$3 $4" = "--output corpus" ] && [ -d "$DOC_CORPUS" ]; then cp -r "$DOC_CORPUS" corpus; exit; fi ;;

@@ -24,7 +24,7 @@ from megacpp_mcore.observe.goodput import PRODUCTIVE
 from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.peaks import peak
 from megacpp_mcore.observe.receipt_assembly import load, part_file
-from megacpp_mcore.observe.steps import begins, kept, numbered
+from megacpp_mcore.observe.steps import RECORD, begins, kept, numbered
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.goodput import Goodput, Recorder
@@ -323,14 +323,8 @@ def read_metrics(run: str | os.PathLike[str]) -> list[Metrics]:
 
 _OPTIONAL = ("routing_entropy", "routing_max_over_mean", "dropped_share", "index_overlap")
 _METRICS = kinds.record(
-    {
-        "step": kinds.SIZE,
-        "resumed_at": kinds.COUNT,
-        "time_s": kinds.AMOUNT,
-        "tokens": kinds.COUNT,
-        "losses": kinds.map_of(kinds.RESULT),
-        "grad_norm": kinds.nullable(kinds.RESULT),
-        "learning_rate": kinds.nullable(kinds.AMOUNT),
+    RECORD
+    | {
         "skipped": kinds.COUNT,
         "tokens_per_s": kinds.nullable(kinds.AMOUNT),
         "mfu": kinds.nullable(kinds.AMOUNT),

@@ -144,7 +144,7 @@ def comparison(first: RunData, second: RunData) -> str:
     ]
     asked = {f"{line.question} {line.describe()}" for line in found.lines}
     items += [f'<li class="no">{escape(reason)}</li>' for reason in found.refusals if reason not in asked]
-    which = f"A is {names[0]}, B is {names[1]}."
+    which = f"A is {names[0]}, B is {names[1]}; {found.steps}."
     verdict = (
         f'<span class="pill">claim</span> {escape(found.claim)}. <span class="dim">{escape(which)}</span>'
         if found.claim is not None

@@ -87,7 +87,7 @@ def _is_last_rank() -> bool:
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
-_RECORD = {
+RECORD = {
     "step": kinds.SIZE,
     "resumed_at": kinds.COUNT,
     "time_s": kinds.AMOUNT,
@@ -97,7 +97,8 @@ _RECORD = {
     "learning_rate": kinds.nullable(kinds.AMOUNT),
     "skipped": kinds.FLAG,
 }
-_STEP = kinds.record(_RECORD)
+"""The fields of a line, by name."""
+_STEP = kinds.record(RECORD)
 
 
 def numbered(found: Mapping[str, Any]) -> None:

@@ -184,6 +184,7 @@ def test_two_runs_side_by_side(runs: tuple[Path, Path], tmp_path: Path, capsys: 
     found = check_self_contained(text)
     assert {"overlay", "comparison", "receipts", "disqualifiers"} <= found.parts()
     assert "May killed be compared with plain?" in found.text
+    assert re.search(r"B is killed; step times: A median .* s.*; B median .* s.*; floor \S+ %", found.text)
     assert "B is disqualified by fall-back" in found.text
     assert "no claim" in found.text
     assert text.count('data-part="loss-plot"') == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import os
 import sys
@@ -44,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except UnicodeEncodeError as error:
+        if args.command == "launch" or not _is_of_output(error):
+            raise
+        if args.traceback:
+            traceback.print_exc()
         sign = f"U+{ord(error.object[error.start]):04X}"
         print(
             f"error: the output's encoding is {error.encoding}, which has no {sign}; set PYTHONUTF8=1, or a UTF-8 locale, and "
@@ -57,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has left; Python would complain once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _is_of_output(error: UnicodeEncodeError) -> bool:
+    """Whether it is the standard output that cannot take a sign."""
+    return codecs.lookup(error.encoding) == codecs.lookup(sys.stdout.encoding)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -267,7 +267,13 @@ def compare(
     said = ratios if speed is None or _told(speed, floor) else [_untold(speed, floor, rate), *ratios[1:]]
     claim = ", ".join([*said, *_circumstances(varies, declared, software), *_price(one, other, differences)])
     if not refusals and not varies and not any(difference.known for difference in differences):
-        refusals.append(f"nothing that both receipts know differs: {', '.join(ratios)} is what equal runs part by")
+        above = speed is not None and _told(speed, floor)
+        what = (
+            "differs by more than equal runs do, and neither receipt says why"
+            if above
+            else "is what equal runs part by"
+        )
+        refusals.append(f"nothing that both receipts know differs: {', '.join(ratios)} {what}")
     return Comparison(
         lines=lines,
         refusals=tuple(refusals),

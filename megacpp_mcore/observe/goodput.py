@@ -6,15 +6,12 @@ had to repeat is known only then, so that the files hold phases, and the classes
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import contextlib
 import json
-import logging
 import math
 import os
 import re
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import kinds
+from megacpp_mcore.observe import alive, kinds
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.files import Appender, LineReader
 from megacpp_mcore.observe.listener import Listener
@@ -38,7 +35,6 @@ CLASSES = (PRODUCTIVE, *(phase.value for phase in Phase if phase is not Phase.ST
 death. ``lost_steps``: steps that a later start did again, and what a death interrupted. ``down``: from a death to the next
 start. The others are phases (:class:`~megacpp_mcore.observe.clock.Phase`)."""
 
-logger = logging.getLogger(__name__)
 FOLDER = "goodput"
 FINISHED = "finished"
 _NAME = re.compile(r"rank_(\d{5,9})\.jsonl")
@@ -78,37 +74,6 @@ def files(run: str | os.PathLike[str], world_size: float = math.inf) -> dict[int
             )
         found[int(said[1])] = file
     return found
-
-
-def last_alive_ns(file: Path) -> int:
-    """When the process that writes a rank's file was last alive, in nanoseconds since the epoch.
-
-    It is the number in the file beside, which a copy of the folder keeps; or, in a folder without, when ``file`` was last
-    written to.
-
-    Raises:
-        DataError: the number is no time, or neither of the files can be read.
-    """
-    beside = _alive_file(file)
-    try:
-        said = int(beside.read_text(encoding="ascii")) if beside.is_file() else None
-    except (OSError, ValueError):  # none yet: the process was killed before the first one
-        said = None
-    if said is None:
-        try:
-            return file.stat().st_mtime_ns
-        except OSError as error:
-            raise DataError(f"{file}: {error.strerror}; expected what a rank wrote") from error
-    if not kinds.NANOSECONDS.accepts(said):
-        raise DataError(
-            f"{beside} is {said}; expected nanoseconds since the epoch: delete it, and the time at which {file.name} was last "
-            "written to counts instead"
-        )
-    return said
-
-
-def _alive_file(file: Path) -> Path:
-    return file.with_suffix(".alive")
 
 
 @dataclass(frozen=True)
@@ -174,8 +139,19 @@ class Recorder(Listener):
 
     def __init__(self, run: str | os.PathLike[str], rank: int, clock: Clock, *, heartbeat_s: float = 1.0) -> None:
         self.path = rank_file(run, rank)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.path, heartbeat_s)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"{self.path.parent}: {error.strerror}; expected a folder that can be written to"
+            ) from error
+        self._lock = alive.Lock(self.path, heartbeat_s, lambda: _last_writer(self.path))
+        with contextlib.ExitStack() as undone:
+            undone.callback(self._lock.release)
+            self._begin(clock, heartbeat_s)
+            undone.pop_all()
+
+    def _begin(self, clock: Clock, heartbeat_s: float) -> None:
         earlier = _read(self.path)
         self._before = earlier[-1] if earlier else None
         self._earlier = earlier
@@ -186,10 +162,10 @@ class Recorder(Listener):
         self._start = _Start(began_ns, began_ns)
         self._output = Appender(self.path)
         died = {"died": self._before.ended_ns} if self._before is not None and self._before.how is None else {}
-        self._write({"began": self._start.began_ns, "host": socket.gethostname(), "pid": os.getpid(), **died})
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "heartbeat_s": heartbeat_s}
+        self._write({"began": self._start.began_ns, **me, **died})
         self._note(phases)
-        self._over = threading.Event()
-        threading.Thread(target=self._beat, args=(heartbeat_s,), name="goodput heartbeat", daemon=True).start()
+        self._heart = alive.Heart(self.path, heartbeat_s)
 
     def on_step(self, step: Step) -> None:
         """Write the line of ``step``."""
@@ -197,12 +173,10 @@ class Recorder(Listener):
 
     def on_end(self, error: BaseException | None) -> None:
         """Write the last line and close the file."""
-        self._over.set()
+        self._heart.stop()
         self._note(self._clock.take(), how=FINISHED if error is None else type(error).__name__)
         self._output.close()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.release()
 
     def so_far(self) -> Goodput:
         """What the wall time went to up to the last line, earlier starts included."""
@@ -226,88 +200,6 @@ class Recorder(Listener):
     def _write(self, line: Mapping[str, Any]) -> None:
         self._output.append(json.dumps(line))
 
-    def _beat(self, seconds: float) -> None:
-        failed = False
-        while True:
-            try:
-                _say_alive(self.path)
-                failed = False
-            except OSError as error:  # a file system that is away for a while
-                if not failed:
-                    logger.warning("%s: no sign of life could be left there: %s", self.path, error.strerror)
-                failed = True
-            if self._over.wait(seconds):
-                return
-
-
-_BEATS = 5
-"""Beats within which a sign of life is fresh."""
-_REFUSED = (errno.EACCES, errno.EAGAIN)
-
-
-def _lock(file: Path, heartbeat_s: float) -> int | None:
-    """Lock what a rank records in ``file``; the open lock file, or None where the file system has no locks.
-
-    The lock is the process's (:manpage:`fcntl(2)`): the kernel drops it when that dies, and no child that was forked and
-    outlives it has it, as one of :manpage:`flock(2)` would. It ends with the first closing of the lock file in this process,
-    which is why it is no file that anything else opens.
-
-    Raises:
-        DataError: another process holds it, or seems to.
-    """
-    path = file.with_suffix(".lock")
-    output = None
-    try:
-        output = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        fcntl.lockf(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if output is not None:
-            os.close(output)
-        if output is not None and error.errno in _REFUSED:
-            raise _in_use(file, "") from error
-        logger.warning(
-            "%s: %s; whether another process records there is judged by its last sign of life", path, error.strerror
-        )
-        _refuse_living(file, heartbeat_s)
-        return None
-    return output
-
-
-def _refuse_living(file: Path, heartbeat_s: float) -> None:
-    """Raise if another process that has not said how it ended gave a sign of life a few beats ago."""
-    lines = list(read_lines(file)) if file.is_file() else []
-    holder = next((line for line in reversed(lines) if "began" in line), None)
-    if holder is None or "how" in lines[-1]:
-        return
-    if (holder.get("host"), holder.get("pid")) == (socket.gethostname(), os.getpid()):
-        return
-    age_s = (time.time_ns() - last_alive_ns(file)) / 1e9
-    if abs(age_s) < _BEATS * heartbeat_s:
-        raise _in_use(
-            file, f"; it gave a sign of life {age_s:.1f} s ago: if it is dead, wait {_BEATS * heartbeat_s:.0f} s"
-        )
-
-
-def _in_use(file: Path, more: str) -> DataError:
-    """The error about a file to which another process writes; its last start says which."""
-    began: Mapping[str, Any] = {}
-    if file.is_file():
-        began = next((line for line in reversed(list(read_lines(file))) if "began" in line), {})
-    who = f"process {began['pid']} on {began['host']}" if {"pid", "host"} <= began.keys() else "another process"
-    return DataError(
-        f"{file}: {who} records there; expected that nobody does: wait for it, or name another folder with --observe DIR{more}"
-    )
-
-
-def _say_alive(file: Path) -> None:
-    """Write the time beside ``file``, over the one before, which is as long: no reader meets half of one."""
-    os.utime(file)  # for readers of the modification time, and where there is no room for one more file
-    output = os.open(_alive_file(file), os.O_WRONLY | os.O_CREAT, 0o644)
-    try:
-        os.pwrite(output, b"%020d\n" % time.time_ns(), 0)
-    finally:
-        os.close(output)
-
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
@@ -316,7 +208,7 @@ _PHASES = frozenset(phase.value for phase in Phase)
 _PHASE = kinds.plain(f"one of {', '.join(sorted(_PHASES))}", lambda value: value in _PHASES)
 _BEGAN = kinds.record(
     {"began": kinds.NANOSECONDS},
-    {"host": kinds.TEXT, "pid": kinds.COUNT, "died": kinds.NANOSECONDS},
+    {"host": kinds.TEXT, "pid": kinds.COUNT, "heartbeat_s": kinds.AMOUNT, "died": kinds.NANOSECONDS},
     more=True,
 )
 _LINE = kinds.record(
@@ -360,6 +252,25 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
         yield from reader.read_all()
     except (OSError, RecursionError) as error:
         raise DataError(f"{file}: {error}; expected what a rank wrote") from error
+
+
+def last_start(file: Path) -> tuple[Mapping[str, Any], bool]:
+    """The first line of the last start in a rank's file, empty without one; and whether that start said how it ended.
+
+    Raises:
+        DataError: a line is not what a run writes, or the file cannot be read.
+    """
+    began: Mapping[str, Any] = {}
+    line: Mapping[str, Any] = {"how": FINISHED}
+    for line in read_lines(file) if file.is_file() else ():
+        began = line if "began" in line else began
+    return began, "how" in line
+
+
+def _last_writer(file: Path) -> alive.Writer:
+    began, ended = last_start(file)
+    who = f"process {began['pid']} on {began['host']}" if {"pid", "host"} <= began.keys() else "another process"
+    return alive.Writer(who, ended, began.get("heartbeat_s"))
 
 
 @dataclass
@@ -416,7 +327,7 @@ def _read(path: Path) -> list[_Start]:
     starts: list[_Start] = []
     if not path.is_file():
         return starts
-    alive_ns = last_alive_ns(path)
+    alive_ns = alive.last_alive_ns(path)
 
     for line in read_lines(path):
         if "began" not in line:

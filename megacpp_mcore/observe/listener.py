@@ -14,7 +14,7 @@ class Listener:
 
     A listener must not synchronise with the GPU outside of :meth:`on_step`, and there only where it says so: what it costs is
     part of the step. It must never wait for other ranks: one that raises an error hears of nothing more but the end, on its
-    rank alone, and training goes on.
+    rank alone, and training goes on. What it has Megatron call besides, as a hook, must raise none.
     """
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
@@ -27,7 +27,7 @@ class Listener:
         """``step`` has ended and was logged; its losses are only known on the last pipeline stage."""
 
     def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
-        """``failed``, perhaps this one, has raised ``error`` in step ``step``, or before the first (0)."""
+        """``failed``, perhaps this one, has raised ``error`` in step ``step``, before the first (0), or at the end."""
 
     def on_end(self, error: BaseException | None) -> None:
         """Training has ended, or ``error`` ended it."""

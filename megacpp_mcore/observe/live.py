@@ -188,9 +188,10 @@ class Live(Listener):
                 output.close()
 
     def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
-        """Let the loop print again if it is this one that failed."""
-        if failed is self:
+        """Let the loop print again if it is this one that failed, or the one that it takes the times from."""
+        if failed in (self, self._recorder):
             self._step_aside()
+            self._last = False
 
     def _take(self, line: str) -> None:
         """Stands for the loop's printer between the beginning of a step and the end of its ``training_log``."""

@@ -262,8 +262,9 @@ class Told:
         for listener in self._listeners:
             try:
                 listener.on_end(None if quiet else error)
-            except Exception:
+            except Exception as failure:
                 logger.exception("%s could not end what it records; training is not affected", type(listener).__name__)
+                self._tell_failure(listener, failure)
 
 
 class _ToldByStock(Told):

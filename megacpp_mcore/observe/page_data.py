@@ -10,6 +10,7 @@ from typing import Any
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput, receipts
+from megacpp_mcore.observe.alive import last_alive_ns
 from megacpp_mcore.observe.clock import Phase
 from megacpp_mcore.observe.goodput import DOWN, LOST, PRODUCTIVE, RECOVERY, Goodput
 from megacpp_mcore.observe.live import Metrics, read_metrics
@@ -180,7 +181,7 @@ def _timeline(run: Path, rank: int, tokens: Mapping[int, int]) -> Timeline:
                 rates.append(rate)
     ended = starts[-1][-1].get("how") is not None
     if not ended:
-        _end(spans, (goodput.last_alive_ns(path) - began) / 1e9, LOST if _had_steps(starts[-1]) else Phase.STARTUP)
+        _end(spans, (last_alive_ns(path) - began) / 1e9, LOST if _had_steps(starts[-1]) else Phase.STARTUP)
     return Timeline(rank, spans[-1].end_s if spans else 0.0, tuple(_merged(spans)), tuple(rates), tuple(restarts))
 
 

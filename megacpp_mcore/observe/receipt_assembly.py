@@ -70,7 +70,7 @@ _ROUTING = kinds.record(
         "router_dtypes": kinds.map_of(kinds.TEXT),
         "index_overlap": kinds.map_of(kinds.SHARE),
     },
-    {"not_counted": kinds.map_of(kinds.TEXT)},
+    {"not_counted": kinds.map_of(kinds.TEXT), "failed": kinds.nullable(kinds.TEXT)},
     more=True,
 )
 _CACHE = kinds.record({"files": kinds.map_of(kinds.COUNT), "added": kinds.map_of(kinds.COUNT)})
@@ -358,6 +358,10 @@ def _moe(parts: Sequence[Mapping[str, Any]], values: Mapping[str, Any], unknown:
         found["routing.top_k"] = top_k.pop() if len(top_k) == 1 else None
         unknown.setdefault("routing.top_k", "the routers differ")
     records = [part["routing"] for part in parts if "routing" in part]
+    failed = [record["failed"] for record in records if record.get("failed") is not None]
+    if failed:
+        unknown |= dict.fromkeys((*(f"routing.{name}" for name in _MEASURED), "indexer.overlap"), failed[0])
+        return found
     not_counted = {layer: why for record in records for layer, why in record.get("not_counted", {}).items()}
     try:
         loads = routing.merged(record["layers"] for record in records)
@@ -444,7 +448,8 @@ def _time(steps: Sequence[Step], window: Window | None, unknown: dict[str, str])
         return found
     seconds = sorted(window.seconds.values())
     if not seconds[0]:
-        unknown |= {"step_time": "a measured step took no time by its record, which no step does"}
+        reason = "a measured step took no time by its record, which no step does"
+        unknown |= {"step_time": reason, "window.first_step": reason, "window.last_step": reason}
         return found
     found |= {
         "window.first_step": min(window.seconds),

@@ -13,6 +13,7 @@ from typing import Any
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput, receipts
+from megacpp_mcore.observe.alive import BEATS, last_alive_ns
 from megacpp_mcore.observe.compare import KEYS, NOISE, compare
 from megacpp_mcore.observe.files import replace
 from megacpp_mcore.observe.receipt_assembly import PARTS, RECEIPT, part_file, read_part
@@ -22,8 +23,7 @@ REFUSED = 1
 """The exit status of a comparison that allows no claim."""
 
 SILENT_S = 60.0
-"""Seconds without a sign of life after which a process was probably killed: it leaves one a second, and its folder does not
-say where ``observability.heartbeat_s`` is another number."""
+"""Seconds without a sign of life after which a process was probably killed, where it would have left several meanwhile."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -157,31 +157,38 @@ def sign_of_life(place: Path, receipt: Mapping[str, Any], now_ns: int) -> str:
         now_ns: the time, in nanoseconds since the epoch.
 
     Raises:
-        DataError: the part of a rank is damaged, or the receipt's own time is no time.
+        DataError: the receipt's own time is no time.
     """
     if not (place / PARTS).is_dir():
         age = _age((now_ns - _written_ns(receipt["written_at"])) / 1e9)
         return f"{'receipt written':18}{age} ago; whether the run went on, its folder would tell"
-    silent = _silent_ns(place, receipt["ranks"]["expected"], now_ns)
-    if not silent:
-        return f"{'last sign of life':18}none: no rank has left one that has not ended"
-    rank = max(silent, key=lambda one: silent[one])
+    label = f"{'last sign of life':18}"
+    try:
+        files = goodput.files(place, receipt["ranks"]["expected"] or math.inf)
+        living = {rank: file for rank, file in files.items() if not _has_ended(part_file(place, rank))}
+        silent = {rank: max(0, now_ns - last_alive_ns(file)) for rank, file in living.items()}
+        if not silent:
+            return f"{label}none: no rank has left one that has not ended"
+        rank = max(silent, key=lambda one: silent[one])
+        heartbeat_s = goodput.last_start(living[rank])[0].get("heartbeat_s", 1.0)
+    except DataError as error:  # the rest of the receipt is known
+        return f"{label}not known: {error}"
     seconds = silent[rank] / 1e9
     which = f", of rank {rank}, the longest silent of {len(silent)}" if len(silent) > 1 else ""
-    said = f"{'last sign of life':18}{_age(seconds)} ago{which}"
-    if seconds <= SILENT_S:
+    said = f"{label}{_age(seconds)} ago{which}"
+    if seconds <= max(SILENT_S, BEATS * heartbeat_s):
         return said
-    return f"{said}; it was probably killed: a live process leaves one every second (observability.heartbeat_s)"
+    return (
+        f"{said}; it was probably killed: a live process leaves one every {heartbeat_s:g} s (observability.heartbeat_s)"
+    )
 
 
-def _silent_ns(run: Path, expected: int | None, now_ns: int) -> dict[int, int]:
-    """By rank, the nanoseconds since its last sign of life, of those of the last start that have not said how they ended."""
-    silent = {}
-    for rank, file in goodput.files(run, math.inf if expected is None else expected).items():
-        part = part_file(run, rank)
-        if not part.is_file() or read_part(part)["status"] == RUNNING:
-            silent[rank] = max(0, now_ns - goodput.last_alive_ns(file))
-    return silent
+def _has_ended(part: Path) -> bool:
+    """Whether a rank has said how it ended; a damaged part says nothing."""
+    try:
+        return part.is_file() and read_part(part)["status"] != RUNNING
+    except DataError:
+        return False
 
 
 def _written_ns(text: str) -> int:

@@ -153,7 +153,8 @@ class Routing(Listener):
         self._indices: dict[int, Any] = {}
         self._overlaps: dict[str, float] = {}
         self._sampling = False
-        self._failed = False
+        self._error: Exception | None = None
+        self._failed: str | None = None
         self._restore: list[Callable[[], None]] = []
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
@@ -170,7 +171,7 @@ class Routing(Listener):
                     layer = f"mtp {number}" if getattr(module, "is_mtp_layer", False) else str(number)
                     router = _Router(layer, bool(module.config.moe_pad_expert_input_to_capacity))
                     self._routers.append(router)
-                    self._handles.append(module.register_forward_hook(router.count))
+                    self._handles.append(module.register_forward_hook(self._guarded(router.count)))
                 cache = getattr(module, "index_cache", None)
                 if isinstance(cache, IndexCache):
                     caches[id(cache)] = cache
@@ -183,7 +184,9 @@ class Routing(Listener):
         self._indices.clear()
 
     def on_step(self, step: Step) -> None:
-        """Read the sums if it is time."""
+        """Read the sums if it is time; raise the error of a hook, which must not end the step."""
+        if self._error is not None:
+            raise self._error
         if step.step % self.interval == 0:
             self.read()
         self._sampling = False
@@ -191,15 +194,32 @@ class Routing(Listener):
 
     def on_end(self, error: BaseException | None) -> None:
         """Read what is left, unless an error left the device in a state unknown, and take the hooks away."""
-        if error is None and not self._failed:
-            self.read()
         self._unhook()
+        if self._failed is None and self._error is not None:
+            raise self._error
+        if error is None:
+            self.read()
 
     def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
-        """Take the hooks away if it is this one that failed."""
-        if failed is self:
-            self._failed = True
-            self._unhook()
+        """Take the hooks away if it is this one that failed, and what was counted: parts must not pass for the whole."""
+        if failed is not self:
+            return
+        self._failed = f"counting failed in step {step} on a rank: {type(error).__name__}: {error}".partition("\n")[0]
+        self._unhook()
+        self.latest.clear()
+        self._read, self._overlaps = {}, {}
+
+    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """``hook``, whose first error is kept for :meth:`on_step`; it is not called after one."""
+
+        def run(*args: Any) -> None:
+            if self._error is None:
+                try:
+                    hook(*args)
+                except Exception as error:
+                    self._error = error
+
+        return run
 
     def _unhook(self) -> None:
         for handle in self._handles:
@@ -209,9 +229,11 @@ class Routing(Listener):
         self._handles, self._restore = [], []
 
     def read(self) -> None:
-        """Bring the sums to the host; the one point where this waits for the device."""
+        """Bring the sums to the host; the one point where this waits for the device. Nothing once this one has failed."""
         import torch
 
+        if self._failed is not None:
+            return
         uncounted = self._not_counted()
         counted = [one for one in self._routers if one.tokens_E is not None and one.layer not in uncounted]
         lists = torch.stack([router.tokens_E for router in counted]).tolist() if counted else []
@@ -233,6 +255,7 @@ class Routing(Listener):
             "scope": "tokens of this rank",
             "layers": {layer: load.record() for layer, load in self._read.items()},
             "not_counted": self._not_counted(),
+            "failed": self._failed,
             "router_dtypes": {router.layer: router.dtype for router in self._routers if router.dtype is not None},
             "index_overlap": dict(self._overlaps),
         }
@@ -245,11 +268,16 @@ class Routing(Listener):
         """Look at what is published in ``cache``, until the end."""
         publish = cache.publish
 
-        def watched(layer: int, selection: Any) -> None:
+        def look(layer: int, selection: Any) -> None:
             if self._sampling and layer not in self._indices and not _capturing():
                 rows = _sample(selection.index)
                 if rows is not None:
                     self._indices[layer] = (rows, selection.index.shape[1])
+
+        guarded = self._guarded(look)
+
+        def watched(layer: int, selection: Any) -> None:
+            guarded(layer, selection)
             publish(layer, selection)
 
         cache.publish = watched

@@ -16,7 +16,7 @@ from megacpp_mcore.observe import compilation, goodput
 from megacpp_mcore.observe.clock import Clock, process_age_ns
 from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.live import Live
-from megacpp_mcore.observe.loop import Loop, StockLoop
+from megacpp_mcore.observe.loop import Loop, StockLoop, Told
 from megacpp_mcore.observe.profile import Profiler, check_device, parse_steps
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
@@ -144,33 +144,42 @@ def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | Non
     if not listeners:
         yield
         return
-    with compilation.timed(clock), loop.observing(clock, listeners):
+    with loop.observing(clock, listeners), compilation.timed(clock):
         yield
 
 
 def _listeners(chosen: Observation, launched: LaunchPolicy, clock: Clock, loop: Loop) -> list[Listener]:
-    """What records the run; the receipt comes last, for it reads what the others have written."""
-    listeners: list[Listener] = []
+    """What records the run; where one cannot be made, those before it are told that the run has ended."""
+    made: list[Listener] = []
+    try:
+        for listener in _made(chosen, launched, clock, loop):
+            made.append(listener)
+    except BaseException as error:
+        Told(clock, made).end(type(error), error, error.__traceback__)
+        raise
+    return made
+
+
+def _made(chosen: Observation, launched: LaunchPolicy, clock: Clock, loop: Loop) -> Iterator[Listener]:
+    """One after another; the receipt comes last, for it reads what the others have written."""
     if chosen.record_steps is not None:
-        listeners.append(StepRecorder(chosen.record_steps))
-    if chosen.folder is not None:
-        run, rank, details = chosen.folder, int(os.environ["RANK"]), chosen.details
-        try:
-            run.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(f"{run}: {error.strerror}; expected a folder for what is recorded of a run") from error
-        routes = Routing(details.interval)
-        recorder = goodput.Recorder(run, rank, clock, heartbeat_s=details.heartbeat_s)
-        last = rank == int(os.environ["WORLD_SIZE"]) - 1
-        listeners += [
-            recorder,
-            StepRecorder(run / "steps.jsonl"),
-            routes,
-            *_profilers(run, rank, details, routes),
-            Live(run, rank, recorder, loop, last=last, routes=routes, console=details.console),
-            ReceiptWriter(run, rank, settings=chosen.settings, launched=launched, routes=routes, loop=loop),
-        ]
-    return listeners
+        yield StepRecorder(chosen.record_steps)
+    if chosen.folder is None:
+        return
+    run, rank, details = chosen.folder, int(os.environ["RANK"]), chosen.details
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{run}: {error.strerror}; expected a folder for what is recorded of a run") from error
+    routes = Routing(details.interval)
+    recorder = goodput.Recorder(run, rank, clock, heartbeat_s=details.heartbeat_s)
+    yield recorder
+    yield StepRecorder(run / "steps.jsonl")
+    yield routes
+    yield from _profilers(run, rank, details, routes)
+    last = rank == int(os.environ["WORLD_SIZE"]) - 1
+    yield Live(run, rank, recorder, loop, last=last, routes=routes, console=details.console)
+    yield ReceiptWriter(run, rank, settings=chosen.settings, launched=launched, routes=routes, loop=loop)
 
 
 def _profilers(run: Path, rank: int, details: Observability, routes: Routing) -> list[Listener]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import megacpp_mcore
-from megacpp_mcore import cli, doctor, imports, launcher
+from megacpp_mcore import cli, doctor, imports, launcher, recipe_command
 from megacpp_mcore.errors import LaunchError
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +58,25 @@ def test_an_output_without_the_signs_that_are_printed_is_an_error_that_says_so()
     assert done.returncode == cli.USER_ERROR
     assert done.stderr.startswith("error: the output's encoding is ascii, which has no U+00D7; set PYTHONUTF8=1")
     assert "Traceback" not in done.stderr
+    command.insert(3, "--traceback")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == cli.USER_ERROR
+    assert done.stderr.startswith("Traceback")
+
+
+@pytest.mark.parametrize("words", [["launch", "--"], ["recipe", "list"]])
+def test_what_training_or_another_file_cannot_encode_is_no_matter_of_the_output(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding = sys.stdout.encoding if words[0] == "launch" else "latin-1"
+
+    def encode(*_: object, **__: object) -> int:
+        raise UnicodeEncodeError(encoding, "→", 0, 1, "ordinal not in range")
+
+    monkeypatch.setattr(launcher, "launch", encode)
+    monkeypatch.setattr(recipe_command, "run", encode)
+    with pytest.raises(UnicodeEncodeError):
+        cli.main(words)
 
 
 @pytest.mark.parametrize(

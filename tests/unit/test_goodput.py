@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import json
 import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import goodput
+from megacpp_mcore.observe import alive, goodput
 from megacpp_mcore.observe.clock import Clock, Phase, process_age_ns
 from megacpp_mcore.observe.goodput import DOWN, LOST, PRODUCTIVE, RECOVERY
 from megacpp_mcore.observe.steps import Step
-from tests.unit.tiny_run import ROOT
 
 SECOND = 1_000_000_000
 
@@ -165,7 +156,8 @@ def test_the_recorder_writes_what_is_read(tmp_path: Path) -> None:
         time.go(1)
     first.on_step(step(1))
     assert first.so_far().nanoseconds[PRODUCTIVE] == SECOND
-    first._over.set()
+    first._heart.stop()
+    first._lock.release()
     began = goodput.read(tmp_path)[3]
     assert (began.starts, began.steps) == (1, 1)
 
@@ -206,7 +198,7 @@ def test_a_copied_folder_keeps_the_time_of_death(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "run", tmp_path / "copy", copy_function=shutil.copyfile)
     assert goodput.read(tmp_path / "copy")[0].wall_ns == 9 * SECOND
     copied = goodput.rank_file(tmp_path / "copy", 0)
-    assert goodput.last_alive_ns(copied) == 109 * SECOND
+    assert alive.last_alive_ns(copied) == 109 * SECOND
     for text in ("", "no number\n"):  # killed before the first one
         copied.with_suffix(".alive").write_text(text)
         os.utime(copied, ns=(107 * SECOND, 107 * SECOND))
@@ -216,7 +208,7 @@ def test_a_copied_folder_keeps_the_time_of_death(tmp_path: Path) -> None:
 def test_a_heart_goes_on_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    beats, beaten, say_alive = [0], threading.Event(), goodput._say_alive
+    beats, beaten, say_alive = [0], threading.Event(), alive.say_alive
 
     def sometimes(file: Path) -> None:
         beats[0] += 1
@@ -226,13 +218,13 @@ def test_a_heart_goes_on_after_an_error(
         if beats[0] > 3:
             beaten.set()
 
-    monkeypatch.setattr(goodput, "_say_alive", sometimes)
+    monkeypatch.setattr(alive, "say_alive", sometimes)
     recorder = goodput.Recorder(tmp_path, 0, Clock(), heartbeat_s=0.001)
     assert beaten.wait(30)
     began = recorder._start.began_ns
     recorder.on_end(None)
     assert caplog.text.count("no sign of life could be left there: Input/output error") == 1
-    assert goodput.last_alive_ns(recorder.path) >= began
+    assert alive.last_alive_ns(recorder.path) >= began
 
 
 def test_a_full_disk_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -310,81 +302,6 @@ def test_earlier_starts_are_gone_through_once(tmp_path: Path, monkeypatch: pytes
     assert len(counted) == 2  # this start, twice
     recorder.on_end(None)
     assert recorder.so_far() == goodput.read(tmp_path)[0]
-
-
-HOLDER = r"""
-import os, sys, time
-from megacpp_mcore.observe import goodput
-from megacpp_mcore.observe.clock import Clock
-alive = goodput.Recorder(sys.argv[1], 0, Clock(), heartbeat_s=float(sys.argv[2])).path.with_suffix(".alive")
-while not (alive.exists() and alive.stat().st_size):
-    time.sleep(0.01)
-child = os.fork()
-os.write(1, b"child\n" if not child else b"parent\n")
-time.sleep(600)
-"""
-"""A process that records, and one that it forked, which may outlive it as a checkpoint's worker does."""
-
-
-@contextlib.contextmanager
-def recording(run: Path, heartbeat_s: float = 0.05) -> Iterator[subprocess.Popen[str]]:
-    """Another process that records rank 0."""
-    command = [sys.executable, "-c", HOLDER, str(run), str(heartbeat_s)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT)
-    try:
-        assert process.stdout is not None
-        assert {process.stdout.readline(), process.stdout.readline()} == {"child\n", "parent\n"}
-        yield process
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def test_a_second_training_in_the_folder_is_refused(tmp_path: Path) -> None:
-    file = goodput.rank_file(tmp_path, 0)
-    with recording(tmp_path) as process:
-        before = file.read_text()
-        who = f"process {process.pid} on {socket.gethostname()} records there"
-        for _ in range(2):
-            with pytest.raises(DataError, match=rf"rank_00000\.jsonl: {who}; .*another folder with --observe DIR"):
-                goodput.Recorder(tmp_path, 0, Clock(), heartbeat_s=3600)
-        assert file.read_text() == before
-        goodput.Recorder(tmp_path, 1, Clock(), heartbeat_s=3600).on_end(None)
-
-        process.kill()  # the one that it forked lives on
-        process.wait()
-        recorder = goodput.Recorder(tmp_path, 0, Clock(), heartbeat_s=3600)
-        recorder.on_end(None)
-    assert [json.loads(line).get("died") is not None for line in file.read_text().splitlines() if "began" in line] == [
-        False,
-        True,
-    ]
-
-
-def test_a_finished_run_may_go_on(tmp_path: Path) -> None:
-    recorder = goodput.Recorder(tmp_path, 0, Clock(), heartbeat_s=3600)
-    recorder.on_end(None)
-    with recording(tmp_path):
-        assert goodput.read(tmp_path)[0].starts == 2
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
-def test_without_locks_a_sign_of_life_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
-) -> None:
-    def no_locks(output: int, how: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    with recording(tmp_path) as process:
-        monkeypatch.setattr(fcntl, "lockf", no_locks)
-        with pytest.raises(DataError, match=rf"process {process.pid} on .*gave a sign of life .* ago"):
-            goodput.Recorder(tmp_path, 0, Clock(), heartbeat_s=10)
-    assert f"{os.strerror(number)}; whether another process records there" in caplog.text
-    alive = goodput.rank_file(tmp_path, 0).with_suffix(".alive")
-    alive.write_text(f"{int(alive.read_text()) - 60 * SECOND:020d}\n")
-    goodput.Recorder(tmp_path, 0, Clock(), heartbeat_s=10).on_end(None)
-    goodput.Recorder(tmp_path, 0, Clock(), heartbeat_s=10).on_end(None)  # what has ended has no sign to be feared
-    assert goodput.read(tmp_path)[0].starts == 3
 
 
 def test_the_slowest_rank_is_the_one_the_others_wait_for(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput, live
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.goodput import rank_file
+from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.live import Live, Metrics, read_metrics
 from megacpp_mcore.observe.loop import StockLoop, Told
 from megacpp_mcore.observe.steps import Step, read_steps
@@ -47,6 +48,31 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert 0 < (metrics[-1].index_overlap or 0) < 1
     _check_scalars(run, recorded)
     _check_rates(run, metrics)
+
+
+class Printing(StockLoop):
+    printing = (__name__, "loop_prints")
+
+
+def loop_prints(line: str) -> None:
+    """What the loop prints an iteration's line by."""
+
+
+@pytest.mark.parametrize("which", ["live", "recorder", "another"])
+def test_without_its_times_the_loop_prints_its_own_lines_again(tmp_path: Path, which: str) -> None:
+    stock = loop_prints
+    recorder = goodput.Recorder(tmp_path, 0, Clock(), heartbeat_s=3600)
+    shown = Live(tmp_path, 0, recorder, Printing(), last=True)
+    shown.on_step_begin(1)
+    assert loop_prints != stock
+    failed = {"live": shown, "recorder": recorder, "another": Listener()}[which]
+    shown.on_failure(failed, LookupError(), 1)
+    shown.on_step_begin(2)
+    assert (loop_prints == stock) is (which != "another")
+    shown.on_step(Step(2, 0, 0.0, 8, {}, None, None, False))
+    shown.on_end(None)
+    recorder.on_end(None)
+    assert loop_prints == stock
 
 
 def _check_rates(run: Path, metrics: Sequence[Metrics]) -> None:

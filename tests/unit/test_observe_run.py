@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from megacpp_mcore import policy
 from megacpp_mcore.config import Observability, PluginConfig
-from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.errors import DataError, LaunchError
 from megacpp_mcore.model import preset
 from megacpp_mcore.observe import loop, loop_bridge, run
 from megacpp_mcore.observe.clock import Clock, Phase
+from megacpp_mcore.observe.goodput import rank_file
 from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.steps import Step
 
@@ -68,9 +73,13 @@ def test_steps_of_which_the_run_has_some_are_profiled_and_an_empty_save_is_none(
 class Heard(Listener):
     def __init__(self) -> None:
         self.ends: list[BaseException | None] = []
+        self.failures: list[tuple[Listener, Exception]] = []
 
     def on_end(self, error: BaseException | None) -> None:
         self.ends.append(error)
+
+    def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
+        self.failures.append((failed, error))
 
 
 def test_a_megatron_without_a_function_is_refused_and_the_listeners_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +115,36 @@ def test_all_hear_of_the_end_whatever_happens_to_one(caplog: pytest.LogCaptureFi
     assert heard.ends == [None]
     assert "Failing could not end what it records" in caplog.text
     assert "the disk is full" in caplog.text
+    assert [(type(failed), str(error)) for failed, error in heard.failures] == [(Failing, "the disk is full")]
+
+
+@pytest.mark.parametrize("place", ["steps.jsonl", "metrics.jsonl", "parts"])
+def test_a_refusal_leaves_neither_lock_nor_heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """What was made before it is told, so that its file says how it ended, and another start may go on."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    if place == "parts":
+        (tmp_path / place).write_text("")
+    else:
+        (tmp_path / place).mkdir()
+    settings = dataclasses.replace(OFF, observability=Observability(heartbeat_s=0.01))
+    chosen = run.choose([], observe=str(tmp_path), settings=settings)
+    about = policy.Run(device="cpu", world_size=1)
+    launched = policy.resolve(about, settings=None, environment={})
+    for _ in range(2):
+        with pytest.raises(DataError, match=place), run.observed(chosen, launched):
+            raise AssertionError("it records there")
+    file = rank_file(tmp_path, 0)
+    ends = [json.loads(line).get("how") for line in file.read_text().splitlines()]
+    assert [how for how in ends if how is not None] == ["DataError"] * 2
+    beaten = file.with_suffix(".alive").read_text()
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat" and not _stops(thread)]
+    assert file.with_suffix(".alive").read_text() >= beaten
+
+
+def _stops(thread: threading.Thread) -> bool:
+    thread.join(10)
+    return not thread.is_alive()
 
 
 class Failing(Heard):
@@ -114,7 +153,7 @@ class Failing(Heard):
     def __init__(self, where: str) -> None:
         super().__init__()
         self.told: list[str] = []
-        self.failures: list[tuple[Listener, Exception, int]] = []
+        self.steps: list[int] = []
         self._where = where
 
     def on_model(self, chunks: Sequence[object], optimizer: object) -> None:
@@ -127,7 +166,8 @@ class Failing(Heard):
         self._hear("on_step")
 
     def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
-        self.failures.append((failed, error, step))
+        super().on_failure(failed, error, step)
+        self.steps.append(step)
         self._hear("on_failure")
 
     def _hear(self, what: str) -> None:
@@ -155,8 +195,8 @@ def test_what_fails_hears_of_nothing_more_but_the_end_and_training_goes_on(
     for other in (deaf, sound):
         assert [one for one in other.told if one != "on_failure"] == everything
         assert other.told.count("on_failure") == 1
-        ((failed, error, at),) = other.failures
-        assert (failed, str(error), at) == (failing, f"in {where}", step)
+        ((failed, error),) = other.failures
+        assert (failed, str(error), other.steps) == (failing, f"in {where}", [step])
     assert [one.ends for one in (failing, deaf, sound)] == [[None]] * 3
     assert f"Failing failed in step {step} and records nothing more; training is not affected" in caplog.text
     assert "Failing could not take in that Failing failed" in caplog.text

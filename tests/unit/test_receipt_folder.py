@@ -11,7 +11,7 @@ import pytest
 
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.observe import goodput, receipt_assembly, receipt_facts, receipts, routing
-from megacpp_mcore.observe.receipt_schema import FINISHED, RUNNING, SCHEMA, why_unknown
+from megacpp_mcore.observe.receipt_schema import FINISHED, RUNNING, SCHEMA, flatten, why_unknown
 from tests.unit.test_receipts import lines, spent
 
 TOKENS = 1024
@@ -176,6 +176,21 @@ def test_layers_that_were_not_counted_are_unknown(run: Path) -> None:
         assert found["routing"][name] is None
         assert why_unknown(f"routing.{name}", found["unknown"]) == f"layer 2: {routing.CAPTURED}"
     assert found["routing"]["router_dtypes"] == ["float32"]
+
+
+def test_of_counts_that_failed_on_one_rank_nothing_is_told(run: Path) -> None:
+    """Nor of the other's, which would pass for all ranks'."""
+    record = {"layers": {"2": routing.Load((3, 5), 8).record()}, "router_dtypes": {"2": "float32"}}
+    record |= {"index_overlap": {"1-5": 0.5}, "failed": None}
+    wired = {"dispatchers": [], "shared_expert_overlap": [False], "top_k": [1]}
+    write_part(run, 0, moe_enabled=True, moe=wired, routing=record)
+    failed = record | {"layers": {}, "index_overlap": {}, "failed": "counting failed in step 4 on a rank: OSError: x"}
+    write_part(run, 1, moe_enabled=True, moe=wired, routing=failed)
+    found = receipts.read(run)
+    for path in ("routing.layers", "routing.entropy", "routing.dropped_tokens", "indexer.overlap"):
+        assert flatten(found)[0][path] is None
+        assert why_unknown(path, found["unknown"]) == failed["failed"]
+    assert found["routing"]["top_k"] == 1
 
 
 # --- The writer -------------------------------------------------------------------------------------------------------

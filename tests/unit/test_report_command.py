@@ -115,6 +115,22 @@ def test_a_rank_without_a_sign_of_its_own_was_alive_when_it_wrote(
     assert shown(run, capsys)[1] == "last sign of life none: no rank has left one that has not ended"
 
 
+def test_a_slow_heart_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = of_ranks(tmp_path / "run", {0: 100})
+    goodput.rank_file(run, 0).write_text('{"began": 0, "host": "a", "pid": 1, "heartbeat_s": 30}\n')
+    assert shown(run, capsys)[1] == "last sign of life 100 s ago"
+    goodput.rank_file(run, 0).write_text('{"began": 0, "host": "a", "pid": 1, "heartbeat_s": 15}\n')
+    assert "probably killed: a live process leaves one every 15 s" in shown(run, capsys)[1]
+
+
+def test_damage_hides_no_receipt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = of_ranks(tmp_path / "run", {0: 1, 1: 600}, of_0=RUNNING)
+    part_file(run, 1).write_text("{")
+    assert "10 min ago, of rank 1, the longest silent of 2; it was probably killed" in shown(run, capsys)[1]
+    goodput.rank_file(run, 1).with_suffix(".alive").write_text("-3\n")
+    assert re.fullmatch(r"last sign of life not known: .*rank_00001.alive is -3; expected .*", shown(run, capsys)[1])
+
+
 def test_a_receipt_alone_has_only_its_own_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     receipt = json.loads(RECEIPT.read_text(encoding="utf-8")) | {"status": RUNNING}
     written = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=50)

@@ -10,6 +10,7 @@ import torch
 
 from megacpp_mcore.observe import routing
 from megacpp_mcore.observe.routing import Load, merged
+from megacpp_mcore.observe.steps import Step
 from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
 
 
@@ -117,9 +118,52 @@ def test_one_that_failed_counts_and_reads_no_more() -> None:
     mine.on_failure(mine, LookupError(), 1)
     layer(torch.ones(1))
     assert called == ["hook", "restored"]
-    mine.read = None  # type: ignore[method-assign, assignment]
+    mine._routers.append(routing._Router("2", padded=False))
+    count(mine._routers[0], [[0.5, 0.5, 0.0]])
     mine.on_end(None)
+    assert mine.record()["layers"] == {}
     assert called == ["hook", "restored"]
+
+
+def a_step(number: int) -> Step:
+    return Step(number, 0, 0.0, 8, {}, None, None, False)
+
+
+def test_a_hook_that_fails_ends_no_step() -> None:
+    """Its error is that of the step's end, and what was counted until then is not told: it would pass for all there was."""
+    listener = routing.Routing(interval=1)
+    router = routing._Router("2", padded=False)
+    listener._routers.append(router)
+    hook = listener._guarded(router.count)
+    module = SimpleNamespace(training=True, topk=2)
+    probs = torch.tensor([[0.5, 0.5, 0.0]])
+    hook(module, (), (probs, probs > 0))
+    listener.on_step(a_step(1))
+    assert listener.latest
+    assert listener.record()["layers"]
+    hook(module, (), (probs, probs[:, :2] > 0))
+    hook(module, (), (probs, probs > 0))
+    assert router.asked == 2  # none after the error
+    with pytest.raises(RuntimeError, match="must match") as caught:
+        listener.on_step(a_step(2))
+    listener.on_failure(listener, caught.value, 2)
+    listener.read()
+    found = listener.record()
+    assert (listener.latest, found["layers"], found["index_overlap"]) == ({}, {}, {})
+    assert found["failed"].startswith("counting failed in step 2 on a rank: RuntimeError: ")
+    listener.on_end(None)
+
+
+def test_a_hook_that_failed_in_the_last_step_is_told_at_the_end() -> None:
+    listener = routing.Routing()
+    cache = IndexCache({6: 5})
+    listener._watch(cache)
+    listener.on_step_begin(10)
+    published = Selection(torch.arange(8).view(1, 8))  # a dimension too few
+    cache.publish(5, published)
+    assert cache.read(6) is published
+    with pytest.raises(ValueError, match="not enough values"):
+        listener.on_end(None)
 
 
 def test_what_is_read_last_is_of_the_steps_since() -> None:

@@ -38,7 +38,7 @@ from megacpp_mcore.errors import DataError, MegacppError  # noqa: E402
 from megacpp_mcore.lowering import Training, lower  # noqa: E402
 from megacpp_mcore.model import Layout, preset  # noqa: E402
 from megacpp_mcore.observe import page, steps  # noqa: E402
-from megacpp_mcore.observe.page_charts import Level  # noqa: E402
+from megacpp_mcore.observe.page.charts import Level  # noqa: E402
 from megacpp_mcore.recipe_command import tokenizer_words  # noqa: E402
 
 MODEL = preset("nam56r_tiny")

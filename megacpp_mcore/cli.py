@@ -16,8 +16,9 @@ from megacpp_mcore import doctor, imports, launcher, patch_command, recipe_comma
 from megacpp_mcore.bench import command as bench_command
 from megacpp_mcore.data import command as data_command
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.observe import profile_recipes, report_command
+from megacpp_mcore.observe import report_command
 from megacpp_mcore.observe import run as observation
+from megacpp_mcore.observe.profile import recipes as profile_recipes
 from megacpp_mcore.patches import registry
 
 USER_ERROR = 2

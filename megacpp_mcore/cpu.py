@@ -37,7 +37,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.policy_compile import disabled_by
+from megacpp_mcore.policy.compile import disabled_by
 
 REQUIRED_ARGUMENTS: tuple[tuple[str, ...], ...] = (
     ("--distributed-backend", "gloo"),

@@ -23,7 +23,7 @@ _HEAD = """# Model card
 
 Written by `megacpp-mcore recipe list --markdown` from the models in `megacpp_mcore/model.py`; do not edit it by hand.
 Parameters are counted from the definition's shapes, with the vocabulary padded as Megatron pads it; FLOPs by
-`megacpp_mcore/observe/flops.py`, a multiply-add as two, nothing recomputed.
+`megacpp_mcore/observe/flops/count.py`, a multiply-add as two, nothing recomputed.
 
 What has been trained with this package so far are tests, demos and benchmarks: there are no released weights, and no claim
 about the quality of a trained model."""

@@ -20,7 +20,7 @@ from megacpp_mcore import config, hybrid, model_card, overrides, stock_command
 from megacpp_mcore.errors import DataError, LaunchError, ModelError
 from megacpp_mcore.lowering import GPT, SCRIPTS, SPECS, Training, lower
 from megacpp_mcore.model import PRESETS, Layout, Model, preset
-from megacpp_mcore.observe import flops_command
+from megacpp_mcore.observe.flops import command as flops_command
 from megacpp_mcore.recipes import RECIPES, Recipe
 from megacpp_mcore.stock_command import DATA_VARIABLE, LAUNCH, WAYS, Slurm, StockCommand
 

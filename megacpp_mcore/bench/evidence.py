@@ -17,7 +17,7 @@ from types import MappingProxyType
 from megacpp_mcore.backends import Candidate
 from megacpp_mcore.bench.table import GREEN, RIGHT
 from megacpp_mcore.errors import BenchmarkError
-from megacpp_mcore.observe.compare import NOISE
+from megacpp_mcore.observe.receipts.comparison import NOISE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,11 @@ from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import kinds
 from megacpp_mcore.observe.clock import Phase
 from megacpp_mcore.observe.files import Appender, LineReader
-from megacpp_mcore.observe.flops_report import Utilisation
+from megacpp_mcore.observe.flops.report import Utilisation
 from megacpp_mcore.observe.goodput import PRODUCTIVE
 from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.peaks import peak
-from megacpp_mcore.observe.receipt_assembly import load, part_file
+from megacpp_mcore.observe.receipts.assembly import load, part_file
 from megacpp_mcore.observe.steps import RECORD, begins, kept, numbered
 
 if TYPE_CHECKING:

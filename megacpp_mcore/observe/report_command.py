@@ -14,10 +14,10 @@ from typing import Any
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput, receipts
 from megacpp_mcore.observe.alive import BEATS, last_alive_ns
-from megacpp_mcore.observe.compare import KEYS, NOISE, compare
 from megacpp_mcore.observe.files import replace
-from megacpp_mcore.observe.receipt_assembly import PARTS, RECEIPT, part_file, read_part
-from megacpp_mcore.observe.receipt_schema import DISQUALIFIERS, RUNNING, dominant, flatten, why_unknown
+from megacpp_mcore.observe.receipts.assembly import PARTS, RECEIPT, part_file, read_part
+from megacpp_mcore.observe.receipts.comparison import KEYS, NOISE, compare
+from megacpp_mcore.observe.receipts.schema import DISQUALIFIERS, RUNNING, dominant, flatten, why_unknown
 
 REFUSED = 1
 """The exit status of a comparison that allows no claim."""

@@ -13,7 +13,7 @@ import torch
 from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import Layout
 from megacpp_mcore.observe import flops, goodput, receipts
-from megacpp_mcore.observe.compare import compare as compare_receipts
+from megacpp_mcore.observe.receipts.comparison import compare as compare_receipts
 from megacpp_mcore.observe.steps import compare, read_steps
 from megacpp_mcore.recipe_command import tokenizer_words
 from megacpp_mcore.recipes import RECIPES

@@ -24,7 +24,7 @@ from megacpp_mcore.bench.registry import BENCHMARKS, FULL, LAYER, MODEL, OP, TIN
 from megacpp_mcore.bench.table import BYTES_PER_SECOND, COLUMNS, CONDITIONS, IS_REFERENCE, RIGHT, TIMED, floor_time
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe.compare import NOISE
+from megacpp_mcore.observe.receipts.comparison import NOISE
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = ("--device", "cpu", "--size", "tiny")

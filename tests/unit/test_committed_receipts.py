@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megacpp_mcore import cli
-from megacpp_mcore.observe import receipt_schema, receipts
+from megacpp_mcore.observe import receipts
+from megacpp_mcore.observe.receipts import schema as receipt_schema
 
 FOLDER = Path(__file__).parents[2] / "examples" / "receipts"
 RECEIPTS = sorted(FOLDER.glob("*.json"))

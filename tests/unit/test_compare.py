@@ -13,8 +13,8 @@ import pytest
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe import receipt_schema
-from megacpp_mcore.observe.compare import KEYS, NOISE, SEVEN, Comparison, compare
+from megacpp_mcore.observe.receipts import schema as receipt_schema
+from megacpp_mcore.observe.receipts.comparison import KEYS, NOISE, SEVEN, Comparison, compare
 from megacpp_mcore.observe.report_command import REFUSED
 from tests.unit.test_receipts import report
 

@@ -1,4 +1,4 @@
-"""observe/flops.py against torch's own counter: on every reference op, and on a model that stock Megatron built.
+"""observe/flops/count.py against torch's own counter: on every reference op, and on a model that stock Megatron built.
 
 torch counts the dense products that an op really runs, not the pairs that its mask lets through, so each comparison says
 in exact integers how the two are related. Legend: B batch, S sequence, K query-key width, V value width.

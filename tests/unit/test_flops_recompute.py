@@ -24,7 +24,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.observe import flops
 from megacpp_mcore.observe.flops import Families, Work
-from megacpp_mcore.observe.flops_recompute import MODULES, Recomputation, recomputed
+from megacpp_mcore.observe.flops.recompute import MODULES, Recomputation, recomputed
 from tests.unit import stock
 
 OVERRIDES = {"seq_length": 64, "dsa": {"topk": 8, "loss_coeff": 0.1}, "mtp": {"depth": 2}}

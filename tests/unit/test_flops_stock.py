@@ -11,7 +11,8 @@ import pytest
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.lowering import GPT, HYBRID, Training, lower
 from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
-from megacpp_mcore.observe import flops, flops_stock
+from megacpp_mcore.observe import flops
+from megacpp_mcore.observe.flops import stock as flops_stock
 from megacpp_mcore.recipe_command import tokenizer_words
 from tests.unit import stock
 

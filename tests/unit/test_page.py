@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import goodput, page, page_charts, page_data, page_parts, receipts, report_command
-from megacpp_mcore.observe.page_charts import Axis, Band, Curve, axis_of, plot
-from megacpp_mcore.observe.page_data import read
-from megacpp_mcore.observe.page_style import KINDS
-from megacpp_mcore.observe.receipt_schema import flatten
+from megacpp_mcore.observe import goodput, page, receipts, report_command
+from megacpp_mcore.observe.page import charts as page_charts
+from megacpp_mcore.observe.page import data as page_data
+from megacpp_mcore.observe.page import parts as page_parts
+from megacpp_mcore.observe.page.charts import Axis, Band, Curve, axis_of, plot
+from megacpp_mcore.observe.page.data import read
+from megacpp_mcore.observe.page.style import KINDS
+from megacpp_mcore.observe.receipts.schema import flatten
 from megacpp_mcore.observe.steps import Step
 from tests.unit import browser, page_run, tiny_run
 
@@ -350,7 +353,7 @@ def assert_markup_is_text(
     bad = page_data.RunData(
         "<b>run", nasty, flatten(nasty)[0], steps, data.ranks, data.timeline, data.metrics, {"loss": NASTY}
     )
-    monkeypatch.setattr(page, "read", lambda path: bad)
+    monkeypatch.setattr(page.assembly, "read", lambda path: bad)
     for paths in ([fresh], [fresh, tmp_path]):
         text = page.html(paths)
         found = Reader(text)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore import config, policy, policy_values
+from megacpp_mcore import config, policy
 from megacpp_mcore.errors import ConfigFileError, LaunchError
 from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import Layout, preset, with_overrides
-from megacpp_mcore.observe import receipt_facts
+from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.policy import (
     DEFAULT,
     EXPLICIT,
@@ -29,6 +29,7 @@ from megacpp_mcore.policy import (
     overlap_contract,
     resolve,
 )
+from megacpp_mcore.policy import values as policy_values
 from megacpp_mcore.precision import EXPERTS_FILE, FP8_EXPERTS
 
 TURN_COMPILE_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
@@ -562,7 +563,7 @@ def test_a_script_that_nobody_launched_is_told_what_is_not_set(tmp_path: Path) -
 
 
 def test_the_policy_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "_said", False)
+    monkeypatch.setattr(policy.launch, "_said", False)
     lines: list[str] = []
     as_json = settings(tmp_path, "observability: {policy: json}\n")
     with policy.said():  # the launcher's own words

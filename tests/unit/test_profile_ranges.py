@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.profile import Profiler
-from megacpp_mcore.observe.profile_ranges import Ranges, named
+from megacpp_mcore.observe.profile.ranges import Ranges, named
 
 BUCKETS = {
     "start_grad_sync": "gradients",

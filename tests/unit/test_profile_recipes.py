@@ -17,8 +17,9 @@ from megacpp_mcore import cpu
 from megacpp_mcore.config import Observability, PluginConfig
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe import profile_recipes, run
+from megacpp_mcore.observe import run
 from megacpp_mcore.observe.profile import Profiler, parse_steps
+from megacpp_mcore.observe.profile import recipes as profile_recipes
 
 COMMAND = ["--device", "cuda", "--", "pretrain_gpt.py", "--lr", "1e-3", "--data-path", "a b"]
 

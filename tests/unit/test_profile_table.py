@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megacpp_mcore.observe import profile_text
-from megacpp_mcore.observe.profile_attribution import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Place, attribute
-from megacpp_mcore.observe.profile_events import NODE, Collective, Kernel, Op, Trace, read
-from megacpp_mcore.observe.profile_intervals import Cover
-from megacpp_mcore.observe.profile_sparse import Padding, sparse_work
-from megacpp_mcore.observe.profile_table import collective, is_communication, table
+from megacpp_mcore.observe.profile import text as profile_text
+from megacpp_mcore.observe.profile.attribution import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Place, attribute
+from megacpp_mcore.observe.profile.events import NODE, Collective, Kernel, Op, Trace, read
+from megacpp_mcore.observe.profile.intervals import Cover
+from megacpp_mcore.observe.profile.sparse import Padding, sparse_work
+from megacpp_mcore.observe.profile.table import collective, is_communication, table
 from megacpp_mcore.observe.routing import Load
 
 MAIN, ENGINE = 11, 12
@@ -424,7 +424,7 @@ def test_an_empty_window_has_a_page() -> None:
 
 def test_nothing_of_it_needs_torch() -> None:
     modules = [
-        f"megacpp_mcore.observe.profile{suffix}" for suffix in ("", "_events", "_table", "_text", "_sparse", "_recipes")
+        f"megacpp_mcore.observe.profile{name}" for name in ("", ".events", ".table", ".text", ".sparse", ".recipes")
     ]
     program = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -88,7 +88,7 @@ def _main(
         """Makes every layer of a family do much more than it has to."""
 
         def on_model(self, chunks: Any, optimizer: Any) -> None:
-            from megacpp_mcore.observe.profile_ranges import family
+            from megacpp_mcore.observe.profile.ranges import family
 
             for module in chunks[0].modules():
                 if hasattr(module, "layer_number") and hasattr(module, "self_attention") and family(module) == slow:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.observe import goodput, receipt_assembly, receipt_facts, receipts, routing
-from megacpp_mcore.observe.receipt_schema import FINISHED, RUNNING, SCHEMA, flatten, why_unknown
+from megacpp_mcore.observe import goodput, receipts, routing
+from megacpp_mcore.observe.receipts import assembly as receipt_assembly
+from megacpp_mcore.observe.receipts import facts as receipt_facts
+from megacpp_mcore.observe.receipts.schema import FINISHED, RUNNING, SCHEMA, flatten, why_unknown
 from tests.unit.test_receipts import lines, spent
 
 TOKENS = 1024

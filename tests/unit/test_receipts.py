@@ -16,19 +16,13 @@ import pytest
 from megacpp_mcore import cli, precision
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.model import Layout
-from megacpp_mcore.observe import (
-    compare,
-    disqualify,
-    flops,
-    goodput,
-    page,
-    receipt_facts,
-    receipt_schema,
-    receipts,
-    report_command,
-)
-from megacpp_mcore.observe.receipt_window import percentile, tokens_of
-from megacpp_mcore.observe.receipt_window import read as read_window
+from megacpp_mcore.observe import flops, goodput, page, receipts, report_command
+from megacpp_mcore.observe.receipts import comparison as compare
+from megacpp_mcore.observe.receipts import disqualify
+from megacpp_mcore.observe.receipts import facts as receipt_facts
+from megacpp_mcore.observe.receipts import schema as receipt_schema
+from megacpp_mcore.observe.receipts.window import percentile, tokens_of
+from megacpp_mcore.observe.receipts.window import read as read_window
 from megacpp_mcore.observe.steps import Step
 from tests.unit import tiny_run
 from tests.unit.test_page import backend_rows, check_self_contained

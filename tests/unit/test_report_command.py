@@ -15,8 +15,8 @@ import pytest
 
 from megacpp_mcore import cli
 from megacpp_mcore.observe import goodput
-from megacpp_mcore.observe.receipt_assembly import now, part_file
-from megacpp_mcore.observe.receipt_schema import FINISHED, RUNNING, SCHEMA
+from megacpp_mcore.observe.receipts.assembly import now, part_file
+from megacpp_mcore.observe.receipts.schema import FINISHED, RUNNING, SCHEMA
 from megacpp_mcore.observe.report_command import SILENT_S
 
 RECEIPT = Path(__file__).parents[2] / "examples" / "receipts" / "nam56r_quarter_h200_bf16.json"

@@ -17,7 +17,7 @@ import pytest
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput, kinds, page, receipts, report_command, routing
 from megacpp_mcore.observe.live import METRICS
-from megacpp_mcore.observe.receipt_schema import FINISHED, SCHEMA, why_unknown
+from megacpp_mcore.observe.receipts.schema import FINISHED, SCHEMA, why_unknown
 from tests.unit.test_receipt_folder import write_steps
 from tests.unit.test_receipts import lines
 from tests.unit.tiny_run import ROOT
@@ -280,7 +280,7 @@ def test_a_training_ends_with_a_receipt_although_a_part_is_damaged(
     receipts.part_file(tmp_path, 1).write_text('{"schema": 1, "rank": 1}')
     began = time.monotonic()
     writer.on_end(None)
-    assert time.monotonic() - began < receipts.PATIENCE_S  # it says nothing more
+    assert time.monotonic() - began < receipts.writer.PATIENCE_S  # it says nothing more
     found = receipts.read(tmp_path / "receipt.json")
     assert (found["status"], found["ranks"]) == ("running", {"expected": 2, "found": [0]})
     assert "rank_00001.json: not the part of a rank: it has no status, warm_up_steps, notes" in " ".join(found["notes"])

@@ -14,9 +14,9 @@ from megacpp_mcore.observe.alive import last_alive_ns
 from megacpp_mcore.observe.clock import Phase
 from megacpp_mcore.observe.goodput import DOWN, LOST, PRODUCTIVE, RECOVERY, Goodput
 from megacpp_mcore.observe.live import Metrics, read_metrics
-from megacpp_mcore.observe.receipt_assembly import PARTS, STEPS
-from megacpp_mcore.observe.receipt_schema import flatten
-from megacpp_mcore.observe.receipt_window import tokens_of
+from megacpp_mcore.observe.receipts.assembly import PARTS, STEPS
+from megacpp_mcore.observe.receipts.schema import flatten
+from megacpp_mcore.observe.receipts.window import tokens_of
 from megacpp_mcore.observe.steps import Step, kept, read_steps
 
 _ORDER = (

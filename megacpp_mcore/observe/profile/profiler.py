@@ -1,8 +1,8 @@
 """Profiles some steps of a run: where their time went, by block family and phase.
 
-The listener opens torch's profiler and the ranges of :mod:`megacpp_mcore.observe.profile_ranges` when the first step begins
+The listener opens torch's profiler and the ranges of :mod:`megacpp_mcore.observe.profile.ranges` when the first step begins
 and closes both after the last one; outside of the window it costs nothing. Then it reads the profiler's raw events
-(:mod:`megacpp_mcore.observe.profile_events`), says of each where it belongs (:mod:`megacpp_mcore.observe.profile_attribution`)
+(:mod:`megacpp_mcore.observe.profile.events`), says of each where it belongs (:mod:`megacpp_mcore.observe.profile.attribution`)
 and writes ``RUN/profile/<first>-<last>/table.json`` and ``table.txt``. No torch at import.
 """
 
@@ -22,11 +22,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import DataError, LaunchError
-from megacpp_mcore.observe import compilation, profile_events, profile_sparse, profile_text
+from megacpp_mcore.observe import compilation
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.files import replace
 from megacpp_mcore.observe.listener import Listener
-from megacpp_mcore.observe.profile_table import DEVICE_TIME, Table, table
+from megacpp_mcore.observe.profile import events as profile_events
+from megacpp_mcore.observe.profile import sparse as profile_sparse
+from megacpp_mcore.observe.profile import text as profile_text
+from megacpp_mcore.observe.profile.table import DEVICE_TIME, Table, table
 from megacpp_mcore.observe.routing import Routing
 
 if TYPE_CHECKING:
@@ -249,7 +252,7 @@ class _Window:
     ) -> None:
         import torch
 
-        from megacpp_mcore.observe.profile_ranges import Ranges, named
+        from megacpp_mcore.observe.profile.ranges import Ranges, named
 
         on_device = on_gpu()
         self.device = torch.cuda.get_device_name() if on_device else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megacpp_mcore.policy_run import Run
+from megacpp_mcore.policy.run import Run
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megacpp_mcore.backends import AUTO, Resolution, Speed, probes
-from megacpp_mcore.observe.disqualify import arithmetic
+from megacpp_mcore.observe.receipts.disqualify import arithmetic
 
 _TE = probes.TRANSFORMER_ENGINE
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megacpp_mcore.observe import receipt_backends
-from megacpp_mcore.observe.receipt_backends import bare
+from megacpp_mcore.observe.receipts import backends as receipt_backends
+from megacpp_mcore.observe.receipts.backends import bare
 
 
 def local(chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megacpp_mcore.config import ExperimentalTaxes, Observability, Recompute, SpeedDefaults
-from megacpp_mcore.policy_overlap import CONNECTIONS
-from megacpp_mcore.policy_run import PRECISION_FILE, Run
+from megacpp_mcore.policy.overlap import CONNECTIONS
+from megacpp_mcore.policy.run import PRECISION_FILE, Run
 
 USER, RECIPE, DEFAULT = "user", "recipe", "default"
 """Where a value came from: an argument, a file or the environment of the user; the recipe; this package or what it runs on."""

@@ -9,8 +9,9 @@ import json
 from megacpp_mcore.config import Recompute
 from megacpp_mcore.lowering import GPT, SPECS
 from megacpp_mcore.model import Model
-from megacpp_mcore.observe import flops, flops_report
-from megacpp_mcore.observe.flops_recompute import MODULES, Recomputation, recomputed
+from megacpp_mcore.observe.flops import count as flops
+from megacpp_mcore.observe.flops import report as flops_report
+from megacpp_mcore.observe.flops.recompute import MODULES, Recomputation, recomputed
 
 _FAMILIES = tuple(each.name for each in dataclasses.fields(Recompute))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe.receipt_schema import DISQUALIFIERS, flatten, why_unknown
+from megacpp_mcore.observe.receipts.schema import DISQUALIFIERS, flatten, why_unknown
 
 BALANCE_TOLERANCE = 0.1
 """Relative difference of the busiest expert's load up to which two runs are equally balanced: routing is learned."""

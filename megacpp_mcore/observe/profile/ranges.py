@@ -24,7 +24,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, MultiTokenPredictionLayer
 
-from megacpp_mcore.observe.profile_events import PARTS, PREFIX
+from megacpp_mcore.observe.profile.events import PARTS, PREFIX
 
 BETWEEN_LAYERS, DATA, EMBEDDING, GRADIENTS, HEAD, NORM, OPTIMIZER, PIPELINE = PARTS
 MTP = "MTP"

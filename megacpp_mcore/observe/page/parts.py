@@ -9,9 +9,8 @@ from html import escape
 from typing import Any
 
 from megacpp_mcore.observe import goodput
-from megacpp_mcore.observe.disqualify import arithmetic
 from megacpp_mcore.observe.goodput import CLASSES, PRODUCTIVE, Goodput
-from megacpp_mcore.observe.page_charts import (
+from megacpp_mcore.observe.page.charts import (
     Axis,
     Band,
     Curve,
@@ -25,8 +24,9 @@ from megacpp_mcore.observe.page_charts import (
     short,
     stack,
 )
-from megacpp_mcore.observe.page_data import RunData
-from megacpp_mcore.observe.receipt_schema import FINISHED, RUNNING, dominant, why_unknown
+from megacpp_mcore.observe.page.data import RunData
+from megacpp_mcore.observe.receipts.disqualify import arithmetic
+from megacpp_mcore.observe.receipts.schema import FINISHED, RUNNING, dominant, why_unknown
 
 CURVE_STYLES = ("c1", "c2", "c3", "c4", "c5", "c6")
 MOST_RANKS = 12

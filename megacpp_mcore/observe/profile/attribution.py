@@ -17,8 +17,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megacpp_mcore.observe.profile_events import NODE, PREFIX, STEP, Collective, Op, Trace
-from megacpp_mcore.observe.profile_intervals import Cover, Interval
+from megacpp_mcore.observe.profile.events import NODE, PREFIX, STEP, Collective, Op, Trace
+from megacpp_mcore.observe.profile.intervals import Cover, Interval
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER, OTHER = "forward", "recompute", "backward", "optimizer", "other"
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacpp_mcore.observe.profile_attribution import (
+from megacpp_mcore.observe.profile.attribution import (
     BACKWARD,
     FORWARD,
     OPTIMIZER,
@@ -21,8 +21,8 @@ from megacpp_mcore.observe.profile_attribution import (
     Place,
     attribute,
 )
-from megacpp_mcore.observe.profile_events import Collective, Kernel, Trace
-from megacpp_mcore.observe.profile_intervals import Cover
+from megacpp_mcore.observe.profile.events import Collective, Kernel, Trace
+from megacpp_mcore.observe.profile.intervals import Cover
 
 EXPOSED, HIDDEN = "communication_exposed", "communication_hidden"
 COLUMNS = (FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER, OTHER, EXPOSED, HIDDEN)

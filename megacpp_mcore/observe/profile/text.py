@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megacpp_mcore.observe.profile_table import COLUMNS, DEVICE_TIME, EXPOSED, HIDDEN, UNATTRIBUTED
+from megacpp_mcore.observe.profile.table import COLUMNS, DEVICE_TIME, EXPOSED, HIDDEN, UNATTRIBUTED
 
 _HEADS = dict(
     zip(COLUMNS, ("forward", "recompute", "backward", "optimizer", "other", "comm exp.", "comm hid."), strict=True)

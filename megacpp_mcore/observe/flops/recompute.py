@@ -19,8 +19,8 @@ from megacpp_mcore import pattern as grammar
 from megacpp_mcore.config import Recompute
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Model
-from megacpp_mcore.observe import flops
-from megacpp_mcore.observe.flops import Families, Step, Work
+from megacpp_mcore.observe.flops import count as flops
+from megacpp_mcore.observe.flops.count import Families, Step, Work
 
 MODULES = ("core_attn", "mla_up_proj", "mlp", "moe", "shared_experts", "moe_act", "layernorm")
 """The ``--recompute-modules`` that an A/M/E/R model can have; the last two repeat element-wise work, which counts 0."""

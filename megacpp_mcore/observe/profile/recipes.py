@@ -15,8 +15,8 @@ from pathlib import PurePath
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.observe.profile import EXTERNAL, FOLDER, parse_steps
-from megacpp_mcore.observe.profile_events import PARTS, PREFIX
+from megacpp_mcore.observe.profile.events import PARTS, PREFIX
+from megacpp_mcore.observe.profile.profiler import EXTERNAL, FOLDER, parse_steps
 
 NSYS, NCU = "nsys", "ncu"
 TOOLS = (NSYS, NCU)
@@ -102,7 +102,7 @@ def _ranges(family: str) -> str:
 
 
 _NUMBERED = re.compile(r"[AMR][EF]?|[EF]|MTP|layer")
-"""The labels that :func:`megacpp_mcore.observe.profile_ranges.family` gives, and the depths."""
+"""The labels that :func:`megacpp_mcore.observe.profile.ranges.family` gives, and the depths."""
 
 _NSYS_OR_NCU = {NSYS: _nsys, NCU: _ncu}
 

@@ -17,18 +17,20 @@ from statistics import fmean
 from typing import Any
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import goodput, kinds, receipt_schema, receipt_window, routing
-from megacpp_mcore.observe.disqualify import judge
-from megacpp_mcore.observe.flops_report import Utilisation
+from megacpp_mcore.observe import goodput, kinds, routing
+from megacpp_mcore.observe.flops.report import Utilisation
 from megacpp_mcore.observe.peaks import PRECISIONS, peak
-from megacpp_mcore.observe.receipt_schema import FINISHED, RUNNING, SCHEMA
-from megacpp_mcore.observe.receipt_window import Window
+from megacpp_mcore.observe.receipts import schema as receipt_schema
+from megacpp_mcore.observe.receipts import window as receipt_window
+from megacpp_mcore.observe.receipts.disqualify import judge
+from megacpp_mcore.observe.receipts.schema import FINISHED, RUNNING, SCHEMA
+from megacpp_mcore.observe.receipts.window import Window
 from megacpp_mcore.observe.steps import Step, kept, read_steps
 
 PARTS, RECEIPT, STEPS = "parts", "receipt.json", "steps.jsonl"
 _PART_NAME = re.compile(r"rank_(\d{5,9})\.json")
 PROFILES = "profile"
-"""Folder of the run's profiles, each a ``table.json`` of :mod:`megacpp_mcore.observe.profile_table`."""
+"""Folder of the run's profiles, each a ``table.json`` of :mod:`megacpp_mcore.observe.profile.table`."""
 
 _OF_LETTER = {"A": "attention", "M": "mamba", "R": "recurrent", "E": "expert"}
 _OF_GROUP = {

@@ -13,8 +13,8 @@ from megacpp_mcore import pattern as grammar
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.lowering import GPT, HYBRID
 from megacpp_mcore.model import Model
-from megacpp_mcore.observe import flops
-from megacpp_mcore.observe.flops import Families, Step
+from megacpp_mcore.observe.flops import count as flops
+from megacpp_mcore.observe.flops.count import Families, Step
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,10 @@ from typing import Any
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.lowering import GPT
 from megacpp_mcore.model import Model
-from megacpp_mcore.observe import flops, flops_stock
-from megacpp_mcore.observe.flops import Families, Step, Work
-from megacpp_mcore.observe.flops_recompute import Recomputation, recomputed
+from megacpp_mcore.observe.flops import count as flops
+from megacpp_mcore.observe.flops import stock as flops_stock
+from megacpp_mcore.observe.flops.count import Families, Step, Work
+from megacpp_mcore.observe.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.observe.peaks import Peak, peak
 from megacpp_mcore.precision import PrecisionPlan, expert_layers
 
@@ -135,7 +136,7 @@ def utilisation(
         device: the name that CUDA gives it, such as ``NVIDIA H200``.
         plan: the run's precision.
         devices: how many there are.
-        again: what is recomputed (:func:`megacpp_mcore.observe.flops_recompute.recomputed`); by default nothing.
+        again: what is recomputed (:func:`megacpp_mcore.observe.flops.recompute.recomputed`); by default nothing.
         tf32: as in :func:`by_precision`.
 
     Raises:

@@ -1,7 +1,7 @@
 """What a process knows of its run, read from Megatron's live objects when the model stands; the facts of a receipt.
 
 A fact that cannot be had is left unknown with the reason. The precision plan, the optimizer with the dtypes of its states, the
-routing's settings and the compile policy are as configured, and the fields of :mod:`megacpp_mcore.observe.receipt_schema` say
+routing's settings and the compile policy are as configured, and the fields of :mod:`megacpp_mcore.observe.receipts.schema` say
 so. Written against megatron-core 0.19.2.
 """
 
@@ -25,11 +25,12 @@ from megacpp_mcore import lowering, precision
 from megacpp_mcore.config import PluginConfig
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.model import Model
-from megacpp_mcore.observe import flops, flops_report
-from megacpp_mcore.observe.flops_recompute import Recomputation, recomputed
+from megacpp_mcore.observe import flops
+from megacpp_mcore.observe.flops import report as flops_report
+from megacpp_mcore.observe.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.observe.loop import Loop
-from megacpp_mcore.observe.receipt_backends import bare
-from megacpp_mcore.observe.receipt_modules import modules
+from megacpp_mcore.observe.receipts.backends import bare
+from megacpp_mcore.observe.receipts.modules import modules
 from megacpp_mcore.policy import ALLOCATOR, CONNECTIONS, DISABLING, LaunchPolicy
 
 ENVIRONMENT = (

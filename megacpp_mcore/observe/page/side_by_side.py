@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from megacpp_mcore.observe.compare import compare
-from megacpp_mcore.observe.page_charts import Axis, Curve, axis_of, legend, plot
-from megacpp_mcore.observe.page_data import RunData
-from megacpp_mcore.observe.page_parts import CURVE_STYLES, clock, layer_of, section, size, spans, unknown
-from megacpp_mcore.observe.receipt_schema import dominant, why_unknown
+from megacpp_mcore.observe.page.charts import Axis, Curve, axis_of, legend, plot
+from megacpp_mcore.observe.page.data import RunData
+from megacpp_mcore.observe.page.parts import CURVE_STYLES, clock, layer_of, section, size, spans, unknown
+from megacpp_mcore.observe.receipts.comparison import compare
+from megacpp_mcore.observe.receipts.schema import dominant, why_unknown
 
 
 def _plain(value: Any) -> str:

@@ -7,7 +7,7 @@ Conventions, all of them exact integers:
   so the embedding counts 0.
 - Backward is twice forward: a contraction has a gradient for each of its two operands. The indexer is the exception, see
   :func:`indexer`. Nothing that is computed again is counted: these are *model FLOPs*. With what the run's activation
-  recompute repeats they are *hardware FLOPs* (:mod:`megacpp_mcore.observe.flops_recompute`). What a kernel computes again
+  recompute repeats they are *hardware FLOPs* (:mod:`megacpp_mcore.observe.flops.recompute`). What a kernel computes again
   inside its own backward pass is in neither.
 - Attention counts the pairs its mask lets through: S(S+1)/2 for causal, the sum over rows of min(i+1, k) for top-k. The
   indexer has to score all causal pairs. Documents kept apart count their own pairs (``lengths`` of :func:`step`). Full

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from html import escape
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import page_parts, page_receipts
-from megacpp_mcore.observe.page_charts import Level
-from megacpp_mcore.observe.page_data import RunData, read
-from megacpp_mcore.observe.page_style import style
+from megacpp_mcore.observe.page import parts as page_parts
+from megacpp_mcore.observe.page import side_by_side as page_receipts
+from megacpp_mcore.observe.page.charts import Level
+from megacpp_mcore.observe.page.data import RunData, read
+from megacpp_mcore.observe.page.style import style
 
 MOST_RUNS = 6
 """Runs of one page: as many as there are colours, and columns that can be read."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megacpp_mcore.observe.receipt_schema import DISQUALIFIERS
-from megacpp_mcore.observe.receipt_window import Window, tokens_of
+from megacpp_mcore.observe.receipts.schema import DISQUALIFIERS
+from megacpp_mcore.observe.receipts.window import Window, tokens_of
 from megacpp_mcore.observe.steps import Step
 
 

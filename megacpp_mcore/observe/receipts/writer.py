@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.backends import observed
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import receipt_schema
 from megacpp_mcore.observe.files import replace
 from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.loop import Loop, StockLoop
-from megacpp_mcore.observe.receipt_assembly import PARTS, RECEIPT, assemble, load, now, part_file, read_part
-from megacpp_mcore.observe.receipt_schema import FINISHED, RUNNING, SCHEMA
-from megacpp_mcore.observe.receipt_window import WARM_UP_STEPS
+from megacpp_mcore.observe.receipts.assembly import now, part_file, read_part
+from megacpp_mcore.observe.receipts.folder import write
+from megacpp_mcore.observe.receipts.schema import FINISHED, RUNNING, SCHEMA
+from megacpp_mcore.observe.receipts.window import WARM_UP_STEPS
 
 if TYPE_CHECKING:
     from megacpp_mcore.config import PluginConfig
-    from megacpp_mcore.observe.receipt_facts import Facts
+    from megacpp_mcore.observe.receipts.facts import Facts
     from megacpp_mcore.observe.routing import Routing
     from megacpp_mcore.observe.steps import Step
     from megacpp_mcore.policy import LaunchPolicy
@@ -36,9 +36,6 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
 """How long rank 0 waits in the end for the last parts of others."""
-
-
-# --- Writing ----------------------------------------------------------------------------------------------------------
 
 
 class ReceiptWriter(Listener):
@@ -103,7 +100,8 @@ class ReceiptWriter(Listener):
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Learn what the model and Megatron's arguments say, and write it."""
-        from megacpp_mcore.observe import receipt_facts, receipt_modules
+        from megacpp_mcore.observe.receipts import facts as receipt_facts
+        from megacpp_mcore.observe.receipts import modules as receipt_modules
 
         self._chunks = chunks
         facts = self._learn_start()
@@ -149,7 +147,7 @@ class ReceiptWriter(Listener):
 
     def _learn_start(self) -> Facts:
         if self._facts is None:
-            from megacpp_mcore.observe import receipt_facts
+            from megacpp_mcore.observe.receipts import facts as receipt_facts
 
             self._facts = receipt_facts.at_start(self._settings, self._launched)
         return self._facts
@@ -159,7 +157,7 @@ class ReceiptWriter(Listener):
         """The files in the caches of this host, before anything of this run compiles, its warm-up included."""
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return None
-        from megacpp_mcore.observe import receipt_facts
+        from megacpp_mcore.observe.receipts import facts as receipt_facts
 
         return receipt_facts.cache_files()
 
@@ -176,7 +174,8 @@ class ReceiptWriter(Listener):
 
     def _write(self, status: str) -> None:
         """Write what is known now."""
-        from megacpp_mcore.observe import receipt_facts, receipt_modules
+        from megacpp_mcore.observe.receipts import facts as receipt_facts
+        from megacpp_mcore.observe.receipts import modules as receipt_modules
 
         self._written = time.monotonic()
         part = self._part | {"status": status, "written_at": now()}
@@ -211,36 +210,3 @@ def _may_end(path: Path) -> bool:
         return not path.is_file() or read_part(path)["status"] == RUNNING
     except DataError:
         return False
-
-
-# --- Reading ----------------------------------------------------------------------------------------------------------
-
-
-def write(run: str | os.PathLike[str]) -> Path:
-    """Assemble the receipt of the run in folder ``run``, check it, and write it there.
-
-    Raises:
-        DataError: there are no parts, or what is there is damaged.
-    """
-    receipt = assemble(run)
-    receipt_schema.validate(receipt, str(run))
-    path = Path(run) / RECEIPT
-    replace(path, json.dumps(receipt, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    return path
-
-
-def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The receipt in a file, or of a run's folder; checked.
-
-    Raises:
-        DataError: there is none, or it is not as the schema says.
-    """
-    place = Path(path)
-    if place.is_dir() and (place / PARTS).is_dir():
-        receipt = assemble(place)
-    else:
-        receipt = load(
-            place / RECEIPT if place.is_dir() else place, "a receipt, or the folder of a run that was observed"
-        )
-    receipt_schema.validate(receipt, str(path))
-    return receipt

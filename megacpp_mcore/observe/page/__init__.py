@@ -1,0 +1,5 @@
+"""The page of ``report html``: one self-contained file about a run, or several side by side. No torch."""
+
+from megacpp_mcore.observe.page.assembly import html
+
+__all__ = ["html"]

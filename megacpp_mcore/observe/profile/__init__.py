@@ -1,0 +1,23 @@
+"""Where the time of a few steps goes, by block family and phase. No torch at import."""
+
+from megacpp_mcore.observe.profile.profiler import (
+    EXTERNAL,
+    FOLDER,
+    INTERNAL,
+    TOOLS,
+    Profiler,
+    check_device,
+    on_gpu,
+    parse_steps,
+)
+
+__all__ = [
+    "EXTERNAL",
+    "FOLDER",
+    "INTERNAL",
+    "TOOLS",
+    "Profiler",
+    "check_device",
+    "on_gpu",
+    "parse_steps",
+]

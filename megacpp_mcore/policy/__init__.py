@@ -1,0 +1,56 @@
+"""The launch policy: what a run is started with, where each value came from, and what the environment contradicts.
+
+:func:`resolve` makes a :class:`LaunchPolicy` out of a :class:`Run` (:mod:`megacpp_mcore.policy.run`), the file that
+``MEGACPP_CONFIG`` names, and the environment. It puts together what three modules decide: the values
+(:mod:`megacpp_mcore.policy.values`), the compile policy (:mod:`megacpp_mcore.policy.compile`) and the overlap contract
+(:mod:`megacpp_mcore.policy.overlap`).
+
+The launcher prints the policy once and sets :meth:`LaunchPolicy.environment`. A Megatron-Bridge recipe does the same with a
+:class:`Run` of its own, and its variables and arguments have the source ``recipe``. A script that was started without the
+launcher gets the policy from its spec (:func:`announce`), as it really is: with nothing set. No torch here.
+"""
+
+from megacpp_mcore.policy.compile import (
+    COMPILE_DISABLE,
+    DISABLING,
+    DYNAMO_DISABLE,
+    EXPLICIT,
+    REASONS,
+    SKIPPED,
+    CompilePolicy,
+    compile_policy,
+)
+from megacpp_mcore.policy.launch import LaunchPolicy, active, announce, resolve, said
+from megacpp_mcore.policy.overlap import CONNECTIONS, MIN_BUCKET_BYTES, Overlap, overlap_contract
+from megacpp_mcore.policy.run import Run, model_facts, read_flags
+from megacpp_mcore.policy.values import ALLOCATOR, DEFAULT, NEW_ALLOCATOR, RECIPE, TORCH_LOGS, USER, Value
+
+__all__ = [
+    "ALLOCATOR",
+    "COMPILE_DISABLE",
+    "CONNECTIONS",
+    "DEFAULT",
+    "DISABLING",
+    "DYNAMO_DISABLE",
+    "EXPLICIT",
+    "MIN_BUCKET_BYTES",
+    "NEW_ALLOCATOR",
+    "REASONS",
+    "RECIPE",
+    "SKIPPED",
+    "TORCH_LOGS",
+    "USER",
+    "CompilePolicy",
+    "LaunchPolicy",
+    "Overlap",
+    "Run",
+    "Value",
+    "active",
+    "announce",
+    "compile_policy",
+    "model_facts",
+    "overlap_contract",
+    "read_flags",
+    "resolve",
+    "said",
+]

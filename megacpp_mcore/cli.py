@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import codecs
 import contextlib
 import os
 import sys
@@ -46,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except UnicodeEncodeError as error:
-        if args.command == "launch" or not _is_of_output(error):
+        sign, encoding = error.object[error.start], sys.stdout.encoding
+        if args.command == "launch" or not _lacks(encoding, sign):
             raise
         if args.traceback:
             traceback.print_exc()
-        sign = f"U+{ord(error.object[error.start]):04X}"
         print(
-            f"error: the output's encoding is {error.encoding}, which has no {sign}; set PYTHONUTF8=1, or a UTF-8 locale, and "
-            "leave PYTHONIOENCODING unset",
+            f"error: the output's encoding is {encoding}, which has no U+{ord(sign):04X}; set PYTHONUTF8=1, or a UTF-8 locale, "
+            "and leave PYTHONIOENCODING unset",
             file=sys.stderr,
         )
         return USER_ERROR
@@ -65,9 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _is_of_output(error: UnicodeEncodeError) -> bool:
-    """Whether it is the standard output that cannot take a sign."""
-    return codecs.lookup(error.encoding) == codecs.lookup(sys.stdout.encoding)
+def _lacks(encoding: str | None, sign: str) -> bool:
+    """Whether an encoding has not ``sign``; an error's own ``encoding`` is "charmap" for every table of one byte."""
+    try:
+        sign.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -83,6 +83,10 @@ class ExperimentalTaxes:
         return tuple(each.name for each in dataclasses.fields(self) if getattr(self, each.name))
 
 
+LONGEST_BEAT_S = 10.0
+"""Seconds between two signs of life at most, so that a start can wait for several."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Observability:
     """What a run tells about itself; each may be given under ``observability``.
@@ -92,7 +96,7 @@ class Observability:
         recompiles: whether torch logs why it compiles a region again.
         enabled: whether a run that saves checkpoints is recorded beside them, unless the launch says otherwise.
         interval: steps between two readings of what is counted on the GPU.
-        heartbeat_s: seconds between two signs of life of a recorded process.
+        heartbeat_s: seconds between two signs of life of a recorded process, at most :data:`LONGEST_BEAT_S`.
         profile: the first and the last step to profile, such as ``10-14``; None: none.
         profile_tool: ``torch`` writes tables by block family, ``external`` marks the steps for nsys or ncu.
         profile_trace: whether the profile's events are kept, too, for a trace viewer.
@@ -341,6 +345,8 @@ def _group(file: Path, content: Mapping[str, Any], key: str, kind: type) -> Any:
         if type(known[name]) in (int, float) and (type(value) not in (int, type(known[name])) or value <= 0):
             number = "a whole number" if isinstance(known[name], int) else "a number"
             raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected {number} above 0")
+        if name == "heartbeat_s" and not value <= LONGEST_BEAT_S:
+            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected at most {LONGEST_BEAT_S:g} seconds")
         if name in ("profile", "profile_tool") and value is not None:
             _check_profile(f"{file}: {key}.{name}", name, value)
         if name == "policy" and value not in ("text", "json"):

@@ -84,6 +84,12 @@ def _options(chosen: list[Benchmark], args: argparse.Namespace) -> dict[str, Opt
             raise BenchmarkError(f"--{name} is {getattr(args, name)}; expected 1 or more")
     if args.goal is not None and not 0 < args.goal < math.inf:
         raise BenchmarkError(f"--goal is {args.goal}; expected a finite number above 0")
+    peers = sorted({peer for one in chosen for peer in one.peers})
+    for word in args.without:
+        if not any(word in peer for peer in peers):
+            raise BenchmarkError(
+                f"--without {word}: no peer of these benchmarks is so called; expected a part of one of {'; '.join(peers)}"
+            )
     changes = dict(_change(word) for word in args.set)
     return {
         one.name: Options(
@@ -119,7 +125,6 @@ def _run(chosen: list[Benchmark], args: argparse.Namespace, options: dict[str, O
     before = against.read(args.against) if args.against else []
     table = measure.Table(args.output, COLUMNS) if args.output else None
     rows, failures = [], []
-    unused = set(args.without)
     # The goals are of the full sizes, on the device that they were set for.
     goals = args.device == "cuda" and args.size == FULL and not args.set and args.dtype in (None, "bfloat16")
     with measure.one_process(args.device):
@@ -133,11 +138,9 @@ def _run(chosen: list[Benchmark], args: argparse.Namespace, options: dict[str, O
                 failures.append(f"{one.name}: it could not be run: {type(error).__name__}: {error}")
                 continue
             rows += made.rows
-            unused -= made.left_out
             failures += made.failures
             if table is not None:
                 table.append(*made.rows)
-    failures += [f"--without {word}: no peer of these benchmarks is so called" for word in sorted(unused)]
     for line in failures:
         _say(line)
     if args.against:  # which may refuse, and comes last

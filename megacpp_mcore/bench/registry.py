@@ -62,6 +62,7 @@ class Benchmark:
         problems: ``module:function`` that makes the problems of an :class:`Options`; empty for scripts.
         shapes: the sizes by name of the size.
         memory: whether it is about peak memory, which the CPU does not count.
+        peers: what its peers are called, on any device and of any shape.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Benchmark:
     problems: str = ""
     shapes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     memory: bool = False
+    peers: tuple[str, ...] = ()
 
     def shape(self, size: str, changes: Mapping[str, int]) -> dict[str, int]:
         """The sizes of ``size`` with ``changes``.
@@ -129,7 +131,9 @@ def _sizes(model: Model) -> dict[str, int]:
     }
 
 
-def _op(covers: str, title: str, *names: str, name: str = "", **changes: Mapping[str, int]) -> Benchmark:
+def _op(
+    covers: str, title: str, *names: str, name: str = "", peers: tuple[str, ...] = (), **changes: Mapping[str, int]
+) -> Benchmark:
     return Benchmark(
         name=name or covers,
         kind=OP,
@@ -137,42 +141,50 @@ def _op(covers: str, title: str, *names: str, name: str = "", **changes: Mapping
         title=title,
         problems=f"{_CASES}.{covers}:problems",
         shapes=_of_models("B", "S", *names, **changes),
+        peers=peers,
     )
 
 
-def _layer(name: str, covers: str, title: str) -> Benchmark:
+def _layer(name: str, covers: str, title: str, *peers: str) -> Benchmark:
     shapes = _of_models("B", "S", "hidden")
     return Benchmark(
-        name=name, kind=LAYER, covers=covers, title=title, problems=f"{_CASES}.layers:{name}", shapes=shapes
-    )
+        name=name, kind=LAYER, covers=covers, title=title, problems=f"{_CASES}.layers:{name}", shapes=shapes,
+        peers=peers,
+    )  # fmt: skip
 
 
+_MAMBA_SSM = ("mamba-ssm MIMO", "mamba-ssm SISO")
+_STOCK_CORE = "stock core attention"
 _SISO = {"rank": 1, "groups": 1}
 
 BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
     {
         benchmark.name: benchmark
         for benchmark in (
-            _op("mla", "core attention of full MLA; stock's, also with the patch mla-core-attention", "heads", "qk", "v"),
-            _op("sparse_mla", "absorbed attention to selected keys", "heads", "latent", "rope", "topk"),
-            _op("indexer", "scores of the DSA indexer", "indexer_heads", "indexer_dim"),
+            _op("mla", "core attention of full MLA; stock's, also with the patch mla-core-attention", "heads", "qk", "v",
+                peers=("stock local", "stock Transformer Engine")),
+            _op("sparse_mla", "absorbed attention to selected keys", "heads", "latent", "rope", "topk",
+                peers=("stock unfused",)),
+            _op("indexer", "scores of the DSA indexer", "indexer_heads", "indexer_dim", peers=("stock",)),
             _op("mamba3", "Mamba-3, MIMO, between its projections",
-                "mamba_heads", "head_dim", "state", "rank", "groups", "chunk"),
+                "mamba_heads", "head_dim", "state", "rank", "groups", "chunk", peers=_MAMBA_SSM),
             _op("mamba3", "Mamba-3, SISO, between its projections",
                 "mamba_heads", "head_dim", "state", "rank", "groups", "chunk",
-                name="mamba3_siso", full=_SISO | {"chunk": 64}, tiny=_SISO),
-            _op("m2rnn", "the M²RNN recurrence", "rnn_heads", "key_dim", "value_dim", "checkpoint_every"),
+                name="mamba3_siso", peers=_MAMBA_SSM, full=_SISO | {"chunk": 64}, tiny=_SISO),
+            _op("m2rnn", "the M²RNN recurrence", "rnn_heads", "key_dim", "value_dim", "checkpoint_every",
+                peers=("xma (Triton)",)),
             _op("grouped_mlp", "routed experts, two matrices each, rows sorted by expert",
-                "experts", "routed", "hidden", "expert_width"),
+                "experts", "routed", "hidden", "expert_width", peers=("torch._grouped_mm", "TE GroupedLinear")),
             _op("linear_cross_entropy", "output layer and its loss; stock's, and with the patch of this name",
-                "hidden", "vocab"),
-            _layer("layer_a_full", "A" + grammar.FULL_ATTENTION, "A layer, full MLA"),
-            _layer("layer_a_full_dsa", "A" + grammar.FULL_INDEX, "A layer, sparse MLA with an indexer (Full)"),
-            _layer("layer_a_shared_dsa", "A" + grammar.SHARED_INDEX, "A layer, sparse MLA with shared indices (Shared)"),
-            _layer("layer_m", "M", "M layer, Mamba-3"),
-            _layer("layer_e", "E", "E layer, mixture of experts"),
-            _layer("layer_r", "R", "R layer, M²RNN"),
-            _layer("mtp_block", "mtp", "one depth of multi-token prediction, without its head"),
+                "hidden", "vocab", peers=("stock", "stock, fused cross-entropy", "Liger (mean only)")),
+            _layer("layer_a_full", "A" + grammar.FULL_ATTENTION, "A layer, full MLA", _STOCK_CORE),
+            _layer("layer_a_full_dsa", "A" + grammar.FULL_INDEX, "A layer, sparse MLA with an indexer (Full)", "stock"),
+            _layer("layer_a_shared_dsa", "A" + grammar.SHARED_INDEX, "A layer, sparse MLA with shared indices (Shared)",
+                   "stock"),
+            _layer("layer_m", "M", "M layer, Mamba-3", *_MAMBA_SSM),
+            _layer("layer_e", "E", "E layer, mixture of experts", "stock"),
+            _layer("layer_r", "R", "R layer, M²RNN", "stock"),
+            _layer("mtp_block", "mtp", "one depth of multi-token prediction, without its head", _STOCK_CORE),
             Benchmark(
                 name="dsa_indexer_memory",
                 kind=PATCH,
@@ -182,6 +194,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 shapes=_of_models("B", "S", "indexer_heads", "indexer_dim", "heads", "latent", "rope", "topk",
                                   full={"B": 1, "S": 16384}),
                 memory=True,
+                peers=("stock",),
             ),
             Benchmark(name="train", kind=MODEL, covers="benchmarks.train", title="training runs of a preset"),
             Benchmark(name="doors", kind=MODEL, covers="benchmarks.doors", title="one recipe through each door"),

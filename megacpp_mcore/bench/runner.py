@@ -19,6 +19,7 @@ from megacpp_mcore.bench.registry import Benchmark, Options
 from megacpp_mcore.errors import BenchmarkError
 
 OUT_OF_MEMORY = "out of memory"
+NOT_CHECKED = Verdict(None, "not checked")
 WORST = 5
 """Results whose errors a row names."""
 
@@ -37,11 +38,10 @@ class Measured:
 
 @dataclass
 class Outcome:
-    """The rows of one benchmark, one line for each thing that failed, and the words of ``without`` that named a peer."""
+    """The rows of one benchmark, and one line for each thing that failed."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    left_out: set[str] = field(default_factory=set)
 
 
 def run(
@@ -74,12 +74,6 @@ def run(
         for row in rows:
             say(table.line(row))
         outcome.rows += rows
-        outcome.left_out.update(
-            word
-            for word in options.without
-            for one in measured
-            if one.variant.side == PEER and word in one.variant.name
-        )
         outcome.failures += [
             f"{benchmark.name}: {one.variant.name} {one.verdict.text}"
             for one in measured
@@ -112,9 +106,9 @@ def _measured(problem: Problem, options: Options) -> Iterator[Measured]:
     _collect(options)
     for variant in problem.variants:
         if variant.side == PEER and any(word in variant.name for word in options.without):
-            yield Measured(variant, Verdict(None, "not checked"), notes=dict.fromkeys(problem.works, "left out"))
+            yield Measured(variant, NOT_CHECKED, notes=dict.fromkeys(problem.works, "left out"))
         elif variant.absent:
-            yield Measured(variant, Verdict(None, "not checked"), notes=dict.fromkeys(problem.works, variant.absent))
+            yield Measured(variant, NOT_CHECKED, notes=dict.fromkeys(problem.works, variant.absent))
         else:
             yield _one(problem, variant, options)
         _collect(options)
@@ -122,7 +116,7 @@ def _measured(problem: Problem, options: Options) -> Iterator[Measured]:
 
 def _one(problem: Problem, variant: Variant, options: Options) -> Measured:
     with variant.around():
-        found = Measured(variant, Verdict(None, table.A_BOUND if variant.side == BOUND else "not checked"))
+        found = Measured(variant, Verdict(None, table.A_BOUND) if variant.side == BOUND else NOT_CHECKED)
         works = [work for work in problem.works if work in variant.runs]
         if variant.side != BOUND:
             works, found = _checked(problem, variant, works, found, options)
@@ -207,7 +201,7 @@ def _rows(
         if not one.variant.absent and work not in one.variant.runs and work not in one.notes:
             continue
         time = table.floor_time(floor.operations, floor.moved, floor.precision, device)
-        ms, peak = one.ms.get(work), one.peaks.get(work)
+        ms, peak, verdict = one.ms.get(work), one.peaks.get(work), _verdict(one, work)
         yield {
             "benchmark": benchmark.name,
             "kind": benchmark.kind,
@@ -225,8 +219,8 @@ def _rows(
             "floor_ms": "" if time.ms is None else f"{time.ms:.4f}",
             "floor_by": time.by,
             "of_floor": "" if ms is None or time.ms is None else f"{time.ms / ms:.3f}",
-            "parity": one.verdict.text,
-            "worst_row": _worst(one.verdict),
+            "parity": verdict.text,
+            "worst_row": _worst(verdict),
             **_comparison(problem, work, one, measured),
             "note": one.notes.get(work, ""),
             "repeats": one.repeats.get(work, ""),
@@ -235,6 +229,11 @@ def _rows(
             "cudnn": torch.backends.cudnn.version() if options.device == "cuda" else "",
             "commit": found["commit"],
         }
+
+
+def _verdict(one: Measured, work: str) -> Verdict:
+    """What is said of one piece of work: where it could not be done, nothing but what is bad about the others."""
+    return NOT_CHECKED if work in one.notes and one.verdict.right is not False else one.verdict
 
 
 def _worst(verdict: Verdict) -> str:

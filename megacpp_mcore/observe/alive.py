@@ -1,4 +1,9 @@
-"""How a process says that it lives and records: the time, written beside its file again and again, and a lock. No torch."""
+"""Who records in a file: a lock, signs of life where locks tell nothing, and a mark for those who wake up. No torch.
+
+Two living trainings must never record in one folder, and recording must never prevent a training. The lock of the file system
+alone gives neither: a process that hangs holds it, a server may not know that its client is dead, and some file systems have
+none or grant it to every host.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +11,27 @@ import contextlib
 import fcntl
 import logging
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from megacpp_mcore.config import LONGEST_BEAT_S
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import kinds
 
 logger = logging.getLogger(__name__)
 BEATS = 5
-"""Beats without a sign of life after which a process is taken for dead."""
+"""Beats without a sign of life after which a process that holds no lock is taken for dead."""
+SILENCE_S = 30.0
+"""The same of one that holds the lock, in seconds at least: the server says that it lives."""
 LONGEST_WAIT_S = 60.0
 """Seconds that a start waits for signs of life at most."""
 _POLL_S = 0.05
+_RUNS = frozenset("RSI")
+"""States in proc_pid_stat(5) of a process that is neither stopped nor dead, and waits for no device that may not answer."""
 _HELD: dict[Path, int] = {}
 """The lock files that a process holds: a second lock of the same process would be granted, and its end would drop both."""
 
@@ -34,7 +45,7 @@ def last_alive_ns(file: Path) -> int:
     Raises:
         DataError: the number is no time, or neither of the files can be read.
     """
-    beside = _alive_file(file)
+    beside = alive_file(file)
     try:
         said = int(beside.read_text(encoding="ascii")) if beside.is_file() else None
     except (OSError, ValueError):  # none yet: the process was killed before the first one
@@ -52,7 +63,8 @@ def last_alive_ns(file: Path) -> int:
     return said
 
 
-def _alive_file(file: Path) -> Path:
+def alive_file(file: Path) -> Path:
+    """Where the signs of life of the process that writes ``file`` are."""
     return file.with_suffix(".alive")
 
 
@@ -63,7 +75,7 @@ def say_alive(file: Path) -> None:
         OSError: the file system does not let it.
     """
     os.utime(file)  # for readers of the modification time, and where there is no room for one more file
-    output = os.open(_alive_file(file), os.O_WRONLY | os.O_CREAT, 0o644)
+    output = os.open(alive_file(file), os.O_WRONLY | os.O_CREAT, 0o644)
     try:
         os.pwrite(output, b"%020d\n" % time.time_ns(), 0)
     finally:
@@ -71,29 +83,49 @@ def say_alive(file: Path) -> None:
 
 
 class Heart:
-    """Leaves a sign of life beside ``file`` every ``seconds``, from a thread, until it is stopped."""
+    """Leaves a sign of life beside a file every ``seconds``, from a thread, until it is stopped or the file is another's.
 
-    def __init__(self, file: Path, seconds: float) -> None:
-        self._file, self._seconds = file, seconds
+    Args:
+        claim: the right to the file.
+        seconds: between two signs.
+    """
+
+    def __init__(self, claim: Claim, seconds: float) -> None:
+        self._claim, self._seconds = claim, seconds
         self._over = threading.Event()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        self._beaten = time.monotonic()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads
+            logger.warning("%s: no signs of life are left there: %s", claim.file, error)
 
     def stop(self) -> None:
-        """Leave no further sign."""
+        """Leave no further sign; a file system that does not answer is not waited for."""
         self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(1.0)
+
+    def owns(self) -> bool:
+        """Whether the file is this process's still; looked up where a beat is overdue, as after a pause of the process."""
+        if time.monotonic() - self._beaten > 2 * self._seconds:
+            self._claim.look()
+        return not self._claim.lost
 
     def _beat(self) -> None:
         failed = False
-        while True:
+        while not (self._claim.lost or self._over.is_set()):
             try:
-                say_alive(self._file)
+                self._claim.look()
+                if not self._claim.lost:
+                    say_alive(self._claim.file)
                 failed = False
             except OSError as error:  # a file system that is away for a while
                 if not failed:
-                    logger.warning("%s: no sign of life could be left there: %s", self._file, error.strerror)
+                    logger.warning("%s: no sign of life could be left there: %s", self._claim.file, error.strerror)
                 failed = True
-            if self._over.wait(self._seconds):
-                return
+            self._beaten = time.monotonic()
+            self._over.wait(self._seconds)
 
 
 @dataclass(frozen=True)
@@ -101,85 +133,161 @@ class Writer:
     """The process that wrote to a rank's file last, as the file tells.
 
     Attributes:
-        who: it, in words.
-        ended: whether it said how it ended.
+        ended: whether it said how it ended; True where there was none.
+        host, pid: where it ran, and as what; None where it does not say.
         heartbeat_s: seconds between its signs of life; None where it does not say.
     """
 
-    who: str
-    ended: bool
-    heartbeat_s: float | None
+    ended: bool = True
+    host: str | None = None
+    pid: int | None = None
+    heartbeat_s: float | None = None
+
+    @property
+    def who(self) -> str:
+        """It, in words."""
+        known = self.host is not None and self.pid is not None
+        return f"process {self.pid} on {self.host}" if known else "another process"
+
+    def state(self) -> str | None:
+        """Its state as this host's kernel has it: a letter, empty where it is gone, None where it ran elsewhere."""
+        if self.host != socket.gethostname() or self.pid is None:
+            return None
+        if self.pid == os.getpid():  # of a container before this one, or let go by this process
+            return ""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+        except OSError:
+            return None
 
 
-class Lock:
-    """The right to record in a rank's file.
+class Claim:
+    """The right to record in a rank's file: first asked for, then settled, once it is known who wrote there last.
 
-    The lock is the process's (:manpage:`fcntl(2)`): the kernel drops it when that dies, and no child that was forked and
-    outlives it has it, as one of :manpage:`flock(2)` would. It ends with the first closing of the lock file in this process,
-    which is why it is no file that anything else opens.
-
-    Where it cannot be had, because another process holds it or the file system has none, signs of life decide: if the file gets
-    one within :data:`BEATS` beats, it is in use. If not, what holds the lock hangs, or the client that held it is dead and its
-    server does not know; then a warning says that the run is recorded without a lock, for recording must not prevent training.
+    - The lock is the process's (:manpage:`fcntl(2)`): the kernel drops it when that dies, and no child that was forked and
+      outlives it has it, as one of :manpage:`flock(2)` would. It ends with the first closing of the lock file in this
+      process, which is why it is no file that anything else opens.
+    - Where another process has the lock, or the last one has not said how it ended and is not known to be dead, the start
+      waits for a sign of life and is refused if there is one. A process of this host that runs, however silent, is alive.
+    - Who goes on leaves its mark in a file beside. One that hung and wakes up finds another's there, and records no more.
+      Without a lock, the mark is looked at once more before the start is done, for two may begin at once.
+    - What could not be locked is tried again at every beat.
 
     Args:
         file: the rank's file; it need not be there yet.
         heartbeat_s: seconds between this process's signs of life, which the other's are taken for where it does not say.
-        last: reads what wrote to the file last; called only where the lock cannot be had.
 
     Raises:
-        DataError: another process records there, or this one does already; or what ``last`` raises.
+        DataError: this process records there already.
     """
 
-    def __init__(self, file: Path, heartbeat_s: float, last: Callable[[], Writer]) -> None:
-        self._file, self._path = file, file.with_suffix(".lock").resolve()
-        self._heartbeat_s, self._last = heartbeat_s, last
+    def __init__(self, file: Path, heartbeat_s: float) -> None:
+        self.file, self.lost = file, False
+        self._path = file.with_suffix(".lock").resolve()
+        self._heartbeat_s = heartbeat_s
+        self._mark, self._marked = uuid.uuid4().hex, False
+        self._before, self._asked = _sign(file), time.monotonic()
+        self._output: int | None = None
+        self._changing, self._released = threading.Lock(), False
+        self._reason, self._blocked = "", False
         if _HELD.get(self._path) == os.getpid():
             raise _in_use(file, "this process")
-        self._output = self._take()
         _HELD[self._path] = os.getpid()
+        self._try()
+
+    def settle(self, last: Writer) -> bool:
+        """Make sure that nobody else records there, for which this may wait; then leave a mark.
+
+        Args:
+            last: who wrote there last.
+
+        Returns:
+            Whether the file may have changed since ``last`` was read.
+
+        Raises:
+            DataError: somebody does.
+        """
+        waited = False
+        if self._blocked or not (last.ended or last.state() == ""):
+            waited = self._watch(last)
+        elif self._output is None:
+            logger.warning("%s: %s; what is recorded there is not locked", self._path, self._reason)
+        with contextlib.suppress(OSError):
+            self._owner_file().write_text(self._mark, encoding="ascii")
+            self._marked = True
+        if self._output is None:
+            time.sleep(min(self._heartbeat_s, LONGEST_BEAT_S))
+            self.look()
+            if self.lost:
+                raise _in_use(self.file, "another process that began at the same time")
+        return waited
+
+    def look(self) -> None:
+        """See whether another process has left its mark meanwhile, and try again for a lock that could not be had."""
+        try:
+            found = self._owner_file().read_text(encoding="ascii")
+        except (OSError, ValueError):
+            return
+        if self._marked and len(found) == len(self._mark) and found != self._mark:
+            self.lost = True
+        with self._changing:
+            if self._output is None and not self.lost and not self._released:
+                self._try()
 
     def release(self) -> None:
-        """Let others record there."""
-        output, self._output = self._output, None
+        """Let others record there, once and for all."""
+        with self._changing:  # a beat that is under way must not lock it again
+            output, self._output, self._released = self._output, None, True
         if _HELD.get(self._path) == os.getpid():
             del _HELD[self._path]
         if output is not None:
             os.close(output)
 
-    def _take(self) -> int | None:
-        try:
-            return _locked(self._path)
-        except BlockingIOError as error:
-            reason, watched = f"another process holds it ({error.strerror})", True
-        except OSError as error:
-            reason, watched = error.strerror or repr(error), False
-        last = self._last()
-        if watched or not last.ended:
-            return self._watch(last, reason)
-        logger.warning("%s: %s; what is recorded there is not locked", self._path, reason)
-        return None
+    def _owner_file(self) -> Path:
+        return self.file.with_suffix(".owner")
 
-    def _watch(self, last: Writer, reason: str) -> int | None:
-        """Wait for a sign of life, which is refused, or for the lock."""
-        wait_s = min(BEATS * (last.heartbeat_s or self._heartbeat_s), LONGEST_WAIT_S)
-        before, until = _sign(self._file), time.monotonic() + wait_s
+    def _try(self) -> None:
+        try:
+            self._output = _locked(self._path)
+            self._blocked = False
+        except BlockingIOError as error:
+            self._reason, self._blocked = f"another process holds it ({error.strerror})", True
+        except OSError as error:
+            self._reason, self._blocked = error.strerror or repr(error), False
+
+    def _watch(self, last: Writer) -> bool:
+        """Wait for a sign of life, which is refused; return whether it took any time."""
+        beat_s = last.heartbeat_s or self._heartbeat_s
+        wait_s = min(max(BEATS * beat_s, SILENCE_S if self._blocked else 0.0), LONGEST_WAIT_S)
+        was_blocked = self._blocked
         while True:
-            if _sign(self._file) != before:
-                raise _in_use(self._file, last.who)
-            with contextlib.suppress(OSError):
-                return _locked(self._path)
-            if time.monotonic() >= until:
+            if was_blocked and not self._blocked and self._output is not None:
+                return True  # who held the lock has died, or said how it ended
+            sign = _sign(self.file)
+            if any(None not in pair and pair[0] != pair[1] for pair in zip(self._before, sign, strict=True)):
+                raise _in_use(self.file, last.who)
+            self._before = tuple(old if old is not None else new for old, new in zip(self._before, sign, strict=True))
+            state = last.state()
+            if not self._blocked and state == "":
                 break
-            time.sleep(_POLL_S)
-        logger.warning(
-            "%s: %s, and %s gave no sign of life for %.1f s; the run is recorded, and not locked",
-            self._path,
-            reason,
-            last.who,
-            wait_s,
-        )
-        return None
+            if time.monotonic() >= self._asked + wait_s:
+                if self._blocked and state in _RUNS:
+                    raise _in_use(self.file, f"{last.who}, which is silent and runs,")
+                break
+            time.sleep(min(max(_POLL_S, beat_s / 4), 1.0))
+            if self._output is None:
+                self._try()
+        if self._output is None:
+            logger.warning(
+                "%s: %s, and %s gave no sign of life for %.1f s; the run is recorded, and not locked",
+                self._path,
+                self._reason,
+                last.who,
+                time.monotonic() - self._asked,
+            )
+        return True
 
 
 def _locked(path: Path) -> int:
@@ -201,17 +309,27 @@ def _locked(path: Path) -> int:
     return output
 
 
-def _sign(file: Path) -> tuple[bytes | None, int | None]:
-    """What a sign of life changes; files are opened, for a network file system then asks its server."""
-    said, changed_ns = None, None
-    with contextlib.suppress(OSError):
-        said = _alive_file(file).read_bytes()
-    with contextlib.suppress(OSError), file.open("rb") as stream:
-        changed_ns = os.fstat(stream.fileno()).st_mtime_ns
-    return said, changed_ns
+def _sign(file: Path) -> tuple[bytes | int | None, ...]:
+    """What a sign of life changes; None where it cannot be read. Opened, for a network file system then asks its server."""
+    found: list[bytes | int | None] = [None, None]
+    try:
+        found[0] = alive_file(file).read_bytes()
+    except FileNotFoundError:
+        found[0] = b""
+    except OSError:
+        pass
+    try:
+        with file.open("rb") as stream:
+            found[1] = os.fstat(stream.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        found[1] = 0
+    except OSError:
+        pass
+    return tuple(found)
 
 
 def _in_use(file: Path, who: str) -> DataError:
     return DataError(
-        f"{file}: {who} records there; expected that nobody does: wait for it, or name another folder with --observe DIR"
+        f"{file}: {who} records there, for a training that goes on; expected that nobody does: wait for it or end it, or give "
+        "this one folders of its own, by --save and by --observe"
     )

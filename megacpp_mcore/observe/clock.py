@@ -29,6 +29,8 @@ class Phase(enum.StrEnum):
     """The loop waits for the next batch. The GPU may still be busy with the step before."""
     SAVE = "checkpoint_save"
     EVALUATION = "evaluation"
+    PROFILE = "profile"
+    """What the profiler does outside of steps: its start, and its tables after the window."""
     IDLE = "idle"
     """The rest of the loop, between steps, and the process after it: logging, garbage collection, clean-up."""
 

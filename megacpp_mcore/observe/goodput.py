@@ -7,7 +7,9 @@ had to repeat is known only then, so that the files hold phases, and the classes
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -23,7 +25,7 @@ from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import alive, kinds
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.files import Appender, LineReader
-from megacpp_mcore.observe.listener import Listener
+from megacpp_mcore.observe.listener import Listener, Superseded
 from megacpp_mcore.observe.steps import Step
 
 PRODUCTIVE = "productive"
@@ -32,9 +34,11 @@ LOST = "lost_steps"
 DOWN = "down"
 CLASSES = (PRODUCTIVE, *(phase.value for phase in Phase if phase is not Phase.STEP), RECOVERY, LOST, DOWN)
 """What a run's wall time goes to. ``productive``: steps that were kept. ``recovery``: the start-up of a start that follows a
-death. ``lost_steps``: steps that a later start did again, and what a death interrupted. ``down``: from a death to the next
-start. The others are phases (:class:`~megacpp_mcore.observe.clock.Phase`)."""
+death, by which a start was killed or an error ended what it had begun to train. ``lost_steps``: steps that a later start did
+again, and what a death interrupted. ``down``: from a death to the next start. The others are phases
+(:class:`~megacpp_mcore.observe.clock.Phase`)."""
 
+logger = logging.getLogger(__name__)
 FOLDER = "goodput"
 FINISHED = "finished"
 _NAME = re.compile(r"rank_(\d{5,9})\.jsonl")
@@ -96,7 +100,7 @@ class Goodput:
 
     @property
     def wall_ns(self) -> int:
-        """From the start of the first process to the end of the last, without pauses between finished starts."""
+        """From the start of the first process to the end of the last, without pauses that follow no death."""
         return sum(self.nanoseconds.values())
 
     @property
@@ -124,8 +128,8 @@ class Recorder(Listener):
     """Appends to this rank's file, after every step, the nanoseconds by phase since the line before.
 
     While the process lives, the time is written to a file beside it every ``heartbeat_s``: that is how the next start knows
-    when a killed one died. As long it also holds a lock, so that no other process takes it for dead and goes on in its files.
-    Files that cannot be written to any more do not end training.
+    when a killed one died. As long the file is its own (:class:`~megacpp_mcore.observe.alive.Claim`). Files that cannot be
+    written to any more do not end training, and a damaged one does not prevent it: it is put aside.
 
     Args:
         run: the run's folder.
@@ -134,7 +138,7 @@ class Recorder(Listener):
         heartbeat_s: seconds between two signs of life.
 
     Raises:
-        DataError: the file cannot be appended to, does not hold what this module writes, or another process writes to it.
+        DataError: the file cannot be appended to, or another process records there.
     """
 
     def __init__(self, run: str | os.PathLike[str], rank: int, clock: Clock, *, heartbeat_s: float = 1.0) -> None:
@@ -145,38 +149,70 @@ class Recorder(Listener):
             raise DataError(
                 f"{self.path.parent}: {error.strerror}; expected a folder that can be written to"
             ) from error
-        self._lock = alive.Lock(self.path, heartbeat_s, lambda: _last_writer(self.path))
+        self._claim = alive.Claim(self.path, heartbeat_s)
         with contextlib.ExitStack() as undone:
-            undone.callback(self._lock.release)
-            self._begin(clock, heartbeat_s)
+            undone.callback(self._claim.release)
+            earlier, damage = _attempt(self.path)
+            if self._claim.settle(earlier[-1].writer() if earlier else alive.Writer(ended=damage is None)):
+                earlier, damage = _attempt(self.path)
+            self._begin(clock, heartbeat_s, earlier, None if damage is None else _put_aside(self.path, damage))
+            undone.callback(self._output.close)
+            self._heart = alive.Heart(self._claim, heartbeat_s)
             undone.pop_all()
 
-    def _begin(self, clock: Clock, heartbeat_s: float) -> None:
-        earlier = _read(self.path)
+    def _begin(self, clock: Clock, heartbeat_s: float, earlier: list[_Start], damaged: str | None) -> None:
         self._before = earlier[-1] if earlier else None
+        self._after_death = _left_off_dead(earlier)
         self._earlier = earlier
         self._settled = _Sum()
         self._clock = clock
         phases = clock.take()
         began_ns = time.time_ns() - clock.elapsed_ns()
-        self._start = _Start(began_ns, began_ns)
+        self._start = _Start(began_ns, began_ns, damaged=damaged)
         self._output = Appender(self.path)
-        died = {"died": self._before.ended_ns} if self._before is not None and self._before.how is None else {}
+        died: dict[str, Any] = {}
+        if self._before is not None and self._before.how is None:
+            died["died"] = self._before.ended_ns
+        if damaged is not None:
+            died["damaged"] = damaged
         me = {"host": socket.gethostname(), "pid": os.getpid(), "heartbeat_s": heartbeat_s}
         self._write({"began": self._start.began_ns, **me, **died})
         self._note(phases)
-        self._heart = alive.Heart(self.path, heartbeat_s)
 
     def on_step(self, step: Step) -> None:
-        """Write the line of ``step``."""
+        """Write the line of ``step``.
+
+        Raises:
+            Superseded: another process took this one for dead, and records there now.
+        """
+        self._refuse_lost()
         self._note(self._clock.take(), step)
 
+    def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
+        """Let go of what is another's."""
+        if isinstance(error, Superseded):
+            self._close()
+
     def on_end(self, error: BaseException | None) -> None:
-        """Write the last line and close the file."""
-        self._heart.stop()
+        """Write the last line and close the file.
+
+        Raises:
+            Superseded: as :meth:`on_step`.
+        """
+        self._refuse_lost()
         self._note(self._clock.take(), how=FINISHED if error is None else type(error).__name__)
+        self._close()
+
+    def _close(self) -> None:
+        self._heart.stop()
         self._output.close()
-        self._lock.release()
+        self._claim.release()
+
+    def _refuse_lost(self) -> None:
+        if not self._heart.owns():
+            raise Superseded(
+                f"{self.path}: another process records there, which took this one for dead while it stood still"
+            )
 
     def so_far(self) -> Goodput:
         """What the wall time went to up to the last line, earlier starts included."""
@@ -185,7 +221,7 @@ class Recorder(Listener):
             if self._start.resumed_at is not None:
                 self._earlier = []  # what they lost is known for good
         total = self._settled.copy()
-        total.add(self._start, self._before, None)
+        total.add(self._start, self._before, self._after_death, None)
         return total.goodput()
 
     def _note(self, phases: Mapping[Phase, int], step: Step | None = None, how: str | None = None) -> None:
@@ -208,7 +244,13 @@ _PHASES = frozenset(phase.value for phase in Phase)
 _PHASE = kinds.plain(f"one of {', '.join(sorted(_PHASES))}", lambda value: value in _PHASES)
 _BEGAN = kinds.record(
     {"began": kinds.NANOSECONDS},
-    {"host": kinds.TEXT, "pid": kinds.COUNT, "heartbeat_s": kinds.AMOUNT, "died": kinds.NANOSECONDS},
+    {
+        "host": kinds.TEXT,
+        "pid": kinds.COUNT,
+        "heartbeat_s": kinds.AMOUNT,
+        "died": kinds.NANOSECONDS,
+        "damaged": kinds.TEXT,
+    },
     more=True,
 )
 _LINE = kinds.record(
@@ -254,23 +296,14 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{file}: {error}; expected what a rank wrote") from error
 
 
-def last_start(file: Path) -> tuple[Mapping[str, Any], bool]:
-    """The first line of the last start in a rank's file, empty without one; and whether that start said how it ended.
+def last_writer(file: Path) -> alive.Writer:
+    """Who wrote to a rank's file last.
 
     Raises:
         DataError: a line is not what a run writes, or the file cannot be read.
     """
-    began: Mapping[str, Any] = {}
-    line: Mapping[str, Any] = {"how": FINISHED}
-    for line in read_lines(file) if file.is_file() else ():
-        began = line if "began" in line else began
-    return began, "how" in line
-
-
-def _last_writer(file: Path) -> alive.Writer:
-    began, ended = last_start(file)
-    who = f"process {began['pid']} on {began['host']}" if {"pid", "host"} <= began.keys() else "another process"
-    return alive.Writer(who, ended, began.get("heartbeat_s"))
+    starts = _read(file)
+    return starts[-1].writer() if starts else alive.Writer()
 
 
 @dataclass
@@ -282,6 +315,8 @@ class _Start:
         last_ns: the same of its last line.
         how: how it said that it ended; None while it has not.
         resumed_at: the step whose checkpoint it started from; None before its first step.
+        began: its first line.
+        damaged: where the file went that was there before it, which could not be read.
         phases: nanoseconds by phase, but for those of whole steps.
         done, done_ns: its whole steps, and the nanoseconds in them.
         steps: the same step by step, where that is kept.
@@ -296,6 +331,8 @@ class _Start:
     done_ns: int = 0
     steps: list[tuple[int, int]] | None = None
     last_ns: int = 0
+    began: Mapping[str, Any] = field(default_factory=dict)
+    damaged: str | None = None
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Take in a line but the first."""
@@ -317,6 +354,16 @@ class _Start:
         return len(again), sum(again)
 
     @property
+    def died(self) -> bool:
+        """Whether a death ended it: it was killed, or an error ended what it had begun to train."""
+        return self.how is None or (self.how != FINISHED and self.done > 0)
+
+    def writer(self) -> alive.Writer:
+        """It, as those see it who want to write after it."""
+        host, pid, heartbeat_s = (self.began.get(name) for name in ("host", "pid", "heartbeat_s"))
+        return alive.Writer(self.how is not None, host, pid, heartbeat_s)
+
+    @property
     def unsaid_ns(self) -> int:
         """From its last line to its death."""
         return max(0, self.ended_ns - self.began_ns - self.done_ns - sum(self.phases.values()))
@@ -335,10 +382,46 @@ def _read(path: Path) -> list[_Start]:
             continue
         if starts and "died" in line:
             starts[-1].ended_ns = line["died"]
-        starts.append(_Start(line["began"], line["began"], steps=[]))
+        starts.append(_Start(line["began"], line["began"], steps=[], began=line, damaged=line.get("damaged")))
     if starts and starts[-1].how is None:
         starts[-1].ended_ns = max(starts[-1].ended_ns, alive_ns)
     return starts
+
+
+def _attempt(path: Path) -> tuple[list[_Start], DataError | None]:
+    """The starts in the file at ``path``, or why they cannot be read."""
+    try:
+        return _read(path), None
+    except DataError as error:
+        return [], error
+
+
+def _put_aside(path: Path, damage: DataError) -> str:
+    """Give the damaged file at ``path``, and the sign of life beside it, another name, which is returned.
+
+    Raises:
+        DataError: the folder does not let it.
+    """
+    aside = next(name for number in itertools.count(1) if not (name := path.with_suffix(f".damaged-{number}")).exists())
+    logger.warning("%s; it is put aside as %s, and this start begins a new one", damage, aside.name)
+    try:
+        path.rename(aside)
+        with contextlib.suppress(FileNotFoundError):
+            alive.alive_file(path).rename(aside.with_suffix(aside.suffix + ".alive"))
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; expected a folder that can be written to") from error
+    return aside.name
+
+
+def _left_off_dead(starts: Sequence[_Start]) -> bool:
+    """Whether what comes after ``starts`` goes on with what a death ended.
+
+    A start that an error ended before its first step has nothing to go on with, and does not undo the death before it.
+    """
+    for start in reversed(starts):
+        if start.how == FINISHED or start.died:
+            return start.died
+    return False
 
 
 @dataclass
@@ -359,15 +442,15 @@ class _Sum:
         """One that can be added to."""
         return _Sum(self.spent.copy(), self.starts, self.kept, self.lost)
 
-    def add(self, start: _Start, before: _Start | None, repeated_from: int | None) -> None:
+    def add(self, start: _Start, before: _Start | None, after_death: bool, repeated_from: int | None) -> None:
         """Put every nanosecond of ``start`` into its class.
 
         Args:
             start: the start.
             before: the one before it, if any.
+            after_death: whether it goes on with what a death ended.
             repeated_from: the step from which a later start went on, the earliest of them; None: there is none.
         """
-        after_death = before is not None and before.how != FINISHED
         if before is not None and after_death:
             self.spent[DOWN] += max(0, start.began_ns - before.ended_ns)
         again, again_ns = start.lost(repeated_from)
@@ -389,7 +472,7 @@ def _sum(starts: Sequence[_Start], repeated_from: int | None = None) -> _Sum:
     total = _Sum()
     for index in range(len(starts) - 1, -1, -1):
         start = starts[index]
-        total.add(start, starts[index - 1] if index else None, repeated_from)
+        total.add(start, starts[index - 1] if index else None, _left_off_dead(starts[:index]), repeated_from)
         if start.resumed_at is not None:
             repeated_from = start.resumed_at if repeated_from is None else min(repeated_from, start.resumed_at)
     return total
@@ -406,6 +489,8 @@ def _doubts(starts: Sequence[_Start], now_ns: int) -> Iterator[str]:
     """What clocks that were set, or differ between hosts, did to the times."""
     for number, start in enumerate(starts, start=1):
         before = starts[number - 2] if number > 1 else None
+        if start.damaged is not None:
+            yield f"what was there before start {number} could not be read, and is put aside as {start.damaged}"
         if before is not None and start.began_ns < before.ended_ns - _BACK_NS:
             apart = (before.ended_ns - start.began_ns) / 1e9
             yield (

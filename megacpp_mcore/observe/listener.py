@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from megacpp_mcore.observe.steps import Step
 
 
+class Superseded(Exception):
+    """Another process records in the run's folder: nobody of this one may write there any more."""
+
+
 class Listener:
     """Hears of a run on every rank. Each method does nothing until it is overridden.
 

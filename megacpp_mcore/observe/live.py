@@ -7,6 +7,7 @@ output, errors included, stays where it was.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -64,8 +65,8 @@ class Metrics:
         tokens: since step 0, over all processes.
         losses, grad_norm, learning_rate: of this step alone, as :class:`~megacpp_mcore.observe.steps.Step` has them.
         skipped: steps that the optimizer skipped since this start.
-        tokens_per_s: over all processes, since the last logged step, without checkpoints and evaluation; None for the
-            first step of a start.
+        tokens_per_s: over all processes, since the last logged step, without checkpoints, evaluation and the
+            profiler; None for the first step of a start.
         mfu: model FLOPs utilisation over the same steps; None where it is not known.
         mfu_reason: why it is not; empty where it is.
         goodput: of the last rank, all starts included.
@@ -152,8 +153,15 @@ class Live(Listener):
         self._run, self._rank = Path(run), rank
         self._last, self._loop = last, loop
         self._recorder, self._routes, self._console = recorder, routes, console
-        self._metrics = Appender(self._run / METRICS) if self._last else None
-        self._stock_log = Appender(self._run / STOCK_LOG) if self._last and console == PROGRESS else None
+        self._metrics: Appender | None = None
+        self._stock_log: Appender | None = None
+        with contextlib.ExitStack() as undone:
+            if self._last:
+                self._metrics = Appender(self._run / METRICS)
+                undone.callback(self._metrics.close)
+            if self._last and console == PROGRESS:
+                self._stock_log = Appender(self._run / STOCK_LOG)
+            undone.pop_all()
         self._stock_print: Callable[[str], None] | None = None
         self._said = False
         self._skipped = 0

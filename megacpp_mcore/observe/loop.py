@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from megacpp_mcore import lowering
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.observe.clock import Clock, Phase
-from megacpp_mcore.observe.listener import Listener
+from megacpp_mcore.observe.listener import Listener, Superseded
 from megacpp_mcore.observe.steps import Step
 
 logger = logging.getLogger(__name__)
@@ -218,12 +218,20 @@ class Told:
             number: of the step, 1-based.
             tokens: trained on since step 0.
         """
+        try:
+            step = self._step_of(given, scalars, number, tokens)
+        except Exception:
+            logger.exception("step %d is not recorded; training is not affected", number)
+            return
+        self.tell(lambda listener: listener.on_step(step))
+
+    def _step_of(self, given: Mapping[str, Any], scalars: Mapping[str, float], number: int, tokens: int) -> Step:
         if self._resumed_at is None:
             self._resumed_at = number - 1
         losses = {name: float(value) for name, value in given["loss_dict"].items()}
         losses |= {name: value for name, value in scalars.items() if name.endswith("loss") and name not in losses}
         grad_norm, learning_rate = given["grad_norm"], given["learning_rate"]
-        step = Step(
+        return Step(
             step=number,
             resumed_at=self._resumed_at,
             time_s=time.time(),
@@ -233,13 +241,15 @@ class Told:
             learning_rate=None if learning_rate is None else float(learning_rate),
             skipped=bool(given["skipped_iter"]),
         )
-        self.tell(lambda listener: listener.on_step(step))
 
     def tell(self, tell: Callable[[Listener], None]) -> None:
         """Tell those who have not failed; one that does hears of nothing more but the end: recording must not end training."""
         for listener in tuple(self._hearing):
             try:
                 tell(listener)
+            except Superseded as error:
+                self._give_way(listener, error)
+                return
             except Exception as error:
                 logger.exception(
                     "%s failed in step %d and records nothing more; training is not affected",
@@ -248,6 +258,12 @@ class Told:
                 )
                 self._hearing.remove(listener)
                 self._tell_failure(listener, error)
+
+    def _give_way(self, listener: Listener, error: Superseded) -> None:
+        """Tell nobody anything more, the end included: what they would write to is another process's now."""
+        logger.error("%s; this process records nothing more, and training goes on", error)
+        self._tell_failure(listener, error)
+        self._listeners, self._hearing = (), []
 
     def _tell_failure(self, failed: Listener, error: Exception) -> None:
         for listener in self._listeners:
@@ -262,6 +278,9 @@ class Told:
         for listener in self._listeners:
             try:
                 listener.on_end(None if quiet else error)
+            except Superseded as superseded:
+                self._give_way(listener, superseded)
+                return
             except Exception as failure:
                 logger.exception("%s could not end what it records; training is not affected", type(listener).__name__)
                 self._tell_failure(listener, failure)
@@ -351,7 +370,8 @@ class Collector:
 
     def add_scalar(self, tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> None:
         """Keep one named value."""
-        self.scalars[tag] = float(scalar_value)
+        with contextlib.suppress(TypeError, ValueError):  # no number: the writer may know what it is
+            self.scalars[tag] = float(scalar_value)
         if self.stock is not None:
             self.stock.add_scalar(tag, scalar_value, *args, **kwargs)
 

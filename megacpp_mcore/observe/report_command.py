@@ -7,7 +7,7 @@ import datetime
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from megacpp_mcore.observe import goodput, receipts
 from megacpp_mcore.observe.alive import BEATS, last_alive_ns
 from megacpp_mcore.observe.files import replace
 from megacpp_mcore.observe.receipts.assembly import PARTS, RECEIPT, part_file, read_part
-from megacpp_mcore.observe.receipts.comparison import KEYS, NOISE, compare
+from megacpp_mcore.observe.receipts.comparison import KEYS, NOISE, RESIDENT, compare
 from megacpp_mcore.observe.receipts.schema import DISQUALIFIERS, RUNNING, dominant, flatten, why_unknown
 
 REFUSED = 1
@@ -170,7 +170,7 @@ def sign_of_life(place: Path, receipt: Mapping[str, Any], now_ns: int) -> str:
         if not silent:
             return f"{label}none: no rank has left one that has not ended"
         rank = max(silent, key=lambda one: silent[one])
-        heartbeat_s = goodput.last_start(living[rank])[0].get("heartbeat_s", 1.0)
+        heartbeat_s = goodput.last_writer(living[rank]).heartbeat_s or 1.0
     except DataError as error:  # the rest of the receipt is known
         return f"{label}not known: {error}"
     seconds = silent[rank] / 1e9
@@ -213,11 +213,14 @@ def describe(receipt: Mapping[str, Any]) -> str:
     values = flatten(receipt)[0]
     if values["dominant_cost"] is not None:
         values["dominant_cost"] = dominant(values)
-    lines = [f"{label:18}{_words(values, path, form)}" for label, path, form in _SHOWN]
+    lines = [f"{label:18}{_words(values, path, form)}" for label, path, form in _shown(values)]
     lines += [f"{'backends':18}{_backends(values)}", *(f"{'note':18}{note}" for note in values["notes"])]
     lines += [f"{'DISQUALIFIED':18}{one['name']}: {one['evidence']}" for one in values["disqualifiers"]]
     lines += [f"{'not judged':18}{one['name']}: {one['reason']}" for one in values["unjudged"]]
-    lines += [f"{'not known':18}{path}: {reason}" for path, reason in values["unknown"].items()]
+    unknown: dict[str, list[str]] = {}
+    for path, reason in values["unknown"].items():
+        unknown.setdefault(reason, []).append(path)
+    lines += [f"{'not known':18}{', '.join(paths)}: {reason}" for reason, paths in unknown.items()]
     return "\n".join(lines)
 
 
@@ -247,6 +250,19 @@ _SHOWN = (
     ("first loss", "loss.first", "{:.4f}"),
     ("last loss", "loss.last", "{:.4f}"),
 )
+
+
+_OF_THE_ALLOCATOR = "memory.allocated_peak_bytes", "memory.reserved_peak_bytes"
+
+
+def _shown(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Label, path and form of each figure; a resident set is one figure, under both paths."""
+    resident = values["memory.kind"] == RESIDENT
+    for label, path, form in _SHOWN:
+        if not resident or path not in _OF_THE_ALLOCATOR:
+            yield label, path, form
+        elif path == _OF_THE_ALLOCATOR[0]:
+            yield "peak resident set", path, form
 
 
 def _words(values: Mapping[str, Any], path: str, form: str) -> str:

@@ -153,6 +153,7 @@ class Routing(Listener):
         self._indices: dict[int, Any] = {}
         self._overlaps: dict[str, float] = {}
         self._sampling = False
+        self._broken = False
         self._error: Exception | None = None
         self._failed: str | None = None
         self._restore: list[Callable[[], None]] = []
@@ -185,8 +186,7 @@ class Routing(Listener):
 
     def on_step(self, step: Step) -> None:
         """Read the sums if it is time; raise the error of a hook, which must not end the step."""
-        if self._error is not None:
-            raise self._error
+        self._raise_kept()
         if step.step % self.interval == 0:
             self.read()
         self._sampling = False
@@ -195,8 +195,7 @@ class Routing(Listener):
     def on_end(self, error: BaseException | None) -> None:
         """Read what is left, unless an error left the device in a state unknown, and take the hooks away."""
         self._unhook()
-        if self._failed is None and self._error is not None:
-            raise self._error
+        self._raise_kept()
         if error is None:
             self.read()
 
@@ -213,13 +212,19 @@ class Routing(Listener):
         """``hook``, whose first error is kept for :meth:`on_step`; it is not called after one."""
 
         def run(*args: Any) -> None:
-            if self._error is None:
+            if not self._broken:
                 try:
                     hook(*args)
                 except Exception as error:
-                    self._error = error
+                    self._broken, self._error = True, error
 
         return run
+
+    def _raise_kept(self) -> None:
+        """Raise the error of a hook, once: its traceback holds what the hook was given, on the device, too."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _unhook(self) -> None:
         for handle in self._handles:

@@ -76,7 +76,9 @@ def choose(
     """
     details = settings.observability if settings is not None else Observability()
     details = dataclasses.replace(
-        details, profile=profile or details.profile, profile_tool=profile_tool or details.profile_tool
+        details,
+        profile=details.profile if profile is None else profile,
+        profile_tool=profile_tool or details.profile_tool,
     )
     if off and observe is not None:
         raise LaunchError(f"--observe {observe} and --no-observe were both given; leave one of them out")
@@ -176,15 +178,16 @@ def _made(chosen: Observation, launched: LaunchPolicy, clock: Clock, loop: Loop)
     yield recorder
     yield StepRecorder(run / "steps.jsonl")
     yield routes
-    yield from _profilers(run, rank, details, routes)
+    yield from _profilers(run, rank, details, routes, clock)
     last = rank == int(os.environ["WORLD_SIZE"]) - 1
     yield Live(run, rank, recorder, loop, last=last, routes=routes, console=details.console)
     yield ReceiptWriter(run, rank, settings=chosen.settings, launched=launched, routes=routes, loop=loop)
 
 
-def _profilers(run: Path, rank: int, details: Observability, routes: Routing) -> list[Listener]:
+def _profilers(run: Path, rank: int, details: Observability, routes: Routing, clock: Clock) -> list[Listener]:
     """The profiler of the steps that are asked for: of every rank, for the families differ by stage, and experts by rank."""
     if details.profile is None:
         return []
     first, last = parse_steps(details.profile)
-    return [Profiler(run, rank, first, last, tool=details.profile_tool, trace=details.profile_trace, routing=routes)]
+    tool, trace = details.profile_tool, details.profile_trace
+    return [Profiler(run, rank, first, last, tool=tool, trace=trace, routing=routes, clock=clock)]

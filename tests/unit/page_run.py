@@ -93,7 +93,9 @@ def main(run: str, console: str, words: list[str]) -> None:
             recorder = goodput.Recorder(run, rank, clock)
             listeners: list[Listener] = [recorder, StepRecorder(f"{run}/steps.jsonl"), routes]
             if "profile" in FATE:
-                listeners.append(Profiler(Path(run), rank, 5, 6, tool="torch", trace=False, routing=routes))
+                listeners.append(
+                    Profiler(Path(run), rank, 5, 6, tool="torch", trace=False, routing=routes, clock=clock)
+                )
             if "writers" in FATE:
                 listeners.append(Writers(run))
             listeners += [

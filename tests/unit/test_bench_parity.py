@@ -33,7 +33,7 @@ from megacpp_mcore.bench.problem import (
     candidates,
     differentiable,
 )
-from megacpp_mcore.bench.registry import BENCHMARKS, TINY, Options
+from megacpp_mcore.bench.registry import BENCHMARKS, MODEL, TINY, Options
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.ops.m2rnn.reference import m2rnn_chunked
 from megacpp_mcore.ops.mamba3.reference import mamba3
@@ -141,6 +141,16 @@ def test_a_layers_peer_has_the_core_attention_of_stock(monkeypatch: pytest.Monke
     assert not isinstance(built[False], DotProductAttention)
 
 
+@pytest.mark.parametrize("name", [one.name for one in BENCHMARKS.values() if one.kind != MODEL])
+def test_the_registry_knows_every_peer_by_name(name: str) -> None:
+    one = BENCHMARKS[name]
+    for size in ({}, {"rank": 1, "groups": 1} if "rank" in one.shapes[TINY] else {}):
+        made = runner.problems(one, Options(**QUICK, shape=one.shape(TINY, size)))
+        peers = {variant.name for each in made for variant in each.variants if variant.side == PEER}
+        assert peers
+        assert peers <= set(one.peers)
+
+
 # --- made-up problems -----------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +235,8 @@ def test_a_peer_that_refuses_its_backward_pass_keeps_its_forward_pass(monkeypatc
     assert by_variant(found)["peer"]["note"] == "it raised ValueError: G value of 8"
     assert by_variant(found)["peer"]["ms"] == by_variant(found)["ours"]["speed_up"] == ""
     assert by_variant(found, FORWARD)["peer"]["parity"] == "green"
+    assert by_variant(found, FORWARD)["peer"]["worst_row"] != ""
+    assert (by_variant(found)["peer"]["parity"], by_variant(found)["peer"]["worst_row"]) == ("not checked", "")
     assert by_variant(found, FORWARD)["ours"]["against"] == "peer"
 
 
@@ -293,10 +305,29 @@ def test_a_peer_out_of_memory_in_its_backward_pass_keeps_its_forward_pass(monkey
     assert found.failures == []
     forward, both = (by_variant(found, work)["full"] for work in (FORWARD, BOTH))
     assert (forward["parity"], forward["ms"] != "", forward["note"]) == ("green", True, "")
-    assert (both["ms"], both["note"]) == ("", "out of memory")
+    assert (both["ms"], both["note"], both["parity"]) == ("", "out of memory", "not checked")
     assert by_variant(found, FORWARD)["ours"]["against"] == "full"
     found = outcome(monkeypatch, problem(fills_up(PEER, forward=True), times(2, "ours", OURS)))
     assert {by_variant(found, work)["full"]["note"] for work in (FORWARD, BOTH)} == {"out of memory"}
+
+
+def test_a_peer_out_of_memory_while_it_is_timed_is_green_in_no_row_of_that_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its peak may be known, and is no evidence."""
+
+    def full(call: Any, inputs: Any, device: str, **how: Any) -> tuple[float, int]:
+        if call is peer.runs[BOTH]:
+            raise torch.cuda.OutOfMemoryError("full")
+        return 1.0, 1
+
+    peer = times(2, "peer", PEER)
+    monkeypatch.setattr(measure, "median_ms", full)
+    monkeypatch.setattr(measure, "peak_bytes", lambda run, inputs, device: 50)
+    found = outcome(monkeypatch, problem(peer, times(2, "ours", OURS)))
+    both, forward = (by_variant(found, work)["peer"] for work in (BOTH, FORWARD))
+    assert (both["ms"], both["peak_bytes"], both["note"], both["parity"]) == ("", 50, "out of memory", "not checked")
+    assert (forward["ms"], forward["parity"]) == ("1.0000", "green")
 
 
 def test_a_peer_of_other_work_is_not_what_ours_is_faster_than(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,13 @@ import pytest
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.model import preset
+from megacpp_mcore.observe.page import side_by_side
+from megacpp_mcore.observe.page.data import RunData
+from megacpp_mcore.observe.receipts import read
 from megacpp_mcore.observe.receipts import schema as receipt_schema
 from megacpp_mcore.observe.receipts.comparison import KEYS, NOISE, SEVEN, Comparison, compare
 from megacpp_mcore.observe.report_command import REFUSED
+from tests.unit.test_page import Reader
 from tests.unit.test_receipts import report
 
 UNTOLD = "no difference in tokens/s that can be told from noise (1.00x; floor 7 %)"
@@ -37,13 +41,15 @@ def receipt(**changes: Any) -> dict[str, Any]:
         "precision.checkpoint_owner": "megatron", "precision.fp8_layers": [], "optimizer": {"name": "adam"},
         "ddp.grad_reduce_dtype": ["float32"], "step_time.n": 50,
         "step_time.p50_s": 2.0, "step_time.p90_s": 2.1, "throughput.tokens_per_s": 1000.0,
-        "throughput.tokens_per_s_per_device": 1000.0, "memory.allocated_peak_bytes": 1000, "backends": [], "parts": [],
-        "recompute": "full", "commit": "1" * 40, "versions": {"torch": "2.11.0"},
+        "throughput.tokens_per_s_per_device": 1000.0, "memory.kind": "CUDA allocator",
+        "memory.allocated_peak_bytes": 1000, "backends": [], "parts": [], "recompute": "full",
+        "commit": "1" * 40, "versions": {"torch": "2.11.0"},
     }  # fmt: skip
     names = ["world_size", "hosts", "tensor", "pipeline", "virtual", "expert", "context", "data"]
     values |= {f"parallelism.{name}": 1 for name in names}
     values |= {name.replace("__", "."): value for name, value in changes.items()}
-    found = receipt_schema.nest(values, {"routing": "the model has no experts"}, "a test")
+    reasons = {"routing": "the model has no experts", "profiler": "the run was not profiled"}
+    found = receipt_schema.nest(values, reasons, "a test")
     receipt_schema.validate(found)
     return found
 
@@ -133,9 +139,82 @@ def test_equal_runs_part_by_noise_and_allow_no_claim() -> None:
     for rate, told in ((1100.0, "1.10x"), (900.0, "0.90x")):
         found = compare(receipt(), receipt(throughput__tokens_per_s=rate))
         assert found.refusals == (
-            f"nothing that both receipts know differs: {told} tokens/s, 1.00x peak allocated memory differs by more than equal "
-            "runs do, and neither receipt says why",
+            f"nothing that both receipts know differs: {told} tokens/s differs by more than equal runs do, and neither receipt "
+            "says why; 1.00x peak allocated memory is what equal runs part by",
         )
+
+
+@pytest.mark.parametrize("peak", [2000, 1060, 940])
+def test_memory_that_differs_is_not_called_noise(peak: int) -> None:
+    (said,) = compare(receipt(), receipt(memory__allocated_peak_bytes=peak)).refusals
+    assert said == (
+        f"nothing that both receipts know differs: {peak / 1000:.2f}x peak allocated memory differs by more than equal runs "
+        "do, and neither receipt says why; 1.00x tokens/s is what equal runs part by"
+    )
+    (said,) = compare(receipt(), receipt(memory__allocated_peak_bytes=peak, throughput__tokens_per_s=1310.0)).refusals
+    assert said.endswith(f"1.31x tokens/s, {peak / 1000:.2f}x peak allocated memory differs by more than equal runs do, "
+                         "and neither receipt says why")  # fmt: skip
+
+
+@pytest.mark.parametrize("peak", [1040, 960])
+def test_memory_that_differs_by_a_few_per_cent_needs_no_reason(peak: int) -> None:
+    (said,) = compare(receipt(), receipt(memory__allocated_peak_bytes=peak)).refusals
+    assert said.endswith(f"1.00x tokens/s, {peak / 1000:.2f}x peak allocated memory is what equal runs part by")
+
+
+PROFILED: dict[str, Any] = {"profiler__step_range": [8, 10], "profiler__phase": "steady"}
+
+
+def test_memory_of_a_profiled_run_is_not_compared_with_that_of_another() -> None:
+    profiled = receipt(**PROFILED, memory__allocated_peak_bytes=1700)
+    for pair, which, said in (
+        ((receipt(), profiled), "B", "profile: none in A, steps 8 to 10 in B"),
+        ((profiled, receipt()), "A", "profile: steps 8 to 10 in A, none in B"),
+    ):
+        found = compare(*pair)
+        assert found.claim == f"{UNTOLD}, memory not compared: {which} alone was profiled"
+        assert (found.memory, found.record()["allocated_memory_ratio"]) == (None, None)
+        assert found.differences == (said,)
+
+
+def test_memory_of_two_profiled_runs_is_compared() -> None:
+    other = receipt(**PROFILED | {"profiler__step_range": [12, 14]}, memory__allocated_peak_bytes=840, recompute="none")
+    found = compare(receipt(**PROFILED), other)
+    assert (found.claim, found.memory) == (f"{UNTOLD}, 0.84x peak allocated memory", 0.84)
+    assert found.differences == ("recompute: full in A, none in B",)
+
+
+def test_a_profile_that_cannot_be_read_is_no_profile_that_was_not_there() -> None:
+    damaged = receipt(memory__allocated_peak_bytes=1700)
+    damaged["unknown"]["profiler"] = "table.json: Expecting value"
+    found = compare(receipt(), damaged)
+    assert found.refusals == ("nothing that both receipts know differs: 1.00x tokens/s is what equal runs part by",)
+    assert (found.memory, found.differences) == (None, ("profile: none in A, not known in B",))
+    said = compare(damaged, receipt(recompute="none")).claim
+    assert said == f"{UNTOLD}, memory not compared: whether A was profiled is not known"
+
+
+def test_the_reason_for_no_profile_is_that_of_an_assembled_receipt(tmp_path: Path) -> None:
+    part = {"schema": 1, "rank": 0, "status": "running", "warm_up_steps": 3, "notes": []}
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "rank_00000.json").write_text(json.dumps(part))
+    assert read(tmp_path)["unknown"]["profiler"] == receipt()["unknown"]["profiler"]
+
+
+def test_a_claim_says_what_kind_of_memory_it_compares() -> None:
+    resident: dict[str, Any] = {"memory__kind": "resident set"}
+    other = receipt(**resident, memory__allocated_peak_bytes=1250, recompute="none")
+    assert compare(receipt(**resident), other).claim == f"{UNTOLD}, 1.25x peak resident set"
+    found = compare(receipt(device="cpu", **resident), receipt(), ["topology"])
+    assert found.memory is None
+    assert found.claim == (
+        "no difference in tokens/s a device that can be told from noise (1.00x; floor 7 %), memory not compared: resident set "
+        "in A, CUDA allocator in B, varying topology"
+    )
+    unsaid = receipt(memory__kind=None, recompute="none")
+    assert compare(receipt(memory__kind=None), unsaid).claim == (
+        f"{UNTOLD}, 1.00x peak memory, of a kind that is not known"
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,6 +332,23 @@ def test_wrong_words_are_the_user_s_error(varies: list[str], declared: list[str]
     assert said in str(raised.value)
 
 
+def test_what_varies_and_is_not_known_is_refused_and_no_error(tmp_path: Path) -> None:
+    """It may well differ: the runs are to be blamed, not the words."""
+    other = receipt(cache__state=None)
+    found = compare(receipt(), other, ["cache_state"])
+    assert found.refusals == ("same cache state? cache_state: not known (B does not know cache.state: a test)",)
+    for name, one in (("a", receipt()), ("b", other)):
+        (tmp_path / name).write_text(json.dumps(one))
+    assert report("compare", str(tmp_path / "a"), str(tmp_path / "b"), "--varies", "cache_state") == REFUSED
+
+
+def test_words_that_are_said_twice_are_said_once() -> None:
+    one, other = receipt(disqualifiers=[MOCK]), receipt(disqualifiers=[MOCK], precision__kernel_fp8="experts")
+    found = compare(one, other, ["precision", "precision"], ["mock data", "mock data"])
+    assert found.claim == f"{UNTOLD}, 1.00x peak allocated memory, varying precision, both with mock data"
+    assert (found.record()["varies"], found.record()["declared"]) == ("precision", ["mock data"])
+
+
 def eight(**changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
         "batch__global_batch_size": 64, "batch__effective_tokens": 8 * 2048, "throughput__tokens_per_s": 7840.0,
@@ -328,3 +424,37 @@ def test_the_command_s_status_and_words(tmp_path: Path, capsys: pytest.CaptureFi
         report("compare", *files)
     with pytest.raises(DataError, match="or a receipt"):
         report("show", str(tmp_path / "missing"))
+
+
+# --- On the page --------------------------------------------------------------------------------------------------------
+
+
+def of(name: str, **changes: Any) -> RunData:
+    made = receipt(**changes)
+    return RunData(name, made, receipt_schema.flatten(made)[0])
+
+
+def test_the_command_that_declares_what_differs_is_named() -> None:
+    mock = {"disqualifiers": [MOCK]}
+    command = "There is a claim where that is declared: megacpp-mcore report compare A B "
+    for changes, options in (
+        (({}, {"precision__kernel_fp8": "experts"}), "--varies precision."),
+        ((mock, {**mock, "recompute": "none"}), "--declare 'mock data'."),
+        ((mock, {**mock, "cache__state": "cold"}), "--varies cache_state --declare 'mock data'."),
+        (({}, {"parallelism__world_size": 2, "ranks__expected": 2, "ranks__found": [0, 1]}), "--varies topology."),
+    ):
+        first, second = changes
+        text = Reader(side_by_side.comparison(of("one", **first), of("other", **second))).text
+        assert command + options in text
+    for hopeless in (
+        {"precision__kernel_fp8": "experts", "cache__state": "cold"}, {"precision__kernel_fp8": None}, mock,
+        {"precision__kernel_fp8": "experts", "step_time__n": 3}, {"recompute": "none"}, {},
+    ):  # fmt: skip
+        assert "compare A B" not in side_by_side.comparison(of("one"), of("other", **hopeless))
+
+
+def test_names_that_are_the_words_themselves_are_not_explained() -> None:
+    assert "A is one, B is other; step times:" in side_by_side.comparison(of("one"), of("other"))
+    text = side_by_side.comparison(of("A"), of("B"))
+    assert "A is A" not in text
+    assert ">step times: A median" in text

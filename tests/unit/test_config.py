@@ -85,6 +85,8 @@ def test_the_environment_names_the_file(file: Path, monkeypatch: pytest.MonkeyPa
         ("model: nam56r\nobservability: {interval: 0}\n", ["observability.interval is 0", "a whole number above 0"]),
         ("model: nam56r\nobservability: {interval: 2.5}\n", ["observability.interval is 2.5", "a whole number"]),
         ("model: nam56r\nobservability: {heartbeat_s: true}\n", ["heartbeat_s is True", "a number above 0"]),
+        ("model: nam56r\nobservability: {heartbeat_s: .inf}\n", ["heartbeat_s is inf", "at most 10 seconds"]),
+        ("model: nam56r\nobservability: {heartbeat_s: .nan}\n", ["heartbeat_s is nan", "at most 10 seconds"]),
         ("model: nam56r\nobservability: {enabled: 1}\n", ["observability.enabled is 1", "true or false"]),
         ("model: nam56r\nobservability: {console: loud}\n", ["observability.console is 'loud'", "progress or stock"]),
         ("- nam56r\n", ["found list", "expected a mapping"]),

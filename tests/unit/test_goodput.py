@@ -135,6 +135,25 @@ def test_a_pause_after_a_finished_start_is_none_of_the_run(tmp_path: Path) -> No
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_start_that_never_trained_is_no_death_and_undoes_none(tmp_path: Path, trained: bool) -> None:
+    """A mistyped word, put right a minute later; with ``trained``, after a run that an error had ended."""
+    first = [at(105, {"startup": 4, "step": 1}, step=1, resumed_at=0), at(106, {"idle": 1}, how="ValueError")]
+    write(
+        goodput.rank_file(tmp_path, 0),
+        *([{"began": 100 * SECOND}, *first] if trained else []),
+        {"began": 110 * SECOND},
+        at(112, {"startup": 2}, how="SystemExit"),
+        {"began": 172 * SECOND},
+        at(175, {"startup": 2, "step": 1}, step=2, resumed_at=1),
+        at(175, {}, how="finished"),
+    )
+    found = goodput.read(tmp_path)[0].nanoseconds
+    assert found[DOWN] == ((4 + 60) * SECOND if trained else 0)
+    assert found[RECOVERY] == (4 * SECOND if trained else 0)
+    assert found["startup"] == 4 * SECOND
+
+
 @pytest.mark.parametrize(("steps", "name"), [(0, "startup"), (1, LOST)])
 def test_a_run_that_is_dead_ends_with_its_last_sign_of_life(tmp_path: Path, steps: int, name: str) -> None:
     file = goodput.rank_file(tmp_path, 0)
@@ -150,19 +169,19 @@ def test_the_recorder_writes_what_is_read(tmp_path: Path) -> None:
     time = Time()
     clock = Clock(now=time)
     time.go(2)
-    first = goodput.Recorder(tmp_path, 3, clock, heartbeat_s=3600)
+    first = goodput.Recorder(tmp_path, 3, clock, heartbeat_s=0.02)
     clock.become(Phase.IDLE)
     with clock.within(Phase.STEP):
         time.go(1)
     first.on_step(step(1))
     assert first.so_far().nanoseconds[PRODUCTIVE] == SECOND
     first._heart.stop()
-    first._lock.release()
+    first._claim.release()
     began = goodput.read(tmp_path)[3]
     assert (began.starts, began.steps) == (1, 1)
 
     clock = Clock(now=time)
-    second = goodput.Recorder(tmp_path, 3, clock, heartbeat_s=3600)
+    second = goodput.Recorder(tmp_path, 3, clock, heartbeat_s=0.02)
     clock.become(Phase.IDLE)
     with clock.within(Phase.STEP):
         time.go(1.5)
@@ -233,7 +252,7 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path, caplog: pytest.LogCap
     file.symlink_to("/dev/full")
     time = Time()
     clock = Clock(now=time)
-    recorder = goodput.Recorder(tmp_path, 0, clock, heartbeat_s=3600)
+    recorder = goodput.Recorder(tmp_path, 0, clock, heartbeat_s=0.02)
     with clock.within(Phase.STEP):
         time.go(1)
     recorder.on_step(step(1))
@@ -250,7 +269,7 @@ def test_a_start_after_a_torn_line_goes_on(tmp_path: Path, first_torn: bool, cap
     file.write_text('{"beg' if first_torn else text + '{"at": 103, "pha')
     assert goodput.read(tmp_path)[0].steps == (0 if first_torn else 1)
     assert "not completed; it is left out" in caplog.text
-    recorder = goodput.Recorder(tmp_path, 0, Clock(), heartbeat_s=3600)
+    recorder = goodput.Recorder(tmp_path, 0, Clock(), heartbeat_s=0.02)
     recorder.on_step(step(2, resumed_at=1))
     recorder.on_end(None)
     assert all(json.loads(line) for line in file.read_text().splitlines())
@@ -282,7 +301,7 @@ def test_earlier_starts_are_gone_through_once(tmp_path: Path, monkeypatch: pytes
         at(115, {}, how="ValueError"),
     )
     time = Time()
-    recorder = goodput.Recorder(tmp_path, 0, Clock(now=time), heartbeat_s=3600)
+    recorder = goodput.Recorder(tmp_path, 0, Clock(now=time), heartbeat_s=0.02)
     assert (recorder.so_far().steps, recorder.so_far().steps_lost) == (7, 2)
     time.go(1)
     recorder.on_step(step(5, resumed_at=4))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from megacpp_mcore.observe import loop, loop_bridge, run
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.goodput import rank_file
 from megacpp_mcore.observe.listener import Listener
+from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.observe.steps import Step
 
 OFF = PluginConfig(Path("file"), "nam56r_tiny", preset("nam56r_tiny"), observability=Observability(enabled=False))
@@ -118,7 +121,7 @@ def test_all_hear_of_the_end_whatever_happens_to_one(caplog: pytest.LogCaptureFi
     assert [(type(failed), str(error)) for failed, error in heard.failures] == [(Failing, "the disk is full")]
 
 
-@pytest.mark.parametrize("place", ["steps.jsonl", "metrics.jsonl", "parts"])
+@pytest.mark.parametrize("place", ["steps.jsonl", "metrics.jsonl", "stock.log", "parts"])
 def test_a_refusal_leaves_neither_lock_nor_heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """What was made before it is told, so that its file says how it ended, and another start may go on."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
@@ -137,14 +140,47 @@ def test_a_refusal_leaves_neither_lock_nor_heart(tmp_path: Path, monkeypatch: py
     file = rank_file(tmp_path, 0)
     ends = [json.loads(line).get("how") for line in file.read_text().splitlines()]
     assert [how for how in ends if how is not None] == ["DataError"] * 2
-    beaten = file.with_suffix(".alive").read_text()
-    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat" and not _stops(thread)]
-    assert file.with_suffix(".alive").read_text() >= beaten
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert not [path for path in opened if path.startswith(str(tmp_path))]
 
 
-def _stops(thread: threading.Thread) -> bool:
-    thread.join(10)
-    return not thread.is_alive()
+def test_whatever_ends_the_making_of_listeners_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what tells of compilation only begins once the listeners are told of the end, whatever ends it."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    chosen = run.choose([], observe=str(tmp_path))
+    launched = policy.resolve(policy.Run(device="cpu", world_size=1), settings=None, environment={})
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for holder, name in ((run, "Live"), (run.compilation, "timed")):
+        with monkeypatch.context() as changed:
+            changed.setattr(holder, name, interrupted)
+            with pytest.raises(KeyboardInterrupt), run.observed(chosen, launched):
+                raise AssertionError("it records there")
+    ends = [json.loads(line).get("how") for line in rank_file(tmp_path, 0).read_text().splitlines()]
+    assert [how for how in ends if how is not None] == ["KeyboardInterrupt"] * 2
+
+
+def test_a_step_that_cannot_be_made_out_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    sound = Failing("nowhere")
+    told = loop.Told(Clock(), [sound])
+    given: dict[str, Any] = {"loss_dict": {}, "grad_norm": None, "learning_rate": None, "skipped_iter": 0}
+    told.tell_step({**given, "loss_dict": {"lm loss": "none"}}, {}, 1, 8)
+    told.tell_step(given, {}, 2, 16)
+    assert sound.told == ["on_step"]
+    assert "step 1 is not recorded; training is not affected" in caplog.text
+
+
+def test_a_scalar_that_is_no_number_is_the_writer_s_matter() -> None:
+    written: list[object] = []
+    collector = loop.Collector(SimpleNamespace(add_scalar=lambda *words: written.append(words)))
+    collector.add_scalar("text", "none", 1)
+    collector.add_scalar("number", 2, 1)
+    assert collector.scalars == {"number": 2.0}
+    assert written == [("text", "none", 1), ("number", 2, 1)]
 
 
 class Failing(Heard):
@@ -296,3 +332,31 @@ def test_megatron_writes_its_timers_to_a_writer_that_is_observed(monkeypatch: py
     assert collector.scalars == {"forward-time": 2.0}
     assert isinstance(loop.Collector(), loop.Collector)
     assert not isinstance(loop.Collector(), Writer)
+
+
+def test_no_steps_to_profile_are_refused_and_leave_those_of_the_settings_alone_where_none_are_named() -> None:
+    settings = dataclasses.replace(OFF, observability=Observability(profile="2-3"))
+    with pytest.raises(LaunchError, match="the steps to profile are ''; expected the first and the last"):
+        run.choose([], observe="here", profile="")
+    with pytest.raises(LaunchError, match="the steps to profile are ''; expected the first and the last"):
+        run.choose([], observe="here", profile="", settings=settings)
+    assert run.choose([], observe="here", settings=settings).details.profile == "2-3"
+    assert run.choose([], observe="here", profile="4-5", settings=settings).details.profile == "4-5"
+
+
+def test_the_profiler_of_a_run_is_on_its_clock(tmp_path: Path) -> None:
+    clock = Clock()
+    (profiler,) = run._profilers(tmp_path, 0, Observability(profile="1-1"), Routing(1), clock)
+    phases: list[Phase] = []
+
+    class Model(list[object]):
+        def __iter__(self) -> Iterator[object]:
+            phases.append(clock.phase)
+            return super().__iter__()
+
+    profiler.on_model(Model(), SimpleNamespace())
+    try:
+        profiler.on_step_begin(1)
+    finally:
+        profiler.on_end(LookupError())
+    assert set(phases) == {Phase.PROFILE}

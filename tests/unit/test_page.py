@@ -147,7 +147,7 @@ def test_the_page_of_a_killed_run_with_a_fall_back(runs: tuple[Path, Path]) -> N
         "self CPU time of operators of steps 5 to 6",
         f"{receipt['throughput']['tokens_per_s']:,.0f}tokens/s",
         f"{100 * receipt['goodput']['goodput']:.1f} %goodput",
-        *page_parts.CLASS_WORDS.values(),
+        *map(page_parts.class_label, page_parts.CLASS_WORDS),
     ):
         assert expected in found.text, expected
 
@@ -199,7 +199,7 @@ def test_two_runs_side_by_side(runs: tuple[Path, Path], tmp_path: Path, capsys: 
 @pytest.mark.exhaustive
 def test_a_receipt_alone(runs: tuple[Path, Path]) -> None:
     found = check_self_contained(page.html([runs[0] / "receipt.json"]))
-    assert found.text.count("only the receipt is here") == 3
+    assert found.text.count("only the receipt is here") == 4
     assert "fall-back: op mamba3" in found.text
     assert {"backends", "shares", "memory", "disqualifiers"} <= found.parts()
 
@@ -369,6 +369,69 @@ def test_there_is_something_to_show(tmp_path: Path) -> None:
         page.html([])
     with pytest.raises(DataError, match="expected a receipt, or the folder of a run that was observed"):
         page.html([tmp_path])
+
+
+# --- What is left of a run, and said of several ------------------------------------------------------------------------
+
+
+def run_of(folder: Path) -> Path:
+    """A run's folder, as small as it can be: five seconds of a start, three of them a step."""
+    (folder / "parts").mkdir(parents=True)
+    (folder / "goodput").mkdir()
+    part = {"schema": 1, "rank": 0, "status": "running", "warm_up_steps": 3, "notes": []}
+    (folder / "parts" / "rank_00000.json").write_text(json.dumps(part))
+    began = 1_700_000_000_000_000_000  # 2023-11-14, 22:13:20 UTC
+    lines: list[dict[str, Any]] = [
+        {"began": began, "host": "a", "pid": 1},
+        {"at": began + 4 * 10**9, "phases": {"startup": 10**9, "step": 3 * 10**9}, "step": 1, "resumed_at": 0},
+        {"at": began + 5 * 10**9, "phases": {"idle": 10**9}, "how": "finished"},
+    ]
+    (folder / "goodput" / "rank_00000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "part"), [("metrics.jsonl", "by-step"), ("steps.jsonl", "loss"), ("goodput/rank_00000.jsonl", "goodput")]
+)
+def test_a_damaged_file_leaves_the_other_parts(tmp_path: Path, file: str, part: str) -> None:
+    run = run_of(tmp_path)
+    whole = check_self_contained(page.html([run]))
+    assert "no step was logged to metrics.jsonl" in whole.text
+    (run / file).write_text('{"bad": 1}\n{"bad": 2}\n')
+    text = page.html([run])
+    found = check_self_contained(text)
+    (box,) = re.findall(rf'<section data-part="{part}">.*?</section>', text)
+    assert re.search(rf"Not here: \S+{re.escape(file)}, line 1", box)
+    assert found.parts() == whole.parts() - ({"goodput-bar", "time-plot"} if part == "goodput" else set())
+
+
+def test_a_page_says_why_logged_steps_are_not_among_its_plots(tmp_path: Path) -> None:
+    steps = [Step(number, 0, 1.0, 8 * number, {"lm loss": 3.0}, 1.0, 1e-3, False) for number in (1, 2)]
+    data = dataclasses.replace(read(run_of(tmp_path)), steps=steps, missing={"metrics": "line 7 is <bad>"})
+    text = page_parts.multiples(data)
+    assert "gradient norm" in text
+    assert "The logged steps are not here: line 7 is &lt;bad&gt;." in text
+    assert "not here" not in page_parts.multiples(dataclasses.replace(data, missing={}))
+
+
+def test_a_page_says_when_the_run_began_and_when_its_receipt_was_made(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    words = page_parts.about(read(run))
+    assert "started 2023-11-14T22:13:20+00:00 · receipt put together 20" in words
+    alone = page_parts.about(read(RECEIPTS / "nam56r_quarter_h200_bf16.json"))
+    assert "receipt put together 20" in alone
+    assert "started" not in alone
+
+
+def test_classes_of_time_are_called_as_the_command_calls_them(tmp_path: Path) -> None:
+    text = page_parts.goodput_bars(read(run_of(tmp_path)))
+    for words in (
+        "between steps [idle]",
+        "lost steps (done again, or interrupted) [lost_steps]",
+        "waiting for data [data]",
+    ):
+        assert words in text
+    assert "</i>evaluation</td>" in text
 
 
 # --- Charts -----------------------------------------------------------------------------------------------------------

@@ -13,9 +13,14 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megacpp_mcore.observe import compilation
+from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.profile import Profiler
+from megacpp_mcore.observe.profile import events as profile_events
+from megacpp_mcore.observe.profile import text as profile_text
 from megacpp_mcore.observe.profile.ranges import Ranges, named
+from megacpp_mcore.observe.steps import Step
 
 BUCKETS = {
     "start_grad_sync": "gradients",
@@ -90,6 +95,35 @@ def test_a_profiler_that_failed_leaves_no_window_open(tmp_path: Path) -> None:
     assert optimizer.step is step.__dict__["step"]
     profiler.on_end(None)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_window_is_opened_and_its_tables_are_made_in_a_phase_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, seen = Clock(), []
+    enter, read, page = compilation.timed, profile_events.read, profile_text.page
+
+    def noted(what: str, stock: Any) -> Any:
+        def run(*args: Any) -> Any:
+            seen.append((what, clock.phase))
+            return stock(*args)
+
+        return run
+
+    monkeypatch.setattr(compilation, "timed", noted("open", enter))
+    monkeypatch.setattr(profile_events, "read", noted("read", read))
+    monkeypatch.setattr(profile_text, "page", noted("page", page))
+    profiler = Profiler(tmp_path, 0, 1, 1, clock=clock)
+    profiler.on_model([torch.nn.Module()], SimpleNamespace())
+    clock.become(Phase.IDLE)
+    profiler.on_step_begin(1)
+    assert clock.phase is Phase.IDLE
+    with clock.within(Phase.STEP):
+        torch.ones(2) + 1
+    profiler.on_step(Step(1, 0, 0.0, 1, {}, None, None, skipped=False))
+    assert clock.phase is Phase.IDLE
+    assert seen == [("open", Phase.PROFILE), ("read", Phase.PROFILE), ("page", Phase.PROFILE)]
+    assert (tmp_path / "profile" / "1-1" / "table.txt").is_file()
 
 
 def test_what_stages_send_has_its_range(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ import torch
 from megacpp_mcore import cpu
 from megacpp_mcore.config import Observability, PluginConfig
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.model import preset
+from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.model import Layout, preset
 from megacpp_mcore.observe import run
 from megacpp_mcore.observe.profile import Profiler, parse_steps
 from megacpp_mcore.observe.profile import recipes as profile_recipes
@@ -145,6 +146,38 @@ def test_what_the_recipe_says_itself_is_refused() -> None:
         profile_recipes.recipe("vtune", COMMAND, run="run", first=1, last=2)
     behind = [*COMMAND, "--profile"]  # Megatron's own
     assert "--profile-step" not in profile_recipes.recipe("nsys", behind, run="run", first=1, last=2)
+
+
+def test_a_launch_that_would_be_refused_or_has_no_gpu_is_not_printed() -> None:
+    def recipe(*command: str, first: int = 10, run: str = "run") -> str:
+        return profile_recipes.recipe("nsys", command, run=run, first=first, last=14)
+
+    late = "steps 10-14 are to be profiled, and the run ends with step 3"
+    with pytest.raises(LaunchError, match=late):
+        recipe("--", "--train-iters", "3")
+    assert "--train-iters 12" in recipe("--", "--train-iters", "12")
+    for nothing in ([], ["--"], ["--device", "cuda", "--"]):
+        with pytest.raises(LaunchError, match=r"no launch was given; expected, after a `--`, what follows"):
+            recipe(*nothing)
+    with pytest.raises(LaunchError, match="--observe was given an empty path"):
+        recipe(*COMMAND, run="")
+
+
+def test_arguments_for_a_cpu_are_refused() -> None:
+    def words(device: str) -> list[str]:
+        impl = "local" if device == "cpu" else "transformer_engine"
+        training = Training(device=device, precision="fp32" if device == "cpu" else "bf16", transformer_impl=impl)
+        return list(lower(preset("nam56r_tiny"), Layout(), training))
+
+    def recipe(*command: str) -> str:
+        return profile_recipes.recipe("ncu", command, run="run", first=10, last=10)
+
+    for of_cpu in (["--", *words("cpu")], ["--device", "cpu", "--", "--lr", "1"], ["--device=cpu", *COMMAND[2:]]):
+        with pytest.raises(LaunchError, match="the launch is one on a CPU, and nsys and ncu profile a GPU"):
+            recipe(*of_cpu)
+    of_both = ["--distributed-backend", "gloo", "--use-cpu-initialization"]  # a GPU trains with these, too
+    for of_gpu in (words("cuda"), [*words("cuda"), *of_both]):
+        assert "--profile 10-10" in recipe("--", *of_gpu)
 
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:

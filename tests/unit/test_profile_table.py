@@ -184,6 +184,26 @@ def test_self_time_leaves_out_what_an_operator_calls() -> None:
     assert found.total_ns == sum(by_name.values())
     assert found.window_ns == 11
     assert found.host_bound_share is None
+    assert found.no_operator_ns == 11 - found.total_ns
+
+
+def test_what_is_in_no_operator_is_what_the_rows_of_a_host_lack() -> None:
+    host = Host()
+    run = host.run
+    host.write(
+        run("before"),
+        run("megacpp::step/1", run("one"), run("two", run("megacpp::M/2", run("deep", run("deeper")), run("more")))),
+        run("between"),
+        run("megacpp::step/2", run("megacpp::A/1", run("three")), run("megacpp::A/1")),
+    )
+    found = table(Trace(ops=host.ops))
+    assert found.no_operator_ns == (3 + 3) + (3 + 3)
+    assert found.window_ns == found.total_ns + 12
+    begin, _ = (op.start_ns for op in host.ops if op.name.startswith("megacpp::step/"))
+    beside = [Op(begin + at, begin + at + 1, f"beside {at}", thread=MAIN + 1) for at in range(3)]
+    both = table(Trace(ops=[*host.ops, *beside]))  # in one of their 3 ns, the main thread does, too
+    assert both.total_ns == found.total_ns + 3
+    assert both.no_operator_ns == 12 - 2
 
 
 # --- kernels ------------------------------------------------------------------------------------------------------------
@@ -358,9 +378,12 @@ def test_the_page_says_what_was_found() -> None:
         "sparse_work": {"why": "no routers"},
         "tensor_pipes": "not measured: no counters",
     }
-    lines = profile_text.page(record).splitlines()
+    text = profile_text.page(record)
+    assert record["no_operator_ns"] is None
+    assert "any operator" not in text  # the host-bound share is what a device's rows lack
+    lines = text.splitlines()
     assert lines[0] == "profile of steps 10 to 10, rank 3, H200: steady (nothing was compiled)"
-    assert lines[1] == "dominant: M, 50.0%; 83.3% of the time belongs to a family"
+    assert lines[1] == "dominant: M, 50.0%; 83.3% of the kernels' time belongs to a family"
     assert "step: 0.000 ms; host-bound share: 40.0% (the device had nothing to do)" in lines
     assert "  AllReduce: 1.0 calls, 0.000 ms, 0.000 ms exposed" in lines
     assert "sparse work: not measured: no routers" in lines
@@ -398,7 +421,8 @@ def test_a_page_speaks_of_what_its_device_has() -> None:
     assert [word for word in GPU_WORDS if word in on_cpu] == []
     assert "self CPU time of operators" in on_cpu
     assert "33.3% hidden behind computation (measured: intervals of collectives and operators)" in on_cpu
-    assert "step: 0.000 ms\n" in on_cpu
+    assert "; 100.0% of the operators' time belongs to a family" in on_cpu
+    assert "step: 0.000 ms\nnot in any operator (Python, waiting): 0.000 ms, 70.0% of the step\n" in on_cpu
     cells = {line.split()[0]: len(line.split()) for line in on_cpu.splitlines() if line.startswith(("family", "A "))}
     assert cells == {"family": 8, "A": 8}  # name, total, share, and five phases
     on_gpu = page_of(device_trace([(10, 40, "gemm", 7, "M/1"), (40, 60, ALL_REDUCE, 9, "gradients")]), "H200")

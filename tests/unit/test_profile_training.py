@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.model import preset
+from megacpp_mcore.observe import goodput
 from megacpp_mcore.observe.steps import compare, read_steps
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +80,7 @@ def _main(
     import contextlib
 
     from megacpp_mcore import cli
-    from megacpp_mcore.observe import loop
+    from megacpp_mcore.observe import goodput, loop
     from megacpp_mcore.observe.listener import Listener
     from megacpp_mcore.observe.profile import Profiler, parse_steps
     from megacpp_mcore.observe.routing import Routing
@@ -124,17 +125,19 @@ def _main(
             return [hooks, functions, id(schedules.forward_step)]
 
     routing = Routing(interval=100)
-    listeners: list[Listener] = [routing]
-    if window is not None:
-        listeners.append(Profiler(Path(run), 0, *parse_steps(window), routing=routing, trace=trace, tool=tool))
-    listeners.append(Hooks())
-    if slow:
-        listeners.append(Slow())
+    after: list[Listener] = [Hooks(), *([Slow()] if slow else [])]
     stock = loop.observing
+
+    def profilers(clock: Any) -> list[Listener]:
+        if window is None:
+            return []
+        first, last = parse_steps(window)
+        return [Profiler(Path(run), 0, first, last, routing=routing, trace=trace, tool=tool, clock=clock)]
 
     @contextlib.contextmanager
     def observing(clock: Any, others: Any) -> Any:
-        with stock(clock, [*others, *listeners]):
+        recorder = goodput.Recorder(run, 0, clock)
+        with stock(clock, [*others, recorder, routing, *profilers(clock), *after]):
             yield
 
     loop.observing = observing  # type: ignore[assignment]
@@ -189,6 +192,8 @@ def test_the_time_of_the_steps_belongs_to_families(plain: Path) -> None:
     assert sum(row["total_ns"] for row in families.values()) == found["total_ns"] <= found["window_ns"]
     assert sum(row["total_ns"] for row in found["layers"].values()) == found["total_ns"]
     assert found["host_bound_share"] is None
+    assert found["total_ns"] + found["no_operator_ns"] == pytest.approx(found["window_ns"], rel=0.01)
+    assert found["no_operator_ns"] > 0
     assert found["tensor_pipes"] == "not measured: no counters"
 
 
@@ -224,6 +229,14 @@ def test_hooks_are_there_in_the_window_and_gone_after_it(plain: Path) -> None:
     assert {name: counts for name, counts in found.items() if name not in during} == dict.fromkeys(
         ("in 1", "1", "3", "in 4", "4"), before
     )
+
+
+def test_what_the_profiler_does_outside_of_steps_is_a_class_of_its_own(plain: Path) -> None:
+    spent = {line["step"]: line["phases"] for line in goodput.read_lines(goodput.rank_file(plain, 0)) if "step" in line}
+    assert [number for number in spent if spent[number].get("profile")] == [2, 4]  # its start, and its tables
+    assert spent[4]["profile"] / 1e9 >= table(plain)["read_s"] > 0
+    assert goodput.read(plain)[0].record()["seconds"]["profile"] >= table(plain)["read_s"]
+    assert spent[4]["idle"] < spent[4]["profile"] / 4  # where all of it was before
 
 
 def test_training_is_the_same_bit_for_bit(plain: Path, tmp_path: Path) -> None:

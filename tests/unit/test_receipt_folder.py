@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput, receipts, routing
+from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.receipts import assembly as receipt_assembly
 from megacpp_mcore.observe.receipts import facts as receipt_facts
+from megacpp_mcore.observe.receipts import modules as receipt_modules
 from megacpp_mcore.observe.receipts.schema import FINISHED, RUNNING, SCHEMA, flatten, why_unknown
+from megacpp_mcore.observe.steps import Step
 from tests.unit.test_receipts import lines, spent
 
 TOKENS = 1024
@@ -156,6 +160,52 @@ def test_a_start_that_has_measured_nothing_has_no_step_times(run: Path) -> None:
     assert why_unknown("throughput.tokens_per_s", found["unknown"]) == reason
 
 
+ENDED = {"at": 0, "phases": {}, "how": "SystemExit"}
+WITHOUT_STEP = {"began": "2026-01-31T12:00:00+00:00", "how": "SystemExit", "number": 1}
+
+
+def append(run: Path, rank: int, *records: dict[str, Any]) -> None:
+    """What a further start adds to a rank's goodput."""
+    with goodput.rank_file(run, rank).open("a") as stream:
+        stream.write("".join(json.dumps(one) + "\n" for one in records))
+
+
+def test_what_ended_before_its_first_step_leaves_the_times_of_the_start_before(run: Path) -> None:
+    before = receipts.read(run)
+    for rank in (0, 1):
+        append(run, rank, {"began": 0}, {"at": 0, "phases": {"startup": 5}}, ENDED, {"began": 0}, ENDED)
+        path = receipts.part_file(run, rank)
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"without_step": WITHOUT_STEP | {"number": 2}}))
+    found = receipts.read(run)
+    assert found["notes"] == [
+        "a start at 2026-01-31T12:00:00+00:00 ended before its first step: SystemExit (the last of 2)"
+    ]
+    again = ("written_at", "notes", "goodput")
+    assert {**found, **dict.fromkeys(again)} == {**before, **dict.fromkeys(again)}
+    assert (before["step_time"]["n"], found["goodput"]["starts"]) == (4, 3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_start_that_may_still_do_a_step_has_no_times_of_the_one_before(run: Path, rank: int) -> None:
+    """It has not said how it ended, on one rank at least: it was killed, or goes on."""
+    for each in (0, 1):
+        write_part(run, each, without_step=WITHOUT_STEP)
+        append(run, each, {"began": 0}, ENDED)
+    append(run, rank, {"began": 0})
+    found = receipts.read(run)
+    assert why_unknown("step_time.n", found["unknown"]) == "the last start has done no step"
+    append(run, rank, {"began": 0}, ENDED)
+    assert receipts.read(run)["step_time"]["n"] is None
+
+
+def test_the_parts_of_a_start_without_a_step_have_no_times_of_another(run: Path) -> None:
+    """The part of the start before could not be kept, and these facts are not its."""
+    for rank in (0, 1):
+        append(run, rank, {"began": 0}, ENDED)
+    found = receipts.read(run)
+    assert why_unknown("step_time.n", found["unknown"]) == "the last start has done no step"
+
+
 def test_the_lost_branch_is_no_part_of_the_run(run: Path) -> None:
     """Ten steps with a loss that is no number in the eighth; the run went on from the fifth, to the seventh."""
     lost = [(number, 0, float("nan") if number == 8 else 2.0) for number in range(1, 11)]
@@ -193,6 +243,101 @@ def test_of_counts_that_failed_on_one_rank_nothing_is_told(run: Path) -> None:
         assert flatten(found)[0][path] is None
         assert why_unknown(path, found["unknown"]) == failed["failed"]
     assert found["routing"]["top_k"] == 1
+
+
+WIRED = {"dispatchers": [], "shared_expert_overlap": [False], "top_k": [1]}
+COUNTED = {
+    "layers": {"2": routing.Load((3, 5), 8).record()},
+    "router_dtypes": {"2": "float32"},
+    "index_overlap": {"1-5": 0.5},
+}
+OF_ROUTING = ("routing.layers", "routing.entropy", "routing.max_over_mean", "routing.dropped_tokens",
+              "routing.router_dtypes", "indexer.overlap")  # fmt: skip
+
+
+def check_routing_unknown(run: Path, reason: str) -> None:
+    found = receipts.read(run)
+    for path in OF_ROUTING:
+        assert flatten(found)[0][path] is None, path
+        assert why_unknown(path, found["unknown"]) == reason, path
+
+
+@pytest.mark.parametrize("fate", ["missing", "damaged", "without counts"])
+def test_of_counts_that_are_missing_on_one_rank_nothing_is_told(run: Path, fate: str) -> None:
+    for rank in (0, 1):
+        write_part(run, rank, moe_enabled=True, moe=WIRED, routing=COUNTED)
+    whole = receipts.read(run)
+    assert (whole["routing"]["layers"]["2"]["asked"], whole["indexer"]["overlap"]) == (16, {"1-5": 0.5})
+    if fate == "missing":
+        receipts.part_file(run, 1).unlink()
+    elif fate == "damaged":
+        receipts.part_file(run, 1).write_text("{")
+    else:
+        write_part(run, 1, moe_enabled=True, moe=WIRED)
+    check_routing_unknown(run, "the counts of rank 1 are missing, and those of the others are not the whole")
+
+
+def test_an_error_before_the_first_reading_is_why_nothing_was_counted(run: Path) -> None:
+    unread = COUNTED | {"layers": {}, "index_overlap": {}}
+    write_part(run, 0, "MemoryError", moe_enabled=True, moe=WIRED, routing=unread)
+    write_part(run, 1, RUNNING, moe_enabled=True, moe=WIRED, routing=unread)
+    check_routing_unknown(run, "an error ended the run before the first reading: MemoryError")
+
+
+def test_a_damaged_file_of_steps_is_named_wherever_it_is_missed(run: Path) -> None:
+    (run / "steps.jsonl").write_text('{"step": 1}\n')
+    found = receipts.read(run)
+    reason = found["unknown"]["loss"]
+    assert "steps.jsonl, line 1: not the record of a step" in reason
+    for path in ("batch.effective_tokens", "throughput.tokens_per_s", "throughput.tokens_per_s_mean"):
+        assert why_unknown(path, found["unknown"]) == reason
+    unjudged = {one["name"]: one["reason"] for one in found["unjudged"]}
+    assert unjudged["NaN skipped"] == reason
+
+
+# --- No part ----------------------------------------------------------------------------------------------------------
+
+
+def test_where_no_part_can_be_read_the_written_receipt_is(run: Path) -> None:
+    written = receipts.write(run).read_text()
+    for rank in (0, 1, 2):
+        receipts.part_file(run, rank).write_text("{\n")
+    found = receipts.read(run)
+    (note,) = found["notes"]
+    assert note.startswith("this is receipt.json as it was written last, for none can be assembled from the parts: ")
+    assert "no JSON, damaged or cut off" in note
+    assert found | {"notes": []} == json.loads(written)
+    (run / "receipt.json").write_text(written[:100])
+    with pytest.raises(
+        DataError, match=r"rank_0000\d\.json, line 2: no JSON, damaged or cut off; expected the part of"
+    ):
+        receipts.read(run)
+
+
+def test_a_run_that_was_killed_before_its_first_part_is_said_to_be_one(run: Path) -> None:
+    for rank in (0, 1, 2):
+        receipts.part_file(run, rank).unlink()
+    (run / "parts" / ".rank_00000.json.77").write_text("{")
+    said = rf"the run was killed before it told anything of itself, or has only just begun; `report goodput {run}`"
+    with pytest.raises(DataError, match=said):
+        receipts.read(run)
+    (run / "parts" / ".rank_00000.json.77").unlink()
+    (run / "parts").rmdir()
+    with pytest.raises(DataError, match=said):
+        receipts.read(run)
+
+
+@pytest.mark.parametrize(("content", "line"), [(b"", 1), (b'{"schema": 1,\n "fam', 2), (b"\xff\xfe", 0)])
+def test_a_receipt_that_is_cut_off_is_said_to_be_one(tmp_path: Path, content: bytes, line: int) -> None:
+    file = tmp_path / "receipt.json"
+    file.write_bytes(content)
+    with pytest.raises(DataError) as raised:
+        receipts.read(file)
+    where = f"{file}, line {line}" if line else str(file)
+    assert str(raised.value) == (
+        f"{where}: no JSON, damaged or cut off; expected a receipt, or the folder of a run that was observed: name the "
+        "folder of its run, from whose parts it is assembled again"
+    )
 
 
 # --- The writer -------------------------------------------------------------------------------------------------------
@@ -235,6 +380,139 @@ def test_a_damaged_part_of_an_earlier_start_is_replaced(tmp_path: Path, caplog: 
     receipts.ReceiptWriter(tmp_path, 0)
     assert "is not kept" in caplog.text
     assert receipts.read(tmp_path)["status"] == RUNNING
+
+
+class Core:
+    """A model chunk without a parameter."""
+
+    config = SimpleNamespace(num_moe_experts=None)
+
+    def modules(self) -> list[Any]:
+        """None."""
+        return []
+
+
+def begin(run: Path, monkeypatch: pytest.MonkeyPatch, peak: int = 5, **more: Any) -> receipts.ReceiptWriter:
+    """A start that has come to a model, with a global batch of ``peak``, which is also its peak of memory."""
+
+    def of_model(facts: receipt_facts.Facts, *_: Any) -> None:
+        facts.put("moe_enabled", False)
+        facts.put("batch.global_batch_size", peak)
+
+    said = {"kind": "CUDA allocator", "allocated_peak_bytes": peak, "reserved_peak_bytes": peak}
+    monkeypatch.setattr(receipt_facts, "of_model", of_model)
+    monkeypatch.setattr(receipt_modules, "memory", lambda _: said)
+    writer = receipts.ReceiptWriter(run, 0, **more)
+    writer.on_model([Core()], None)
+    return writer
+
+
+def done(number: int) -> Step:
+    return Step(number, 0, 0.0, number * TOKENS, {"lm loss": 2.0}, 1.0, 1e-3, False)
+
+
+@pytest.mark.parametrize("model", [False, True])
+@pytest.mark.parametrize("how", [None, SystemExit(2)])
+def test_a_start_without_a_step_leaves_what_the_run_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: BaseException | None, model: bool
+) -> None:
+    """A mistyped option, and a run that was started again at its last step."""
+    writer = begin(tmp_path, monkeypatch)
+    writer.on_step(done(1))
+    writer.on_end(None)
+    before = json.loads(receipts.part_file(tmp_path, 0).read_text())
+    name = FINISHED if how is None else "SystemExit"
+    for number in (1, 2, 3):
+        again = begin(tmp_path, monkeypatch, 9) if model else receipts.ReceiptWriter(tmp_path, 0)
+        assert receipts.read(tmp_path)["status"] == RUNNING
+        again.on_end(how)
+        part = json.loads(receipts.part_file(tmp_path, 0).read_text())
+        said = part.pop("without_step")
+        assert part == before
+        assert (said["how"], said["number"]) == (name, number)
+    found = json.loads((tmp_path / "receipt.json").read_text())
+    assert (found["status"], found["batch"]["global_batch_size"]) == (FINISHED, 5)
+    assert found["notes"] == [f"a start at {said['began']} ended before its first step: {name} (the last of 3)"]
+
+    trained = begin(tmp_path, monkeypatch, 9)
+    trained.on_step(done(2))
+    trained.on_end(how)
+    found = receipts.read(tmp_path)
+    assert (found["status"], found["batch"]["global_batch_size"], found["notes"]) == (name, 9, [])
+
+
+def test_of_starts_that_all_did_no_step_the_last_with_a_model_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One runs out of memory in its first step, so that it is tried with a smaller batch, and then mistyped."""
+    for size in (8, 4):
+        begin(tmp_path, monkeypatch, size).on_end(MemoryError())
+    found = receipts.read(tmp_path)
+    assert (found["status"], found["batch"]["global_batch_size"], found["notes"]) == ("MemoryError", 4, [])
+    receipts.ReceiptWriter(tmp_path, 0).on_end(SystemExit(2))
+    found = receipts.read(tmp_path)
+    assert (found["status"], found["batch"]["global_batch_size"], len(found["notes"])) == ("MemoryError", 4, 1)
+
+
+def test_a_writer_that_has_failed_may_have_missed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = begin(tmp_path, monkeypatch)
+    writer.on_step(done(1))
+    writer.on_end(None)
+    writer = begin(tmp_path, monkeypatch, 9)
+    writer.on_failure(writer, OSError("x"), 1)
+    writer.on_end(None)
+    assert receipts.read(tmp_path)["batch"]["global_batch_size"] == 9
+
+
+def test_a_failure_and_the_first_step_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = begin(tmp_path, monkeypatch)
+    path = receipts.part_file(tmp_path, 0)
+    for number in (1, 2):
+        writer.on_step(done(number))
+        assert json.loads(path.read_text())["steps"] == 1
+    writer.on_failure(Listener(), OSError("no space"), 3)
+    writer.on_step(done(3))
+    assert receipts.read(tmp_path)["notes"] == [
+        "rank 0: Listener failed in step 3 and recorded nothing more: OSError: no space"
+    ]
+
+
+def test_the_memory_at_an_error_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = begin(tmp_path, monkeypatch)
+    peak = {"kind": "CUDA allocator", "allocated_peak_bytes": 70, "reserved_peak_bytes": 80}
+    monkeypatch.setattr(receipt_modules, "memory", lambda _: peak)
+    writer.on_end(MemoryError())
+    found = receipts.read(tmp_path)
+    assert (found["status"], found["memory"]["allocated_peak_bytes"]) == ("MemoryError", 70)
+
+
+def test_memory_that_cannot_be_read_loses_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nand its details")
+
+    why = "RuntimeError: CUDA error: an illegal memory access"
+    writer = begin(tmp_path, monkeypatch)
+    monkeypatch.setattr(receipt_modules, "memory", fail)
+    writer.on_end(ArithmeticError())
+    found = receipts.read(tmp_path)
+    assert (found["status"], found["memory"]["allocated_peak_bytes"]) == ("ArithmeticError", 5)
+    assert found["notes"] == [f"rank 0: the peaks of the memory are those of an earlier reading: {why}"]
+    writer = begin(tmp_path / "never", monkeypatch)
+    writer._part.pop("memory")
+    monkeypatch.setattr(receipt_modules, "memory", fail)
+    writer.on_end(ArithmeticError())
+    assert receipts.read(tmp_path / "never")["unknown"]["memory"] == why
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    gone = [parts / ".rank_00000.json.77", tmp_path / ".receipt.json.77"]
+    stays = [parts / ".rank_00001.json.77", parts / ".rank_00000.json.swp"]
+    for file in (*gone, *stays):
+        file.write_text("{")
+    receipts.ReceiptWriter(tmp_path, 0)
+    assert [file.exists() for file in (*gone, *stays)] == [False, False, True, True]
 
 
 # --- Data -------------------------------------------------------------------------------------------------------------

@@ -65,7 +65,8 @@ def train(data: Path, run: Path, *extra: str, fate: str = "", status: int = 0) -
 def test_a_finished_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every field that a CPU run can have is there, and says what happened; then the commands and the mutations.
 
-    A listener of the test's own fails in step 4, and neither training nor anyone else's record is affected.
+    A listener of the test's own fails in step 4, and neither training nor anyone else's record is affected. Nor is the receipt
+    by a mistyped start after it.
     """
     found = train(data, tmp_path / "run", fate="fault")
     failure = "rank 0: Faulty failed in step 4 and recorded nothing more: LookupError: a listener's own error"
@@ -100,6 +101,12 @@ def test_a_finished_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     _check_live_objects(found)
     _check_commands(tmp_path / "run", capsys)
     _check_mutations(found)
+
+    again = train(data, tmp_path / "run", "--no-such-flag", status=2)
+    (note,) = (note for note in again["notes"] if "ended before its first step: SystemExit" in note)
+    same = {"written_at": "", "goodput": {}}
+    assert {**again, **same, "notes": [one for one in again["notes"] if one != note]} == {**found, **same}
+    assert again["goodput"]["starts"] == 2
 
 
 def _check_routing(found: dict[str, Any]) -> None:
@@ -197,7 +204,7 @@ def _check_mutations(found: dict[str, Any]) -> None:
     faster = changed(faster, "throughput.tokens_per_s_per_device", 1.31 * base["throughput"]["tokens_per_s"])
     assert "nothing that both receipts know differs" in compare.compare(base, faster).refusals[0]
     faster = changed(faster, "recompute", "something else")
-    assert compare.compare(base, faster).claim == "1.31x tokens/s, 1.00x peak allocated memory"
+    assert compare.compare(base, faster).claim == "1.31x tokens/s, 1.00x peak resident set"
     assert set(_CHANGES) == set(compare.KEYS)
     for key, (path, value) in _CHANGES.items():
         other = changed(faster, path, value)

@@ -15,6 +15,7 @@ import pytest
 
 from megacpp_mcore import cli
 from megacpp_mcore.observe import goodput
+from megacpp_mcore.observe.alive import BEATS
 from megacpp_mcore.observe.receipts.assembly import now, part_file
 from megacpp_mcore.observe.receipts.schema import FINISHED, RUNNING, SCHEMA
 from megacpp_mcore.observe.report_command import SILENT_S
@@ -123,6 +124,14 @@ def test_a_slow_heart_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "probably killed: a live process leaves one every 15 s" in shown(run, capsys)[1]
 
 
+def test_so_many_beats_are_waited_for_and_no_fewer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    beat_s = 1000
+    for beats, killed in ((BEATS - 0.5, False), (BEATS + 0.5, True)):
+        run = of_ranks(tmp_path / str(beats), {0: beats * beat_s})
+        goodput.rank_file(run, 0).write_text(f'{{"began": 0, "host": "a", "pid": 1, "heartbeat_s": {beat_s}}}\n')
+        assert ("probably killed" in shown(run, capsys)[1]) is killed
+
+
 def test_damage_hides_no_receipt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = of_ranks(tmp_path / "run", {0: 1, 1: 600}, of_0=RUNNING)
     part_file(run, 1).write_text("{")
@@ -154,3 +163,34 @@ def test_as_json_a_receipt_is_what_its_schema_says(tmp_path: Path, capsys: pytes
     run = of_ranks(tmp_path / "run", {0: 600})
     assert cli.main(["report", "show", "--json", str(run)]) == 0
     assert json.loads(capsys.readouterr().out)["status"] == RUNNING
+
+
+# --- what is shown of a receipt -----------------------------------------------------------------------------------------
+
+
+def test_the_memory_of_a_process_is_called_that_and_shown_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    receipt = json.loads(RECEIPT.read_text(encoding="utf-8"))
+    labels = ("peak allocated", "peak reserved", "peak resident set")
+    allocated, reserved = (receipt["memory"][f"{name}_peak_bytes"] for name in ("allocated", "reserved"))
+    assert [line for line in shown(RECEIPT, capsys) if line.startswith(labels)] == [
+        f"peak allocated    {allocated:,} bytes",
+        f"peak reserved     {reserved:,} bytes",
+    ]
+    receipt["memory"] |= {"kind": "resident set", "allocated_peak_bytes": 123456, "reserved_peak_bytes": 123456}
+    (tmp_path / "receipt.json").write_text(json.dumps(receipt))
+    lines = shown(tmp_path / "receipt.json", capsys)
+    assert [line for line in lines if line.startswith(labels)] == ["peak resident set 123,456 bytes"]
+
+
+def test_what_is_not_known_for_one_reason_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    receipt = json.loads(RECEIPT.read_text(encoding="utf-8"))
+    unknown = dict(receipt["unknown"])
+    lines = [line for line in shown(RECEIPT, capsys) if line.startswith("not known ")]
+    assert len(lines) == len(set(unknown.values()))
+    receipt["loss"] |= {"first": None, "last": None}
+    receipt["unknown"] = {"loss.first": "no steps", **unknown, "loss.last": "no steps"}
+    (tmp_path / "receipt.json").write_text(json.dumps(receipt))
+    found = [line for line in shown(tmp_path / "receipt.json", capsys) if line.startswith("not known ")]
+    assert found == ["not known         loss.first, loss.last: no steps", *lines]

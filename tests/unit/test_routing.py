@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -139,6 +141,7 @@ def test_a_hook_that_fails_ends_no_step() -> None:
     probs = torch.tensor([[0.5, 0.5, 0.0]])
     hook(module, (), (probs, probs > 0))
     listener.on_step(a_step(1))
+    listener._overlaps = {"1-5": 0.5}
     assert listener.latest
     assert listener.record()["layers"]
     hook(module, (), (probs, probs[:, :2] > 0))
@@ -151,6 +154,34 @@ def test_a_hook_that_fails_ends_no_step() -> None:
     found = listener.record()
     assert (listener.latest, found["layers"], found["index_overlap"]) == ({}, {}, {})
     assert found["failed"].startswith("counting failed in step 2 on a rank: RuntimeError: ")
+    listener.on_end(None)
+
+
+def test_the_hooks_of_a_model_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router and an index cache of a model; what their hooks raise ends no forward pass, and is let go of."""
+    from megatron.core.transformer.moe import router as stock
+
+    class Router(torch.nn.Module):
+        layer_number = 2
+        topk = 1
+        config = SimpleNamespace(moe_pad_expert_input_to_capacity=False)
+
+        def forward(self, probs: torch.Tensor) -> torch.Tensor:
+            return probs  # no pair, which the hook takes it for
+
+    monkeypatch.setattr(stock, "TopKRouter", Router)
+    listener = routing.Routing()
+    module = Router()
+    listener.on_model([torch.nn.ModuleList([module])], None)
+    probs = torch.ones(3, 2)
+    known = weakref.ref(probs)
+    module(probs)
+    with pytest.raises(ValueError, match="too many values"):
+        listener.on_step(a_step(1))
+    listener.on_step(a_step(2))
+    del probs
+    gc.collect()
+    assert known() is None
     listener.on_end(None)
 
 

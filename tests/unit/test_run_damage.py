@@ -17,6 +17,7 @@ import pytest
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput, kinds, page, receipts, report_command, routing
 from megacpp_mcore.observe.live import METRICS
+from megacpp_mcore.observe.page import data as page_data
 from megacpp_mcore.observe.receipts.schema import FINISHED, SCHEMA, why_unknown
 from tests.unit.test_receipt_folder import write_steps
 from tests.unit.test_receipts import lines
@@ -62,7 +63,8 @@ def write_run(run: Path) -> Path:
                 "overlap_grad_reduce": False,
             },
         }
-        part |= {"schema": SCHEMA, "rank": rank, "status": FINISHED, "warm_up_steps": 1, "notes": []}
+        part |= {"schema": SCHEMA, "rank": rank, "status": FINISHED, "warm_up_steps": 1, "notes": [], "steps": 4}
+        part |= {"without_step": {"began": "then", "how": "SystemExit", "number": 1}}
         lines(receipts.part_file(run, rank), part)
         file = goodput.rank_file(run, rank)
         begun = {"began": 100 * SECOND, "host": "h", "pid": 7}
@@ -134,7 +136,11 @@ def read_all(run: Path) -> str:
         said += [*found["unknown"].values(), *found["notes"]]
     except DataError as error:
         said.append(str(error))
-    others: tuple[Callable[[], object], ...] = (lambda: page.html([run]).encode(), lambda: goodput.read(run))
+    others: tuple[Callable[[], object], ...] = (
+        lambda: page.html([run]).encode(),
+        lambda: said.extend(page_data.read(run).missing.values()),
+        lambda: goodput.read(run),
+    )
     for read in others:
         try:
             read()

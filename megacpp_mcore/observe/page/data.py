@@ -25,6 +25,7 @@ _ORDER = (
     Phase.IDLE,
     Phase.EVALUATION,
     Phase.SAVE,
+    Phase.PROFILE,
     Phase.COMPILE,
     Phase.JIT,
     Phase.DATA,
@@ -59,6 +60,7 @@ class Timeline:
 
     Attributes:
         rank: whose.
+        began_ns: when the first start began, in nanoseconds since the epoch.
         wall_s: its length.
         spans: in order, without gaps but for pauses between starts that had finished.
         rates: of every step that ran, also of those that were lost.
@@ -66,6 +68,7 @@ class Timeline:
     """
 
     rank: int
+    began_ns: int
     wall_s: float
     spans: tuple[Span, ...]
     rates: tuple[Rate, ...]
@@ -115,7 +118,7 @@ def read(path: str | os.PathLike[str]) -> RunData:
     """The run in a folder, or of a receipt.
 
     Raises:
-        DataError: there is no receipt, or a file is damaged.
+        DataError: there is no receipt, or it is damaged. Of another file that is, ``missing`` says so.
     """
     place = Path(path)
     receipt = receipts.read(place)
@@ -137,9 +140,13 @@ def read(path: str | os.PathLike[str]) -> RunData:
         timeline = _timeline(place, goodput.slowest(ranks), tokens_of(list({one.step: one for one in steps}.values())))
     except DataError as error:
         missing["goodput"] = missing["time"] = str(error)
-    metrics = read_metrics(place)
-    if not metrics:
-        missing["metrics"] = "no step was logged to metrics.jsonl"
+    metrics: Sequence[Metrics] = ()
+    try:
+        metrics = read_metrics(place)
+        if not metrics:
+            missing["metrics"] = "no step was logged to metrics.jsonl"
+    except DataError as error:
+        missing["metrics"] = str(error)
     return RunData(name, receipt, values, steps, ranks, timeline, metrics, missing)
 
 
@@ -182,7 +189,8 @@ def _timeline(run: Path, rank: int, tokens: Mapping[int, int]) -> Timeline:
     ended = starts[-1][-1].get("how") is not None
     if not ended:
         _end(spans, (last_alive_ns(path) - began) / 1e9, LOST if _had_steps(starts[-1]) else Phase.STARTUP)
-    return Timeline(rank, spans[-1].end_s if spans else 0.0, tuple(_merged(spans)), tuple(rates), tuple(restarts))
+    wall_s = spans[-1].end_s if spans else 0.0
+    return Timeline(rank, began, wall_s, tuple(_merged(spans)), tuple(rates), tuple(restarts))
 
 
 def _starts(path: Path) -> Iterator[list[dict[str, Any]]]:

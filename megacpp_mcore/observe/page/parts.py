@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,9 +45,10 @@ CLASS_WORDS: Mapping[str, str] = {
     "data": "waiting for data",
     "checkpoint_save": "checkpoint save",
     "evaluation": "evaluation",
+    "profile": "the profiler, outside of steps",
     "idle": "between steps",
     "recovery": "recovery (start-up after a death)",
-    "lost_steps": "lost steps (done again)",
+    "lost_steps": "lost steps (done again, or interrupted)",
     "down": "down",
 }
 FAMILY_WORDS: Mapping[str, str] = {
@@ -61,6 +63,12 @@ FAMILY_WORDS: Mapping[str, str] = {
 
 
 # --- Words ------------------------------------------------------------------------------------------------------------
+
+
+def class_label(name: str) -> str:
+    """A class of time in words, with its name, by which ``report goodput`` and receipts call it."""
+    words = CLASS_WORDS[name]
+    return words if words == name else f"{words} [{name}]"
 
 
 def size(count: float) -> str:
@@ -109,7 +117,7 @@ def pill(run: RunData) -> str:
 
 
 def about(run: RunData) -> str:
-    """One line: what ran, on what, and how often it was started."""
+    """One line: what ran, on what, when and how often it was started; and when the receipt was made, for a folder just now."""
     values = run.values
     name = values["model.name"] or "a model that is not this package's"
     layers = f"{len(values['model.layers'])} layers" if values["model.layers"] else None
@@ -118,8 +126,15 @@ def about(run: RunData) -> str:
     where = f"{devices} × {values['device'] or 'an unknown device'}" if devices else values["device"]
     starts = max((found.starts for found in run.ranks.values()), default=0)
     again = f"{starts} starts" if starts > 1 else None
-    words = [name, layers, parameters, where, values["lane"], again, f"receipt of {values['written_at']}"]
+    began = None if run.timeline is None else f"started {_time(run.timeline.began_ns)}"
+    made = f"receipt put together {values['written_at']}"
+    words = [name, layers, parameters, where, values["lane"], began, again, made]
     return f'<p class="dim">{escape(" · ".join(str(word) for word in words if word))}</p>'
+
+
+def _time(since_epoch_ns: int) -> str:
+    """UTC in whole seconds, as receipts have it."""
+    return datetime.datetime.fromtimestamp(since_epoch_ns // 10**9, datetime.UTC).isoformat(timespec="seconds")
 
 
 def alerts(run: RunData) -> str:
@@ -213,10 +228,11 @@ def _loss_notes(run: RunData) -> str:
 
 
 def multiples(run: RunData) -> str:
-    """A small plot of everything else that is known by step."""
-    found = [*_of_steps(run), *_of_metrics(run)]
+    """A small plot of everything else that is known by step, and why what was logged is not among them."""
+    found, lacking = [*_of_steps(run), *_of_metrics(run)], run.missing.get("metrics")
     if not found:
-        return ""
+        return absent("by-step", "By step", lacking) if lacking else ""
+    note = f'<p class="dim">The logged steps are not here: {escape(lacking)}.</p>' if lacking else ""
     marks = [Mark(start[0].resumed_at, "") for start in run.starts()[1:]]
     plots = []
     for index, (title, points, form) in enumerate(found):
@@ -226,7 +242,7 @@ def multiples(run: RunData) -> str:
         summary = f"{title} from {points[0][1]:.3g} to {points[-1][1]:.3g}"
         body = plot(f"by-step-{index}", summary, x, y, [Curve(title, "c1", points)], marks=marks, small=True)
         plots.append(f"<div><h4>{escape(title)}</h4>{body}</div>")
-    return section("by-step", "By step", f'<div class="multiples">{"".join(plots)}</div>')
+    return section("by-step", "By step", f'<div class="multiples">{"".join(plots)}</div>{note}')
 
 
 _Series = tuple[str, list[Point], str]
@@ -300,7 +316,7 @@ def throughput(run: RunData) -> str:
     x = Axis(0.0, line.wall_s / factor, ticks=6, unit=f" {unit}")
     y = axis_of([rate.tokens_per_s for rate in line.rates], ticks=5, zero=True)
     kinds = [kind for kind in CLASSES if any(band.kind == kind for band in bands)]
-    seen = [(kind, CLASS_WORDS[kind]) for kind in kinds]
+    seen = [(kind, class_label(kind)) for kind in kinds]
     summary = f"tokens per second over {clock(line.wall_s)} of wall time, {len(line.restarts)} restarts"
     drawing = plot("time-plot", summary, x, y, curves, bands=bands, marks=marks)
     return section(
@@ -310,7 +326,7 @@ def throughput(run: RunData) -> str:
 
 
 def _span_words(span: Any) -> str:
-    return f"{CLASS_WORDS[span.kind]}: {clock(span.end_s - span.begin_s)}"
+    return f"{class_label(span.kind)}: {clock(span.end_s - span.begin_s)}"
 
 
 def goodput_bars(run: RunData) -> str:
@@ -330,7 +346,7 @@ def goodput_bars(run: RunData) -> str:
     worst = run.ranks[slowest]
     more = f'<p class="dim">and {len(order) - MOST_RANKS} ranks with more.</p>' if len(order) > MOST_RANKS else ""
     table = "".join(
-        f'<tr{"" if spent else ' class="none"'}><td><i class="swatch {name}"></i>{escape(CLASS_WORDS[name])}</td>'
+        f'<tr{"" if spent else ' class="none"'}><td><i class="swatch {name}"></i>{escape(class_label(name))}</td>'
         f'<td class="number">{clock(spent / 1e9)}</td><td class="number">{spent / max(1, worst.wall_ns):.1%}</td></tr>'
         for name, spent in worst.nanoseconds.items()
     )
@@ -349,7 +365,7 @@ def goodput_bars(run: RunData) -> str:
 
 def _bar(found: Goodput) -> str:
     parts = [
-        (name, float(spent), f"{CLASS_WORDS[name]}: {clock(spent / 1e9)}") for name, spent in found.nanoseconds.items()
+        (name, float(spent), f"{class_label(name)}: {clock(spent / 1e9)}") for name, spent in found.nanoseconds.items()
     ]
     return stack(parts, max(1, found.wall_ns))
 

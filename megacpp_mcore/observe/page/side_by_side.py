@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 from megacpp_mcore.observe.page.charts import Axis, Curve, axis_of, legend, plot
 from megacpp_mcore.observe.page.data import RunData
 from megacpp_mcore.observe.page.parts import CURVE_STYLES, clock, layer_of, section, size, spans, unknown
-from megacpp_mcore.observe.receipts.comparison import compare
-from megacpp_mcore.observe.receipts.schema import dominant, why_unknown
+from megacpp_mcore.observe.receipts.comparison import Comparison, compare
+from megacpp_mcore.observe.receipts.schema import DISQUALIFIERS, dominant, why_unknown
 
 
 def _plain(value: Any) -> str:
@@ -76,6 +77,7 @@ _FIELDS: tuple[tuple[str, str, _Form], ...] = (
     ("goodput", "goodput", lambda found: _share(found["goodput"])),
     ("dominant cost", "dominant_cost", _plain),
     ("attention's share", "attention_share", _share),
+    ("kind of memory", "memory.kind", _plain),
     ("peak memory, allocated", "memory.allocated_peak_bytes", size),
     ("peak memory, reserved", "memory.reserved_peak_bytes", size),
     ("routing entropy", "routing.entropy", _plain),
@@ -144,14 +146,30 @@ def comparison(first: RunData, second: RunData) -> str:
     ]
     asked = {f"{line.question} {line.describe()}" for line in found.lines}
     items += [f'<li class="no">{escape(reason)}</li>' for reason in found.refusals if reason not in asked]
-    which = f"A is {names[0]}, B is {names[1]}; {found.steps}."
+    which = f"{found.steps}." if names == ("A", "B") else f"A is {names[0]}, B is {names[1]}; {found.steps}."
     verdict = (
         f'<span class="pill">claim</span> {escape(found.claim)}. <span class="dim">{escape(which)}</span>'
         if found.claim is not None
         else f'<span class="pill bad">no claim</span> <span class="dim">{escape(which)}</span>'
     )
+    command = "" if found.claim is not None else _declaring(first.receipt, second.receipt, found)
+    if command:
+        verdict += f" There is a claim where that is declared: <code>{escape(command)}</code>."
     title = f"May {names[1]} be compared with {names[0]}?"
     return section("comparison", title, f'<p>{verdict}</p><ul class="check">{"".join(items)}</ul>')
+
+
+def _declaring(first: Mapping[str, Any], second: Mapping[str, Any], refused: Comparison) -> str:
+    """The command that allows a claim by declaring what differs, and what both are disqualified by; empty: none does."""
+    one, other = ({each["name"] for each in receipt["disqualifiers"]} for receipt in (first, second))
+    both = [name for name in DISQUALIFIERS if name in one & other]
+    for varies in ([], *([line.key] for line in refused.lines if line.same is False)):
+        if compare(first, second, varies, both).claim is not None:
+            options = [("--varies", key) for key in varies] + [("--declare", name) for name in both]
+            return shlex.join(
+                ["megacpp-mcore", "report", "compare", "A", "B", *(word for pair in options for word in pair)]
+            )
+    return ""
 
 
 def overlay(runs: Sequence[RunData]) -> str:

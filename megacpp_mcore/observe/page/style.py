@@ -7,8 +7,8 @@ STYLE = """
   --line: #e3e1dc; --soft: #f1efea; --bad: #b3261e; --bad-soft: #fceeec; --good: #14746f; --warn: #8a5a00;
   --warn-soft: #fbf3e0; --c1: #1f5fbf; --c2: #b35c00; --c3: #14746f; --c4: #8e3b8a; --c5: #7a6a00; --c6: #5b5f66;
   --productive: #2f8f83; --startup: #9aa3b2; --checkpoint_load: #6f8fc9; --compile: #8d6cc4; --jit: #b79ae0;
-  --data: #e8a13a; --checkpoint_save: #3f7fd0; --evaluation: #58b4cf; --idle: #cfd3da; --recovery: #c98b6b;
-  --lost_steps: #cf4a40; --down: #3c4048; }
+  --data: #e8a13a; --checkpoint_save: #3f7fd0; --evaluation: #58b4cf; --profile: #d36ba6; --idle: #cfd3da;
+  --recovery: #c98b6b; --lost_steps: #cf4a40; --down: #3c4048; }
 @media (prefers-color-scheme: dark) {
   :root { --paper: #131518; --card: #1a1d21; --ink: #e8e9eb; --dim: #9aa1ab; --line: #2d3238; --soft: #22262b;
     --bad: #ff8a80; --bad-soft: #3a1f1e; --good: #5cc4b8; --warn: #f0bd62; --warn-soft: #33290f; --c1: #7db2ff;
@@ -177,6 +177,7 @@ KINDS = (
     "data",
     "checkpoint_save",
     "evaluation",
+    "profile",
     "idle",
     "recovery",
     "lost_steps",

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megacpp_mcore.observe.profile.events import NODE, PREFIX, STEP, Collective, Op, Trace
+from megacpp_mcore.observe.profile.events import NODE, PREFIX, STEP, Op, Trace
 from megacpp_mcore.observe.profile.intervals import Cover, Interval
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER, OTHER = "forward", "recompute", "backward", "optimizer", "other"
@@ -66,6 +66,8 @@ class Attribution:
             was given to autograd, a node of the backward pass, or an annotation may as well wait, so that only the operators
             inside of it count; and so does an operator with a collective, or a Python function, inside. What a collective
             calls is its own, and so is what its thread does for it.
+        operating: of a trace without kernels, the time whose innermost event is an operator, thread by thread: what
+            ``self_time`` is made of.
     """
 
     def __init__(self) -> None:
@@ -74,6 +76,7 @@ class Attribution:
         self.operators: dict[int, Place] = {}
         self.launches: dict[int, Place] = {}
         self.busy: list[Interval] = []
+        self.operating: list[Interval] = []
 
 
 class _Frame:
@@ -128,7 +131,7 @@ def attribute(trace: Trace, *, wanted: Iterable[int] | None = None) -> Attributi
     trace.ops.sort(key=lambda op: (op.start_ns, -op.end_ns))
     found = Attribution()
     found.steps = [(op.start_ns, op.end_ns) for op in trace.ops if op.name.startswith(_STEP)]
-    sweep = _Sweep(found, trace.collectives, None if wanted is None else set(wanted))
+    sweep = _Sweep(found, trace, None if wanted is None else set(wanted))
     for op in trace.ops:
         sweep.enter(op)
     sweep.close()
@@ -136,13 +139,16 @@ def attribute(trace: Trace, *, wanted: Iterable[int] | None = None) -> Attributi
 
 
 class _Sweep:
-    def __init__(self, found: Attribution, collectives: Iterable[Collective], wanted: set[int] | None) -> None:
+    def __init__(self, found: Attribution, trace: Trace, wanted: set[int] | None) -> None:
         self._found = found
         moving: defaultdict[int, list[Interval]] = defaultdict(list)
-        for one in collectives:
+        for one in trace.collectives:
             moving[one.thread].append((one.start_ns, one.end_ns))
         self._moving = {thread: Cover(intervals) for thread, intervals in moving.items()}
         self._busy: defaultdict[int, list[Interval]] = defaultdict(list)
+        self._on_host = not trace.kernels  # else the time is the kernels', and that of operators is not asked for
+        self._operating: defaultdict[int, list[Interval]] = defaultdict(list)
+        self._since: dict[int, int] = {}
         self._wanted = wanted
         self._in_steps = Cover(found.steps)
         self._open: defaultdict[int, list[_Frame]] = defaultdict(list)
@@ -164,6 +170,7 @@ class _Sweep:
         is_node = not is_range and op.name.startswith(NODE)
         place = self._place(op, above, is_range, is_node)
         in_node = is_node or (above is not None and above.in_node)
+        self._pass(stack, op.thread, op.start_ns)
         stack.append(_Frame(op, place, in_node, in_step and not is_range, self._in_collective(op, above)))
         if in_step and not is_range and (self._wanted is None or op.correlation in self._wanted):
             self._found.operators[op.correlation] = place
@@ -177,6 +184,8 @@ class _Sweep:
                 self._leave(stack)
         for intervals in self._busy.values():
             self._found.busy += intervals
+        for intervals in self._operating.values():
+            self._found.operating += intervals
 
     def _in_collective(self, op: Op, above: _Frame | None) -> bool:
         """Whether an event is a collective, or a part of one: of its operator, or of the thread that runs it."""
@@ -213,7 +222,22 @@ class _Sweep:
             self._last_node[op.thread] = place
         return place
 
+    def _pass(self, stack: list[_Frame], thread: int, until: int) -> None:
+        """Until an instant, the thread was in what is innermost on its stack."""
+        if not self._on_host:
+            return
+        since = self._since.get(thread, until)
+        self._since[thread] = max(since, until)
+        if not stack or not stack[-1].counted or until <= since:
+            return
+        operating = self._operating[thread]
+        if operating and operating[-1][1] == since:
+            operating[-1] = (operating[-1][0], until)
+        else:
+            operating.append((since, until))
+
     def _leave(self, stack: list[_Frame]) -> None:
+        self._pass(stack, stack[-1].op.thread, stack[-1].op.end_ns)
         frame = stack.pop()
         op = frame.op
         if frame.counted:

@@ -94,6 +94,7 @@ class Profiler(Listener):
             20 after compression.
         routing: the listener that counts tokens by expert, for the sparse work; None: it is not counted.
         trigger: what asked for the profile, for receipts.
+        clock: the process's, on which opening the window and making its tables is :attr:`Phase.PROFILE`; None: nobody asks.
 
     Raises:
         LaunchError: an unknown tool, or one for a GPU on a CPU.
@@ -110,6 +111,7 @@ class Profiler(Listener):
         trace: bool = False,
         routing: Routing | None = None,
         trigger: str = "observability.profile",
+        clock: Clock | None = None,
     ) -> None:
         if tool not in TOOLS:
             raise LaunchError(f"the profiler is {tool!r}; expected {' or '.join(TOOLS)}")
@@ -121,6 +123,7 @@ class Profiler(Listener):
         self._trace = trace
         self._routing = routing
         self._trigger = trigger
+        self._clock = clock or Clock()
         self._chunks: Sequence[Any] = ()
         self._optimizer: Any = None
         self._window: _Window | None = None
@@ -134,7 +137,10 @@ class Profiler(Listener):
     def on_step_begin(self, number: int) -> None:
         """Open the window at its first step, and the range of each step in it."""
         if self._window is None and not self._done and self._first <= number <= self._last:
-            self._window = _Window(number, self._chunks, self._optimizer, self._tool, self._loads(), self._steps_before)
+            with self._clock.within(Phase.PROFILE):
+                self._window = _Window(
+                    number, self._chunks, self._optimizer, self._tool, self._loads(), self._steps_before
+                )
         if self._window is not None:
             self._window.begin(number)
         self._steps_before += 1
@@ -152,16 +158,21 @@ class Profiler(Listener):
         if self._window is not None and error is None and self._window.complete:
             self._finish()
         elif self._window is not None:
-            self._window.close()
-            self._window = None
+            self._drop()
         elif not self._done and error is None:
             logger.warning("profile: the run had none of the steps %d to %d", self._first, self._last)
 
     def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
         """Take away what is open if it is this one that failed."""
-        if failed is self and self._window is not None:
-            window, self._window = self._window, None
-            window.close()
+        if failed is self:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Close the window, if one is open, and write nothing."""
+        window, self._window = self._window, None
+        if window is not None:
+            with self._clock.within(Phase.PROFILE):
+                window.close()
 
     def _loads(self) -> dict[str, Any]:
         if self._routing is None:
@@ -170,7 +181,11 @@ class Profiler(Listener):
         return profile_sparse.loads(self._routing.record())
 
     def _finish(self) -> None:
-        """Close the window and write what it saw."""
+        """Close the window and write what it saw, in a phase of its own: it is no part of the run's steps."""
+        with self._clock.within(Phase.PROFILE):
+            self._close_and_write()  # a function, so that its millions of records are freed in that phase, too
+
+    def _close_and_write(self) -> None:
         window = self._window
         if window is None:
             return

@@ -8,6 +8,7 @@ and Nsight Compute 2024.3.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import shlex
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from pathlib import PurePath
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.observe import run as observation
 from megacpp_mcore.observe.profile.events import PARTS, PREFIX
 from megacpp_mcore.observe.profile.profiler import EXTERNAL, FOLDER, parse_steps
 
@@ -54,13 +56,18 @@ def recipe(
         gpu_metrics: whether Nsight Systems samples the counters of the whole GPU, which takes the right to read them.
 
     Raises:
-        LaunchError: an unknown tool or family, or a launch that asks for a profile itself.
+        LaunchError: an unknown tool or family, or a launch that asks for a profile itself, would refuse this one, or is for a
+            CPU.
     """
-    for word in command[: command.index("--") if "--" in command else len(command)]:
+    separator = command.index("--") if "--" in command else len(command)
+    own, words = command[:separator], command[separator + 1 :]
+    for word in own:
         if word.startswith("--profile") or word.startswith("--observe"):
             raise LaunchError(f"{word} is among the words of the launch; leave it out, the recipe gives it")
-    launch = ["megacpp-mcore", "launch", "--observe", run, "--profile", f"{first}-{last}", "--profile-tool", EXTERNAL]
-    output = str(PurePath(run, FOLDER, f"{first}-{last}", tool))
+    steps = f"{first}-{last}"
+    _refuse(own, words, run, steps)
+    launch = ["megacpp-mcore", "launch", "--observe", run, "--profile", steps, "--profile-tool", EXTERNAL]
+    output = str(PurePath(run, FOLDER, steps, tool))
     made = _NSYS_OR_NCU.get(tool)
     if made is None:
         raise LaunchError(f"the tool is {tool!r}; expected {' or '.join(TOOLS)}")
@@ -70,6 +77,27 @@ def recipe(
         *_after(tool, output),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _refuse(own: Sequence[str], words: Sequence[str], run: str, steps: str) -> None:
+    """Raise LaunchError where the launch that is printed could not run, or would have nothing for these profilers to see.
+
+    Whether there is a GPU is known on the host of the launch alone; but arguments with all that a run on a CPU needs are for
+    one, and what is left to the profilers there is nothing.
+    """
+    if not words:
+        raise LaunchError(
+            "no launch was given; expected, after a `--`, what follows the `--` of `megacpp-mcore launch`: [script.py] and "
+            "Megatron's arguments"
+        )
+    observation.choose(words, observe=run, profile=steps)
+    from megacpp_mcore import cpu
+
+    if ("--device", "cpu") in itertools.pairwise(own) or "--device=cpu" in own or not cpu.missing_arguments(words):
+        raise LaunchError(
+            "the launch is one on a CPU, and nsys and ncu profile a GPU; expected arguments for one, as `megacpp-mcore recipe "
+            "emit … --device cuda --as args` writes them, or profile it with `megacpp-mcore launch --profile`"
+        )
 
 
 def _nsys(output: str, family: str | None, gpu_metrics: bool) -> list[str]:

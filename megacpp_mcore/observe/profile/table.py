@@ -104,6 +104,8 @@ class Table:
             of it in which kernels computed, too.
         window_ns: from the begin of each step to its end, and of the last one to the end of its last kernel.
         busy_ns: the part of it in which the device did something; None without a device.
+        no_operator_ns: without a device, the part of it in which no operator ran on any thread of the host, so that it is in no
+            row: Python, and waiting. None with a device, whose part without work is the host-bound share.
         streams: nanoseconds of computation and of communication on each stream of the device.
     """
 
@@ -117,6 +119,7 @@ class Table:
     hidden_ns: int = 0
     window_ns: int = 0
     busy_ns: int | None = None
+    no_operator_ns: int | None = None
     streams: dict[int, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
 
     @property
@@ -126,7 +129,7 @@ class Table:
 
     @property
     def attributed_share(self) -> float | None:
-        """The share of the time that belongs to a family; None without any."""
+        """The share of :attr:`total_ns` that belongs to a family; None without any."""
         lost = self.families[UNATTRIBUTED].total_ns if UNATTRIBUTED in self.families else 0
         return 1 - lost / self.total_ns if self.total_ns else None
 
@@ -164,6 +167,7 @@ class Table:
             "window_ns": self.window_ns,
             "busy_ns": self.busy_ns,
             "host_bound_share": self.host_bound_share,
+            "no_operator_ns": self.no_operator_ns,
             "communication_ns": self.communication_ns,
             "hidden_ns": self.hidden_ns,
             "hidden_share": self.hidden_ns / self.communication_ns if self.communication_ns else None,
@@ -215,6 +219,7 @@ def _of_host(collectives: Iterable[Collective], found: Attribution) -> Table:
     together = Cover((one.start_ns, one.end_ns) for one in counted)
     made.communication_ns, made.hidden_ns = together.total, together.common(busy)
     made.window_ns = in_steps.total
+    made.no_operator_ns = in_steps.total - in_steps.common(Cover(found.operating))
     return made
 
 

@@ -43,7 +43,15 @@ def _summary(profile: Mapping[str, Any]) -> list[str]:
     if dominant is None:
         return [*lines, "nothing was recorded"]
     share = profile["families"][dominant]["share"]
-    return [*lines, f"dominant: {dominant}, {share:.1%}; {attributed:.1%} of the time belongs to a family"]
+    return [
+        *lines,
+        f"dominant: {dominant}, {share:.1%}; {attributed:.1%} of {_whose(profile)} time belongs to a family",
+    ]
+
+
+def _whose(profile: Mapping[str, Any]) -> str:
+    """Of what the shares of the rows are."""
+    return "the kernels'" if profile["unit"] == DEVICE_TIME else "the operators'"
 
 
 def _columns(profile: Mapping[str, Any]) -> list[str]:
@@ -63,7 +71,7 @@ def _line(name: str, row: Mapping[str, Any], steps: int, columns: Sequence[str])
 
 
 def _notes(profile: Mapping[str, Any], steps: int) -> list[str]:
-    notes = ["", _step(profile, steps), *_communication(profile, steps)]
+    notes = ["", _step(profile, steps), *_no_operator(profile, steps), *_communication(profile, steps)]
     notes.append(f"sparse work: {_sparse(profile['sparse_work'])}")
     if not _is_cpu(profile):
         notes.append(f"tensor pipes: {profile['tensor_pipes']}")
@@ -83,6 +91,16 @@ def _step(profile: Mapping[str, Any], steps: int) -> str:
     bound = profile["host_bound_share"]
     known = "not measured: no kernel was recorded" if bound is None else f"{bound:.1%} (the device had nothing to do)"
     return f"{step}; host-bound share: {known}"
+
+
+def _no_operator(profile: Mapping[str, Any], steps: int) -> list[str]:
+    """What the rows of a host lack of the step."""
+    outside, window = profile["no_operator_ns"], profile["window_ns"]
+    if outside is None or not window:
+        return []
+    return [
+        f"not in any operator (Python, waiting): {outside / 1e6 / steps:.3f} ms, {outside / window:.1%} of the step"
+    ]
 
 
 def _communication(profile: Mapping[str, Any], steps: int) -> list[str]:

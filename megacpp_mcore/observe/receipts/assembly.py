@@ -23,7 +23,7 @@ from megacpp_mcore.observe.peaks import PRECISIONS, peak
 from megacpp_mcore.observe.receipts import schema as receipt_schema
 from megacpp_mcore.observe.receipts import window as receipt_window
 from megacpp_mcore.observe.receipts.disqualify import judge
-from megacpp_mcore.observe.receipts.schema import FINISHED, RUNNING, SCHEMA
+from megacpp_mcore.observe.receipts.schema import FINISHED, NOT_PROFILED, RUNNING, SCHEMA
 from megacpp_mcore.observe.receipts.window import Window
 from megacpp_mcore.observe.steps import Step, kept, read_steps
 
@@ -75,6 +75,7 @@ _ROUTING = kinds.record(
     {"not_counted": kinds.map_of(kinds.TEXT), "failed": kinds.nullable(kinds.TEXT)},
     more=True,
 )
+_WITHOUT_STEP = kinds.record({"began": kinds.TEXT, "how": kinds.TEXT, "number": kinds.SIZE})
 _CACHE = kinds.record({"files": kinds.map_of(kinds.COUNT), "added": kinds.map_of(kinds.COUNT)})
 _PART = kinds.record(
     {"schema": kinds.COUNT, "rank": kinds.COUNT, "status": kinds.TEXT, "warm_up_steps": kinds.COUNT,
@@ -89,10 +90,13 @@ _PART = kinds.record(
         "moe": _MOE,
         "routing": _ROUTING,
         "cache": _CACHE,
+        "steps": kinds.COUNT,
+        "without_step": _WITHOUT_STEP,
     },
     more=True,
 )  # fmt: skip
-"""What a rank leaves; ``run`` has the fields of a receipt by path, each of which may be doubtful alone."""
+"""What a rank leaves of a start; ``run`` has the fields of a receipt by path, each of which may be doubtful alone. ``steps``
+are those that it has done, and ``without_step`` is of the last of the starts after it that ended before their first."""
 _FLOPS = kinds.record(
     {
         "families": kinds.record(
@@ -161,7 +165,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     notes: list[str] = [why for rank, why in damaged if rank < world_size]
     steps = _steps(Path(run), unknown)
     profile = _read_profile(Path(run), world_size, unknown)
-    window = _window(Path(run), first["warm_up_steps"], world_size, unknown)
+    window = _window(Path(run), first, world_size, unknown)
     if not kinds.map_of(kinds.TEXT).accepts(values.setdefault("environment", {})):
         notes.append(f"environment is {kinds.shown(values['environment'])}; expected the values of variables")
         values["environment"] = {}
@@ -175,7 +179,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     for section in (
         _layers(parts, unknown),
         _memory(parts, unknown),
-        _moe(parts, values, unknown),
+        _moe(parts, world_size, values, unknown),
         _cache(parts, window, unknown),
         _time(steps, window, unknown),
         _losses(steps, unknown),
@@ -187,9 +191,9 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     values |= _speed(values, unknown)
     values |= _shares(values, profile, unknown)
     _drop_doubtful(values, unknown)
-    values["disqualifiers"], values["unjudged"] = judge(values, steps, window)
+    values["disqualifiers"], values["unjudged"] = judge(values, steps, window, unknown.get("loss", ""))
     failed = [f"rank {part['rank']}: {one}" for part in parts for one in part.get("failed", ())]
-    values["notes"] = [*first["notes"], *failed, *notes, *_notes(values)]
+    values["notes"] = [*first["notes"], *_without_step(parts), *failed, *notes, *_notes(values)]
     otherwise = f"the part of rank {first['rank']} does not say: the run ended before"
     return dict(kinds.printable(receipt_schema.nest(values, unknown, otherwise)))
 
@@ -208,6 +212,11 @@ def _parts(run: Path) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
     """The parts that can be read, and of the others the rank (-1: none) and why not."""
     files = sorted((run / PARTS).glob("rank_*.json"))
     if not files:
+        if any((run / goodput.FOLDER).glob("rank_*.jsonl")):
+            raise DataError(
+                f"{run / PARTS} holds no rank_*.json: the run was killed before it told anything of itself, or has "
+                f"only just begun; `report goodput {run}` has its times"
+            )
         raise DataError(f"{run / PARTS} holds no rank_*.json; expected the folder of a run that was observed")
     parts: list[dict[str, Any]] = []
     damaged: list[tuple[int, str]] = []
@@ -247,8 +256,13 @@ def read_part(file: Path) -> dict[str, Any]:
     return part
 
 
-def load(path: Path, expected: str) -> dict[str, Any]:
+def load(path: Path, expected: str, remedy: str = "restore the file, or delete it") -> dict[str, Any]:
     """The object in the JSON file at ``path``.
+
+    Args:
+        path: the file.
+        expected: what it should be, in words.
+        remedy: what to do where it is damaged.
 
     Raises:
         DataError: there is no such file, or it holds something else.
@@ -257,8 +271,11 @@ def load(path: Path, expected: str) -> dict[str, Any]:
         raise DataError(f"{path} is no regular file; expected {expected}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {error}; expected {expected}") from error
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; expected {expected}") from error
+    except ValueError as error:
+        where = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise DataError(f"{path}{where}: no JSON, damaged or cut off; expected {expected}: {remedy}") from error
     except RecursionError:
         found = []
     if not isinstance(found, dict):
@@ -277,18 +294,28 @@ def _status(parts: Sequence[Mapping[str, Any]], world_size: float) -> str:
     return next((state for state in states if state not in (RUNNING, FINISHED)), RUNNING if unfinished else FINISHED)
 
 
+def _without_step(parts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What became of the starts after the one that is told of, as the lowest rank says that met with it."""
+    found: dict[str, str] = {}
+    for said in (part["without_step"] for part in parts if "without_step" in part):
+        before = f" (the last of {said['number']})" if said["number"] > 1 else ""
+        found.setdefault(said["how"], f"a start at {said['began']} ended before its first step: {said['how']}{before}")
+    return list(found.values())
+
+
 def _steps(run: Path, unknown: dict[str, str]) -> list[Step]:
     """The steps that were kept, in order; none that a restart lost."""
     try:
         return kept(read_steps(run / STEPS))
     except DataError as error:
-        unknown["loss"] = str(error)
+        unknown |= {"loss": str(error), "batch.effective_tokens": str(error)}
         return []
 
 
-def _window(run: Path, left_out: int, world_size: float, unknown: dict[str, str]) -> Window | None:
+def _window(run: Path, first: Mapping[str, Any], world_size: float, unknown: dict[str, str]) -> Window | None:
+    """The window of the start that the ``first`` part is of."""
     try:
-        return receipt_window.read(run, left_out, world_size)
+        return receipt_window.read(run, first["warm_up_steps"], world_size, stepped="without_step" in first)
     except DataError as error:
         unknown |= {"window": str(error), "step_time": str(error)}
         return None
@@ -345,7 +372,9 @@ def _memory(parts: Sequence[Mapping[str, Any]], unknown: dict[str, str]) -> dict
     }
 
 
-def _moe(parts: Sequence[Mapping[str, Any]], values: Mapping[str, Any], unknown: dict[str, str]) -> dict[str, Any]:
+def _moe(
+    parts: Sequence[Mapping[str, Any]], world_size: float, values: Mapping[str, Any], unknown: dict[str, str]
+) -> dict[str, Any]:
     """The routers' loads over all ranks, and how the layers are wired."""
     if not values.get("moe_enabled"):
         return {}
@@ -360,9 +389,9 @@ def _moe(parts: Sequence[Mapping[str, Any]], values: Mapping[str, Any], unknown:
         found["routing.top_k"] = top_k.pop() if len(top_k) == 1 else None
         unknown.setdefault("routing.top_k", "the routers differ")
     records = [part["routing"] for part in parts if "routing" in part]
-    failed = [record["failed"] for record in records if record.get("failed") is not None]
-    if failed:
-        unknown |= dict.fromkeys((*(f"routing.{name}" for name in _MEASURED), "indexer.overlap"), failed[0])
+    uncounted = _why_uncounted(parts, world_size)
+    if uncounted is not None:
+        unknown |= dict.fromkeys((*(f"routing.{name}" for name in _MEASURED), "indexer.overlap"), uncounted)
         return found
     not_counted = {layer: why for record in records for layer, why in record.get("not_counted", {}).items()}
     try:
@@ -395,6 +424,24 @@ def _moe(parts: Sequence[Mapping[str, Any]], values: Mapping[str, Any], unknown:
         "routing.dropped_tokens": sum(load.dropped for load in loads.values()),
         "routing.router_dtypes": dtypes,
     }
+
+
+def _why_uncounted(parts: Sequence[Mapping[str, Any]], world_size: float) -> str | None:
+    """Why nothing can be told of the routing: what some ranks counted would pass for all ranks'. None where it can."""
+    records = {part["rank"]: part["routing"] for part in parts if "routing" in part}
+    failed = [record["failed"] for record in records.values() if record.get("failed") is not None]
+    if failed:
+        return failed[0]
+    if world_size == math.inf:
+        return "the run's processes are not known, and so not whether the counts of all are there"
+    missing = [rank for rank in range(int(world_size)) if rank not in records]
+    if missing:
+        shown = ", ".join(map(str, missing[:3])) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        return f"the counts of rank {shown} are missing, and those of the others are not the whole"
+    ended = [part["status"] for part in parts if part["status"] not in (RUNNING, FINISHED)]
+    if ended and not any(record["layers"] or record.get("not_counted") for record in records.values()):
+        return f"an error ended the run before the first reading: {ended[0]}"
+    return None
 
 
 _MEASURED = ("layers", "entropy", "max_over_mean", "dropped_tokens", "router_dtypes")
@@ -445,7 +492,9 @@ def _time(steps: Sequence[Step], window: Window | None, unknown: dict[str, str])
         return found
     found["window.left_out"] = window.left_out
     if not window.seconds:
-        reason = f"the last start has no step after its first {window.left_out} that was not profiled"
+        reason = "the last start has done no step"
+        if window.done:
+            reason = f"the last start has no step after its first {window.left_out} that was not profiled"
         unknown |= {"step_time": reason, "window.first_step": reason, "window.last_step": reason}
         return found
     seconds = sorted(window.seconds.values())
@@ -503,7 +552,7 @@ def _goodput(run: Path, world_size: float, unknown: dict[str, str], notes: list[
 
 def _profile(profile: Mapping[str, Any] | None, unknown: dict[str, str]) -> dict[str, Any]:
     if profile is None:
-        unknown.setdefault("profiler", "the run was not profiled")
+        unknown.setdefault("profiler", NOT_PROFILED)
         return {}
     for name, why in (
         ("trigger", "the profile does not say"),

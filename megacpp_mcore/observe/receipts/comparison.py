@@ -4,7 +4,8 @@ The first seven lines are the questions of a reviewer (same pattern, routed expe
 cache state), the others the denominators by which a sparse speed-up is made to look better than it is. What differs and is on
 no line (backends, parts, patches, recompute, overlap) is what a claim is about: it is named beside it. Another commit, other
 versions and another environment are named in the claim itself, for what they changed no receipt says. A ratio that noise
-explains is no claim about speed: the claim then says so, and the spread of the step times is named in any case.
+explains is no claim about speed: the claim then says so, and the spread of the step times is named in any case. Memory is
+compared with memory of the same kind, and not where a profiler was in one run alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe.receipts.schema import DISQUALIFIERS, flatten, why_unknown
+from megacpp_mcore.observe.receipts.schema import DISQUALIFIERS, NOT_PROFILED, flatten, why_unknown
 
 BALANCE_TOLERANCE = 0.1
 """Relative difference of the busiest expert's load up to which two runs are equally balanced: routing is learned."""
@@ -24,6 +25,8 @@ STEADY_STEPS = 30
 NOISE = 0.07
 """By how much equal runs part in speed, one run each: pairs of the same command, on the same machine, parted by 2 to 7 % in
 tokens/s (``benchmarks/results/README.md``, ``examples/receipts/README.md``). What is less, one pair of runs cannot tell."""
+MEMORY_NOISE = 0.05
+"""By how much the peak memory of two runs may part before it has to have a reason where nothing else is known to differ."""
 STANDARD_ERRORS = 2.0
 """How many standard errors two medians have to be apart before the spread of the steps does not explain it."""
 _IN_ALL = ("throughput.tokens_per_s", "tokens/s")
@@ -69,7 +72,7 @@ class Comparison:
         refusals: why there is no claim; empty when there is one.
         claim: the claim in words; None when it is refused.
         speed: tokens/s of the second over the first; None where one is not known.
-        memory: allocated peak of the second over the first, likewise.
+        memory: peak memory of the second over the first, likewise; None, too, where they are no two of a kind.
         floor: the share by which one has to be faster than the other before noise does not explain it.
         steps: the step times of both and their spread, and what the floor is from, in words.
         differences: what differs on no line, each in words.
@@ -238,13 +241,14 @@ def compare(
     Args:
         first, second: valid receipts.
         varies: at most one key of :data:`KEYS` that is meant to differ; the claim then says so. Of two topologies, batch
-            and speed are compared a replica and a device.
+            and speed are compared a replica and a device. A line that is not known refuses the claim all the same.
         declared: disqualifiers that both are known to carry; the claim then says so.
         noise: the share by which equal runs part, where that was measured; by default :data:`NOISE`.
 
     Raises:
-        DataError: ``varies`` or ``declared`` name what is not there, or does not differ; ``noise`` is no share.
+        DataError: ``varies`` or ``declared`` name what is not there, or is known not to differ; ``noise`` is no share.
     """
+    varies, declared = tuple(dict.fromkeys(varies)), tuple(dict.fromkeys(declared))
     _check_words(varies, declared)
     _check_noise(noise)
     one, other = flatten(first)[0], flatten(second)[0]
@@ -253,38 +257,38 @@ def compare(
     lines = tuple(_line(question, one, other) for question in _QUESTIONS)
     _check_declared(lines, varies, declared, (one, other))
     refusals = [
-        f"{line.question} {line.describe()}" for line in lines if line.same is not True and line.key not in varies
+        f"{line.question} {line.describe()}"
+        for line in lines
+        if line.same is None or (line.same is False and line.key not in varies)
     ]
     refusals += [*_own_refusals("A", one, declared), *_own_refusals("B", other, declared)]
     path, rate = _A_DEVICE if "topology" in varies else _IN_ALL
     speed = _ratio(one, other, path)
-    memory = _ratio(one, other, "memory.allocated_peak_bytes")
+    memory, of_memory = _memory(one, other)
     floor, steps = _noise(one, other, noise)
     differences = _differences(one, other)
     software = [difference for difference in differences if difference.name in _SOFTWARE]
-    ratios = [f"{rate} not known" if speed is None else f"{speed:.2f}x {rate}"]
-    ratios += [] if memory is None else [f"{memory:.2f}x peak allocated memory"]
-    said = ratios if speed is None or _told(speed, floor) else [_untold(speed, floor, rate), *ratios[1:]]
-    claim = ", ".join([*said, *_circumstances(varies, declared, software), *_price(one, other, differences)])
+    told = speed is not None and _told(speed, floor)
+    if speed is None:
+        of_speed = f"{rate} not known"
+    else:
+        of_speed = f"{speed:.2f}x {rate}" if told else _untold(speed, floor, rate)
+    said = [of_speed, *of_memory, *_circumstances(varies, declared, software), *_price(one, other, differences)]
     if not refusals and not varies and not any(difference.known for difference in differences):
-        above = speed is not None and _told(speed, floor)
-        what = (
-            "differs by more than equal runs do, and neither receipt says why"
-            if above
-            else "is what equal runs part by"
-        )
-        refusals.append(f"nothing that both receipts know differs: {', '.join(ratios)} {what}")
+        apart = memory is not None and _told(memory, MEMORY_NOISE)
+        ratios = [(f"{speed:.2f}x {rate}", told), *((words, apart) for words in of_memory if memory is not None)]
+        refusals.append(_unexplained(ratios))
     return Comparison(
         lines=lines,
         refusals=tuple(refusals),
-        claim=None if refusals else claim,
+        claim=None if refusals else ", ".join(said),
         speed=speed,
         memory=memory,
         floor=floor,
         steps=steps,
         differences=tuple(difference.describe() for difference in differences),
         varies=varies[0] if varies else None,
-        declared=tuple(declared),
+        declared=declared,
     )
 
 
@@ -315,7 +319,7 @@ def _check_declared(
     lines: Sequence[Line], varies: Sequence[str], declared: Sequence[str], both: Sequence[Mapping[str, Any]]
 ) -> None:
     for line in lines:
-        if line.key in varies and line.same is not False:
+        if line.key in varies and line.same:
             raise DataError(f"--varies {line.key}: nothing varies, {line.describe()}; leave it out")
     for word in declared:
         if not all(word in _disqualifiers(values) for values in both):
@@ -407,6 +411,57 @@ def _own_refusals(name: str, values: Mapping[str, Any], declared: Sequence[str])
 def _ratio(one: Mapping[str, Any], other: Mapping[str, Any], path: str) -> float | None:
     first, second = one.get(path), other.get(path)
     return second / first if first and second else None
+
+
+RESIDENT = "resident set"
+"""The kind of memory that the CPU lane answers with: of the whole process, whatever it holds."""
+_OF_KIND = {"CUDA allocator": "peak allocated memory", RESIDENT: "peak resident set"}
+"""What the peak of each kind of memory is called."""
+
+
+def _memory(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float | None, list[str]]:
+    """The ratio of the peaks, and what a claim says of it, or of why there is none.
+
+    What a profiler keeps is in the memory of its run, most of all where that is the resident set.
+    """
+    ratio = _ratio(one, other, "memory.allocated_peak_bytes")
+    profiled, kinds = (_profiled(one), _profiled(other)), (one.get("memory.kind"), other.get("memory.kind"))
+    if ratio is None:
+        return None, []
+    if None in profiled and profiled[0] != profiled[1]:
+        return None, [f"memory not compared: whether {'AB'[profiled.index(None)]} was profiled is not known"]
+    if profiled[0] != profiled[1]:
+        return None, [f"memory not compared: {'AB'[profiled.index(True)]} alone was profiled"]
+    if kinds[0] != kinds[1]:
+        return None, [f"memory not compared: {_brief(kinds[0])} in A, {_brief(kinds[1])} in B"]
+    return ratio, [f"{ratio:.2f}x {_OF_KIND.get(str(kinds[0]), 'peak memory, of a kind that is not known')}"]
+
+
+"""The reason that the assembly of a receipt gives where there is no profile; any other is of one that cannot be read."""
+
+
+def _profiled(values: Mapping[str, Any]) -> bool | None:
+    """Whether a profiler was in the run; None where the receipt does not say."""
+    if values.get("profiler.step_range") is not None:
+        return True
+    return False if why_unknown("profiler.step_range", values["unknown"]) == NOT_PROFILED else None
+
+
+def _profile(values: Mapping[str, Any]) -> str | None:
+    """The profile of a run in words; None where it is not known whether there is one."""
+    profiled = _profiled(values)
+    if profiled:
+        first, last = values["profiler.step_range"]
+        return f"steps {first} to {last}"
+    return None if profiled is None else "none"
+
+
+def _unexplained(ratios: Sequence[tuple[str, bool]]) -> str:
+    """Why equal receipts allow no claim: of each ratio in words, whether it is more than equal runs part by."""
+    apart, alike = (", ".join(words for words, more in ratios if more is which) for which in (True, False))
+    said = [f"{apart} differs by more than equal runs do, and neither receipt says why"] if apart else []
+    said += [f"{alike} is what equal runs part by"] if alike else []
+    return f"nothing that both receipts know differs: {'; '.join(said)}"
 
 
 @dataclass(frozen=True)
@@ -515,6 +570,8 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[_Diff
         first, second = (None if values.get(name) is None else tell(values[name]) for values in (one, other))
         if first != second:
             found.append(_Difference(name, (first, second)))
+    if _profiled(one) is not _profiled(other):  # which steps were profiled is all the same: they are not measured
+        found.append(_Difference("profile", (_profile(one), _profile(other))))
     return found
 
 

@@ -16,7 +16,10 @@ class _Unjudged(Exception):
 
 
 def judge(
-    values: Mapping[str, Any], steps: Sequence[Step], window: Window | None
+    values: Mapping[str, Any],
+    steps: Sequence[Step],
+    window: Window | None,
+    no_steps: str = "no step was recorded",
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """The disqualifiers with their evidence, and those that could not be judged with the reason.
 
@@ -24,6 +27,7 @@ def judge(
         values: a receipt's values by path.
         steps: the steps that were recorded.
         window: what is measured; None where that is not known.
+        no_steps: why there are no steps, where there are none.
     """
     judges: Mapping[str, Callable[[], str]] = {
         "mock data": lambda: _mock(values),
@@ -32,8 +36,8 @@ def judge(
         "indexer untrained": lambda: _indexer(values),
         "warm-up inside the window": lambda: _compiled(window),
         "fall-back": lambda: _fallen_back(values),
-        "NaN skipped": lambda: _skipped(steps),
-        "batch changed": lambda: _batch(values, steps),
+        "NaN skipped": lambda: _skipped(steps, no_steps),
+        "batch changed": lambda: _batch(values, steps, no_steps),
     }
     found, unjudged = [], []
     for name in DISQUALIFIERS:
@@ -135,18 +139,18 @@ def _fallen_back(values: Mapping[str, Any]) -> str:
     return "; ".join(found[:3]) + more
 
 
-def _skipped(steps: Sequence[Step]) -> str:
+def _skipped(steps: Sequence[Step], no_steps: str) -> str:
     if not steps:
-        raise _Unjudged("no step was recorded")
+        raise _Unjudged(no_steps)
     bad = [step.step for step in steps if step.skipped or not all(map(math.isfinite, step.losses.values()))]
     return f"{len(bad)} steps were skipped or had a loss that is no number, the first is step {bad[0]}" if bad else ""
 
 
-def _batch(values: Mapping[str, Any], steps: Sequence[Step]) -> str:
+def _batch(values: Mapping[str, Any], steps: Sequence[Step], no_steps: str) -> str:
     if _known(values, "batch.rampup"):
         return "the batch grows during the run (--rampup-batch-size)"
     sizes = tokens_of(steps)
     if not sizes:
-        raise _Unjudged("no two steps in a row were recorded")
+        raise _Unjudged("no two steps in a row were recorded" if steps else no_steps)
     different = sorted(set(sizes.values()))
     return f"steps had {', '.join(map(str, different))} tokens" if len(different) > 1 else ""

@@ -23,7 +23,10 @@ def local(chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
 
 
 def memory(chunks: Sequence[Any]) -> dict[str, Any]:
-    """Peaks of this rank so far, in bytes; the CPU lane answers with the resident set."""
+    """Peaks of this rank so far, in bytes; the CPU lane answers with the resident set.
+
+    The allocator counts on the host: this waits for no device, and holds also after an error.
+    """
     import torch
 
     on_gpu = next(bare(chunks[0]).parameters()).device.type == "cuda"

@@ -30,6 +30,8 @@ DISQUALIFIERS = (
 """What makes a run's speed no speed of training, in the order in which it is judged."""
 
 RUNNING, FINISHED = "running", "finished"
+NOT_PROFILED = "the run was not profiled"
+"""Why a receipt has no profile, where there was none to be had."""
 COMPILE_WARMUPS = ("explicit", "skipped")
 CACHE_STATES = ("warm", "cold", "unused")
 LANE_CLASSES = ("dense_attention", "expert", "mamba_recurrent")
@@ -217,12 +219,16 @@ FIELDS: tuple[Field, ...] = (
     Field("indexer.warmup_steps", "count", "steps of dense warm-up, as configured"),
     Field("indexer.overlap", "map of share", "overlap of the keys that neighbouring Full layers select, sampled"),
     # what was measured
-    Field("window.left_out", "count", "steps at the beginning of the last start that are not measured"),
-    Field("window.first_step", "count", "first step that is measured, of the last start"),
+    Field("window.left_out", "count", "steps at the beginning of the start that are not measured"),
+    Field("window.first_step", "count", "first step that is measured, of the start that facts and step times are of"),
     Field("window.last_step", "count", "last step that is measured"),
     Field("step_time.rank", "count", "the rank whose times these are: the one with the largest median"),
     Field("step_time.n", "count", "steps that are measured"),
-    Field("step_time.p50_s", "positive", "median, seconds, data wait and logging included, checkpoints and evaluation not"),
+    Field(
+        "step_time.p50_s",
+        "positive",
+        "median, seconds, data wait and logging included, checkpoints, evaluation and the profiler not",
+    ),
     Field("step_time.p90_s", "positive", "90th percentile"),
     Field("step_time.p99_s", "positive", "99th percentile"),
     Field("step_time.max_s", "positive", "the slowest step"),

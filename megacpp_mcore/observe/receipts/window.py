@@ -1,10 +1,11 @@
 """The steps of a run that are measured: which they are, how long they took, and what compiled in them. No torch.
 
-They are those of the last start alone: what else a receipt says (backends, precision, topology) is of that one, and an earlier
-start may have run with others.
+They are those of one start alone: what else a receipt says (backends, precision, topology) is of that one, and another may have
+run with others. It is the last one; or the last that did a step, where those after it came to nothing and left its parts.
 
-A step's time is that from the end of the step before to its own end, without checkpoints, evaluation and start-up. So it holds
-the wait for data and the loop's own housekeeping, and does not depend on where in the step the host waits for the GPU.
+A step's time is that from the end of the step before to its own end, without checkpoints, evaluation, start-up and the
+profiler. So it holds the wait for data and the loop's own housekeeping, and does not depend on where in the step the host
+waits for the GPU.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ class Window:
     """What is measured.
 
     Attributes:
-        left_out: steps at the beginning of the last start that are not.
+        done: steps that the start did, the most of a rank.
+        left_out: of these, how many at its beginning are not measured.
         rank: whose steps these are, the rank with the largest median.
         seconds: of each step, by number, in the order of the steps.
         compiled: nanoseconds of compilation in those steps in which any rank compiled.
-        compiled_ns: nanoseconds of compilation of all ranks in all steps of the last start and before them.
+        compiled_ns: nanoseconds of compilation of all ranks in all steps of the start and before them.
     """
 
+    done: int
     left_out: int
     rank: int
     seconds: Mapping[int, float]
@@ -57,15 +60,38 @@ class _Line:
         return sum(self.phases.get(name, 0) for name in names)
 
 
-def read(run: str | os.PathLike[str], left_out: int = WARM_UP_STEPS, world_size: float = math.inf) -> Window:
-    """The window of the run in folder ``run``, from what every rank wrote of its goodput in its last start.
+@dataclass
+class _Starts:
+    """The lines of two starts of a rank.
+
+    Attributes:
+        last: of the last one.
+        stepped: of the last one that did a step.
+        over: whether all after that have said how they ended.
+    """
+
+    last: list[_Line]
+    stepped: list[_Line]
+    over: bool
+
+
+def read(
+    run: str | os.PathLike[str],
+    left_out: int = WARM_UP_STEPS,
+    world_size: float = math.inf,
+    *,
+    stepped: bool = False,
+) -> Window:
+    """The window of the run in folder ``run``, from what every rank wrote of its goodput in one start.
 
     Steps that were profiled are left out, and the one after, in whose time the profile is read.
 
     Args:
         run: the run's folder.
         left_out: steps at the beginning of the start that are not measured.
-        world_size: processes of the last start; what higher ranks of an earlier one left is not read.
+        world_size: processes of the start; what higher ranks of an earlier one left is not read.
+        stepped: the parts are of the last start that did a step, which then is the one, if on every rank all after it have said
+            how they ended. What goes on, or was killed, may still do a step: then it is the last start.
 
     Raises:
         DataError: there is none of that, or it is damaged.
@@ -75,12 +101,15 @@ def read(run: str | os.PathLike[str], left_out: int = WARM_UP_STEPS, world_size:
         raise DataError(f"{Path(run) / goodput.FOLDER} holds no rank_*.jsonl; the times of steps are not known")
     times: dict[int, dict[int, float]] = {}
     compiled: dict[int, int] = {}
-    compiled_ns = 0
+    compiled_ns = most = 0
     profiled = _profiled(Path(run))
+    stepped = stepped and all(_read_starts(file).over for file in files.values())
     for rank, file in files.items():
-        start = _last_start(file)
+        found = _read_starts(file)
+        start = found.stepped if stepped else found.last
         compiled_ns += sum(line.total(_COMPILING) for line in start)
         done = [(line.step, line) for line in start if line.step is not None]
+        most = max(most, len(done))
         measured = [
             (number, line)
             for number, line in done[left_out:]
@@ -91,7 +120,7 @@ def read(run: str | os.PathLike[str], left_out: int = WARM_UP_STEPS, world_size:
             if line.total(_COMPILING):
                 compiled[number] = compiled.get(number, 0) + line.total(_COMPILING)
     slowest = max(times, key=lambda one: (percentile(sorted(times[one].values()), 50) if times[one] else 0.0, -one))
-    return Window(left_out, slowest, times[slowest], dict(sorted(compiled.items())), compiled_ns)
+    return Window(most, left_out, slowest, times[slowest], dict(sorted(compiled.items())), compiled_ns)
 
 
 def _profiled(run: Path) -> list[tuple[int, int]]:
@@ -115,12 +144,18 @@ def tokens_of(steps: Sequence[Step]) -> dict[int, int]:
     return {step.step: step.tokens - before[step.step - 1] for step in steps if step.step - 1 in before}
 
 
-def _last_start(file: Path) -> list[_Line]:
-    """The lines of the last start of one rank."""
-    start: list[_Line] = []
+def _read_starts(file: Path) -> _Starts:
+    """The last start of one rank, and the last that did a step."""
+    found = _Starts([], [], over=True)
+    settled = True  # the start that is read has done a step, or said how it ended
     for line in goodput.read_lines(file):
         if "began" in line:
-            start = []
-        else:
-            start.append(_Line(line.get("step"), line["phases"]))
-    return start
+            found.over = found.over and settled
+            found.last, settled = [], False
+            continue
+        found.last.append(_Line(line.get("step"), line["phases"]))
+        settled = settled or "how" in line
+        if "step" in line:
+            found.stepped, found.over, settled = found.last, True, True
+    found.over = found.over and settled
+    return found

@@ -84,7 +84,7 @@ def read(
 ) -> Window:
     """The window of the run in folder ``run``, from what every rank wrote of its goodput in one start.
 
-    Steps that were profiled are left out, and the one after, in whose time the profile is read.
+    Steps that were profiled are left out, and the one after, in which a rank may wait for others that still read theirs.
 
     Args:
         run: the run's folder.

@@ -319,7 +319,7 @@ def test_the_rows_say_that_it_is_the_better_one() -> None:
     assert not evidence.EVIDENCE.keys() & evidence.POLICIES.keys()
     gains = {which: found.gain(ROOT) for which, found in evidence.EVIDENCE.items()}
     assert min(gains.values()) > 1 + NOISE
-    assert gains["mla", "sdpa"] == pytest.approx(118.8552 / 3.3597)  # sdpa beside the reference, in one run
+    assert gains["mla", "sdpa"] == pytest.approx(118.8611 / 3.3495)  # sdpa beside the reference, in one run
 
 
 def test_a_policy_claims_no_speed() -> None:

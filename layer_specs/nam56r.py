@@ -187,7 +187,11 @@ def prepare(model: Model, config: TransformerConfig) -> None:
 
 
 def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, ...]) -> None:
-    """Refuse a run whose parallel layout cannot hold ``model``, stages as Megatron really cuts them."""
+    """Refuse a run whose parallel layout cannot hold ``model``, stages as Megatron really cuts them.
+
+    Raises:
+        ModelError: it cannot, or the run asks for what no layer of the model can do.
+    """
     layout = Layout(
         tensor=config.tensor_model_parallel_size,
         pipeline=config.pipeline_model_parallel_size,

@@ -63,6 +63,9 @@ class DuplicatedLinear(MegatronModule):
     """A bias-free linear layer that every tensor-parallel rank holds whole, with Transformer Engine's call signature.
 
     Stands in for ``TELinear(parallel_mode="duplicated")`` where there is no Transformer Engine.
+
+    Raises:
+        ModelError: a bias or another parallel mode is asked for.
     """
 
     def __init__(
@@ -213,7 +216,11 @@ class Mixer(MegatronModule):
     def add_parameter(
         self, name: str, shape: tuple[int, ...], init: Initializer, *, axis: int | None, fp32: bool = False
     ) -> None:
-        """Register a parameter of global ``shape``, cut along ``axis`` (None: replicated), filled by ``init``."""
+        """Register a parameter of global ``shape``, cut along ``axis`` (None: replicated), filled by ``init``.
+
+        Raises:
+            ModelError: the axis is no multiple of the tensor-parallel size.
+        """
         dtype = torch.float32 if fp32 else self.config.params_dtype
         whole = _filled(shape, self.config, init, dtype)
         if axis is not None:

@@ -119,7 +119,8 @@ def _add_launch(subparsers: Any) -> None:
         "launch",
         help="run a stock Megatron script, or the stock loop of the wheel",
         usage="megacpp-mcore launch [--device DEVICE] [--nproc N] [--allow-spec-from PACKAGE] [--patch NAME] "
-        "[--observe DIR | --no-observe] [--record-steps FILE] [--profile FIRST-LAST] -- [script.py] ARGUMENTS",
+        "[--observe DIR | --no-observe] [--record-steps FILE] [--profile FIRST-LAST [--profile-tool TOOL]] "
+        "-- [script.py] ARGUMENTS",
     )
     parser.add_argument(
         "--device", choices=launcher.DEVICES, default="auto", help="auto takes the CPU when there is no GPU"

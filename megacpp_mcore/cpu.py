@@ -295,7 +295,11 @@ class Event:
         return True
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Return the milliseconds from this event to ``end_event``; both must have been recorded."""
+        """Return the milliseconds from this event to ``end_event``.
+
+        Raises:
+            RuntimeError: one of them was not recorded, as torch has it.
+        """
         if self._seconds is None or end_event._seconds is None:
             raise RuntimeError("elapsed_time needs two recorded events; call record() on both first")
         return (end_event._seconds - self._seconds) * 1e3

@@ -175,7 +175,11 @@ def plan(
     patches: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> Plan:
-    """Read and check a launch (see :func:`launch`) without starting anything."""
+    """Read and check a launch (see :func:`launch`) without starting anything.
+
+    Raises:
+        LaunchError, SpecImportError: it cannot be started as asked for.
+    """
     words = list(command)
     script = None
     if words and words[0].endswith(".py"):
@@ -295,6 +299,9 @@ def split_spec(arguments: Sequence[str]) -> tuple[list[str], tuple[str, str] | N
     """Return ``arguments`` with ``--spec a.b.c`` as ``--spec a.b c``, and the pair, or None when there is no spec.
 
     Megatron takes the two words only (megatron-core 0.19, ``core/transformer/spec_utils.py``). The last ``--spec`` counts.
+
+    Raises:
+        SpecImportError: the words name no module and attribute.
     """
     words = list(arguments)
     starts = [index for index, word in enumerate(words) if word == "--spec" or word.startswith("--spec=")]

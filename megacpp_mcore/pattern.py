@@ -146,7 +146,11 @@ def attention_roles(layers: str, schedule: str) -> tuple[str | None, ...]:
 
 
 def source_layers(roles: Sequence[str | None]) -> dict[int, int]:
-    """Shared layer number to the number of the Full layer whose indices it uses (the nearest below); 1-based."""
+    """Shared layer number to the number of the Full layer whose indices it uses (the nearest below); 1-based.
+
+    Raises:
+        PatternError: a Shared layer has no Full one below it.
+    """
     sources: dict[int, int] = {}
     full = None
     for number, role in enumerate(roles, start=1):

@@ -202,6 +202,9 @@ def tokenizer_words(model: Model, folder: str | None = None, data: str | None = 
         folder: a Hugging Face tokenizer folder; without one, the built-in bytes for a model of their vocabulary, and ids as
             they are for any other.
         data: prefix of the dataset, whose manifest then says what its end-of-document id is.
+
+    Raises:
+        DataError: the manifest knows no end-of-document id, or is damaged.
     """
     # Imported here: these bring numpy, which the command line starts without.
     from megacpp_mcore.data.manifest import load_manifest
@@ -242,7 +245,11 @@ def chosen_model(name: str) -> tuple[Model, Path | None]:
 
 
 def emit(args: argparse.Namespace) -> str:
-    """The text ``recipe emit`` prints."""
+    """The text ``recipe emit`` prints.
+
+    Raises:
+        LaunchError, ModelError, DataError: the options contradict each other, or the run cannot be made.
+    """
     slurm = Slurm(**{option.name: getattr(args, option.name) for option in dataclasses.fields(Slurm)})
     if args.form != "slurm" and slurm.given():
         raise LaunchError(f"--{slurm.given()[0][0]} is an option of a batch job; add --as slurm, or leave it out")
@@ -266,7 +273,11 @@ def _has_source(args: argparse.Namespace) -> bool:
 
 
 def command_of(args: argparse.Namespace) -> StockCommand:
-    """The run that the options of ``recipe emit`` describe; writes the file of ``--settings`` where one is needed."""
+    """The run that the options of ``recipe emit`` describe; writes the file of ``--settings`` where one is needed.
+
+    Raises:
+        LaunchError, ModelError, DataError: as :func:`emit`.
+    """
     of_model, of_run = overrides.read(args.values)
     recipe = _recipe(args.name)
     name = recipe.model.name if recipe else args.name

@@ -86,6 +86,9 @@ class NAM56RConfig(ConfigContainer):
 
         Of ``load`` and ``pretrained_checkpoint`` one is enough, as Bridge takes the other only where the first is missing.
         Non-persistent checkpoints lie elsewhere; with them Bridge is left to look.
+
+        Raises:
+            LaunchError: it is not there.
         """
         wanted = self.checkpoint
         named = {

@@ -137,7 +137,11 @@ class PretrainContext(run.cli.RunContext):
     """nemo-run's context of a command, which leaves what is not ours (``train.train_iters=20``) to the recipe's runner."""
 
     def parse_fn(self, fn: Callable[..., Any], args: list[str], **default_kwargs: Any) -> run.Partial:
-        """Read our arguments as nemo-run does, keep the others as overrides, and refuse what cannot be submitted."""
+        """Read our arguments as nemo-run does, and keep the others as overrides.
+
+        Raises:
+            ModelError, LaunchError: what cannot be submitted.
+        """
         if self.dryrun:
             self.skip_confirmation = True
         ours = set(inspect.signature(fn).parameters) - {"ctx", "overrides"}

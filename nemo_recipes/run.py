@@ -374,6 +374,9 @@ def check_override(config: Any, override: str) -> None:
 
     Hydra's ``+new=…`` and ``~old`` are refused as well: on a configuration made of dataclasses Bridge 0.6.2 drops them without
     a word.
+
+    Raises:
+        LaunchError: it is not of that form, or there is no such key.
     """
     key, equals, _ = override.partition("=")
     if not equals or key.startswith(("+", "~")):

@@ -66,7 +66,11 @@ class CommittedTree(SourceTree):
     """The files of the last commit, where the working tree has them too."""
 
     def lines(self, module: str) -> list[str]:
-        """The lines of ``module``'s file as committed; see :meth:`SourceTree.lines`."""
+        """The lines of ``module``'s file as committed; see :meth:`SourceTree.lines`.
+
+        Raises:
+            OSError: git cannot tell.
+        """
         file = self.file(module)
         root = next(root for root in self.roots if file.is_relative_to(root))
         try:

@@ -80,7 +80,11 @@ class LazyLogits:
         return (sequence * ranks, batch, self._weight_VH.shape[0])[axis]
 
     def max(self, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest logit of each token and its index in V, as [S, B] each, without gradients; the last axis only."""
+        """The largest logit of each token and its index in V, as [S, B] each, without gradients.
+
+        Raises:
+            PatchError: of another axis than the last, or before the loss.
+        """
         if dim not in (-1, 2):
             raise PatchError(_misuse(f"max over axis {dim}"))
         if self._computed is None:

@@ -13,7 +13,11 @@ from megacpp_mcore.errors import DataError
 
 @contextmanager
 def require_readable(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the system's refusal to read ``path`` into a DataError that names it."""
+    """Turn the system's refusal to read ``path`` into an error that names it.
+
+    Raises:
+        DataError: it cannot be read.
+    """
     try:
         yield
     except OSError as error:

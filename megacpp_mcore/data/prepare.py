@@ -215,7 +215,11 @@ def prepare_sources(
     shard_bytes: int | None = None,
     progress: TextIO | None = None,
 ) -> list[str]:
-    """Do what :func:`prepare` does for given sources; ``command`` is what their manifests say made them."""
+    """Do what :func:`prepare` does for given sources; ``command`` is what their manifests say made them.
+
+    Raises:
+        DataError: as there.
+    """
     if workers < 1 or (shard_bytes is not None and shard_bytes < 1):
         raise DataError(f"found {workers} workers and shards of {shard_bytes} bytes; expected at least 1 of each")
     if not os.path.basename(output):

@@ -35,8 +35,11 @@ def differences(
 ) -> tuple[Difference, ...]:
     """All differences of a run of ``model`` on stock's ``host``, in training operations of ``batch`` unpacked rows.
 
-    Their sum and ``flops.step(…).total.training`` are Megatron's figure, exactly. Arguments and errors as there;
-    ``host`` is ``gpt`` or ``hybrid``.
+    Their sum and ``flops.step(…).total.training`` are Megatron's figure, exactly. Arguments as there; ``host`` is ``gpt`` or
+    ``hybrid``.
+
+    Raises:
+        ModelError: as there, or another host.
     """
     if host not in (GPT, HYBRID):
         raise ModelError(f"host is {host!r}; expected {GPT} or {HYBRID}")

@@ -182,6 +182,18 @@ class LineReader[Record]:
         return DataError(f"{self.path}, line {number}: not {self._what} ({why}); delete the file, or restore it")
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder at ``path``, and those that it is in, where they are missing.
+
+    Raises:
+        DataError: there is something else, or it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; expected a folder that can be written to") from error
+
+
 def replace(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` so that a reader, or a crash, meets the whole old file or the whole new one.
 

@@ -24,7 +24,7 @@ from typing import Any
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import alive, kinds
 from megacpp_mcore.observe.clock import Clock, Phase
-from megacpp_mcore.observe.files import Appender, LineReader
+from megacpp_mcore.observe.files import Appender, LineReader, make_folder
 from megacpp_mcore.observe.listener import Listener, Superseded
 from megacpp_mcore.observe.steps import Step
 
@@ -143,12 +143,7 @@ class Recorder(Listener):
 
     def __init__(self, run: str | os.PathLike[str], rank: int, clock: Clock, *, heartbeat_s: float = 1.0) -> None:
         self.path = rank_file(run, rank)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(
-                f"{self.path.parent}: {error.strerror}; expected a folder that can be written to"
-            ) from error
+        make_folder(self.path.parent)
         self._claim = alive.Claim(self.path, heartbeat_s)
         with contextlib.ExitStack() as undone:
             undone.callback(self._claim.release)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacpp_mcore.config import Observability, PluginConfig
-from megacpp_mcore.errors import DataError, LaunchError
+from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.observe import compilation, goodput
 from megacpp_mcore.observe.clock import Clock, process_age_ns
+from megacpp_mcore.observe.files import make_folder
 from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.live import Live
 from megacpp_mcore.observe.loop import Loop, StockLoop, Told
@@ -169,10 +170,7 @@ def _made(chosen: Observation, launched: LaunchPolicy, clock: Clock, loop: Loop)
     if chosen.folder is None:
         return
     run, rank, details = chosen.folder, int(os.environ["RANK"]), chosen.details
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{run}: {error.strerror}; expected a folder for what is recorded of a run") from error
+    make_folder(run)
     routes = Routing(details.interval)
     recorder = goodput.Recorder(run, rank, clock, heartbeat_s=details.heartbeat_s)
     yield recorder

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.backends import observed
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe.files import replace
+from megacpp_mcore.observe.files import make_folder, replace
 from megacpp_mcore.observe.listener import Listener
 from megacpp_mcore.observe.loop import Loop, StockLoop
 from megacpp_mcore.observe.receipts.assembly import RECEIPT, now, part_file, read_part
@@ -98,12 +98,7 @@ class ReceiptWriter(Listener):
         self._caches = self._count_caches()
         self._warned = False
         observed.forget()  # of a run before in this process
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(
-                f"{self._path.parent}: {error.strerror}; expected a folder that can be written to"
-            ) from error
+        make_folder(self._path.parent)
         self._remove_leftovers()
         self._say_running()
 

@@ -110,8 +110,14 @@ class Alternation:
             tell(told, what)
             self._listened_ns += time.perf_counter_ns() - began_ns
 
-        replaced = {"setup_model_and_optimizer": noted, "train_step": ticking}
-        with mock.patch.multiple(training, **replaced), mock.patch.object(Told, "tell", listening), self._recording:
+        with contextlib.ExitStack() as replaced:
+            for holder, name, ours in (
+                (training, "setup_model_and_optimizer", noted),
+                (training, "train_step", ticking),
+                (Told, "tell", listening),
+            ):
+                replaced.enter_context(mock.patch.object(holder, name, ours))
+            replaced.enter_context(self._recording)
             yield
 
     def _tick(self, chosen: observation.Observation, launched: LaunchPolicy) -> None:

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,8 @@ SILENCE_S = 30.0
 LONGEST_WAIT_S = 60.0
 """Seconds that a start waits for signs of life at most."""
 _POLL_S = 0.05
+_GONE = frozenset(("", "Z", "X"))
+"""What :meth:`Writer.state` says of a process that writes nothing any more."""
 _RUNS = frozenset("RSI")
 """States in proc_pid_stat(5) of a process that is neither stopped nor dead, and waits for no device that may not answer."""
 _HELD: dict[Path, int] = {}
@@ -115,8 +118,10 @@ class Heart:
     def _beat(self) -> None:
         failed = False
         while not (self._claim.lost or self._over.is_set()):
+            began = time.monotonic()  # a pause in what follows must not count as a beat in time
             try:
                 self._claim.look()
+                self._claim.retry()
                 if not self._claim.lost:
                     say_alive(self._claim.file)
                 failed = False
@@ -124,8 +129,33 @@ class Heart:
                 if not failed:
                     logger.warning("%s: no sign of life could be left there: %s", self._claim.file, error.strerror)
                 failed = True
-            self._beaten = time.monotonic()
+            self._beaten = began
             self._over.wait(self._seconds)
+
+
+def identity() -> dict[str, str | int]:
+    """By what others know this process: its pid, of which kernel (boot, and namespace of pids) that is one, and its birth."""
+    found: dict[str, str | int] = {"host": socket.gethostname(), "pid": os.getpid()}
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        found |= {"kernel": _kernel() or "", "born": _stat(os.getpid())[1]}
+    return found
+
+
+def _kernel() -> str | None:
+    """The boot of this kernel, and the namespace in which it numbers this process; None where there is no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return None
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State and time of birth (clock ticks since the boot) of a process: fields 3 and 22 of proc_pid_stat(5)."""
+    fields = (
+        Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    )  # after the name, which may hold anything
+    return fields[0].decode(), int(fields[19])
 
 
 @dataclass(frozen=True)
@@ -136,12 +166,15 @@ class Writer:
         ended: whether it said how it ended; True where there was none.
         host, pid: where it ran, and as what; None where it does not say.
         heartbeat_s: seconds between its signs of life; None where it does not say.
+        kernel, born: which kernel ``pid`` is a number of, and when it was given, as :func:`identity` says.
     """
 
     ended: bool = True
     host: str | None = None
     pid: int | None = None
     heartbeat_s: float | None = None
+    kernel: str | None = None
+    born: int | None = None
 
     @property
     def who(self) -> str:
@@ -150,17 +183,21 @@ class Writer:
         return f"process {self.pid} on {self.host}" if known else "another process"
 
     def state(self) -> str | None:
-        """Its state as this host's kernel has it: a letter, empty where it is gone, None where it ran elsewhere."""
-        if self.host != socket.gethostname() or self.pid is None:
+        """Its state as this kernel has it: a letter, empty where it is gone or this very process, None where it is not known.
+
+        A host's name is not asked for: containers may share one, and so may the pods before and after a failure.
+        """
+        if self.pid is None or self.kernel is None or self.kernel != _kernel():
             return None
-        if self.pid == os.getpid():  # of a container before this one, or let go by this process
+        if self.pid == os.getpid():
             return ""
         try:
-            return Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+            state, born = _stat(self.pid)
         except (FileNotFoundError, ProcessLookupError):
             return ""
-        except OSError:
+        except (OSError, ValueError, IndexError):
             return None
+        return state if born == self.born else ""
 
 
 class Claim:
@@ -210,7 +247,7 @@ class Claim:
             DataError: somebody does.
         """
         waited = False
-        if self._blocked or not (last.ended or last.state() == ""):
+        if self._blocked or not (last.ended or last.state() in _GONE) or _changed(self._before, _sign(self.file)):
             waited = self._watch(last)
         elif self._output is None:
             logger.warning("%s: %s; what is recorded there is not locked", self._path, self._reason)
@@ -225,20 +262,31 @@ class Claim:
         return waited
 
     def look(self) -> None:
-        """See whether another process has left its mark meanwhile, and try again for a lock that could not be had."""
+        """See whether another process has left its mark meanwhile."""
         try:
             found = self._owner_file().read_text(encoding="ascii")
         except (OSError, ValueError):
             return
         if self._marked and len(found) == len(self._mark) and found != self._mark:
             self.lost = True
+
+    def retry(self) -> None:
+        """Try again for a lock that could not be had; a server that is away may keep this waiting."""
+        if self._output is not None or self.lost or self._released:
+            return
+        try:
+            output = _locked(self._path)
+        except OSError:
+            return
         with self._changing:
-            if self._output is None and not self.lost and not self._released:
-                self._try()
+            if not self._released:
+                self._output, output = output, -1
+        if output != -1:  # it was let go meanwhile
+            os.close(output)
 
     def release(self) -> None:
         """Let others record there, once and for all."""
-        with self._changing:  # a beat that is under way must not lock it again
+        with self._changing:  # a beat that is under way must not keep a lock that it gets now
             output, self._output, self._released = self._output, None, True
         if _HELD.get(self._path) == os.getpid():
             del _HELD[self._path]
@@ -266,11 +314,11 @@ class Claim:
             if was_blocked and not self._blocked and self._output is not None:
                 return True  # who held the lock has died, or said how it ended
             sign = _sign(self.file)
-            if any(None not in pair and pair[0] != pair[1] for pair in zip(self._before, sign, strict=True)):
+            if _changed(self._before, sign):
                 raise _in_use(self.file, last.who)
             self._before = tuple(old if old is not None else new for old, new in zip(self._before, sign, strict=True))
             state = last.state()
-            if not self._blocked and state == "":
+            if not self._blocked and not last.ended and state in _GONE:
                 break
             if time.monotonic() >= self._asked + wait_s:
                 if self._blocked and state in _RUNS:
@@ -307,6 +355,11 @@ def _locked(path: Path) -> int:
         os.close(output)
         raise
     return output
+
+
+def _changed(before: Sequence[bytes | int | None], sign: Sequence[bytes | int | None]) -> bool:
+    """Whether there was a sign of life between two looks; what could not be read tells nothing."""
+    return any(None not in pair and pair[0] != pair[1] for pair in zip(before, sign, strict=True))
 
 
 def _sign(file: Path) -> tuple[bytes | int | None, ...]:

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import re
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -170,9 +169,16 @@ class Recorder(Listener):
             died["died"] = self._before.ended_ns
         if damaged is not None:
             died["damaged"] = damaged
-        me = {"host": socket.gethostname(), "pid": os.getpid(), "heartbeat_s": heartbeat_s}
-        self._write({"began": self._start.began_ns, **me, **died})
+        self._write({"began": self._start.began_ns, **alive.identity(), "heartbeat_s": heartbeat_s, **died})
         self._note(phases)
+
+    def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
+        """Nobody writes of a model where another process records.
+
+        Raises:
+            Superseded: as :meth:`on_step`.
+        """
+        self._refuse_lost()
 
     def on_step(self, step: Step) -> None:
         """Write the line of ``step``.
@@ -186,19 +192,19 @@ class Recorder(Listener):
     def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
         """Let go of what is another's."""
         if isinstance(error, Superseded):
-            self._close()
+            self.on_over()
 
     def on_end(self, error: BaseException | None) -> None:
-        """Write the last line and close the file.
+        """Write the last line; the folder is this process's until the others have written theirs.
 
         Raises:
             Superseded: as :meth:`on_step`.
         """
         self._refuse_lost()
         self._note(self._clock.take(), how=FINISHED if error is None else type(error).__name__)
-        self._close()
 
-    def _close(self) -> None:
+    def on_over(self) -> None:
+        """Close the file, and let another process record there."""
         self._heart.stop()
         self._output.close()
         self._claim.release()
@@ -220,7 +226,11 @@ class Recorder(Listener):
         return total.goodput()
 
     def _note(self, phases: Mapping[Phase, int], step: Step | None = None, how: str | None = None) -> None:
-        line: dict[str, Any] = {"at": self._start.began_ns + self._clock.elapsed_ns(), "phases": phases}
+        line: dict[str, Any] = {
+            "start": self._start.began_ns,
+            "at": self._start.began_ns + self._clock.elapsed_ns(),
+            "phases": phases,
+        }
         if step is not None:
             line |= {"step": step.step, "resumed_at": step.resumed_at}
         if how is not None:
@@ -243,13 +253,17 @@ _BEGAN = kinds.record(
         "host": kinds.TEXT,
         "pid": kinds.COUNT,
         "heartbeat_s": kinds.AMOUNT,
+        "kernel": kinds.TEXT,
+        "born": kinds.COUNT,
         "died": kinds.NANOSECONDS,
         "damaged": kinds.TEXT,
     },
     more=True,
 )
 _LINE = kinds.record(
-    {"at": kinds.NANOSECONDS, "phases": kinds.map_of(kinds.NANOSECONDS, _PHASE)}, {"how": kinds.TEXT}, more=True
+    {"at": kinds.NANOSECONDS, "phases": kinds.map_of(kinds.NANOSECONDS, _PHASE)},
+    {"how": kinds.TEXT, "start": kinds.NANOSECONDS},
+    more=True,
 )
 _OF_A_STEP = kinds.record({"step": kinds.SIZE, "resumed_at": kinds.COUNT}, more=True)
 
@@ -259,18 +273,19 @@ class _Check:
 
     def __init__(self) -> None:
         self._step: int | None = None
-        self._begun = False
+        self._begun: int | None = None
 
     def __call__(self, found: Any) -> dict[str, Any]:
         if isinstance(found, dict) and "began" in found:
             kinds.check(found, _BEGAN)
-            self._step, self._begun = None, True
+            self._step, self._begun = None, found["began"]
             return found
         kinds.check(found, _LINE)
-        if not self._begun:
+        if self._begun is None:
             raise ValueError("no line with `began` is before it; expected one at the beginning of a start")
         if "step" in found:
             kinds.check(found, _OF_A_STEP)
+        if "step" in found and found.get("start", self._begun) == self._begun:
             least = found["resumed_at"] if self._step is None else self._step
             if found["step"] <= least:
                 raise ValueError(f"step is {found['step']} after {least} in one start; expected steps that ascend")
@@ -281,12 +296,18 @@ class _Check:
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
     """The lines of a rank's file, each checked: what has ``began`` is the first of a start.
 
+    What a process still wrote that another one had taken for dead, and gone on after, is left out.
+
     Raises:
         DataError: a line is not what a run writes, or the file cannot be read.
     """
     reader = LineReader[dict[str, Any]](file, _Check(), lambda line, _: "began" in line, "what a run writes there")
+    start = None
     try:
-        yield from reader.read_all()
+        for line in reader.read_all():
+            start = line.get("began", start)
+            if line.get("start", start) == start:
+                yield line
     except (OSError, RecursionError) as error:
         raise DataError(f"{file}: {error}; expected what a rank wrote") from error
 
@@ -355,8 +376,8 @@ class _Start:
 
     def writer(self) -> alive.Writer:
         """It, as those see it who want to write after it."""
-        host, pid, heartbeat_s = (self.began.get(name) for name in ("host", "pid", "heartbeat_s"))
-        return alive.Writer(self.how is not None, host, pid, heartbeat_s)
+        known = {name: self.began.get(name) for name in ("host", "pid", "heartbeat_s", "kernel", "born")}
+        return alive.Writer(ended=self.how is not None, **known)
 
     @property
     def unsaid_ns(self) -> int:
@@ -364,12 +385,26 @@ class _Start:
         return max(0, self.ended_ns - self.began_ns - self.done_ns - sum(self.phases.values()))
 
 
-def _read(path: Path) -> list[_Start]:
-    """The starts in the file at ``path``; the last ends with its last sign of life if it did not say how it ended."""
+def _read(path: Path, *, heal: bool = False) -> list[_Start]:
+    """The starts in the file at ``path``; the last ends with its last sign of life if it did not say how it ended.
+
+    Args:
+        path: the file.
+        heal: do without a sign of life that is none, which this process is going to replace.
+
+    Raises:
+        DataError: something is damaged.
+    """
     starts: list[_Start] = []
     if not path.is_file():
         return starts
-    alive_ns = alive.last_alive_ns(path)
+    try:
+        alive_ns = alive.last_alive_ns(path)
+    except DataError as error:
+        if not heal or isinstance(error.__cause__, OSError):
+            raise
+        logger.warning("%s", error)
+        alive_ns = path.stat().st_mtime_ns
 
     for line in read_lines(path):
         if "began" not in line:
@@ -384,11 +419,14 @@ def _read(path: Path) -> list[_Start]:
 
 
 def _attempt(path: Path) -> tuple[list[_Start], DataError | None]:
-    """The starts in the file at ``path``, or why they cannot be read."""
+    """The starts in the file at ``path``, none where the file system does not give them; or what is damaged in it."""
     try:
-        return _read(path), None
+        return _read(path, heal=True), None
     except DataError as error:
-        return [], error
+        if not isinstance(error.__cause__, OSError):
+            return [], error
+        logger.warning("%s; this start goes on there without a knowledge of those before it", error)
+        return [], None
 
 
 def _put_aside(path: Path, damage: DataError) -> str:

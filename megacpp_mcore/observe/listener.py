@@ -35,3 +35,6 @@ class Listener:
 
     def on_end(self, error: BaseException | None) -> None:
         """Training has ended, or ``error`` ended it."""
+
+    def on_over(self) -> None:
+        """Everybody was told of the end."""

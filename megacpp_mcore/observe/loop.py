@@ -248,7 +248,7 @@ class Told:
             try:
                 tell(listener)
             except Superseded as error:
-                self._give_way(listener, error)
+                self._give_way(error)
                 return
             except Exception as error:
                 logger.exception(
@@ -259,10 +259,14 @@ class Told:
                 self._hearing.remove(listener)
                 self._tell_failure(listener, error)
 
-    def _give_way(self, listener: Listener, error: Superseded) -> None:
+    def _give_way(self, error: Superseded) -> None:
         """Tell nobody anything more, the end included: what they would write to is another process's now."""
         logger.error("%s; this process records nothing more, and training goes on", error)
-        self._tell_failure(listener, error)
+        for one in self._listeners:  # each lets go of what it has, as if it had failed itself
+            try:
+                one.on_failure(one, error, self._step)
+            except Exception:
+                logger.exception("%s could not let go of what it records", type(one).__name__)
         self._listeners, self._hearing = (), []
 
     def _tell_failure(self, failed: Listener, error: Exception) -> None:
@@ -279,11 +283,16 @@ class Told:
             try:
                 listener.on_end(None if quiet else error)
             except Superseded as superseded:
-                self._give_way(listener, superseded)
+                self._give_way(superseded)
                 return
             except Exception as failure:
                 logger.exception("%s could not end what it records; training is not affected", type(listener).__name__)
                 self._tell_failure(listener, failure)
+        for listener in self._listeners:
+            try:
+                listener.on_over()
+            except Exception:
+                logger.exception("%s could not let go of what it recorded", type(listener).__name__)
 
 
 class _ToldByStock(Told):

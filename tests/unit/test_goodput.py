@@ -175,8 +175,7 @@ def test_the_recorder_writes_what_is_read(tmp_path: Path) -> None:
         time.go(1)
     first.on_step(step(1))
     assert first.so_far().nanoseconds[PRODUCTIVE] == SECOND
-    first._heart.stop()
-    first._claim.release()
+    first.on_over()
     began = goodput.read(tmp_path)[3]
     assert (began.starts, began.steps) == (1, 1)
 
@@ -188,6 +187,7 @@ def test_the_recorder_writes_what_is_read(tmp_path: Path) -> None:
     second.on_step(step(1))
     live = second.so_far()
     second.on_end(None)
+    second.on_over()
     found = goodput.read(tmp_path)[3]
     assert found.nanoseconds == live.nanoseconds
     assert (found.nanoseconds[PRODUCTIVE], found.starts, found.steps, found.steps_lost) == (SECOND * 3 // 2, 2, 1, 1)
@@ -207,6 +207,7 @@ def test_a_living_process_says_so(tmp_path: Path) -> None:
         waited.wait(0.01)
     assert recorder.path.stat().st_mtime_ns > 0
     recorder.on_end(KeyboardInterrupt())
+    recorder.on_over()
     assert json.loads(recorder.path.read_text().splitlines()[-1])["how"] == "KeyboardInterrupt"
 
 
@@ -242,6 +243,7 @@ def test_a_heart_goes_on_after_an_error(
     assert beaten.wait(30)
     began = recorder._start.began_ns
     recorder.on_end(None)
+    recorder.on_over()
     assert caplog.text.count("no sign of life could be left there: Input/output error") == 1
     assert alive.last_alive_ns(recorder.path) >= began
 
@@ -257,6 +259,7 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path, caplog: pytest.LogCap
         time.go(1)
     recorder.on_step(step(1))
     recorder.on_end(None)
+    recorder.on_over()
     assert recorder.so_far().nanoseconds[PRODUCTIVE] == SECOND
     assert caplog.text.count("No space left on device; this process records nothing more there") == 1
 
@@ -272,6 +275,7 @@ def test_a_start_after_a_torn_line_goes_on(tmp_path: Path, first_torn: bool, cap
     recorder = goodput.Recorder(tmp_path, 0, Clock(), heartbeat_s=0.02)
     recorder.on_step(step(2, resumed_at=1))
     recorder.on_end(None)
+    recorder.on_over()
     assert all(json.loads(line) for line in file.read_text().splitlines())
     found = goodput.read(tmp_path)[0]
     assert (found.starts, found.steps) == ((1, 1) if first_torn else (2, 2))
@@ -320,6 +324,7 @@ def test_earlier_starts_are_gone_through_once(tmp_path: Path, monkeypatch: pytes
         recorder.so_far()
     assert len(counted) == 2  # this start, twice
     recorder.on_end(None)
+    recorder.on_over()
     assert recorder.so_far() == goodput.read(tmp_path)[0]
 
 

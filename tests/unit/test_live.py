@@ -71,7 +71,7 @@ def test_without_its_times_the_loop_prints_its_own_lines_again(tmp_path: Path, w
     assert (loop_prints == stock) is (which != "another")
     shown.on_step(Step(2, 0, 0.0, 8, {}, None, None, False))
     shown.on_end(None)
-    recorder.on_end(None)
+    recorder.on_over()
     assert loop_prints == stock
 
 

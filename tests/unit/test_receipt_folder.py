@@ -185,17 +185,36 @@ def test_what_ended_before_its_first_step_leaves_the_times_of_the_start_before(r
     assert (before["step_time"]["n"], found["goodput"]["starts"]) == (4, 3)
 
 
+def running(run: Path, rank: int, without_step: bool = False) -> None:
+    """Let a start begin on a rank, which keeps what the one before it left; or end there without a step."""
+    path = receipts.part_file(run, rank)
+    before = json.loads(path.read_text())
+    path.write_text(
+        json.dumps(
+            before
+            | ({"without_step": WITHOUT_STEP} if without_step else {"status": RUNNING, "steps": 0, "before": before})
+        )
+    )
+    append(run, rank, {"began": 0}, *([ENDED] if without_step else []))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_start_that_may_still_do_a_step_has_no_times_of_the_one_before(run: Path, rank: int) -> None:
-    """It has not said how it ended, on one rank at least: it was killed, or goes on."""
-    for each in (0, 1):
-        write_part(run, each, without_step=WITHOUT_STEP)
-        append(run, each, {"began": 0}, ENDED)
-    append(run, rank, {"began": 0})
+def test_a_start_that_ended_without_a_step_on_one_rank_has_on_the_others_that_were_killed(run: Path, rank: int) -> None:
+    """As torchrun kills them, which then say nothing; a start that goes on says of itself what is known."""
+    before = receipts.read(run)
+    running(run, rank)
+    running(run, 1 - rank, without_step=True)
     found = receipts.read(run)
+    assert (found["status"], found["step_time"]) == (before["status"], before["step_time"])
+    assert found["notes"] == ["a start at 2026-01-31T12:00:00+00:00 ended before its first step: SystemExit"]
+
+
+def test_a_start_that_may_still_do_a_step_has_no_times_of_the_one_before(run: Path) -> None:
+    for rank in (0, 1):
+        running(run, rank)
+    found = receipts.read(run)
+    assert found["status"] == RUNNING
     assert why_unknown("step_time.n", found["unknown"]) == "the last start has done no step"
-    append(run, rank, {"began": 0}, ENDED)
-    assert receipts.read(run)["step_time"]["n"] is None
 
 
 def test_the_parts_of_a_start_without_a_step_have_no_times_of_another(run: Path) -> None:
@@ -439,6 +458,29 @@ def test_a_start_without_a_step_leaves_what_the_run_was(
     trained.on_end(how)
     found = receipts.read(tmp_path)
     assert (found["status"], found["batch"]["global_batch_size"], found["notes"]) == (name, 9, [])
+
+
+@pytest.mark.parametrize("model", [False, True])
+def test_a_start_that_was_killed_before_its_first_step_takes_nothing_from_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: bool
+) -> None:
+    """With a model or without one; the next ends without a step, too."""
+    writer = begin(tmp_path, monkeypatch)
+    writer.on_step(done(1))
+    writer.on_end(None)
+    before = json.loads(receipts.part_file(tmp_path, 0).read_text())
+    for _ in range(2):  # killed
+        begin(tmp_path, monkeypatch, 9) if model else receipts.ReceiptWriter(tmp_path, 0)
+    assert receipts.read(tmp_path)["status"] == RUNNING
+    for again in (receipts.ReceiptWriter(tmp_path, 0), begin(tmp_path, monkeypatch, 9)):
+        again.on_end(SystemExit(2))
+        part = json.loads(receipts.part_file(tmp_path, 0).read_text())
+        assert part.pop("without_step")["how"] == "SystemExit"
+        assert part == before
+    trained = begin(tmp_path, monkeypatch, 9)
+    assert json.loads(receipts.part_file(tmp_path, 0).read_text())["before"]["steps"] == 1
+    trained.on_step(done(2))
+    assert "before" not in json.loads(receipts.part_file(tmp_path, 0).read_text())
 
 
 def test_of_starts_that_all_did_no_step_the_last_with_a_model_is_told_of(

@@ -92,11 +92,13 @@ _PART = kinds.record(
         "cache": _CACHE,
         "steps": kinds.COUNT,
         "without_step": _WITHOUT_STEP,
+        "before": kinds.MAP,
     },
     more=True,
 )  # fmt: skip
 """What a rank leaves of a start; ``run`` has the fields of a receipt by path, each of which may be doubtful alone. ``steps``
-are those that it has done, and ``without_step`` is of the last of the starts after it that ended before their first."""
+are those that it has done, and ``without_step`` is of the last of the starts after it that ended before their first. A start
+that has done none yet keeps in ``before`` what an earlier one left."""
 _FLOPS = kinds.record(
     {
         "families": kinds.record(
@@ -165,7 +167,8 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     notes: list[str] = [why for rank, why in damaged if rank < world_size]
     steps = _steps(Path(run), unknown)
     profile = _read_profile(Path(run), world_size, unknown)
-    window = _window(Path(run), first, world_size, unknown)
+    stepped = any("without_step" in part for part in parts)
+    window = _window(Path(run), first, world_size, stepped, unknown)
     if not kinds.map_of(kinds.TEXT).accepts(values.setdefault("environment", {})):
         notes.append(f"environment is {kinds.shown(values['environment'])}; expected the values of variables")
         values["environment"] = {}
@@ -229,6 +232,9 @@ def _parts(run: Path) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
                 raise
         else:
             parts.append(part)
+    if any("without_step" in part for part in parts):
+        # A step needs every rank: those of this start that have not said so were killed, or are about to end.
+        parts = [part["before"] if part["status"] == RUNNING and "before" in part else part for part in parts]
     return parts, damaged
 
 
@@ -248,7 +254,8 @@ def read_part(file: Path) -> dict[str, Any]:
     if part.get("schema") != SCHEMA:
         raise DataError(f"{file}: {receipt_schema.other_schema(part.get('schema'))}")
     try:
-        kinds.check(part, _PART)
+        for one in (part, part["before"]) if "before" in part else (part,):
+            kinds.check(one, _PART)
         if part["rank"] != _rank_of(file):
             raise ValueError(f"rank is {part['rank']}; expected the one in the name of the file")
     except ValueError as error:
@@ -312,10 +319,12 @@ def _steps(run: Path, unknown: dict[str, str]) -> list[Step]:
         return []
 
 
-def _window(run: Path, first: Mapping[str, Any], world_size: float, unknown: dict[str, str]) -> Window | None:
-    """The window of the start that the ``first`` part is of."""
+def _window(
+    run: Path, first: Mapping[str, Any], world_size: float, stepped: bool, unknown: dict[str, str]
+) -> Window | None:
+    """The window of the start that the parts are of."""
     try:
-        return receipt_window.read(run, first["warm_up_steps"], world_size, stepped="without_step" in first)
+        return receipt_window.read(run, first["warm_up_steps"], world_size, stepped=stepped)
     except DataError as error:
         unknown |= {"window": str(error), "step_time": str(error)}
         return None

@@ -60,21 +60,6 @@ class _Line:
         return sum(self.phases.get(name, 0) for name in names)
 
 
-@dataclass
-class _Starts:
-    """The lines of two starts of a rank.
-
-    Attributes:
-        last: of the last one.
-        stepped: of the last one that did a step.
-        over: whether all after that have said how they ended.
-    """
-
-    last: list[_Line]
-    stepped: list[_Line]
-    over: bool
-
-
 def read(
     run: str | os.PathLike[str],
     left_out: int = WARM_UP_STEPS,
@@ -90,8 +75,7 @@ def read(
         run: the run's folder.
         left_out: steps at the beginning of the start that are not measured.
         world_size: processes of the start; what higher ranks of an earlier one left is not read.
-        stepped: the parts are of the last start that did a step, which then is the one, if on every rank all after it have said
-            how they ended. What goes on, or was killed, may still do a step: then it is the last start.
+        stepped: whether it is the last start that did a step, because those after it came to nothing; else it is the last.
 
     Raises:
         DataError: there is none of that, or it is damaged.
@@ -103,10 +87,8 @@ def read(
     compiled: dict[int, int] = {}
     compiled_ns = most = 0
     profiled = _profiled(Path(run))
-    stepped = stepped and all(_read_starts(file).over for file in files.values())
     for rank, file in files.items():
-        found = _read_starts(file)
-        start = found.stepped if stepped else found.last
+        start = _read_start(file, stepped)
         compiled_ns += sum(line.total(_COMPILING) for line in start)
         done = [(line.step, line) for line in start if line.step is not None]
         most = max(most, len(done))
@@ -144,18 +126,15 @@ def tokens_of(steps: Sequence[Step]) -> dict[int, int]:
     return {step.step: step.tokens - before[step.step - 1] for step in steps if step.step - 1 in before}
 
 
-def _read_starts(file: Path) -> _Starts:
-    """The last start of one rank, and the last that did a step."""
-    found = _Starts([], [], over=True)
-    settled = True  # the start that is read has done a step, or said how it ended
+def _read_start(file: Path, stepped: bool) -> list[_Line]:
+    """The lines of the last start of one rank; or, if it is to be one that ``stepped``, of the last that did a step."""
+    last: list[_Line] = []
+    with_step: list[_Line] = []
     for line in goodput.read_lines(file):
         if "began" in line:
-            found.over = found.over and settled
-            found.last, settled = [], False
+            last = []
             continue
-        found.last.append(_Line(line.get("step"), line["phases"]))
-        settled = settled or "how" in line
+        last.append(_Line(line.get("step"), line["phases"]))
         if "step" in line:
-            found.stepped, found.over, settled = found.last, True, True
-    found.over = found.over and settled
-    return found
+            with_step = last
+    return with_step if stepped else last

@@ -117,6 +117,7 @@ class ReceiptWriter(Listener):
     def on_step(self, step: Step) -> None:
         """Write the part if it is time; after the first step at once, for only then this start has something to lose."""
         self._part["steps"] += 1
+        self._part.pop("before", None)
         if self._part["steps"] == 1 or time.monotonic() - self._written >= self.every_s:
             self._write(RUNNING)
 
@@ -137,6 +138,7 @@ class ReceiptWriter(Listener):
         if outlived:
             self._leave_earlier(how)
         else:
+            self._part.pop("before", None)
             self._write(how)
         if self.rank == 0:
             if error is None or outlived:  # of a run that trained, the others may hang after an error
@@ -189,14 +191,21 @@ class ReceiptWriter(Listener):
         return receipt_facts.cache_files()
 
     def _say_running(self) -> None:
-        """Write that this rank runs; until there is a model, what an earlier start said of the run is all that is known."""
+        """Write that this rank runs; until there is a model, what an earlier start said of the run is all that is known.
+
+        What it said is kept apart, too, until there is a step: this start may be killed, and the next one has to know.
+        """
         if self._path.is_file():
             try:
                 self._earlier = read_part(self._path)
             except DataError as problem:
                 logger.warning("what an earlier start left of the receipt is not kept: %s", problem)
+        self._earlier = self._earlier.get("before", self._earlier)
+        if _knows_model(self._earlier):
+            self._part["before"] = self._earlier
         known = dict(self._earlier)
-        known.pop("cache", None)  # which is counted when a start has ended
+        for name in ("cache", "without_step"):  # which are of a start that has ended
+            known.pop(name, None)
         self._replace(known | self._part | {"status": RUNNING, "written_at": now()})
 
     def _remove_leftovers(self) -> None:

@@ -83,6 +83,7 @@ class Heard(Listener):
         self.steps.append(step.step)
 
     def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
+        assert failed is self  # so that each lets go of what it has
         self.failures.append(error)
 
     def on_end(self, error: BaseException | None) -> None:

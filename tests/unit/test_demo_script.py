@@ -272,30 +272,36 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.parse([]).steps == 200
 
 
+STEPS, SAVED = 16, 8
+"""Of the demo in small: enough to be killed on a busy machine before it ends, and the step of its checkpoint."""
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_whole_demo_in_small(tmp_path: Path) -> None:
-    """Eight steps: everything holds but the score, which eight steps cannot reach; then the corpus is used again."""
+    """A few steps: everything holds but the score, which they cannot reach; then the corpus is used again."""
     output = tmp_path / "demo"
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--steps", "8", "--score-tokens", "2000"]
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--steps", str(STEPS), "--score-tokens", "2000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEGACPP_CONFIG": str(tmp_path / "not-there.yaml")}
     done = subprocess.run(
         [*command, "--output", str(output)], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1, done.stdout + done.stderr
     steps = read_steps(output / "run-1" / "observe" / "steps.jsonl")
-    first, second = ([step for step in steps if step.resumed_at == start] for start in (0, 4))
-    assert [step.step for step in second] == [5, 6, 7, 8]
-    assert first[-1].step >= 5
-    assert f"killed with SIGKILL after step {first[-1].step}; resuming from the checkpoint of step 4" in done.stdout
-    assert f"EQUAL: steps 5 to {min(8, first[-1].step)}" in done.stdout
+    first, second = ([step for step in steps if step.resumed_at == start] for start in (0, SAVED))
+    assert [step.step for step in second] == list(range(SAVED + 1, STEPS + 1)), done.stdout + done.stderr
+    assert first[-1].step > SAVED
+    assert (
+        f"killed with SIGKILL after step {first[-1].step}; resuming from the checkpoint of step {SAVED}" in done.stdout
+    )
+    assert f"EQUAL: steps {SAVED + 1} to {min(STEPS, first[-1].step)}" in done.stdout
     assert "held-out bits per byte" in done.stdout
     assert "demo FAILED: the score is" in done.stderr
     assert "Warning" not in done.stdout + done.stderr
     check_against_megatrons_log(output / "run-1" / "observe" / "stock.log", first)
 
     score = json.loads((output / "run-1" / "score.json").read_text())
-    assert (score["step"], score["tokens"]) == (8, 1999)
+    assert (score["step"], score["tokens"]) == (STEPS, 1999)
     page = (output / "index.html").read_text(encoding="utf-8")
     assert page == (output / "run-1" / "index.html").read_text(encoding="utf-8")
     check_page(page, score, first[-1].step)
@@ -318,14 +324,14 @@ def check_page(page: str, score: dict[str, Any], killed_after: int) -> None:
     under = 100 * (1 - score["bits_per_byte"] / score["unigram_bits_per_byte"])
     parameters = demo.MODEL.parameters()
     for expected in (
-        f"{demo.MODEL.name}, 8 steps of stock Megatron on the CPU",
+        f"{demo.MODEL.name}, {STEPS} steps of stock Megatron on the CPU",
         f"<b>{score['bits_per_byte']:.3f}</b>bits per byte, held out",
         f"<b>{score['unigram_bits_per_byte']:.3f}</b>unigram entropy of the same {score['bytes']:,} bytes",
         f"<b>{abs(under):.1f} %</b>{'under' if under >= 0 else 'over'} the unigram entropy",
-        f"Killed after step {killed_after}, resumed from the checkpoint of step 4. EQUAL: steps 5 to",
+        f"Killed after step {killed_after}, resumed from the checkpoint of step {SAVED}. EQUAL: steps {SAVED + 1} to",
         'class="tag leveltag"',
-        "resumed at 4",
-        "restarted from step 4",
+        f"resumed at {SAVED}",
+        f"restarted from step {SAVED}",
         *(f"{parameters[letter]:,}" for letter in "AEMR"),
         f"{sum(parameters.values()):,}",
         importlib.metadata.version("megatron-core"),

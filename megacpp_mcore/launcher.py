@@ -25,7 +25,6 @@ import os
 import re
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -643,12 +642,13 @@ def process_environment() -> contextlib.AbstractContextManager[None]:
 
 
 def _single_process_defaults() -> dict[str, str]:
-    """Return what torchrun would have set for one process, where it is unset."""
-    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    if "MASTER_PORT" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            defaults["MASTER_PORT"] = str(probe.getsockname()[1])
+    """Return what torchrun would have set for one process, where it is unset.
+
+    Nobody else has to know the port of its store, so that the kernel may choose it when it is bound: one that was free before
+    may be taken by then.
+    """
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    defaults |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     return {name: value for name, value in defaults.items() if name not in os.environ}
 
 

@@ -226,7 +226,7 @@ def test_a_script_runs_as_python_would_and_all_is_taken_back(
 
     facts = json.loads(Path(facts_file).read_text())
     assert facts.pop("argv") == [str(script), facts_file, *CPU_ARGUMENTS]
-    assert int(facts.pop("port")) > 0
+    assert facts.pop("port") == "0"  # for the kernel to choose, when it is bound
     assert facts == {"path": str(tmp_path), "name": "__main__", "cuda": True, "rank": "0", "sibling": 3}
     assert before == (dict(os.environ), sys.path, sys.argv, torch.cuda.is_available, utils.compile_helpers)
     first, *rest = capsys.readouterr().out.splitlines()

@@ -152,9 +152,8 @@ def _kernel() -> str | None:
 
 def _stat(pid: int) -> tuple[str, int]:
     """State and time of birth (clock ticks since the boot) of a process: fields 3 and 22 of proc_pid_stat(5)."""
-    fields = (
-        Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    )  # after the name, which may hold anything
+    # What comes after the name, which may hold anything.
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     return fields[0].decode(), int(fields[19])
 
 
@@ -246,9 +245,10 @@ class Claim:
         Raises:
             DataError: somebody does.
         """
-        waited = False
-        if self._blocked or not (last.ended or last.state() in _GONE) or _changed(self._before, _sign(self.file)):
-            waited = self._watch(last)
+        doubtful = self._blocked or not (last.ended or last.state() in _GONE)
+        doubtful = doubtful or _changed(self._before, _sign(self.file))
+        if doubtful:
+            self._watch(last)
         elif self._output is None:
             logger.warning("%s: %s; what is recorded there is not locked", self._path, self._reason)
         with contextlib.suppress(OSError):
@@ -259,7 +259,7 @@ class Claim:
             self.look()
             if self.lost:
                 raise _in_use(self.file, "another process that began at the same time")
-        return waited
+        return doubtful
 
     def look(self) -> None:
         """See whether another process has left its mark meanwhile."""
@@ -305,14 +305,14 @@ class Claim:
         except OSError as error:
             self._reason, self._blocked = error.strerror or repr(error), False
 
-    def _watch(self, last: Writer) -> bool:
-        """Wait for a sign of life, which is refused; return whether it took any time."""
+    def _watch(self, last: Writer) -> None:
+        """Wait for a sign of life, which is refused, or for the lock of a process that ends."""
         beat_s = last.heartbeat_s or self._heartbeat_s
         wait_s = min(max(BEATS * beat_s, SILENCE_S if self._blocked else 0.0), LONGEST_WAIT_S)
         was_blocked = self._blocked
         while True:
             if was_blocked and not self._blocked and self._output is not None:
-                return True  # who held the lock has died, or said how it ended
+                return  # who held the lock has died, or said how it ended
             sign = _sign(self.file)
             if _changed(self._before, sign):
                 raise _in_use(self.file, last.who)
@@ -335,7 +335,6 @@ class Claim:
                 last.who,
                 time.monotonic() - self._asked,
             )
-        return True
 
 
 def _locked(path: Path) -> int:

@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -218,7 +217,7 @@ def test_the_launch_flags_of_gpus_pass_megatrons_validation(
     given = {"tokenizer": tokenizer_words(model), "data": ("--mock-data",), "precision": precision}
     processes = 2 * max(layout.processes, layout.tensor * layout.pipeline)
     words = lower(model, layout, Training(processes=processes, **given), host)
-    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):  # grouped GEMMs ask for it
+    with stock.gpu_host():
         arguments = stock.parse(words, processes)
     on = ("gradient_accumulation_fusion", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
     assert [name for name in (*on, "moe_permute_fusion", "manual_gc") if not getattr(arguments, name)] == []
@@ -236,7 +235,9 @@ def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:
     replicas = {"--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"}
     assert launch_words() == one
     assert launch_words(processes=2) == launch_words(Layout(expert=2)) == one | replicas
-    assert launch_words(Layout(tensor=2, sequence_parallel=True)) == one  # both processes hold a part of the one replica
+    assert (
+        launch_words(Layout(tensor=2, sequence_parallel=True)) == one
+    )  # both processes hold a part of the one replica
     off = {"--no-gradient-accumulation-fusion"}
     local = {"--manual-gc", "--manual-gc-interval"} | off
     assert launch_words(transformer_impl="local") == local
@@ -350,7 +351,6 @@ def test_marked_stages_are_the_chunks_that_megatron_cuts(
 
 def config_layer_ids(config: Any, vp_stage: int, pp_rank: int) -> list[int]:
     """Megatron's own 0-based layer numbers of a chunk."""
-    from unittest import mock
 
     from megatron.core import parallel_state
     from megatron.core.transformer.enums import LayerType

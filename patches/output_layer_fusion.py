@@ -6,7 +6,8 @@ Provenance: megatron-core 0.19.2 ``core/tensor_parallel/layers.py``.
 
 Transformer Engine's layers add a weight's gradient into the gradient buffer in the product itself, with kernels of their own.
 The output layer of GPTModel and HybridModel is not one of them: it is Megatron's ColumnParallelLinear, whose fusion is Apex's,
-and without Apex it raises where it could do without. One flag is for both.
+and without Apex it raises where it could do without. One flag is for both. RowParallelLinear, which a model of local classes has,
+does not even ask, and fails in the backward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
 def _without_apex(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of ``ColumnParallelLinear.__init__``: where there is no kernel for it, this layer alone does not fuse."""
+    """Replacement of a linear layer's ``__init__``: where there is no kernel for it, this layer alone does not fuse."""
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
@@ -54,9 +55,14 @@ PATCH = Patch(
             "20dcfe25ca5aa94b75dfe6f1f94f3f8cd34fa348da362e21f3a9f8775a9039cd",
             _without_apex,
         ),
+        Edit.of(
+            f"{_LAYERS}:RowParallelLinear.__init__",
+            "18d5d22dd93914b264bc3fae97851d6c12a65b6e1768f59626a320926fb9638b",
+            _without_apex,
+        ),
     ),
     seam="the constructor asks the configuration once and keeps the answer; the forward pass reads what it kept",
-    leaves_alone="models built without fusion; hosts with Apex; row-parallel layers, which do not ask for Apex's kernel",
+    leaves_alone="models built without fusion; hosts with Apex; Transformer Engine's layers, which have kernels of their own",
     cost="nothing; the gradient of the output weight is added to the buffer in a pass of its own, as without the flag",
     gain="16-bit weight gradients of all other layers are neither written nor read again",
     retire_when="upstream's output layer falls back, or takes Transformer Engine's product",

@@ -244,7 +244,7 @@ def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:
     assert launch_words(processes=8, device="cpu", transformer_impl="local", precision="fp32") == off
     untrained = with_overrides(preset("nam56r_tiny"), {"dsa": {"loss_coeff": 0.0}})
     assert launch_words(processes=2, model=untrained) == one | {"--use-distributed-optimizer"}
-    dense = with_overrides(preset("nam56r_tiny"), {"pattern": "AMR", "depth": 3})
+    dense = with_overrides(preset("nam56r_tiny"), {"pattern": "AMR", "depth": 3, "dsa": {"schedule": "-"}})
     assert "--moe-permute-fusion" not in launch_words(model=dense)
 
 
@@ -351,6 +351,7 @@ def test_marked_stages_are_the_chunks_that_megatron_cuts(
 
 def config_layer_ids(config: Any, vp_stage: int, pp_rank: int) -> list[int]:
     """Megatron's own 0-based layer numbers of a chunk."""
+    from unittest import mock
 
     from megatron.core import parallel_state
     from megatron.core.transformer.enums import LayerType

@@ -34,6 +34,24 @@ def test_without_apex_the_output_layer_alone_does_not_fuse(process: Path) -> Non
         assert torch.equal(layer.weight.grad, torch.full((64, 48), 3.0))
 
 
+def test_a_row_parallel_layer_trains_without_apex(process: Path) -> None:
+    from megatron.core.tensor_parallel import RowParallelLinear
+
+    def backward() -> torch.Tensor:
+        layer = RowParallelLinear(
+            48, 64, config=dsa_config(gradient_accumulation_fusion=True), init_method=torch.nn.init.normal_, bias=False,
+            input_is_parallel=True, skip_bias_add=False,
+        )  # fmt: skip
+        layer.weight.main_grad = torch.zeros(64, 48)  # as DistributedDataParallel leaves it
+        layer(torch.ones(3, 48))[0].sum().backward()
+        return layer.weight.grad
+
+    with pytest.raises(NameError, match="fused_weight_gradient_mlp_cuda"):
+        backward()
+    with stock.patched(PATCH):
+        assert torch.equal(backward(), torch.full((64, 48), 3.0))
+
+
 def test_an_error_of_the_constructor_leaves_the_configuration_as_it_was(process: Path) -> None:
     config = dsa_config(gradient_accumulation_fusion=True)
     with stock.patched(PATCH), pytest.raises(TypeError):

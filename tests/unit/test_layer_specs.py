@@ -110,6 +110,13 @@ def close(found: torch.Tensor, truth: torch.Tensor, tolerance: float = 3e-6) -> 
     assert float((error / scale).max()) < tolerance
 
 
+def weights_by_part(mixer: Any) -> dict[str, torch.Tensor]:
+    """The rows of a mixer's input projection by what they mean, in float64."""
+    projection = mixer.in_proj
+    rows = projection.weight.detach().double()
+    return {slot.part.name: rows[slot.start : slot.start + slot.rows] for slot in projection.slots}
+
+
 # --- what the mixers compute -------------------------------------------------------------------------------------------
 
 
@@ -120,27 +127,28 @@ def test_mamba3_mixer_is_its_reference_composed_by_hand(still: Any, definition: 
     p = {name: parameter.detach().double() for name, parameter in mixer.named_parameters()}
     x_SBD = random(S, B, D)
     x_BSD = x_SBD.double().transpose(0, 1)
-    rows, columns = 2 * ssm.head_dim + 3, ssm.mimo_rank * ssm.state
-    per_head = [x_BSD @ p["in_proj.weight"][h * rows : (h + 1) * rows].T for h in range(heads)]
-    x, z = (torch.stack([row[..., i : i + ssm.head_dim] for row in per_head], 2) for i in (ssm.head_dim, 0))
-    dt, decay, trap = (torch.stack([row[..., 2 * ssm.head_dim + i] for row in per_head], 2) for i in range(3))
+    columns = ssm.mimo_rank * ssm.state
+    projected = {name: x_BSD @ rows.T for name, rows in weights_by_part(mixer).items()}
+    x, z = (projected[name].unflatten(-1, (heads, ssm.head_dim)) for name in "xz")
+    dt, decay, trap = (projected[name] for name in ("dt", "A", "trap"))
     rotated = []
     decay, step, trap = reference.mamba3_decay_and_gates(dt, decay, trap, p["dt_bias"], A_floor=ssm.a_floor)
-    theta = reference.mamba3_angles(x_BSD @ p["angle_weight"].T, step)
-    for part, name in enumerate(("b", "c")):
+    theta = reference.mamba3_angles(projected["angles"], step)
+    by_head_and_rank = (heads, ssm.mimo_rank, -1)
+    for part, name in (("B", "b"), ("C", "c")):
         by_head = []
         for h in range(heads):
-            group = h // (heads // ssm.groups)
-            first = group * 2 * columns + part * columns
-            raw = (x_BSD @ p["bc_proj.weight"][first : first + columns].T).unflatten(-1, (ssm.mimo_rank, ssm.state))
+            first = h // (heads // ssm.groups) * columns
+            raw = projected[part][..., first : first + columns].unflatten(-1, (ssm.mimo_rank, ssm.state))
             normed = raw / (raw.square().mean(-1, keepdim=True) + definition.norm_eps).sqrt() * p[f"{name}_norm_weight"]
-            by_head.append(normed + p[f"{name}_bias"][h])
+            by_head.append(normed + p[f"{name}_bias"].view(by_head_and_rank)[h])
         rotated.append(reference.mamba3_rotate(torch.stack(by_head, 3), theta, pairing="half"))
-    y, _ = reference.mamba3_scan_sequential(x, *rotated, decay, step, trap, mimo_x_HRP=p["mimo_x"])
+    mimo_x, mimo_z, mimo_o = (p[f"mimo_{name}"].view(by_head_and_rank) for name in "xzo")
+    y, _ = reference.mamba3_scan_sequential(x, *rotated, decay, step, trap, mimo_x_HRP=mimo_x)
     mixed = torch.zeros_like(x)
     for r in range(ssm.mimo_rank):
-        skipped = y[:, :, r] + p["D"][:, None] * x * p["mimo_x"][:, r]
-        mixed += skipped * torch.nn.functional.silu(z * p["mimo_z"][:, r]) * p["mimo_o"][:, r]
+        skipped = y[:, :, r] + p["D"][:, None] * x * mimo_x[:, r]
+        mixed += skipped * torch.nn.functional.silu(z * mimo_z[:, r]) * mimo_o[:, r]
     truth = mixed.flatten(2) @ p["out_proj.weight"].T
     found, bias = mixer(x_SBD)
     assert bias is None
@@ -154,11 +162,8 @@ def test_m2rnn_mixer_is_its_reference_composed_by_hand(still: Any, definition: M
     p = {name: parameter.detach().double() for name, parameter in mixer.named_parameters()}
     x_SBD = random(S, B, D)
     x_BSD = x_SBD.double().transpose(0, 1)
-    rows = 2 * rnn.value_dim + 1
-    per_head = [x_BSD @ p["in_proj.weight"][h * rows : (h + 1) * rows].T for h in range(heads)]
-    v = torch.cat([row[..., : rnn.value_dim] for row in per_head], -1)
-    forget = torch.stack([row[..., rnn.value_dim] for row in per_head], -1)
-    gate = torch.cat([row[..., rnn.value_dim + 1 :] for row in per_head], -1)
+    projected = {name: x_BSD @ rows.T for name, rows in weights_by_part(mixer).items()}
+    gate, forget = projected["g"], projected["f"]
 
     def convolved(channels: torch.Tensor, name: str) -> torch.Tensor:
         result = p[f"{name}_conv_bias"].expand_as(channels).clone()
@@ -167,11 +172,12 @@ def test_m2rnn_mixer_is_its_reference_composed_by_hand(still: Any, definition: M
             result += shifted * p[f"{name}_conv_weight"][:, rnn.conv_kernel - 1 - back]
         return result * torch.sigmoid(result)
 
-    qk, v = convolved(x_BSD @ p["qk_weight"].T, "qk"), convolved(v, "v")
+    qk, v = convolved(torch.cat((projected["q"], projected["k"]), -1), "qk"), convolved(projected["v"], "v")
     f = torch.exp(-torch.exp(p["A_log"]) * torch.nn.functional.softplus(forget + p["dt_bias"]))
     v_BSHV = v.unflatten(-1, (heads, rnn.value_dim))
     q, k = qk[..., : rnn.key_dim], qk[..., rnn.key_dim :]
-    y, _ = reference.m2rnn_sequential(q.unsqueeze(2), k.unsqueeze(2), v_BSHV, p["W"], f)
+    W = p["W"].view(heads, rnn.value_dim, rnn.value_dim)
+    y, _ = reference.m2rnn_sequential(q.unsqueeze(2), k.unsqueeze(2), v_BSHV, W, f)
     gated = (y + p["D"].view(v_BSHV.shape[-2:]) * v_BSHV).flatten(2) * gate * torch.sigmoid(gate)
     normed = gated / (gated.square().mean(-1, keepdim=True) + definition.norm_eps).sqrt() * p["norm_weight"]
     found, _ = mixer(x_SBD)

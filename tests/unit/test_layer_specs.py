@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -704,7 +705,8 @@ def test_a_bf16_run_keeps_them_in_fp32_and_draws_the_same_values(
             assert torch.equal(getattr(found, name), getattr(drawn, name)), name
     losses = run(wrapped, tokens)
     truth = run(built, tokens)
-    assert torch.allclose(losses.float(), truth, atol=0.05)
+    # A token that another expert or another key goes to is off by more than bf16 rounds; few are.
+    assert (losses - truth).square().mean().sqrt() < 5e-3 * truth.square().mean().sqrt()
     losses.mean().backward()
     assert all(
         parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in wrapped.parameters()
@@ -719,7 +721,7 @@ def test_initial_values(built: Any) -> None:
         assert bool((mixer.D == 1).all())
     assert bool((mamba.b_bias == 1).all())
     assert bool((mamba.mimo_x == 0.5).all())
-    assert torch.equal(recurrent.W, torch.eye(8).expand(4, 8, 8))
+    assert torch.equal(recurrent.W.view(4, 8, 8), torch.eye(8).expand(4, 8, 8))
     assert bool(((recurrent.A_log >= 0) & (recurrent.A_log <= math.log(16))).all())
     experts = layer(built, FAMILIES["E"]).mlp.experts.local_experts
     weights = [expert.linear_fc1.weight for expert in experts]
@@ -744,29 +746,23 @@ def test_each_residual_write_starts_as_in_a_stock_gpt(built: Any) -> None:
 
 # --- weight decay ------------------------------------------------------------------------------------------------------
 
-DECAYED = {
-    "A": {"linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"},
-    "M": {"in_proj", "bc_proj", "out_proj", "angle_weight", "b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o"},
-    "R": {"in_proj", "out_proj", "qk_weight", "qk_conv_weight", "v_conv_weight", "W"},
-    "E": {"router", "experts", "shared_experts"},
-}
-"""As mamba-ssm 2.3.2.post1 has it for M (``dt_bias`` and ``D`` are exempt), and the paper's authors for R (``D`` is)."""
+PAGE = Path(__file__).parents[2] / "docs" / "model.md"
 
 
-def test_weight_decay_spares_norms_skips_and_biases(built: Any) -> None:
+def test_weight_decay_is_as_the_page_says(built: Any) -> None:
+    """Every parameter of M and R, by stock's own grouping."""
     from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
     config = OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=1e-4, weight_decay=0.1)
-    names = {id(parameter): name for name, parameter in built.named_parameters()}
     groups = _get_param_groups([built], config, get_standard_config_overrides(config))
-    decayed = {names[id(parameter)] for group in groups if group["wd_mult"] > 0 for parameter in group["params"]}
-    assert 0 < len(decayed) < len(names)
-    for kind, expected in DECAYED.items():
-        part = "mlp" if kind == "E" else "self_attention"
-        prefix = f"decoder.layers.{FAMILIES[kind] - 1}.{part}."
-        found = {name.removeprefix(prefix).split(".")[0] for name in decayed if name.startswith(prefix)}
-        assert found == expected, kind
+    decayed = {id(parameter) for group in groups if group["wd_mult"] > 0 for parameter in group["params"]}
+    rows = re.findall(r"^\| ([MR]) \| `([\w.]+)` \| (yes|no) \| .+ \|$", PAGE.read_text(), re.MULTILINE)
+    for kind in "MR":
+        said = {name: says == "yes" for letter, name, says in rows if letter == kind}
+        del said["in_proj.replicated_weight"]  # in a process of its own all parts are in one weight
+        mixer = layer(built, FAMILIES[kind]).self_attention
+        assert {name: id(parameter) in decayed for name, parameter in mixer.named_parameters()} == said
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------------

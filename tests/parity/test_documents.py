@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,7 +190,7 @@ def mask_of(seq_idx: torch.Tensor | None) -> torch.Tensor | None:
 def test_full_mla(lengths: list[int], query_chunk: int | None) -> None:
     def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
         q, k, v = (t.transpose(0, 1) for t in tokens.values())
-        options: Any = {"softmax_scale": 0.3, "attention_mask": mask_of(seq_idx), "query_chunk": query_chunk}
+        options: Any = {"softmax_scale": 0.3, "seq_idx": seq_idx, "query_chunk": query_chunk}
         return mla_attention(q, k, v, **options).transpose(0, 1)
 
     rows = sum(lengths)
@@ -239,11 +240,9 @@ def test_stock_masks_say_exactly_where_documents_begin(rows: list[list[int]]) ->
     mask = torch.stack([stock_mask(tokens_S, 0) for tokens_S in tokens_BS])
     after_end = torch.nn.functional.pad((tokens_BS == 0)[:, :-1], (1, 0))
     found = seq_idx_from_mask(mask)
-    assert (found is None) == (not bool(after_end.any()))
-    if found is not None:
-        assert torch.equal(found, after_end.cumsum(1, dtype=torch.int32))
-        assert torch.equal(document_starts(found, batch=len(rows), rows=12), after_end)
-        assert torch.equal(mask, other_documents(found) | ~torch.ones(12, 12, dtype=torch.bool).tril())
+    assert torch.equal(found, after_end.cumsum(1, dtype=torch.int32))
+    assert torch.equal(document_starts(found, batch=len(rows), rows=12), after_end)
+    assert torch.equal(mask, other_documents(found) | ~torch.ones(12, 12, dtype=torch.bool).tril())
 
 
 @_PROPERTY
@@ -268,7 +267,7 @@ def test_padding_between_sequences_belongs_to_the_one_before(given: list[int] | 
     parameters = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded.clone(), **lengths
     )
-    assert packed_documents(parameters, 1, batch=1, rows=9).tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 3]]
+    assert packed_documents(SimpleNamespace(), parameters, 1, batch=1, rows=9).tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 3]]
 
 
 def test_empty_sequences_have_no_row() -> None:
@@ -309,10 +308,11 @@ BAD_MASKS = {
 }
 
 
+@pytest.mark.parametrize("wait", [False, True])
 @pytest.mark.parametrize(("mask", "message"), BAD_MASKS.values(), ids=BAD_MASKS.keys())
-def test_a_mask_that_is_no_matter_of_documents_is_refused(mask: torch.Tensor, message: str) -> None:
+def test_a_mask_that_is_no_matter_of_documents_is_refused(mask: torch.Tensor, message: str, wait: bool) -> None:
     with pytest.raises(ModelError, match=message):
-        seq_idx_from_mask(mask)
+        seq_idx_from_mask(mask, wait=wait)
 
 
 @pytest.mark.parametrize("cu_seqlens", [torch.tensor([0]), torch.tensor([[0, 3]]), torch.tensor([0.0, 3.0])])

@@ -33,12 +33,12 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.layer_specs.documents import packed_documents
+from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss
@@ -79,26 +79,17 @@ class MLACoreAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        packed_seq_params: PackedSeqParams | None = None,
-        attn_mask_type: AttnMaskType | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """``q [S, B, H, K], k [T, B, H, K], v [T, B, H, V] -> [S, B, H * V]``; causal, and masked where the mask is True.
+        """``q [S, B, H, K], k [S, B, H, K], v [S, B, H, V] -> [S, B, H * V]``; causal, and inside documents.
 
-        With packed sequences Megatron leaves B out, of the output too, and each sequence sees itself alone.
+        ``attention_mask`` is what :class:`_Documents` puts in a mask's place: the documents, int32 ``[B, S]``, or None. Query,
+        key and value may be strided, with their widths innermost.
         """
-        if packed_seq_params is None:
-            return self._attend(query, key, value, attention_mask).flatten(2)
-        mask = _packed_mask(packed_seq_params, self.layer_number, len(query))
-        return self._attend(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), mask).flatten(1)
-
-    def _attend(
-        self, q_SBHK: torch.Tensor, k_TBHK: torch.Tensor, v_TBHV: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
         o_SBHV: torch.Tensor = self.backend.fn(
-            q_SBHK, k_TBHK, v_TBHV, softmax_scale=self.softmax_scale, attention_mask=mask
+            query, key, value, softmax_scale=self.softmax_scale, seq_idx=attention_mask
         )
-        return o_SBHV
+        return o_SBHV.flatten(2)
 
 
 class SparseCoreAttention(MegatronModule):
@@ -164,20 +155,15 @@ class SparseCoreAttention(MegatronModule):
             query: absorbed queries ``[S, B, H, K]``.
             key: latents with rotary part, one head ``[T, B, 1, K]``; the value is their first V entries.
             value: None, as the stock class passes it.
-            attention_mask: bool, True = masked, on top of causal; or None.
+            attention_mask: what :class:`_Documents` puts in its place: the documents, int32 ``[B, S]``, or None.
             x: the layer's input ``[S, B, D]`` (a slice of S under sequence parallelism).
             qr: normed query latents ``[S, B, q_lora_rank]`` (likewise).
-
-        With packed sequences Megatron leaves B out of query, key and qr, and of the output; each sequence sees itself alone.
 
         Returns:
             ``[S, B, H * V]`` latents, before the value up-projection.
         """
-        if packed_seq_params is None:
-            return self._select_and_attend(query, key, attention_mask, x, qr, None)
-        mask = _packed_mask(packed_seq_params, self.layer_number, len(query))
-        output = self._select_and_attend(query.unsqueeze(1), key.unsqueeze(1), mask, x, qr, packed_seq_params)
-        return output.squeeze(1)
+        mask = None if attention_mask is None else other_documents(attention_mask)
+        return self._select_and_attend(query, key, mask, x, qr, packed_seq_params)
 
     def _select_and_attend(
         self,
@@ -242,22 +228,51 @@ class _WholeRows:
             linear.register_forward_hook(_whole_rows)
 
 
-class FullMLASelfAttention(_WholeRows, MLASelfAttention):
-    """Stock MLA with :class:`_WholeRows`."""
+class _Documents:
+    """Mixed into stock MLA: a packed batch is computed as one row, and the core attention is given its documents.
+
+    The documents take the place of the attention mask, as int32 ``[B, S]``, and the packed sequences go no further. Stock
+    would rotate each sequence by itself, with lengths that the host reads: two waits for a rotation, four or eight a layer.
+    Rotated by its place in the row, as it is with a mask, a query has the same product with every key of its document.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the stock class, whose ``attention_mask`` and ``packed_seq_params`` are those that Megatron gives a layer.
+
+        Raises:
+            DataError, ModelError: as :func:`megacpp_mcore.layer_specs.documents.documents`.
+        """
+        config: TransformerConfig = self.config  # type: ignore[attr-defined]
+        cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        seq_idx_BS = documents(
+            config,
+            self.layer_number,  # type: ignore[attr-defined]
+            batch=hidden_states.shape[1],
+            rows=hidden_states.shape[0] * cut,
+            attention_mask=attention_mask,
+            packed_seq_params=packed_seq_params,
+        )
+        return super().forward(hidden_states, seq_idx_BS, *args, **kwargs)  # type: ignore[misc]
 
 
-class SparseMLASelfAttention(_WholeRows, AbsorbedMLASelfAttention):
-    """Stock absorbed MLA with :class:`_WholeRows`."""
+class FullMLASelfAttention(_Documents, _WholeRows, MLASelfAttention):
+    """Stock MLA with :class:`_Documents` and :class:`_WholeRows`."""
+
+
+class SparseMLASelfAttention(_Documents, _WholeRows, AbsorbedMLASelfAttention):
+    """Stock absorbed MLA with :class:`_Documents` and :class:`_WholeRows`."""
 
 
 def _require_causal(attn_mask_type: AttnMaskType, layer_number: int) -> None:
     if attn_mask_type != AttnMaskType.causal:
         raise ModelError(f"layer {layer_number}: attention mask type is {attn_mask_type}; expected causal")
-
-
-def _packed_mask(packed_seq_params: PackedSeqParams, layer_number: int, rows: int) -> torch.Tensor:
-    """The mask ``[1, 1, S, S]`` that keeps the sequences of a packed batch apart; causality is the backend's."""
-    return other_documents(packed_documents(packed_seq_params, layer_number, batch=1, rows=rows))
 
 
 def full_attention(parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:

@@ -428,9 +428,9 @@ def _run_regions(
     if not isinstance(core, SparseCoreAttention) or core.indexer is None or not _scores(core):
         return output
     # Without the indexer's loss its scores get no gradient in the run above, and a gradient takes another graph.
-    shape = (*hidden_SBD.shape[: 2 if packed_seq_params is None else 1], layer.config.q_lora_rank)
+    shape = (*hidden_SBD.shape[:2], layer.config.q_lora_rank)
     latent = torch.randn(shape, device=hidden_SBD.device, dtype=layer.config.params_dtype)
-    score_BST = core.score_backend.fn(*core.indexer.forward_before_topk(normed_SBD.detach(), latent, packed_seq_params))
+    score_BST = core.score_backend.fn(*core.indexer.forward_before_topk(normed_SBD.detach(), latent))
     return output.float().sum() + score_BST.sum()
 
 

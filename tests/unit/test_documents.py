@@ -206,22 +206,18 @@ def test_packed_sequences_of_another_kind_are_refused(
 ) -> None:
     mixer = plain.decoder.layers[FAMILIES[kind] - 1].self_attention
     parameters = dataclasses.replace(packed(draw_tokens())["packed_seq_params"], **change)
-    x_SBD = torch.zeros(S, 1, D)
-    arguments, extra = (x_SBD,), {}
-    if hasattr(mixer, "core_attention"):
-        mixer, arguments, extra = mixer.core_attention, (x_SBD, x_SBD, x_SBD, None), {"x": x_SBD, "qr": x_SBD}
     with pytest.raises(ModelError, match=f"layer {FAMILIES[kind]}: .*{message}"):
-        mixer(*arguments, **extra, packed_seq_params=parameters)
+        mixer(torch.zeros(S, 1, D), None, packed_seq_params=parameters)
 
 
-@pytest.mark.parametrize("kind", ["M", "R"])
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_a_packed_batch_of_several_rows_is_refused(plain: Any, kind: str) -> None:
     mixer = plain.decoder.layers[FAMILIES[kind] - 1].self_attention
     with pytest.raises(ModelError, match="a batch of 2; expected 'thd'"):
-        mixer(torch.zeros(S, 2, D), packed_seq_params=packed(draw_tokens())["packed_seq_params"])
+        mixer(torch.zeros(S, 2, D), None, packed_seq_params=packed(draw_tokens())["packed_seq_params"])
 
 
-@pytest.mark.parametrize("kind", ["M", "R"])
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_a_mask_that_a_state_cannot_follow_is_refused(plain: Any, kind: str) -> None:
     mixer = plain.decoder.layers[FAMILIES[kind] - 1].self_attention
     sliding_window = ~torch.ones(S, S, dtype=torch.bool).tril().triu(-4)[None, None]

@@ -48,8 +48,7 @@ class GatedConvolution(Mixer):
         self.in_proj = build_module(
             parts.column_linear, width, 2 * width, **common, init_method=config.init_method, gather_output=False
         )
-        self.out_proj = build_module(
-            parts.row_linear,
+        self.out_proj = parts.row_linear(
             width,
             width,
             **common,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
@@ -60,8 +60,7 @@ class Mamba3Mixer(Mixer):
         self.ssm = ssm
         self.heads, self.groups = heads // self.tp_size, ssm.groups // self.tp_size
         self.in_proj = InProjection(config, projection_parts(model), config.init_method, self.tp_group)
-        self.out_proj = build_module(
-            row_linear,
+        self.out_proj = row_linear(
             model.mamba_inner,
             config.hidden_size,
             config=config,
@@ -87,6 +86,8 @@ class Mamba3Mixer(Mixer):
         ssm, rank = self.ssm, self.ssm.mimo_rank
         self.add_parameter("b_norm_weight", (ssm.state,), ones, axis=None)
         self.add_parameter("c_norm_weight", (ssm.state,), ones, axis=None)
+        if ssm.out_norm:
+            self.add_parameter("out_norm_weight", (heads * ssm.head_dim,), ones, axis=0)
         self.add_parameter("dt_bias", (heads,), inverse_softplus_of_step, axis=0, fp32=True)
         self.add_parameter("D", (heads,), ones, axis=0, fp32=True)
         self.add_parameter("b_bias", (heads * rank * ssm.state,), ones, axis=0, fp32=True)
@@ -137,6 +138,7 @@ class Mamba3Mixer(Mixer):
             mimo_x=self._by_head("mimo_x", ssm.head_dim),
             mimo_z=self._by_head("mimo_z", ssm.head_dim),
             mimo_o=self._by_head("mimo_o", ssm.head_dim),
+            out_norm_weight=self.out_norm_weight if ssm.out_norm else None,
             chunk_size=ssm.chunk,
             A_floor=ssm.a_floor,
             eps=self.config.layernorm_epsilon,

@@ -32,7 +32,7 @@ from megacpp_mcore.backends import Dispatcher, te_disabled
 from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.documents import documents
-from megacpp_mcore.layer_specs.initial import Initializer, filled
+from megacpp_mcore.layer_specs.initial import Initializer, drawn_by_input_size, filled
 
 if TYPE_CHECKING:
     from megatron.core.models.backends import BackendSpecProvider
@@ -90,7 +90,7 @@ class DuplicatedLinear(MegatronModule):
 
 @dataclass(frozen=True)
 class Parts:
-    """The linear, norm and expert classes of one ``transformer_impl``."""
+    """The linear, norm and expert classes of one ``transformer_impl``; ``row_linear`` writes on the residual."""
 
     column_linear: type
     row_linear: type
@@ -154,7 +154,7 @@ def _te_parts() -> Parts:
     provider = TESpecProvider()
     return Parts(
         column_linear=provider.column_parallel_linear(),
-        row_linear=provider.row_parallel_linear(),
+        row_linear=drawn_by_input_size(provider.row_parallel_linear()),
         down_linear=TELinear,
         duplicated_linear=TELinear,
         norm=provider.layer_norm(rms_norm=True),
@@ -167,7 +167,7 @@ def _local_parts() -> Parts:
 
     return Parts(
         column_linear=ColumnParallelLinear,
-        row_linear=RowParallelLinear,
+        row_linear=drawn_by_input_size(RowParallelLinear),
         down_linear=ColumnParallelLinear,
         duplicated_linear=DuplicatedLinear,
         norm=TorchNorm,

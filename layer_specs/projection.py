@@ -2,8 +2,8 @@
 
 A mixer reads several things from its input (z, x, B, C, … of Mamba-3; q, k, v, … of M²RNN). They are rows of one weight, so
 that one product gives all of them, and the parts are slices of its output. At every tensor parallelism each part starts at a
-multiple of :data:`ALIGNMENT` values, and the whole is such a multiple wide: vectorised loads and TMA descriptors can read a part
-in place. What is missing to the multiple is padding: rows of zeros, which have no gradient, and which no checkpoint holds.
+multiple of :data:`ALIGNMENT` values, and the whole is such a multiple wide: vectorised loads and TMA descriptors can read a
+part in place. What is missing to the multiple is padding: rows of zeros, which have no gradient and are in no checkpoint.
 
 Parts by heads or groups are cut over tensor parallelism; the others (of heads that all ranks share) are replicated, and their
 gradients summed over the ranks. A replicated part may not share a parameter with one that is cut: Megatron counts a parameter's

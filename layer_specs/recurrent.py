@@ -13,7 +13,7 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
@@ -73,8 +73,7 @@ class M2RNNMixer(Mixer):
         self.rnn, heads = model.m2rnn, model.recurrent_heads
         self.heads, self.all_values = heads // self.tp_size, heads * self.rnn.value_dim
         self.in_proj = InProjection(config, projection_parts(model), config.init_method, self.tp_group)
-        self.out_proj = build_module(
-            row_linear,
+        self.out_proj = row_linear(
             self.all_values,
             config.hidden_size,
             config=config,

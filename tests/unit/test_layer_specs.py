@@ -151,7 +151,8 @@ def test_mamba3_mixer_is_its_reference_composed_by_hand(still: Any, definition: 
     for r in range(ssm.mimo_rank):
         skipped = y[:, :, r] + p["D"][:, None] * x * mimo_x[:, r]
         mixed += skipped * torch.nn.functional.silu(z * mimo_z[:, r]) * mimo_o[:, r]
-    truth = mixed.flatten(2) @ p["out_proj.weight"].T
+    mixed = mixed / (mixed.square().mean(-1, keepdim=True) + definition.norm_eps).sqrt()
+    truth = (mixed.flatten(2) * p["out_norm_weight"]) @ p["out_proj.weight"].T
     found, bias = mixer(x_SBD)
     assert bias is None
     close(found.transpose(0, 1), truth)
@@ -729,20 +730,38 @@ def test_initial_values(built: Any) -> None:
     assert all(not torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
 
 
-def test_each_residual_write_starts_as_in_a_stock_gpt(built: Any) -> None:
-    """GPTModel's rule, init_std / √(2 · layers), whether a layer writes to the residual stream once or twice."""
-    std = 0.02 / math.sqrt(2 * 12)
-    outputs = {
-        "A": layer(built, FAMILIES["A"]).self_attention.linear_proj.weight,
-        "F": layer(built, FAMILIES["F"]).self_attention.linear_proj.weight,
-        "M": layer(built, FAMILIES["M"]).self_attention.out_proj.weight,
-        "R": layer(built, FAMILIES["R"]).self_attention.out_proj.weight,
-        "E": layer(built, FAMILIES["E"]).mlp.experts.local_experts[0].linear_fc2.weight,
-    }
-    for kind, weight in outputs.items():
-        assert weight.numel() > 2000
-        assert abs(float(weight.std()) / std - 1) < 6 / math.sqrt(2 * weight.numel()), kind
-    assert abs(float(built.embedding.word_embeddings.weight.std()) / 0.02 - 1) < 0.05
+NOT_DRAWN_BY_FAN_IN = ("norm", "bias", "conv", "word_embeddings", "A_log", ".D", ".W", "mimo_")
+
+
+def test_every_matrix_is_drawn_by_fan_in(built: Any) -> None:
+    """1 / √(columns), with 1 / √(2 · depth) on what a layer writes on the residual, a half on the head, 1 on the embedding."""
+    seen = set()
+    for name, weight in built.named_parameters():
+        if any(part in name for part in NOT_DRAWN_BY_FAN_IN):
+            continue
+        writes = ("linear_proj", "out_proj", "linear_fc2")
+        seen |= {
+            part for part in (*writes, "in_proj", "router", "output_layer", "eh_proj", "linear_wq_b") if part in name
+        }
+        gain = 1 / math.sqrt(2 * 12) if any(part in name for part in writes) else 0.5 if "output_layer" in name else 1.0
+        drawn = weight[weight.any(-1)]  # not the rows that fill up
+        expected = gain / math.sqrt(weight.shape[-1])
+        assert abs(float(drawn.std()) / expected - 1) < 6 / math.sqrt(2 * drawn.numel()), name
+    assert len(seen) == 8
+    assert abs(float(built.embedding.word_embeddings.weight.std()) - 1) < 0.05
+
+
+def test_a_start_of_one_standard_deviation_is_stocks(process: Path) -> None:
+    start = {"std": 0.02, "embedding_std": 0.02, "head_gain": 1.0}
+    model = stock.build({**OVERRIDES, "start": start}, preset("nam56r_tiny"), process)
+    for weight, std in (
+        (layer(model, FAMILIES["M"]).self_attention.out_proj.weight, 0.02 / math.sqrt(2 * 12)),
+        (layer(model, FAMILIES["E"]).mlp.experts.local_experts[0].linear_fc2.weight, 0.02 / math.sqrt(2 * 12)),
+        (layer(model, FAMILIES["A"]).self_attention.linear_q_up_proj.weight, 0.02),
+        (model.output_layer.weight, 0.02),
+        (model.embedding.word_embeddings.weight, 0.02),
+    ):
+        assert abs(float(weight.std()) / std - 1) < 6 / math.sqrt(2 * weight.numel())
 
 
 # --- weight decay ------------------------------------------------------------------------------------------------------

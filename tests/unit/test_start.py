@@ -1,8 +1,9 @@
-"""The first step's branches and gradients: what hooks sum, what ranks add up to, what a report says."""
+"""The first step's branches and gradients: what hooks sum, what ranks add up to, what a report says; how a model starts."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 from pathlib import Path
@@ -17,6 +18,7 @@ from megacpp_mcore.model import Layout, preset
 from megacpp_mcore.observe import start
 from megacpp_mcore.observe.steps import Step
 from tests.unit import stock, tiny_run
+from tests.unit.stock import cpu_words
 
 S, B = 32, 2
 OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}}
@@ -191,3 +193,40 @@ def test_layouts_agree_and_the_report_shows_it(tmp_path: Path, capsys: pytest.Ca
     report_command.add_parser(parser.add_subparsers())
     report_command.run(parser.parse_args(["report", "show", str(tmp_path / "one process")]))
     assert "step 1, M         branch RMS " in capsys.readouterr().out
+
+
+def test_families_start_alike_at_full_width(process: Path) -> None:
+    """One layer of each family of nam56r_quarter, as the model's definition starts it, on real text.
+
+    A wide model shows what nam56r_tiny hides: there an M layer without a norm before its output projection once added 80
+    times the residual, and 1,000 times what others add, and nothing else trained.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megacpp_mcore.backends import Dispatcher
+    from megacpp_mcore.layer_specs import nam56r
+    from megacpp_mcore.layer_specs.parts import parts_for
+    from megacpp_mcore.ops.indexer.cache import IndexCache
+
+    quarter = preset("nam56r_quarter")
+    config = stock.model_config(cpu_words(quarter)).transformer
+    nam56r.prepare(quarter, config)
+    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    text = torch.frombuffer(bytearray(inspect.getsource(argparse).encode()[:512]), dtype=torch.uint8).long()
+    table = torch.empty(256, quarter.hidden_size)
+    config.embedding_init_method(table)
+    hidden, branches = table[text].unsqueeze(1), {}
+    groups, dispatcher, cache = ProcessGroupCollection.use_mpu_process_groups(), Dispatcher(), IndexCache({})
+    numbers = {quarter.layers[number - 1]: number for number in (1, 2, 3, 12)}
+    with torch.no_grad():
+        for letter, number in numbers.items():
+            spec = nam56r.layer_spec(quarter, config, number, parts_for(config), dispatcher, cache)
+            layer = build_module(spec, config=config, layer_number=number, pg_collection=groups).train()
+            out = layer(hidden_states=hidden, attention_mask=None)[0]
+            branches[letter] = rms(out - hidden)
+            assert branches[letter] < 2 * rms(hidden), f"{letter} drowns what comes before it"
+            hidden = out
+    assert set(branches) == set("AMER")
+    assert max(branches.values()) < 10 * min(branches.values()), branches

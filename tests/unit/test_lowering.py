@@ -38,6 +38,13 @@ def other(value: Any) -> Any:
     return 1 if value is None else value + 1
 
 
+@pytest.mark.parametrize(("steps", "rising"), [(1, 0), (3, 1), (20, 10), (99, 49), (100, 50), (500, 50), (1000, 100)])
+def test_a_short_run_warms_up_over_as_many_steps_as_it_has_room_for(steps: int, rising: int) -> None:
+    words = lower(preset("nam56r_tiny"), Layout(), Training(train_iters=steps))
+    assert words[words.index("--lr-warmup-iters") + 1] == str(rising)
+    assert rising < steps  # Megatron refuses another
+
+
 # --- the check, without Megatron ---------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ def documents(
     attention_mask: torch.Tensor | None,
     packed_seq_params: PackedSeqParams | None,
 ) -> torch.Tensor | None:
-    """The number of each row's document ``[B, S]``, or None: one document a row of the batch.
+    """The number of each row's document, int32 ``[B, S]``, or None: one document a row of the batch.
 
     Args:
         config: of the run.
@@ -57,7 +57,7 @@ def documents(
 
 
 def packed_documents(packed_seq_params: PackedSeqParams, layer_number: int, *, batch: int, rows: int) -> torch.Tensor:
-    """The number of each row's document ``[1, S]`` in a packed batch; padding between documents belongs to the one before.
+    """The documents of a packed batch as int32 ``[1, S]``; padding between documents belongs to the one before.
 
     Raises:
         ModelError: the batch is not packed as ``thd`` in one row, has other documents of keys than of queries, or is cut over

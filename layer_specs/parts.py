@@ -254,7 +254,7 @@ class Mixer(MegatronModule):
     def documents(
         self, rows_BSX: torch.Tensor, attention_mask: torch.Tensor | None, packed_seq_params: PackedSeqParams | None
     ) -> torch.Tensor | None:
-        """The number of each row's document ``[B, S]``, or None (:func:`megacpp_mcore.layer_specs.documents.documents`).
+        """The number of each row's document as int32 ``[B, S]``, or None (:func:`megacpp_mcore.layer_specs.documents`).
 
         Args:
             rows_BSX: anything that has the rows of the whole sequence, ``[B, S, …]``.

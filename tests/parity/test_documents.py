@@ -38,7 +38,7 @@ _PROPERTY = settings(deadline=None, max_examples=25, derandomize=True)
 def number(lengths: list[int]) -> torch.Tensor:
     """seq_idx ``[2, S]``: these documents in the first row, the same from the last to the first in the second."""
     rows = [torch.repeat_interleave(torch.arange(len(part)), torch.tensor(part)) for part in (lengths, lengths[::-1])]
-    return torch.stack(rows)
+    return torch.stack(rows).int()
 
 
 def draw(shapes: dict[str, tuple[int, ...]], seed: int) -> Tensors:
@@ -123,7 +123,7 @@ def test_mamba3_of_a_document_does_not_change_with_another_one_by_a_bit() -> Non
 
 def test_angles_begin_at_zero_in_every_document() -> None:
     angles, dt = draw({"a": (1, 9, 2), "b": (1, 9, H)}, 3).values()
-    seq_idx = torch.tensor([[4, 4, 4, 7, 9, 9, 9, 9, 9]])  # numbers need not be consecutive, only differ
+    seq_idx = torch.tensor([[4, 4, 4, 7, 9, 9, 9, 9, 9]]).int()  # numbers need not be consecutive, only differ
     found = mamba3_angles(angles, dt, seq_idx)
     for cut in (slice(0, 3), slice(3, 4), slice(4, 9)):
         torch.testing.assert_close(found[:, cut], mamba3_angles(angles[:, cut], dt[:, cut]), rtol=1e-12, atol=1e-12)
@@ -241,7 +241,7 @@ def test_stock_masks_say_exactly_where_documents_begin(rows: list[list[int]]) ->
     found = seq_idx_from_mask(mask)
     assert (found is None) == (not bool(after_end.any()))
     if found is not None:
-        assert torch.equal(found, after_end.long().cumsum(1))
+        assert torch.equal(found, after_end.cumsum(1, dtype=torch.int32))
         assert torch.equal(document_starts(found, batch=len(rows), rows=12), after_end)
         assert torch.equal(mask, other_documents(found) | ~torch.ones(12, 12, dtype=torch.bool).tril())
 
@@ -353,9 +353,9 @@ def test_numbers_on_another_device_are_not_read() -> None:
     assert (found.shape, found.device.type) == ((1, 5), "meta")
 
 
-@pytest.mark.parametrize("seq_idx", [torch.zeros(2, 5), torch.zeros(1, 6).long(), torch.zeros(6).long()])
+@pytest.mark.parametrize("seq_idx", [torch.zeros(2, 5), torch.zeros(1, 6).int(), torch.zeros(1, 5).long()])
 def test_numbers_that_do_not_fit_the_rows_are_refused(seq_idx: torch.Tensor) -> None:
     tensors = draw({"q": (1, 5, 1, K), "k": (1, 5, 1, K), "v": (1, 5, H, V), "W": (H, V, V), "f": (1, 5, H)}, 0)
     for recurrence in (m2rnn_sequential, m2rnn_chunked):
-        with pytest.raises(ModelError, match=r"expected integers \[B, S\] = \[1, 5\]"):
+        with pytest.raises(ModelError, match=r"expected torch.int32 \[B, S\] = \[1, 5\]"):
             recurrence(*tensors.values(), seq_idx=seq_idx)

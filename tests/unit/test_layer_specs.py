@@ -455,7 +455,7 @@ def test_without_training_there_is_no_indexer_loss(model: Any, tokens: torch.Ten
     DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
     with torch.no_grad():
         run(model, tokens)
-    run(model.eval(), tokens)
+    run(model.eval(), tokens).mean().backward()
     assert torch.count_nonzero(DSAIndexerLossLoggingHelper.tracker["values"]) == 0
 
 
@@ -631,7 +631,7 @@ def test_the_logged_indexer_loss_is_the_mean_of_those_there_are(process: Path, t
     model = stock.build({**OVERRIDES, "dsa": {"topk": 8, "schedule": "-FF"}}, preset("nam56r_tiny"), process)
     DSAIndexerLossLoggingHelper.track_indexer_metrics(1.0, 0, None)
     for batch in (tokens, tokens.flip(1), tokens):
-        run(model.train(), batch)
+        run(model.train(), batch).mean().backward()
     sums = DSAIndexerLossLoggingHelper.tracker["values"].clone()
     logged: dict[str, torch.Tensor] = {}
     DSAIndexerLossLoggingHelper.track_indexer_metrics(1 / 3, 1, None, None, logged)

@@ -1,6 +1,6 @@
 """Which rows of a sequence belong to one document: from packed sequence lengths or from Megatron's attention mask, and back.
 
-``seq_idx_BS`` numbers the document of every row, int64, as mamba-ssm's argument of that name: the rows of a document follow
+``seq_idx_BS`` numbers the document of every row, int32, as mamba-ssm's argument of that name: the rows of a document follow
 one another, and nothing of one document reaches another.
 
 Legend: B batch, S rows. ``cu_seqlens`` is described in :mod:`megacpp_mcore.ops.packed.positions`.
@@ -17,7 +17,7 @@ from megacpp_mcore.ops.visibility import check_mask
 def seq_idx_from_cu_seqlens(
     cu_seqlens: torch.Tensor, num_rows: int, of_keys: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Number the documents of a packed batch: ``[1, num_rows]``, without waiting for the device.
+    """Number the documents of a packed batch: int32 ``[1, num_rows]``, without waiting for the device.
 
     Rows behind the last sequence (padding) are a document of their own.
 
@@ -36,7 +36,7 @@ def seq_idx_from_cu_seqlens(
         _check_cu_seqlens(of_keys, num_rows)
         _check_same_sequences(cu_seqlens, of_keys)
     row = torch.arange(num_rows, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)[None]
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True, out_int32=True)[None]
 
 
 def _check_cu_seqlens(cu_seqlens: torch.Tensor, num_rows: int) -> None:
@@ -73,7 +73,7 @@ def _abridged(cu_seqlens: torch.Tensor) -> str:
 
 
 def seq_idx_from_mask(attention_mask: torch.Tensor) -> torch.Tensor | None:
-    """Number the documents that Megatron's mask keeps apart: ``[B, S]``, or None where a plain causal mask keeps none apart.
+    """Number the documents that Megatron's mask keeps apart: int32 ``[B, S]``, or None where a causal mask keeps none apart.
 
     The mask is what ``--reset-attention-mask`` makes: row i sees row j ≤ i if both are in one document. It is checked to be
     exactly that, which makes a GPU wait.
@@ -93,7 +93,7 @@ def seq_idx_from_mask(attention_mask: torch.Tensor) -> torch.Tensor | None:
     check_mask(attention_mask, batch=batch, num_queries=rows, num_keys=rows)
     hidden_BSS = attention_mask[:, 0]
     starts_BS = torch.nn.functional.pad(hidden_BSS.diagonal(-1, 1, 2), (1, 0))
-    seq_idx_BS = starts_BS.long().cumsum(1)
+    seq_idx_BS = starts_BS.cumsum(1, dtype=torch.int32)
     future_SS = torch.ones(rows, rows, dtype=torch.bool, device=attention_mask.device).triu(1)
     differs_BSS = hidden_BSS != (other_documents(seq_idx_BS)[:, 0] | future_SS)
     has_starts, has_differences = torch.stack((starts_BS.any(), differs_BSS.any())).tolist()
@@ -111,14 +111,19 @@ def document_starts(seq_idx_BS: torch.Tensor, *, batch: int, rows: int) -> torch
     """Say which rows begin a document after another one: bool ``[B, S]``, False in the first row.
 
     Raises:
-        ModelError: ``seq_idx_BS`` is no integer tensor ``[B, S]``.
+        ModelError: ``seq_idx_BS`` is no int32 tensor ``[B, S]``.
     """
-    if tuple(seq_idx_BS.shape) != (batch, rows) or seq_idx_BS.is_floating_point() or seq_idx_BS.dtype == torch.bool:
-        raise ModelError(
-            f"seq_idx is {seq_idx_BS.dtype} {list(seq_idx_BS.shape)}, expected integers [B, S] = [{batch}, {rows}]: the number "
-            "of the document of every row"
-        )
+    check_seq_idx(seq_idx_BS, batch=batch, rows=rows)
     return torch.nn.functional.pad(seq_idx_BS[:, 1:] != seq_idx_BS[:, :-1], (1, 0))
+
+
+def check_seq_idx(seq_idx_BS: torch.Tensor, *, batch: int, rows: int) -> None:
+    """Raise ModelError unless ``seq_idx_BS`` is int32 ``[B, S]``; the numbers are not read."""
+    if tuple(seq_idx_BS.shape) != (batch, rows) or seq_idx_BS.dtype != torch.int32:
+        raise ModelError(
+            f"seq_idx is {seq_idx_BS.dtype} {list(seq_idx_BS.shape)}, expected torch.int32 [B, S] = [{batch}, {rows}]: the "
+            "number of the document of every row"
+        )
 
 
 def other_documents(seq_idx_BS: torch.Tensor) -> torch.Tensor:
@@ -131,7 +136,7 @@ def segmented_cumsum(values: torch.Tensor, starts_BS: torch.Tensor) -> torch.Ten
 
     By doubling, log₂ S additions: no number of one document is ever added to one of another and taken off again.
     """
-    seq_idx_BS = starts_BS.long().cumsum(1)
+    seq_idx_BS = starts_BS.cumsum(1, dtype=torch.int32)
     step, rows = 1, values.shape[1]
     while step < rows:
         together_BS = seq_idx_BS[:, step:] == seq_idx_BS[:, :-step]

@@ -253,7 +253,9 @@ class SparseCoreAttention(MegatronModule):
         coefficient = self.config.dsa_indexer_loss_coeff
         factor = scale * coefficient
         if self.config.calculate_per_token_loss:
-            factor = factor * index_BSN.shape[0] * index_BSN.shape[1]  # gradients are divided by the number of tokens later
+            factor = (
+                factor * index_BSN.shape[0] * index_BSN.shape[1]
+            )  # gradients are divided by the number of tokens later
         loss, dq, dk, dw = self.grad_backend.fn(q_SBHD, k_SBD, w_SBH, index_BSN, target_BSN, factor)
         DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss * coefficient, self.layer_number, self.config.num_layers)
         return dq, dk, dw

@@ -84,8 +84,8 @@ class DSA:
         _not_negative(self, "loss_coeff")
         if self.distill not in (OWN, SERVED):
             raise ModelError(
-                f"DSA.distill is {self.distill!r}, which the schedule {self.schedule!r} knows nothing of; expected {SERVED} (the "
-                f"layers an indexer serves) or {OWN} (its own layer)"
+                f"DSA.distill is {self.distill!r}, which the schedule {self.schedule!r} cannot serve; expected {SERVED} (the "
+                f"indexer of an F layer learns from it and its S layers) or {OWN} (from the F layer alone)"
             )
         if self.warmup_steps != 0:
             raise ModelError(

@@ -174,7 +174,9 @@ def test_topk_ranks_nan_highest():
 def test_selection_is_the_topk_of_the_scores(query_chunk, packed):
     inputs = [t.detach() for t in draw(23, 23)]
     documents = draw_documents(2, 23) if packed else None
-    visible = torch.ones(23, 23, dtype=torch.bool).tril().expand(2, 23, 23) if documents is None else visible_in(documents)
+    visible = (
+        torch.ones(23, 23, dtype=torch.bool).tril().expand(2, 23, 23) if documents is None else visible_in(documents)
+    )
     index = select(*inputs, 5, documents, query_chunk=query_chunk)
     assert index.dtype == torch.int32
     assert torch.equal(index, loop_topk(loop_scores(*inputs), 5, visible))
@@ -347,7 +349,9 @@ def test_gradient_is_that_of_the_loss(query_chunk, coefficient):
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
     for name, have, want in zip("qkw", found, torch.autograd.grad(0.7 * expected, inputs), strict=True):
         assert not have.requires_grad
-        torch.testing.assert_close(have, want, rtol=1e-6 if isinstance(coefficient, torch.Tensor) else 1e-10, atol=1e-14)
+        torch.testing.assert_close(
+            have, want, rtol=1e-6 if isinstance(coefficient, torch.Tensor) else 1e-10, atol=1e-14
+        )
         assert have.abs().sum() > 0, f"the loss does not reach {name}"
     assert torch.equal(found[0][7, 0], torch.zeros_like(found[0][7, 0]))
     assert torch.equal(found[0][5, 1], torch.zeros_like(found[0][5, 1]))
@@ -376,8 +380,9 @@ def test_gradient_in_low_precision(dtype):
     torch.testing.assert_close(loss.double(), want_loss, rtol=1e-6, atol=0)
     for name, have, want in zip("qkw", found, expected, strict=True):
         assert have.dtype == dtype
-        # Query 0 selects one key: its gradient is 0 up to rounding.
-        assert_parity(have[1:], want[1:], rms=4e-6 if dtype == torch.float32 else 5e-3, name=f"d{name}")
+        # Query 0 selects one key: its gradient is 0 up to rounding. In fp32 autograd over all keys has 3.6e-5 (of w, whose
+        # gradient sums terms that cancel).
+        assert_parity(have[1:], want[1:], rms=4e-5 if dtype == torch.float32 else 5e-3, name=f"d{name}")
 
 
 @pytest.mark.parametrize("damage", ["dropped row", "scale", "flipped sign of a head weight"])
@@ -419,7 +424,12 @@ def bad_calls():
         "integer scores": (causal_topk, (score.long(), 2), {}, "floating-point"),
         "int64 index": (indexer_loss, (score, index.long(), target), {}, "int32"),
         "gradient of an int64 index": (indexer_grad, (q, k, w, index.long(), target, 1.0), {}, "int32"),
-        "gradient against another width": (indexer_grad, (q, k, w, index, target[..., :1], 1.0), {}, "expected the same"),
+        "gradient against another width": (
+            indexer_grad,
+            (q, k, w, index, target[..., :1], 1.0),
+            {},
+            "expected the same",
+        ),
         "gradient against integers": (indexer_grad, (q, k, w, index, index, 1.0), {}, "floating-point"),
         "index of another batch": (indexer_loss, (score, index[:1], target), {}, "B, S = 2, 4"),
         "target of another width": (indexer_loss, (score, index, target[..., :1]), {}, "expected the same"),

@@ -223,7 +223,7 @@ def test_the_forward_pass_computes_no_target():
     q, kv = draw(9, 9)
     sink = TargetSum()
     output = attend(q, kv, draw_index(2, 9, 4), sink=sink)
-    with pytest.raises(ModelError, match="0 layers have left their attention.*expected 1"):
+    with pytest.raises(ModelError, match="0 layers have left their attention"):
         sink.take()
     output.sum().backward()
     assert sink.take().shape == (2, 9, 4)

@@ -22,15 +22,25 @@ from tests.unit import stock
 S, B, TOPK = 32, 2, 8
 COEFFICIENT = 0.1
 FULL, SHARED = 1, (5, 9)
+
+
+def full(method: str, layers: int) -> tuple[str, ...]:
+    return ("--recompute-granularity", "full", "--recompute-method", method, "--recompute-num-layers", str(layers))
+
+
+def selective(module: str) -> tuple[str, ...]:
+    return ("--recompute-granularity", "selective", "--recompute-modules", module)
+
+
 RECOMPUTE = {
     "none": (),
-    "core_attn": ("--recompute-granularity", "selective", "--recompute-modules", "core_attn"),
-    "mla_up_proj": ("--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj"),
-    "every layer": ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
-    "three layers a checkpoint": ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "3"),
-    "the Full layer alone": ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1"),
-    "the Full and one Shared layer": ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "5"),
-}  # fmt: skip
+    "core_attn": selective("core_attn"),
+    "mla_up_proj": selective("mla_up_proj"),
+    "every layer": full("uniform", 1),
+    "three layers a checkpoint": full("uniform", 3),
+    "the Full layer alone": full("block", 1),
+    "the Full and one Shared layer": full("block", 5),
+}
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,12 @@ from megacpp_mcore.model import MLA, Mamba3, Model, preset, with_overrides
 from megacpp_mcore.observe import flops
 from megacpp_mcore.observe.flops import Work
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp
-from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_scores
+from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_grad, indexer_scores
 from megacpp_mcore.ops.linear_cross_entropy.reference import linear_cross_entropy
 from megacpp_mcore.ops.m2rnn.reference import m2rnn_chunked, m2rnn_sequential
 from megacpp_mcore.ops.mamba3.reference import mamba3
 from megacpp_mcore.ops.mla.reference import mla_attention
-from megacpp_mcore.ops.sparse_mla.reference import sparse_mla_attention
+from megacpp_mcore.ops.sparse_mla.reference import attend
 from tests.unit import stock
 
 ROOT = Path(__file__).parents[2]
@@ -118,7 +118,7 @@ def test_sparse_core(topk: int) -> None:
     width = v + WIDTHS.qk_pos_emb_head_dim
     q, kv = leaves((sequence, batch, heads, width), (sequence, batch, width))
     index = causal_topk(torch.randn(batch, sequence, sequence), topk)
-    forward, backward = counted(lambda: sparse_mla_attention(q, kv, index, softmax_scale=1.0, value_dim=v))
+    forward, backward = counted(lambda: attend(q, kv, index, softmax_scale=1.0, value_dim=v))
     pairs = flops.selected_pairs(sequence, topk)
     ours = flops.sparse_core(batch * pairs, heads, WIDTHS)
     gathered = sequence * min(topk, sequence)
@@ -142,6 +142,21 @@ def test_indexer_scores() -> None:
     causal = flops.indexer(batch * sequence, batch * flops.causal_pairs(sequence), None, **sizes)
     assert Fraction(forward, causal.forward - without.forward) == Fraction(2 * sequence, sequence + 1)
     assert causal.backward == 0
+
+
+def test_indexer_gradient() -> None:
+    """Scores of the selected pairs once more, then ours, but for a product of one term with each weight."""
+    batch, sequence, heads, width, topk = 2, 12, 3, 5, 4
+    inputs = leaves((sequence, batch, heads, width), (sequence, batch, width), (sequence, batch, heads))
+    index = causal_topk(torch.randn(batch, sequence, sequence), topk)
+    with counter() as count:
+        indexer_grad(*inputs, index, torch.rand(index.shape), 1.0)
+    gathered = batch * sequence * topk
+    sizes = {"hidden": 8, "q_lora_rank": 6, "heads": heads, "head_dim": width}
+    without = flops.indexer(batch * sequence, 0, 0, **sizes)
+    ours = flops.indexer(batch * sequence, gathered, gathered, **sizes)
+    again = ours.forward - without.forward
+    assert count.get_total_flops() == again + ours.backward - without.backward - 2 * gathered * heads
 
 
 def test_indexer_projections() -> None:

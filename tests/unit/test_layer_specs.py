@@ -396,7 +396,7 @@ def test_the_stack_is_its_layers_in_order_and_a_final_norm(still: Any) -> None:
     close(found, rms_norm(expected, still.decoder.final_layernorm.weight))
 
 
-# --- what trains the indexer -------------------------------------------------------------------------------------------
+# --- what trains the indexer (its gradient is in test_distillation.py) ---------------------------------------------------
 
 
 def trained(model: Any, tokens: torch.Tensor, coefficient: float) -> dict[str, torch.Tensor | None]:
@@ -417,36 +417,6 @@ def test_only_its_own_loss_trains_the_indexer_and_nothing_else(make: Callable[[]
             assert torch.allclose(doubled[name], 2 * with_loss[name], rtol=1e-4, atol=1e-12), name
         else:
             assert torch.equal(without[name], with_loss[name]), name
-
-
-def test_the_indexer_loss_is_the_divergence_from_the_attention_it_saw(model: Any, tokens: torch.Tensor) -> None:
-    """The logged loss and the gradient, from the indexer's own outputs and the attention written out."""
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
-    core = layer(model, FAMILIES["F"]).self_attention.core_attention
-    kept: dict[str, Any] = {}
-    core.register_forward_pre_hook(
-        lambda _, args, kwargs: kept.update(query=args[0], key=args[1], **kwargs), with_kwargs=True
-    )
-    seen = recorded(core)
-    DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
-    run(model, tokens).mean().backward()
-    q, k, w = core.indexer.forward_before_topk(kept["x"].detach(), kept["qr"].detach())
-    scores = torch.einsum("sbh,sbht->bst", w, torch.relu(torch.einsum("sbhd,tbd->sbht", q, k)))
-    index, valid = seen[0].clamp_min(0), seen[0] >= 0
-    attention = torch.einsum("sbhk,tbk->bhst", kept["query"], kept["key"].squeeze(2)).detach() * core.softmax_scale
-    picked = attention.gather(-1, index[:, None].expand(-1, attention.shape[1], -1, -1))
-    target = picked.masked_fill(~valid[:, None], -torch.inf).softmax(-1).sum(1)
-    target = target / target.sum(-1, keepdim=True)
-    log_q = scores.gather(-1, index).masked_fill(~valid, -torch.inf).log_softmax(-1)
-    terms = torch.where(valid, target * (target.clamp_min(1e-38).log() - log_q.masked_fill(~valid, 0.0)), 0.0)
-    loss = 1e-3 * terms.sum(-1).mean()
-    logged = DSAIndexerLossLoggingHelper.tracker["values"]
-    assert torch.allclose(logged[FAMILIES["F"] - 1], loss, rtol=1e-4)
-    assert torch.count_nonzero(logged) == 1
-    weight = core.indexer.linear_wk.weight
-    (expected,) = torch.autograd.grad(loss, weight)
-    assert torch.allclose(weight.grad, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
 def test_without_training_there_is_no_indexer_loss(model: Any, tokens: torch.Tensor) -> None:

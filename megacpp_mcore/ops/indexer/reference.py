@@ -105,8 +105,8 @@ def select(
     """Select the keys that each query attends to: the highest-scoring ones of its document up to itself.
 
     Which keys those are, ties included, is :func:`causal_topk`'s to say. Scores are computed in float32 (float64 inputs: in
-    float64) and in chunks of queries: no more of them are there at a time than fit in ``SCORE_BLOCK_ELEMENTS`` with their heads.
-    Inputs may be strided.
+    float64) and in chunks of queries: only as many of them are there at a time as fit in ``SCORE_BLOCK_ELEMENTS`` with their
+    heads. Inputs may be strided.
 
     Args:
         q_SBHD, k_TBD, w_SBH: as for :func:`indexer_scores`, T == S.
@@ -167,7 +167,9 @@ def causal_topk(
     batch, num_queries, num_keys = _check_scores(score_BRT)
     rows = range(first_row, first_row + num_queries)
     if rows.stop > num_keys:
-        raise ModelError(f"there are queries up to row {rows.stop} and {num_keys} keys, expected queries among the keys")
+        raise ModelError(
+            f"there are queries up to row {rows.stop} and {num_keys} keys, expected queries among the keys"
+        )
     if topk < 1:
         raise ModelError(f"topk is {topk}, expected at least 1; each query must attend to something")
     visible = visible_keys(rows, num_keys, attention_mask=None, causal=True, device=score_BRT.device)
@@ -226,7 +228,11 @@ def selected_gradient(
     (num_keys, batch, width), (_, num_queries, selected) = k_TBD.shape, index_BSN.shape
     dtype, heads = compute_dtype(q_SBHD, k_TBD, w_SBH), q_SBHD.shape[2]
     k_BTD = k_TBD.to(dtype).transpose(0, 1)
-    grad_q_SBHD, grad_w_SBH, grad_k_BTD = torch.empty_like(q_SBHD), torch.empty_like(w_SBH), k_BTD.new_zeros(k_BTD.shape)
+    grad_q_SBHD, grad_w_SBH, grad_k_BTD = (
+        torch.empty_like(q_SBHD),
+        torch.empty_like(w_SBH),
+        k_BTD.new_zeros(k_BTD.shape),
+    )
     divergence_BS = k_BTD.new_empty(batch, num_queries)
     batch_B11 = torch.arange(batch, device=k_BTD.device)[:, None, None]
     for rows in query_chunks(num_queries, batch * selected * (heads + width), SCORE_BLOCK_ELEMENTS, query_chunk):
@@ -296,9 +302,7 @@ def indexer_grad(
     return divergence_BS.mean(), *gradients
 
 
-def _distributions(
-    score: torch.Tensor, target: torch.Tensor, valid: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _distributions(score: torch.Tensor, target: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``p = target / Σ target`` and ``log softmax(score)``, both over the valid entries of a row and 0 elsewhere."""
     dtype = compute_dtype(score, target)
     target = target.detach().to(dtype).masked_fill(~valid, 0.0)

@@ -2,11 +2,11 @@
 
 No target is computed in the forward pass. Every layer that attends to a Full layer's selection recomputes its attention
 probabilities in its backward pass anyway, and adds them to the selection's :class:`TargetSum` there. :func:`training_token`
-makes a scalar out of the indexer's q, k and weights; where it is attached to the *input* of the Full layer's attention, autograd
-reaches it only when that attention's backward pass is done. By then every Shared layer's is, too, because they come later in
-the model: the sum is complete. This holds under recompute, where the layers run again before their backward passes but
-still go backward one after the other, and in every pipeline schedule, because a Full layer and its Shared layers are in one
-model chunk.
+makes a scalar out of the indexer's q, k and weights; where it is attached to the *input* of the Full layer's attention,
+autograd reaches it only when that attention's backward pass is done. By then every Shared layer's is, too, because they come
+later in the model: the sum is complete. This holds under recompute, where layers run once more before their backward passes
+but still go backward one after the other, and in every pipeline schedule, because a Full layer and its Shared layers are in
+one model chunk.
 
 Legend: S queries, B batch, H indexer heads, D indexer head width, N selected keys.
 """
@@ -64,7 +64,7 @@ class TargetSum:
 
 class _Token(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(
         ctx: Any, q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor, index_BSN: torch.Tensor, learn: Learn
     ) -> torch.Tensor:
         ctx.save_for_backward(q_SBHD, k_TBD, w_SBH, index_BSN)
@@ -73,7 +73,7 @@ class _Token(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return *ctx.learn(*ctx.saved_tensors, scale), None, None
 
 

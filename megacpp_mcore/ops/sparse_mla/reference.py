@@ -67,7 +67,7 @@ class _Attend(torch.autograd.Function):
     """Attention to selected keys, a chunk of queries at a time; only the inputs are kept for the backward pass."""
 
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(
         ctx: Any,
         q_SBHK: torch.Tensor,
         kv_TBK: torch.Tensor,
@@ -89,12 +89,15 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_SBHV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, grad_SBHV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_SBHK, kv_TBK, index_BSN = ctx.saved_tensors
         dtype, batch = compute_dtype(q_SBHK, kv_TBK), kv_TBK.shape[1]
         whole_kv_TBK = kv_TBK.to(dtype)
         # Summed over the chunks in the compute dtype, not in bfloat16.
-        grad_q_SBHK, grad_kv_TBK = torch.empty_like(q_SBHK), torch.zeros(kv_TBK.shape, dtype=dtype, device=kv_TBK.device)
+        grad_q_SBHK, grad_kv_TBK = (
+            torch.empty_like(q_SBHK),
+            torch.zeros(kv_TBK.shape, dtype=dtype, device=kv_TBK.device),
+        )
         target_BSN = None if ctx.sink is None else ctx.sink.accumulator(index_BSN, dtype)
         batch_B11 = torch.arange(batch, device=kv_TBK.device)[:, None, None]
         for rows in ctx.chunks:

@@ -203,6 +203,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             Benchmark(name="doors", kind=MODEL, covers="benchmarks.doors", title="one recipe through each door"),
             Benchmark(name="overhead", kind=MODEL, covers="benchmarks.overhead", title="what recording a run costs"),
             Benchmark(name="layouts", kind=MODEL, covers="benchmarks.layouts", title="parallel layouts against one GPU"),
+            Benchmark(name="distill", kind=MODEL, covers="benchmarks.distill", title="whose attention an indexer learns from"),
             Benchmark(name="regional", kind=MODEL, covers="benchmarks.regional", title="regional compile, recompute, taxes"),
         )
     }

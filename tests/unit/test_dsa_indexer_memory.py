@@ -18,7 +18,7 @@ import torch
 
 from megacpp_mcore.bench.cases import dsa_indexer_memory as benchmark
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.indexer import chunked
+from megacpp_mcore.ops.indexer import chunked, reference
 from megacpp_mcore.ops.indexer.chunked import Attention, Indexer, KeyRule
 from megacpp_mcore.ops.indexer.deferred import DeferredScores
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss, indexer_loss_dense, indexer_scores
@@ -54,7 +54,8 @@ def patched(block: int | None = None, double: bool = False) -> Iterator[None]:
         if block is not None:
             changes.enter_context(mock.patch.object(chunked, "BLOCK_ELEMENTS", block))
         if double:
-            changes.enter_context(mock.patch.object(chunked, "compute_dtype", return_value=torch.float64))
+            for module in (chunked, reference):
+                changes.enter_context(mock.patch.object(module, "compute_dtype", return_value=torch.float64))
         for name, edit in ours.items():
             changes.enter_context(mock.patch.object(dsa(), name, edit.make(getattr(dsa(), name))))
         yield

@@ -364,6 +364,7 @@ def test_batched_products_of_training(measured: dict[str, dict[str, Counter[str]
     full = flops.full_core(3 * BATCH * sequence**2, heads, mla)  # one trunk layer, two depths
     sparse = flops.sparse_core(2 * tokens * dsa.topk, heads, mla)
     scores = flops.product(BATCH * sequence**2 * dsa.indexer_heads * (dsa.indexer_head_dim + 1))
+    selected = flops.product(tokens * dsa.topk * dsa.indexer_heads * (dsa.indexer_head_dim + 1))
     scan = flops.step(SMALL, BATCH).trunk.mamba_scan
     absorbed = flops.product(2 * tokens * mla.kv_lora_rank * heads * (mla.qk_head_dim + mla.v_head_dim))
     rnn = SMALL.m2rnn
@@ -373,10 +374,12 @@ def test_batched_products_of_training(measured: dict[str, dict[str, Counter[str]
     again = (
         full.forward * Fraction(qk, qk + mla.v_head_dim)  # scores, not the last product
         + sparse.forward * Fraction(latent + mla.qk_pos_emb_head_dim, 2 * latent + mla.qk_pos_emb_head_dim)
-        + scores.forward * Fraction(dsa.indexer_head_dim, dsa.indexer_head_dim + 1)
+        + selected.forward  # scores of the selected keys; their gradient has a product with each weight, of one term
+        - 2 * tokens * dsa.topk * dsa.indexer_heads
         + one * rnn.value_dim + one  # see test_recurrence_in_chunks
     )  # fmt: skip
-    expected = sum(work.training for work in (full, sparse, scores, scan, absorbed, recurrence)) + again
+    expected = sum(work.training for work in (full, sparse, scan, absorbed, recurrence)) + again
+    expected += scores.forward + selected.backward
     found = measured["training"]["Global"]
     assert found["aten.bmm"] + found["aten.baddbmm_"] == expected
 

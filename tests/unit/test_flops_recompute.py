@@ -212,4 +212,5 @@ def test_units_of_several_layers_do_not_go_with_mtp() -> None:
         recomputed(SMALL, STEP, how)
     plain = with_overrides(SMALL, {"mtp": {"depth": 0}})
     step = flops.step(plain, BATCH)
-    assert recomputed(plain, step, how).total.forward == step.total.forward - step.head.head.forward
+    selection = step.families.indexer.forward - flops.indexer_projections(plain, step.tokens)
+    assert recomputed(plain, step, how).total.forward == step.total.forward - step.head.head.forward - selection

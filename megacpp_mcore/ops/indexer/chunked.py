@@ -435,26 +435,16 @@ def sparse_backward(
         grad_q_SBHD, grad_w_SBH and grad_k_TBD in the dtypes of q, w and k.
     """
     key_BGTK, topk = attention.keys(), index_BSN.shape[2]
-    target_BSN = key_BGTK.new_empty(index_BSN.shape)
-    valid_BSN = torch.empty_like(index_BSN, dtype=torch.bool)
-    bias_BSN = None if rule.mask_BST is None else torch.empty_like(target_BSN)
-    for rows in indexer.chunks(attention.elements_per_query(topk), query_chunk):
-        here = slice(rows.start, rows.stop)
+
+    def selected(rows: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         at, valid, bias = _selected(index_BSN, rule, rows)
-        target_BSN[:, here] = attention.target_(attention.logits_at(key_BGTK, rows, at), valid, bias)
-        valid_BSN[:, here] = valid
-        if bias_BSN is not None and bias is not None:
-            bias_BSN[:, here] = bias
+        target = attention.target_(attention.logits_at(key_BGTK, rows, at), valid, bias)
+        return at.masked_fill_(~valid, -1), target, weight_BS[:, rows.start : rows.stop], bias
+
+    per_query = max(attention.elements_per_query(topk), topk * sum(indexer.q_SBHD.shape[2:]))
+    chunks = indexer.chunks(per_query, query_chunk)
     _, grad_q_SBHD, grad_k_TBD, grad_w_SBH = selected_gradient(
-        indexer.q_SBHD,
-        indexer.k_TBD,
-        indexer.w_SBH,
-        index_BSN.masked_fill(~valid_BSN, -1),
-        target_BSN,
-        weight_BS,
-        bias_BSN=bias_BSN,
-        relu=indexer.relu,
-        query_chunk=len(indexer.chunks(topk * sum(indexer.q_SBHD.shape[2:]), query_chunk)[0]),
+        indexer.q_SBHD, indexer.k_TBD, indexer.w_SBH, selected, chunks, relu=indexer.relu
     )
     return grad_q_SBHD, grad_w_SBH, grad_k_TBD
 

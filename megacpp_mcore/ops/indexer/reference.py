@@ -23,6 +23,7 @@ from megacpp_mcore.ops.visibility import (
     check_index,
     check_mask,
     check_square,
+    masked_softmax,
     query_chunks,
     visible_keys,
 )
@@ -202,53 +203,50 @@ def through_heads(
     return logit_BRHX, grad_w_BRH
 
 
+Selected = Callable[[range], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]
+"""Of a chunk of queries: ``index_BRN``, the target p over these keys (which sums to 1, or is 0), ``weight_BR`` of each query's
+divergence, and what is added to the scores, ``bias_BRN`` or None."""
+
+
 @torch.no_grad()
 def selected_gradient(
     q_SBHD: torch.Tensor,
     k_TBD: torch.Tensor,
     w_SBH: torch.Tensor,
-    index_BSN: torch.Tensor,
-    target_BSN: torch.Tensor,
-    weight_BS: torch.Tensor,
+    selected: Selected,
+    chunks: list[range],
     *,
-    bias_BSN: torch.Tensor | None = None,
     relu: bool = True,
-    query_chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Divergences of the selected keys, and the gradients of ``Σ weight · divergence``; arguments as for :func:`indexer_grad`.
+    """Divergences over the selected keys, and the gradients of ``Σ weight · divergence``, a chunk of queries at a time.
 
     Args:
-        weight_BS: weight of each query's divergence.
-        bias_BSN: added to the scores, or None.
+        q_SBHD, k_TBD, w_SBH: as for :func:`indexer_scores`.
+        selected: says of a chunk what is selected, and what the target is.
+        chunks: the queries in chunks.
         relu: whether ``q·k`` goes through ReLU.
 
     Returns:
         divergence_BS in the compute dtype, dq_SBHD, dk_TBD, dw_SBH.
     """
-    (num_keys, batch, width), (_, num_queries, selected) = k_TBD.shape, index_BSN.shape
-    dtype, heads = compute_dtype(q_SBHD, k_TBD, w_SBH), q_SBHD.shape[2]
+    (num_keys, batch, width), num_queries, dtype = k_TBD.shape, len(q_SBHD), compute_dtype(q_SBHD, k_TBD, w_SBH)
     k_BTD = k_TBD.to(dtype).transpose(0, 1)
-    grad_q_SBHD, grad_w_SBH, grad_k_BTD = (
-        torch.empty_like(q_SBHD),
-        torch.empty_like(w_SBH),
-        k_BTD.new_zeros(k_BTD.shape),
-    )
+    grad_q_SBHD, grad_w_SBH, grad_k_BTD = torch.empty_like(q_SBHD), torch.empty_like(w_SBH), k_BTD.new_zeros(k_BTD.shape)
     divergence_BS = k_BTD.new_empty(batch, num_queries)
     batch_B11 = torch.arange(batch, device=k_BTD.device)[:, None, None]
-    for rows in query_chunks(num_queries, batch * selected * (heads + width), SCORE_BLOCK_ELEMENTS, query_chunk):
+    for rows in chunks:
         here = slice(rows.start, rows.stop)
-        index = index_BSN[:, here]
-        at, valid = index.clamp_min(0).long(), index >= 0
+        index_BRN, p_BRN, weight_BR, bias_BRN = selected(rows)
+        at, valid = index_BRN.clamp_min(0).long(), index_BRN >= 0
         q_BRHD, w_BRH = (tensor[here].to(dtype).transpose(0, 1) for tensor in (q_SBHD, w_SBH))
         k_BRND = k_BTD[batch_B11, at]
         logit_BRHN = q_BRHD @ k_BRND.transpose(2, 3)
         score_BRN = weigh(logit_BRHN.relu() if relu else logit_BRHN, w_BRH)
-        if bias_BSN is not None:
-            score_BRN += bias_BSN[:, here]
-        p, log_q = _distributions(score_BRN, target_BSN[:, here], valid)
-        divergence_BS[:, here] = (torch.xlogy(p, p) - p * log_q).sum(dim=-1)
-        grad_BRN = (log_q.exp() * p.sum(dim=-1, keepdim=True) - p).masked_fill_(~valid, 0.0)
-        grad_BRN *= weight_BS[:, here, None]
+        if bias_BRN is not None:
+            score_BRN += bias_BRN
+        divergence_BS[:, here] = _divergence(score_BRN, p_BRN, valid)
+        # The softmax itself: the exponential of its logarithm is less accurate.
+        grad_BRN = masked_softmax(score_BRN, valid).sub_(p_BRN).mul_(weight_BR[:, :, None])
         grad_logit_BRHN, grad_w_BRH = through_heads(logit_BRHN, w_BRH, grad_BRN, relu)
         grad_q_SBHD[here] = (grad_logit_BRHN @ k_BRND).transpose(0, 1)
         grad_w_SBH[here] = grad_w_BRH.transpose(0, 1)
@@ -295,26 +293,38 @@ def indexer_grad(
     num_queries, batch = q_SBHD.shape[:2]
     check_index(index_BSN, batch=batch, num_queries=num_queries)
     _check_target(index_BSN, target_BSN)
-    weight_BS = target_BSN.new_full((batch, num_queries), 1 / (batch * num_queries)) * coefficient
-    divergence_BS, *gradients = selected_gradient(
-        q_SBHD, k_TBD, w_SBH, index_BSN, target_BSN, weight_BS, query_chunk=query_chunk
-    )
-    return divergence_BS.mean(), *gradients
+    dtype = compute_dtype(q_SBHD, k_TBD, w_SBH)
+    weight_BS = target_BSN.new_full((batch, num_queries), 1 / (batch * num_queries), dtype=dtype) * coefficient
+
+    def selected(rows: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        here = slice(rows.start, rows.stop)
+        index_BRN = index_BSN[:, here]
+        p_BRN = _normalised(target_BSN[:, here].to(dtype), index_BRN >= 0)
+        return index_BRN, p_BRN, weight_BS[:, here] * p_BRN.any(dim=-1), None
+
+    per_query = batch * index_BSN.shape[2] * sum(q_SBHD.shape[2:])
+    chunks = query_chunks(num_queries, per_query, SCORE_BLOCK_ELEMENTS, query_chunk)
+    divergence_BS, grad_q_SBHD, grad_k_TBD, grad_w_SBH = selected_gradient(q_SBHD, k_TBD, w_SBH, selected, chunks)
+    return divergence_BS.mean(), grad_q_SBHD, grad_k_TBD, grad_w_SBH
 
 
-def _distributions(score: torch.Tensor, target: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``p = target / Σ target`` and ``log softmax(score)``, both over the valid entries of a row and 0 elsewhere."""
-    dtype = compute_dtype(score, target)
-    target = target.detach().to(dtype).masked_fill(~valid, 0.0)
-    p = target / target.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+def _normalised(target: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """``target / Σ target`` over the valid entries of a row, 0 elsewhere; a row without mass stays 0."""
+    target = target.masked_fill(~valid, 0.0)
+    return target / target.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(target.dtype).tiny)
+
+
+def _divergence(score: torch.Tensor, p: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """KL(p ‖ softmax(score)) of each row, over the valid entries; p is 0 at the others."""
     # Finite fill first, zero after: log_softmax of a row without any valid entry then has no NaN, forward or backward.
-    return p, score.to(dtype).masked_fill(~valid, torch.finfo(dtype).min).log_softmax(dim=-1).masked_fill(~valid, 0.0)
+    log_q = score.masked_fill(~valid, torch.finfo(score.dtype).min).log_softmax(dim=-1).masked_fill(~valid, 0.0)
+    return (torch.xlogy(p, p) - p * log_q).sum(dim=-1)
 
 
 def _mean_row_divergence(score: torch.Tensor, target: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """Mean over the rows of KL(target / Σ target ‖ softmax(score)), both over the valid entries of a row."""
-    p, log_q = _distributions(score, target, valid)
-    return (torch.xlogy(p, p) - p * log_q).sum(dim=-1).mean()
+    dtype = compute_dtype(score, target)
+    return _divergence(score.to(dtype), _normalised(target.detach().to(dtype), valid), valid).mean()
 
 
 def _check_target(index_BSN: torch.Tensor, target_BSN: torch.Tensor) -> None:

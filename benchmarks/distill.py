@@ -2,8 +2,8 @@
 
     python -m benchmarks.distill --data CORPUS/stdlib_train --gpus 2 --per-gpu 4
 
-``nam56r_tiny`` at depth 36, which has six sparse layers. Arms: ``own`` and ``served`` (``dsa.distill``, three Full layers with a
-Shared layer each), and ``unshared``, where all six layers run an indexer of their own. A row a run: the mean over the last
+``nam56r_tiny`` at depth 36, which has six sparse layers. Arms: ``own`` and ``served`` (``dsa.distill``, three Full layers with
+a Shared layer each), and ``unshared``, where all six layers run an indexer of their own. A row a run: the mean over the last
 ``--window`` steps of the trunk's loss (``lm loss``) and of the indexer's (mean over Full layers, times its coefficient, against
 the target of the arm: that of ``served`` is another one than that of ``own``). Then a table of the arms, mean and spread over
 seeds.
@@ -52,7 +52,9 @@ def main() -> int:
     with ThreadPoolExecutor(slots.qsize()) as pool:
         done = list(pool.map(lambda run: _train(*run, args, slots), runs))
     rows = [
-        _row(arm, seed, args, steps) for (arm, seed), steps in zip(runs, done, strict=True) if not isinstance(steps, str)
+        _row(arm, seed, args, steps)
+        for (arm, seed), steps in zip(runs, done, strict=True)
+        if not isinstance(steps, str)
     ]
     table.append(*rows)
     print(summary(rows))
@@ -85,9 +87,7 @@ def _slots(args: argparse.Namespace) -> queue.SimpleQueue[dict[str, str]]:
     return slots
 
 
-def _train(
-    arm: str, seed: int, args: argparse.Namespace, slots: queue.SimpleQueue[dict[str, str]]
-) -> list[Step] | str:
+def _train(arm: str, seed: int, args: argparse.Namespace, slots: queue.SimpleQueue[dict[str, str]]) -> list[Step] | str:
     """The steps of one run, or why there are none."""
     record = args.folder / f"{arm}_{seed}"
     environment = slots.get()
@@ -125,7 +125,18 @@ def _emitted(arm: str, seed: int, args: argparse.Namespace, settings: Path) -> s
     ]
     way = "launch" if os.environ.get(CHECKOUT_VARIABLE) else "wheel"
     words = ["--as", "cli", "--via", way, "--device", args.device, "--impl", "local", "--data", args.data]
-    command = ["recipe", "emit", "nam56r_tiny", *words, "--set", f"depth={DEPTH}", *ARMS[arm], *run, "--settings", settings]
+    command = [
+        "recipe",
+        "emit",
+        "nam56r_tiny",
+        *words,
+        "--set",
+        f"depth={DEPTH}",
+        *ARMS[arm],
+        *run,
+        "--settings",
+        settings,
+    ]
     emit = [sys.executable, "-m", "megacpp_mcore", *map(str, command)]
     return subprocess.run(emit, stdout=subprocess.PIPE, text=True, check=True).stdout
 

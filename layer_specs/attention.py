@@ -34,17 +34,16 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.layer_specs.documents import documents, packed_documents
+from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 from megacpp_mcore.model import SERVED
 from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
 from megacpp_mcore.ops.indexer.training import TargetSum, training_token
-from megacpp_mcore.ops.packed.documents import other_documents
 
 
 class MLACoreAttention(MegatronModule):
@@ -81,26 +80,17 @@ class MLACoreAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        packed_seq_params: PackedSeqParams | None = None,
-        attn_mask_type: AttnMaskType | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """``q [S, B, H, K], k [T, B, H, K], v [T, B, H, V] -> [S, B, H * V]``; causal, and masked where the mask is True.
+        """``q [S, B, H, K], k [S, B, H, K], v [S, B, H, V] -> [S, B, H * V]``; causal, and inside documents.
 
-        With packed sequences Megatron leaves B out, of the output too, and each sequence sees itself alone.
+        ``attention_mask`` is what :class:`_Documents` puts in a mask's place: the documents, int32 ``[B, S]``, or None. Query,
+        key and value may be strided, with their widths innermost.
         """
-        if packed_seq_params is None:
-            return self._attend(query, key, value, attention_mask).flatten(2)
-        mask = _packed_mask(packed_seq_params, self.layer_number, len(query))
-        return self._attend(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), mask).flatten(1)
-
-    def _attend(
-        self, q_SBHK: torch.Tensor, k_TBHK: torch.Tensor, v_TBHV: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
         o_SBHV: torch.Tensor = self.backend.fn(
-            q_SBHK, k_TBHK, v_TBHV, softmax_scale=self.softmax_scale, attention_mask=mask
+            query, key, value, softmax_scale=self.softmax_scale, seq_idx=attention_mask
         )
-        return o_SBHV
+        return o_SBHV.flatten(2)
 
 
 class SparseCoreAttention(MegatronModule):
@@ -165,7 +155,6 @@ class SparseCoreAttention(MegatronModule):
         *,
         x: torch.Tensor,
         qr: torch.Tensor,
-        packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """Attend to the selected keys.
@@ -174,22 +163,18 @@ class SparseCoreAttention(MegatronModule):
             query: absorbed queries ``[S, B, H, K]``.
             key: latents with rotary part, one head ``[T, B, 1, K]``; the value is their first V entries.
             value: None, as the stock class passes it.
-            attention_mask: bool, True = masked: causal, and reset where a document starts; or None.
+            attention_mask: what :class:`_Documents` puts in its place: the documents, int32 ``[B, S]``, or None.
             x: the layer's input ``[S, B, D]`` (a slice of S under sequence parallelism).
             qr: normed query latents ``[S, B, q_lora_rank]`` (likewise).
-
-        With packed sequences Megatron leaves B out of query, key and qr, and of the output; each sequence sees itself alone.
 
         Returns:
             ``[S, B, H * V]`` latents, before the value up-projection.
         """
-        if packed_seq_params is not None:
-            query, key = query.unsqueeze(1), key.unsqueeze(1)
         if self.indexer is None:
             selection = self.index_cache.read(self.layer_number)
             sink = selection.sink if self.serves else None
         else:
-            query, selection = self._select(query, attention_mask, x, qr, packed_seq_params)
+            query, selection = self._select(self.indexer, query, attention_mask, x.detach(), qr.detach())
             sink = selection.sink
         o_SBHV = self.backend.fn(
             query,
@@ -200,34 +185,24 @@ class SparseCoreAttention(MegatronModule):
             sink=sink,
         )
         output: torch.Tensor = o_SBHV.flatten(2)
-        return output if packed_seq_params is None else output.squeeze(1)
+        return output
 
     def _select(
         self,
+        indexer: DSAIndexer,
         query_SBHK: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        seq_idx_BS: torch.Tensor | None,
         x: torch.Tensor,
         qr: torch.Tensor,
-        packed_seq_params: PackedSeqParams | None,
     ) -> tuple[torch.Tensor, Selection]:
-        """The selection, of the first run where this is a recompute, and the query with the indexer's training attached."""
-        assert self.indexer is not None
+        """The query with the indexer's training attached, and the selection, of the first run where this is a recompute."""
         selection = self.index_cache.recall(self.layer_number)
         learns = self.training and bool(self.config.dsa_indexer_loss_coeff)
         if selection is not None and not learns:
             return query_SBHK, selection
-        q, k, w = self.indexer.forward_before_topk(x.detach(), qr.detach(), packed_seq_params)
+        q, k, w = indexer.forward_before_topk(x, qr)
         if selection is None:
-            rows, batch = query_SBHK.shape[:2]
-            seq_idx_BS = documents(
-                self.config,
-                self.layer_number,
-                batch=batch,
-                rows=rows,
-                attention_mask=attention_mask,
-                packed_seq_params=packed_seq_params,
-            )
-            index_BSN = self.select_backend.fn(q, k, w, self.indexer.index_topk, seq_idx_BS)
+            index_BSN = self.select_backend.fn(q, k, w, indexer.index_topk, seq_idx_BS)
             layers = 1 + (self.index_cache.readers(self.layer_number) if self.serves else 0)
             selection = Selection(index_BSN, sink=TargetSum(layers) if learns else None)
             self.index_cache.publish(self.layer_number, selection)
@@ -283,22 +258,51 @@ class _WholeRows:
             linear.register_forward_hook(_whole_rows)
 
 
-class FullMLASelfAttention(_WholeRows, MLASelfAttention):
-    """Stock MLA with :class:`_WholeRows`."""
+class _Documents:
+    """Mixed into stock MLA: a packed batch is computed as one row, and the core attention is given its documents.
+
+    The documents take the place of the attention mask, as int32 ``[B, S]``, and the packed sequences go no further. Stock
+    would rotate each sequence by itself, with lengths that the host reads: two waits for a rotation, four or eight a layer.
+    Rotated by its place in the row, as it is with a mask, a query has the same product with every key of its document.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the stock class, whose ``attention_mask`` and ``packed_seq_params`` are those that Megatron gives a layer.
+
+        Raises:
+            DataError, ModelError: as :func:`megacpp_mcore.layer_specs.documents.documents`.
+        """
+        config: TransformerConfig = self.config  # type: ignore[attr-defined]
+        cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        seq_idx_BS = documents(
+            config,
+            self.layer_number,  # type: ignore[attr-defined]
+            batch=hidden_states.shape[1],
+            rows=hidden_states.shape[0] * cut,
+            attention_mask=attention_mask,
+            packed_seq_params=packed_seq_params,
+        )
+        return super().forward(hidden_states, seq_idx_BS, *args, **kwargs)  # type: ignore[misc]
 
 
-class SparseMLASelfAttention(_WholeRows, AbsorbedMLASelfAttention):
-    """Stock absorbed MLA with :class:`_WholeRows`."""
+class FullMLASelfAttention(_Documents, _WholeRows, MLASelfAttention):
+    """Stock MLA with :class:`_Documents` and :class:`_WholeRows`."""
+
+
+class SparseMLASelfAttention(_Documents, _WholeRows, AbsorbedMLASelfAttention):
+    """Stock absorbed MLA with :class:`_Documents` and :class:`_WholeRows`."""
 
 
 def _require_causal(attn_mask_type: AttnMaskType, layer_number: int) -> None:
     if attn_mask_type != AttnMaskType.causal:
         raise ModelError(f"layer {layer_number}: attention mask type is {attn_mask_type}; expected causal")
-
-
-def _packed_mask(packed_seq_params: PackedSeqParams, layer_number: int, rows: int) -> torch.Tensor:
-    """The mask ``[1, 1, S, S]`` that keeps the sequences of a packed batch apart; causality is the backend's."""
-    return other_documents(packed_documents(packed_seq_params, layer_number, batch=1, rows=rows))
 
 
 def full_attention(parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:

@@ -42,7 +42,7 @@ def own_candidates() -> tuple[Candidate, ...]:
                 ("indexer", "indexer", "select"),
                 ("indexer_grad", "indexer", "indexer_grad"),
                 ("mamba3", "mamba3", "mamba3"),
-                ("m2rnn", "m2rnn", "m2rnn_chunked"),
+                ("m2rnn", "m2rnn", "m2rnn"),
             )
         ),
     )

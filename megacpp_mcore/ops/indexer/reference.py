@@ -231,7 +231,11 @@ def selected_gradient(
     """
     (num_keys, batch, width), num_queries, dtype = k_TBD.shape, len(q_SBHD), compute_dtype(q_SBHD, k_TBD, w_SBH)
     k_BTD = k_TBD.to(dtype).transpose(0, 1)
-    grad_q_SBHD, grad_w_SBH, grad_k_BTD = torch.empty_like(q_SBHD), torch.empty_like(w_SBH), k_BTD.new_zeros(k_BTD.shape)
+    grad_q_SBHD, grad_w_SBH, grad_k_BTD = (
+        torch.empty_like(q_SBHD),
+        torch.empty_like(w_SBH),
+        k_BTD.new_zeros(k_BTD.shape),
+    )
     divergence_BS = k_BTD.new_empty(batch, num_queries)
     batch_B11 = torch.arange(batch, device=k_BTD.device)[:, None, None]
     for rows in chunks:

@@ -50,7 +50,7 @@ def main() -> int:
     table, slots = Table(args.output, COLUMNS), _slots(args)
     runs = [(arm, seed) for seed in args.seeds for arm in args.arms]
     with ThreadPoolExecutor(slots.qsize()) as pool:
-        done = list(pool.map(lambda run: _train(*run, args, slots), runs))
+        done = list(pool.map(lambda run: _train(run[0], run[1], args, slots), runs))
     rows = [
         _row(arm, seed, args, steps)
         for (arm, seed), steps in zip(runs, done, strict=True)

@@ -60,8 +60,9 @@ PATCHES = (
 )
 """What the model cannot do without; applied by the callable, never by an import.
 
-Of dsa-index-cache it is the checkpoint functions, which bring a recomputed Shared layer its indices, and the logged loss that
-concern this model. The rest is about stock's DSAttention: without ``experimental_attention_variant`` it asks for no schedule.
+Of dsa-index-cache it is the checkpoint functions, which bring a recomputed sparse layer its first selection, and the logged
+loss that concern this model. The rest is about stock's DSAttention: without ``experimental_attention_variant`` it asks for no
+schedule.
 """
 
 

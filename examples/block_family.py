@@ -20,7 +20,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megacpp_mcore.layer_specs.nam56r import HybridBlockSubmodules, nam56r
 from megacpp_mcore.layer_specs.parts import Mixer, Parts, parts_for
-from megacpp_mcore.layer_specs.recurrent import M2RNNMixer, causal_convolution
+from megacpp_mcore.layer_specs.recurrent import M2RNNMixer
+from megacpp_mcore.ops.m2rnn.reference import causal_convolution
 
 
 class GatedConvolution(Mixer):
@@ -47,8 +48,7 @@ class GatedConvolution(Mixer):
         self.in_proj = build_module(
             parts.column_linear, width, 2 * width, **common, init_method=config.init_method, gather_output=False
         )
-        self.out_proj = build_module(
-            parts.row_linear,
+        self.out_proj = parts.row_linear(
             width,
             width,
             **common,

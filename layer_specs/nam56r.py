@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.attention import attention_layer_spec, full_attention, sparse_attention
 from megacpp_mcore.layer_specs.documents import check_run
 from megacpp_mcore.layer_specs.experts import expert_layer_spec
+from megacpp_mcore.layer_specs.initial import set_start
 from megacpp_mcore.layer_specs.mamba import mamba_layer_spec
 from megacpp_mcore.layer_specs.mtp import mtp_block
 from megacpp_mcore.layer_specs.parts import Parts, implementation, parts_for
@@ -94,7 +96,7 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
     check_layout(model, transformer, chunks)
     patches.apply(PATCHES)
     announce_policy(model, transformer, settings)
-    prepare(model, transformer)
+    prepare(model, transformer, sources)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
     layers = chunk_layers(transformer, vp_stage)
     log_single_rank(
@@ -170,8 +172,9 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
     )
 
 
-def prepare(model: Model, config: TransformerConfig) -> None:
-    """Set what a hybrid model needs in Megatron's configuration and has no flag for."""
+def prepare(model: Model, config: TransformerConfig, sources: Sequence[object]) -> None:
+    """Set what a hybrid model needs in Megatron's configuration and has no flag for; ``sources`` are all of the run's."""
+    set_start(model, config, lowering.vocabulary_divisor(sources))
     # Unlike layers do not share one stacked checkpoint tensor (the field is spelled so upstream).
     config.hetereogenous_dist_checkpoint = True
     # Read by the patch mtp-shared-block, which scales each depth's gradient.

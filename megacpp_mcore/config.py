@@ -123,16 +123,14 @@ class Recompute:
     Attributes:
         a: the attention of A layers, that of the MTP block included: projections, norms of the latents, core attention.
         m: the Mamba-3 mixer of M layers.
+        r: the M²RNN mixer of R layers.
         experts: the expert GEMMs and their activation, not the routing, its communication or the shared expert.
-        r_convolution: the causal convolutions of R layers.
-        r_recurrence: the M²RNN recurrence of R layers with its forget gate, skip, and output gate.
     """
 
     a: bool = False
     m: bool = False
+    r: bool = False
     experts: bool = False
-    r_convolution: bool = False
-    r_recurrence: bool = False
 
     @property
     def on(self) -> tuple[str, ...]:

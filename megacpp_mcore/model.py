@@ -90,6 +90,8 @@ class Mamba3:
         mimo_rank: rank R of the MIMO recurrence; 1 is SISO.
         rope_fraction: share of the state that is rotated.
         a_floor: the decay rate A is at most ``-a_floor``.
+        out_norm: RMSNorm of each head between the scan and the output projection; False is mamba-ssm's module as it is by
+            default, which writes more on the residual than all other layers together (docs/model.md).
         decay_activation: what makes the raw decay positive: ``softplus``, or ``heavy_tail`` as upstream's newest.
     """
 
@@ -101,6 +103,7 @@ class Mamba3:
     chunk: int = 16
     rope_fraction: float = 0.5
     a_floor: float = 1e-4
+    out_norm: bool = True
     decay_activation: str = "softplus"
 
     def __post_init__(self) -> None:
@@ -140,13 +143,18 @@ class M2RNN:
 
 @dataclass(frozen=True, kw_only=True)
 class MoE:
-    """Mixture of experts: sigmoid scores, renormalised top-k weights, expert-bias balancing, dropless, GELU."""
+    """Mixture of experts: sigmoid scores, renormalised top-k weights, expert-bias balancing, dropless, GELU.
+
+    Attributes:
+        bias_update_rate: by how much a step moves an expert's bias. DeepSeek-V3's 1e-3 takes some hundred steps to cross the
+            scores' differences, and leaves deep layers with idle experts meanwhile (docs/model.md).
+    """
 
     experts: int = 16
     topk: int = 4
     ffn_hidden_size: int = 896
     shared_ffn_hidden_size: int = 1024
-    bias_update_rate: float = 1e-3
+    bias_update_rate: float = 3e-3
     sequence_aux_loss_coeff: float = 1e-4
     z_loss_coeff: float = 1e-3
 
@@ -178,6 +186,32 @@ class MTP:
         """The weight of each depth's mean loss in the total loss."""
         powers = [self.loss_decay**k for k in range(self.depth)]
         return tuple(self.loss_scale * power / sum(powers) for power in powers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The standard deviations that weights are drawn with (docs/model.md, "The start").
+
+    Attributes:
+        std: of every matrix, as Megatron has it, divided by √(2 · depth) in those that write on the residual; None: by fan-in,
+            1 / √(columns), likewise divided.
+        embedding_std: of the embedding.
+        head_gain: factor on the output head alone; ``std`` None only.
+    """
+
+    std: float | None = None
+    embedding_std: float = 1.0
+    head_gain: float = 0.5
+
+    def __post_init__(self) -> None:
+        _positive(self, "embedding_std", "head_gain")
+        if self.std is not None:
+            _positive(self, "std")
+            if self.head_gain != 1.0:
+                raise ModelError(
+                    f"Start.head_gain is {self.head_gain} beside std {self.std}; it is a factor on the rule by fan-in, set it "
+                    "to 1.0, or std to None"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,12 +253,12 @@ class Model:
     moe: MoE = field(default_factory=MoE)
     mtp: MTP = field(default_factory=MTP)
     rope_theta: float = 500_000.0
+    start: Start = field(default_factory=Start)
     norm_eps: float = 1e-5
-    init_std: float = 0.02
 
     def __post_init__(self) -> None:
         _positive(self, "depth", "hidden_size", "heads", "ffn_hidden_size", "vocab_size", "seq_length", "rope_theta")
-        _positive(self, "norm_eps", "init_std")
+        _positive(self, "norm_eps")
         if self.rope_theta != int(self.rope_theta):
             raise ModelError(
                 f"{self.name}: rope_theta is {self.rope_theta}; Megatron's --rotary-base takes whole numbers"
@@ -370,6 +404,7 @@ class Model:
         ssm, hidden, heads = self.mamba3, self.hidden_size, self.mamba_heads
         width = 2 * self.mamba_inner + 2 * ssm.mimo_rank * ssm.groups * ssm.state + 3 * heads + ssm.angles
         biases = 2 * heads * ssm.mimo_rank * ssm.state + 2 * ssm.state + 2 * heads
+        biases += self.mamba_inner if ssm.out_norm else 0
         mimo = 3 * heads * ssm.mimo_rank * ssm.head_dim if ssm.mimo_rank > 1 else 0
         return hidden + hidden * width + biases + mimo + self.mamba_inner * hidden
 

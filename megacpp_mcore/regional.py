@@ -12,10 +12,6 @@ region             layers   what it is
 norm               A M E R  RMSNorm over the hidden size, and A's over the latents, where it is torch's own
 indexer score      A        the scores of a Full layer's indexer, a block of queries at a time (the plain-PyTorch backend)
 mamba3 segment     M        from the projections to the gated output, 1024 tokens at a time (the plain-PyTorch backend)
-m2rnn convolution  R        padding, depthwise convolution, SiLU
-m2rnn gate         R        the forget gate
-m2rnn skip         R        skip, output gate, sum of squares
-m2rnn scale        R        RMSNorm after that sum has been reduced
 =================  =======  ==============================================================================================
 
 These stay uncompiled. A projection is one matrix product, and its autograd function runs the collectives of tensor
@@ -57,9 +53,7 @@ from megacpp_mcore.config import PluginConfig, Recompute
 from megacpp_mcore.errors import LaunchError, ModelError
 from megacpp_mcore.layer_specs.attention import SparseCoreAttention
 from megacpp_mcore.layer_specs.mamba import Mamba3Mixer
-from megacpp_mcore.layer_specs.recurrent import M2RNNMixer, causal_convolution, scale_rows, skip_and_gate
 from megacpp_mcore.ops.indexer.reference import indexer_scores, score_block
-from megacpp_mcore.ops.m2rnn.reference import m2rnn_forget_gate
 from megacpp_mcore.ops.mamba3.reference import mamba3, mix_segment
 from megacpp_mcore.policy import EXPLICIT, CompilePolicy
 
@@ -239,12 +233,8 @@ class Treatment:
         if self.backend is not None:
             self._compile(layer, self.backend)
         mixer, recompute = layer.self_attention, self.recompute
-        if (letter == "A" and recompute.a) or (letter == "M" and recompute.m):
+        if {"A": recompute.a, "M": recompute.m, "R": recompute.r}.get(letter):
             _recompute(mixer, "forward")
-        if letter == "R" and recompute.r_convolution:
-            _recompute(mixer, "_convolve")
-        if letter == "R" and recompute.r_recurrence:
-            _recompute(mixer, "_recur")
         if letter == "E" and recompute.experts:
             _recompute(layer.mlp.experts, "forward")
 
@@ -256,14 +246,6 @@ class Treatment:
                 run_segment = region("mamba3 segment", mix_segment, backend)
                 scan = functools.partial(mamba3, run_segment=run_segment)
                 module.backend = dataclasses.replace(module.backend, fn=scan)
-            elif isinstance(module, M2RNNMixer):
-                for attribute, name, function in (
-                    ("_convolve", "m2rnn convolution", causal_convolution),
-                    ("_forget", "m2rnn gate", m2rnn_forget_gate),
-                    ("_gate", "m2rnn skip", skip_and_gate),
-                    ("_scale", "m2rnn scale", scale_rows),
-                ):
-                    setattr(module, attribute, region(name, function, backend))
             elif isinstance(module, SparseCoreAttention) and _scores(module):
                 score = functools.partial(indexer_scores, run_block=region("indexer score", score_block, backend))
                 module.score_backend = dataclasses.replace(module.score_backend, fn=score)

@@ -39,7 +39,7 @@ def own_candidates() -> tuple[Candidate, ...]:
                 ("sparse_mla", "sparse_mla_attention"),
                 ("indexer", "indexer_scores"),
                 ("mamba3", "mamba3"),
-                ("m2rnn", "m2rnn_chunked"),
+                ("m2rnn", "m2rnn"),
             )
         ),
     )

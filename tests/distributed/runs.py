@@ -40,8 +40,6 @@ OVERRIDES: Mapping[str, Any] = {
     "dsa": {"schedule": "-FSFF", "topk": 16, "loss_coeff": 0.1},
     "mtp": {"depth": 2},
     "seq_length": 64,
-    # Wide enough that attention, and with it the indexer's target, is not near uniform.
-    "init_std": 0.06,
 }
 MODEL = with_overrides(preset("nam56r_tiny"), OVERRIDES)
 

@@ -21,7 +21,8 @@ from megacpp_mcore.recipe_command import tokenizer_words
 
 ROOT = Path(__file__).parents[2]
 SMALLER = {"seq_length": 32, "dsa": {"topk": 8}}
-STEPS, SAVED, STALL_S, WITHIN_S = 7, 4, 2.0, 0.1
+STEPS, SAVED, STALL_S, PAUSE_S, WITHIN_S = 7, 4, 3.0, 2.0, 1.0
+"""``WITHIN_S`` is what a busy machine may add to a time; stall and pause are much longer."""
 
 
 def start(folder: Path, stalls_at: int) -> subprocess.Popen[str]:
@@ -78,7 +79,7 @@ def test_a_stall_a_checkpoint_a_death_and_a_restart(tmp_path: Path) -> None:
     before = goodput.read(run)[0]
     assert before.steps == len(read_steps(run / "steps.jsonl"))
 
-    time.sleep(0.5)
+    time.sleep(PAUSE_S)
     again = start(tmp_path, stalls_at=-1)
     assert again.wait() == 0, (tmp_path / "log").read_text()[-4000:]
     found = goodput.read(run)[0]
@@ -92,7 +93,7 @@ def test_a_stall_a_checkpoint_a_death_and_a_restart(tmp_path: Path) -> None:
 
     saves = [float(line) for line in (tmp_path / "saves").read_text().split()]
     assert len(saves) == 2
-    assert abs(seconds["checkpoint_save"] - sum(saves)) < WITHIN_S
+    assert sum(saves) <= seconds["checkpoint_save"] < sum(saves) + WITHIN_S
     assert STALL_S <= seconds["data"] < STALL_S + WITHIN_S
     assert abs(seconds["down"] - (starts[1] - died_ns) / 1e9) < WITHIN_S
     assert (found.starts, found.steps, found.steps_lost) == (2, STEPS, before.steps - SAVED)

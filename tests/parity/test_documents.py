@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend
 
 from megacpp_mcore.errors import DataError, ModelError
-from megacpp_mcore.layer_specs.recurrent import causal_convolution
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss, indexer_scores
-from megacpp_mcore.ops.m2rnn.reference import m2rnn_chunked, m2rnn_sequential
+from megacpp_mcore.ops.m2rnn.reference import causal_convolution, m2rnn, m2rnn_chunked, m2rnn_sequential
 from megacpp_mcore.ops.mamba3.reference import mamba3, mamba3_angles
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.mla.sdpa import sdpa_attention
@@ -89,8 +88,8 @@ def mamba_tensors(rows: int, rank: int) -> tuple[Tensors, dict[str, Any]]:
     per_token = {
         "x": (2, rows, H, P),
         "z": (2, rows, H, P),
-        "b": (2, rows, rank, G, N),
-        "c": (2, rows, rank, G, N),
+        "b": (2, rows, G, rank, N),
+        "c": (2, rows, G, rank, N),
         "dd_dt": (2, rows, H),
         "dd_A": (2, rows, H),
         "trap": (2, rows, H),
@@ -112,7 +111,8 @@ def mamba_tensors(rows: int, rank: int) -> tuple[Tensors, dict[str, Any]]:
 def test_mamba3(lengths: list[int], rank: int, method: Any, chunk_size: int, segment_size: int | None) -> None:
     def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
         options: dict[str, Any] = {"chunk_size": chunk_size, "method": method, "segment_size": segment_size}
-        return mamba3(*tokens.values(), **shared, A_floor=1e-4, eps=1e-5, seq_idx=seq_idx, **options)
+        rows = (t.transpose(0, 1) for t in tokens.values())
+        return mamba3(*rows, **shared, A_floor=1e-4, eps=1e-5, seq_idx=seq_idx, **options)[0].transpose(0, 1)
 
     check_separate(compute, *mamba_tensors(sum(lengths), rank), lengths)
 
@@ -125,9 +125,10 @@ def test_mamba3_of_a_document_does_not_change_with_another_one_by_a_bit() -> Non
         tensor[:, :13] = 50 * torch.randn(tensor[:, :13].shape, generator=torch.Generator().manual_seed(5))
     options: Any = {"chunk_size": 8, "A_floor": 1e-4, "eps": 1e-5, "seq_idx": number([13, 27])[:1].expand(2, 40)}
     weights = {name: t.detach().float() for name, t in shared.items()}
-    before, after = (mamba3(*each.values(), **weights, **options) for each in (first, other))
-    assert torch.equal(before[:, 13:], after[:, 13:])
-    assert not torch.equal(before[:, :13], after[:, :13])
+    rows = ((t.transpose(0, 1) for t in each.values()) for each in (first, other))
+    before, after = (mamba3(*each, **weights, **options)[0] for each in rows)
+    assert torch.equal(before[13:], after[13:])
+    assert not torch.equal(before[:13], after[:13])
 
 
 def test_angles_begin_at_zero_in_every_document() -> None:
@@ -173,6 +174,59 @@ def test_m2rnn_chunked_is_sequential_with_the_states_of_both_ends(every: int) ->
         results.append([y, h_last, *gradients])
     for truth, found in zip(*results, strict=True):
         assert truth.abs().max() > 1e-6
+        torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-10)
+
+
+def mixer_tensors(rows: int) -> tuple[Tensors, Tensors]:
+    """What m2rnn() takes: of the tokens ``[B, S, …]``, and of the layer."""
+    tokens = {"q": (2, rows, K), "k": (2, rows, K), "v": (2, rows, H, V), "g": (2, rows, H, V), "f": (2, rows, H)}
+    weights = {
+        "qk_conv_weight": (2 * K, 4),
+        "qk_conv_bias": (2 * K,),
+        "v_conv_weight": (H * V, 4),
+        "v_conv_bias": (H * V,),
+    }
+    weights |= {"W": (H, V, V), "A_log": (H,), "dt_bias": (H,), "D": (H * V,), "norm_weight": (H * V,)}
+    return draw(tokens, 3), draw(weights, 4)
+
+
+def mixed(tokens: Tensors, weights: Tensors, **options: Any) -> tuple[torch.Tensor, Any]:
+    """m2rnn() on ``[B, S, …]``, to ``[B, S, H·V]``."""
+    out_SBC, state = m2rnn(
+        *(t.transpose(0, 1) for t in tokens.values()), **weights, eps=1e-5, norm_width=H * V, **options
+    )
+    assert out_SBC.is_contiguous()
+    return out_SBC.transpose(0, 1), state
+
+
+@_PROPERTY
+@given(lengths=LENGTHS)
+def test_the_mixer_of_r(lengths: list[int]) -> None:
+    def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
+        return mixed(tokens, shared, seq_idx=seq_idx, checkpoint_every=4)[0]
+
+    check_separate(compute, *mixer_tensors(sum(lengths)), lengths)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("cut", [1, 2, 8, 15])
+def test_the_mixer_of_r_may_be_cut_anywhere(documents: bool, cut: int) -> None:
+    """Two calls that hand the state over are one call: the rows before the cut go along for the convolution."""
+    tokens, weights = mixer_tensors(17)
+    numbers = number([7, 2, 8])[:1].expand(2, 17)
+    whole, last = mixed(tokens, weights, return_final_state=True, seq_idx=numbers if documents else None)
+    assert mixed(tokens, weights)[1] is None
+    outputs, state = [], None
+    for rows in (slice(0, cut), slice(cut, None)):
+        part = {name: t[:, rows] for name, t in tokens.items()}
+        seq_idx = numbers[:, rows] if documents else None
+        out, state = mixed(part, weights, return_final_state=True, initial_state=state, seq_idx=seq_idx)
+        outputs.append(out)
+    joined, leaves = torch.cat(outputs, dim=1), [*tokens.values(), *weights.values()]
+    for found, truth in zip((joined, *state), (whole, *last), strict=True):
+        torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-10)
+    gradients = (torch.autograd.grad(y.sin().sum(), leaves) for y in (joined, whole))
+    for found, truth in zip(*gradients, strict=True):
         torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-10)
 
 

@@ -18,6 +18,7 @@ import torch
 
 from megacpp_mcore.errors import DataError, ModelError
 from megacpp_mcore.model import preset
+from tests.parity.compare import assert_parity
 from tests.unit import stock, test_hybrid_host
 from tests.unit.host_reads import host_reads
 
@@ -141,7 +142,7 @@ def test_full_recompute_tells_documents_apart_too(make: Callable[..., Any], plai
     )
     assert truth.keys() == found.keys()
     for name, tensor in truth.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6 * float(tensor.abs().max() + 1))
+        assert_parity(found[name], tensor, rms=1e-4, name=name)
 
 
 def test_both_hosts_tell_packed_documents_apart(process: Path) -> None:

@@ -20,14 +20,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.layer_specs.recurrent import causal_convolution
 from megacpp_mcore.model import MLA, Mamba3, Model, preset, with_overrides
 from megacpp_mcore.observe import flops
 from megacpp_mcore.observe.flops import Work
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_scores
 from megacpp_mcore.ops.linear_cross_entropy.reference import linear_cross_entropy
-from megacpp_mcore.ops.m2rnn.reference import m2rnn_chunked, m2rnn_sequential
+from megacpp_mcore.ops.m2rnn.reference import causal_convolution, m2rnn_chunked, m2rnn_sequential
 from megacpp_mcore.ops.mamba3.reference import mamba3
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.sparse_mla.reference import sparse_mla_attention
@@ -161,9 +160,9 @@ def test_mamba_scan(rank: int, sequence: int) -> None:
     batch, heads = 2, 4
     ssm = Mamba3(head_dim=6, groups=2, state=8, mimo_rank=rank, chunk=8)
     x, z, b, c, dt, a, trap, angles = leaves(
-        (batch, sequence, heads, 6), (batch, sequence, heads, 6),
-        (batch, sequence, rank, 2, 8), (batch, sequence, rank, 2, 8),
-        *[(batch, sequence, heads)] * 3, (batch, sequence, ssm.angles),
+        (sequence, batch, heads, 6), (sequence, batch, heads, 6),
+        (sequence, batch, 2, rank, 8), (sequence, batch, 2, rank, 8),
+        *[(sequence, batch, heads)] * 3, (sequence, batch, ssm.angles),
     )  # fmt: skip
     names = ("mimo_x", "mimo_z", "mimo_o")
     mixes = dict(zip(names, leaves(*[(heads, rank, 6)] * 3), strict=True)) if rank > 1 else {}
@@ -174,7 +173,7 @@ def test_mamba_scan(rank: int, sequence: int) -> None:
         lambda: mamba3(
             x, z, b, c, dt, a, trap, angles,
             **scalars, **biases, **weights, **mixes, chunk_size=8, A_floor=1e-4, eps=1e-5,
-        )
+        )[0]
     )  # fmt: skip
     ours = flops.mamba_scan(batch, sequence, heads, ssm)
     assert (forward, backward) == (ours.forward, ours.backward)

@@ -120,7 +120,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "shared": (selective("shared_experts"), ()),
     "nested": (selective("moe", "shared_experts"), ()),
     "a": ((), ("a",)),
-    "m and r": ((), ("m", "r_convolution", "r_recurrence")),
+    "m and r": ((), ("m", "r")),
     "experts beside stock's": (selective("shared_experts", "mla_up_proj"), ("experts",)),
 }
 

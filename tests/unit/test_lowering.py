@@ -143,7 +143,7 @@ def test_a_run_near_a_preset_is_refused_with_what_is_missing(name: str) -> None:
     with pytest.raises(ArgumentMismatchError) as raised:
         matching_preset([source])
     assert f"contradict {name} in 1 place:" in str(raised.value)
-    assert "init_method_std: found 0.5, expected 0.02 (--init-method-std 0.02)" in str(raised.value)
+    assert "init_method_std: found 0.5, expected 0.02 (without --init-method-std)" in str(raised.value)
 
 
 @pytest.mark.parametrize("values", [{"device": "tpu"}, {"precision": "fp16"}, {"transformer_impl": "apex"}])

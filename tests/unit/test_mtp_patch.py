@@ -20,6 +20,7 @@ import torch
 
 from megacpp_mcore import patches
 from megacpp_mcore.model import Model, preset, with_overrides
+from tests.parity.compare import assert_parity
 from tests.unit import stock
 
 NAME = "mtp-shared-block"
@@ -199,7 +200,7 @@ def test_the_whole_gradient_is_the_weighted_sum(model: Any, tokens: torch.Tensor
     for k in range(1, K + 1):
         total = total + weights[k - 1] * recorder.losses[k - 1][:, : S - k].mean()
     (expected,) = torch.autograd.grad(total, weight)
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-8)
+    assert_parity(found, expected, rms=1e-4)
 
 
 def test_logged_losses_are_plain_means(model: Any, tokens: torch.Tensor) -> None:

@@ -32,8 +32,7 @@ _FAMILIES_OF_OURS = {
     "a": _ATTENTION,
     "m": ("mamba_projections", "mamba_scan"),
     "experts": ("routed_experts",),
-    "r_convolution": ("convolution",),
-    "r_recurrence": ("recurrence",),
+    "r": ("recurrent_projections", "convolution", "recurrence"),
 }
 
 

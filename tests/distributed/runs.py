@@ -76,6 +76,11 @@ class Run:
     checkpoints: Path
     scalars: Mapping[str, Mapping[int, float]]
 
+    @property
+    def observed(self) -> Path:
+        """The folder that the run was recorded in."""
+        return self.checkpoints.parent / "observe"
+
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Every tensor of the checkpoint of ``step``, whole, by its name there: parameters, buffers, Adam's state."""
         return tensors_in(self.checkpoints / f"iter_{step:07d}")
@@ -183,7 +188,7 @@ class Laboratory:
     def _run(self, name: str, folder: Path, saved: Path, words: Sequence[str], processes: int) -> Run:
         recorded = folder / "steps.jsonl"
         command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cpu", "--nproc", str(processes)]
-        command += ["--no-observe"]  # Megatron's own lines are read from the output
+        command += ["--observe", str(folder / "observe")]
         command += ["--record-steps", str(recorded), "--"]
         command += [str(ROOT / "tests" / "distributed" / "double.py")] * self.double + list(words)
         status, output = execute(command, self.config)
@@ -192,8 +197,9 @@ class Laboratory:
 
 
 def write_config(path: Path, overrides: Mapping[str, Any]) -> Path:
-    """Write the file for ``MEGACPP_CONFIG``: nam56r_tiny with ``overrides``."""
-    path.write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": dict(overrides)}), encoding="utf-8")
+    """Write the file for ``MEGACPP_CONFIG``: nam56r_tiny with ``overrides``; Megatron's own lines are read from the output."""
+    options = {"model": "nam56r_tiny", "overrides": dict(overrides), "observability": {"console": "stock"}}
+    path.write_text(yaml.safe_dump(options), encoding="utf-8")
     return path
 
 

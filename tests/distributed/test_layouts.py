@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megacpp_mcore.model import preset
+from megacpp_mcore.observe import start
 from tests.distributed.comparing import (
     MOMENTUM,
     SCALARS,
@@ -69,6 +70,23 @@ def test_losses_and_gradient_norm(laboratory: Laboratory, name: str) -> None:
 def test_every_gradient_of_the_first_step(laboratory: Laboratory, name: str) -> None:
     expected, found = (gradients_of_the_first_step(laboratory.compared(layout)) for layout in (ONE, name))
     assert differing_tensors(expected, found, TOLERANCE) == []
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_the_ranks_recorded_of_the_first_step_adds_up(laboratory: Laboratory, name: str) -> None:
+    """Branches, residual and gradients of every part, as ``report show`` has them."""
+    expected, found = (start.read(laboratory.compared(layout).observed) for layout in (ONE, name))
+    assert {part["family"] for part in expected.values()} > {*"AMER", "MTP"}
+    assert {label: part["family"] for label, part in found.items()} == {
+        label: part["family"] for label, part in expected.items()
+    }
+    off = [
+        f"{label}, {kind}: {found[label][kind]!r} instead of {part[kind]!r}"
+        for label, part in expected.items()
+        for kind in ("branch", "residual", "gradient")
+        if part[kind] is not None and not abs(found[label][kind] - part[kind]) <= TOLERANCE * part[kind]
+    ]
+    assert off == []
 
 
 def gradients_of_the_first_step(run: Run) -> dict[str, torch.Tensor]:

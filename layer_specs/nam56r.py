@@ -57,6 +57,7 @@ PATCHES = (
     "checkpoint-hosts",
     "mixed-precision-optimizer",
     "torch-adam-resume",
+    "output-layer-fusion",
 )
 """What the model cannot do without; applied by the callable, never by an import.
 
@@ -165,6 +166,8 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
         "pipeline": config.pipeline_model_parallel_size,
         "expert": config.expert_model_parallel_size,
         "sequence_parallel": config.sequence_parallel,
+        "cpu_initialization": config.use_cpu_initialization,
+        "tf32_products": policy.tf32_products(),
     }
     policy.announce(
         dataclasses.replace(run, **layout),  # which may come from a file or a checkpoint

@@ -96,6 +96,20 @@ def gradients_of_the_first_step(run: Run) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [
+        ("EP 2", 1),  # of which each process is a replica of all but the experts
+        pytest.param("TP 2 with SP", 2, marks=pytest.mark.exhaustive),
+        pytest.param("PP 2 × VPP 2", 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_distributed_optimizer_and_overlaps_change_nothing(laboratory: Laboratory, name: str, replicas: int) -> None:
+    """With a bucket a parameter, one that is read before its gather has ended is that of the step before."""
+    expected, found = laboratory.compared(ONE).scalars, laboratory.overlapped(name, replicas).scalars
+    assert differing_scalars(expected, found, TOLERANCE) == []
+
+
 @pytest.mark.exhaustive
 def test_recompute_with_micro_batches_in_flight(laboratory: Laboratory) -> None:
     """In the second virtual stage a Full layer and its Shared one are recomputed while other micro-batches pass."""

@@ -297,7 +297,7 @@ class FullMLASelfAttention(_Documents, _WholeRows, MLASelfAttention):
 
 
 class SparseMLASelfAttention(_Documents, _WholeRows, AbsorbedMLASelfAttention):
-    """Stock absorbed MLA with :class:`_Documents` and :class:`_WholeRows`, which waits for the up-projection's weight under overlapped gathers."""
+    """As :class:`FullMLASelfAttention`; under overlapped gathers it waits for the up-projection's weight."""
 
     def _get_kv_up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As stock's, which reads the weight of a module that it never calls."""

@@ -252,7 +252,7 @@ def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:
     assert launch_words(processes=8, device="cpu", transformer_impl="local", precision="fp32") == off
     untrained = with_overrides(preset("nam56r_tiny"), {"dsa": {"loss_coeff": 0.0}})
     assert launch_words(processes=2, model=untrained) == one | {"--use-distributed-optimizer"}
-    dense = with_overrides(preset("nam56r_tiny"), {"pattern": "AMR", "depth": 3})
+    dense = with_overrides(preset("nam56r_tiny"), {"pattern": "AMR", "depth": 3, "dsa": {"schedule": "-"}})
     assert "--moe-permute-fusion" not in launch_words(model=dense)
 
 

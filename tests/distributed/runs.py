@@ -38,6 +38,7 @@ OVERRIDES: Mapping[str, Any] = {
     # index cache meets several micro-batches in flight; the third and fourth have Full layers of their own.
     "pattern": "AEMEAAERAMEA",
     "dsa": {"schedule": "-FSFF", "topk": 16, "loss_coeff": 0.1},
+    "mamba3": {"groups": 4},  # one a rank of TP 4
     "mtp": {"depth": 2},
     "seq_length": 64,
 }
@@ -50,8 +51,12 @@ LAYOUTS: Mapping[str, Layout] = {
     "PP 2 × VPP 2": Layout(pipeline=2, virtual=2),
     "EP 2": Layout(expert=2),
     "TP 2 with SP": Layout(tensor=2, sequence_parallel=True),
+    "TP 4 with SP": Layout(tensor=4, sequence_parallel=True),
 }
 """Every layout that has to train as one process does. With two processes EP 2 is data-parallel 2, too."""
+
+WITHOUT_SP: Mapping[str, Layout] = {"TP 2": Layout(tensor=2), "TP 4": Layout(tensor=4)}
+"""For a model of M and R alone: latent attention and experts need sequence parallelism beside tensor parallelism."""
 
 LEARNING_RATE = 1e-3
 """Large: after six steps, norms, decays and biases are far from the constants that they started as."""
@@ -124,7 +129,7 @@ class Laboratory:
     def compared(self, name: str) -> Run:
         """:data:`COMPARED` steps in layout ``name`` from the last checkpoint of :meth:`main`, from the first sample on."""
         load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
-        return self._once(name, LAYOUTS[name], COMPARED, [*_WARM_UP, *load], save_every=1)
+        return self._once(name, {**LAYOUTS, **WITHOUT_SP}[name], COMPARED, [*_WARM_UP, *load], save_every=1)
 
     def recomputed(self, name: str) -> Run:
         """:meth:`compared` with every layer run again in the backward pass."""

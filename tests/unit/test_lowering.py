@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -225,7 +224,7 @@ def test_the_launch_flags_of_gpus_pass_megatrons_validation(
     given = {"tokenizer": tokenizer_words(model), "data": ("--mock-data",), "precision": precision}
     processes = 2 * max(layout.processes, layout.tensor * layout.pipeline)
     words = lower(model, layout, Training(processes=processes, **given), host)
-    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):  # grouped GEMMs ask for it
+    with stock.gpu_host():
         arguments = stock.parse(words, processes)
     on = ("gradient_accumulation_fusion", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
     assert [name for name in (*on, "moe_permute_fusion", "manual_gc") if not getattr(arguments, name)] == []
@@ -359,7 +358,6 @@ def test_marked_stages_are_the_chunks_that_megatron_cuts(
 
 def config_layer_ids(config: Any, vp_stage: int, pp_rank: int) -> list[int]:
     """Megatron's own 0-based layer numbers of a chunk."""
-    from unittest import mock
 
     from megatron.core import parallel_state
     from megatron.core.transformer.enums import LayerType

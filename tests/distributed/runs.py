@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import yaml
 
-from megacpp_mcore import lowering, recipe_command
+from megacpp_mcore import launch_flags, lowering, recipe_command
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from megacpp_mcore.observe.steps import read_steps
@@ -76,6 +76,11 @@ class Run:
     checkpoints: Path
     scalars: Mapping[str, Mapping[int, float]]
 
+    @property
+    def observed(self) -> Path:
+        """The folder that the run was recorded in."""
+        return self.checkpoints.parent / "observe"
+
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Every tensor of the checkpoint of ``step``, whole, by its name there: parameters, buffers, Adam's state."""
         return tensors_in(self.checkpoints / f"iter_{step:07d}")
@@ -127,6 +132,15 @@ class Laboratory:
         words = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
         return self._once(f"{name}, recomputed", LAYOUTS[name], COMPARED, [*_WARM_UP, *load, *words], save_every=1)
 
+    def overlapped(self, name: str, replicas: int) -> Run:
+        """:meth:`compared` with what several replicas are lowered with on GPUs; every parameter is a bucket of its own."""
+        load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
+        asked = (launch_flags.DISTRIBUTED_OPTIMIZER, launch_flags.GRAD_REDUCE, launch_flags.PARAM_GATHER)
+        words = [word for flag in launch_flags.FLAGS if flag.name in asked for word in flag.words]
+        # Saved without the optimizer: megatron-core 0.19 cannot save a bucket so small that a rank has no part of it.
+        words += ["--ddp-bucket-size", "1", "--no-save-optim", *_WARM_UP, *load]
+        return self._once(f"{name}, overlapped", LAYOUTS[name], COMPARED, words, replicas=replicas)
+
     def untrained(self, name: str) -> Run:
         """The model that layout ``name`` starts with when it loads nothing, saved after one step of size zero."""
         return self._once(f"untrained {name}", LAYOUTS[name], 1, ["--no-save-optim"], learning_rate=0.0)
@@ -148,6 +162,7 @@ class Laboratory:
         learning_rate: float = LEARNING_RATE,
         save_every: int | None = None,
         save_only: bool = False,
+        replicas: int = 1,
     ) -> Run:
         if name not in self._runs:
             folder = self.folder / name
@@ -159,9 +174,7 @@ class Laboratory:
                 saved = folder / "checkpoints"
                 save = ["--save", str(saved), "--save-interval", str(save_every or steps)]
             words = [*self._words(layout, steps, learning_rate), *save, *extra]
-            self._runs[name] = self._run(
-                name, folder, saved, words, max(layout.tensor, layout.expert) * layout.pipeline
-            )
+            self._runs[name] = self._run(name, folder, saved, words, layout.processes * replicas)
         return self._runs[name]
 
     def _words(self, layout: Layout, steps: int, learning_rate: float) -> tuple[str, ...]:
@@ -183,7 +196,7 @@ class Laboratory:
     def _run(self, name: str, folder: Path, saved: Path, words: Sequence[str], processes: int) -> Run:
         recorded = folder / "steps.jsonl"
         command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cpu", "--nproc", str(processes)]
-        command += ["--no-observe"]  # Megatron's own lines are read from the output
+        command += ["--observe", str(folder / "observe")]
         command += ["--record-steps", str(recorded), "--"]
         command += [str(ROOT / "tests" / "distributed" / "double.py")] * self.double + list(words)
         status, output = execute(command, self.config)
@@ -192,8 +205,9 @@ class Laboratory:
 
 
 def write_config(path: Path, overrides: Mapping[str, Any]) -> Path:
-    """Write the file for ``MEGACPP_CONFIG``: nam56r_tiny with ``overrides``."""
-    path.write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": dict(overrides)}), encoding="utf-8")
+    """Write the file for ``MEGACPP_CONFIG``: nam56r_tiny with ``overrides``; Megatron's own lines are read from the output."""
+    options = {"model": "nam56r_tiny", "overrides": dict(overrides), "observability": {"console": "stock"}}
+    path.write_text(yaml.safe_dump(options), encoding="utf-8")
     return path
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megacpp_mcore.model import preset
+from megacpp_mcore.observe import start
 from tests.distributed.comparing import (
     MOMENTUM,
     SCALARS,
@@ -71,11 +72,42 @@ def test_every_gradient_of_the_first_step(laboratory: Laboratory, name: str) -> 
     assert differing_tensors(expected, found, TOLERANCE) == []
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_the_ranks_recorded_of_the_first_step_adds_up(laboratory: Laboratory, name: str) -> None:
+    """Branches, residual and gradients of every part, as ``report show`` has them."""
+    expected, found = (start.read(laboratory.compared(layout).observed) for layout in (ONE, name))
+    assert {part["family"] for part in expected.values()} > {*"AMER", "MTP"}
+    assert {label: part["family"] for label, part in found.items()} == {
+        label: part["family"] for label, part in expected.items()
+    }
+    off = [
+        f"{label}, {kind}: {found[label][kind]!r} instead of {part[kind]!r}"
+        for label, part in expected.items()
+        for kind in ("branch", "residual", "gradient")
+        if part[kind] is not None and not abs(found[label][kind] - part[kind]) <= TOLERANCE * part[kind]
+    ]
+    assert off == []
+
+
 def gradients_of_the_first_step(run: Run) -> dict[str, torch.Tensor]:
     """A constant times each, for Adam's mean started from zero. Later ones are compared in fp64."""
     found = {name: value for name, value in tensors_of(run, 1).items() if name.startswith(MOMENTUM)}
     assert sum(value.numel() for value in found.values()) == sum(MODEL.parameters().values())
     return found
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [
+        ("EP 2", 1),  # of which each process is a replica of all but the experts
+        pytest.param("TP 2 with SP", 2, marks=pytest.mark.exhaustive),
+        pytest.param("PP 2 × VPP 2", 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_distributed_optimizer_and_overlaps_change_nothing(laboratory: Laboratory, name: str, replicas: int) -> None:
+    """With a bucket a parameter, one that is read before its gather has ended is that of the step before."""
+    expected, found = laboratory.compared(ONE).scalars, laboratory.overlapped(name, replicas).scalars
+    assert differing_scalars(expected, found, TOLERANCE) == []
 
 
 @pytest.mark.exhaustive

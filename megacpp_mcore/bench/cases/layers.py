@@ -251,7 +251,7 @@ def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False)
     from megacpp_mcore.ops.indexer.cache import IndexCache
 
     destroy_moe_metrics_tracker()  # stock sizes it by the first model of the process
-    nam56r.prepare(plan.model, plan.config)
+    nam56r.prepare(plan.model, plan.config, (plan.config,))
     parts, dispatcher = parts_for(plan.config), Dispatcher(requests)
     sources = grammar.source_layers(plan.model.roles)
     cache = IndexCache({shared: full for shared, full in sources.items() if shared == plan.number})

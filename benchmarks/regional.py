@@ -1,7 +1,7 @@
 """Times what regional compile, recompute and the experimental taxes cost and give: to the first step, per step, in memory.
 
     python -m benchmarks.regional --device cuda --impl transformer_engine                 # dense and quarter, off and regional
-    python -m benchmarks.regional --lane quarter --compile off --recompute none a m experts r_convolution r_recurrence
+    python -m benchmarks.regional --lane quarter --compile off --recompute none a m experts r
     python -m benchmarks.regional --size tiny --device cpu --impl local --steps 4 --warmup 1
 
 Each row is a training run of its own through ``megacpp-mcore launch``, with empty caches of compiled kernels unless

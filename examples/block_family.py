@@ -20,7 +20,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megacpp_mcore.layer_specs.nam56r import HybridBlockSubmodules, nam56r
 from megacpp_mcore.layer_specs.parts import Mixer, Parts, parts_for
-from megacpp_mcore.layer_specs.recurrent import M2RNNMixer, causal_convolution
+from megacpp_mcore.layer_specs.recurrent import M2RNNMixer
+from megacpp_mcore.ops.m2rnn.reference import causal_convolution
 
 
 class GatedConvolution(Mixer):
@@ -47,8 +48,7 @@ class GatedConvolution(Mixer):
         self.in_proj = build_module(
             parts.column_linear, width, 2 * width, **common, init_method=config.init_method, gather_output=False
         )
-        self.out_proj = build_module(
-            parts.row_linear,
+        self.out_proj = parts.row_linear(
             width,
             width,
             **common,
@@ -70,7 +70,7 @@ class GatedConvolution(Mixer):
         """Mix along the sequence; causal by itself, so that the mask only tells where documents begin."""
         self.refuse_unsupported(inference_context)
         pairs_SBX, _ = self.in_proj(hidden_SBD)
-        seq_idx_BS = self.documents(pairs_SBX.transpose(0, 1), attention_mask, packed_seq_params)
+        seq_idx_BS = self.documents(pairs_SBX, attention_mask, packed_seq_params)
         x_SBC, gate_SBC = pairs_SBX.unflatten(-1, (-1, 2)).unbind(-1)
         x_BSC = causal_convolution(x_SBC.transpose(0, 1), self.taps_weight, self.taps_bias, seq_idx_BS=seq_idx_BS)
         return self.out_proj((x_BSC.transpose(0, 1) * gate_SBC.sigmoid()).contiguous())

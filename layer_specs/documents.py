@@ -5,6 +5,12 @@ Megatron (0.19) says it in two ways. ``--dataloader-inter-document-masking`` pac
 ``--reset-attention-mask`` gives the layers of the first and the last stage a mask, and multi-token prediction nothing: it
 embeds and predicts tokens of the next document. The second way is refused where that makes a difference.
 
+Either is read once a micro-batch and chunk, by the first layer that asks; the others get the same tensor
+(:func:`megacpp_mcore.ops.packed.documents.shared`). Nothing waits for a GPU, with two exceptions. The first mask of a process
+is read on the host, so that an error in how the run makes masks has words; later ones are checked on the device. And where no
+stock script says whether masks are reset (Megatron-Bridge), each is read on the host, once a micro-batch and chunk: a model
+that is given a plain causal mask may run what a model with documents may not.
+
 Shape legend: S rows (of the whole sequence), B batch.
 """
 
@@ -18,9 +24,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import global_vars
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.packed.documents import seq_idx_from_cu_seqlens, seq_idx_from_mask
+from megacpp_mcore.ops.packed.documents import (
+    check_count,
+    check_same_sequences,
+    check_seq_idx,
+    require_one_document,
+    seq_idx_from_cu_seqlens,
+    seq_idx_from_mask,
+    shared,
+)
 
 _ADVICE = "pass --dataloader-inter-document-masking instead of --reset-attention-mask"
+_READ = "megacpp_mask_was_read"
+"""Attribute of a configuration whose layers were given a mask that the host has read."""
 
 
 def documents(
@@ -32,34 +48,64 @@ def documents(
     attention_mask: torch.Tensor | None,
     packed_seq_params: PackedSeqParams | None,
 ) -> torch.Tensor | None:
-    """The number of each row's document ``[B, S]``, or None: one document a row of the batch.
+    """The number of each row's document, int32 ``[B, S]``, or None: one document a row of the batch.
 
     Args:
         config: of the run.
         layer_number: who asks, 1-based.
         batch: B.
         rows: S.
-        attention_mask: what Megatron gave the layer: None, or bool ``[B or 1, 1, S, S]``, True = masked.
+        attention_mask: what Megatron gave the layer: None, or bool ``[B or 1, 1, S, S]``, True = masked. Or what this function
+            gave another one, which is returned.
         packed_seq_params: what Megatron gave the layer: None, or the documents of a packed batch (B = 1).
 
     Raises:
+        DataError: more documents in a row than :func:`max_documents`.
         ModelError: the documents cannot be told, or other parts of the run would not tell them apart.
     """
     if packed_seq_params is not None:
-        return packed_documents(packed_seq_params, layer_number, batch=batch, rows=rows)
+        return packed_documents(config, packed_seq_params, layer_number, batch=batch, rows=rows)
     if attention_mask is None:
         return None
-    seq_idx_BS = seq_idx_from_mask(attention_mask)
-    if seq_idx_BS is None:
+    if attention_mask.dtype == torch.int32:
+        check_seq_idx(attention_mask, batch=batch, rows=rows)
+        return attention_mask
+    given = attention_mask
+    return shared(given, ("documents", batch, rows), lambda: _masked_documents(config, given, batch, rows))
+
+
+def _masked_documents(
+    config: TransformerConfig, attention_mask: torch.Tensor, batch: int, rows: int
+) -> torch.Tensor | None:
+    arguments: Any = global_vars._GLOBAL_ARGS
+    is_reset = None if arguments is None else bool(arguments.reset_attention_mask)
+    wait = is_reset is None or not getattr(config, _READ, False)
+    seq_idx_BS = seq_idx_from_mask(attention_mask, wait=wait)
+    setattr(config, _READ, True)
+    if is_reset is False:
+        require_one_document(
+            seq_idx_BS,
+            lambda: "the attention mask keeps documents apart, which the run did not say; pass --reset-attention-mask",
+            wait=wait,
+        )
+        return None
+    if is_reset is None and bool((seq_idx_BS == seq_idx_BS[:, :1]).all()):
         return None
     _check_masked_documents(config)
-    return seq_idx_BS.expand(batch, rows)
+    if seq_idx_BS.shape[1] != rows or seq_idx_BS.shape[0] not in (1, batch):
+        raise ModelError(
+            f"attention_mask has shape {list(attention_mask.shape)}, expected [B, 1, S, S] with B, S = {batch}, {rows}"
+        )
+    return seq_idx_BS.expand(batch, rows).contiguous()
 
 
-def packed_documents(packed_seq_params: PackedSeqParams, layer_number: int, *, batch: int, rows: int) -> torch.Tensor:
-    """The number of each row's document ``[1, S]`` in a packed batch; padding between documents belongs to the one before.
+def packed_documents(
+    config: TransformerConfig, packed_seq_params: PackedSeqParams, layer_number: int, *, batch: int, rows: int
+) -> torch.Tensor:
+    """The documents of a packed batch as int32 ``[1, S]``; padding between documents belongs to the one before.
 
     Raises:
+        DataError: more documents than :func:`max_documents`.
         ModelError: the batch is not packed as ``thd`` in one row, has other documents of keys than of queries, or is cut over
             context-parallel ranks.
     """
@@ -83,9 +129,22 @@ def packed_documents(packed_seq_params: PackedSeqParams, layer_number: int, *, b
             "leave out --hybrid-context-parallel"
         )
     try:
-        return seq_idx_from_cu_seqlens(queries, rows, of_keys=keys)
+        if keys is not None:
+            check_same_sequences(queries, keys)
+
+        def make() -> torch.Tensor:
+            seq_idx_1S = seq_idx_from_cu_seqlens(queries, rows, of_keys=keys)
+            check_count(queries.numel() - 1, rows, max_documents(config, rows))
+            return seq_idx_1S
+
+        return shared(queries, ("documents", rows), make)
     except ModelError as error:
         raise ModelError(f"layer {layer_number}: {error}") from error
+
+
+def max_documents(config: TransformerConfig, rows: int) -> int:
+    """The most documents that a row of ``rows`` tokens may hold: the run's own number, or one for 16 tokens, at least 64."""
+    return getattr(config, "max_documents", None) or max(64, rows // 16)
 
 
 def check_run(config: TransformerConfig) -> None:

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs.initial import drawn_by_input_size
 from megacpp_mcore.layer_specs.parts import Parts
 from megacpp_mcore.precision import ALIGNMENT, in_bf16_zone
 
@@ -37,10 +38,23 @@ def expert_layer_spec(config: TransformerConfig, parts: Parts) -> ModuleSpec:
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=parts.norm,
-            mlp=mlp if config.quant_recipe is None else _with_fp8_experts(mlp),
+            mlp=_drawn_by_input_size(mlp if config.quant_recipe is None else _with_fp8_experts(mlp)),
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _drawn_by_input_size(mlp: partial[Any]) -> partial[Any]:
+    """``mlp``, a builder of a MoELayer, whose experts draw what they write on the residual by its whole width."""
+    stock = mlp.keywords["submodules"]
+
+    def drawn(experts: partial[Any]) -> partial[Any]:
+        linears = experts.keywords["submodules"]
+        ours = dataclasses.replace(linears, linear_fc2=drawn_by_input_size(linears.linear_fc2))
+        return partial(experts, submodules=ours)
+
+    submodules = dataclasses.replace(stock, experts=drawn(stock.experts), shared_experts=drawn(stock.shared_experts))
+    return partial(mlp, submodules=submodules)
 
 
 def _with_fp8_experts(mlp: partial[Any]) -> partial[Any]:

@@ -21,7 +21,7 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import log_single_rank, scaled_init_method_normal
+from megatron.core.utils import log_single_rank
 from megatron.training import global_vars
 
 from megacpp_mcore import config as plugin_config
@@ -170,7 +170,7 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
     _check_symbols(model, chunks, layers, symbols)
     patches.apply(gpt_host.PATCHES)
     gpt_host.announce_policy(model, config, settings)
-    _prepare(model, config)
+    gpt_host.prepare(model, config, run.sources)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
     virtual = chunks.index(layers) // config.pipeline_model_parallel_size
     vp_stage = None if config.virtual_pipeline_model_parallel_size is None else virtual
@@ -179,18 +179,12 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
         logger,
         logging.INFO,
         f"megacpp-mcore: building {model.name} on HybridModel, pattern {run.text}, DSA schedule {model.dsa.schedule}, "
-        f"{model.dsa.warmup_steps} steps of dense indexer warm-up\n  " + "\n  ".join(hybrid.plan(model).describe()),
+        f"indexers distilled from {model.dsa.distill} layers, {model.dsa.warmup_steps} steps of dense indexer warm-up\n  "
+        + "\n  ".join(hybrid.plan(model).describe()),
     )
     # Each slot is asked for the layers of its own symbol alone, so that all can know every layer.
     slot = ModuleSpec(module=NumberedLayer, params={"specs": dict(zip(layers, block.layer_specs or (), strict=True))})
     return HybridStackSubmodules(**{slot_.attribute: slot for slot_ in hybrid.SLOTS if slot_.attribute is not None})
-
-
-def _prepare(model: Model, config: TransformerConfig) -> None:
-    gpt_host.prepare(model, config)
-    if config.is_hybrid_model:
-        # Stock starts the output projections of a HybridModel √2 wider; here both hosts start from the same weights.
-        config.output_layer_init_method = scaled_init_method_normal(config.init_method_std, config.num_layers)
 
 
 def _chunks(model: Model, config: TransformerConfig, text: str | None) -> tuple[range, ...]:

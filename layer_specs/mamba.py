@@ -1,7 +1,7 @@
 """M: the Mamba-3 mixer (SISO or MIMO) and the ModuleSpec of its layer.
 
 Shape legend: S sequence, B batch, D hidden, H heads and G groups (of this tensor-parallel rank), P head dim, R MIMO rank,
-N state, A rotation angles. Source: arXiv 2603.15569; behaviour of mamba-ssm 2.3.2.post1 ``modules/mamba3.py``.
+N state. Source: arXiv 2603.15569; behaviour of mamba-ssm 2.3.2.post1 ``modules/mamba3.py``.
 """
 
 from __future__ import annotations
@@ -11,21 +11,38 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megacpp_mcore.backends import Dispatcher
-from megacpp_mcore.layer_specs.parts import Mixer, Parts, backend_needs, constant, inverse_softplus_of_step, ones
+from megacpp_mcore.layer_specs.initial import constant, inverse_softplus_of_step, ones
+from megacpp_mcore.layer_specs.parts import Mixer, Parts, backend_needs
+from megacpp_mcore.layer_specs.projection import InProjection, Part
 from megacpp_mcore.model import Model
+
+
+def projection_parts(model: Model) -> tuple[Part, ...]:
+    """What Mamba-3 reads of a token: z and x by head, B and C by group and then by rank, three scalars a head, the angles."""
+    ssm, heads = model.mamba3, model.mamba_heads
+    columns = ssm.groups * ssm.mimo_rank * ssm.state
+    return (
+        Part("z", model.mamba_inner),
+        Part("x", model.mamba_inner),
+        Part("B", columns),
+        Part("C", columns),
+        Part("dt", heads),
+        Part("A", heads, follows=True),
+        Part("trap", heads, follows=True),
+        Part("angles", ssm.angles, replicated=True),
+    )
 
 
 class Mamba3Mixer(Mixer):
     """Mamba-3 between a layer's norm and its residual.
 
-    The input projection is kept in three parts, so that tensor parallelism cuts each one contiguously and a checkpoint
-    moves between layouts as it is: ``in_proj`` by heads (rows of a head: z, x, dd_dt, dd_A, trap), ``bc_proj`` by groups
-    (rows of a group: B then C, each rank-major ``[R, N]``), and the rotation angles, shared by all heads, replicated.
+    Parameters with heads are cut over tensor parallelism by heads. Those of one head lie together, and all are stored with one
+    axis: Megatron exempts such from weight decay, which has no place on a bias or on a multiplicative scale.
     """
 
     def __init__(
@@ -33,7 +50,6 @@ class Mamba3Mixer(Mixer):
         config: TransformerConfig,
         layer_number: int,
         model: Model,
-        column_linear: type,
         row_linear: type,
         dispatcher: Dispatcher,
         pg_collection: ProcessGroupCollection,
@@ -43,32 +59,14 @@ class Mamba3Mixer(Mixer):
         ssm, heads = model.mamba3, model.mamba_heads
         self.ssm = ssm
         self.heads, self.groups = heads // self.tp_size, ssm.groups // self.tp_size
-        projection = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False}
-        self.in_proj = build_module(
-            column_linear,
-            config.hidden_size,
-            heads * (2 * ssm.head_dim + 3),
-            **projection,
-            init_method=config.init_method,
-            gather_output=False,
-            tp_comm_buffer_name="fc1",
-            tp_group=self.tp_group,
-        )
-        self.bc_proj = build_module(
-            column_linear,
-            config.hidden_size,
-            ssm.groups * 2 * ssm.mimo_rank * ssm.state,
-            **projection,
-            init_method=config.init_method,
-            gather_output=False,
-            tp_comm_buffer_name="fc1",
-            tp_group=self.tp_group,
-        )
-        self.out_proj = build_module(
-            row_linear,
+        self.in_proj = InProjection(config, projection_parts(model), config.init_method, self.tp_group)
+        self.out_proj = row_linear(
             model.mamba_inner,
             config.hidden_size,
-            **projection,
+            config=config,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
             init_method=config.output_layer_init_method,
             input_is_parallel=True,
             tp_comm_buffer_name="fc2",
@@ -86,18 +84,19 @@ class Mamba3Mixer(Mixer):
 
     def _add_parameters(self, heads: int) -> None:
         ssm, rank = self.ssm, self.ssm.mimo_rank
-        self.add_parameter("angle_weight", (ssm.angles, self.config.hidden_size), self.config.init_method, axis=None)
         self.add_parameter("b_norm_weight", (ssm.state,), ones, axis=None)
         self.add_parameter("c_norm_weight", (ssm.state,), ones, axis=None)
+        if ssm.out_norm:
+            self.add_parameter("out_norm_weight", (heads * ssm.head_dim,), ones, axis=0)
         self.add_parameter("dt_bias", (heads,), inverse_softplus_of_step, axis=0, fp32=True)
         self.add_parameter("D", (heads,), ones, axis=0, fp32=True)
-        self.add_parameter("b_bias", (heads, rank, ssm.state), ones, axis=0, fp32=True)
-        self.add_parameter("c_bias", (heads, rank, ssm.state), ones, axis=0, fp32=True)
+        self.add_parameter("b_bias", (heads * rank * ssm.state,), ones, axis=0, fp32=True)
+        self.add_parameter("c_bias", (heads * rank * ssm.state,), ones, axis=0, fp32=True)
         if rank > 1:
-            shape = (heads, rank, ssm.head_dim)
-            self.add_parameter("mimo_x", shape, constant(1 / rank), axis=0, fp32=True)
-            self.add_parameter("mimo_z", shape, ones, axis=0, fp32=True)
-            self.add_parameter("mimo_o", shape, constant(1 / rank), axis=0, fp32=True)
+            values = heads * rank * ssm.head_dim
+            self.add_parameter("mimo_x", (values,), constant(1 / rank), axis=0, fp32=True)
+            self.add_parameter("mimo_z", (values,), ones, axis=0, fp32=True)
+            self.add_parameter("mimo_o", (values,), constant(1 / rank), axis=0, fp32=True)
 
     def forward(
         self,
@@ -117,39 +116,41 @@ class Mamba3Mixer(Mixer):
         """
         self.refuse_unsupported(inference_context)
         ssm = self.ssm
-        heads_SBX, _ = self.in_proj(hidden_SBD)
-        groups_SBX, _ = self.bc_proj(hidden_SBD)
-        angles_BSA = self.replicated_linear(hidden_SBD, self.angle_weight).transpose(0, 1)
-        seq_idx_BS = self.documents(angles_BSA, attention_mask, packed_seq_params)
-        heads_BSHX = heads_SBX.transpose(0, 1).unflatten(-1, (self.heads, -1))
-        z, x, dd_dt, dd_A, trap = heads_BSHX.split([ssm.head_dim, ssm.head_dim, 1, 1, 1], dim=-1)
-        bc = groups_SBX.transpose(0, 1).unflatten(-1, (self.groups, 2, ssm.mimo_rank, ssm.state))
-        b_BSRGN, c_BSRGN = (part.transpose(2, 3) for part in bc.unbind(dim=3))
-        y_BSHP = self.backend.fn(
-            x,
-            z,
-            b_BSRGN,
-            c_BSRGN,
-            dd_dt.squeeze(-1),
-            dd_A.squeeze(-1),
-            trap.squeeze(-1),
-            angles_BSA,
+        parts = self.in_proj(hidden_SBD)
+        z_SBHP, x_SBHP = (parts[name].unflatten(-1, (self.heads, ssm.head_dim)) for name in "zx")
+        by_group = (self.groups, ssm.mimo_rank, ssm.state)
+        b_SBGRN, c_SBGRN = (parts[name].unflatten(-1, by_group) for name in "BC")
+        y_SBHP, _ = self.backend.fn(
+            x_SBHP,
+            z_SBHP,
+            b_SBGRN,
+            c_SBGRN,
+            parts["dt"],
+            parts["A"],
+            parts["trap"],
+            parts["angles"],
             dt_bias=self.dt_bias,
-            b_bias=self.b_bias,
-            c_bias=self.c_bias,
+            D=self.D,
+            b_bias=self._by_head("b_bias", ssm.state),
+            c_bias=self._by_head("c_bias", ssm.state),
             b_norm_weight=self.replicated(self.b_norm_weight),
             c_norm_weight=self.replicated(self.c_norm_weight),
-            D=self.D,
-            mimo_x=self.mimo_x if ssm.mimo_rank > 1 else None,
-            mimo_z=self.mimo_z if ssm.mimo_rank > 1 else None,
-            mimo_o=self.mimo_o if ssm.mimo_rank > 1 else None,
+            mimo_x=self._by_head("mimo_x", ssm.head_dim),
+            mimo_z=self._by_head("mimo_z", ssm.head_dim),
+            mimo_o=self._by_head("mimo_o", ssm.head_dim),
+            out_norm_weight=self.out_norm_weight if ssm.out_norm else None,
             chunk_size=ssm.chunk,
             A_floor=ssm.a_floor,
             eps=self.config.layernorm_epsilon,
             activation=ssm.decay_activation,
-            seq_idx=seq_idx_BS,
+            seq_idx=self.documents(x_SBHP, attention_mask, packed_seq_params),
         )
-        return self.out_proj(y_BSHP.flatten(2).transpose(0, 1).contiguous())
+        return self.out_proj(y_SBHP.flatten(2))
+
+    def _by_head(self, name: str, width: int) -> torch.Tensor | None:
+        """A parameter as ``[H, R, width]``; None where this model has no such (SISO and ``mimo_*``)."""
+        parameter = getattr(self, name, None)
+        return None if parameter is None else parameter.view(self.heads, self.ssm.mimo_rank, width)
 
 
 def mamba_layer_spec(model: Model, parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
@@ -162,7 +163,6 @@ def mamba_layer_spec(model: Model, parts: Parts, dispatcher: Dispatcher) -> Modu
                 module=Mamba3Mixer,
                 params={
                     "model": model,
-                    "column_linear": parts.column_linear,
                     "row_linear": parts.row_linear,
                     "dispatcher": dispatcher,
                 },

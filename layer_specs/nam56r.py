@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.attention import attention_layer_spec, full_attention, sparse_attention
 from megacpp_mcore.layer_specs.documents import check_run
 from megacpp_mcore.layer_specs.experts import expert_layer_spec
+from megacpp_mcore.layer_specs.initial import set_start
 from megacpp_mcore.layer_specs.mamba import mamba_layer_spec
 from megacpp_mcore.layer_specs.mtp import mtp_block
 from megacpp_mcore.layer_specs.parts import Parts, implementation, parts_for
@@ -59,8 +61,9 @@ PATCHES = (
 )
 """What the model cannot do without; applied by the callable, never by an import.
 
-Of dsa-index-cache it is the checkpoint functions, which bring a recomputed Shared layer its indices, and the logged loss that
-concern this model. The rest is about stock's DSAttention: without ``experimental_attention_variant`` it asks for no schedule.
+Of dsa-index-cache it is the checkpoint functions, which bring a recomputed sparse layer its first selection, and the logged
+loss that concern this model. The rest is about stock's DSAttention: without ``experimental_attention_variant`` it asks for no
+schedule.
 """
 
 
@@ -95,14 +98,14 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
     check_layout(model, transformer, chunks)
     patches.apply(PATCHES)
     announce_policy(model, transformer, settings)
-    prepare(model, transformer)
+    prepare(model, transformer, sources)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
     layers = chunk_layers(transformer, vp_stage)
     log_single_rank(
         logger,
         logging.INFO,
         f"megacpp-mcore: building {model.name}, layers {model.layers}, DSA schedule {model.dsa.schedule}, "
-        f"{model.dsa.warmup_steps} steps of dense indexer warm-up",
+        f"indexers distilled from {model.dsa.distill} layers, {model.dsa.warmup_steps} steps of dense indexer warm-up",
     )
     return block_submodules(model, transformer, layers, vp_stage, dispatcher)
 
@@ -143,7 +146,8 @@ def layer_spec(
     if role == grammar.FULL_ATTENTION:
         return attention_layer_spec(parts, full_attention(parts, dispatcher))
     full = role == grammar.FULL_INDEX
-    return attention_layer_spec(parts, sparse_attention(parts, dispatcher, index_cache, full=full))
+    sparse = sparse_attention(parts, dispatcher, index_cache, full=full, distill=model.dsa.distill)
+    return attention_layer_spec(parts, sparse)
 
 
 def announce_policy(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:
@@ -173,12 +177,16 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
     )
 
 
-def prepare(model: Model, config: TransformerConfig) -> None:
-    """Set what a hybrid model needs in Megatron's configuration and has no flag for."""
+def prepare(model: Model, config: TransformerConfig, sources: Sequence[object]) -> None:
+    """Set what a hybrid model needs in Megatron's configuration and has no flag for; ``sources`` are all of the run's."""
+    set_start(model, config, lowering.vocabulary_divisor(sources))
     # Unlike layers do not share one stacked checkpoint tensor (the field is spelled so upstream).
     config.hetereogenous_dist_checkpoint = True
     # Read by the patch mtp-shared-block, which scales each depth's gradient.
     config.mtp_loss_decay = model.mtp.loss_decay
+    # Read where documents are packed and by the layers that are given them (megacpp_mcore.layer_specs.documents).
+    settings = plugin_config.from_environment()
+    config.max_documents = settings.max_documents if settings is not None else None
     if grammar.FULL_INDEX in model.roles:
         # Without it the schedules leave the indexer's loss unscaled, num_microbatches times too strong.
         config.experimental_attention_variant_loss_scale_func = DSAIndexerLossAutoScaler.set_loss_scale

@@ -5,7 +5,6 @@ Shape legend: S sequence (of this rank), B batch, D hidden.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -34,11 +32,10 @@ from megacpp_mcore.backends import Dispatcher, te_disabled
 from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.documents import documents
+from megacpp_mcore.layer_specs.initial import Initializer, drawn_by_input_size, filled
 
 if TYPE_CHECKING:
     from megatron.core.models.backends import BackendSpecProvider
-
-Initializer = Callable[[torch.Tensor], Any]
 
 
 class TorchNorm:
@@ -84,7 +81,7 @@ class DuplicatedLinear(MegatronModule):
             raise ModelError(
                 f"DuplicatedLinear got bias={bias}, parallel_mode={parallel_mode!r}; expected no bias, duplicated"
             )
-        self.weight = torch.nn.Parameter(_filled((output_size, input_size), config, init_method, config.params_dtype))
+        self.weight = torch.nn.Parameter(filled((output_size, input_size), config, init_method, config.params_dtype))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """``x [..., in] -> ([..., out], None)``."""
@@ -93,7 +90,7 @@ class DuplicatedLinear(MegatronModule):
 
 @dataclass(frozen=True)
 class Parts:
-    """The linear, norm and expert classes of one ``transformer_impl``."""
+    """The linear, norm and expert classes of one ``transformer_impl``; ``row_linear`` writes on the residual."""
 
     column_linear: type
     row_linear: type
@@ -157,7 +154,7 @@ def _te_parts() -> Parts:
     provider = TESpecProvider()
     return Parts(
         column_linear=provider.column_parallel_linear(),
-        row_linear=provider.row_parallel_linear(),
+        row_linear=drawn_by_input_size(provider.row_parallel_linear()),
         down_linear=TELinear,
         duplicated_linear=TELinear,
         norm=provider.layer_norm(rms_norm=True),
@@ -170,7 +167,7 @@ def _local_parts() -> Parts:
 
     return Parts(
         column_linear=ColumnParallelLinear,
-        row_linear=RowParallelLinear,
+        row_linear=drawn_by_input_size(RowParallelLinear),
         down_linear=ColumnParallelLinear,
         duplicated_linear=DuplicatedLinear,
         norm=TorchNorm,
@@ -222,7 +219,7 @@ class Mixer(MegatronModule):
             ModelError: the axis is no multiple of the tensor-parallel size.
         """
         dtype = torch.float32 if fp32 else self.config.params_dtype
-        whole = _filled(shape, self.config, init, dtype)
+        whole = filled(shape, self.config, init, dtype)
         if axis is not None:
             if shape[axis] % self.tp_size:
                 raise ModelError(f"{name} has {shape[axis]} entries on axis {axis}, no multiple of TP {self.tp_size}")
@@ -238,26 +235,13 @@ class Mixer(MegatronModule):
         """``parameter`` as it is, its gradient summed over the tensor-parallel ranks, each of which sees some heads."""
         return copy_to_tensor_model_parallel_region(parameter, group=self.tp_group)
 
-    def replicated_linear(self, hidden_SBD: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Project the whole sequence with a replicated ``weight [out, D]``; gradients are summed over ranks.
-
-        Under sequence parallelism the input is gathered, and its gradient reduce-scattered.
-        """
-        if self.config.sequence_parallel:
-            whole = gather_from_sequence_parallel_region(
-                hidden_SBD, tensor_parallel_output_grad=True, group=self.tp_group
-            )
-        else:
-            whole = self.replicated(hidden_SBD)
-        return torch.nn.functional.linear(whole, self.replicated(weight))
-
     def documents(
-        self, rows_BSX: torch.Tensor, attention_mask: torch.Tensor | None, packed_seq_params: PackedSeqParams | None
+        self, rows_SBX: torch.Tensor, attention_mask: torch.Tensor | None, packed_seq_params: PackedSeqParams | None
     ) -> torch.Tensor | None:
-        """The number of each row's document ``[B, S]``, or None (:func:`megacpp_mcore.layer_specs.documents.documents`).
+        """The number of each row's document as int32 ``[B, S]``, or None (:func:`megacpp_mcore.layer_specs.documents`).
 
         Args:
-            rows_BSX: anything that has the rows of the whole sequence, ``[B, S, …]``.
+            rows_SBX: anything that has the rows of the whole sequence, ``[S, B, …]``.
             attention_mask, packed_seq_params: what Megatron gave the layer.
 
         Raises:
@@ -266,8 +250,8 @@ class Mixer(MegatronModule):
         return documents(
             self.config,
             self.layer_number,
-            batch=rows_BSX.shape[0],
-            rows=rows_BSX.shape[1],
+            batch=rows_SBX.shape[1],
+            rows=rows_SBX.shape[0],
             attention_mask=attention_mask,
             packed_seq_params=packed_seq_params,
         )
@@ -316,29 +300,3 @@ class Mixer(MegatronModule):
                 )
             )
         return state
-
-
-def ones(tensor: torch.Tensor) -> None:
-    """Fill with 1."""
-    tensor.fill_(1.0)
-
-
-def constant(value: float) -> Initializer:
-    """An initializer that fills with ``value``."""
-    return lambda tensor: tensor.fill_(value)
-
-
-def inverse_softplus_of_step(tensor: torch.Tensor, low: float = 1e-3, high: float = 0.1, floor: float = 1e-4) -> None:
-    """Fill so that softplus of it is log-uniform in [low, high] (mamba-ssm 2.3.2.post1, ``dt_bias``)."""
-    tensor.uniform_(math.log(low), math.log(high)).exp_().clamp_(min=floor)
-    tensor.add_(torch.log(-torch.expm1(-tensor)))
-
-
-def _filled(shape: tuple[int, ...], config: TransformerConfig, init: Initializer, dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor of ``shape``, drawn in fp32 on the device Megatron initializes on, then cast."""
-    device = None if config.use_cpu_initialization else torch.cuda.current_device()
-    tensor = torch.empty(shape, dtype=torch.float32, device=device)
-    if config.perform_initialization:
-        with torch.no_grad():
-            init(tensor)
-    return tensor.to(dtype)

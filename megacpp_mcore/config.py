@@ -9,6 +9,7 @@ Its keys::
       mamba3: reference
     compile: regional             # or off (the default); see megacpp_mcore.regional
     recompute: [experts, m]       # what the backward pass computes again (see Recompute)
+    max_documents: 512            # the most documents of a packed row; by default one for 16 tokens, at least 64
     speed_defaults: {expandable_segments: false}     # see SpeedDefaults
     experimental_taxes: {anomaly_detection: true}    # what costs speed; all off (see ExperimentalTaxes)
     observability: {policy: json}                    # see Observability
@@ -122,16 +123,14 @@ class Recompute:
     Attributes:
         a: the attention of A layers, that of the MTP block included: projections, norms of the latents, core attention.
         m: the Mamba-3 mixer of M layers.
+        r: the M²RNN mixer of R layers.
         experts: the expert GEMMs and their activation, not the routing, its communication or the shared expert.
-        r_convolution: the causal convolutions of R layers.
-        r_recurrence: the M²RNN recurrence of R layers with its forget gate, skip, and output gate.
     """
 
     a: bool = False
     m: bool = False
+    r: bool = False
     experts: bool = False
-    r_convolution: bool = False
-    r_recurrence: bool = False
 
     @property
     def on(self) -> tuple[str, ...]:
@@ -142,7 +141,7 @@ class Recompute:
 _GROUPS: Mapping[str, type] = MappingProxyType(
     {"speed_defaults": SpeedDefaults, "experimental_taxes": ExperimentalTaxes, "observability": Observability}
 )
-_KEYS = ("model", "overrides", "backends", _INDEX_CACHE, "compile", "recompute", *_GROUPS)
+_KEYS = ("model", "overrides", "backends", _INDEX_CACHE, "compile", "recompute", "max_documents", *_GROUPS)
 
 
 @dataclass(frozen=True)
@@ -156,6 +155,7 @@ class PluginConfig:
         backends: op name to requested backend name.
         compile: one of :data:`COMPILE_MODES`.
         recompute: what is computed again in the backward pass.
+        max_documents: the most documents that a packed row may hold; None: as many as its length suggests.
         speed_defaults, experimental_taxes, observability: the groups of those names.
         given: ``group.key``, or ``compile`` and ``recompute``, of what the file itself says.
     """
@@ -166,6 +166,7 @@ class PluginConfig:
     backends: Mapping[str, str] = field(default_factory=dict)
     compile: str = "off"
     recompute: Recompute = Recompute()
+    max_documents: int | None = None
     speed_defaults: SpeedDefaults = SpeedDefaults()
     experimental_taxes: ExperimentalTaxes = ExperimentalTaxes()
     observability: Observability = Observability()
@@ -253,6 +254,7 @@ def load(path: str | os.PathLike[str]) -> PluginConfig:
         backends=MappingProxyType(dict(backends)),
         compile=_compile_mode(file, content),
         recompute=_recompute(file, content),
+        max_documents=_max_documents(file, content),
         **{key: _group(file, content, key, kind) for key, kind in _GROUPS.items()},
         given=_given(content),
     )
@@ -329,6 +331,13 @@ def _recompute(file: Path, content: Mapping[str, Any]) -> Recompute:
         if name not in known:
             raise ConfigFileError(f"{file}: recompute names {name!r}; {_nearest(name, known)}")
     return Recompute(**dict.fromkeys(value, True))
+
+
+def _max_documents(file: Path, content: Mapping[str, Any]) -> int | None:
+    value = content.get("max_documents")
+    if value is not None and (type(value) is not int or value < 1):
+        raise ConfigFileError(f"{file}: 'max_documents' is {value!r}; expected a whole number above 0")
+    return value
 
 
 def _group(file: Path, content: Mapping[str, Any], key: str, kind: type) -> Any:

@@ -24,7 +24,7 @@ class ConfigFileError(MegacppError, ValueError):
 
 
 class DataError(MegacppError, ValueError):
-    """A dataset file is missing, damaged, or does not match its manifest."""
+    """A dataset file is missing, damaged, or does not match its manifest, or its samples do not fit the run."""
 
 
 class CheckoutError(MegacppError, FileNotFoundError):

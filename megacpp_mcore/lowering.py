@@ -117,7 +117,11 @@ def _gpt_arguments(model: Model) -> list[Argument]:
         _option("--max-position-embeddings", model.seq_length, "seq_length"),
         _option("--position-embedding-type", "rope"),
         _option("--rotary-base", int(model.rope_theta)),
-        _option("--init-method-std", model.init_std),
+        # By fan-in, the model's own rule replaces what Megatron would draw (layer_specs/start.py).
+        _absent("--init-method-std", "init_method_std", 0.02)
+        if model.start.std is None
+        else _option("--init-method-std", model.start.std),
+        _option("--embedding-init-method-std", model.start.embedding_std),
         _option("--normalization", "RMSNorm"),
         _option("--norm-epsilon", model.norm_eps, "layernorm_epsilon"),
         _option("--attention-dropout", 0.0),
@@ -130,7 +134,6 @@ def _gpt_arguments(model: Model) -> list[Argument]:
         _absent("--squared-relu", "activation_func", "gelu"),
         _absent("--use-mup", "use_mup", False),
         _absent("--experimental-attention-variant", "experimental_attention_variant", None),
-        _absent("--embedding-init-method-std", "embedding_init_method_std", model.init_std),
         _absent("--apply-residual-connection-post-layernorm", "apply_residual_connection_post_layernorm", False),
         _absent("--use-te-activation-func", "use_te_activation_func", False),  # the tanh form of GELU
         _absent("--activation-func-clamp-value", "activation_func_clamp_value", None),
@@ -240,7 +243,7 @@ class Training:
         data: words of the data arguments, e.g. ``("--data-path", "corpus/train")``.
         tokenizer: words of the tokenizer arguments.
         processes: of the whole run, one a GPU; fewer than the layout needs are as many as that.
-        train_iters: steps. Warm-up is a tenth of them, decay (cosine to a tenth) runs to the end.
+        train_iters: steps. The learning rate rises for :func:`warm_up_steps` of them, then decays to a tenth (cosine).
         extra: further stock words, appended as they are.
     """
 
@@ -354,6 +357,15 @@ def pipeline_layout(stages: Sequence[str], mtp_depth: int) -> str:
     return "|".join(parts)
 
 
+def warm_up_steps(train_iters: int) -> int:
+    """Steps in which the learning rate rises: a tenth of a run, but 50 at least, or half of a run that is shorter than 100.
+
+    At a start gradients are ten times what they are 50 steps later (``nam56r_quarter``: 58, then 6), and Adam's mean square,
+    which forgets a step in 20, is of few of them: a rise of 2 steps, a tenth of a run of 20, makes the largest steps there.
+    """
+    return max(train_iters // 10, min(50, train_iters // 2))
+
+
 def _training_words(training: Training, machine: launch_flags.Machine) -> list[str]:
     words = [
         "--micro-batch-size", str(training.micro_batch_size),
@@ -362,7 +374,7 @@ def _training_words(training: Training, machine: launch_flags.Machine) -> list[s
         "--lr", f"{training.learning_rate:g}",
         "--min-lr", f"{training.learning_rate / 10:g}",
         "--lr-decay-style", "cosine",
-        "--lr-warmup-iters", str(training.train_iters // 10),
+        "--lr-warmup-iters", str(warm_up_steps(training.train_iters)),
         "--weight-decay", "0.1",
         "--adam-beta2", "0.95",
         "--clip-grad", "1.0",
@@ -442,17 +454,18 @@ def _precision_mismatches(model: Model, sources: Sequence[object]) -> list[str]:
 def _vocabulary_mismatch(model: Model, sources: Sequence[object]) -> list[str]:
     """The vocabulary comes from the run's tokenizer; Megatron's configuration holds it padded or not, as the run says."""
     found = _first(sources, "vocab_size", None)
-    tensor, divisible_by = (
-        _first(sources, "tensor_model_parallel_size", 1),
-        _first(sources, "make_vocab_size_divisible_by", 128),
-    )
-    padded = model.vocab_size_padded(tensor, divisible_by)
+    padded = model.vocab_size_padded(_first(sources, "tensor_model_parallel_size", 1), vocabulary_divisor(sources))
     if found in (model.vocab_size, padded):
         return []
     return [
         f"vocab_size: found {found!r}, expected {model.vocab_size}, or {padded} with padding "
         "(choose a tokenizer of that size, or override vocab_size in the file MEGACPP_CONFIG names)"
     ]
+
+
+def vocabulary_divisor(sources: Sequence[object]) -> int:
+    """What a run pads its vocabulary to a multiple of, times tensor parallelism."""
+    return int(_first(sources, "make_vocab_size_divisible_by", 128))
 
 
 def _first(sources: Sequence[object], field: str, default: Any) -> Any:

@@ -53,6 +53,10 @@ class MLA:
         _divides("MLA.qk_pos_emb_head_dim", self.qk_pos_emb_head_dim, "2, for rotary pairs", 2)
 
 
+OWN, SERVED = "own", "served"
+"""Whose attention a DSA indexer learns from: that of its own layer, or of all layers it serves."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DSA:
     """DeepSeek sparse attention (DeepSeek-V3.2 report) with an index cache (arXiv 2603.12201).
@@ -61,6 +65,8 @@ class DSA:
         schedule: one character an A layer, tiled: ``-`` full MLA, ``F`` runs the indexer, ``S`` shares its indices.
         topk: keys a query attends to.
         loss_coeff: weight of the indexer's KL loss.
+        distill: whose attention an indexer is trained against: ``served``, the mean over its own layer and the Shared layers it
+            serves (multi-layer distillation), or ``own``, its own layer alone. Without Shared layers these are the same.
         warmup_steps: steps at the start in which the indexer is trained densely (over every causal key) and A layers
             attend to every causal key; 0 means none, and the log of a run says so.
     """
@@ -70,11 +76,17 @@ class DSA:
     indexer_head_dim: int = 64
     topk: int = 256
     loss_coeff: float = 1e-3
+    distill: str = SERVED
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         _positive(self, "indexer_heads", "indexer_head_dim", "topk")
         _not_negative(self, "loss_coeff")
+        if self.distill not in (OWN, SERVED):
+            raise ModelError(
+                f"DSA.distill is {self.distill!r}, which the schedule {self.schedule!r} cannot serve; expected {SERVED} (the "
+                f"indexer of an F layer learns from it and its S layers) or {OWN} (from the F layer alone)"
+            )
         if self.warmup_steps != 0:
             raise ModelError(
                 f"DSA.warmup_steps is {self.warmup_steps}; the dense warm-up of the indexer is not there yet, "
@@ -90,6 +102,8 @@ class Mamba3:
         mimo_rank: rank R of the MIMO recurrence; 1 is SISO.
         rope_fraction: share of the state that is rotated.
         a_floor: the decay rate A is at most ``-a_floor``.
+        out_norm: RMSNorm of each head between the scan and the output projection; False is mamba-ssm's module as it is by
+            default, which writes more on the residual than all other layers together (docs/model.md).
         decay_activation: what makes the raw decay positive: ``softplus``, or ``heavy_tail`` as upstream's newest.
     """
 
@@ -101,6 +115,7 @@ class Mamba3:
     chunk: int = 16
     rope_fraction: float = 0.5
     a_floor: float = 1e-4
+    out_norm: bool = True
     decay_activation: str = "softplus"
 
     def __post_init__(self) -> None:
@@ -140,13 +155,18 @@ class M2RNN:
 
 @dataclass(frozen=True, kw_only=True)
 class MoE:
-    """Mixture of experts: sigmoid scores, renormalised top-k weights, expert-bias balancing, dropless, GELU."""
+    """Mixture of experts: sigmoid scores, renormalised top-k weights, expert-bias balancing, dropless, GELU.
+
+    Attributes:
+        bias_update_rate: by how much a step moves an expert's bias. DeepSeek-V3's 1e-3 takes some hundred steps to cross the
+            scores' differences, and leaves deep layers with idle experts meanwhile (docs/model.md).
+    """
 
     experts: int = 16
     topk: int = 4
     ffn_hidden_size: int = 896
     shared_ffn_hidden_size: int = 1024
-    bias_update_rate: float = 1e-3
+    bias_update_rate: float = 3e-3
     sequence_aux_loss_coeff: float = 1e-4
     z_loss_coeff: float = 1e-3
 
@@ -178,6 +198,32 @@ class MTP:
         """The weight of each depth's mean loss in the total loss."""
         powers = [self.loss_decay**k for k in range(self.depth)]
         return tuple(self.loss_scale * power / sum(powers) for power in powers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The standard deviations that weights are drawn with (docs/model.md, "The start").
+
+    Attributes:
+        std: of every matrix, as Megatron has it, divided by √(2 · depth) in those that write on the residual; None: by fan-in,
+            1 / √(columns), likewise divided.
+        embedding_std: of the embedding.
+        head_gain: factor on the output head alone; ``std`` None only.
+    """
+
+    std: float | None = None
+    embedding_std: float = 1.0
+    head_gain: float = 0.5
+
+    def __post_init__(self) -> None:
+        _positive(self, "embedding_std", "head_gain")
+        if self.std is not None:
+            _positive(self, "std")
+            if self.head_gain != 1.0:
+                raise ModelError(
+                    f"Start.head_gain is {self.head_gain} beside std {self.std}; it is a factor on the rule by fan-in, set it "
+                    "to 1.0, or std to None"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,12 +270,12 @@ class Model:
     moe: MoE = field(default_factory=MoE)
     mtp: MTP = field(default_factory=MTP)
     rope_theta: float = 500_000.0
+    start: Start = field(default_factory=Start)
     norm_eps: float = 1e-5
-    init_std: float = 0.02
 
     def __post_init__(self) -> None:
         _positive(self, "depth", "hidden_size", "heads", "ffn_hidden_size", "vocab_size", "seq_length", "rope_theta")
-        _positive(self, "norm_eps", "init_std")
+        _positive(self, "norm_eps")
         if self.rope_theta != int(self.rope_theta):
             raise ModelError(
                 f"{self.name}: rope_theta is {self.rope_theta}; Megatron's --rotary-base takes whole numbers"
@@ -375,6 +421,7 @@ class Model:
         ssm, hidden, heads = self.mamba3, self.hidden_size, self.mamba_heads
         width = 2 * self.mamba_inner + 2 * ssm.mimo_rank * ssm.groups * ssm.state + 3 * heads + ssm.angles
         biases = 2 * heads * ssm.mimo_rank * ssm.state + 2 * ssm.state + 2 * heads
+        biases += self.mamba_inner if ssm.out_norm else 0
         mimo = 3 * heads * ssm.mimo_rank * ssm.head_dim if ssm.mimo_rank > 1 else 0
         return hidden + hidden * width + biases + mimo + self.mamba_inner * hidden
 

@@ -12,10 +12,6 @@ region             layers   what it is
 norm               A M E R  RMSNorm over the hidden size, and A's over the latents, where it is torch's own
 indexer score      A        the scores of a Full layer's indexer, a block of queries at a time (the plain-PyTorch backend)
 mamba3 segment     M        from the projections to the gated output, 1024 tokens at a time (the plain-PyTorch backend)
-m2rnn convolution  R        padding, depthwise convolution, SiLU
-m2rnn gate         R        the forget gate
-m2rnn skip         R        skip, output gate, sum of squares
-m2rnn scale        R        RMSNorm after that sum has been reduced
 =================  =======  ==============================================================================================
 
 These stay uncompiled. A projection is one matrix product, and its autograd function runs the collectives of tensor
@@ -57,9 +53,7 @@ from megacpp_mcore.config import PluginConfig, Recompute
 from megacpp_mcore.errors import LaunchError, ModelError
 from megacpp_mcore.layer_specs.attention import SparseCoreAttention
 from megacpp_mcore.layer_specs.mamba import Mamba3Mixer
-from megacpp_mcore.layer_specs.recurrent import M2RNNMixer, causal_convolution, scale_rows, skip_and_gate
-from megacpp_mcore.ops.indexer.reference import indexer_scores, score_block
-from megacpp_mcore.ops.m2rnn.reference import m2rnn_forget_gate
+from megacpp_mcore.ops.indexer.reference import score_block, select
 from megacpp_mcore.ops.mamba3.reference import mamba3, mix_segment
 from megacpp_mcore.policy import EXPLICIT, CompilePolicy
 
@@ -239,12 +233,8 @@ class Treatment:
         if self.backend is not None:
             self._compile(layer, self.backend)
         mixer, recompute = layer.self_attention, self.recompute
-        if (letter == "A" and recompute.a) or (letter == "M" and recompute.m):
+        if {"A": recompute.a, "M": recompute.m, "R": recompute.r}.get(letter):
             _recompute(mixer, "forward")
-        if letter == "R" and recompute.r_convolution:
-            _recompute(mixer, "_convolve")
-        if letter == "R" and recompute.r_recurrence:
-            _recompute(mixer, "_recur")
         if letter == "E" and recompute.experts:
             _recompute(layer.mlp.experts, "forward")
 
@@ -256,21 +246,14 @@ class Treatment:
                 run_segment = region("mamba3 segment", mix_segment, backend)
                 scan = functools.partial(mamba3, run_segment=run_segment)
                 module.backend = dataclasses.replace(module.backend, fn=scan)
-            elif isinstance(module, M2RNNMixer):
-                for attribute, name, function in (
-                    ("_convolve", "m2rnn convolution", causal_convolution),
-                    ("_forget", "m2rnn gate", m2rnn_forget_gate),
-                    ("_gate", "m2rnn skip", skip_and_gate),
-                    ("_scale", "m2rnn scale", scale_rows),
-                ):
-                    setattr(module, attribute, region(name, function, backend))
             elif isinstance(module, SparseCoreAttention) and _scores(module):
-                score = functools.partial(indexer_scores, run_block=region("indexer score", score_block, backend))
-                module.score_backend = dataclasses.replace(module.score_backend, fn=score)
+                run_block = region("indexer score", score_block, backend)
+                chosen = functools.partial(select, run_block=run_block)
+                module.select_backend = dataclasses.replace(module.select_backend, fn=chosen)
 
 
 def _scores(core: SparseCoreAttention) -> bool:
-    return getattr(core, "indexer", None) is not None and core.score_backend.observed == _PLAIN
+    return getattr(core, "indexer", None) is not None and core.select_backend.observed == _PLAIN
 
 
 def _compile_norm(norm: torch.nn.RMSNorm, backend: str) -> None:
@@ -443,13 +426,7 @@ def _run_regions(
         # A Shared layer needs the indices of a Full layer to run. All of its other regions run in the Full layer.
         return normed_SBD
     output, _ = layer.self_attention(normed_SBD, attention_mask=None, packed_seq_params=packed_seq_params)
-    if not isinstance(core, SparseCoreAttention) or core.indexer is None or not _scores(core):
-        return output
-    # Without the indexer's loss its scores get no gradient in the run above, and a gradient takes another graph.
-    shape = (*hidden_SBD.shape[: 2 if packed_seq_params is None else 1], layer.config.q_lora_rank)
-    latent = torch.randn(shape, device=hidden_SBD.device, dtype=layer.config.params_dtype)
-    score_BST = core.score_backend.fn(*core.indexer.forward_before_topk(normed_SBD.detach(), latent, packed_seq_params))
-    return output.float().sum() + score_BST.sum()
+    return output
 
 
 def _pack(layer: TreatedLayer, rows: int, device: torch.device) -> PackedSeqParams:

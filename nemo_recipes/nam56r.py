@@ -31,7 +31,7 @@ from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
 
 from megacpp_mcore import launch_flags, lowering
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.lowering import Training
+from megacpp_mcore.lowering import Training, warm_up_steps
 from megacpp_mcore.nemo_recipes.provider import provider
 from megacpp_mcore.recipe_command import tokenizer_words
 from megacpp_mcore.recipes import Recipe, recipe
@@ -165,7 +165,7 @@ def container(chosen: Recipe) -> ConfigContainer:
         ),
         scheduler=SchedulerConfig(
             lr_decay_style="cosine",
-            lr_warmup_iters=training.train_iters // 10,
+            lr_warmup_iters=warm_up_steps(training.train_iters),
             start_weight_decay=0.1,
             end_weight_decay=0.1,
             weight_decay_incr_style="constant",

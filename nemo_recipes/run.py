@@ -373,7 +373,7 @@ def _derive(chosen: Recipe, config: Any, keys: Sequence[str]) -> None:
     )
     derived = {
         "model.make_vocab_size_divisible_by": vocabulary_divisor(config.model.tensor_model_parallel_size),
-        "scheduler.lr_warmup_iters": config.train.train_iters // 10,
+        "scheduler.lr_warmup_iters": lowering.warm_up_steps(config.train.train_iters),
         "validation.eval_interval": config.train.train_iters,
         "optimizer.min_lr": float(f"{config.optimizer.lr / 10:g}"),
         **flag_fields(machine),

@@ -1,7 +1,8 @@
-"""mtp-shared-block: GPTModel's MTP takes the block that the spec names, and weighs its depths by a decay.
+"""mtp-shared-block: GPTModel's MTP takes the block that the spec names, weighs its depths by a decay, and never waits.
 
 Activate: applied by ``--spec megacpp_mcore nam56r``; or ``megacpp_mcore.patches.apply(["mtp-shared-block"])``.
-Scope: specs that carry an ``mtp`` attribute, and configurations that carry ``mtp_loss_decay``; all others are untouched.
+Scope: specs that carry an ``mtp`` attribute, and configurations that carry ``mtp_loss_decay``; all others are untouched, but
+    for the shift of packed sequences, which gives the same numbers without waiting for the GPU.
 Provenance: megatron-core 0.19.2 ``training/models/gpt.py`` and ``core/transformer/multi_token_prediction.py``.
 """
 
@@ -60,6 +61,31 @@ def _scaled_by_depth(compute: Callable[..., Any], depths: int, decay: float) -> 
     return loss
 
 
+def _roll(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``_roll_tensor_packed_seq(tensor, shifts, dims, packed_seq_params, cp_group)``.
+
+    Without context parallelism stock rolls one sequence after the other, whose bounds the host reads: it waits for a GPU twice
+    a sequence, for tokens, positions, labels and mask of every depth. The same entries are rolled at once, on the device.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def roll(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        tensor, shifts, dims, packed_seq_params, cp_group = bound.arguments.values()
+        cu_seqlens = packed_seq_params.cu_seqlens_q
+        on_last = dims in (-1, tensor.dim() - 1)
+        if shifts != -1 or not on_last or cu_seqlens is None or (cp_group is not None and cp_group.size() > 1):
+            return original(*args, **kwargs)
+        from megacpp_mcore.ops.packed.documents import roll_left
+
+        rolled = roll_left(tensor, cu_seqlens)
+        return rolled, rolled.sum()
+
+    return roll
+
+
 def _scale_gradient(loss: Any, factor: float) -> Any:
     if loss.requires_grad:
         loss = loss.clone()
@@ -71,7 +97,7 @@ PATCH = Patch(
     name="mtp-shared-block",
     fixes=(
         "GPTModel's builder ignores --spec for multi-token prediction and rebuilds stock layers; "
-        "all depths weigh the same"
+        "all depths weigh the same; a shift of packed sequences waits for the GPU twice a sequence"
     ),
     source="megatron-core 0.19.2, megatron/training/models/gpt.py and megatron/core/transformer/multi_token_prediction.py",
     megatron_versions=">=0.19,<0.20",
@@ -86,13 +112,19 @@ PATCH = Patch(
             "7a459bac5884e8bf3bf19381b3eb2b02f1d443e7e5c48bae78b90c2b4ee52767",
             _weighted_loss,
         ),
+        Edit.of(
+            "megatron.core.transformer.multi_token_prediction:_roll_tensor_packed_seq",
+            "5eadfe5528df9b5388f0ab3cad8a4484a06e8b18d7b013628849f2a3d7f36937",
+            _roll,
+        ),
     ),
     seam=(
         "mtp_block_spec is the one place where the builder turns a layer spec into an MTP spec, and sees the spec itself; "
-        "process_mtp_loss is handed the loss function it calls once a depth"
+        "process_mtp_loss is handed the loss function it calls once a depth; all shifts of packed sequences are one function"
     ),
     leaves_alone=(
-        "specs without an mtp attribute, the label shift, the per-token normalisation, logging, speculative decoding"
+        "specs without an mtp attribute, what is shifted where, shifts under context parallelism, the per-token "
+        "normalisation, logging, speculative decoding"
     ),
     retire_when="the builder takes an MTP spec from the caller, and the depth weights from the configuration",
     cost="nothing: the block is the one the model names, and a depth's weight is one product in its backward pass",

@@ -38,10 +38,9 @@ OVERRIDES: Mapping[str, Any] = {
     # index cache meets several micro-batches in flight; the third and fourth have Full layers of their own.
     "pattern": "AEMEAAERAMEA",
     "dsa": {"schedule": "-FSFF", "topk": 16, "loss_coeff": 0.1},
+    "mamba3": {"groups": 4},  # one a rank of TP 4
     "mtp": {"depth": 2},
     "seq_length": 64,
-    # Wide enough that attention, and with it the indexer's target, is not near uniform.
-    "init_std": 0.06,
 }
 MODEL = with_overrides(preset("nam56r_tiny"), OVERRIDES)
 
@@ -52,8 +51,12 @@ LAYOUTS: Mapping[str, Layout] = {
     "PP 2 × VPP 2": Layout(pipeline=2, virtual=2),
     "EP 2": Layout(expert=2),
     "TP 2 with SP": Layout(tensor=2, sequence_parallel=True),
+    "TP 4 with SP": Layout(tensor=4, sequence_parallel=True),
 }
 """Every layout that has to train as one process does. With two processes EP 2 is data-parallel 2, too."""
+
+WITHOUT_SP: Mapping[str, Layout] = {"TP 2": Layout(tensor=2), "TP 4": Layout(tensor=4)}
+"""For a model of M and R alone: latent attention and experts need sequence parallelism beside tensor parallelism."""
 
 LEARNING_RATE = 1e-3
 """Large: after six steps, norms, decays and biases are far from the constants that they started as."""
@@ -77,6 +80,11 @@ class Run:
     output: str
     checkpoints: Path
     scalars: Mapping[str, Mapping[int, float]]
+
+    @property
+    def observed(self) -> Path:
+        """The folder that the run was recorded in."""
+        return self.checkpoints.parent / "observe"
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Every tensor of the checkpoint of ``step``, whole, by its name there: parameters, buffers, Adam's state."""
@@ -121,7 +129,7 @@ class Laboratory:
     def compared(self, name: str) -> Run:
         """:data:`COMPARED` steps in layout ``name`` from the last checkpoint of :meth:`main`, from the first sample on."""
         load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
-        return self._once(name, LAYOUTS[name], COMPARED, [*_WARM_UP, *load], save_every=1)
+        return self._once(name, {**LAYOUTS, **WITHOUT_SP}[name], COMPARED, [*_WARM_UP, *load], save_every=1)
 
     def recomputed(self, name: str) -> Run:
         """:meth:`compared` with every layer run again in the backward pass."""
@@ -193,7 +201,7 @@ class Laboratory:
     def _run(self, name: str, folder: Path, saved: Path, words: Sequence[str], processes: int) -> Run:
         recorded = folder / "steps.jsonl"
         command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cpu", "--nproc", str(processes)]
-        command += ["--no-observe"]  # Megatron's own lines are read from the output
+        command += ["--observe", str(folder / "observe")]
         command += ["--record-steps", str(recorded), "--"]
         command += [str(ROOT / "tests" / "distributed" / "double.py")] * self.double + list(words)
         status, output = execute(command, self.config)
@@ -202,8 +210,9 @@ class Laboratory:
 
 
 def write_config(path: Path, overrides: Mapping[str, Any]) -> Path:
-    """Write the file for ``MEGACPP_CONFIG``: nam56r_tiny with ``overrides``."""
-    path.write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": dict(overrides)}), encoding="utf-8")
+    """Write the file for ``MEGACPP_CONFIG``: nam56r_tiny with ``overrides``; Megatron's own lines are read from the output."""
+    options = {"model": "nam56r_tiny", "overrides": dict(overrides), "observability": {"console": "stock"}}
+    path.write_text(yaml.safe_dump(options), encoding="utf-8")
     return path
 
 

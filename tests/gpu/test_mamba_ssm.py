@@ -53,15 +53,15 @@ def reference(layer: Any, u_BSD: torch.Tensor) -> torch.Tensor:
     """What ``layer`` computes, in fp32 between its two projections."""
     rank, groups = layer.mimo_rank, layer.num_bc_heads
     inner, bc, heads = layer.d_inner, STATE * groups * rank, layer.nheads
-    z, x, b, c, dd_dt, dd_A, trap, angles = layer.in_proj(u_BSD).split(
+    z, x, b, c, dd_dt, dd_A, trap, angles = layer.in_proj(u_BSD.transpose(0, 1)).split(
         [inner, inner, bc, bc, heads, heads, heads, layer.num_rope_angles], dim=-1
     )
     mix = {name: getattr(layer, name) for name in ("mimo_x", "mimo_z", "mimo_o")} if layer.is_mimo else {}
-    y_BSHP = mamba3(
+    y_SBHP, _ = mamba3(
         x.unflatten(-1, (heads, HEAD_DIM)),
         z.unflatten(-1, (heads, HEAD_DIM)),
-        b.unflatten(-1, (rank, groups, STATE)),
-        c.unflatten(-1, (rank, groups, STATE)),
+        b.unflatten(-1, (rank, groups, STATE)).transpose(2, 3),
+        c.unflatten(-1, (rank, groups, STATE)).transpose(2, 3),
         dd_dt,
         dd_A,
         trap,
@@ -77,7 +77,7 @@ def reference(layer: Any, u_BSD: torch.Tensor) -> torch.Tensor:
         A_floor=layer.A_floor,
         eps=1e-5,
     )
-    return layer.out_proj(y_BSHP.flatten(2))
+    return layer.out_proj(y_SBHP.flatten(2).transpose(0, 1))
 
 
 def inputs() -> torch.Tensor:

@@ -34,6 +34,7 @@ class Shape:
     R: int = 1
     A: int = 2
     mimo: bool = False
+    out_norm: bool = False
 
 
 SISO = Shape()
@@ -44,6 +45,8 @@ SHAPES = {
     "mimo": MIMO,
     "mimo_full_rotation": Shape(R=2, A=4, mimo=True),
     "mimo_rank_1": Shape(R=1, mimo=True),
+    "mimo_out_norm": Shape(R=3, mimo=True, out_norm=True),
+    "siso_out_norm": Shape(out_norm=True),
     "one_group": Shape(G=1, R=2, mimo=True),
     "group_per_head": Shape(G=6),
     "odd_state": Shape(N=7, A=3),
@@ -78,13 +81,22 @@ def make_tensors(shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float64
     }
     if s.mimo:
         tensors |= {name: draw(s.H, s.R, s.P, mean=1.0) for name in ("mimo_x", "mimo_z", "mimo_o")}
-    return tensors
+    return tensors | ({"out_norm_weight": draw(s.H * s.P, mean=1.0)} if s.out_norm else {})
+
+
+def run_with_state(tensors: dict[str, torch.Tensor], **options: Any) -> tuple[torch.Tensor, ref.Mamba3State | None]:
+    """The mixer on ``[B, S, …]``, B and C by rank and then by group, as the oracle has them; ``[B, S, H, P]``."""
+    keywords = {name: tensor for name, tensor in tensors.items() if name not in INPUTS}
+    options = {"chunk_size": 16, "A_floor": FLOOR, "eps": EPS} | keywords | options
+    rows = {name: tensors[name].transpose(0, 1) for name in INPUTS}
+    rows |= {name: rows[name].transpose(2, 3) for name in ("b", "c")}
+    out_SBHP, state = ref.mamba3(*rows.values(), **options)
+    assert out_SBHP.is_contiguous()
+    return out_SBHP.transpose(0, 1), state
 
 
 def run(tensors: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
-    keywords = {name: tensor for name, tensor in tensors.items() if name not in INPUTS}
-    options = {"chunk_size": 16, "A_floor": FLOOR, "eps": EPS} | keywords | options
-    return ref.mamba3(*(tensors[name] for name in INPUTS), **options)
+    return run_with_state(tensors, **options)[0]
 
 
 def with_gradients(
@@ -146,6 +158,8 @@ def oracle(tensors: dict[str, torch.Tensor], shape: Shape) -> np.ndarray:
             y = np.einsum("irjq,ij,jqp->irp", scores, decays @ band, V) + t["D"][head] * V
             gate = t["z"][batch, :, head, None] * mix_z[head]
             out[batch, :, head] = (y * gate / (1 + np.exp(-gate)) * mix_o[head]).sum(1)
+    if s.out_norm:
+        out = out / np.sqrt((out**2).mean(-1, keepdims=True) + EPS) * t["out_norm_weight"].reshape(s.H, s.P)
     return out
 
 
@@ -260,7 +274,7 @@ def slice_tokens(inputs: dict[str, torch.Tensor], tokens: slice) -> dict[str, to
     return {name: tensor if name == "mimo_x_HRP" else tensor[:, tokens] for name, tensor in inputs.items()}
 
 
-SCANS: dict[str, Callable[..., tuple[torch.Tensor, ref.Mamba3State]]] = {
+SCANS: dict[str, Callable[..., tuple[torch.Tensor, ref.ScanState]]] = {
     "sequential": ref.mamba3_scan_sequential,
     "chunked": lambda **inputs: ref.mamba3_scan_chunked(**inputs, chunk_size=4),
 }
@@ -277,13 +291,42 @@ def test_a_sequence_may_be_cut_anywhere(scan: Callable[..., Any], R: int, mimo: 
     second, end = scan(**slice_tokens(inputs, slice(cut, None)), initial_state=state)
     joined = torch.cat((first, second), dim=1)
     assert_parity(joined, whole, rms=1e-12, name="y")
-    for name in ref.Mamba3State._fields:
+    for name in ref.ScanState._fields:
         assert_parity(getattr(end, name), getattr(last, name), rms=1e-12, name=name)
     leaves = [inputs[name] for name in ("x_BSHP", "b_BSRHN", "c_BSRHN")]
     dy = torch.randn_like(whole)
     expected = torch.autograd.grad(whole, leaves, dy)
     for actual, truth in zip(torch.autograd.grad(joined, leaves, dy), expected, strict=True):
         assert_parity(actual, truth, rms=1e-11, name="gradient")
+
+
+@pytest.mark.parametrize("shape", [SISO, SHAPES["mimo_out_norm"]], ids=["siso", "mimo"])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("cut", [1, 16, 23])
+def test_a_mixer_may_be_cut_anywhere(shape: Shape, documents: bool, cut: int) -> None:
+    """Two calls that hand the state over are one call: the angle of the rotation goes along, and so do gradients."""
+    tensors = make_tensors(shape, seed=7)
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor([9, 20, 8])).expand(2, -1)
+    whole, last = run_with_state(tensors, return_final_state=True, seq_idx=numbers if documents else None)
+    assert run_with_state(tensors)[1] is None
+    outputs, state = [], None
+    for tokens in (slice(0, cut), slice(cut, None)):
+        part = tensors | {name: tensors[name][:, tokens] for name in INPUTS}
+        seq_idx = numbers[:, tokens] if documents else None
+        out, state = run_with_state(part, return_final_state=True, initial_state=state, seq_idx=seq_idx, chunk_size=5)
+        outputs.append(out)
+    assert state is not None
+    assert last is not None
+    joined = torch.cat(outputs, dim=1)
+    assert_parity(joined, whole, rms=1e-11, name="out")
+    for name in ref.Mamba3State._fields:
+        assert_parity(getattr(state, name), getattr(last, name), rms=1e-11, name=name)
+    given = torch.randn(whole.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    expected = torch.autograd.grad(whole, list(tensors.values()), given)
+    for name, actual, truth in zip(
+        tensors, torch.autograd.grad(joined, list(tensors.values()), given), expected, strict=True
+    ):
+        assert_parity(actual, truth, rms=1e-9, name=f"d{name}")
 
 
 def test_extreme_decays_neither_overflow_nor_vanish() -> None:
@@ -352,11 +395,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "rank without mimo": ({"mimo_x": None, "mimo_z": None, "mimo_o": None}, "SISO needs rank 1"),
     "half a mimo": ({"mimo_z": None}, "mimo_z missing"),
     "groups": ({"b": torch.zeros(2, 37, 3, 4, 8), "c": torch.zeros(2, 37, 3, 4, 8)}, "do not divide into 4 groups"),
-    "gate": ({"z": torch.zeros(2, 37, 6, 5)}, r"z has shape .* expected \(2, 37, 6, 4\)"),
+    "gate": ({"z": torch.zeros(2, 37, 6, 5)}, r"z has shape .* expected \(37, 2, 6, 4\)"),
     "norm weight": ({"c_norm_weight": torch.zeros(9)}, "c_norm_weight has shape"),
     "bias": ({"b_bias": torch.zeros(6, 8)}, "b_bias has shape"),
     "skip": ({"D": torch.zeros(6, 4)}, "D has shape"),
     "mix": ({"mimo_o": torch.zeros(6, 3, 5)}, "mimo_o has shape"),
+    "out norm": ({"out_norm_weight": torch.zeros(6)}, "out_norm_weight has shape"),
     "step bias": ({"dt_bias": torch.zeros(5)}, "dt_bias has shape"),
     "lambda": ({"trap": torch.zeros(2, 36, 6)}, "trap has shape"),
     "angles": ({"angles": torch.zeros(2, 37, 5)}, "need a state of at least 10"),

@@ -252,7 +252,14 @@ def family(layer: Any) -> str:
 
 
 def parameters_by_part(model: Any) -> dict[str, int]:
-    """Parameters of a built GPTModel, by the parts that ``Model.parameters`` counts."""
+    """Parameters of a built GPTModel, by the parts that ``Model.parameters`` counts; rows that only fill up do not count."""
+    from megacpp_mcore.layer_specs.projection import InProjection
+
+    padding = {
+        f"{name}.weight": sum(slot.rows for slot in module.slots) - len(module.weight)
+        for name, module in model.named_modules()
+        if isinstance(module, InProjection)
+    }
     letters = [family(layer) for layer in model.decoder.layers]
     counts = dict.fromkeys("AMER", 0) | dict.fromkeys(PARTS.values(), 0)
     for name, parameter in model.named_parameters():
@@ -260,7 +267,7 @@ def parameters_by_part(model: Any) -> dict[str, int]:
             part = letters[int(name.split(".")[2])]
         else:
             part = next(part for prefix, part in PARTS.items() if name.startswith(prefix + "."))
-        counts[part] += parameter.numel()
+        counts[part] += parameter.numel() + padding.get(name, 0) * model.config.hidden_size
     return counts
 
 

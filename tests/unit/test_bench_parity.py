@@ -427,9 +427,43 @@ def test_floors_of_attention_and_of_the_output_layer() -> None:
     assert head == {BOTH: (1152, 672)}
 
 
-def test_the_indexers_floor_has_all_scores_and_the_gradients_of_causal_ones() -> None:
-    found = floors_of("indexer", B=1, S=3, indexer_heads=2, indexer_dim=4)
-    assert found == {FORWARD: (180, 204), BOTH: (180 + 240, 204 + 336 + 24)}
+def test_the_indexers_floor_is_of_queries_that_have_a_choice() -> None:
+    # 15 causal pairs, of which the first 2 queries have 3; 30 inputs a row, 2 keys a query.
+    found = floors_of("indexer", B=1, S=5, indexer_heads=2, indexer_dim=4, topk=2)
+    assert found == {FORWARD: (2 * 12 * 10, 4 * 5 * 14 + 4 * 5 * 2)}
+
+
+def test_the_floor_of_the_indexers_gradient_is_of_selected_pairs() -> None:
+    found = floors_of("indexer_grad", B=1, S=5, indexer_heads=2, indexer_dim=4, topk=2)
+    assert found == {"gradient": (6 * 9 * 10, 2 * 4 * 5 * 14 + 8 * 5 * 2)}
+
+
+def test_the_judge_of_the_selection_refuses_what_is_wrong() -> None:
+    one = BENCHMARKS["indexer"]
+    (piece,) = runner.problems(one, Options(**QUICK, shape=dict(one.shapes[TINY]) | {"topk": 4}))
+    (ours,) = [variant for variant in piece.variants if variant.side == OURS]
+    inputs = piece.sets[0]
+    piece.judge.prepare(inputs)
+    assert piece.judge.verdict(ours, FORWARD, inputs).right is not False
+    (index,) = ours.runs[FORWARD](inputs)
+
+    def twice(wrong: Any) -> None:
+        wrong[0, -1, 0] = wrong[0, -1, 1]
+
+    def future(wrong: Any) -> None:
+        wrong[0, 1, 1] = 2
+
+    def too_few(wrong: Any) -> None:
+        wrong[0, -1, 0] = -1
+
+    def second_best(wrong: Any) -> None:
+        wrong[0, -1, 0] = next(key for key in range(len(wrong[0])) if key not in wrong[0, -1].tolist())
+
+    for spoil in (twice, future, too_few, second_best):
+        wrong = index.clone()
+        spoil(wrong)
+        spoiled = dataclasses.replace(ours, runs={FORWARD: lambda _, wrong=wrong: [wrong]})
+        assert piece.judge.verdict(spoiled, FORWARD, inputs).right is False, spoil.__name__
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ OVERRIDES: dict[str, Any] = {
     "seq_length": S,
     "dsa": {"topk": 8, "loss_coeff": 0.1},
     "mtp": {"depth": 2},
-    "init_std": 0.06,
 }
 SMALL = with_overrides(TINY, OVERRIDES)
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,13 @@ def close(found: torch.Tensor, truth: torch.Tensor, tolerance: float = 3e-6) -> 
     assert float((error / scale).max()) < tolerance
 
 
+def weights_by_part(mixer: Any) -> dict[str, torch.Tensor]:
+    """The rows of a mixer's input projection by what they mean, in float64."""
+    projection = mixer.in_proj
+    rows = projection.weight.detach().double()
+    return {slot.part.name: rows[slot.start : slot.start + slot.rows] for slot in projection.slots}
+
+
 # --- what the mixers compute -------------------------------------------------------------------------------------------
 
 
@@ -121,28 +129,30 @@ def test_mamba3_mixer_is_its_reference_composed_by_hand(still: Any, definition: 
     p = {name: parameter.detach().double() for name, parameter in mixer.named_parameters()}
     x_SBD = random(S, B, D)
     x_BSD = x_SBD.double().transpose(0, 1)
-    rows, columns = 2 * ssm.head_dim + 3, ssm.mimo_rank * ssm.state
-    per_head = [x_BSD @ p["in_proj.weight"][h * rows : (h + 1) * rows].T for h in range(heads)]
-    x, z = (torch.stack([row[..., i : i + ssm.head_dim] for row in per_head], 2) for i in (ssm.head_dim, 0))
-    dt, decay, trap = (torch.stack([row[..., 2 * ssm.head_dim + i] for row in per_head], 2) for i in range(3))
+    columns = ssm.mimo_rank * ssm.state
+    projected = {name: x_BSD @ rows.T for name, rows in weights_by_part(mixer).items()}
+    x, z = (projected[name].unflatten(-1, (heads, ssm.head_dim)) for name in "xz")
+    dt, decay, trap = (projected[name] for name in ("dt", "A", "trap"))
     rotated = []
     decay, step, trap = reference.mamba3_decay_and_gates(dt, decay, trap, p["dt_bias"], A_floor=ssm.a_floor)
-    theta = reference.mamba3_angles(x_BSD @ p["angle_weight"].T, step)
-    for part, name in enumerate(("b", "c")):
+    theta = reference.mamba3_angles(projected["angles"], step)
+    by_head_and_rank = (heads, ssm.mimo_rank, -1)
+    for part, name in (("B", "b"), ("C", "c")):
         by_head = []
         for h in range(heads):
-            group = h // (heads // ssm.groups)
-            first = group * 2 * columns + part * columns
-            raw = (x_BSD @ p["bc_proj.weight"][first : first + columns].T).unflatten(-1, (ssm.mimo_rank, ssm.state))
+            first = h // (heads // ssm.groups) * columns
+            raw = projected[part][..., first : first + columns].unflatten(-1, (ssm.mimo_rank, ssm.state))
             normed = raw / (raw.square().mean(-1, keepdim=True) + definition.norm_eps).sqrt() * p[f"{name}_norm_weight"]
-            by_head.append(normed + p[f"{name}_bias"][h])
+            by_head.append(normed + p[f"{name}_bias"].view(by_head_and_rank)[h])
         rotated.append(reference.mamba3_rotate(torch.stack(by_head, 3), theta, pairing="half"))
-    y, _ = reference.mamba3_scan_sequential(x, *rotated, decay, step, trap, mimo_x_HRP=p["mimo_x"])
+    mimo_x, mimo_z, mimo_o = (p[f"mimo_{name}"].view(by_head_and_rank) for name in "xzo")
+    y, _ = reference.mamba3_scan_sequential(x, *rotated, decay, step, trap, mimo_x_HRP=mimo_x)
     mixed = torch.zeros_like(x)
     for r in range(ssm.mimo_rank):
-        skipped = y[:, :, r] + p["D"][:, None] * x * p["mimo_x"][:, r]
-        mixed += skipped * torch.nn.functional.silu(z * p["mimo_z"][:, r]) * p["mimo_o"][:, r]
-    truth = mixed.flatten(2) @ p["out_proj.weight"].T
+        skipped = y[:, :, r] + p["D"][:, None] * x * mimo_x[:, r]
+        mixed += skipped * torch.nn.functional.silu(z * mimo_z[:, r]) * mimo_o[:, r]
+    mixed = mixed / (mixed.square().mean(-1, keepdim=True) + definition.norm_eps).sqrt()
+    truth = (mixed.flatten(2) * p["out_norm_weight"]) @ p["out_proj.weight"].T
     found, bias = mixer(x_SBD)
     assert bias is None
     close(found.transpose(0, 1), truth)
@@ -155,11 +165,8 @@ def test_m2rnn_mixer_is_its_reference_composed_by_hand(still: Any, definition: M
     p = {name: parameter.detach().double() for name, parameter in mixer.named_parameters()}
     x_SBD = random(S, B, D)
     x_BSD = x_SBD.double().transpose(0, 1)
-    rows = 2 * rnn.value_dim + 1
-    per_head = [x_BSD @ p["in_proj.weight"][h * rows : (h + 1) * rows].T for h in range(heads)]
-    v = torch.cat([row[..., : rnn.value_dim] for row in per_head], -1)
-    forget = torch.stack([row[..., rnn.value_dim] for row in per_head], -1)
-    gate = torch.cat([row[..., rnn.value_dim + 1 :] for row in per_head], -1)
+    projected = {name: x_BSD @ rows.T for name, rows in weights_by_part(mixer).items()}
+    gate, forget = projected["g"], projected["f"]
 
     def convolved(channels: torch.Tensor, name: str) -> torch.Tensor:
         result = p[f"{name}_conv_bias"].expand_as(channels).clone()
@@ -168,11 +175,12 @@ def test_m2rnn_mixer_is_its_reference_composed_by_hand(still: Any, definition: M
             result += shifted * p[f"{name}_conv_weight"][:, rnn.conv_kernel - 1 - back]
         return result * torch.sigmoid(result)
 
-    qk, v = convolved(x_BSD @ p["qk_weight"].T, "qk"), convolved(v, "v")
+    qk, v = convolved(torch.cat((projected["q"], projected["k"]), -1), "qk"), convolved(projected["v"], "v")
     f = torch.exp(-torch.exp(p["A_log"]) * torch.nn.functional.softplus(forget + p["dt_bias"]))
     v_BSHV = v.unflatten(-1, (heads, rnn.value_dim))
     q, k = qk[..., : rnn.key_dim], qk[..., rnn.key_dim :]
-    y, _ = reference.m2rnn_sequential(q.unsqueeze(2), k.unsqueeze(2), v_BSHV, p["W"], f)
+    W = p["W"].view(heads, rnn.value_dim, rnn.value_dim)
+    y, _ = reference.m2rnn_sequential(q.unsqueeze(2), k.unsqueeze(2), v_BSHV, W, f)
     gated = (y + p["D"].view(v_BSHV.shape[-2:]) * v_BSHV).flatten(2) * gate * torch.sigmoid(gate)
     normed = gated / (gated.square().mean(-1, keepdim=True) + definition.norm_eps).sqrt() * p["norm_weight"]
     found, _ = mixer(x_SBD)
@@ -397,7 +405,7 @@ def test_the_stack_is_its_layers_in_order_and_a_final_norm(still: Any) -> None:
     close(found, rms_norm(expected, still.decoder.final_layernorm.weight))
 
 
-# --- what trains the indexer -------------------------------------------------------------------------------------------
+# --- what trains the indexer (its gradient is in test_distillation.py) ---------------------------------------------------
 
 
 def trained(model: Any, tokens: torch.Tensor, coefficient: float) -> dict[str, torch.Tensor | None]:
@@ -420,43 +428,13 @@ def test_only_its_own_loss_trains_the_indexer_and_nothing_else(make: Callable[[]
             assert torch.equal(without[name], with_loss[name]), name
 
 
-def test_the_indexer_loss_is_the_divergence_from_the_attention_it_saw(model: Any, tokens: torch.Tensor) -> None:
-    """The logged loss and the gradient, from the indexer's own outputs and the attention written out."""
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
-    core = layer(model, FAMILIES["F"]).self_attention.core_attention
-    kept: dict[str, Any] = {}
-    core.register_forward_pre_hook(
-        lambda _, args, kwargs: kept.update(query=args[0], key=args[1], **kwargs), with_kwargs=True
-    )
-    seen = recorded(core)
-    DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
-    run(model, tokens).mean().backward()
-    q, k, w = core.indexer.forward_before_topk(kept["x"].detach(), kept["qr"].detach())
-    scores = torch.einsum("sbh,sbht->bst", w, torch.relu(torch.einsum("sbhd,tbd->sbht", q, k)))
-    index, valid = seen[0].clamp_min(0), seen[0] >= 0
-    attention = torch.einsum("sbhk,tbk->bhst", kept["query"], kept["key"].squeeze(2)).detach() * core.softmax_scale
-    picked = attention.gather(-1, index[:, None].expand(-1, attention.shape[1], -1, -1))
-    target = picked.masked_fill(~valid[:, None], -torch.inf).softmax(-1).sum(1)
-    target = target / target.sum(-1, keepdim=True)
-    log_q = scores.gather(-1, index).masked_fill(~valid, -torch.inf).log_softmax(-1)
-    terms = torch.where(valid, target * (target.clamp_min(1e-38).log() - log_q.masked_fill(~valid, 0.0)), 0.0)
-    loss = 1e-3 * terms.sum(-1).mean()
-    logged = DSAIndexerLossLoggingHelper.tracker["values"]
-    assert torch.allclose(logged[FAMILIES["F"] - 1], loss, rtol=1e-4)
-    assert torch.count_nonzero(logged) == 1
-    weight = core.indexer.linear_wk.weight
-    (expected,) = torch.autograd.grad(loss, weight)
-    assert_parity(weight.grad, expected, rms=1e-3)
-
-
 def test_without_training_there_is_no_indexer_loss(model: Any, tokens: torch.Tensor) -> None:
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
     DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
     with torch.no_grad():
         run(model, tokens)
-    run(model.eval(), tokens)
+    run(model.eval(), tokens).mean().backward()
     assert torch.count_nonzero(DSAIndexerLossLoggingHelper.tracker["values"]) == 0
 
 
@@ -632,7 +610,7 @@ def test_the_logged_indexer_loss_is_the_mean_of_those_there_are(process: Path, t
     model = stock.build({**OVERRIDES, "dsa": {"topk": 8, "schedule": "-FF"}}, preset("nam56r_tiny"), process)
     DSAIndexerLossLoggingHelper.track_indexer_metrics(1.0, 0, None)
     for batch in (tokens, tokens.flip(1), tokens):
-        run(model.train(), batch)
+        run(model.train(), batch).mean().backward()
     sums = DSAIndexerLossLoggingHelper.tracker["values"].clone()
     logged: dict[str, torch.Tensor] = {}
     DSAIndexerLossLoggingHelper.track_indexer_metrics(1 / 3, 1, None, None, logged)
@@ -699,7 +677,8 @@ def test_a_bf16_run_keeps_them_in_fp32_and_draws_the_same_values(
             assert torch.equal(getattr(found, name), getattr(drawn, name)), name
     losses = run(wrapped, tokens)
     truth = run(built, tokens)
-    assert torch.allclose(losses.float(), truth, atol=0.05)
+    # A token that another expert or another key goes to is off by more than bf16 rounds; few are.
+    assert (losses - truth).square().mean().sqrt() < 5e-3 * truth.square().mean().sqrt()
     losses.mean().backward()
     assert all(
         parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in wrapped.parameters()
@@ -714,54 +693,66 @@ def test_initial_values(built: Any) -> None:
         assert bool((mixer.D == 1).all())
     assert bool((mamba.b_bias == 1).all())
     assert bool((mamba.mimo_x == 0.5).all())
-    assert torch.equal(recurrent.W, torch.eye(8).expand(4, 8, 8))
+    assert torch.equal(recurrent.W.view(4, 8, 8), torch.eye(8).expand(4, 8, 8))
     assert bool(((recurrent.A_log >= 0) & (recurrent.A_log <= math.log(16))).all())
     experts = layer(built, FAMILIES["E"]).mlp.experts.local_experts
     weights = [expert.linear_fc1.weight for expert in experts]
     assert all(not torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
 
 
-def test_each_residual_write_starts_as_in_a_stock_gpt(built: Any) -> None:
-    """GPTModel's rule, init_std / √(2 · layers), whether a layer writes to the residual stream once or twice."""
-    std = 0.02 / math.sqrt(2 * 12)
-    outputs = {
-        "A": layer(built, FAMILIES["A"]).self_attention.linear_proj.weight,
-        "F": layer(built, FAMILIES["F"]).self_attention.linear_proj.weight,
-        "M": layer(built, FAMILIES["M"]).self_attention.out_proj.weight,
-        "R": layer(built, FAMILIES["R"]).self_attention.out_proj.weight,
-        "E": layer(built, FAMILIES["E"]).mlp.experts.local_experts[0].linear_fc2.weight,
-    }
-    for kind, weight in outputs.items():
-        assert weight.numel() > 2000
-        assert abs(float(weight.std()) / std - 1) < 6 / math.sqrt(2 * weight.numel()), kind
-    assert abs(float(built.embedding.word_embeddings.weight.std()) / 0.02 - 1) < 0.05
+NOT_DRAWN_BY_FAN_IN = ("norm", "bias", "conv", "word_embeddings", "A_log", ".D", ".W", "mimo_")
+
+
+def test_every_matrix_is_drawn_by_fan_in(built: Any) -> None:
+    """1 / √(columns), with 1 / √(2 · depth) on what a layer writes on the residual, a half on the head, 1 on the embedding."""
+    seen = set()
+    for name, weight in built.named_parameters():
+        if any(part in name for part in NOT_DRAWN_BY_FAN_IN):
+            continue
+        writes = ("linear_proj", "out_proj", "linear_fc2")
+        seen |= {
+            part for part in (*writes, "in_proj", "router", "output_layer", "eh_proj", "linear_wq_b") if part in name
+        }
+        gain = 1 / math.sqrt(2 * 12) if any(part in name for part in writes) else 0.5 if "output_layer" in name else 1.0
+        drawn = weight[weight.any(-1)]  # not the rows that fill up
+        expected = gain / math.sqrt(weight.shape[-1])
+        assert abs(float(drawn.std()) / expected - 1) < 6 / math.sqrt(2 * drawn.numel()), name
+    assert len(seen) == 8
+    assert abs(float(built.embedding.word_embeddings.weight.std()) - 1) < 0.05
+
+
+def test_a_start_of_one_standard_deviation_is_stocks(process: Path) -> None:
+    start = {"std": 0.02, "embedding_std": 0.02, "head_gain": 1.0}
+    model = stock.build({**OVERRIDES, "start": start}, preset("nam56r_tiny"), process)
+    for weight, std in (
+        (layer(model, FAMILIES["M"]).self_attention.out_proj.weight, 0.02 / math.sqrt(2 * 12)),
+        (layer(model, FAMILIES["E"]).mlp.experts.local_experts[0].linear_fc2.weight, 0.02 / math.sqrt(2 * 12)),
+        (layer(model, FAMILIES["A"]).self_attention.linear_q_up_proj.weight, 0.02),
+        (model.output_layer.weight, 0.02),
+        (model.embedding.word_embeddings.weight, 0.02),
+    ):
+        assert abs(float(weight.std()) / std - 1) < 6 / math.sqrt(2 * weight.numel())
 
 
 # --- weight decay ------------------------------------------------------------------------------------------------------
 
-DECAYED = {
-    "A": {"linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"},
-    "M": {"in_proj", "bc_proj", "out_proj", "angle_weight", "b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o"},
-    "R": {"in_proj", "out_proj", "qk_weight", "qk_conv_weight", "v_conv_weight", "W"},
-    "E": {"router", "experts", "shared_experts"},
-}
-"""As mamba-ssm 2.3.2.post1 has it for M (``dt_bias`` and ``D`` are exempt), and the paper's authors for R (``D`` is)."""
+PAGE = Path(__file__).parents[2] / "docs" / "model.md"
 
 
-def test_weight_decay_spares_norms_skips_and_biases(built: Any) -> None:
+def test_weight_decay_is_as_the_page_says(built: Any) -> None:
+    """Every parameter of M and R, by stock's own grouping."""
     from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
     config = OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=1e-4, weight_decay=0.1)
-    names = {id(parameter): name for name, parameter in built.named_parameters()}
     groups = _get_param_groups([built], config, get_standard_config_overrides(config))
-    decayed = {names[id(parameter)] for group in groups if group["wd_mult"] > 0 for parameter in group["params"]}
-    assert 0 < len(decayed) < len(names)
-    for kind, expected in DECAYED.items():
-        part = "mlp" if kind == "E" else "self_attention"
-        prefix = f"decoder.layers.{FAMILIES[kind] - 1}.{part}."
-        found = {name.removeprefix(prefix).split(".")[0] for name in decayed if name.startswith(prefix)}
-        assert found == expected, kind
+    decayed = {id(parameter) for group in groups if group["wd_mult"] > 0 for parameter in group["params"]}
+    rows = re.findall(r"^\| ([MR]) \| `([\w.]+)` \| (yes|no) \| .+ \|$", PAGE.read_text(), re.MULTILINE)
+    for kind in "MR":
+        said = {name: says == "yes" for letter, name, says in rows if letter == kind}
+        del said["in_proj.replicated_weight"]  # in a process of its own all parts are in one weight
+        mixer = layer(built, FAMILIES[kind]).self_attention
+        assert {name: id(parameter) in decayed for name, parameter in mixer.named_parameters()} == said
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------------

@@ -47,6 +47,13 @@ def other(value: Any) -> Any:
     return 1 if value is None else value + 1
 
 
+@pytest.mark.parametrize(("steps", "rising"), [(1, 0), (3, 1), (20, 10), (99, 49), (100, 50), (500, 50), (1000, 100)])
+def test_a_short_run_warms_up_over_as_many_steps_as_it_has_room_for(steps: int, rising: int) -> None:
+    words = lower(preset("nam56r_tiny"), Layout(), Training(train_iters=steps))
+    assert words[words.index("--lr-warmup-iters") + 1] == str(rising)
+    assert rising < steps  # Megatron refuses another
+
+
 # --- the check, without Megatron ---------------------------------------------------------------------------------------
 
 
@@ -152,7 +159,7 @@ def test_a_run_near_a_preset_is_refused_with_what_is_missing(name: str) -> None:
     with pytest.raises(ArgumentMismatchError) as raised:
         matching_preset([source])
     assert f"contradict {name} in 1 place:" in str(raised.value)
-    assert "init_method_std: found 0.5, expected 0.02 (--init-method-std 0.02)" in str(raised.value)
+    assert "init_method_std: found 0.5, expected 0.02 (without --init-method-std)" in str(raised.value)
 
 
 @pytest.mark.parametrize("values", [{"device": "tpu"}, {"precision": "fp16"}, {"transformer_impl": "apex"}])

@@ -54,6 +54,7 @@ def test_the_presets_are_those_of_the_design() -> None:
     assert (wide.hidden_size, wide.heads, wide.recurrent_heads, wide.mamba3.state) == (4096, 32, 48, 128)
     assert (wide.mamba_heads, wide.ffn_hidden_size) == (128, 21504)
     assert (big.dsa.indexer_heads, big.dsa.indexer_head_dim, big.dsa.topk, big.dsa.loss_coeff) == (32, 64, 256, 1e-3)
+    assert {model.dsa.distill for model in PRESETS.values()} == {"served"}
     assert [role for role in tiny.roles if role] == ["-", "F", "S"]
     assert (big.mtp.depth, tiny.mtp.depth) == (2, 1)
 
@@ -139,12 +140,14 @@ def test_wrong_types(tiny: Model, overrides: dict[str, Any], says: str) -> None:
         ({"rope_theta": math.nan}, "rope_theta is nan; expected a positive, finite"),
         ({"rope_theta": 10_000.5}, "takes whole numbers"),
         ({"norm_eps": math.inf}, "norm_eps is inf; expected a positive, finite"),
-        ({"init_std": 0.0}, "init_std is 0.0"),
+        ({"start": {"embedding_std": 0.0}}, "embedding_std is 0.0"),
+        ({"start": {"std": 0.02}}, "head_gain is 0.5 beside std 0.02"),
         ({"mla": {"qk_pos_emb_head_dim": 15}}, "not a multiple of 2, for rotary pairs"),
         ({"mla": {"kv_lora_rank": 0}}, "MLA.kv_lora_rank is 0"),
         ({"dsa": {"indexer_head_dim": 8}}, "indexer_head_dim is 8, less than the rotary part"),
         ({"dsa": {"loss_coeff": -1e-3}}, "DSA.loss_coeff is -0.001"),
         ({"dsa": {"warmup_steps": 10}}, "only 0"),
+        ({"dsa": {"distill": "mean"}}, "DSA.distill is 'mean', which the schedule '-FS' cannot serve; expected served"),
         ({"dsa": {"topk": 0}}, "DSA.topk is 0"),
         ({"mamba3": {"head_dim": 24}}, r"inner width \(256\) is not a multiple of Mamba3.head_dim \(24\)"),
         ({"mamba3": {"groups": 3}}, r"Mamba-3 heads \(16\) is not a multiple of Mamba3.groups \(3\)"),
@@ -327,7 +330,7 @@ def test_parameters_of_a_layer_without_modules() -> None:
     attention = 80 + (80 * 3 + 3) + 3 * 2 * 6 + 80 * (5 + 2) + 5 + 5 * 2 * (4 + 6) + 2 * 6 * 80
     indexer = 3 * 2 * 4 + 80 * 4 + 80 * 2 + 2 * 4
     heads = 160 // 16
-    mamba = 80 + 80 * (160 + 160 + 2 * 2 * 8 + 3 * heads + 2) + 2 * 8 + 2 * heads * 8 + 2 * heads + 160 * 80
+    mamba = 80 + 80 * (160 + 160 + 2 * 2 * 8 + 3 * heads + 2) + 2 * 8 + 2 * heads * 8 + 2 * heads + 160 + 160 * 80
     found = model.parameters()
     assert found == {"A": attention + indexer, "M": mamba, "E": 0, "R": 0, "mtp": 0, "embedding": 128 * 80,
                      "head": 128 * 80, "norm": 80}  # fmt: skip
@@ -335,7 +338,7 @@ def test_parameters_of_a_layer_without_modules() -> None:
 
 def test_the_size_of_nam56r(nam56r: Model) -> None:
     total = sum(nam56r.parameters().values())
-    assert total == 4_502_494_912
+    assert total == 4_502_588_096
     assert nam56r.parameters()["mtp"] == 175_949_440
     assert round((total - nam56r.parameters()["mtp"]) / 1e9, 2) == 4.33
 

@@ -352,9 +352,9 @@ def test_nccl() -> None:
 def test_plans_and_their_sources(tmp_path: Path) -> None:
     words = ["--bf16", "--recompute-granularity", "selective", "--recompute-modules", "shared_experts"]
     run = Run.from_arguments(words, device="cuda", world_size=1)
-    families = settings(tmp_path, "recompute: [r_recurrence, a]\n")
+    families = settings(tmp_path, "recompute: [r, a]\n")
     found = resolve(run, settings=families, environment={})
-    assert found.value("recompute").value == "a, r_recurrence; Megatron's selective (shared_experts)"
+    assert found.value("recompute").value == "a, r; Megatron's selective (shared_experts)"
     assert found.value("recompute").source == USER
     assert (found.value("precision").value, found.value("precision").source) == ("bf16", USER)
     assert (found.value("CUDA graphs").value, found.value("CUDA graphs").source) == ("none", DEFAULT)

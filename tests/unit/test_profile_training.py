@@ -251,7 +251,7 @@ def test_training_is_the_same_bit_for_bit(plain: Path, tmp_path: Path) -> None:
 def test_a_slowed_family_is_dominant_and_what_our_recompute_repeats_is_where_it_was(
     plain: Path, tmp_path: Path
 ) -> None:
-    settings = "model: nam56r_tiny\nrecompute: [a, m, experts, r_convolution, r_recurrence]\n"
+    settings = "model: nam56r_tiny\nrecompute: [a, m, experts, r]\n"
     train(tmp_path / "run", words(), window="1-2", slow="E", settings=settings)
     found = table(tmp_path / "run", "1-2")
     assert table(plain)["dominant"] != "E"

@@ -29,15 +29,11 @@ from tests.unit import stock
 
 S, B = 32, 2
 OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
-FAMILIES = ["a", "m", "experts", "r_convolution", "r_recurrence"]
+FAMILIES = ["a", "m", "experts", "r"]
 REGIONS = {
     "norm",
     "indexer score",
     "mamba3 segment",
-    "m2rnn convolution",
-    "m2rnn gate",
-    "m2rnn skip",
-    "m2rnn scale",
 }
 
 

@@ -251,7 +251,7 @@ def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False)
     from megacpp_mcore.ops.indexer.cache import IndexCache
 
     destroy_moe_metrics_tracker()  # stock sizes it by the first model of the process
-    nam56r.prepare(plan.model, plan.config)
+    nam56r.prepare(plan.model, plan.config, (plan.config,))
     parts, dispatcher = parts_for(plan.config), Dispatcher(requests)
     sources = grammar.source_layers(plan.model.roles)
     cache = IndexCache({shared: full for shared, full in sources.items() if shared == plan.number})
@@ -364,14 +364,10 @@ def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
 
 
 def in_their_order(model: Model, mixer: Any) -> torch.Tensor:
-    """The rows of our three input projections in the order of mamba-ssm's one: z, x, B, C, step, decay, trapezoid, angles.
-
-    Ours are head by head (z, x, step, decay, trapezoid) and group by group (B, then C, rank by rank); theirs are part by
-    part, B and C rank by rank and in a rank group by group.
-    """
-    ssm, P = model.mamba3, model.mamba3.head_dim
-    heads_HXD = mixer.in_proj.weight.unflatten(0, (model.mamba_heads, -1))
-    z, x, dt, decay, trap = (part.flatten(0, 1) for part in heads_HXD.split([P, P, 1, 1, 1], dim=1))
-    groups_GCRND = mixer.bc_proj.weight.unflatten(0, (ssm.groups, 2, ssm.mimo_rank, ssm.state))
-    b, c = (part.transpose(0, 1).flatten(0, 2) for part in groups_GCRND.unbind(1))
-    return torch.cat([z, x, b, c, dt, decay, trap, mixer.angle_weight])
+    """The rows of our input projection in the order of mamba-ssm's: B and C by rank and then by group, and no padding."""
+    ssm, projection = model.mamba3, mixer.in_proj
+    rows = {slot.part.name: projection.weight[slot.start : slot.start + slot.rows] for slot in projection.slots}
+    for name in "BC":
+        by_group = rows[name].unflatten(0, (ssm.groups, ssm.mimo_rank, ssm.state))
+        rows[name] = by_group.transpose(0, 1).flatten(0, 2)
+    return torch.cat([rows[name] for name in ("z", "x", "B", "C", "dt", "A", "trap", "angles")])

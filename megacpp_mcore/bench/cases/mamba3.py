@@ -88,13 +88,16 @@ def _draw(draw: Draw, sizes: Mapping[str, int]) -> Inputs:
 def _call(sizes: Mapping[str, int], fn: Any, inputs: Inputs, **how: Any) -> Tensors:
     H, P, R, G, N = (sizes[name] for name in ("mamba_heads", "head_dim", "rank", "groups", "state"))
     u_BSX, *_ = inputs.leaves.values()
-    z, x, b, c, dd_dt, dd_A, trap, angles = u_BSX.split(widths(sizes), dim=-1)
+    z, x, b, c, dd_dt, dd_A, trap, angles = u_BSX.transpose(0, 1).split(widths(sizes), dim=-1)
     z, x = (part.unflatten(-1, (H, P)) for part in (z, x))
-    b, c = (part.unflatten(-1, (R, G, N)) for part in (b, c))
+    b, c = (
+        part.unflatten(-1, (R, G, N)).transpose(2, 3) for part in (b, c)
+    )  # as mamba-ssm has them: by rank, then group
     weights = {name: leaf for name, leaf in inputs.leaves.items() if name != "u"}
-    return [
-        fn(x, z, b, c, dd_dt, dd_A, trap, angles, **weights, chunk_size=sizes["chunk"], A_floor=A_FLOOR, eps=EPS, **how)
-    ]
+    out_SBHP, _ = fn(
+        x, z, b, c, dd_dt, dd_A, trap, angles, **weights, chunk_size=sizes["chunk"], A_floor=A_FLOOR, eps=EPS, **how
+    )
+    return [out_SBHP.transpose(0, 1)]
 
 
 def _truth(sizes: Mapping[str, int], inputs: Inputs) -> Tensors:

@@ -1,4 +1,4 @@
-"""M²RNN in plain PyTorch: the recurrence as written (truth), and one with few saved states and its own backward.
+"""M²RNN in plain PyTorch: the mixer between its two projections, and its recurrence, as written and with few saved states.
 
 Source: M²RNN (arXiv 2603.14360). Per head, with state ``h ∈ R^{K×V}``::
 
@@ -14,7 +14,7 @@ saved states.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,6 +27,186 @@ from megacpp_mcore.ops.checks import compute_dtype, expect_shape
 from megacpp_mcore.ops.packed.documents import document_starts
 
 _expect = functools.partial(expect_shape, "M²RNN")
+
+Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""Something with the signature of :func:`m2rnn_sequential`."""
+
+
+class M2RNNState(NamedTuple):
+    """What one token hands to the next: the state, and the rows that the convolution still looks back at.
+
+    Attributes:
+        h_BHKV: the state, float32 (float64 where an input is that).
+        window_BTC: the last T = taps − 1 rows of ``[q | k | v]`` before the convolution, C = 2K + H·V; zero before the
+            document's first row.
+    """
+
+    h_BHKV: torch.Tensor
+    window_BTC: torch.Tensor
+
+
+def m2rnn(
+    q_SBK: torch.Tensor,
+    k_SBK: torch.Tensor,
+    v_SBHV: torch.Tensor,
+    g_SBHV: torch.Tensor,
+    x_f_SBH: torch.Tensor,
+    *,
+    qk_conv_weight: torch.Tensor,
+    qk_conv_bias: torch.Tensor,
+    v_conv_weight: torch.Tensor,
+    v_conv_bias: torch.Tensor,
+    W: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    D: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    norm_width: int,
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    seq_idx: torch.Tensor | None = None,
+    initial_state: M2RNNState | None = None,
+    return_final_state: bool = False,
+    checkpoint_every: int = 64,
+    recurrence: Recurrence | None = None,
+) -> tuple[torch.Tensor, M2RNNState | None]:
+    """Do everything between the input and the output projection of an M²RNN mixer.
+
+    ``SiLU`` of a causal depthwise convolution on q, k and v; the recurrence of :func:`m2rnn_chunked` with the gate of
+    :func:`m2rnn_forget_gate`; ``(y + D ⊙ v) ⊙ SiLU(g)``; RMSNorm over all channels. One head of q and k is read by all.
+
+    Args:
+        q_SBK: queries from the projection. This and the next four may be strided views of one tensor.
+        k_SBK: keys from the projection.
+        v_SBHV: values from the projection.
+        g_SBHV: the output gate, before SiLU.
+        x_f_SBH: the projection behind the forget gate.
+        qk_conv_weight: [2K, taps], q's channels, then k's; the tap of the present token last.
+        qk_conv_bias: [2K].
+        v_conv_weight: [H·V, taps].
+        v_conv_bias: [H·V].
+        W: [H, V, V], the transition of each head.
+        A_log: [H], logarithm of the decay rate.
+        dt_bias: [H].
+        D: [H·V], the skip.
+        norm_weight: [H·V].
+        eps: of the norm.
+        norm_width: channels that the norm averages over: those of all tensor-parallel ranks.
+        reduce: sums [S, B, 1] over the ranks that hold the other heads, forward and backward; None: these are all heads.
+        seq_idx: [B, S], the number of each token's document (:mod:`megacpp_mcore.ops.packed.documents`): state and
+            convolution begin anew where it changes. None: one document.
+        initial_state: what an earlier call returned, of the document that the first row goes on with; None: from zero.
+        return_final_state: whether the state after the last row is returned.
+        checkpoint_every: tokens between two states that are saved for the backward pass, ≥ 1.
+        recurrence: what runs in place of :func:`m2rnn_chunked`, such as :func:`m2rnn_sequential`.
+
+    Returns:
+        ``(out_SBC, final_state)``: the output, C = H·V, contiguous and in the dtype of ``v_SBHV``; the state, or None.
+
+    Raises:
+        ModelError: shapes that do not fit.
+    """
+    heads, value_dim = v_SBHV.shape[-2:]
+    key_dim = q_SBK.shape[-1]
+    _expect("k", k_SBK, "SBK", tuple(q_SBK.shape))
+    _expect("g", g_SBHV, "SBHV", tuple(v_SBHV.shape))
+    _expect("D", D, "C", (heads * value_dim,))
+    _expect("norm_weight", norm_weight, "C", (heads * value_dim,))
+    qk_BSC = torch.cat((q_SBK, k_SBK), dim=-1).transpose(0, 1)
+    v_BSC = v_SBHV.flatten(2).transpose(0, 1)
+    h0_BHKV, qk_window, v_window = None, None, None
+    if initial_state is not None:
+        h0_BHKV = initial_state.h_BHKV
+        qk_window, v_window = initial_state.window_BTC.split([2 * key_dim, heads * value_dim], dim=-1)
+    convolved_BSC = causal_convolution(qk_BSC, qk_conv_weight, qk_conv_bias, seq_idx, qk_window)
+    q_BS1K, k_BS1K = convolved_BSC.unsqueeze(2).chunk(2, dim=-1)
+    v_BSHV = causal_convolution(v_BSC, v_conv_weight, v_conv_bias, seq_idx, v_window).unflatten(-1, (heads, value_dim))
+    f_BSH = m2rnn_forget_gate(x_f_SBH.transpose(0, 1), A_log, dt_bias)
+    run = functools.partial(m2rnn_chunked, checkpoint_every=checkpoint_every) if recurrence is None else recurrence
+    y_BSHV, h_BHKV = run(q_BS1K, k_BS1K, v_BSHV, W, f_BSH, h0_BHKV, seq_idx=seq_idx)
+    gated_SBC, squares_SB1 = skip_and_gate(y_BSHV.transpose(0, 1), v_BSHV.transpose(0, 1), g_SBHV, D)
+    squares_SB1 = squares_SB1 if reduce is None else reduce(squares_SB1)
+    out_SBC = scale_rows(gated_SBC, squares_SB1 / norm_width, norm_weight, eps).to(v_SBHV.dtype).contiguous()
+    if not return_final_state:
+        return out_SBC, None
+    rows_BSC = torch.cat((qk_BSC, v_BSC), dim=-1)
+    before_BTC = None if initial_state is None else initial_state.window_BTC
+    return out_SBC, M2RNNState(h_BHKV, _last_window(rows_BSC, qk_conv_weight.shape[1] - 1, seq_idx, before_BTC))
+
+
+def causal_convolution(
+    x_BSC: torch.Tensor,
+    weight_CK: torch.Tensor,
+    bias_C: torch.Tensor,
+    seq_idx_BS: torch.Tensor | None = None,
+    window_BTC: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """SiLU of a depthwise causal convolution: output t sees inputs t−K+1 … t of its document; ``[B, S, C] -> [B, S, C]``.
+
+    Args:
+        x_BSC: the input.
+        weight_CK: the kernel of each channel, the tap of the present token last.
+        bias_C: the bias of each channel.
+        seq_idx_BS: the number of each token's document (:mod:`megacpp_mcore.ops.packed.documents`); None: one document.
+        window_BTC: the T = K − 1 rows before the first, of its document; None: zeros.
+    """
+    channels, kernel = weight_CK.shape
+    back = kernel - 1
+    if window_BTC is not None:
+        x_BSC = torch.cat((window_BTC.to(x_BSC.dtype), x_BSC), dim=1)
+        seq_idx_BS = None if seq_idx_BS is None else torch.cat((seq_idx_BS[:, :1].expand(-1, back), seq_idx_BS), dim=1)
+    if seq_idx_BS is not None:
+        y_BSC = _convolve_documents(x_BSC, weight_CK, bias_C, seq_idx_BS)
+        return F.silu(y_BSC if window_BTC is None else y_BSC[:, back:])
+    x_BCS = x_BSC.transpose(1, 2)
+    padded_BCS = F.pad(x_BCS, (back, 0)) if window_BTC is None else x_BCS
+    return F.silu(F.conv1d(padded_BCS, weight_CK.unsqueeze(1), bias_C, groups=channels)).transpose(1, 2)
+
+
+def _convolve_documents(
+    x_BSC: torch.Tensor, weight_CK: torch.Tensor, bias_C: torch.Tensor, seq_idx_BS: torch.Tensor
+) -> torch.Tensor:
+    """The convolution tap by tap, without those that reach into the document before; summed in float32 or wider."""
+    dtype, kernel = compute_dtype(x_BSC, weight_CK, bias_C), weight_CK.shape[1]
+    x, weight = x_BSC.to(dtype), weight_CK.to(dtype)
+    y_BSC = bias_C.to(dtype) + x * weight[:, -1]
+    for back in range(1, min(kernel, x.shape[1])):
+        same_BS1 = (seq_idx_BS[:, back:] == seq_idx_BS[:, :-back]).unsqueeze(-1)
+        tap_BSC = torch.where(same_BS1, x[:, :-back] * weight[:, -1 - back], x.new_zeros(()))
+        y_BSC = y_BSC + F.pad(tap_BSC, (0, 0, back, 0))
+    return y_BSC.to(x_BSC.dtype)
+
+
+def _last_window(
+    rows_BSC: torch.Tensor, length: int, seq_idx_BS: torch.Tensor | None, before_BTC: torch.Tensor | None
+) -> torch.Tensor:
+    """The last ``length`` rows for the convolution of a later call, zero where they belong to another document."""
+    if seq_idx_BS is not None:
+        rows_BSC = rows_BSC.masked_fill((seq_idx_BS != seq_idx_BS[:, -1:]).unsqueeze(-1), 0.0)
+    missing = max(length - rows_BSC.shape[1], 0)
+    if not missing:
+        return rows_BSC[:, rows_BSC.shape[1] - length :]
+    if before_BTC is None:
+        return F.pad(rows_BSC, (0, 0, missing, 0))
+    before_BTC = before_BTC[:, length - missing :].to(rows_BSC.dtype)
+    if seq_idx_BS is not None:
+        before_BTC = before_BTC.masked_fill((seq_idx_BS[:, 0] != seq_idx_BS[:, -1])[:, None, None], 0.0)
+    return torch.cat((before_BTC, rows_BSC), dim=1)
+
+
+def skip_and_gate(
+    y_SBHV: torch.Tensor, v_SBHV: torch.Tensor, g_SBHV: torch.Tensor, D_C: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(y + D ⊙ v) ⊙ SiLU(g)`` as ``[S, B, C]`` in float32 or wider, C = H·V, and the sum of its squares ``[S, B, 1]``."""
+    dtype = compute_dtype(y_SBHV, v_SBHV, g_SBHV, D_C)
+    skipped_SBHV = y_SBHV.to(dtype) + D_C.to(dtype).view(y_SBHV.shape[2:]) * v_SBHV.to(dtype)
+    gated_SBC = (skipped_SBHV * F.silu(g_SBHV.to(dtype))).flatten(2)
+    return gated_SBC, gated_SBC.square().sum(-1, keepdim=True)
+
+
+def scale_rows(x_SBC: torch.Tensor, means_SB1: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of ``x`` with the mean of its squares given, as it is over the channels of all tensor-parallel ranks."""
+    return x_SBC * torch.rsqrt(means_SB1 + eps) * weight_C
 
 
 def m2rnn_forget_gate(x_f_BSH: torch.Tensor, A_log_H: torch.Tensor, dt_bias_H: torch.Tensor) -> torch.Tensor:

@@ -45,12 +45,21 @@ Pairing = Literal["interleaved", "half"]
 Method = Literal["chunked", "sequential"]
 
 
-class Mamba3State(NamedTuple):
-    """What one token hands to the next: the state, and the rotated B and the x that the trapezoid still has to add."""
+class ScanState(NamedTuple):
+    """What one token hands to the next in the scan: the state, and the rotated B and the x that the trapezoid still adds."""
 
     h_BHPN: torch.Tensor
     b_BRHN: torch.Tensor
     x_BHP: torch.Tensor
+
+
+class Mamba3State(NamedTuple):
+    """What one token hands to the next in the mixer: as in the scan, and the angle that the rotation has reached (radians)."""
+
+    h_BHPN: torch.Tensor
+    b_BRHN: torch.Tensor
+    x_BHP: torch.Tensor
+    theta_BHA: torch.Tensor
 
 
 def mamba3_decay_and_gates(
@@ -95,7 +104,10 @@ def mamba3_decay_and_gates(
 
 
 def mamba3_angles(
-    angles_BSA: torch.Tensor, dt_BSH: torch.Tensor, seq_idx_BS: torch.Tensor | None = None
+    angles_BSA: torch.Tensor,
+    dt_BSH: torch.Tensor,
+    seq_idx_BS: torch.Tensor | None = None,
+    initial_BHA: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Accumulate the rotation angles: ``θ_t = θ_{t−1} + Δ_t · π · tanh(angle_t)``, 0 before a document's first token.
 
@@ -105,6 +117,7 @@ def mamba3_angles(
         angles_BSA: the angle projection, shared by all heads.
         dt_BSH: the step Δ.
         seq_idx_BS: the number of each token's document (:mod:`megacpp_mcore.ops.packed.documents`); None: one document.
+        initial_BHA: the angle before the first token; None: 0.
 
     Returns:
         ``theta_BSHA`` in radians, in [0, 2π), in float32, or float64 when an input is float64.
@@ -117,6 +130,8 @@ def mamba3_angles(
     _expect("dt", dt_BSH, "BSH", (batch, sequence, heads))
     turn_BSA = math.pi * torch.tanh(angles_BSA.double())
     turn_BSHA = dt_BSH.double().unsqueeze(-1) * turn_BSA.unsqueeze(2)
+    if initial_BHA is not None:
+        turn_BSHA = torch.cat((turn_BSHA[:, :1] + initial_BHA.double().unsqueeze(1), turn_BSHA[:, 1:]), dim=1)
     if seq_idx_BS is None:
         theta_BSHA = torch.cumsum(turn_BSHA, dim=1)
     else:
@@ -172,8 +187,8 @@ def mamba3_scan_sequential(
     trap_BSH: torch.Tensor,
     *,
     mimo_x_HRP: torch.Tensor | None = None,
-    initial_state: Mamba3State | None = None,
-) -> tuple[torch.Tensor, Mamba3State]:
+    initial_state: ScanState | None = None,
+) -> tuple[torch.Tensor, ScanState]:
     """Run the recurrence of the module's docstring token by token: the truth.
 
     Args:
@@ -203,7 +218,7 @@ def mamba3_scan_sequential(
         h_BHPN = alpha * h_BHPN + beta * previous_BHPN + gamma * current_BHPN
         outputs.append(torch.einsum("bhpn,brhn->brhp", h_BHPN, c[:, t]))
         previous_BHPN = current_BHPN
-    return torch.stack(outputs, dim=1), Mamba3State(h_BHPN, b[:, -1], x[:, -1])
+    return torch.stack(outputs, dim=1), ScanState(h_BHPN, b[:, -1], x[:, -1])
 
 
 def mamba3_scan_chunked(
@@ -216,8 +231,8 @@ def mamba3_scan_chunked(
     *,
     chunk_size: int,
     mimo_x_HRP: torch.Tensor | None = None,
-    initial_state: Mamba3State | None = None,
-) -> tuple[torch.Tensor, Mamba3State]:
+    initial_state: ScanState | None = None,
+) -> tuple[torch.Tensor, ScanState]:
     """Compute what :func:`mamba3_scan_sequential` does, as matrix products over chunks of ``chunk_size`` tokens.
 
     Keeps one state per chunk, never one per token. Any length: the last chunk is padded with tokens that decay nothing
@@ -264,112 +279,120 @@ def mamba3_scan_chunked(
     from_start_BCHM = torch.exp(adt_BCHL.cumsum(-1)).repeat_interleave(rank, dim=-1)
     y_BCHMP = y_BCHMP + (c_BCHMN @ entering_BCHPN.mT) * from_start_BCHM.unsqueeze(-1)
     y_BSRHP = y_BCHMP.unflatten(3, (chunk_size, rank)).permute(0, 1, 3, 4, 2, 5).flatten(1, 2)[:, :sequence]
-    return y_BSRHP, Mamba3State(h_BHPN, b[:, -1], x[:, -1])
+    return y_BSRHP, ScanState(h_BHPN, b[:, -1], x[:, -1])
 
 
 def mamba3(
-    x_BSHP: torch.Tensor,
-    z_BSHP: torch.Tensor,
-    b_BSRGN: torch.Tensor,
-    c_BSRGN: torch.Tensor,
-    dd_dt_BSH: torch.Tensor,
-    dd_A_BSH: torch.Tensor,
-    trap_BSH: torch.Tensor,
-    angles_BSA: torch.Tensor,
+    x_SBHP: torch.Tensor,
+    z_SBHP: torch.Tensor,
+    b_SBGRN: torch.Tensor,
+    c_SBGRN: torch.Tensor,
+    dd_dt_SBH: torch.Tensor,
+    dd_A_SBH: torch.Tensor,
+    trap_SBH: torch.Tensor,
+    angles_SBA: torch.Tensor,
     *,
     dt_bias: torch.Tensor,
+    D: torch.Tensor,
     b_bias: torch.Tensor,
     c_bias: torch.Tensor,
     b_norm_weight: torch.Tensor,
     c_norm_weight: torch.Tensor,
-    D: torch.Tensor,
     mimo_x: torch.Tensor | None = None,
     mimo_z: torch.Tensor | None = None,
     mimo_o: torch.Tensor | None = None,
+    out_norm_weight: torch.Tensor | None = None,
     chunk_size: int,
     A_floor: float,
     eps: float,
-    method: Method = "chunked",
     activation: Activation = "softplus",
-    segment_size: int | None = 1024,
-    run_segment: Callable[..., tuple[torch.Tensor, Mamba3State]] | None = None,
     seq_idx: torch.Tensor | None = None,
-) -> torch.Tensor:
+    initial_state: Mamba3State | None = None,
+    return_final_state: bool = False,
+    method: Method = "chunked",
+    segment_size: int | None = 1024,
+    run_segment: Callable[..., tuple[torch.Tensor, ScanState]] | None = None,
+) -> tuple[torch.Tensor, Mamba3State | None]:
     """Do everything between the input and the output projection of a Mamba-3 mixer.
 
     B and C: RMSNorm over the state, a copy of each group for its H / G heads, the head's bias, the rotation
-    (``interleaved`` for SISO, ``half`` for MIMO). Then the scan, ``+ D ⊙ V``, the gate ``SiLU(z ⊙ mimo_z)`` and the mix
-    ``Σ_r y_r ⊙ mimo_o_r``. All of it in float32 (float64 when an input is float64), whatever autocast says.
+    (``interleaved`` for SISO, ``half`` for MIMO). Then the scan, ``+ D ⊙ V``, the gate ``SiLU(z ⊙ mimo_z)``, the mix
+    ``Σ_r y_r ⊙ mimo_o_r``, and the RMSNorm of each head. All of it in float32 (float64 when an input is float64), whatever
+    autocast says.
 
     Args:
-        x_BSHP: the input.
-        z_BSHP: the gate, before SiLU.
-        b_BSRGN: B from the projection (rank-major), before the norm.
-        c_BSRGN: C from the projection (rank-major), before the norm.
-        dd_dt_BSH: projection behind Δ.
-        dd_A_BSH: projection behind A.
-        trap_BSH: projection behind λ.
-        angles_BSA: projection behind the rotation, shared by all heads.
+        x_SBHP: the input. This and the next seven may be strided views of one tensor.
+        z_SBHP: the gate, before SiLU.
+        b_SBGRN: B from the projection, before the norm; head h reads group h // (H / G).
+        c_SBGRN: C from the projection, before the norm.
+        dd_dt_SBH: projection behind Δ.
+        dd_A_SBH: projection behind A.
+        trap_SBH: projection behind λ.
+        angles_SBA: projection behind the rotation, shared by all heads.
         dt_bias: [H].
+        D: [H], the skip.
         b_bias: [H, R, N], added after the norm and before the rotation.
         c_bias: [H, R, N], the same for C.
         b_norm_weight: [N].
         c_norm_weight: [N].
-        D: [H], the skip.
         mimo_x: [H, R, P]; None (with the next two) means SISO.
         mimo_z: [H, R, P].
         mimo_o: [H, R, P].
+        out_norm_weight: [H·P], of an RMSNorm over the P values of each head after the mix; None: no norm, as mamba-ssm's
+            module has it by default.
         chunk_size: tokens of a chunk (``method="chunked"``).
         A_floor: the smallest decay rate.
-        eps: of the two norms.
-        method: ``chunked`` or ``sequential``.
+        eps: of the norms.
         activation: of the decay rate, see :func:`mamba3_decay_and_gates`.
+        seq_idx: [B, S], the number of each token's document (:mod:`megacpp_mcore.ops.packed.documents`): state, trapezoid
+            and rotation begin anew where it changes. None: one document.
+        initial_state: what an earlier call returned, of the document that the first row goes on with; None: from zero.
+        return_final_state: whether the state after the last row is returned.
+        method: ``chunked`` or ``sequential``.
         segment_size: None keeps all activations for the backward pass; a number of tokens keeps only the state between
             segments of that length and recomputes inside, which divides the memory by about S / segment_size.
         run_segment: what runs in place of :func:`mix_segment`, such as a compiled version of it; None runs it as it is.
-        seq_idx: [B, S], the number of each token's document (:mod:`megacpp_mcore.ops.packed.documents`): state, trapezoid
-            and rotation begin anew where it changes. None: one document.
 
     Returns:
-        ``out_BSHP`` in the dtype of ``x_BSHP``.
+        ``(out_SBHP, final_state)``: the output, contiguous and in the dtype of ``x_SBHP``; the state, or None.
 
     Raises:
         ModelError: shapes that do not fit (see also the functions above), some but not all ``mimo_*``, SISO with a rank
             above 1.
     """
-    _check_mixer(
-        x_BSHP, z_BSHP, b_BSRGN, c_BSRGN, b_bias, c_bias, b_norm_weight, c_norm_weight, D, mimo_x, mimo_z, mimo_o
-    )
+    weights = (b_bias, c_bias, b_norm_weight, c_norm_weight, D, mimo_x, mimo_z, mimo_o, out_norm_weight)
+    _check_mixer(x_SBHP, z_SBHP, b_SBGRN, c_SBGRN, *weights)
+    tokens = (x_SBHP, z_SBHP, dd_dt_SBH, dd_A_SBH, trap_SBH, angles_SBA)
+    x, z, dd_dt, dd_A, trap, angles = (t.transpose(0, 1) for t in tokens)
+    b, c = (t.permute(1, 0, 3, 2, 4) for t in (b_SBGRN, c_SBGRN))
     if method not in ("chunked", "sequential"):
         raise ModelError(f"Unknown method {method!r}; use 'chunked' or 'sequential'.")
-    batch, sequence = x_BSHP.shape[:2]
+    batch, sequence = x.shape[:2]
     if segment_size is not None and segment_size < 1:
         raise ModelError(f"segment_size is {segment_size}; expected at least 1 token, or None to keep everything.")
 
     segment = mix_segment if run_segment is None else run_segment
-    mix = [] if mimo_x is None or mimo_z is None or mimo_o is None else [mimo_x, mimo_z, mimo_o]
-    inputs = (x_BSHP, z_BSHP, b_BSRGN, c_BSRGN, dd_dt_BSH, dd_A_BSH, trap_BSH, angles_BSA)
-    dtype = compute_dtype(*inputs, dt_bias, b_bias, c_bias, b_norm_weight, c_norm_weight, D, *mix)
-    mixer = _Mixer(
-        b_bias, c_bias, b_norm_weight, c_norm_weight, D, mimo_x, mimo_z, mimo_o, eps, method, chunk_size, dtype
-    )
-    with torch.autocast(x_BSHP.device.type, enabled=False):
-        adt, dt, trap = mamba3_decay_and_gates(
-            dd_dt_BSH, dd_A_BSH, trap_BSH, dt_bias, A_floor=A_floor, activation=activation
-        )
+    dtype = compute_dtype(*tokens, b, c, dt_bias, *(weight for weight in weights if weight is not None))
+    mixer = _Mixer(*weights, eps, method, chunk_size, dtype)
+    state = None if initial_state is None else ScanState(*initial_state[:3])
+    with torch.autocast(x.device.type, enabled=False):
+        adt, dt, trap = mamba3_decay_and_gates(dd_dt, dd_A, trap, dt_bias, A_floor=A_floor, activation=activation)
         if seq_idx is not None:
             # A decay of exp(−∞) = 0 takes the trapezoid's share of the token before along: it joins the state before it.
             adt = adt.masked_fill(document_starts(seq_idx, batch=batch, rows=sequence).unsqueeze(-1), -math.inf)
-        rows = (x_BSHP, z_BSHP, b_BSRGN, c_BSRGN, adt, dt, trap, mamba3_angles(angles_BSA, dt, seq_idx))
+        theta = mamba3_angles(angles, dt, seq_idx, None if initial_state is None else initial_state.theta_BHA)
+        rows = (x, z, b, c, adt, dt, trap, theta)
         if segment_size is None or sequence <= segment_size:
-            return segment(mixer, None, *rows)[0].to(x_BSHP.dtype)
-        outputs = []
-        state: Mamba3State | None = None
-        for start in range(0, sequence, segment_size):
-            pieces = (t[:, start : start + segment_size] for t in rows)
-            out, state = checkpoint(segment, mixer, state, *pieces, use_reentrant=False, preserve_rng_state=False)
-            outputs.append(out.to(x_BSHP.dtype))
-        return torch.cat(outputs, dim=1)
+            out_BSHP, state = segment(mixer, state, *rows)
+        else:
+            outputs = []
+            for start in range(0, sequence, segment_size):
+                pieces = (t[:, start : start + segment_size] for t in rows)
+                out, state = checkpoint(segment, mixer, state, *pieces, use_reentrant=False, preserve_rng_state=False)
+                outputs.append(out.to(x_SBHP.dtype))
+            out_BSHP = torch.cat(outputs, dim=1)
+    final_state = Mamba3State(*state, theta[:, -1]) if return_final_state and state is not None else None
+    return out_BSHP.to(x_SBHP.dtype).transpose(0, 1).contiguous(), final_state
 
 
 class _Mixer(NamedTuple):
@@ -383,6 +406,7 @@ class _Mixer(NamedTuple):
     mimo_x_HRP: torch.Tensor | None
     mimo_z_HRP: torch.Tensor | None
     mimo_o_HRP: torch.Tensor | None
+    out_norm_weight_C: torch.Tensor | None
     eps: float
     method: Method
     chunk_size: int
@@ -391,7 +415,7 @@ class _Mixer(NamedTuple):
 
 def mix_segment(
     mixer: _Mixer,
-    state: Mamba3State | None,
+    state: ScanState | None,
     x_BSHP: torch.Tensor,
     z_BSHP: torch.Tensor,
     b_BSRGN: torch.Tensor,
@@ -400,7 +424,7 @@ def mix_segment(
     dt_BSH: torch.Tensor,
     trap_BSH: torch.Tensor,
     theta_BSHA: torch.Tensor,
-) -> tuple[torch.Tensor, Mamba3State]:
+) -> tuple[torch.Tensor, ScanState]:
     """Mix consecutive tokens, the state before them given; returns their output and the state after them."""
     pairing: Pairing = "interleaved" if mixer.mimo_x_HRP is None else "half"
     b = _norm_and_bias(b_BSRGN, mixer.b_norm_weight_N, mixer.b_bias_HRN, mixer.eps, mixer.dtype)
@@ -415,7 +439,11 @@ def mix_segment(
     else:
         y, state = mamba3_scan_sequential(*scanned, mimo_x_HRP=mixer.mimo_x_HRP, initial_state=state)
     mix = (mixer.mimo_x_HRP, mixer.mimo_z_HRP, mixer.mimo_o_HRP)
-    return _skip_gate_mix(y, x, z_BSHP.to(mixer.dtype), mixer.D_H.to(mixer.dtype), *mix), state
+    out = _skip_gate_mix(y, x, z_BSHP.to(mixer.dtype), mixer.D_H.to(mixer.dtype), *mix)
+    if mixer.out_norm_weight_C is not None:
+        weight_HP = mixer.out_norm_weight_C.to(mixer.dtype).view(out.shape[2:])
+        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + mixer.eps) * weight_HP
+    return out, state
 
 
 def _rate(u: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -445,7 +473,7 @@ def _values(x_BSHP: torch.Tensor, mimo_x_HRP: torch.Tensor | None) -> torch.Tens
 
 
 def _initial_terms(
-    x_BSHP: torch.Tensor, b_BSRHN: torch.Tensor, mimo_x_HRP: torch.Tensor | None, state: Mamba3State | None
+    x_BSHP: torch.Tensor, b_BSRHN: torch.Tensor, mimo_x_HRP: torch.Tensor | None, state: ScanState | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The state before the first token, and Σ_r V_r ⊗ B_r of the token before it, both [B, H, P, N]."""
     if state is None:
@@ -545,7 +573,7 @@ def _check_scan(
     dt_BSH: torch.Tensor,
     trap_BSH: torch.Tensor,
     mimo_x_HRP: torch.Tensor | None,
-    state: Mamba3State | None,
+    state: ScanState | None,
 ) -> torch.dtype:
     """Refuse shapes that do not fit; returns the dtype to compute in."""
     batch, sequence, heads, head_dim = _dims("x", x_BSHP, "BSHP")
@@ -566,10 +594,10 @@ def _check_scan(
 
 
 def _check_mixer(
-    x_BSHP: torch.Tensor,
-    z_BSHP: torch.Tensor,
-    b_BSRGN: torch.Tensor,
-    c_BSRGN: torch.Tensor,
+    x_SBHP: torch.Tensor,
+    z_SBHP: torch.Tensor,
+    b_SBGRN: torch.Tensor,
+    c_SBGRN: torch.Tensor,
     b_bias_HRN: torch.Tensor,
     c_bias_HRN: torch.Tensor,
     b_norm_weight_N: torch.Tensor,
@@ -578,22 +606,25 @@ def _check_mixer(
     mimo_x_HRP: torch.Tensor | None,
     mimo_z_HRP: torch.Tensor | None,
     mimo_o_HRP: torch.Tensor | None,
+    out_norm_weight_C: torch.Tensor | None,
 ) -> None:
     """Refuse what the scan cannot see: the gate, the groups, the norms, the biases, and half a MIMO."""
-    batch, sequence, heads, head_dim = _dims("x", x_BSHP, "BSHP")
-    _, _, rank, groups, n = _dims("b", b_BSRGN, "BSRGN")
-    _expect("z", z_BSHP, "BSHP", (batch, sequence, heads, head_dim))
+    sequence, batch, heads, head_dim = _dims("x", x_SBHP, "SBHP")
+    _, _, groups, rank, n = _dims("b", b_SBGRN, "SBGRN")
+    _expect("z", z_SBHP, "SBHP", (sequence, batch, heads, head_dim))
     if heads % groups:
         raise ModelError(
             f"{heads} heads do not divide into {groups} groups of B and C; choose groups that divide the heads."
         )
-    for name, tensor in (("b", b_BSRGN), ("c", c_BSRGN)):
-        _expect(name, tensor, "BSRGN", (batch, sequence, rank, groups, n))
+    for name, tensor in (("b", b_SBGRN), ("c", c_SBGRN)):
+        _expect(name, tensor, "SBGRN", (sequence, batch, groups, rank, n))
     for name, tensor in (("b_bias", b_bias_HRN), ("c_bias", c_bias_HRN)):
         _expect(name, tensor, "HRN", (heads, rank, n))
     for name, tensor in (("b_norm_weight", b_norm_weight_N), ("c_norm_weight", c_norm_weight_N)):
         _expect(name, tensor, "N", (n,))
     _expect("D", D_H, "H", (heads,))
+    if out_norm_weight_C is not None:
+        _expect("out_norm_weight", out_norm_weight_C, "C", (heads * head_dim,))
     mixes = {"mimo_x": mimo_x_HRP, "mimo_z": mimo_z_HRP, "mimo_o": mimo_o_HRP}
     missing = [name for name, tensor in mixes.items() if tensor is None]
     if missing and len(missing) < len(mixes):

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import compute_dtype, require_float
+from megacpp_mcore.ops.packed.documents import check_seq_idx
 from megacpp_mcore.ops.visibility import (
     SCORE_BLOCK_ELEMENTS,
     check_mask,
@@ -28,10 +29,14 @@ def _attend(
     rows: range,
     softmax_scale: float,
     attention_mask: torch.Tensor | None,
+    seq_idx_BS: torch.Tensor | None,
     causal: bool,
 ) -> torch.Tensor:
     """Attend with the queries at ``rows``; k and v already have the compute dtype."""
-    visible = visible_keys(rows, k_TBHK.shape[0], attention_mask=attention_mask, causal=causal, device=q_SBHK.device)
+    num_keys = k_TBHK.shape[0]
+    visible = visible_keys(rows, num_keys, attention_mask=attention_mask, causal=causal, device=q_SBHK.device)
+    if seq_idx_BS is not None:
+        visible = visible & (seq_idx_BS[:, rows.start : rows.stop, None] == seq_idx_BS[:, None, :num_keys])
     score_BHST = torch.einsum("sbhk,tbhk->bhst", q_SBHK.to(k_TBHK.dtype), k_TBHK) * softmax_scale
     p_BHST = masked_softmax(score_BHST, visible[:, None])
     return torch.einsum("bhst,tbhv->sbhv", p_BHST, v_TBHV).to(q_SBHK.dtype)
@@ -54,6 +59,7 @@ def mla_attention(
     *,
     softmax_scale: float,
     attention_mask: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
     causal: bool = True,
     query_chunk: int | None = None,
 ) -> torch.Tensor:
@@ -65,26 +71,30 @@ def mla_attention(
     a query that sees no key: there the mean of all values, here 0.
 
     Args:
-        q_SBHK: queries, rope part included.
+        q_SBHK: queries, rope part included; any strides, as of keys and values.
         k_TBHK: keys.
         v_TBHV: values; V need not equal K.
         softmax_scale: factor on q·k before the softmax.
         attention_mask: Megatron's bool mask, True = masked, broadcastable to [B, 1, S, T]; combined with ``causal``.
+        seq_idx: int32 [B, S], the number of each row's document (:mod:`megacpp_mcore.ops.packed.documents`): a query sees the
+            keys of its own (needs S == T). None: one document.
         causal: whether query i sees keys 0..i only (needs S == T). A causal query always sees itself, unless
             ``attention_mask`` hides it. The output of a query that sees no key at all is 0, with zero gradients.
         query_chunk: queries in a chunk, or None to choose (see ``query_chunks``).
 
     Returns:
-        o_SBHV in the dtype of q.
+        o_SBHV, contiguous, in the dtype of q.
 
     Raises:
-        ModelError: shapes, dtypes, mask or chunk are not as described.
+        ModelError: shapes, dtypes, mask, documents or chunk are not as described.
     """
     _check_shapes(q_SBHK, k_TBHK, v_TBHV)
     (num_queries, batch, heads, _), num_keys = q_SBHK.shape, k_TBHK.shape[0]
     check_mask(attention_mask, batch=batch, num_queries=num_queries, num_keys=num_keys)
-    if causal:
+    if causal or seq_idx is not None:
         check_square(num_queries, num_keys)
+    if seq_idx is not None:
+        check_seq_idx(seq_idx, batch=batch, rows=num_queries)
     # One cast before the loop: autograd sums the chunks' gradients of k and v in this dtype, not in bfloat16.
     dtype = compute_dtype(q_SBHK, k_TBHK, v_TBHV)
     k_TBHK, v_TBHV = k_TBHK.to(dtype), v_TBHV.to(dtype)
@@ -92,6 +102,6 @@ def mla_attention(
     outputs = []
     for rows, q_chunk_SBHK in zip(chunks, q_SBHK.split(len(chunks[0])), strict=True):
         end = rows.stop if causal else num_keys
-        arguments = (q_chunk_SBHK, k_TBHK[:end], v_TBHV[:end], rows, softmax_scale, attention_mask, causal)
+        arguments = (q_chunk_SBHK, k_TBHK[:end], v_TBHV[:end], rows, softmax_scale, attention_mask, seq_idx, causal)
         outputs.append(checkpoint(_attend, *arguments, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(outputs)

@@ -3,6 +3,10 @@
 Shape legend: S queries, T keys, B batch, H heads (of this rank), K query-key width, V value width. Inputs and output have
 Megatron-Core's layout; the kernels are given permuted views of it, never copies. cuDNN takes and gives any strides with
 the width innermost, and PyTorch lays its output and gradients out as the query, key and value are.
+
+Documents come as ``seq_idx`` and take a mask, which cuDNN and flash are not given here: the memory-efficient kernel runs. The
+mask has B · S² elements of the query's dtype (32 MiB at B 1, S 4096, bf16), is made once a micro-batch and is shared by all
+layers; kernels for sequences of different lengths do without.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megacpp_mcore.backends import Speed, observed
 from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.ops.packed.documents import additive_mask, check_seq_idx
 
 FUSED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 """Kernels that hold no [B, H, S, T] tensor, fastest first. Flash takes K == V and no mask; cuDNN is given none here."""
@@ -38,6 +43,7 @@ def fused_backend(
     v_TBHV: torch.Tensor,
     *,
     attention_mask: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
     causal: bool = True,
     backends: tuple[SDPBackend, ...] = FUSED,
     deterministic: bool = False,
@@ -45,7 +51,7 @@ def fused_backend(
     """Return the first of ``backends`` that can run forward and backward on these tensors, or None.
 
     Args:
-        q_SBHK, k_TBHK, v_TBHV, attention_mask, causal: as for :func:`sdpa_attention`.
+        q_SBHK, k_TBHK, v_TBHV, attention_mask, seq_idx, causal: as for :func:`sdpa_attention`.
         backends: what to try, in this order; ``SDPBackend.MATH`` (plain PyTorch, any device) always can.
         deterministic: leave out the fused kernels, whose gradients can differ from run to run; implied by
             ``torch.use_deterministic_algorithms``.
@@ -53,15 +59,16 @@ def fused_backend(
     Raises:
         ModelError: shapes, dtypes or mask are not as described there.
     """
-    _check(q_SBHK, k_TBHK, v_TBHV, attention_mask, causal)
+    _check(q_SBHK, k_TBHK, v_TBHV, attention_mask, seq_idx, causal)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    is_causal = causal and attention_mask is None
+    is_masked = attention_mask is not None or seq_idx is not None
+    is_causal = causal and not is_masked
     for backend in backends:
         if backend == SDPBackend.MATH:
             return backend
         if q_SBHK.device.type != "cuda" or deterministic:
             continue
-        if attention_mask is not None and backend != SDPBackend.EFFICIENT_ATTENTION:
+        if is_masked and backend != SDPBackend.EFFICIENT_ATTENTION:
             continue
         q_BHSK, k_BHTK, v_BHTV = _heads_first(q_SBHK), _heads_first(k_TBHK), _heads_first(v_TBHV)
         if not _CAN_USE[backend](SDPAParams(q_BHSK, k_BHTK, v_BHTV, None, 0.0, is_causal, False)):
@@ -78,6 +85,7 @@ def sdpa_attention(
     *,
     softmax_scale: float,
     attention_mask: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
     causal: bool = True,
     backend: SDPBackend | None = None,
 ) -> torch.Tensor:
@@ -93,6 +101,8 @@ def sdpa_attention(
         softmax_scale: factor on q·k before the softmax.
         attention_mask: Megatron's bool mask, True = masked, broadcastable to [B, 1, S, T]; combined with ``causal``. Two
             masks of its size are made of it, one in the dtype of q.
+        seq_idx: int32 [B, S], the number of each row's document (:mod:`megacpp_mcore.ops.packed.documents`), where causal and
+            without ``attention_mask``. None: one document.
         causal: whether query i sees keys 0..i only (needs S == T).
         backend: the kernel, or None for what :func:`fused_backend` finds, which receipts name as the backend of ``sdpa``.
 
@@ -100,20 +110,21 @@ def sdpa_attention(
         o_SBHV, contiguous, in the dtype of q; without a copy where the kernel is cuDNN's.
 
     Raises:
-        ModelError: shapes, dtypes or mask are not as described.
+        ModelError: shapes, dtypes, mask or documents are not as described.
         BackendError: no fused kernel can run on these tensors.
     """
-    _check(q_SBHK, k_TBHK, v_TBHV, attention_mask, causal)
+    _check(q_SBHK, k_TBHK, v_TBHV, attention_mask, seq_idx, causal)
     if backend is None:
-        backend = fused_backend(q_SBHK, k_TBHK, v_TBHV, attention_mask=attention_mask, causal=causal)
+        backend = fused_backend(q_SBHK, k_TBHK, v_TBHV, attention_mask=attention_mask, seq_idx=seq_idx, causal=causal)
         if backend is None:
+            masked = " with documents" if seq_idx is not None else " with a mask" if attention_mask is not None else ""
             raise BackendError(
                 f"no fused attention kernel takes q {tuple(q_SBHK.shape)}, v {tuple(v_TBHV.shape)} of {q_SBHK.dtype} on "
-                f"{q_SBHK.device}{' with a mask' if attention_mask is not None else ''}; "
+                f"{q_SBHK.device}{masked}; "
                 "call megacpp_mcore.ops.mla.reference.mla_attention, which runs anywhere"
             )
         _note(backend, q_SBHK, v_TBHV)
-    visible = None
+    visible = None if seq_idx is None else additive_mask(seq_idx, q_SBHK.dtype)
     if attention_mask is not None:
         visible = ~attention_mask
         if causal:
@@ -157,7 +168,12 @@ def _cudnn_is_right(num_queries: int, num_keys: int, causal: bool) -> bool:
 
 
 def _check(
-    q_SBHK: torch.Tensor, k_TBHK: torch.Tensor, v_TBHV: torch.Tensor, mask: torch.Tensor | None, causal: bool
+    q_SBHK: torch.Tensor,
+    k_TBHK: torch.Tensor,
+    v_TBHV: torch.Tensor,
+    mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    causal: bool,
 ) -> None:
     q, k, v = tuple(q_SBHK.shape), tuple(k_TBHK.shape), tuple(v_TBHV.shape)
     if len(q) != 4 or len(k) != 4 or len(v) != 4 or k[1:] != q[1:] or v[:3] != k[:3] or 0 in (*q, *v):
@@ -183,3 +199,10 @@ def _check(
             f"attention_mask is {mask.dtype} of shape {tuple(mask.shape)}, expected torch.bool, True where a key is "
             f"masked, broadcastable to [B, 1, S, T] = {list(wanted)}"
         )
+    if seq_idx is not None:
+        check_seq_idx(seq_idx, batch=q[1], rows=q[0])
+        if not causal or mask is not None:
+            raise ModelError(
+                f"seq_idx came with causal={causal} and {'a' if mask is not None else 'no'} attention_mask, expected "
+                "causal attention without a mask; put the documents into the mask"
+            )

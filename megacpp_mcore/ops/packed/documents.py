@@ -1,23 +1,63 @@
 """Which rows of a sequence belong to one document: from packed sequence lengths or from Megatron's attention mask, and back.
 
-``seq_idx_BS`` numbers the document of every row, int64, as mamba-ssm's argument of that name: the rows of a document follow
-one another, and nothing of one document reaches another.
+``seq_idx_BS`` numbers the document of every row, int32, as mamba-ssm's argument of that name: the rows of a document follow
+one another, and nothing of one document reaches another. It is made once a micro-batch, on the device, and is all that an op
+is given of documents; what an op wants in another form (:func:`cu_seqlens_of`, :func:`additive_mask`) is made from it once
+and shared by all layers (:func:`shared`).
+
+Nothing here makes the host wait for a GPU, but where a function says so. What can only be checked there (numbers of a packed
+batch, the entries of a mask) is checked there: a wrong one stops the process by a device-side assertion, soon and without
+words. On a CPU it is a ModelError that says where.
 
 Legend: B batch, S rows. ``cu_seqlens`` is described in :mod:`megacpp_mcore.ops.packed.positions`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import torch
 
-from megacpp_mcore.errors import ModelError
+from megacpp_mcore.errors import DataError, ModelError
 from megacpp_mcore.ops.visibility import check_mask
+
+_SHARED = "_megacpp_shared"
+
+
+def shared[Made](tensor: torch.Tensor, form: Hashable, make: Callable[[], Made]) -> Made:
+    """``make()``, called once for what ``tensor`` holds, however many layers want this ``form`` of it.
+
+    The result is attached to the tensor's storage: the copies of a tensor that activation recompute hands to a layer share
+    it, and it is freed with it. A tensor that was written to since has its forms made anew.
+
+    Args:
+        tensor: one that Megatron makes for every micro-batch, or that was made from such a one.
+        form: what is made, with everything else that it depends on.
+        make: it must not hold memory of ``tensor`` itself, which would then never be freed.
+    """
+    held = vars(tensor.untyped_storage()).setdefault(_SHARED, {})
+    key = (form, tensor.storage_offset(), tensor.shape, tensor.stride())
+    version = 0 if tensor.is_inference() else tensor._version
+    if key not in held or held[key][0] != version:
+        held[key] = version, make()
+    made: Made = held[key][1]
+    return made
+
+
+def _require(holds: torch.Tensor, what: str, explain: Callable[[], str]) -> None:
+    """Raise ModelError with ``explain()`` unless the one bool ``holds``; on a GPU stop the process later, and do not wait."""
+    try:
+        torch._assert_async(holds, what)
+    except RuntimeError as error:
+        if holds.device.type != "cpu":
+            raise
+        raise ModelError(explain()) from error
 
 
 def seq_idx_from_cu_seqlens(
     cu_seqlens: torch.Tensor, num_rows: int, of_keys: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Number the documents of a packed batch: ``[1, num_rows]``, without waiting for the device.
+    """Number the documents of a packed batch: int32 ``[1, num_rows]``.
 
     Rows behind the last sequence (padding) are a document of their own.
 
@@ -27,16 +67,23 @@ def seq_idx_from_cu_seqlens(
         of_keys: the same of the keys, where queries and keys are told apart.
 
     Raises:
-        ModelError: ``cu_seqlens`` or ``of_keys`` is no vector of two or more integers, or they differ in length. For tensors
-            on the CPU also: their numbers differ, do not begin with 0, decrease, or end behind the last row. Numbers on a GPU
-            are not read, since it would have to be waited for.
+        ModelError: ``cu_seqlens`` or ``of_keys`` is no vector of two or more integers, or they differ in length; on a CPU also:
+            their numbers differ, do not begin with 0, decrease, or end behind the last row.
     """
     _check_cu_seqlens(cu_seqlens, num_rows)
     if of_keys is not None and of_keys is not cu_seqlens:
         _check_cu_seqlens(of_keys, num_rows)
-        _check_same_sequences(cu_seqlens, of_keys)
+        check_same_sequences(cu_seqlens, of_keys)
+        _require(
+            (cu_seqlens == of_keys).all(),
+            "queries and keys are of the same sequences",
+            lambda: (
+                f"cu_seqlens is {_abridged(cu_seqlens)} of queries and {_abridged(of_keys)} of keys; expected the same, as in "
+                "self-attention"
+            ),
+        )
     row = torch.arange(num_rows, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)[None]
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True, out_int32=True)[None]
 
 
 def _check_cu_seqlens(cu_seqlens: torch.Tensor, num_rows: int) -> None:
@@ -45,24 +92,22 @@ def _check_cu_seqlens(cu_seqlens: torch.Tensor, num_rows: int) -> None:
             f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}, expected integers [N + 1]: the first row of each "
             "of N ≥ 1 sequences and the end of the last"
         )
-    if cu_seqlens.device.type != "cpu":
-        return
-    if cu_seqlens[0] != 0 or cu_seqlens[-1] > num_rows or bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
-        raise ModelError(
+    in_order = (cu_seqlens[0] == 0) & (cu_seqlens[-1] <= num_rows) & (cu_seqlens.diff() >= 0).all()
+    _require(
+        in_order,
+        "cu_seqlens begins with 0, never decreases and ends with the rows",
+        lambda: (
             f"cu_seqlens is {_abridged(cu_seqlens)}, expected first rows that begin with 0, never decrease, and end with at "
             f"most the {num_rows} rows of the packed batch"
-        )
+        ),
+    )
 
 
-def _check_same_sequences(queries: torch.Tensor, keys: torch.Tensor) -> None:
+def check_same_sequences(queries: torch.Tensor, keys: torch.Tensor) -> None:
+    """Raise ModelError unless the two ``cu_seqlens`` are of as many sequences; the numbers are not read."""
     if queries.shape != keys.shape:
         raise ModelError(
             f"{queries.numel() - 1} packed sequences of queries and {keys.numel() - 1} of keys; expected the same, as in "
-            "self-attention"
-        )
-    if queries.device.type == keys.device.type == "cpu" and not bool((queries == keys).all()):
-        raise ModelError(
-            f"cu_seqlens is {_abridged(queries)} of queries and {_abridged(keys)} of keys; expected the same, as in "
             "self-attention"
         )
 
@@ -72,14 +117,47 @@ def _abridged(cu_seqlens: torch.Tensor) -> str:
     return f"[{first}, …, {int(cu_seqlens[-1])}]" if cu_seqlens.numel() > 8 else f"[{first}]"
 
 
-def seq_idx_from_mask(attention_mask: torch.Tensor) -> torch.Tensor | None:
-    """Number the documents that Megatron's mask keeps apart: ``[B, S]``, or None where a plain causal mask keeps none apart.
+def fixed_cu_seqlens(cu_seqlens_BN: torch.Tensor, *, rows: int, max_documents: int) -> torch.Tensor:
+    """The documents of a micro-batch packed into one row, in a vector whose length depends on no data.
+
+    Args:
+        cu_seqlens_BN: of each of B samples, padded with ``rows``, as Megatron's GPTDataset makes it; on the CPU.
+        rows: of a sample.
+        max_documents: the most that all samples may hold together.
+
+    Returns:
+        int32 ``[max_documents + 1]``: first rows, then B · ``rows``, the end of the last, repeated to the end.
+
+    Raises:
+        DataError: the samples hold more documents.
+    """
+    samples = len(cu_seqlens_BN)
+    starts_BN = cu_seqlens_BN[:, :-1] + rows * torch.arange(samples, dtype=torch.int32)[:, None]
+    starts = starts_BN[cu_seqlens_BN[:, :-1] < rows]
+    check_count(len(starts), samples * rows, max_documents)
+    fixed = torch.full((max_documents + 1,), samples * rows, dtype=torch.int32)
+    fixed[: len(starts)] = starts
+    return fixed
+
+
+def check_count(documents: int, rows: int, max_documents: int) -> None:
+    """Raise DataError if a row of ``rows`` tokens holds more ``documents`` than that."""
+    if documents > max_documents:
+        raise DataError(
+            f"the data loader packed {documents} documents into a row of {rows} tokens, expected at most {max_documents}: "
+            f"join short documents in the data, or write max_documents: {documents} into the file of MEGACPP_CONFIG"
+        )
+
+
+def seq_idx_from_mask(attention_mask: torch.Tensor, *, wait: bool = False) -> torch.Tensor:
+    """Number the documents that Megatron's mask keeps apart: int32 ``[B, S]``.
 
     The mask is what ``--reset-attention-mask`` makes: row i sees row j ≤ i if both are in one document. It is checked to be
-    exactly that, which makes a GPU wait.
+    exactly that.
 
     Args:
         attention_mask: bool ``[B, 1, S, S]``, True = masked.
+        wait: whether a GPU is waited for, so that a wrong mask is a ModelError there, too.
 
     Raises:
         ModelError: the mask is another, so that no numbering of documents says the same.
@@ -93,32 +171,51 @@ def seq_idx_from_mask(attention_mask: torch.Tensor) -> torch.Tensor | None:
     check_mask(attention_mask, batch=batch, num_queries=rows, num_keys=rows)
     hidden_BSS = attention_mask[:, 0]
     starts_BS = torch.nn.functional.pad(hidden_BSS.diagonal(-1, 1, 2), (1, 0))
-    seq_idx_BS = starts_BS.long().cumsum(1)
+    seq_idx_BS = starts_BS.cumsum(1, dtype=torch.int32)
     future_SS = torch.ones(rows, rows, dtype=torch.bool, device=attention_mask.device).triu(1)
     differs_BSS = hidden_BSS != (other_documents(seq_idx_BS)[:, 0] | future_SS)
-    has_starts, has_differences = torch.stack((starts_BS.any(), differs_BSS.any())).tolist()
-    if has_differences:
+
+    def explain() -> str:
         b, i, j = differs_BSS.nonzero()[0].tolist()
         state = "masked" if bool(hidden_BSS[b, i, j]) else "visible"
-        raise ModelError(
+        return (
             f"attention_mask[{b}, 0, {i}, {j}] is {state}, which neither causality nor documents explain; expected a causal "
             "mask that a document's first row resets (--reset-attention-mask): a layer with a state cannot follow another"
         )
-    return seq_idx_BS if has_starts else None
+
+    if not wait:
+        _require(~differs_BSS.any(), "the mask is causal and reset by documents", explain)
+    elif bool(differs_BSS.any()):
+        raise ModelError(explain())
+    return seq_idx_BS
+
+
+def require_one_document(seq_idx_BS: torch.Tensor, explain: Callable[[], str], *, wait: bool = False) -> None:
+    """Raise ModelError with ``explain()`` unless every row is one document; ``wait`` as in :func:`seq_idx_from_mask`."""
+    one = (seq_idx_BS == seq_idx_BS[:, :1]).all()
+    if not wait:
+        _require(one, "a row is one document", explain)
+    elif not bool(one):
+        raise ModelError(explain())
 
 
 def document_starts(seq_idx_BS: torch.Tensor, *, batch: int, rows: int) -> torch.Tensor:
     """Say which rows begin a document after another one: bool ``[B, S]``, False in the first row.
 
     Raises:
-        ModelError: ``seq_idx_BS`` is no integer tensor ``[B, S]``.
+        ModelError: ``seq_idx_BS`` is no int32 tensor ``[B, S]``.
     """
-    if tuple(seq_idx_BS.shape) != (batch, rows) or seq_idx_BS.is_floating_point() or seq_idx_BS.dtype == torch.bool:
-        raise ModelError(
-            f"seq_idx is {seq_idx_BS.dtype} {list(seq_idx_BS.shape)}, expected integers [B, S] = [{batch}, {rows}]: the number "
-            "of the document of every row"
-        )
+    check_seq_idx(seq_idx_BS, batch=batch, rows=rows)
     return torch.nn.functional.pad(seq_idx_BS[:, 1:] != seq_idx_BS[:, :-1], (1, 0))
+
+
+def check_seq_idx(seq_idx_BS: torch.Tensor, *, batch: int, rows: int) -> None:
+    """Raise ModelError unless ``seq_idx_BS`` is int32 ``[B, S]``; the numbers are not read."""
+    if tuple(seq_idx_BS.shape) != (batch, rows) or seq_idx_BS.dtype != torch.int32:
+        raise ModelError(
+            f"seq_idx is {seq_idx_BS.dtype} {list(seq_idx_BS.shape)}, expected torch.int32 [B, S] = [{batch}, {rows}]: the "
+            "number of the document of every row"
+        )
 
 
 def other_documents(seq_idx_BS: torch.Tensor) -> torch.Tensor:
@@ -126,12 +223,62 @@ def other_documents(seq_idx_BS: torch.Tensor) -> torch.Tensor:
     return (seq_idx_BS[:, :, None] != seq_idx_BS[:, None, :])[:, None]
 
 
+def additive_mask(seq_idx_BS: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a row sees another (an earlier one, or itself, of its document), −∞ elsewhere: ``[B, 1, S, S]``, shared."""
+
+    def make() -> torch.Tensor:
+        rows = seq_idx_BS.shape[1]
+        hidden = other_documents(seq_idx_BS)
+        hidden |= torch.ones(rows, rows, dtype=torch.bool, device=seq_idx_BS.device).triu(1)
+        return torch.zeros(hidden.shape, dtype=dtype, device=seq_idx_BS.device).masked_fill_(hidden, float("-inf"))
+
+    return shared(seq_idx_BS, ("additive mask", dtype), make)
+
+
+def cu_seqlens_of(seq_idx_BS: torch.Tensor, max_documents: int) -> torch.Tensor:
+    """First rows of the documents, one row of the batch behind the other, as int32 ``[max_documents + 1]``; shared.
+
+    Behind the last document B · S, the end of the last, is repeated. The longest document is taken to have S rows.
+
+    Raises:
+        ModelError: on a CPU, there are more documents.
+    """
+
+    def make() -> torch.Tensor:
+        batch, rows = seq_idx_BS.shape
+        starts_BS = document_starts(seq_idx_BS, batch=batch, rows=rows)
+        starts_BS[:, 0] = True
+        ordinals = starts_BS.flatten().cumsum(0, dtype=torch.int32) - 1
+        _require(
+            ordinals[-1] < max_documents,
+            "no more documents than max_documents",
+            lambda: f"{int(ordinals[-1]) + 1} documents in {batch} rows of {rows}; expected at most {max_documents}",
+        )
+        wanted = torch.arange(max_documents + 1, dtype=torch.int32, device=seq_idx_BS.device)
+        return torch.searchsorted(ordinals, wanted, out_int32=True)
+
+    return shared(seq_idx_BS, ("cu_seqlens", max_documents), make)
+
+
+def roll_left(tensor: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Every entry of the last axis takes the place before it in its sequence; 0 comes last, padding stays as it is.
+
+    Args:
+        tensor: ``[..., S]``.
+        cu_seqlens: of the S rows; sequences may be empty.
+    """
+    rows = tensor.shape[-1]
+    ends = torch.zeros(rows + 1, dtype=torch.bool, device=tensor.device).index_fill_(0, cu_seqlens[1:].long(), True)
+    rolled = tensor.roll(-1, -1).masked_fill(ends[1:], 0)
+    return torch.where(torch.arange(rows, device=tensor.device) < cu_seqlens[-1], rolled, tensor)
+
+
 def segmented_cumsum(values: torch.Tensor, starts_BS: torch.Tensor) -> torch.Tensor:
     """Running sum over axis 1 of ``[B, S, …]`` that begins anew at every start.
 
     By doubling, log₂ S additions: no number of one document is ever added to one of another and taken off again.
     """
-    seq_idx_BS = starts_BS.long().cumsum(1)
+    seq_idx_BS = starts_BS.cumsum(1, dtype=torch.int32)
     step, rows = 1, values.shape[1]
     while step < rows:
         together_BS = seq_idx_BS[:, step:] == seq_idx_BS[:, :-step]

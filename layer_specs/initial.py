@@ -1,0 +1,112 @@
+"""Initial values: the rule of a model's start, and of the parameters that this package builds by itself.
+
+The rule by fan-in (docs/model.md, "The start"): a matrix is drawn with a standard deviation of 1 / √(columns), one that writes
+on the residual with 1 / √(columns · 2 · depth). Megatron's modules draw by two functions of the configuration, which are handed
+the weight of one rank: enough for matrices that tensor parallelism cuts by rows. Those that write on the residual it cuts by
+columns, so that they are built from :func:`drawn_by_input_size`, which knows the width of all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import init_method_normal, scaled_init_method_normal
+
+from megacpp_mcore.model import Model
+
+Initializer = Callable[[torch.Tensor], Any]
+"""Fills a float32 tensor in place."""
+
+
+def by_fan_in(
+    weight: torch.Tensor,
+    *,
+    gain: float = 1.0,
+    fan_in: int | None = None,
+    head_rows: Collection[int] = (),
+    head_gain: float = 1.0,
+) -> torch.Tensor:
+    """Draw a normal distribution of standard deviation ``gain / √fan_in``.
+
+    Args:
+        weight: ``[rows, columns]``, filled in place.
+        gain: factor.
+        fan_in: numbers that one output sums over; None: the columns.
+        head_rows: how many rows the output head has, whole or cut: Megatron draws it as it draws the layers' matrices.
+        head_gain: further factor on the head.
+    """
+    gain *= head_gain if weight.shape[0] in head_rows else 1.0
+    return torch.nn.init.normal_(weight, std=gain / math.sqrt(fan_in or weight.shape[-1]))
+
+
+def set_start(model: Model, config: TransformerConfig, divisible_by: int) -> None:
+    """Set what Megatron draws the weights of ``model`` by; the embedding it draws by its own flag.
+
+    Args:
+        model: whose start is set.
+        config: of the run; changed.
+        divisible_by: what the run pads the vocabulary to a multiple of, times tensor parallelism.
+    """
+    start, depth = model.start, config.num_layers
+    if start.std is not None:
+        config.init_method = init_method_normal(start.std)
+        # Also in HybridModel, whose own output projections would start √2 wider.
+        config.output_layer_init_method = scaled_init_method_normal(start.std, depth)
+        return
+    tensor = config.tensor_model_parallel_size
+    rows = {
+        size
+        for vocab in (model.vocab_size, model.vocab_size_padded(tensor, divisible_by))
+        for size in (vocab, vocab // tensor)
+    }
+    config.init_method = partial(by_fan_in, head_rows=frozenset(rows), head_gain=start.head_gain)
+    config.output_layer_init_method = partial(by_fan_in, gain=1 / math.sqrt(2 * depth))
+
+
+@functools.cache
+def drawn_by_input_size(linear: type) -> type:
+    """A class of Megatron's linear layers whose weight, drawn by fan-in, is drawn by the ``fan_in`` of its whole input.
+
+    It is called as the class it comes from, and has its name.
+    """
+
+    def __init__(self: Any, *sizes: int, init_method: Initializer, **options: Any) -> None:
+        if isinstance(init_method, partial) and init_method.func is by_fan_in:
+            init_method = partial(init_method, fan_in=sizes[-2])
+        linear.__init__(self, *sizes, init_method=init_method, **options)  # type: ignore[misc]
+
+    return type(linear.__name__, (linear,), {"__init__": __init__, "__module__": linear.__module__})
+
+
+def filled(
+    shape: tuple[int, ...], config: TransformerConfig, init: Initializer, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A new tensor of ``shape``, drawn in fp32 on the device Megatron initializes on, then cast (None: not cast)."""
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    tensor = torch.empty(shape, dtype=torch.float32, device=device)
+    if config.perform_initialization:
+        with torch.no_grad():
+            init(tensor)
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def ones(tensor: torch.Tensor) -> None:
+    """Fill with 1."""
+    tensor.fill_(1.0)
+
+
+def constant(value: float) -> Initializer:
+    """An initializer that fills with ``value``."""
+    return lambda tensor: tensor.fill_(value)
+
+
+def inverse_softplus_of_step(tensor: torch.Tensor, low: float = 1e-3, high: float = 0.1, floor: float = 1e-4) -> None:
+    """Fill so that softplus of it is log-uniform in [low, high] (mamba-ssm 2.3.2.post1, ``dt_bias``)."""
+    tensor.uniform_(math.log(low), math.log(high)).exp_().clamp_(min=floor)
+    tensor.add_(torch.log(-torch.expm1(-tensor)))

@@ -1,0 +1,227 @@
+"""The input projection of a mixer: one weight whose rows are ordered by part, each part aligned for 16-byte loads.
+
+A mixer reads several things from its input (z, x, B, C, … of Mamba-3; q, k, v, … of M²RNN). They are rows of one weight, so
+that one product gives all of them, and the parts are slices of its output. At every tensor parallelism each part starts at a
+multiple of :data:`ALIGNMENT` values, and the whole is such a multiple wide: vectorised loads and TMA descriptors can read a
+part in place. What is missing to the multiple is padding: rows of zeros, which have no gradient and are in no checkpoint.
+
+Parts by heads or groups are cut over tensor parallelism; the others (of heads that all ranks share) are replicated, and their
+gradients summed over the ranks. A replicated part may not share a parameter with one that is cut: Megatron counts a parameter's
+gradient in the gradient norm once a rank or once in all. So tensor parallelism 1 has one weight, and more has two, which read
+the same gathered input. A checkpoint holds every part by itself, and moves between them.
+
+Shape legend: S sequence (of this rank), B batch, D hidden, N values a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensorFactory
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs.initial import Initializer, filled
+
+ALIGNMENT = 8
+"""Values: 16 bytes in bf16, what a vectorised load and a TMA descriptor want of an address and of a row's stride."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of an input projection that mean one thing.
+
+    Attributes:
+        name: under which the forward pass returns it and a checkpoint holds it.
+        rows: of all tensor-parallel ranks.
+        replicated: every rank has all rows; otherwise rank r of n has the r-th n-th of them.
+        follows: it starts where the part before it ends, without padding between them.
+    """
+
+    name: str
+    rows: int
+    replicated: bool = False
+    follows: bool = False
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a part lies in one rank's weight: ``rows`` rows from ``start``."""
+
+    part: Part
+    start: int
+    rows: int
+
+
+def slots(parts: tuple[Part, ...], tp_size: int) -> tuple[tuple[Slot, ...], int]:
+    """Where each of ``parts`` lies in the weight of one of ``tp_size`` ranks, and how many rows that has with its padding.
+
+    Raises:
+        ModelError: the rows of a part are no multiple of ``tp_size``.
+    """
+    placed, end = [], 0
+    for part in parts:
+        if not part.replicated and part.rows % tp_size:
+            raise ModelError(
+                f"the projection of {part.name} has {part.rows} rows, which tensor parallelism {tp_size} does not divide; "
+                "choose one that does"
+            )
+        start = end if part.follows else _aligned(end)
+        end = start + (part.rows if part.replicated else part.rows // tp_size)
+        placed.append(Slot(part, start, end - start))
+    return tuple(placed), _aligned(end)
+
+
+def _aligned(rows: int) -> int:
+    return -(-rows // ALIGNMENT) * ALIGNMENT
+
+
+class InProjection(MegatronModule):
+    """``[S, B, D] -> {part: [S, B, rows of this rank]}`` of the whole sequence, bias-free.
+
+    Args:
+        config: of the run; says dtype, initial values' device, and whether the sequence is cut over the ranks.
+        parts: in the order of their rows.
+        init_method: of all rows.
+        tp_group: the tensor-parallel ranks.
+
+    Raises:
+        ModelError: the rows of a part cannot be cut.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        parts: tuple[Part, ...],
+        init_method: Initializer,
+        tp_group: torch.distributed.ProcessGroup,
+    ) -> None:
+        super().__init__(config)
+        self.tp_group = tp_group
+        self.tp_size, self.tp_rank = tp_group.size(), tp_group.rank()
+        # The initial values of each part are the same at every tensor parallelism.
+        whole = {part.name: filled((part.rows, config.hidden_size), config, init_method) for part in parts}
+        together = self.tp_size == 1
+        cut = parts if together else tuple(part for part in parts if not part.replicated)
+        self.slots, rows = slots(cut, self.tp_size)
+        self.weight = self._parameter(self.slots, rows, whole, is_cut=not together)
+        self.replicated_slots: tuple[Slot, ...] = ()
+        if not together and len(cut) < len(parts):
+            self.replicated_slots, rows = slots(tuple(part for part in parts if part.replicated), self.tp_size)
+            self.replicated_weight = self._parameter(self.replicated_slots, rows, whole, is_cut=False)
+
+    def _parameter(
+        self, placed: tuple[Slot, ...], rows: int, whole: dict[str, torch.Tensor], *, is_cut: bool
+    ) -> torch.nn.Parameter:
+        weight_ND = next(iter(whole.values())).new_zeros(rows, self.config.hidden_size)
+        for slot in placed:
+            values = whole[slot.part.name]
+            if not slot.part.replicated:
+                values = values.chunk(self.tp_size)[self.tp_rank]
+            weight_ND[slot.start : slot.start + slot.rows] = values
+        parameter = torch.nn.Parameter(weight_ND.to(self.config.params_dtype))
+        set_tensor_model_parallel_attributes(parameter, is_cut, 0, 1)
+        return parameter
+
+    def forward(self, hidden_SBD: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Project once, or twice where parts are replicated over ranks; one gather of the sequence serves both."""
+        if self.tp_size == 1:
+            return _split(torch.nn.functional.linear(hidden_SBD, self.weight), self.slots)
+        if self.config.sequence_parallel:
+            hidden_SBD = gather_from_sequence_parallel_region(
+                hidden_SBD, tensor_parallel_output_grad=True, group=self.tp_group
+            )
+        else:
+            hidden_SBD = copy_to_tensor_model_parallel_region(hidden_SBD, group=self.tp_group)
+        parts = _split(torch.nn.functional.linear(hidden_SBD, self.weight), self.slots)
+        if self.replicated_slots:
+            weight = copy_to_tensor_model_parallel_region(self.replicated_weight, group=self.tp_group)
+            parts |= _split(torch.nn.functional.linear(hidden_SBD, weight), self.replicated_slots)
+        return parts
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Each part under ``{prefix}weight.{part}``, whole over the ranks, without padding."""
+        dp_rank = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"].rank()
+        state: ShardedStateDict = {}
+        for name, placed in (("weight", self.slots), ("replicated_weight", self.replicated_slots)):
+            if placed:
+                # A parameter as it is, not its values: the optimizer finds its own states by it.
+                parameter = getattr(self, name)
+                is_cut = name == "weight" and self.tp_size > 1
+                replica_id = (0, 0 if is_cut else self.tp_rank, dp_rank)
+                state[f"{prefix}{name}"] = self._factory(
+                    f"{prefix}weight", parameter, placed, sharded_offsets, replica_id
+                )
+        return state
+
+    def _factory(
+        self,
+        key: str,
+        parameter: torch.Tensor,
+        placed: tuple[Slot, ...],
+        sharded_offsets: tuple[tuple[int, int, int], ...],
+        replica_id: tuple[int, int, int],
+    ) -> ShardedTensorFactory:
+        """Cuts a weight, or a state of the optimizer that is shaped like it, into its parts, and puts them together again."""
+        shape = parameter.shape
+
+        def build(key: str, rows: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
+            if flattened_range is not None:
+                raise ModelError(
+                    f"{key} is asked for as a range of numbers {flattened_range}, and its parts are rows; save the optimizer "
+                    "with --dist-ckpt-optim-fully-reshardable or as Megatron does by default"
+                )
+            found = []
+            for slot in placed:
+                offsets = list(sharded_offsets)
+                if not slot.part.replicated and self.tp_size > 1:
+                    offsets.append((len(sharded_offsets), self.tp_rank, self.tp_size))
+                found.append(
+                    ShardedTensor.from_rank_offsets(
+                        f"{key}.{slot.part.name}",
+                        rows[slot.start : slot.start + slot.rows],
+                        *offsets,
+                        replica_id=replica_id,
+                        prepend_axis_num=len(sharded_offsets),
+                    )
+                )
+            return found
+
+        def merge(found: list[torch.Tensor]) -> torch.Tensor:
+            weight = found[0].new_zeros(shape)
+            for slot, rows in zip(placed, found, strict=True):
+                weight[slot.start : slot.start + slot.rows] = rows
+            return weight
+
+        return ShardedTensorFactory(key, parameter, build, merge, replica_id)
+
+
+def _split(output_SBN: torch.Tensor, placed: tuple[Slot, ...]) -> dict[str, torch.Tensor]:
+    """The parts of ``output_SBN``, as views; one split, so that their gradients are put together in one copy."""
+    sizes, names, end = [], [], 0
+    for slot in placed:
+        if slot.start > end:
+            sizes.append(slot.start - end)
+            names.append("")
+        sizes.append(slot.rows)
+        names.append(slot.part.name)
+        end = slot.start + slot.rows
+    if end < output_SBN.shape[-1]:
+        sizes.append(output_SBN.shape[-1] - end)
+        names.append("")
+    return {name: part for name, part in zip(names, output_SBN.split(sizes, dim=-1), strict=True) if name}

@@ -6,8 +6,8 @@ Provenance: megatron-core 0.19.2 ``core/tensor_parallel/layers.py``.
 
 Transformer Engine's layers add a weight's gradient into the gradient buffer in the product itself, with kernels of their own.
 The output layer of GPTModel and HybridModel is not one of them: it is Megatron's ColumnParallelLinear, whose fusion is Apex's,
-and without Apex it raises where it could do without. One flag is for both. RowParallelLinear, which a model of local classes has,
-does not even ask, and fails in the backward pass.
+and without Apex it raises where it could do without. One flag is for both. RowParallelLinear, which local models have, does not
+even ask, and fails in the backward pass.
 """
 
 from __future__ import annotations

@@ -297,7 +297,27 @@ class FullMLASelfAttention(_Documents, _WholeRows, MLASelfAttention):
 
 
 class SparseMLASelfAttention(_Documents, _WholeRows, AbsorbedMLASelfAttention):
-    """Stock absorbed MLA with :class:`_Documents` and :class:`_WholeRows`."""
+    """As :class:`FullMLASelfAttention`; under overlapped gathers it waits for the up-projection's weight."""
+
+    def _get_kv_up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As stock's, which reads the weight of a module that it never calls."""
+        _wait_for_parameters(self.linear_kv_up_proj)
+        weights: tuple[torch.Tensor, torch.Tensor] = super()._get_kv_up_weights()
+        return weights
+
+
+_DDP = "megatron.core.distributed.distributed_data_parallel"
+
+
+def _wait_for_parameters(module: torch.nn.Module) -> None:
+    """Wait, under ``--overlap-param-gather``, until the parameters of a module have arrived that is read but never called.
+
+    Megatron-Core 0.19 waits in a hook before a module's forward. Without it a weight that lies in another bucket than its
+    neighbours is that of the step before, and the next step's gather meets one that nobody has waited for.
+    """
+    for hook in list(module._forward_pre_hooks.values()):
+        if hook.__module__ == _DDP:
+            hook(module)
 
 
 def _require_causal(attn_mask_type: AttnMaskType, layer_number: int) -> None:

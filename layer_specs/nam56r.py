@@ -57,6 +57,7 @@ PATCHES = (
     "checkpoint-hosts",
     "mixed-precision-optimizer",
     "torch-adam-resume",
+    "output-layer-fusion",
 )
 """What the model cannot do without; applied by the callable, never by an import.
 
@@ -165,6 +166,8 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
         "pipeline": config.pipeline_model_parallel_size,
         "expert": config.expert_model_parallel_size,
         "sequence_parallel": config.sequence_parallel,
+        "cpu_initialization": config.use_cpu_initialization,
+        "tf32_products": policy.tf32_products(),
     }
     policy.announce(
         dataclasses.replace(run, **layout),  # which may come from a file or a checkpoint
@@ -181,6 +184,9 @@ def prepare(model: Model, config: TransformerConfig, sources: Sequence[object]) 
     config.hetereogenous_dist_checkpoint = True
     # Read by the patch mtp-shared-block, which scales each depth's gradient.
     config.mtp_loss_decay = model.mtp.loss_decay
+    # Read where documents are packed and by the layers that are given them (megacpp_mcore.layer_specs.documents).
+    settings = plugin_config.from_environment()
+    config.max_documents = settings.max_documents if settings is not None else None
     if grammar.FULL_INDEX in model.roles:
         # Without it the schedules leave the indexer's loss unscaled, num_microbatches times too strong.
         config.experimental_attention_variant_loss_scale_func = DSAIndexerLossAutoScaler.set_loss_scale

@@ -9,6 +9,7 @@ Its keys::
       mamba3: reference
     compile: regional             # or off (the default); see megacpp_mcore.regional
     recompute: [experts, m]       # what the backward pass computes again (see Recompute)
+    max_documents: 512            # the most documents of a packed row; by default one for 16 tokens, at least 64
     speed_defaults: {expandable_segments: false}     # see SpeedDefaults
     experimental_taxes: {anomaly_detection: true}    # what costs speed; all off (see ExperimentalTaxes)
     observability: {policy: json}                    # see Observability
@@ -140,7 +141,7 @@ class Recompute:
 _GROUPS: Mapping[str, type] = MappingProxyType(
     {"speed_defaults": SpeedDefaults, "experimental_taxes": ExperimentalTaxes, "observability": Observability}
 )
-_KEYS = ("model", "overrides", "backends", _INDEX_CACHE, "compile", "recompute", *_GROUPS)
+_KEYS = ("model", "overrides", "backends", _INDEX_CACHE, "compile", "recompute", "max_documents", *_GROUPS)
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ class PluginConfig:
         backends: op name to requested backend name.
         compile: one of :data:`COMPILE_MODES`.
         recompute: what is computed again in the backward pass.
+        max_documents: the most documents that a packed row may hold; None: as many as its length suggests.
         speed_defaults, experimental_taxes, observability: the groups of those names.
         given: ``group.key``, or ``compile`` and ``recompute``, of what the file itself says.
     """
@@ -164,6 +166,7 @@ class PluginConfig:
     backends: Mapping[str, str] = field(default_factory=dict)
     compile: str = "off"
     recompute: Recompute = Recompute()
+    max_documents: int | None = None
     speed_defaults: SpeedDefaults = SpeedDefaults()
     experimental_taxes: ExperimentalTaxes = ExperimentalTaxes()
     observability: Observability = Observability()
@@ -251,6 +254,7 @@ def load(path: str | os.PathLike[str]) -> PluginConfig:
         backends=MappingProxyType(dict(backends)),
         compile=_compile_mode(file, content),
         recompute=_recompute(file, content),
+        max_documents=_max_documents(file, content),
         **{key: _group(file, content, key, kind) for key, kind in _GROUPS.items()},
         given=_given(content),
     )
@@ -327,6 +331,13 @@ def _recompute(file: Path, content: Mapping[str, Any]) -> Recompute:
         if name not in known:
             raise ConfigFileError(f"{file}: recompute names {name!r}; {_nearest(name, known)}")
     return Recompute(**dict.fromkeys(value, True))
+
+
+def _max_documents(file: Path, content: Mapping[str, Any]) -> int | None:
+    value = content.get("max_documents")
+    if value is not None and (type(value) is not int or value < 1):
+        raise ConfigFileError(f"{file}: 'max_documents' is {value!r}; expected a whole number above 0")
+    return value
 
 
 def _group(file: Path, content: Mapping[str, Any], key: str, kind: type) -> Any:

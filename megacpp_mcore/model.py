@@ -245,6 +245,11 @@ class Layout:
         if self.sequence_parallel and self.tensor == 1:
             raise ModelError("sequence parallelism needs tensor parallelism; raise tensor, or drop sequence_parallel")
 
+    @property
+    def processes(self) -> int:
+        """The least number of processes: every run has a multiple of them."""
+        return math.lcm(self.tensor, self.expert) * self.pipeline
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:

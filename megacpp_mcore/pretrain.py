@@ -43,11 +43,13 @@ from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetC
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.ops.packed.documents import fixed_cu_seqlens
 
 # B: micro-batch (1 when packed), S: sequence (of this context-parallel rank; of all B samples when packed), N: documents
 ROW_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 DOCUMENT_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 BATCH_KEYS = (*ROW_KEYS, *DOCUMENT_KEYS)
+PACKED_ROW_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 UNSUPPORTED = {
     "sft": "--sft",
@@ -64,12 +66,23 @@ SPIKE_FACTOR = 10
 _straggler = StragglerDetector()
 
 
-def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | None) -> dict[str, Any]:
+def get_batch(
+    data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | None, max_documents: int | None = None
+) -> dict[str, Any]:
     """Return this rank's next micro-batch: tokens, labels, loss_mask, position_ids ``[B, S]``, attention_mask or None.
 
     With ``--dataloader-inter-document-masking`` the samples lie one behind the other in one row, and ``cu_seqlens [1, N + 1]``
     says where documents begin. Tensor-parallel rank 0 reads and broadcasts. A pipeline stage that needs no tokens gets None
     for every key but those of the documents.
+
+    Args:
+        data_iterator: gives samples on tensor-parallel rank 0.
+        vp_stage: of the model chunk.
+        max_documents: N of a packed row, for models that take rows with fewer documents and empty ones behind them; nothing
+            then waits for the device. None: N is the number of documents, which the host reads, and max_seqlen the longest.
+
+    Raises:
+        DataError: more documents than ``max_documents``.
     """
     args = get_args()
     has_mtp, packed = _has_mtp(args, vp_stage), args.dataloader_inter_document_masking
@@ -80,13 +93,21 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | 
     batch: dict[str, Any] = {}
     tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
-        sample = next(data_iterator)
+        sample: dict[str, Any] = dict(next(data_iterator))
+        if packed and max_documents is not None:
+            fixed = fixed_cu_seqlens(sample["cu_seqlens"], rows=args.seq_length, max_documents=max_documents)
+            sample |= {"cu_seqlens": fixed, "max_seqlen": None}
         for key in BATCH_KEYS:
             value = sample.get(key)
             batch[key] = None if value is None else value.cuda(non_blocking=True)
+    documents = None
+    if packed and max_documents is not None:
+        documents = _broadcast_documents(batch.get("cu_seqlens"), max_documents)
+        if not needs_rows:
+            return dict.fromkeys(BATCH_KEYS) | documents
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=packed,
+        has_cu_seqlens=packed and documents is None,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -100,12 +121,24 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | 
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
+    if documents is not None:
+        rows = {key: None if batch.get(key) is None else batch[key].reshape(1, -1) for key in PACKED_ROW_KEYS}
+        return dict.fromkeys(BATCH_KEYS) | rows | documents
     batch = flatten_batch_for_packed_sequences(batch)
     if not needs_rows:
         return dict.fromkeys(ROW_KEYS) | {key: batch[key] for key in DOCUMENT_KEYS}
     cp_group = mpu.get_context_parallel_group()
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group, use_per_sequence_balancing=packed)
     return {key: batch.get(key) for key in BATCH_KEYS}
+
+
+def _broadcast_documents(cu_seqlens: torch.Tensor | None, max_documents: int) -> dict[str, Any]:
+    """Hand the first rows ``[max_documents + 1]`` of tensor-parallel rank 0 to all; no document is longer than a sample."""
+    if cu_seqlens is None:
+        cu_seqlens = torch.empty(max_documents + 1, dtype=torch.int32, device=torch.cuda.current_device())
+    group = mpu.get_tensor_model_parallel_group()
+    torch.distributed.broadcast(cu_seqlens, mpu.get_tensor_model_parallel_src_rank(), group=group)
+    return {"cu_seqlens": cu_seqlens[None], "max_seqlen": get_args().seq_length}
 
 
 def documents_of(batch: dict[str, Any], tokens_per_sample: int) -> PackedSeqParams | None:
@@ -161,7 +194,7 @@ def forward_step(
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     with _straggler(bdata=True):
-        batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+        batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"), _max_documents(model))
         documents = documents_of(batch, get_args().seq_length)
     timers("batch-generator").stop()
 
@@ -173,6 +206,16 @@ def forward_step(
         else:
             output = model(*inputs, **targets, packed_seq_params=documents)
     return output, partial(loss_func, batch["loss_mask"])
+
+
+def _max_documents(model: Any) -> int | None:
+    """The most documents of a micro-batch's row if the layers are this package's; None for stock's, which are given all."""
+    args, config = get_args(), get_attr_wrapped_model(model, "config")
+    if not hasattr(config, "max_documents"):
+        return None
+    from megacpp_mcore.layer_specs.documents import max_documents
+
+    return max_documents(config, args.seq_length * args.micro_batch_size)
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:

@@ -8,13 +8,18 @@ say) or has hooks, does not reduce its gradient, defers it (``defer_embedding_wg
 several ranks, a weight that is not a plain tensor or belongs to Megatron-FSDP or to sharded rematerialisation (GTP),
 Transformer Engine's cross-entropy, autocast. Without labels there is no loss, and stock runs without a word.
 Provenance: megatron-core 0.19.2 ``core/models/{gpt/gpt_model,hybrid/hybrid_model}.py``,
-``core/models/common/language_module/language_module.py`` and ``core/tensor_parallel/layers.py``. At other commits upstream
+``core/models/common/language_module/language_module.py``, ``core/transformer/multi_token_prediction.py`` and
+``core/tensor_parallel/layers.py``. At other commits upstream
 has a ``LinearCrossEntropyModule`` (kernels for Blackwell) as output layer; 0.19.1 and 0.19.2 have none, and no option for
 one. Where it comes back it is not exactly ColumnParallelLinear, and stays.
 
 How it works: while one of the two models runs with labels, its output layer returns :class:`LazyLogits`, which remembers
 what the logits would be made of, and ``compute_language_model_loss`` asks that for losses. What stock does with logits on
 the way (muP's scale, MTP's count of right guesses) :class:`LazyLogits` answers; anything else gets an exception.
+
+The op is handed the loss mask by which its losses will be multiplied: for an MTP depth the one that ``process_mtp_loss`` has
+rolled as often as the labels; for the main head the model's own where a stock script trains, whose loss function multiplies by
+it. Any other caller of the model may weigh its losses as it likes, and the op is handed nothing.
 
 Shape legend: S sequence, B batch, H hidden width, V vocabulary of this rank.
 """
@@ -25,7 +30,9 @@ import contextvars
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.backends import Speed
@@ -42,8 +49,29 @@ logger = logging.getLogger(__name__)
 
 _OP = "linear_cross_entropy"
 
-_lazy_layer: contextvars.ContextVar[Any] = contextvars.ContextVar("linear_cross_entropy_layer", default=None)
-"""The output layer whose next logits are to be lazy: that of the model that is running, if it is in scope."""
+
+@dataclass
+class _Run:
+    """A model that is running with labels and is in scope.
+
+    Attributes:
+        layer: its output layer, whose logits are to be lazy.
+        labels: what it was called with, ``[B, S]``.
+        loss_mask: what the main head's losses will be multiplied by, ``[B, S]``; None: nobody knows.
+        rolled_mask: the loss mask as MTP has last rolled it; None without one.
+    """
+
+    layer: Any
+    labels: Any
+    loss_mask: Any
+    rolled_mask: Any
+
+    def mask_of(self, labels: Any) -> Any:
+        """What the losses of ``labels`` will be multiplied by: theirs are the model's own, or MTP has rolled both alike."""
+        return self.loss_mask if labels is self.labels else self.rolled_mask
+
+
+_running: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("linear_cross_entropy_run", default=None)
 
 
 class LazyLogits:
@@ -57,8 +85,8 @@ class LazyLogits:
         self._layer, self._hidden_SBH, self._weight_VH, self._scale = layer, hidden_SBH, weight_VH, scale
         self._computed: TokenLosses | None = None
 
-    def losses(self, label_SB: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy of each token, [S, B]."""
+    def losses(self, label_SB: torch.Tensor, mask_SB: torch.Tensor | None) -> torch.Tensor:
+        """Cross-entropy of each token, [S, B], which the caller will multiply by the mask, if there is one."""
         from megacpp_mcore.ops.linear_cross_entropy.chunked import VocabShards, linear_cross_entropy
 
         group = self._layer.tp_group
@@ -68,6 +96,7 @@ class LazyLogits:
             label_SB,
             bias_V=self._layer.bias,
             logit_scale=self._scale,
+            token_weight=mask_SB,
             shards=VocabShards(group, self._layer.sequence_parallel) if group.size() > 1 else None,
             main_grad=_main_grad(self._layer, self._weight_VH),
         )
@@ -157,13 +186,20 @@ def _with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:
             _say_once(self, obstacle)
             return original(self, *args, **kwargs)
         _note(_OP, "the patch linear-cross-entropy")
-        token = _lazy_layer.set(self.output_layer)
+        mask = arguments.get("loss_mask")
+        of_main = mask if _stock_script_runs() else None
+        token = _running.set(_Run(self.output_layer, arguments["labels"], of_main, mask))
         try:
             return original(self, *args, **kwargs)
         finally:
-            _lazy_layer.reset(token)
+            _running.reset(token)
 
     return forward
+
+
+def _stock_script_runs() -> bool:
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    return global_vars is not None and global_vars._GLOBAL_ARGS is not None
 
 
 def _note(observed: str, reason: str) -> None:
@@ -242,7 +278,8 @@ def _lazy_output(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, input_: Any, weight: Any = None, runtime_gather_output: bool | None = None) -> Any:
-        if _lazy_layer.get() is not self:
+        run = _running.get()
+        if run is None or run.layer is not self:
             return original(self, input_, weight, runtime_gather_output)
         return LazyLogits(self, input_, self.weight if weight is None else weight), None
 
@@ -256,9 +293,26 @@ def _lazy_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     def compute_language_model_loss(self: Any, labels: Any, logits: Any) -> Any:
         if not isinstance(logits, LazyLogits):
             return original(self, labels, logits)
-        return logits.losses(labels.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
+        run = _running.get()
+        mask = None if run is None else run.mask_of(labels)
+        mask_SB = None if mask is None else mask.transpose(0, 1)
+        return logits.losses(labels.transpose(0, 1).contiguous(), mask_SB).transpose(0, 1).contiguous()
 
     return compute_language_model_loss
+
+
+def _followed_roll(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``multi_token_prediction.roll_tensor``: notes what becomes of the loss mask of the model that runs."""
+
+    @functools.wraps(original)
+    def roll_tensor(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        rolled = original(tensor, *args, **kwargs)
+        run = _running.get()
+        if run is not None and tensor is not None and tensor is run.rolled_mask:
+            run.rolled_mask = rolled[0]
+        return rolled
+
+    return roll_tensor
 
 
 PATCH = Patch(
@@ -294,12 +348,18 @@ PATCH = Patch(
             "cfdd820917a28309a77d4fe939ac3629dfe9c9b273eda1c332b49a33fd78ef39",
             _lazy_loss,
         ),
+        Edit.of(
+            "megatron.core.transformer.multi_token_prediction:roll_tensor",
+            "576f3fcb1c365bc92bcaea1d9253eb5014b6335f446c2a0f0b490587776ec426",
+            _followed_roll,
+        ),
     ),
     seam=(
         "both models, and MTP through process_mtp_loss, hand what the output layer returns to "
         "compute_language_model_loss: one pair of places for every head, whoever wraps the loss in between; the two "
         "forward methods alone know whether labels are given and who else wants logits, and in a hooked checkout each is "
-        "replaced when its module is imported, whether or not the other one's ever is"
+        "replaced when its module is imported, whether or not the other one's ever is; a depth's loss mask exists nowhere but "
+        "between roll_tensor and the product with the losses"
     ),
     leaves_alone=(
         "calls without labels, inference and speculative decoding, output processors, the MXFP8 and other output layers, "

@@ -74,6 +74,7 @@ _PATCH_MODULES: tuple[str, ...] = (
     "checkpoint_hosts",
     "mixed_precision_optimizer",
     "torch_adam_resume",
+    "output_layer_fusion",
 )
 """Modules of this package that hold a ``PATCH``, in the order in which ``patch list`` shows them."""
 

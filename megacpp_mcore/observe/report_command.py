@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import goodput, receipts
+from megacpp_mcore.observe import goodput, receipts, start
 from megacpp_mcore.observe.alive import BEATS, last_alive_ns
 from megacpp_mcore.observe.files import replace
 from megacpp_mcore.observe.receipts.assembly import PARTS, RECEIPT, part_file, read_part
@@ -108,8 +108,16 @@ def _show(args: argparse.Namespace) -> int:
         return 0
     status, *others = describe(receipt).splitlines()
     alive = [sign_of_life(place, receipt, time.time_ns())] if receipt["status"] == RUNNING else []
-    print("\n".join([status, *alive, *others]))
+    print("\n".join([status, *alive, *others, *_first_step(place)]))
     return 0
+
+
+def _first_step(run: Path) -> list[str]:
+    """What the run's folder has of its first step, by family; a receipt alone has nothing of it."""
+    try:
+        return start.describe(start.read(run))
+    except DataError as error:  # which hides no receipt
+        return [f"{'step 1':18}not known: {error}"]
 
 
 def _compare(args: argparse.Namespace) -> int:

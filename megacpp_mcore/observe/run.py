@@ -21,6 +21,7 @@ from megacpp_mcore.observe.loop import Loop, StockLoop, Told
 from megacpp_mcore.observe.profile import Profiler, check_device, parse_steps
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
+from megacpp_mcore.observe.start import Start
 from megacpp_mcore.observe.steps import StepRecorder
 from megacpp_mcore.policy import LaunchPolicy
 
@@ -175,6 +176,7 @@ def _made(chosen: Observation, launched: LaunchPolicy, clock: Clock, loop: Loop)
     recorder = goodput.Recorder(run, rank, clock, heartbeat_s=details.heartbeat_s)
     yield recorder
     yield StepRecorder(run / "steps.jsonl")
+    yield Start(run, rank)
     yield routes
     yield from _profilers(run, rank, details, routes, clock)
     last = rank == int(os.environ["WORLD_SIZE"]) - 1

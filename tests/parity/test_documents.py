@@ -5,7 +5,9 @@ Legend: B batch, S rows, H heads, P head dim, G groups, N state or selected keys
 
 from __future__ import annotations
 
+import itertools
 import re
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +16,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend
 
-from megacpp_mcore.errors import ModelError
+from megacpp_mcore.errors import DataError, ModelError
 from megacpp_mcore.ops.indexer.reference import indexer_loss, indexer_scores, select
 from megacpp_mcore.ops.indexer.training import TargetSum
 from megacpp_mcore.ops.m2rnn.reference import causal_convolution, m2rnn, m2rnn_chunked, m2rnn_sequential
 from megacpp_mcore.ops.mamba3.reference import mamba3, mamba3_angles
 from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.ops.mla.sdpa import sdpa_attention
 from megacpp_mcore.ops.packed.documents import (
+    cu_seqlens_of,
     document_starts,
+    fixed_cu_seqlens,
     other_documents,
+    roll_left,
     segmented_cumsum,
     seq_idx_from_cu_seqlens,
     seq_idx_from_mask,
+    shared,
 )
 from megacpp_mcore.ops.sparse_mla.reference import attend
 
@@ -253,6 +261,20 @@ def test_full_mla(lengths: list[int], query_chunk: int | None) -> None:
 
 
 @_PROPERTY
+@given(lengths=LENGTHS)
+def test_full_mla_by_sdpa(lengths: list[int]) -> None:
+    """With the mask that is made of the documents, on the kernel that runs anywhere."""
+
+    def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
+        q, k, v = (t.transpose(0, 1) for t in tokens.values())
+        options: Any = {"softmax_scale": 0.3, "seq_idx": seq_idx, "backend": SDPBackend.MATH}
+        return sdpa_attention(q, k, v, **options).transpose(0, 1)
+
+    rows = sum(lengths)
+    check_separate(compute, draw({"q": (2, rows, H, K), "k": (2, rows, H, K), "v": (2, rows, H, V)}, 0), {}, lengths)
+
+
+@_PROPERTY
 @given(lengths=LENGTHS, topk=st.integers(1, 12), query_chunk=st.sampled_from([None, 1, 3, 8]))
 def test_sparse_mla_with_the_top_k_and_the_loss_of_its_indexer(
     lengths: list[int], topk: int, query_chunk: int | None
@@ -325,6 +347,78 @@ def test_padding_between_sequences_belongs_to_the_one_before(given: list[int] | 
         qkv_format="thd", cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded.clone(), **lengths
     )
     assert packed_documents(SimpleNamespace(), parameters, 1, batch=1, rows=9).tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 3]]
+
+
+@_PROPERTY
+@given(lengths=LENGTHS, spare=st.integers(0, 4))
+def test_cu_seqlens_of_a_fixed_length(lengths: list[int], spare: int) -> None:
+    """Of a batch of several rows, one behind the other; and back, empty documents at the end or not."""
+    seq_idx, most = number(lengths), 2 * len(lengths) + spare
+    rows = [0, *itertools.accumulate([*lengths, *lengths[::-1]])]
+    found = cu_seqlens_of(seq_idx, most)
+    assert found.dtype == torch.int32
+    assert found.tolist() == rows + [rows[-1]] * spare
+    assert cu_seqlens_of(seq_idx, most) is found
+    flat = seq_idx_from_cu_seqlens(found, rows[-1]).view(seq_idx.shape)
+    assert torch.equal(*(document_starts(each, batch=2, rows=sum(lengths)) for each in (flat, seq_idx)))
+    with pytest.raises(ModelError, match=f"{2 * len(lengths)} documents in 2 rows of {sum(lengths)}; expected at most"):
+        cu_seqlens_of(seq_idx, 2 * len(lengths) - 1)
+
+
+@_PROPERTY
+@given(
+    samples=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=3),
+    spare=st.integers(0, 9),
+)
+def test_samples_are_packed_as_megatron_packs_them(samples: list[list[int]], spare: int) -> None:
+    """Up to the empty documents that fill up the vector."""
+    from megatron.core.utils import flatten_batch_for_packed_sequences
+
+    rows = max(map(sum, samples))
+    parts = [[*lengths, rows - sum(lengths)] if sum(lengths) < rows else lengths for lengths in samples]
+    given_ = torch.full((len(samples), rows + 1), rows, dtype=torch.int32)
+    for cu_seqlens, lengths in zip(given_, parts, strict=True):
+        cu_seqlens[: len(lengths) + 1] = torch.tensor([0, *itertools.accumulate(lengths)])
+    theirs = flatten_batch_for_packed_sequences({"cu_seqlens": given_, "tokens": torch.zeros(len(samples), rows)})
+    (expected,) = theirs["cu_seqlens"].tolist()
+    count = len(expected) - 1
+    found = fixed_cu_seqlens(given_, rows=rows, max_documents=count + spare)
+    assert (found.dtype, found.tolist()) == (torch.int32, expected + expected[-1:] * spare)
+    with pytest.raises(
+        DataError, match=f"packed {count} documents into a row of {rows * len(samples)} tokens, .* {count - 1}"
+    ):
+        fixed_cu_seqlens(given_, rows=rows, max_documents=count - 1)
+
+
+@_PROPERTY
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any),
+    padding=st.integers(0, 3),
+    kind=st.sampled_from([torch.int64, torch.float32]),
+)
+def test_a_shift_inside_sequences_is_megatrons(lengths: list[int], padding: int, kind: torch.dtype) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    tokens = torch.randint(1, 99, (2, sum(lengths) + padding)).to(kind)
+    expected, _ = roll_tensor(tokens, packed_seq_params=PackedSeqParams(cu_seqlens_q=cu_seqlens))
+    assert torch.equal(roll_left(tokens, cu_seqlens), expected)
+
+
+def test_forms_are_shared_by_copies_and_made_anew_after_a_write() -> None:
+    seq_idx, made = number([3, 2]), []
+
+    def form(of: torch.Tensor) -> int:
+        return shared(of, "form", lambda: made.append(of) or len(made))
+
+    assert [form(seq_idx), form(seq_idx.detach()), form(seq_idx[:1]), form(seq_idx)] == [1, 1, 2, 1]
+    seq_idx[0, 0] = 0
+    assert form(seq_idx) == 3
+    storage = weakref.ref(seq_idx.untyped_storage())
+    del seq_idx
+    made.clear()
+    assert storage() is None
 
 
 def test_empty_sequences_have_no_row() -> None:

@@ -128,6 +128,33 @@ def test_gradients_are_not_those_of_equal_weights() -> None:
     assert_same(found, outcome(eager, inputs), rms=1e-12)
 
 
+@pytest.mark.parametrize("vocab_chunk", [None, 7])
+def test_tokens_of_weight_0_have_their_loss_and_no_gradient(vocab_chunk: int | None) -> None:
+    """Whatever gradient arrives: with the one that the weights promise nothing is different from a call without them."""
+    *leaves, label, weight = draw(13, 40)
+    mask = (torch.arange(13) % 3 > 0).double()
+    hidden, weight_VH, bias = leaves
+    for op, sizes in ((truth.linear_cross_entropy, {}), (linear_cross_entropy, {"vocab_chunk": vocab_chunk})):
+        results = []
+        for given, arriving in ((None, mask * weight), (mask, mask * weight), (mask, weight), (weight * mask, weight)):
+            found = op(hidden, weight_VH, label, bias_V=bias, token_weight=given, **sizes)
+            loss = getattr(found, "loss", found)
+            results.append([loss.detach(), *torch.autograd.grad(loss, leaves, arriving)])
+        assert float(results[0][1][mask == 0].abs().max()) == 0.0
+        assert float(results[0][1][mask != 0].abs().amin(0).max()) > 0.0
+        assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def test_a_gradient_that_is_not_finite_stays_away_from_tokens_of_weight_0() -> None:
+    *leaves, label, weight = draw(13, 40)
+    mask = (torch.arange(13) % 3 > 0).double()
+    arriving = weight.masked_fill(mask == 0, float("nan"))
+    for op in (truth.linear_cross_entropy, linear_cross_entropy):
+        found = op(leaves[0], leaves[1], label, bias_V=leaves[2], token_weight=mask)
+        gradients = torch.autograd.grad(getattr(found, "loss", found), leaves, arriving)
+        assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
 def test_logit_scale_is_a_factor_on_weight_and_bias() -> None:
     hidden, weight, bias, label, cotangent = draw(13, 50)
     for op in (linear_cross_entropy, truth.linear_cross_entropy):
@@ -312,6 +339,8 @@ def test_a_second_derivative_is_refused() -> None:
         ({"label": torch.zeros(4)}, r"expected torch.int64"),
         ({"bias_V": torch.zeros(6)}, r"bias has shape \(6,\)"),
         ({"bias_V": torch.zeros(7, dtype=torch.float64)}, "as the weight has"),
+        ({"token_weight": torch.ones(5)}, r"token_weight has shape \(5,\), expected \(4,\)"),
+        ({"token_weight": torch.ones(4, requires_grad=True)}, "expected .* without a gradient"),
         ({"vocab_chunk": 0}, "vocab_chunk is 0"),
         ({"token_block": -1}, "token_block is -1"),
     ],

@@ -5,12 +5,16 @@ Shape legend: S queries, T keys, B batch, H heads, K query-key width, V value wi
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.ops.mla.sdpa import sdpa_attention
 from megacpp_mcore.ops.visibility import query_chunks
 from tests.parity.compare import assert_parity
 from tests.parity.saved_tensors import saved_bytes
@@ -99,6 +103,40 @@ def test_not_causal_and_more_or_fewer_keys(S, T):
     masked[..., 0] = False
     actual = mla_attention(*inputs, softmax_scale=SCALE, causal=False, attention_mask=masked, query_chunk=2)
     assert_parity(actual, loop_truth(*inputs, ~masked[:, 0]), rms=1e-12, name="masked o")
+
+
+@pytest.mark.parametrize("op", [mla_attention, partial(sdpa_attention, backend=SDPBackend.MATH)])
+def test_strided_parts_of_a_projection(op):
+    """Query, key and value as parts of one tensor's rows: nothing need be made contiguous before, and o is."""
+    inputs, whole = draw(7, 7), torch.zeros(7, 2, 3, 16 + 8, dtype=torch.float64)
+    parts = [whole[..., :6], whole[..., 8:14], whole[..., 16:20]]
+    for part, tensor in zip(parts, inputs, strict=True):
+        part.copy_(tensor.detach())
+    strided = [part.requires_grad_() for part in (part.detach() for part in parts)]
+    assert not any(part.is_contiguous() for part in strided)
+    actual, expected = op(*strided, softmax_scale=SCALE), op(*inputs, softmax_scale=SCALE)
+    assert actual.is_contiguous()
+    assert torch.equal(actual, expected)
+    for have, want in zip(gradients(actual, strided), gradients(expected, inputs), strict=True):
+        assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize("op", [mla_attention, sdpa_attention])
+def test_refuses_documents_that_do_not_fit(op):
+    q, k, v = draw(7, 7)
+    with pytest.raises(ModelError, match=r"expected torch.int32 \[B, S\] = \[2, 7\]"):
+        op(q, k, v, softmax_scale=SCALE, seq_idx=torch.zeros(2, 7, dtype=torch.int64))
+    q, k, v = draw(5, 7)
+    with pytest.raises(ModelError, match="5 queries and 7 keys"):
+        op(q, k, v, softmax_scale=SCALE, seq_idx=torch.zeros(2, 5, dtype=torch.int32))
+
+
+def test_sdpa_refuses_documents_beside_a_mask():
+    q, k, v = draw(7, 7)
+    documents = torch.zeros(2, 7, dtype=torch.int32)
+    for more in ({"causal": False}, {"attention_mask": torch.zeros(1, 1, 7, 7, dtype=torch.bool)}):
+        with pytest.raises(ModelError, match="expected causal attention without a mask"):
+            sdpa_attention(q, k, v, softmax_scale=SCALE, seq_idx=documents, **more)
 
 
 def test_future_is_invisible_bit_for_bit():

@@ -56,6 +56,18 @@ def parse(words: Sequence[str], world_size: int = 1) -> Namespace:
     return arguments
 
 
+@contextlib.contextmanager
+def gpu_host() -> Iterator[None]:
+    """What Megatron's validation asks of a GPU host: a Hopper, and Transformer Engine's kernels that sort tokens; none runs."""
+    names = ("fused_permute", "fused_permute_with_probs", "fused_unpermute")
+    names += ("fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)))
+        for name in names:
+            stack.enter_context(mock.patch(f"megatron.core.transformer.moe.moe_utils.{name}", mock.DEFAULT))
+        yield
+
+
 def model_config(words: Sequence[str], world_size: int = 1) -> Any:
     """The GPTModelConfig of a stock run with these words."""
     from megatron.training.argument_utils import gpt_config_from_args
@@ -240,7 +252,14 @@ def family(layer: Any) -> str:
 
 
 def parameters_by_part(model: Any) -> dict[str, int]:
-    """Parameters of a built GPTModel, by the parts that ``Model.parameters`` counts."""
+    """Parameters of a built GPTModel, by the parts that ``Model.parameters`` counts; rows that only fill up do not count."""
+    from megacpp_mcore.layer_specs.projection import InProjection
+
+    padding = {
+        f"{name}.weight": sum(slot.rows for slot in module.slots) - len(module.weight)
+        for name, module in model.named_modules()
+        if isinstance(module, InProjection)
+    }
     letters = [family(layer) for layer in model.decoder.layers]
     counts = dict.fromkeys("AMER", 0) | dict.fromkeys(PARTS.values(), 0)
     for name, parameter in model.named_parameters():
@@ -248,7 +267,7 @@ def parameters_by_part(model: Any) -> dict[str, int]:
             part = letters[int(name.split(".")[2])]
         else:
             part = next(part for prefix, part in PARTS.items() if name.startswith(prefix + "."))
-        counts[part] += parameter.numel()
+        counts[part] += parameter.numel() + padding.get(name, 0) * model.config.hidden_size
     return counts
 
 

@@ -16,10 +16,11 @@ from unittest import mock
 import pytest
 import torch
 
-from megacpp_mcore.errors import ModelError
+from megacpp_mcore.errors import DataError, ModelError
 from megacpp_mcore.model import preset
 from tests.parity.compare import assert_parity
 from tests.unit import stock, test_hybrid_host
+from tests.unit.host_reads import host_reads
 
 S, D, EOD = 32, 128, 256
 LENGTHS = [5, 1, 14, 12]
@@ -152,6 +153,102 @@ def test_both_hosts_tell_packed_documents_apart(process: Path) -> None:
         found = [losses(model, tokens, **packed(tokens)) for model in (gpt, hybrid)]
         assert torch.equal(*found)
         assert not torch.allclose(found[0], losses(gpt, tokens), atol=1e-4)
+
+
+# --- what it costs -----------------------------------------------------------------------------------------------------
+
+
+def reset_by(script: bool | None) -> Any:
+    """A stock script with or without ``--reset-attention-mask``; None: no stock script runs."""
+    arguments = None if script is None else SimpleNamespace(reset_attention_mask=script)
+    return mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments)
+
+
+def reads_of(model: Any, **told: Any) -> dict[str, int]:
+    with host_reads() as counts:
+        losses(model, draw_tokens(), **told)
+    return dict(counts)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_packed_documents_make_nobody_wait(make: Callable[..., Any], depth: int) -> None:
+    """The forward pass reads what it reads of one document: how many tokens go to each expert."""
+    model = make(mtp_depth=depth)
+    without, with_documents = reads_of(model), reads_of(model, **packed(draw_tokens()))
+    assert without.keys() == {"sort_chunks_by_idxs", "forward"}
+    assert with_documents == without
+
+
+def test_masks_make_nobody_wait_but_the_first(make: Callable[..., Any]) -> None:
+    model = make()
+    without, told = reads_of(model), (masked(draw_tokens()) for _ in range(2))
+    with reset_by(True):
+        first, second = (reads_of(model, **each) for each in told)
+    assert first == without | {"seq_idx_from_mask": 1}
+    assert second == without
+    with reset_by(None):  # whether this one has documents only its entries say
+        assert reads_of(model, **masked(draw_tokens())) == without | {"seq_idx_from_mask": 1, "_masked_documents": 1}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("words", [(), RECOMPUTE], ids=["", "full recompute"])
+def test_documents_are_made_once_a_micro_batch(make: Callable[..., Any], way: str, words: tuple[str, ...]) -> None:
+    """By the first layer that asks, in the forward pass; a recomputed layer is given copies of its tensors."""
+    model, tokens = make(*words), draw_tokens()
+    maker = {"masked": "seq_idx_from_mask", "packed": "seq_idx_from_cu_seqlens"}[way]
+    made = mock.Mock(wraps=getattr(layer_documents(), maker))
+    with mock.patch.object(layer_documents(), maker, made):
+        for micro_batch in (1, 2):
+            gradients(model, losses(model, tokens, **WAYS[way](tokens)).sum())
+            assert made.call_count == micro_batch
+
+
+def layer_documents() -> Any:
+    from megacpp_mcore.layer_specs import documents
+
+    return documents
+
+
+def test_a_mask_is_checked_after_the_first_one_too(make: Callable[..., Any]) -> None:
+    model, tokens = make(), draw_tokens()
+    with reset_by(True):
+        losses(model, tokens, **masked(tokens))
+        wrong = masked(tokens)
+        wrong["attention_mask"][0, 0, 9, 7] ^= True
+        with pytest.raises(ModelError, match=r"attention_mask\[0, 0, 9, 7\] is masked"):
+            losses(model, tokens, **wrong)
+
+
+def test_a_mask_that_is_written_to_is_read_anew(plain: Any) -> None:
+    """A buffer that holds one micro-batch's mask after the other."""
+    tokens, other = draw_tokens(), draw_tokens().clamp(max=255)
+    told = masked(tokens)
+    with torch.no_grad():
+        before = losses(plain, tokens, **told)
+        told["attention_mask"].copy_(masked(other)["attention_mask"])
+        after = losses(plain, tokens, **told)
+        assert torch.equal(after, losses(plain, tokens, **masked(other)))
+    assert not torch.allclose(before, after, atol=1e-3)
+
+
+def test_a_mask_with_documents_of_a_run_that_has_none_is_refused(make: Callable[..., Any]) -> None:
+    model, tokens = make(), draw_tokens()
+    no_end = tokens.clamp(max=255)
+    with reset_by(False):
+        assert torch.equal(losses(model, no_end, **masked(no_end)), losses(model, no_end))
+        for _ in range(2):  # one that the host reads, one that it does not
+            with pytest.raises(ModelError, match="which the run did not say; pass --reset-attention-mask"):
+                losses(model, tokens, **masked(tokens))
+
+
+def test_more_documents_than_the_run_allows_are_an_error_of_the_data(make: Callable[..., Any]) -> None:
+    model, tokens = make(), draw_tokens()
+    model.decoder.layers[0].config.max_documents = 3
+    message = f"packed 4 documents into a row of {S} tokens, expected at most 3: .*write max_documents: 4 into"
+    with pytest.raises(DataError, match=message):
+        losses(model, tokens, **packed(tokens))
+    model.decoder.layers[0].config.max_documents = 4
+    losses(model, tokens, **packed(tokens))
 
 
 class TestMultiTokenPrediction:

@@ -183,13 +183,15 @@ def differing(expected: Outcome, found: Outcome, tolerance: float = TOLERANCE) -
 
 
 @contextlib.contextmanager
-def counted_losses() -> Iterator[list[torch.Tensor]]:
-    """The losses that came from lazy logits."""
+def counted_losses(masks: list[torch.Tensor | None] | None = None) -> Iterator[list[torch.Tensor]]:
+    """The losses that came from lazy logits, and in ``masks`` the loss mask that each was handed."""
     made: list[torch.Tensor] = []
     original = LazyLogits.losses
 
-    def losses(self: LazyLogits, labels: torch.Tensor) -> torch.Tensor:
-        made.append(original(self, labels))
+    def losses(self: LazyLogits, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        made.append(original(self, labels, mask))
+        if masks is not None:
+            masks.append(mask)
         return made[-1]
 
     with mock.patch.object(LazyLogits, "losses", losses):
@@ -287,6 +289,41 @@ def test_composes_with_mtp_shared_block(process: Path, first: str) -> None:
     assert len(made) == 3
     assert differing(expected, found, 2e-5) == []
     assert differing(plain, found, 1e-3) != []
+
+
+@pytest.mark.parametrize("build", [gpt, hybrid])
+@pytest.mark.parametrize("script", [False, True])
+def test_the_op_is_handed_the_mask_that_its_losses_are_multiplied_by(
+    process: Path, build: Callable[..., Any], script: bool
+) -> None:
+    """That of an MTP depth is rolled; that of the main head is sure where a stock script's loss function multiplies by it."""
+    masks: list[torch.Tensor | None] = []
+    mask = (torch.rand(B, S, generator=torch.Generator().manual_seed(4)) < 0.9).float()
+    with stock_script(script), patched(), counted_losses(masks):
+        forward(build(), loss_mask=mask)
+    *depths, of_main = masks
+    for depth, found in enumerate(depths, start=1):
+        assert torch.equal(found, torch.cat((mask[:, depth:], torch.zeros(B, depth)), dim=1).t())
+    assert len(depths) == 2
+    assert torch.equal(of_main, mask.t()) if script else of_main is None
+
+
+def test_the_mask_changes_no_bit_where_losses_are_multiplied_by_it(process: Path) -> None:
+    from megatron.core.pipeline_parallel.schedules import custom_backward
+
+    mask = (torch.rand(B, S, generator=torch.Generator().manual_seed(4)) < 0.9).float()
+    model, results = gpt(), []
+    for script in (False, True):
+        model.zero_grad(set_to_none=True)
+        with stock_script(script), patched():
+            losses = forward(model, loss_mask=mask)
+        custom_backward((losses * mask).sum(), None)
+        results.append([losses.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def stock_script(runs: bool) -> contextlib.AbstractContextManager[Any]:
+    return mock.patch("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace() if runs else None)
 
 
 # --- tensor parallelism ------------------------------------------------------------------------------------------------
@@ -589,7 +626,7 @@ def test_lazy_logits_answer_what_stock_asks(lazy: LazyLogits) -> None:
     labels = torch.zeros(S, B, dtype=torch.int64)
     half = lazy * 0.5
     assert [lazy.size(axis) for axis in (0, 1, 2, -1)] == [S, B, V, V]
-    assert torch.allclose(half.losses(labels), torch.nn.functional.cross_entropy(
+    assert torch.allclose(half.losses(labels, None), torch.nn.functional.cross_entropy(
         logits.flatten(0, 1) * 0.5, labels.flatten(), reduction="none").view(S, B), rtol=1e-5)  # fmt: skip
     assert torch.equal(torch.argmax(half, dim=-1), logits.argmax(-1))
     assert torch.allclose(half.max(dim=-1)[0], logits.amax(-1) * 0.5, rtol=1e-5)

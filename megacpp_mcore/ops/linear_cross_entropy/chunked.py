@@ -102,6 +102,7 @@ def linear_cross_entropy(
     *,
     bias_V: torch.Tensor | None = None,
     logit_scale: float = 1.0,
+    token_weight: torch.Tensor | None = None,
     shards: VocabShards | None = None,
     main_grad: MainGrad | None = None,
     vocab_chunk: int | None = None,
@@ -124,6 +125,8 @@ def linear_cross_entropy(
         label: int64, the leading shape of the whole ``hidden``; entries are those of the whole vocabulary.
         bias_V: added to the logits, or None.
         logit_scale: factor on the logits.
+        token_weight: what the loss of each token will be multiplied by, up to one factor for all, or None: those of weight 0
+            have no gradient. The four products here need no more of it.
         shards: the tensor-parallel group, or None for one rank.
         main_grad: where the gradient of the weight goes, or None to return it.
         vocab_chunk: columns in a chunk, or None to choose. It changes the memory needed, and results by rounding only.
@@ -135,13 +138,13 @@ def linear_cross_entropy(
     Raises:
         ModelError: shapes, dtypes or chunk sizes are not as described.
     """
-    check_arguments(hidden, weight_VH, label, bias_V)
+    check_arguments(hidden, weight_VH, label, bias_V, token_weight)
     _check_label(hidden, label, shards)
     for name, size in (("vocab_chunk", vocab_chunk), ("token_block", token_block)):
         if size is not None and size < 1:
             raise ModelError(f"{name} is {size}, expected a positive number (or None to choose it)")
     options = _Options(logit_scale, shards, main_grad, vocab_chunk, token_block)
-    return TokenLosses(*_LinearCrossEntropy.apply(hidden, weight_VH, bias_V, label, options))
+    return TokenLosses(*_LinearCrossEntropy.apply(hidden, weight_VH, bias_V, label, token_weight, options))
 
 
 def _check_label(hidden: torch.Tensor, label: torch.Tensor, shards: VocabShards | None) -> None:
@@ -162,6 +165,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VH: torch.Tensor,
         bias_V: torch.Tensor | None,
         label: torch.Tensor,
+        token_weight: torch.Tensor | None,
         options: _Options,
     ) -> tuple[torch.Tensor, ...]:
         hidden_NH = _gathered(hidden, options.shards)
@@ -173,7 +177,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del logit_NC  # before the next chunk is made
         loss_N, logsumexp_N = statistics.finish(weight_VH.shape[0], options.shards)
         outputs = tuple(out.view(label.shape) for out in (loss_N, statistics.peak_N, statistics.best_N))
-        ctx.save_for_backward(hidden, weight_VH, bias_V, column_N, logsumexp_N)
+        ctx.save_for_backward(hidden, weight_VH, bias_V, column_N, logsumexp_N, token_weight)
         ctx.options = options
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
@@ -181,17 +185,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight_VH, bias_V, column_N, logsumexp_N = ctx.saved_tensors
+        hidden, weight_VH, bias_V, column_N, logsumexp_N, token_weight = ctx.saved_tensors
         options: _Options = ctx.options
         gradients = _Gradients(ctx.needs_input_grad, _gathered(hidden, options.shards), weight_VH, bias_V, options)
         grad_N = grad_loss.reshape(-1).to(logsumexp_N.dtype) * options.logit_scale
+        if token_weight is not None:
+            grad_N = grad_N.masked_fill_(token_weight.reshape(-1) == 0, 0.0)
         for columns in options.columns(len(column_N), weight_VH):
             logit_NC = _logits(gradients.hidden_NH, weight_VH, bias_V, columns, options.logit_scale)
             blocks = options.rows(len(column_N), columns)
             _logits_to_gradient(logit_NC, logsumexp_N, column_N - columns.start, grad_N, blocks)
             gradients.add(logit_NC, columns)
             del logit_NC
-        return (*gradients.finish(hidden), None, None)
+        return (*gradients.finish(hidden), None, None, None)
 
 
 def _gathered(hidden: torch.Tensor, shards: VocabShards | None) -> torch.Tensor:

@@ -11,7 +11,11 @@ from megacpp_mcore.errors import ModelError
 
 
 def check_arguments(
-    hidden: torch.Tensor, weight_VH: torch.Tensor, label: torch.Tensor, bias_V: torch.Tensor | None
+    hidden: torch.Tensor,
+    weight_VH: torch.Tensor,
+    label: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    token_weight: torch.Tensor | None,
 ) -> None:
     """Check what does not depend on how tokens and vocabulary are spread over ranks.
 
@@ -35,6 +39,12 @@ def check_arguments(
         )
     if label.dtype != torch.int64:
         raise ModelError(f"label has dtype {label.dtype}, expected torch.int64")
+    if token_weight is not None and (token_weight.shape != label.shape or token_weight.requires_grad):
+        differentiable = " that requires a gradient" if token_weight.requires_grad else ""
+        raise ModelError(
+            f"token_weight has shape {tuple(token_weight.shape)}{differentiable}, expected {tuple(label.shape)} without a "
+            "gradient: one for each label"
+        )
 
 
 def linear_cross_entropy(
@@ -44,6 +54,7 @@ def linear_cross_entropy(
     *,
     bias_V: torch.Tensor | None = None,
     logit_scale: float = 1.0,
+    token_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Cross-entropy of each token: ``logsumexp(x) − x[label]`` with ``x = logit_scale · (hidden weightᵀ + bias)``.
 
@@ -51,12 +62,20 @@ def linear_cross_entropy(
     megatron-core 0.19 ``vocab_parallel_cross_entropy``, a label outside of [0, V) counts as the label of the largest
     logit, ``logsumexp(x) − max(x)``, whose second term has no gradient; weigh such tokens by 0.
 
+    The weights do not enter the losses. They say what comes after: Megatron multiplies each loss by the loss mask (of an MTP
+    depth, the rolled one) and the sum by numbers that are the same for all tokens, so that the gradient that arrives is
+    ``s · token_weight`` with one ``s`` for all. An implementation may rely on that: gradients of hidden and weight for
+    ``s = 1`` can be made from the logits of the forward pass, three products in place of four, and be multiplied by s when it
+    arrives. Of a token of weight 0 the loss is the same as ever and has no gradient, whatever arrives.
+
     Args:
         hidden: [..., H].
         weight_VH: the output projection, dtype of ``hidden``.
         label: int64, the leading shape of ``hidden``.
         bias_V: added to the logits, or None.
         logit_scale: factor on the logits (the output multiplier of muP).
+        token_weight: what the loss of each token will be multiplied by, up to one factor for all; the shape of ``label``,
+            any dtype, no gradient. None: nobody says.
 
     Returns:
         The losses, in the shape of ``label``.
@@ -64,7 +83,7 @@ def linear_cross_entropy(
     Raises:
         ModelError: shapes or dtypes are not as described.
     """
-    check_arguments(hidden, weight_VH, label, bias_V)
+    check_arguments(hidden, weight_VH, label, bias_V, token_weight)
     if label.shape != hidden.shape[:-1]:
         raise ModelError(
             f"label has shape {tuple(label.shape)}, expected {tuple(hidden.shape[:-1])}: one for each token"
@@ -74,4 +93,5 @@ def linear_cross_entropy(
     logit = torch.nn.functional.linear(hidden.to(dtype), weight_VH.to(dtype), bias) * logit_scale
     known = (label >= 0) & (label < weight_VH.shape[0])
     of_label = logit.gather(-1, label.where(known, 0)[..., None])[..., 0]
-    return logit.logsumexp(-1) - torch.where(known, of_label, logit.detach().amax(-1))
+    loss = logit.logsumexp(-1) - torch.where(known, of_label, logit.detach().amax(-1))
+    return loss if token_weight is None else torch.where(token_weight != 0, loss, loss.detach())

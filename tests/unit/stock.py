@@ -279,4 +279,4 @@ def loss_scale(scale: float) -> None:
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
     for scaler in (DSAIndexerLossAutoScaler, MoEAuxLossAutoScaler, MTPLossAutoScaler):
-        scaler.set_loss_scale(torch.tensor(scale))  # of no dimension, as stock sets one that nobody has set
+        scaler.main_loss_backward_scale = torch.full((1,), scale)  # stock would copy it into one of another shape

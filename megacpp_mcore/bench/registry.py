@@ -175,7 +175,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "mamba_heads", "head_dim", "state", "rank", "groups", "chunk",
                 name="mamba3_siso", peers=_MAMBA_SSM, full=_SISO | {"chunk": 64}, tiny=_SISO),
             _op("m2rnn", "the M²RNN recurrence", "rnn_heads", "key_dim", "value_dim", "checkpoint_every",
-                peers=("xma (Triton)",)),
+                peers=("xma's recurrence (Triton) in the reference",)),
             _op("grouped_mlp", "routed experts, two matrices each, rows sorted by expert",
                 "experts", "routed", "hidden", "expert_width", peers=("torch._grouped_mm", "TE GroupedLinear")),
             _op("linear_cross_entropy", "output layer and its loss; stock's, and with the patch of this name",

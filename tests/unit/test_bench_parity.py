@@ -625,7 +625,8 @@ def test_a_layers_weights_in_the_order_of_mamba_ssm(monkeypatch: pytest.MonkeyPa
             heads, ranks = (self.heads, -1), (self.given["mimo_rank"], self.given["ngroups"], -1)
             b, c = (part.unflatten(-1, ranks).transpose(2, 3) for part in (b, c))
             y, _ = mixed(
-                x.unflatten(-1, heads), z.unflatten(-1, heads), b, c, dt, decay, trap, angles, dt_bias=self.dt_bias, b_bias=self.B_bias, c_bias=self.C_bias,
+                x.unflatten(-1, heads), z.unflatten(-1, heads), b, c, dt, decay, trap, angles,
+                dt_bias=self.dt_bias, b_bias=self.B_bias, c_bias=self.C_bias,
                 b_norm_weight=self.B_norm.weight, c_norm_weight=self.C_norm.weight, D=self.D,
                 mimo_x=self.mimo_x, mimo_z=self.mimo_z, mimo_o=self.mimo_o,
                 chunk_size=self.given["chunk_size"], A_floor=self.given.get("A_floor", 1e-4), eps=1e-5,

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -358,7 +359,6 @@ def test_marked_stages_are_the_chunks_that_megatron_cuts(
 
 def config_layer_ids(config: Any, vp_stage: int, pp_rank: int) -> list[int]:
     """Megatron's own 0-based layer numbers of a chunk."""
-    from unittest import mock
 
     from megatron.core import parallel_state
     from megatron.core.transformer.enums import LayerType

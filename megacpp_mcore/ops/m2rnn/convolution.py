@@ -54,7 +54,7 @@ def _softplus(x):
     return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "P", "L"])
 def prepare(
     q_SBK,
     k_SBK,
@@ -123,10 +123,10 @@ def prepare(
         h = tl.arange(0, H_POWER)
         in_H = h < H
         seen = in_S[:, None] & in_H[None, :]
-        rows = (t + L).to(tl.int64) * f_s + b * f_b
-        x = tl.load(x_f_SBH + rows[:, None] + (h * f_h)[None, :], mask=seen, other=0.0).to(tl.float32)
+        gates = (t.to(tl.int64) * f_s + b * f_b)[:, None] + (h * f_h)[None, :]
+        x_f = tl.load(x_f_SBH + gates, mask=seen, other=0.0).to(tl.float32)
         rate = tl.exp(tl.load(A_log + h, mask=in_H, other=0.0))
-        step = _softplus(x + tl.load(dt_bias + h, mask=in_H, other=0.0)[None, :])
+        step = _softplus(x_f + tl.load(dt_bias + h, mask=in_H, other=0.0)[None, :])
         f = tl.where(in_S[:, None], tl.exp(-rate[None, :] * step), 1.0)
         if DOCUMENTS:
             before = (t > 0) & in_S
@@ -135,7 +135,7 @@ def prepare(
         tl.store(f_BHP + (b * H + h)[None, :] * P + t[:, None], f, mask=in_P[:, None] & in_H[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "P", "L"])
 def prepare_backward(
     q_SBK,
     k_SBK,
@@ -224,19 +224,19 @@ def prepare_backward(
         h = tl.arange(0, H_POWER)
         in_H = h < H
         seen = in_S[:, None] & in_H[None, :]
-        rows = (t + L).to(tl.int64) * f_s + b * f_b
-        x = tl.load(x_f_SBH + rows[:, None] + (h * f_h)[None, :], mask=seen, other=0.0).to(tl.float32)
+        gates = (t.to(tl.int64) * f_s + b * f_b)[:, None] + (h * f_h)[None, :]
+        x_f = tl.load(x_f_SBH + gates, mask=seen, other=0.0).to(tl.float32)
         rate = tl.exp(tl.load(A_log + h, mask=in_H, other=0.0))[None, :]
-        x += tl.load(dt_bias + h, mask=in_H, other=0.0)[None, :]
-        step = _softplus(x)
+        x_f += tl.load(dt_bias + h, mask=in_H, other=0.0)[None, :]
+        step = _softplus(x_f)
         df = tl.zeros([TOKENS, H_POWER], tl.float32)
         for block in tl.static_range(R):
             df += tl.load(df_RBHP + ((block * B + b) * H + h)[None, :] * P + t[:, None], mask=seen, other=0.0)
         dstep = -df * tl.exp(-rate * step) * rate
-        dx = dstep * tl.sigmoid(x)
-        tl.store(dx_f_SBH + (t.to(tl.int64) * B + b)[:, None] * H + h[None, :], dx.to(dx_f_SBH.dtype.element_ty), mask=seen)
+        dx_f = dstep * tl.sigmoid(x_f)
+        tl.store(dx_f_SBH + (t.to(tl.int64) * B + b)[:, None] * H + h[None, :], dx_f.to(dx_f_SBH.dtype.element_ty), mask=seen)
         tl.store(dgate_NHX + (part * H + h) * 2, tl.sum(dstep * step, 0), mask=in_H)
-        tl.store(dgate_NHX + (part * H + h) * 2 + 1, tl.sum(dx, 0), mask=in_H)
+        tl.store(dgate_NHX + (part * H + h) * 2 + 1, tl.sum(dx_f, 0), mask=in_H)
 
 
 @triton.jit
@@ -259,7 +259,7 @@ def _convolve_backward(
         tl.store(parts + (T - 1 - back), tl.sum(du * tap, 0), mask=in_C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "L"])
 def convolution_inputs_backward(
     du_BSC,
     qk_weight,

@@ -12,8 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+TOKENS = 4
+"""Tokens in one program of the forward pass."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["S", "P", "width"])
 def skip_gate_norm(
     y_RBHPV,
     v_BHPV,
@@ -62,7 +65,7 @@ def skip_gate_norm(
     tl.store(out_SBC + to, u.to(out_SBC.dtype.element_ty), mask=seen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "P", "B", "width"])
 def skip_gate_norm_backward(
     dout_SBC,
     dsquares_SB,

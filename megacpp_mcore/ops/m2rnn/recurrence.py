@@ -8,25 +8,31 @@ inputs give the same bits.
 Products. 16-bit inputs: each fp32 factor is cut into two bf16 parts (16 bits), and the three products that matter are summed;
 fp32 inputs: fp32 products on the ordinary cores.
 
-Backward. The forward keeps one state in ``every`` tokens. ``advance`` makes those of every :data:`BLOCK` tokens of them, all
+Backward. The forward keeps one state in ``every`` tokens. ``advance`` makes those of every :func:`block` tokens of them, all
 spans side by side; ``reverse`` walks the blocks from the last to the first: eight steps forward with all states in registers,
 then eight steps back (the equations stand at :class:`megacpp_mcore.ops.m2rnn.reference.M2RNNChunked`).
 
-Legend: B batch, S tokens, padded to a multiple of :data:`BLOCK`, H heads, K rows of a state, V its columns, R row blocks of
+Legend: B batch, S tokens, padded to a multiple of :data:`PADDING`, H heads, K rows of a state, V its columns, R row blocks of
 :data:`ROWS`. A padding token has k = v = q = 0 and f = 1: it changes no state and no gradient. ``f`` is negative, −f, where a
 document begins and the state is set to 0.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
 ROWS = 16
 """Rows of a state in one program: the height of a tensor-core product."""
 
-BLOCK = 8
-"""Tokens whose states the backward pass holds in registers; sequences are padded to a multiple of it."""
+COLUMNS = 16
+"""Columns of a state: the depth of a tensor-core product."""
+
+PADDING = 8
+"""Sequences are padded to a multiple of this many tokens."""
 
 LOG2E_2 = tl.constexpr(2.8853900817779268)  # 2 log₂ e: exp(2x) = exp2(LOG2E_2 · x)
 
@@ -120,7 +126,7 @@ def _load_transition(W, c, PART: tl.constexpr, SCALE: tl.constexpr, TRANSPOSED: 
         return M, high, (M - high.to(tl.float32)).to(PART)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "H", "span", "every"])
 def advance(
     q_BSK,
     k_BSK,
@@ -142,7 +148,6 @@ def advance(
     ASM: tl.constexpr,
     ENTERING: tl.constexpr,
     READ: tl.constexpr,
-    SAVE: tl.constexpr,
     LAST: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
@@ -166,17 +171,18 @@ def advance(
     k_t = k_BSK + batch * S * K + r
     v_t = v_BHSV + bh * S * V + c
     f_t = f_BHS + bh * S
-    y_t = y_RBHSV + ((block * tl.num_programs(0) + bh) * S) * V + c
-    saved = saved_BHEKV + bh * (S // every) * K * V + r[:, None] * V + c[None, :]
+    y_t = v_t  # not written through
+    if READ:
+        y_t = y_RBHSV + ((block * tl.num_programs(0) + bh) * S) * V + c
+    saved = saved_BHEKV + bh * tl.cdiv(S, every) * K * V + r[:, None] * V + c[None, :]
     # Four tokens at a time, the next four under way: a loop that Triton pipelines does not fetch scalars ahead.
     q0, k0, v0, f0 = _load_token(q_t, k_t, v_t, f_t, first, K, V, READ)
     q1, k1, v1, f1 = _load_token(q_t, k_t, v_t, f_t, first + 1, K, V, READ)
     q2, k2, v2, f2 = _load_token(q_t, k_t, v_t, f_t, first + 2, K, V, READ)
     q3, k3, v3, f3 = _load_token(q_t, k_t, v_t, f_t, first + 3, K, V, READ)
     for t in range(first, end, 4):
-        if SAVE:
-            if t % every == 0:
-                tl.store(saved + (t // every) * K * V, h)
+        if t % every == 0:
+            tl.store(saved + (t // every) * K * V, h)
         n = tl.minimum(t + 4, end - 4)  # the last time, what is there already
         qa, ka, va, fa = _load_token(q_t, k_t, v_t, f_t, n, K, V, READ)
         qb, kb, vb, fb = _load_token(q_t, k_t, v_t, f_t, n + 1, K, V, READ)
@@ -205,29 +211,36 @@ def _load_token(q_t, k_t, v_t, f_t, t, K: tl.constexpr, V: tl.constexpr, READ: t
 
 @triton.jit
 def _next_state(h, k, v, f, W, W_high, W_low, PART: tl.constexpr, ASM: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """One token: the state before it as it sees it, the state after it, and its candidate c."""
-    if DOCUMENTS:
-        h = tl.where(f < 0, 0.0, h)
-        f = tl.abs(f)
+    """One token: the state after it, and its candidate c."""
+    h, f = _enter(h, f, DOCUMENTS)
     k = k.to(tl.float32)
     if ASM:
         k = k * LOG2E_2
     pre = _multiply(h, W, W_high, W_low, k[:, None] * v.to(tl.float32)[None, :], PART, ASM)
     after, c = _step(h, pre, f, ASM)
-    return h, after, c
+    return after, c
+
+
+@triton.jit
+def _enter(h, f, DOCUMENTS: tl.constexpr):
+    """The state and the gate as the token sees them: a document's first token sees 0."""
+    if DOCUMENTS:
+        return tl.where(f < 0, 0.0, h), tl.abs(f)
+    else:
+        return h, f
 
 
 @triton.jit
 def _walk(
     h, q, k, v, f, W, W_high, W_low, y_t, PART: tl.constexpr, ASM: tl.constexpr, READ: tl.constexpr, DOCUMENTS: tl.constexpr
 ):
-    _, h, _ = _next_state(h, k, v, f, W, W_high, W_low, PART, ASM, DOCUMENTS)
+    h, _ = _next_state(h, k, v, f, W, W_high, W_low, PART, ASM, DOCUMENTS)
     if READ:
         tl.store(y_t, tl.sum(q.to(tl.float32)[:, None] * h, 0))
     return h
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "H"])
 def reverse(
     q_BSK,
     k_BSK,
@@ -284,19 +297,18 @@ def reverse(
         e = S // BLOCK - 1 - e
         t = e * BLOCK
         h = tl.load(saved + e * K * V)
-        befores, states, candidates = (), (), ()
+        states, candidates = (h,), ()
         for i in tl.static_range(BLOCK):
             k, v, f = tl.load(k_t + (t + i) * K), tl.load(v_t + (t + i) * V), tl.load(f_t + t + i)
-            before, h, candidate = _next_state(h, k, v, f, W, W_high, W_low, PART, ASM, DOCUMENTS)
-            befores, states, candidates = befores + (before,), states + (h,), candidates + (candidate,)
+            h, candidate = _next_state(h, k, v, f, W, W_high, W_low, PART, ASM, DOCUMENTS)
+            states, candidates = states + (h,), candidates + (candidate,)
         for i in tl.static_range(BLOCK - 1, -1, -1):
-            before, h, candidate = befores[i], states[i], candidates[i]
+            h, candidate = states[i + 1], candidates[i]
             q, dy = tl.load(q_t + (t + i) * K).to(tl.float32), tl.load(dy_t + (t + i) * V).to(tl.float32)
             k, v, f = tl.load(k_t + (t + i) * K), tl.load(v_t + (t + i) * V), tl.load(f_t + t + i)
             k, v = k.to(tl.float32), v.to(tl.float32)
             starts = f < 0
-            if DOCUMENTS:
-                f = tl.abs(f)
+            before, f = _enter(states[i], f, DOCUMENTS)
             dh += q[:, None] * dy[None, :]
             tl.store(dq_t + (t + i) * K, tl.sum(h * dy[None, :], 1))
             tl.store(df_t + t + i, tl.sum(tl.sum(dh * (before - candidate), 1), 0))
@@ -312,3 +324,146 @@ def reverse(
                 dh = tl.where(starts, 0.0, dh)
     tl.store(dh0_BHKV + bh * K * V + tile, dh)
     tl.store(dW_RBHVV + (block * tl.num_programs(0) + bh) * V * V + c[:, None] * V + c[None, :], dW)
+
+
+class Read(NamedTuple):
+    """What the recurrence reads, padded to P tokens."""
+
+    q: torch.Tensor
+    """[B, P, K]"""
+    k: torch.Tensor
+    """[B, P, K]"""
+    v: torch.Tensor
+    """[B, H, P, V]"""
+    f: torch.Tensor
+    """[B, H, P], float32; negative where a document begins."""
+
+
+class Gradients(NamedTuple):
+    """What the recurrence leaves, all float32: dq and dk for each head, dv, df and dW for each row block."""
+
+    dq_BHPK: torch.Tensor
+    dk_BHPK: torch.Tensor
+    dv_RBHPV: torch.Tensor
+    df_RBHP: torch.Tensor
+    dW_RBHVV: torch.Tensor
+    dh0_BHKV: torch.Tensor
+
+
+def products(dtype: torch.dtype) -> dict[str, Any]:
+    """How products of inputs of this dtype are taken: the dtype of their parts (None: whole, fp32), and whether PTX is written."""
+    if dtype == torch.float32:
+        return {"PART": None, "ASM": False}
+    return {"PART": tl.bfloat16, "ASM": True}
+
+
+def block(dtype: torch.dtype) -> int:
+    """Tokens whose states the backward pass holds in registers: as many as leave none of them to be spilled."""
+    return 4 if dtype == torch.float32 else 8
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    f: torch.Tensor,
+    W_HVV: torch.Tensor,
+    h0_BHKV: torch.Tensor | None,
+    every: int,
+    documents: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run all tokens: y in R parts [R, B, H, P, V], the state before every ``every``-th token [B, H, E, K, V], and the last.
+
+    Args:
+        q: see :class:`Read`.
+        k: see :class:`Read`.
+        v: see :class:`Read`.
+        f: see :class:`Read`.
+        W_HVV: the transition of each head, contiguous.
+        h0_BHKV: the state before the first token, contiguous; None: 0.
+        every: a multiple of :data:`PADDING`.
+        documents: whether ``f`` marks any beginning.
+    """
+    (B, H, P, V), K = v.shape, q.shape[-1]
+    y = f.new_empty(K // ROWS, B, H, P, V)
+    saved, last = f.new_empty(B, H, triton.cdiv(P, every), K, V), f.new_empty(B, H, K, V)
+    _advance(Read(q, k, v, f), W_HVV, h0_BHKV, y, saved, last, P, every, documents)
+    return y, saved, last
+
+
+def backward(
+    read: Read,
+    W_HVV: torch.Tensor,
+    dy_BHPV: torch.Tensor,
+    dlast_BHKV: torch.Tensor | None,
+    saved_BHEKV: torch.Tensor,
+    every: int,
+    documents: bool,
+) -> Gradients:
+    """Every gradient, from what :func:`forward` was given and saved."""
+    (B, H, P, V), K = read.v.shape, read.q.shape[-1]
+    held = block(read.v.dtype)
+    if every != held:
+        states = saved_BHEKV.new_empty(B, H, P // held, K, V)
+        _advance(read, W_HVV, saved_BHEKV, None, states, None, every, held, documents)
+        saved_BHEKV = states
+    R, new = K // ROWS, saved_BHEKV.new_empty
+    grads = Gradients(
+        new(B, H, P, K), new(B, H, P, K), new(R, B, H, P, V), new(R, B, H, P), new(R, B, H, V, V), new(B, H, K, V)
+    )
+    reverse[(B * H, R)](
+        *read,
+        W_HVV,
+        dy_BHPV,
+        saved_BHEKV,
+        None if dlast_BHKV is None else dlast_BHKV.contiguous(),
+        *grads,
+        P,
+        H,
+        K=K,
+        V=V,
+        ROWS=ROWS,
+        BLOCK=held,
+        DLAST=dlast_BHKV is not None,
+        DOCUMENTS=documents,
+        **products(read.v.dtype),
+        num_warps=1,
+        num_stages=1,
+    )
+    return grads
+
+
+def _advance(
+    read: Read,
+    W_HVV: torch.Tensor,
+    entering: torch.Tensor | None,
+    y: torch.Tensor | None,
+    saved: torch.Tensor,
+    last: torch.Tensor | None,
+    span: int,
+    every: int,
+    documents: bool,
+) -> None:
+    (B, H, P, V), K = read.v.shape, read.q.shape[-1]
+    advance[(B * H, K // ROWS, triton.cdiv(P, span))](
+        *read,
+        W_HVV,
+        entering,
+        y,
+        saved,
+        last,
+        P,
+        H,
+        span,
+        every,
+        K=K,
+        V=V,
+        ROWS=ROWS,
+        ENTERING=entering is not None,
+        READ=y is not None,
+        LAST=last is not None,
+        DOCUMENTS=documents,
+        **products(read.v.dtype),
+        num_warps=1,
+        num_stages=1,
+    )

@@ -1,4 +1,4 @@
-"""What comes before the M²RNN recurrence, in Triton: convolution, SiLU, forget gate and the transpose to [B, H, S, ·]; and back.
+"""What comes before the M²RNN recurrence, in Triton: convolution, SiLU, forget gate, transpose to [B, H, S, ·]; and back.
 
 The inputs are strided views [S, B, …] of a projection, possibly with rows in front of the first token (LEAD of them: the window
 that an earlier call left). The outputs are what :mod:`megacpp_mcore.ops.m2rnn.recurrence` reads, padded with tokens that change
@@ -25,7 +25,7 @@ TOKENS = 32
 
 @triton.jit
 def _same_document(seq_BS, b, t, other, S, L, valid, DOCUMENTS: tl.constexpr):
-    """Which of the rows ``other`` the tokens t see: there, and of their document; a row in front of the first is of the first's."""
+    """Which rows ``other`` the tokens t see: there, and of their document; rows in front of the first are of the first's."""
     valid = valid & (other >= -L) & (other < S)
     if DOCUMENTS:
         own = tl.load(seq_BS + b * S + tl.maximum(t, 0), mask=valid, other=0)
@@ -36,14 +36,31 @@ def _same_document(seq_BS, b, t, other, S, L, valid, DOCUMENTS: tl.constexpr):
 
 @triton.jit
 def _convolve(
-    x, t_stride, c_offsets, weight, bias, channel, t, in_S, in_C, seq_BS, b, S, L, T: tl.constexpr, DOCUMENTS: tl.constexpr
+    x,
+    t_stride,
+    c_offsets,
+    weight,
+    bias,
+    channel,
+    t,
+    in_S,
+    in_C,
+    seq_BS,
+    b,
+    S,
+    L,
+    T: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
 ):
     """The convolution before SiLU, fp32 [tokens, channels]."""
-    u = tl.zeros([t.shape[0], channel.shape[0]], tl.float32) + tl.load(bias + channel, mask=in_C, other=0.0).to(tl.float32)[None, :]
+    u = tl.zeros([t.shape[0], channel.shape[0]], tl.float32)
+    u += tl.load(bias + channel, mask=in_C, other=0.0).to(tl.float32)[None, :]
     for back in tl.static_range(T):
         seen = _same_document(seq_BS, b, t, t - back, S, L, in_S, DOCUMENTS)
         rows = (t - back + L).to(tl.int64) * t_stride
-        tap = tl.load(x + rows[:, None] + c_offsets[None, :], mask=seen[:, None] & in_C[None, :], other=0.0).to(tl.float32)
+        tap = tl.load(x + rows[:, None] + c_offsets[None, :], mask=seen[:, None] & in_C[None, :], other=0.0).to(
+            tl.float32
+        )
         w = tl.load(weight + channel * T + (T - 1 - back), mask=in_C, other=0.0).to(tl.float32)
         u += tap * w[None, :]
     return u
@@ -102,10 +119,14 @@ def prepare(
         in_C = c < K
         channel = group * K + c
         if group == 0:
-            u = _convolve(q_SBK + b * q_b, q_s, c, qk_weight, qk_bias, channel, t, in_S, in_C, seq_BS, b, S, L, T, DOCUMENTS)
+            u = _convolve(
+                q_SBK + b * q_b, q_s, c, qk_weight, qk_bias, channel, t, in_S, in_C, seq_BS, b, S, L, T, DOCUMENTS
+            )
             out = q_BPK
         else:
-            u = _convolve(k_SBK + b * k_b, k_s, c, qk_weight, qk_bias, channel, t, in_S, in_C, seq_BS, b, S, L, T, DOCUMENTS)
+            u = _convolve(
+                k_SBK + b * k_b, k_s, c, qk_weight, qk_bias, channel, t, in_S, in_C, seq_BS, b, S, L, T, DOCUMENTS
+            )
             out = k_BPK
         a = tl.where(in_S[:, None], u * tl.sigmoid(u), 0.0)
         tl.store(out + (b * P + t[:, None]) * K + c[None, :], a.to(out.dtype.element_ty), mask=in_P[:, None])
@@ -115,22 +136,26 @@ def prepare(
         in_C = head < H
         offsets = head * v_h + c % V
         channel = (group - 2) * HEADS * V + c
-        u = _convolve(v_SBHV + b * v_b, v_s, offsets, v_weight, v_bias, channel, t, in_S, in_C, seq_BS, b, S, L, T, DOCUMENTS)
+        u = _convolve(
+            v_SBHV + b * v_b, v_s, offsets, v_weight, v_bias, channel, t, in_S, in_C, seq_BS, b, S, L, T, DOCUMENTS
+        )
         a = tl.where(in_S[:, None], u * tl.sigmoid(u), 0.0)
         rows = ((b * H + head)[None, :] * P + t[:, None]) * V + (c % V)[None, :]
         tl.store(v_BHPV + rows, a.to(v_BHPV.dtype.element_ty), mask=in_P[:, None] & in_C[None, :])
     else:
         h = tl.arange(0, H_POWER)
         in_H = h < H
-        seen = in_S[:, None] & in_H[None, :]
+        gated = in_S[:, None] & in_H[None, :]
         gates = (t.to(tl.int64) * f_s + b * f_b)[:, None] + (h * f_h)[None, :]
-        x_f = tl.load(x_f_SBH + gates, mask=seen, other=0.0).to(tl.float32)
+        x_f = tl.load(x_f_SBH + gates, mask=gated, other=0.0).to(tl.float32)
         rate = tl.exp(tl.load(A_log + h, mask=in_H, other=0.0))
         step = _softplus(x_f + tl.load(dt_bias + h, mask=in_H, other=0.0)[None, :])
         f = tl.where(in_S[:, None], tl.exp(-rate[None, :] * step), 1.0)
         if DOCUMENTS:
             before = (t > 0) & in_S
-            goes_on = tl.load(seq_BS + b * S + t, mask=before, other=0) == tl.load(seq_BS + b * S + t - 1, mask=before, other=0)
+            goes_on = tl.load(seq_BS + b * S + t, mask=before, other=0) == tl.load(
+                seq_BS + b * S + t - 1, mask=before, other=0
+            )
             f = tl.where(goes_on[:, None], f, -tl.maximum(f, 1.2e-38))
         tl.store(f_BHP + (b * H + h)[None, :] * P + t[:, None], f, mask=in_P[:, None] & in_H[None, :])
 
@@ -201,11 +226,12 @@ def prepare_backward(
             x, x_s, dqk = q_SBK + b * q_b, q_s, dq_BHPK
         else:
             x, x_s, dqk = k_SBK + b * k_b, k_s, dk_BHPK
-        for head in range(H):
+        for head in tl.range(0, H, loop_unroll_factor=4):
             da += tl.load(dqk + ((b * H + head) * P + t[:, None]) * K + c[None, :], mask=in_S[:, None], other=0.0)
         _convolve_backward(
-            x, x_s, c, qk_weight, qk_bias, channel, channel, t, in_S, in_C, seq_BS, b, S, L, da, du_BSC, dweight_NCX, part, C, T, DOCUMENTS
-        )
+            x, x_s, c, qk_weight, qk_bias, channel, channel, t, in_S, in_C, seq_BS, b, S, L, da,
+            du_BSC, dweight_NCX, part, C, T, DOCUMENTS,
+        )  # fmt: skip
     elif group < tl.num_programs(2) - 1:
         c = tl.arange(0, HEADS * V)
         head = (group - 2) * HEADS + c // V
@@ -213,28 +239,35 @@ def prepare_backward(
         channel = (group - 2) * HEADS * V + c
         rows = ((b * H + head)[None, :] * P + t[:, None]) * V + (c % V)[None, :]
         seen = in_S[:, None] & in_C[None, :]
-        da = tl.load(dy_BHPV + rows, mask=seen, other=0.0).to(tl.float32) * tl.load(D + channel, mask=in_C, other=0.0)[None, :]
+        da = (
+            tl.load(dy_BHPV + rows, mask=seen, other=0.0).to(tl.float32)
+            * tl.load(D + channel, mask=in_C, other=0.0)[None, :]
+        )
         for block in tl.static_range(R):
             da += tl.load(dv_RBHPV + block * (B * H).to(tl.int64) * P * V + rows, mask=seen, other=0.0)
         _convolve_backward(
-            v_SBHV + b * v_b, v_s, head * v_h + c % V, v_weight, v_bias, channel, 2 * K + channel, t, in_S, in_C, seq_BS, b, S, L, da,
-            du_BSC, dweight_NCX, part, C, T, DOCUMENTS
+            v_SBHV + b * v_b, v_s, head * v_h + c % V, v_weight, v_bias, channel, 2 * K + channel, t, in_S, in_C, seq_BS, b, S,
+            L, da, du_BSC, dweight_NCX, part, C, T, DOCUMENTS,
         )  # fmt: skip
     else:
         h = tl.arange(0, H_POWER)
         in_H = h < H
-        seen = in_S[:, None] & in_H[None, :]
+        gated = in_S[:, None] & in_H[None, :]
         gates = (t.to(tl.int64) * f_s + b * f_b)[:, None] + (h * f_h)[None, :]
-        x_f = tl.load(x_f_SBH + gates, mask=seen, other=0.0).to(tl.float32)
+        x_f = tl.load(x_f_SBH + gates, mask=gated, other=0.0).to(tl.float32)
         rate = tl.exp(tl.load(A_log + h, mask=in_H, other=0.0))[None, :]
         x_f += tl.load(dt_bias + h, mask=in_H, other=0.0)[None, :]
         step = _softplus(x_f)
         df = tl.zeros([TOKENS, H_POWER], tl.float32)
         for block in tl.static_range(R):
-            df += tl.load(df_RBHP + ((block * B + b) * H + h)[None, :] * P + t[:, None], mask=seen, other=0.0)
+            df += tl.load(df_RBHP + ((block * B + b) * H + h)[None, :] * P + t[:, None], mask=gated, other=0.0)
         dstep = -df * tl.exp(-rate * step) * rate
         dx_f = dstep * tl.sigmoid(x_f)
-        tl.store(dx_f_SBH + (t.to(tl.int64) * B + b)[:, None] * H + h[None, :], dx_f.to(dx_f_SBH.dtype.element_ty), mask=seen)
+        tl.store(
+            dx_f_SBH + (t.to(tl.int64) * B + b)[:, None] * H + h[None, :],
+            dx_f.to(dx_f_SBH.dtype.element_ty),
+            mask=gated,
+        )
         tl.store(dgate_NHX + (part * H + h) * 2, tl.sum(dstep * step, 0), mask=in_H)
         tl.store(dgate_NHX + (part * H + h) * 2 + 1, tl.sum(dx_f, 0), mask=in_H)
 
@@ -242,7 +275,7 @@ def prepare_backward(
 @triton.jit
 def _convolve_backward(
     x, x_s, offsets, weight, bias, channel, column, t, in_S, in_C, seq_BS, b, S, L, da, du_BSC, dweight_NCX, part,
-    C: tl.constexpr, T: tl.constexpr, DOCUMENTS: tl.constexpr
+    C: tl.constexpr, T: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """From the gradient behind SiLU to the one before it, and this program's part of those of the taps and the bias."""
     u = _convolve(x, x_s, offsets, weight, bias, channel, t, in_S, in_C, seq_BS, b, S, L, T, DOCUMENTS)
@@ -255,7 +288,9 @@ def _convolve_backward(
     for back in tl.static_range(T):
         same = _same_document(seq_BS, b, t, t - back, S, L, in_S, DOCUMENTS)
         rows = (t - back + L).to(tl.int64) * x_s
-        tap = tl.load(x + rows[:, None] + offsets[None, :], mask=same[:, None] & in_C[None, :], other=0.0).to(tl.float32)
+        tap = tl.load(x + rows[:, None] + offsets[None, :], mask=same[:, None] & in_C[None, :], other=0.0).to(
+            tl.float32
+        )
         tl.store(parts + (T - 1 - back), tl.sum(du * tap, 0), mask=in_C)
 
 
@@ -287,7 +322,9 @@ def convolution_inputs_backward(
     to = row.to(tl.int64) * B + b
     if group < 2:
         c = tl.arange(0, K)
-        dx = _taps_backward(du_BSC, qk_weight, group * K + c, group * K + c, c < K, t, there, seq_BS, b, S, L, C, T, DOCUMENTS)
+        dx = _taps_backward(
+            du_BSC, qk_weight, group * K + c, group * K + c, c < K, t, there, seq_BS, b, S, C, T, DOCUMENTS
+        )
         if group == 0:
             out = dq_SBK
         else:
@@ -297,16 +334,16 @@ def convolution_inputs_backward(
         c = tl.arange(0, HEADS * V)
         channel = (group - 2) * HEADS * V + c
         in_C = channel < H * V
-        dx = _taps_backward(du_BSC, v_weight, channel, 2 * K + channel, in_C, t, there, seq_BS, b, S, L, C, T, DOCUMENTS)
-        tl.store(
-            dv_SBC + to[:, None] * (H * V) + channel[None, :], dx.to(dv_SBC.dtype.element_ty), mask=there[:, None] & in_C[None, :]
-        )
+        dx = _taps_backward(du_BSC, v_weight, channel, 2 * K + channel, in_C, t, there, seq_BS, b, S, C, T, DOCUMENTS)
+        rows = to[:, None] * (H * V) + channel[None, :]
+        tl.store(dv_SBC + rows, dx.to(dv_SBC.dtype.element_ty), mask=there[:, None] & in_C[None, :])
 
 
 @triton.jit
 def _taps_backward(
-    du_BSC, weight, channel, column, in_C, t, there, seq_BS, b, S, L, C: tl.constexpr, T: tl.constexpr, DOCUMENTS: tl.constexpr
-):
+    du_BSC, weight, channel, column, in_C, t, there, seq_BS, b, S,
+    C: tl.constexpr, T: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
     dx = tl.zeros([t.shape[0], channel.shape[0]], tl.float32)
     for ahead in tl.static_range(T):
         seen = _same_document(seq_BS, b, t, t + ahead, S, 0, there, DOCUMENTS)

@@ -40,7 +40,7 @@ def skip_gate_norm(
     width,
     eps,
 ):
-    """Program (token block, batch row): all channels of a few tokens. Writes the sum of y's parts and of the squares as well."""
+    """Program (token block, batch row): all channels of a few tokens. Writes y's sum and that of the squares as well."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     b, B = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     c = tl.arange(0, C_POWER)

@@ -4,8 +4,8 @@ Forward, three launches: convolution, SiLU and forget gate (:mod:`megacpp_mcore.
 (:mod:`megacpp_mcore.ops.m2rnn.recurrence`); skip, output gate and norm (:mod:`megacpp_mcore.ops.m2rnn.gate`). Backward, five.
 Every sum is taken in one order: the same inputs give the same bits.
 
-Legend: S sequence, P the sequence padded to a multiple of :data:`~megacpp_mcore.ops.m2rnn.recurrence.PADDING`, B batch, H heads,
-K key dim, V value dim, C = H·V, T taps, E saved states, R row blocks.
+Legend: S sequence, P the sequence padded (:data:`~megacpp_mcore.ops.m2rnn.recurrence.PADDING`), B batch, H heads, K key dim,
+V value dim, C = H·V, T taps, E saved states, R row blocks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.m2rnn import convolution, gate, recurrence
 from megacpp_mcore.ops.m2rnn.reference import M2RNNState, check_mixer, last_window, scale_rows
+
+KEY_DIMS = (16, 32, 64)
+"""Whole row blocks of the recurrence, and a power of two for the convolution."""
 
 ROW_LOOPS = 528
 """Programs that share the rows of the gate's backward: four for each multiprocessor of an H200."""
@@ -56,15 +58,20 @@ def m2rnn(
     the backward pass of 16-bit inputs has no states to recompute before it walks back.
 
     Raises:
-        ModelError: shapes that do not fit, a key dim that is no multiple of 16, a value dim other than 16, or
-            ``checkpoint_every`` below 1.
+        ModelError: shapes that do not fit, a key dim that is none of :data:`KEY_DIMS`, a value dim other than 16, taps that
+            differ between qk and v, or ``checkpoint_every`` below 1.
     """
     check_mixer(q_SBK, k_SBK, v_SBHV, g_SBHV, D, norm_weight)
     key_dim, (heads, value_dim) = q_SBK.shape[-1], v_SBHV.shape[-2:]
-    if key_dim % recurrence.ROWS or value_dim != recurrence.COLUMNS:
+    if key_dim not in KEY_DIMS or value_dim != recurrence.COLUMNS:
         raise ModelError(
-            f"M²RNN's kernels were given key dim {key_dim} and value dim {value_dim}; they take multiples of {recurrence.ROWS} "
-            f"and {recurrence.COLUMNS}: use the reference"
+            f"M²RNN's kernels were given key dim {key_dim} and value dim {value_dim}; they take one of {KEY_DIMS} and "
+            f"{recurrence.COLUMNS}: use the reference"
+        )
+    if qk_conv_weight.shape[1] != v_conv_weight.shape[1]:
+        raise ModelError(
+            f"M²RNN's convolution of q and k has {qk_conv_weight.shape[1]} taps and that of v {v_conv_weight.shape[1]}; its "
+            "kernels take one number for both: use the reference"
         )
     if checkpoint_every < 1:
         raise ModelError(f"checkpoint_every is {checkpoint_every}; expected at least 1 token between two saved states.")
@@ -109,7 +116,7 @@ class Settings(NamedTuple):
 
 
 class M2RNNKernels(torch.autograd.Function):
-    """The launches, forward and backward. Outputs: [S, B, C], the sums of squares [S, B, 1], and the last state [B, H, K, V]."""
+    """The launches, forward and backward. Outputs [S, B, C], the sums of squares [S, B, 1], the last state [B, H, K, V]."""
 
     @staticmethod
     def forward(

@@ -88,14 +88,15 @@ def test_before_and_behind(tmp_path: Path, dtype: torch.dtype, heads: int, docum
         "DOCUMENTS": documents,
     } | WIDTHS
     taps |= {} if documents else {"seq_BS": None}
+    backward = taps | {"H_POWER": power, "R": 4, "TOKENS": convolution.TOKENS_BACKWARD}
     around = {"H": heads, "V": 16, "C_POWER": 16 * power, "NORM": True}
     launches = (
-        (convolution.prepare, taps | {"H_POWER": power}, {}),
-        (convolution.prepare_backward, taps | {"H_POWER": power, "R": 4}, {"num_warps": 8}),
-        (convolution.convolution_inputs_backward, taps, {}),
-        (gate.skip_gate_norm, around | {"R": 4, "TOKENS": gate.TOKENS}, {}),
-        (gate.skip_gate_norm_backward, around, {}),
+        (convolution.prepare, taps | {"H_POWER": power}),
+        (convolution.prepare_backward, backward),
+        (convolution.convolution_inputs_backward, taps),
+        (gate.skip_gate_norm, around | {"R": 4, "TOKENS": gate.TOKENS}),
+        (gate.skip_gate_norm_backward, around),
     )
-    for kernel, constants, options in launches:
-        made = compiled(kernel, tensors, constants, tmp_path, **options)
+    for kernel, constants in launches:
+        made = compiled(kernel, tensors, constants, tmp_path)
         assert made.spills == 0, (kernel, made)

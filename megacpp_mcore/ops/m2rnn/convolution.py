@@ -22,6 +22,9 @@ HEADS = 4
 TOKENS = 32
 """Tokens in one program."""
 
+TOKENS_BACKWARD = 16
+"""Tokens in one program that goes back through SiLU and sums over tokens: fewer, so that no register is spilled."""
+
 
 @triton.jit
 def _same_document(seq_BS, b, t, other, S, L, valid, DOCUMENTS: tl.constexpr):

@@ -304,7 +304,7 @@ def reverse(
         for i in tl.static_range(BLOCK):
             k, v, f = tl.load(k_t + (t + i) * K), tl.load(v_t + (t + i) * V), tl.load(f_t + t + i)
             h, candidate = _next_state(h, k, v, f, W, W_high, W_low, PART, ASM, DOCUMENTS)
-            states, candidates = states + (h,), candidates + (candidate,)  # noqa: RUF005 (Triton knows no star)
+            states, candidates = states + (h,), candidates + (candidate,)  # type: ignore[assignment]  # noqa: RUF005
         for i in tl.static_range(BLOCK - 1, -1, -1):
             h, candidate = states[i + 1], candidates[i]
             q, dy = tl.load(q_t + (t + i) * K).to(tl.float32), tl.load(dy_t + (t + i) * V).to(tl.float32)

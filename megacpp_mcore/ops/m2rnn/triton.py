@@ -134,7 +134,7 @@ class M2RNNKernels(torch.autograd.Function):
         weights = [weight.contiguous() for weight in weights]
         seq_idx = None if seq_idx is None else seq_idx.to(torch.int32).contiguous()
         h0 = None if h0 is None else h0.contiguous()
-        problem = _Problem(q, k, v, g, x_f, *weights, seq_idx, settings)
+        problem = _Problem._make((q, k, v, g, x_f, *weights, seq_idx, settings))
         read = problem.prepare()
         y_RBHPV, states_BHEKV, last_BHKV = recurrence.forward(*read, problem.W, h0, settings.every, seq_idx is not None)
         out, y_SBC, squares_SB = problem.skip_gate_norm(y_RBHPV, read.v)
@@ -152,7 +152,7 @@ class M2RNNKernels(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients, in the dtypes of their inputs."""
         *inputs, q_BPK, k_BPK, v_BHPV, f_BHP, states_BHEKV, y_SBC, squares_SB = ctx.saved_tensors
-        problem = _Problem(*inputs, ctx.settings)
+        problem = _Problem._make((*inputs, ctx.settings))
         read = recurrence.Read(q_BPK, k_BPK, v_BHPV, f_BHP)
         dout = torch.zeros_like(y_SBC) if dout is None else dout.contiguous()
         dsquares = torch.zeros_like(squares_SB) if dsquares is None else dsquares.contiguous()
@@ -203,7 +203,7 @@ class _Problem(NamedTuple):
         """The gradients of q, k, v and x_f, of the four weights of the convolution, and of A_log and dt_bias."""
         S, P, B, H, K, V = self._sizes()
         C, T, lead = 2 * K + H * V, self.qk_weight.shape[1], self.settings.lead
-        blocks, groups = triton.cdiv(S, convolution.TOKENS), 3 + triton.cdiv(H, convolution.HEADS)
+        blocks, groups = triton.cdiv(S, convolution.TOKENS_BACKWARD), 3 + triton.cdiv(H, convolution.HEADS)
         du_BSC = self.q.new_empty(B, S, C, dtype=torch.float32)
         dx_f = self.x_f.new_empty(S, B, H)
         dweight = self.q.new_empty(blocks * B, C, T + 1, dtype=torch.float32)
@@ -225,8 +225,7 @@ class _Problem(NamedTuple):
             S,
             P,
             R=K // recurrence.ROWS,
-            **self._constants(),
-            num_warps=8,
+            **(self._constants() | {"TOKENS": convolution.TOKENS_BACKWARD}),
         )
         dq, dk = (x.new_empty(x.shape) for x in (self.q, self.k))
         dv = self.v.new_empty(self.v.shape)
@@ -265,7 +264,7 @@ class _Problem(NamedTuple):
         y_SBC: torch.Tensor,
         squares_SB: torch.Tensor,
         v_BHPV: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, ...]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The gradients of y, g, D and the norm's weight."""
         S, P, B, H, _, V = self._sizes()
         programs = min(ROW_LOOPS, B * P)

@@ -13,11 +13,12 @@ SETUP = "$(BASE_PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 12))" 2
 	echo "Python 3.12 or later was not found as '$(BASE_PYTHON)': install it, or say make BASE_PYTHON=/path/to/python3.12" >&2; exit 1; }; \
 	python="$$("$(BASE_PYTHON)" requirements/environment.py $(ENVIRONMENT))"
 
-.PHONY: help venv demo test test-bridge test-exhaustive lint typecheck docs bridge nemo-run clean
+.PHONY: help venv demo test kernels test-bridge test-exhaustive lint typecheck docs bridge nemo-run clean
 
 help:
 	@echo "make demo       set everything up, train nam56r_tiny, show the loss curve"
 	@echo "make test       the CPU test suite (MEGATRON_LM=/path/to/Megatron-LM adds the tests on a checkout)"
+	@echo "make kernels    compile the GPU kernels for an H200, without one: nothing spilled, tensor cores used"
 	@echo "make test-bridge  the tests that need Megatron-Bridge or nemo-run, in environments with them"
 	@echo "make test-exhaustive  every combination: patches by recompute, masks, schedules and layouts"
 	@echo "make lint       ruff, check and format"
@@ -35,7 +36,11 @@ demo:
 	@$(SETUP); exec "$$python" examples/demo.py
 
 test:
-	@$(SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "not gpu and not exhaustive" tests
+	@$(SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "not gpu and not exhaustive and not kernels" tests
+
+# Triton keeps what it compiled, by source and version: the second time takes seconds.
+kernels:
+	@$(SETUP); exec "$$python" -m pytest -n 2 -m kernels tests/kernels
 
 test-bridge:
 	@$(SETUP); export MEGACPP_BRIDGE_PYTHON MEGACPP_NEMO_RUN_PYTHON; \

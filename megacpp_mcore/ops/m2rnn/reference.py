@@ -106,12 +106,9 @@ def m2rnn(
     Raises:
         ModelError: shapes that do not fit.
     """
+    check_mixer(q_SBK, k_SBK, v_SBHV, g_SBHV, D, norm_weight)
     heads, value_dim = v_SBHV.shape[-2:]
     key_dim = q_SBK.shape[-1]
-    _expect("k", k_SBK, "SBK", tuple(q_SBK.shape))
-    _expect("g", g_SBHV, "SBHV", tuple(v_SBHV.shape))
-    _expect("D", D, "C", (heads * value_dim,))
-    _expect("norm_weight", norm_weight, "C", (heads * value_dim,))
     qk_BSC = torch.cat((q_SBK, k_SBK), dim=-1).transpose(0, 1)
     v_BSC = v_SBHV.flatten(2).transpose(0, 1)
     h0_BHKV, qk_window, v_window = None, None, None
@@ -131,7 +128,27 @@ def m2rnn(
         return out_SBC, None
     rows_BSC = torch.cat((qk_BSC, v_BSC), dim=-1)
     before_BTC = None if initial_state is None else initial_state.window_BTC
-    return out_SBC, M2RNNState(h_BHKV, _last_window(rows_BSC, qk_conv_weight.shape[1] - 1, seq_idx, before_BTC))
+    return out_SBC, M2RNNState(h_BHKV, last_window(rows_BSC, qk_conv_weight.shape[1] - 1, seq_idx, before_BTC))
+
+
+def check_mixer(
+    q_SBK: torch.Tensor,
+    k_SBK: torch.Tensor,
+    v_SBHV: torch.Tensor,
+    g_SBHV: torch.Tensor,
+    D_C: torch.Tensor,
+    norm_weight_C: torch.Tensor,
+) -> None:
+    """Refuse inputs of a mixer that do not fit together.
+
+    Raises:
+        ModelError: they do not.
+    """
+    channels = v_SBHV.shape[-2] * v_SBHV.shape[-1]
+    _expect("k", k_SBK, "SBK", tuple(q_SBK.shape))
+    _expect("g", g_SBHV, "SBHV", tuple(v_SBHV.shape))
+    _expect("D", D_C, "C", (channels,))
+    _expect("norm_weight", norm_weight_C, "C", (channels,))
 
 
 def causal_convolution(
@@ -177,7 +194,7 @@ def _convolve_documents(
     return y_BSC.to(x_BSC.dtype)
 
 
-def _last_window(
+def last_window(
     rows_BSC: torch.Tensor, length: int, seq_idx_BS: torch.Tensor | None, before_BTC: torch.Tensor | None
 ) -> torch.Tensor:
     """The last ``length`` rows for the convolution of a later call, zero where they belong to another document."""

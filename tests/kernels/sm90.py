@@ -1,0 +1,69 @@
+"""What a Triton kernel becomes on an H200, compiled without one: registers, spills, instructions."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+_BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel for sm_90.
+
+    Attributes:
+        registers: of one thread.
+        spills: instructions that store or load what had no register.
+        instructions: how many of each, by the name in SASS.
+        shared: bytes of shared memory of one program.
+    """
+
+    registers: int
+    spills: int
+    instructions: Counter[str]
+    shared: int
+
+
+def compiled(kernel: Any, tensors: dict[str, str], constants: dict[str, Any], folder: Path, **options: int) -> Compiled:
+    """Compile ``kernel`` as it ships: every pointer on 16 bytes.
+
+    Args:
+        kernel: a function under ``triton.jit``.
+        tensors: the type of each argument that is no constant, such as ``*bf16``; all others are i32.
+        constants: the constants by name; None for a pointer that is not given.
+        folder: where the binary is put.
+        options: ``num_warps``, ``num_stages``.
+    """
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else tensors.get(name, "i32") for name in names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if signature[name].startswith("*")
+    }
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=values, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(made.asm["cubin"])
+    usage = _run("cuobjdump", "--dump-resource-usage", binary)
+    listing = _run("nvdisasm", "-c", binary)
+    found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?PT?\d*\s+)?([A-Z0-9]+)", listing, re.MULTILINE)
+    instructions = Counter(found)
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers, usage
+    assert instructions, listing[:2000]
+    spills = instructions["STL"] + instructions["LDL"]
+    return Compiled(int(registers.group(1)), spills, instructions, made.metadata.shared)
+
+
+def _run(program: str, *words: object) -> str:
+    command = [str(_BINARIES / program), *map(str, words)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megacpp_mcore.backends.dispatcher import Candidate, Speed
-from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON
+from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE
 from megacpp_mcore.backends.support import Dim, Support
 
 LAYER_PARTS = "transformer_impl"
@@ -28,22 +28,11 @@ _SDPA = Support(
 """Of the kernels behind PyTorch's SDPA one takes any such width, masked or not; others are faster where they can run."""
 
 
-_M2RNN_TRITON = Support(
-    devices=("cuda",),
-    dtypes=("bfloat16", "float16", "float32"),
-    dims={"key_dim": Dim(smallest=64, largest=64), "value_dim": Dim(smallest=16, largest=16)},
-)
-"""The widths that were measured: one warp has 16 rows of a state, whose 16 columns are a tensor core's depth."""
-
-
 def own_candidates() -> tuple[Candidate, ...]:
     """The implementations of the model's ops in this package; none is imported before it is chosen."""
     return (
         _candidate("mla", "sdpa", Speed.KERNEL, _SDPA, "megacpp_mcore.ops.mla.sdpa:sdpa_attention", (CUDA,)),
         _candidate("mla", "reference", Speed.REFERENCE, _REFERENCE, "megacpp_mcore.ops.mla.reference:mla_attention"),
-        _candidate(
-            "m2rnn", "triton", Speed.KERNEL, _M2RNN_TRITON, "megacpp_mcore.ops.m2rnn.triton:m2rnn", (TRITON, CUDA)
-        ),
         *(
             _candidate(
                 op, "reference", Speed.REFERENCE, _REFERENCE, f"megacpp_mcore.ops.{package}.reference:{function}"

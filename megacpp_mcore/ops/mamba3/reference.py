@@ -361,7 +361,7 @@ def mamba3(
             above 1.
     """
     weights = (b_bias, c_bias, b_norm_weight, c_norm_weight, D, mimo_x, mimo_z, mimo_o, out_norm_weight)
-    _check_mixer(x_SBHP, z_SBHP, b_SBGRN, c_SBGRN, *weights)
+    check_mixer(x_SBHP, z_SBHP, b_SBGRN, c_SBGRN, *weights)
     tokens = (x_SBHP, z_SBHP, dd_dt_SBH, dd_A_SBH, trap_SBH, angles_SBA)
     x, z, dd_dt, dd_A, trap, angles = (t.transpose(0, 1) for t in tokens)
     b, c = (t.permute(1, 0, 3, 2, 4) for t in (b_SBGRN, c_SBGRN))
@@ -593,7 +593,7 @@ def _check_scan(
     return compute_dtype(x_BSHP, b_BSRHN, c_BSRHN, adt_BSH, dt_BSH, trap_BSH)
 
 
-def _check_mixer(
+def check_mixer(
     x_SBHP: torch.Tensor,
     z_SBHP: torch.Tensor,
     b_SBGRN: torch.Tensor,

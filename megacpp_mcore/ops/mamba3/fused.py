@@ -1,0 +1,543 @@
+"""Mamba-3 by Triton kernels, forward and backward: what :func:`megacpp_mcore.ops.mamba3.reference.mamba3` computes, on a GPU.
+
+Legend: B batch, S sequence, H heads, P head dim, G groups, N state, R MIMO rank, A rotation angles.
+
+The sequence is cut into segments. One pass turns B and C and sums what every segment adds to the state, a short second one
+carries the state from segment to segment, and a third computes all segments side by side from the states before them. The
+backward pass does the same in reverse for the gradient of the state. Nothing is kept between them but the inputs and the
+states; keys, queries and the gradient of the scan's output are made anew, per head, in the dtype of ``x``. No sum depends on
+the order in which programs run: the same inputs give the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.mamba3 import kernels
+from megacpp_mcore.ops.mamba3.reference import (
+    Activation,
+    Mamba3State,
+    check_mixer,
+    mamba3_decay_and_gates,
+    mamba3_rotate,
+)
+
+ROWS = 64
+"""Rows of a chunk, tokens × ranks: what a tensor-core product of one warp group has."""
+
+SEGMENT = 128
+"""Tokens between two stored states, the least; no segment is shorter than a chunk."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Sizes of one call, and what follows from them."""
+
+    S: int
+    B: int
+    H: int
+    P: int
+    G: int
+    R: int
+    N: int
+    A: int
+    mimo: bool
+    packed: bool
+    heavy: bool
+    A_floor: float
+    eps: float
+
+    @property
+    def chunk(self) -> int:
+        return ROWS // self.R
+
+    @property
+    def segment(self) -> int:
+        return max(SEGMENT, self.chunk)
+
+    @property
+    def segments(self) -> int:
+        return triton.cdiv(self.S, self.segment)
+
+    @property
+    def padded(self) -> int:
+        return self.segments * self.segment
+
+    @property
+    def planes(self) -> int:
+        """A, rounded up to a power of two."""
+        return triton.next_power_of_2(self.A)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.H, self.segments, self.B
+
+    def sizes(self, *names: str) -> dict[str, Any]:
+        """Compile-time arguments of a kernel, by name."""
+        every = {name: getattr(self, name) for name in "HGRPNA"} | {
+            "AP": self.planes,
+            "L": self.chunk,
+            "T": self.segment,
+            "CHUNKS": self.segment // self.chunk,
+            "NSEG": self.segments,
+            "MIMO": self.mimo,
+            "PACKED": self.packed,
+            "HEAVY": self.heavy,
+            "HALF": self.mimo,
+            "EVEN": self.S % self.chunk == 0 and self.padded == self.S,
+            "STAGES": 1,
+            "PRECISION": "ieee",
+        }
+        return {name: every[name] for name in names}
+
+
+class _Parameters(NamedTuple):
+    """The parameters that the scan reads, in the dtype of the tables and with an interleaved state; by rank for SISO as well."""
+
+    b_bias: torch.Tensor
+    c_bias: torch.Tensor
+    mimo_x: torch.Tensor
+    mimo_z: torch.Tensor
+    mimo_o: torch.Tensor
+    D: torch.Tensor
+
+
+class _Tables(NamedTuple):
+    """What :mod:`kernels` calls tables."""
+
+    bn: torch.Tensor
+    cn: torch.Tensor
+    la: torch.Tensor
+    w: torch.Tensor
+    gamma: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    theta_BHA: torch.Tensor
+
+
+def mamba3(
+    x_SBHP: torch.Tensor,
+    z_SBHP: torch.Tensor,
+    b_SBGRN: torch.Tensor,
+    c_SBGRN: torch.Tensor,
+    dd_dt_SBH: torch.Tensor,
+    dd_A_SBH: torch.Tensor,
+    trap_SBH: torch.Tensor,
+    angles_SBA: torch.Tensor,
+    *,
+    dt_bias: torch.Tensor,
+    D: torch.Tensor,
+    b_bias: torch.Tensor,
+    c_bias: torch.Tensor,
+    b_norm_weight: torch.Tensor,
+    c_norm_weight: torch.Tensor,
+    mimo_x: torch.Tensor | None = None,
+    mimo_z: torch.Tensor | None = None,
+    mimo_o: torch.Tensor | None = None,
+    out_norm_weight: torch.Tensor | None = None,
+    chunk_size: int,
+    A_floor: float,
+    eps: float,
+    activation: Activation = "softplus",
+    seq_idx: torch.Tensor | None = None,
+    initial_state: Mamba3State | None = None,
+    return_final_state: bool = False,
+) -> tuple[torch.Tensor, Mamba3State | None]:
+    """Do what the reference's ``mamba3`` does, with its arguments and results; ``chunk_size`` is chosen by the kernels.
+
+    The first eight inputs have one dtype, bfloat16 or float16, and may be strided views; sums, decays, angles and the state
+    inside a segment are float32, products of matrices have the inputs' dtype.
+
+    Raises:
+        ModelError: shapes that do not fit, and sizes or dtypes that the kernels do not take.
+    """
+    del chunk_size
+    check_mixer(
+        x_SBHP, z_SBHP, b_SBGRN, c_SBGRN, b_bias, c_bias, b_norm_weight, c_norm_weight, D, mimo_x, mimo_z, mimo_o,
+        out_norm_weight,
+    )  # fmt: skip
+    S, B, H, P = x_SBHP.shape
+    G, R, N = b_SBGRN.shape[2:]
+    A = angles_SBA.shape[-1]
+    plan = _Plan(
+        S, B, H, P, G, R, N, A, mimo_x is not None, seq_idx is not None, activation == "heavy_tail", A_floor, eps
+    )  # fmt: skip
+    _check_kernels(plan, activation, x_SBHP, z_SBHP, b_SBGRN, c_SBGRN, dd_dt_SBH, dd_A_SBH, trap_SBH, angles_SBA)
+    starts = (None, None)
+    if initial_state is not None:
+        starts = _entering(
+            plan, initial_state, dd_dt_SBH[:1], dd_A_SBH[:1], trap_SBH[:1], dt_bias, mimo_x, activation
+        )  # fmt: skip
+    out_SBHP, h_BHPN, theta_BHA = _Scan.apply(
+        plan, return_final_state, x_SBHP, z_SBHP, b_SBGRN, c_SBGRN, dd_dt_SBH, dd_A_SBH, trap_SBH, angles_SBA,
+        dt_bias, D, b_bias, c_bias, b_norm_weight, c_norm_weight, mimo_x, mimo_z, mimo_o,
+        None if seq_idx is None else seq_idx.to(torch.int32).contiguous(), *starts,
+    )  # fmt: skip
+    if out_norm_weight is not None:
+        out_SBHP = _HeadNorm.apply(out_SBHP, out_norm_weight.view(H, P), eps)
+    if not return_final_state:
+        return out_SBHP, None
+    last = b_SBGRN[-1].float()
+    normed = last * torch.rsqrt(last.square().mean(-1, keepdim=True) + eps) * b_norm_weight.float()
+    keys_BRHN = (normed.repeat_interleave(H // G, dim=1) + b_bias.float()).transpose(1, 2)
+    pairing = "half" if plan.mimo else "interleaved"
+    turned = mamba3_rotate(keys_BRHN.unsqueeze(1), theta_BHA.unsqueeze(1), pairing=pairing).squeeze(1)
+    return out_SBHP, Mamba3State(_to_model(h_BHPN, plan), turned, x_SBHP[-1].float(), theta_BHA)
+
+
+def _check_kernels(plan: _Plan, activation: str, *inputs: torch.Tensor) -> None:
+    """Refuse what no kernel was built and tested for."""
+    S, B, H, A = plan.S, plan.B, plan.H, plan.A
+    shapes = {"dd_dt": (S, B, H), "dd_A": (S, B, H), "trap": (S, B, H), "angles": (S, B, A)}
+    for (name, shape), tensor in zip(shapes.items(), inputs[4:], strict=True):
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}, as the other inputs have it.")
+    if activation not in ("softplus", "heavy_tail"):
+        raise ModelError(f"Unknown activation {activation!r}; use 'softplus' or 'heavy_tail'.")
+    if not plan.A_floor > 0:
+        raise ModelError(f"A_floor is {plan.A_floor}; expected a positive number such as 1e-4.")
+    if 2 * A > plan.N:
+        raise ModelError(f"{A} rotation angles need a state of at least {2 * A}, found {plan.N}; lower the fraction.")
+    if ROWS % plan.R or plan.R > 16:
+        raise ModelError(f"MIMO rank {plan.R}: the Triton kernels take 1, 2, 4, 8 or 16; use the reference for others.")
+    for name, size in (("head dim", plan.P), ("state", plan.N)):
+        if size < 16 or size & (size - 1):
+            nearest = max(16, 1 << (size - 1).bit_length())
+            raise ModelError(f"{name} {size}: the Triton kernels take powers of two from 16 on; the nearest is {nearest}.")
+    dtypes = {tensor.dtype for tensor in inputs}
+    if len(dtypes) > 1:
+        raise ModelError(f"inputs of {', '.join(map(str, dtypes))}: the Triton kernels take one dtype; cast them first.")
+
+
+def _aligned(tensor: torch.Tensor, inner: int) -> torch.Tensor:
+    """The tensor itself if its last ``inner`` axes are contiguous and tokens lie a multiple of 8 elements apart, else a copy."""
+    expected = 1
+    for axis in range(tensor.dim() - 1, tensor.dim() - 1 - inner, -1):
+        if tensor.stride(axis) != expected:
+            return tensor.contiguous()
+        expected *= tensor.shape[axis]
+    if any(stride % 8 for stride in tensor.stride()[:2]) or tensor.data_ptr() % 16:
+        return tensor.contiguous()
+    return tensor
+
+
+def _per_token(tensor: torch.Tensor) -> tuple[int, int]:
+    """The strides of tokens and of rows of a batch."""
+    return tensor.stride(0), tensor.stride(1)
+
+
+def _eighths(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.stride(0) // 8, tensor.stride(1) // 8
+
+
+def _to_kernels(t: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    """A state axis from the model's order to the kernels', where planes are adjacent columns."""
+    return t.unflatten(-1, (2, plan.N // 2)).transpose(-1, -2).flatten(-2) if plan.mimo else t
+
+
+def _to_model(t: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    return t.unflatten(-1, (plan.N // 2, 2)).transpose(-1, -2).flatten(-2) if plan.mimo else t
+
+
+def _table_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Tables hold numbers of size 1, for which float16 has three bits more than bfloat16."""
+    return torch.float16 if dtype == torch.bfloat16 else dtype
+
+
+def _entering(
+    plan: _Plan,
+    state: Mamba3State,
+    dd_dt: torch.Tensor,
+    dd_A: torch.Tensor,
+    trap: torch.Tensor,
+    dt_bias: torch.Tensor,
+    mimo_x: torch.Tensor | None,
+    activation: Activation,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state before the first token, with what that token's trapezoid adds of the one before, and θ before it; by autograd."""
+    first = (t.float().transpose(0, 1) for t in (dd_dt, dd_A, trap))
+    _, dt, lam = mamba3_decay_and_gates(*first, dt_bias.float(), A_floor=plan.A_floor, activation=activation)
+    v_BRHP = state.x_BHP.float().unsqueeze(1)
+    if mimo_x is not None:
+        v_BRHP = v_BRHP * mimo_x.float().transpose(0, 1)
+    added_BHPN = torch.einsum("brhp,brhn->bhpn", v_BRHP, state.b_BRHN.float())
+    h_BHPN = state.h_BHPN.float() + ((1 - lam) * dt)[:, 0, :, None, None] * added_BHPN
+    return _to_kernels(h_BHPN, plan).contiguous(), state.theta_BHA.float().remainder(2 * math.pi).contiguous()
+
+
+def _parameters(
+    plan: _Plan,
+    dtype: torch.dtype,
+    D: torch.Tensor,
+    b_bias: torch.Tensor,
+    c_bias: torch.Tensor,
+    mix: tuple[torch.Tensor | None, ...],
+) -> _Parameters:
+    tables = _table_dtype(dtype)
+    b_bias, c_bias = (_to_kernels(t, plan).to(tables).contiguous() for t in (b_bias, c_bias))
+    mixes = [b_bias if t is None else t.to(tables).contiguous() for t in mix]  # SISO has none: any pointer does
+    return _Parameters(b_bias, c_bias, *mixes, D.float().contiguous())
+
+
+def _tables(
+    plan: _Plan,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    gates: tuple[torch.Tensor, ...],
+    dt_bias: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    seq_idx: torch.Tensor,
+    initial_theta: torch.Tensor | None,
+    *,
+    final: bool,
+) -> _Tables:
+    """Run the kernels that make the tables."""
+    device, dtype = b.device, _table_dtype(b.dtype)
+    B, H, G, R, N, A, SP = plan.B, plan.H, plan.G, plan.R, plan.N, plan.A, plan.padded
+    normed = []
+    for tensor, weight in ((b, weights[0]), (c, weights[1])):
+        out = torch.empty(B, G, R, SP, N, device=device, dtype=dtype)
+        kernels.norm_fwd[(triton.cdiv(SP, 32), G * R, B)](
+            tensor, weight, out, *_eighths(tensor), tensor.stride(2), tensor.stride(3), plan.S, SP, B, plan.eps,
+            **plan.sizes("G", "R", "N", "HALF"), ROWS=32,
+        )  # fmt: skip
+        normed.append(out)
+    dd_dt, dd_A, trap, angles = gates
+    segments = plan.segments
+    totals = torch.empty(B, H, segments, A, device=device)
+    carries = torch.empty_like(totals)
+    restarts = torch.empty(B, segments, device=device, dtype=torch.int32)
+    kernels.turn_totals[plan.grid](
+        dd_dt, dt_bias, angles, seq_idx, totals, restarts, *_per_token(dd_dt), *_per_token(angles), plan.S, segments,
+        **plan.sizes("H", "A", "AP", "T", "PACKED"),
+    )  # fmt: skip
+    kernels.turn_carries[(H, B)](
+        totals, restarts, totals if initial_theta is None else initial_theta, carries,
+        **plan.sizes("H", "A", "AP", "NSEG", "PACKED"), BLOCK=32, INITIAL=initial_theta is not None,
+    )  # fmt: skip
+    la, w, gamma = torch.empty(3, B, H, SP, device=device).unbind()
+    cos, sin = torch.empty(2, B, H, SP, A, device=device, dtype=dtype).unbind()
+    theta = torch.empty(B, H, A, device=device)
+    kernels.tables_fwd[plan.grid](
+        dd_dt, dd_A, trap, angles, dt_bias, seq_idx, carries, la, w, gamma, cos, sin, theta,
+        *_per_token(dd_dt), *_per_token(dd_A), *_per_token(trap), *_per_token(angles), plan.S, SP, segments,
+        plan.A_floor, **plan.sizes("H", "A", "AP", "T", "L", "HEAVY", "PACKED"), FINAL=final,
+    )  # fmt: skip
+    return _Tables(*normed, la, w, gamma, cos, sin, theta)
+
+
+def _pass_states(
+    plan: _Plan, states: torch.Tensor, keeps: torch.Tensor, initial: torch.Tensor | None, *, reverse: bool
+) -> torch.Tensor:
+    """Carry states from segment to segment, in place; returns what leaves, [B, H, P, N] float32."""
+    elements = plan.P * plan.N
+    block = min(1024, elements)
+    final = torch.empty(plan.B, plan.H, plan.P, plan.N, device=states.device)
+    kernels.pass_states[(elements // block, plan.H, plan.B)](
+        states, keeps, final if initial is None else initial, final, **plan.sizes("H", "NSEG"), PN=elements, BLOCK=block,
+        REVERSE=reverse, INITIAL=initial is not None,
+    )  # fmt: skip
+    return final
+
+
+class _Scan(torch.autograd.Function):
+    """From the projections to the gated output, the last state (the kernels' order of the state axis) and the last angle."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, final: bool, *inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        (x, z, b, c, dd_dt, dd_A, trap, angles, dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix, seq_idx, h0, theta0) = inputs
+        x, z = _aligned(x, 2), _aligned(z, 2)
+        b, c = _aligned(b, 1), _aligned(c, 1)
+        gates = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in (dd_dt, dd_A, trap, angles))
+        documents = gates[0] if seq_idx is None else seq_idx
+        parameters = _parameters(plan, x.dtype, D, b_bias, c_bias, tuple(mix))
+        tables = _tables(plan, b, c, gates, dt_bias, (b_norm, c_norm), documents, theta0, final=final)
+        keys, queries = _empty_rows(plan, x, plan.N), _empty_rows(plan, x, plan.N)
+        states = torch.empty(plan.B, plan.H, plan.segments + 1, plan.P, plan.N, device=x.device, dtype=x.dtype)
+        keeps = torch.empty(plan.B, plan.H, plan.segments, device=x.device)
+        kernels.turn_and_add[plan.grid](
+            x, tables.bn, tables.cn, parameters.b_bias, parameters.c_bias, parameters.mimo_x, tables.cos, tables.sin,
+            tables.la, tables.w, documents, keys, queries, states, keeps, *_eighths(x), plan.S, plan.padded,
+            plan.segments, **plan.sizes("H", "G", "R", "P", "N", "A", "L", "CHUNKS", "MIMO", "PACKED", "EVEN", "PRECISION"),
+        )  # fmt: skip
+        h = _pass_states(plan, states, keeps, h0, reverse=False)
+        out = torch.empty(plan.S, plan.B, plan.H, plan.P, device=x.device, dtype=x.dtype)
+        _scan(plan, x, z, keys, queries, parameters, tables, documents, states, out, raw=False)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        if not final:
+            ctx.mark_non_differentiable(h, tables.theta_BHA)
+        ctx.save_for_backward(
+            x, z, b, c, *gates, dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix, seq_idx, theta0, states
+        )  # fmt: skip
+        return out, h, tables.theta_BHA
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        return _backward(ctx, *(t if t is None else t.contiguous() for t in gradients))
+
+
+def _empty_rows(plan: _Plan, like: torch.Tensor, width: int) -> torch.Tensor:
+    """Room for one row of ``width`` per head, token and rank."""
+    return torch.empty(plan.B, plan.H, plan.padded * plan.R, width, device=like.device, dtype=like.dtype)
+
+
+def _scan(
+    plan: _Plan,
+    x: torch.Tensor,
+    z: torch.Tensor,
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    parameters: _Parameters,
+    tables: _Tables,
+    documents: torch.Tensor,
+    states: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    raw: bool,
+) -> None:
+    kernels.scan_fwd[plan.grid](
+        x, z, keys, queries, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, parameters.D, tables.la, tables.w,
+        tables.gamma, documents, states, out, *_eighths(x), *_eighths(z), plan.S, plan.padded, plan.segments, plan.B,
+        **plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "PACKED", "EVEN", "STAGES", "PRECISION"), RAW=raw,
+    )  # fmt: skip
+
+
+def _backward(
+    ctx: Any, dout: torch.Tensor | None, dh: torch.Tensor | None, dtheta: torch.Tensor | None
+) -> tuple[Any, ...]:
+    plan: _Plan = ctx.plan
+    (x, z, b, c, dd_dt, dd_A, trap, angles, dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix, seq_idx, theta0, states) = (
+        ctx.saved_tensors
+    )
+    gates = (dd_dt, dd_A, trap, angles)
+    documents = dd_dt if seq_idx is None else seq_idx
+    S, B, H, G, R, P, N, A, SP = plan.S, plan.B, plan.H, plan.G, plan.R, plan.P, plan.N, plan.A, plan.padded
+    segments, device = plan.segments, x.device
+    if dout is None:
+        dout = torch.zeros(S, B, H, P, device=device, dtype=x.dtype)
+    parameters = _parameters(plan, x.dtype, D, b_bias, c_bias, tuple(mix))
+    tables = _tables(plan, b, c, gates, dt_bias, (b_norm, c_norm), documents, theta0, final=False)
+    common = plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "PACKED", "EVEN", "PRECISION")
+    per_segment = (B, segments, H)
+
+    keys, queries = _empty_rows(plan, x, N), _empty_rows(plan, x, N)
+    do = _empty_rows(plan, x, P)
+    dstates = torch.empty_like(states)
+    keeps = torch.empty(B, H, segments, device=device)
+    kernels.turn_and_add_gradients[plan.grid](
+        z, dout, tables.bn, tables.cn, parameters.b_bias, parameters.c_bias, parameters.mimo_z, parameters.mimo_o,
+        tables.cos, tables.sin, tables.la, tables.w, documents, keys, queries, do, dstates, keeps, *_eighths(z), S, SP,
+        segments, B, **common, **plan.sizes("G", "A"),
+    )  # fmt: skip
+    dh0 = _pass_states(plan, dstates, keeps, dh, reverse=True)
+
+    # The gate's own gradients, from what it was applied to.
+    ungated = _empty_rows(plan, x, P)
+    _scan(plan, x, z, keys, queries, parameters, tables, documents, states, ungated, raw=True)
+    dz = torch.empty(S, B, H, P, device=device, dtype=z.dtype)
+    dmimo_z, dmimo_o, dmimo_x = (torch.empty(*per_segment, R, P, device=device) if plan.mimo else dz for _ in range(3))
+    kernels.gate_bwd[plan.grid](
+        z, dout, ungated, parameters.mimo_z, parameters.mimo_o, dz, dmimo_z, dmimo_o, *_eighths(z), S, SP, segments, B,
+        **plan.sizes("H", "R", "P", "L", "CHUNKS", "MIMO", "EVEN"),
+    )  # fmt: skip
+    del ungated
+
+    dgamma, value, k_value = torch.empty(3, B, H, SP, device=device).unbind()
+    dD = torch.empty(per_segment, device=device)
+    dqueries = _empty_rows(plan, x, N)
+    kernels.scan_bwd_queries[plan.grid](
+        x, keys, queries, do, parameters.mimo_x, tables.la, tables.w, tables.gamma, documents, states, dqueries, dgamma,
+        dD, *_eighths(x), S, SP, segments, **common, **plan.sizes("STAGES"),
+    )  # fmt: skip
+    dkeys = _empty_rows(plan, x, N)
+    dx = torch.empty(S, B, H, P, device=device, dtype=x.dtype)
+    end_value = torch.empty(B, H, segments, device=device)
+    end_turn = torch.empty(B, H, segments, A, device=device)
+    kernels.scan_bwd_keys[plan.grid](
+        x, keys, queries, do, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma, documents, states,
+        dstates, dkeys, dx, end_value, end_turn, dmimo_x, *_eighths(x), S, SP, segments, B, **common,
+        **plan.sizes("STAGES", "A"),
+    )  # fmt: skip
+    del do
+
+    dbn, dcn = torch.empty(2, B, G, R, SP, N, device=device).unbind()
+    chunks = SP // plan.chunk
+    db_bias, dc_bias = torch.empty(2, B, chunks, H, R, N, device=device).unbind()
+    dturn = torch.empty(B, H, SP, A, device=device)
+    kernels.turn_back[(chunks, G, B)](
+        keys, queries, dkeys, dqueries, tables.cos, tables.sin, dbn, dcn, db_bias, dc_bias, value, k_value, dturn, SP,
+        **plan.sizes("H", "G", "R", "N", "A", "L"),
+    )  # fmt: skip
+    del keys, queries, dkeys, dqueries
+    norms = [_norm_back(plan, t, w, dt) for t, w, dt in ((b, b_norm, dbn), (c, c_norm, dcn))]
+
+    ddd_dt, ddd_A, dtrap = (torch.empty(S, B, H, device=device, dtype=t.dtype) for t in (dd_dt, dd_A, trap))
+    ddt_bias = torch.empty(per_segment, device=device)
+    dangles = torch.empty(B, H, SP, A, device=device)
+    dtheta0 = torch.empty(B, H, A, device=device)
+    kernels.tables_bwd[plan.grid](
+        dd_dt, dd_A, trap, angles, dt_bias, documents, tables.w, tables.gamma, value, k_value, dgamma, dturn, end_value,
+        end_turn, dtheta0 if dtheta is None else dtheta, ddd_dt, ddd_A, dtrap, dangles, ddt_bias, dtheta0,
+        *_per_token(dd_dt), *_per_token(dd_A), *_per_token(trap), *_per_token(angles), S, SP, segments, B,
+        plan.A_floor, **plan.sizes("H", "A", "AP", "T", "HEAVY", "PACKED"), FINAL=dtheta is not None, INITIAL=theta0 is not None,
+    )  # fmt: skip
+    slope_BSA = math.pi * (1 - torch.tanh(angles.float()).square()).transpose(0, 1)
+    dangles_SBA = (dangles.sum(1)[:, :S] * slope_BSA).transpose(0, 1).to(angles.dtype)
+
+    (db, db_norm), (dc, dc_norm) = norms
+    db_bias, dc_bias = (_to_model(t.sum((0, 1)), plan) for t in (db_bias, dc_bias))
+    mixes = [t.sum((0, 1)).to(m.dtype) if m is not None else None for t, m in zip((dmimo_x, dmimo_z, dmimo_o), mix, strict=True)]
+    return (
+        None, None, dx, dz, db, dc, ddd_dt, ddd_A, dtrap, dangles_SBA, ddt_bias.sum((0, 1)).to(dt_bias.dtype),
+        dD.sum((0, 1)).to(D.dtype), db_bias.to(b_bias.dtype), dc_bias.to(c_bias.dtype), db_norm, dc_norm, *mixes, None,
+        dh0 if theta0 is not None else None, dtheta0 if theta0 is not None else None,
+    )  # fmt: skip
+
+
+def _norm_back(
+    plan: _Plan, tensor: torch.Tensor, weight: torch.Tensor, dnormed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of B or C before their norm, and of its weight."""
+    tiles = triton.cdiv(plan.padded, 32)
+    dx = torch.empty(plan.S, plan.B, plan.G, plan.R, plan.N, device=tensor.device, dtype=tensor.dtype)
+    dw = torch.empty(plan.B * plan.G * plan.R * tiles, plan.N, device=tensor.device)
+    kernels.norm_bwd[(tiles, plan.G * plan.R, plan.B)](
+        tensor, weight, dnormed, dx, dw, *_eighths(tensor), tensor.stride(2), tensor.stride(3), plan.S, plan.padded,
+        plan.B, plan.eps, **plan.sizes("G", "R", "N", "HALF"), ROWS=32,
+    )  # fmt: skip
+    return dx, dw.sum(0).to(weight.dtype)
+
+
+class _HeadNorm(torch.autograd.Function):
+    """RMSNorm of each head's P values, with a weight for every head."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SBHP: torch.Tensor, weight_HP: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty_like(x_SBHP)
+        H, P = weight_HP.shape
+        kernels.head_norm_fwd[(triton.cdiv(x_SBHP.numel() // (H * P), 16), H)](
+            x_SBHP, weight_HP, out, x_SBHP.numel() // (H * P), eps, H=H, P=P, ROWS=16
+        )
+        ctx.save_for_backward(x_SBHP, weight_HP)
+        ctx.eps = eps
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x_SBHP, weight_HP = ctx.saved_tensors
+        H, P = weight_HP.shape
+        tokens = x_SBHP.numel() // (H * P)
+        tiles = triton.cdiv(tokens, 64)
+        dx = torch.empty_like(x_SBHP)
+        dw = torch.empty(tiles, H, P, device=dx.device)
+        kernels.head_norm_bwd[(tiles, H)](
+            x_SBHP, weight_HP, dout.contiguous(), dx, dw, tokens, ctx.eps, H=H, P=P, ROWS=64
+        )  # fmt: skip
+        return dx, dw.sum(0).to(weight_HP.dtype), None

@@ -1,0 +1,941 @@
+"""Triton kernels of Mamba-3: tables, the state between segments, the scan inside them, and the gradients of all three.
+
+Legend: B batch, S sequence, H heads, P head dim, G groups, N state, R rank, A rotation angles. A *segment* of T tokens is
+what one program works through; a *chunk* of L tokens is one step of it, M = L·R rows, rank-major (row r·L + t), so that a
+sum over ranks stays in a thread. S is padded to ``SP``, a multiple of T, by tokens that add nothing and decay nothing.
+
+The state axis is *interleaved* everywhere inside: columns 2i and 2i + 1 are plane i of the rotation. What MIMO pairs by
+halves is put in that order once, where B and C are normed.
+
+Tables: ``la`` [B, H, SP] the inclusive sum of log2 decays in a chunk, ``w`` and ``gamma`` [B, H, SP] of the reference's
+docstring, ``cos`` and ``sin`` [B, H, SP, A], ``bn`` and ``cn`` [B, G, R, SP, N] normed, states [B, H, SP / T + 1, P, N].
+Offsets between tokens of the model's own tensors [S, B, …] are given in units of 8 elements, so that the compiler knows
+their alignment.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+PI = tl.constexpr(3.141592653589793)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""Triton's interpreter knows no assembly."""
+
+
+# --- small parts ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _exp2(u):
+    """2^u without the instructions that save results below 2^-126."""
+    if INTERPRETED:
+        return tl.exp2(u)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+
+
+@triton.jit
+def _sigmoid(u):
+    if INTERPRETED:
+        return 1.0 / (1.0 + tl.exp2(u * -LOG2E))
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + _exp2(u * -LOG2E)], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+
+
+@triton.jit
+def _softplus(u):
+    """With log1p by the identity log(y)·x / (y − 1), y = 1 + x: small steps keep their digits."""
+    x = tl.exp2(tl.abs(u) * -LOG2E)
+    y = 1.0 + x
+    return tl.maximum(u, 0.0) + tl.where(y == 1.0, x, tl.log(y) * (x / tl.where(y == 1.0, 1.0, y - 1.0)))
+
+
+@triton.jit
+def _tanh(u):
+    return 2.0 * _sigmoid(2.0 * u) - 1.0
+
+
+@triton.jit
+def _rate(u, HEAVY: tl.constexpr):
+    """The decay rate and its slope."""
+    if HEAVY:
+        below = 1.0 / (1.0 - tl.minimum(u, 0.0))
+        return tl.where(u < 0, below, 1.0 + u), tl.where(u < 0, below * below, 1.0)
+    else:
+        return _softplus(u), _sigmoid(u)
+
+
+@triton.jit
+def _segmented_add(flag_a, sum_a, flag_b, sum_b):
+    return flag_a | flag_b, tl.where(flag_b > 0, sum_b, sum_a + sum_b)
+
+
+@triton.jit
+def _documents(seq_ptr, b, t, S):
+    """The document of each token; padding belongs to the last one."""
+    return tl.load(seq_ptr + b.to(tl.int64) * S + tl.maximum(tl.minimum(t, S - 1), 0))
+
+
+@triton.jit
+def _starts(seq_ptr, b, t, S):
+    """Whether a token is the first of a document that is not the row's first."""
+    return _documents(seq_ptr, b, t, S) != _documents(seq_ptr, b, t - 1, S)
+
+
+@triton.jit
+def _over_ranks(x, R: tl.constexpr, L: tl.constexpr, X: tl.constexpr):
+    """[M, X] to its sum over ranks [L, X]."""
+    if R == 1:
+        return x
+    else:
+        return tl.sum(tl.reshape(x, (R, L, X)), 0)
+
+
+@triton.jit
+def _rows_over_ranks(x, R: tl.constexpr, L: tl.constexpr):
+    """[M] to its sum over ranks [L]."""
+    if R == 1:
+        return x
+    else:
+        return tl.sum(tl.reshape(x, (R, L)), 0)
+
+
+@triton.jit
+def _turned(ptr, bias_ptr, cos, sin, M: tl.constexpr, N: tl.constexpr):
+    """B or C of a chunk, [M, N] float32, with its bias and turned."""
+    value = tl.load(ptr).to(tl.float32) + tl.load(bias_ptr).to(tl.float32)
+    first, second = tl.split(tl.reshape(value, (M, N // 2, 2)))
+    return tl.reshape(tl.join(first * cos - second * sin, first * sin + second * cos), (M, N))
+
+
+@triton.jit
+def _gate(z_ptr, mz_ptr, zmask, MIMO: tl.constexpr, EVEN: tl.constexpr):
+    """z, mimo_z, z ⊙ mimo_z and its sigmoid, [M, P] float32."""
+    z = tl.load(z_ptr).to(tl.float32) if EVEN else tl.load(z_ptr, mask=zmask, other=0.0).to(tl.float32)
+    mz = tl.load(mz_ptr).to(tl.float32) if MIMO else 1.0
+    u = z * mz
+    return z, mz, u, _sigmoid(u)
+
+
+@triton.jit
+def _tile(ptr, mask, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(ptr).to(tl.float32)
+    else:
+        return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def norm_fwd(x_ptr, weight_ptr, y_ptr, s_s, s_b, s_g, s_r, S, SP, B, eps,
+             G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """RMSNorm of B or C, [S, B, G, R, N] to the table [B, G, R, SP, N]; programs (SP / ROWS, G·R, B)."""
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    gr, b = tl.program_id(1), tl.program_id(2)
+    i = tl.arange(0, N // 2)
+    a, c = (i, i + N // 2) if HALF else (2 * i, 2 * i + 1)
+    row = x_ptr + t.to(tl.int64)[:, None] * (s_s * 8) + b.to(tl.int64) * (s_b * 8) + (gr // R) * s_g + (gr % R) * s_r
+    inside = (t < S)[:, None]
+    first = tl.load(row + a[None, :], mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(row + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / N + eps)[:, None]
+    first = first * scale * tl.load(weight_ptr + a).to(tl.float32)[None, :]
+    second = second * scale * tl.load(weight_ptr + c).to(tl.float32)[None, :]
+    n = tl.arange(0, N)
+    out = y_ptr + (b.to(tl.int64) * (G * R) + gr) * SP * N + t[:, None] * N + n[None, :]
+    y = tl.reshape(tl.join(first, second), (ROWS, N))
+    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=(t < SP)[:, None])
+
+
+@triton.jit
+def norm_bwd(x_ptr, weight_ptr, dy_ptr, dx_ptr, dw_ptr, s_s, s_b, s_g, s_r, S, SP, B, eps,
+             G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """The way back of :func:`norm_fwd`: from ``dy`` [B, G, R, SP, N] to ``dx`` [S, B, G, R, N] and the weight's gradient, one
+    part a program, ``dw`` [programs, N]."""
+    tile, gr, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t = tile * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, N // 2)
+    a, c = (i, i + N // 2) if HALF else (2 * i, 2 * i + 1)
+    row = x_ptr + t.to(tl.int64)[:, None] * (s_s * 8) + b.to(tl.int64) * (s_b * 8) + (gr // R) * s_g + (gr % R) * s_r
+    inside = (t < S)[:, None]
+    first = tl.load(row + a[None, :], mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(row + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    n = tl.arange(0, N)
+    plane = (b.to(tl.int64) * (G * R) + gr) * SP * N
+    dy = tl.load(dy_ptr + plane + t[:, None] * N + n[None, :], mask=inside, other=0.0)
+    d_first, d_second = tl.split(tl.reshape(dy, (ROWS, N // 2, 2)))
+    scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / N + eps)[:, None]
+    first, second = first * scale, second * scale
+    program = (b * (G * R) + gr) * tl.num_programs(0) + tile
+    tl.store(dw_ptr + program * N + a, tl.sum(d_first * first, 0))
+    tl.store(dw_ptr + program * N + c, tl.sum(d_second * second, 0))
+    d_first *= tl.load(weight_ptr + a).to(tl.float32)[None, :]
+    d_second *= tl.load(weight_ptr + c).to(tl.float32)[None, :]
+    mean = ((tl.sum(d_first * first, 1) + tl.sum(d_second * second, 1)) / N)[:, None]
+    out = dx_ptr + (t.to(tl.int64)[:, None] * B + b) * (G * R * N) + gr * N
+    tl.store(out + a[None, :], (scale * (d_first - first * mean)).to(dx_ptr.dtype.element_ty), mask=inside)
+    tl.store(out + c[None, :], (scale * (d_second - second * mean)).to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _steps(dd_dt_ptr, dt_bias_ptr, s_s, s_b, t, b, h, S):
+    """Δ of tokens, 0 outside of the sequence."""
+    inside = (t >= 0) & (t < S)
+    u = tl.load(dd_dt_ptr + t.to(tl.int64) * s_s + b.to(tl.int64) * s_b + h, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, _softplus(u + tl.load(dt_bias_ptr + h).to(tl.float32)), 0.0)
+
+
+@triton.jit
+def _lambdas(trap_ptr, s_s, s_b, t, b, h, S):
+    inside = (t >= 0) & (t < S)
+    return _sigmoid(
+        tl.load(trap_ptr + t.to(tl.int64) * s_s + b.to(tl.int64) * s_b + h, mask=inside, other=0.0).to(tl.float32)
+    )
+
+
+@triton.jit
+def _turns(angles_ptr, s_s, s_b, t, b, S, A: tl.constexpr, AP: tl.constexpr):
+    """tanh of the angle projection, [T, AP]."""
+    i = tl.arange(0, AP)
+    mask = (t < S)[:, None] & (i < A)[None, :]
+    u = tl.load(angles_ptr + t.to(tl.int64)[:, None] * s_s + b.to(tl.int64) * s_b + i[None, :], mask=mask, other=0.0)
+    return _tanh(u.to(tl.float32))
+
+
+@triton.jit
+def _summed_turns(turn, seq_ptr, b, t, S, T: tl.constexpr, AP: tl.constexpr, PACKED: tl.constexpr):
+    """Running sum of [T, AP] over tokens, from 0 at each document's start; and whether one starts at or before a token."""
+    if PACKED:
+        starts = tl.broadcast_to(_starts(seq_ptr, b, t, S).to(tl.int32)[:, None], (T, AP))
+        flags, sums = tl.associative_scan((starts, turn), 0, _segmented_add)
+        return sums, flags
+    else:
+        return tl.cumsum(turn, 0), tl.zeros((T, AP), tl.int32)
+
+
+@triton.jit
+def turn_totals(dd_dt_ptr, dt_bias_ptr, angles_ptr, seq_ptr, total_ptr, restart_ptr, s_s, s_b, sa_s, sa_b, S, NSEG,
+                H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, T: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
+    """What a segment adds to θ since its last document start, [B, H, NSEG, A], and whether there is one, [B, NSEG]."""
+    h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t = seg * T + tl.arange(0, T)
+    delta = _steps(dd_dt_ptr, dt_bias_ptr, s_s, s_b, t, b, h, S)
+    turn = (delta * PI)[:, None] * _turns(angles_ptr, sa_s, sa_b, t, b, S, A, AP)
+    i = tl.arange(0, AP)
+    if PACKED:
+        starts = tl.where(_starts(seq_ptr, b, t, S), t, -1)
+        start = tl.max(starts, 0)
+        total = tl.sum(tl.where((t >= start)[:, None], turn, 0.0), 0)
+        tl.store(restart_ptr + b * NSEG + seg, (start >= 0).to(tl.int32))
+    else:
+        total = tl.sum(turn, 0)
+    tl.store(total_ptr + ((b * H + h) * NSEG + seg).to(tl.int64) * A + i, total, mask=i < A)
+
+
+@triton.jit
+def turn_carries(total_ptr, restart_ptr, initial_ptr, carry_ptr,
+                 H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NSEG: tl.constexpr, BLOCK: tl.constexpr,
+                 PACKED: tl.constexpr, INITIAL: tl.constexpr):  # fmt: skip
+    """θ before each segment, mod 2π, [B, H, NSEG, A]; programs (H, B). The sum runs in float64."""
+    h, b = tl.program_id(0), tl.program_id(1)
+    bh = b * H + h
+    i = tl.arange(0, AP)
+    if INITIAL:
+        carry = tl.load(initial_ptr + bh * A + i, mask=i < A, other=0.0).to(tl.float64)
+    else:
+        carry = tl.zeros((AP,), tl.float64)
+    base = bh.to(tl.int64) * NSEG * A
+    rows = tl.arange(0, BLOCK)
+    for first in range(0, NSEG, BLOCK):
+        s = first + rows
+        mask = (s < NSEG)[:, None] & (i < A)[None, :]
+        total = tl.load(total_ptr + base + s[:, None] * A + i[None, :], mask=mask, other=0.0).to(tl.float64)
+        if PACKED:
+            restart = tl.load(restart_ptr + b * NSEG + s, mask=s < NSEG, other=0)
+            flags, sums = tl.associative_scan(
+                (tl.broadcast_to(restart[:, None], (BLOCK, AP)), total), 0, _segmented_add
+            )  # fmt: skip
+            after = tl.where(flags > 0, sums, sums + carry[None, :])
+        else:
+            after = tl.cumsum(total, 0) + carry[None, :]
+        after = after - tl.floor(after * (0.5 / PI)) * (2.0 * PI)
+        # Stored one place on: what a segment leaves is what the next one starts from.
+        last = s[:, None] + 1 < NSEG
+        tl.store(carry_ptr + base + (s[:, None] + 1) * A + i[None, :], after.to(tl.float32), mask=mask & last)
+        if first == 0:
+            tl.store(carry_ptr + base + i, carry.to(tl.float32), mask=i < A)
+        carry = tl.sum(tl.where((rows == BLOCK - 1)[:, None], after, 0.0), 0)
+
+
+@triton.jit
+def tables_fwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, carry_ptr,
+               la_ptr, w_ptr, gamma_ptr, cos_ptr, sin_ptr, theta_ptr,
+               s_s, s_b, sA_s, sA_b, st_s, st_b, sa_s, sa_b, S, SP, NSEG, floor,
+               H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, T: tl.constexpr, L: tl.constexpr,
+               HEAVY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr):  # fmt: skip
+    """la, w, γ, cos θ, sin θ of a segment, and θ of the last token; programs (H, NSEG, B)."""
+    h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    bh = (b * H + h).to(tl.int64)
+    t = seg * T + tl.arange(0, T)
+    inside = t < S
+    delta = _steps(dd_dt_ptr, dt_bias_ptr, s_s, s_b, t, b, h, S)
+    following = _steps(dd_dt_ptr, dt_bias_ptr, s_s, s_b, t + 1, b, h, S)
+    own = _lambdas(trap_ptr, st_s, st_b, t, b, h, S) * delta
+    pending = (1.0 - _lambdas(trap_ptr, st_s, st_b, t + 1, b, h, S)) * following
+    u = tl.load(dd_A_ptr + t.to(tl.int64) * sA_s + b.to(tl.int64) * sA_b + h, mask=inside, other=0.0).to(tl.float32)
+    rate, _ = _rate(u, HEAVY)
+    decay = tl.maximum(rate, floor) * delta * -LOG2E
+    la = tl.reshape(tl.cumsum(tl.reshape(decay, (T // L, L)), 1), (T,))
+    tl.store(la_ptr + bh * SP + t, la)
+    tl.store(w_ptr + bh * SP + t, own + pending)
+    tl.store(gamma_ptr + bh * SP + t, own)
+
+    i = tl.arange(0, AP)
+    turn = (delta * PI)[:, None] * _turns(angles_ptr, sa_s, sa_b, t, b, S, A, AP)
+    sums, restarted = _summed_turns(turn, seq_ptr, b, t, S, T, AP, PACKED)
+    carry = tl.load(carry_ptr + (bh * NSEG + seg) * A + i, mask=i < A, other=0.0)
+    theta = tl.where(restarted > 0, sums, sums + carry[None, :])
+    theta = theta - tl.floor(theta * (0.5 / PI)) * (2.0 * PI)
+    out = (bh * SP + t)[:, None] * A + i[None, :]
+    mask = tl.broadcast_to((i < A)[None, :], (T, AP))
+    tl.store(cos_ptr + out, tl.cos(theta).to(cos_ptr.dtype.element_ty), mask=mask)
+    tl.store(sin_ptr + out, tl.sin(theta).to(sin_ptr.dtype.element_ty), mask=mask)
+    if FINAL:
+        tl.store(
+            theta_ptr + bh * A + tl.broadcast_to(i[None, :], (T, AP)), theta, mask=mask & (t == S - 1)[:, None]
+        )  # fmt: skip
+
+
+# --- states between segments ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _decays(la_ptr, w_ptr, seq_ptr, rows, t0, b, S, L: tl.constexpr, PACKED: tl.constexpr):
+    """Of a chunk: what a token keeps of the state before it [M], what it hands to the one after [M], and what is kept [1]."""
+    la, w = tl.load(la_ptr + rows), tl.load(w_ptr + rows)
+    last = tl.load(la_ptr + L - 1)
+    enter, leave, keep = _exp2(la), _exp2(last - la) * w, tl.exp2(last)
+    if PACKED:
+        document = _documents(seq_ptr, b, t0 + rows, S)
+        before, after = _documents(seq_ptr, b, t0 - 1, S), _documents(seq_ptr, b, t0 + L - 1, S)
+        enter = tl.where(document == before, enter, 0.0)
+        leave = tl.where(document == after, leave, 0.0)
+        keep = tl.where(before == after, keep, 0.0)
+    return enter, leave, keep
+
+
+@triton.jit
+def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, cos_ptr, sin_ptr, la_ptr, w_ptr, seq_ptr,
+                 k_ptr, q_ptr, state_ptr, keep_ptr, sx_s, sx_b, S, SP, NSEG,
+                 H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
+                 L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+                 PRECISION: tl.constexpr):  # fmt: skip
+    """Keys and queries, which are B and C with bias, turned: [B, H, SP / L, M, N]. Also what a segment adds to the state [P, N],
+    and how much it keeps of the one before. Programs (H, NSEG, B)."""
+    h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    M: tl.constexpr = L * R
+    DT: tl.constexpr = x_ptr.dtype.element_ty
+    bh = (b * H + h).to(tl.int64)
+    m, n, p, i = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P), tl.arange(0, N // 2)
+    token, rank = m % L, m // L
+    t0 = seg * (CHUNKS * L)
+    rows = (rank * SP + token)[:, None] * N + n[None, :]
+    bias = h * (R * N) + rank[:, None] * N + n[None, :]
+    mix = mx_ptr + h * (R * P) + rank[:, None] * P + p[None, :]
+    planes = token[:, None] * A + i[None, :]
+    turns = tl.broadcast_to((i < A)[None, :], (M, N // 2))
+    tile = m[:, None] * N + n[None, :]
+    x_rows = token[:, None] * (sx_s * 8) + p[None, :]
+    bc = (b * G + h // (H // G)).to(tl.int64) * (R * SP * N) + t0 * N
+    cos_ptr += (bh * SP + t0) * A
+    sin_ptr += (bh * SP + t0) * A
+    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
+    la_ptr += bh * SP + t0
+    w_ptr += bh * SP + t0
+    k_ptr += (bh * SP + t0) * (R * N)
+    q_ptr += (bh * SP + t0) * (R * N)
+    state = tl.zeros((P, N), tl.float32)
+    kept = 1.0
+    for chunk in tl.range(CHUNKS):
+        cos = tl.load(cos_ptr + planes, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + planes, mask=turns, other=0.0).to(tl.float32)
+        q = _turned(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, M, N)
+        tl.store(q_ptr + tile, q.to(DT))
+        k = _turned(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, M, N)
+        tl.store(k_ptr + tile, k.to(DT))
+        _, leave, keep = _decays(la_ptr, w_ptr, seq_ptr, token, t0, b, S, L, PACKED)
+        v = _tile(x_ptr + x_rows, (t0 + token < S)[:, None], EVEN)
+        if MIMO:
+            v = v * tl.load(mix).to(tl.float32)
+        state = tl.dot(v.to(DT).T, (k * leave[:, None]).to(DT), state * keep, input_precision=PRECISION)
+        kept = kept * keep
+        t0 += L
+        bc += L * N
+        cos_ptr += L * A
+        sin_ptr += L * A
+        x_ptr += L * (sx_s * 8).to(tl.int64)
+        la_ptr += L
+        w_ptr += L
+        k_ptr += M * N
+        q_ptr += M * N
+    out = state_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]
+    tl.store(out, state.to(state_ptr.dtype.element_ty))
+    tl.store(keep_ptr + bh * NSEG + seg, kept)
+
+
+@triton.jit
+def turn_and_add_gradients(z_ptr, dy_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mz_ptr, mo_ptr, cos_ptr, sin_ptr, la_ptr,
+                 w_ptr, seq_ptr, k_ptr, q_ptr, do_ptr, dstate_ptr, keep_ptr, sz_s, sz_b, S, SP, NSEG, B,
+                 H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
+                 L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+                 PRECISION: tl.constexpr):  # fmt: skip
+    """Keys and queries as :func:`turn_and_add` makes them; ``do`` [B, H, SP / L, M, P], the gradient of what the gate is applied
+    to; and what a segment adds to the gradient of the state before it [P, N], with how much it keeps. Programs (H, NSEG, B)."""
+    h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    M: tl.constexpr = L * R
+    DT: tl.constexpr = dy_ptr.dtype.element_ty
+    bh = (b * H + h).to(tl.int64)
+    m, n, p, i = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P), tl.arange(0, N // 2)
+    token, rank = m % L, m // L
+    t0 = seg * (CHUNKS * L)
+    rows = (rank * SP + token)[:, None] * N + n[None, :]
+    bias = h * (R * N) + rank[:, None] * N + n[None, :]
+    mix = h * (R * P) + rank[:, None] * P + p[None, :]
+    planes = token[:, None] * A + i[None, :]
+    turns = tl.broadcast_to((i < A)[None, :], (M, N // 2))
+    tile = m[:, None] * N + n[None, :]
+    z_rows = token[:, None] * (sz_s * 8) + p[None, :]
+    dy_rows = token[:, None] * (B * H * P) + p[None, :]
+    bc = (b * G + h // (H // G)).to(tl.int64) * (R * SP * N) + t0 * N
+    cos_ptr += (bh * SP + t0) * A
+    sin_ptr += (bh * SP + t0) * A
+    z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * (sz_b * 8) + h * P
+    dy_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
+    do_ptr += (bh * SP + t0) * (R * P)
+    la_ptr += bh * SP + t0
+    w_ptr += bh * SP + t0
+    k_ptr += (bh * SP + t0) * (R * N)
+    q_ptr += (bh * SP + t0) * (R * N)
+    dstate = tl.zeros((P, N), tl.float32)
+    kept = 1.0
+    for chunk in tl.range(CHUNKS):
+        cos = tl.load(cos_ptr + planes, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + planes, mask=turns, other=0.0).to(tl.float32)
+        q = _turned(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, M, N)
+        tl.store(q_ptr + tile, q.to(DT))
+        enter, _, keep = _decays(la_ptr, w_ptr, seq_ptr, token, t0, b, S, L, PACKED)
+        inside = (t0 + token < S)[:, None]
+        _, _, u, s = _gate(z_ptr + z_rows, mz_ptr + mix, inside, MIMO, EVEN)
+        do = _tile(dy_ptr + dy_rows, inside, EVEN) * (u * s)
+        if MIMO:
+            do = do * tl.load(mo_ptr + mix).to(tl.float32)
+        do = do.to(DT)
+        tl.store(do_ptr + m[:, None] * P + p[None, :], do)
+        dstate = tl.dot(do.T, (q * (enter * kept)[:, None]).to(DT), dstate, input_precision=PRECISION)
+        kept = kept * keep
+        k = _turned(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, M, N)
+        tl.store(k_ptr + tile, k.to(DT))
+        t0 += L
+        bc += L * N
+        cos_ptr += L * A
+        sin_ptr += L * A
+        z_ptr += L * (sz_s * 8).to(tl.int64)
+        dy_ptr += L * B.to(tl.int64) * (H * P)
+        do_ptr += M * P
+        la_ptr += L
+        w_ptr += L
+        k_ptr += M * N
+        q_ptr += M * N
+    out = dstate_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]
+    tl.store(out, dstate.to(dstate_ptr.dtype.element_ty))
+    tl.store(keep_ptr + bh * NSEG + seg, kept)
+
+
+@triton.jit
+def pass_states(state_ptr, keep_ptr, initial_ptr, final_ptr,
+                H: tl.constexpr, PN: tl.constexpr, NSEG: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
+                INITIAL: tl.constexpr):  # fmt: skip
+    """Turn what segments add into what each one starts from, in place: from the first (its state before) or, in reverse, from
+    the last (the gradient of its state after, one place on). ``final`` [B, H, PN] float32 is what leaves at the other end.
+    Programs (PN / BLOCK, H, B)."""
+    bh = (tl.program_id(2) * H + tl.program_id(1)).to(tl.int64)
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if INITIAL:
+        carry = tl.load(initial_ptr + bh * PN + e)
+    else:
+        carry = tl.zeros((BLOCK,), tl.float32)
+    base = state_ptr + bh * (NSEG + 1) * PN + e
+    keeps = keep_ptr + bh * NSEG
+    DT: tl.constexpr = state_ptr.dtype.element_ty
+    if REVERSE:
+        added = tl.load(base + (NSEG - 1) * PN)
+        tl.store(base + NSEG * PN, carry.to(DT))
+        for j in range(NSEG):
+            s = NSEG - 1 - j
+            coming = tl.load(base + max(s - 1, 0) * PN) if NSEG > 1 else added
+            carry = carry * tl.load(keeps + s) + added.to(tl.float32)
+            tl.store(base + s * PN, carry.to(DT))
+            added = coming
+    else:
+        added = tl.load(base)
+        for s in range(NSEG):
+            coming = tl.load(base + min(s + 1, NSEG - 1) * PN) if NSEG > 1 else added
+            tl.store(base + s * PN, carry.to(DT))
+            carry = carry * tl.load(keeps + s) + added.to(tl.float32)
+            added = coming
+        tl.store(base + NSEG * PN, carry.to(DT))
+    tl.store(final_ptr + bh * PN + e, carry)
+
+
+# --- the scan ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _weights(la_q, la_k, w_k, gamma_k, at_q, at_k, document_q, document_k, PACKED: tl.constexpr):
+    """How much a query's token weighs a key's: γ of itself, the decayed w of an earlier one, 0 of a later one.
+
+    Arguments of queries and of keys broadcast against each other, so that the same serves both orientations.
+    """
+    below = _exp2(la_q - la_k) * w_k
+    if PACKED:
+        below = tl.where(document_q == document_k, below, 0.0)
+    return tl.where(at_q > at_k, below, tl.where(at_q == at_k, gamma_k, 0.0))
+
+
+@triton.jit
+def _sum_tokens(x, sums, DT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
+                PRECISION: tl.constexpr):  # fmt: skip
+    """Add the sum over tokens of [M, X] to ``sums`` [ROWS, X], a row a rank: a product with 0 and 1 on the tensor cores."""
+    r, m = tl.arange(0, ROWS), tl.arange(0, R * L)
+    return tl.dot((m[None, :] // L == r[:, None]).to(DT), x.to(DT), sums, input_precision=PRECISION)
+
+
+@triton.jit
+def scan_fwd(x_ptr, z_ptr, k_ptr, q_ptr, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, seq_ptr, state_ptr,
+             y_ptr, sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B,
+             H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+             L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, PACKED: tl.constexpr,
+             EVEN: tl.constexpr, RAW: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The output of a segment, y [S, B, H, P], from the state before it; with RAW what the gate is applied to, one for every
+    rank, y [B, H, SP / L, M, P]. Programs (H, NSEG, B)."""
+    h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    M: tl.constexpr = L * R
+    DT: tl.constexpr = x_ptr.dtype.element_ty
+    bh = (b * H + h).to(tl.int64)
+    m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
+    token, rank, one = m % L, m // L, tl.arange(0, L)
+    t0 = seg * (CHUNKS * L)
+    tile = m[:, None] * N + n[None, :]
+    mix = h * (R * P) + rank[:, None] * P + p[None, :]
+    x_rows = token[:, None] * (sx_s * 8) + p[None, :]
+    z_rows = token[:, None] * (sz_s * 8) + p[None, :]
+    y_rows = one[:, None] * (B * H * P) + p[None, :]
+    table = bh * SP + t0
+    k_ptr += table * (R * N)
+    q_ptr += table * (R * N)
+    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
+    z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * (sz_b * 8) + h * P
+    y_ptr += table * (R * P) if RAW else (t0.to(tl.int64) * B + b) * (H * P) + h * P
+    skip = tl.load(D_ptr + h).to(tl.float32)
+    state = tl.load(state_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
+    for chunk in tl.range(CHUNKS, num_stages=STAGES):
+        k, q = tl.load(k_ptr + chunk * (M * N) + tile), tl.load(q_ptr + chunk * (M * N) + tile)
+        start = t0 + chunk * L
+        row = table + chunk * L
+        enter, leave, keep = _decays(la_ptr + row, w_ptr + row, seq_ptr, token, start, b, S, L, PACKED)
+        inside = (start + token < S)[:, None]
+        v = _tile(x_ptr + chunk * L * (sx_s * 8).to(tl.int64) + x_rows, inside, EVEN)
+        if MIMO:
+            v = v * tl.load(mx_ptr + mix).to(tl.float32)
+        v = v.to(DT)
+        held = state.to(DT)
+        state = tl.dot(
+            v.T, (k.to(tl.float32) * leave[:, None]).to(DT), state * keep, input_precision=PRECISION
+        )  # fmt: skip
+        o = tl.dot(q, held.T, input_precision=PRECISION) * enter[:, None]
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        la, w, gamma = tl.load(la_ptr + row + token), tl.load(w_ptr + row + token), tl.load(gamma_ptr + row + token)
+        document = _documents(seq_ptr, b, start + token, S) if PACKED else token
+        weights = _weights(
+            la[:, None], la[None, :], w[None, :], gamma[None, :], token[:, None], token[None, :],
+            document[:, None], document[None, :], PACKED,
+        )  # fmt: skip
+        scores = scores * weights + tl.where(m[:, None] == m[None, :], skip, 0.0)
+        o = tl.dot(scores.to(DT), v, o, input_precision=PRECISION)
+        if RAW:
+            tl.store(y_ptr + chunk * (M * P) + m[:, None] * P + p[None, :], o.to(DT))
+        else:
+            _, _, u, s = _gate(
+                z_ptr + chunk * L * (sz_s * 8).to(tl.int64) + z_rows, mz_ptr + mix, inside, MIMO, EVEN
+            )  # fmt: skip
+            o = o.to(DT).to(tl.float32) * (u * s)
+            if MIMO:
+                o = o * tl.load(mo_ptr + mix).to(tl.float32)
+            y = _over_ranks(o, R, L, P).to(DT)
+            out = y_ptr + chunk * L * B.to(tl.int64) * (H * P) + y_rows
+            if EVEN:
+                tl.store(out, y)
+            else:
+                tl.store(out, y, mask=(start + one < S)[:, None])
+
+
+@triton.jit
+def gate_bwd(z_ptr, dy_ptr, y_ptr, mz_ptr, mo_ptr, dz_ptr, dmz_ptr, dmo_ptr, sz_s, sz_b, S, SP, NSEG, B,
+             H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, CHUNKS: tl.constexpr,
+             MIMO: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """dz, and parts (one a segment) of the gradients of mimo_z and mimo_o, from what the gate was applied to (``y`` of a RAW
+    scan). Programs (H, NSEG, B)."""
+    h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    M: tl.constexpr = L * R
+    bh = (b * H + h).to(tl.int64)
+    m, p = tl.arange(0, M), tl.arange(0, P)
+    token, rank, one, r = m % L, m // L, tl.arange(0, L), tl.arange(0, R)
+    t0 = seg * (CHUNKS * L)
+    mix = h * (R * P) + rank[:, None] * P + p[None, :]
+    z_rows = token[:, None] * (sz_s * 8) + p[None, :]
+    dy_rows = token[:, None] * (B * H * P) + p[None, :]
+    dz_rows = one[:, None] * (B * H * P) + p[None, :]
+    y_ptr += (bh * SP + t0) * (R * P)
+    z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * (sz_b * 8) + h * P
+    dy_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
+    dz_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
+    dmz = tl.zeros((M, P), tl.float32)
+    dmo = tl.zeros((M, P), tl.float32)
+    for chunk in tl.range(CHUNKS):
+        start = t0 + chunk * L
+        inside = (start + token < S)[:, None]
+        z, mz, u, s = _gate(
+            z_ptr + chunk * L * (sz_s * 8).to(tl.int64) + z_rows, mz_ptr + mix, inside, MIMO, EVEN
+        )  # fmt: skip
+        at = chunk * L * B.to(tl.int64) * (H * P)
+        y = tl.load(y_ptr + chunk * (M * P) + m[:, None] * P + p[None, :]).to(tl.float32)
+        y = y * _tile(dy_ptr + at + dy_rows, inside, EVEN)
+        if MIMO:
+            dmo += y * (u * s)
+            y = y * tl.load(mo_ptr + mix).to(tl.float32)
+        du = y * (s * (1.0 + u * (1.0 - s)))
+        if MIMO:
+            dmz += du * z
+        dz = _over_ranks(du * mz, R, L, P).to(dz_ptr.dtype.element_ty)
+        if EVEN:
+            tl.store(dz_ptr + at + dz_rows, dz)
+        else:
+            tl.store(dz_ptr + at + dz_rows, dz, mask=(start + one < S)[:, None])
+    if MIMO:
+        part = ((b * NSEG + seg) * H + h).to(tl.int64) * (R * P) + r[:, None] * P + p[None, :]
+        tl.store(dmz_ptr + part, tl.sum(tl.reshape(dmz, (R, L, P)), 1))
+        tl.store(dmo_ptr + part, tl.sum(tl.reshape(dmo, (R, L, P)), 1))
+
+
+@triton.jit
+def scan_bwd_queries(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, seq_ptr, state_ptr,
+                     dq_ptr, dgamma_ptr, dD_ptr, sx_s, sx_b, S, SP, NSEG,
+                     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+                     L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, PACKED: tl.constexpr,
+                     EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The gradients of the queries [B, H, SP / L, M, N], of γ, and of D (a part a segment); first token to last; programs
+    (H, NSEG, B)."""
+    h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    M: tl.constexpr = L * R
+    DT: tl.constexpr = x_ptr.dtype.element_ty
+    bh = (b * H + h).to(tl.int64)
+    m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
+    token, rank = m % L, m // L
+    t0 = seg * (CHUNKS * L)
+    tile = m[:, None] * N + n[None, :]
+    mix = h * (R * P) + rank[:, None] * P + p[None, :]
+    x_rows = token[:, None] * (sx_s * 8) + p[None, :]
+    table = bh * SP + t0
+    k_ptr += table * (R * N)
+    q_ptr += table * (R * N)
+    dq_ptr += table * (R * N)
+    do_ptr += table * (R * P)
+    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
+    state = tl.load(state_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
+    dD = tl.zeros((M,), tl.float32)
+    for chunk in tl.range(CHUNKS, num_stages=STAGES):
+        k, q = tl.load(k_ptr + chunk * (M * N) + tile), tl.load(q_ptr + chunk * (M * N) + tile)
+        do = tl.load(do_ptr + chunk * (M * P) + m[:, None] * P + p[None, :])
+        start = t0 + chunk * L
+        row = table + chunk * L
+        enter, leave, keep = _decays(la_ptr + row, w_ptr + row, seq_ptr, token, start, b, S, L, PACKED)
+        v = _tile(x_ptr + chunk * L * (sx_s * 8).to(tl.int64) + x_rows, (start + token < S)[:, None], EVEN)
+        if MIMO:
+            v = v * tl.load(mx_ptr + mix).to(tl.float32)
+        v = v.to(DT)
+        held = state.to(DT)
+        state = tl.dot(
+            v.T, (k.to(tl.float32) * leave[:, None]).to(DT), state * keep, input_precision=PRECISION
+        )  # fmt: skip
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        dweights = tl.dot(do, v.T, input_precision=PRECISION)
+        dD += tl.sum(tl.where(m[:, None] == m[None, :], dweights, 0.0), 1)
+        dgamma = tl.sum(tl.where(token[:, None] == token[None, :], dweights * scores, 0.0), 1)
+        tl.store(dgamma_ptr + row + tl.arange(0, L), _rows_over_ranks(dgamma, R, L))
+        la, w, gamma = tl.load(la_ptr + row + token), tl.load(w_ptr + row + token), tl.load(gamma_ptr + row + token)
+        document = _documents(seq_ptr, b, start + token, S) if PACKED else token
+        weights = _weights(
+            la[:, None], la[None, :], w[None, :], gamma[None, :], token[:, None], token[None, :],
+            document[:, None], document[None, :], PACKED,
+        )  # fmt: skip
+        dweights = (dweights * weights).to(DT)
+        dq = tl.dot(do, held, input_precision=PRECISION) * enter[:, None]
+        dq = tl.dot(dweights, k, dq, input_precision=PRECISION)
+        tl.store(dq_ptr + chunk * (M * N) + tile, dq.to(DT))
+    tl.store(dD_ptr + (b * NSEG + seg) * H + h, tl.sum(dD, 0))
+
+
+@triton.jit
+def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, seq_ptr, state_ptr, dstate_ptr,
+                  dk_ptr, dx_ptr, end_value_ptr, end_turn_ptr, dmx_ptr, sx_s, sx_b, S, SP, NSEG, B,
+                  H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
+                  L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, PACKED: tl.constexpr,
+                  EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The gradients of the keys [B, H, SP / L, M, N], of x, and of mimo_x (a part a segment); last token to first;
+    programs (H, NSEG, B). What crosses the segment's end, of the decays' and of θ's gradient, is read off the state and its
+    gradient there: ``end_value`` [B, H, NSEG], ``end_turn`` [B, H, NSEG, A]."""
+    h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    M: tl.constexpr = L * R
+    ROWS: tl.constexpr = 16
+    DT: tl.constexpr = x_ptr.dtype.element_ty
+    bh = (b * H + h).to(tl.int64)
+    m, n, p, i = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P), tl.arange(0, N // 2)
+    token, rank, one = m % L, m // L, tl.arange(0, L)
+    end = (bh * (NSEG + 1) + seg + 1) * (P * N) + p[:, None] * N + n[None, :]
+    dstate = tl.load(dstate_ptr + end).to(tl.float32)
+    first, second = tl.split(tl.reshape(dstate, (P, N // 2, 2)))
+    s_first, s_second = tl.split(tl.reshape(tl.load(state_ptr + end).to(tl.float32), (P, N // 2, 2)))
+    at_end = bh * NSEG + seg
+    tl.store(end_value_ptr + at_end, tl.sum(tl.sum(first * s_first + second * s_second, 1), 0))
+    tl.store(end_turn_ptr + at_end * A + i, tl.sum(first * s_second - second * s_first, 0), mask=i < A)
+
+    t0 = seg * (CHUNKS * L)
+    tile = m[:, None] * N + n[None, :]
+    mix = h * (R * P) + rank[:, None] * P + p[None, :]
+    x_rows = token[:, None] * (sx_s * 8) + p[None, :]
+    dx_rows = one[:, None] * (B * H * P) + p[None, :]
+    table = bh * SP + t0
+    k_ptr += table * (R * N)
+    q_ptr += table * (R * N)
+    dk_ptr += table * (R * N)
+    do_ptr += table * (R * P)
+    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
+    dx_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
+    skip = tl.load(D_ptr + h).to(tl.float32)
+    dmx = tl.zeros((ROWS, P), tl.float32)
+    for back in tl.range(CHUNKS, num_stages=STAGES):
+        chunk = CHUNKS - 1 - back
+        k, q = tl.load(k_ptr + chunk * (M * N) + tile), tl.load(q_ptr + chunk * (M * N) + tile)
+        do = tl.load(do_ptr + chunk * (M * P) + m[:, None] * P + p[None, :])
+        start = t0 + chunk * L
+        row = table + chunk * L
+        enter, leave, keep = _decays(la_ptr + row, w_ptr + row, seq_ptr, token, start, b, S, L, PACKED)
+        inside = (start + token < S)[:, None]
+        x_at = x_ptr + chunk * L * (sx_s * 8).to(tl.int64) + x_rows
+        v = _tile(x_at, inside, EVEN)
+        if MIMO:
+            v = v * tl.load(mx_ptr + mix).to(tl.float32)
+        v = v.to(DT)
+        held = dstate.to(DT)
+        dstate = tl.dot(
+            do.T, (q.to(tl.float32) * enter[:, None]).to(DT), dstate * keep, input_precision=PRECISION
+        )  # fmt: skip
+        # Keys are the rows here: the weights of queries stand across.
+        dweights = tl.dot(v, do.T, input_precision=PRECISION)
+        la, w, gamma = tl.load(la_ptr + row + token), tl.load(w_ptr + row + token), tl.load(gamma_ptr + row + token)
+        document = _documents(seq_ptr, b, start + token, S) if PACKED else token
+        weights = _weights(
+            la[None, :], la[:, None], w[:, None], gamma[:, None], token[None, :], token[:, None],
+            document[None, :], document[:, None], PACKED,
+        )  # fmt: skip
+        dweights = (dweights * weights).to(DT)
+        dk = tl.dot(v, held, input_precision=PRECISION) * leave[:, None]
+        dk = tl.dot(dweights, q, dk, input_precision=PRECISION)
+        tl.store(dk_ptr + chunk * (M * N) + tile, dk.to(DT))
+        scores = tl.dot(k, q.T, input_precision=PRECISION)
+        scores = (scores * weights + tl.where(m[:, None] == m[None, :], skip, 0.0)).to(DT)
+        dv = tl.dot(k, held.T, input_precision=PRECISION) * leave[:, None]
+        dv = tl.dot(scores, do, dv, input_precision=PRECISION).to(DT).to(tl.float32)
+        if MIMO:
+            # x and mimo_x once more, from the cache: there are no registers to hold them in.
+            dmx = _sum_tokens(dv * _tile(x_at, inside, EVEN), dmx, DT, R, L, ROWS, PRECISION)
+            dv = dv * tl.load(mx_ptr + mix).to(tl.float32)
+        dx = _over_ranks(dv, R, L, P).to(DT)
+        out = dx_ptr + chunk * L * B.to(tl.int64) * (H * P) + dx_rows
+        if EVEN:
+            tl.store(out, dx)
+        else:
+            tl.store(out, dx, mask=(start + one < S)[:, None])
+    if MIMO:
+        r = tl.arange(0, ROWS)
+        part = ((b * NSEG + seg) * H + h).to(tl.int64) * (R * P) + r[:, None] * P + p[None, :]
+        tl.store(dmx_ptr + part, dmx, mask=(r < R)[:, None])
+
+
+@triton.jit
+def turn_back(k_ptr, q_ptr, dk_ptr, dq_ptr, cos_ptr, sin_ptr, dbn_ptr, dcn_ptr, db_bias_ptr, dc_bias_ptr,
+              value_ptr, k_value_ptr, dturn_ptr, SP,
+              H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
+              L: tl.constexpr):  # fmt: skip
+    """From the gradients of keys and queries to those of normed B and C, summed over a group's heads [B, G, R, SP, N], of the
+    biases (a part a chunk, [B, SP / L, H, R, N]), of θ, and to B·dB and C·dC − B·dB of each token. Programs (SP / L, G, B)."""
+    chunk, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    M: tl.constexpr = L * R
+    m, n, i, one, r = tl.arange(0, M), tl.arange(0, N), tl.arange(0, N // 2), tl.arange(0, L), tl.arange(0, R)
+    token, rank = m % L, m // L
+    tile = m[:, None] * N + n[None, :]
+    planes = token[:, None] * A + i[None, :]
+    turns = tl.broadcast_to((i < A)[None, :], (M, N // 2))
+    shown = tl.broadcast_to((i < A)[None, :], (L, N // 2))
+    dbn = tl.zeros((M, N), tl.float32)
+    dcn = tl.zeros((M, N), tl.float32)
+    for head in range(H // G):
+        h = g * (H // G) + head
+        table = (b * H + h).to(tl.int64) * SP + chunk * L
+        part = ((b * (SP // L) + chunk) * H + h).to(tl.int64) * (R * N) + r[:, None] * N + n[None, :]
+        cos = tl.load(cos_ptr + table * A + planes, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + table * A + planes, mask=turns, other=0.0).to(tl.float32)
+
+        first, second = tl.split(tl.reshape(tl.load(k_ptr + table * (R * N) + tile).to(tl.float32), (M, N // 2, 2)))
+        d_first, d_second = tl.split(
+            tl.reshape(tl.load(dk_ptr + table * (R * N) + tile).to(tl.float32), (M, N // 2, 2))
+        )  # fmt: skip
+        k_value = tl.sum(first * d_first + second * d_second, 1)
+        dturn = first * d_second - second * d_first
+        back = tl.reshape(tl.join(d_first * cos + d_second * sin, d_second * cos - d_first * sin), (M, N))
+        dbn += back
+        tl.store(db_bias_ptr + part, tl.sum(tl.reshape(back, (R, L, N)), 1))
+
+        first, second = tl.split(tl.reshape(tl.load(q_ptr + table * (R * N) + tile).to(tl.float32), (M, N // 2, 2)))
+        d_first, d_second = tl.split(
+            tl.reshape(tl.load(dq_ptr + table * (R * N) + tile).to(tl.float32), (M, N // 2, 2))
+        )  # fmt: skip
+        q_value = tl.sum(first * d_first + second * d_second, 1)
+        dturn += first * d_second - second * d_first
+        back = tl.reshape(tl.join(d_first * cos + d_second * sin, d_second * cos - d_first * sin), (M, N))
+        dcn += back
+        tl.store(dc_bias_ptr + part, tl.sum(tl.reshape(back, (R, L, N)), 1))
+
+        tl.store(k_value_ptr + table + one, _rows_over_ranks(k_value, R, L))
+        tl.store(value_ptr + table + one, _rows_over_ranks(q_value - k_value, R, L))
+        tl.store(dturn_ptr + table * A + one[:, None] * A + i[None, :], _over_ranks(dturn, R, L, N // 2), mask=shown)
+    rows = (b * G + g).to(tl.int64) * (R * SP * N) + (rank * SP + chunk * L + token)[:, None] * N + n[None, :]
+    tl.store(dbn_ptr + rows, dbn)
+    tl.store(dcn_ptr + rows, dcn)
+
+
+# --- gradients of the tables ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, w_ptr, gamma_ptr,
+               value_ptr, k_value_ptr, dgamma_ptr, dturn_ptr, end_value_ptr, end_turn_ptr, dtheta_ptr,
+               ddd_dt_ptr, ddd_A_ptr, dtrap_ptr, dangle_ptr, ddt_bias_ptr, dinitial_ptr,
+               s_s, s_b, sA_s, sA_b, st_s, st_b, sa_s, sa_b, S, SP, NSEG, B, floor,
+               H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, T: tl.constexpr,
+               HEAVY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr):  # fmt: skip
+    """From the gradients of the scan to those of its projections, [S, B, H]; programs (H, NSEG, B).
+
+    With X_t = C_t·dC_t and Y_t = B_t·dB_t, what token pairs hand over across the border before token t is
+    E + Σ_{t' ≥ t} (X − Y), E what crosses the segment's end: that is the gradient of a_t. The same with the turned
+    products is that of θ's increment. ``dangle`` [B, H, SP, A] is a head's Δ times it, still to be summed over the heads;
+    ``ddt_bias`` [B, NSEG, H] parts; ``dtheta`` [B, H, A] (FINAL) what the θ of the last token is given from outside;
+    ``dinitial`` [B, H, A] (INITIAL) the gradient of the θ before the first.
+    """
+    h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    bh = (b * H + h).to(tl.int64)
+    t = seg * T + tl.arange(0, T)
+    inside = t < S
+    i = tl.arange(0, AP)
+    columns = tl.broadcast_to((i < A)[None, :], (T, AP))
+    at = bh * SP + t
+    w, gamma, dgamma = tl.load(w_ptr + at), tl.load(gamma_ptr + at), tl.load(dgamma_ptr + at)
+    value, k_value = tl.load(value_ptr + at), tl.load(k_value_ptr + at)
+    da = tl.cumsum(value, 0, reverse=True) + tl.load(end_value_ptr + bh * NSEG + seg)
+    dw = tl.where(w > 0, (k_value - gamma * dgamma) / tl.where(w > 0, w, 1.0), 0.0)
+    # The step before: this token's pending part is in its w.
+    has_before = inside & (t > 0)
+    if PACKED:
+        has_before = has_before & (_starts(seq_ptr, b, t, S) == 0)
+    before = at - 1
+    w_before = tl.load(w_ptr + before, mask=has_before, other=0.0)
+    dw_before = tl.load(k_value_ptr + before, mask=has_before, other=0.0) - tl.load(
+        gamma_ptr + before, mask=has_before, other=0.0
+    ) * tl.load(dgamma_ptr + before, mask=has_before, other=0.0)
+    dpending = tl.where(w_before > 0, dw_before / tl.where(w_before > 0, w_before, 1.0), 0.0)
+    down = dgamma + dw
+
+    place = (bh * SP + t)[:, None] * A + i[None, :]
+    dturn = tl.load(dturn_ptr + place, mask=columns, other=0.0)
+    dtheta = tl.cumsum(dturn, 0, reverse=True) + tl.load(
+        end_turn_ptr + (bh * NSEG + seg) * A + i, mask=i < A, other=0.0
+    )[None, :]  # fmt: skip
+    if FINAL:
+        outside = tl.broadcast_to(tl.load(dtheta_ptr + bh * A + i, mask=i < A, other=0.0)[None, :], (T, AP))
+        if PACKED:
+            of_last = _documents(seq_ptr, b, t, S) == _documents(seq_ptr, b, S - 1, S)
+            outside = tl.where(of_last[:, None], outside, 0.0)
+        dtheta += outside
+
+    delta = _steps(dd_dt_ptr, dt_bias_ptr, s_s, s_b, t, b, h, S)
+    lam = _lambdas(trap_ptr, st_s, st_b, t, b, h, S)
+    u = tl.load(dd_A_ptr + t.to(tl.int64) * sA_s + b.to(tl.int64) * sA_b + h, mask=inside, other=0.0).to(tl.float32)
+    rate, slope = _rate(u, HEAVY)
+    turn = _turns(angles_ptr, sa_s, sa_b, t, b, S, A, AP) * PI
+    ddelta = lam * down + (1.0 - lam) * dpending - tl.maximum(rate, floor) * da + tl.sum(dtheta * turn, 1)
+    v = tl.load(dd_dt_ptr + t.to(tl.int64) * s_s + b.to(tl.int64) * s_b + h, mask=inside, other=0.0).to(tl.float32)
+    ddd_dt = tl.where(inside, ddelta * _sigmoid(v + tl.load(dt_bias_ptr + h).to(tl.float32)), 0.0)
+    out = (t.to(tl.int64) * B + b) * H + h
+    DT: tl.constexpr = ddd_dt_ptr.dtype.element_ty
+    tl.store(ddd_dt_ptr + out, ddd_dt.to(DT), mask=inside)
+    tl.store(ddd_A_ptr + out, tl.where(rate >= floor, -da * delta * slope, 0.0).to(DT), mask=inside)
+    tl.store(dtrap_ptr + out, (delta * (down - dpending) * lam * (1.0 - lam)).to(DT), mask=inside)
+    tl.store(ddt_bias_ptr + (b * NSEG + seg) * H + h, tl.sum(ddd_dt, 0))
+    tl.store(dangle_ptr + place, dtheta * delta[:, None], mask=columns)
+    if INITIAL:
+        first = tl.broadcast_to(i[None, :], (T, AP))
+        restarts = columns & (t == 0)[:, None]
+        tl.store(dinitial_ptr + bh * A + first, dtheta, mask=restarts)
+
+
+# --- the norm of each head --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def head_norm_fwd(x_ptr, weight_ptr, y_ptr, tokens, eps,
+                  H: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """RMSNorm over P of [tokens, H, P] with a weight [H, P]; programs (tokens / ROWS, H)."""
+    t, h = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    p = tl.arange(0, P)
+    at = t.to(tl.int64)[:, None] * (H * P) + h * P + p[None, :]
+    inside = (t < tokens)[:, None]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / P + eps)
+    y = x * scale[:, None] * tl.load(weight_ptr + h * P + p).to(tl.float32)[None, :]
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def head_norm_bwd(x_ptr, weight_ptr, dy_ptr, dx_ptr, dw_ptr, tokens, eps,
+                  H: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """The way back of :func:`head_norm_fwd`; the weight's gradient as one part a program, [tokens / ROWS, H, P]."""
+    tile, h = tl.program_id(0), tl.program_id(1)
+    t, p = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, P)
+    at = t.to(tl.int64)[:, None] * (H * P) + h * P + p[None, :]
+    inside = (t < tokens)[:, None]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    scale = (1.0 / tl.sqrt(tl.sum(x * x, 1) / P + eps))[:, None]
+    x = x * scale
+    tl.store(dw_ptr + (tile * H + h) * P + p, tl.sum(dy * x, 0))
+    dy = dy * tl.load(weight_ptr + h * P + p).to(tl.float32)[None, :]
+    dx = scale * (dy - x * (tl.sum(dy * x, 1) / P)[:, None])
+    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)

@@ -479,6 +479,9 @@ def _backward(
     norms = [_norm_back(plan, t, w, dt) for t, w, dt in ((b, b_norm, dbn), (c, c_norm, dcn))]
 
     ddd_dt, ddd_A, dtrap = (torch.empty(S, B, H, device=device, dtype=t.dtype) for t in (dd_dt, dd_A, trap))
+    if dh is not None:
+        # What reads the last state is not turned with the tokens: its part of what crosses the last border is taken off.
+        dtheta = (0.0 if dtheta is None else dtheta) - end_turn[:, :, -1]
     ddt_bias = torch.empty(per_segment, device=device)
     dangles = torch.empty(B, H, SP, A, device=device)
     dtheta0 = torch.empty(B, H, A, device=device)

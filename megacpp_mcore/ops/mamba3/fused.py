@@ -34,6 +34,12 @@ ROWS = 64
 SEGMENT = 128
 """Tokens between two stored states, the least; no segment is shorter than a chunk."""
 
+WARPS = {"turn_and_add_gradients": 8, "turn_back": 8, "gate_bwd": 8}
+"""Warps of a program where not 4: with 4 these would not fit in the registers. A state of 128 takes 8 everywhere."""
+
+STAGES = {"scan_fwd": 1, "scan_bwd_queries": 1, "scan_bwd_keys": 1}
+"""Chunks whose tiles are on their way at a time."""
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -91,10 +97,21 @@ class _Plan:
             "HEAVY": self.heavy,
             "HALF": self.mimo,
             "EVEN": self.S % self.chunk == 0 and self.padded == self.S,
-            "STAGES": 1,
             "PRECISION": "ieee",
         }
         return {name: every[name] for name in names}
+
+    @property
+    def key_parts(self) -> tuple[dict[str, bool], ...]:
+        """What each launch of ``scan_bwd_keys`` does: with a state of 128 the two halves need the registers for themselves."""
+        if self.N <= 64:
+            return ({"KEYS": True, "VALUES": True},)
+        return ({"KEYS": True, "VALUES": False}, {"KEYS": False, "VALUES": True})
+
+    def launch(self, kernel: str) -> dict[str, int]:
+        """How a kernel that works on chunks is launched."""
+        stages = {"STAGES": STAGES[kernel], "num_stages": STAGES[kernel]} if kernel in STAGES else {"num_stages": 1}
+        return {"num_warps": 8 if self.N > 64 else WARPS.get(kernel, 4), **stages}
 
 
 class _Parameters(NamedTuple):
@@ -365,6 +382,7 @@ class _Scan(torch.autograd.Function):
             x, tables.bn, tables.cn, parameters.b_bias, parameters.c_bias, parameters.mimo_x, tables.cos, tables.sin,
             tables.la, tables.w, documents, keys, queries, states, keeps, *_eighths(x), plan.S, plan.padded,
             plan.segments, **plan.sizes("H", "G", "R", "P", "N", "A", "L", "CHUNKS", "MIMO", "PACKED", "EVEN", "PRECISION"),
+            **plan.launch("turn_and_add"),
         )  # fmt: skip
         h = _pass_states(plan, states, keeps, h0, reverse=False)
         out = torch.empty(plan.S, plan.B, plan.H, plan.P, device=x.device, dtype=x.dtype)
@@ -405,7 +423,8 @@ def _scan(
     kernels.scan_fwd[plan.grid](
         x, z, keys, queries, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, parameters.D, tables.la, tables.w,
         tables.gamma, documents, states, out, *_eighths(x), *_eighths(z), plan.S, plan.padded, plan.segments, plan.B,
-        **plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "PACKED", "EVEN", "STAGES", "PRECISION"), RAW=raw,
+        **plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "PACKED", "EVEN", "PRECISION"), RAW=raw,
+        **plan.launch("scan_fwd"),
     )  # fmt: skip
 
 
@@ -434,7 +453,7 @@ def _backward(
     kernels.turn_and_add_gradients[plan.grid](
         z, dout, tables.bn, tables.cn, parameters.b_bias, parameters.c_bias, parameters.mimo_z, parameters.mimo_o,
         tables.cos, tables.sin, tables.la, tables.w, documents, keys, queries, do, dstates, keeps, *_eighths(z), S, SP,
-        segments, B, **common, **plan.sizes("G", "A"),
+        segments, B, **common, **plan.sizes("G", "A"), **plan.launch("turn_and_add_gradients"),
     )  # fmt: skip
     dh0 = _pass_states(plan, dstates, keeps, dh, reverse=True)
 
@@ -443,28 +462,30 @@ def _backward(
     _scan(plan, x, z, keys, queries, parameters, tables, documents, states, ungated, raw=True)
     dz = torch.empty(S, B, H, P, device=device, dtype=z.dtype)
     dmimo_z, dmimo_o, dmimo_x = (torch.empty(*per_segment, R, P, device=device) if plan.mimo else dz for _ in range(3))
+    dD = torch.empty(per_segment, device=device)
     kernels.gate_bwd[plan.grid](
-        z, dout, ungated, parameters.mimo_z, parameters.mimo_o, dz, dmimo_z, dmimo_o, *_eighths(z), S, SP, segments, B,
-        **plan.sizes("H", "R", "P", "L", "CHUNKS", "MIMO", "EVEN"),
+        x, z, dout, ungated, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, dz, dmimo_z, dmimo_o, dD,
+        *_eighths(x), *_eighths(z), S, SP, segments, B, **plan.sizes("H", "R", "P", "L", "CHUNKS", "MIMO", "EVEN"),
+        **plan.launch("gate_bwd"),
     )  # fmt: skip
     del ungated
 
     dgamma, value, k_value = torch.empty(3, B, H, SP, device=device).unbind()
-    dD = torch.empty(per_segment, device=device)
     dqueries = _empty_rows(plan, x, N)
     kernels.scan_bwd_queries[plan.grid](
         x, keys, queries, do, parameters.mimo_x, tables.la, tables.w, tables.gamma, documents, states, dqueries, dgamma,
-        dD, *_eighths(x), S, SP, segments, **common, **plan.sizes("STAGES"),
+        *_eighths(x), S, SP, segments, **common, **plan.launch("scan_bwd_queries"),
     )  # fmt: skip
     dkeys = _empty_rows(plan, x, N)
     dx = torch.empty(S, B, H, P, device=device, dtype=x.dtype)
     end_value = torch.empty(B, H, segments, device=device)
     end_turn = torch.empty(B, H, segments, A, device=device)
-    kernels.scan_bwd_keys[plan.grid](
-        x, keys, queries, do, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma, documents, states,
-        dstates, dkeys, dx, end_value, end_turn, dmimo_x, *_eighths(x), S, SP, segments, B, **common,
-        **plan.sizes("STAGES", "A"),
-    )  # fmt: skip
+    for part in plan.key_parts:
+        kernels.scan_bwd_keys[plan.grid](
+            x, keys, queries, do, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma, documents, dstates,
+            dkeys, dx, dmimo_x, *_eighths(x), S, SP, segments, B, **common, **part, **plan.launch("scan_bwd_keys"),
+        )  # fmt: skip
+    kernels.borders[plan.grid](states, dstates, end_value, end_turn, segments, **plan.sizes("H", "P", "N", "A"))
     del do
 
     dbn, dcn = torch.empty(2, B, G, R, SP, N, device=device).unbind()
@@ -473,7 +494,7 @@ def _backward(
     dturn = torch.empty(B, H, SP, A, device=device)
     kernels.turn_back[(chunks, G, B)](
         keys, queries, dkeys, dqueries, tables.cos, tables.sin, dbn, dcn, db_bias, dc_bias, value, k_value, dturn, SP,
-        **plan.sizes("H", "G", "R", "N", "A", "L"),
+        **plan.sizes("H", "G", "R", "N", "A", "L"), **plan.launch("turn_back"),
     )  # fmt: skip
     del keys, queries, dkeys, dqueries
     norms = [_norm_back(plan, t, w, dt) for t, w, dt in ((b, b_norm, dbn), (c, c_norm, dcn))]

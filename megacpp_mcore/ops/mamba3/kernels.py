@@ -49,6 +49,22 @@ def _sigmoid(u):
 
 
 @triton.jit
+def _cos_sin(turn):
+    """Of an angle in [0, 2π]; by the approximate instructions, which are good to 2^-20 within half a turn of 0."""
+    if INTERPRETED:
+        return tl.cos(turn), tl.sin(turn)
+    else:
+        u = turn - PI
+        cos = tl.inline_asm_elementwise(
+            "cos.approx.ftz.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+        sin = tl.inline_asm_elementwise(
+            "sin.approx.ftz.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+        return -cos, -sin
+
+
+@triton.jit
 def _softplus(u):
     """With log1p by the identity log(y)·x / (y − 1), y = 1 + x: small steps keep their digits."""
     x = tl.exp2(tl.abs(u) * -LOG2E)
@@ -306,8 +322,9 @@ def tables_fwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     theta = theta - tl.floor(theta * (0.5 / PI)) * (2.0 * PI)
     out = (bh * SP + t)[:, None] * A + i[None, :]
     mask = tl.broadcast_to((i < A)[None, :], (T, AP))
-    tl.store(cos_ptr + out, tl.cos(theta).to(cos_ptr.dtype.element_ty), mask=mask)
-    tl.store(sin_ptr + out, tl.sin(theta).to(sin_ptr.dtype.element_ty), mask=mask)
+    cos, sin = _cos_sin(theta)
+    tl.store(cos_ptr + out, cos.to(cos_ptr.dtype.element_ty), mask=mask)
+    tl.store(sin_ptr + out, sin.to(sin_ptr.dtype.element_ty), mask=mask)
     if FINAL:
         tl.store(
             theta_ptr + bh * A + tl.broadcast_to(i[None, :], (T, AP)), theta, mask=mask & (t == S - 1)[:, None]
@@ -588,10 +605,11 @@ def scan_fwd(x_ptr, z_ptr, k_ptr, q_ptr, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, 
 
 
 @triton.jit
-def gate_bwd(z_ptr, dy_ptr, y_ptr, mz_ptr, mo_ptr, dz_ptr, dmz_ptr, dmo_ptr, sz_s, sz_b, S, SP, NSEG, B,
+def gate_bwd(x_ptr, z_ptr, dy_ptr, y_ptr, mx_ptr, mz_ptr, mo_ptr, dz_ptr, dmz_ptr, dmo_ptr, dD_ptr,
+             sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B,
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, CHUNKS: tl.constexpr,
              MIMO: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """dz, and parts (one a segment) of the gradients of mimo_z and mimo_o, from what the gate was applied to (``y`` of a RAW
+    """dz, and parts (one a segment) of the gradients of mimo_z, mimo_o and D, from what the gate was applied to (``y`` of a RAW
     scan). Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
@@ -600,15 +618,18 @@ def gate_bwd(z_ptr, dy_ptr, y_ptr, mz_ptr, mo_ptr, dz_ptr, dmz_ptr, dmo_ptr, sz_
     token, rank, one, r = m % L, m // L, tl.arange(0, L), tl.arange(0, R)
     t0 = seg * (CHUNKS * L)
     mix = h * (R * P) + rank[:, None] * P + p[None, :]
+    x_rows = token[:, None] * (sx_s * 8) + p[None, :]
     z_rows = token[:, None] * (sz_s * 8) + p[None, :]
     dy_rows = token[:, None] * (B * H * P) + p[None, :]
     dz_rows = one[:, None] * (B * H * P) + p[None, :]
     y_ptr += (bh * SP + t0) * (R * P)
+    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
     z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * (sz_b * 8) + h * P
     dy_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
     dz_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
     dmz = tl.zeros((M, P), tl.float32)
     dmo = tl.zeros((M, P), tl.float32)
+    dD = 0.0
     for chunk in tl.range(CHUNKS):
         start = t0 + chunk * L
         inside = (start + token < S)[:, None]
@@ -617,11 +638,15 @@ def gate_bwd(z_ptr, dy_ptr, y_ptr, mz_ptr, mo_ptr, dz_ptr, dmz_ptr, dmo_ptr, sz_
         )  # fmt: skip
         at = chunk * L * B.to(tl.int64) * (H * P)
         y = tl.load(y_ptr + chunk * (M * P) + m[:, None] * P + p[None, :]).to(tl.float32)
-        y = y * _tile(dy_ptr + at + dy_rows, inside, EVEN)
+        dy = _tile(dy_ptr + at + dy_rows, inside, EVEN)
         if MIMO:
-            dmo += y * (u * s)
-            y = y * tl.load(mo_ptr + mix).to(tl.float32)
-        du = y * (s * (1.0 + u * (1.0 - s)))
+            dmo += dy * y * (u * s)
+            dy = dy * tl.load(mo_ptr + mix).to(tl.float32)
+        v = _tile(x_ptr + chunk * L * (sx_s * 8).to(tl.int64) + x_rows, inside, EVEN)
+        if MIMO:
+            v = v * tl.load(mx_ptr + mix).to(tl.float32)
+        dD += tl.sum(tl.sum(dy * (u * s) * v, 1), 0)
+        du = dy * y * (s * (1.0 + u * (1.0 - s)))
         if MIMO:
             dmz += du * z
         dz = _over_ranks(du * mz, R, L, P).to(dz_ptr.dtype.element_ty)
@@ -629,6 +654,7 @@ def gate_bwd(z_ptr, dy_ptr, y_ptr, mz_ptr, mo_ptr, dz_ptr, dmz_ptr, dmo_ptr, sz_
             tl.store(dz_ptr + at + dz_rows, dz)
         else:
             tl.store(dz_ptr + at + dz_rows, dz, mask=(start + one < S)[:, None])
+    tl.store(dD_ptr + (b * NSEG + seg) * H + h, dD)
     if MIMO:
         part = ((b * NSEG + seg) * H + h).to(tl.int64) * (R * P) + r[:, None] * P + p[None, :]
         tl.store(dmz_ptr + part, tl.sum(tl.reshape(dmz, (R, L, P)), 1))
@@ -637,12 +663,11 @@ def gate_bwd(z_ptr, dy_ptr, y_ptr, mz_ptr, mo_ptr, dz_ptr, dmz_ptr, dmo_ptr, sz_
 
 @triton.jit
 def scan_bwd_queries(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, seq_ptr, state_ptr,
-                     dq_ptr, dgamma_ptr, dD_ptr, sx_s, sx_b, S, SP, NSEG,
+                     dq_ptr, dgamma_ptr, sx_s, sx_b, S, SP, NSEG,
                      H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
                      L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, PACKED: tl.constexpr,
                      EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """The gradients of the queries [B, H, SP / L, M, N], of γ, and of D (a part a segment); first token to last; programs
-    (H, NSEG, B)."""
+    """The gradients of the queries [B, H, SP / L, M, N] and of γ; first token to last; programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     DT: tl.constexpr = x_ptr.dtype.element_ty
@@ -660,7 +685,6 @@ def scan_bwd_queries(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, la_ptr, w_ptr, gamma_p
     do_ptr += table * (R * P)
     x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
     state = tl.load(state_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
-    dD = tl.zeros((M,), tl.float32)
     for chunk in tl.range(CHUNKS, num_stages=STAGES):
         k, q = tl.load(k_ptr + chunk * (M * N) + tile), tl.load(q_ptr + chunk * (M * N) + tile)
         do = tl.load(do_ptr + chunk * (M * P) + m[:, None] * P + p[None, :])
@@ -677,7 +701,6 @@ def scan_bwd_queries(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, la_ptr, w_ptr, gamma_p
         )  # fmt: skip
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         dweights = tl.dot(do, v.T, input_precision=PRECISION)
-        dD += tl.sum(tl.where(m[:, None] == m[None, :], dweights, 0.0), 1)
         dgamma = tl.sum(tl.where(token[:, None] == token[None, :], dweights * scores, 0.0), 1)
         tl.store(dgamma_ptr + row + tl.arange(0, L), _rows_over_ranks(dgamma, R, L))
         la, w, gamma = tl.load(la_ptr + row + token), tl.load(w_ptr + row + token), tl.load(gamma_ptr + row + token)
@@ -690,33 +713,23 @@ def scan_bwd_queries(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, la_ptr, w_ptr, gamma_p
         dq = tl.dot(do, held, input_precision=PRECISION) * enter[:, None]
         dq = tl.dot(dweights, k, dq, input_precision=PRECISION)
         tl.store(dq_ptr + chunk * (M * N) + tile, dq.to(DT))
-    tl.store(dD_ptr + (b * NSEG + seg) * H + h, tl.sum(dD, 0))
 
 
 @triton.jit
-def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, seq_ptr, state_ptr, dstate_ptr,
-                  dk_ptr, dx_ptr, end_value_ptr, end_turn_ptr, dmx_ptr, sx_s, sx_b, S, SP, NSEG, B,
-                  H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
+def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, seq_ptr, dstate_ptr,
+                  dk_ptr, dx_ptr, dmx_ptr, sx_s, sx_b, S, SP, NSEG, B,
+                  H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
                   L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, PACKED: tl.constexpr,
-                  EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """The gradients of the keys [B, H, SP / L, M, N], of x, and of mimo_x (a part a segment); last token to first;
-    programs (H, NSEG, B). What crosses the segment's end, of the decays' and of θ's gradient, is read off the state and its
-    gradient there: ``end_value`` [B, H, NSEG], ``end_turn`` [B, H, NSEG, A]."""
+                  EVEN: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The gradients of the keys [B, H, SP / L, M, N], of x, and of mimo_x (a part a segment); last token to first; both, or one
+    of them where both do not fit in the registers. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     ROWS: tl.constexpr = 16
     DT: tl.constexpr = x_ptr.dtype.element_ty
     bh = (b * H + h).to(tl.int64)
-    m, n, p, i = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P), tl.arange(0, N // 2)
+    m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
     token, rank, one = m % L, m // L, tl.arange(0, L)
-    end = (bh * (NSEG + 1) + seg + 1) * (P * N) + p[:, None] * N + n[None, :]
-    dstate = tl.load(dstate_ptr + end).to(tl.float32)
-    first, second = tl.split(tl.reshape(dstate, (P, N // 2, 2)))
-    s_first, s_second = tl.split(tl.reshape(tl.load(state_ptr + end).to(tl.float32), (P, N // 2, 2)))
-    at_end = bh * NSEG + seg
-    tl.store(end_value_ptr + at_end, tl.sum(tl.sum(first * s_first + second * s_second, 1), 0))
-    tl.store(end_turn_ptr + at_end * A + i, tl.sum(first * s_second - second * s_first, 0), mask=i < A)
-
     t0 = seg * (CHUNKS * L)
     tile = m[:, None] * N + n[None, :]
     mix = h * (R * P) + rank[:, None] * P + p[None, :]
@@ -730,6 +743,7 @@ def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gam
     x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
     dx_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
     skip = tl.load(D_ptr + h).to(tl.float32)
+    dstate = tl.load(dstate_ptr + (bh * (NSEG + 1) + seg + 1) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
     dmx = tl.zeros((ROWS, P), tl.float32)
     for back in tl.range(CHUNKS, num_stages=STAGES):
         chunk = CHUNKS - 1 - back
@@ -749,35 +763,52 @@ def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gam
             do.T, (q.to(tl.float32) * enter[:, None]).to(DT), dstate * keep, input_precision=PRECISION
         )  # fmt: skip
         # Keys are the rows here: the weights of queries stand across.
-        dweights = tl.dot(v, do.T, input_precision=PRECISION)
         la, w, gamma = tl.load(la_ptr + row + token), tl.load(w_ptr + row + token), tl.load(gamma_ptr + row + token)
         document = _documents(seq_ptr, b, start + token, S) if PACKED else token
         weights = _weights(
             la[None, :], la[:, None], w[:, None], gamma[:, None], token[None, :], token[:, None],
             document[None, :], document[:, None], PACKED,
         )  # fmt: skip
-        dweights = (dweights * weights).to(DT)
-        dk = tl.dot(v, held, input_precision=PRECISION) * leave[:, None]
-        dk = tl.dot(dweights, q, dk, input_precision=PRECISION)
-        tl.store(dk_ptr + chunk * (M * N) + tile, dk.to(DT))
-        scores = tl.dot(k, q.T, input_precision=PRECISION)
-        scores = (scores * weights + tl.where(m[:, None] == m[None, :], skip, 0.0)).to(DT)
-        dv = tl.dot(k, held.T, input_precision=PRECISION) * leave[:, None]
-        dv = tl.dot(scores, do, dv, input_precision=PRECISION).to(DT).to(tl.float32)
-        if MIMO:
-            # x and mimo_x once more, from the cache: there are no registers to hold them in.
-            dmx = _sum_tokens(dv * _tile(x_at, inside, EVEN), dmx, DT, R, L, ROWS, PRECISION)
-            dv = dv * tl.load(mx_ptr + mix).to(tl.float32)
-        dx = _over_ranks(dv, R, L, P).to(DT)
-        out = dx_ptr + chunk * L * B.to(tl.int64) * (H * P) + dx_rows
-        if EVEN:
-            tl.store(out, dx)
-        else:
-            tl.store(out, dx, mask=(start + one < S)[:, None])
-    if MIMO:
+        if KEYS:
+            dweights = tl.dot(v, do.T, input_precision=PRECISION)
+            dweights = (dweights * weights).to(DT)
+            dk = tl.dot(v, held, input_precision=PRECISION) * leave[:, None]
+            dk = tl.dot(dweights, q, dk, input_precision=PRECISION)
+            tl.store(dk_ptr + chunk * (M * N) + tile, dk.to(DT))
+        if VALUES:
+            scores = tl.dot(k, q.T, input_precision=PRECISION)
+            scores = (scores * weights + tl.where(m[:, None] == m[None, :], skip, 0.0)).to(DT)
+            dv = tl.dot(k, held.T, input_precision=PRECISION) * leave[:, None]
+            dv = tl.dot(scores, do, dv, input_precision=PRECISION).to(DT).to(tl.float32)
+            if MIMO:
+                # x and mimo_x once more, from the cache: there are no registers to hold them in.
+                dmx = _sum_tokens(dv * _tile(x_at, inside, EVEN), dmx, DT, R, L, ROWS, PRECISION)
+                dv = dv * tl.load(mx_ptr + mix).to(tl.float32)
+            dx = _over_ranks(dv, R, L, P).to(DT)
+            out = dx_ptr + chunk * L * B.to(tl.int64) * (H * P) + dx_rows
+            if EVEN:
+                tl.store(out, dx)
+            else:
+                tl.store(out, dx, mask=(start + one < S)[:, None])
+    if MIMO and VALUES:
         r = tl.arange(0, ROWS)
         part = ((b * NSEG + seg) * H + h).to(tl.int64) * (R * P) + r[:, None] * P + p[None, :]
         tl.store(dmx_ptr + part, dmx, mask=(r < R)[:, None])
+
+
+@triton.jit
+def borders(state_ptr, dstate_ptr, value_ptr, turn_ptr, NSEG,
+            H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr):  # fmt: skip
+    """What crosses each segment's end, of the gradients of the decays, ``value`` [B, H, NSEG], and of θ, ``turn`` [B, H, NSEG,
+    A]: read off the state there and its gradient. Programs (H, NSEG, B)."""
+    bh, seg = (tl.program_id(2) * H + tl.program_id(0)).to(tl.int64), tl.program_id(1)
+    n, p, i = tl.arange(0, N), tl.arange(0, P), tl.arange(0, N // 2)
+    end = (bh * (NSEG + 1) + seg + 1) * (P * N) + p[:, None] * N + n[None, :]
+    first, second = tl.split(tl.reshape(tl.load(state_ptr + end).to(tl.float32), (P, N // 2, 2)))
+    d_first, d_second = tl.split(tl.reshape(tl.load(dstate_ptr + end).to(tl.float32), (P, N // 2, 2)))
+    at = bh * NSEG + seg
+    tl.store(value_ptr + at, tl.sum(tl.sum(d_first * first + d_second * second, 1), 0))
+    tl.store(turn_ptr + at * A + i, tl.sum(d_first * second - d_second * first, 0), mask=i < A)
 
 
 @triton.jit

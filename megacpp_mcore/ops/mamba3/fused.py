@@ -34,10 +34,11 @@ ROWS = 64
 SEGMENT = 128
 """Tokens between two stored states, the least; no segment is shorter than a chunk."""
 
-WARPS = {"turn_and_add_gradients": 8, "turn_back": 8, "gate_bwd": 8}
+WARPS: dict[str, int] = {}
 """Warps of a program where not 4: with 4 these would not fit in the registers. A state of 128 takes 8 everywhere."""
 
-STAGES = {"scan_fwd": 1, "scan_bwd_queries": 1, "scan_bwd_keys": 1}
+SPLIT = False
+STAGES = {"add_gradients": 1, "scan_fwd": 1, "scan_bwd_queries": 1, "scan_bwd_keys": 1}
 """Chunks whose tiles are on their way at a time."""
 
 
@@ -104,7 +105,7 @@ class _Plan:
     @property
     def key_parts(self) -> tuple[dict[str, bool], ...]:
         """What each launch of ``scan_bwd_keys`` does: with a state of 128 the two halves need the registers for themselves."""
-        if self.N <= 64:
+        if self.N <= 64 and not SPLIT:
             return ({"KEYS": True, "VALUES": True},)
         return ({"KEYS": True, "VALUES": False}, {"KEYS": False, "VALUES": True})
 
@@ -446,31 +447,31 @@ def _backward(
     common = plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "PACKED", "EVEN", "PRECISION")
     per_segment = (B, segments, H)
 
-    keys, queries = _empty_rows(plan, x, N), _empty_rows(plan, x, N)
-    do = _empty_rows(plan, x, P)
-    dstates = torch.empty_like(states)
-    keeps = torch.empty(B, H, segments, device=device)
-    kernels.turn_and_add_gradients[plan.grid](
-        z, dout, tables.bn, tables.cn, parameters.b_bias, parameters.c_bias, parameters.mimo_z, parameters.mimo_o,
-        tables.cos, tables.sin, tables.la, tables.w, documents, keys, queries, do, dstates, keeps, *_eighths(z), S, SP,
-        segments, B, **common, **plan.sizes("G", "A"), **plan.launch("turn_and_add_gradients"),
+    keys, queries, do = (_empty_rows(plan, x, width) for width in (N, N, P))
+    kernels.turn[plan.grid](
+        tables.bn, tables.cn, parameters.b_bias, parameters.c_bias, tables.cos, tables.sin, keys, queries, SP,
+        **plan.sizes("H", "G", "R", "N", "A", "L", "CHUNKS"), **plan.launch("turn"),
     )  # fmt: skip
-    dh0 = _pass_states(plan, dstates, keeps, dh, reverse=True)
-
-    # The gate's own gradients, from what it was applied to.
     ungated = _empty_rows(plan, x, P)
     _scan(plan, x, z, keys, queries, parameters, tables, documents, states, ungated, raw=True)
     dz = torch.empty(S, B, H, P, device=device, dtype=z.dtype)
     dmimo_z, dmimo_o, dmimo_x = (torch.empty(*per_segment, R, P, device=device) if plan.mimo else dz for _ in range(3))
     dD = torch.empty(per_segment, device=device)
     kernels.gate_bwd[plan.grid](
-        x, z, dout, ungated, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, dz, dmimo_z, dmimo_o, dD,
+        x, z, dout, ungated, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, dz, do, dmimo_z, dmimo_o, dD,
         *_eighths(x), *_eighths(z), S, SP, segments, B, **plan.sizes("H", "R", "P", "L", "CHUNKS", "MIMO", "EVEN"),
         **plan.launch("gate_bwd"),
     )  # fmt: skip
     del ungated
+    dstates = torch.empty_like(states)
+    keeps = torch.empty(B, H, segments, device=device)
+    kernels.add_gradients[plan.grid](
+        queries, do, tables.la, tables.w, documents, dstates, keeps, S, SP, segments,
+        **plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "PACKED", "PRECISION"), **plan.launch("add_gradients"),
+    )  # fmt: skip
+    dh0 = _pass_states(plan, dstates, keeps, dh, reverse=True)
 
-    dgamma, value, k_value = torch.empty(3, B, H, SP, device=device).unbind()
+    dgamma, q_value, k_value = torch.empty(3, B, H, SP, device=device).unbind()
     dqueries = _empty_rows(plan, x, N)
     kernels.scan_bwd_queries[plan.grid](
         x, keys, queries, do, parameters.mimo_x, tables.la, tables.w, tables.gamma, documents, states, dqueries, dgamma,
@@ -478,37 +479,42 @@ def _backward(
     )  # fmt: skip
     dkeys = _empty_rows(plan, x, N)
     dx = torch.empty(S, B, H, P, device=device, dtype=x.dtype)
-    end_value = torch.empty(B, H, segments, device=device)
-    end_turn = torch.empty(B, H, segments, A, device=device)
+    border_value = torch.empty(B, H, segments + 1, device=device)
+    border_turn = torch.empty(B, H, segments + 1, A, device=device)
     for part in plan.key_parts:
         kernels.scan_bwd_keys[plan.grid](
             x, keys, queries, do, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma, documents, dstates,
             dkeys, dx, dmimo_x, *_eighths(x), S, SP, segments, B, **common, **part, **plan.launch("scan_bwd_keys"),
         )  # fmt: skip
-    kernels.borders[plan.grid](states, dstates, end_value, end_turn, segments, **plan.sizes("H", "P", "N", "A"))
+    kernels.borders[(H, segments + 1, B)](
+        states, dstates, border_value, border_turn, segments + 1, **plan.sizes("H", "P", "N", "A")
+    )  # fmt: skip
     del do
 
     dbn, dcn = torch.empty(2, B, G, R, SP, N, device=device).unbind()
     chunks = SP // plan.chunk
     db_bias, dc_bias = torch.empty(2, B, chunks, H, R, N, device=device).unbind()
-    dturn = torch.empty(B, H, SP, A, device=device)
-    kernels.turn_back[(chunks, G, B)](
-        keys, queries, dkeys, dqueries, tables.cos, tables.sin, dbn, dcn, db_bias, dc_bias, value, k_value, dturn, SP,
-        **plan.sizes("H", "G", "R", "N", "A", "L"), **plan.launch("turn_back"),
-    )  # fmt: skip
+    q_dturn, k_dturn = torch.empty(2, B, H, SP, A, device=device).unbind()
+    for rows, drows, dnormed, dbias, value, dturn in (
+        (keys, dkeys, dbn, db_bias, k_value, k_dturn), (queries, dqueries, dcn, dc_bias, q_value, q_dturn)
+    ):  # fmt: skip
+        kernels.turn_back[(chunks, G, B)](
+            rows, drows, tables.cos, tables.sin, dnormed, dbias, value, dturn, SP,
+            **plan.sizes("H", "G", "R", "N", "A", "L"), **plan.launch("turn_back"),
+        )  # fmt: skip
     del keys, queries, dkeys, dqueries
     norms = [_norm_back(plan, t, w, dt) for t, w, dt in ((b, b_norm, dbn), (c, c_norm, dcn))]
 
     ddd_dt, ddd_A, dtrap = (torch.empty(S, B, H, device=device, dtype=t.dtype) for t in (dd_dt, dd_A, trap))
     if dh is not None:
         # What reads the last state is not turned with the tokens: its part of what crosses the last border is taken off.
-        dtheta = (0.0 if dtheta is None else dtheta) - end_turn[:, :, -1]
+        dtheta = (0.0 if dtheta is None else dtheta) - border_turn[:, :, -1]
     ddt_bias = torch.empty(per_segment, device=device)
     dangles = torch.empty(B, H, SP, A, device=device)
     dtheta0 = torch.empty(B, H, A, device=device)
     kernels.tables_bwd[plan.grid](
-        dd_dt, dd_A, trap, angles, dt_bias, documents, tables.w, tables.gamma, value, k_value, dgamma, dturn, end_value,
-        end_turn, dtheta0 if dtheta is None else dtheta, ddd_dt, ddd_A, dtrap, dangles, ddt_bias, dtheta0,
+        dd_dt, dd_A, trap, angles, dt_bias, documents, tables.w, tables.gamma, q_value, k_value, dgamma, q_dturn,
+        k_dturn, border_value, border_turn, dtheta0 if dtheta is None else dtheta, ddd_dt, ddd_A, dtrap, dangles, ddt_bias, dtheta0,
         *_per_token(dd_dt), *_per_token(dd_A), *_per_token(trap), *_per_token(angles), S, SP, segments, B,
         plan.A_floor, **plan.sizes("H", "A", "AP", "T", "HEAVY", "PACKED"), FINAL=dtheta is not None, INITIAL=theta0 is not None,
     )  # fmt: skip

@@ -398,7 +398,7 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, cos_ptr,
         bc += L * N
         cos_ptr += L * A
         sin_ptr += L * A
-        x_ptr += L * (sx_s * 8).to(tl.int64)
+        x_ptr += L * (sx_s * 8)
         la_ptr += L
         w_ptr += L
         k_ptr += M * N
@@ -409,68 +409,61 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, cos_ptr,
 
 
 @triton.jit
-def turn_and_add_gradients(z_ptr, dy_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mz_ptr, mo_ptr, cos_ptr, sin_ptr, la_ptr,
-                 w_ptr, seq_ptr, k_ptr, q_ptr, do_ptr, dstate_ptr, keep_ptr, sz_s, sz_b, S, SP, NSEG, B,
-                 H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
-                 L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-                 PRECISION: tl.constexpr):  # fmt: skip
-    """Keys and queries as :func:`turn_and_add` makes them; ``do`` [B, H, SP / L, M, P], the gradient of what the gate is applied
-    to; and what a segment adds to the gradient of the state before it [P, N], with how much it keeps. Programs (H, NSEG, B)."""
+def turn(bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, cos_ptr, sin_ptr, k_ptr, q_ptr, SP,
+         H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
+         L: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
+    """Keys and queries as :func:`turn_and_add` makes them. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
-    DT: tl.constexpr = dy_ptr.dtype.element_ty
+    DT: tl.constexpr = k_ptr.dtype.element_ty
     bh = (b * H + h).to(tl.int64)
-    m, n, p, i = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P), tl.arange(0, N // 2)
+    m, n, i = tl.arange(0, M), tl.arange(0, N), tl.arange(0, N // 2)
     token, rank = m % L, m // L
     t0 = seg * (CHUNKS * L)
     rows = (rank * SP + token)[:, None] * N + n[None, :]
     bias = h * (R * N) + rank[:, None] * N + n[None, :]
-    mix = h * (R * P) + rank[:, None] * P + p[None, :]
     planes = token[:, None] * A + i[None, :]
     turns = tl.broadcast_to((i < A)[None, :], (M, N // 2))
     tile = m[:, None] * N + n[None, :]
-    z_rows = token[:, None] * (sz_s * 8) + p[None, :]
-    dy_rows = token[:, None] * (B * H * P) + p[None, :]
     bc = (b * G + h // (H // G)).to(tl.int64) * (R * SP * N) + t0 * N
-    cos_ptr += (bh * SP + t0) * A
-    sin_ptr += (bh * SP + t0) * A
-    z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * (sz_b * 8) + h * P
-    dy_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
-    do_ptr += (bh * SP + t0) * (R * P)
-    la_ptr += bh * SP + t0
-    w_ptr += bh * SP + t0
-    k_ptr += (bh * SP + t0) * (R * N)
-    q_ptr += (bh * SP + t0) * (R * N)
+    table = bh * SP + t0
+    for chunk in tl.range(CHUNKS):
+        cos = tl.load(cos_ptr + table * A + planes, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + table * A + planes, mask=turns, other=0.0).to(tl.float32)
+        q = _turned(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, M, N)
+        tl.store(q_ptr + table * (R * N) + tile, q.to(DT))
+        k = _turned(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, M, N)
+        tl.store(k_ptr + table * (R * N) + tile, k.to(DT))
+        bc += L * N
+        table += L
+
+
+@triton.jit
+def add_gradients(q_ptr, do_ptr, la_ptr, w_ptr, seq_ptr, dstate_ptr, keep_ptr, S, SP, NSEG,
+                  H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+                  L: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+                  PRECISION: tl.constexpr):  # fmt: skip
+    """What a segment adds to the gradient of the state before it [P, N], and how much it keeps. Programs (H, NSEG, B)."""
+    h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    M: tl.constexpr = L * R
+    DT: tl.constexpr = q_ptr.dtype.element_ty
+    bh = (b * H + h).to(tl.int64)
+    m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
+    token = m % L
+    t0 = seg * (CHUNKS * L)
+    table = bh * SP + t0
+    q_ptr += table * (R * N)
+    do_ptr += table * (R * P)
     dstate = tl.zeros((P, N), tl.float32)
     kept = 1.0
-    for chunk in tl.range(CHUNKS):
-        cos = tl.load(cos_ptr + planes, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + planes, mask=turns, other=0.0).to(tl.float32)
-        q = _turned(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, M, N)
-        tl.store(q_ptr + tile, q.to(DT))
-        enter, _, keep = _decays(la_ptr, w_ptr, seq_ptr, token, t0, b, S, L, PACKED)
-        inside = (t0 + token < S)[:, None]
-        _, _, u, s = _gate(z_ptr + z_rows, mz_ptr + mix, inside, MIMO, EVEN)
-        do = _tile(dy_ptr + dy_rows, inside, EVEN) * (u * s)
-        if MIMO:
-            do = do * tl.load(mo_ptr + mix).to(tl.float32)
-        do = do.to(DT)
-        tl.store(do_ptr + m[:, None] * P + p[None, :], do)
-        dstate = tl.dot(do.T, (q * (enter * kept)[:, None]).to(DT), dstate, input_precision=PRECISION)
+    for chunk in tl.range(CHUNKS, num_stages=STAGES):
+        q = tl.load(q_ptr + chunk * (M * N) + m[:, None] * N + n[None, :])
+        do = tl.load(do_ptr + chunk * (M * P) + m[:, None] * P + p[None, :])
+        row = table + chunk * L
+        enter, _, keep = _decays(la_ptr + row, w_ptr + row, seq_ptr, token, t0 + chunk * L, b, S, L, PACKED)
+        q = (q.to(tl.float32) * (enter * kept)[:, None]).to(DT)
+        dstate = tl.dot(do.T, q, dstate, input_precision=PRECISION)
         kept = kept * keep
-        k = _turned(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, M, N)
-        tl.store(k_ptr + tile, k.to(DT))
-        t0 += L
-        bc += L * N
-        cos_ptr += L * A
-        sin_ptr += L * A
-        z_ptr += L * (sz_s * 8).to(tl.int64)
-        dy_ptr += L * B.to(tl.int64) * (H * P)
-        do_ptr += M * P
-        la_ptr += L
-        w_ptr += L
-        k_ptr += M * N
-        q_ptr += M * N
     out = dstate_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]
     tl.store(out, dstate.to(dstate_ptr.dtype.element_ty))
     tl.store(keep_ptr + bh * NSEG + seg, kept)
@@ -493,21 +486,26 @@ def pass_states(state_ptr, keep_ptr, initial_ptr, final_ptr,
     keeps = keep_ptr + bh * NSEG
     DT: tl.constexpr = state_ptr.dtype.element_ty
     if REVERSE:
-        added = tl.load(base + (NSEG - 1) * PN)
         tl.store(base + NSEG * PN, carry.to(DT))
-        for j in range(NSEG):
-            s = NSEG - 1 - j
-            coming = tl.load(base + max(s - 1, 0) * PN) if NSEG > 1 else added
-            carry = carry * tl.load(keeps + s) + added.to(tl.float32)
-            tl.store(base + s * PN, carry.to(DT))
-            added = coming
-    else:
-        added = tl.load(base)
-        for s in range(NSEG):
-            coming = tl.load(base + min(s + 1, NSEG - 1) * PN) if NSEG > 1 else added
-            tl.store(base + s * PN, carry.to(DT))
-            carry = carry * tl.load(keeps + s) + added.to(tl.float32)
-            added = coming
+    # Four segments at a time, so that as many loads are on their way.
+    for first in range(0, NSEG, 4):
+        added = ()
+        keep = ()
+        for j in tl.static_range(4):
+            s = min(first + j, NSEG - 1)
+            s = NSEG - 1 - s if REVERSE else s
+            added = added + (tl.load(base + s * PN).to(tl.float32),)
+            keep = keep + (tl.load(keeps + s),)
+        for j in tl.static_range(4):
+            if first + j < NSEG:
+                s = NSEG - 1 - first - j if REVERSE else first + j
+                if REVERSE:
+                    carry = carry * keep[j] + added[j]
+                    tl.store(base + s * PN, carry.to(DT))
+                else:
+                    tl.store(base + s * PN, carry.to(DT))
+                    carry = carry * keep[j] + added[j]
+    if not REVERSE:
         tl.store(base + NSEG * PN, carry.to(DT))
     tl.store(final_ptr + bh * PN + e, carry)
 
@@ -569,7 +567,7 @@ def scan_fwd(x_ptr, z_ptr, k_ptr, q_ptr, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, 
         row = table + chunk * L
         enter, leave, keep = _decays(la_ptr + row, w_ptr + row, seq_ptr, token, start, b, S, L, PACKED)
         inside = (start + token < S)[:, None]
-        v = _tile(x_ptr + chunk * L * (sx_s * 8).to(tl.int64) + x_rows, inside, EVEN)
+        v = _tile(x_ptr + chunk * L * (sx_s * 8) + x_rows, inside, EVEN)
         if MIMO:
             v = v * tl.load(mx_ptr + mix).to(tl.float32)
         v = v.to(DT)
@@ -591,13 +589,13 @@ def scan_fwd(x_ptr, z_ptr, k_ptr, q_ptr, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, 
             tl.store(y_ptr + chunk * (M * P) + m[:, None] * P + p[None, :], o.to(DT))
         else:
             _, _, u, s = _gate(
-                z_ptr + chunk * L * (sz_s * 8).to(tl.int64) + z_rows, mz_ptr + mix, inside, MIMO, EVEN
+                z_ptr + chunk * L * (sz_s * 8) + z_rows, mz_ptr + mix, inside, MIMO, EVEN
             )  # fmt: skip
             o = o.to(DT).to(tl.float32) * (u * s)
             if MIMO:
                 o = o * tl.load(mo_ptr + mix).to(tl.float32)
             y = _over_ranks(o, R, L, P).to(DT)
-            out = y_ptr + chunk * L * B.to(tl.int64) * (H * P) + y_rows
+            out = y_ptr + chunk * L * B * (H * P) + y_rows
             if EVEN:
                 tl.store(out, y)
             else:
@@ -605,60 +603,69 @@ def scan_fwd(x_ptr, z_ptr, k_ptr, q_ptr, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, 
 
 
 @triton.jit
-def gate_bwd(x_ptr, z_ptr, dy_ptr, y_ptr, mx_ptr, mz_ptr, mo_ptr, dz_ptr, dmz_ptr, dmo_ptr, dD_ptr,
+def gate_bwd(x_ptr, z_ptr, dy_ptr, y_ptr, mx_ptr, mz_ptr, mo_ptr, dz_ptr, do_ptr, dmz_ptr, dmo_ptr, dD_ptr,
              sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B,
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, CHUNKS: tl.constexpr,
              MIMO: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """dz, and parts (one a segment) of the gradients of mimo_z, mimo_o and D, from what the gate was applied to (``y`` of a RAW
-    scan). Programs (H, NSEG, B)."""
+    """Back through the gate and the rank mix, from what they were applied to (``y`` of a RAW scan): its gradient ``do`` [B, H,
+    SP / L, M, P], dz, and parts (one a segment) of the gradients of mimo_z, mimo_o and D. Programs (H, NSEG, B).
+
+    Tiles are [R, HALF, P], half a chunk's tokens, with the ranks of a token in one thread."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    M: tl.constexpr = L * R
     bh = (b * H + h).to(tl.int64)
-    m, p = tl.arange(0, M), tl.arange(0, P)
-    token, rank, one, r = m % L, m // L, tl.arange(0, L), tl.arange(0, R)
+    HALF: tl.constexpr = L // 2
+    r, one, p = tl.arange(0, R), tl.arange(0, HALF), tl.arange(0, P)
     t0 = seg * (CHUNKS * L)
-    mix = h * (R * P) + rank[:, None] * P + p[None, :]
-    x_rows = token[:, None] * (sx_s * 8) + p[None, :]
-    z_rows = token[:, None] * (sz_s * 8) + p[None, :]
-    dy_rows = token[:, None] * (B * H * P) + p[None, :]
-    dz_rows = one[:, None] * (B * H * P) + p[None, :]
+    tile = r[:, None, None] * (L * P) + one[None, :, None] * P + p[None, None, :]
+    mix = h * (R * P) + r[:, None, None] * P + p[None, None, :]
+    x_rows = one[:, None] * (sx_s * 8) + p[None, :]
+    z_rows = one[:, None] * (sz_s * 8) + p[None, :]
+    y_rows = one[:, None] * (B * H * P) + p[None, :]
     y_ptr += (bh * SP + t0) * (R * P)
+    do_ptr += (bh * SP + t0) * (R * P)
     x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
     z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * (sz_b * 8) + h * P
     dy_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
     dz_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
-    dmz = tl.zeros((M, P), tl.float32)
-    dmo = tl.zeros((M, P), tl.float32)
-    dD = 0.0
-    for chunk in tl.range(CHUNKS):
-        start = t0 + chunk * L
-        inside = (start + token < S)[:, None]
-        z, mz, u, s = _gate(
-            z_ptr + chunk * L * (sz_s * 8).to(tl.int64) + z_rows, mz_ptr + mix, inside, MIMO, EVEN
-        )  # fmt: skip
-        at = chunk * L * B.to(tl.int64) * (H * P)
-        y = tl.load(y_ptr + chunk * (M * P) + m[:, None] * P + p[None, :]).to(tl.float32)
-        dy = _tile(dy_ptr + at + dy_rows, inside, EVEN)
+    dmz = tl.zeros((R, HALF, P), tl.float32)
+    dmo = tl.zeros((R, HALF, P), tl.float32)
+    dD = tl.zeros((HALF, P), tl.float32)
+    for half in tl.range(2 * CHUNKS):
+        here = (half // 2) * (R * L * P) + (half % 2) * (HALF * P)
+        inside = (t0 + half * HALF + one < S)[:, None]
+        z = _tile(z_ptr + half * HALF * (sz_s * 8) + z_rows, inside, EVEN)
+        dy = _tile(dy_ptr + half * HALF * B * (H * P) + y_rows, inside, EVEN)
+        x = _tile(x_ptr + half * HALF * (sx_s * 8) + x_rows, inside, EVEN)
+        y = tl.load(y_ptr + here + tile).to(tl.float32)
         if MIMO:
-            dmo += dy * y * (u * s)
-            dy = dy * tl.load(mo_ptr + mix).to(tl.float32)
-        v = _tile(x_ptr + chunk * L * (sx_s * 8).to(tl.int64) + x_rows, inside, EVEN)
-        if MIMO:
-            v = v * tl.load(mx_ptr + mix).to(tl.float32)
-        dD += tl.sum(tl.sum(dy * (u * s) * v, 1), 0)
-        du = dy * y * (s * (1.0 + u * (1.0 - s)))
-        if MIMO:
-            dmz += du * z
-        dz = _over_ranks(du * mz, R, L, P).to(dz_ptr.dtype.element_ty)
-        if EVEN:
-            tl.store(dz_ptr + at + dz_rows, dz)
+            mz = tl.load(mz_ptr + mix).to(tl.float32)
+            u = z[None, :, :] * mz
         else:
-            tl.store(dz_ptr + at + dz_rows, dz, mask=(start + one < S)[:, None])
-    tl.store(dD_ptr + (b * NSEG + seg) * H + h, dD)
+            u = z[None, :, :]
+        s = _sigmoid(u)
+        mixed = tl.broadcast_to(dy[None, :, :], (R, HALF, P))
+        if MIMO:
+            dmo += mixed * y * (u * s)
+            mixed = mixed * tl.load(mo_ptr + mix).to(tl.float32)
+        do = mixed * (u * s)
+        tl.store(do_ptr + here + tile, do.to(do_ptr.dtype.element_ty))
+        du = mixed * y * (s * (1.0 + u * (1.0 - s)))
+        if MIMO:
+            do = do * tl.load(mx_ptr + mix).to(tl.float32)
+            dmz += du * z[None, :, :]
+            du = du * mz
+        dD += x * tl.sum(do, 0)
+        dz = tl.sum(du, 0).to(dz_ptr.dtype.element_ty)
+        if EVEN:
+            tl.store(dz_ptr + half * HALF * B * (H * P) + y_rows, dz)
+        else:
+            tl.store(dz_ptr + half * HALF * B * (H * P) + y_rows, dz, mask=inside)
+    part = ((b * NSEG + seg) * H + h).to(tl.int64)
+    tl.store(dD_ptr + part, tl.sum(tl.sum(dD, 1), 0))
     if MIMO:
-        part = ((b * NSEG + seg) * H + h).to(tl.int64) * (R * P) + r[:, None] * P + p[None, :]
-        tl.store(dmz_ptr + part, tl.sum(tl.reshape(dmz, (R, L, P)), 1))
-        tl.store(dmo_ptr + part, tl.sum(tl.reshape(dmo, (R, L, P)), 1))
+        part = part * (R * P) + r[:, None] * P + p[None, :]
+        tl.store(dmz_ptr + part, tl.sum(dmz, 1))
+        tl.store(dmo_ptr + part, tl.sum(dmo, 1))
 
 
 @triton.jit
@@ -691,7 +698,7 @@ def scan_bwd_queries(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, la_ptr, w_ptr, gamma_p
         start = t0 + chunk * L
         row = table + chunk * L
         enter, leave, keep = _decays(la_ptr + row, w_ptr + row, seq_ptr, token, start, b, S, L, PACKED)
-        v = _tile(x_ptr + chunk * L * (sx_s * 8).to(tl.int64) + x_rows, (start + token < S)[:, None], EVEN)
+        v = _tile(x_ptr + chunk * L * (sx_s * 8) + x_rows, (start + token < S)[:, None], EVEN)
         if MIMO:
             v = v * tl.load(mx_ptr + mix).to(tl.float32)
         v = v.to(DT)
@@ -753,7 +760,7 @@ def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gam
         row = table + chunk * L
         enter, leave, keep = _decays(la_ptr + row, w_ptr + row, seq_ptr, token, start, b, S, L, PACKED)
         inside = (start + token < S)[:, None]
-        x_at = x_ptr + chunk * L * (sx_s * 8).to(tl.int64) + x_rows
+        x_at = x_ptr + chunk * L * (sx_s * 8) + x_rows
         v = _tile(x_at, inside, EVEN)
         if MIMO:
             v = v * tl.load(mx_ptr + mix).to(tl.float32)
@@ -785,7 +792,7 @@ def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gam
                 dmx = _sum_tokens(dv * _tile(x_at, inside, EVEN), dmx, DT, R, L, ROWS, PRECISION)
                 dv = dv * tl.load(mx_ptr + mix).to(tl.float32)
             dx = _over_ranks(dv, R, L, P).to(DT)
-            out = dx_ptr + chunk * L * B.to(tl.int64) * (H * P) + dx_rows
+            out = dx_ptr + chunk * L * B * (H * P) + dx_rows
             if EVEN:
                 tl.store(out, dx)
             else:
@@ -797,70 +804,56 @@ def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gam
 
 
 @triton.jit
-def borders(state_ptr, dstate_ptr, value_ptr, turn_ptr, NSEG,
+def borders(state_ptr, dstate_ptr, value_ptr, turn_ptr, BORDERS,
             H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr):  # fmt: skip
-    """What crosses each segment's end, of the gradients of the decays, ``value`` [B, H, NSEG], and of θ, ``turn`` [B, H, NSEG,
-    A]: read off the state there and its gradient. Programs (H, NSEG, B)."""
-    bh, seg = (tl.program_id(2) * H + tl.program_id(0)).to(tl.int64), tl.program_id(1)
+    """What crosses each border of segments, the first and the last included, of the gradients of the decays, ``value`` [B, H,
+    NSEG + 1], and of θ, ``turn`` [B, H, NSEG + 1, A]: read off the state there and its gradient. Programs (H, NSEG + 1, B)."""
+    at = (tl.program_id(2) * H + tl.program_id(0)).to(tl.int64) * BORDERS + tl.program_id(1)
     n, p, i = tl.arange(0, N), tl.arange(0, P), tl.arange(0, N // 2)
-    end = (bh * (NSEG + 1) + seg + 1) * (P * N) + p[:, None] * N + n[None, :]
-    first, second = tl.split(tl.reshape(tl.load(state_ptr + end).to(tl.float32), (P, N // 2, 2)))
-    d_first, d_second = tl.split(tl.reshape(tl.load(dstate_ptr + end).to(tl.float32), (P, N // 2, 2)))
-    at = bh * NSEG + seg
+    tile = at * (P * N) + p[:, None] * N + n[None, :]
+    first, second = tl.split(tl.reshape(tl.load(state_ptr + tile).to(tl.float32), (P, N // 2, 2)))
+    d_first, d_second = tl.split(tl.reshape(tl.load(dstate_ptr + tile).to(tl.float32), (P, N // 2, 2)))
     tl.store(value_ptr + at, tl.sum(tl.sum(d_first * first + d_second * second, 1), 0))
     tl.store(turn_ptr + at * A + i, tl.sum(d_first * second - d_second * first, 0), mask=i < A)
 
 
 @triton.jit
-def turn_back(k_ptr, q_ptr, dk_ptr, dq_ptr, cos_ptr, sin_ptr, dbn_ptr, dcn_ptr, db_bias_ptr, dc_bias_ptr,
-              value_ptr, k_value_ptr, dturn_ptr, SP,
+def turn_back(k_ptr, dk_ptr, cos_ptr, sin_ptr, dbn_ptr, db_bias_ptr, value_ptr, dturn_ptr, SP,
               H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
               L: tl.constexpr):  # fmt: skip
-    """From the gradients of keys and queries to those of normed B and C, summed over a group's heads [B, G, R, SP, N], of the
-    biases (a part a chunk, [B, SP / L, H, R, N]), of θ, and to B·dB and C·dC − B·dB of each token. Programs (SP / L, G, B)."""
+    """From the gradients of keys (or queries) to those of normed B (or C), summed over a group's heads [B, G, R, SP, N], of the
+    bias (a part a chunk, [B, SP / L, H, R, N]) and of θ [B, H, SP, A], and to each token's product of the keys with their
+    gradients, ``value`` [B, H, SP]. Programs (SP / L, G, B)."""
     chunk, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
+    # Rows so that a thread holds several tokens of one rank, and a warp few ranks: sums over tokens stay near.
+    Q: tl.constexpr = min(256 // N, L)
     m, n, i, one, r = tl.arange(0, M), tl.arange(0, N), tl.arange(0, N // 2), tl.arange(0, L), tl.arange(0, R)
-    token, rank = m % L, m // L
-    tile = m[:, None] * N + n[None, :]
+    token, rank = m % Q + Q * (m // (Q * R)), (m // Q) % R
+    tile = (rank * L + token)[:, None] * N + n[None, :]
     planes = token[:, None] * A + i[None, :]
     turns = tl.broadcast_to((i < A)[None, :], (M, N // 2))
     shown = tl.broadcast_to((i < A)[None, :], (L, N // 2))
     dbn = tl.zeros((M, N), tl.float32)
-    dcn = tl.zeros((M, N), tl.float32)
     for head in range(H // G):
         h = g * (H // G) + head
         table = (b * H + h).to(tl.int64) * SP + chunk * L
-        part = ((b * (SP // L) + chunk) * H + h).to(tl.int64) * (R * N) + r[:, None] * N + n[None, :]
         cos = tl.load(cos_ptr + table * A + planes, mask=turns, other=1.0).to(tl.float32)
         sin = tl.load(sin_ptr + table * A + planes, mask=turns, other=0.0).to(tl.float32)
-
         first, second = tl.split(tl.reshape(tl.load(k_ptr + table * (R * N) + tile).to(tl.float32), (M, N // 2, 2)))
         d_first, d_second = tl.split(
             tl.reshape(tl.load(dk_ptr + table * (R * N) + tile).to(tl.float32), (M, N // 2, 2))
         )  # fmt: skip
-        k_value = tl.sum(first * d_first + second * d_second, 1)
-        dturn = first * d_second - second * d_first
+        value = tl.sum(tl.reshape(tl.sum(first * d_first + second * d_second, 1), (L // Q, R, Q)), 1)
+        tl.store(value_ptr + table + one, tl.reshape(value, (L,)))
+        dturn = tl.sum(tl.reshape(first * d_second - second * d_first, (L // Q, R, Q, N // 2)), 1)
+        tl.store(dturn_ptr + table * A + one[:, None] * A + i[None, :], tl.reshape(dturn, (L, N // 2)), mask=shown)
         back = tl.reshape(tl.join(d_first * cos + d_second * sin, d_second * cos - d_first * sin), (M, N))
         dbn += back
-        tl.store(db_bias_ptr + part, tl.sum(tl.reshape(back, (R, L, N)), 1))
-
-        first, second = tl.split(tl.reshape(tl.load(q_ptr + table * (R * N) + tile).to(tl.float32), (M, N // 2, 2)))
-        d_first, d_second = tl.split(
-            tl.reshape(tl.load(dq_ptr + table * (R * N) + tile).to(tl.float32), (M, N // 2, 2))
-        )  # fmt: skip
-        q_value = tl.sum(first * d_first + second * d_second, 1)
-        dturn += first * d_second - second * d_first
-        back = tl.reshape(tl.join(d_first * cos + d_second * sin, d_second * cos - d_first * sin), (M, N))
-        dcn += back
-        tl.store(dc_bias_ptr + part, tl.sum(tl.reshape(back, (R, L, N)), 1))
-
-        tl.store(k_value_ptr + table + one, _rows_over_ranks(k_value, R, L))
-        tl.store(value_ptr + table + one, _rows_over_ranks(q_value - k_value, R, L))
-        tl.store(dturn_ptr + table * A + one[:, None] * A + i[None, :], _over_ranks(dturn, R, L, N // 2), mask=shown)
+        part = ((b * (SP // L) + chunk) * H + h).to(tl.int64) * (R * N) + r[:, None] * N + n[None, :]
+        tl.store(db_bias_ptr + part, tl.sum(tl.sum(tl.reshape(back, (L // Q, R, Q, N)), 0), 1))
     rows = (b * G + g).to(tl.int64) * (R * SP * N) + (rank * SP + chunk * L + token)[:, None] * N + n[None, :]
     tl.store(dbn_ptr + rows, dbn)
-    tl.store(dcn_ptr + rows, dcn)
 
 
 # --- gradients of the tables ------------------------------------------------------------------------------------------
@@ -868,15 +861,15 @@ def turn_back(k_ptr, q_ptr, dk_ptr, dq_ptr, cos_ptr, sin_ptr, dbn_ptr, dcn_ptr, 
 
 @triton.jit
 def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, w_ptr, gamma_ptr,
-               value_ptr, k_value_ptr, dgamma_ptr, dturn_ptr, end_value_ptr, end_turn_ptr, dtheta_ptr,
+               q_value_ptr, k_value_ptr, dgamma_ptr, q_dturn_ptr, k_dturn_ptr, border_value_ptr, border_turn_ptr, dtheta_ptr,
                ddd_dt_ptr, ddd_A_ptr, dtrap_ptr, dangle_ptr, ddt_bias_ptr, dinitial_ptr,
                s_s, s_b, sA_s, sA_b, st_s, st_b, sa_s, sa_b, S, SP, NSEG, B, floor,
                H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, T: tl.constexpr,
                HEAVY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr):  # fmt: skip
     """From the gradients of the scan to those of its projections, [S, B, H]; programs (H, NSEG, B).
 
-    With X_t = C_t·dC_t and Y_t = B_t·dB_t, what token pairs hand over across the border before token t is
-    E + Σ_{t' ≥ t} (X − Y), E what crosses the segment's end: that is the gradient of a_t. The same with the turned
+    With X_t = C_t·dC_t and Y_t = B_t·dB_t, what token pairs hand over across the border before token t, E_t, is the gradient
+    of a_t; E_t − E_{t+1} = X_t − Y_t, and E is known at the borders of segments. The same with the turned
     products is that of θ's increment. ``dangle`` [B, H, SP, A] is a head's Δ times it, still to be summed over the heads;
     ``ddt_bias`` [B, NSEG, H] parts; ``dtheta`` [B, H, A] (FINAL) what the θ of the last token is given from outside;
     ``dinitial`` [B, H, A] (INITIAL) the gradient of the θ before the first.
@@ -889,8 +882,14 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     columns = tl.broadcast_to((i < A)[None, :], (T, AP))
     at = bh * SP + t
     w, gamma, dgamma = tl.load(w_ptr + at), tl.load(gamma_ptr + at), tl.load(dgamma_ptr + at)
-    value, k_value = tl.load(value_ptr + at), tl.load(k_value_ptr + at)
-    da = tl.cumsum(value, 0, reverse=True) + tl.load(end_value_ptr + bh * NSEG + seg)
+    k_value = tl.load(k_value_ptr + at)
+    value = tl.load(q_value_ptr + at) - k_value
+    # Between the borders, whose values are exact, the sums' rounding is spread evenly.
+    place = bh * (NSEG + 1) + seg
+    way = tl.arange(0, T).to(tl.float32) / T
+    summed = tl.cumsum(value, 0)
+    start = tl.load(border_value_ptr + place)
+    da = start - (summed - value) + way * (tl.load(border_value_ptr + place + 1) + tl.sum(value, 0) - start)
     dw = tl.where(w > 0, (k_value - gamma * dgamma) / tl.where(w > 0, w, 1.0), 0.0)
     # The step before: this token's pending part is in its w.
     has_before = inside & (t > 0)
@@ -904,11 +903,12 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     dpending = tl.where(w_before > 0, dw_before / tl.where(w_before > 0, w_before, 1.0), 0.0)
     down = dgamma + dw
 
-    place = (bh * SP + t)[:, None] * A + i[None, :]
-    dturn = tl.load(dturn_ptr + place, mask=columns, other=0.0)
-    dtheta = tl.cumsum(dturn, 0, reverse=True) + tl.load(
-        end_turn_ptr + (bh * NSEG + seg) * A + i, mask=i < A, other=0.0
-    )[None, :]  # fmt: skip
+    planes = (bh * SP + t)[:, None] * A + i[None, :]
+    dturn = tl.load(q_dturn_ptr + planes, mask=columns, other=0.0)
+    dturn += tl.load(k_dturn_ptr + planes, mask=columns, other=0.0)
+    start = tl.load(border_turn_ptr + place * A + i, mask=i < A, other=0.0)
+    end = tl.load(border_turn_ptr + (place + 1) * A + i, mask=i < A, other=0.0)
+    dtheta = start[None, :] - (tl.cumsum(dturn, 0) - dturn) + way[:, None] * (end + tl.sum(dturn, 0) - start)[None, :]
     if FINAL:
         outside = tl.broadcast_to(tl.load(dtheta_ptr + bh * A + i, mask=i < A, other=0.0)[None, :], (T, AP))
         if PACKED:
@@ -930,7 +930,7 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     tl.store(ddd_A_ptr + out, tl.where(rate >= floor, -da * delta * slope, 0.0).to(DT), mask=inside)
     tl.store(dtrap_ptr + out, (delta * (down - dpending) * lam * (1.0 - lam)).to(DT), mask=inside)
     tl.store(ddt_bias_ptr + (b * NSEG + seg) * H + h, tl.sum(ddd_dt, 0))
-    tl.store(dangle_ptr + place, dtheta * delta[:, None], mask=columns)
+    tl.store(dangle_ptr + planes, dtheta * delta[:, None], mask=columns)
     if INITIAL:
         first = tl.broadcast_to(i[None, :], (T, AP))
         restarts = columns & (t == 0)[:, None]

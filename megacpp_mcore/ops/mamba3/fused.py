@@ -38,6 +38,8 @@ WARPS: dict[str, int] = {}
 """Warps of a program where not 4: with 4 these would not fit in the registers. A state of 128 takes 8 everywhere."""
 
 SPLIT = False
+NARROW = ("turn", "add_gradients", "gate_bwd")
+REGISTERS: dict[str, int] = {}
 STAGES = {"add_gradients": 1, "scan_fwd": 1, "scan_bwd_queries": 1, "scan_bwd_keys": 1}
 """Chunks whose tiles are on their way at a time."""
 
@@ -112,7 +114,8 @@ class _Plan:
     def launch(self, kernel: str) -> dict[str, int]:
         """How a kernel that works on chunks is launched."""
         stages = {"STAGES": STAGES[kernel], "num_stages": STAGES[kernel]} if kernel in STAGES else {"num_stages": 1}
-        return {"num_warps": 8 if self.N > 64 else WARPS.get(kernel, 4), **stages}
+        registers = {"maxnreg": REGISTERS[kernel]} if kernel in REGISTERS else {}
+        return {"num_warps": WARPS.get(kernel, 8 if self.N > 64 and kernel not in NARROW else 4), **stages, **registers}
 
 
 class _Parameters(NamedTuple):

@@ -909,6 +909,11 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     start = tl.load(border_turn_ptr + place * A + i, mask=i < A, other=0.0)
     end = tl.load(border_turn_ptr + (place + 1) * A + i, mask=i < A, other=0.0)
     dtheta = start[None, :] - (tl.cumsum(dturn, 0) - dturn) + way[:, None] * (end + tl.sum(dturn, 0) - start)[None, :]
+    if PACKED:
+        # Nothing crosses into a document.
+        begins = _starts(seq_ptr, b, t, S)
+        da = tl.where(begins, 0.0, da)
+        dtheta = tl.where(begins[:, None], 0.0, dtheta)
     if FINAL:
         outside = tl.broadcast_to(tl.load(dtheta_ptr + bh * A + i, mask=i < A, other=0.0)[None, :], (T, AP))
         if PACKED:

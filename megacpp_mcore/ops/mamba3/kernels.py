@@ -610,14 +610,14 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, y_ptr, mx_ptr, mz_ptr, mo_ptr, dz_ptr, do_ptr
     """Back through the gate and the rank mix, from what they were applied to (``y`` of a RAW scan): its gradient ``do`` [B, H,
     SP / L, M, P], dz, and parts (one a segment) of the gradients of mimo_z, mimo_o and D. Programs (H, NSEG, B).
 
-    Tiles are [R, HALF, P], half a chunk's tokens, with the ranks of a token in one thread."""
+    Rank by rank, in tiles [TOKENS, P]: sums over ranks stay in a thread, and few registers are held."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     bh = (b * H + h).to(tl.int64)
-    HALF: tl.constexpr = L // 2
-    r, one, p = tl.arange(0, R), tl.arange(0, HALF), tl.arange(0, P)
+    TOKENS: tl.constexpr = min(L, max(8, 32 // R))
+    one, p = tl.arange(0, TOKENS), tl.arange(0, P)
     t0 = seg * (CHUNKS * L)
-    tile = r[:, None, None] * (L * P) + one[None, :, None] * P + p[None, None, :]
-    mix = h * (R * P) + r[:, None, None] * P + p[None, None, :]
+    tile = one[:, None] * P + p[None, :]
+    mix = h * (R * P) + p
     x_rows = one[:, None] * (sx_s * 8) + p[None, :]
     z_rows = one[:, None] * (sz_s * 8) + p[None, :]
     y_rows = one[:, None] * (B * H * P) + p[None, :]
@@ -627,45 +627,59 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, y_ptr, mx_ptr, mz_ptr, mo_ptr, dz_ptr, do_ptr
     z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * (sz_b * 8) + h * P
     dy_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
     dz_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
-    dmz = tl.zeros((R, HALF, P), tl.float32)
-    dmo = tl.zeros((R, HALF, P), tl.float32)
-    dD = tl.zeros((HALF, P), tl.float32)
-    for half in tl.range(2 * CHUNKS):
-        here = (half // 2) * (R * L * P) + (half % 2) * (HALF * P)
-        inside = (t0 + half * HALF + one < S)[:, None]
-        z = _tile(z_ptr + half * HALF * (sz_s * 8) + z_rows, inside, EVEN)
-        dy = _tile(dy_ptr + half * HALF * B * (H * P) + y_rows, inside, EVEN)
-        x = _tile(x_ptr + half * HALF * (sx_s * 8) + x_rows, inside, EVEN)
-        y = tl.load(y_ptr + here + tile).to(tl.float32)
+    dmz = ()
+    dmo = ()
+    for _ in tl.static_range(R):
+        dmz = dmz + (tl.zeros((TOKENS, P), tl.float32),)
+        dmo = dmo + (tl.zeros((TOKENS, P), tl.float32),)
+    dD = tl.zeros((TOKENS, P), tl.float32)
+    for step in tl.range(CHUNKS * L // TOKENS):
+        first = step * TOKENS
+        inside = (t0 + first + one < S)[:, None]
+        z = _tile(z_ptr + first * (sz_s * 8) + z_rows, inside, EVEN)
+        dy = _tile(dy_ptr + first * B * (H * P) + y_rows, inside, EVEN)
+        x = _tile(x_ptr + first * (sx_s * 8) + x_rows, inside, EVEN)
+        dz = tl.zeros((TOKENS, P), tl.float32)
+        dmz_sum = ()
+        dmo_sum = ()
+        for rank in tl.static_range(R):
+            here = first // L * (R * L * P) + rank * (L * P) + first % L * P + tile
+            y = tl.load(y_ptr + here).to(tl.float32)
+            if MIMO:
+                mx, mz, mo = (
+                    tl.load(mx_ptr + mix + rank * P).to(tl.float32)[None, :],
+                    tl.load(mz_ptr + mix + rank * P).to(tl.float32)[None, :],
+                    tl.load(mo_ptr + mix + rank * P).to(tl.float32)[None, :],
+                )
+                u = z * mz
+                s = _sigmoid(u)
+                dmo_sum = dmo_sum + (dmo[rank] + dy * y * (u * s),)
+                mixed = dy * mo
+                du = mixed * y * (s * (1.0 + u * (1.0 - s)))
+                dmz_sum = dmz_sum + (dmz[rank] + du * z,)
+                dz += du * mz
+                do = mixed * (u * s)
+                dD += do * mx * x
+            else:
+                s = _sigmoid(z)
+                dz += dy * y * (s * (1.0 + z * (1.0 - s)))
+                do = dy * (z * s)
+                dD += do * x
+            tl.store(do_ptr + here, do.to(do_ptr.dtype.element_ty))
         if MIMO:
-            mz = tl.load(mz_ptr + mix).to(tl.float32)
-            u = z[None, :, :] * mz
-        else:
-            u = z[None, :, :]
-        s = _sigmoid(u)
-        mixed = tl.broadcast_to(dy[None, :, :], (R, HALF, P))
-        if MIMO:
-            dmo += mixed * y * (u * s)
-            mixed = mixed * tl.load(mo_ptr + mix).to(tl.float32)
-        do = mixed * (u * s)
-        tl.store(do_ptr + here + tile, do.to(do_ptr.dtype.element_ty))
-        du = mixed * y * (s * (1.0 + u * (1.0 - s)))
-        if MIMO:
-            do = do * tl.load(mx_ptr + mix).to(tl.float32)
-            dmz += du * z[None, :, :]
-            du = du * mz
-        dD += x * tl.sum(do, 0)
-        dz = tl.sum(du, 0).to(dz_ptr.dtype.element_ty)
+            dmz = dmz_sum
+            dmo = dmo_sum
+        dz = dz.to(dz_ptr.dtype.element_ty)
         if EVEN:
-            tl.store(dz_ptr + half * HALF * B * (H * P) + y_rows, dz)
+            tl.store(dz_ptr + first * B * (H * P) + y_rows, dz)
         else:
-            tl.store(dz_ptr + half * HALF * B * (H * P) + y_rows, dz, mask=inside)
+            tl.store(dz_ptr + first * B * (H * P) + y_rows, dz, mask=inside)
     part = ((b * NSEG + seg) * H + h).to(tl.int64)
     tl.store(dD_ptr + part, tl.sum(tl.sum(dD, 1), 0))
     if MIMO:
-        part = part * (R * P) + r[:, None] * P + p[None, :]
-        tl.store(dmz_ptr + part, tl.sum(dmz, 1))
-        tl.store(dmo_ptr + part, tl.sum(dmo, 1))
+        for rank in tl.static_range(R):
+            tl.store(dmz_ptr + part * (R * P) + rank * P + p, tl.sum(dmz[rank], 0))
+            tl.store(dmo_ptr + part * (R * P) + rank * P + p, tl.sum(dmo[rank], 0))
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megacpp_mcore.backends.dispatcher import Candidate, Speed
-from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE
+from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON
 from megacpp_mcore.backends.support import Dim, Support
 
 LAYER_PARTS = "transformer_impl"
@@ -27,12 +27,22 @@ _SDPA = Support(
 )
 """Of the kernels behind PyTorch's SDPA one takes any such width, masked or not; others are faster where they can run."""
 
+_MAMBA3_TRITON = Support(
+    devices=("cuda",),
+    dtypes=("bfloat16", "float16"),
+    dims={"head_dim": Dim(one_of=(64,)), "mimo_rank": Dim(one_of=(1, 4)), "state": Dim(one_of=(64, 128))},
+)
+"""The sizes that its kernels are compiled and compared with the reference at."""
+
 
 def own_candidates() -> tuple[Candidate, ...]:
     """The implementations of the model's ops in this package; none is imported before it is chosen."""
     return (
         _candidate("mla", "sdpa", Speed.KERNEL, _SDPA, "megacpp_mcore.ops.mla.sdpa:sdpa_attention", (CUDA,)),
         _candidate("mla", "reference", Speed.REFERENCE, _REFERENCE, "megacpp_mcore.ops.mla.reference:mla_attention"),
+        _candidate(
+            "mamba3", "triton", Speed.KERNEL, _MAMBA3_TRITON, "megacpp_mcore.ops.mamba3.triton:mamba3", (TRITON, CUDA)
+        ),
         *(
             _candidate(
                 op, "reference", Speed.REFERENCE, _REFERENCE, f"megacpp_mcore.ops.{package}.reference:{function}"

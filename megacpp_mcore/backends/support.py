@@ -27,9 +27,12 @@ class Dim:
     multiple_of: int = 1
     smallest: int = 1
     largest: int | None = None
+    one_of: tuple[int, ...] = ()
 
     def lacking(self, name: str, size: int) -> str | None:
         """Why ``size`` is not covered, or None."""
+        if self.one_of and size not in self.one_of:
+            return f"{name} {size} is none of {', '.join(map(str, self.one_of))}"
         if size % self.multiple_of:
             return f"{name} {size} is not a multiple of {self.multiple_of}"
         if size < self.smallest:
@@ -37,7 +40,8 @@ class Dim:
         return f"{name} {size} > {self.largest}" if self.largest is not None and size > self.largest else None
 
     def __str__(self) -> str:
-        words = [f"× {self.multiple_of}"] if self.multiple_of > 1 else []
+        words = [f"one of {', '.join(map(str, self.one_of))}"] if self.one_of else []
+        words += [f"× {self.multiple_of}"] if self.multiple_of > 1 else []
         words += [f"≥ {self.smallest}"] if self.smallest > 1 else []
         words += [f"≤ {self.largest}"] if self.largest is not None else []
         return " ".join(words) or "any"

@@ -355,8 +355,8 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, cos_ptr,
                  H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
                  L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
                  PRECISION: tl.constexpr):  # fmt: skip
-    """Keys and queries, which are B and C with bias, turned: [B, H, SP / L, M, N]. Also what a segment adds to the state [P, N],
-    and how much it keeps of the one before. Programs (H, NSEG, B)."""
+    """Keys and queries, which are B and C with bias, turned: [B, H, SP / L, M, N]. Also what a segment adds to the state
+    [P, N], and how much it keeps of the one before. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     DT: tl.constexpr = x_ptr.dtype.element_ty
@@ -381,7 +381,7 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, cos_ptr,
     q_ptr += (bh * SP + t0) * (R * N)
     state = tl.zeros((P, N), tl.float32)
     kept = 1.0
-    for chunk in tl.range(CHUNKS):
+    for _ in tl.range(CHUNKS):
         cos = tl.load(cos_ptr + planes, mask=turns, other=1.0).to(tl.float32)
         sin = tl.load(sin_ptr + planes, mask=turns, other=0.0).to(tl.float32)
         q = _turned(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, M, N)
@@ -427,7 +427,7 @@ def turn(bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, cos_ptr, sin_ptr, k_ptr, q_ptr,
     tile = m[:, None] * N + n[None, :]
     bc = (b * G + h // (H // G)).to(tl.int64) * (R * SP * N) + t0 * N
     table = bh * SP + t0
-    for chunk in tl.range(CHUNKS):
+    for _ in tl.range(CHUNKS):
         cos = tl.load(cos_ptr + table * A + planes, mask=turns, other=1.0).to(tl.float32)
         sin = tl.load(sin_ptr + table * A + planes, mask=turns, other=0.0).to(tl.float32)
         q = _turned(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, M, N)
@@ -441,7 +441,7 @@ def turn(bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, cos_ptr, sin_ptr, k_ptr, q_ptr,
 @triton.jit
 def add_gradients(q_ptr, do_ptr, la_ptr, w_ptr, seq_ptr, dstate_ptr, keep_ptr, S, SP, NSEG,
                   H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-                  L: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+                  L: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr,
                   PRECISION: tl.constexpr):  # fmt: skip
     """What a segment adds to the gradient of the state before it [P, N], and how much it keeps. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -456,7 +456,7 @@ def add_gradients(q_ptr, do_ptr, la_ptr, w_ptr, seq_ptr, dstate_ptr, keep_ptr, S
     do_ptr += table * (R * P)
     dstate = tl.zeros((P, N), tl.float32)
     kept = 1.0
-    for chunk in tl.range(CHUNKS, num_stages=STAGES):
+    for chunk in tl.range(CHUNKS):
         q = tl.load(q_ptr + chunk * (M * N) + m[:, None] * N + n[None, :])
         do = tl.load(do_ptr + chunk * (M * P) + m[:, None] * P + p[None, :])
         row = table + chunk * L
@@ -494,8 +494,8 @@ def pass_states(state_ptr, keep_ptr, initial_ptr, final_ptr,
         for j in tl.static_range(4):
             s = min(first + j, NSEG - 1)
             s = NSEG - 1 - s if REVERSE else s
-            added = added + (tl.load(base + s * PN).to(tl.float32),)
-            keep = keep + (tl.load(keeps + s),)
+            added = added + (tl.load(base + s * PN).to(tl.float32),)  # noqa: RUF005
+            keep = keep + (tl.load(keeps + s),)  # noqa: RUF005
         for j in tl.static_range(4):
             if first + j < NSEG:
                 s = NSEG - 1 - first - j if REVERSE else first + j
@@ -538,7 +538,7 @@ def scan_fwd(x_ptr, z_ptr, k_ptr, q_ptr, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, 
              y_ptr, sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B,
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
              L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, PACKED: tl.constexpr,
-             EVEN: tl.constexpr, RAW: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+             EVEN: tl.constexpr, RAW: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """The output of a segment, y [S, B, H, P], from the state before it; with RAW what the gate is applied to, one for every
     rank, y [B, H, SP / L, M, P]. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -561,7 +561,7 @@ def scan_fwd(x_ptr, z_ptr, k_ptr, q_ptr, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, 
     y_ptr += table * (R * P) if RAW else (t0.to(tl.int64) * B + b) * (H * P) + h * P
     skip = tl.load(D_ptr + h).to(tl.float32)
     state = tl.load(state_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
-    for chunk in tl.range(CHUNKS, num_stages=STAGES):
+    for chunk in tl.range(CHUNKS):
         k, q = tl.load(k_ptr + chunk * (M * N) + tile), tl.load(q_ptr + chunk * (M * N) + tile)
         start = t0 + chunk * L
         row = table + chunk * L
@@ -630,8 +630,8 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, y_ptr, mx_ptr, mz_ptr, mo_ptr, dz_ptr, do_ptr
     dmz = ()
     dmo = ()
     for _ in tl.static_range(R):
-        dmz = dmz + (tl.zeros((TOKENS, P), tl.float32),)
-        dmo = dmo + (tl.zeros((TOKENS, P), tl.float32),)
+        dmz = dmz + (tl.zeros((TOKENS, P), tl.float32),)  # noqa: RUF005
+        dmo = dmo + (tl.zeros((TOKENS, P), tl.float32),)  # noqa: RUF005
     dD = tl.zeros((TOKENS, P), tl.float32)
     for step in tl.range(CHUNKS * L // TOKENS):
         first = step * TOKENS
@@ -653,10 +653,10 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, y_ptr, mx_ptr, mz_ptr, mo_ptr, dz_ptr, do_ptr
                 )
                 u = z * mz
                 s = _sigmoid(u)
-                dmo_sum = dmo_sum + (dmo[rank] + dy * y * (u * s),)
+                dmo_sum = dmo_sum + (dmo[rank] + dy * y * (u * s),)  # noqa: RUF005
                 mixed = dy * mo
                 du = mixed * y * (s * (1.0 + u * (1.0 - s)))
-                dmz_sum = dmz_sum + (dmz[rank] + du * z,)
+                dmz_sum = dmz_sum + (dmz[rank] + du * z,)  # noqa: RUF005
                 dz += du * mz
                 do = mixed * (u * s)
                 dD += do * mx * x
@@ -687,7 +687,7 @@ def scan_bwd_queries(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, la_ptr, w_ptr, gamma_p
                      dq_ptr, dgamma_ptr, sx_s, sx_b, S, SP, NSEG,
                      H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
                      L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, PACKED: tl.constexpr,
-                     EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                     EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """The gradients of the queries [B, H, SP / L, M, N] and of γ; first token to last; programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
@@ -706,7 +706,7 @@ def scan_bwd_queries(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, la_ptr, w_ptr, gamma_p
     do_ptr += table * (R * P)
     x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
     state = tl.load(state_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
-    for chunk in tl.range(CHUNKS, num_stages=STAGES):
+    for chunk in tl.range(CHUNKS):
         k, q = tl.load(k_ptr + chunk * (M * N) + tile), tl.load(q_ptr + chunk * (M * N) + tile)
         do = tl.load(do_ptr + chunk * (M * P) + m[:, None] * P + p[None, :])
         start = t0 + chunk * L
@@ -741,7 +741,7 @@ def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gam
                   dk_ptr, dx_ptr, dmx_ptr, sx_s, sx_b, S, SP, NSEG, B,
                   H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
                   L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, PACKED: tl.constexpr,
-                  EVEN: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                  EVEN: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """The gradients of the keys [B, H, SP / L, M, N], of x, and of mimo_x (a part a segment); last token to first; both, or one
     of them where both do not fit in the registers. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -766,7 +766,7 @@ def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gam
     skip = tl.load(D_ptr + h).to(tl.float32)
     dstate = tl.load(dstate_ptr + (bh * (NSEG + 1) + seg + 1) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
     dmx = tl.zeros((ROWS, P), tl.float32)
-    for back in tl.range(CHUNKS, num_stages=STAGES):
+    for back in tl.range(CHUNKS):
         chunk = CHUNKS - 1 - back
         k, q = tl.load(k_ptr + chunk * (M * N) + tile), tl.load(q_ptr + chunk * (M * N) + tile)
         do = tl.load(do_ptr + chunk * (M * P) + m[:, None] * P + p[None, :])

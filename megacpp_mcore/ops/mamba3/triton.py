@@ -34,14 +34,8 @@ ROWS = 64
 SEGMENT = 128
 """Tokens between two stored states, the least; no segment is shorter than a chunk."""
 
-WARPS: dict[str, int] = {}
-"""Warps of a program where not 4: with 4 these would not fit in the registers. A state of 128 takes 8 everywhere."""
-
-SPLIT = False
-NARROW = ("turn", "add_gradients", "gate_bwd")
-REGISTERS: dict[str, int] = {}
-STAGES = {"add_gradients": 1, "scan_fwd": 1, "scan_bwd_queries": 1, "scan_bwd_keys": 1}
-"""Chunks whose tiles are on their way at a time."""
+_EIGHT_WARPS = ("turn_and_add", "scan_fwd", "scan_bwd_queries", "scan_bwd_keys", "turn_back")
+"""What takes eight warps for a state above 64, so that a program's tiles fit in the registers; all else takes four."""
 
 
 @dataclass(frozen=True)
@@ -107,15 +101,13 @@ class _Plan:
     @property
     def key_parts(self) -> tuple[dict[str, bool], ...]:
         """What each launch of ``scan_bwd_keys`` does: with a state of 128 the two halves need the registers for themselves."""
-        if self.N <= 64 and not SPLIT:
+        if self.N <= 64:
             return ({"KEYS": True, "VALUES": True},)
         return ({"KEYS": True, "VALUES": False}, {"KEYS": False, "VALUES": True})
 
     def launch(self, kernel: str) -> dict[str, int]:
-        """How a kernel that works on chunks is launched."""
-        stages = {"STAGES": STAGES[kernel], "num_stages": STAGES[kernel]} if kernel in STAGES else {"num_stages": 1}
-        registers = {"maxnreg": REGISTERS[kernel]} if kernel in REGISTERS else {}
-        return {"num_warps": WARPS.get(kernel, 8 if self.N > 64 and kernel not in NARROW else 4), **stages, **registers}
+        """How a kernel that works on chunks is launched. None overlaps its loads with the products: that was slower."""
+        return {"num_warps": 8 if self.N > 64 and kernel in _EIGHT_WARPS else 4, "num_stages": 1}
 
 
 class _Parameters(NamedTuple):
@@ -230,10 +222,14 @@ def _check_kernels(plan: _Plan, activation: str, *inputs: torch.Tensor) -> None:
     for name, size in (("head dim", plan.P), ("state", plan.N)):
         if size < 16 or size & (size - 1):
             nearest = max(16, 1 << (size - 1).bit_length())
-            raise ModelError(f"{name} {size}: the Triton kernels take powers of two from 16 on; the nearest is {nearest}.")
+            raise ModelError(
+                f"{name} {size}: the Triton kernels take powers of two from 16 on; the nearest is {nearest}."
+            )
     dtypes = {tensor.dtype for tensor in inputs}
     if len(dtypes) > 1:
-        raise ModelError(f"inputs of {', '.join(map(str, dtypes))}: the Triton kernels take one dtype; cast them first.")
+        raise ModelError(
+            f"inputs of {', '.join(map(str, dtypes))}: the Triton kernels take one dtype; cast them first."
+        )
 
 
 def _aligned(tensor: torch.Tensor, inner: int) -> torch.Tensor:
@@ -372,7 +368,26 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, final: bool, *inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        (x, z, b, c, dd_dt, dd_A, trap, angles, dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix, seq_idx, h0, theta0) = inputs
+        (
+            x,
+            z,
+            b,
+            c,
+            dd_dt,
+            dd_A,
+            trap,
+            angles,
+            dt_bias,
+            D,
+            b_bias,
+            c_bias,
+            b_norm,
+            c_norm,
+            *mix,
+            seq_idx,
+            h0,
+            theta0,
+        ) = inputs
         x, z = _aligned(x, 2), _aligned(z, 2)
         b, c = _aligned(b, 1), _aligned(c, 1)
         gates = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in (dd_dt, dd_A, trap, angles))
@@ -436,9 +451,26 @@ def _backward(
     ctx: Any, dout: torch.Tensor | None, dh: torch.Tensor | None, dtheta: torch.Tensor | None
 ) -> tuple[Any, ...]:
     plan: _Plan = ctx.plan
-    (x, z, b, c, dd_dt, dd_A, trap, angles, dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix, seq_idx, theta0, states) = (
-        ctx.saved_tensors
-    )
+    (
+        x,
+        z,
+        b,
+        c,
+        dd_dt,
+        dd_A,
+        trap,
+        angles,
+        dt_bias,
+        D,
+        b_bias,
+        c_bias,
+        b_norm,
+        c_norm,
+        *mix,
+        seq_idx,
+        theta0,
+        states,
+    ) = ctx.saved_tensors
     gates = (dd_dt, dd_A, trap, angles)
     documents = dd_dt if seq_idx is None else seq_idx
     S, B, H, G, R, P, N, A, SP = plan.S, plan.B, plan.H, plan.G, plan.R, plan.P, plan.N, plan.A, plan.padded
@@ -526,7 +558,10 @@ def _backward(
 
     (db, db_norm), (dc, dc_norm) = norms
     db_bias, dc_bias = (_to_model(t.sum((0, 1)), plan) for t in (db_bias, dc_bias))
-    mixes = [t.sum((0, 1)).to(m.dtype) if m is not None else None for t, m in zip((dmimo_x, dmimo_z, dmimo_o), mix, strict=True)]
+    mixes = [
+        t.sum((0, 1)).to(m.dtype) if m is not None else None
+        for t, m in zip((dmimo_x, dmimo_z, dmimo_o), mix, strict=True)
+    ]
     return (
         None, None, dx, dz, db, dc, ddd_dt, ddd_A, dtrap, dangles_SBA, ddt_bias.sum((0, 1)).to(dt_bias.dtype),
         dD.sum((0, 1)).to(D.dtype), db_bias.to(b_bias.dtype), dc_bias.to(c_bias.dtype), db_norm, dc_norm, *mixes, None,

@@ -32,7 +32,7 @@ def main(name: str) -> None:
     truth = with_gradients(ref.mamba3, case, {key: t.double() for key, t in tensors.items()}, method="sequential")
     plain = with_gradients(ref.mamba3, case, tensors)
     for key, actual in with_gradients(fused.mamba3, case, tensors).items():
-        assert_parity(actual, truth[key], rms=max(1e-4, 4 * worst_row(plain[key], truth[key])), name=key)
+        assert_parity(actual, truth[key], rms=max(5e-4, 4 * worst_row(plain[key], truth[key])), name=key)
 
 
 if __name__ == "__main__":

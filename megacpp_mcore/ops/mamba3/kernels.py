@@ -13,6 +13,8 @@ Offsets between tokens of the model's own tensors [S, B, …] are given in units
 their alignment.
 """
 
+# mypy: allow-untyped-defs, disable-error-code="assignment"
+
 from __future__ import annotations
 
 import triton
@@ -20,6 +22,9 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PI = tl.constexpr(3.141592653589793)
+FORGET = tl.constexpr(-160.0)
+"""The log2 decay that a document's first token adds to its own: 2^-160 is 0 in float32, so nothing before it is seen."""
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter knows no assembly."""
 
@@ -309,6 +314,8 @@ def tables_fwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     u = tl.load(dd_A_ptr + t.to(tl.int64) * sA_s + b.to(tl.int64) * sA_b + h, mask=inside, other=0.0).to(tl.float32)
     rate, _ = _rate(u, HEAVY)
     decay = tl.maximum(rate, floor) * delta * -LOG2E
+    if PACKED:
+        decay += tl.where(_starts(seq_ptr, b, t, S), FORGET, 0.0)
     la = tl.reshape(tl.cumsum(tl.reshape(decay, (T // L, L)), 1), (T,))
     tl.store(la_ptr + bh * SP + t, la)
     tl.store(w_ptr + bh * SP + t, own + pending)
@@ -335,25 +342,19 @@ def tables_fwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
 
 
 @triton.jit
-def _decays(la_ptr, w_ptr, seq_ptr, rows, t0, b, S, L: tl.constexpr, PACKED: tl.constexpr):
+def _decays(la_ptr, w_ptr, rows, L: tl.constexpr):
     """Of a chunk: what a token keeps of the state before it [M], what it hands to the one after [M], and what is kept [1]."""
     la, w = tl.load(la_ptr + rows), tl.load(w_ptr + rows)
     last = tl.load(la_ptr + L - 1)
     enter, leave, keep = _exp2(la), _exp2(last - la) * w, tl.exp2(last)
-    if PACKED:
-        document = _documents(seq_ptr, b, t0 + rows, S)
-        before, after = _documents(seq_ptr, b, t0 - 1, S), _documents(seq_ptr, b, t0 + L - 1, S)
-        enter = tl.where(document == before, enter, 0.0)
-        leave = tl.where(document == after, leave, 0.0)
-        keep = tl.where(before == after, keep, 0.0)
     return enter, leave, keep
 
 
 @triton.jit
-def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, cos_ptr, sin_ptr, la_ptr, w_ptr, seq_ptr,
+def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, cos_ptr, sin_ptr, la_ptr, w_ptr,
                  k_ptr, q_ptr, state_ptr, keep_ptr, sx_s, sx_b, S, SP, NSEG,
                  H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
-                 L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+                 L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr,
                  PRECISION: tl.constexpr):  # fmt: skip
     """Keys and queries, which are B and C with bias, turned: [B, H, SP / L, M, N]. Also what a segment adds to the state
     [P, N], and how much it keeps of the one before. Programs (H, NSEG, B)."""
@@ -388,7 +389,7 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, cos_ptr,
         tl.store(q_ptr + tile, q.to(DT))
         k = _turned(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, M, N)
         tl.store(k_ptr + tile, k.to(DT))
-        _, leave, keep = _decays(la_ptr, w_ptr, seq_ptr, token, t0, b, S, L, PACKED)
+        _, leave, keep = _decays(la_ptr, w_ptr, token, L)
         v = _tile(x_ptr + x_rows, (t0 + token < S)[:, None], EVEN)
         if MIMO:
             v = v * tl.load(mix).to(tl.float32)
@@ -439,9 +440,9 @@ def turn(bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, cos_ptr, sin_ptr, k_ptr, q_ptr,
 
 
 @triton.jit
-def add_gradients(q_ptr, do_ptr, la_ptr, w_ptr, seq_ptr, dstate_ptr, keep_ptr, S, SP, NSEG,
+def add_gradients(q_ptr, do_ptr, la_ptr, w_ptr, dstate_ptr, keep_ptr, SP, NSEG,
                   H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-                  L: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr,
+                  L: tl.constexpr, CHUNKS: tl.constexpr,
                   PRECISION: tl.constexpr):  # fmt: skip
     """What a segment adds to the gradient of the state before it [P, N], and how much it keeps. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -460,7 +461,7 @@ def add_gradients(q_ptr, do_ptr, la_ptr, w_ptr, seq_ptr, dstate_ptr, keep_ptr, S
         q = tl.load(q_ptr + chunk * (M * N) + m[:, None] * N + n[None, :])
         do = tl.load(do_ptr + chunk * (M * P) + m[:, None] * P + p[None, :])
         row = table + chunk * L
-        enter, _, keep = _decays(la_ptr + row, w_ptr + row, seq_ptr, token, t0 + chunk * L, b, S, L, PACKED)
+        enter, _, keep = _decays(la_ptr + row, w_ptr + row, token, L)
         q = (q.to(tl.float32) * (enter * kept)[:, None]).to(DT)
         dstate = tl.dot(do.T, q, dstate, input_precision=PRECISION)
         kept = kept * keep
@@ -514,15 +515,12 @@ def pass_states(state_ptr, keep_ptr, initial_ptr, final_ptr,
 
 
 @triton.jit
-def _weights(la_q, la_k, w_k, gamma_k, at_q, at_k, document_q, document_k, PACKED: tl.constexpr):
+def _weights(la_q, la_k, w_k, gamma_k, at_q, at_k):
     """How much a query's token weighs a key's: γ of itself, the decayed w of an earlier one, 0 of a later one.
 
     Arguments of queries and of keys broadcast against each other, so that the same serves both orientations.
     """
-    below = _exp2(la_q - la_k) * w_k
-    if PACKED:
-        below = tl.where(document_q == document_k, below, 0.0)
-    return tl.where(at_q > at_k, below, tl.where(at_q == at_k, gamma_k, 0.0))
+    return tl.where(at_q > at_k, _exp2(la_q - la_k) * w_k, tl.where(at_q == at_k, gamma_k, 0.0))
 
 
 @triton.jit
@@ -534,10 +532,10 @@ def _sum_tokens(x, sums, DT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, ROW
 
 
 @triton.jit
-def scan_fwd(x_ptr, z_ptr, k_ptr, q_ptr, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, seq_ptr, state_ptr,
+def scan_fwd(x_ptr, z_ptr, k_ptr, q_ptr, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr,
              y_ptr, sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B,
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-             L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, PACKED: tl.constexpr,
+             L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
              EVEN: tl.constexpr, RAW: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """The output of a segment, y [S, B, H, P], from the state before it; with RAW what the gate is applied to, one for every
     rank, y [B, H, SP / L, M, P]. Programs (H, NSEG, B)."""
@@ -565,7 +563,7 @@ def scan_fwd(x_ptr, z_ptr, k_ptr, q_ptr, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, 
         k, q = tl.load(k_ptr + chunk * (M * N) + tile), tl.load(q_ptr + chunk * (M * N) + tile)
         start = t0 + chunk * L
         row = table + chunk * L
-        enter, leave, keep = _decays(la_ptr + row, w_ptr + row, seq_ptr, token, start, b, S, L, PACKED)
+        enter, leave, keep = _decays(la_ptr + row, w_ptr + row, token, L)
         inside = (start + token < S)[:, None]
         v = _tile(x_ptr + chunk * L * (sx_s * 8) + x_rows, inside, EVEN)
         if MIMO:
@@ -578,10 +576,8 @@ def scan_fwd(x_ptr, z_ptr, k_ptr, q_ptr, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, 
         o = tl.dot(q, held.T, input_precision=PRECISION) * enter[:, None]
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         la, w, gamma = tl.load(la_ptr + row + token), tl.load(w_ptr + row + token), tl.load(gamma_ptr + row + token)
-        document = _documents(seq_ptr, b, start + token, S) if PACKED else token
         weights = _weights(
-            la[:, None], la[None, :], w[None, :], gamma[None, :], token[:, None], token[None, :],
-            document[:, None], document[None, :], PACKED,
+            la[:, None], la[None, :], w[None, :], gamma[None, :], token[:, None], token[None, :]
         )  # fmt: skip
         scores = scores * weights + tl.where(m[:, None] == m[None, :], skip, 0.0)
         o = tl.dot(scores.to(DT), v, o, input_precision=PRECISION)
@@ -683,10 +679,10 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, y_ptr, mx_ptr, mz_ptr, mo_ptr, dz_ptr, do_ptr
 
 
 @triton.jit
-def scan_bwd_queries(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, seq_ptr, state_ptr,
+def scan_bwd_queries(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr,
                      dq_ptr, dgamma_ptr, sx_s, sx_b, S, SP, NSEG,
                      H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-                     L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, PACKED: tl.constexpr,
+                     L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
                      EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """The gradients of the queries [B, H, SP / L, M, N] and of γ; first token to last; programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -711,7 +707,7 @@ def scan_bwd_queries(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, la_ptr, w_ptr, gamma_p
         do = tl.load(do_ptr + chunk * (M * P) + m[:, None] * P + p[None, :])
         start = t0 + chunk * L
         row = table + chunk * L
-        enter, leave, keep = _decays(la_ptr + row, w_ptr + row, seq_ptr, token, start, b, S, L, PACKED)
+        enter, leave, keep = _decays(la_ptr + row, w_ptr + row, token, L)
         v = _tile(x_ptr + chunk * L * (sx_s * 8) + x_rows, (start + token < S)[:, None], EVEN)
         if MIMO:
             v = v * tl.load(mx_ptr + mix).to(tl.float32)
@@ -725,10 +721,8 @@ def scan_bwd_queries(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, la_ptr, w_ptr, gamma_p
         dgamma = tl.sum(tl.where(token[:, None] == token[None, :], dweights * scores, 0.0), 1)
         tl.store(dgamma_ptr + row + tl.arange(0, L), _rows_over_ranks(dgamma, R, L))
         la, w, gamma = tl.load(la_ptr + row + token), tl.load(w_ptr + row + token), tl.load(gamma_ptr + row + token)
-        document = _documents(seq_ptr, b, start + token, S) if PACKED else token
         weights = _weights(
-            la[:, None], la[None, :], w[None, :], gamma[None, :], token[:, None], token[None, :],
-            document[:, None], document[None, :], PACKED,
+            la[:, None], la[None, :], w[None, :], gamma[None, :], token[:, None], token[None, :]
         )  # fmt: skip
         dweights = (dweights * weights).to(DT)
         dq = tl.dot(do, held, input_precision=PRECISION) * enter[:, None]
@@ -737,10 +731,10 @@ def scan_bwd_queries(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, la_ptr, w_ptr, gamma_p
 
 
 @triton.jit
-def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, seq_ptr, dstate_ptr,
+def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, dstate_ptr,
                   dk_ptr, dx_ptr, dmx_ptr, sx_s, sx_b, S, SP, NSEG, B,
                   H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-                  L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, PACKED: tl.constexpr,
+                  L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
                   EVEN: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """The gradients of the keys [B, H, SP / L, M, N], of x, and of mimo_x (a part a segment); last token to first; both, or one
     of them where both do not fit in the registers. Programs (H, NSEG, B)."""
@@ -772,7 +766,7 @@ def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gam
         do = tl.load(do_ptr + chunk * (M * P) + m[:, None] * P + p[None, :])
         start = t0 + chunk * L
         row = table + chunk * L
-        enter, leave, keep = _decays(la_ptr + row, w_ptr + row, seq_ptr, token, start, b, S, L, PACKED)
+        enter, leave, keep = _decays(la_ptr + row, w_ptr + row, token, L)
         inside = (start + token < S)[:, None]
         x_at = x_ptr + chunk * L * (sx_s * 8) + x_rows
         v = _tile(x_at, inside, EVEN)
@@ -785,10 +779,8 @@ def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gam
         )  # fmt: skip
         # Keys are the rows here: the weights of queries stand across.
         la, w, gamma = tl.load(la_ptr + row + token), tl.load(w_ptr + row + token), tl.load(gamma_ptr + row + token)
-        document = _documents(seq_ptr, b, start + token, S) if PACKED else token
         weights = _weights(
-            la[None, :], la[:, None], w[:, None], gamma[:, None], token[None, :], token[:, None],
-            document[None, :], document[:, None], PACKED,
+            la[None, :], la[:, None], w[:, None], gamma[:, None], token[None, :], token[:, None]
         )  # fmt: skip
         if KEYS:
             dweights = tl.dot(v, do.T, input_precision=PRECISION)

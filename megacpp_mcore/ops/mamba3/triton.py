@@ -23,6 +23,7 @@ from megacpp_mcore.ops.mamba3 import kernels
 from megacpp_mcore.ops.mamba3.reference import (
     Activation,
     Mamba3State,
+    Pairing,
     check_mixer,
     mamba3_decay_and_gates,
     mamba3_rotate,
@@ -39,7 +40,7 @@ _EIGHT_WARPS = ("turn_and_add", "scan_fwd", "scan_bwd_queries", "scan_bwd_keys",
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """Sizes of one call, and what follows from them."""
 
     S: int
@@ -58,18 +59,22 @@ class _Plan:
 
     @property
     def chunk(self) -> int:
+        """Tokens of a chunk."""
         return ROWS // self.R
 
     @property
     def segment(self) -> int:
+        """Tokens of a segment."""
         return max(SEGMENT, self.chunk)
 
     @property
     def segments(self) -> int:
+        """How many there are."""
         return triton.cdiv(self.S, self.segment)
 
     @property
     def padded(self) -> int:
+        """S, rounded up to whole segments."""
         return self.segments * self.segment
 
     @property
@@ -79,10 +84,11 @@ class _Plan:
 
     @property
     def grid(self) -> tuple[int, int, int]:
+        """A program for each head of each segment."""
         return self.H, self.segments, self.B
 
     def sizes(self, *names: str) -> dict[str, Any]:
-        """Compile-time arguments of a kernel, by name."""
+        """Compile-time arguments of kernels, by name; all of them if none is named."""
         every = {name: getattr(self, name) for name in "HGRPNA"} | {
             "AP": self.planes,
             "L": self.chunk,
@@ -96,12 +102,12 @@ class _Plan:
             "EVEN": self.S % self.chunk == 0 and self.padded == self.S,
             "PRECISION": "ieee",
         }
-        return {name: every[name] for name in names}
+        return {name: every[name] for name in names} if names else every
 
     @property
     def key_parts(self) -> tuple[dict[str, bool], ...]:
-        """What each launch of ``scan_bwd_keys`` does: with a state of 128 the two halves need the registers for themselves."""
-        if self.N <= 64:
+        """What each launch of ``scan_bwd_keys`` does: a state of 128, and SISO, need the registers for half of it."""
+        if self.N <= 64 and self.R > 1:
             return ({"KEYS": True, "VALUES": True},)
         return ({"KEYS": True, "VALUES": False}, {"KEYS": False, "VALUES": True})
 
@@ -111,7 +117,7 @@ class _Plan:
 
 
 class _Parameters(NamedTuple):
-    """The parameters that the scan reads, in the dtype of the tables and with an interleaved state; by rank for SISO as well."""
+    """The parameters that the scan reads, in the dtype of the tables and with an interleaved state."""
 
     b_bias: torch.Tensor
     c_bias: torch.Tensor
@@ -178,11 +184,11 @@ def mamba3(
     S, B, H, P = x_SBHP.shape
     G, R, N = b_SBGRN.shape[2:]
     A = angles_SBA.shape[-1]
-    plan = _Plan(
+    plan = Plan(
         S, B, H, P, G, R, N, A, mimo_x is not None, seq_idx is not None, activation == "heavy_tail", A_floor, eps
     )  # fmt: skip
     _check_kernels(plan, activation, x_SBHP, z_SBHP, b_SBGRN, c_SBGRN, dd_dt_SBH, dd_A_SBH, trap_SBH, angles_SBA)
-    starts = (None, None)
+    starts: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if initial_state is not None:
         starts = _entering(
             plan, initial_state, dd_dt_SBH[:1], dd_A_SBH[:1], trap_SBH[:1], dt_bias, mimo_x, activation
@@ -199,12 +205,12 @@ def mamba3(
     last = b_SBGRN[-1].float()
     normed = last * torch.rsqrt(last.square().mean(-1, keepdim=True) + eps) * b_norm_weight.float()
     keys_BRHN = (normed.repeat_interleave(H // G, dim=1) + b_bias.float()).transpose(1, 2)
-    pairing = "half" if plan.mimo else "interleaved"
+    pairing: Pairing = "half" if plan.mimo else "interleaved"
     turned = mamba3_rotate(keys_BRHN.unsqueeze(1), theta_BHA.unsqueeze(1), pairing=pairing).squeeze(1)
     return out_SBHP, Mamba3State(_to_model(h_BHPN, plan), turned, x_SBHP[-1].float(), theta_BHA)
 
 
-def _check_kernels(plan: _Plan, activation: str, *inputs: torch.Tensor) -> None:
+def _check_kernels(plan: Plan, activation: str, *inputs: torch.Tensor) -> None:
     """Refuse what no kernel was built and tested for."""
     S, B, H, A = plan.S, plan.B, plan.H, plan.A
     shapes = {"dd_dt": (S, B, H), "dd_A": (S, B, H), "trap": (S, B, H), "angles": (S, B, A)}
@@ -233,7 +239,7 @@ def _check_kernels(plan: _Plan, activation: str, *inputs: torch.Tensor) -> None:
 
 
 def _aligned(tensor: torch.Tensor, inner: int) -> torch.Tensor:
-    """The tensor itself if its last ``inner`` axes are contiguous and tokens lie a multiple of 8 elements apart, else a copy."""
+    """The tensor itself if its last ``inner`` axes are contiguous and tokens a multiple of 8 elements apart, else a copy."""
     expected = 1
     for axis in range(tensor.dim() - 1, tensor.dim() - 1 - inner, -1):
         if tensor.stride(axis) != expected:
@@ -253,12 +259,12 @@ def _eighths(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.stride(0) // 8, tensor.stride(1) // 8
 
 
-def _to_kernels(t: torch.Tensor, plan: _Plan) -> torch.Tensor:
+def _to_kernels(t: torch.Tensor, plan: Plan) -> torch.Tensor:
     """A state axis from the model's order to the kernels', where planes are adjacent columns."""
     return t.unflatten(-1, (2, plan.N // 2)).transpose(-1, -2).flatten(-2) if plan.mimo else t
 
 
-def _to_model(t: torch.Tensor, plan: _Plan) -> torch.Tensor:
+def _to_model(t: torch.Tensor, plan: Plan) -> torch.Tensor:
     return t.unflatten(-1, (plan.N // 2, 2)).transpose(-1, -2).flatten(-2) if plan.mimo else t
 
 
@@ -268,7 +274,7 @@ def _table_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _entering(
-    plan: _Plan,
+    plan: Plan,
     state: Mamba3State,
     dd_dt: torch.Tensor,
     dd_A: torch.Tensor,
@@ -277,9 +283,9 @@ def _entering(
     mimo_x: torch.Tensor | None,
     activation: Activation,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state before the first token, with what that token's trapezoid adds of the one before, and θ before it; by autograd."""
-    first = (t.float().transpose(0, 1) for t in (dd_dt, dd_A, trap))
-    _, dt, lam = mamba3_decay_and_gates(*first, dt_bias.float(), A_floor=plan.A_floor, activation=activation)
+    """The state before the first token, with what that token's trapezoid adds to it, and θ before it; by autograd."""
+    dd_dt, dd_A, trap = (t.float().transpose(0, 1) for t in (dd_dt, dd_A, trap))
+    _, dt, lam = mamba3_decay_and_gates(dd_dt, dd_A, trap, dt_bias.float(), A_floor=plan.A_floor, activation=activation)
     v_BRHP = state.x_BHP.float().unsqueeze(1)
     if mimo_x is not None:
         v_BRHP = v_BRHP * mimo_x.float().transpose(0, 1)
@@ -289,7 +295,7 @@ def _entering(
 
 
 def _parameters(
-    plan: _Plan,
+    plan: Plan,
     dtype: torch.dtype,
     D: torch.Tensor,
     b_bias: torch.Tensor,
@@ -298,12 +304,12 @@ def _parameters(
 ) -> _Parameters:
     tables = _table_dtype(dtype)
     b_bias, c_bias = (_to_kernels(t, plan).to(tables).contiguous() for t in (b_bias, c_bias))
-    mixes = [b_bias if t is None else t.to(tables).contiguous() for t in mix]  # SISO has none: any pointer does
-    return _Parameters(b_bias, c_bias, *mixes, D.float().contiguous())
+    x, z, o = (b_bias if t is None else t.to(tables).contiguous() for t in mix)  # SISO has none: any pointer does
+    return _Parameters(b_bias, c_bias, x, z, o, D.float().contiguous())
 
 
 def _tables(
-    plan: _Plan,
+    plan: Plan,
     b: torch.Tensor,
     c: torch.Tensor,
     gates: tuple[torch.Tensor, ...],
@@ -346,11 +352,12 @@ def _tables(
         *_per_token(dd_dt), *_per_token(dd_A), *_per_token(trap), *_per_token(angles), plan.S, SP, segments,
         plan.A_floor, **plan.sizes("H", "A", "AP", "T", "L", "HEAVY", "PACKED"), FINAL=final,
     )  # fmt: skip
-    return _Tables(*normed, la, w, gamma, cos, sin, theta)
+    bn, cn = normed
+    return _Tables(bn, cn, la, w, gamma, cos, sin, theta)
 
 
 def _pass_states(
-    plan: _Plan, states: torch.Tensor, keeps: torch.Tensor, initial: torch.Tensor | None, *, reverse: bool
+    plan: Plan, states: torch.Tensor, keeps: torch.Tensor, initial: torch.Tensor | None, *, reverse: bool
 ) -> torch.Tensor:
     """Carry states from segment to segment, in place; returns what leaves, [B, H, P, N] float32."""
     elements = plan.P * plan.N
@@ -367,7 +374,7 @@ class _Scan(torch.autograd.Function):
     """From the projections to the gated output, the last state (the kernels' order of the state axis) and the last angle."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, final: bool, *inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, plan: Plan, final: bool, *inputs: Any) -> tuple[torch.Tensor, ...]:
         (
             x,
             z,
@@ -399,13 +406,13 @@ class _Scan(torch.autograd.Function):
         keeps = torch.empty(plan.B, plan.H, plan.segments, device=x.device)
         kernels.turn_and_add[plan.grid](
             x, tables.bn, tables.cn, parameters.b_bias, parameters.c_bias, parameters.mimo_x, tables.cos, tables.sin,
-            tables.la, tables.w, documents, keys, queries, states, keeps, *_eighths(x), plan.S, plan.padded,
-            plan.segments, **plan.sizes("H", "G", "R", "P", "N", "A", "L", "CHUNKS", "MIMO", "PACKED", "EVEN", "PRECISION"),
+            tables.la, tables.w, keys, queries, states, keeps, *_eighths(x), plan.S, plan.padded,
+            plan.segments, **plan.sizes("H", "G", "R", "P", "N", "A", "L", "CHUNKS", "MIMO", "EVEN", "PRECISION"),
             **plan.launch("turn_and_add"),
         )  # fmt: skip
         h = _pass_states(plan, states, keeps, h0, reverse=False)
         out = torch.empty(plan.S, plan.B, plan.H, plan.P, device=x.device, dtype=x.dtype)
-        _scan(plan, x, z, keys, queries, parameters, tables, documents, states, out, raw=False)
+        _scan(plan, x, z, keys, queries, parameters, tables, states, out, raw=False)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         if not final:
@@ -420,20 +427,19 @@ class _Scan(torch.autograd.Function):
         return _backward(ctx, *(t if t is None else t.contiguous() for t in gradients))
 
 
-def _empty_rows(plan: _Plan, like: torch.Tensor, width: int) -> torch.Tensor:
+def _empty_rows(plan: Plan, like: torch.Tensor, width: int) -> torch.Tensor:
     """Room for one row of ``width`` per head, token and rank."""
     return torch.empty(plan.B, plan.H, plan.padded * plan.R, width, device=like.device, dtype=like.dtype)
 
 
 def _scan(
-    plan: _Plan,
+    plan: Plan,
     x: torch.Tensor,
     z: torch.Tensor,
     keys: torch.Tensor,
     queries: torch.Tensor,
     parameters: _Parameters,
     tables: _Tables,
-    documents: torch.Tensor,
     states: torch.Tensor,
     out: torch.Tensor,
     *,
@@ -441,8 +447,8 @@ def _scan(
 ) -> None:
     kernels.scan_fwd[plan.grid](
         x, z, keys, queries, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, parameters.D, tables.la, tables.w,
-        tables.gamma, documents, states, out, *_eighths(x), *_eighths(z), plan.S, plan.padded, plan.segments, plan.B,
-        **plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "PACKED", "EVEN", "PRECISION"), RAW=raw,
+        tables.gamma, states, out, *_eighths(x), *_eighths(z), plan.S, plan.padded, plan.segments, plan.B,
+        **plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "EVEN", "PRECISION"), RAW=raw,
         **plan.launch("scan_fwd"),
     )  # fmt: skip
 
@@ -450,7 +456,7 @@ def _scan(
 def _backward(
     ctx: Any, dout: torch.Tensor | None, dh: torch.Tensor | None, dtheta: torch.Tensor | None
 ) -> tuple[Any, ...]:
-    plan: _Plan = ctx.plan
+    plan: Plan = ctx.plan
     (
         x,
         z,
@@ -479,7 +485,7 @@ def _backward(
         dout = torch.zeros(S, B, H, P, device=device, dtype=x.dtype)
     parameters = _parameters(plan, x.dtype, D, b_bias, c_bias, tuple(mix))
     tables = _tables(plan, b, c, gates, dt_bias, (b_norm, c_norm), documents, theta0, final=False)
-    common = plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "PACKED", "EVEN", "PRECISION")
+    common = plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "EVEN", "PRECISION")
     per_segment = (B, segments, H)
 
     keys, queries, do = (_empty_rows(plan, x, width) for width in (N, N, P))
@@ -488,7 +494,7 @@ def _backward(
         **plan.sizes("H", "G", "R", "N", "A", "L", "CHUNKS"), **plan.launch("turn"),
     )  # fmt: skip
     ungated = _empty_rows(plan, x, P)
-    _scan(plan, x, z, keys, queries, parameters, tables, documents, states, ungated, raw=True)
+    _scan(plan, x, z, keys, queries, parameters, tables, states, ungated, raw=True)
     dz = torch.empty(S, B, H, P, device=device, dtype=z.dtype)
     dmimo_z, dmimo_o, dmimo_x = (torch.empty(*per_segment, R, P, device=device) if plan.mimo else dz for _ in range(3))
     dD = torch.empty(per_segment, device=device)
@@ -501,15 +507,15 @@ def _backward(
     dstates = torch.empty_like(states)
     keeps = torch.empty(B, H, segments, device=device)
     kernels.add_gradients[plan.grid](
-        queries, do, tables.la, tables.w, documents, dstates, keeps, S, SP, segments,
-        **plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "PACKED", "PRECISION"), **plan.launch("add_gradients"),
+        queries, do, tables.la, tables.w, dstates, keeps, SP, segments,
+        **plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "PRECISION"), **plan.launch("add_gradients"),
     )  # fmt: skip
     dh0 = _pass_states(plan, dstates, keeps, dh, reverse=True)
 
     dgamma, q_value, k_value = torch.empty(3, B, H, SP, device=device).unbind()
     dqueries = _empty_rows(plan, x, N)
     kernels.scan_bwd_queries[plan.grid](
-        x, keys, queries, do, parameters.mimo_x, tables.la, tables.w, tables.gamma, documents, states, dqueries, dgamma,
+        x, keys, queries, do, parameters.mimo_x, tables.la, tables.w, tables.gamma, states, dqueries, dgamma,
         *_eighths(x), S, SP, segments, **common, **plan.launch("scan_bwd_queries"),
     )  # fmt: skip
     dkeys = _empty_rows(plan, x, N)
@@ -518,7 +524,7 @@ def _backward(
     border_turn = torch.empty(B, H, segments + 1, A, device=device)
     for part in plan.key_parts:
         kernels.scan_bwd_keys[plan.grid](
-            x, keys, queries, do, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma, documents, dstates,
+            x, keys, queries, do, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma, dstates,
             dkeys, dx, dmimo_x, *_eighths(x), S, SP, segments, B, **common, **part, **plan.launch("scan_bwd_keys"),
         )  # fmt: skip
     kernels.borders[(H, segments + 1, B)](
@@ -549,9 +555,11 @@ def _backward(
     dtheta0 = torch.empty(B, H, A, device=device)
     kernels.tables_bwd[plan.grid](
         dd_dt, dd_A, trap, angles, dt_bias, documents, tables.w, tables.gamma, q_value, k_value, dgamma, q_dturn,
-        k_dturn, border_value, border_turn, dtheta0 if dtheta is None else dtheta, ddd_dt, ddd_A, dtrap, dangles, ddt_bias, dtheta0,
+        k_dturn, border_value, border_turn, dtheta0 if dtheta is None else dtheta, ddd_dt, ddd_A, dtrap, dangles, ddt_bias,
+        dtheta0,
         *_per_token(dd_dt), *_per_token(dd_A), *_per_token(trap), *_per_token(angles), S, SP, segments, B,
-        plan.A_floor, **plan.sizes("H", "A", "AP", "T", "HEAVY", "PACKED"), FINAL=dtheta is not None, INITIAL=theta0 is not None,
+        plan.A_floor, **plan.sizes("H", "A", "AP", "T", "HEAVY", "PACKED"), FINAL=dtheta is not None,
+        INITIAL=theta0 is not None,
     )  # fmt: skip
     slope_BSA = math.pi * (1 - torch.tanh(angles.float()).square()).transpose(0, 1)
     dangles_SBA = (dangles.sum(1)[:, :S] * slope_BSA).transpose(0, 1).to(angles.dtype)
@@ -570,7 +578,7 @@ def _backward(
 
 
 def _norm_back(
-    plan: _Plan, tensor: torch.Tensor, weight: torch.Tensor, dnormed: torch.Tensor
+    plan: Plan, tensor: torch.Tensor, weight: torch.Tensor, dnormed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of B or C before their norm, and of its weight."""
     tiles = triton.cdiv(plan.padded, 32)

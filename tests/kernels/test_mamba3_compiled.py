@@ -27,10 +27,9 @@ TYPES = (
     | {"seq_ptr": "*i32", "restart_ptr": "*i32", "eps": "fp32", "floor": "fp32"}
 )
 DOTS = ("turn_and_add", "add_gradients", "scan_fwd", "scan_bwd_queries", "scan_bwd_keys")
-OTHERS = ("turn", "gate_bwd", "turn_back", "borders", "norm_fwd", "norm_bwd", "tables_fwd", "tables_bwd", "turn_totals",
-          "turn_carries", "pass_states", "head_norm_fwd", "head_norm_bwd")  # fmt: skip
+OTHERS = ("turn", "gate_fwd", "gate_bwd", "turn_back", "borders", "norm_fwd", "norm_bwd", "tables_fwd", "tables_bwd",
+          "turn_totals", "turn_carries", "pass_states", "head_norm_fwd", "head_norm_bwd")  # fmt: skip
 CHOICES: dict[str, list[dict[str, Any]]] = {
-    "scan_fwd": [{"RAW": False}, {"RAW": True}],
     "norm_fwd": [{"ROWS": 32}],
     "norm_bwd": [{"ROWS": 32}],
     "tables_fwd": [{"FINAL": True}],
@@ -54,7 +53,11 @@ def _plan(rank: int, state: int, even: bool) -> Plan:
 
 def _check(kernel: str, plan: Plan, folder: Path) -> None:
     function = getattr(kernels, kernel)
-    choices = list(plan.key_parts) if kernel == "scan_bwd_keys" else CHOICES.get(kernel, [{}])
+    choices = CHOICES.get(kernel, [{}])
+    if kernel == "scan_bwd_keys":
+        choices = list(plan.key_parts)
+    elif kernel == "scan_fwd":
+        choices = [{"RAW": True}] + ([{"RAW": False}] if plan.gates_in_scan else [])
     every = plan.sizes() | {"PN": plan.P * plan.N}
     for choice in choices:
         constants = {name: value for name, value in every.items() if name in function.arg_names} | choice

@@ -599,6 +599,41 @@ def scan_fwd(x_ptr, z_ptr, k_ptr, q_ptr, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, 
 
 
 @triton.jit
+def gate_fwd(z_ptr, y_ptr, mz_ptr, mo_ptr, out_ptr, sz_s, sz_b, S, SP, B,
+             H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, CHUNKS: tl.constexpr,
+             MIMO: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """The gate and the rank mix of a RAW scan's ``y``: out [S, B, H, P]. Programs (H, NSEG, B).
+
+    Rank by rank, in tiles [TOKENS, P], as :func:`gate_bwd` is."""
+    h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    TOKENS: tl.constexpr = min(L, max(8, 32 // R))
+    one, p = tl.arange(0, TOKENS), tl.arange(0, P)
+    t0 = seg * (CHUNKS * L)
+    y_ptr += ((b * H + h).to(tl.int64) * SP + t0) * (R * P)
+    z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * (sz_b * 8) + h * P
+    out_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
+    for step in tl.range(CHUNKS * L // TOKENS):
+        first = step * TOKENS
+        inside = (t0 + first + one < S)[:, None]
+        z = _tile(z_ptr + first * (sz_s * 8) + one[:, None] * (sz_s * 8) + p[None, :], inside, EVEN)
+        out = tl.zeros((TOKENS, P), tl.float32)
+        for rank in tl.static_range(R):
+            here = first // L * (R * L * P) + rank * (L * P) + first % L * P
+            y = tl.load(y_ptr + here + one[:, None] * P + p[None, :]).to(tl.float32)
+            if MIMO:
+                mix = h * (R * P) + rank * P + p
+                u = z * tl.load(mz_ptr + mix).to(tl.float32)[None, :]
+                out += y * (u * _sigmoid(u)) * tl.load(mo_ptr + mix).to(tl.float32)[None, :]
+            else:
+                out += y * (z * _sigmoid(z))
+        rows = out_ptr + first * B * (H * P) + one[:, None] * (B * H * P) + p[None, :]
+        if EVEN:
+            tl.store(rows, out.to(out_ptr.dtype.element_ty))
+        else:
+            tl.store(rows, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def gate_bwd(x_ptr, z_ptr, dy_ptr, y_ptr, mx_ptr, mz_ptr, mo_ptr, dz_ptr, do_ptr, dmz_ptr, dmo_ptr, dD_ptr,
              sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B,
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, CHUNKS: tl.constexpr,

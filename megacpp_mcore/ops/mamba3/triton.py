@@ -105,9 +105,14 @@ class Plan:
         return {name: every[name] for name in names} if names else every
 
     @property
+    def gates_in_scan(self) -> bool:
+        """Whether the forward scan has registers left for the gate; otherwise a kernel of its own applies it."""
+        return self.N <= 64 and self.R > 1
+
+    @property
     def key_parts(self) -> tuple[dict[str, bool], ...]:
         """What each launch of ``scan_bwd_keys`` does: a state of 128, and SISO, need the registers for half of it."""
-        if self.N <= 64 and self.R > 1:
+        if self.gates_in_scan:
             return ({"KEYS": True, "VALUES": True},)
         return ({"KEYS": True, "VALUES": False}, {"KEYS": False, "VALUES": True})
 
@@ -412,7 +417,15 @@ class _Scan(torch.autograd.Function):
         )  # fmt: skip
         h = _pass_states(plan, states, keeps, h0, reverse=False)
         out = torch.empty(plan.S, plan.B, plan.H, plan.P, device=x.device, dtype=x.dtype)
-        _scan(plan, x, z, keys, queries, parameters, tables, states, out, raw=False)
+        if plan.gates_in_scan:
+            _scan(plan, x, z, keys, queries, parameters, tables, states, out, raw=False)
+        else:
+            ungated = _empty_rows(plan, x, plan.P)
+            _scan(plan, x, z, keys, queries, parameters, tables, states, ungated, raw=True)
+            kernels.gate_fwd[plan.grid](
+                z, ungated, parameters.mimo_z, parameters.mimo_o, out, *_eighths(z), plan.S, plan.padded, plan.B,
+                **plan.sizes("H", "R", "P", "L", "CHUNKS", "MIMO", "EVEN"), **plan.launch("gate_fwd"),
+            )  # fmt: skip
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         if not final:

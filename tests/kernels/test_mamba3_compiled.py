@@ -41,7 +41,7 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
 }
 """Compile-time arguments that do not follow from a call's sizes."""
 
-SIZES = [(4, 64), (4, 128), (1, 64), (1, 128)]
+SIZES = [(4, 64), (1, 64)]
 
 
 def _plan(rank: int, state: int, even: bool) -> Plan:

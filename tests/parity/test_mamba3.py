@@ -306,7 +306,7 @@ def test_a_sequence_may_be_cut_anywhere(scan: Callable[..., Any], R: int, mimo: 
 def test_a_mixer_may_be_cut_anywhere(shape: Shape, documents: bool, cut: int) -> None:
     """Two calls that hand the state over are one call: the angle of the rotation goes along, and so do gradients."""
     tensors = make_tensors(shape, seed=7)
-    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor([9, 20, 8])).expand(2, -1)
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor([9, 20, 8])).expand(2, -1).to(torch.int32)
     whole, last = run_with_state(tensors, return_final_state=True, seq_idx=numbers if documents else None)
     assert run_with_state(tensors)[1] is None
     outputs, state = [], None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -34,15 +35,21 @@ _MAMBA3_TRITON = Support(
 )
 """The sizes that its kernels are compiled for without a spill, and compared with the reference at."""
 
+_M2RNN_TRITON = Support(
+    devices=("cuda",),
+    dtypes=("bfloat16", "float16", "float32"),
+    dims={"key_dim": Dim(one_of=(64,)), "value_dim": Dim(one_of=(16,))},
+)
+"""One warp has 16 rows of a state, whose 16 columns are a tensor core's depth."""
+
 
 def own_candidates() -> tuple[Candidate, ...]:
     """The implementations of the model's ops in this package; none is imported before it is chosen."""
     return (
         _candidate("mla", "sdpa", Speed.KERNEL, _SDPA, "megacpp_mcore.ops.mla.sdpa:sdpa_attention", (CUDA,)),
         _candidate("mla", "reference", Speed.REFERENCE, _REFERENCE, "megacpp_mcore.ops.mla.reference:mla_attention"),
-        _candidate(
-            "mamba3", "triton", Speed.KERNEL, _MAMBA3_TRITON, "megacpp_mcore.ops.mamba3.triton:mamba3", (TRITON, CUDA)
-        ),
+        _unproven("mamba3", _MAMBA3_TRITON, "megacpp_mcore.ops.mamba3.triton:mamba3"),
+        _unproven("m2rnn", _M2RNN_TRITON, "megacpp_mcore.ops.m2rnn.triton:m2rnn"),
         *(
             _candidate(
                 op, "reference", Speed.REFERENCE, _REFERENCE, f"megacpp_mcore.ops.{package}.reference:{function}"
@@ -80,6 +87,12 @@ def _candidate(
 ) -> Candidate:
     load = functools.partial(_load, path)
     return Candidate(name=name, op=op, speed=speed, load=load, support=support, requires=requires)
+
+
+def _unproven(op: str, support: Support, path: str) -> Candidate:
+    """Triton kernels whose parity and speed have not been measured on a GPU as they stand."""
+    candidate = _candidate(op, TRITON, Speed.KERNEL, support, path, (TRITON, CUDA))
+    return dataclasses.replace(candidate, proven=False)
 
 
 def _load(path: str) -> Callable[..., Any]:

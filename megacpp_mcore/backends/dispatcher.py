@@ -56,6 +56,7 @@ class Candidate:
         support: what it covers.
         requires: what this machine must have, of :data:`megacpp_mcore.backends.probes.REQUIREMENTS`.
         probe: whatever else has to be tried once before it can run.
+        proven: whether parity and speed of what is here were measured on a GPU; until then ``auto`` passes over it.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Candidate:
     support: Support = field(default_factory=Support)
     requires: tuple[str, ...] = ()
     probe: Callable[[], ProbeResult] | None = None
+    proven: bool = True
 
     def __post_init__(self) -> None:
         for name in self.requires:
@@ -224,6 +226,9 @@ class Dispatcher:
         for candidate in sorted(self._candidates[op].values(), key=lambda one: -one.speed):
             if not candidate.support.is_for(needs.get("device")):
                 passed_over.append(f"{candidate.name} is for {' or '.join(candidate.support.devices)}")
+                continue
+            if not candidate.proven:
+                passed_over.append(f"{candidate.name} has no measured row yet, ask for it by name")
                 continue
             best = candidate.speed if best is None else best
             present = self._probe(candidate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import subprocess
@@ -66,6 +67,15 @@ def test_auto_takes_the_fastest_and_probes_once() -> None:
     assert answers[0].fn(1) == 129
     assert (kernel.probes, kernel.loaded) == (1, 2)
     assert [row["layer"] for row in made.observed_backends()] == [1, 2]
+
+
+def test_auto_passes_over_what_has_not_been_measured() -> None:
+    slow = Counted(covers=10**9).candidate("slow", Speed.REFERENCE)
+    new = dataclasses.replace(Counted().candidate("new", Speed.KERNEL), proven=False)
+    answer = Dispatcher(candidates=[slow, new]).request("mla", head_dim=64)
+    assert (answer.observed, answer.slower_than_best) == ("slow", False)
+    assert answer.reason == "new has no measured row yet, ask for it by name"
+    assert Dispatcher({"mla": "new"}, [slow, new]).request("mla", head_dim=64).observed == "new"
 
 
 def test_auto_that_is_slower_than_the_best_present_warns_once_and_is_marked(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,7 @@
 All sizes are read off the tensors' own shapes: no model is needed, nor a process group. Tensors are read, changed and written
 one at a time; whatever else is in the checkpoint is copied as the bytes it is, but for the content metadata, which is marked.
 
-Shape legend: D hidden, H heads, G groups, P head dim, R MIMO rank, N state, K key dim, V value dim.
+Shape legend: D hidden, H heads, G groups, P head dim, R MIMO rank, N state, A angles, K key dim, V value dim.
 """
 
 from __future__ import annotations
@@ -31,25 +31,21 @@ from megacpp_mcore.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TRAIN_STATE = "train_state.pt"
-"""What Megatron-Bridge keeps in an iteration's folder, and, as ``latest_train_state.pt``, beside it."""
+"""What Megatron-Bridge has in an iteration's folder and, as ``latest_train_state.pt``, beside it."""
 _METADATA = ".metadata"
 _COMMON = ShardedObject("common_state", None, (1,), (0,)).unique_key
 _MIXER = ".self_attention."
 _BUCKETS = ".distributed.dp_group_idx_"
 """In the names of an optimizer state that is saved as Megatron's flat buckets of parameters lie in memory."""
 
-Change = Callable[[torch.Tensor], torch.Tensor]
+Maker = Callable[[torch.Tensor], torch.Tensor]
+Rows = Mapping[str, tuple[int, Mapping[str, int]]]
+"""A weight's name to the number of its blocks, and the parts of each block in order with their rows."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What :func:`convert` wrote.
-
-    Attributes:
-        folder: of the iteration.
-        layers: how many M and R layers it has.
-        tensors: how many tensors were cut or flattened, those of the optimizer's state included.
-    """
+    """What :func:`convert` wrote: the iteration's folder, and how many M and R layers and changed tensors are in it."""
 
     folder: Path
     layers: int
@@ -101,11 +97,11 @@ def _iteration_folder(old: Path) -> Path:
             f"{old} is no checkpoint: it has neither {_METADATA} nor {TRACKER}; name the folder of --save, or one iter_… in it"
         ) from error
     folder = old / (f"iter_{int(text):07d}" if text.isdecimal() else text)
+    if any(folder.glob("mp_rank_*")):
+        raise CheckpointError(f"{folder} is in the format torch, which is cut as its run was; {AS_TORCH_DIST}")
     if not (folder / _METADATA).is_file():
-        if any(folder.glob("mp_rank_*")):
-            raise CheckpointError(f"{folder} is in the format torch, which is cut as its run was; {AS_TORCH_DIST}")
         raise CheckpointError(
-            f"{folder}, which {tracker} names, has no {_METADATA}: it is no checkpoint in the format torch_dist"
+            f"{folder}, which {tracker} names, has no {_METADATA}; restore it, or name another iteration"
         )
     return folder.resolve()
 
@@ -131,7 +127,7 @@ class _Source(checkpoint.FileSystemReader):
     def _metadata(self) -> Metadata:
         try:
             return super().read_metadata()
-        except Exception as error:  # of unpickling, which torch does: anything
+        except Exception as error:  # torch unpickles it: anything
             raise CheckpointError(
                 f"{self.folder / _METADATA} cannot be read ({error!r}); restore it from a copy, or convert another iteration"
             ) from error
@@ -141,23 +137,23 @@ class _Source(checkpoint.FileSystemReader):
         return self._metadata
 
     @property
-    def entries(self) -> Mapping[str, Any]:
-        """What torch says of each entry, by name."""
-        return self._metadata.state_dict_metadata
+    def names(self) -> tuple[str, ...]:
+        """Of all entries, tensors and objects."""
+        return tuple(self._metadata.state_dict_metadata)
 
     def outline(self, name: str) -> torch.Tensor | None:
-        """A tensor as it is in the checkpoint, without its values; None for what is no tensor."""
-        entry = self.entries[name]
+        """A tensor without its values; None for what is no tensor."""
+        entry = self._metadata.state_dict_metadata[name]
         if not isinstance(entry, TensorStorageMetadata):
             return None
         return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
 
-    def read(self, name: str) -> Any:
-        """A whole tensor, or the bytes of what is none."""
+    def read(self, name: str, make: Maker | None = None) -> Any:
+        """What ``make`` makes of a whole tensor; without it the tensor, or the bytes of what is none."""
         outline = self.outline(name)
-        state = {name: io.BytesIO() if outline is None else torch.empty_like(outline, device="cpu")}
+        state: dict[str, Any] = {name: io.BytesIO() if outline is None else torch.empty_like(outline, device="cpu")}
         checkpoint.load(state, storage_reader=self, planner=_Objects(), no_dist=True)
-        return state[name]
+        return state[name] if make is None else make(state[name])
 
 
 def _marked(source: _Source) -> io.BytesIO:
@@ -166,23 +162,22 @@ def _marked(source: _Source) -> io.BytesIO:
     Raises:
         CheckpointError: ``source`` is not of 0.1.0, or its optimizer state is in a format that has lost the parameters' shapes.
     """
-    if _COMMON not in source.entries:
-        raise CheckpointError(
-            f"{source.folder} has no {_COMMON}: it was not saved by megacpp-mcore 0.1.0 on megatron-core 0.19"
-        )
     try:
         whole = torch.load(source.read(_COMMON), weights_only=True)
         content = whole[0]["content_metadata"]
-    except (CheckpointException, RuntimeError, LookupError, TypeError, EOFError) as error:
-        raise CheckpointError(f"{source.folder}: its common state cannot be read: {_cause(error)}") from error
+    except (Exception, CheckpointException) as error:  # torch unpickles it: anything
+        raise CheckpointError(
+            f"{source.folder} has no content metadata that can be read ({_cause(error)}): megacpp-mcore 0.1.0 did not save it, "
+            "or it is damaged; convert another iteration"
+        ) from error
     if KEY in content:
         raise CheckpointError(f"{source.folder} is in layout {content[KEY]} already; load it as it is")
-    if buckets := next((name for name in source.entries if _BUCKETS in name), None):
+    if buckets := next((name for name in source.names if _BUCKETS in name), None):
         raise CheckpointError(
-            f"{source.folder} holds the optimizer's state as flat buckets ({buckets}; format "
-            f"{content.get('distrib_optim_sharding_type')}), in which no parameter's rows can be told apart; with 0.1.0, and the "
-            "parallelism that saved it, load it and save it with --dist-ckpt-optim-fully-reshardable, or without that state by "
-            "--no-save-optim (--ckpt-convert-format torch_dist --ckpt-convert-save OLD), and convert OLD/torch_dist"
+            f"{source.folder} holds the optimizer's state as flat buckets ({content.get('distrib_optim_sharding_type')}: "
+            f"{buckets}), in which no parameter's rows can be told apart; with 0.1.0, in the parallelism that saved it, load "
+            "and save it with --dist-ckpt-optim-fully-reshardable, or without the optimizer with --no-save-optim, by "
+            "--ckpt-convert-format torch_dist --ckpt-convert-save OLD; then convert OLD/torch_dist"
         )
     content[KEY] = LAYOUT
     stream = io.BytesIO()
@@ -190,100 +185,68 @@ def _marked(source: _Source) -> io.BytesIO:
     return stream
 
 
-def _changes(source: _Source) -> dict[str, dict[str, Change]]:
-    """Each tensor of ``source`` that changes, to the names and the makers of what takes its place; objects give way to none.
+def _changes(source: _Source) -> dict[str, dict[str, Maker]]:
+    """Each entry of ``source`` that does not stay: the names of what takes its place, and what makes that of it.
 
     Raises:
         CheckpointError: the tensors of a layer do not fit each other.
     """
-    changes: dict[str, dict[str, Change]] = {}
-    for name in source.entries:
+    changes: dict[str, dict[str, Maker]] = {}
+    for name in source.names:
         stem, found, parameter = name.rpartition(_MIXER)
         if found and parameter in ("bc_proj.weight", "qk_weight"):
-            kind = _mamba if parameter == "bc_proj.weight" else _recurrent
-            changes |= _layer(source, stem + found, kind)
+            changes |= _layer(source, stem + found, _mamba if parameter == "bc_proj.weight" else _recurrent)
     return changes
 
 
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-def _layer(
-    source: _Source, stem: str, kind: Callable[[Shapes], dict[str, dict[str, Change]]]
-) -> dict[str, dict[str, Change]]:
+def _layer(source: _Source, stem: str, rows: Callable[[Mapping[str, Any]], Rows]) -> dict[str, dict[str, Maker]]:
     """The changes of one layer's parameters, or of one state of the optimizer for them: of all that starts with ``stem``."""
-    own = [name.removeprefix(stem) for name in source.entries if name.startswith(stem)]
-    shapes = {name: tuple(outline.shape) for name in own if (outline := source.outline(stem + name)) is not None}
+    own = {name.removeprefix(stem): source.outline(name) for name in source.names if name.startswith(stem)}
+    shapes = {name: tuple(outline.shape) for name, outline in own.items() if outline is not None}
+    changes: dict[str, dict[str, Maker]] = {}
     try:
-        changes = kind(shapes)
-        for name, parts in changes.items():
-            for change in parts.values():
-                change(torch.empty(shapes[name], device="meta"))
-    except (LookupError, ValueError, RuntimeError) as error:
+        for name, (blocks, parts) in rows(shapes).items():
+            if shapes[name][0] != blocks * sum(parts.values()) or min(parts.values()) < 1:
+                raise ValueError(f"{name} is not {blocks} times {dict(parts)} rows")
+            sizes = list(parts.values())
+            makers = (partial(_part, blocks, sizes, index) for index in range(len(sizes)))
+            changes[name] = dict(zip((f"in_proj.weight.{part}" for part in parts), makers, strict=True))
+    except (LookupError, ValueError, ArithmeticError) as error:
         listed = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items()))
         raise CheckpointError(
             f"{source.folder}: {stem}* is no layer of megacpp-mcore 0.1.0 ({error!r}): {listed}; "
             "convert a checkpoint that it saved"
         ) from error
-    dropped: dict[str, dict[str, Change]] = {
-        name: {} for name in own if name.startswith(("in_proj._extra_state", "bc_proj._extra_state"))
-    }
-    return {
-        stem + name: {stem + part: change for part, change in parts.items()}
-        for name, parts in (changes | dropped).items()
-    }
+    changes |= {name: {name: torch.flatten} for name, shape in shapes.items() if len(shape) == 3}
+    changes |= {name: {} for name in own if "_proj._extra_state" in name and not name.startswith("out_proj")}
+    return {stem + name: {stem + part: make for part, make in parts.items()} for name, parts in changes.items()}
 
 
-def _mamba(shapes: Shapes) -> dict[str, dict[str, Change]]:
-    """Of Mamba-3: a head's rows were z [P], x [P], dt, A, trap; a group's B [R, N], C [R, N]; biases and mixes [H, R, …]."""
+def _mamba(shapes: Mapping[str, Any]) -> Rows:
+    """Mamba-3: a head's rows were z [P], x [P], dt, A, trap; a group's B [R, N], C [R, N]; b_bias and its like [H, R, …]."""
     heads, rank, state = shapes["b_bias"]
-    width = shapes["in_proj.weight"][0] // heads
-    inner = (width - 3) // 2
-    flat = ("b_bias", "c_bias", *(name for name in ("mimo_x", "mimo_z", "mimo_o") if name in shapes))
-    rows = partial(_rows, (heads, 2 * inner + 3))
-    groups = partial(_rows, (-1, 2 * rank * state))
+    head_dim = (shapes["in_proj.weight"][0] // heads - 3) // 2
+    columns = rank * state
     return {
-        "in_proj.weight": {
-            "in_proj.weight.z": partial(rows, slice(0, inner)),
-            "in_proj.weight.x": partial(rows, slice(inner, 2 * inner)),
-            "in_proj.weight.dt": partial(rows, slice(2 * inner, 2 * inner + 1)),
-            "in_proj.weight.A": partial(rows, slice(2 * inner + 1, 2 * inner + 2)),
-            "in_proj.weight.trap": partial(rows, slice(2 * inner + 2, 2 * inner + 3)),
-        },
-        "bc_proj.weight": {
-            "in_proj.weight.B": partial(groups, slice(0, rank * state)),
-            "in_proj.weight.C": partial(groups, slice(rank * state, 2 * rank * state)),
-        },
-        "angle_weight": {"in_proj.weight.angles": torch.clone},
-        **{name: {name: torch.flatten} for name in flat},
+        "in_proj.weight": (heads, {"z": head_dim, "x": head_dim, "dt": 1, "A": 1, "trap": 1}),
+        "bc_proj.weight": (shapes["bc_proj.weight"][0] // (2 * columns), {"B": columns, "C": columns}),
+        "angle_weight": (1, {"angles": shapes["angle_weight"][0]}),
     }
 
 
-def _recurrent(shapes: Shapes) -> dict[str, dict[str, Change]]:
-    """Of M²RNN: a head's rows were v [V], f, g [V]; q [K] and k [K] one weight; W [H, V, V]."""
-    heads, value, _ = shapes["W"]
-    keys, odd = divmod(shapes["qk_weight"][0], 2)
-    if odd:
-        raise ValueError("q and k are not of one width")
-    rows = partial(_rows, (heads, 2 * value + 1))
-    both = partial(_rows, (1, 2 * keys))
+def _recurrent(shapes: Mapping[str, Any]) -> Rows:
+    """M²RNN: a head's rows were v [V], f, g [V]; q [K] and k [K] a weight of their own; W [H, V, V]."""
+    heads, values, _ = shapes["W"]
+    keys = shapes["qk_weight"][0] // 2
     return {
-        "in_proj.weight": {
-            "in_proj.weight.v": partial(rows, slice(0, value)),
-            "in_proj.weight.f": partial(rows, slice(value, value + 1)),
-            "in_proj.weight.g": partial(rows, slice(value + 1, 2 * value + 1)),
-        },
-        "qk_weight": {
-            "in_proj.weight.q": partial(both, slice(0, keys)),
-            "in_proj.weight.k": partial(both, slice(keys, 2 * keys)),
-        },
-        "W": {"W": torch.flatten},
+        "in_proj.weight": (heads, {"v": values, "f": 1, "g": values}),
+        "qk_weight": (1, {"q": keys, "k": keys}),
     }
 
 
-def _rows(sizes: tuple[int, int], part: slice, weight: torch.Tensor) -> torch.Tensor:
-    """The rows ``part`` of every block of ``weight``, whose rows are ``sizes``: blocks and rows of each; block by block."""
-    return weight.unflatten(0, sizes)[:, part].flatten(0, 1).contiguous()
+def _part(blocks: int, sizes: list[int], index: int, weight: torch.Tensor) -> torch.Tensor:
+    """The rows of one part, block by block: ``[blocks · Σ sizes, D] -> [blocks · sizes[index], D]``."""
+    return weight.unflatten(0, (blocks, -1)).split(sizes, dim=1)[index].flatten(0, 1).contiguous()
 
 
 class _Lazy(DefaultSavePlanner):
@@ -297,22 +260,17 @@ class _Lazy(DefaultSavePlanner):
         return self.makers[write_item.index.fqn]()
 
 
-def _write(target: Path, source: _Source, changes: Mapping[str, Mapping[str, Change]], common: io.BytesIO) -> None:
+def _write(target: Path, source: _Source, changes: Mapping[str, Mapping[str, Maker]], common: io.BytesIO) -> None:
     outlines: dict[str, Any] = {}
     makers: dict[str, Callable[[], Any]] = {}
-    for name in source.entries:
+    for name in source.names:
         outline = source.outline(name)
-        for part, change in changes.get(name, {name: None}).items():
-            outlines[part] = io.BytesIO() if outline is None else outline if change is None else change(outline)
-            makers[part] = partial(_made, source, name, change)
+        for new_name, make in changes.get(name, {name: None}).items():
+            outlines[new_name] = io.BytesIO() if outline is None else outline if make is None else make(outline)
+            makers[new_name] = partial(source.read, name, make)
     makers[_COMMON] = lambda: common
     writer = checkpoint.FileSystemWriter(target, thread_count=1)
     checkpoint.save(outlines, storage_writer=writer, planner=_Lazy(makers), no_dist=True)
-
-
-def _made(source: _Source, name: str, change: Change | None) -> Any:
-    value = source.read(name)
-    return value if change is None else change(value)
 
 
 def _copy_rest(folder: Path, target: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from megacpp_mcore.errors import CheckpointError
 
 LAYOUT = 2
-"""That of megacpp-mcore 0.2 (docs/model.md): each part of an input projection by itself, biases and rank mixes with one axis."""
+"""That of megacpp-mcore 0.2 (docs/model.md): each part of a projection by itself, biases and rank mixes with one axis."""
 KEY = "megacpp_layout"
 """Its name in the content metadata; 0.1.0 wrote none."""
 LOADED_FROM = "megacpp_loaded_from"

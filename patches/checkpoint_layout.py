@@ -52,8 +52,8 @@ def _marked_or_checked(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="checkpoint-layout",
     fixes=(
-        "a checkpoint does not say in which layout our M and R layers are: one of megacpp-mcore 0.1.0 ends in a missing key, or "
-        "with `--dist-ckpt-strictness log_all` in a model that is partly random"
+        "a checkpoint does not say in which layout our M and R layers are: one of megacpp-mcore 0.1.0 ends in a missing key, "
+        "or with `--dist-ckpt-strictness log_all` in a model that is partly random"
     ),
     source=(
         "megatron-core 0.19.2, megatron/core/dist_checkpointing/serialization.py and megatron/core/models/gpt/gpt_model.py"

@@ -1,4 +1,4 @@
-"""A checkpoint of 0.1.0 is refused by name and converted to the byte; what cannot be converted is refused before any writing."""
+"""A checkpoint of 0.1.0 is refused by name and converted to the byte; what cannot be converted is refused beforehand."""
 
 from __future__ import annotations
 

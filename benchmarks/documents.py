@@ -162,7 +162,7 @@ class Probe:
         import importlib.util
 
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec: Any = importlib.util.find_spec(name)
         run = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:

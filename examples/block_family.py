@@ -70,7 +70,7 @@ class GatedConvolution(Mixer):
         """Mix along the sequence; causal by itself, so that the mask only tells where documents begin."""
         self.refuse_unsupported(inference_context)
         pairs_SBX, _ = self.in_proj(hidden_SBD)
-        seq_idx_BS = self.documents(pairs_SBX.transpose(0, 1), attention_mask, packed_seq_params)
+        seq_idx_BS = self.documents(pairs_SBX, attention_mask, packed_seq_params)
         x_SBC, gate_SBC = pairs_SBX.unflatten(-1, (-1, 2)).unbind(-1)
         x_BSC = causal_convolution(x_SBC.transpose(0, 1), self.taps_weight, self.taps_bias, seq_idx_BS=seq_idx_BS)
         return self.out_proj((x_BSC.transpose(0, 1) * gate_SBC.sigmoid()).contiguous())

@@ -8,6 +8,7 @@ Shape legend: S queries, T keys, B batch, H heads (of this rank), K query/key di
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,9 +41,9 @@ from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs
+from megacpp_mcore.model import SERVED
 from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
-from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss
-from megacpp_mcore.ops.packed.documents import other_documents
+from megacpp_mcore.ops.indexer.training import TargetSum, training_token
 
 
 class MLACoreAttention(MegatronModule):
@@ -95,12 +96,17 @@ class MLACoreAttention(MegatronModule):
 class SparseCoreAttention(MegatronModule):
     """DeepSeek sparse attention over absorbed latents, in ``AbsorbedMLASelfAttention``'s core-attention slot.
 
-    A Full layer runs the indexer on detached inputs, attends to its top-k keys, trains it by KL against the attention it
-    saw (averaged over rows, times ``dsa_indexer_loss_coeff``), and publishes the indices. A Shared layer has no indexer and
-    no loss; it attends to exactly the published indices. Source: DeepSeek-V3.2 report; index cache arXiv 2603.12201.
+    A Full layer runs the indexer on detached inputs, attends to its top-k keys, and publishes the selection. A Shared layer has
+    no indexer and no loss; it attends to exactly the published keys. In the backward pass the indexer is trained by KL against
+    the attention of the layers it serves, or of its own layer alone (``distill``), averaged over rows, times
+    ``dsa_indexer_loss_coeff``; :mod:`megacpp_mcore.ops.indexer.training` says when. The loss is added to Megatron's tracker
+    there, which stock's ``training_log`` reads after the step's last backward pass: it is logged in the step it belongs to.
+    Source: DeepSeek-V3.2 report; index cache and multi-layer distillation arXiv 2603.12201.
 
     Args:
-        indexer: spec of the indexer for a Full layer, None for a Shared layer. The others are those the stock class passes.
+        indexer: spec of the indexer for a Full layer, None for a Shared layer.
+        distill: whose attention trains the indexer, as in :class:`megacpp_mcore.model.DSA`. The others are those the stock
+            class passes.
     """
 
     def __init__(
@@ -113,6 +119,7 @@ class SparseCoreAttention(MegatronModule):
         dispatcher: Dispatcher,
         index_cache: IndexCache,
         indexer: ModuleSpec | None,
+        distill: str,
         pg_collection: ProcessGroupCollection,
         k_channels: int | None = None,
         v_channels: int | None = None,
@@ -127,15 +134,17 @@ class SparseCoreAttention(MegatronModule):
         self.value_dim = v_channels
         self.pg_collection = pg_collection
         self.index_cache = index_cache
+        self.serves = distill == SERVED
+        needs = backend_needs(config)
         self.backend = dispatcher.request(
-            "sparse_mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **backend_needs(config)
+            "sparse_mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs
         )
         self.indexer = None
         if indexer is not None:
             self.indexer = build_module(indexer, config=config, pg_collection=pg_collection)
-            self.score_backend = dispatcher.request(
-                "indexer", layer=layer_number, dim=config.dsa_indexer_head_dim, **backend_needs(config)
-            )
+            needs["dim"] = config.dsa_indexer_head_dim
+            self.select_backend = dispatcher.request("indexer", layer=layer_number, **needs)
+            self.grad_backend = dispatcher.request("indexer_grad", layer=layer_number, **needs)
 
     def forward(
         self,
@@ -146,7 +155,6 @@ class SparseCoreAttention(MegatronModule):
         *,
         x: torch.Tensor,
         qr: torch.Tensor,
-        packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """Attend to the selected keys.
@@ -162,48 +170,70 @@ class SparseCoreAttention(MegatronModule):
         Returns:
             ``[S, B, H * V]`` latents, before the value up-projection.
         """
-        mask = None if attention_mask is None else other_documents(attention_mask)
-        return self._select_and_attend(query, key, mask, x, qr, packed_seq_params)
-
-    def _select_and_attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        x: torch.Tensor,
-        qr: torch.Tensor,
-        packed_seq_params: PackedSeqParams | None,
-    ) -> torch.Tensor:
-        kv_TBK = key.squeeze(2)
         if self.indexer is None:
-            index_BSN = self.index_cache.read(self.layer_number).index
-            return self._attend(query, kv_TBK, index_BSN)[0].flatten(2)
-        q, k, weights = self.indexer.forward_before_topk(x.detach(), qr.detach(), packed_seq_params)
-        score_BST = self.score_backend.fn(q, k, weights)
-        index_BSN = causal_topk(score_BST, self.indexer.index_topk, attention_mask)
-        self.index_cache.publish(self.layer_number, Selection(index_BSN))
-        o_SBHV, target_BSN = self._attend(query, kv_TBK, index_BSN)
-        output = o_SBHV.flatten(2)
-        if self.training and torch.is_grad_enabled() and self.config.dsa_indexer_loss_coeff:
-            output = self._train_indexer(output, score_BST, index_BSN, target_BSN)
+            selection = self.index_cache.read(self.layer_number)
+            sink = selection.sink if self.serves else None
+        else:
+            query, selection = self._select(self.indexer, query, attention_mask, x.detach(), qr.detach())
+            sink = selection.sink
+        o_SBHV = self.backend.fn(
+            query,
+            key.squeeze(2),
+            selection.index,
+            softmax_scale=self.softmax_scale,
+            value_dim=self.value_dim,
+            sink=sink,
+        )
+        output: torch.Tensor = o_SBHV.flatten(2)
         return output
 
-    def _attend(
-        self, q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BSN: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.backend.fn(q_SBHK, kv_TBK, index_BSN, softmax_scale=self.softmax_scale, value_dim=self.value_dim)
+    def _select(
+        self,
+        indexer: DSAIndexer,
+        query_SBHK: torch.Tensor,
+        seq_idx_BS: torch.Tensor | None,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+    ) -> tuple[torch.Tensor, Selection]:
+        """The query with the indexer's training attached, and the selection, of the first run where this is a recompute."""
+        selection = self.index_cache.recall(self.layer_number)
+        learns = self.training and bool(self.config.dsa_indexer_loss_coeff)
+        if selection is not None and not learns:
+            return query_SBHK, selection
+        q, k, w = indexer.forward_before_topk(x, qr)
+        if selection is None:
+            index_BSN = self.select_backend.fn(q, k, w, indexer.index_topk, seq_idx_BS)
+            layers = 1 + (self.index_cache.readers(self.layer_number) if self.serves else 0)
+            selection = Selection(index_BSN, sink=TargetSum(layers) if learns else None)
+            self.index_cache.publish(self.layer_number, selection)
+        if learns and torch.is_grad_enabled():
+            # Stock's scaler gives the token the factor of the schedule, once the gradient of the query is there.
+            token = training_token(q, k, w, selection.index, partial(self._learn, selection.sink))
+            query_SBHK = DSAIndexerLossAutoScaler.apply(query_SBHK, token)
+        return query_SBHK, selection
 
-    def _train_indexer(
-        self, output: torch.Tensor, score_BST: torch.Tensor, index_BSN: torch.Tensor, target_BSN: torch.Tensor
-    ) -> torch.Tensor:
-        """Attach the indexer's loss to ``output``'s backward pass; heads of other tensor-parallel ranks count in the target."""
+    def _learn(
+        self,
+        sink: TargetSum,
+        q_SBHD: torch.Tensor,
+        k_SBD: torch.Tensor,
+        w_SBH: torch.Tensor,
+        index_BSN: torch.Tensor,
+        scale: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of the indexer's loss; heads of other tensor-parallel ranks count in the target."""
+        target_BSN = sink.take()
         if self.pg_collection.tp.size() > 1:
             torch.distributed.all_reduce(target_BSN, group=self.pg_collection.tp)
-        loss = indexer_loss(score_BST, index_BSN, target_BSN) * self.config.dsa_indexer_loss_coeff
-        DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, self.layer_number, self.config.num_layers)
+        coefficient = self.config.dsa_indexer_loss_coeff
+        factor = scale * coefficient
         if self.config.calculate_per_token_loss:
-            loss = loss * index_BSN.shape[0] * index_BSN.shape[1]  # gradients are divided by the number of tokens later
-        return DSAIndexerLossAutoScaler.apply(output, loss)
+            factor = (
+                factor * index_BSN.shape[0] * index_BSN.shape[1]
+            )  # gradients are divided by the number of tokens later
+        loss, dq, dk, dw = self.grad_backend.fn(q_SBHD, k_SBD, w_SBH, index_BSN, target_BSN, factor)
+        DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss * coefficient, self.layer_number, self.config.num_layers)
+        return dq, dk, dw
 
 
 def _whole_rows(linear: ColumnParallelLinear, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
@@ -267,7 +297,27 @@ class FullMLASelfAttention(_Documents, _WholeRows, MLASelfAttention):
 
 
 class SparseMLASelfAttention(_Documents, _WholeRows, AbsorbedMLASelfAttention):
-    """Stock absorbed MLA with :class:`_Documents` and :class:`_WholeRows`."""
+    """As :class:`FullMLASelfAttention`; under overlapped gathers it waits for the up-projection's weight."""
+
+    def _get_kv_up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As stock's, which reads the weight of a module that it never calls."""
+        _wait_for_parameters(self.linear_kv_up_proj)
+        weights: tuple[torch.Tensor, torch.Tensor] = super()._get_kv_up_weights()
+        return weights
+
+
+_DDP = "megatron.core.distributed.distributed_data_parallel"
+
+
+def _wait_for_parameters(module: torch.nn.Module) -> None:
+    """Wait, under ``--overlap-param-gather``, until the parameters of a module have arrived that is read but never called.
+
+    Megatron-Core 0.19 waits in a hook before a module's forward. Without it a weight that lies in another bucket than its
+    neighbours is that of the step before, and the next step's gather meets one that nobody has waited for.
+    """
+    for hook in list(module._forward_pre_hooks.values()):
+        if hook.__module__ == _DDP:
+            hook(module)
 
 
 def _require_causal(attn_mask_type: AttnMaskType, layer_number: int) -> None:
@@ -293,7 +343,9 @@ def full_attention(parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
     )
 
 
-def sparse_attention(parts: Parts, dispatcher: Dispatcher, index_cache: IndexCache, *, full: bool) -> ModuleSpec:
+def sparse_attention(
+    parts: Parts, dispatcher: Dispatcher, index_cache: IndexCache, *, full: bool, distill: str
+) -> ModuleSpec:
     """Sparse MLA: the stock absorbed class with our core attention; ``full`` layers own an indexer."""
     indexer = ModuleSpec(
         module=DSAIndexer,
@@ -314,7 +366,12 @@ def sparse_attention(parts: Parts, dispatcher: Dispatcher, index_cache: IndexCac
             linear_kv_up_proj=parts.column_linear,
             core_attention=ModuleSpec(
                 module=SparseCoreAttention,
-                params={"dispatcher": dispatcher, "index_cache": index_cache, "indexer": indexer if full else None},
+                params={
+                    "dispatcher": dispatcher,
+                    "index_cache": index_cache,
+                    "indexer": indexer if full else None,
+                    "distill": distill,
+                },
             ),
             linear_proj=parts.row_linear,
             q_layernorm=parts.norm,

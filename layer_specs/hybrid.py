@@ -191,7 +191,8 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
         logger,
         logging.INFO,
         f"megacpp-mcore: building {model.name} on HybridModel, pattern {run.text}, DSA schedule {model.dsa.schedule}, "
-        f"{model.dsa.warmup_steps} steps of dense indexer warm-up\n  " + "\n  ".join(hybrid.plan(model).describe()),
+        f"indexers distilled from {model.dsa.distill} layers, {model.dsa.warmup_steps} steps of dense indexer warm-up\n  "
+        + "\n  ".join(hybrid.plan(model).describe()),
     )
     # Each slot is asked for the layers of its own symbol alone, so that all can know every layer.
     slot = ModuleSpec(module=NumberedLayer, params={"specs": dict(zip(layers, block.layer_specs or (), strict=True))})

@@ -143,7 +143,7 @@ class Mamba3Mixer(Mixer):
             A_floor=ssm.a_floor,
             eps=self.config.layernorm_epsilon,
             activation=ssm.decay_activation,
-            seq_idx=self.documents(x_SBHP.transpose(0, 1), attention_mask, packed_seq_params),
+            seq_idx=self.documents(x_SBHP, attention_mask, packed_seq_params),
         )
         return self.out_proj(y_SBHP.flatten(2))
 

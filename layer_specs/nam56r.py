@@ -58,11 +58,13 @@ PATCHES = (
     "checkpoint-layout",
     "mixed-precision-optimizer",
     "torch-adam-resume",
+    "output-layer-fusion",
 )
 """What the model cannot do without; applied by the callable, never by an import.
 
-Of dsa-index-cache it is the checkpoint functions, which bring a recomputed Shared layer its indices, and the logged loss that
-concern this model. The rest is about stock's DSAttention: without ``experimental_attention_variant`` it asks for no schedule.
+Of dsa-index-cache it is the checkpoint functions, which bring a recomputed sparse layer its first selection, and the logged
+loss that concern this model. The rest is about stock's DSAttention: without ``experimental_attention_variant`` it asks for no
+schedule.
 """
 
 
@@ -104,7 +106,7 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
         logger,
         logging.INFO,
         f"megacpp-mcore: building {model.name}, layers {model.layers}, DSA schedule {model.dsa.schedule}, "
-        f"{model.dsa.warmup_steps} steps of dense indexer warm-up",
+        f"indexers distilled from {model.dsa.distill} layers, {model.dsa.warmup_steps} steps of dense indexer warm-up",
     )
     return block_submodules(model, transformer, layers, vp_stage, dispatcher)
 
@@ -145,7 +147,8 @@ def layer_spec(
     if role == grammar.FULL_ATTENTION:
         return attention_layer_spec(parts, full_attention(parts, dispatcher))
     full = role == grammar.FULL_INDEX
-    return attention_layer_spec(parts, sparse_attention(parts, dispatcher, index_cache, full=full))
+    sparse = sparse_attention(parts, dispatcher, index_cache, full=full, distill=model.dsa.distill)
+    return attention_layer_spec(parts, sparse)
 
 
 def announce_policy(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:
@@ -164,6 +167,8 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
         "pipeline": config.pipeline_model_parallel_size,
         "expert": config.expert_model_parallel_size,
         "sequence_parallel": config.sequence_parallel,
+        "cpu_initialization": config.use_cpu_initialization,
+        "tf32_products": policy.tf32_products(),
     }
     policy.announce(
         dataclasses.replace(run, **layout),  # which may come from a file or a checkpoint

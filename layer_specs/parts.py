@@ -238,12 +238,12 @@ class Mixer(MegatronModule):
         return copy_to_tensor_model_parallel_region(parameter, group=self.tp_group)
 
     def documents(
-        self, rows_BSX: torch.Tensor, attention_mask: torch.Tensor | None, packed_seq_params: PackedSeqParams | None
+        self, rows_SBX: torch.Tensor, attention_mask: torch.Tensor | None, packed_seq_params: PackedSeqParams | None
     ) -> torch.Tensor | None:
         """The number of each row's document as int32 ``[B, S]``, or None (:func:`megacpp_mcore.layer_specs.documents`).
 
         Args:
-            rows_BSX: anything that has the rows of the whole sequence, ``[B, S, …]``.
+            rows_SBX: anything that has the rows of the whole sequence, ``[S, B, …]``.
             attention_mask, packed_seq_params: what Megatron gave the layer.
 
         Raises:
@@ -252,8 +252,8 @@ class Mixer(MegatronModule):
         return documents(
             self.config,
             self.layer_number,
-            batch=rows_BSX.shape[0],
-            rows=rows_BSX.shape[1],
+            batch=rows_SBX.shape[1],
+            rows=rows_SBX.shape[0],
             attention_mask=attention_mask,
             packed_seq_params=packed_seq_params,
         )

@@ -144,7 +144,7 @@ class M2RNNMixer(Mixer):
             eps=self.config.layernorm_epsilon,
             norm_width=self.all_values,
             reduce=self._sum_over_ranks if self.tp_size > 1 else None,
-            seq_idx=self.documents(v_SBHV.transpose(0, 1), attention_mask, packed_seq_params),
+            seq_idx=self.documents(v_SBHV, attention_mask, packed_seq_params),
             checkpoint_every=self.rnn.checkpoint_every,
         )
         return self.out_proj(out_SBC)

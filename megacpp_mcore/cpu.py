@@ -21,6 +21,7 @@ was, and :meth:`CpuLane.remove` puts every original back. Checked with torch 2.1
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import inspect
 import itertools
@@ -409,15 +410,22 @@ def _memory_functions() -> dict[str, Any]:
     def mem_get_info(device: Any = None) -> tuple[int, int]:
         return _host_memory() - _resident_bytes(), _host_memory()
 
+    def empty_cache() -> None:
+        # glibc keeps what was freed between blocks still in use: after some steps several times what the step needs.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
     current = dict.fromkeys(
         ("memory_allocated", "memory_reserved", "device_memory_used"), lambda device=None: _resident_bytes()
     )
     peak = dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda device=None: _peak_resident_bytes())
-    unneeded = ("empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated")
+    unneeded = ("reset_peak_memory_stats", "reset_max_memory_allocated")
     return {
         **current,
         **peak,
         **dict.fromkeys(unneeded, _nothing),
+        "empty_cache": empty_cache,
         "memory_stats": memory_stats,
         "mem_get_info": mem_get_info,
     }

@@ -10,6 +10,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -27,6 +28,7 @@ import megacpp_mcore
 from megacpp_mcore.backends import table
 from megacpp_mcore.backends.probes import TRANSFORMER_ENGINE, te_disabled
 from megacpp_mcore.errors import BackendError
+from megacpp_mcore.policy.values import TF32_DRIVER, TF32_TORCH
 
 WORKS, OFF, ABSENT, BROKEN, IMPOSTOR = "works", "off", "absent", "broken", "impostor"
 TIME_LIMIT_S = 180.0
@@ -107,6 +109,7 @@ details["gpus"] = [
     {"name": p.name, "memory_gib": round(p.total_memory / 2**30, 1), "capability": f"{p.major}.{p.minor}"}
     for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
 ]
+details["fp32_products"] = torch.backends.cuda.matmul.fp32_precision
 """
 _MEGATRON = """
 import megatron.core.package_info as package_info
@@ -346,11 +349,19 @@ def as_text(findings: Sequence[Finding]) -> str:
         lines.append(f"GPU {index}: {gpu['name']}, {gpu['memory_gib']} GiB, compute capability {gpu['capability']}")
     if not gpus:
         lines.append("no GPU: runs use the CPU lane (launch --device cpu)")
+    lines += [f"fp32 products on GPUs: {said}" for said in _tf32(findings)]
     blocking = [finding.name for finding in findings if finding.blocks]
     lines.append(
         f"training would fail on: {', '.join(blocking)}" if blocking else "nothing stands in the way of training"
     )
     return "\n".join(lines)
+
+
+def _tf32(findings: Sequence[Finding]) -> list[str]:
+    """What the environment makes of fp32 products, one sentence each; the launch policy says what that means to a run."""
+    said = [f"{name}={os.environ[name]}" for name in (TF32_DRIVER, TF32_TORCH) if os.environ.get(name, "0") != "0"]
+    precisions = {finding.details.get("fp32_products") for finding in findings}
+    return [*said, *(["torch computes them in TF32"] if "tf32" in precisions else [])]
 
 
 def add_parser(subparsers: Any) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import importlib
 import importlib.machinery
 import importlib.util
@@ -523,6 +524,8 @@ def _launch_policy(chosen: Plan, settings: config.PluginConfig | None) -> policy
     world_size = int(os.environ["WORLD_SIZE"])
     model = settings.model if settings is not None else None
     run = policy.Run.from_arguments(chosen.arguments, device=chosen.device, world_size=world_size, model=model)
+    if chosen.device == "cuda":
+        run = dataclasses.replace(run, tf32_products=policy.tf32_products())
     launched = policy.resolve(run, settings=settings, environment=os.environ)
     for line in launched.lines(settings):
         say(line)

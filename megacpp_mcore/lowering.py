@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megacpp_mcore import hybrid, precision
+from megacpp_mcore import hybrid, launch_flags, precision
 from megacpp_mcore import pattern as grammar
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import PRESETS, Layout, Model
@@ -242,6 +242,7 @@ class Training:
         transformer_impl: ``transformer_engine`` or ``local`` (Megatron's PyTorch layers); the CPU lane is always local.
         data: words of the data arguments, e.g. ``("--data-path", "corpus/train")``.
         tokenizer: words of the tokenizer arguments.
+        processes: of the whole run, one a GPU; fewer than the layout needs are as many as that.
         train_iters: steps. The learning rate rises for :func:`warm_up_steps` of them, then decays to a tenth (cosine).
         extra: further stock words, appended as they are.
     """
@@ -253,6 +254,7 @@ class Training:
     tokenizer: tuple[str, ...] = ()
     micro_batch_size: int = 1
     global_batch_size: int = 8
+    processes: int = 1
     train_iters: int = 1000
     learning_rate: float = 3e-4
     seed: int = 1234
@@ -266,7 +268,7 @@ class Training:
         ):
             if getattr(self, name) not in allowed:
                 raise ModelError(f"Training.{name} is {getattr(self, name)!r}; expected {' or '.join(allowed)}")
-        for name in ("micro_batch_size", "global_batch_size", "train_iters", "seed"):
+        for name in ("micro_batch_size", "global_batch_size", "processes", "train_iters", "seed"):
             if getattr(self, name) < 1:
                 raise ModelError(f"Training.{name} is {getattr(self, name)}; expected 1 or more")
         if self.seed >= 2**32:  # numpy's generators, which shuffle Megatron's datasets, take no larger one
@@ -302,8 +304,24 @@ def lower(model: Model, layout: Layout, training: Training, host: str = GPT) -> 
     words += ["--moe-token-dispatcher-type", "alltoall"] if "E" in model.layers else []
     words += _layout_words(model, layout)
     words += _stage_words(model, layout) if host == GPT else ["--hybrid-layer-pattern", hybrid.plan(model, layout).text]
-    words += _training_words(training)
+    words += _training_words(training, machine_of(model, layout, training))
     return (*words, *training.tokenizer, *training.data, *training.extra, "--spec", *SPECS[host])
+
+
+def machine_of(model: Model, layout: Layout, training: Training) -> launch_flags.Machine:
+    """What decides which :data:`~megacpp_mcore.launch_flags.FLAGS` a run is lowered with."""
+    processes = max(training.processes, layout.processes)
+    return launch_flags.Machine(
+        device=training.device,
+        has_engine=training.transformer_impl == "transformer_engine",
+        has_moe="E" in model.layers,
+        processes=processes,
+        replicas=processes // (layout.tensor * layout.pipeline),
+        # A bucket waits for the gradients of all of its parameters, and Megatron stops when one of them never comes.
+        idle_parameters="without dsa.loss_coeff nothing trains the indexers"
+        if grammar.FULL_INDEX in model.roles and not model.dsa.loss_coeff
+        else "",
+    )
 
 
 def _stage_words(model: Model, layout: Layout) -> list[str]:
@@ -348,7 +366,7 @@ def warm_up_steps(train_iters: int) -> int:
     return max(train_iters // 10, min(50, train_iters // 2))
 
 
-def _training_words(training: Training) -> list[str]:
+def _training_words(training: Training, machine: launch_flags.Machine) -> list[str]:
     words = [
         "--micro-batch-size", str(training.micro_batch_size),
         "--global-batch-size", str(training.global_batch_size),
@@ -362,14 +380,14 @@ def _training_words(training: Training) -> list[str]:
         "--clip-grad", "1.0",
         "--seed", str(training.seed),
         "--transformer-impl", training.transformer_impl,
-        "--log-interval", "1",
+        "--log-interval", str(launch_flags.log_interval(machine)),
         "--eval-iters", "0",
         "--eval-interval", str(training.train_iters),
         "--no-masked-softmax-fusion",
         "--no-bias-dropout-fusion",
         # --reset-attention-mask is carried out by that mask.
         *([] if "--reset-attention-mask" in training.extra else ["--no-create-attention-mask-in-dataloader"]),
-        "--no-gradient-accumulation-fusion",
+        *launch_flags.lowered(machine),
     ]  # fmt: skip
     if training.plan.model_dtype == "bf16":
         words.append("--bf16")

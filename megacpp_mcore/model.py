@@ -53,6 +53,10 @@ class MLA:
         _divides("MLA.qk_pos_emb_head_dim", self.qk_pos_emb_head_dim, "2, for rotary pairs", 2)
 
 
+OWN, SERVED = "own", "served"
+"""Whose attention a DSA indexer learns from: that of its own layer, or of all layers it serves."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DSA:
     """DeepSeek sparse attention (DeepSeek-V3.2 report) with an index cache (arXiv 2603.12201).
@@ -61,6 +65,8 @@ class DSA:
         schedule: one character an A layer, tiled: ``-`` full MLA, ``F`` runs the indexer, ``S`` shares its indices.
         topk: keys a query attends to.
         loss_coeff: weight of the indexer's KL loss.
+        distill: whose attention an indexer is trained against: ``served``, the mean over its own layer and the Shared layers it
+            serves (multi-layer distillation), or ``own``, its own layer alone. Without Shared layers these are the same.
         warmup_steps: steps at the start in which the indexer is trained densely (over every causal key) and A layers
             attend to every causal key; 0 means none, and the log of a run says so.
     """
@@ -70,11 +76,17 @@ class DSA:
     indexer_head_dim: int = 64
     topk: int = 256
     loss_coeff: float = 1e-3
+    distill: str = SERVED
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         _positive(self, "indexer_heads", "indexer_head_dim", "topk")
         _not_negative(self, "loss_coeff")
+        if self.distill not in (OWN, SERVED):
+            raise ModelError(
+                f"DSA.distill is {self.distill!r}, which the schedule {self.schedule!r} cannot serve; expected {SERVED} (the "
+                f"indexer of an F layer learns from it and its S layers) or {OWN} (from the F layer alone)"
+            )
         if self.warmup_steps != 0:
             raise ModelError(
                 f"DSA.warmup_steps is {self.warmup_steps}; the dense warm-up of the indexer is not there yet, "
@@ -232,6 +244,11 @@ class Layout:
             )
         if self.sequence_parallel and self.tensor == 1:
             raise ModelError("sequence parallelism needs tensor parallelism; raise tensor, or drop sequence_parallel")
+
+    @property
+    def processes(self) -> int:
+        """The least number of processes: every run has a multiple of them."""
+        return math.lcm(self.tensor, self.expert) * self.pipeline
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megacpp_mcore import hybrid
-from megacpp_mcore.model import PRESETS, Model
+from megacpp_mcore.model import OWN, PRESETS, SERVED, Model
 from megacpp_mcore.observe import flops
 from megacpp_mcore.pattern import ROLES
 
@@ -19,6 +19,11 @@ _PARTS = {
     "head": "output head",
     "norm": "final norm",
 }
+_DISTILL = {
+    SERVED: "the mean attention of the layers it serves",
+    OWN: "its own layer's attention",
+}
+
 _HEAD = """# Model card
 
 Written by `megacpp-mcore recipe list --markdown` from the models in `megacpp_mcore/model.py`; do not edit it by hand.
@@ -109,7 +114,8 @@ def _section(model: Model) -> list[str]:
         f"- On HybridModel: `{hybrid.plan(model).text}`",
         f"- MLA: {model.heads} heads, latents {model.mla.q_lora_rank} and {model.mla.kv_lora_rank}, head widths "
         f"{model.mla.qk_head_dim} + {model.mla.qk_pos_emb_head_dim} rotary and {model.mla.v_head_dim}",
-        f"- Sparse attention: top {model.dsa.topk}, indexer {model.dsa.indexer_heads} × {model.dsa.indexer_head_dim}",
+        f"- Sparse attention: top {model.dsa.topk}, indexer {model.dsa.indexer_heads} × {model.dsa.indexer_head_dim}, trained "
+        f"against {_DISTILL[model.dsa.distill]}",
         f"- Mamba-3: {model.mamba_heads} heads of {model.mamba3.head_dim}, {model.mamba3.groups} groups, state "
         f"{model.mamba3.state}, MIMO rank {model.mamba3.mimo_rank}",
         *(

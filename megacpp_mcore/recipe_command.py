@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import difflib
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -295,6 +294,7 @@ def command_of(args: argparse.Namespace) -> StockCommand:
         print(f"note: there is no {args.data}.idx; the command needs a prepared dataset there", file=sys.stderr)
     training = _training(args, model, of_run, recipe.training if recipe else _usual_training(name, args, of_run))
     nodes, per_node = _processes(args, layout, training, recipe.processes if recipe else 1)
+    training = dataclasses.replace(training, processes=nodes * per_node)
     host = args.host or GPT
     env = {} if settings is None else {config.VARIABLE: str(settings.resolve())}
     if layout.tensor > 1 and training.device == "cuda":
@@ -328,6 +328,8 @@ def _usual_training(name: str, args: argparse.Namespace, of_run: Mapping[str, An
 
 def _training(args: argparse.Namespace, model: Model, of_run: Mapping[str, Any], base: Training) -> Training:
     """``base`` with options and ``--set``, each field said once."""
+    if "processes" in of_run:
+        raise LaunchError("the number of processes is --nodes × --gpus-per-node; say it with these, and not with --set")
     values = dict(of_run)
     for option, field in _TRAINING_OPTIONS.items():
         given = getattr(args, option)
@@ -342,7 +344,7 @@ def _training(args: argparse.Namespace, model: Model, of_run: Mapping[str, Any],
 def _processes(args: argparse.Namespace, layout: Layout, training: Training, usual: int) -> tuple[int, int]:
     """Nodes and processes of each, checked against layout and batch; by default the ``usual`` number, or the least."""
     nodes = 1 if args.nodes is None else args.nodes
-    least = math.lcm(layout.tensor, layout.expert) * layout.pipeline
+    least = layout.processes
     for name, value in (("nodes", nodes), ("gpus-per-node", args.gpus_per_node)):
         if value is not None and value < 1:
             raise LaunchError(f"--{name} is {value}; expected 1 or more")

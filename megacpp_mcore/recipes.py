@@ -24,15 +24,18 @@ class Recipe:
         name: ``<model>_pretrain_<processes><device>_<machine>_<precision>``, as Megatron-Bridge names recipes.
         model: what is trained.
         layout: how it is cut.
-        training: machine, precision and optimizer; data and tokenizer are named when it is run.
-        processes: how many it is for, one a GPU.
+        training: machine, number of processes, precision and optimizer; data and tokenizer are named when it is run.
     """
 
     name: str
     model: Model
     layout: Layout
     training: Training
-    processes: int
+
+    @property
+    def processes(self) -> int:
+        """How many it is for, one a GPU."""
+        return self.training.processes
 
     def __post_init__(self) -> None:
         self.model.check_layout(self.layout)
@@ -55,8 +58,7 @@ def _on_gpus(model: str, processes: int, layout: Layout, *, global_batch_size: i
         name=f"{model}_pretrain_{processes}gpu_h200_{precision.removeprefix('bf16_')}",
         model=preset(model),
         layout=layout,
-        training=Training(global_batch_size=global_batch_size, precision=precision),
-        processes=processes,
+        training=Training(global_batch_size=global_batch_size, precision=precision, processes=processes),
     )
 
 
@@ -71,7 +73,6 @@ _ALL = (
         model=preset("nam56r_tiny"),
         layout=Layout(),
         training=Training(device="cpu", precision="fp32", transformer_impl="local", learning_rate=4e-3),
-        processes=1,
     ),
 )
 

@@ -53,7 +53,7 @@ from megacpp_mcore.config import PluginConfig, Recompute
 from megacpp_mcore.errors import LaunchError, ModelError
 from megacpp_mcore.layer_specs.attention import SparseCoreAttention
 from megacpp_mcore.layer_specs.mamba import Mamba3Mixer
-from megacpp_mcore.ops.indexer.reference import indexer_scores, score_block
+from megacpp_mcore.ops.indexer.reference import score_block, select
 from megacpp_mcore.ops.mamba3.reference import mamba3, mix_segment
 from megacpp_mcore.policy import EXPLICIT, CompilePolicy
 
@@ -247,12 +247,13 @@ class Treatment:
                 scan = functools.partial(mamba3, run_segment=run_segment)
                 module.backend = dataclasses.replace(module.backend, fn=scan)
             elif isinstance(module, SparseCoreAttention) and _scores(module):
-                score = functools.partial(indexer_scores, run_block=region("indexer score", score_block, backend))
-                module.score_backend = dataclasses.replace(module.score_backend, fn=score)
+                run_block = region("indexer score", score_block, backend)
+                chosen = functools.partial(select, run_block=run_block)
+                module.select_backend = dataclasses.replace(module.select_backend, fn=chosen)
 
 
 def _scores(core: SparseCoreAttention) -> bool:
-    return getattr(core, "indexer", None) is not None and core.score_backend.observed == _PLAIN
+    return getattr(core, "indexer", None) is not None and core.select_backend.observed == _PLAIN
 
 
 def _compile_norm(norm: torch.nn.RMSNorm, backend: str) -> None:
@@ -425,13 +426,7 @@ def _run_regions(
         # A Shared layer needs the indices of a Full layer to run. All of its other regions run in the Full layer.
         return normed_SBD
     output, _ = layer.self_attention(normed_SBD, attention_mask=None, packed_seq_params=packed_seq_params)
-    if not isinstance(core, SparseCoreAttention) or core.indexer is None or not _scores(core):
-        return output
-    # Without the indexer's loss its scores get no gradient in the run above, and a gradient takes another graph.
-    shape = (*hidden_SBD.shape[:2], layer.config.q_lora_rank)
-    latent = torch.randn(shape, device=hidden_SBD.device, dtype=layer.config.params_dtype)
-    score_BST = core.score_backend.fn(*core.indexer.forward_before_topk(normed_SBD.detach(), latent))
-    return output.float().sum() + score_BST.sum()
+    return output
 
 
 def _pack(layer: TreatedLayer, rows: int, device: torch.device) -> PackedSeqParams:

@@ -29,6 +29,7 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.mixed_precision import bf16_mixed
 from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
 
+from megacpp_mcore import launch_flags, lowering
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.lowering import Training, warm_up_steps
 from megacpp_mcore.nemo_recipes.provider import provider
@@ -144,7 +145,7 @@ def container(chosen: Recipe) -> ConfigContainer:
     if training.plan.file is not None:
         model.te_precision_config_file = str(training.plan.file)
     is_bf16 = training.plan.model_dtype == "bf16"
-    return NAM56RConfig(
+    config = NAM56RConfig(
         model=model,
         train=TrainingConfig(
             train_iters=training.train_iters,
@@ -181,13 +182,34 @@ def container(chosen: Recipe) -> ConfigContainer:
             dataloader_type="single",
             num_workers=0 if training.device == "cpu" else 2,
         ),
-        logger=LoggerConfig(log_interval=1, tensorboard_dir=None),
+        logger=LoggerConfig(tensorboard_dir=None),
         tokenizer=_tokenizer(chosen),
         checkpoint=CheckpointConfig(exit_on_missing_checkpoint=True),
         rng=RNGConfig(seed=training.seed),
         dist=DistributedInitConfig(distributed_backend=_backend(training)),
         mixed_precision=bf16_mixed() if is_bf16 else None,
     )
+    for key, value in flag_fields(lowering.machine_of(chosen.model, chosen.layout, training)).items():
+        section, name = key.split(".")
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+def flag_fields(machine: launch_flags.Machine) -> dict[str, Any]:
+    """Bridge's fields of the :data:`~megacpp_mcore.launch_flags.FLAGS` and of the log interval, with a run's values."""
+    on = {flag.name: not flag.obstacle(machine) for flag in launch_flags.FLAGS}
+    return {
+        "model.gradient_accumulation_fusion": on[launch_flags.FUSED_GRADIENTS],
+        "ddp.use_distributed_optimizer": on[launch_flags.DISTRIBUTED_OPTIMIZER],
+        "optimizer.use_distributed_optimizer": on[launch_flags.DISTRIBUTED_OPTIMIZER],
+        "ddp.overlap_grad_reduce": on[launch_flags.GRAD_REDUCE],
+        "ddp.overlap_param_gather": on[launch_flags.PARAM_GATHER],
+        "optimizer.overlap_param_gather": on[launch_flags.PARAM_GATHER],
+        "model.moe_permute_fusion": on[launch_flags.MOE_PERMUTE],
+        "train.manual_gc": on[launch_flags.MANUAL_GC],
+        "train.manual_gc_interval": launch_flags.GC_INTERVAL if on[launch_flags.MANUAL_GC] else 0,
+        "logger.log_interval": launch_flags.log_interval(machine),
+    }
 
 
 def _backend(training: Training) -> str:

@@ -141,7 +141,6 @@ def provider(model: Model, layout: Layout, *, device: str, transformer_impl: str
         # As the stock command says, or leaves unsaid.
         attention_softmax_in_fp32=False,
         bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=transformer_impl != "local",
         cross_entropy_loss_fusion=False,

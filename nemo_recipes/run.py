@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -185,7 +184,7 @@ def check_processes(chosen: Recipe, layout: Layout) -> None:
     """
     started = int(os.environ["WORLD_SIZE"])
     unchanged = layout == chosen.layout
-    needed = chosen.processes if unchanged else layout.pipeline * math.lcm(layout.tensor, layout.expert)
+    needed = chosen.processes if unchanged else layout.processes
     if started % needed:
         cut = (
             ""
@@ -298,6 +297,12 @@ def policy_run(chosen: Recipe, config: Any) -> policy.Run:
         nccl_user_buffers=ddp.nccl_ub,
         cuda_graph_impl=model.cuda_graph_impl,
         cuda_graph_scope=_names(model.cuda_graph_modules) if graphs else (),
+        gradient_accumulation_fusion=model.gradient_accumulation_fusion,
+        moe_permute_fusion=model.moe_permute_fusion,
+        manual_gc=config.train.manual_gc,
+        log_interval=config.logger.log_interval,
+        cpu_initialization=model.use_cpu_initialization,
+        tf32_products=policy.tf32_products(),
         recompute_granularity=model.recompute_granularity,
         recompute_modules=tuple(model.recompute_modules or ()),
         flags=frozenset(said),
@@ -341,7 +346,7 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
         raise LaunchError(f"the overrides {' '.join(overrides)} cannot be read: {error}; write KEY=VALUE") from error
     for key in keys:
         _check_type(key, before[key], _value(config, key))
-    _derive(config, keys)
+    _derive(chosen, config, keys)
     config.model.vocab_size = chosen.model.vocab_size  # which the tokenizer brings later
     try:
         lowering.check_arguments(chosen.model, (config.model,), f" of recipe {chosen.name}")
@@ -353,15 +358,25 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
     return config
 
 
-def _derive(config: Any, keys: Sequence[str]) -> None:
-    """What a recipe derives from steps, learning rate and layout follows them when they change, unless named itself."""
+def _derive(chosen: Recipe, config: Any, keys: Sequence[str]) -> None:
+    """What follows from steps, learning rate, layout and number of processes is as they are, unless it is named itself."""
+    from megacpp_mcore.nemo_recipes.nam56r import flag_fields
     from megacpp_mcore.nemo_recipes.provider import vocabulary_divisor
 
+    model, processes = config.model, int(os.environ["WORLD_SIZE"])
+    machine = dataclasses.replace(
+        lowering.machine_of(chosen.model, chosen.layout, chosen.training),
+        has_engine=model.transformer_impl == "transformer_engine",
+        processes=processes,
+        replicas=processes
+        // (model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size),
+    )
     derived = {
         "model.make_vocab_size_divisible_by": vocabulary_divisor(config.model.tensor_model_parallel_size),
         "scheduler.lr_warmup_iters": lowering.warm_up_steps(config.train.train_iters),
         "validation.eval_interval": config.train.train_iters,
         "optimizer.min_lr": float(f"{config.optimizer.lr / 10:g}"),
+        **flag_fields(machine),
     }
     for key, value in derived.items():
         if key not in keys:

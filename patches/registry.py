@@ -75,6 +75,7 @@ _PATCH_MODULES: tuple[str, ...] = (
     "checkpoint_layout",
     "mixed_precision_optimizer",
     "torch_adam_resume",
+    "output_layer_fusion",
 )
 """Modules of this package that hold a ``PATCH``, in the order in which ``patch list`` shows them."""
 

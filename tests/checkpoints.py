@@ -11,6 +11,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, loa
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megacpp_mcore.model import Model
+
 COMMON = "common_state/shard_0_1"
 
 
@@ -46,6 +48,23 @@ def write(
     planner = DefaultSavePlanner(flatten_state_dict=False)
     save(state, storage_writer=FileSystemWriter(folder, thread_count=1), planner=planner, no_dist=True)
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+
+
+def as_saved_by_0_1_0(saved: Path, old: Path, model: Model) -> None:
+    """Write the checkpoint of ``model`` in the folder ``saved`` to ``old`` as 0.1.0 had it: rows, axes, objects, no mark."""
+    from megacpp_mcore import checkpoint_convert
+
+    source = checkpoint_convert._Source(saved)
+    tensors = as_0_1_0(
+        tensors_in(saved), groups=model.mamba3.groups, rank=model.mamba3.mimo_rank, values=model.m2rnn.value_dim
+    )
+    objects = {name: torch.load(source.read(name), weights_only=True) for name in objects_in(saved)}
+    (common,) = objects.pop(COMMON)
+    assert common["content_metadata"].pop("megacpp_layout") == 2
+    for name in tensors:
+        if name.startswith("decoder.") and name.endswith(("in_proj.weight", "bc_proj.weight")):
+            objects[f"{name.removesuffix('weight')}_extra_state/shard_0_1"] = [None]
+    write(old, tensors, objects, common)
 
 
 def as_0_1_0(tensors: Mapping[str, torch.Tensor], *, groups: int, rank: int, values: int) -> dict[str, torch.Tensor]:

@@ -34,12 +34,15 @@ def own_candidates() -> tuple[Candidate, ...]:
         _candidate("mla", "sdpa", Speed.KERNEL, _SDPA, "megacpp_mcore.ops.mla.sdpa:sdpa_attention", (CUDA,)),
         _candidate("mla", "reference", Speed.REFERENCE, _REFERENCE, "megacpp_mcore.ops.mla.reference:mla_attention"),
         *(
-            _candidate(op, "reference", Speed.REFERENCE, _REFERENCE, f"megacpp_mcore.ops.{op}.reference:{function}")
-            for op, function in (
-                ("sparse_mla", "sparse_mla_attention"),
-                ("indexer", "indexer_scores"),
-                ("mamba3", "mamba3"),
-                ("m2rnn", "m2rnn"),
+            _candidate(
+                op, "reference", Speed.REFERENCE, _REFERENCE, f"megacpp_mcore.ops.{package}.reference:{function}"
+            )
+            for op, package, function in (
+                ("sparse_mla", "sparse_mla", "attend"),
+                ("indexer", "indexer", "select"),
+                ("indexer_grad", "indexer", "indexer_grad"),
+                ("mamba3", "mamba3", "mamba3"),
+                ("m2rnn", "m2rnn", "m2rnn"),
             )
         ),
     )

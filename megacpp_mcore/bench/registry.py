@@ -132,14 +132,15 @@ def _sizes(model: Model) -> dict[str, int]:
 
 
 def _op(
-    covers: str, title: str, *names: str, name: str = "", peers: tuple[str, ...] = (), **changes: Mapping[str, int]
-) -> Benchmark:
+    covers: str, title: str, *names: str, name: str = "", problems: str = "", peers: tuple[str, ...] = (),
+    **changes: Mapping[str, int],
+) -> Benchmark:  # fmt: skip
     return Benchmark(
         name=name or covers,
         kind=OP,
         covers=covers,
         title=title,
-        problems=f"{_CASES}.{covers}:problems",
+        problems=f"{_CASES}.{problems or f'{covers}:problems'}",
         shapes=_of_models("B", "S", *names, **changes),
         peers=peers,
     )
@@ -165,14 +166,16 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 peers=("stock local", "stock Transformer Engine")),
             _op("sparse_mla", "absorbed attention to selected keys", "heads", "latent", "rope", "topk",
                 peers=("stock unfused",)),
-            _op("indexer", "scores of the DSA indexer", "indexer_heads", "indexer_dim", peers=("stock",)),
+            _op("indexer", "selection of keys by the DSA indexer", "indexer_heads", "indexer_dim", "topk", peers=("stock",)),
+            _op("indexer_grad", "gradient of the DSA indexer's loss", "indexer_heads", "indexer_dim", "topk",
+                problems="indexer:gradient_problems", peers=("stock",)),
             _op("mamba3", "Mamba-3, MIMO, between its projections",
                 "mamba_heads", "head_dim", "state", "rank", "groups", "chunk", peers=_MAMBA_SSM),
             _op("mamba3", "Mamba-3, SISO, between its projections",
                 "mamba_heads", "head_dim", "state", "rank", "groups", "chunk",
                 name="mamba3_siso", peers=_MAMBA_SSM, full=_SISO | {"chunk": 64}, tiny=_SISO),
             _op("m2rnn", "the M²RNN recurrence", "rnn_heads", "key_dim", "value_dim", "checkpoint_every",
-                peers=("xma (Triton)",)),
+                peers=("xma's recurrence (Triton) in the reference",)),
             _op("grouped_mlp", "routed experts, two matrices each, rows sorted by expert",
                 "experts", "routed", "hidden", "expert_width", peers=("torch._grouped_mm", "TE GroupedLinear")),
             _op("linear_cross_entropy", "output layer and its loss; stock's, and with the patch of this name",
@@ -200,6 +203,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             Benchmark(name="doors", kind=MODEL, covers="benchmarks.doors", title="one recipe through each door"),
             Benchmark(name="overhead", kind=MODEL, covers="benchmarks.overhead", title="what recording a run costs"),
             Benchmark(name="layouts", kind=MODEL, covers="benchmarks.layouts", title="parallel layouts against one GPU"),
+            Benchmark(name="distill", kind=MODEL, covers="benchmarks.distill", title="whose attention an indexer learns from"),
             Benchmark(name="regional", kind=MODEL, covers="benchmarks.regional", title="regional compile, recompute, taxes"),
         )
     }

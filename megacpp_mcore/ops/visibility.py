@@ -100,9 +100,9 @@ def masked_softmax(score: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
 
 
 def check_index(index_BSN: torch.Tensor, *, batch: int, num_queries: int) -> None:
-    """Raise ModelError unless the selection is int64 [B, S, N] for this batch; the values are not read."""
-    if index_BSN.dtype != torch.int64 or index_BSN.dim() != 3 or index_BSN.shape[:2] != (batch, num_queries):
+    """Raise ModelError unless the selection is int32 [B, S, N] for this batch; the values are not read."""
+    if index_BSN.dtype != torch.int32 or index_BSN.dim() != 3 or index_BSN.shape[:2] != (batch, num_queries):
         raise ModelError(
-            f"index_BSN is {index_BSN.dtype} {list(index_BSN.shape)}, expected torch.int64 [B, S, N] with "
-            f"B, S = {batch}, {num_queries}; take it from causal_topk"
+            f"index_BSN is {index_BSN.dtype} {list(index_BSN.shape)}, expected torch.int32 [B, S, N] with "
+            f"B, S = {batch}, {num_queries}; take it from the indexer's select"
         )

@@ -103,6 +103,9 @@ def resolve(
         recipe: environment variables that a recipe asks for.
         from_recipe: whether the run's arguments are a recipe's and not the user's.
         launched: whether what is decided here will be set; otherwise the run has its environment as it is.
+
+    Raises:
+        LaunchError: the run cannot be what it says (:func:`megacpp_mcore.policy.values.check`).
     """
     speed = settings.speed_defaults if settings else SpeedDefaults()
     taxes = settings.experimental_taxes if settings else ExperimentalTaxes()
@@ -111,6 +114,7 @@ def resolve(
     mode = settings.compile if settings else "off"
     given = settings.given if settings else frozenset()
     lookup = policy_values.Lookup(environment=environment, recipe=recipe or {}, launched=launched)
+    policy_values.check(run, lookup)
     disabled = disabled_by(environment)
     connections = policy_values.connections(run, lookup)
     arguments = RECIPE if from_recipe else USER
@@ -126,6 +130,8 @@ def resolve(
             policy_values.recompute(run, families, given="recompute" in given, arguments=arguments),
             policy_values.graphs(run, arguments),
             policy_values.precision(run, arguments),
+            *policy_values.tf32(run, lookup),
+            *policy_values.flags(run, arguments),
         ),
         compile=compile_policy(
             mode=mode,

@@ -47,6 +47,12 @@ class Run:
         moe_dispatcher: as ``--moe-token-dispatcher-type``.
         bucket_elements, num_buckets: as ``--ddp-bucket-size`` and ``--ddp-num-buckets``.
         grad_bytes: of one gradient in the buckets.
+        gradient_accumulation_fusion: whether products add to the gradients themselves.
+        moe_permute_fusion: whether one kernel sorts tokens by expert.
+        manual_gc: whether Python collects garbage in named steps only.
+        log_interval: steps between two lines in the log.
+        cpu_initialization: whether weights are drawn by the CPU's generator.
+        tf32_products: whether torch computes fp32 products in TF32, as :func:`tf32_products` has it.
         cuda_graph_impl, cuda_graph_scope: as Megatron's arguments; ``none`` without graphs.
         recompute_granularity, recompute_modules: Megatron's own recompute.
         flags: the names of the arguments that were given, for the source of what they say.
@@ -81,6 +87,12 @@ class Run:
     num_buckets: int | None = None
     grad_bytes: int = 4
     nccl_user_buffers: bool = False
+    gradient_accumulation_fusion: bool = False
+    moe_permute_fusion: bool = False
+    manual_gc: bool = False
+    log_interval: int = 100
+    cpu_initialization: bool = False
+    tf32_products: bool = False
     cuda_graph_impl: str = "none"
     cuda_graph_scope: tuple[str, ...] = ()
     recompute_granularity: str | None = None
@@ -144,6 +156,11 @@ class Run:
             num_buckets=_number(given, "--ddp-num-buckets"),
             grad_bytes=_grad_bytes(given, precision),
             nccl_user_buffers="--use-nccl-ub" in given,
+            gradient_accumulation_fusion="--no-gradient-accumulation-fusion" not in given,
+            moe_permute_fusion="--moe-permute-fusion" in given,
+            manual_gc="--manual-gc" in given,
+            log_interval=_number(given, "--log-interval") or 100,
+            cpu_initialization="--use-cpu-initialization" in given,
             cuda_graph_impl=_word(given, "--cuda-graph-impl") or "none",
             cuda_graph_scope=given.get("--cuda-graph-modules", given.get("--cuda-graph-scope", ())),
             recompute_granularity=_word(given, "--recompute-granularity"),
@@ -151,6 +168,13 @@ class Run:
             flags=frozenset(given),
             **facts,
         )
+
+
+def tf32_products() -> bool:
+    """Whether torch computes fp32 products on a GPU in TF32, set so by the environment or a program; imports torch."""
+    import torch
+
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def model_facts(model: Model) -> dict[str, Any]:

@@ -12,6 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megacpp_mcore.config import ExperimentalTaxes, Observability, Recompute, SpeedDefaults
+from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.launch_flags import (
+    DISTRIBUTED_OPTIMIZER,
+    FLAGS,
+    FUSED_GRADIENTS,
+    MANUAL_GC,
+    MOE_PERMUTE,
+    Machine,
+    log_interval,
+)
 from megacpp_mcore.policy.overlap import CONNECTIONS
 from megacpp_mcore.policy.run import PRECISION_FILE, Run
 
@@ -21,6 +31,7 @@ USER, RECIPE, DEFAULT = "user", "recipe", "default"
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 NEW_ALLOCATOR = "PYTORCH_ALLOC_CONF"
 TORCH_LOGS = "TORCH_LOGS"
+TF32_DRIVER, TF32_TORCH = "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 _EXPANDABLE = "expandable_segments:True"
 _IN_FP32 = {"E": "router", "M": "Mamba-3", "R": "M²RNN parameters of the recurrence"}
 """What stays in fp32 in the layers of a family, whatever the precision of the run."""
@@ -222,6 +233,83 @@ def logs(lookup: Lookup, observability: Observability) -> tuple[Value, ...]:
     )
 
 
+def check(run: Run, lookup: Lookup) -> None:
+    """Refuse what makes a run on GPUs another one than it says, and that nothing in the process can undo.
+
+    Raises:
+        LaunchError: TF32 is forced on ops whose products have to be in fp32, or all expert-parallel ranks would begin with
+            the same experts.
+    """
+    if run.device != "cuda":
+        return
+    if lookup.environment.get(TF32_DRIVER) == "1" and (ops := _in_fp32(run)):
+        raise LaunchError(
+            f"{TF32_DRIVER}=1 makes cuBLAS round the operands of every fp32 product to TF32, "
+            f"whatever a program sets, and {ops} need fp32; unset it, or set it to 0"
+        )
+    if run.cpu_initialization and run.expert > 1:
+        raise LaunchError(
+            f"--use-cpu-initialization on GPUs with expert parallelism {run.expert}: all ranks draw the same numbers on their "
+            "CPUs, and every expert-parallel rank would start with the same experts; leave the flag out"
+        )
+
+
+def _in_fp32(run: Run) -> str:
+    """What of the layers of a run stays in fp32, as a list in words; empty when nothing does."""
+    kept = [name for letter, name in _IN_FP32.items() if letter in run.families]
+    return " and ".join(filter(None, (", ".join(kept[:-1]), *kept[-1:])))
+
+
+def tf32(run: Run, lookup: Lookup) -> tuple[Value, ...]:
+    """List what sets fp32 products to TF32: of these, M²RNN's recurrence takes its own back to fp32 while it runs."""
+    if run.device != "cuda":
+        return ()
+    exact = "M²RNN's recurrence computes in fp32 all the same; " if "R" in run.families else ""
+    note = f"{exact}TF32 keeps 10 bits of a mantissa: exact for operands that were bf16, not for fp32 ones"
+    rows = [
+        lookup.find(name, note="fp32 products in TF32", refused="" if lookup.asked(name) == "0" else note)
+        for name in (TF32_DRIVER, TF32_TORCH)
+        if lookup.asked(name) is not None
+    ]
+    if run.tf32_products and lookup.asked(TF32_TORCH) in (None, "0"):
+        backend = "torch.backends.cuda.matmul.fp32_precision"
+        rows.append(Value(name=backend, value="tf32", source=USER, warning=note, variable=False))
+    return tuple(rows)
+
+
+def flags(run: Run, arguments: str) -> tuple[Value, ...]:
+    """Say of the flags that change speed and not results whether they are on, and why; overlaps have their own contract."""
+    machine = Machine(
+        device=run.device,
+        has_engine=run.transformer_impl == "transformer_engine" and run.device == "cuda",
+        has_moe=run.has_moe,
+        processes=run.world_size,
+        replicas=run.replicas * run.context,
+    )
+    on = {
+        FUSED_GRADIENTS: run.gradient_accumulation_fusion,
+        DISTRIBUTED_OPTIMIZER: run.distributed_optimizer,
+        MOE_PERMUTE: run.moe_permute_fusion,
+        MANUAL_GC: run.manual_gc,
+    }
+    rows = []
+    for flag in FLAGS:
+        if flag.name in on:
+            obstacle = flag.obstacle(machine)
+            note = obstacle if obstacle and not on[flag.name] else flag.reason
+            source = arguments if {*flag.words, *flag.off} & run.flags else DEFAULT
+            rows.append(
+                Value(name=flag.name, value="on" if on[flag.name] else "off", source=source, note=note, variable=False)
+            )
+    usual = log_interval(machine)
+    note = "before each line all ranks wait for each other" if machine.processes > 1 else "a line costs nobody else"
+    source = arguments if "--log-interval" in run.flags else DEFAULT
+    if run.log_interval < usual:
+        note += f"; {usual} is usual on several GPUs"
+    rows.append(Value(name="log interval", value=str(run.log_interval), source=source, note=note, variable=False))
+    return tuple(rows)
+
+
 def recompute(run: Run, families: Recompute, *, given: bool, arguments: str) -> Value:
     """Name what the backward pass computes again; ``arguments``: the source of what the arguments say."""
     stock = run.recompute_granularity
@@ -249,8 +337,7 @@ def precision(run: Run, arguments: str) -> Value:
         )
     if run.precision_file is not None:
         text += f", and what {run.precision_file} says of single modules"
-    kept = [name for letter, name in _IN_FP32.items() if letter in run.families]
-    listed = " and ".join(filter(None, (", ".join(kept[:-1]), *kept[-1:])))
-    note = f"{listed} in fp32" if kept and run.precision != "fp32" else ""
+    kept = _in_fp32(run)
+    note = f"{kept} in fp32" if kept and run.precision != "fp32" else ""
     source = arguments if {"--bf16", "--fp16", "--fp8-format", PRECISION_FILE} & run.flags else DEFAULT
     return Value(name="precision", value=text, source=source, note=note, variable=False)

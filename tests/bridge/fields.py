@@ -9,12 +9,12 @@ import dataclasses
 import json
 import sys
 from typing import Any
-from unittest import mock
 
 from megacpp_mcore import launcher, lowering
 from megacpp_mcore.nemo_recipes import bridge
 from megacpp_mcore.recipe_command import tokenizer_words
 from megacpp_mcore.recipes import Recipe, recipe
+from tests.unit.stock import gpu_host
 
 
 def stock(chosen: Recipe) -> dict[str, Any]:
@@ -24,8 +24,7 @@ def stock(chosen: Recipe) -> dict[str, Any]:
 
     training = dataclasses.replace(chosen.training, data=("--mock-data",), tokenizer=tokenizer_words(chosen.model))
     sys.argv = ["pretrain_gpt.py", *lowering.lower(chosen.model, chosen.layout, training)]
-    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):  # of a Hopper, which grouped GEMMs need
-        args = validate_args(parse_args())
+    args = validate_args(parse_args())
     return {
         "model": core_transformer_config_from_args(args),
         "optimizer": get_megatron_optimizer_config(args)[0],
@@ -50,7 +49,7 @@ def _plain(value: Any) -> str:
 
 def main() -> None:
     chosen = recipe(sys.argv[1])
-    with launcher.process_environment(), launcher.cpu_lane():
+    with launcher.process_environment(), launcher.cpu_lane(), gpu_host():
         bridge.prepare()
         from megacpp_mcore.nemo_recipes import nam56r
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import yaml
 
-from megacpp_mcore import lowering, recipe_command
+from megacpp_mcore import launch_flags, lowering, recipe_command
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from megacpp_mcore.observe.steps import read_steps
@@ -38,6 +38,7 @@ OVERRIDES: Mapping[str, Any] = {
     # index cache meets several micro-batches in flight; the third and fourth have Full layers of their own.
     "pattern": "AEMEAAERAMEA",
     "dsa": {"schedule": "-FSFF", "topk": 16, "loss_coeff": 0.1},
+    "mamba3": {"groups": 4},  # one a rank of TP 4
     "mtp": {"depth": 2},
     "seq_length": 64,
 }
@@ -50,8 +51,12 @@ LAYOUTS: Mapping[str, Layout] = {
     "PP 2 × VPP 2": Layout(pipeline=2, virtual=2),
     "EP 2": Layout(expert=2),
     "TP 2 with SP": Layout(tensor=2, sequence_parallel=True),
+    "TP 4 with SP": Layout(tensor=4, sequence_parallel=True),
 }
 """Every layout that has to train as one process does. With two processes EP 2 is data-parallel 2, too."""
+
+WITHOUT_SP: Mapping[str, Layout] = {"TP 2": Layout(tensor=2), "TP 4": Layout(tensor=4)}
+"""For a model of M and R alone: latent attention and experts need sequence parallelism beside tensor parallelism."""
 
 LEARNING_RATE = 1e-3
 """Large: after six steps, norms, decays and biases are far from the constants that they started as."""
@@ -75,6 +80,11 @@ class Run:
     output: str
     checkpoints: Path
     scalars: Mapping[str, Mapping[int, float]]
+
+    @property
+    def observed(self) -> Path:
+        """The folder that the run was recorded in."""
+        return self.checkpoints.parent / "observe"
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Every tensor of the checkpoint of ``step``, whole, by its name there: parameters, buffers, Adam's state."""
@@ -119,13 +129,22 @@ class Laboratory:
     def compared(self, name: str) -> Run:
         """:data:`COMPARED` steps in layout ``name`` from the last checkpoint of :meth:`main`, from the first sample on."""
         load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
-        return self._once(name, LAYOUTS[name], COMPARED, [*_WARM_UP, *load], save_every=1)
+        return self._once(name, {**LAYOUTS, **WITHOUT_SP}[name], COMPARED, [*_WARM_UP, *load], save_every=1)
 
     def recomputed(self, name: str) -> Run:
         """:meth:`compared` with every layer run again in the backward pass."""
         load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
         words = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
         return self._once(f"{name}, recomputed", LAYOUTS[name], COMPARED, [*_WARM_UP, *load, *words], save_every=1)
+
+    def overlapped(self, name: str, replicas: int) -> Run:
+        """:meth:`compared` with what several replicas are lowered with on GPUs; every parameter is a bucket of its own."""
+        load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
+        asked = (launch_flags.DISTRIBUTED_OPTIMIZER, launch_flags.GRAD_REDUCE, launch_flags.PARAM_GATHER)
+        words = [word for flag in launch_flags.FLAGS if flag.name in asked for word in flag.words]
+        # Saved without the optimizer: megatron-core 0.19 cannot save a bucket so small that a rank has no part of it.
+        words += ["--ddp-bucket-size", "1", "--no-save-optim", *_WARM_UP, *load]
+        return self._once(f"{name}, overlapped", LAYOUTS[name], COMPARED, words, replicas=replicas)
 
     def untrained(self, name: str) -> Run:
         """The model that layout ``name`` starts with when it loads nothing, saved after one step of size zero."""
@@ -148,6 +167,7 @@ class Laboratory:
         learning_rate: float = LEARNING_RATE,
         save_every: int | None = None,
         save_only: bool = False,
+        replicas: int = 1,
     ) -> Run:
         if name not in self._runs:
             folder = self.folder / name
@@ -159,9 +179,7 @@ class Laboratory:
                 saved = folder / "checkpoints"
                 save = ["--save", str(saved), "--save-interval", str(save_every or steps)]
             words = [*self._words(layout, steps, learning_rate), *save, *extra]
-            self._runs[name] = self._run(
-                name, folder, saved, words, max(layout.tensor, layout.expert) * layout.pipeline
-            )
+            self._runs[name] = self._run(name, folder, saved, words, layout.processes * replicas)
         return self._runs[name]
 
     def _words(self, layout: Layout, steps: int, learning_rate: float) -> tuple[str, ...]:
@@ -183,7 +201,7 @@ class Laboratory:
     def _run(self, name: str, folder: Path, saved: Path, words: Sequence[str], processes: int) -> Run:
         recorded = folder / "steps.jsonl"
         command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cpu", "--nproc", str(processes)]
-        command += ["--no-observe"]  # Megatron's own lines are read from the output
+        command += ["--observe", str(folder / "observe")]
         command += ["--record-steps", str(recorded), "--"]
         command += [str(ROOT / "tests" / "distributed" / "double.py")] * self.double + list(words)
         status, output = execute(command, self.config)
@@ -192,8 +210,9 @@ class Laboratory:
 
 
 def write_config(path: Path, overrides: Mapping[str, Any]) -> Path:
-    """Write the file for ``MEGACPP_CONFIG``: nam56r_tiny with ``overrides``."""
-    path.write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": dict(overrides)}), encoding="utf-8")
+    """Write the file for ``MEGACPP_CONFIG``: nam56r_tiny with ``overrides``; Megatron's own lines are read from the output."""
+    options = {"model": "nam56r_tiny", "overrides": dict(overrides), "observability": {"console": "stock"}}
+    path.write_text(yaml.safe_dump(options), encoding="utf-8")
     return path
 
 

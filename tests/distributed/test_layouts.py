@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megacpp_mcore.model import preset
+from megacpp_mcore.observe import start
 from tests.distributed.comparing import (
     MOMENTUM,
     SCALARS,
@@ -30,6 +31,7 @@ from tests.distributed.runs import (
     MODEL,
     ONE,
     RESUMED,
+    WITHOUT_SP,
     Laboratory,
     Run,
     execute,
@@ -44,7 +46,7 @@ TOLERANCE = 1e-5
 
 OTHERS = [
     # PP 2 × VPP 2 is pipelined, too.
-    pytest.param(name, marks=pytest.mark.exhaustive) if name in ("PP 2", "TP 2 with SP") else name
+    pytest.param(name, marks=pytest.mark.exhaustive) if name == "PP 2" or name.startswith("TP") else name
     for name in LAYOUTS
     if name != ONE
 ]
@@ -71,11 +73,42 @@ def test_every_gradient_of_the_first_step(laboratory: Laboratory, name: str) -> 
     assert differing_tensors(expected, found, TOLERANCE) == []
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_the_ranks_recorded_of_the_first_step_adds_up(laboratory: Laboratory, name: str) -> None:
+    """Branches, residual and gradients of every part, as ``report show`` has them."""
+    expected, found = (start.read(laboratory.compared(layout).observed) for layout in (ONE, name))
+    assert {part["family"] for part in expected.values()} > {*"AMER", "MTP"}
+    assert {label: part["family"] for label, part in found.items()} == {
+        label: part["family"] for label, part in expected.items()
+    }
+    off = [
+        f"{label}, {kind}: {found[label][kind]!r} instead of {part[kind]!r}"
+        for label, part in expected.items()
+        for kind in ("branch", "residual", "gradient")
+        if part[kind] is not None and not abs(found[label][kind] - part[kind]) <= TOLERANCE * part[kind]
+    ]
+    assert off == []
+
+
 def gradients_of_the_first_step(run: Run) -> dict[str, torch.Tensor]:
     """A constant times each, for Adam's mean started from zero. Later ones are compared in fp64."""
     found = {name: value for name, value in tensors_of(run, 1).items() if name.startswith(MOMENTUM)}
     assert sum(value.numel() for value in found.values()) == sum(MODEL.parameters().values())
     return found
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [
+        ("EP 2", 1),  # of which each process is a replica of all but the experts
+        pytest.param("TP 2 with SP", 2, marks=pytest.mark.exhaustive),
+        pytest.param("PP 2 × VPP 2", 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_distributed_optimizer_and_overlaps_change_nothing(laboratory: Laboratory, name: str, replicas: int) -> None:
+    """With a bucket a parameter, one that is read before its gather has ended is that of the step before."""
+    expected, found = laboratory.compared(ONE).scalars, laboratory.overlapped(name, replicas).scalars
+    assert differing_scalars(expected, found, TOLERANCE) == []
 
 
 @pytest.mark.exhaustive
@@ -143,6 +176,7 @@ def test_a_stage_that_would_begin_with_a_shared_layer_is_refused(laboratory: Lab
         ("PP 2 × VPP 2", True),
         ("EP 2", False),
         pytest.param("TP 2 with SP", False, marks=pytest.mark.exhaustive),
+        pytest.param("TP 4 with SP", False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_checkpoint_of_any_layout_loads_in_one_process(laboratory: Laboratory, name: str, optimizer: bool) -> None:
@@ -152,6 +186,30 @@ def test_a_checkpoint_of_any_layout_loads_in_one_process(laboratory: Laboratory,
         expected = {key: value for key, value in expected.items() if not key.startswith("optimizer.")}
     assert any(key.startswith("optimizer.") for key in expected) == optimizer
     assert_same_bytes(expected, laboratory.moved(source, ONE, optimizer=optimizer).tensors(COMPARED))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("source", "name"), [("TP 2 with SP", "TP 4 with SP"), ("TP 4 with SP", "TP 2 with SP")])
+def test_a_checkpoint_moves_between_tensor_parallel_layouts(laboratory: Laboratory, source: str, name: str) -> None:
+    run = laboratory.compared(source)
+    expected = {key: value for key, value in run.tensors(COMPARED).items() if not key.startswith("optimizer.")}
+    moved = laboratory.moved(run, name, optimizer=False)
+    assert_same_bytes(expected, moved.tensors(COMPARED))
+
+
+@pytest.mark.exhaustive
+def test_tensor_parallelism_without_sequence_parallelism(tmp_path: Path) -> None:
+    overrides = {"pattern": "MR", "depth": 4, "mtp": {"depth": 0}, "seq_length": 64, "mamba3": {"groups": 4}}
+    alone = Laboratory(tmp_path, overrides=overrides)
+    expected = alone.compared(ONE)
+    for name in WITHOUT_SP:
+        found = alone.compared(name)
+        assert differing_scalars(expected.scalars, found.scalars, TOLERANCE, ("lm loss", "grad norm")) == []
+        gradients = [
+            {key: value for key, value in tensors_of(run, 1).items() if key.startswith(MOMENTUM)}
+            for run in (expected, found)
+        ]
+        assert differing_tensors(*gradients, TOLERANCE) == []
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one(laboratory: Laboratory) -> None:

@@ -103,28 +103,30 @@ def test_attention_is_fused_and_deterministic_mode_is_a_marked_fall_back(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("documents", ["", "masked", "numbered"])
 @pytest.mark.parametrize("length", [1, 129, 512])
 @pytest.mark.parametrize(("qk_dim", "v_dim"), [(24, 16), (128, 64), (192, 128), (40, 8)])
 def test_whatever_sdpa_says_that_it_covers_it_runs(
-    dtype: torch.dtype, has_mask: bool, length: int, qk_dim: int, v_dim: int
+    dtype: torch.dtype, documents: str, length: int, qk_dim: int, v_dim: int
 ) -> None:
     """Forward and backward, as near to the reference in float32 as the reference in this dtype, roughly."""
     chosen = Dispatcher().request(
-        "mla", device="cuda", dtype=dtype, qk_dim=qk_dim, v_dim=v_dim, mask=has_mask, deterministic=False
+        "mla", device="cuda", dtype=dtype, qk_dim=qk_dim, v_dim=v_dim, mask=bool(documents), deterministic=False
     )
     assert chosen.observed == "sdpa"
     torch.manual_seed(7)
     shapes = ((length, 2, 4, qk_dim), (length, 2, 4, qk_dim), (length, 2, 4, v_dim))
     ours = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
     truth = [tensor.detach().double().requires_grad_() for tensor in ours]
-    mask = None
-    if has_mask:  # two documents
-        of = torch.arange(length, device="cuda") // max(1, length // 2)
-        mask = (of[:, None] != of[None, :])[None, None]
+    of = torch.arange(length, device="cuda") // max(1, length // 2)  # two documents
+    told = {
+        "": {},
+        "masked": {"attention_mask": (of[:, None] != of[None, :])[None, None]},
+        "numbered": {"seq_idx": of.int().expand(2, length).contiguous()},
+    }[documents]
     grad = torch.randn(length, 2, 4, v_dim, device="cuda", dtype=dtype)
     for inputs, fn, seed in ((ours, chosen.fn, grad), (truth, mla_attention, grad.double())):
-        fn(*inputs, softmax_scale=qk_dim**-0.5, attention_mask=mask).backward(seed)
+        fn(*inputs, softmax_scale=qk_dim**-0.5, **told).backward(seed)
     for one, exact in zip(ours, truth, strict=True):
         assert one.grad is not None
         assert exact.grad is not None

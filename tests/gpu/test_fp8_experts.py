@@ -144,7 +144,8 @@ def build(model: Model, precision: str, folder: Path, monkeypatch: pytest.Monkey
     file.write_text(yaml.safe_dump({"model": base.name, "overrides": overrides.differences(model, base)}))
     monkeypatch.setenv(plugin_config.VARIABLE, str(file))
     destroy_moe_metrics_tracker()
-    config = stock.model_config(words_of(model, precision))
+    alone = "--no-gradient-accumulation-fusion"  # no DistributedDataParallel, and so no buffer to add to
+    config = stock.model_config(words_of(model, precision, alone))
     built = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     return Float16Module(config.transformer, built.cuda()).train()
 

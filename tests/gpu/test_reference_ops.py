@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp
-from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_scores
+from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_grad, indexer_scores, select
 from megacpp_mcore.ops.m2rnn.reference import m2rnn_chunked
 from megacpp_mcore.ops.mamba3.reference import mamba3
 from megacpp_mcore.ops.mla.reference import mla_attention
-from megacpp_mcore.ops.sparse_mla.reference import sparse_mla_attention
+from megacpp_mcore.ops.sparse_mla.reference import attend
 from tests.parity.compare import assert_parity, worst_row
 
 SEQUENCE = 301
@@ -48,12 +48,12 @@ def test_mla_attention() -> None:
     _compare(lambda q, k, v: mla_attention(q, k, v, softmax_scale=32**-0.5), inputs)
 
 
-def test_sparse_mla_attention() -> None:
+def test_sparse_attention() -> None:
     q, kv, weights = _inputs((SEQUENCE, 2, 4, 24), (SEQUENCE, 2, 24), (SEQUENCE, 2, 4))
     index = causal_topk(indexer_scores(q, kv, weights), 32)
 
     def op(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        return sparse_mla_attention(q, kv, index.to(q.device), softmax_scale=24**-0.5, value_dim=16)[0]
+        return attend(q, kv, index.to(q.device), softmax_scale=24**-0.5, value_dim=16)
 
     _compare(op, [q, kv])
 
@@ -63,13 +63,29 @@ def test_indexer_scores_and_selection() -> None:
     _compare(indexer_scores, [q, k, weights])
     score = indexer_scores(q, k, weights)
     assert torch.equal(causal_topk(score, 32), causal_topk(score.cuda(), 32).cpu())
+    inputs = [tensor.detach().cuda() for tensor in (q, k, weights)]  # float64, in which no two scores are near
+    assert torch.equal(select(*inputs, 32), causal_topk(indexer_scores(*inputs), 32))
+
+
+def test_indexer_gradient() -> None:
+    inputs = _inputs((SEQUENCE, 2, 4, 24), (SEQUENCE, 2, 24), (SEQUENCE, 2, 4))
+    index = select(*inputs, 32)
+    target = _inputs(tuple(index.shape))[0].exp()
+    results = []
+    for device, dtype in (("cpu", torch.float64), ("cpu", torch.float32), ("cuda", torch.float32)):
+        loss, *gradients = indexer_grad(
+            *(t.to(device, dtype) for t in (*inputs,)), index.to(device), target.to(device, dtype), 1.0
+        )
+        results.append([loss[None], *gradients])
+    for number, (truth, peer, fast) in enumerate(zip(*results, strict=True)):
+        assert_parity(fast, truth, rms=max(1e-6, 4 * worst_row(peer, truth)), name=f"tensor {number}")
 
 
 def test_ties_go_to_the_lower_index_on_the_gpu() -> None:
     score = torch.zeros(1, 64, 64, device="cuda")
     score[..., ::2] = -0.0
     index = causal_topk(score, 8)
-    expected = torch.arange(8, device="cuda").expand(64, 8)
+    expected = torch.arange(8, device="cuda", dtype=torch.int32).expand(64, 8)
     assert torch.equal(index[0, 8:], expected[8:])
 
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend
 
 from megacpp_mcore.errors import DataError, ModelError
-from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss, indexer_scores
+from megacpp_mcore.ops.indexer.reference import indexer_loss, indexer_scores, select
+from megacpp_mcore.ops.indexer.training import TargetSum
 from megacpp_mcore.ops.m2rnn.reference import causal_convolution, m2rnn, m2rnn_chunked, m2rnn_sequential
 from megacpp_mcore.ops.mamba3.reference import mamba3, mamba3_angles
 from megacpp_mcore.ops.mla.reference import mla_attention
@@ -35,7 +36,7 @@ from megacpp_mcore.ops.packed.documents import (
     seq_idx_from_mask,
     shared,
 )
-from megacpp_mcore.ops.sparse_mla.reference import sparse_mla_attention
+from megacpp_mcore.ops.sparse_mla.reference import attend
 
 H, P, G, N, R, K, V = 2, 3, 1, 4, 2, 3, 4
 Tensors = dict[str, torch.Tensor]
@@ -282,13 +283,15 @@ def test_sparse_mla_with_the_top_k_and_the_loss_of_its_indexer(
 
     def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
         query, kv, q, k, w = (t.transpose(0, 1) for t in tokens.values())
-        score_BST = indexer_scores(q, k, w, query_chunk=query_chunk)
-        index_BSN = causal_topk(score_BST, topk, mask_of(seq_idx))
-        o_SBHV, p_BSN = sparse_mla_attention(
-            query, kv, index_BSN, softmax_scale=0.3, value_dim=K, query_chunk=query_chunk, validate=True
+        index_BSN, sink = select(q, k, w, topk, seq_idx, query_chunk=query_chunk), TargetSum()
+        o_SBHV = attend(
+            query, kv, index_BSN, softmax_scale=0.3, value_dim=K, sink=sink, query_chunk=query_chunk, validate=True
         )
+        torch.autograd.grad(o_SBHV, query, torch.ones_like(o_SBHV), retain_graph=True)
+        score_BST = indexer_scores(q, k, w, query_chunk=query_chunk)
         parts = (
-            t.unflatten(0, (-1, 1)) for t in (score_BST.flatten(0, 1), index_BSN.flatten(0, 1), p_BSN.flatten(0, 1))
+            t.unflatten(0, (-1, 1))
+            for t in (score_BST.flatten(0, 1), index_BSN.flatten(0, 1), sink.take().flatten(0, 1))
         )
         each_row = [indexer_loss(*(t[None] for t in row)) for row in zip(*parts, strict=True)]
         losses = torch.stack(each_row).unflatten(0, index_BSN.shape[:2]).unsqueeze(-1)

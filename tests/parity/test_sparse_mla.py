@@ -12,9 +12,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss, indexer_scores
+from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_grad, select
+from megacpp_mcore.ops.indexer.training import TargetSum, training_token
 from megacpp_mcore.ops.mla.reference import mla_attention
-from megacpp_mcore.ops.sparse_mla.reference import dense_attention_target, sparse_mla_attention
+from megacpp_mcore.ops.sparse_mla import reference
+from megacpp_mcore.ops.sparse_mla.reference import dense_attention_target
 from tests.parity.compare import assert_parity
 from tests.parity.saved_tensors import saved_bytes
 
@@ -38,7 +40,15 @@ def draw_index(B, S, N, seed=7):
 
 
 def attend(q, kv, index, **options):
-    return sparse_mla_attention(q, kv, index, softmax_scale=SCALE, value_dim=4, validate=True, **options)
+    return reference.attend(q, kv, index, softmax_scale=SCALE, value_dim=4, validate=True, **options)
+
+
+def probabilities(q, kv, index, **options):
+    """Σ over heads of the attention probabilities, as the backward pass leaves them in a sink."""
+    sink = TargetSum()
+    output = attend(q, kv, index, sink=sink, **options)
+    torch.autograd.grad(output, [t for t in (q, kv) if t.requires_grad], torch.ones_like(output), retain_graph=True)
+    return sink.take()
 
 
 def loop_truth(q, kv, index, value_dim=4):
@@ -81,8 +91,9 @@ def assert_same_attention(actual, expected, inputs, rms=1e-11):
 def test_matches_loop(S, N, query_chunk):
     inputs = draw(S, S)
     index = draw_index(2, S, N)
-    actual, p = attend(*inputs, index, query_chunk=query_chunk)
+    actual, p = attend(*inputs, index, query_chunk=query_chunk), probabilities(*inputs, index, query_chunk=query_chunk)
     expected, want_p = loop_truth(*inputs, index)
+    assert actual.is_contiguous()
     assert_parity(p, want_p, rms=1e-12, name="p")
     assert_same_attention(actual, expected, inputs)
 
@@ -92,7 +103,7 @@ def test_padding_in_any_column_and_blind_rows():
     index = draw_index(2, 9, 4)
     index = index[..., torch.tensor([2, 0, 3, 1])]  # -1 no longer comes last
     index[1, 6] = -1
-    actual, p = attend(q, kv, index, query_chunk=4)
+    actual, p = attend(q, kv, index, query_chunk=4), probabilities(q, kv, index, query_chunk=4)
     expected, want_p = loop_truth(q, kv, index)
     assert_same_attention(actual, expected, inputs)
     assert_parity(p, want_p, rms=1e-12, name="p")
@@ -105,27 +116,27 @@ def test_padding_in_any_column_and_blind_rows():
 
 def test_a_key_that_nobody_selects_matters_to_nobody():
     q, kv = draw(9, 9)
-    index = torch.arange(9)[None, :, None].expand(2, 9, 1).clone()
+    index = torch.arange(9, dtype=torch.int32)[None, :, None].expand(2, 9, 1).clone()
     index[:, 5] = 4
-    output, _ = attend(q, kv, index)
+    output = attend(q, kv, index)
     _, dkv = gradients(output, [q, kv])
     assert torch.equal(dkv[5], torch.zeros_like(dkv[5]))
     with torch.no_grad():
         kv[5] = 1e9
-        assert torch.equal(output, attend(q, kv, index)[0])
+        assert torch.equal(output, attend(q, kv, index))
         kv[4] += 1.0
-        assert not torch.equal(output, attend(q, kv, index)[0])
+        assert not torch.equal(output, attend(q, kv, index))
 
 
 def test_every_key_selected_equals_dense_absorbed_attention():
     q, kv = inputs = draw(11, 11)
-    actual, p = attend(q, kv, draw_index(2, 11, 11), query_chunk=4)
+    index = draw_index(2, 11, 11)
+    actual, p = attend(q, kv, index, query_chunk=4), probabilities(q, kv, index)
     shared_TBHK = kv[:, :, None].expand(-1, -1, 3, -1)
     dense = mla_attention(q, shared_TBHK, shared_TBHK[..., :4], softmax_scale=SCALE)
     assert_same_attention(actual, dense, inputs)
-    index = draw_index(2, 11, 11)
     target = dense_attention_target(q, kv, softmax_scale=SCALE, query_chunk=3)
-    assert_parity(p, target.gather(-1, index.clamp_min(0)).masked_fill(index < 0, 0.0), rms=1e-12, name="p")
+    assert_parity(p, target.gather(-1, index.clamp_min(0).long()).masked_fill(index < 0, 0.0), rms=1e-12, name="p")
 
 
 def test_absorption_equals_attention_with_explicit_up_projections():
@@ -143,7 +154,7 @@ def test_absorption_equals_attention_with_explicit_up_projections():
     absorbed_q = torch.cat([torch.einsum("sbhp,hpc->sbhc", q_nope, up_k), q_rope], dim=-1)
     kv = torch.cat([latent, k_rope], dim=-1)
     index = draw_index(B, S, S)
-    latent_o, _ = sparse_mla_attention(absorbed_q, kv, index, softmax_scale=SCALE, value_dim=C, query_chunk=5)
+    latent_o = reference.attend(absorbed_q, kv, index, softmax_scale=SCALE, value_dim=C, query_chunk=5)
     absorbed = torch.einsum("sbhc,hvc->sbhv", latent_o, up_v)
 
     assert_parity(absorbed, explicit, rms=1e-12, name="o")
@@ -160,15 +171,18 @@ def test_odd_length_in_low_precision(dtype, rms):
     low = draw(2345, 2345, B=1, H=2, K=16, dtype=dtype)
     high = [t.detach().double().requires_grad_() for t in low]
     index = draw_index(1, 2345, 17)
-    (actual, p), (expected, want_p) = (
-        sparse_mla_attention(*inputs, index, softmax_scale=SCALE, value_dim=12) for inputs in (low, high)
+    sinks = (TargetSum(), TargetSum())
+    actual, expected = (
+        reference.attend(*inputs, index, softmax_scale=SCALE, value_dim=12, sink=sink)
+        for inputs, sink in zip((low, high), sinks, strict=True)
     )
     assert actual.dtype == dtype
-    assert p.dtype == torch.float32
     assert_parity(actual, expected, rms=rms, name="o")
-    assert_parity(p, want_p, rms=1e-6, name="p")
     dq, dkv = gradients(actual, low, dtype)
     want_dq, want_dkv = gradients(expected, high, dtype)
+    p, want_p = (sink.take() for sink in sinks)
+    assert p.dtype == torch.float32
+    assert_parity(p, want_p, rms=1e-6, name="p")
     assert dq.dtype == dkv.dtype == dtype
     assert_parity(dq[1:], want_dq[1:], rms=rms, name="dq")
     assert_parity(dkv, want_dkv, rms=rms, name="dkv")
@@ -180,7 +194,7 @@ def test_gradcheck():
     index[1, 3] = -1
 
     def output(q, kv):
-        return sparse_mla_attention(q, kv, index, softmax_scale=SCALE, value_dim=3, query_chunk=2)[0]
+        return reference.attend(q, kv, index, softmax_scale=SCALE, value_dim=3, query_chunk=2)
 
     assert torch.autograd.gradcheck(output, inputs)
 
@@ -188,18 +202,47 @@ def test_gradcheck():
 def test_same_gradients_under_full_recompute():
     inputs = draw(9, 9)
     index = draw_index(2, 9, 4)
-    plain = gradients(attend(*inputs, index, query_chunk=4)[0], inputs)
-    output = checkpoint(lambda q, kv: attend(q, kv, index, query_chunk=4)[0], *inputs, use_reentrant=True)
+    plain = gradients(attend(*inputs, index, query_chunk=4), inputs)
+    output = checkpoint(lambda q, kv: attend(q, kv, index, query_chunk=4), *inputs, use_reentrant=True)
     output.backward(torch.randn(output.shape, dtype=torch.float64, generator=generator(1)))
     for tensor, want in zip(inputs, plain, strict=True):
         assert torch.equal(tensor.grad, want)
 
 
-def test_probabilities_are_detached_and_sum_to_the_heads():
+def test_probabilities_sum_to_the_heads_of_all_layers():
     q, kv = draw(9, 9)
-    _, p = attend(q, kv, draw_index(2, 9, 4))
+    index, sink = draw_index(2, 9, 4), TargetSum(layers=2)
+    outputs = [attend(q, kv, index, sink=sink), attend(q * 2, kv, index, sink=sink)]
+    sum(outputs).sum().backward()
+    p = sink.take()
     assert not p.requires_grad
-    torch.testing.assert_close(p.sum(-1), torch.full((2, 9), 3.0, dtype=torch.float64))
+    torch.testing.assert_close(p.sum(-1), torch.full((2, 9), 6.0, dtype=torch.float64))
+
+
+def test_the_forward_pass_computes_no_target():
+    q, kv = draw(9, 9)
+    sink = TargetSum()
+    output = attend(q, kv, draw_index(2, 9, 4), sink=sink)
+    with pytest.raises(ModelError, match="0 layers have left their attention"):
+        sink.take()
+    output.sum().backward()
+    assert sink.take().shape == (2, 9, 4)
+    with pytest.raises(ModelError, match="0 layers"):  # the sum was the caller's
+        sink.take()
+
+
+def test_attention_reads_strided_inputs():
+    q, kv = draw(9, 9)
+    wide = torch.cat([q.detach().flatten(2), kv.detach()], dim=2).requires_grad_()
+    strided = (wide[..., :18].unflatten(2, (3, 6)), wide[..., 18:])
+    assert not any(t.is_contiguous() for t in strided)
+    index = draw_index(2, 9, 4)
+    plain, other = attend(q, kv, index), attend(*strided, index)
+    assert torch.equal(plain, other)
+    assert other.is_contiguous()
+    dq, dkv = gradients(plain, [q, kv])
+    (wide_gradient,) = gradients(other, [wide])
+    assert torch.equal(wide_gradient, torch.cat([dq.flatten(2), dkv], dim=2))
 
 
 @pytest.mark.parametrize("query_chunk", [None, 1, 4])
@@ -213,7 +256,7 @@ def test_dense_target_matches_loop(query_chunk):
             visible = visible & ~mask[:, 0]
         target = dense_attention_target(q, kv, softmax_scale=SCALE, attention_mask=mask, query_chunk=query_chunk)
         assert not target.requires_grad
-        every_key = torch.arange(9).expand(2, 9, 9).masked_fill(~visible, -1)
+        every_key = torch.arange(9, dtype=torch.int32).expand(2, 9, 9).masked_fill(~visible, -1)
         assert_parity(target, loop_truth(q, kv, every_key)[1], rms=1e-12, name="target")
         assert torch.equal(target[~visible], torch.zeros_like(target[~visible]))
 
@@ -222,29 +265,35 @@ def test_neither_scores_nor_gathered_keys_are_kept():
     S, B, H, K, N = 32, 2, 12, 6, 24
     q, kv = inputs = draw(S, S, B=B, H=H, K=K)
     index = draw_index(B, S, N)
-    kept = saved_bytes(lambda: sparse_mla_attention(*inputs, index, softmax_scale=SCALE, value_dim=4, query_chunk=8))
+    kept = saved_bytes(lambda: reference.attend(*inputs, index, softmax_scale=SCALE, value_dim=4, query_chunk=8))
     assert kept == q.nbytes + kv.nbytes + index.nbytes, "the inputs are needed, and nothing else is to be kept"
-    gathered = kv.detach()[index.clamp_min(0), torch.arange(B)[:, None, None]].requires_grad_()
+    gathered = kv.detach()[index.clamp_min(0).long(), torch.arange(B)[:, None, None]].requires_grad_()
     naive = saved_bytes(lambda: torch.einsum("sbhk,bsnk->bshn", q, gathered).softmax(-1))
     assert naive >= B * S * N * H * q.itemsize > kept
 
 
 def test_indexer_learns_from_sparse_attention():
-    """The whole of a DSA step: select, attend, and train the indexer against what was attended to."""
+    """The whole of a DSA step: select, attend, and train the indexer in the backward pass against what was attended to."""
     g = generator(4)
     q, kv = draw(17, 17)
     shapes = ((17, 2, 2, 4), (17, 2, 4), (17, 2, 2))
     indexer = [torch.randn(s, dtype=torch.float64, generator=g).requires_grad_() for s in shapes]
     losses = []
+
+    def learn(q, k, w, index, scale):
+        loss, *found = indexer_grad(q, k, w, index, sink.take(), scale)
+        losses.append(float(loss))
+        return found
+
     for _ in range(30):
-        score = indexer_scores(*indexer)
-        index = causal_topk(score, 17)
-        _, p = attend(q, kv, index)
-        loss = indexer_loss(score, index, p)
-        for tensor, gradient in zip(indexer, torch.autograd.grad(loss, indexer), strict=True):
+        index, sink = select(*indexer, 17), TargetSum()
+        token = training_token(*indexer, index, learn)
+        output = attend(q + 0 * token, kv, index, sink=sink)
+        # What the token is added to has no gradient of the token's own: its factor on the loss is given here.
+        token.register_hook(torch.ones_like)
+        for tensor, gradient in zip(indexer, torch.autograd.grad(output.sum(), indexer), strict=True):
             assert gradient.abs().sum() > 0
             tensor.data -= 2.0 * gradient
-        losses.append(float(loss.detach()))
     assert losses[-1] < 0.5 * losses[0]
 
 
@@ -252,14 +301,14 @@ def test_indexer_learns_from_sparse_attention():
 def test_parity_notices(damage):
     q, kv = (t.detach() for t in draw(31, 31))
     index = draw_index(2, 31, 12)
-    expected, _ = attend(q, kv, index)
+    expected = attend(q, kv, index)
     other = index.clone()
     if damage == "key dropped from one row":
         other[1, 30, 3] = -1
-        wrong, _ = attend(q, kv, other)
+        wrong = attend(q, kv, other)
     elif damage == "wrong key in one row":
         other[1, 30, 3] = next(key for key in range(31) if key not in index[1, 30].tolist())
-        wrong, _ = attend(q, kv, other)
+        wrong = attend(q, kv, other)
     elif damage == "scale":
         wrong = expected * 1.01
     else:
@@ -278,7 +327,7 @@ def bad_calls():
         "key with heads": ((q, kv[:, :, None], index), {}, "head dimension"),
         "width": ((q, kv[..., :3], index), {}, "same B and K"),
         "integers": ((q, kv.long(), index), {}, "floating-point"),
-        "int32 index": ((q, kv, index.int()), {}, "int64"),
+        "int64 index": ((q, kv, index.long()), {}, "int32"),
         "index of another length": ((q, kv, index[:, :3]), {}, "B, S = 2, 4"),
         "value_dim 0": ((q, kv, index), {"value_dim": 0}, r"1\.\.6"),
         "value_dim 7": ((q, kv, index), {"value_dim": 7}, r"1\.\.6"),
@@ -293,7 +342,7 @@ def bad_calls():
 def test_refuses(case):
     arguments, options, message = bad_calls()[case]
     with pytest.raises(ModelError, match=message):
-        sparse_mla_attention(*arguments, softmax_scale=SCALE, **({"value_dim": 4} | options))
+        reference.attend(*arguments, softmax_scale=SCALE, **({"value_dim": 4} | options))
 
 
 def test_dense_target_refuses():

@@ -56,6 +56,18 @@ def parse(words: Sequence[str], world_size: int = 1) -> Namespace:
     return arguments
 
 
+@contextlib.contextmanager
+def gpu_host() -> Iterator[None]:
+    """What Megatron's validation asks of a GPU host: a Hopper, and Transformer Engine's kernels that sort tokens; none runs."""
+    names = ("fused_permute", "fused_permute_with_probs", "fused_unpermute")
+    names += ("fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)))
+        for name in names:
+            stack.enter_context(mock.patch(f"megatron.core.transformer.moe.moe_utils.{name}", mock.DEFAULT))
+        yield
+
+
 def model_config(words: Sequence[str], world_size: int = 1) -> Any:
     """The GPTModelConfig of a stock run with these words."""
     from megatron.training.argument_utils import gpt_config_from_args
@@ -267,4 +279,4 @@ def loss_scale(scale: float) -> None:
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
     for scaler in (DSAIndexerLossAutoScaler, MoEAuxLossAutoScaler, MTPLossAutoScaler):
-        scaler.set_loss_scale(torch.full((1,), scale))
+        scaler.main_loss_backward_scale = torch.full((1,), scale)  # stock would copy it into one of another shape

@@ -35,7 +35,7 @@ from megacpp_mcore.bench.problem import (
 )
 from megacpp_mcore.bench.registry import BENCHMARKS, MODEL, TINY, Options
 from megacpp_mcore.errors import BenchmarkError
-from megacpp_mcore.ops.m2rnn.reference import m2rnn_chunked
+from megacpp_mcore.ops.m2rnn.reference import m2rnn
 from megacpp_mcore.ops.mamba3.reference import mamba3
 
 QUICK: dict[str, Any] = {"device": "cpu", "dtype": "float32", "sets": 1, "warmup": 0, "repeats": 1}
@@ -62,9 +62,9 @@ def inject(monkeypatch: pytest.MonkeyPatch, op: str, fn: Callable[..., Any]) -> 
 
 
 def wrong(*inputs: Any, factor: float = 1.01, **options: Any) -> Any:
-    y, state = m2rnn_chunked(*inputs, **options)
+    y, state = m2rnn(*inputs, **options)
     y = y.clone()
-    y[0, -1, 0] *= factor  # one row of many
+    y[0, -1] *= factor  # one row of many
     return y, state
 
 
@@ -95,12 +95,12 @@ def test_a_wrong_op_fails_the_layer_that_it_is_in(monkeypatch: pytest.MonkeyPatc
 
 def test_wrong_gradients_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def halved(*inputs: Any, **options: Any) -> Any:
-        y, state = m2rnn_chunked(*inputs, **options)
+        y, state = m2rnn(*inputs, **options)
         return y.detach() + (y - y.detach()) / 2, state
 
     inject(monkeypatch, "m2rnn", halved)
     (failure,) = run("m2rnn").failures
-    assert "dq 5.0e-01" in failure
+    assert "du 5.0e-01" in failure
     assert "y " not in failure.partition("FAILS: ")[2].removeprefix("worst row ")
 
 
@@ -119,7 +119,7 @@ def test_a_layer_on_references_is_called_that_and_claims_nothing(monkeypatch: py
         (ours,) = [row for row in run(name).rows if row["side"] == OURS and row["work"] == BOTH]
         assert (ours["parity"], ours["ms"] != "", ours["worst_row"] != "") == ("is the reference", True, True)
         assert ours["speed_up"] == ours["against"] == ""
-    inject(monkeypatch, "m2rnn", m2rnn_chunked)
+    inject(monkeypatch, "m2rnn", m2rnn)
     assert {row["parity"] for row in run("layer_r").rows if row["side"] == OURS} == {"green"}
 
 
@@ -427,9 +427,43 @@ def test_floors_of_attention_and_of_the_output_layer() -> None:
     assert head == {BOTH: (1152, 672)}
 
 
-def test_the_indexers_floor_has_all_scores_and_the_gradients_of_causal_ones() -> None:
-    found = floors_of("indexer", B=1, S=3, indexer_heads=2, indexer_dim=4)
-    assert found == {FORWARD: (180, 204), BOTH: (180 + 240, 204 + 336 + 24)}
+def test_the_indexers_floor_is_of_queries_that_have_a_choice() -> None:
+    # 15 causal pairs, of which the first 2 queries have 3; 30 inputs a row, 2 keys a query.
+    found = floors_of("indexer", B=1, S=5, indexer_heads=2, indexer_dim=4, topk=2)
+    assert found == {FORWARD: (2 * 12 * 10, 4 * 5 * 14 + 4 * 5 * 2)}
+
+
+def test_the_floor_of_the_indexers_gradient_is_of_selected_pairs() -> None:
+    found = floors_of("indexer_grad", B=1, S=5, indexer_heads=2, indexer_dim=4, topk=2)
+    assert found == {"gradient": (6 * 9 * 10, 2 * 4 * 5 * 14 + 8 * 5 * 2)}
+
+
+def test_the_judge_of_the_selection_refuses_what_is_wrong() -> None:
+    one = BENCHMARKS["indexer"]
+    (piece,) = runner.problems(one, Options(**QUICK, shape=dict(one.shapes[TINY]) | {"topk": 4}))
+    (ours,) = [variant for variant in piece.variants if variant.side == OURS]
+    inputs = piece.sets[0]
+    piece.judge.prepare(inputs)
+    assert piece.judge.verdict(ours, FORWARD, inputs).right is not False
+    (index,) = ours.runs[FORWARD](inputs)
+
+    def twice(wrong: Any) -> None:
+        wrong[0, -1, 0] = wrong[0, -1, 1]
+
+    def future(wrong: Any) -> None:
+        wrong[0, 1, 1] = 2
+
+    def too_few(wrong: Any) -> None:
+        wrong[0, -1, 0] = -1
+
+    def second_best(wrong: Any) -> None:
+        wrong[0, -1, 0] = next(key for key in range(len(wrong[0])) if key not in wrong[0, -1].tolist())
+
+    for spoil in (twice, future, too_few, second_best):
+        wrong = index.clone()
+        spoil(wrong)
+        spoiled = dataclasses.replace(ours, runs={FORWARD: lambda _, wrong=wrong: [wrong]})
+        assert piece.judge.verdict(spoiled, FORWARD, inputs).right is False, spoil.__name__
 
 
 @pytest.mark.parametrize(
@@ -587,16 +621,17 @@ def test_a_layers_weights_in_the_order_of_mamba_ssm(monkeypatch: pytest.MonkeyPa
             self.B_norm, self.C_norm = torch.nn.RMSNorm(state), torch.nn.RMSNorm(state)
 
         def forward(self, u_BSD: torch.Tensor) -> torch.Tensor:
-            z, x, b, c, dt, decay, trap, angles = self.in_proj(u_BSD).split(self.parts, dim=-1)
+            z, x, b, c, dt, decay, trap, angles = self.in_proj(u_BSD.transpose(0, 1)).split(self.parts, dim=-1)
             heads, ranks = (self.heads, -1), (self.given["mimo_rank"], self.given["ngroups"], -1)
-            y = mixed(
-                x.unflatten(-1, heads), z.unflatten(-1, heads), b.unflatten(-1, ranks), c.unflatten(-1, ranks),
-                dt, decay, trap, angles, dt_bias=self.dt_bias, b_bias=self.B_bias, c_bias=self.C_bias,
+            b, c = (part.unflatten(-1, ranks).transpose(2, 3) for part in (b, c))
+            y, _ = mixed(
+                x.unflatten(-1, heads), z.unflatten(-1, heads), b, c, dt, decay, trap, angles,
+                dt_bias=self.dt_bias, b_bias=self.B_bias, c_bias=self.C_bias,
                 b_norm_weight=self.B_norm.weight, c_norm_weight=self.C_norm.weight, D=self.D,
                 mimo_x=self.mimo_x, mimo_z=self.mimo_z, mimo_o=self.mimo_o,
                 chunk_size=self.given["chunk_size"], A_floor=self.given.get("A_floor", 1e-4), eps=1e-5,
             )  # fmt: skip
-            out: torch.Tensor = self.out_proj(y.flatten(2))
+            out: torch.Tensor = self.out_proj(y.flatten(2).transpose(0, 1))
             return out
 
     from megacpp_mcore.bench.cases import mamba3 as op

@@ -18,14 +18,13 @@ from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.observe.steps import read_steps
 from megacpp_mcore.recipe_command import tokenizer_words
-from tests.checkpoints import COMMON, as_0_1_0, objects_in, tensors_in, write
+from tests.checkpoints import as_saved_by_0_1_0, objects_in, tensors_in
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 OVERRIDES: Mapping[str, Any] = {"seq_length": 32, "dsa": {"topk": 8}, "mamba3": {"out_norm": False}}
 MODEL = with_overrides(preset("nam56r_tiny"), OVERRIDES)
-OLD_PROJECTIONS = ("in_proj", "bc_proj")
 
 
 def launch(folder: Path, name: str, steps: int, *extra: str) -> tuple[int, dict[int, dict[str, float]], str]:
@@ -56,27 +55,11 @@ def launch(folder: Path, name: str, steps: int, *extra: str) -> tuple[int, dict[
     return done.returncode, read, done.stdout + done.stderr
 
 
-def as_saved_by_0_1_0(saved: Path, old: Path) -> None:
-    """Write the checkpoint in the folder ``saved`` to ``old`` as 0.1.0 had it: rows, axes, empty extra states, no mark."""
-    source = checkpoint_convert._Source(saved)
-    tensors = as_0_1_0(
-        tensors_in(saved), groups=MODEL.mamba3.groups, rank=MODEL.mamba3.mimo_rank, values=MODEL.m2rnn.value_dim
-    )
-    objects = {name: torch.load(source.read(name), weights_only=True) for name in objects_in(saved)}
-    (common,) = objects.pop(COMMON)
-    assert common["content_metadata"].pop("megacpp_layout") == 2
-    for name in tensors:
-        stem = name.removesuffix(".weight")
-        if name.startswith("decoder.") and name.endswith(tuple(f"{part}.weight" for part in OLD_PROJECTIONS)):
-            objects[f"{stem}._extra_state/shard_0_1"] = [None]
-    write(old, tensors, objects, common)
-
-
 def test_refused_converted_and_gone_on_with(tmp_path: Path) -> None:
     status, _, output = launch(tmp_path, "first", 2, "--save", str(tmp_path / "saved"), "--save-interval", "2")
     assert status == 0, output[-4000:]
     iteration = "iter_0000002"
-    as_saved_by_0_1_0(tmp_path / "saved" / iteration, tmp_path / "old" / iteration)
+    as_saved_by_0_1_0(tmp_path / "saved" / iteration, tmp_path / "old" / iteration, MODEL)
     (tmp_path / "old" / "latest_checkpointed_iteration.txt").write_text("2")
     for name, words in (("plain", ()), ("weights", ("--finetune", "--no-load-optim"))):
         status, steps, output = launch(tmp_path, name, 4, "--load", str(tmp_path / "old"), *words)

@@ -18,11 +18,12 @@ import torch
 
 from megacpp_mcore.bench.cases import dsa_indexer_memory as benchmark
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.indexer import chunked
+from megacpp_mcore.ops.indexer import chunked, reference
 from megacpp_mcore.ops.indexer.chunked import Attention, Indexer, KeyRule
 from megacpp_mcore.ops.indexer.deferred import DeferredScores
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss, indexer_loss_dense, indexer_scores
-from megacpp_mcore.ops.sparse_mla.reference import dense_attention_target, sparse_mla_attention
+from megacpp_mcore.ops.indexer.training import TargetSum
+from megacpp_mcore.ops.sparse_mla.reference import attend, dense_attention_target
 from megacpp_mcore.patches.dsa_indexer_memory import PATCH
 from tests.parity.compare import assert_parity
 from tests.unit import stock
@@ -53,7 +54,8 @@ def patched(block: int | None = None, double: bool = False) -> Iterator[None]:
         if block is not None:
             changes.enter_context(mock.patch.object(chunked, "BLOCK_ELEMENTS", block))
         if double:
-            changes.enter_context(mock.patch.object(chunked, "compute_dtype", return_value=torch.float64))
+            for module in (chunked, reference):
+                changes.enter_context(mock.patch.object(module, "compute_dtype", return_value=torch.float64))
         for name, edit in ours.items():
             changes.enter_context(mock.patch.object(dsa(), name, edit.make(getattr(dsa(), name))))
         yield
@@ -303,8 +305,9 @@ def test_the_op_is_the_reference_and_its_autograd(sparse: bool, query_chunk: int
     score = indexer_scores(q, k, w)
     index = causal_topk(score, 5)
     if sparse:
-        _, target = sparse_mla_attention(inputs.query, key[:, :, 0], index, softmax_scale=SCALE, value_dim=4)
-        loss = indexer_loss(score, index, target)
+        query, sink = inputs.query.clone().requires_grad_(), TargetSum()
+        attend(query, key[:, :, 0], index, softmax_scale=SCALE, value_dim=4, sink=sink).sum().backward()
+        loss = indexer_loss(score, index, sink.take())
     else:
         loss = indexer_loss_dense(score, dense_attention_target(inputs.query, key[:, :, 0], softmax_scale=SCALE))
     expected = torch.autograd.grad(loss, leaves)
@@ -313,7 +316,7 @@ def test_the_op_is_the_reference_and_its_autograd(sparse: bool, query_chunk: int
     rule = KeyRule.causal(S, S, q.device)
     best, ours = chunked.select(indexer, 5, rule, query_chunk=query_chunk)
     assert_same_selection(ours, index, score.detach().masked_fill(~rule.valid(range(S)), float("-inf")))
-    best = score.detach().gather(-1, index.clamp_min(0))  # ties may have gone to other keys
+    best = score.detach().gather(-1, index.clamp_min(0).long())  # ties may have gone to other keys
     weight = torch.full((B, S), 1 / (B * S), dtype=torch.float64)
     if sparse:
         divergence = chunked.sparse_divergence(attention, best, index, rule, query_chunk=query_chunk)

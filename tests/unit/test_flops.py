@@ -24,12 +24,12 @@ from megacpp_mcore.model import MLA, Mamba3, Model, preset, with_overrides
 from megacpp_mcore.observe import flops
 from megacpp_mcore.observe.flops import Work
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp
-from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_scores
+from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_grad, indexer_scores
 from megacpp_mcore.ops.linear_cross_entropy.reference import linear_cross_entropy
 from megacpp_mcore.ops.m2rnn.reference import causal_convolution, m2rnn_chunked, m2rnn_sequential
 from megacpp_mcore.ops.mamba3.reference import mamba3
 from megacpp_mcore.ops.mla.reference import mla_attention
-from megacpp_mcore.ops.sparse_mla.reference import sparse_mla_attention
+from megacpp_mcore.ops.sparse_mla.reference import attend
 from tests.unit import stock
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +117,7 @@ def test_sparse_core(topk: int) -> None:
     width = v + WIDTHS.qk_pos_emb_head_dim
     q, kv = leaves((sequence, batch, heads, width), (sequence, batch, width))
     index = causal_topk(torch.randn(batch, sequence, sequence), topk)
-    forward, backward = counted(lambda: sparse_mla_attention(q, kv, index, softmax_scale=1.0, value_dim=v))
+    forward, backward = counted(lambda: attend(q, kv, index, softmax_scale=1.0, value_dim=v))
     pairs = flops.selected_pairs(sequence, topk)
     ours = flops.sparse_core(batch * pairs, heads, WIDTHS)
     gathered = sequence * min(topk, sequence)
@@ -141,6 +141,21 @@ def test_indexer_scores() -> None:
     causal = flops.indexer(batch * sequence, batch * flops.causal_pairs(sequence), None, **sizes)
     assert Fraction(forward, causal.forward - without.forward) == Fraction(2 * sequence, sequence + 1)
     assert causal.backward == 0
+
+
+def test_indexer_gradient() -> None:
+    """Scores of the selected pairs once more, then ours, but for a product of one term with each weight."""
+    batch, sequence, heads, width, topk = 2, 12, 3, 5, 4
+    inputs = leaves((sequence, batch, heads, width), (sequence, batch, width), (sequence, batch, heads))
+    index = causal_topk(torch.randn(batch, sequence, sequence), topk)
+    with counter() as count:
+        indexer_grad(*inputs, index, torch.rand(index.shape), 1.0)
+    gathered = batch * sequence * topk
+    sizes = {"hidden": 8, "q_lora_rank": 6, "heads": heads, "head_dim": width}
+    without = flops.indexer(batch * sequence, 0, 0, **sizes)
+    ours = flops.indexer(batch * sequence, gathered, gathered, **sizes)
+    again = ours.forward - without.forward
+    assert count.get_total_flops() == again + ours.backward - without.backward - 2 * gathered * heads
 
 
 def test_indexer_projections() -> None:
@@ -348,6 +363,7 @@ def test_batched_products_of_training(measured: dict[str, dict[str, Counter[str]
     full = flops.full_core(3 * BATCH * sequence**2, heads, mla)  # one trunk layer, two depths
     sparse = flops.sparse_core(2 * tokens * dsa.topk, heads, mla)
     scores = flops.product(BATCH * sequence**2 * dsa.indexer_heads * (dsa.indexer_head_dim + 1))
+    selected = flops.product(tokens * dsa.topk * dsa.indexer_heads * (dsa.indexer_head_dim + 1))
     scan = flops.step(SMALL, BATCH).trunk.mamba_scan
     absorbed = flops.product(2 * tokens * mla.kv_lora_rank * heads * (mla.qk_head_dim + mla.v_head_dim))
     rnn = SMALL.m2rnn
@@ -357,10 +373,12 @@ def test_batched_products_of_training(measured: dict[str, dict[str, Counter[str]
     again = (
         full.forward * Fraction(qk, qk + mla.v_head_dim)  # scores, not the last product
         + sparse.forward * Fraction(latent + mla.qk_pos_emb_head_dim, 2 * latent + mla.qk_pos_emb_head_dim)
-        + scores.forward * Fraction(dsa.indexer_head_dim, dsa.indexer_head_dim + 1)
+        + selected.forward  # scores of the selected keys; their gradient has a product with each weight, of one term
+        - 2 * tokens * dsa.topk * dsa.indexer_heads
         + one * rnn.value_dim + one  # see test_recurrence_in_chunks
     )  # fmt: skip
-    expected = sum(work.training for work in (full, sparse, scores, scan, absorbed, recurrence)) + again
+    expected = sum(work.training for work in (full, sparse, scan, absorbed, recurrence)) + again
+    expected += scores.forward + selected.backward
     found = measured["training"]["Global"]
     assert found["aten.bmm"] + found["aten.baddbmm_"] == expected
 

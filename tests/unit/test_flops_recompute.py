@@ -89,7 +89,7 @@ def _build(folder: Path, words: Sequence[str], own: Sequence[str]) -> Any:
 
 def surplus(again: flops.Step) -> int:
     """What the plain-PyTorch cores that are repeated run for pairs that their masks hide."""
-    sequence, topk, dsa = SMALL.seq_length, SMALL.dsa.topk, SMALL.dsa
+    sequence, topk = SMALL.seq_length, SMALL.dsa.topk
     hidden = BATCH * (sequence**2 - flops.causal_pairs(sequence))
     full = flops.full_core(hidden, SMALL.heads, SMALL.mla).forward
     unfilled = BATCH * (sequence * topk - flops.selected_pairs(sequence, topk))
@@ -98,8 +98,6 @@ def surplus(again: flops.Step) -> int:
     for part, role in zip(again.layers, SMALL.roles, strict=True):
         if part.attention_core.forward:
             found += full if role == "-" else sparse
-        if part.indexer.forward:
-            found += 2 * hidden * dsa.indexer_heads * (dsa.indexer_head_dim + 1)
     return found
 
 
@@ -158,7 +156,18 @@ def test_full_recompute_is_the_forward_pass_but_for_the_heads() -> None:
     again = recomputed(SMALL, STEP, how)
     for field in dataclasses.fields(Families):
         ours, repeated = getattr(STEP.families, field.name), getattr(again.families, field.name)
-        assert repeated == (Work() if field.name == "head" else Work(ours.forward)), field.name
+        if field.name == "indexer":  # which does not select a second time
+            assert repeated == Work(flops.indexer_projections(SMALL, STEP.tokens)) != Work(ours.forward)
+        else:
+            assert repeated == (Work() if field.name == "head" else Work(ours.forward)), field.name
+
+
+def test_an_indexer_that_is_not_trained_repeats_nothing() -> None:
+    model = with_overrides(SMALL, {"dsa": {"loss_coeff": 0.0}})
+    again = recomputed(
+        model, flops.step(model, BATCH), Recomputation(granularity="full", method="uniform", num_layers=1)
+    )
+    assert again.families.indexer == Work()
 
 
 @pytest.mark.parametrize("modules", [("moe_act",), ("layernorm",), ("moe_act", "layernorm")])
@@ -203,4 +212,5 @@ def test_units_of_several_layers_do_not_go_with_mtp() -> None:
         recomputed(SMALL, STEP, how)
     plain = with_overrides(SMALL, {"mtp": {"depth": 0}})
     step = flops.step(plain, BATCH)
-    assert recomputed(plain, step, how).total.forward == step.total.forward - step.head.head.forward
+    selection = step.families.indexer.forward - flops.indexer_projections(plain, step.tokens)
+    assert recomputed(plain, step, how).total.forward == step.total.forward - step.head.head.forward - selection

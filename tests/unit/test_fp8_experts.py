@@ -40,7 +40,7 @@ def words_of(model: Model, precision_name: str, host: str = GPT) -> list[str]:
 
 def config_of(words: list[str]) -> Any:
     """The GPTModelConfig that stock makes of a GPU run's words, read on a machine without a GPU."""
-    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):  # of a Hopper, which grouped GEMMs need
+    with stock.gpu_host():
         return stock.model_config(words)
 
 

@@ -7,12 +7,22 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from megacpp_mcore import lowering
+from megacpp_mcore import launch_flags, lowering
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
-from megacpp_mcore.lowering import Training, check_arguments, lower, matching_preset, mismatches, model_arguments
+from megacpp_mcore.lowering import (
+    GPT,
+    HYBRID,
+    Training,
+    check_arguments,
+    lower,
+    matching_preset,
+    mismatches,
+    model_arguments,
+)
 from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
 from megacpp_mcore.recipe_command import tokenizer_words
 from tests.unit import stock
@@ -204,6 +214,48 @@ def test_what_is_lowered_is_accepted_and_describes_the_model(process: Path, layo
     nam56r.check_layout(model, config.transformer, chunks)
 
 
+@pytest.mark.parametrize("host", [GPT, HYBRID])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_launch_flags_of_gpus_pass_megatrons_validation(
+    process: Path, layout: Layout, precision: str, host: str
+) -> None:
+    """With two data-parallel replicas every flag is on, in each layout; what Megatron then has is what was asked for."""
+    model = with_overrides(preset("nam56r_tiny"), PIPELINED)
+    given = {"tokenizer": tokenizer_words(model), "data": ("--mock-data",), "precision": precision}
+    processes = 2 * max(layout.processes, layout.tensor * layout.pipeline)
+    words = lower(model, layout, Training(processes=processes, **given), host)
+    with stock.gpu_host():
+        arguments = stock.parse(words, processes)
+    on = ("gradient_accumulation_fusion", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+    assert [name for name in (*on, "moe_permute_fusion", "manual_gc") if not getattr(arguments, name)] == []
+    assert (arguments.manual_gc_interval, arguments.log_interval) == (100, 10)
+
+
+def launch_words(layout: Layout | None = None, model: Model | None = None, **training: Any) -> set[str]:
+    """The flags of a run that change its speed alone."""
+    named = {word for flag in launch_flags.FLAGS for word in (*flag.words, *flag.off) if word.startswith("--")}
+    return set(lower(model or preset("nam56r_tiny"), layout or Layout(), Training(**training))) & named
+
+
+def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:
+    one = {"--moe-permute-fusion", "--manual-gc", "--manual-gc-interval"}
+    replicas = {"--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"}
+    assert launch_words() == one
+    assert launch_words(processes=2) == launch_words(Layout(expert=2)) == one | replicas
+    assert (
+        launch_words(Layout(tensor=2, sequence_parallel=True)) == one
+    )  # both processes hold a part of the one replica
+    off = {"--no-gradient-accumulation-fusion"}
+    local = {"--manual-gc", "--manual-gc-interval"} | off
+    assert launch_words(transformer_impl="local") == local
+    assert launch_words(processes=8, device="cpu", transformer_impl="local", precision="fp32") == off
+    untrained = with_overrides(preset("nam56r_tiny"), {"dsa": {"loss_coeff": 0.0}})
+    assert launch_words(processes=2, model=untrained) == one | {"--use-distributed-optimizer"}
+    dense = with_overrides(preset("nam56r_tiny"), {"pattern": "AMR", "depth": 3, "dsa": {"schedule": "-"}})
+    assert "--moe-permute-fusion" not in launch_words(model=dense)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_accepted_and_found_again(process: Path, name: str) -> None:
     config = stock.model_config(stock.cpu_words(preset(name)))
@@ -307,7 +359,6 @@ def test_marked_stages_are_the_chunks_that_megatron_cuts(
 
 def config_layer_ids(config: Any, vp_stage: int, pp_rank: int) -> list[int]:
     """Megatron's own 0-based layer numbers of a chunk."""
-    from unittest import mock
 
     from megatron.core import parallel_state
     from megatron.core.transformer.enums import LayerType

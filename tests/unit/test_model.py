@@ -54,6 +54,7 @@ def test_the_presets_are_those_of_the_design() -> None:
     assert (wide.hidden_size, wide.heads, wide.recurrent_heads, wide.mamba3.state) == (4096, 32, 48, 128)
     assert (wide.mamba_heads, wide.ffn_hidden_size) == (128, 21504)
     assert (big.dsa.indexer_heads, big.dsa.indexer_head_dim, big.dsa.topk, big.dsa.loss_coeff) == (32, 64, 256, 1e-3)
+    assert {model.dsa.distill for model in PRESETS.values()} == {"served"}
     assert [role for role in tiny.roles if role] == ["-", "F", "S"]
     assert (big.mtp.depth, tiny.mtp.depth) == (2, 1)
 
@@ -146,6 +147,7 @@ def test_wrong_types(tiny: Model, overrides: dict[str, Any], says: str) -> None:
         ({"dsa": {"indexer_head_dim": 8}}, "indexer_head_dim is 8, less than the rotary part"),
         ({"dsa": {"loss_coeff": -1e-3}}, "DSA.loss_coeff is -0.001"),
         ({"dsa": {"warmup_steps": 10}}, "only 0"),
+        ({"dsa": {"distill": "mean"}}, "DSA.distill is 'mean', which the schedule '-FS' cannot serve; expected served"),
         ({"dsa": {"topk": 0}}, "DSA.topk is 0"),
         ({"mamba3": {"head_dim": 24}}, r"inner width \(256\) is not a multiple of Mamba3.head_dim \(24\)"),
         ({"mamba3": {"groups": 3}}, r"Mamba-3 heads \(16\) is not a multiple of Mamba3.groups \(3\)"),

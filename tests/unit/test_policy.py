@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore import config, policy
+from megacpp_mcore import config, launch_flags, policy
 from megacpp_mcore.errors import ConfigFileError, LaunchError
 from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import Layout, preset, with_overrides
@@ -624,3 +624,75 @@ def test_a_launch_prints_its_policy_once(tmp_path: Path, capsys: pytest.CaptureF
     assert printed.count("megacpp-mcore: launch policy:") == 1
     assert "megacpp-mcore:   precision = bf16 (user" in printed
     assert "megacpp-mcore:   compile = off; warm-up skipped (user-disabled): nothing is compiled" in printed
+
+
+# --- flags of speed, TF32, initial weights -------------------------------------------------------------------------------
+
+
+def flag_lines(*words: str, world_size: int = 2) -> dict[str, policy.Value]:
+    run = Run.from_arguments(words, device="cuda", world_size=world_size)
+    return {each.name: each for each in resolve(run, environment={}).values}
+
+
+def test_the_policy_says_of_every_flag_whether_it_is_on_and_why() -> None:
+    model = preset("nam56r_tiny")
+    found = flag_lines(*lower(model, Layout(), Training(processes=2)))
+    for flag in launch_flags.FLAGS:
+        if not flag.name.startswith("overlapped"):  # the overlaps have a contract
+            assert (found[flag.name].value, found[flag.name].note) == ("on", flag.reason)
+    assert (found["log interval"].value, found["log interval"].source) == ("10", USER)
+    assert found[launch_flags.DISTRIBUTED_OPTIMIZER].source == USER
+    assert found[launch_flags.FUSED_GRADIENTS].source == DEFAULT  # on unless it is switched off
+    one = flag_lines(*lower(model, Layout(), Training()), world_size=1)
+    assert (one[launch_flags.DISTRIBUTED_OPTIMIZER].value, one["log interval"].value) == ("off", "1")
+    assert one[launch_flags.DISTRIBUTED_OPTIMIZER].note == "there is one data-parallel replica"
+    bare = flag_lines("--log-interval", "1", "--no-gradient-accumulation-fusion")
+    assert (bare[launch_flags.FUSED_GRADIENTS].value, bare[launch_flags.MANUAL_GC].value) == ("off", "off")
+    assert bare["log interval"].note.endswith("10 is usual on several GPUs")
+
+
+def test_tf32_that_nothing_can_undo_is_refused_where_products_have_to_be_exact() -> None:
+    ours = dataclasses.replace(GPU, **policy.model_facts(preset("nam56r")))
+    with pytest.raises(
+        LaunchError, match=r"NVIDIA_TF32_OVERRIDE=1.*router, Mamba-3 and M²RNN.* need fp32; unset it, or set it to 0"
+    ):
+        resolve(ours, environment={"NVIDIA_TF32_OVERRIDE": "1"})
+    for harmless in ({"NVIDIA_TF32_OVERRIDE": "0"}, {}):
+        assert resolve(ours, environment=harmless).warnings == ()
+    stock_model = resolve(GPU, environment={"NVIDIA_TF32_OVERRIDE": "1"})
+    assert [warning.split(":")[0] for warning in stock_model.warnings] == ["NVIDIA_TF32_OVERRIDE"]
+    assert "NVIDIA_TF32_OVERRIDE" not in str(
+        resolve(Run(device="cpu"), environment={"NVIDIA_TF32_OVERRIDE": "1"}).values
+    )
+
+
+def test_tf32_that_torch_was_set_to_is_named() -> None:
+    ours = dataclasses.replace(GPU, **policy.model_facts(preset("nam56r")), tf32_products=True)
+    (by_program,) = resolve(ours, environment={}).warnings
+    assert by_program.startswith(
+        "torch.backends.cuda.matmul.fp32_precision: M²RNN's recurrence computes in fp32 all the same"
+    )
+    (by_environment,) = resolve(ours, environment={"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}).warnings
+    assert by_environment.startswith("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: M²RNN's recurrence")
+
+
+def test_what_torch_was_set_to_is_read() -> None:
+    import torch
+
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for setting, found in (("ieee", False), ("tf32", True)):
+            torch.backends.cuda.matmul.fp32_precision = setting
+            assert policy.tf32_products() is found
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_equal_experts_on_all_ranks_are_refused() -> None:
+    words = ("--use-cpu-initialization", "--expert-model-parallel-size", "4")
+    with pytest.raises(
+        LaunchError, match=r"parallelism 4: .* every expert-parallel rank would start with the same experts"
+    ):
+        resolve(read(*words), environment={})
+    resolve(read("--use-cpu-initialization"), environment={})
+    resolve(dataclasses.replace(read(*words), device="cpu"), environment={})  # the lane seeds experts by their number

@@ -53,7 +53,7 @@ def test_the_command_for_nam56r_tiny_is_the_golden_one(capsys: pytest.CaptureFix
 def test_list_has_a_line_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     lines = recipe(capsys, "list").splitlines()
     assert [line.split()[0] for line in lines] == [*PRESETS, *RECIPES]
-    assert "52 layers (13 A, 22 E, 13 M, 4 R), hidden 3584, 4.502 B parameters, MTP 2" in lines[0]
+    assert "52 layers (13 A, 22 E, 13 M, 4 R), hidden 3584, 4.503 B parameters, MTP 2" in lines[0]
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -1,81 +1,153 @@
-"""Scores of the DSA indexer over all keys: the backends, and stock's function.
+"""The DSA indexer: the selection of keys, against stock's function, and the gradient that trains it.
 
-Legend: S queries and keys, B batch, H indexer heads, D indexer head width.
+Legend: S queries and keys, B batch, H indexer heads, D indexer head width, N selected keys.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from megacpp_mcore.bench.parity import AgainstTruth
-from megacpp_mcore.bench.problem import PEER, Draw, Floor, Inputs, Problem, Tensors, candidates, differentiable, floors
+from megacpp_mcore.bench.problem import (
+    FORWARD,
+    PEER,
+    PRECISIONS,
+    Draw,
+    Floor,
+    Inputs,
+    Problem,
+    Tensors,
+    candidates,
+    differentiable,
+    missing,
+)
 from megacpp_mcore.bench.registry import Options
-from megacpp_mcore.observe.flops import Work, causal_pairs
+from megacpp_mcore.observe.flops import causal_pairs, selected_pairs
 
-LIMITS = {"bfloat16": 5e-3, "float32": 1e-5}
-BEYOND_RELU = {"bfloat16": 5e-2, "float32": 5e-2}
+SELECTED = 1e-5
+"""How far the score of a selected key may be below that of the one it was taken for: rounding of scores in float32."""
+BEYOND_RELU = 5e-2
 """For gradients: of so many logits some round to the other side of ReLU's step, where gradients jump."""
+LIMITS = {"loss": 1e-4, "dq": BEYOND_RELU, "dk": BEYOND_RELU, "dw": BEYOND_RELU}
+GRADIENT = "gradient"
 STOCK = "stock"
 
 
 def problems(options: Options) -> Iterator[Problem]:
-    """One problem."""
+    """The selection."""
     sizes = options.shape
-    B, S, H, D = (sizes[name] for name in ("B", "S", "indexer_heads", "indexer_dim"))
+    B, S, H, D, N = (sizes[name] for name in ("B", "S", "indexer_heads", "indexer_dim", "topk"))
     draw = Draw(options)
-    # The loss reaches causal pairs alone.
-    causal_SS = torch.ones(S, S, dtype=torch.bool, device=options.device).tril()
-
-    def one() -> Inputs:
-        leaves = {
-            "q": draw.normal(S, B, H, D).requires_grad_(),
-            "k": draw.normal(S, B, D).requires_grad_(),
-            "w": draw.normal(S, B, H, scale=(H * D) ** -0.5).requires_grad_(),
-        }
-        gradient = draw.normal(B, S, S, dtype=torch.float32).masked_fill_(~causal_SS, 0.0)
-        return Inputs(leaves=leaves, cotangents=(gradient,))
 
     def call(fn: Any, inputs: Inputs) -> Tensors:
-        return [fn(*inputs.leaves.values())]
+        return [fn(*inputs.leaves.values(), N)]
 
-    limits = {"score": LIMITS[options.dtype]} | dict.fromkeys(("dq", "dk", "dw"), BEYOND_RELU[options.dtype])
+    # Of queries that select every key they see, no score is needed.
+    scored = causal_pairs(S) - causal_pairs(min(N, S))
+    moved = S * B * (H * D + D + H) * draw.itemsize + S * B * min(N, S) * 4
+    yield Problem(
+        shape=sizes,
+        dtype=options.dtype,
+        sets=[Inputs(leaves=_indexer(draw, sizes), cotangents=()) for _ in range(options.sets)],
+        variants=[
+            differentiable(STOCK, PEER, lambda inputs: _stock(inputs, N)),
+            *candidates("indexer", call, device=options.device, dtype=options.dtype, dim=D),
+        ],
+        works={
+            FORWARD: Floor(operations=2 * B * scored * H * (D + 1), moved=moved, precision=PRECISIONS[options.dtype])
+        },
+        judge=BestSelected(_scores, ("selected",), SELECTED),
+        stock=STOCK,
+    )
+
+
+def gradient_problems(options: Options) -> Iterator[Problem]:
+    """The gradient of the indexer's loss against a given target."""
+    from megacpp_mcore.ops.indexer.reference import select
+
+    sizes = options.shape
+    B, S, H, D, N = (sizes[name] for name in ("B", "S", "indexer_heads", "indexer_dim", "topk"))
+    draw = Draw(options)
+
+    def one() -> Inputs:
+        leaves = _indexer(draw, sizes)
+        index_BSN = select(leaves["q"], leaves["k"], leaves["w"], N)
+        target_BSN = draw.normal(*index_BSN.shape, dtype=torch.float32).exp().masked_fill(index_BSN < 0, 0.0)
+        return Inputs(leaves=leaves, cotangents=(), fixed={"index": index_BSN, "target": target_BSN})
+
+    def call(fn: Any, inputs: Inputs) -> Tensors:
+        loss, *gradients = fn(*inputs.leaves.values(), inputs.fixed["index"], inputs.fixed["target"], 1.0)
+        return [loss[None], *gradients]
+
+    pairs = B * selected_pairs(S, N)
+    moved = 2 * S * B * (H * D + D + H) * draw.itemsize + S * B * min(N, S) * 8
     yield Problem(
         shape=sizes,
         dtype=options.dtype,
         sets=[one() for _ in range(options.sets)],
         variants=[
-            differentiable(STOCK, PEER, _stock),
-            *candidates("indexer", call, device=options.device, dtype=options.dtype, dim=D),
+            missing(STOCK, "no peer: stock's function makes the target, too"),
+            *(
+                dataclasses.replace(variant, runs={GRADIENT: variant.runs[FORWARD]} if variant.runs else {})
+                for variant in candidates("indexer_grad", call, device=options.device, dtype=options.dtype, dim=D)
+            ),
         ],
-        works=_floors(B, S, H, D, draw.itemsize, options.dtype),
-        judge=AgainstTruth(_truth, tuple(limits), limits),
-        stock=STOCK,
+        works={GRADIENT: Floor(operations=6 * pairs * H * (D + 1), moved=moved, precision=PRECISIONS[options.dtype])},
+        judge=AgainstTruth(_gradient, tuple(LIMITS), LIMITS, outputs=len(LIMITS)),
     )
 
 
-def _floors(B: int, S: int, H: int, D: int, size: int, dtype: str) -> dict[str, Floor]:
-    """The scores of all pairs, which parity demands; of the backward pass the causal ones, which alone have a gradient."""
-    inputs = S * B * (H * D + D + H) * size
-    one = H * (D + 1)  # multiply-adds of a pair: q·k of every head, and their weighted sum
-    scores, reached = B * S * S, B * causal_pairs(S)
-    forward = inputs + 4 * scores
-    return floors(Work(2 * scores * one, 4 * reached * one), forward, forward + 2 * inputs + 4 * reached, dtype)
+class BestSelected(AgainstTruth):
+    """The scores of the selected keys, best first, against the best that a query could select; the truth is all scores."""
+
+    def _error(self, name: str, have: torch.Tensor, want: torch.Tensor, inputs: Any) -> float:
+        keys = want.shape[-1]
+        causal_SS = torch.ones(keys, keys, dtype=torch.bool, device=want.device).tril()
+        best_BSN = want.masked_fill(~causal_SS, float("-inf")).topk(have.shape[-1], dim=-1).values
+        has_key = best_BSN > float("-inf")
+        chosen = torch.zeros((*want.shape[:2], keys + 1), dtype=torch.bool, device=want.device)
+        chosen.scatter_(2, torch.where(have < 0, keys, have).long(), True)
+        chosen = chosen[..., :keys]
+        if bool((chosen & ~causal_SS).any()) or not torch.equal(chosen.sum(-1), has_key.sum(-1)):
+            return float("inf")  # a key of the future, one key twice, or too few
+        found_BSN = want.masked_fill(~chosen, float("-inf")).topk(have.shape[-1], dim=-1).values
+        return super()._error(name, found_BSN.masked_fill(~has_key, 0.0), best_BSN.masked_fill(~has_key, 0.0), inputs)
 
 
-def _truth(inputs: Inputs) -> Tensors:
+def _indexer(draw: Draw, sizes: Any) -> dict[str, torch.Tensor]:
+    B, S, H, D = (sizes[name] for name in ("B", "S", "indexer_heads", "indexer_dim"))
+    return {
+        "q": draw.normal(S, B, H, D),
+        "k": draw.normal(S, B, D),
+        "w": draw.normal(S, B, H, scale=(H * D) ** -0.5),
+    }
+
+
+def _scores(inputs: Inputs) -> Tensors:
     from megacpp_mcore.ops.indexer.reference import indexer_scores
 
-    double = inputs.in_double()
-    score = indexer_scores(*double.leaves.values())
-    return [score, *torch.autograd.grad(score, list(double.leaves.values()), double.cotangents)]
+    return [indexer_scores(*inputs.in_double().leaves.values()).detach()]
 
 
-def _stock(inputs: Inputs) -> Tensors:
+def _gradient(inputs: Inputs) -> Tensors:
+    """Through autograd, over all keys."""
+    from megacpp_mcore.ops.indexer.reference import indexer_loss, indexer_scores
+
+    leaves = list(inputs.in_double().leaves.values())
+    loss = indexer_loss(indexer_scores(*leaves), inputs.fixed["index"], inputs.fixed["target"].double())
+    return [loss[None], *torch.autograd.grad(loss, leaves)]
+
+
+def _stock(inputs: Inputs, topk: int) -> Tensors:
     from megatron.core.transformer.experimental_attention_variant import dsa
 
     q, k, w = inputs.leaves.values()
-    run: Any = dsa._compute_index_scores
-    return [run(q, w, k)]
+    starts = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+    ends = torch.arange(1, len(q) + 1, device=q.device)
+    with torch.no_grad():
+        _, index_BSN = dsa.fused_qk_topk_naive(q, k, w, topk, varlen_starts=starts, varlen_ends=ends)
+    return [index_BSN]

@@ -251,7 +251,7 @@ def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False)
     from megacpp_mcore.ops.indexer.cache import IndexCache
 
     destroy_moe_metrics_tracker()  # stock sizes it by the first model of the process
-    nam56r.prepare(plan.model, plan.config)
+    nam56r.prepare(plan.model, plan.config, (plan.config,))
     parts, dispatcher = parts_for(plan.config), Dispatcher(requests)
     sources = grammar.source_layers(plan.model.roles)
     cache = IndexCache({shared: full for shared, full in sources.items() if shared == plan.number})
@@ -351,6 +351,8 @@ def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
         for weight in (*WEIGHTS, *(("mimo_x", "mimo_z", "mimo_o") if ssm.mimo_rank > 1 else ())):
             target = module.get_parameter(THEIRS.get(weight, weight))
             target.copy_(getattr(mixer, weight).view(target.shape))
+    if ssm.out_norm:  # theirs has none by default: it is given ours
+        module.out_proj = torch.nn.Sequential(_HeadNorm(mixer, plan.config.layernorm_epsilon), module.out_proj)
 
     def call(inputs: Inputs) -> Tensors:
         hidden_SBD = inputs.leaves["hidden"]
@@ -361,6 +363,19 @@ def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
         return [inputs.leaves["hidden"], *module.parameters(), *norm.parameters()]
 
     return differentiable(name, PEER, call, leaves=leaves, results=lambda found: found[:2])
+
+
+class _HeadNorm(torch.nn.Module):
+    """The RMSNorm of each head that our mixer has before its output projection: ``[…, H·P] -> […, H·P]``."""
+
+    def __init__(self, mixer: Any, eps: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(mixer.out_norm_weight.detach().clone())
+        self.head_dim, self.eps = mixer.ssm.head_dim, eps
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        by_head = torch.nn.functional.rms_norm(y.unflatten(-1, (-1, self.head_dim)), (self.head_dim,), eps=self.eps)
+        return by_head.flatten(-2) * self.weight
 
 
 def in_their_order(model: Model, mixer: Any) -> torch.Tensor:

@@ -34,13 +34,14 @@ def problems(options: Options) -> Iterator[Problem]:
     def one() -> Inputs:
         index_BSN = causal_topk(draw.normal(B, S, S, dtype=torch.float32), N)
         leaves = {"q": draw.normal(S, B, H, K).requires_grad_(), "kv": draw.normal(S, B, K).requires_grad_()}
-        return Inputs(leaves=leaves, cotangents=(draw.normal(S, B, H, V),), fixed={"index": index_BSN})
+        fixed = {"index": index_BSN, "stock's index": index_BSN.long()}
+        return Inputs(leaves=leaves, cotangents=(draw.normal(S, B, H, V),), fixed=fixed)
 
     def call(fn: Any, inputs: Inputs) -> Tensors:
-        return [fn(*inputs.leaves.values(), inputs.fixed["index"], **how)[0]]
+        return [fn(*inputs.leaves.values(), inputs.fixed["index"], **how)]
 
     rows = S * B
-    queries, keys, index = rows * H * K * draw.itemsize, rows * K * draw.itemsize, rows * min(N, S) * 8
+    queries, keys, index = rows * H * K * draw.itemsize, rows * K * draw.itemsize, rows * min(N, S) * 4
     output = rows * H * V * draw.itemsize
     forward = queries + keys + index + output
     work = product(B * selected_pairs(S, N) * H * (K + V))
@@ -65,10 +66,10 @@ def problems(options: Options) -> Iterator[Problem]:
 
 
 def _truth(how: dict[str, Any], inputs: Inputs) -> Tensors:
-    from megacpp_mcore.ops.sparse_mla.reference import sparse_mla_attention
+    from megacpp_mcore.ops.sparse_mla.reference import attend
 
     double = inputs.in_double()
-    output, _ = sparse_mla_attention(double.leaves["q"], double.leaves["kv"], double.fixed["index"], **how)
+    output = attend(double.leaves["q"], double.leaves["kv"], double.fixed["index"], **how)
     return [output, *torch.autograd.grad(output, list(double.leaves.values()), double.cotangents)]
 
 
@@ -89,6 +90,5 @@ def _stock(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> Tensors:
     starts = torch.zeros(len(q), dtype=torch.int64, device=q.device)
     ends = torch.arange(1, len(q) + 1, device=q.device)
     run: Any = dsa._unfused_absorbed_dsa_fn
-    return [
-        run(q, kv.unsqueeze(2), inputs.fixed["index"], softmax_scale, value_dim, varlen_starts=starts, varlen_ends=ends)
-    ]
+    index = inputs.fixed["stock's index"]
+    return [run(q, kv.unsqueeze(2), index, softmax_scale, value_dim, varlen_starts=starts, varlen_ends=ends)]

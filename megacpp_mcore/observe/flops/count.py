@@ -213,6 +213,13 @@ def indexer(
     return Work(2 * (projections + scored * per_pair), backward)
 
 
+def indexer_projections(model: Model, tokens: int) -> int:
+    """Operations of the forward pass of one indexer's projections."""
+    dsa, mla = model.dsa, model.mla
+    sizes = {"q_lora_rank": mla.q_lora_rank, "heads": dsa.indexer_heads, "head_dim": dsa.indexer_head_dim}
+    return indexer(tokens, 0, None, hidden=model.hidden_size, **sizes).forward
+
+
 def mamba_projections(tokens: int, hidden: int, heads: int, ssm: Mamba3) -> Work:
     """Mamba-3's input projections (z, x, B, C, step, decay, trapezoid, angles) and its output projection."""
     inner = heads * ssm.head_dim

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any
 
@@ -143,36 +143,44 @@ def recomputed(model: Model, counted: Step, how: Recomputation, chunks: Sequence
         raise ModelError(
             f"uniform recompute of units of {how.num_layers} layers with multi-token prediction; Megatron takes 1 there"
         )
+    tokens = counted.tokens
     layers = tuple(
-        _forward(part, _ALL) if number in repeated else Families()
+        _forward(model, tokens, part, _ALL) if number in repeated else Families()
         for number, part in enumerate(counted.layers, start=1)
     )
     depth = _BUT_HEAD if how.method == "uniform" else ()
-    return Step(counted.tokens, layers, Families(), tuple(_forward(part, depth) for part in counted.mtp))
+    return Step(tokens, layers, Families(), tuple(_forward(model, tokens, part, depth) for part in counted.mtp))
 
 
 _ALL = tuple(field.name for field in dataclasses.fields(Families))
 _BUT_HEAD = tuple(name for name in _ALL if name != "head")
 
 
-def _forward(part: Families, names: Sequence[str]) -> Families:
-    """The forward work of the families ``names`` in ``part``."""
-    return Families(**{name: Work(getattr(part, name).forward) for name in names})
+def _forward(model: Model, tokens: int, part: Families, names: Sequence[str]) -> Families:
+    """What a repetition does of the families ``names`` in ``part``: their forward work, but no key is selected again.
+
+    A recomputed Full layer recalls its first selection. Its indexer's projections run again, for the indexer's gradient.
+    """
+    works = {name: Work(getattr(part, name).forward) for name in names}
+    if works.get("indexer", Work()).forward:
+        works["indexer"] = Work(flops.indexer_projections(model, tokens) if model.dsa.loss_coeff else 0)
+    return Families(**works)
 
 
 def _again(model: Model, part: Families, tokens: int, role: str | None, how: Recomputation) -> Families:
     """What of one layer or MTP depth is repeated by modules of Megatron's and by families of ours."""
-    found = [_forward(part, _FAMILIES_OF_OURS[name]) for name in how.own.on]
+    forward = partial(_forward, model, tokens, part)
+    found = [forward(_FAMILIES_OF_OURS[name]) for name in how.own.on]
     if "core_attn" in how.modules:  # the indexer is inside of our core attention
-        found.append(_forward(part, ("attention_core", "indexer")))
+        found.append(forward(("attention_core", "indexer")))
     if "mla_up_proj" in how.modules and role is not None:
         absorbed = role != grammar.FULL_ATTENTION
         up = flops.mla_up_projections(tokens, model.heads, model.mla, absorbed=absorbed)
         found.append(Families(attention_projections=Work(up.forward)))
     if "mlp" in how.modules:
-        found.append(_forward(part, ("dense_ffn",)))
+        found.append(forward(("dense_ffn",)))
     if "moe" in how.modules:
-        found.append(_forward(part, ("router", "routed_experts", "shared_experts")))
+        found.append(forward(("router", "routed_experts", "shared_experts")))
     if "shared_experts" in how.modules:  # beside moe once more: a checkpoint inside a checkpoint
-        found.append(_forward(part, ("shared_experts",)))
+        found.append(forward(("shared_experts",)))
     return reduce(add, found, Families())

@@ -5,9 +5,9 @@ schedule, so between a Full layer and its Shared layers only the micro-batch tha
 :class:`IndexCache` holds one entry a Full layer, which is gone when each of its Shared layers has read it once. Recompute
 happens during the backward pass, with other micro-batches in between. There the checkpointed function itself stands for the
 layers and the micro-batch: each checkpoint call has its own, the autograd graph keeps it until it is run again, and
-:class:`Recomputed` lets it remember what its Shared layers read the first time. Nothing outlives the graph.
+:class:`Recomputed` lets it remember what its layers published and read the first time. Nothing outlives the graph.
 
-No torch here: indices are handed on as they are. Legend: S queries, B batch, N top-k.
+No torch here: selections are handed on as they are. Legend: S queries, B batch, N top-k.
 """
 
 from __future__ import annotations
@@ -27,21 +27,25 @@ class Selection:
     Attributes:
         index: the selected keys of each query, ``[B, S, N]``.
         length: how many of them are valid ``[B, S]``, where a kernel says so; else None.
+        sink: where layers that attend to these keys leave the target of the Full layer's indexer
+            (:class:`megacpp_mcore.ops.indexer.training.TargetSum`); None where the indexer is not trained.
     """
 
     index: Any
     length: Any = None
+    sink: Any = None
 
 
-_Read = tuple["IndexCache", int, Selection]
+_Passed = tuple["IndexCache", int, Selection]
+"""A selection that a layer published or read."""
 
 
 @dataclass
 class _Run:
-    """One run of a checkpointed function: what its Shared layers read, and what they are to read when it is a repetition."""
+    """One run of a checkpointed function: what its layers passed on, and what they are to pass on when it is a repetition."""
 
-    again: Iterator[_Read] | None
-    reads: list[_Read] = field(default_factory=list)
+    first: Iterator[_Passed] | None
+    passed: list[_Passed] = field(default_factory=list)
 
 
 class _Runs(threading.local):
@@ -69,14 +73,36 @@ class IndexCache:
         """How many Full layers have published what not all of their Shared layers have read."""
         return len(self._entries)
 
+    def readers(self, layer: int) -> int:
+        """How many Shared layers Full layer ``layer`` serves."""
+        return sum(full == layer for full in self._sources.values())
+
     def publish(self, layer: int, selection: Selection) -> None:
         """Hand ``selection`` of Full layer ``layer`` to the Shared layers it serves.
 
         When the layer is recomputed this does nothing: its Shared layers have their indices from the first run.
         """
+        if self.recall(layer) is not None:
+            return
         readers = {shared for shared, full in self._sources.items() if full == layer}
-        if readers and _repetition() is None:
+        if readers:
             self._entries[layer] = (selection, readers)
+        self._note(layer, selection)
+
+    def recall(self, layer: int) -> Selection | None:
+        """What Full layer ``layer`` published in the first run, when this is a recompute of it; None in a first run.
+
+        A recomputed layer either recalls its selection or publishes another one, which is dropped.
+
+        Raises:
+            ModelError: the recompute differs from the first run.
+        """
+        first = _repetition()
+        if first is None:
+            return None
+        selection = self._repeat(layer, first)
+        self._note(layer, selection)
+        return selection
 
     def forget(self, layer: int) -> None:
         """Take back what Full layer ``layer`` has published and not all of its Shared layers have read."""
@@ -88,12 +114,16 @@ class IndexCache:
         Raises:
             ModelError: when the Full layer has not run in this forward pass, or a recompute differs from the first run.
         """
-        again = _repetition()
-        selection = self._take(layer) if again is None else self._repeat(layer, again)
-        for run in _RUNS.stack:
-            if run.again is None:
-                run.reads.append((self, layer, selection))
+        first = _repetition()
+        selection = self._take(layer) if first is None else self._repeat(layer, first)
+        self._note(layer, selection)
         return selection
+
+    def _note(self, layer: int, selection: Selection) -> None:
+        """Remember for a recompute of any checkpointed function that is under way for the first time."""
+        for run in _RUNS.stack:
+            if run.first is None:
+                run.passed.append((self, layer, selection))
 
     def _take(self, layer: int) -> Selection:
         full = self._sources[layer]
@@ -110,11 +140,11 @@ class IndexCache:
             del self._entries[full]
         return selection
 
-    def _repeat(self, layer: int, again: Iterator[_Read]) -> Selection:
-        cache, recorded, selection = next(again, (None, None, None))
+    def _repeat(self, layer: int, first: Iterator[_Passed]) -> Selection:
+        cache, recorded, selection = next(first, (None, None, None))
         if cache is not self or recorded != layer or selection is None:
             raise ModelError(
-                f"recompute reached Shared layer {layer} where the first run had "
+                f"recompute reached sparse layer {layer} where the first run had "
                 + ("none" if recorded is None else f"layer {recorded}")
                 + "; a checkpointed function has to run the same layers each time"
             )
@@ -122,7 +152,7 @@ class IndexCache:
 
 
 class Recomputed:
-    """A function under activation checkpointing, whose Shared layers read on each run what they read on the first.
+    """A function under activation checkpointing, whose sparse layers select and read on each run what they did on the first.
 
     Pass it to the checkpoint in place of ``function``. It must be a new one for each checkpoint call, and it keeps the
     indices alive as long as the autograd graph keeps it: until the backward pass of the micro-batch is done.
@@ -130,24 +160,24 @@ class Recomputed:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._reads: tuple[_Read, ...] | None = None
+        self._passed: tuple[_Passed, ...] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function; the first run that ends well is the one that later runs repeat."""
-        run = _Run(again=None if self._reads is None else iter(self._reads))
+        run = _Run(first=None if self._passed is None else iter(self._passed))
         _RUNS.stack.append(run)
         try:
             output = self._function(*args, **kwargs)
         finally:
             _RUNS.stack.pop()
-        if self._reads is None:
-            self._reads = tuple(run.reads)
+        if self._passed is None:
+            self._passed = tuple(run.passed)
         return output
 
 
-def _repetition() -> Iterator[_Read] | None:
-    """The reads to repeat, of the innermost run under way that is a repetition; None in a first run."""
+def _repetition() -> Iterator[_Passed] | None:
+    """What the first run passed on, of the innermost run under way that is a repetition; None in a first run."""
     for run in reversed(_RUNS.stack):
-        if run.again is not None:
-            return run.again
+        if run.first is not None:
+            return run.first
     return None

@@ -1,12 +1,13 @@
-"""The DSA indexer in bounded memory: scores, top-k, KL loss and its gradient, a chunk of queries at a time.
+"""What stock's DSA indexer has beyond ours, in bounded memory: its masks, its order of top-k, its KL losses.
 
 Shape legend: S queries, R queries of one chunk, T keys, B batch, H indexer heads, D indexer head width, N selected keys
 per query (top-k), A attention heads (of this rank), G key heads of the attention (1 or A), K attention head width.
 
 Wherever all S × T pairs are more than a chunk holds (:data:`BLOCK_ELEMENTS`), no tensor has both a head dimension and all of
 them, and none has B·S·T elements except the result of :func:`indexer_scores`. Nothing here makes a GPU wait or copies from
-the host, so all of it can be captured in a CUDA graph. ``reference.py`` is the truth for causal masks; beyond it this module
-knows packed sequences, additive masks and scores without ReLU.
+the host, so all of it can be captured in a CUDA graph. Scores and the gradient of the sparse loss are those of
+``reference.py``, which is the truth for causal masks; beyond it this module knows bounds by position, additive masks, scores
+without ReLU, stock's order of keys, targets made from the attention's query and key, and the dense loss.
 Sources: DeepSeek-V3.2 report, equations 1 to 4; behaviour of megatron-core 0.19
 ``transformer/experimental_attention_variant/{dsa,dsa_masking,dsa_indexer_loss}.py``.
 """
@@ -20,6 +21,7 @@ import torch
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import compute_dtype, require_float
+from megacpp_mcore.ops.indexer.reference import logits, score_block, selected_gradient, through_heads
 from megacpp_mcore.ops.visibility import query_chunks
 
 BLOCK_ELEMENTS = 2**24
@@ -152,11 +154,8 @@ class Indexer:
 
     def scores(self, k_BTD: torch.Tensor, rows: range) -> torch.Tensor:
         """``score_BRT`` of a chunk; one block [B, R, H, T] is alive meanwhile."""
-        q_BRHD, w_BRH = self.rows(rows)
-        logit_BRHT = _logits(q_BRHD, k_BTD)
-        if self.relu:
-            logit_BRHT.relu_()
-        return logit_BRHT.mul_(w_BRH[..., None]).sum(dim=2)
+        here = slice(rows.start, rows.stop)
+        return score_block(self.q_SBHD[here], k_BTD.transpose(0, 1), self.w_SBH[here], self.relu)
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ class Attention:
         """``logit_BRAT`` of a chunk over all keys, scaled."""
         query_BRAK = self.query_SBAK[rows.start : rows.stop].to(key_BGTK.dtype).transpose(0, 1)
         if key_BGTK.shape[1] == 1:
-            return _logits(query_BRAK, key_BGTK[:, 0]).mul_(self.softmax_scale)
+            return logits(query_BRAK, key_BGTK[:, 0]).mul_(self.softmax_scale)
         return (query_BRAK.transpose(1, 2) @ key_BGTK.transpose(2, 3)).mul_(self.softmax_scale).transpose(1, 2)
 
     def logits_at(self, key_BGTK: torch.Tensor, rows: range, at_BRN: torch.Tensor) -> torch.Tensor:
@@ -236,11 +235,6 @@ class Attention:
         if self.reduce is not None:
             self.reduce(target)
         return target.div_(target.sum(dim=-1, keepdim=True).clamp_min(EPSILON))
-
-
-def _logits(q_BRHD: torch.Tensor, k_BTD: torch.Tensor) -> torch.Tensor:
-    """``logit_BRHT`` of several query heads against one key head, as one matrix product a batch row."""
-    return (q_BRHD.flatten(1, 2) @ k_BTD.transpose(1, 2)).unflatten(1, q_BRHD.shape[1:3])
 
 
 def _gather(k_BTD: torch.Tensor, at_BRN: torch.Tensor) -> torch.Tensor:
@@ -387,7 +381,7 @@ def _selected(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Of a chunk's selection: keys that can be gathered, which of them count, and their bias."""
     index = index_BSN[:, rows.start : rows.stop]
-    at = index.clamp_min(0)
+    at = index.clamp_min(0).long()
     return at, (index >= 0) & rule.valid_at(rows, at), rule.bias_at(rows, at)
 
 
@@ -412,20 +406,6 @@ class _Gradients:
 
     def result(self, indexer: Indexer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.q_SBHD, self.w_SBH, self.k_BTD.transpose(0, 1).to(indexer.k_TBD.dtype).contiguous()
-
-
-def _through_heads(
-    logit_BRHX: torch.Tensor, w_BRH: torch.Tensor, grad_BRX: torch.Tensor, relu: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the logits and of the weights, from that of the scores; ``logit`` is overwritten by the former."""
-    positive = logit_BRHX > 0 if relu else None
-    if relu:
-        logit_BRHX.relu_()
-    grad_w_BRH = (logit_BRHX * grad_BRX[:, :, None]).sum(dim=-1)
-    torch.mul(w_BRH[..., None], grad_BRX[:, :, None], out=logit_BRHX)
-    if positive is not None:
-        logit_BRHX.mul_(positive)
-    return logit_BRHX, grad_w_BRH
 
 
 @torch.no_grad()
@@ -454,25 +434,19 @@ def sparse_backward(
     Returns:
         grad_q_SBHD, grad_w_SBH and grad_k_TBD in the dtypes of q, w and k.
     """
-    (heads, width), topk = indexer.q_SBHD.shape[2:], index_BSN.shape[2]
-    k_BTD, key_BGTK, gradients = indexer.keys(), attention.keys(), _Gradients.of(indexer)
-    flat_k, num_keys = gradients.k_BTD.flatten(0, 1), k_BTD.shape[1]
-    first_key_B11 = torch.arange(k_BTD.shape[0], device=k_BTD.device)[:, None, None] * num_keys
-    per_query = max(attention.elements_per_query(topk), topk * (heads + width))
-    for rows in indexer.chunks(per_query, query_chunk):
+    key_BGTK, topk = attention.keys(), index_BSN.shape[2]
+
+    def selected(rows: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         at, valid, bias = _selected(index_BSN, rule, rows)
         target = attention.target_(attention.logits_at(key_BGTK, rows, at), valid, bias)
-        q_BRHD, w_BRH = indexer.rows(rows)
-        k_BRND = _gather(k_BTD, at)
-        logit_BRHN = q_BRHD @ k_BRND.transpose(2, 3)
-        score_BRN = ((logit_BRHN.relu() if indexer.relu else logit_BRHN) * w_BRH[..., None]).sum(dim=2)
-        grad_BRN = _probabilities(score_BRN if bias is None else score_BRN + bias, valid).sub_(target)
-        grad_BRN.mul_(weight_BS[:, rows.start : rows.stop, None]).masked_fill_(~valid, 0.0)
-        grad_logit_BRHN, grad_w_BRH = _through_heads(logit_BRHN, w_BRH, grad_BRN, indexer.relu)
-        gradients.put(rows, grad_logit_BRHN @ k_BRND, grad_w_BRH)
-        grad_k_BRND = torch.matmul(grad_logit_BRHN.transpose(2, 3), q_BRHD, out=k_BRND)
-        flat_k.index_add_(0, (at + first_key_B11).flatten(), grad_k_BRND.flatten(0, 2))
-    return gradients.result(indexer)
+        return at.masked_fill_(~valid, -1), target, weight_BS[:, rows.start : rows.stop], bias
+
+    per_query = max(attention.elements_per_query(topk), topk * sum(indexer.q_SBHD.shape[2:]))
+    chunks = indexer.chunks(per_query, query_chunk)
+    _, grad_q_SBHD, grad_k_TBD, grad_w_SBH = selected_gradient(
+        indexer.q_SBHD, indexer.k_TBD, indexer.w_SBH, selected, chunks, relu=indexer.relu
+    )
+    return grad_q_SBHD, grad_w_SBH, grad_k_TBD
 
 
 @torch.no_grad()
@@ -495,7 +469,7 @@ def dense_backward(
         grad_BRT = _probabilities(score_BRT, valid).sub_(target)
         grad_BRT.mul_(weight_BS[:, rows.start : rows.stop, None]).masked_fill_(~valid, 0.0)
         q_BRHD, w_BRH = indexer.rows(rows)
-        logit_BRHT, grad_w_BRH = _through_heads(_logits(q_BRHD, k_BTD), w_BRH, grad_BRT, indexer.relu)
+        logit_BRHT, grad_w_BRH = through_heads(logits(q_BRHD, k_BTD), w_BRH, grad_BRT, indexer.relu)
         grad_logit_BXT = logit_BRHT.flatten(1, 2)
         gradients.put(rows, (grad_logit_BXT @ k_BTD).unflatten(1, q_BRHD.shape[1:3]), grad_w_BRH)
         gradients.k_BTD.baddbmm_(grad_logit_BXT.transpose(1, 2), q_BRHD.flatten(1, 2))

@@ -1,7 +1,7 @@
 """Plain-PyTorch truth of sparse MLA: absorbed multi-query attention over selected keys, and the indexer's targets.
 
-Shape legend: S queries, T keys, B batch, H heads (of this rank), K width of an absorbed query or key (latent + rope),
-V width of the latent value, N selected keys per query.
+Shape legend: S queries, R queries of one chunk, T keys, B batch, H heads (of this rank), K width of an absorbed query or key
+(latent + rope), V width of the latent value, N selected keys per query.
 
 "Absorbed" means that the key up-projection has been moved into the query and the value up-projection after the
 attention: every head then reads the one latent key, whose first V numbers are also the value (DeepSeek-V2, arXiv
@@ -10,11 +10,13 @@ attention: every head then reads the one latent key, whose first V numbers are a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import compute_dtype, require_float
+from megacpp_mcore.ops.indexer.training import TargetSum
 from megacpp_mcore.ops.visibility import (
     SCORE_BLOCK_ELEMENTS,
     check_index,
@@ -61,28 +63,83 @@ def check_index_values(index_BSN: torch.Tensor, num_keys: int) -> None:
         )
 
 
-def _attend_selected(
-    q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BSN: torch.Tensor, softmax_scale: float, value_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with one chunk of queries; kv already has the compute dtype."""
+class _Attend(torch.autograd.Function):
+    """Attention to selected keys, a chunk of queries at a time; only the inputs are kept for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_SBHK: torch.Tensor,
+        kv_TBK: torch.Tensor,
+        index_BSN: torch.Tensor,
+        softmax_scale: float,
+        value_dim: int,
+        sink: TargetSum | None,
+        chunks: list[range],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q_SBHK, kv_TBK, index_BSN)
+        ctx.softmax_scale, ctx.value_dim, ctx.sink, ctx.chunks = softmax_scale, value_dim, sink, chunks
+        o_SBHV = q_SBHK.new_empty(*q_SBHK.shape[:3], value_dim)
+        kv_TBK = kv_TBK.to(compute_dtype(q_SBHK, kv_TBK))
+        for rows in chunks:
+            here = slice(rows.start, rows.stop)
+            _, kv_BRNK, p_BRHN = _probabilities(q_SBHK[here], kv_TBK, index_BSN[:, here], softmax_scale)
+            o_SBHV[here] = (p_BRHN @ kv_BRNK[..., :value_dim]).transpose(0, 1)
+        return o_SBHV
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_SBHV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q_SBHK, kv_TBK, index_BSN = ctx.saved_tensors
+        dtype, batch = compute_dtype(q_SBHK, kv_TBK), kv_TBK.shape[1]
+        whole_kv_TBK = kv_TBK.to(dtype)
+        # Summed over the chunks in the compute dtype, not in bfloat16.
+        grad_q_SBHK, grad_kv_TBK = (
+            torch.empty_like(q_SBHK),
+            torch.zeros(kv_TBK.shape, dtype=dtype, device=kv_TBK.device),
+        )
+        target_BSN = None if ctx.sink is None else ctx.sink.accumulator(index_BSN, dtype)
+        batch_B11 = torch.arange(batch, device=kv_TBK.device)[:, None, None]
+        for rows in ctx.chunks:
+            here = slice(rows.start, rows.stop)
+            index_BRN = index_BSN[:, here]
+            q_BRHK, kv_BRNK, p_BRHN = _probabilities(q_SBHK[here], whole_kv_TBK, index_BRN, ctx.softmax_scale)
+            if target_BSN is not None:
+                target_BSN[:, here] += p_BRHN.sum(dim=2)
+            grad_BRHV = grad_SBHV[here].to(dtype).transpose(0, 1)
+            grad_p_BRHN = grad_BRHV @ kv_BRNK[..., : ctx.value_dim].transpose(2, 3)
+            grad_score_BRHN = p_BRHN * (grad_p_BRHN - (p_BRHN * grad_p_BRHN).sum(dim=-1, keepdim=True))
+            grad_score_BRHN *= ctx.softmax_scale
+            grad_q_SBHK[here] = (grad_score_BRHN @ kv_BRNK).transpose(0, 1)
+            grad_kv_BRNK = grad_score_BRHN.transpose(2, 3) @ q_BRHK
+            grad_kv_BRNK[..., : ctx.value_dim] += p_BRHN.transpose(2, 3) @ grad_BRHV
+            # Unlike index_add_, this sums in one order on a GPU, too.
+            grad_kv_TBK.index_put_((index_BRN.clamp_min(0).long(), batch_B11), grad_kv_BRNK, accumulate=True)
+        return grad_q_SBHK, grad_kv_TBK.to(kv_TBK.dtype), None, None, None, None, None
+
+
+def _probabilities(
+    q_RBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BRN: torch.Tensor, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of one chunk of queries: ``q_BRHK``, the gathered ``kv_BRNK`` and ``p_BRHN``; kv already has the compute dtype."""
+    q_BRHK = q_RBHK.to(kv_TBK.dtype).transpose(0, 1)
     batch_B11 = torch.arange(kv_TBK.shape[1], device=kv_TBK.device)[:, None, None]
-    kv_BSNK = kv_TBK[index_BSN.clamp_min(0), batch_B11]
-    score_BSHN = torch.einsum("sbhk,bsnk->bshn", q_SBHK.to(kv_TBK.dtype), kv_BSNK) * softmax_scale
-    p_BSHN = masked_softmax(score_BSHN, (index_BSN >= 0)[:, :, None])
-    o_SBHV = torch.einsum("bshn,bsnv->sbhv", p_BSHN, kv_BSNK[..., :value_dim])
-    return o_SBHV.to(q_SBHK.dtype), p_BSHN.detach().sum(dim=2)
+    kv_BRNK = kv_TBK[index_BRN.clamp_min(0).long(), batch_B11]
+    score_BRHN = (q_BRHK @ kv_BRNK.transpose(2, 3)).mul_(softmax_scale)
+    return q_BRHK, kv_BRNK, masked_softmax(score_BRHN, (index_BRN >= 0)[:, :, None])
 
 
-def sparse_mla_attention(
+def attend(
     q_SBHK: torch.Tensor,
     kv_TBK: torch.Tensor,
     index_BSN: torch.Tensor,
     *,
     softmax_scale: float,
     value_dim: int,
+    sink: TargetSum | None = None,
     query_chunk: int | None = None,
     validate: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Attend to the selected keys only, in the absorbed multi-query form.
 
     Computed in float32 (float64 inputs: in float64), differentiable in q and kv. Queries are taken in chunks that the
@@ -90,18 +147,19 @@ def sparse_mla_attention(
     whatever it names is attended to. Source: DeepSeek-V3.2 report, equation 2.
 
     Args:
-        q_SBHK: absorbed queries, rope part included.
-        kv_TBK: latent keys, rope part included; the value is ``kv[..., :value_dim]``.
-        index_BSN: keys of each query, int64, distinct within a row, -1 = none (in any column). A row of -1 alone has
+        q_SBHK: absorbed queries, rope part included; may be strided.
+        kv_TBK: latent keys, rope part included; the value is ``kv[..., :value_dim]``; may be strided.
+        index_BSN: keys of each query, int32, distinct within a row, -1 = none (in any column). A row of -1 alone has
             output 0, probabilities 0 and zero gradients.
         softmax_scale: factor on q·k before the softmax.
         value_dim: V, from 1 to K.
+        sink: where the backward pass adds the attention probabilities, summed over these heads, ``[B, S, N]`` in the compute
+            dtype; None: nowhere. The forward pass does nothing for it.
         query_chunk: queries in a chunk, or None to choose it (the result is the same but for rounding).
         validate: also check the values of the index, which makes a GPU wait.
 
     Returns:
-        o_SBHV in the dtype of q, and p_BSN in the compute dtype: the attention probabilities summed over these heads,
-        detached; with TP, sum them over the ranks before handing them to ``indexer_loss``.
+        o_SBHV in the dtype of q, contiguous.
 
     Raises:
         ModelError: shapes, dtypes, value_dim or chunk (or, with ``validate``, the values) are not as described.
@@ -113,16 +171,10 @@ def sparse_mla_attention(
         raise ModelError(f"value_dim is {value_dim}, expected 1..{width} (the width of kv); it is the latent's rank")
     if validate:
         check_index_values(index_BSN, num_keys)
-    # One cast before the loop: autograd sums the chunks' gradients of kv in this dtype, not in bfloat16.
-    kv_TBK = kv_TBK.to(compute_dtype(q_SBHK, kv_TBK))
     per_query = batch * index_BSN.shape[2] * (width + heads)
-    size = len(query_chunks(num_queries, per_query, GATHER_BLOCK_ELEMENTS, query_chunk)[0])
-    parts = []
-    for q_chunk, index_chunk in zip(q_SBHK.split(size), index_BSN.split(size, dim=1), strict=True):
-        arguments = (q_chunk, kv_TBK, index_chunk, softmax_scale, value_dim)
-        parts.append(checkpoint(_attend_selected, *arguments, use_reentrant=False, preserve_rng_state=False))
-    outputs, probabilities = zip(*parts, strict=True)
-    return torch.cat(outputs), torch.cat(probabilities, dim=1)
+    chunks = query_chunks(num_queries, per_query, GATHER_BLOCK_ELEMENTS, query_chunk)
+    o_SBHV: torch.Tensor = _Attend.apply(q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim, sink, chunks)
+    return o_SBHV
 
 
 @torch.no_grad()

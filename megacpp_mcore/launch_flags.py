@@ -1,0 +1,132 @@
+"""Stock flags that change a run's speed and not its result: where each is on, and why, for every door. Pure Python.
+
+``lower`` writes them, a Bridge recipe sets the same fields, and the launch policy says of any run which are on and why.
+Flags and conditions are those of Megatron-LM core_v0.19.0 and megatron-core 0.19.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+FUSED_GRADIENTS = "gradient accumulation fusion"
+DISTRIBUTED_OPTIMIZER = "distributed optimizer"
+GRAD_REDUCE = "overlapped gradient reduce"
+PARAM_GATHER = "overlapped parameter gather"
+MOE_PERMUTE = "MoE permute fusion"
+MANUAL_GC = "manual garbage collection"
+GC_INTERVAL = 100
+"""Steps between two collections: what a step leaves in cycles is small, and a collection of a large process takes 0.1 s."""
+LOG_INTERVAL = 10
+"""Steps between two lines in the log of a run on several GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What decides about the flags.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        has_engine: whether the layers are Transformer Engine's.
+        has_moe: whether there are experts.
+        processes: of the whole run.
+        replicas: data-parallel replicas.
+        idle_parameters: why some parameters never get a gradient; empty when all do.
+    """
+
+    device: str
+    has_engine: bool
+    has_moe: bool
+    processes: int
+    replicas: int
+    idle_parameters: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchFlag:
+    """One of them.
+
+    Attributes:
+        name: what it switches on.
+        words: what switches it on; empty where Megatron has it on.
+        off: what switches it off; empty where Megatron has it off.
+        reason: what it is good for.
+        obstacle: why a run on a machine has to do without it; empty when it has not.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    off: tuple[str, ...] = ()
+    reason: str
+    obstacle: Callable[[Machine], str]
+
+    def lowered(self, machine: Machine) -> tuple[str, ...]:
+        """The words of a run on ``machine``."""
+        return self.off if self.obstacle(machine) else self.words
+
+
+def _engine(machine: Machine) -> str:
+    return "" if machine.has_engine else "it is Transformer Engine's"
+
+
+def _gpus(machine: Machine) -> str:
+    return "" if machine.device == "cuda" else "it is for GPUs"
+
+
+def _replicas(machine: Machine) -> str:
+    return _gpus(machine) or ("" if machine.replicas > 1 else "there is one data-parallel replica")
+
+
+def _every_gradient(machine: Machine) -> str:
+    return _replicas(machine) or machine.idle_parameters
+
+
+FLAGS = (
+    LaunchFlag(
+        name=FUSED_GRADIENTS,
+        words=(),
+        off=("--no-gradient-accumulation-fusion",),
+        reason="Transformer Engine's products add to the fp32 gradients themselves: no 16-bit copy, no pass to add it",
+        obstacle=_engine,
+    ),
+    LaunchFlag(
+        name=DISTRIBUTED_OPTIMIZER,
+        words=("--use-distributed-optimizer",),
+        reason="fp32 weights and Adam's moments are cut over the replicas, and so is the work of the update",
+        obstacle=_replicas,
+    ),
+    LaunchFlag(
+        name=GRAD_REDUCE,
+        words=("--overlap-grad-reduce",),
+        reason="a full bucket of gradients is reduced while the backward pass goes on",
+        obstacle=_every_gradient,
+    ),
+    LaunchFlag(
+        name=PARAM_GATHER,
+        words=("--overlap-param-gather",),
+        reason="updated weights are gathered bucket by bucket while the next forward pass runs",
+        obstacle=_every_gradient,
+    ),
+    LaunchFlag(
+        name=MOE_PERMUTE,
+        words=("--moe-permute-fusion",),
+        reason="one kernel sorts tokens by expert, and one sorts them back, in place of an index, a gather and a scatter",
+        obstacle=lambda machine: _engine(machine) or ("" if machine.has_moe else "there are no experts"),
+    ),
+    LaunchFlag(
+        name=MANUAL_GC,
+        words=("--manual-gc", "--manual-gc-interval", str(GC_INTERVAL)),
+        reason=f"Python collects cycles on all ranks in the same step, every {GC_INTERVAL}; else each stops all by itself",
+        obstacle=_gpus,
+    ),
+)
+
+
+def lowered(machine: Machine) -> tuple[str, ...]:
+    """The words of all flags for a run on ``machine``."""
+    return tuple(word for flag in FLAGS for word in flag.lowered(machine))
+
+
+def log_interval(machine: Machine) -> int:
+    """Steps between two lines in the log: before each of them all ranks wait for each other and for the loss."""
+    return LOG_INTERVAL if machine.device == "cuda" and machine.processes > 1 else 1

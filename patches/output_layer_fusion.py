@@ -1,0 +1,69 @@
+"""output-layer-fusion: gradient accumulation fusion of Transformer Engine's layers needs no Apex for the output layer.
+
+Activate: applied by the spec; or ``megacpp_mcore.patches.apply(["output-layer-fusion"])``.
+Scope: models built with ``gradient_accumulation_fusion`` where ``fused_weight_gradient_mlp_cuda`` cannot be imported.
+Provenance: megatron-core 0.19.2 ``core/tensor_parallel/layers.py``.
+
+Transformer Engine's layers add a weight's gradient into the gradient buffer in the product itself, with kernels of their own.
+The output layer of GPTModel and HybridModel is not one of them: it is Megatron's ColumnParallelLinear, whose fusion is Apex's,
+and without Apex it raises where it could do without. One flag is for both. RowParallelLinear, which local models have, does not
+even ask, and fails in the backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from megacpp_mcore.patches.registry import Edit, Patch
+
+_LAYERS = "megatron.core.tensor_parallel.layers"
+
+
+def _without_apex(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of a linear layer's ``__init__``: where there is no kernel for it, this layer alone does not fuse."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
+        available = importlib.import_module(_LAYERS)._grad_accum_fusion_available
+        if available or not config.gradient_accumulation_fusion:
+            original(self, *args, config=config, **kwargs)
+            return
+        # The configuration is the whole model's, and what is set in it later has to reach this layer: no copy of it.
+        config.gradient_accumulation_fusion = False
+        try:
+            original(self, *args, config=config, **kwargs)
+        finally:
+            config.gradient_accumulation_fusion = True
+
+    return init
+
+
+PATCH = Patch(
+    name="output-layer-fusion",
+    fixes=(
+        "gradient accumulation fusion, which Transformer Engine's layers have by themselves, cannot be on without Apex: the "
+        "output layer, which is not Transformer Engine's, raises RuntimeError"
+    ),
+    source="megatron-core 0.19.2, megatron/core/tensor_parallel/layers.py",
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        Edit.of(
+            f"{_LAYERS}:ColumnParallelLinear.__init__",
+            "20dcfe25ca5aa94b75dfe6f1f94f3f8cd34fa348da362e21f3a9f8775a9039cd",
+            _without_apex,
+        ),
+        Edit.of(
+            f"{_LAYERS}:RowParallelLinear.__init__",
+            "18d5d22dd93914b264bc3fae97851d6c12a65b6e1768f59626a320926fb9638b",
+            _without_apex,
+        ),
+    ),
+    seam="the constructor asks the configuration once and keeps the answer; the forward pass reads what it kept",
+    leaves_alone="models built without fusion; hosts with Apex; Transformer Engine's layers, which have kernels of their own",
+    cost="nothing; the gradient of the output weight is added to the buffer in a pass of its own, as without the flag",
+    gain="16-bit weight gradients of all other layers are neither written nor read again",
+    retire_when="upstream's output layer falls back, or takes Transformer Engine's product",
+)

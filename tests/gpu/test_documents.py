@@ -1,0 +1,70 @@
+"""Documents on a GPU: nothing waits for them, and what only the device can see wrong ends the process.
+
+Legend: B batch, S rows.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.mla.sdpa import sdpa_attention
+from megacpp_mcore.ops.packed.documents import (
+    additive_mask,
+    cu_seqlens_of,
+    other_documents,
+    roll_left,
+    seq_idx_from_cu_seqlens,
+    seq_idx_from_mask,
+)
+from tests.gpu.device import without_waiting
+
+S = 256
+
+
+def mask_of(seq_idx_BS: torch.Tensor) -> torch.Tensor:
+    return other_documents(seq_idx_BS) | ~torch.ones(S, S, dtype=torch.bool, device="cuda").tril()
+
+
+def test_nothing_waits() -> None:
+    cu_seqlens = torch.tensor([0, 5, 100, S, S, S], dtype=torch.int32, device="cuda")
+    tokens = torch.arange(S, device="cuda")[None]
+    q, k, v = (torch.randn(S, 1, 2, width, device="cuda", dtype=torch.bfloat16) for width in (128, 128, 64))
+    with without_waiting():
+        packed = seq_idx_from_cu_seqlens(cu_seqlens, S)
+        masked = seq_idx_from_mask(mask_of(packed))
+        rolled = roll_left(tokens, cu_seqlens)
+        again = cu_seqlens_of(packed, 5)
+        sdpa_attention(q, k, v, softmax_scale=0.1, seq_idx=packed)
+        sdpa_attention(q, k, v, softmax_scale=0.1, seq_idx=packed)
+        shared = additive_mask(packed, torch.bfloat16)
+    assert shared is additive_mask(packed.detach(), torch.bfloat16)
+    assert torch.equal(packed, masked)
+    assert torch.equal(cu_seqlens, again)
+    assert rolled[0, [3, 4, 99, 254, 255]].tolist() == [4, 0, 0, 255, 0]
+
+
+def test_a_wrong_mask_that_is_waited_for_has_words() -> None:
+    mask = mask_of(torch.zeros(1, S, dtype=torch.int32, device="cuda"))
+    mask[0, 0, 9, 3] = True
+    with pytest.raises(ModelError, match=r"attention_mask\[0, 0, 9, 3\] is masked"):
+        seq_idx_from_mask(mask, wait=True)
+
+
+WRONG = {
+    "mask": "m = ~torch.ones(8, 8, dtype=torch.bool).tril()[None, None]; m[0, 0, 5, 2] = True; d.seq_idx_from_mask(m.cuda())",
+    "lengths": "d.seq_idx_from_cu_seqlens(torch.tensor([0, 4, 2, 8]).cuda(), 8)",
+    "count": "d.cu_seqlens_of(torch.arange(8, dtype=torch.int32)[None].cuda(), 7)",
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_nobody_waits_for_ends_the_process(what: str) -> None:
+    code = f"import torch; from megacpp_mcore.ops.packed import documents as d; {WRONG[what]}; torch.cuda.synchronize()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "device-side assert" in done.stderr

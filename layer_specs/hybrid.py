@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import (
@@ -24,8 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import log_single_rank
 from megatron.training import global_vars
 
+from megacpp_mcore import checkpoint_layout, hybrid, lowering, patches
 from megacpp_mcore import config as plugin_config
-from megacpp_mcore import hybrid, lowering, patches
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import nam56r as gpt_host
@@ -96,6 +97,17 @@ class NAM56RStack(HybridStack):
     def final_norm(self) -> Any:
         """What stock's ``forward`` calls; the module itself has the name that it has in a GPTModel."""
         return self.final_layernorm
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Stock's, once the checkpoint's layout is marked or checked."""
+        checkpoint_layout.mark_or_check(metadata)
+        state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return state
 
 
 class SharedMTPLayer(MultiTokenPredictionLayer):

@@ -65,7 +65,8 @@ def set_start(model: Model, config: TransformerConfig, divisible_by: int) -> Non
         for vocab in (model.vocab_size, model.vocab_size_padded(tensor, divisible_by))
         for size in (vocab, vocab // tensor)
     }
-    config.init_method = partial(by_fan_in, head_rows=frozenset(rows), head_gain=start.head_gain)
+    # A list: Megatron-Bridge writes the function to a checkpoint's YAML, and reads no set back.
+    config.init_method = partial(by_fan_in, head_rows=sorted(rows), head_gain=start.head_gain)
     config.output_layer_init_method = partial(by_fan_in, gain=1 / math.sqrt(2 * depth))
 
 

@@ -31,8 +31,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import log_single_rank
 from megatron.training import global_vars, print_rank_0
 
+from megacpp_mcore import checkpoint_layout, cpu, lowering, patches, policy
 from megacpp_mcore import config as plugin_config
-from megacpp_mcore import cpu, lowering, patches, policy
 from megacpp_mcore import pattern as grammar
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import ModelError
@@ -55,6 +55,7 @@ PATCHES = (
     "mtp-shared-block",
     "dsa-index-cache",
     "checkpoint-hosts",
+    "checkpoint-layout",
     "mixed-precision-optimizer",
     "torch-adam-resume",
     "output-layer-fusion",
@@ -182,6 +183,8 @@ def prepare(model: Model, config: TransformerConfig, sources: Sequence[object]) 
     set_start(model, config, lowering.vocabulary_divisor(sources))
     # Unlike layers do not share one stacked checkpoint tensor (the field is spelled so upstream).
     config.hetereogenous_dist_checkpoint = True
+    # Read by the patch checkpoint-layout: checkpoints of this model carry the number.
+    setattr(config, checkpoint_layout.KEY, checkpoint_layout.LAYOUT)
     # Read by the patch mtp-shared-block, which scales each depth's gradient.
     config.mtp_loss_decay = model.mtp.loss_decay
     # Read where documents are packed and by the layers that are given them (megacpp_mcore.layer_specs.documents).

@@ -27,7 +27,7 @@ from megatron.core.transformer.utils import (
 )
 from megatron.training import global_vars
 
-from megacpp_mcore import cpu
+from megacpp_mcore import checkpoint_layout, cpu
 from megacpp_mcore.backends import Dispatcher, te_disabled
 from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
 from megacpp_mcore.errors import ModelError
@@ -201,6 +201,8 @@ class Mixer(MegatronModule):
     state must not cross.
     """
 
+    _version = checkpoint_layout.LAYOUT  # which torch writes into a plain state_dict: that of ``--ckpt-format torch``
+
     def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config)
         self.layer_number = layer_number
@@ -274,6 +276,10 @@ class Mixer(MegatronModule):
 
         super()._apply(keep_dtype, recurse)
         return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *lists: Any) -> None:
+        checkpoint_layout.check_version(prefix, local_metadata.get("version"))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *lists)
 
     def sharded_state_dict(
         self,

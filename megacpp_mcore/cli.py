@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import megacpp_mcore
-from megacpp_mcore import doctor, imports, launcher, patch_command, recipe_command
+from megacpp_mcore import checkpoint_command, doctor, imports, launcher, patch_command, recipe_command
 from megacpp_mcore.bench import command as bench_command
 from megacpp_mcore.data import command as data_command
 from megacpp_mcore.errors import MegacppError
@@ -108,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         ("profile", profile_recipes.add_parser, profile_recipes.run),
         ("report", report_command.add_parser, report_command.run),
         ("bench", bench_command.add_parser, bench_command.run),
+        ("checkpoint", checkpoint_command.add_parser, checkpoint_command.run),
     ):
         add(subparsers)
         subparsers.choices[name].set_defaults(run=run)

@@ -27,6 +27,10 @@ class DataError(MegacppError, ValueError):
     """A dataset file is missing, damaged, or does not match its manifest, or its samples do not fit the run."""
 
 
+class CheckpointError(MegacppError, ValueError):
+    """A checkpoint cannot be loaded or converted: it is none, or of another layout or format than it has to be."""
+
+
 class CheckoutError(MegacppError, FileNotFoundError):
     """A Megatron-LM checkout or one of its scripts is not where it was said to be."""
 

@@ -72,6 +72,7 @@ _PATCH_MODULES: tuple[str, ...] = (
     "hybrid_flops",
     "sp_norm_gradients",
     "checkpoint_hosts",
+    "checkpoint_layout",
     "mixed_precision_optimizer",
     "torch_adam_resume",
     "output_layer_fusion",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from megacpp_mcore import checkpoint_convert
 from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import Layout
 from megacpp_mcore.observe import flops, goodput, receipts
@@ -18,7 +20,7 @@ from megacpp_mcore.observe.steps import compare, read_steps
 from megacpp_mcore.recipe_command import tokenizer_words
 from megacpp_mcore.recipes import RECIPES
 from tests.bridge.processes import TINY, run
-from tests.checkpoints import tensors_in
+from tests.checkpoints import as_saved_by_0_1_0, tensors_in
 
 STEPS, RESUMED = 4, 2
 """Steps of the run that all compare with, and the one whose checkpoint others go on from."""
@@ -178,6 +180,27 @@ def test_a_run_goes_on_from_its_checkpoint_alone(
     assert {name for name in ours if "optimizer" in name}
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_a_checkpoint_of_0_1_0_is_refused_and_converted(
+    bridge_python: Path, trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder, log = trained
+    iteration = f"iter_{RESUMED:07d}"
+    saved, old = folder / "saved" / iteration, tmp_path / "old" / iteration
+    as_saved_by_0_1_0(saved, old, RECIPES[TINY].model)
+    for name in ("run_config.yaml", "train_state.pt"):
+        shutil.copy2(saved / name, old / name)
+    shutil.copy2(saved / "train_state.pt", tmp_path / "old" / "latest_train_state.pt")
+    words = ("tests.bridge.resumed", str(tmp_path / "old"), str(RESUMED), str(tmp_path / "on"))
+    done = run(bridge_python, *words, folder=tmp_path)
+    assert done.returncode != 0
+    assert f"run `megacpp-mcore checkpoint convert {old} NEW`" in done.stdout + done.stderr
+    checkpoint_convert.convert(old, tmp_path / "new")
+    words = ("tests.bridge.resumed", str(tmp_path / "new"), str(RESUMED), str(tmp_path / "on"))
+    done = run(bridge_python, *words, folder=tmp_path)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert losses(done.stdout + done.stderr) == losses(log)[RESUMED:]
 
 
 def test_two_pipeline_stages_go_on_as_one_process_does(

@@ -309,7 +309,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_command_is_there_and_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("doctor", "launch", "recipe", "data", "patch"):
+    for command in ("doctor", "launch", "recipe", "data", "patch", "checkpoint"):
         with pytest.raises(SystemExit) as ended:
             cli.main([command, "--help"])
         assert ended.value.code == 0

@@ -23,7 +23,7 @@ import torch
 
 from megacpp_mcore import hybrid
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.errors import ArgumentMismatchError, ModelError
+from megacpp_mcore.errors import ArgumentMismatchError, CheckpointError, ModelError
 from megacpp_mcore.lowering import GPT, HYBRID, HYBRID_SPEC, Training, lower
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from megacpp_mcore.observe.steps import read_steps
@@ -159,6 +159,25 @@ def test_checkpoint_keys_and_shards_are_the_same_by_construction(pair: tuple[Any
     gpt, hybrid_ = (entries(model) for model in pair)
     assert len(gpt) > len(list(pair[0].parameters())) // 2
     assert gpt == hybrid_
+
+
+def test_both_hosts_mark_what_they_save_and_refuse_what_0_1_0_saved(pair: tuple[Any, Any]) -> None:
+    for model in pair:
+        groups = {"dp_cp_group": model.pg_collection.dp_cp}
+        metadata = dict(groups)
+        model.sharded_state_dict(metadata=metadata)
+        assert metadata == {**groups, "megacpp_layout": 2}
+        model.sharded_state_dict(metadata={**metadata, "megacpp_loaded_from": "/now"})
+        with pytest.raises(CheckpointError, match="run `megacpp-mcore checkpoint convert /old NEW`"):
+            model.sharded_state_dict(metadata={**groups, "megacpp_loaded_from": "/old"})
+        # What --ckpt-format torch saves: here and as 0.1.0 did, whose mixers had torch's own first version.
+        state = model.state_dict()
+        model.load_state_dict(state)
+        mixers = [name for name, entry in state._metadata.items() if entry.get("version") == 2 and name]
+        assert len(mixers) == sum(layer in "MR" for layer in SMALL.layers)
+        state._metadata[mixers[0]]["version"] = 1
+        with pytest.raises(CheckpointError, match="in layout 1, expected 2"):
+            model.load_state_dict(state)
 
 
 def test_the_layers_are_what_the_plan_says(pair: tuple[Any, Any]) -> None:

@@ -1,0 +1,67 @@
+"""The number of the layout in which a checkpoint holds M and R layers: written with every save, checked before every load.
+
+It stands in the checkpoint's content metadata, which Megatron keeps for such versions and hands to ``sharded_state_dict``
+before it saves or loads anything, in its own loop as in Megatron-Bridge. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megacpp_mcore.errors import CheckpointError
+
+LAYOUT = 2
+"""That of megacpp-mcore 0.2 (docs/model.md): each part of a projection by itself, biases and rank mixes with one axis."""
+KEY = "megacpp_layout"
+"""Its name in the content metadata; 0.1.0 wrote none."""
+LOADED_FROM = "megacpp_loaded_from"
+"""The name under which the patch checkpoint-layout notes there the folder of a checkpoint that is being loaded."""
+AS_TORCH_DIST = (
+    "with 0.1.0, load it and save it as torch_dist (--ckpt-convert-format torch_dist --ckpt-convert-save OLD); then run "
+    "`megacpp-mcore checkpoint convert OLD/torch_dist NEW` and load the folder NEW"
+)
+
+
+def mark_or_check(metadata: dict[str, Any] | None) -> None:
+    """Mark the metadata of a checkpoint to be saved; check that of one to be loaded.
+
+    Args:
+        metadata: what ``sharded_state_dict`` is given; None where it is called for no checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint to be loaded has no layout, or another; nothing has been loaded.
+    """
+    if metadata is None:
+        return
+    folder = metadata.get(LOADED_FROM)
+    if folder is None:
+        metadata[KEY] = LAYOUT
+        return
+    found = metadata.get(KEY)
+    if found is None:
+        raise CheckpointError(
+            f"the checkpoint {folder} has no {KEY}, expected {LAYOUT}: megacpp-mcore 0.1.0 saved it, whose M and R layers have "
+            f"their rows in another order; run `megacpp-mcore checkpoint convert {folder} NEW` and load the folder NEW"
+        )
+    if found != LAYOUT:
+        raise CheckpointError(
+            f"the checkpoint {folder} has {KEY} {found}, expected {LAYOUT}; load it with the version of megacpp-mcore that "
+            "saved it"
+        )
+
+
+def check_version(prefix: str, version: int | None) -> None:
+    """Check a mixer's part of a plain ``state_dict``, as ``--ckpt-format torch`` saves it.
+
+    Args:
+        prefix: of the mixer's keys.
+        version: torch's own number of the module; None where the state was not read from such a file.
+
+    Raises:
+        CheckpointError: it is one of 0.1.0.
+    """
+    if version is not None and version != LAYOUT:
+        raise CheckpointError(
+            f"the checkpoint holds {prefix}* in layout {version}, expected {LAYOUT}: megacpp-mcore 0.1.0 saved it, and in the "
+            f"format torch; {AS_TORCH_DIST}"
+        )

@@ -1,0 +1,81 @@
+"""checkpoint-layout: a checkpoint of our model says which layout its M and R layers have, and one of 0.1.0 is refused by name.
+
+Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
+``megacpp_mcore.patches.apply(["checkpoint-layout"])``.
+Scope: distributed checkpoints of GPTModels whose spec is ours (our stack on HybridModel does the same by itself); others are
+upstream's, but for a note in the content metadata that is read from them.
+Provenance: megatron-core 0.19.2 ``core/dist_checkpointing/serialization.py`` and ``core/models/gpt/gpt_model.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megacpp_mcore import checkpoint_layout
+from megacpp_mcore.patches.registry import Edit, Patch
+
+
+def _with_its_folder(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``load_common_state_dict(checkpoint_dir)``: the content metadata says where it was read.
+
+    Upstream builds the metadata of a save anew. So this is also what tells a load from a save, where both call
+    ``sharded_state_dict``.
+    """
+
+    @functools.wraps(original)
+    def load_common_state_dict(checkpoint_dir: Any) -> Any:
+        state = original(checkpoint_dir)
+        content = state.get("content_metadata")
+        if content is not None:
+            content[checkpoint_layout.LOADED_FROM] = str(checkpoint_dir)
+        return state
+
+    return load_common_state_dict
+
+
+def _marked_or_checked(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``GPTModel.sharded_state_dict(prefix, sharded_offsets, metadata)``."""
+
+    @functools.wraps(original)
+    def sharded_state_dict(
+        self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        if hasattr(self.config, checkpoint_layout.KEY):
+            checkpoint_layout.mark_or_check(metadata)
+        return original(self, prefix, sharded_offsets, metadata)
+
+    return sharded_state_dict
+
+
+PATCH = Patch(
+    name="checkpoint-layout",
+    fixes=(
+        "a checkpoint does not say in which layout our M and R layers are: one of megacpp-mcore 0.1.0 ends in a missing key, "
+        "or with `--dist-ckpt-strictness log_all` in a model that is partly random"
+    ),
+    source=(
+        "megatron-core 0.19.2, megatron/core/dist_checkpointing/serialization.py and megatron/core/models/gpt/gpt_model.py"
+    ),
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        Edit.of(
+            "megatron.core.dist_checkpointing.serialization:load_common_state_dict",
+            "969bf1cc5ec110dbdf987b4082858aadcbe6c31d755c66c475d25785d4ff3117",
+            _with_its_folder,
+        ),
+        Edit.of(
+            "megatron.core.models.gpt.gpt_model:GPTModel.sharded_state_dict",
+            "f63bb4c2880c963c25d174a6f8c771a81c2c8a0bda19745ed407f72216f224b3",
+            _marked_or_checked,
+        ),
+    ),
+    seam=(
+        "load_common_state_dict is what every load, of Megatron's loop and of Megatron-Bridge, reads first; the content "
+        "metadata is what both hand to sharded_state_dict, from there at a load, and to the checkpoint at a save"
+    ),
+    leaves_alone="what is saved but for the one number, what is loaded, checkpoints of other models, and those saved by rank",
+    retire_when="checkpoints of 0.1.0 are of no more use",
+    cost="nothing",
+)

@@ -245,6 +245,7 @@ def test_damage_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = save_former(tmp_path / "old")
+    capsys.readouterr()
     assert cli.main(["checkpoint", "convert", str(old), str(tmp_path / "new")]) == 0
     output = capsys.readouterr()
     assert output.out.splitlines() == [

@@ -204,6 +204,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             Benchmark(name="overhead", kind=MODEL, covers="benchmarks.overhead", title="what recording a run costs"),
             Benchmark(name="layouts", kind=MODEL, covers="benchmarks.layouts", title="parallel layouts against one GPU"),
             Benchmark(name="distill", kind=MODEL, covers="benchmarks.distill", title="whose attention an indexer learns from"),
+            Benchmark(name="documents", kind=MODEL, covers="benchmarks.documents", title="what documents cost the host"),
             Benchmark(name="regional", kind=MODEL, covers="benchmarks.regional", title="regional compile, recompute, taxes"),
         )
     }

@@ -245,6 +245,7 @@ def described(chosen: Recipe, **changes: Any) -> Any:
         "expert_model_parallel_size": chosen.layout.expert,
         "context_parallel_size": 1,
         "sequence_parallel": False,
+        "gradient_accumulation_fusion": True,
         "transformer_impl": "transformer_engine",
         "moe_token_dispatcher_type": "alltoall",
         "te_precision_config_file": chosen.training.plan.file,

@@ -126,7 +126,7 @@ def _check_live_objects(found: dict[str, Any]) -> None:
     ops = {(one["op"], one["layer"]): one["observed"] for one in found["backends"]}
     assert {layer for op, layer in ops if op == "mamba3"} == set(model().layer_numbers("M"))
     assert {layer for op, layer in ops if op == "mla"} == {1, None}
-    model_ops = {"mla", "sparse_mla", "indexer", "mamba3", "m2rnn"}
+    model_ops = {"mla", "sparse_mla", "indexer", "indexer_grad", "mamba3", "m2rnn"}
     assert {observed for (op, _), observed in ops.items() if op in model_ops} == {"reference"}
     assert {op for op, _ in ops} == model_ops | {"linear", "norm", "experts", "loss", "optimizer"}
     assert {observed for (op, _), observed in ops.items() if op in ("linear", "norm", "experts")} == {"local"}

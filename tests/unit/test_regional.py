@@ -176,11 +176,10 @@ def test_one_graph_serves_all_layers_and_steps(build: Callable[..., Any]) -> Non
     graphs = Graphs()
     model = build(compile="regional", backend=graphs)
     losses_BS(model, 1).mean().backward()
-    # norm: hidden size, latents of q, and of kv, which are a slice; one of segment, gate, skip, scale and scores each;
-    # convolution: q with k, and v.
+    # norm: hidden size, latents of q, and of kv, which are a slice; one of segment and scores each.
     norms = sum(type(module) is torch.nn.RMSNorm for module in model.modules())
     assert norms > 20
-    assert graphs.count == 3 + 5 + 2
+    assert graphs.count == 3 + 2
     before = graphs.count
     train(model, steps=2)
     assert graphs.count == before

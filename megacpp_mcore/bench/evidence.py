@@ -112,5 +112,5 @@ def lacking(candidates: Iterable[Candidate]) -> list[tuple[str, str]]:
     """The backends that ``auto`` may prefer to a slower class and that have neither evidence nor a policy."""
     every = list(candidates)
     slowest = {op: min(one.speed for one in every if one.op == op) for op in {one.op for one in every}}
-    preferred = [(one.op, one.name) for one in every if one.speed > slowest[one.op]]
+    preferred = [(one.op, one.name) for one in every if one.proven and one.speed > slowest[one.op]]
     return [which for which in preferred if which not in EVIDENCE and which not in POLICIES]

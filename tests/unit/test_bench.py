@@ -107,8 +107,8 @@ def test_names_and_kinds_select() -> None:
         ([*ON_CPU, "mla", "--output", "."], ". is no file that rows can be added to"),
         (["mla", "--device", "cpu", "--against", "nowhere.csv"], "nowhere.csv cannot be read"),
         ([*ON_CPU, "m2rnn", "--without", "xma", "foo"],
-         "error: --without foo: no peer of these benchmarks is so called; expected a part of one of xma's recurrence (Triton) in the "
-         "reference\n"),
+         "error: --without foo: no peer of these benchmarks is so called; expected a part of one of "
+         "xma's recurrence (Triton) in the reference\n"),
         ([*ON_CPU, "mla", "m2rnn", "--without", "mamba-ssm"], "--without mamba-ssm: no peer"),
     ],
 )  # fmt: skip

@@ -246,6 +246,7 @@ def described(chosen: Recipe, **changes: Any) -> Any:
         "context_parallel_size": 1,
         "sequence_parallel": False,
         "gradient_accumulation_fusion": True,
+        "moe_permute_fusion": True,
         "transformer_impl": "transformer_engine",
         "moe_token_dispatcher_type": "alltoall",
         "te_precision_config_file": chosen.training.plan.file,

@@ -297,7 +297,7 @@ def layer_work(number: int) -> flops.Families:
 
 
 def test_each_layer_of_the_real_model_forward(measured: dict[str, dict[str, Counter[str]]]) -> None:
-    """E layers are equal, M and R layers but for padding; A layers after their dense pairs are put in the place of the visible ones."""
+    """E, and but for padding M and R; A layers after their dense pairs are put in the place of the visible ones."""
     sequence = SMALL.seq_length
     seen = Counter[str]()
     for number in range(1, SMALL.depth + 1):

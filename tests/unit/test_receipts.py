@@ -234,7 +234,8 @@ def test_a_run_that_an_error_ends_and_a_fall_back(
     (evidence,) = (one["evidence"] for one in found["disqualifiers"] if one["name"] == "fall-back")
     assert evidence == (
         f"op mamba3 in layers {', '.join(map(str, model().layer_numbers('M')))} runs on reference, slower than the best for "
-        f"this device: triton is for cuda; kernel does not cover this: head_dim {model().mamba3.head_dim} is not a multiple of 1024"
+        "this device: triton is for cuda; kernel does not cover this: "
+        f"head_dim {model().mamba3.head_dim} is not a multiple of 1024"
     )
     off = [row for row in backend_rows(check_self_contained(page.html([tmp_path]))) if row.off]
     (why,) = {one["reason"] for one in slower}

@@ -153,7 +153,7 @@ def test_the_page_of_a_run_without_a_fall_back(native: Path) -> None:
     assert "disqualifiers" not in found.parts()
     assert "fall-back" not in found.text
     assert [row.cells[1:] for row in rows if row.cells[0] == "mamba3"] == [
-        ["3, 7, 11", "auto", "reference", "the fastest there is"]
+        ["3, 7, 11", "auto", "reference", "triton is for cuda"]
     ]
     assert {row.cells[1] for row in rows if row.cells[0] in ("loss", "optimizer")} == {"run"}
 
@@ -208,7 +208,7 @@ def test_no_triton(untritoned: tuple[Path, str]) -> None:
         ("auto", "reference", True)
     }
     (reason,) = {row["reason"] for row in rows}
-    assert reason.startswith("kernel is not there: triton has no driver for this machine: ")
+    assert reason.startswith("triton is for cuda; kernel is not there: triton has no driver for this machine: ")
     assert f"slower than the best for this device: {reason}" in fall_back(found)
 
 

@@ -37,10 +37,10 @@ _MAMBA3_TRITON = Support(
 
 _M2RNN_TRITON = Support(
     devices=("cuda",),
-    dtypes=("bfloat16", "float32"),
+    dtypes=("bfloat16",),
     dims={"key_dim": Dim(one_of=(64,)), "value_dim": Dim(one_of=(16,))},
 )
-"""One warp has 16 rows of a state, whose 16 columns are a tensor core's depth. In fp16 its backward walk spills."""
+"""One warp has 16 rows of a state, whose 16 columns are a tensor core's depth. In fp16 and fp32 its backward walk spills."""
 
 
 def own_candidates() -> tuple[Candidate, ...]:

@@ -21,7 +21,7 @@ help:
 	@echo "make kernels    compile the GPU kernels for an H200, without one: nothing spilled, tensor cores used"
 	@echo "make test-bridge  the tests that need Megatron-Bridge or nemo-run, in environments with them"
 	@echo "make test-exhaustive  every combination: patches by recompute, masks, schedules and layouts"
-	@echo "make lint       ruff, check and format"
+	@echo "make lint       ruff, check and format; who imports whom"
 	@echo "make typecheck  mypy"
 	@echo "make docs       the documentation as a site, in build/docs"
 	@echo "make venv       the virtual environment alone"
@@ -51,7 +51,7 @@ test-exhaustive:
 	@$(SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "exhaustive and not gpu" tests
 
 lint:
-	@$(SETUP); "$$python" -m ruff check . && "$$python" -m ruff format --check .
+	@$(SETUP); "$$python" -m ruff check . && "$$python" -m ruff format --check . && "$$(dirname "$$python")"/lint-imports
 
 typecheck:
 	@$(SETUP); exec "$$python" -m mypy

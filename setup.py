@@ -40,9 +40,12 @@ EXTRAS = {
         "transformers>=5.8,<=5.12.1",
         "wandb==0.29.0",
     ],
+    "report": ["matplotlib>=3.10"],  # curves on the page of `report html`, which has tables without it
     "demo": ["torch==2.11.0", "megatron-core==0.19.2"],
     "dev": [
         "hypothesis",
+        "import-linter",
+        "matplotlib>=3.10",
         "mypy",
         "pytest>=8",
         "pytest-xdist",
@@ -75,8 +78,9 @@ setup(
     python_requires=">=3.12",
     # The folders layer_specs, patches and nemo_recipes are mounted in the package by symlinks, and found through them.
     packages=find_packages(include=["megacpp_mcore*"]),
-    package_data={"megacpp_mcore": ["fp8_experts.yaml"]},
+    package_data={"megacpp_mcore": ["model/fp8_experts.yaml", "observe/page.html"]},
     install_requires=[
+        "Jinja2>=3.1",  # which torch brings, too
         "megatron-core>=0.19,<0.20",
         "numpy",
         "packaging>=24.2",
@@ -86,7 +90,7 @@ setup(
     ],
     extras_require=EXTRAS,
     entry_points={
-        "console_scripts": ["megacpp-mcore = megacpp_mcore.cli:main"],
+        "console_scripts": ["megacpp-mcore = megacpp_mcore.commands.cli:main"],
         "nemo_run.cli": ["megacpp = megacpp_mcore.nemo_recipes.nemo_run"],  # the command `nemo megacpp`
     },
     classifiers=[

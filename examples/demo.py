@@ -32,14 +32,14 @@ from typing import Any, NoReturn, TextIO
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this clone's package, installed or not
 
-from megacpp_mcore import config  # noqa: E402
+from megacpp_mcore import settings  # noqa: E402
+from megacpp_mcore.arguments.lowering import lower  # noqa: E402
 from megacpp_mcore.data.manifest import load_manifest, verify  # noqa: E402
+from megacpp_mcore.data.tokenizer import tokenizer_words  # noqa: E402
 from megacpp_mcore.errors import DataError, MegacppError  # noqa: E402
-from megacpp_mcore.lowering import Training, lower  # noqa: E402
 from megacpp_mcore.model import Layout, preset  # noqa: E402
+from megacpp_mcore.model.training import Training  # noqa: E402
 from megacpp_mcore.observe import page, steps  # noqa: E402
-from megacpp_mcore.observe.page.charts import Level  # noqa: E402
-from megacpp_mcore.recipe_command import tokenizer_words  # noqa: E402
 
 MODEL = preset("nam56r_tiny")
 FAMILIES = {"A": "attention (MLA; DSA with index cache)", "M": "Mamba-3", "E": "experts (MoE)", "R": "M²RNN"}
@@ -92,11 +92,6 @@ class Plan:
     def record(self) -> Path:
         """What both legs record of themselves."""
         return self.folder / "observe"
-
-    @property
-    def steps_file(self) -> Path:
-        """One JSON line a step, of both legs."""
-        return self.record / "steps.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -158,7 +153,7 @@ def started(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     # A second thread gains little on layers this small, and costs much as soon as something else wants its core.
     environment.setdefault("OMP_NUM_THREADS", "1")
-    environment.pop(config.VARIABLE, None)  # a file about some other model
+    environment.pop(settings.VARIABLE, None)  # a file about some other model
     with open(log, "ab") as output:
         process = subprocess.Popen(
             command,
@@ -343,7 +338,7 @@ def check_resume(plan: Plan, first: list[steps.Step], second: list[steps.Step]) 
     if plan.device == "cpu":
         if found.first_difference is not None:
             number, name = found.first_difference
-            raise DemoError(f"NOT EQUAL: step {number} has another {name} after the resume; see {plan.steps_file}")
+            raise DemoError(f"NOT EQUAL: step {number} has another {name} after the resume; see {plan.record}")
         return f"EQUAL: {span}, run before the kill and again after it, agree bit for bit in {', '.join(found.names)}."
     if not found.largest <= MAX_GPU_DIFFERENCE:
         raise DemoError(
@@ -423,7 +418,7 @@ def run_demo(output: Path, device: str, train_steps: int, score_tokens: int) -> 
     train_prefix, heldout_prefix = make_corpus(output / "corpus", progress)
 
     progress.say(f"training from step 0 (Megatron's own log: {shown(plan.log)}); starting takes a moment")
-    reader = steps.StepReader(plan.steps_file)
+    reader = steps.StepReader(plan.record)
     first_command = training_command(plan, train_prefix, resume=False)
     first = train(plan, first_command, progress, reader, kill_after=plan.stop_after)
     check_checkpoint(plan)
@@ -475,7 +470,7 @@ def write_page(
         title=f"{MODEL.name}, {second[-1].step} steps of stock Megatron on {device_words(plan.device)}",
         lead=f"Killed after step {first[-1].step}, resumed from the checkpoint of step {plan.save_at}. {repeat}",
         figures=figures,
-        levels=(Level(found["unigram_bits_per_byte"] * math.log(2), "unigram"),),
+        levels=(page.Level(found["unigram_bits_per_byte"] * math.log(2), "unigram"),),
         loss_note=(
             "The dashed level is the unigram entropy of the held-out bytes, the least that a model without context could "
             "reach on them."

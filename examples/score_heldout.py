@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megacpp_mcore.data.files import write_atomically
 from megacpp_mcore.data.index import read_index
 from megacpp_mcore.data.manifest import verify
 from megacpp_mcore.data.score import BitsPerByte, byte_counts, count_bytes, entropy
 from megacpp_mcore.data.tokenizer import BYTE_EOD_ID, ByteTokenizer
 from megacpp_mcore.errors import DataError, LaunchError
+from megacpp_mcore.util.files import replace
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def read_heldout(prefix: str, limit: int) -> NDArray[Any]:
         raise DataError(
             f"{prefix} was made with the tokenizer {manifest.tokenizer['kind']}; expected the byte tokenizer"
         )
-    tokens_N = np.concatenate(list(read_index(prefix).read_chunks()))
+    tokens_N = read_index(prefix).open_tokens()
     return tokens_N[:limit] if limit else tokens_N
 
 
@@ -161,7 +161,7 @@ def main() -> None:
         step=args.iteration,
         seconds=time.monotonic() - began,
     )
-    write_atomically(Path(args.score_output), json.dumps(asdict(score), indent=1).encode() + b"\n")
+    replace(Path(args.score_output), json.dumps(asdict(score), indent=1).encode() + b"\n")
     print(f"held-out bits per byte {score.bits_per_byte:.6f}; unigram {score.unigram_bits_per_byte:.6f}", flush=True)
 
 

@@ -22,14 +22,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.initial import drawn_by_input_size
 from megacpp_mcore.layer_specs.parts import Parts
-from megacpp_mcore.precision import ALIGNMENT, in_bf16_zone
+from megacpp_mcore.model.precision import ALIGNMENT, in_bf16_zone
 
 
 def expert_layer_spec(config: TransformerConfig, parts: Parts) -> ModuleSpec:
     """One E layer: norm, router + grouped experts + shared expert, residual; no sequence mixer.
 
-    With a file of per-module precision in ``config`` (:data:`megacpp_mcore.precision.EXPERTS_FILE`), the routed experts run in
-    FP8, but for the model's first and last layer. The shared expert, which every token passes, stays in BF16.
+    With a file of per-module precision in ``config`` (:data:`megacpp_mcore.model.precision.EXPERTS_FILE`), the routed experts
+    run in FP8, but for the model's first and last layer. The shared expert, which every token passes, stays in BF16.
     """
     mlp: Any = get_moe_module_spec_for_backend(
         backend=parts.backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm

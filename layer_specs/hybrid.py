@@ -1,8 +1,8 @@
 """``--spec megacpp_mcore nam56r_hybrid``: an A/M/E/R model on Megatron's HybridModel, for an unmodified ``pretrain_hybrid.py``.
 
 The layers are those of the GPT host (:mod:`megacpp_mcore.layer_specs.nam56r`), in the slots that
-:mod:`megacpp_mcore.hybrid` says, and every parameter has the name and place it has there. So a checkpoint of one host is one
-of the other, optimizer state included, with no conversion.
+:mod:`megacpp_mcore.model.hybrid` says, and every parameter has the name and place it has there. So a checkpoint of one host is
+one of the other, optimizer state included, with no conversion.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import log_single_rank
 from megatron.training import global_vars
 
-from megacpp_mcore import checkpoint_layout, hybrid, lowering, patches
-from megacpp_mcore import config as plugin_config
+from megacpp_mcore import patches
+from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments import lowering
 from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import nam56r as gpt_host
 from megacpp_mcore.layer_specs.mtp import mtp_block
 from megacpp_mcore.layer_specs.parts import parts_for
-from megacpp_mcore.model import Model
-from megacpp_mcore.regional import treatment_of_run
+from megacpp_mcore.layer_specs.regions import treatment_of_run
+from megacpp_mcore.model import Model, hybrid
+from megacpp_mcore.model.training import HYBRID
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +117,7 @@ class SharedMTPLayer(MultiTokenPredictionLayer):
     """The MTP layer of the GPT host where HybridModel would build a stack of stock layers from the pattern.
 
     Raises:
-        ModelError: the MTP pattern is not :data:`megacpp_mcore.hybrid.MTP_BLOCK`.
+        ModelError: the MTP pattern is not :data:`megacpp_mcore.model.hybrid.MTP_BLOCK`.
     """
 
     def __init__(
@@ -174,9 +177,9 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
     if settings is not None:
         model = settings.model
         origin = f" of {settings.path} ({plugin_config.VARIABLE})"
-        lowering.check_arguments(model, run.sources, origin, host=lowering.HYBRID)
+        lowering.check_arguments(model, run.sources, origin, host=HYBRID)
     else:
-        model = lowering.matching_preset(run.sources, host=lowering.HYBRID)
+        model = lowering.matching_preset(run.sources, host=HYBRID)
     chunks = _chunks(model, config, run.text)
     gpt_host.check_layout(model, config, chunks)
     _check_symbols(model, chunks, layers, symbols)

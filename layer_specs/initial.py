@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,34 +24,23 @@ Initializer = Callable[[torch.Tensor], Any]
 """Fills a float32 tensor in place."""
 
 
-def by_fan_in(
-    weight: torch.Tensor,
-    *,
-    gain: float = 1.0,
-    fan_in: int | None = None,
-    head_rows: Collection[int] = (),
-    head_gain: float = 1.0,
-) -> torch.Tensor:
+def by_fan_in(weight: torch.Tensor, *, gain: float = 1.0, fan_in: int | None = None) -> torch.Tensor:
     """Draw a normal distribution of standard deviation ``gain / √fan_in``.
 
     Args:
         weight: ``[rows, columns]``, filled in place.
         gain: factor.
         fan_in: numbers that one output sums over; None: the columns.
-        head_rows: how many rows the output head has, whole or cut: Megatron draws it as it draws the layers' matrices.
-        head_gain: further factor on the head.
     """
-    gain *= head_gain if weight.shape[0] in head_rows else 1.0
     return torch.nn.init.normal_(weight, std=gain / math.sqrt(fan_in or weight.shape[-1]))
 
 
-def set_start(model: Model, config: TransformerConfig, divisible_by: int) -> None:
+def set_start(model: Model, config: TransformerConfig) -> None:
     """Set what Megatron draws the weights of ``model`` by; the embedding it draws by its own flag.
 
     Args:
         model: whose start is set.
         config: of the run; changed.
-        divisible_by: what the run pads the vocabulary to a multiple of, times tensor parallelism.
     """
     start, depth = model.start, config.num_layers
     if start.std is not None:
@@ -59,14 +48,9 @@ def set_start(model: Model, config: TransformerConfig, divisible_by: int) -> Non
         # Also in HybridModel, whose own output projections would start √2 wider.
         config.output_layer_init_method = scaled_init_method_normal(start.std, depth)
         return
-    tensor = config.tensor_model_parallel_size
-    rows = {
-        size
-        for vocab in (model.vocab_size, model.vocab_size_padded(tensor, divisible_by))
-        for size in (vocab, vocab // tensor)
-    }
-    # A list: Megatron-Bridge writes the function to a checkpoint's YAML, and reads no set back.
-    config.init_method = partial(by_fan_in, head_rows=sorted(rows), head_gain=start.head_gain)
+    config.init_method = partial(by_fan_in)
+    # Megatron draws the head by the same function; the patch output-layer-fusion takes this one in its place.
+    config.init_method.for_output_layer = partial(by_fan_in, gain=start.head_gain)
     config.output_layer_init_method = partial(by_fan_in, gain=1 / math.sqrt(2 * depth))
 
 

@@ -6,7 +6,7 @@ N state. Source: arXiv 2603.15569; behaviour of mamba-ssm 2.3.2.post1 ``modules/
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -44,6 +44,8 @@ class Mamba3Mixer(Mixer):
     Parameters with heads are cut over tensor parallelism by heads. Those of one head lie together, and all are stored with one
     axis: Megatron exempts such from weight decay, which has no place on a bias or on a multiplicative scale.
     """
+
+    family: ClassVar[str] = "M"
 
     def __init__(
         self,

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossAutoScaler,
     DSAIndexerLossLoggingHelper,
@@ -25,16 +23,17 @@ from megatron.core.transformer.multi_token_prediction import (
     get_mtp_num_layers_to_build,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import log_single_rank
 from megatron.training import global_vars, print_rank_0
 
-from megacpp_mcore import checkpoint_layout, cpu, lowering, patches, policy
-from megacpp_mcore import config as plugin_config
-from megacpp_mcore import pattern as grammar
+from megacpp_mcore import cpu, patches, policy
+from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments import lowering
+from megacpp_mcore.arguments.chunks import chunk_layers, model_chunks
 from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.attention import attention_layer_spec, full_attention, sparse_attention
 from megacpp_mcore.layer_specs.documents import check_run
@@ -44,10 +43,11 @@ from megacpp_mcore.layer_specs.mamba import mamba_layer_spec
 from megacpp_mcore.layer_specs.mtp import mtp_block
 from megacpp_mcore.layer_specs.parts import Parts, implementation, parts_for
 from megacpp_mcore.layer_specs.recurrent import recurrent_layer_spec
+from megacpp_mcore.layer_specs.regions import treatment_of_run
 from megacpp_mcore.model import Layout, Model
+from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.ops.indexer.cache import IndexCache
 from megacpp_mcore.patches.dsa_index_cache import SAVED_LOSSES
-from megacpp_mcore.regional import treatment_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
 
 def prepare(model: Model, config: TransformerConfig, sources: Sequence[object]) -> None:
     """Set what a hybrid model needs in Megatron's configuration and has no flag for; ``sources`` are all of the run's."""
-    set_start(model, config, lowering.vocabulary_divisor(sources))
+    set_start(model, config)
     # Unlike layers do not share one stacked checkpoint tensor (the field is spelled so upstream).
     config.hetereogenous_dist_checkpoint = True
     # Read by the patch checkpoint-layout: checkpoints of this model carry the number.
@@ -246,33 +246,3 @@ def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, .
         )
     grammar.check_chunks(model.name, model.roles, chunks)
     check_run(config)
-
-
-def model_chunks(config: TransformerConfig) -> tuple[range, ...]:
-    """The 1-based layer numbers of every model chunk, as Megatron cuts them, in the order of the layers."""
-    found = []
-    for vp_stage in range(config.virtual_pipeline_model_parallel_size or 1):
-        for pp_rank in range(config.pipeline_model_parallel_size):
-            found.append(chunk_layers(config, vp_stage, pp_rank))
-    return tuple(found)
-
-
-def chunk_layers(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None = None) -> range:
-    """The 1-based layer numbers of one model chunk, as Megatron cuts them; by default of this pipeline rank."""
-    if pp_rank is None:
-        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    layout = config.pipeline_model_parallel_layout
-    if layout is not None:
-        stage = vp_stage or 0
-        before = [
-            layout.layout[rank][virtual].count(LayerType.decoder)
-            for virtual in range(layout.virtual_pipeline_model_parallel_size)
-            for rank in range(layout.pipeline_model_parallel_size)
-            if (virtual, rank) < (stage, pp_rank)
-        ]
-        first = 1 + sum(before)
-        return range(first, first + layout.layout[pp_rank][stage].count(LayerType.decoder))
-    if config.virtual_pipeline_model_parallel_size is None:
-        vp_stage = None
-    first = 1 + get_transformer_layer_offset(config, vp_stage, pp_rank)
-    return range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))

@@ -27,9 +27,10 @@ from megatron.core.transformer.utils import (
 )
 from megatron.training import global_vars
 
-from megacpp_mcore import checkpoint_layout, cpu
+from megacpp_mcore import cpu
 from megacpp_mcore.backends import Dispatcher, te_disabled
 from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
+from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.initial import Initializer, drawn_by_input_size, filled

@@ -7,7 +7,7 @@ Source: arXiv 2603.14360.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -58,6 +58,8 @@ class M2RNNMixer(Mixer):
     gradients are summed over ranks. W and D are stored with one axis, head by head: Megatron exempts such from weight decay,
     which has no place on a transition that starts as the identity, nor on a skip.
     """
+
+    family: ClassVar[str] = "R"
 
     def __init__(
         self,

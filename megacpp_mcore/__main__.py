@@ -4,7 +4,7 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from megacpp_mcore.cli import main
+        from megacpp_mcore.commands.cli import main
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "megacpp_mcore":
             raise

@@ -29,16 +29,18 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.policy.compile import disabled_by
+from megacpp_mcore.util import flags
 
 REQUIRED_ARGUMENTS: tuple[tuple[str, ...], ...] = (
     ("--distributed-backend", "gloo"),
@@ -61,7 +63,6 @@ ENVIRONMENT = {
 }
 """What the lane sets in the environment while it is installed."""
 
-_MISSING = object()
 _RNG_LOGGER = "megatron.core.tensor_parallel.random"
 _RNG_WARNING = "CPU RNG state changed within GPU RNG context"
 
@@ -73,99 +74,53 @@ def missing_arguments(arguments: Sequence[str]) -> list[str]:
 
     ``--flag value`` and ``--flag=value`` count; a flag with another value is reported together with what was found.
     """
-    given: dict[str, str] = {}
-    for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
-        flag, equals, value = word.partition("=")
-        given[flag] = value if equals else following
+    given = flags.read(arguments)
     missing = []
     for flag, *values in REQUIRED_ARGUMENTS:
         if flag not in given:
             missing.append(" ".join((flag, *values)))
-        elif values and given[flag] != values[0]:
-            missing.append(f"{flag} {values[0]} (found {given[flag]!r})")
+        elif values and flags.first(given, flag) != values[0]:
+            missing.append(f"{flag} {values[0]} (found {flags.first(given, flag) or ''!r})")
     return missing
-
-
-@dataclass(frozen=True, eq=False)
-class _Undo:
-    """How one replacement, called ``what`` in messages, is taken back; doing it twice does no harm."""
-
-    what: str
-    action: Callable[[], None]
 
 
 @dataclass
 class CpuLane:
     """An installed lane: what it replaced, and how to take it back.
 
-    ``messages`` holds the lines for the launcher to print. Each thing that was replaced is named in one of them: by its
-    own name, or, for the some sixty of ``torch.cuda``, by its module's.
+    Attributes:
+        messages: the lines for the launcher to print. Each thing that was replaced is named in one of them: by its own name,
+            or, for the some sixty of ``torch.cuda``, by its module's.
+        replaced: the names of all of it.
+        dynamo_was_disabled: whether torch.compile was off before.
     """
 
     messages: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
     dynamo_was_disabled: bool = field(default_factory=lambda: bool(disabled_by(os.environ)))
-    _undo: list[_Undo] = field(default_factory=list)
-    _handled_before: BaseException | None = field(default_factory=sys.exception)
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set attribute ``name`` of ``owner`` (a module or a class) to ``value`` until :meth:`remove`."""
-        original = vars(owner).get(name, _MISSING)
-
-        def put_back() -> None:
-            if original is not _MISSING:
-                setattr(owner, name, original)
-            elif name in vars(owner):
-                delattr(owner, name)
-
-        setattr(owner, name, value)
         place = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
-        self.on_remove(f"{place}.{name}", put_back)
+        self._stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        self.replaced.append(f"{place}.{name}")
 
-    def replace_item(self, mapping: MutableMapping[str, str], key: str, value: str) -> None:
-        """Set ``mapping[key]`` to ``value`` until :meth:`remove`."""
-        original = mapping.get(key)
-
-        def put_back() -> None:
-            if original is None:
-                mapping.pop(key, None)
-            else:
-                mapping[key] = original
-
-        mapping[key] = value
-        self.on_remove(key, put_back)
-
-    def on_remove(self, what: str, action: Callable[[], None]) -> None:
-        """Register ``action``, which takes back the replacement of ``what``, to be run by :meth:`remove`."""
-        self._undo.append(_Undo(what, action))
+    def on_remove(self, what: str, action: Callable[..., None], *arguments: Any) -> None:
+        """Have ``action``, which takes back the replacement of ``what``, run by :meth:`remove`."""
+        self._stack.callback(action, *arguments)
+        self.replaced.append(what)
 
     def remove(self) -> None:
-        """Put every original back, in reverse order; a second call does what the first could not, or nothing.
-
-        An exception that is on its way when this is called, in a ``finally:`` say, goes on: what went wrong here is
-        then a note on it and an error in the log.
+        """Put every original back, in reverse order; one that cannot be put back does not keep the others from it.
 
         Raises:
-            LaunchError: naming all that could not be put back, when no other exception is on its way.
+            LaunchError: another torch function mode is still active.
         """
         global _installed
-        problems = []
-        for undo in self._undo[::-1]:
-            try:
-                undo.action()
-            except Exception as error:
-                problems.append(f"{undo.what}: {type(error).__name__}: {error}")
-            else:
-                self._undo.remove(undo)
-        if not self._undo and _installed is self:
+        if _installed is self:
             _installed = None
-        if not problems:
-            return
-        message = f"the CPU lane could not put back {'; '.join(problems)}; mend this and call remove() again"
-        on_its_way = sys.exception()
-        if on_its_way is None or on_its_way is self._handled_before:
-            raise LaunchError(message)
-        on_its_way.add_note(message)
-        logging.getLogger(__name__).error(message)
+        self._stack.close()
 
 
 def install() -> CpuLane:
@@ -206,14 +161,22 @@ def install() -> CpuLane:
 def _disable_dynamo(lane: CpuLane) -> None:
     """Set the environment, of which Dynamo reads its part when a function is decorated."""
     for name, value in ENVIRONMENT.items():
-        lane.replace_item(os.environ, name, value)
+        lane.on_remove(name, _set_variable, name, os.environ.get(name))
+        os.environ[name] = value
     settings = ", ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
     if "torch._dynamo.config" in sys.modules:  # imported before: what is compiled by now asks the configuration
         patch = sys.modules["torch._dynamo.config"].patch(disable=True)
         patch.__enter__()
-        lane.on_remove("torch._dynamo.config.disable", lambda: patch.__exit__(None, None, None))
+        lane.on_remove("torch._dynamo.config.disable", patch.__exit__, None, None, None)
         settings += ", torch._dynamo.config.disable=True"
     lane.messages.append(f"CPU lane: {settings} (torch.compile runs its functions eagerly)")
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -229,15 +192,13 @@ def stepping_aside() -> Iterator[None]:
         return
     from torch._dynamo import config as dynamo
 
-    available, variable = torch.cuda.is_available, os.environ.pop("TORCHDYNAMO_DISABLE", None)
-    torch.cuda.is_available = lambda: False
+    variable = os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    no_gpu = mock.patch.object(torch.cuda, "is_available", bool)  # which says no
     try:
-        with dynamo.patch(disable=False), torch.overrides._pop_mode_temporarily():
+        with no_gpu, dynamo.patch(disable=False), torch.overrides._pop_mode_temporarily():
             yield
     finally:
-        torch.cuda.is_available = available
-        if variable is not None:
-            os.environ["TORCHDYNAMO_DISABLE"] = variable
+        _set_variable("TORCHDYNAMO_DISABLE", variable)
 
 
 class Stream:
@@ -637,7 +598,7 @@ def _quiet_shared_generator_warning(lane: CpuLane) -> None:
         return record.getMessage() != _RNG_WARNING
 
     logger.addFilter(keep)
-    lane.on_remove(f"a filter of {_RNG_LOGGER}", lambda: logger.removeFilter(keep))
+    lane.on_remove(f"a filter of {_RNG_LOGGER}", logger.removeFilter, keep)
     lane.messages.append(f"CPU lane: a filter of {_RNG_LOGGER} drops its warning of {_RNG_WARNING!r}")
 
 
@@ -665,11 +626,8 @@ def _seed_experts_by_global_index(lane: CpuLane, experts: Any) -> None:
                 torch.manual_seed(layer_seed + next(indices))
                 return stock_mlp(*mlp_args, **mlp_kwargs)
 
-        experts.MLP = build_expert
-        try:
+        with mock.patch.object(experts, "MLP", build_expert):
             stock_init(*args, **kwargs)
-        finally:
-            experts.MLP = stock_mlp
 
     lane.replace(experts.SequentialMLP, "__init__", seeded_init)
     lane.messages.append(

@@ -29,12 +29,13 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.mixed_precision import bf16_mixed
 from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
 
-from megacpp_mcore import launch_flags, lowering
+from megacpp_mcore.arguments import launch_flags, lowering
+from megacpp_mcore.arguments.lowering import warm_up_steps
+from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.lowering import Training, warm_up_steps
+from megacpp_mcore.model.recipes import Recipe, recipe
+from megacpp_mcore.model.training import Training
 from megacpp_mcore.nemo_recipes.provider import provider
-from megacpp_mcore.recipe_command import tokenizer_words
-from megacpp_mcore.recipes import Recipe, recipe
 
 _OF_THE_PROCESS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -139,7 +140,7 @@ def nam56r_tiny_pretrain_1cpu_fp32_config() -> ConfigContainer:
 
 
 def container(chosen: Recipe) -> ConfigContainer:
-    """``chosen`` as Bridge's configuration: what :func:`megacpp_mcore.lowering.lower` tells a stock script."""
+    """``chosen`` as Bridge's configuration: what :func:`megacpp_mcore.arguments.lowering.lower` tells a stock script."""
     training = chosen.training
     model = provider(chosen.model, chosen.layout, device=training.device, transformer_impl=training.transformer_impl)
     if training.plan.file is not None:
@@ -196,7 +197,7 @@ def container(chosen: Recipe) -> ConfigContainer:
 
 
 def flag_fields(machine: launch_flags.Machine) -> dict[str, Any]:
-    """Bridge's fields of the :data:`~megacpp_mcore.launch_flags.FLAGS` and of the log interval, with a run's values."""
+    """Bridge's fields of :data:`megacpp_mcore.arguments.launch_flags.FLAGS`, and of the log interval, on ``machine``."""
     on = {flag.name: not flag.obstacle(machine) for flag in launch_flags.FLAGS}
     return {
         "model.gradient_accumulation_fusion": on[launch_flags.FUSED_GRADIENTS],

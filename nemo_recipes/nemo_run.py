@@ -15,7 +15,7 @@ from typing import Any
 import nemo_run as run
 
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.recipes import RECIPES, Recipe, recipe
+from megacpp_mcore.model.recipes import RECIPES, Recipe, recipe
 
 RENDEZVOUS_PORT = 29500
 """Where the hosts of a job on several meet, on the first of them."""
@@ -27,7 +27,7 @@ _CHECK = "from megacpp_mcore.nemo_recipes import bridge; import sys; sys.exit(br
 def choose(name: str, executor: run.Executor | None = None) -> Recipe:
     """The recipe called ``name``; the name of a model stands for the first of its recipes that fits ``executor``.
 
-    The first is that of :data:`megacpp_mcore.recipes.RECIPES`; without an executor, the first for the fewest processes.
+    The first is that of :data:`megacpp_mcore.model.recipes.RECIPES`; without an executor, the first for the fewest processes.
 
     Raises:
         ModelError: there is no such recipe; the nearest names are offered.

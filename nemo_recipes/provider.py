@@ -21,10 +21,9 @@ from megatron.core.pipeline_parallel.utils import (
 )
 from megatron.core.quantization.utils import load_quantization_recipe
 
-from megacpp_mcore import lowering
+from megacpp_mcore.arguments import lowering
 from megacpp_mcore.layer_specs.nam56r import nam56r
-from megacpp_mcore.model import Layout, Model
-from megacpp_mcore.observe import flops
+from megacpp_mcore.model import Layout, Model, flops
 
 # Fields by which a stock run and a model are compared, and that a provider has by another name or not at all.
 _NOT_FIELDS = ("heterogeneous_block_specs", "is_hybrid_model")

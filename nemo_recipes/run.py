@@ -10,23 +10,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from megacpp_mcore import config as plugin_config
-from megacpp_mcore import launcher, lowering, policy
-from megacpp_mcore.config import PluginConfig
+from megacpp_mcore import policy
+from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments import lowering
 from megacpp_mcore.errors import ArgumentMismatchError, DataError, LaunchError, MegacppError
+from megacpp_mcore.launch import launcher, process
 from megacpp_mcore.model import Layout
+from megacpp_mcore.model.recipes import RECIPES, Recipe, recipe
 from megacpp_mcore.nemo_recipes import bridge
 from megacpp_mcore.observe import run as observation
 from megacpp_mcore.observe.loop_bridge import BridgeLoop
-from megacpp_mcore.patches import registry
-from megacpp_mcore.recipes import RECIPES, Recipe, recipe
+from megacpp_mcore.patches.machinery import registry
+from megacpp_mcore.settings import PluginConfig
+from megacpp_mcore.util import schema
+from megacpp_mcore.util.nearest import nearest
 
 PATCHES = ("dataset-helpers",)
 """What every run needs. The spec applies its own."""
@@ -68,7 +71,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
     """
     chosen = recipe(name)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(launcher.process_environment())
+        stack.enter_context(process.process_environment())
         settings = plugin_config.from_environment()
         layout = layout_of(chosen, overrides)
         check_processes(chosen, layout)
@@ -76,31 +79,30 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         environment = dict(os.environ)  # the user's, before the lane adds to it
         on_cpu = chosen.training.device == "cpu"
         if on_cpu:
-            stack.enter_context(launcher.cpu_lane())
-        stack.enter_context(launcher.patches_of_the_run())
-        launcher.say(f"patches: {', '.join(registry.default().apply(PATCHES).applied) or 'applied already'}")
+            stack.enter_context(process.cpu_lane())
+        stack.enter_context(process.patches_of_the_run())
+        process.say(f"patches: {', '.join(registry.default().apply(PATCHES).applied) or 'applied already'}")
         bridge.prepare()
         if on_cpu:
-            launcher.say(f"CPU lane: {stack.enter_context(bridge.warm_up_off_the_generator())}")
+            process.say(f"CPU lane: {stack.enter_context(bridge.warm_up_off_the_generator())}")
         config = configured(chosen, overrides)
         check_batches(config, layout)
-        launcher.say(f"recipe {name} | device {chosen.training.device} | world size {os.environ['WORLD_SIZE']}")
+        process.say(f"recipe {name} | device {chosen.training.device} | world size {os.environ['WORLD_SIZE']}")
         launched = launch_policy(chosen, config, overrides, settings, environment)
         for line in launched.lines(settings):
-            launcher.say(line)
+            process.say(line)
         for variable, value in launched.environment().items():
             os.environ[variable] = value
             stack.callback(os.environ.pop, variable, None)
         stack.enter_context(policy.active(settings))
-        if os.environ["RANK"] == "0":
-            launcher.say(verify_data(config))
+        process.say(verify_data(config))
         callbacks = _callbacks(config, launched.compile)
         asked = _observation(config, recording or launcher.Recording(), settings)
         for line in asked.describe():
-            launcher.say(line)
+            process.say(line)
         stack.enter_context(observation.observed(asked, launched, BridgeLoop(config, callbacks)))
         _train(config, callbacks)
-        launcher.leave_process_group()
+        process.leave_process_group()
 
 
 def _observation(config: Any, recording: launcher.Recording, settings: PluginConfig | None) -> observation.Observation:
@@ -147,12 +149,12 @@ def _train(config: Any, callbacks: Any) -> None:
 
 
 def _warm_up(models: Sequence[Any], config: Any, compile_policy: policy.CompilePolicy) -> None:
-    from megacpp_mcore import regional
+    from megacpp_mcore.layer_specs import regions
 
-    regional.warm_up_run(
+    regions.warm_up_run(
         models,
         compile_policy,
-        launcher.say,
+        process.say,
         seq_length=config.model.seq_length,
         micro_batch_size=config.train.micro_batch_size,
         cut=config.model.tensor_model_parallel_size if config.model.sequence_parallel else 1,
@@ -402,10 +404,7 @@ def check_override(config: Any, override: str) -> None:
             return
         names = [field.name for field in dataclasses.fields(holder)]
         if part not in names:
-            near = difflib.get_close_matches(part, names, n=3)
-            offered = (
-                f"did you mean {' or '.join(path + one for one in near)}?" if near else f"it has {', '.join(names)}"
-            )
+            offered = nearest(path + part, [path + name for name in names])
             raise LaunchError(f"the recipe's configuration has no {path + part!r}; {offered}")
         holder, path = getattr(holder, part), f"{path}{part}."
 
@@ -423,13 +422,12 @@ def _check_type(key: str, before: Any, after: Any) -> None:
             f"{key}={after!r} is a mapping for a whole section; name its fields one by one, as {key}.FIELD=VALUE"
             + (", in a recipe that has the section: here it is None" if before is None else "")
         )
-    allowed = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}.get(type(before))
-    if allowed is None or after is None:
+    if type(before) not in (bool, int, float, str) or after is None:
         return
-    if not isinstance(after, allowed) or (isinstance(after, bool) and bool not in allowed):
-        raise LaunchError(
-            f"{key}={after!r} is of type {type(after).__name__}; expected {type(before).__name__}, as {before!r} is"
-        )
+    try:
+        schema.check(after, type(before), key)
+    except schema.SchemaError as error:
+        raise LaunchError(f"{error}, as {before!r} is") from error
 
 
 def data_words(config: Any) -> list[str]:
@@ -474,10 +472,17 @@ def _blend_words(flag: str, blend: Any) -> list[str]:
 
 
 def verify_data(config: Any) -> str:
-    """Check the datasets of the run against their manifests; the line that says what was checked."""
-    from megacpp_mcore.data.arguments import verify_arguments
+    """Check the datasets of the run against their manifests, on rank 0, and have Megatron cache what it indexes of just these.
 
-    return verify_arguments(data_words(config))
+    Returns:
+        The line that says what was checked.
+    """
+    from megacpp_mcore.data.arguments import cache_folder, verify_arguments
+
+    words = data_words(config)
+    line = verify_arguments(words) if os.environ["RANK"] == "0" else ""
+    config.dataset.path_to_cache = cache_folder(words, config.dataset.path_to_cache)
+    return f"{line}; its indices are cached in {config.dataset.path_to_cache}"
 
 
 def _name_end_of_document(config: Any) -> None:

@@ -12,32 +12,32 @@ if not __name__.startswith("megacpp_mcore."):
     )
 
 if TYPE_CHECKING:
-    from megacpp_mcore.patches.registry import Applied
+    from megacpp_mcore.patches.machinery.registry import Applied
 
 
 def apply(names: Iterable[str]) -> Applied:
-    """Apply the named patches to this process; see :meth:`megacpp_mcore.patches.registry.Registry.apply`."""
-    from megacpp_mcore.patches.registry import default
+    """Apply the named patches to this process; see :meth:`megacpp_mcore.patches.machinery.registry.Registry.apply`."""
+    from megacpp_mcore.patches.machinery.registry import default
 
     return default().apply(names)
 
 
 def revert(names: Iterable[str] | None = None) -> tuple[str, ...]:
-    """Revert the named patches, or all; see :meth:`megacpp_mcore.patches.registry.Registry.revert`."""
-    from megacpp_mcore.patches.registry import default
+    """Revert the named patches, or all; see :meth:`megacpp_mcore.patches.machinery.registry.Registry.revert`."""
+    from megacpp_mcore.patches.machinery.registry import default
 
     return default().revert(names)
 
 
 def verify() -> None:
-    """Fail unless every applied patch is in place; see :meth:`megacpp_mcore.patches.registry.Registry.verify`."""
-    from megacpp_mcore.patches.registry import default
+    """Fail unless every applied patch is in place; see :meth:`megacpp_mcore.patches.machinery.registry.Registry.verify`."""
+    from megacpp_mcore.patches.machinery.registry import default
 
     default().verify()
 
 
 def status() -> list[dict[str, Any]]:
-    """One JSON-ready record a patch; see :meth:`megacpp_mcore.patches.registry.Registry.status`."""
-    from megacpp_mcore.patches.registry import default
+    """One JSON-ready record a patch; see :meth:`megacpp_mcore.patches.machinery.registry.Registry.status`."""
+    from megacpp_mcore.patches.machinery.registry import default
 
     return default().status()

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megacpp_mcore import hybrid, lowering
+from megacpp_mcore.arguments import lowering
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.patches.registry import Edit, Patch
+from megacpp_mcore.model import hybrid
+from megacpp_mcore.model.training import HYBRID
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 GPT_KEYS = "has_keys_of_gpt_model"
 """The attribute by which a decoder says that its model's checkpoint has the keys of a GPTModel's."""
@@ -38,7 +40,7 @@ class _Outline:
 
 def _outline(args: Any, host: str) -> _Outline:
     """Read ``args``, of a run or from a checkpoint, whose spec is that of ``host``."""
-    if host == lowering.HYBRID:
+    if host == HYBRID:
         found = hybrid.from_hybrid(args.hybrid_layer_pattern)
         experts = tuple(number for number, letter in enumerate(found.layers, start=1) if letter == "E")
         return _Outline(len(found.layers), experts, len(found.pattern.mtp))

@@ -13,8 +13,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore import checkpoint_layout
-from megacpp_mcore.patches.registry import Edit, Patch
+from megacpp_mcore.checkpoints import layout as checkpoint_layout
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 
 def _with_its_folder(original: Callable[..., Any]) -> Callable[..., Any]:

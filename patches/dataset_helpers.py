@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.patches.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 logger = logging.getLogger(__name__)
 

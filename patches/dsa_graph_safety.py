@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 _DSA = "megatron.core.transformer.experimental_attention_variant"
 

@@ -23,11 +23,11 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from megacpp_mcore import config as plugin_config
+from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.model.pattern import FULL_INDEX, SHARED_INDEX, promoted_schedule, source_layers
 from megacpp_mcore.ops.indexer.cache import IndexCache, Recomputed, Selection
-from megacpp_mcore.patches.registry import Edit, Patch
-from megacpp_mcore.pattern import FULL_INDEX, SHARED_INDEX, promoted_schedule, source_layers
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 _DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 _CACHE = "_megacpp_index_cache"
@@ -92,7 +92,7 @@ def _trunk_roles(config: Any) -> str | None:
 
 def _refuse_split(config: Any, roles: str) -> None:
     """Raise ModelError, with the schedule to adopt, where a model chunk would begin with a Shared layer."""
-    from megacpp_mcore.layer_specs.nam56r import model_chunks
+    from megacpp_mcore.arguments.chunks import model_chunks
 
     chunks = model_chunks(config)
     schedule, promoted = promoted_schedule(tuple(roles), chunks)

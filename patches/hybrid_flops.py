@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megacpp_mcore import config as plugin_config
-from megacpp_mcore import lowering
-from megacpp_mcore import pattern as grammar
-from megacpp_mcore.model import MLA, Model
-from megacpp_mcore.observe import flops
-from megacpp_mcore.patches.registry import Edit, Patch
+from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments import lowering
+from megacpp_mcore.model import MLA, Model, flops
+from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.model.training import GPT
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def _described_model(args: Any) -> Model | None:
         return settings.model
     from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
-    config = gpt_config_from_args(args) if host == lowering.GPT else hybrid_config_from_args(args)
+    config = gpt_config_from_args(args) if host == GPT else hybrid_config_from_args(args)
     return lowering.matching_preset((config.transformer, config), host=host)
 
 

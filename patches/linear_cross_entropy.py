@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 from megacpp_mcore.backends import Speed
 from megacpp_mcore.backends import observed as backends
 from megacpp_mcore.errors import PatchError
-from megacpp_mcore.patches.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.patches.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 if TYPE_CHECKING:
     import torch

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megacpp_mcore.backends import Speed
 from megacpp_mcore.backends import observed as backends
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.patches.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,5 @@
-"""output-layer-fusion: gradient accumulation fusion of Transformer Engine's layers needs no Apex for the output layer.
+"""output-layer-fusion: gradient accumulation fusion of Transformer Engine's layers needs no Apex for the output layer, which
+may have a start of its own.
 
 Activate: applied by the spec; or ``megacpp_mcore.patches.apply(["output-layer-fusion"])``.
 Scope: models built with ``gradient_accumulation_fusion`` where ``fused_weight_gradient_mlp_cuda`` cannot be imported.
@@ -8,6 +9,9 @@ Transformer Engine's layers add a weight's gradient into the gradient buffer in 
 The output layer of GPTModel and HybridModel is not one of them: it is Megatron's ColumnParallelLinear, whose fusion is Apex's,
 and without Apex it raises where it could do without. One flag is for both. RowParallelLinear, which local models have, does not
 even ask, and fails in the backward pass.
+
+The output layer is drawn by the function of the configuration that draws all layers. Where that has an attribute
+``for_output_layer``, as a model's start sets it, this layer alone is drawn by it.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 
@@ -27,6 +31,10 @@ def _without_apex(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
+        own = getattr(kwargs.get("init_method"), "for_output_layer", None)
+        # What the models build their output layer with, and no layer: that one says whether it is an expert's.
+        if own is not None and "skip_weight_param_allocation" in kwargs and "is_expert" not in kwargs:
+            kwargs["init_method"] = own
         available = importlib.import_module(_LAYERS)._grad_accum_fusion_available
         if available or not config.gradient_accumulation_fusion:
             original(self, *args, config=config, **kwargs)
@@ -64,6 +72,6 @@ PATCH = Patch(
     seam="the constructor asks the configuration once and keeps the answer; the forward pass reads what it kept",
     leaves_alone="models built without fusion; hosts with Apex; Transformer Engine's layers, which have kernels of their own",
     cost="nothing; the gradient of the output weight is added to the buffer in a pass of its own, as without the flag",
-    gain="16-bit weight gradients of all other layers are neither written nor read again",
+    gain="16-bit weight gradients of Transformer Engine's layers are neither written nor read again",
     retire_when="upstream's output layer falls back, or takes Transformer Engine's product",
 )

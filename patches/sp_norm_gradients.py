@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.patches.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"

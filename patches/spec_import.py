@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megacpp_mcore.errors import SpecImportError
-from megacpp_mcore.patches.registry import Edit, Patch
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 
 def spec_words(values: Sequence[str]) -> tuple[str, str]:

@@ -52,7 +52,7 @@ def write(
 
 def as_saved_by_0_1_0(saved: Path, old: Path, model: Model) -> None:
     """Write the checkpoint of ``model`` in the folder ``saved`` to ``old`` as 0.1.0 had it: rows, axes, objects, no mark."""
-    from megacpp_mcore import checkpoint_convert
+    from megacpp_mcore.checkpoints import convert as checkpoint_convert
 
     source = checkpoint_convert._Source(saved)
     tensors = as_0_1_0(

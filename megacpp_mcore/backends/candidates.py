@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -18,6 +17,7 @@ LAYER_PARTS = "transformer_impl"
 _REFERENCE = Support(capturable=False)
 """The references run on anything. No CUDA graph has been tried with them."""
 
+_GPU_TRITON = (TRITON, CUDA)
 _EIGHTS = Dim(multiple_of=8)
 
 _SDPA = Support(
@@ -48,8 +48,10 @@ def own_candidates() -> tuple[Candidate, ...]:
     return (
         _candidate("mla", "sdpa", Speed.KERNEL, _SDPA, "megacpp_mcore.ops.mla.sdpa:sdpa_attention", (CUDA,)),
         _candidate("mla", "reference", Speed.REFERENCE, _REFERENCE, "megacpp_mcore.ops.mla.reference:mla_attention"),
-        _unproven("mamba3", _MAMBA3_TRITON, "megacpp_mcore.ops.mamba3.triton:mamba3"),
-        _unproven("m2rnn", _M2RNN_TRITON, "megacpp_mcore.ops.m2rnn.triton:m2rnn"),
+        _candidate(
+            "mamba3", TRITON, Speed.KERNEL, _MAMBA3_TRITON, "megacpp_mcore.ops.mamba3.triton:mamba3", _GPU_TRITON
+        ),
+        _candidate("m2rnn", TRITON, Speed.KERNEL, _M2RNN_TRITON, "megacpp_mcore.ops.m2rnn.triton:m2rnn", _GPU_TRITON),
         *(
             _candidate(
                 op, "reference", Speed.REFERENCE, _REFERENCE, f"megacpp_mcore.ops.{package}.reference:{function}"
@@ -87,12 +89,6 @@ def _candidate(
 ) -> Candidate:
     load = functools.partial(_load, path)
     return Candidate(name=name, op=op, speed=speed, load=load, support=support, requires=requires)
-
-
-def _unproven(op: str, support: Support, path: str) -> Candidate:
-    """Triton kernels whose parity and speed have not been measured on a GPU as they stand."""
-    candidate = _candidate(op, TRITON, Speed.KERNEL, support, path, (TRITON, CUDA))
-    return dataclasses.replace(candidate, proven=False)
 
 
 def _load(path: str) -> Callable[..., Any]:

@@ -7,7 +7,6 @@ covers the request; where that is of a slower class than one made for the same d
 
 from __future__ import annotations
 
-import difflib
 import enum
 import logging
 import threading
@@ -19,6 +18,7 @@ from megacpp_mcore.backends import probes
 from megacpp_mcore.backends.probes import ProbeResult
 from megacpp_mcore.backends.support import Support
 from megacpp_mcore.errors import BackendError
+from megacpp_mcore.util.nearest import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,6 @@ class Candidate:
         support: what it covers.
         requires: what this machine must have, of :data:`megacpp_mcore.backends.probes.REQUIREMENTS`.
         probe: whatever else has to be tried once before it can run.
-        proven: whether parity and speed of what is here were measured on a GPU; until then ``auto`` passes over it.
     """
 
     name: str
@@ -66,7 +65,6 @@ class Candidate:
     support: Support = field(default_factory=Support)
     requires: tuple[str, ...] = ()
     probe: Callable[[], ProbeResult] | None = None
-    proven: bool = True
 
     def __post_init__(self) -> None:
         for name in self.requires:
@@ -227,9 +225,6 @@ class Dispatcher:
             if not candidate.support.is_for(needs.get("device")):
                 passed_over.append(f"{candidate.name} is for {' or '.join(candidate.support.devices)}")
                 continue
-            if not candidate.proven:
-                passed_over.append(f"{candidate.name} has no measured row yet, ask for it by name")
-                continue
             best = candidate.speed if best is None else best
             present = self._probe(candidate)
             if not present.ok:
@@ -260,7 +255,4 @@ def _warn_once(message: str) -> None:
 
 
 def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=2)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(names)}"
-    return f"there is no {kind} called {name!r}; {hint}"
+    return f"there is no {kind} called {name!r}; {nearest(name, known)}"

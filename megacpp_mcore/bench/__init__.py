@@ -11,7 +11,7 @@ module                 what it has
 :mod:`~.table`         the columns of the table, and how it is printed
 :mod:`~.against`       new rows against those of a committed table
 :mod:`~.evidence`      why ``auto`` prefers a backend: committed rows, or a policy
-:mod:`~.measure`       times, peak memory, versions, CSV files; also for the scripts in ``benchmarks/``
+:mod:`~.measure`       times, peak memory, versions, CSV files; also for the scripts in ``experiments/``
 =====================  ===============================================================================================
 
 Nothing here imports torch before a benchmark is run.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import io
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,22 +14,16 @@ from megacpp_mcore.errors import BenchmarkError
 
 Row = Mapping[str, Any]
 
-SAME_RUN = ("benchmark", "shape", "dtype", "device")
-"""What a run has measured: of the file's rows that agree in these, each has to have its counterpart in the run."""
-
-FIGURES: Mapping[str, Callable[[str], float]] = {"ms": float, "peak_bytes": int}
-"""What is compared, and what each is."""
-
 
 @dataclass
 class Comparison:
-    """What became of every new row that was timed.
+    """What became of the rows.
 
     Attributes:
-        compared: how many rows were.
+        compared: how many new rows were.
         slower: one line for each that takes more time or memory than the tolerance allows, and for each row of the file that
             lost its time, or has none of its name in this run any more.
-        lines: one line for everything else: faster, equal, new, not comparable, no baseline.
+        lines: one line for everything else: faster, as before, new, not comparable.
     """
 
     compared: int = 0
@@ -43,52 +35,25 @@ def read(path: Path) -> list[dict[str, str]]:
     """The rows of a table of benchmarks.
 
     Raises:
-        BenchmarkError: the file cannot be read, is not such a table, or is damaged: it ends within a line, or a row has more
-            or fewer cells than columns or a figure that is none.
+        BenchmarkError: the file cannot be read, is not such a table, or is damaged.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as source:
-            text = source.read()
-        header, *lines = list(csv.reader(io.StringIO(text, newline=""), strict=True)) or [[]]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        text = path.read_text(encoding="utf-8")
+        reader = csv.DictReader(text.splitlines(keepends=True), strict=True)
+        rows = list(reader)
+        figures = [float(row[name]) for row in rows for name in ("ms", "peak_bytes") if row.get(name)]
+    except (OSError, ValueError, csv.Error) as error:
         raise BenchmarkError(
             f"{path} cannot be read ({error}); --against takes a table of `bench run --output`"
         ) from error
-    if not text:
-        raise BenchmarkError(f"{path} is empty; --against takes a table of `bench run --output`")
-    if header != list(COLUMNS):
-        lacking = [name for name in COLUMNS if name not in header]
+    whole = text.endswith("\n") and all(None not in row and None not in row.values() for row in rows)
+    if tuple(reader.fieldnames or ()) != COLUMNS or not whole or not all(figure > 0 for figure in figures):
+        begins = ",".join(reader.fieldnames or ())[:80]
         raise BenchmarkError(
-            f"{path} is no table of `bench run`: it lacks {', '.join(lacking[:5]) or 'nothing, but has other columns too'}; "
-            "name one that `bench run --output` wrote"
+            f"{path} is no whole table of `bench run --output`: {len(rows)} rows below {begins!r}, ending with {text[-40:]!r}; "
+            "name another"
         )
-    if not text.endswith("\n"):
-        raise BenchmarkError(f"{path} ends within a line: a part of it is missing; name a whole table")
-    return [_row(path, number, cells) for number, cells in enumerate(lines, 1)]
-
-
-def _row(path: Path, number: int, cells: list[str]) -> dict[str, str]:
-    """The cells of row ``number`` by column.
-
-    Raises:
-        BenchmarkError: there are more or fewer of them than columns, or a figure is none.
-    """
-    if len(cells) != len(COLUMNS):
-        raise BenchmarkError(
-            f"row {number} of {path} has {len(cells)} cells; expected {len(COLUMNS)}: the table is damaged; name a whole one"
-        )
-    row = dict(zip(COLUMNS, cells, strict=True))
-    for name, number_of in FIGURES.items():
-        if row[name] and not _is_positive(number_of, row[name]):
-            raise BenchmarkError(f"row {number} of {path} has {row[name]!r} for {name}; expected a number above 0")
-    return row
-
-
-def _is_positive(number_of: Callable[[str], float], text: str) -> bool:
-    try:
-        return 0 < number_of(text) < math.inf
-    except ValueError:
-        return False
+    return rows
 
 
 def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comparison:
@@ -105,25 +70,24 @@ def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comp
     Raises:
         BenchmarkError: not one row can be compared; the message says what differs.
     """
-    timed = [old for old in before if old["ms"] != ""]
-    before = [old for old in timed if old["parity"] in TIMED]
-    found, reasons = Comparison(), _no_baselines(timed, now)
+    found, refused = Comparison(), []
+    baselines = [old for old in before if old["ms"] != "" and old["parity"] in TIMED]
     for row in now:
-        same_work = [old for old in before if _key(old) == _key(row)]
-        alike = [old for old in same_work if not _differences(old, row)]
-        name = " / ".join((row["benchmark"], row["work"], row["variant"]))
+        name, same = " / ".join(_key(row)), [old for old in baselines if _key(old) == _key(row)]
+        alike = [old for old in same if not _differences(old, row)]
         if alike:
             found.compared += 1
-            fallen = "" if alike[-1]["variant"] == row["variant"] else f", which was {alike[-1]['variant']}"
-            _judge(found, name + fallen, alike[-1], row, tolerance)
-        elif same_work:
-            reasons.append(f"{name}: not compared, {'; '.join(_differences(same_work[-1], row))}")
+            _judge(found, name, alike[-1], row, tolerance)
+        elif same:
+            refused.append(f"{name}: not compared, {'; '.join(_differences(same[-1], row))}")
         elif row["ms"] != "":
             found.lines.append(f"{name}: new, the file has no baseline of it")
-    found.lines += reasons
-    found.slower += _lost(before, now)
+    found.lines += refused
+    ran, have = {_what(row) for row in now}, {(_what(row), _key(row)) for row in now}
+    lost = {_key(old): old for old in baselines if _what(old) in ran and (_what(old), _key(old)) not in have}
+    found.slower += [f"{' / '.join(key)}: was {old['ms']} ms, and has no row in this run" for key, old in lost.items()]
     if not found.compared and not found.slower:
-        why = "\n  ".join(reasons[:5]) or "the file has no baseline of any of these benchmarks"
+        why = "\n  ".join(refused[:5]) or "the file has no baseline of any of these benchmarks"
         raise BenchmarkError(f"no row of this run may be compared with the file:\n  {why}")
     return found
 
@@ -131,53 +95,30 @@ def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comp
 def _key(row: Row) -> tuple[str, str, str]:
     """Benchmark, work and variant; of a layer without its bracket, which holds the backends that it found."""
     variant = str(row["variant"])
-    name = variant.partition(" (")[0] if row["kind"] == LAYER else variant
-    return (str(row["benchmark"]), str(row["work"]), name)
-
-
-def _no_baselines(timed: Sequence[Row], now: Sequence[Row]) -> list[str]:
-    """A line for each row of the file, of a benchmark that ran now, whose time is of what did not compute the right thing."""
-    ran = {_what(row) for row in now}
-    return [
-        f"{' / '.join(_key(old))}: {old['ms']} ms in the file is no baseline, its parity is {old['parity'] or 'not given'}"
-        for old in timed
-        if old["parity"] not in TIMED and _what(old) in ran
-    ]
-
-
-def _lost(before: Sequence[Row], now: Sequence[Row]) -> list[str]:
-    """A line for each baseline whose benchmark ran now, but not with this work and variant."""
-    ran = {_what(row) for row in now}
-    have = {(*_what(row), *_key(row)) for row in now}
-    last = {(*_what(old), *_key(old)): old for old in before if _what(old) in ran}
-    return [
-        f"{' / '.join(_key(old))}: was {old['ms']} ms, and has no row in this run"
-        for key, old in last.items()
-        if key not in have
-    ]
+    return row["benchmark"], row["work"], variant.partition(" (")[0] if row["kind"] == LAYER else variant
 
 
 def _what(row: Row) -> tuple[str, ...]:
-    return tuple(str(row[name]) for name in SAME_RUN)
+    return tuple(str(row[name]) for name in ("benchmark", "shape", "dtype", "device"))
 
 
 def _differences(old: Row, row: Row) -> list[str]:
-    return [
-        f"{name} is {row[name]} and was {old[name]}" for name in CONDITIONS if str(old[name]) != str(row[name])
-    ]  # fmt: skip
+    return [f"{name} is {row[name]} and was {old[name]}" for name in CONDITIONS if str(old[name]) != str(row[name])]
 
 
 def _judge(found: Comparison, name: str, old: Row, row: Row, tolerance: float) -> None:
+    fallen = "" if old["variant"] == row["variant"] else f", which was {old['variant']}"
     if row["ms"] == "":
-        found.slower.append(f"{name}: was {old['ms']} ms, and has no time now ({row['note'] or row['parity']})")
+        found.slower.append(f"{name}{fallen}: was {old['ms']} ms, and has no time now ({row['note'] or row['parity']})")
         return
-    change = float(row["ms"]) / float(old["ms"])
-    figures = f"{float(old['ms']):.4g} → {float(row['ms']):.4g} ms ({change:.2f}x)"
-    if change > 1 + tolerance:
-        found.slower.append(f"{name}: slower, {figures}")
-    else:
-        found.lines.append(f"{name}: {'faster' if change < 1 / (1 + tolerance) else 'as before'}, {figures}")
-    if old["peak_bytes"] != "" and row["peak_bytes"] != "":
-        before, now = int(old["peak_bytes"]), int(row["peak_bytes"])
-        if now > before * (1 + tolerance):
-            found.slower.append(f"{name}: more memory, {before / 1e6:.1f} → {now / 1e6:.1f} MB")
+    for figure, unit, size in (("ms", "ms", 1.0), ("peak_bytes", "MB", 1e6)):
+        if old[figure] == "" or row[figure] == "":
+            continue
+        change = float(row[figure]) / float(old[figure])
+        text = (
+            f"{name}{fallen}: {float(old[figure]) / size:.4g} → {float(row[figure]) / size:.4g} {unit} ({change:.2f}x)"
+        )
+        if change > 1 + tolerance:
+            found.slower.append(f"{text}: {'slower' if figure == 'ms' else 'more memory'}")
+        elif figure == "ms":
+            found.lines.append(f"{text}: {'faster' if change < 1 / (1 + tolerance) else 'as before'}")

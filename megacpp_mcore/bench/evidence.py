@@ -17,7 +17,7 @@ from types import MappingProxyType
 from megacpp_mcore.backends import Candidate
 from megacpp_mcore.bench.table import GREEN, RIGHT
 from megacpp_mcore.errors import BenchmarkError
-from megacpp_mcore.observe.receipts.comparison import NOISE
+from megacpp_mcore.observe.receipts.claims import NOISE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +86,13 @@ class Evidence:
         return row
 
 
+def _on_h200(op: str, name: str) -> Evidence:
+    rows = ({"benchmark": op, "work": "forward+backward", "variant": variant} for variant in (name, "reference"))
+    return Evidence(table="experiments/results/bench_h200.csv", row=next(rows), than=next(rows))
+
+
 EVIDENCE: Mapping[tuple[str, str], Evidence] = MappingProxyType(
-    {
-        ("mla", "sdpa"): Evidence(
-            table="benchmarks/results/bench_h200.csv",
-            row={"benchmark": "mla", "work": "forward+backward", "variant": "sdpa"},
-            than={"benchmark": "mla", "work": "forward+backward", "variant": "reference"},
-        ),
-    }
+    {(op, name): _on_h200(op, name) for op, name in (("mla", "sdpa"), ("mamba3", "triton"), ("m2rnn", "triton"))}
 )
 """By op and backend, the rows that say that it is the faster one."""
 
@@ -101,7 +100,7 @@ POLICIES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("transformer_impl", "transformer_engine"): (
             "Megatron's default (TransformerConfig.transformer_impl, core 0.19), and what FP8 experts need; not faster: "
-            "1.004x the tokens/s of local, one run each (benchmarks/results/train_h200.csv), which is noise"
+            "1.004x the tokens/s of local, one run each (experiments/results/train_h200.csv), which is noise"
         ),
     }
 )
@@ -112,5 +111,5 @@ def lacking(candidates: Iterable[Candidate]) -> list[tuple[str, str]]:
     """The backends that ``auto`` may prefer to a slower class and that have neither evidence nor a policy."""
     every = list(candidates)
     slowest = {op: min(one.speed for one in every if one.op == op) for op in {one.op for one in every}}
-    preferred = [(one.op, one.name) for one in every if one.proven and one.speed > slowest[one.op]]
+    preferred = [(one.op, one.name) for one in every if one.speed > slowest[one.op]]
     return [which for which in preferred if which not in EVIDENCE and which not in POLICIES]

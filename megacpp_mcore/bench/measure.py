@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import math
 import os
 import platform
 import statistics
@@ -55,42 +54,27 @@ def one_process(device: str) -> Iterator[None]:
             lane.remove()
 
 
-def median_ms(
-    run: Callable[[Any], Any], sets: Sequence[Any], device: str, *, warmup: int, repeats: int, seconds: float
-) -> tuple[float, int]:
-    """Median milliseconds of calls that go round the input ``sets``, and how many they were.
+def median_ms(call: Callable[[], Any], device: str, seconds: float) -> tuple[float, int]:
+    """Median milliseconds of a call, and how many calls were timed: for ``seconds``, and at least :data:`FEWEST` on a GPU.
 
-    Args:
-        run: what is timed.
-        sets: its inputs, larger together than the caches of the device.
-        device: ``cuda``, timed with events, or ``cpu``.
-        warmup: calls before, which do not count.
-        repeats: calls that are timed, at most.
-        seconds: time after which no more are, once there are :data:`FEWEST`.
+    On a GPU by :func:`triton.testing.do_bench`, which empties the L2 cache before each; on a CPU by
+    :mod:`torch.utils.benchmark`, whose figures are means of blocks where a call is short.
     """
-    for number in range(warmup):
-        run(sets[number % len(sets)])
-    times: list[float] = []
-    while len(times) < repeats and (len(times) < min(FEWEST, repeats) or sum(times) < seconds * 1e3):
-        times.append(_milliseconds(run, sets[len(times) % len(sets)], device))
+    if device == "cpu":
+        from torch.utils.benchmark import Timer
+
+        # Its own clock would synchronise the GPU that the CPU lane stands in for.
+        timer = Timer("call()", globals={"call": call}, timer=time.perf_counter, num_threads=torch.get_num_threads())
+        found = timer.blocked_autorange(min_run_time=seconds)
+        return found.median * 1e3, len(found.times)
+    from triton.testing import do_bench
+
+    once = statistics.median(do_bench(call, warmup=1, rep=1, return_mode="all"))
+    times = do_bench(call, warmup=int(FEWEST * once), rep=int(max(FEWEST * once, seconds * 1e3)) + 1, return_mode="all")
     return statistics.median(times), len(times)
 
 
-def _milliseconds(run: Callable[[Any], Any], inputs: Any, device: str) -> float:
-    if device == "cpu":
-        start = time.perf_counter()
-        run(inputs)
-        return (time.perf_counter() - start) * 1e3
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    first.record()
-    run(inputs)
-    last.record()
-    torch.cuda.synchronize()
-    return float(first.elapsed_time(last))
-
-
-def peak_bytes(run: Callable[[Any], Any], inputs: Any, device: str) -> int | None:
+def peak_bytes(call: Callable[[], Any], device: str) -> int | None:
     """Peak bytes above what was allocated before the call, its results included; None on the CPU, which does not count."""
     if device == "cpu":
         return None
@@ -98,16 +82,10 @@ def peak_bytes(run: Callable[[Any], Any], inputs: Any, device: str) -> int | Non
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    results = run(inputs)
+    results = call()
     torch.cuda.synchronize()
     del results
     return torch.cuda.max_memory_allocated() - before
-
-
-def worst_difference(values: Sequence[float], others: Sequence[float], *, relative: bool) -> float:
-    """The largest difference of two series, step by step, a share of the first if ``relative``; infinite with a NaN."""
-    apart = [abs(one - other) / (abs(one) if relative else 1.0) for one, other in zip(values, others, strict=True)]
-    return max(apart) if all(map(math.isfinite, apart)) else math.inf
 
 
 def has_gpu() -> bool:
@@ -156,33 +134,26 @@ class Table:
         columns: its header.
 
     Raises:
-        BenchmarkError: when the file cannot be written, has other columns, or ends within a line; nothing is measured then.
+        BenchmarkError: the file cannot be read, or is no whole table of these columns; nothing is measured then.
     """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self.path, self.columns = path, tuple(columns)
         try:
-            text = _appendable(path)
+            text = path.read_text(encoding="utf-8") if path.exists() else ""
         except (OSError, UnicodeDecodeError) as error:
+            raise BenchmarkError(f"{path} cannot be read ({error}); name another --output") from error
+        if text and not (text.endswith("\n") and text.splitlines()[0] == ",".join(columns)):
             raise BenchmarkError(
-                f"{path} is no file that rows can be added to ({error}); name another --output"
-            ) from error
-        lines = text.splitlines()
-        if lines[:1] not in ([], [",".join(columns)]):
-            raise BenchmarkError(
-                f"{path} has the columns {lines[:1]}; expected {','.join(columns)}: name another --output"
-            )
-        if lines and not text.endswith("\n"):
-            raise BenchmarkError(
-                f"{path} ends within a line, as what was stopped while it wrote leaves it: {lines[-1][-60:]!r}; "
-                "delete that line (or end it, if it is whole), or name another --output"
+                f"{path} begins with {text.splitlines()[0][:80]!r} and ends with {text[-40:]!r}; expected whole lines below "
+                f"{','.join(columns)}: mend it, or name another --output"
             )
 
     def append(self, *rows: dict[str, Any]) -> None:
         """Add ``rows``; each has every column.
 
         Raises:
-            BenchmarkError: when the file cannot be written.
+            BenchmarkError: the file cannot be written.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,18 +164,3 @@ class Table:
                 writer.writerows(rows)
         except OSError as error:
             raise BenchmarkError(f"{len(rows)} rows could not be added to {self.path} ({error})") from error
-
-
-def _appendable(path: Path) -> str:
-    """What is in the file now, empty if there is none; leaves nothing behind.
-
-    Raises:
-        OSError: it cannot be added to, or not be made.
-    """
-    if path.exists():
-        with path.open("a+", encoding="utf-8") as file:
-            file.seek(0)
-            return file.read()
-    folder = next(parent for parent in path.parents if parent.exists())
-    with tempfile.TemporaryFile(dir=folder):
-        return ""

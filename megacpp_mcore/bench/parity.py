@@ -9,21 +9,16 @@ import torch
 
 from megacpp_mcore.bench.problem import BOTH, FORWARD, OURS, Tensors, Variant, Verdict
 from megacpp_mcore.bench.table import GREEN, IS_REFERENCE
-
-LOOSER = 1.5
-"""How much worse than the problem's yardstick, plain code in the same dtype, a variant may be, where that is more."""
+from megacpp_mcore.ops.testing import PEER_RATIO, row_norms, worst_row
 
 YARDSTICK_LIMIT = 0.1
 """What the yardstick itself may be off by before it is no implementation of the op."""
 
-SMALL_ROW = 1e-2
-"""A row below this part of the typical row is measured against that part: some are zero but for rounding."""
-
 
 class AgainstTruth:
-    """Each result's worst row against the truth: ``‖have − want‖ / max(‖want‖, 1 % of the RMS of all rows)``.
+    """Each result's worst row against the truth (:mod:`megacpp_mcore.ops.testing`).
 
-    A row is the last axis. Anything that is not finite, or of another shape, fails. A peer may leave out the last gradients;
+    Anything that is not finite, or of another shape, fails. A peer may leave out the last gradients;
     ours has to give all of them. A variant that is the very program of the truth is checked, and called what it is.
 
     Args:
@@ -31,7 +26,7 @@ class AgainstTruth:
         names: of the results.
         outputs: how many of them the forward pass gives.
         limit: the largest error of a row, for all results or by name.
-        yardstick: a variant whose own errors, times :data:`LOOSER`, are allowed too.
+        yardstick: a variant whose own errors, times :data:`~megacpp_mcore.ops.testing.PEER_RATIO`, are allowed too.
         norms: from a result's name, its truth's row norms and the inputs to the norms that errors are measured against.
     """
 
@@ -76,7 +71,7 @@ class AgainstTruth:
 
     def _judged(self, variant: Variant, errors: dict[str, float]) -> Verdict:
         if variant.name == self.yardstick:
-            self._allowed = {name: LOOSER * error for name, error in errors.items()}
+            self._allowed = {name: PEER_RATIO * error for name, error in errors.items()}
             limits = dict.fromkeys(errors, YARDSTICK_LIMIT)
         elif variant.limit is not None:
             limits = dict.fromkeys(errors, variant.limit)
@@ -90,10 +85,8 @@ class AgainstTruth:
         return Verdict(None, IS_REFERENCE, errors) if variant.is_reference else Verdict(True, GREEN, errors)
 
     def _error(self, name: str, have: torch.Tensor, want: torch.Tensor, inputs: Any) -> float:
-        if have.shape != want.shape or not bool(torch.isfinite(have).all()):
+        norms = None if self._norms is None else self._norms(name, row_norms(want), inputs)
+        try:
+            return worst_row(have, want, name, norms)
+        except AssertionError:  # another shape, or no numbers
             return float("inf")
-        error, norm = have.double().sub_(want.double()), want.double().norm(dim=-1)
-        norm = norm.clamp(min=SMALL_ROW * float(norm.square().mean().sqrt()))
-        norm = norm if self._norms is None else self._norms(name, norm, inputs)
-        ratio = error.norm(dim=-1) / norm
-        return float(torch.where(error.norm(dim=-1) == 0, torch.zeros_like(ratio), ratio).max())

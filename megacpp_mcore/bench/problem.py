@@ -1,4 +1,4 @@
-"""What a benchmark is made of: inputs, the variants that are compared on them, floors, goals."""
+"""What a benchmark is made of: inputs, the variants that are compared on them, floors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 
 from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Options
 from megacpp_mcore.errors import BenchmarkError
-from megacpp_mcore.observe.flops import Work
+from megacpp_mcore.model.flops import Work
 
 FORWARD, BOTH = "forward", "forward+backward"
 
 PRECISIONS: Mapping[str, str] = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
-"""What the products of inputs of a dtype run in at best, as :mod:`megacpp_mcore.observe.peaks` calls it."""
+"""What the products of inputs of a dtype run in at best, as :mod:`megacpp_mcore.model.flops.peaks` calls it."""
 
 Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """One set of random inputs.
+    """Random inputs.
 
     Attributes:
         leaves: what gets a gradient, by name.
@@ -54,7 +54,7 @@ class Variant:
     Attributes:
         name: how the table calls it.
         side: :data:`OURS`, :data:`PEER`, or :data:`BOUND`, which is timed and compared with nothing.
-        runs: by name of the work, what is timed; given an :class:`Inputs` or whatever the problem's sets are.
+        runs: by name of the work, what is timed; given an :class:`Inputs` or whatever the problem's are.
         results: brings what the last of ``runs`` returns into the order and layout of the truth; not timed.
         around: what has to be in place around every run, such as a patch.
         absent: why it cannot run here; then ``runs`` is empty.
@@ -79,9 +79,9 @@ class Floor:
     """What no implementation can do without.
 
     Attributes:
-        operations: floating-point operations, from :mod:`megacpp_mcore.observe.flops`.
+        operations: floating-point operations, from :mod:`megacpp_mcore.model.flops`.
         moved: bytes that have to be read or written once.
-        precision: what the operations run in at best, of :data:`megacpp_mcore.observe.peaks.PRECISIONS`.
+        precision: what the operations run in at best, of :data:`megacpp_mcore.model.flops.peaks.PRECISIONS`.
         result: bytes of what is returned, for benchmarks of memory.
     """
 
@@ -89,17 +89,6 @@ class Floor:
     moved: int
     precision: str
     result: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Goal:
-    """How many times less time (``ms``) or peak memory (``peak_bytes``) ``variant`` has to take than ``over``."""
-
-    work: str
-    variant: str
-    over: str
-    times: float
-    of: str = "ms"
 
 
 @dataclass(frozen=True)
@@ -128,23 +117,21 @@ class Problem:
     Attributes:
         shape: sizes by name, as the table gives them.
         dtype: of the inputs.
-        sets: inputs to go round; parity is checked on the first.
+        inputs: what every variant gets.
         variants: in the order in which they run.
         works: what is timed, and its floor; parity is checked on the last one that a variant has.
         judge: decides about parity.
         stock: the peer that the others are compared with; empty: the fastest one that is right.
-        goals: what has to be reached at full size on a GPU.
         computed: bytes of peak memory counted by hand, by variant.
     """
 
     shape: Mapping[str, Any]
     dtype: str
-    sets: Sequence[Any]
+    inputs: Any
     variants: Sequence[Variant]
     works: Mapping[str, Floor]
     judge: Judge
     stock: str = ""
-    goals: Sequence[Goal] = ()
     computed: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -237,6 +224,6 @@ class Draw:
 
 
 __all__ = [
-    "BOTH", "BOUND", "FORWARD", "OURS", "PEER", "PRECISIONS", "Draw", "Floor", "Goal", "Inputs", "Judge", "Problem", "Tensors",
+    "BOTH", "BOUND", "FORWARD", "OURS", "PEER", "PRECISIONS", "Draw", "Floor", "Inputs", "Judge", "Problem", "Tensors",
     "Variant", "Verdict", "candidates", "differentiable", "floors", "missing",
 ]  # fmt: skip

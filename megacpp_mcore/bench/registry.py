@@ -5,18 +5,18 @@ Sizes: B batch, S sequence; the others have their names in :class:`megacpp_mcore
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from megacpp_mcore import pattern as grammar
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import Model, preset
+from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.util.nearest import nearest
 
-OP, LAYER, PATCH, MODEL = "op", "layer", "patch", "model"
-KINDS = (OP, LAYER, PATCH, MODEL)
-"""What a benchmark measures; those of whole models are scripts of a clone, in its folder ``benchmarks``."""
+OP, LAYER, PATCH = "op", "layer", "patch"
+KINDS = (OP, LAYER, PATCH)
+"""What a benchmark measures; whole models are measured by the scripts of a clone's folder ``experiments``."""
 
 OURS, PEER, BOUND = "ours", "peer", "bound"
 """The sides: of this package, of somebody else, and a part of the work that is timed for orientation."""
@@ -33,19 +33,13 @@ class Options:
         device: ``cuda`` or ``cpu``.
         dtype: of the inputs, as torch calls it.
         shape: sizes by name.
-        sets: sets of random inputs to go round.
-        warmup: calls that do not count.
-        repeats: calls that do, at most.
-        seconds: time after which no more calls are made; three are, in any case.
+        seconds: for how long calls of one figure are timed.
         without: peers whose name holds one of these are left out.
     """
 
     device: str = "cuda"
     dtype: str = "bfloat16"
     shape: Mapping[str, int] = field(default_factory=dict)
-    sets: int = 3
-    warmup: int = 3
-    repeats: int = 20
     seconds: float = 1.0
     without: tuple[str, ...] = ()
 
@@ -57,22 +51,18 @@ class Benchmark:
     Attributes:
         name: what it is asked for by.
         kind: of :data:`KINDS`.
-        covers: the op, the layer's letter and role, the patch or the script that it is of.
+        covers: the op, the layer's letter and role, or the patch that it is of.
         title: one line.
-        problems: ``module:function`` that makes the problems of an :class:`Options`; empty for scripts.
+        problems: ``module:function`` that makes the problems of an :class:`Options`.
         shapes: the sizes by name of the size.
-        memory: whether it is about peak memory, which the CPU does not count.
-        peers: what its peers are called, on any device and of any shape.
     """
 
     name: str
     kind: str
     covers: str
     title: str
-    problems: str = ""
-    shapes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    memory: bool = False
-    peers: tuple[str, ...] = ()
+    problems: str
+    shapes: Mapping[str, Mapping[str, int]]
 
     def shape(self, size: str, changes: Mapping[str, int]) -> dict[str, int]:
         """The sizes of ``size`` with ``changes``.
@@ -132,8 +122,7 @@ def _sizes(model: Model) -> dict[str, int]:
 
 
 def _op(
-    covers: str, title: str, *names: str, name: str = "", problems: str = "", peers: tuple[str, ...] = (),
-    **changes: Mapping[str, int],
+    covers: str, title: str, *names: str, name: str = "", problems: str = "", **changes: Mapping[str, int],
 ) -> Benchmark:  # fmt: skip
     return Benchmark(
         name=name or covers,
@@ -142,52 +131,44 @@ def _op(
         title=title,
         problems=f"{_CASES}.{problems or f'{covers}:problems'}",
         shapes=_of_models("B", "S", *names, **changes),
-        peers=peers,
     )
 
 
-def _layer(name: str, covers: str, title: str, *peers: str) -> Benchmark:
+def _layer(name: str, covers: str, title: str) -> Benchmark:
     shapes = _of_models("B", "S", "hidden")
     return Benchmark(
-        name=name, kind=LAYER, covers=covers, title=title, problems=f"{_CASES}.layers:{name}", shapes=shapes,
-        peers=peers,
-    )  # fmt: skip
+        name=name, kind=LAYER, covers=covers, title=title, problems=f"{_CASES}.layers:{name}", shapes=shapes
+    )
 
 
-_MAMBA_SSM = ("mamba-ssm MIMO", "mamba-ssm SISO")
-_STOCK_CORE = "stock core attention"
 _SISO = {"rank": 1, "groups": 1}
 
 BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
     {
         benchmark.name: benchmark
         for benchmark in (
-            _op("mla", "core attention of full MLA; stock's, also with the patch mla-core-attention", "heads", "qk", "v",
-                peers=("stock local", "stock Transformer Engine")),
-            _op("sparse_mla", "absorbed attention to selected keys", "heads", "latent", "rope", "topk",
-                peers=("stock unfused",)),
-            _op("indexer", "selection of keys by the DSA indexer", "indexer_heads", "indexer_dim", "topk", peers=("stock",)),
+            _op("mla", "core attention of full MLA; stock's, also with the patch mla-core-attention", "heads", "qk", "v"),
+            _op("sparse_mla", "absorbed attention to selected keys", "heads", "latent", "rope", "topk"),
+            _op("indexer", "selection of keys by the DSA indexer", "indexer_heads", "indexer_dim", "topk"),
             _op("indexer_grad", "gradient of the DSA indexer's loss", "indexer_heads", "indexer_dim", "topk",
-                problems="indexer:gradient_problems", peers=("stock",)),
+                problems="indexer:gradient_problems"),
             _op("mamba3", "Mamba-3, MIMO, between its projections",
-                "mamba_heads", "head_dim", "state", "rank", "groups", "chunk", peers=_MAMBA_SSM),
+                "mamba_heads", "head_dim", "state", "rank", "groups", "chunk"),
             _op("mamba3", "Mamba-3, SISO, between its projections",
                 "mamba_heads", "head_dim", "state", "rank", "groups", "chunk",
-                name="mamba3_siso", peers=_MAMBA_SSM, full=_SISO | {"chunk": 64}, tiny=_SISO),
-            _op("m2rnn", "the M²RNN recurrence", "rnn_heads", "key_dim", "value_dim", "checkpoint_every",
-                peers=("xma's recurrence (Triton) in the reference",)),
+                name="mamba3_siso", full=_SISO | {"chunk": 64}, tiny=_SISO),
+            _op("m2rnn", "the M²RNN recurrence", "rnn_heads", "key_dim", "value_dim", "checkpoint_every"),
             _op("grouped_mlp", "routed experts, two matrices each, rows sorted by expert",
-                "experts", "routed", "hidden", "expert_width", peers=("torch._grouped_mm", "TE GroupedLinear")),
+                "experts", "routed", "hidden", "expert_width"),
             _op("linear_cross_entropy", "output layer and its loss; stock's, and with the patch of this name",
-                "hidden", "vocab", peers=("stock", "stock, fused cross-entropy", "Liger (mean only)")),
-            _layer("layer_a_full", "A" + grammar.FULL_ATTENTION, "A layer, full MLA", _STOCK_CORE),
-            _layer("layer_a_full_dsa", "A" + grammar.FULL_INDEX, "A layer, sparse MLA with an indexer (Full)", "stock"),
-            _layer("layer_a_shared_dsa", "A" + grammar.SHARED_INDEX, "A layer, sparse MLA with shared indices (Shared)",
-                   "stock"),
-            _layer("layer_m", "M", "M layer, Mamba-3", *_MAMBA_SSM),
-            _layer("layer_e", "E", "E layer, mixture of experts", "stock"),
-            _layer("layer_r", "R", "R layer, M²RNN", "stock"),
-            _layer("mtp_block", "mtp", "one depth of multi-token prediction, without its head", _STOCK_CORE),
+                "hidden", "vocab"),
+            _layer("layer_a_full", "A" + grammar.FULL_ATTENTION, "A layer, full MLA"),
+            _layer("layer_a_full_dsa", "A" + grammar.FULL_INDEX, "A layer, sparse MLA with an indexer (Full)"),
+            _layer("layer_a_shared_dsa", "A" + grammar.SHARED_INDEX, "A layer, sparse MLA with shared indices (Shared)"),
+            _layer("layer_m", "M", "M layer, Mamba-3"),
+            _layer("layer_e", "E", "E layer, mixture of experts"),
+            _layer("layer_r", "R", "R layer, M²RNN"),
+            _layer("mtp_block", "mtp", "one depth of multi-token prediction, without its head"),
             Benchmark(
                 name="dsa_indexer_memory",
                 kind=PATCH,
@@ -196,16 +177,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 problems=f"{_CASES}.dsa_indexer_memory:problems",
                 shapes=_of_models("B", "S", "indexer_heads", "indexer_dim", "heads", "latent", "rope", "topk",
                                   full={"B": 1, "S": 16384}),
-                memory=True,
-                peers=("stock",),
             ),
-            Benchmark(name="train", kind=MODEL, covers="benchmarks.train", title="training runs of a preset"),
-            Benchmark(name="doors", kind=MODEL, covers="benchmarks.doors", title="one recipe through each door"),
-            Benchmark(name="overhead", kind=MODEL, covers="benchmarks.overhead", title="what recording a run costs"),
-            Benchmark(name="layouts", kind=MODEL, covers="benchmarks.layouts", title="parallel layouts against one GPU"),
-            Benchmark(name="distill", kind=MODEL, covers="benchmarks.distill", title="whose attention an indexer learns from"),
-            Benchmark(name="documents", kind=MODEL, covers="benchmarks.documents", title="what documents cost the host"),
-            Benchmark(name="regional", kind=MODEL, covers="benchmarks.regional", title="regional compile, recompute, taxes"),
         )
     }
 )  # fmt: skip
@@ -215,27 +187,11 @@ def select(words: Sequence[str], *, all_of_them: bool = False) -> list[Benchmark
     """The benchmarks that ``words`` name, by their own names or by kinds, each once and in the order of the registry.
 
     Raises:
-        BenchmarkError: a word is neither, nothing is named, or a script of whole models is.
+        BenchmarkError: a word is neither, or nothing is named.
     """
     if bool(words) == all_of_them:
-        raise BenchmarkError(f"name benchmarks or kinds ({', '.join(KINDS[:-1])}), or say --all, and not both")
+        raise BenchmarkError(f"name benchmarks or kinds ({', '.join(KINDS)}), or say --all, and not both")
     for word in words:
         if word not in BENCHMARKS and word not in KINDS:
-            raise BenchmarkError(_unknown(word, [*BENCHMARKS, *KINDS]))
-    chosen = [one for one in BENCHMARKS.values() if one.name in words or one.kind in words]
-    chosen = [one for one in BENCHMARKS.values() if one.kind != MODEL] if all_of_them else chosen
-    for one in chosen:
-        if one.kind == MODEL:
-            raise BenchmarkError(
-                f"{one.name} trains whole models and is a script of a clone of the repository, not of the installed package: "
-                f"there, run `python -m {one.covers} --help`"
-            )
-    return chosen
-
-
-def _unknown(word: str, known: Iterable[str]) -> str:
-    names = list(known)
-    near = difflib.get_close_matches(word, names, n=2)
-    return f"there is no benchmark {word!r}; " + (
-        f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(names)}"
-    )
+            raise BenchmarkError(f"there is no benchmark {word!r}; {nearest(word, [*BENCHMARKS, *KINDS])}")
+    return [one for one in BENCHMARKS.values() if all_of_them or one.name in words or one.kind in words]

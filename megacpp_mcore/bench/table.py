@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megacpp_mcore.observe import peaks
+from megacpp_mcore.model.flops import peaks
 
 BYTES_PER_SECOND = 4.2e12
 """What an H200 moves in practice, for floors."""

@@ -7,7 +7,7 @@ import sysconfig
 from pathlib import Path
 from typing import TextIO
 
-from megacpp_mcore.data.prepare import prepare_sources
+from megacpp_mcore.data.prepare import Plan, carry_out
 from megacpp_mcore.data.sources import LEFT_OUT, Source, make_source, walk_files
 from megacpp_mcore.errors import DataError
 
@@ -52,14 +52,12 @@ def prepare_stdlib_corpus(
     Raises:
         DataError: as :func:`megacpp_mcore.data.prepare.prepare` does.
     """
-    train, heldout = prepare_sources(
-        find_stdlib_sources(),
-        output_prefix,
+    plan = Plan(
+        output=output_prefix,
+        sources=find_stdlib_sources(),
         command=f"megacpp-mcore data corpus --output DIR  # Python {platform.python_version()}",
-        tokenizer="byte",
         split=split,
-        workers=workers,
         overwrite=overwrite,
-        progress=progress,
     )
+    train, heldout = carry_out(plan, workers, progress)
     return train, heldout

@@ -11,27 +11,18 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megacpp_mcore.data.files import require_readable
+from megacpp_mcore.data.files import collected, require_readable
 from megacpp_mcore.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER_BYTES = 34
-TOKEN_DTYPES: dict[int, type[np.integer[Any]]] = {
-    1: np.uint8,
-    2: np.int8,
-    3: np.int16,
-    4: np.int32,
-    5: np.int64,
-    8: np.uint16,
-}
-_CHUNK_TOKENS = 1 << 22
+TOKEN_DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
 @dataclass(frozen=True)
@@ -53,45 +44,26 @@ class DatasetIndex:
         return self.prefix + ".bin"
 
     @property
-    def token_count(self) -> int:
+    def tokens(self) -> int:
         """Number of tokens in the dataset."""
         return int(self.lengths_S.sum(dtype=np.int64))
 
     @property
-    def document_count(self) -> int:
+    def documents(self) -> int:
         """Number of documents in the dataset."""
         return len(self.bounds) - 1
 
-    def read_chunks(self) -> Iterator[NDArray[Any]]:
-        """Yield all tokens in file order, in arrays of at most 4 Mi tokens.
-
-        Raises:
-            DataError: the file cannot be read, or ends before its last token.
-        """
-        left = self.token_count
-        with require_readable(self.bin_path), open(self.bin_path, "rb") as stream:
-            while left:
-                chunk = np.fromfile(stream, dtype=self.dtype, count=min(left, _CHUNK_TOKENS))
-                if not chunk.size:
-                    raise DataError(
-                        f"{self.bin_path} ends {left} tokens early; restore it or prepare the dataset again"
-                    )
-                left -= chunk.size
-                yield chunk
-
-    def read_last_tokens(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the last token of each of the ``documents`` (indices); -1 stands for a document without tokens.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
-        last = np.full(len(documents), -1, dtype=np.int64)
+    def open_tokens(self) -> NDArray[Any]:
+        """Return all tokens in file order, mapped from the file, or raise DataError when it cannot be read."""
         with require_readable(self.bin_path):
-            tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
-        ends = np.concatenate(([0], np.cumsum(self.lengths_S, dtype=np.int64)))
-        first, stop = ends[self.bounds[documents]], ends[self.bounds[documents + 1]]
-        filled = stop > first
-        last[filled] = tokens[stop[filled] - 1]
+            return np.memmap(self.bin_path, dtype=self.dtype, mode="r")
+
+    def read_last_tokens(self) -> NDArray[np.int64]:
+        """Return the last token of every document; -1 stands for a document without tokens."""
+        ends = np.concatenate(([0], np.cumsum(self.lengths_S, dtype=np.int64)))[self.bounds]
+        last = np.full(self.documents, -1, dtype=np.int64)
+        filled = ends[1:] > ends[:-1]
+        last[filled] = self.open_tokens()[ends[1:][filled] - 1]
         return last
 
 
@@ -113,69 +85,41 @@ def inspect_index(prefix: str) -> tuple[DatasetIndex | None, list[DataError]]:
     The index is None where a problem keeps it from being read; with any other problem it is not to be used either, but for
     its counts and its token type.
     """
-    idx_path, bin_path = prefix + ".idx", prefix + ".bin"
     problems: list[DataError] = []
-    bin_size, idx_size, index = None, None, None
+    bin_size, index = None, None
     with collected(problems):
-        bin_size = _require_file(bin_path)
+        bin_size = _require_file(prefix + ".bin")
     with collected(problems):
-        idx_size = _require_file(idx_path)
-    if idx_size is not None:
-        with collected(problems), require_readable(idx_path):
-            index = _read_arrays(prefix, idx_path, idx_size)
+        index = _read_arrays(prefix, _require_file(prefix + ".idx"))
     if index is not None:
-        contradictions = list(_find_contradictions(idx_path, index))
-        problems += contradictions or _find_misfits(idx_path, bin_path, bin_size, index)
+        problems += list(_find_contradictions(index)) or _find_misfits(index, bin_size)
     return index, problems
-
-
-@contextmanager
-def collected(problems: list[DataError]) -> Iterator[None]:
-    """Append the DataError that the body raises to ``problems``, and go on."""
-    try:
-        yield
-    except DataError as error:
-        problems.append(error)
-
-
-def _find_misfits(idx_path: str, bin_path: str, bin_size: int | None, index: DatasetIndex) -> list[DataError]:
-    """What is wrong between an index that agrees with itself and its ``.bin`` (None: there is none)."""
-    if not index.token_count:
-        return [_damaged(idx_path, "no tokens", "at least one")]
-    token_bytes = index.token_count * index.dtype.itemsize
-    if bin_size in (None, token_bytes):
-        return []
-    expected = f"{token_bytes} bytes ({index.token_count} tokens of {index.dtype.name}, says {idx_path})"
-    return [_damaged(bin_path, f"{bin_size} bytes", expected)]
-
-
-def _read_arrays(prefix: str, idx_path: str, idx_size: int) -> DatasetIndex:
-    """Read the three arrays of an index whose counts fit its size."""
-    with open(idx_path, "rb") as stream:
-        dtype, sequence_count, bound_count = _parse_header(idx_path, stream.read(HEADER_BYTES))
-        expected = HEADER_BYTES + 12 * sequence_count + 8 * bound_count
-        if idx_size != expected:
-            raise _damaged(
-                idx_path,
-                f"{idx_size} bytes",
-                f"{expected} bytes for {sequence_count} sequences and {bound_count} document bounds",
-            )
-        lengths_S = np.fromfile(stream, dtype="<i4", count=sequence_count)
-        pointers_S = np.fromfile(stream, dtype="<i8", count=sequence_count)
-        bounds = np.fromfile(stream, dtype="<i8", count=bound_count)
-    return DatasetIndex(prefix, dtype, lengths_S, pointers_S, bounds)
 
 
 def _require_file(path: str) -> int:
     """Return the size of ``path`` in bytes."""
     try:
-        size = os.stat(path).st_size
+        return os.stat(path).st_size
     except OSError as error:
         raise DataError(
             f"{path}: {error.strerror}; expected the .bin and .idx of one dataset. Give the path without a suffix, "
             "restore the file, or run megacpp-mcore data prepare"
         ) from error
-    return size
+
+
+def _read_arrays(prefix: str, idx_size: int) -> DatasetIndex:
+    """Read the three arrays of an index whose counts fit its size."""
+    path = prefix + ".idx"
+    with require_readable(path), open(path, "rb") as stream:
+        dtype, sequence_count, bound_count = _parse_header(path, stream.read(HEADER_BYTES))
+        expected = HEADER_BYTES + 12 * sequence_count + 8 * bound_count
+        if idx_size != expected:
+            counts = f"{sequence_count} sequences and {bound_count} document bounds"
+            raise _damaged(path, f"{idx_size} bytes", f"{expected} bytes for {counts}")
+        lengths_S = np.fromfile(stream, dtype="<i4", count=sequence_count)
+        pointers_S = np.fromfile(stream, dtype="<i8", count=sequence_count)
+        bounds = np.fromfile(stream, dtype="<i8", count=bound_count)
+    return DatasetIndex(prefix, dtype, lengths_S, pointers_S, bounds)
 
 
 def _parse_header(path: str, header: bytes) -> tuple[np.dtype[Any], int, int]:
@@ -194,27 +138,30 @@ def _parse_header(path: str, header: bytes) -> tuple[np.dtype[Any], int, int]:
     return np.dtype(TOKEN_DTYPES[code]).newbyteorder("<"), sequence_count, bound_count
 
 
-def _find_contradictions(path: str, index: DatasetIndex) -> Iterator[DataError]:
+def _find_contradictions(index: DatasetIndex) -> Iterator[DataError]:
     """Say where lengths, pointers and document bounds disagree, the first place of each."""
-    negative = np.flatnonzero(index.lengths_S < 0)
-    if negative.size:
-        yield _damaged(path, f"length {index.lengths_S[negative[0]]} for sequence {negative[0]}", "0 or more")
-    expected = np.zeros_like(index.pointers_S)
-    np.cumsum(index.lengths_S[:-1].astype(np.int64) * index.dtype.itemsize, out=expected[1:])
-    wrong = np.flatnonzero(index.pointers_S != expected)
-    if wrong.size:
-        yield _damaged(
-            path,
-            f"pointer {index.pointers_S[wrong[0]]} for sequence {wrong[0]}",
-            f"{expected[wrong[0]]}, the end of the sequence before it",
-        )
-    bounds = index.bounds
+    path, bounds = index.prefix + ".idx", index.bounds
+    for number in np.flatnonzero(index.lengths_S < 0)[:1]:
+        yield _damaged(path, f"length {index.lengths_S[number]} for sequence {number}", "0 or more")
+    ends = np.zeros_like(index.pointers_S)
+    np.cumsum(index.lengths_S[:-1].astype(np.int64) * index.dtype.itemsize, out=ends[1:])
+    for number in np.flatnonzero(index.pointers_S != ends)[:1]:
+        found = f"pointer {index.pointers_S[number]} for sequence {number}"
+        yield _damaged(path, found, f"{ends[number]}, the end of the sequence before it")
     if bounds[0] != 0 or bounds[-1] != len(index.lengths_S) or bool((np.diff(bounds) < 0).any()):
-        yield _damaged(
-            path,
-            f"document bounds from {bounds[0]} to {bounds[-1]}",
-            f"bounds that rise from 0 to {len(index.lengths_S)}, the number of sequences",
-        )
+        expected = f"bounds that rise from 0 to {len(index.lengths_S)}, the number of sequences"
+        yield _damaged(path, f"document bounds from {bounds[0]} to {bounds[-1]}", expected)
+
+
+def _find_misfits(index: DatasetIndex, bin_size: int | None) -> list[DataError]:
+    """What is wrong between an index that agrees with itself and its ``.bin`` (None: there is none)."""
+    path, size = index.prefix + ".idx", index.tokens * index.dtype.itemsize
+    if not size:
+        return [_damaged(path, "no tokens", "at least one")]
+    if bin_size in (None, size):
+        return []
+    expected = f"{size} bytes ({index.tokens} tokens of {index.dtype.name}, says {path})"
+    return [_damaged(index.bin_path, f"{bin_size} bytes", expected)]
 
 
 def _damaged(path: str, found: str, expected: str) -> DataError:

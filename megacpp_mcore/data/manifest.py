@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megacpp_mcore.data.files import hash_file, require_readable, write_atomically
-from megacpp_mcore.data.index import DatasetIndex, collected, inspect_index, read_index
-from megacpp_mcore.data.tokenizer import Tokenizer
+from megacpp_mcore.data.files import collected, hash_file, require_readable
+from megacpp_mcore.data.index import DatasetIndex, inspect_index, read_index
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.util import schema
+from megacpp_mcore.util.files import replace
+
+if TYPE_CHECKING:
+    from megacpp_mcore.data.tokenizer import Tokenizer
 
 SCHEMA_VERSION = 1
 MAX_LISTED_SOURCES = 10_000
-_SAMPLED_DOCUMENTS = 256
-_DOCUMENTS_AT_ONCE = 1 << 20
 _BYTES_AT_ONCE = 1 << 23
 
 
@@ -57,32 +60,33 @@ class Manifest:
     split: Mapping[str, str] | None
     command: str
 
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over all that the manifest says, and so over what the dataset holds."""
+        return _digest({"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)})
+
     def to_json(self) -> bytes:
         """Return the file's content, with a checksum over itself: a damaged manifest is told from damaged data."""
-        body = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
-        return json.dumps({**body, "checksum": _digest(body)}, indent=1, sort_keys=True).encode("ascii") + b"\n"
+        body = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self), "checksum": self.digest}
+        return json.dumps(body, indent=1, sort_keys=True).encode("ascii") + b"\n"
 
 
-_FIELD_TYPES: dict[str, tuple[type, ...]] = {
-    "tokenizer": (dict,),
-    "dtype": (str,),
-    "documents": (int,),
-    "tokens": (int,),
-    "max_token_id": (int,),
-    "text_bytes": (int, type(None)),
-    "files": (dict,),
-    "sources": (dict, type(None)),
-    "skipped": (list,),
-    "split": (dict, type(None)),
-    "command": (str,),
-}
-_TOKENIZER_TYPES: dict[str, tuple[type, ...]] = {
-    "kind": (str, type(None)),
-    "checksum": (str, type(None)),
-    "vocab_size": (int, type(None)),
-    "eod_id": (int, type(None)),
-}
-_FILE_TYPES: dict[str, tuple[type, ...]] = {"size": (int,), "sha256": (str,)}
+@dataclass(frozen=True)
+class _TokenizerFacts:
+    """What ``Manifest.tokenizer`` holds."""
+
+    kind: str | None
+    checksum: str | None
+    vocab_size: int | None
+    eod_id: int | None
+
+
+@dataclass(frozen=True)
+class _FileFacts:
+    """What ``Manifest.files`` holds of each file."""
+
+    size: int
+    sha256: str
 
 
 def _digest(body: Any) -> str:
@@ -105,54 +109,27 @@ def load_manifest(prefix: str) -> Manifest:
     try:
         with open(path, "rb") as stream:
             body = json.loads(stream.read())
+        found = body.pop("schema_version", None) if isinstance(body, dict) else type(body).__name__
+        if type(found) is not int or found != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {found!r}, expected {SCHEMA_VERSION}")
+        checksum, expected = body.pop("checksum", None), _digest({"schema_version": found, **body})
+        if checksum != expected:
+            raise ValueError(f"its checksum is {checksum!r}, expected {expected!r}")
+        manifest = schema.build(Manifest, body)
+        schema.build(_TokenizerFacts, manifest.tokenizer, "tokenizer")
+        for suffix in (".bin", ".idx"):
+            schema.build(_FileFacts, manifest.files.get(suffix), f"files{suffix}")
     except FileNotFoundError as error:
         raise DataError(
             f"{path} does not exist; expected the manifest of the dataset {prefix}. For a dataset that another tool "
             f"made, run: megacpp-mcore data verify --adopt {prefix}"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(path, str(error)) from error
-    found = body.get("schema_version") if isinstance(body, dict) else type(body).__name__
-    if type(found) is not int or found != SCHEMA_VERSION:
-        raise _damaged(path, f"schema_version is {found!r}, expected {SCHEMA_VERSION}")
-    checksum = body.pop("checksum", None)
-    if checksum != _digest(body):
-        raise _damaged(path, f"its checksum is {checksum!r}, expected {_digest(body)!r}")
-    del body["schema_version"]
-    _check_types(path, "", body, _FIELD_TYPES)
-    _check_types(path, "tokenizer.", body["tokenizer"], _TOKENIZER_TYPES)
-    for suffix in (".bin", ".idx"):
-        _check_types(path, f"files{suffix}.", body["files"].get(suffix), _FILE_TYPES)
-    return Manifest(**body)
-
-
-def _check_types(path: str, where: str, body: Any, types: Mapping[str, tuple[type, ...]]) -> None:
-    """Raise unless ``body`` is an object with exactly these keys and types."""
-    if not isinstance(body, dict) or body.keys() != types.keys():
-        found = sorted(body) if isinstance(body, dict) else body
-        raise _damaged(path, f"{where or 'the top level'} has {found}, expected the keys {sorted(types)}")
-    for key, allowed in types.items():
-        if type(body[key]) not in allowed:  # isinstance would take true for a number
-            raise _damaged(path, f"{where}{key} is {body[key]!r}, expected {' or '.join(t.__name__ for t in allowed)}")
-
-
-def _damaged(path: str, found: str) -> DataError:
-    return DataError(
-        f"{path} cannot be used: {found}. Restore it from a copy, prepare the dataset again, or delete it and "
-        "adopt the dataset (megacpp-mcore data verify --adopt PREFIX)"
-    )
-
-
-def write_manifest(prefix: str, manifest: Manifest) -> None:
-    """Write the manifest of the dataset at ``prefix``, in one step.
-
-    Raises:
-        DataError: the folder cannot be written.
-    """
-    try:
-        write_atomically(manifest_path(prefix), manifest.to_json())
-    except OSError as error:
-        raise DataError(f"{manifest_path(prefix)}: {error.strerror}; expected a folder that can be written") from error
+        raise DataError(
+            f"{path} cannot be used: {error}. Restore it from a copy, prepare the dataset again, or delete it and "
+            "adopt the dataset (megacpp-mcore data verify --adopt PREFIX)"
+        ) from error
+    return manifest
 
 
 def describe_sources(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -165,39 +142,13 @@ def describe_sources(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class TokenScan:
-    """One pass over a ``.bin``: its SHA-256, smallest and largest id (None without a token)."""
-
-    sha256: str
-    smallest: int | None
-    largest: int | None
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return ``Manifest.tokenizer``."""
+    facts = _TokenizerFacts(tokenizer.kind, tokenizer.checksum(), tokenizer.vocab_size, tokenizer.eod_id)
+    return dataclasses.asdict(facts)
 
 
-def _ignore(amount: int) -> None:
-    """Nobody asked how far it is."""
-
-
-def scan_tokens(path: str, dtype: np.dtype[Any], advance: Callable[[int], None] = _ignore) -> TokenScan:
-    """Read a ``.bin`` of ``dtype`` tokens once, calling ``advance`` with every number of bytes read.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    digest = hashlib.sha256()
-    extremes: list[int] = []
-    with require_readable(path), open(path, "rb") as stream:
-        while block := stream.read(_BYTES_AT_ONCE):
-            digest.update(block)
-            tokens = np.frombuffer(block, dtype=dtype, count=len(block) // dtype.itemsize)
-            if tokens.size:
-                extremes = [min([*extremes, int(tokens.min())]), max([*extremes, int(tokens.max())])]
-            advance(len(block))
-    smallest, largest = extremes or (None, None)
-    return TokenScan(digest.hexdigest(), smallest, largest)
-
-
-def build_manifest(
+def write_manifest(
     prefix: str,
     *,
     tokenizer: Mapping[str, Any],
@@ -207,24 +158,24 @@ def build_manifest(
     skipped: Sequence[Mapping[str, Any]] = (),
     split: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """Read the files at ``prefix`` back and return a manifest for them, without writing it.
+    """Read the files at ``prefix`` back, check them, and write their manifest, in one step; it is returned.
 
     Raises:
-        DataError: the files are no dataset of this vocabulary with this end of document.
+        DataError: the files are no dataset of this vocabulary with this end of document, or the folder cannot be written.
     """
-    index = read_index(prefix)
-    scan = scan_tokens(index.bin_path, index.dtype)
-    _check_ids(index.bin_path, scan, tokenizer["vocab_size"])
-    _check_document_ends(index, tokenizer["eod_id"], np.arange(index.document_count))
-    return Manifest(
+    index, path = read_index(prefix), manifest_path(prefix)
+    sha256, ids = scan_tokens(index.bin_path, index.dtype)
+    _check_ids(index.bin_path, ids, tokenizer["vocab_size"])
+    _check_document_ends(index, tokenizer["eod_id"])
+    manifest = Manifest(
         tokenizer=tokenizer,
         dtype=index.dtype.name,
-        documents=index.document_count,
-        tokens=index.token_count,
-        max_token_id=scan.largest or 0,
+        documents=index.documents,
+        tokens=index.tokens,
+        max_token_id=ids[-1],
         text_bytes=text_bytes,
         files={
-            ".bin": {"size": os.path.getsize(index.bin_path), "sha256": scan.sha256},
+            ".bin": {"size": os.path.getsize(index.bin_path), "sha256": sha256},
             ".idx": {"size": os.path.getsize(prefix + ".idx"), "sha256": hash_file(prefix + ".idx")},
         },
         sources=sources,
@@ -232,6 +183,11 @@ def build_manifest(
         split=split,
         command=command,
     )
+    try:
+        replace(path, manifest.to_json())
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; expected a folder that can be written") from error
+    return manifest
 
 
 def adopt(
@@ -253,24 +209,34 @@ def adopt(
         raise DataError(
             "found a tokenizer together with a vocabulary size or end-of-document id; give one or the other"
         )
+    described = dataclasses.asdict(_TokenizerFacts(None, None, vocab_size, eod_id))
     if tokenizer is not None:
         described = describe_tokenizer(tokenizer)
-    else:
-        described = {"kind": None, "checksum": None, "vocab_size": vocab_size, "eod_id": eod_id}
     command = f"megacpp-mcore data verify --adopt {os.path.basename(prefix)}"
-    manifest = build_manifest(prefix, tokenizer=described, command=command)
-    write_manifest(prefix, manifest)
-    return manifest
+    return write_manifest(prefix, tokenizer=described, command=command)
 
 
-def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return ``Manifest.tokenizer``."""
-    return {
-        "kind": tokenizer.kind,
-        "checksum": tokenizer.checksum(),
-        "vocab_size": tokenizer.vocab_size,
-        "eod_id": tokenizer.eod_id,
-    }
+def _ignore(amount: int) -> None:
+    """Nobody asked how far it is."""
+
+
+def scan_tokens(
+    path: str, dtype: np.dtype[Any], advance: Callable[[int], None] = _ignore
+) -> tuple[str, tuple[int, ...]]:
+    """Read a ``.bin`` of ``dtype`` tokens once; return its SHA-256, and its smallest and largest id (nothing without a token).
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    digest, ids = hashlib.sha256(), set[int]()
+    with require_readable(path), open(path, "rb") as stream:
+        while block := stream.read(_BYTES_AT_ONCE):
+            digest.update(block)
+            tokens = np.frombuffer(block, dtype=dtype, count=len(block) // dtype.itemsize)
+            if tokens.size:
+                ids |= {int(tokens.min()), int(tokens.max())}
+            advance(len(block))
+    return digest.hexdigest(), (min(ids), max(ids)) if ids else ()
 
 
 def verify(prefix: str) -> Manifest:
@@ -279,22 +245,14 @@ def verify(prefix: str) -> Manifest:
     Raises:
         DataError: a file is missing, damaged or not the one that the manifest describes.
     """
-    examination = examine(prefix)
-    if examination.manifest is None or examination.problems:
-        raise examination.problems[0]
-    return examination.manifest
+    manifest, problems = examine(prefix)
+    if manifest is None or problems:
+        raise problems[0]
+    return manifest
 
 
-@dataclass(frozen=True)
-class Examination:
-    """All that :func:`examine` found of one dataset."""
-
-    manifest: Manifest | None
-    problems: tuple[DataError, ...]
-
-
-def examine(prefix: str, advance: Callable[[int], None] = _ignore) -> Examination:
-    """Do what :func:`verify` does, and return all problems instead of raising the first.
+def examine(prefix: str, advance: Callable[[int], None] = _ignore) -> tuple[Manifest | None, list[DataError]]:
+    """Do what :func:`verify` does, and return the manifest (None without a usable one) and all problems.
 
     Checked are the manifest; of both files size and SHA-256; in the index the header, the token type, lengths, pointers and
     document bounds, and whether they describe the ``.bin`` and are the manifest's; of the tokens that their ids are in the
@@ -308,77 +266,66 @@ def examine(prefix: str, advance: Callable[[int], None] = _ignore) -> Examinatio
     manifest = None
     with collected(problems):
         manifest = load_manifest(prefix)
-    resized = [] if manifest is None else list(_find_resized(prefix, manifest))
-    problems += resized
     index, damages = inspect_index(prefix)
     problems += damages
     if manifest is not None:
-        problems += _find_differences(prefix, index, manifest)
+        problems += _differences(prefix, index, manifest)
     if os.path.exists(prefix + ".bin"):
         with collected(problems):
-            problems += _find_wrong_tokens(prefix + ".bin", index, manifest, advance)
+            problems += _wrong_tokens(prefix + ".bin", index, manifest, advance)
     if index is not None and manifest is not None and not damages:
         with collected(problems):
-            _check_document_ends(index, manifest.tokenizer["eod_id"], np.arange(index.document_count))
-    return Examination(manifest, tuple(problems))
+            _check_document_ends(index, manifest.tokenizer["eod_id"])
+    return manifest, problems
 
 
-def _find_resized(prefix: str, manifest: Manifest) -> Iterator[DataError]:
-    """Say which files have not the manifest's size; read_index tells of what is missing."""
+def _differences(prefix: str, index: DatasetIndex | None, manifest: Manifest) -> list[DataError]:
+    """Where sizes, the index's SHA-256 and its counts are not the manifest's; inspect_index tells of what is missing."""
+    problems: list[DataError] = []
     for suffix in (".bin", ".idx"):
         path, expected = prefix + suffix, manifest.files[suffix]["size"]
-        size = os.path.getsize(path) if os.path.exists(path) else expected
-        if size != expected:
-            yield _mismatch(path, f"{size} bytes", f"{expected} bytes")
-
-
-def _find_differences(prefix: str, index: DatasetIndex | None, manifest: Manifest) -> list[DataError]:
-    """Say where an index, of the right size or readable at all, is not the manifest's."""
-    problems: list[DataError] = []
-    path = prefix + ".idx"
-    with collected(problems), require_readable(path):
-        if os.path.exists(path) and os.path.getsize(path) == manifest.files[".idx"]["size"]:
-            _check_hash(path, hash_file(path), manifest)
+        size = os.path.getsize(path) if os.path.exists(path) else None
+        if size not in (None, expected):
+            problems.append(_mismatch(path, f"{size} bytes", f"{expected} bytes"))
+        elif size is not None and suffix == ".idx":
+            with collected(problems):
+                _check_hash(path, hash_file(path), manifest)
     if index is not None:
-        with collected(problems):
-            _check_counts(index, manifest)
+        counts = "{0.dtype}, {0.documents} documents, {0.tokens} tokens"
+        found, expected = counts.format(index), counts.format(manifest)
+        if found != expected:
+            problems.append(_mismatch(prefix + ".idx", found, expected))
     return problems
 
 
-def _find_wrong_tokens(
+def _wrong_tokens(
     path: str, index: DatasetIndex | None, manifest: Manifest | None, advance: Callable[[int], None]
 ) -> list[DataError]:
-    """Read a ``.bin``, whatever its size, and say what its tokens are not; without a known token type their bytes alone.
+    """What the tokens of a ``.bin``, whatever its size, are not; without a known token type their bytes alone.
 
     Raises:
         DataError: the file cannot be read.
     """
     problems: list[DataError] = []
-    scan = scan_tokens(path, np.dtype(np.uint8) if index is None else index.dtype, advance)
+    sha256, ids = scan_tokens(path, np.dtype(np.uint8) if index is None else index.dtype, advance)
     if manifest is not None and os.path.getsize(path) == manifest.files[".bin"]["size"]:
         with collected(problems):
-            _check_hash(path, scan.sha256, manifest)
-    if index is not None and scan.largest is not None:
+            _check_hash(path, sha256, manifest)
+    if index is not None:
         with collected(problems):
-            _check_ids(path, scan, None if manifest is None else manifest.tokenizer["vocab_size"])
-        if manifest is not None and scan.largest != manifest.max_token_id:
-            problems.append(_mismatch(path, f"largest id {scan.largest}", f"{manifest.max_token_id}"))
+            _check_ids(path, ids, None if manifest is None else manifest.tokenizer["vocab_size"])
+        if manifest is not None and ids and ids[-1] != manifest.max_token_id:
+            problems.append(_mismatch(path, f"largest id {ids[-1]}", f"{manifest.max_token_id}"))
     return problems
 
 
 def verify_for_training(
-    prefixes: Sequence[str],
-    *,
-    vocab_size: int,
-    eod_id: int | None = None,
-    tokenizer_checksum: str | None = None,
-    full: bool = False,
+    prefixes: Sequence[str], *, vocab_size: int, eod_id: int | None = None, tokenizer_checksum: str | None = None
 ) -> None:
     """Check that the datasets at ``prefixes`` are whole and fit the model that is about to be trained.
 
-    Always: manifest, sizes, the whole ``.idx`` with its hash, and the last token of up to 256 documents. With ``full``
-    the ``.bin`` is hashed too; the result is remembered in ``PREFIX.verified.json`` and holds while size, modification
-    and change time and inode of the ``.bin`` stay the same.
+    The SHA-256 of a ``.bin`` is remembered in ``PREFIX.verified.json``, and holds while size, modification and change time
+    and inode of the file stay the same.
 
     Args:
         prefixes: paths without suffix.
@@ -386,101 +333,64 @@ def verify_for_training(
         eod_id: the end-of-document id that training uses; None when it does not matter.
         tokenizer_checksum: :meth:`Tokenizer.checksum` of the tokenizer that training names; None when it names none.
             It is compared where the manifest has one too.
-        full: whether to hash the ``.bin``.
 
     Raises:
         DataError: names the file, what was found, what was expected.
     """
     for prefix in prefixes:
         manifest = load_manifest(prefix)
-        index = _check_structure(prefix, manifest)
-        _check_tokenizer(prefix, manifest, tokenizer_checksum)
-        _check_fit(prefix, manifest, vocab_size, eod_id)
-        count = min(index.document_count, _SAMPLED_DOCUMENTS)
-        sample = np.linspace(0, index.document_count - 1, count).astype(np.int64)
-        _check_document_ends(index, manifest.tokenizer["eod_id"], sample)
-        if full:
-            _check_hash(index.bin_path, _hash_once(prefix, index.bin_path), manifest)
+        index = read_index(prefix)
+        for problem in _differences(prefix, index, manifest):
+            raise problem
+        _check_fit(prefix, manifest, vocab_size, eod_id, tokenizer_checksum)
+        _check_hash(index.bin_path, _hash_once(prefix), manifest)
 
 
-def _check_structure(prefix: str, manifest: Manifest) -> DatasetIndex:
-    """Check sizes, the index and the counts against the manifest, and return the index."""
-    for problem in _find_resized(prefix, manifest):
-        raise problem
-    index = read_index(prefix)
-    for problem in _find_differences(prefix, index, manifest):
-        raise problem
-    return index
-
-
-def _check_counts(index: DatasetIndex, manifest: Manifest) -> None:
-    """Raise when token type, documents or tokens are not the manifest's."""
-    found = (index.dtype.name, index.document_count, index.token_count)
-    if found != (manifest.dtype, manifest.documents, manifest.tokens):
-        raise _mismatch(
-            index.prefix + ".idx",
-            "{}, {} documents, {} tokens".format(*found),
-            f"{manifest.dtype}, {manifest.documents} documents, {manifest.tokens} tokens",
-        )
-
-
-def _check_tokenizer(prefix: str, manifest: Manifest, checksum: str | None) -> None:
-    """Raise when the tokenizer that training names is not the one that made the dataset."""
-    made_by = manifest.tokenizer
-    if checksum is not None and made_by["checksum"] is not None and made_by["checksum"] != checksum:
+def _check_fit(prefix: str, manifest: Manifest, vocab_size: int, eod_id: int | None, checksum: str | None) -> None:
+    """Raise when the tokenizer, the vocabulary or the end of document of a run is not the dataset's."""
+    made_by = _TokenizerFacts(**manifest.tokenizer)
+    if None not in (checksum, made_by.checksum) and made_by.checksum != checksum:
         raise DataError(
-            f"{prefix}.bin was made with the {made_by['kind']} tokenizer of checksum {made_by['checksum'][:12]}, and "
-            f"training names one of checksum {checksum[:12]}; expected the same, or its ids mean other text: name the "
+            f"{prefix}.bin was made with the {made_by.kind} tokenizer of checksum {str(made_by.checksum)[:12]}, and "
+            f"training names one of checksum {str(checksum)[:12]}; expected the same, or its ids mean other text: name the "
             "tokenizer that made the dataset, or prepare the dataset with this one. If this one gives every text the "
             f"same ids, delete {manifest_path(prefix)} and run megacpp-mcore data verify --adopt --tokenizer DIR {prefix}"
         )
-
-
-def _check_fit(prefix: str, manifest: Manifest, vocab_size: int, eod_id: int | None) -> None:
-    """Raise when the model's vocabulary or end of document is not the dataset's."""
-    needed = max(manifest.max_token_id + 1, manifest.tokenizer["vocab_size"] or 0)
+    needed = max(manifest.max_token_id + 1, made_by.vocab_size or 0)
     if needed > vocab_size:
         raise DataError(
             f"{prefix}.bin was made with {needed} token ids, and the model embeds {vocab_size}; set --vocab-size to at "
             f"least {needed}, or prepare the dataset with the model's tokenizer"
         )
-    own = manifest.tokenizer["eod_id"]
-    if eod_id is not None and own is not None and own != eod_id:
+    if None not in (eod_id, made_by.eod_id) and made_by.eod_id != eod_id:
         raise DataError(
-            f"{prefix}.bin ends its documents with id {own}, and training uses {eod_id} as end of document; pass the "
-            "stock tokenizer flags that fit the dataset (megacpp-mcore data verify prints them), or prepare it again"
+            f"{prefix}.bin ends its documents with id {made_by.eod_id}, and training uses {eod_id} as end of document; pass "
+            "the stock tokenizer flags that fit the dataset (megacpp-mcore data verify prints them), or prepare it again"
         )
 
 
-def _check_ids(path: str, scan: TokenScan, vocab_size: int | None) -> None:
-    """Raise when an id is negative or not in the vocabulary."""
-    if scan.smallest is None or scan.largest is None:
-        return
-    if scan.smallest < 0 or (vocab_size is not None and scan.largest >= vocab_size):
+def _check_ids(path: str, ids: tuple[int, ...], vocab_size: Any) -> None:
+    """Raise when an id is negative or not in the vocabulary (None: of a size that is not known)."""
+    if ids and (ids[0] < 0 or (vocab_size is not None and ids[-1] >= vocab_size)):
         upper = f"to {vocab_size - 1}" if vocab_size is not None else "or more"
         raise DataError(
-            f"{path} holds ids from {scan.smallest} to {scan.largest}, expected 0 {upper}; the file is damaged or "
-            "was made with another tokenizer: prepare it again"
+            f"{path} holds ids from {ids[0]} to {ids[-1]}, expected 0 {upper}; the file is damaged or was made with another "
+            "tokenizer: prepare it again"
         )
 
 
-def _check_document_ends(index: DatasetIndex, eod_id: int | None, documents: np.ndarray[Any, Any]) -> None:
-    """Raise when one of ``documents`` does not end with ``eod_id``; None is a dataset that says nothing of its ends."""
+def _check_document_ends(index: DatasetIndex, eod_id: Any) -> None:
+    """Raise when a document does not end with ``eod_id``; None is a dataset that says nothing of its ends."""
     if eod_id is None:
         return
-    count, first, found = 0, 0, 0
-    for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
-        part = documents[start : start + _DOCUMENTS_AT_ONCE]
-        last = index.read_last_tokens(part)
-        wrong = np.flatnonzero(last != eod_id)
-        if wrong.size and not count:
-            first, found = int(part[wrong[0]]), int(last[wrong[0]])
-        count += wrong.size
-    if count:
+    last = index.read_last_tokens()
+    wrong = np.flatnonzero(last != eod_id)
+    if wrong.size:
+        found = last[wrong[0]]
         raise DataError(
-            f"{index.bin_path}: document {first} ends with {f'id {found}' if found >= 0 else 'no token'}, expected the "
-            f"end-of-document id {eod_id} ({count} of {len(documents)} documents looked at have not that end); the file is "
-            "damaged or was made with another tokenizer: restore it from a copy or prepare it again"
+            f"{index.bin_path}: document {wrong[0]} ends with {f'id {found}' if found >= 0 else 'no token'}, expected the "
+            f"end-of-document id {eod_id} ({wrong.size} of {len(last)} documents have not that end); the file is damaged or "
+            "was made with another tokenizer: restore it from a copy or prepare it again"
         )
 
 
@@ -498,27 +408,18 @@ def _mismatch(path: str, found: str, expected: str) -> DataError:
     )
 
 
-def _hash_once(prefix: str, path: str) -> str:
-    """Return the SHA-256 of ``path``, remembered beside it for as long as the file system says it is the same file."""
-    cache = prefix + ".verified.json"
+def _hash_once(prefix: str) -> str:
+    """Return the SHA-256 of the ``.bin``, remembered beside it for as long as the file system says it is the same file."""
+    path, cache = prefix + ".bin", prefix + ".verified.json"
     with require_readable(path):
         status = os.stat(path)
-    identity = {
-        "size": status.st_size,
-        "mtime_ns": status.st_mtime_ns,
-        "ctime_ns": status.st_ctime_ns,
-        "inode": status.st_ino,
-    }
-    try:
+    identity = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):  # no usable memory: the file is hashed
         with open(cache, "rb") as stream:
             known = json.loads(stream.read())
-        if isinstance(known, dict) and known.get("identity") == identity and isinstance(known.get("sha256"), str):
+        if known["identity"] == identity and isinstance(known["sha256"], str):
             return str(known["sha256"])
-    except (OSError, ValueError, RecursionError):
-        pass  # no usable memory: the file is hashed, which is the check itself
-    with require_readable(path):
-        digest = hash_file(path)
-    # A dataset that cannot be written beside is hashed at every start.
-    with contextlib.suppress(OSError):
-        write_atomically(cache, json.dumps({"identity": identity, "sha256": digest}).encode())
+    digest = hash_file(path)
+    with suppress(OSError):  # a dataset that cannot be written beside is hashed at every start
+        replace(cache, json.dumps({"identity": identity, "sha256": digest}).encode())
     return digest

@@ -1,55 +1,41 @@
-"""Text files to Megatron's indexed dataset: resumable, deterministic, finished in one step.
+"""Text files to Megatron's indexed datasets, written beside their place and moved there when they are whole.
 
-The sources, sorted by relative path, are cut into shards. A shard's tokens go to the journal folder
-``PREFIX.unfinished`` and its receipt, written last, says that they are whole. When every shard has its receipt,
-Megatron's own ``IndexedDatasetBuilder`` writes the datasets from them in order. A run that was killed is continued by
-the same call: shards with a receipt are not done again. What is written depends on the sources and the settings alone,
-never on the number of workers or on where a run was interrupted.
-
-A journal that another call would continue differently is kept, and that call refused, unless the run before ended with
-a DataError: its message named something to change, and whoever changed that has nothing to continue.
+The sources, sorted by relative path, are tokenized in pieces, by worker processes if there are several, and go in order to
+Megatron's own ``IndexedDatasetBuilder``. What is written depends on the sources and the settings alone. It is built in the
+folder ``PREFIX.unfinished``, which a run that was killed leaves behind: the same call removes it and starts anew.
 """
 
 from __future__ import annotations
 
 import concurrent.futures.process
 import dataclasses
-import fcntl
-import hashlib
 import itertools
-import json
 import multiprocessing
 import os
 import re
 import shlex
 import signal
-import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from megacpp_mcore.data.files import flush_to_disk, hash_file, require_readable, write_atomically
-from megacpp_mcore.data.index_cache import remove_beside
-from megacpp_mcore.data.manifest import (
-    Manifest,
-    build_manifest,
-    describe_sources,
-    describe_tokenizer,
-    manifest_path,
-    write_manifest,
-)
+from megacpp_mcore.data.files import hash_file
+from megacpp_mcore.data.manifest import describe_sources, describe_tokenizer, manifest_path, write_manifest
 from megacpp_mcore.data.progress import Progress
 from megacpp_mcore.data.sources import (
+    Piece,
     Skipped,
     Source,
     Split,
     choose_split,
+    cut_sources,
     find_sources,
     make_source,
     parse_split,
@@ -57,91 +43,54 @@ from megacpp_mcore.data.sources import (
 )
 from megacpp_mcore.data.tokenizer import Tokenizer, load_tokenizer
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.util.files import flush_to_disk, locked
 
-SHARD_BYTES = 16 << 20
-_MOST_SHARDS = 512
+PIECE_BYTES = 16 << 20
 _MAX_DOCUMENT_TOKENS = 2**31 - 1
-_PLAN = "plan.json"
-_REFUSED = "refused"
-_JOURNAL_NAME = re.compile(
-    r"(plan\.json|\d{6}\.json|\d{6}\.\d+\.(tokens|lengths)|dataset\.\d+\.(bin|idx|manifest\.json))(\.\d+\.tmp)?"
-)
+_LOCK = "lock"
+_BUILT_NAME = re.compile(r"lock|dataset\.\d+\.(bin|idx|manifest\.json(\.megacpp-\d+~)?)")
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Bytes ``start`` to ``stop`` of source ``number``; all of it unless the source is ``.jsonl``."""
-
-    number: int
-    source: Source
-    start: int
-    stop: int
-
-    @property
-    def whole(self) -> bool:
-        """Whether this is all of the source."""
-        return self.start == 0 and self.stop == self.source.size
-
-
-@dataclass(frozen=True)
-class Shard:
-    """What is written, and after a kill done again, as one."""
-
-    number: int
-    pieces: tuple[Piece, ...]
-
-    def name(self, *parts: object) -> str:
-        """Return the name of one of the shard's files in the journal."""
-        return ".".join([f"{self.number:06d}", *map(str, parts)])
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One preparation: everything that decides what is written."""
+    """One preparation: everything that decides what is written, and what the manifests say made it (``command``)."""
 
     output: str
-    sources: tuple[Source, ...]
-    shards: tuple[Shard, ...]
-    tokenizer_name: str
-    tokenizer: dict[str, Any]
-    splits: tuple[Split, ...]
-    split_text: str | None
-    skip_errors: bool
-    overwrite: bool
+    sources: Sequence[Source]
     command: str
+    tokenizer_name: str = "byte"
+    split: str | None = None
+    skip_errors: bool = False
+    overwrite: bool = False
 
-    @property
-    def journal(self) -> Path:
-        """The folder that holds the work done so far."""
-        return _journal_path(self.output)
+    @cached_property
+    def tokenizer(self) -> dict[str, Any]:
+        """What the manifests say of the tokenizer."""
+        return describe_tokenizer(load_tokenizer(self.tokenizer_name))
+
+    @cached_property
+    def splits(self) -> tuple[Split, ...]:
+        """The sides of the split; one without a name where nothing is split."""
+        return parse_split(self.split) if self.split else (Split("", 1.0),)
 
     @property
     def prefixes(self) -> list[str]:
         """The datasets to write, one per split."""
-        return [f"{self.output}_{split.name}" for split in self.splits] if self.split_text else [self.output]
+        return [f"{self.output}_{side.name}" for side in self.splits] if self.split else [self.output]
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Token type: two bytes where the vocabulary allows, as ``GPTDatasetConfig.token_dtype_code`` has it."""
         return np.dtype(np.uint16 if self.tokenizer["vocab_size"] <= 1 << 16 else np.int32)
 
-    def describe(self) -> dict[str, Any]:
-        """Return what a journal must share with this plan to be continued by it.
 
-        ``skip_errors`` is not of it: a shard without anything skipped is the same with and without.
-        """
-        listed = json.dumps([(s.relative, s.size, s.mtime_ns) for s in self.sources]).encode("ascii")
-        bounds = json.dumps([[(p.number, p.start, p.stop) for p in shard.pieces] for shard in self.shards]).encode()
-        return {
-            "sources": hashlib.sha256(listed).hexdigest(),
-            "shards": hashlib.sha256(bounds).hexdigest(),
-            "tokenizer": self.tokenizer,
-            "split": self.split_text,
-        }
+class Encoded(NamedTuple):
+    """A tokenized piece: of each document its split's number, its tokens and the bytes of its text."""
 
-
-def _journal_path(prefix: str) -> Path:
-    return Path(prefix + ".unfinished")
+    documents: list[tuple[int, np.ndarray[Any, Any], int]]
+    skipped: list[Skipped]
+    sha256: str
+    """Of the whole source, where the piece is its last one; otherwise empty."""
 
 
 def prepare(
@@ -154,10 +103,9 @@ def prepare(
     workers: int = 1,
     overwrite: bool = False,
     skip_errors: bool = False,
-    shard_bytes: int | None = None,
     progress: TextIO | None = None,
 ) -> list[str]:
-    """Tokenize text files into Megatron datasets with their manifests, continuing a killed run of the same call.
+    """Tokenize text files into Megatron datasets with their manifests.
 
     Args:
         inputs: files, or folders to search.
@@ -167,9 +115,8 @@ def prepare(
             relative path (of its text for a ``.jsonl`` line), so it never changes sides.
         globs: file names to take from folders instead of ``*.txt *.py *.md *.jsonl``.
         workers: processes that tokenize.
-        overwrite: replace existing datasets, and a journal of another preparation.
+        overwrite: replace existing datasets.
         skip_errors: list undecodable files and lines in the manifest instead of raising.
-        shard_bytes: text per shard; default 16 MiB, more where that would be over 512 shards.
         progress: where progress is shown; default stderr.
 
     Returns:
@@ -179,270 +126,205 @@ def prepare(
         DataError: the inputs, the settings or the output folder do not allow it.
     """
     sources = find_sources(inputs, globs)
+    name = tokenizer if tokenizer == "byte" else Path(tokenizer).resolve().name
     command = ["megacpp-mcore", "data", "prepare", *(Path(given).resolve().name for given in inputs)]
-    command += ["--output", os.path.basename(output), "--tokenizer", _base_name(tokenizer)]
+    command += ["--output", os.path.basename(output), "--tokenizer", name]
     command += ["--split", split] if split else []
     command += [word for glob in globs for word in ("--glob", glob)]
     command += ["--errors", "skip"] if skip_errors else []
-    return prepare_sources(
-        sources,
-        output,
-        command=shlex.join(command),
-        tokenizer=tokenizer,
-        split=split,
-        workers=workers,
-        overwrite=overwrite,
-        skip_errors=skip_errors,
-        shard_bytes=shard_bytes,
-        progress=progress,
-    )
-
-
-def _base_name(tokenizer: str) -> str:
-    return tokenizer if tokenizer == "byte" else Path(tokenizer).resolve().name
-
-
-def prepare_sources(
-    sources: Sequence[Source],
-    output: str,
-    *,
-    command: str,
-    tokenizer: str = "byte",
-    split: str | None = None,
-    workers: int = 1,
-    overwrite: bool = False,
-    skip_errors: bool = False,
-    shard_bytes: int | None = None,
-    progress: TextIO | None = None,
-) -> list[str]:
-    """Do what :func:`prepare` does for given sources; ``command`` is what their manifests say made them.
-
-    Raises:
-        DataError: as there.
-    """
-    if workers < 1 or (shard_bytes is not None and shard_bytes < 1):
-        raise DataError(f"found {workers} workers and shards of {shard_bytes} bytes; expected at least 1 of each")
-    if not os.path.basename(output):
-        raise DataError(f"output {output!r} names a folder; expected a path prefix such as {output}corpus")
     plan = Plan(
         output=output,
-        sources=tuple(sources),
-        shards=_cut_shards(sources, shard_bytes),
+        sources=sources,
+        command=shlex.join(command),
         tokenizer_name=tokenizer,
-        tokenizer=describe_tokenizer(load_tokenizer(tokenizer)),
-        splits=parse_split(split) if split else (Split("", 1.0),),
-        split_text=split,
+        split=split,
         skip_errors=skip_errors,
         overwrite=overwrite,
-        command=command,
     )
+    return carry_out(plan, workers, progress)
+
+
+def carry_out(plan: Plan, workers: int = 1, progress: TextIO | None = None) -> list[str]:
+    """Write the datasets of ``plan`` and return their prefixes.
+
+    Raises:
+        DataError: as :func:`prepare`.
+    """
+    if workers < 1:
+        raise DataError(f"found {workers} workers; expected at least 1")
+    if not os.path.basename(plan.output):
+        raise DataError(f"output {plan.output!r} names a folder; expected a path prefix such as {plan.output}corpus")
     try:
-        with _open_journal(plan, progress):
-            _finish(plan, _encode_all(plan, workers, progress))
-            _clear_journal(plan.journal)
+        with ExitStack() as held:
+            # The name of another call may be that of one of our datasets: every one of them is held.
+            folders = [held.enter_context(_building(prefix)) for prefix in dict.fromkeys((plan.output, *plan.prefixes))]
+            folder, was_killed = folders[0]
+            _refuse_existing(plan, was_killed)
+            built = _build(plan, folder, workers, progress)
+            if not plan.overwrite:
+                _refuse_other(plan, built)
+            _move(plan, built)
     except OSError as error:
         raise DataError(
-            f"{error.filename or plan.output}: {error.strerror}; expected a writable output folder with room. "
-            "Work done so far is kept: repeat the call to continue"
+            f"{error.filename or plan.output}: {error.strerror}; expected a writable output folder with room: repeat the call"
         ) from error
     except concurrent.futures.process.BrokenProcessPool as error:
         raise DataError(
-            "a tokenizing process ended abruptly, most often for lack of memory; work done so far is kept: repeat the "
-            "call, with fewer --workers, to continue"
+            "a tokenizing process ended abruptly, most often for lack of memory; repeat the call with fewer --workers"
         ) from error
     return plan.prefixes
 
 
-def _cut_shards(sources: Sequence[Source], shard_bytes: int | None) -> tuple[Shard, ...]:
-    """Cut the sources, in order, into shards of about ``shard_bytes``; only ``.jsonl`` files are cut inside."""
-    total = sum(source.size for source in sources)
-    target = shard_bytes or max(SHARD_BYTES, -(-total // _MOST_SHARDS))
-    shards: list[Shard] = []
-    open_pieces: list[Piece] = []
-    for number, source in enumerate(sources):
-        step = target if source.relative.endswith(".jsonl") else max(source.size, 1)
-        for start in range(0, max(source.size, 1), step):
-            open_pieces.append(Piece(number, source, start, min(start + step, source.size)))
-            if sum(piece.stop - piece.start for piece in open_pieces) >= target:
-                shards.append(Shard(len(shards), tuple(open_pieces)))
-                open_pieces = []
-    if open_pieces:
-        shards.append(Shard(len(shards), tuple(open_pieces)))
-    return tuple(shards)
-
-
 @contextmanager
-def _open_journal(plan: Plan, stream: TextIO | None) -> Iterator[None]:
-    """Hold the journal of ``plan``, new or continued, and its datasets for this process alone."""
-    with ExitStack() as held:
-        for prefix in dict.fromkeys((plan.output, *plan.prefixes)):
-            held.enter_context(_hold(prefix))
-        if _is_continued(plan, stream):
-            _remove_temporary_files(plan.journal)
-        else:
-            _clear_journal(plan.journal)
-            _refuse_existing(plan)
-            write_atomically(plan.journal / _PLAN, json.dumps(plan.describe()).encode("ascii"))
-        try:
-            yield
-        except DataError:
-            with suppress(OSError):  # without the mark, the journal is one to be continued
-                write_atomically(plan.journal / _PLAN, json.dumps({**plan.describe(), _REFUSED: True}).encode("ascii"))
-            raise
+def _building(prefix: str) -> Iterator[tuple[Path, bool]]:
+    """The empty folder in which ``prefix`` is built, for this process alone, and whether a killed run had left files there.
 
-
-@contextmanager
-def _hold(prefix: str) -> Iterator[None]:
-    """Keep every other process from preparing ``prefix``: its journal folder is the lock, and goes when it is empty."""
-    folder = _journal_path(prefix)
+    Raises:
+        DataError: another process is preparing ``prefix``, or the folder holds what no preparation writes.
+    """
+    folder = Path(prefix + ".unfinished")
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        _lock(descriptor, prefix)
+    with ExitStack() as held:
         try:
-            yield
+            held.enter_context(locked(folder / _LOCK, wait=False))
+        except BlockingIOError as error:
+            raise DataError(
+                f"another process is preparing {prefix}; expected to be the only one: wait for it, or choose another "
+                "--output"
+            ) from error
+        left = _clear(folder)
+        try:
+            yield folder, left
         finally:
-            # Still under the lock: whoever has opened the folder meanwhile finds that it is gone.
+            _clear(folder)
+            (folder / _LOCK).unlink(missing_ok=True)  # still held: whoever waits for nothing has been refused
             with suppress(OSError):
                 folder.rmdir()
-    finally:
-        os.close(descriptor)
 
 
-def _lock(descriptor: int, prefix: str) -> None:
-    """Lock a journal folder, or raise when another process has it or has just finished with it."""
-    folder = _journal_path(prefix)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        alone = folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat())
-    except BlockingIOError:
-        alone = False
-    if not alone:
+def _clear(folder: Path) -> bool:
+    """Remove what a preparation builds in ``folder``, and return whether there was any of it."""
+    names = os.listdir(folder)
+    if foreign := [name for name in names if not _BUILT_NAME.fullmatch(name)]:
         raise DataError(
-            f"another process is preparing {prefix}; expected to be the only one: wait for it, or choose another "
-            "--output"
+            f"{folder} holds {foreign[0]!r}, which no preparation writes; expected that folder to be free: move it"
         )
+    built = [name for name in names if name != _LOCK]
+    for name in built:
+        os.unlink(folder / name)
+    return bool(built)
 
 
-def _is_continued(plan: Plan, stream: TextIO | None) -> bool:
-    """Return whether there is a journal that ``plan`` continues; raise when there is one that must not be lost."""
-    try:
-        found = json.loads((plan.journal / _PLAN).read_bytes())
-    except FileNotFoundError:
-        return False
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        found = {}
-    refused = found.pop(_REFUSED, False)
-    wanted = json.loads(json.dumps(plan.describe()))
-    if found == wanted:
-        return True
-    differing = ", ".join(key for key in {**wanted, **found} if found.get(key) != wanted.get(key))
-    if not refused and not plan.overwrite:
-        raise DataError(
-            f"{plan.journal} holds an unfinished preparation that differs in: {differing}; expected the same sources "
-            "(unchanged since) and settings. Repeat the first call to continue it, or delete that folder to start anew"
-        )
-    print(
-        f"starting anew: {plan.journal} holds another preparation, which differs in: {differing}",
-        file=stream or sys.stderr,
-    )
-    return False
-
-
-def _remove_temporary_files(journal: Path) -> None:
-    """Delete what a run that was stopped was writing: its names are that process's own, and nobody would reuse them."""
-    for name in os.listdir(journal):
-        if name.endswith(".tmp") and _JOURNAL_NAME.fullmatch(name):
-            os.unlink(journal / name)
-
-
-def _refuse_existing(plan: Plan) -> None:
-    """Raise when a dataset is in the way."""
+def _refuse_existing(plan: Plan, was_killed: bool) -> None:
+    """Raise when a dataset is in the way, unless a killed run may have made it, or what Megatron would go on using of it."""
     for prefix in plan.prefixes:
         for path in (prefix + ".bin", prefix + ".idx", manifest_path(prefix)):
-            if os.path.exists(path) and not plan.overwrite:
+            if os.path.exists(path) and not plan.overwrite and not was_killed:
                 raise DataError(f"{path} exists; expected a new dataset: choose another --output or pass --overwrite")
+        cached = next(Path(prefix, "cache").glob("*_indices/*.npy"), None)
+        if cached is not None:
+            raise DataError(
+                f"{cached.parent} holds sample indices of the dataset to be replaced, which Megatron would go on using: "
+                "remove that folder, or choose another --output"
+            )
 
 
-def _clear_journal(journal: Path) -> None:
-    """Delete every file that a preparation may have left in ``journal``.
-
-    The plan goes first: a journal without one is finished, or was never begun, and has nothing to continue.
-    """
-    names = sorted(os.listdir(journal), key=lambda name: name != _PLAN)
-    foreign = [name for name in names if not _JOURNAL_NAME.fullmatch(name)]
-    if foreign:
-        raise DataError(
-            f"{journal} holds {foreign[0]!r}, which no preparation writes; expected that folder to be free: move it"
-        )
-    for name in names:
-        os.unlink(journal / name)
+def _refuse_other(plan: Plan, built: Sequence[str]) -> None:
+    """Raise when a file in the way is not the one just built, which a killed run may have moved there already."""
+    for new, prefix in zip(built, plan.prefixes, strict=True):
+        for suffix in (".bin", ".idx", ".manifest.json"):
+            path = prefix + suffix
+            if os.path.exists(path) and hash_file(path) != hash_file(new + suffix):
+                raise DataError(
+                    f"{path} was made by something else than the preparation that left {plan.output}.unfinished; expected "
+                    "it to be free: move it and repeat the call, or repeat it with --overwrite to replace it"
+                )
 
 
-@dataclass
-class Receipt:
-    """A finished shard. Lists over the splits: ``text_bytes``; per source: ``documents`` in each split."""
+def _build(plan: Plan, folder: Path, workers: int, stream: TextIO | None) -> list[str]:
+    """Write the datasets of ``plan``, with their manifests, in ``folder``; return their prefixes there."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    files: dict[str, dict[str, Any]]
-    text_bytes: list[int]
-    documents: dict[str, list[int]]
-    hashes: dict[str, str]
-    skipped: list[dict[str, Any]]
-
-
-def _encode_all(plan: Plan, workers: int, stream: TextIO | None) -> list[Receipt]:
-    """Return the receipts of all shards, encoding those that have none."""
+    built = [str(folder / f"dataset.{number}") for number in range(len(plan.splits))]
+    builders = [IndexedDatasetBuilder(prefix + ".bin", dtype=plan.dtype.type) for prefix in built]
+    counts = np.zeros((len(built), len(plan.sources)), dtype=np.int64)  # documents
+    text_bytes = [0 for _ in built]
+    hashes: dict[int, str] = {}
+    skipped: list[Skipped] = []
     progress = Progress(len(plan.sources), sum(source.size for source in plan.sources), stream)
-    receipts = {shard.number: receipt for shard in plan.shards if (receipt := _load_receipt(plan, shard)) is not None}
-    missing = [shard for shard in plan.shards if shard.number not in receipts]
-    for number in receipts:
-        progress.resume(*_count(plan.shards[number].pieces))
+    with closing(_encode_all(plan, cut_sources(plan.sources, PIECE_BYTES), workers)) as results:
+        for piece, encoded in results:
+            for side, tokens, size in encoded.documents:
+                builders[side].add_document(tokens, [len(tokens)])
+                counts[side, piece.number] += 1
+                text_bytes[side] += size
+            skipped += encoded.skipped
+            hashes[piece.number] = encoded.sha256
+            progress.advance(bool(encoded.sha256), piece.stop - piece.start)
+    progress.show()
+    for side, split in enumerate(plan.splits):
+        if not counts[side].any():  # Megatron cannot open an empty dataset
+            raise DataError(
+                f"{f'split {split.name!r}' if plan.split else 'the dataset'} got none of {counts.sum()} documents from "
+                f"{len(plan.sources)} files; expected at least one: give more text or larger shares"
+            )
+        builders[side].finalize(built[side] + ".idx")
+        for suffix in (".bin", ".idx"):
+            flush_to_disk(built[side] + suffix)
+        write_manifest(
+            built[side],
+            tokenizer=plan.tokenizer,
+            command=plan.command,
+            text_bytes=text_bytes[side],
+            sources=describe_sources(
+                [
+                    {"path": source.relative, "bytes": source.size, "sha256": hashes[number], "documents": int(count)}
+                    for number, (source, count) in enumerate(zip(plan.sources, counts[side], strict=True))
+                    if count
+                ]
+            ),
+            skipped=[dataclasses.asdict(item) for item in skipped],
+            split={"name": split.name, "of": plan.split} if plan.split else None,
+        )
+    return built
+
+
+def _move(plan: Plan, built: Sequence[str]) -> None:
+    """Put the datasets in their places; a manifest, which says that they are whole, goes first and comes last."""
+    for prefix in plan.prefixes:
+        Path(manifest_path(prefix)).unlink(missing_ok=True)
+    for new, prefix in zip(built, plan.prefixes, strict=True):
+        for suffix in (".bin", ".idx"):
+            os.replace(new + suffix, prefix + suffix)
+        flush_to_disk(Path(prefix).parent)
+        os.replace(manifest_path(new), manifest_path(prefix))
+    flush_to_disk(Path(plan.output).parent)
+
+
+def _encode_all(plan: Plan, pieces: Iterator[Piece], workers: int) -> Generator[tuple[Piece, Encoded]]:
+    """Yield the pieces, in order, with what they are as tokens."""
     if workers == 1:
         tokenizer = load_tokenizer(plan.tokenizer_name)
-        for shard in missing:
-            receipts[shard.number] = _encode_shard(
-                plan, shard, tokenizer, lambda piece: progress.advance(*_count((piece,)))
-            )
-    else:
-        with closing(_encode_in_pool(plan, missing, workers)) as finished:
-            for number, receipt in finished:
-                receipts[number] = receipt
-                progress.advance(*_count(plan.shards[number].pieces))
-    progress.finish()
-    return [receipts[shard.number] for shard in plan.shards]
-
-
-def _count(pieces: Sequence[Piece]) -> tuple[int, int]:
-    """Return how many files end in ``pieces``, and their bytes."""
-    return sum(p.stop == p.source.size for p in pieces), sum(p.stop - p.start for p in pieces)
-
-
-_worker: dict[str, Any] = {}
-
-
-def _encode_in_pool(plan: Plan, shards: Sequence[Shard], workers: int) -> Generator[tuple[int, Receipt]]:
-    """Yield number and receipt of each shard as worker processes finish it.
-
-    The workers end at once when this process closes ``alive`` or ends: what they have not committed is done again.
-    """
-    light = dataclasses.replace(plan, sources=(), shards=())
+        yield from ((piece, _encode_piece(plan, piece, tokenizer)) for piece in pieces)
+        return
     context = multiprocessing.get_context("spawn")
-    watched, alive = context.Pipe(duplex=False)
-    with (
-        watched,
-        alive,
-        concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (light, watched)) as pool,
-    ):
+    light = dataclasses.replace(plan, sources=())
+    others = set(multiprocessing.active_children())
+    with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (light,)) as pool:
+        running: deque[tuple[Piece, concurrent.futures.Future[Encoded]]] = deque()
         try:
-            with _without_interrupts():
-                running = {pool.submit(_encode_in_worker, shard): shard.number for shard in shards}
-            for future in concurrent.futures.as_completed(running):
-                yield running[future], future.result()
+            while True:
+                # As many results wait for their turn as keep the workers busy, and no more: they are held in memory.
+                with _without_interrupts():
+                    for piece in itertools.islice(pieces, 2 * workers - len(running)):
+                        running.append((piece, pool.submit(_encode_in_worker, piece)))
+                if not running:
+                    return
+                piece, future = running.popleft()
+                yield piece, future.result()
         except BaseException:
-            alive.close()
-            pool.shutdown(cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
             raise
 
 
@@ -456,52 +338,38 @@ def _without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(plan: Plan, watched: Connection) -> None:
-    """Keep the plan and a tokenizer for the shards to come, and end as soon as nobody holds the other end of ``watched``."""
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(plan: Plan) -> None:
+    """Have a plan and a tokenizer ready, and end when the parent does."""
     _worker.update(plan=plan, tokenizer=load_tokenizer(plan.tokenizer_name))
-
-    def follow() -> None:
-        with suppress(EOFError, OSError):
-            watched.recv_bytes()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _encode_in_worker(shard: Shard) -> Receipt:
-    return _encode_shard(_worker["plan"], shard, _worker["tokenizer"], lambda piece: None)
+def _end_with_parent() -> None:
+    if parent := multiprocessing.parent_process():
+        parent.join()
+    os._exit(1)
 
 
-def _encode_shard(plan: Plan, shard: Shard, tokenizer: Tokenizer, done: Callable[[Piece], None]) -> Receipt:
-    """Write one shard's tokens and lengths per split, then its receipt."""
-    receipt = Receipt({}, [0] * len(plan.splits), {}, {}, [])
+def _encode_in_worker(piece: Piece) -> Encoded:
+    return _encode_piece(_worker["plan"], piece, _worker["tokenizer"])
+
+
+def _encode_piece(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> Encoded:
+    """Tokenize the documents that begin in a piece.
+
+    Raises:
+        DataError: the source cannot be read or changes meanwhile, or the tokenizer gives ids that are not in its vocabulary.
+    """
     skipped: list[Skipped] = []
-    with ExitStack() as stack:
-        sinks = [
-            tuple(
-                stack.enter_context(open(plan.journal / shard.name(number, suffix, os.getpid(), "tmp"), "wb"))
-                for suffix in ("tokens", "lengths")
-            )
-            for number in range(len(plan.splits))
-        ]
-        for piece in shard.pieces:
-            counts = [0] * len(plan.splits)
-            for document in read_documents(
-                piece.source, piece.start, piece.stop, skipped if plan.skip_errors else None
-            ):
-                side = choose_split(document.key, plan.splits)
-                tokens = _encode(plan, tokenizer, document.text, piece.source)
-                sinks[side][0].write(tokens.tobytes())
-                sinks[side][1].write(np.int32(len(tokens)).tobytes())
-                counts[side] += 1
-                receipt.text_bytes[side] += len(document.text)
-            receipt.documents[str(piece.number)] = counts
-            if piece.whole:
-                receipt.hashes[str(piece.number)] = _hash_unchanged(piece.source)
-            done(piece)
-        receipt.skipped = [dataclasses.asdict(item) for item in skipped]
-    _commit_shard(plan, shard, receipt)
-    return receipt
+    documents = [
+        (choose_split(each.key, plan.splits), _encode(plan, tokenizer, each.text, piece.source), len(each.text))
+        for each in read_documents(piece, skipped if plan.skip_errors else None)
+    ]
+    is_last = piece.stop == piece.source.size
+    return Encoded(documents, skipped, _hash_unchanged(piece.source) if is_last else "")
 
 
 def _encode(plan: Plan, tokenizer: Tokenizer, text: bytes, source: Source) -> np.ndarray[Any, Any]:
@@ -517,143 +385,14 @@ def _encode(plan: Plan, tokenizer: Tokenizer, text: bytes, source: Source) -> np
             f"{source.path}: the tokenizer gave ids from {ids.min()} to {ids.max()}, expected 0 to "
             f"{tokenizer.vocab_size - 1}: its vocabulary and its rules for text do not fit each other"
         )
-    tokens = np.empty(len(ids) + 1, dtype=plan.dtype)
-    tokens[:-1] = ids
-    tokens[-1] = tokenizer.eod_id
-    return tokens
+    return np.append(ids, tokenizer.eod_id).astype(plan.dtype)
 
 
 def _hash_unchanged(source: Source) -> str:
-    """Return the SHA-256 of a source.
-
-    Raises:
-        DataError: it is not the file that the preparation began with.
-    """
-    with require_readable(source.path):
-        digest = hash_file(source.path)
+    """Return the SHA-256 of a source, or raise when it is not the file that the preparation began with."""
+    digest = hash_file(source.path)
     if make_source(Path(source.path), source.relative) != source:
         raise DataError(
             f"{source.path} changed while it was being read; expected sources that stay as they are: repeat the call"
         )
     return digest
-
-
-def _commit_shard(plan: Plan, shard: Shard, receipt: Receipt) -> None:
-    """Move a shard's files to their names, and write the receipt once they are on disk."""
-    for number, suffix in itertools.product(range(len(plan.splits)), ("tokens", "lengths")):
-        name = shard.name(number, suffix)
-        temporary = plan.journal / shard.name(number, suffix, os.getpid(), "tmp")
-        flush_to_disk(temporary)
-        os.replace(temporary, plan.journal / name)
-        path = plan.journal / name
-        receipt.files[name] = {"size": path.stat().st_size, "sha256": hash_file(path)}
-    write_atomically(plan.journal / shard.name("json"), json.dumps(dataclasses.asdict(receipt)).encode("ascii"))
-
-
-def _load_receipt(plan: Plan, shard: Shard) -> Receipt | None:
-    """Return a shard's receipt; None when the shard is to be done again.
-
-    That is when there is none, its files are not what it says, or it left out what now is to be refused.
-    """
-    try:
-        receipt = Receipt(**json.loads((plan.journal / shard.name("json")).read_bytes()))
-        for name, expected in receipt.files.items():
-            path = plan.journal / name
-            if path.stat().st_size != expected["size"] or hash_file(path) != expected["sha256"]:
-                return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
-    return receipt if plan.skip_errors or not receipt.skipped else None
-
-
-def _finish(plan: Plan, receipts: Sequence[Receipt]) -> None:
-    """Write the datasets inside the journal, check them, and move them to their names; manifests come last."""
-    hashes = _collect_hashes(plan, receipts)
-    builds = [str(plan.journal / f"dataset.{side}") for side in range(len(plan.prefixes))]
-    for side, built in enumerate(builds):
-        _require_documents(plan, side, receipts)
-        _build_dataset(plan, side, built)
-        write_manifest(built, _describe(plan, side, built, receipts, hashes))
-    if not plan.overwrite:
-        for built, prefix in zip(builds, plan.prefixes, strict=True):
-            _refuse_other(plan, built, prefix)
-    for prefix in plan.prefixes:
-        # Neither the manifest nor the cached indices of a dataset that is being replaced may outlive it.
-        Path(manifest_path(prefix)).unlink(missing_ok=True)
-        remove_beside(prefix)
-    for built, prefix in zip(builds, plan.prefixes, strict=True):
-        for suffix in (".bin", ".idx"):
-            os.replace(built + suffix, prefix + suffix)
-        flush_to_disk(plan.journal.parent)
-        os.replace(manifest_path(built), manifest_path(prefix))
-    flush_to_disk(plan.journal.parent)
-
-
-def _refuse_other(plan: Plan, built: str, prefix: str) -> None:
-    """Raise when ``prefix`` is another dataset than ``built``, which an earlier run of ``plan`` may have begun to move."""
-    for suffix in (".bin", ".idx"):
-        path = prefix + suffix
-        if os.path.exists(path) and hash_file(path) != hash_file(built + suffix):
-            raise DataError(
-                f"{path} was made by something else while {plan.journal} was unfinished; expected it to be free: move "
-                "it and repeat the call, or repeat it with --overwrite to replace it. Work done so far is kept"
-            )
-
-
-def _collect_hashes(plan: Plan, receipts: Sequence[Receipt]) -> list[str]:
-    """Return the SHA-256 of every source; one that was cut into pieces is read once more."""
-    known = {int(number): digest for receipt in receipts for number, digest in receipt.hashes.items()}
-    return [known.get(number) or _hash_unchanged(source) for number, source in enumerate(plan.sources)]
-
-
-def _require_documents(plan: Plan, side: int, receipts: Sequence[Receipt]) -> None:
-    """Raise when one side got no document: Megatron cannot open an empty dataset."""
-    counts = [sum(c[n] for r in receipts for c in r.documents.values()) for n in range(len(plan.splits))]
-    if not counts[side]:
-        what = f"split {plan.splits[side].name!r}" if plan.split_text else "the dataset"
-        raise DataError(
-            f"{what} got none of {sum(counts)} documents from {len(plan.sources)} files; expected at least one: "
-            "give more text or larger shares"
-        )
-
-
-def _build_dataset(plan: Plan, side: int, built: str) -> None:
-    """Write ``built.bin`` and ``built.idx`` with Megatron's builder, shard by shard."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(built + ".bin", dtype=plan.dtype.type)
-    for shard in plan.shards:
-        lengths = np.fromfile(plan.journal / shard.name(side, "lengths"), dtype=np.int32)
-        if not lengths.size:
-            continue
-        tokens = np.memmap(plan.journal / shard.name(side, "tokens"), dtype=plan.dtype, mode="r")
-        stop = 0
-        for length in lengths.tolist():
-            start, stop = stop, stop + length
-            builder.add_document(tokens[start:stop], [length])
-    builder.finalize(built + ".idx")
-    flush_to_disk(built + ".bin")
-    flush_to_disk(built + ".idx")
-
-
-def _describe(plan: Plan, side: int, built: str, receipts: Sequence[Receipt], hashes: Sequence[str]) -> Manifest:
-    """Return the manifest of one dataset; of a split it lists the sources that have documents on this side."""
-    documents = [0] * len(plan.sources)
-    for receipt in receipts:
-        for number, counts in receipt.documents.items():
-            documents[int(number)] += counts[side]
-    records = [
-        {"path": source.relative, "bytes": source.size, "sha256": hashes[number], "documents": documents[number]}
-        for number, source in enumerate(plan.sources)
-        if documents[number]
-    ]
-    name = plan.splits[side].name
-    return build_manifest(
-        built,
-        tokenizer=plan.tokenizer,
-        command=plan.command,
-        text_bytes=sum(receipt.text_bytes[side] for receipt in receipts),
-        sources=describe_sources(records),
-        skipped=[item for receipt in receipts for item in receipt.skipped],
-        split={"name": name, "of": plan.split_text} if plan.split_text else None,
-    )

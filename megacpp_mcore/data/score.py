@@ -20,6 +20,8 @@ from megacpp_mcore.data.manifest import load_manifest
 from megacpp_mcore.data.tokenizer import BYTE_COUNT, ByteTokenizer
 from megacpp_mcore.errors import DataError
 
+_TOKENS_AT_ONCE = 1 << 22
+
 
 def unigram_bits_per_byte(prefix: str) -> float:
     """Return the empirical unigram entropy of the bytes of a byte dataset, in bits per byte.
@@ -37,8 +39,9 @@ def unigram_bits_per_byte(prefix: str) -> float:
             "bytes: prepare the text with --tokenizer byte to score it"
         )
     counts = np.zeros(BYTE_COUNT, dtype=np.int64)
-    for chunk in read_index(prefix).read_chunks():
-        counts += byte_counts(chunk)
+    tokens_N = read_index(prefix).open_tokens()
+    for start in range(0, len(tokens_N), _TOKENS_AT_ONCE):
+        counts += byte_counts(tokens_N[start : start + _TOKENS_AT_ONCE])
     if not counts.any():
         raise DataError(f"{prefix}.bin holds no bytes, only specials; expected text")
     return entropy(counts)

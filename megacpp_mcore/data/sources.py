@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import itertools
 import json
 import os
 import stat
@@ -17,11 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from megacpp_mcore.data.files import require_readable
 from megacpp_mcore.errors import DataError
 
 DEFAULT_GLOBS = ("*.txt", "*.py", "*.md", "*.jsonl")
 LEFT_OUT = (".*", "__pycache__")
 """Names, of files and folders, that are not looked at in a folder."""
+_KINDS = {
+    stat.S_IFIFO: "pipe",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+    stat.S_IFDIR: "folder",
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -36,6 +43,16 @@ class Source:
     size: int
     mtime_ns: int
     identity: tuple[int, int] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes ``start`` to ``stop`` of source ``number``; all of it unless the source is ``.jsonl``."""
+
+    number: int
+    source: Source
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -64,8 +81,8 @@ def make_source(path: Path, relative: str) -> Source:
     status = _examine(path)
     if not stat.S_ISREG(status.st_mode):
         raise DataError(
-            f"{path} is a {_kind(status.st_mode)}; expected a regular file, which can be read twice: write the text to "
-            "one, or remove this from the input"
+            f"{path} is a {_KINDS[stat.S_IFMT(status.st_mode)]}; expected a regular file, which can be read twice: write the "
+            "text to one, or remove this from the input"
         )
     return Source(relative, str(path), status.st_size, status.st_mtime_ns, (status.st_dev, status.st_ino))
 
@@ -73,20 +90,12 @@ def make_source(path: Path, relative: str) -> Source:
 def _examine(path: Path) -> os.stat_result:
     try:
         return os.stat(path)
-    except FileNotFoundError as error:
-        if path.is_symlink():
-            raise DataError(
-                f"input {path} is a link to {os.readlink(path)}, which does not exist; mend the link, or remove it from the "
-                "input"
-            ) from error
-        raise DataError(f"input {path} does not exist; expected a text file or a folder of text files") from error
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; expected a readable text file: remove it from the input") from error
-
-
-def _kind(mode: int) -> str:
-    kinds = {stat.S_ISFIFO: "pipe", stat.S_ISSOCK: "socket", stat.S_ISCHR: "device", stat.S_ISBLK: "device"}
-    return next((name for is_kind, name in kinds.items() if is_kind(mode)), "folder")
+        leads = f", a link to {os.readlink(path)}" if os.path.islink(path) else ""
+        raise DataError(
+            f"input {path}{leads}: {error.strerror}; expected a text file or a folder of text files that can be read: mend it, "
+            "or remove it from the input"
+        ) from error
 
 
 def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] = ()) -> list[Source]:
@@ -109,8 +118,7 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] 
         else:
             sources.append(make_source(root, root.name))
     sources.sort()
-    _refuse_same_names(sources)
-    _refuse_same_files(sources)
+    _refuse_twice(sources)
     if not sources:
         raise DataError(
             f"no file in {', '.join(str(i) for i in inputs)} matches {' '.join(patterns)}; "
@@ -140,21 +148,18 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _refuse_same_names(sources: Sequence[Source]) -> None:
-    """Raise when two sources share a relative path: their names would not tell them apart."""
-    for first, second in itertools.pairwise(sources):
-        if first.relative == second.relative:
+def _refuse_twice(sources: Sequence[Source]) -> None:
+    """Raise when two sources have one name, or are one file: under two names its text would be on both sides of a split."""
+    names: dict[str, Source] = {}
+    files: dict[tuple[int, int], Source] = {}
+    for source in sources:
+        first = names.setdefault(source.relative, source)
+        if first is not source:
             raise DataError(
-                f"{first.path} and {second.path} have the same relative path {first.relative!r}; expected every "
+                f"{first.path} and {source.path} have the same relative path {first.relative!r}; expected every "
                 "document to have a name of its own: pass the folder that holds both as one INPUT"
             )
-
-
-def _refuse_same_files(sources: Sequence[Source]) -> None:
-    """Raise when two sources are one file: under two names its text would fall on both sides of a split."""
-    seen: dict[tuple[int, int], Source] = {}
-    for source in sources:
-        first = seen.setdefault(source.identity, source)
+        first = files.setdefault(source.identity, source)
         if first is not source:
             raise DataError(
                 f"{first.path} and {source.path} are one file; expected every text once: leave out the INPUT that lies "
@@ -162,27 +167,27 @@ def _refuse_same_files(sources: Sequence[Source]) -> None:
             )
 
 
-def read_documents(source: Source, start: int, stop: int, skipped: list[Skipped] | None) -> Iterator[Document]:
-    """Yield the documents of ``source`` that begin in bytes ``start`` to ``stop``.
+def cut_sources(sources: Sequence[Source], piece_bytes: int) -> Iterator[Piece]:
+    """Yield the sources in order, ``.jsonl`` files in pieces of ``piece_bytes``."""
+    for number, source in enumerate(sources):
+        step = piece_bytes if source.relative.endswith(".jsonl") else source.size
+        for start in range(0, max(source.size, 1), max(step, 1)):
+            yield Piece(number, source, start, min(start + step, source.size))
 
-    Args:
-        source: the file.
-        start: first byte; other than 0 only for ``.jsonl``.
-        stop: the byte after the last; the file's size unless ``.jsonl``.
-        skipped: where undecodable files and lines are listed; None raises instead.
+
+def read_documents(piece: Piece, skipped: list[Skipped] | None) -> Iterator[Document]:
+    """Yield the documents that begin in ``piece``; ``skipped`` takes what cannot be decoded, None raises instead.
 
     Raises:
         DataError: the file cannot be read, or holds something other than UTF-8 text (or JSON lines with ``text``); the
             message names the byte offset.
     """
-    try:
-        with open(source.path, "rb") as stream:
-            if source.relative.endswith(".jsonl"):
-                yield from _read_lines(source, stream, start, stop, skipped)
-                return
-            text = stream.read()
-    except OSError as error:
-        raise DataError(f"{source.path}: {error.strerror}; expected a readable text file") from error
+    source = piece.source
+    with require_readable(source.path), open(source.path, "rb") as stream:
+        if source.relative.endswith(".jsonl"):
+            yield from _read_lines(piece, stream, skipped)
+            return
+        text = stream.read()
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -192,22 +197,19 @@ def read_documents(source: Source, start: int, stop: int, skipped: list[Skipped]
         yield Document(source.relative, text)
 
 
-def _read_lines(
-    source: Source, stream: BinaryIO, start: int, stop: int, skipped: list[Skipped] | None
-) -> Iterator[Document]:
-    """Yield the documents of the lines that begin in ``[start, stop)``."""
-    offset = max(start - 1, 0)
+def _read_lines(piece: Piece, stream: BinaryIO, skipped: list[Skipped] | None) -> Iterator[Document]:
+    """Yield the documents of the lines that begin in the piece."""
+    offset = max(piece.start - 1, 0)
     stream.seek(offset)
-    if start:
+    if piece.start:
         # A line that begins exactly at start is ours: from the byte before it, this reads one newline and no more.
         offset += len(next(stream, b""))
     for line in stream:
-        if offset >= stop:
+        if offset >= piece.stop:
             return
-        if line.strip():
-            document = _parse_line(source, line, offset, skipped)
-            if document is not None:
-                yield document
+        document = _parse_line(piece.source, line, offset, skipped) if line.strip() else None
+        if document is not None:
+            yield document
         offset += len(line)
 
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megacpp_mcore.data.manifest import load_manifest, manifest_path
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.model import Model
 
 BYTE_COUNT = 256
 BYTE_SPECIALS = {"<|eod|>": 256, "<|bos|>": 257, "<|pad|>": 258, "<|unk|>": 259}
@@ -32,7 +33,7 @@ _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 
 
 class Tokenizer(Protocol):
-    """What ``data`` asks of a tokenizer."""
+    """What ``data`` needs of a tokenizer."""
 
     kind: str
     vocab_size: int
@@ -40,10 +41,6 @@ class Tokenizer(Protocol):
 
     def encode(self, text: bytes) -> NDArray[Any]:
         """Return the ids (1-D, below ``vocab_size``) of one document given as valid UTF-8, without specials."""
-        ...
-
-    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Return the text of ``ids``; specials are left out."""
         ...
 
     def checksum(self) -> str:
@@ -66,11 +63,6 @@ class ByteTokenizer:
         """Return the bytes of ``text`` as ids, shape ``[len(text)]``."""
         return np.frombuffer(text, dtype=np.uint8)
 
-    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Return the text of ``ids`` without specials; bytes cut in the middle of a character become U+FFFD."""
-        kept = np.asarray(ids)
-        return kept[kept < BYTE_COUNT].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
-
     def checksum(self) -> str:
         """Return a SHA-256 over the vocabulary's description."""
         description = json.dumps({"bytes": BYTE_COUNT, "specials": BYTE_SPECIALS}, sort_keys=True)
@@ -78,16 +70,8 @@ class ByteTokenizer:
 
     def stock_flags(self) -> list[str]:
         """Return ``NullTokenizer`` flags; stock then has vocabulary 260, end-of-document 256, padding 258."""
-        return [
-            "--tokenizer-type",
-            "NullTokenizer",
-            "--vocab-size",
-            str(self.vocab_size),
-            "--null-tokenizer-eod-id",
-            str(self.eod_id),
-            "--null-tokenizer-pad-id",
-            str(BYTE_PAD_ID),
-        ]
+        ids = f"--null-tokenizer-eod-id {self.eod_id} --null-tokenizer-pad-id {BYTE_PAD_ID}"
+        return f"--tokenizer-type NullTokenizer --vocab-size {self.vocab_size} {ids}".split()
 
 
 class HuggingFaceTokenizer:
@@ -112,17 +96,13 @@ class HuggingFaceTokenizer:
             )
         self._tokenizer = _load_tokenizer_json(self.folder / "tokenizer.json")
         self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
-        self._refuse_larger_ids()
-        self.eod_id = self._find_eod()
-
-    def _refuse_larger_ids(self) -> None:
-        """Raise when an id is not below the number of tokens, which is what stock sizes the model by."""
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        if largest >= self.vocab_size:
+        if largest >= self.vocab_size:  # stock sizes the model by the number of tokens
             raise DataError(
                 f"{self.folder / 'tokenizer.json'} has {self.vocab_size} tokens with ids up to {largest}; expected ids "
                 f"below {self.vocab_size}: fill the holes in the numbering with unused tokens"
             )
+        self.eod_id = self._find_eod()
 
     def _find_eod(self) -> int:
         """Return the id of the folder's ``eos_token``."""
@@ -134,13 +114,13 @@ class HuggingFaceTokenizer:
                 f"{config}: {error}; expected a JSON object with the key eos_token, whose id ends every document"
             ) from error
         name = token.get("content") if isinstance(token, dict) else token
-        eod = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
+        eod = self.token_id(name) if isinstance(name, str) else None
         if eod is None:
             raise DataError(
                 f"{config}: eos_token is {token!r}, which is no token of tokenizer.json; set eos_token to the token "
                 "that is to end every document"
             )
-        return int(eod)
+        return eod
 
     def encode(self, text: bytes) -> NDArray[np.int64]:
         """Return the ids of one document; no specials are added."""
@@ -155,18 +135,11 @@ class HuggingFaceTokenizer:
         """Return how many tokens encoding adds to a text, where it is not told to leave them out."""
         return int(self._tokenizer.num_special_tokens_to_add(False))
 
-    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Return the text of ``ids`` without specials."""
-        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
-
     def checksum(self) -> str:
         """Return a SHA-256 over the names and contents of the folder's tokenizer files."""
-        digest = hashlib.sha256()
-        for name in _HF_FILES:
-            path = self.folder / name
-            if path.is_file():
-                digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-        return digest.hexdigest()
+        paths = [path for path in (self.folder / name for name in _HF_FILES) if path.is_file()]
+        lines = [f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in paths]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def stock_flags(self) -> list[str]:
         """Return the ``HuggingFaceTokenizer`` flags for this folder; stock needs ``transformers`` for them."""
@@ -204,3 +177,31 @@ def load_tokenizer(name: str) -> Tokenizer:
             "(names on a hub are not looked up: pass the folder that holds tokenizer.json)"
         )
     return HuggingFaceTokenizer(name)
+
+
+def tokenizer_words(model: Model, folder: str | None = None, data: str | None = None) -> tuple[str, ...]:
+    """Stock tokenizer arguments of a run.
+
+    Args:
+        model: what is trained.
+        folder: a Hugging Face tokenizer folder; without one, the built-in bytes for a model of their vocabulary, and ids as
+            they are for any other.
+        data: prefix of the dataset, whose manifest then says what its end-of-document id is.
+
+    Raises:
+        DataError: the manifest knows no end-of-document id, or is damaged.
+    """
+    if folder is not None:
+        return ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder)
+    if model.vocab_size == BYTE_VOCAB_SIZE:
+        return tuple(ByteTokenizer().stock_flags())
+    words = ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab_size))
+    if data is None or not os.path.exists(manifest_path(data)):
+        return words
+    eod = load_manifest(data).tokenizer["eod_id"]
+    if eod is None:
+        raise DataError(
+            f"{data} was adopted without an end-of-document id, and Megatron's NullTokenizer needs one; say it with "
+            f"`megacpp-mcore data verify --adopt --eod-id ID {data}`"
+        )
+    return (*words, "--null-tokenizer-eod-id", str(eod))

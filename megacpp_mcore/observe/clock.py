@@ -1,16 +1,20 @@
-"""Which phase this process is in, and for how long it has been in each: one stack, integer nanoseconds. No torch.
+"""Which phase a process is in, and for how many nanoseconds it has been in each; when torch.compile or Triton compiles.
 
-At every instant the process is in exactly one phase, the innermost that was entered, so that the parts always sum to the whole.
+There is one stack of phases. At every instant the process is in exactly one, the innermost that was entered, so that the parts
+always sum to the whole. No torch at import.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import functools
+import importlib.util
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class Phase(enum.StrEnum):
@@ -35,6 +39,10 @@ class Phase(enum.StrEnum):
     """The rest of the loop, between steps, and the process after it: logging, garbage collection, clean-up."""
 
 
+OF_A_STEP = (Phase.STEP, Phase.DATA, Phase.IDLE, Phase.COMPILE, Phase.JIT)
+"""What the time of a step is: from the end of the step before to its own, without checkpoints, evaluation and the profiler."""
+
+
 class Clock:
     """The phases of this process.
 
@@ -49,7 +57,7 @@ class Clock:
     def __init__(self, *, now: Callable[[], int] = time.monotonic_ns, age_ns: int = 0) -> None:
         self._now = now
         self._last = now()
-        self._began = self._last - age_ns
+        self._born = self._last - age_ns
         self._untaken: dict[Phase, int] = {Phase.STARTUP: age_ns} if age_ns else {}
         self._stack = [Phase.STARTUP]
         self._lock = threading.Lock()
@@ -61,7 +69,11 @@ class Clock:
 
     def elapsed_ns(self) -> int:
         """Nanoseconds since the start of the process, as of the last change of phase or :meth:`take`."""
-        return self._last - self._began
+        return self._last - self._born
+
+    def age_ns(self) -> int:
+        """Nanoseconds since the start of the process, as of now."""
+        return self._now() - self._born
 
     def become(self, phase: Phase) -> None:
         """End the outermost phase for good and be in ``phase`` instead."""
@@ -85,7 +97,7 @@ class Clock:
             self._stack.append(phase)
 
     def leave(self, phase: Phase) -> None:
-        """Be in what was entered before ``phase`` again; what was entered since and not left (an error ended it) ends, too."""
+        """Return to what was entered before ``phase``; what was entered since and not left (an error ended it) ends, too."""
         with self._lock:
             self._attribute()
             for index in range(len(self._stack) - 1, 0, -1):
@@ -109,7 +121,10 @@ class Clock:
 
 
 def process_age_ns() -> int:
-    """How long ago the kernel started this process, to its tick (10 ms); 0 where there is no /proc."""
+    """How long ago the kernel started this process, to its tick (10 ms); 0 where there is no /proc.
+
+    ``psutil.Process().create_time()`` rests on the boot time in whole seconds, and is off by up to one.
+    """
     try:
         with open("/proc/self/stat", "rb") as stream:
             fields = stream.read().rpartition(b")")[2].split()  # after the name, which may hold anything
@@ -117,3 +132,72 @@ def process_age_ns() -> int:
         return 0
     started = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")  # field 22 of proc_pid_stat(5)
     return max(0, time.clock_gettime_ns(time.CLOCK_BOOTTIME) - started)
+
+
+# --- Compilation ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def compilation_timed(clock: Clock) -> Iterator[None]:
+    """Until the context ends, be in ``compile`` or ``jit`` while there is a compilation: a step would not need it twice.
+
+    torch's compilation callbacks enclose tracing, Inductor and the deferred compilation of a backward pass (torch 2.11,
+    ``torch/_dynamo/callback.py``). Triton's hooks enclose the compilation of a kernel (Triton 3.6, ``knobs.runtime``), and its
+    autotuner's benchmark of a configuration is wrapped; hooks that are there already are called, too.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_torch_compile(clock))
+        if importlib.util.find_spec("triton") is not None:
+            stack.enter_context(_triton(clock))
+        yield
+
+
+@contextlib.contextmanager
+def _torch_compile(clock: Clock) -> Iterator[None]:
+    from torch._dynamo.callback import callback_handler
+
+    def on_start(_: Any) -> None:
+        clock.enter(Phase.COMPILE)
+
+    def on_end(_: Any) -> None:
+        clock.leave(Phase.COMPILE)
+
+    callback_handler.register_start_callback(on_start)
+    callback_handler.register_end_callback(on_end)
+    try:
+        yield
+    finally:
+        # torch._dynamo.reset() forgets all callbacks.
+        for callbacks, mine in ((callback_handler.start_callbacks, on_start), (callback_handler.end_callbacks, on_end)):
+            if mine in callbacks:
+                callbacks.remove(mine)
+
+
+@contextlib.contextmanager
+def _triton(clock: Clock) -> Iterator[None]:
+    from triton import knobs
+    from triton.runtime.autotuner import Autotuner
+
+    hooks = knobs.runtime
+    before, after, bench = hooks.jit_cache_hook, hooks.jit_post_compile_hook, Autotuner._bench
+
+    def on_start(*args: Any, **kwargs: Any) -> Any:
+        cached = before(*args, **kwargs) if before is not None else None
+        if not cached:  # else the hook has it from a cache of its own, and nothing is compiled
+            clock.enter(Phase.JIT)
+        return cached
+
+    def on_end(*args: Any, **kwargs: Any) -> Any:
+        clock.leave(Phase.JIT)
+        return after(*args, **kwargs) if after is not None else None
+
+    @functools.wraps(bench)
+    def tuned(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with clock.within(Phase.JIT):
+            return bench(self, *args, **kwargs)
+
+    hooks.jit_cache_hook, hooks.jit_post_compile_hook, Autotuner._bench = on_start, on_end, tuned
+    try:
+        yield
+    finally:
+        hooks.jit_cache_hook, hooks.jit_post_compile_hook, Autotuner._bench = before, after, bench

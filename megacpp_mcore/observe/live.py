@@ -1,42 +1,31 @@
-"""What a run shows while it trains: a readable line a logged step, ``metrics.jsonl``, TensorBoard, W&B. No torch at import.
+"""What a run shows while it trains: a line below Megatron's own, and scalars for TensorBoard and W&B. No torch at import.
 
-The last rank does it, which is where Megatron has the losses and its writers. A step is logged when Megatron prints its
-iteration line (every ``--log-interval`` steps, and the first of every start); that line then goes to ``stock.log``. All other
-output, errors included, stays where it was.
+The last rank does it, which is where Megatron has the losses and its writers, of every step that Megatron logs (every
+``--log-interval`` steps, and the first of every start). Megatron's own line, and all its other output, stays where it was.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import kinds
-from megacpp_mcore.observe.clock import Phase
-from megacpp_mcore.observe.files import Appender, LineReader
-from megacpp_mcore.observe.flops.report import Utilisation
-from megacpp_mcore.observe.goodput import PRODUCTIVE
-from megacpp_mcore.observe.listener import Listener
-from megacpp_mcore.observe.peaks import peak
-from megacpp_mcore.observe.receipts.assembly import load, part_file
-from megacpp_mcore.observe.steps import RECORD, begins, kept, numbered
+from megacpp_mcore.model.flops.peaks import peak
+from megacpp_mcore.model.flops.report import Utilisation
+from megacpp_mcore.observe.clock import OF_A_STEP, Phase
+from megacpp_mcore.observe.events import Listener, Start, Step
+from megacpp_mcore.observe.goodput import PRODUCTIVE, Recorder
+from megacpp_mcore.observe.steps import kept
+from megacpp_mcore.util import kinds
 
 if TYPE_CHECKING:
-    from megacpp_mcore.observe.goodput import Goodput, Recorder
     from megacpp_mcore.observe.loop import Loop
     from megacpp_mcore.observe.routing import Routing
-    from megacpp_mcore.observe.steps import Step
 
-METRICS, STOCK_LOG = "metrics.jsonl", "stock.log"
 PROGRESS, STOCK = "progress", "stock"
 
-_OF_STEPS = (PRODUCTIVE, Phase.DATA, Phase.IDLE, Phase.COMPILE, Phase.JIT)
+_CLASSES = (PRODUCTIVE, *(phase for phase in OF_A_STEP if phase is not Phase.STEP))
 """The classes of time that tokens/s are about: the same as a receipt's step times."""
 SCALARS = (
     "tokens_per_s",
@@ -56,14 +45,11 @@ TAG = "observe/"
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """A logged step.
+    """What is known of a logged step beside what Megatron logs itself.
 
     Attributes:
         step: 1-based number.
         resumed_at: the step whose checkpoint the process started from.
-        time_s: seconds since the epoch.
-        tokens: since step 0, over all processes.
-        losses, grad_norm, learning_rate: of this step alone, as :class:`~megacpp_mcore.observe.steps.Step` has them.
         skipped: steps that the optimizer skipped since this start.
         tokens_per_s: over all processes, since the last logged step, without checkpoints, evaluation and the
             profiler; None for the first step of a start.
@@ -77,11 +63,6 @@ class Metrics:
 
     step: int
     resumed_at: int
-    time_s: float
-    tokens: int
-    losses: Mapping[str, float]
-    grad_norm: float | None
-    learning_rate: float | None
     skipped: int
     tokens_per_s: float | None
     mfu: float | None
@@ -94,148 +75,102 @@ class Metrics:
     dropped_share: float | None = None
     index_overlap: float | None = None
 
-    def line(self, steps: int) -> str:
-        """The progress line of a run of ``steps`` steps."""
-        losses = self.losses
-        first = [f"loss {losses['lm loss']:.4f}"] if "lm loss" in losses else []
-        depths = [
-            f"{name.removesuffix(' loss')} {losses[name]:.4f}" for name in sorted(losses) if name.startswith("mtp_")
-        ]
-        mfu = f"MFU {self.mfu:.1%}" if self.mfu is not None else f"no MFU ({_brief(self.mfu_reason)})"
+    def line(self, step: Step, steps: int) -> str:
+        """The progress line of ``step`` of a run of ``steps``."""
         allocated, reserved = (size / 2**30 for size in (self.memory_allocated_bytes, self.memory_reserved_bytes))
-        words = [
-            f"step {self.step:>{len(str(steps))}}/{steps}",
-            *first,
-            *depths,
-            *([f"grad norm {self.grad_norm:.3f}"] if self.grad_norm is not None else []),
-            *([f"lr {self.learning_rate:.2e}"] if self.learning_rate is not None else []),
-            f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s is not None else "first of this start",
-            mfu,
-            f"goodput {self.goodput:.1%}",
-            f"memory {allocated:.2f} of {reserved:.2f} GiB",
-            *([f"SKIPPED {self.skipped}"] if self.skipped else []),
-        ]
-        return "  ".join(words)
+        reason = self.mfu_reason.partition(";")[0]
+        return "  ".join(
+            [
+                f"step {self.step:>{len(str(steps))}}/{steps}",
+                *_losses(step.losses),
+                *([f"grad norm {step.grad_norm:.3f}"] if step.grad_norm is not None else []),
+                *([f"lr {step.learning_rate:.2e}"] if step.learning_rate is not None else []),
+                f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s is not None else "first of this start",
+                f"MFU {self.mfu:.1%}" if self.mfu is not None else f"no MFU ({reason})",
+                f"goodput {self.goodput:.1%}",
+                f"memory {allocated:.2f} of {reserved:.2f} GiB",
+                *([f"SKIPPED {self.skipped}"] if self.skipped else []),
+            ]
+        )
 
 
-def _brief(reason: str) -> str:
-    """The part of a reason before its details."""
-    return reason.partition(";")[0]
+def _losses(losses: Mapping[str, float]) -> Iterator[str]:
+    """The next token's, then each MTP depth's."""
+    if "lm loss" in losses:
+        yield f"loss {losses['lm loss']:.4f}"
+    for name in sorted(losses):
+        if name.startswith("mtp_"):
+            yield f"{name.removesuffix(' loss')} {losses[name]:.4f}"
 
 
 class Live(Listener):
-    """Shows a run while it trains.
+    """Shows a run while it trains; made on the last rank.
 
     Args:
-        run: the run's folder.
-        rank: this process's rank.
         recorder: what records this rank's goodput; it has to come before this one.
         loop: the loop that trains.
-        last: whether this process is the last rank; the others show nothing.
+        facts: gives what is known of the run by field of a receipt, and why other fields are not known.
         routes: what counts the experts' tokens; it has to come before this one, too. None: nothing does.
-        console: ``progress`` or ``stock``, what is printed of a step.
-
-    Raises:
-        DataError: a file in the folder cannot be appended to.
+        console: ``progress`` or ``stock``: whether a line is printed below Megatron's.
     """
 
     def __init__(
         self,
-        run: str | os.PathLike[str],
-        rank: int,
         recorder: Recorder,
         loop: Loop,
         *,
-        last: bool,
+        facts: Callable[[], tuple[Mapping[str, Any], Mapping[str, str]]],
         routes: Routing | None = None,
         console: str = PROGRESS,
     ) -> None:
-        self._run, self._rank = Path(run), rank
-        self._last, self._loop = last, loop
-        self._recorder, self._routes, self._console = recorder, routes, console
-        self._metrics: Appender | None = None
-        self._stock_log: Appender | None = None
-        with contextlib.ExitStack() as undone:
-            if self._last:
-                self._metrics = Appender(self._run / METRICS)
-                undone.callback(self._metrics.close)
-            if self._last and console == PROGRESS:
-                self._stock_log = Appender(self._run / STOCK_LOG)
-            undone.pop_all()
-        self._stock_print: Callable[[str], None] | None = None
-        self._said = False
+        self._recorder, self._loop, self._facts = recorder, loop, facts
+        self._routes, self._console = routes, console
         self._skipped = 0
+        self._is_silent = False
         self._before: tuple[int, int] | None = None
         self._work: _Work | None = None
 
-    def on_step_begin(self, number: int) -> None:
-        """Stand where Megatron prints, until the step's line has come."""
-        if not self._last or self._stock_print is not None:
-            return
-        module, name = self._loop.printing
-        self._stock_print = getattr(sys.modules[module], name)
-        setattr(sys.modules[module], name, self._take)
-
     def on_step(self, step: Step) -> None:
-        """Show the step, if Megatron printed its line."""
-        if not self._last:
+        """Show the step, if Megatron logged it."""
+        if self._is_silent:
             return
-        self._step_aside()
         self._skipped += step.skipped
-        if self._said or self._before is None:
-            found = self._measure(step)
-            if self._said:
-                self._show(found)
-        self._said = False
-
-    def on_end(self, error: BaseException | None) -> None:
-        """Close the files."""
-        self._step_aside()
-        for output in (self._metrics, self._stock_log):
-            if output is not None:
-                output.close()
+        options = self._loop.arguments()
+        if step.step % options.log_interval and self._before is not None:
+            return
+        metrics = self._measure(step)
+        record = asdict(metrics)
+        self._recorder.log.write(metrics=record)
+        if self._console == PROGRESS:
+            print(metrics.line(step, options.train_iters), flush=True)
+        scalars = {f"{TAG}{name}": record[name] for name in SCALARS if record[name] is not None}
+        writer, wandb = self._loop.writers()
+        if writer is not None:
+            for tag, value in scalars.items():
+                writer.add_scalar(tag, value, step.step)
+        if wandb is not None:
+            wandb.log(scalars, step.step)
 
     def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
-        """Let the loop print again if it is this one that failed, or the one that it takes the times from."""
-        if failed in (self, self._recorder):
-            self._step_aside()
-            self._last = False
-
-    def _take(self, line: str) -> None:
-        """Stands for the loop's printer between the beginning of a step and the end of its ``training_log``."""
-        self._said = True
-        if self._stock_log is not None:
-            self._stock_log.append(line.rstrip("\n"))
-        elif self._stock_print is not None:
-            self._stock_print(line)
-
-    def _step_aside(self) -> None:
-        if self._stock_print is not None:
-            module, name = self._loop.printing
-            setattr(sys.modules[module], name, self._stock_print)
-            self._stock_print = None
+        """Show nothing more without the times."""
+        self._is_silent = self._is_silent or failed is self._recorder
 
     def _measure(self, step: Step) -> Metrics:
         """What is known of the steps since the last logged one."""
         import torch
 
         spent = self._recorder.so_far()
-        in_steps = _in_steps(spent)
+        in_steps = sum(spent.nanoseconds[name] for name in _CLASSES)
         rate = None
         if self._before is not None and in_steps > self._before[1]:
             rate = (step.tokens - self._before[0]) / (in_steps - self._before[1]) * 1e9
         self._before = (step.tokens, in_steps)
         if self._work is None:
-            self._work = _read_work(self._run, self._rank)
+            self._work = _work_of(*self._facts())
         mfu, reason = self._work.mfu(rate)
         return Metrics(
             step=step.step,
             resumed_at=step.resumed_at,
-            time_s=step.time_s,
-            tokens=step.tokens,
-            losses=step.losses,
-            grad_norm=step.grad_norm,
-            learning_rate=step.learning_rate,
             skipped=self._skipped,
             tokens_per_s=rate,
             mfu=mfu,
@@ -245,24 +180,6 @@ class Live(Listener):
             memory_reserved_bytes=int(torch.cuda.memory_reserved()),
             **(self._routes.latest if self._routes is not None else {}),
         )
-
-    def _show(self, found: Metrics) -> None:
-        record = asdict(found)
-        if self._metrics is not None:
-            self._metrics.append(json.dumps(record))
-        if self._console == PROGRESS:
-            print(found.line(self._loop.arguments().train_iters), flush=True)
-        scalars = {f"{TAG}{name}": record[name] for name in SCALARS if record[name] is not None}
-        writer, wandb = self._loop.writers()
-        if writer is not None:
-            for tag, value in scalars.items():
-                writer.add_scalar(tag, value, found.step)
-        if wandb is not None:
-            wandb.log(scalars, found.step)
-
-
-def _in_steps(spent: Goodput) -> int:
-    return sum(spent.nanoseconds[name] for name in _OF_STEPS)
 
 
 # --- MFU --------------------------------------------------------------------------------------------------------------
@@ -294,13 +211,7 @@ class _Work:
         return used.mfu, used.reason or ""
 
 
-def _read_work(run: Path, rank: int) -> _Work:
-    """The work of a step as this rank's part of the receipt has it, which is written once the model is there."""
-    try:
-        part = load(part_file(run, rank), "the part of this rank")
-    except DataError:
-        return _Work({}, 0, 1, "", "the run writes no receipt")
-    known, unknown = part.get("run", {}), part.get("unknown", {})
+def _work_of(known: Mapping[str, Any], unknown: Mapping[str, str]) -> _Work:
     counted = known.get("flops")
     if counted is None:
         return _Work({}, 0, 1, "", unknown.get("flops", "the work of a step is not known"))
@@ -314,26 +225,10 @@ def _read_work(run: Path, rank: int) -> _Work:
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
-
-def read_metrics(run: str | os.PathLike[str]) -> list[Metrics]:
-    """The logged steps of the run in folder ``run``, ascending, without those that a restart rolled back.
-
-    Raises:
-        DataError: a line is not what a run writes, and not one that a start could not complete at its end.
-    """
-    path = Path(run) / METRICS
-    if (path.is_symlink() or path.exists()) and not path.is_file():
-        raise DataError(f"{path} is no regular file; expected the logged steps of a run: move it out of the folder")
-    try:
-        return kept(list(LineReader(path, _parse, begins, "a logged step").read_all()))
-    except (OSError, RecursionError) as error:
-        raise DataError(f"{path}: {error}; expected the logged steps of a run") from error
-
-
-_OPTIONAL = ("routing_entropy", "routing_max_over_mean", "dropped_share", "index_overlap")
 _METRICS = kinds.record(
-    RECORD
-    | {
+    {
+        "step": kinds.SIZE,
+        "resumed_at": kinds.COUNT,
         "skipped": kinds.COUNT,
         "tokens_per_s": kinds.nullable(kinds.AMOUNT),
         "mfu": kinds.nullable(kinds.AMOUNT),
@@ -342,11 +237,25 @@ _METRICS = kinds.record(
         "memory_allocated_bytes": kinds.COUNT,
         "memory_reserved_bytes": kinds.COUNT,
     },
-    dict.fromkeys(_OPTIONAL, kinds.nullable(kinds.AMOUNT)),
+    dict.fromkeys(
+        ("routing_entropy", "routing_max_over_mean", "dropped_share", "index_overlap"), kinds.nullable(kinds.AMOUNT)
+    ),
 )
 
 
-def _parse(found: Any) -> Metrics:
-    kinds.check(found, _METRICS)
-    numbered(found)
-    return Metrics(**found)
+def metrics_of(ranks: Mapping[int, Sequence[Start]]) -> list[Metrics]:
+    """The logged steps in the starts of all ranks, ascending, without those that a restart rolled back.
+
+    Raises:
+        DataError: one is not what a run writes.
+    """
+    starts = sorted((start.number, rank, start) for rank, starts in ranks.items() for start in starts if start.metrics)
+    found = []
+    for _, _, start in starts:
+        for one in start.metrics:
+            try:
+                kinds.check(one, _METRICS)
+            except ValueError as error:
+                raise DataError(f"{start.path}: metrics of a step: {error}; restore the file, or delete it") from error
+            found.append(Metrics(**one))
+    return kept(found)

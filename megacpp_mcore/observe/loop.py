@@ -1,4 +1,4 @@
-"""The one seam to a training loop: what the loop does is told to listeners while it happens; nothing else changes.
+"""The one seam to a training loop: listeners hear what the loop does while it happens; nothing else changes.
 
 :func:`observing` wraps the functions of ``megatron.training.training`` that the loop looks up by name, hands on what they are
 given and return, and puts them back. Written against megatron-core 0.19.2 and Megatron-LM core_v0.19.0; a function that is not
@@ -18,13 +18,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
+from unittest import mock
 
-from megacpp_mcore import lowering
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.model.training import GPT
 from megacpp_mcore.observe.clock import Clock, Phase
-from megacpp_mcore.observe.listener import Listener, Superseded
-from megacpp_mcore.observe.steps import Step
+from megacpp_mcore.observe.events import Listener, Step
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +65,9 @@ STOCK = (
 class Loop(ABC):
     """A loop that trains, as those see it who record a run."""
 
-    printing: ClassVar[tuple[str, str]]
-    """Module and name of the function by which the loop prints the line of an iteration."""
-
     @abstractmethod
     def observing(self, clock: Clock, listeners: Sequence[Listener]) -> AbstractContextManager[None]:
-        """Run the clock's phases by what the loop does in this process, and tell ``listeners``, until the context ends.
+        """Run the clock's phases by what the loop does in this process, and notify ``listeners``, until the context ends.
 
         Raises:
             LaunchError: the loop has not the functions that it has to have; nothing has been replaced.
@@ -78,11 +75,11 @@ class Loop(ABC):
 
     @abstractmethod
     def arguments(self) -> Any:
-        """What the run was told, by the names of stock Megatron's arguments; known once there is a model."""
+        """What the run was given, by the names of stock Megatron's arguments; known once there is a model."""
 
     @abstractmethod
     def describe_model(self, host: str) -> tuple[object, ...]:
-        """What :func:`megacpp_mcore.lowering.matching_preset` knows the run's model by, built on ``host``."""
+        """What :func:`megacpp_mcore.arguments.lowering.matching_preset` knows the run's model by, built on ``host``."""
 
     @abstractmethod
     def writers(self) -> tuple[Any, Any]:
@@ -91,8 +88,6 @@ class Loop(ABC):
 
 class StockLoop(Loop):
     """Megatron's own."""
-
-    printing = (_TRAINING, "print_rank_last")
 
     def observing(self, clock: Clock, listeners: Sequence[Listener]) -> AbstractContextManager[None]:
         """See :func:`observing`."""
@@ -108,7 +103,7 @@ class StockLoop(Loop):
         """The configuration that Megatron makes of its arguments."""
         from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
-        described = (gpt_config_from_args if host == lowering.GPT else hybrid_config_from_args)(self.arguments())
+        described = (gpt_config_from_args if host == GPT else hybrid_config_from_args)(self.arguments())
         return (described.transformer, described)
 
     def writers(self) -> tuple[Any, Any]:
@@ -120,40 +115,40 @@ class StockLoop(Loop):
 
 @contextlib.contextmanager
 def observing(clock: Clock, listeners: Sequence[Listener]) -> Iterator[None]:
-    """Run the clock's phases by what stock Megatron does in this process, and tell ``listeners``, until the context ends.
+    """Run the clock's phases by what stock Megatron does in this process, and notify ``listeners``, until the context ends.
 
     Raises:
         LaunchError: Megatron has no function of one of the names; nothing has been replaced.
     """
-    told = _ToldByStock(clock, listeners)
+    seams = _StockSeams(clock, listeners)
     special = {
-        "setup_model_and_optimizer": told.model,
-        "train": told.loop,
-        "train_step": told.step,
-        "training_log": told.logged,
-        "maybe_finalize_async_save": told.finalized,
+        "setup_model_and_optimizer": seams.model,
+        "train": seams.loop,
+        "train_step": seams.step,
+        "training_log": seams.logged,
+        "maybe_finalize_async_save": seams.finalized,
     }
-    with replaced(STOCK, told, special):
+    with replaced(STOCK, seams, special):
         yield
 
 
 @contextlib.contextmanager
-def replaced(seams: Sequence[Seam], told: Told, special: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Put functions that tell in the place of those of ``seams``, and those back when the context ends, which is told, too.
+def replaced(seams: Sequence[Seam], notifier: Notifier, special: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Put functions that notify in the place of those of ``seams``, and those back when the context ends, of which it notifies.
 
     Args:
         seams: what is replaced.
-        told: whom it is told to.
+        notifier: whose listeners hear of it.
         special: what makes the replacement, by name; of the other seams, only the time is taken.
 
     Raises:
         LaunchError: a function is not there; nothing has been replaced.
     """
     with contextlib.ExitStack() as stack:
-        stack.push(told.end)  # first, so that a missing function is told, too
+        stack.push(notifier.end)  # first, so that the listeners hear of a missing function, too
         places = [(seam, *_resolve(seam)) for seam in seams]
         for seam, holder, name, stock in places:
-            setattr(holder, name, special[seam.name](stock) if seam.name in special else told.timed(stock, seam))
+            setattr(holder, name, special[seam.name](stock) if seam.name in special else notifier.timed(stock, seam))
             stack.callback(setattr, holder, name, stock)
         yield
 
@@ -174,13 +169,13 @@ def _resolve(seam: Seam) -> tuple[Any, str, Callable[..., Any]]:
         ) from error
 
 
-class Told:
-    """Tells what happens in a loop; the loop's own stand-ins call it."""
+class Notifier:
+    """Notifies listeners of what happens in a loop; what stands in for the loop's functions calls it."""
 
     def __init__(self, clock: Clock, listeners: Sequence[Listener]) -> None:
         self.clock = clock
         self._listeners = tuple(listeners)
-        self._hearing = list(listeners)
+        self._sound = list(listeners)
         self._step = 0
         self._resumed_at: int | None = None
 
@@ -200,16 +195,16 @@ class Told:
 
         return run
 
-    def tell_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
+    def notify_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """The model stands, a checkpoint is loaded."""
-        self.tell(lambda listener: listener.on_model(chunks, optimizer))
+        self.notify(lambda listener: listener.on_model(chunks, optimizer))
 
-    def tell_begin(self, number: int) -> None:
+    def notify_begin(self, number: int) -> None:
         """Step ``number`` begins."""
         self._step = number
-        self.tell(lambda listener: listener.on_step_begin(number))
+        self.notify(lambda listener: listener.on_step_begin(number))
 
-    def tell_step(self, given: Mapping[str, Any], scalars: Mapping[str, float], number: int, tokens: int) -> None:
+    def notify_step(self, given: Mapping[str, Any], scalars: Mapping[str, float], number: int, tokens: int) -> None:
         """A step was logged.
 
         Args:
@@ -223,7 +218,7 @@ class Told:
         except Exception:
             logger.exception("step %d is not recorded; training is not affected", number)
             return
-        self.tell(lambda listener: listener.on_step(step))
+        self.notify(lambda listener: listener.on_step(step))
 
     def _step_of(self, given: Mapping[str, Any], scalars: Mapping[str, float], number: int, tokens: int) -> Step:
         if self._resumed_at is None:
@@ -242,34 +237,21 @@ class Told:
             skipped=bool(given["skipped_iter"]),
         )
 
-    def tell(self, tell: Callable[[Listener], None]) -> None:
-        """Tell those who have not failed; one that does hears of nothing more but the end: recording must not end training."""
-        for listener in tuple(self._hearing):
+    def notify(self, call: Callable[[Listener], None]) -> None:
+        """Call those that have not failed; one that does hears of nothing more but the end: recording must not end training."""
+        for listener in tuple(self._sound):
             try:
-                tell(listener)
-            except Superseded as error:
-                self._give_way(error)
-                return
+                call(listener)
             except Exception as error:
                 logger.exception(
                     "%s failed in step %d and records nothing more; training is not affected",
                     type(listener).__name__,
                     self._step,
                 )
-                self._hearing.remove(listener)
-                self._tell_failure(listener, error)
+                self._sound.remove(listener)
+                self._notify_failure(listener, error)
 
-    def _give_way(self, error: Superseded) -> None:
-        """Tell nobody anything more, the end included: what they would write to is another process's now."""
-        logger.error("%s; this process records nothing more, and training goes on", error)
-        for one in self._listeners:  # each lets go of what it has, as if it had failed itself
-            try:
-                one.on_failure(one, error, self._step)
-            except Exception:
-                logger.exception("%s could not let go of what it records", type(one).__name__)
-        self._listeners, self._hearing = (), []
-
-    def _tell_failure(self, failed: Listener, error: Exception) -> None:
+    def _notify_failure(self, failed: Listener, error: Exception) -> None:
         for listener in self._listeners:
             try:
                 listener.on_failure(failed, error, self._step)
@@ -277,25 +259,17 @@ class Told:
                 logger.exception("%s could not take in that %s failed", type(listener).__name__, type(failed).__name__)
 
     def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Tell the end, everyone, whatever happens to one; a status that a script exits with is no error."""
+        """Everyone hears of the end, whatever happens to one; a status that a script exits with is no error."""
         quiet = isinstance(error, SystemExit) and not error.code
         for listener in self._listeners:
             try:
                 listener.on_end(None if quiet else error)
-            except Superseded as superseded:
-                self._give_way(superseded)
-                return
             except Exception as failure:
                 logger.exception("%s could not end what it records; training is not affected", type(listener).__name__)
-                self._tell_failure(listener, failure)
-        for listener in self._listeners:
-            try:
-                listener.on_over()
-            except Exception:
-                logger.exception("%s could not let go of what it recorded", type(listener).__name__)
+                self._notify_failure(listener, failure)
 
 
-class _ToldByStock(Told):
+class _StockSeams(Notifier):
     """The functions that stand in for Megatron's."""
 
     def model(self, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,7 +278,7 @@ class _ToldByStock(Told):
         @functools.wraps(stock)
         def run(*args: Any, **kwargs: Any) -> Any:
             made = stock(*args, **kwargs)
-            self.tell_model(made[0], made[1])
+            self.notify_model(made[0], made[1])
             return made
 
         return run
@@ -325,7 +299,7 @@ class _ToldByStock(Told):
 
         @functools.wraps(stock)
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.tell_begin(get_args().curr_iteration + 1)
+            self.notify_begin(get_args().curr_iteration + 1)
             with self.clock.within(Phase.STEP):
                 return stock(*args, **kwargs)
 
@@ -343,7 +317,7 @@ class _ToldByStock(Told):
         return run
 
     def logged(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """``training_log``, with the writer it asks for; both are handed on unchanged."""
+        """``training_log``, and the scalars that it gives to the writer it asks for."""
         from megatron.training import get_args, training
 
         signature = inspect.signature(stock)
@@ -351,38 +325,52 @@ class _ToldByStock(Told):
         @functools.wraps(stock)
         def run(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
-            stock_writer = training.get_tensorboard_writer
-            collector = Collector(stock_writer())
-            training.get_tensorboard_writer = lambda: collector
-            try:
-                result = stock(*args, **kwargs)
-            finally:
-                training.get_tensorboard_writer = stock_writer
-            said = get_args()
-            self.tell_step(given, collector.scalars, given["iteration"], said.consumed_train_samples * said.seq_length)
+            get_writer, scalars = training.get_tensorboard_writer, Scalars()
+            with scalars:
+                training.get_tensorboard_writer = lambda: scalars.tapped(get_writer())
+                try:
+                    result = stock(*args, **kwargs)
+                finally:
+                    training.get_tensorboard_writer = get_writer
+            options = get_args()
+            tokens = options.consumed_train_samples * options.seq_length
+            self.notify_step(given, scalars.values, given["iteration"], tokens)
             return result
 
         return run
 
 
-class Collector:
-    """Stands where a TensorBoard writer is asked for, keeps the scalars, and hands everything on to that writer, if any."""
+class Scalars:
+    """The named numbers that a TensorBoard writer is given while this is entered; it stands in where there is no writer."""
 
-    def __init__(self, stock: Any = None) -> None:
-        self.scalars: dict[str, float] = {}
-        self.stock = stock
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+        self._tapped: dict[int, Any] = {}
+        self._restored = contextlib.ExitStack()
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """That of the writer: Megatron writes its timers only to what is an instance of TensorBoard's (``Timers.write``)."""
-        return Collector if self.stock is None else type(self.stock)
+    def __enter__(self) -> Scalars:
+        return self
 
-    def add_scalar(self, tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> None:
-        """Keep one named value."""
+    def __exit__(self, *_: object) -> None:
+        self._restored.close()
+
+    def tapped(self, writer: Any) -> Any:
+        """``writer``, whose numbers are noted until the end; this object in place of None."""
+        if writer is None:
+            return self
+        if id(writer) not in self._tapped:
+            self._tapped[id(writer)] = writer
+            stock = writer.add_scalar
+
+            def add_scalar(tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> None:
+                self.add_scalar(tag, scalar_value)
+                stock(tag, scalar_value, *args, **kwargs)
+
+            with contextlib.suppress(AttributeError):  # one that takes no attribute keeps its numbers to itself
+                self._restored.enter_context(mock.patch.object(writer, "add_scalar", add_scalar))
+        return writer
+
+    def add_scalar(self, tag: str, scalar_value: Any, *_: Any, **__: Any) -> None:
+        """Note one named value."""
         with contextlib.suppress(TypeError, ValueError):  # no number: the writer may know what it is
-            self.scalars[tag] = float(scalar_value)
-        if self.stock is not None:
-            self.stock.add_scalar(tag, scalar_value, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stock, name)
+            self.values[tag] = float(scalar_value)

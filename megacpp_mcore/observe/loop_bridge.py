@@ -1,4 +1,4 @@
-"""Megatron-Bridge's training loop, told to listeners as :mod:`megacpp_mcore.observe.loop` tells stock Megatron's.
+"""Megatron-Bridge's training loop, as listeners hear of stock Megatron's through :mod:`megacpp_mcore.observe.loop`.
 
 Bridge's own callbacks say when the model stands and when training and each step begin; what has no callback is wrapped by name.
 Written against megatron-bridge 0.6.2. No torch at import.
@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from megacpp_mcore.observe.clock import Clock, Phase
-from megacpp_mcore.observe.listener import Listener
-from megacpp_mcore.observe.loop import Collector, Loop, Seam, Told, replaced
+from megacpp_mcore.observe.events import Listener
+from megacpp_mcore.observe.loop import Loop, Notifier, Scalars, Seam, replaced
 
 _BRIDGE = "megatron.bridge.training"
 _LOGGING = f"{_BRIDGE}.utils.train_utils"
@@ -46,8 +46,6 @@ class BridgeLoop(Loop):
             what is compiled, comes before the listeners.
     """
 
-    printing = (_LOGGING, "print_rank_last")
-
     def __init__(self, config: Any, callbacks: Any) -> None:
         self._config = config
         self._callbacks = callbacks
@@ -55,22 +53,22 @@ class BridgeLoop(Loop):
 
     @contextlib.contextmanager
     def observing(self, clock: Clock, listeners: Sequence[Listener]) -> Iterator[None]:
-        """See :meth:`megacpp_mcore.observe.loop.Loop.observing`; a run that logs no step tells none."""
-        told = _ToldByBridge(clock, listeners)
-        special = {"training_log": told.logged, _WRITER: told.writer, _FINALIZE: told.finalized}
-        with replaced(SEAMS, told, special):
+        """See :meth:`megacpp_mcore.observe.loop.Loop.observing`; of a run that logs no step, listeners hear of none."""
+        seams = _BridgeSeams(clock, listeners)
+        special = {"training_log": seams.logged, _WRITER: seams.writer, _FINALIZE: seams.finalized}
+        with replaced(SEAMS, seams, special):
             # Bridge takes no callback for data of whole epochs, whose number of steps it knows only later.
             of_model = "on_data_init_start" if self._config.train.num_epochs is None else "on_train_start"
-            self._callbacks.register(of_model, functools.partial(self._tell_model, told))
+            self._callbacks.register(of_model, functools.partial(self._notify_model, seams))
             self._callbacks.register("on_train_start", lambda _: clock.become(Phase.IDLE))
             self._callbacks.register(
-                "on_train_step_start", lambda context: told.tell_begin(context.state.train_state.step + 1)
+                "on_train_step_start", lambda context: seams.notify_begin(context.state.train_state.step + 1)
             )
             yield
 
-    def _tell_model(self, told: Told, context: Any) -> None:
+    def _notify_model(self, seams: Notifier, context: Any) -> None:
         self._state = context.state
-        told.tell_model(context.model, context.optimizer)
+        seams.notify_model(context.model, context.optimizer)
 
     def arguments(self) -> Any:
         """What the configuration says, by the names of stock arguments."""
@@ -85,6 +83,7 @@ class BridgeLoop(Loop):
             global_batch_size=train.global_batch_size,
             rampup_batch_size=train.rampup_batch_size,
             train_iters=train.train_iters,
+            log_interval=config.logger.log_interval,
             seq_length=model.seq_length,
             padded_vocab_size=model.padded_vocab_size(),
             tokenizer_type=config.tokenizer.tokenizer_type,
@@ -140,20 +139,19 @@ def _blend(blend: tuple[Sequence[str], Sequence[float] | None]) -> list[str]:
     return [word for weight, prefix in zip(weights, prefixes, strict=True) for word in (str(weight), prefix)]
 
 
-class _ToldByBridge(Told):
+class _BridgeSeams(Notifier):
     """The functions that stand in for Bridge's."""
 
     def __init__(self, clock: Clock, listeners: Sequence[Listener]) -> None:
         super().__init__(clock, listeners)
-        self._collector = Collector()
+        self._scalars = Scalars()
 
     def writer(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """``_build_moe_metric_writer``: what goes to the writer that it gives is kept, too."""
+        """``_build_moe_metric_writer``: the numbers that the writer is given are noted."""
 
         @functools.wraps(stock)
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._collector.stock = stock(*args, **kwargs)
-            return self._collector
+            return self._scalars.tapped(stock(*args, **kwargs))
 
         return run
 
@@ -176,21 +174,20 @@ class _ToldByBridge(Told):
         @functools.wraps(stock)
         def run(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
-            self._collector = Collector()
-            result = stock(*args, **kwargs)
             config, state = given["config"], given["global_state"]
             number = state.train_state.step
-            if config.model.dsa_indexer_loss_coeff:
-                self._collector.stock = state.tensorboard_logger
-                _track_indexer(number, self._collector, state.wandb_logger)
+            with Scalars() as self._scalars:
+                result = stock(*args, **kwargs)
+                if config.model.dsa_indexer_loss_coeff:
+                    _track_indexer(number, self._scalars.tapped(state.tensorboard_logger), state.wandb_logger)
             tokens = state.train_state.consumed_train_samples * config.model.seq_length
-            self.tell_step(given, self._collector.scalars, number, tokens)
+            self.notify_step(given, self._scalars.values, number, tokens)
             return result
 
         return run
 
 
-def _track_indexer(step: int, writer: Collector, wandb: Any) -> None:
+def _track_indexer(step: int, writer: Any, wandb: Any) -> None:
     """What stock's ``training_log`` does after the losses of MTP (megatron-core 0.19.2); each rank has to."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper

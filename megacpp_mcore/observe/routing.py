@@ -18,10 +18,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe.listener import Listener
+from megacpp_mcore.observe.events import Listener
 
 if TYPE_CHECKING:
-    from megacpp_mcore.observe.steps import Step
+    from megacpp_mcore.observe.events import Step
 
 SAMPLED_ROWS = 64
 """Queries by which the overlap of two selections is estimated, evenly spaced over those that had a choice."""

@@ -10,20 +10,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacpp_mcore.config import Observability, PluginConfig
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.observe import compilation, goodput
-from megacpp_mcore.observe.clock import Clock, process_age_ns
-from megacpp_mcore.observe.files import make_folder
-from megacpp_mcore.observe.listener import Listener
+from megacpp_mcore.observe import clock as clocks
+from megacpp_mcore.observe.clock import Clock
+from megacpp_mcore.observe.events import Listener, Log
+from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.live import Live
-from megacpp_mcore.observe.loop import Loop, StockLoop, Told
-from megacpp_mcore.observe.profile import Profiler, check_device, parse_steps
+from megacpp_mcore.observe.loop import Loop, Notifier, StockLoop
+from megacpp_mcore.observe.profile import Profiler, check_device
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
-from megacpp_mcore.observe.start import Start
+from megacpp_mcore.observe.start import FirstStep
 from megacpp_mcore.observe.steps import StepRecorder
 from megacpp_mcore.policy import LaunchPolicy
+from megacpp_mcore.settings import Observability, PluginConfig, parse_steps
 
 FOLDER = "observe"
 """The run's folder, in the one that it saves its checkpoints to."""
@@ -51,7 +51,7 @@ class Observation:
         """The lines for the start of the run."""
         if self.folder is None:
             where = "nothing is recorded"
-        elif (self.folder / goodput.FOLDER).is_dir():
+        elif any(self.folder.glob("start_*")):
             where = f"the run goes on in {self.folder}, which holds an earlier start; steps that it does again are lost there"
         else:
             where = f"the run is recorded in {self.folder}"
@@ -72,7 +72,7 @@ def choose(
     """The observation of a run with Megatron's ``arguments``: in ``observe``, else beside the checkpoints that it saves.
 
     Raises:
-        LaunchError: a folder was asked for, and that there be none; a path is empty; or a profile without a folder, of no
+        LaunchError: a folder was named, and that there be none, too; a path is empty; or a profile without a folder, of no
             steps or of steps that the run does not have, or with a tool that is not for this run's device, which has to be
             installed by now.
     """
@@ -142,52 +142,44 @@ def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | Non
         DataError: the folder cannot be written to, or holds something else.
         LaunchError: this Megatron has not the functions by which a run is observed.
     """
-    clock = Clock(age_ns=process_age_ns())
+    clock = Clock(age_ns=clocks.process_age_ns())
     loop = trained_by or StockLoop()
-    listeners = _listeners(chosen, launched, clock, loop)
-    if not listeners:
+    with contextlib.ExitStack() as stack:
+        listeners: list[Listener] = []
+        try:
+            for listener in _listeners(chosen, launched, clock, loop, stack):
+                listeners.append(listener)
+        except BaseException as error:  # those that were made write how it ended
+            Notifier(clock, listeners).end(type(error), error, error.__traceback__)
+            raise
+        if listeners:
+            stack.enter_context(loop.observing(clock, listeners))
+            stack.enter_context(clocks.compilation_timed(clock))
         yield
-        return
-    with loop.observing(clock, listeners), compilation.timed(clock):
-        yield
 
 
-def _listeners(chosen: Observation, launched: LaunchPolicy, clock: Clock, loop: Loop) -> list[Listener]:
-    """What records the run; where one cannot be made, those before it are told that the run has ended."""
-    made: list[Listener] = []
-    try:
-        for listener in _made(chosen, launched, clock, loop):
-            made.append(listener)
-    except BaseException as error:
-        Told(clock, made).end(type(error), error, error.__traceback__)
-        raise
-    return made
-
-
-def _made(chosen: Observation, launched: LaunchPolicy, clock: Clock, loop: Loop) -> Iterator[Listener]:
-    """One after another; the receipt comes last, for it reads what the others have written."""
+def _listeners(
+    chosen: Observation, launched: LaunchPolicy, clock: Clock, loop: Loop, stack: contextlib.ExitStack
+) -> Iterator[Listener]:
+    """What records the run, one after another; the receipt comes last, for it reads what the others have written."""
     if chosen.record_steps is not None:
         yield StepRecorder(chosen.record_steps)
     if chosen.folder is None:
         return
-    run, rank, details = chosen.folder, int(os.environ["RANK"]), chosen.details
-    make_folder(run)
+    rank, world_size, details = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), chosen.details
+    log = Log(chosen.folder, rank, world_size, clock, heartbeat_s=details.heartbeat_s)
+    stack.callback(log.close)
+    is_last = rank == world_size - 1
     routes = Routing(details.interval)
-    recorder = goodput.Recorder(run, rank, clock, heartbeat_s=details.heartbeat_s)
+    recorder = Recorder(log, with_losses=is_last)
     yield recorder
-    yield StepRecorder(run / "steps.jsonl")
-    yield Start(run, rank)
+    yield FirstStep(log)
     yield routes
-    yield from _profilers(run, rank, details, routes, clock)
-    last = rank == int(os.environ["WORLD_SIZE"]) - 1
-    yield Live(run, rank, recorder, loop, last=last, routes=routes, console=details.console)
-    yield ReceiptWriter(run, rank, settings=chosen.settings, launched=launched, routes=routes, loop=loop)
-
-
-def _profilers(run: Path, rank: int, details: Observability, routes: Routing, clock: Clock) -> list[Listener]:
-    """The profiler of the steps that are asked for: of every rank, for the families differ by stage, and experts by rank."""
-    if details.profile is None:
-        return []
-    first, last = parse_steps(details.profile)
-    tool, trace = details.profile_tool, details.profile_trace
-    return [Profiler(run, rank, first, last, tool=tool, trace=trace, routing=routes, clock=clock)]
+    if details.profile is not None:  # of every rank, for the families differ by stage, and experts by rank
+        first, last = parse_steps(details.profile)
+        tool, trace = details.profile_tool, details.profile_trace
+        yield Profiler(log.run, rank, first, last, tool=tool, trace=trace, routing=routes, clock=clock)
+    receipt = ReceiptWriter(log, settings=chosen.settings, launched=launched, routes=routes, loop=loop)
+    if is_last:
+        yield Live(recorder, loop, facts=receipt.facts, routes=routes, console=details.console)
+    yield receipt

@@ -1,42 +1,36 @@
 """The model at its first step: RMS of what each layer adds to the residual and of the residual, and each layer's gradient norm.
 
-Hooks are there during step 1 alone. Each rank writes the sums of what is its own, and :func:`read` adds them: of activations
+Hooks are there during step 1 alone. Each rank writes the sums of what is its own, and :func:`merged` adds them: of activations
 every rank's tokens (ranks that hold the same ones leave the mean square as it is), of gradients each element once. No torch at
 import.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe.files import make_folder, replace
-from megacpp_mcore.observe.listener import Listener
-
-if TYPE_CHECKING:
-    from megacpp_mcore.observe.steps import Step
-
-FOLDER = "start"
-"""Folder of the ranks' files in that of the run."""
+from megacpp_mcore.observe import events
+from megacpp_mcore.observe.events import Listener, Log, Step
+from megacpp_mcore.util import kinds
 
 _BRANCHES = ("self_attention", "mlp", "mixer")
 """A layer's parts whose outputs are added to the residual."""
 
 
-class Start(Listener):
-    """Writes this rank's sums of step 1 to the run's folder; of a start from a checkpoint, nothing.
+class FirstStep(Listener):
+    """Writes this rank's sums of step 1 to its log; of a start from a checkpoint, nothing.
 
     Squares are summed on the device without a copy of what they are of, and read once, when the step has ended. A layer whose
     forward pass is computed again in the backward pass counts once: its first pass builds no graph.
     """
 
-    def __init__(self, run: Path, rank: int) -> None:
-        self._path = run / FOLDER / f"rank_{rank:05d}.json"
+    def __init__(self, log: Log) -> None:
+        self._log = log
         self._chunks: Sequence[Any] = ()
         self._optimizer: Any = None
         self._handles: list[Any] = []
@@ -63,8 +57,7 @@ class Start(Listener):
             self._unhook()
             if self._error is not None:
                 raise self._error
-            make_folder(self._path.parent)
-            replace(self._path, json.dumps({"grad_norm": step.grad_norm, "parts": self._parts()}))
+            self._log.write(first_step={"grad_norm": step.grad_norm, "parts": self._parts()})
         self._let_go()
 
     def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
@@ -202,33 +195,46 @@ def _own_gradient(parameter: Any, optimizer: Any) -> Any:
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
-def read(run: Path) -> dict[str, dict[str, Any]]:
+_SQUARES = kinds.plain("a sum of squares", lambda value: kinds.RESULT.accepts(value) and not value < 0)
+_PAIR = kinds.plain(
+    "a sum of squares and the number of values",
+    lambda pair: kinds.list_of(_SQUARES).accepts(pair) and len(pair) == 2 and kinds.COUNT.accepts(pair[1]),
+)
+_PART = kinds.record({"family": kinds.TEXT}, {"branch": _PAIR, "residual": _PAIR, "gradient": _SQUARES})
+_RECORD = kinds.record({"grad_norm": kinds.nullable(_SQUARES), "parts": kinds.map_of(_PART)})
+
+
+def read(run: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """As :func:`merged`, of the run in folder ``run``."""
+    return merged(events.read(run))
+
+
+def merged(ranks: Mapping[int, Sequence[events.Start]]) -> dict[str, dict[str, Any]]:
     """What the ranks wrote of a run's first step, by part: ``family``, ``branch`` and ``residual`` (RMS), ``gradient`` (norm).
 
     A trunk layer has all of them, what is beside the layers only a gradient. Gradients are those before clipping: the shares
-    are scaled to the norm that Megatron logged. Empty where the run left nothing.
+    are scaled to the norm that Megatron logged. Of several starts of a rank that did step 1, it is the last.
 
     Raises:
-        DataError: a file is damaged.
+        DataError: a record is damaged.
     """
-    files = sorted((run / FOLDER).glob("rank_*.json"))
+    last = {rank: start for rank, starts in ranks.items() for start in starts if start.first_step is not None}
     sums: dict[str, dict[str, Any]] = {}
     logged: float | None = None
-    for file in files:
+    for start in last.values():
+        record: Any = start.first_step
         try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-            logged = record["grad_norm"] if logged is None else logged
-            for label, part in record["parts"].items():
-                one = sums.setdefault(
-                    label, {"family": part["family"], "branch": (0, 0), "residual": (0, 0), "gradient": 0}
-                )
-                one["gradient"] += part.get("gradient", 0)
-                for kind in ("branch", "residual"):
-                    one[kind] = tuple(a + b for a, b in zip(one[kind], part.get(kind, (0, 0)), strict=True))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{file}: not a rank's record of step 1 ({type(error).__name__}: {error}); restore it, or delete it"
-            ) from error
+            kinds.check(record, _RECORD)
+        except ValueError as error:
+            raise DataError(f"{start.path}: sums of step 1: {error}; restore the file, or delete it") from error
+        logged = record["grad_norm"] if logged is None else logged
+        for label, part in record["parts"].items():
+            one = sums.setdefault(
+                label, {"family": part["family"], "branch": (0, 0), "residual": (0, 0), "gradient": 0}
+            )
+            one["gradient"] += part.get("gradient", 0)
+            for kind in ("branch", "residual"):
+                one[kind] = tuple(a + b for a, b in zip(one[kind], part.get(kind, (0, 0)), strict=True))
     whole = math.sqrt(sum(one["gradient"] for one in sums.values()))
     scale = logged / whole if logged and whole else 1.0
     for one in sums.values():

@@ -1,4 +1,4 @@
-"""One JSON line a training step, losses in full precision: written while stock Megatron trains, read back; no torch at import.
+"""The steps of a run, losses in full precision: read from its folder or from a file of steps, and compared. No torch at import.
 
 Megatron's own log prints seven digits, and its second line after every start is the average of two steps (megatron-core
 0.19.2, ``megatron/training/training.py``), so that it can neither prove nor refute that a resumed run repeats.
@@ -9,72 +9,62 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import kinds
-from megacpp_mcore.observe.files import Appender, LineReader
-from megacpp_mcore.observe.listener import Listener
+from megacpp_mcore.observe import events
+from megacpp_mcore.observe.events import Appender, Listener, Step, Tail
+from megacpp_mcore.util import kinds
 
-
-@dataclass(frozen=True)
-class Step:
-    """One training step as it was recorded.
-
-    Attributes:
-        step: 1-based number.
-        resumed_at: the step whose checkpoint the process started from, 0 for a fresh start.
-        time_s: seconds since the epoch when the step was logged.
-        tokens: tokens trained on since step 0, over all processes.
-        losses: Megatron's losses of this step alone (``lm loss``, ``mtp_1 loss``, …). Sums over micro-batches are
-            fp32 in Megatron, and every fp32 value is exact here.
-        grad_norm: norm of the gradient before clipping, None where Megatron computes none.
-        learning_rate: None where this rank has no trainable parameter.
-        skipped: whether the optimizer skipped the step.
-    """
-
-    step: int
-    resumed_at: int
-    time_s: float
-    tokens: int
-    losses: Mapping[str, float]
-    grad_norm: float | None
-    learning_rate: float | None
-    skipped: bool
-
-    def values(self) -> dict[str, float]:
-        """All that training reached, by name: the losses, ``grad norm`` and ``learning rate``, where there is one."""
-        values = {**self.losses, "grad norm": self.grad_norm, "learning rate": self.learning_rate}
-        return {name: value for name, value in values.items() if value is not None}
-
-
-# --- Writing ----------------------------------------------------------------------------------------------------------
+__all__ = ["Comparison", "Step", "StepReader", "StepRecorder", "compare", "kept", "read_steps"]
 
 
 class StepRecorder(Listener):
-    """Appends every step that stock Megatron logs to the file at ``path``.
+    """Appends every step that Megatron logs to the file at ``path``, which all starts of a run may share.
 
-    Only the last rank, which is where Megatron has the losses, writes. A file that cannot be written to any more does not end
-    training (:class:`~megacpp_mcore.observe.files.Appender`).
+    Only the last rank, which is where Megatron has the losses, writes.
 
     Raises:
-        DataError: the file cannot be opened for appending.
+        DataError: the file cannot be opened for appending, or is a pipe or socket, whose reader could hold training up.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._output = Appender(Path(path))
+        self._path, self._is_mended = Path(path), False
+        try:
+            mode = self._path.stat().st_mode if self._path.exists() else 0
+            if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+                raise DataError(f"{path} is a pipe or socket; expected a file: name another, and read it from there")
+            self._output = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; expected a file that can be appended to") from error
+        self._file = Appender(self._path, self._output)
 
     def on_step(self, step: Step) -> None:
         """Write its line."""
         if _is_last_rank():
-            self._output.append(json.dumps(asdict(step)))
+            if not self._is_mended:
+                self._mend()
+            self._file.append(json.dumps(asdict(step)))
 
     def on_end(self, error: BaseException | None) -> None:
         """Close the file."""
-        self._output.close()
+        self._file.close()
+
+    def _mend(self) -> None:
+        """Take away what a killed start left of a line, so that the next one begins a line of its own; other text stays."""
+        self._is_mended = True
+        about = os.fstat(self._output)
+        if not stat.S_ISREG(about.st_mode):
+            return
+        torn = os.pread(self._output, 2**20, max(0, about.st_size - 2**20)).rpartition(b"\n")[2]
+        if torn.endswith(b"}") or not (torn[:7] == b'{"step"'[: len(torn)] or not torn.strip(b"\0")):
+            self._file.append("")
+        elif torn:
+            os.ftruncate(self._output, about.st_size - len(torn))
 
 
 def _is_last_rank() -> bool:
@@ -86,75 +76,51 @@ def _is_last_rank() -> bool:
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
-
-RECORD = {
-    "step": kinds.SIZE,
-    "resumed_at": kinds.COUNT,
-    "time_s": kinds.AMOUNT,
-    "tokens": kinds.COUNT,
-    "losses": kinds.map_of(kinds.RESULT),
-    "grad_norm": kinds.nullable(kinds.RESULT),
-    "learning_rate": kinds.nullable(kinds.AMOUNT),
-    "skipped": kinds.FLAG,
-}
-"""The fields of a line, by name."""
-_STEP = kinds.record(RECORD)
-
-
-def numbered(found: Mapping[str, Any]) -> None:
-    """Check that a step follows the one from which its start went on.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if found["step"] <= found["resumed_at"]:
-        raise ValueError(
-            f"step is {found['step']} and resumed_at {found['resumed_at']}; expected a step after the one resumed at"
-        )
-
-
-def _parse(found: Any) -> Step:
-    kinds.check(found, _STEP)
-    numbered(found)
-    return Step(**found)
+_RECORD = kinds.record(events.STEP)
 
 
 class StepReader:
-    """Reads a file of steps as it grows."""
+    """Reads the steps in a run's folder, or in a file of steps, as they are recorded."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._lines = LineReader(self.path, _parse, begins, "the record of a step")
+        self._tails: dict[Path, Tail] = {}
 
     def read_new(self) -> list[Step]:
-        """Return the steps whose lines were completed since the last call; none while there is no file.
+        """The steps whose lines were completed since the last call, start by start.
 
         Raises:
-            DataError: a line is not the record of a step, and not one that a start could not complete at its end.
+            DataError: a line is not the record of a step.
         """
-        return list(self._lines.read_new())
+        paths = [path for _, _, path in events.rank_files(self.path)] if self.path.is_dir() else [self.path]
+        return [step for path in paths for step in self._steps(self._tails.setdefault(path, Tail(path)))]
 
-    def read_all(self) -> list[Step]:
-        """The same of a file that does not grow any more: a last line that was not completed is warned of.
-
-        Raises:
-            DataError: as :meth:`read_new`.
-        """
-        return list(self._lines.read_all())
+    def _steps(self, tail: Tail) -> Iterator[Step]:
+        for line in tail.read_new():
+            if tail.path != self.path:
+                if not isinstance(line, dict) or "losses" not in line:
+                    continue
+                line = {name: line[name] for name in events.STEP if name in line}
+            try:
+                kinds.check(line, _RECORD)
+                if line["step"] <= line["resumed_at"]:
+                    raise ValueError(
+                        f"step is {line['step']} and resumed_at {line['resumed_at']}; expected a later step"
+                    )
+            except ValueError as error:
+                raise tail.damaged(ValueError(f"not the record of a step ({error})")) from error
+            yield Step(**line)
 
 
 def read_steps(path: str | os.PathLike[str]) -> list[Step]:
-    """Return all steps in the file at ``path``, in the order they were written.
+    """All steps in a run's folder, or in a file of steps, in the order they were written; those that were done again, too.
 
     Raises:
-        DataError: there is no such file, or a line is not the record of a step.
+        DataError: there is no such thing, or a line is not the record of a step.
     """
-    if not Path(path).is_file():
-        raise DataError(f"{path} does not exist; expected a file of steps, as a training run records them")
-    try:
-        return StepReader(path).read_all()
-    except (OSError, RecursionError) as error:
-        raise DataError(f"{path}: {error}; expected a file of steps, as a training run records them") from error
+    if not Path(path).exists():
+        raise DataError(f"{path} does not exist; expected the folder of a run, or a file of steps that one recorded")
+    return StepReader(path).read_new()
 
 
 class _Numbered(Protocol):
@@ -167,7 +133,7 @@ class _Numbered(Protocol):
     def resumed_at(self) -> int: ...
 
 
-def begins(one: _Numbered, before: _Numbered | None) -> bool:
+def starts_anew(one: _Numbered, before: _Numbered | None) -> bool:
     """Whether a recorded step is the first of a start, given the step that was recorded before it."""
     return before is None or one.resumed_at != before.resumed_at or one.step <= before.step
 
@@ -184,7 +150,7 @@ def kept[Recorded: _Numbered](recorded: Sequence[Recorded]) -> list[Recorded]:
     found: list[Recorded] = []
     before: Recorded | None = None
     for one in recorded:
-        if begins(one, before):
+        if starts_anew(one, before):
             while found and found[-1].step > one.resumed_at:
                 found.pop()
         found.append(one)

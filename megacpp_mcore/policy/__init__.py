@@ -22,7 +22,7 @@ from megacpp_mcore.policy.compile import (
 )
 from megacpp_mcore.policy.launch import LaunchPolicy, active, announce, resolve, said
 from megacpp_mcore.policy.overlap import CONNECTIONS, MIN_BUCKET_BYTES, Overlap, overlap_contract
-from megacpp_mcore.policy.run import Run, model_facts, read_flags, tf32_products
+from megacpp_mcore.policy.run import Run, model_facts, tf32_products
 from megacpp_mcore.policy.values import ALLOCATOR, DEFAULT, NEW_ALLOCATOR, RECIPE, TORCH_LOGS, USER, Value
 
 __all__ = [
@@ -50,7 +50,6 @@ __all__ = [
     "compile_policy",
     "model_facts",
     "overlap_contract",
-    "read_flags",
     "resolve",
     "said",
     "tf32_products",

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from megacpp_mcore.config import ExperimentalTaxes, Observability, PluginConfig, Recompute, SpeedDefaults
+from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.policy import values as policy_values
 from megacpp_mcore.policy.compile import (
     CompilePolicy,
@@ -18,6 +18,7 @@ from megacpp_mcore.policy.compile import (
 from megacpp_mcore.policy.overlap import Overlap, overlap_contract
 from megacpp_mcore.policy.run import Run
 from megacpp_mcore.policy.values import RECIPE, USER, Value
+from megacpp_mcore.settings import ExperimentalTaxes, Observability, PluginConfig, SpeedDefaults
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,11 @@ from typing import Any
 
 import yaml
 
+from megacpp_mcore.arguments.lowering import host_of
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.lowering import host_of
 from megacpp_mcore.model import PRESETS, Model
-from megacpp_mcore.precision import EXPERTS_FILE, FP8_EXPERTS, PLANS, PrecisionPlan
+from megacpp_mcore.model.precision import EXPERTS_FILE, FP8_EXPERTS, PLANS, PrecisionPlan
+from megacpp_mcore.util import flags
 
 PRECISION_FILE = "--te-precision-config-file"
 _CUT = (
@@ -125,12 +126,12 @@ class Run:
         Raises:
             LaunchError: a size is no whole number, or below 1.
         """
-        given = read_flags(words)
+        given = flags.read(words)
         model = model or _described(given)
         facts: dict[str, Any] = {"has_moe": "--num-experts" in given} if model is None else model_facts(model)
         precision = next((kind for kind in ("bf16", "fp16") if f"--{kind}" in given), "fp32")
         plan, file = _precision_plan(given)
-        tensor, pipeline, expert, context = (_number(given, f"--{name}") or 1 for name in _CUT)
+        tensor, pipeline, expert, context = (flags.whole(given, f"--{name}", LaunchError, 1) or 1 for name in _CUT)
         return cls(
             device=device,
             world_size=world_size,
@@ -139,10 +140,10 @@ class Run:
             expert=expert,
             context=context,
             sequence_parallel="--sequence-parallel" in given,
-            transformer_impl=_word(given, "--transformer-impl") or "transformer_engine",
+            transformer_impl=flags.first(given, "--transformer-impl") or "transformer_engine",
             fsdp="--use-megatron-fsdp" in given or "--use-torch-fsdp2" in given,
             precision=precision,
-            fp8=_word(given, "--fp8-format"),
+            fp8=flags.first(given, "--fp8-format"),
             precision_plan=plan,
             precision_file=file,
             distributed_optimizer="--use-distributed-optimizer" in given,
@@ -151,19 +152,19 @@ class Run:
             overlap_moe_a2a="--overlap-moe-expert-parallel-comm" in given,
             overlap_shared_expert="--moe-shared-expert-overlap" in given,
             tp_comm_overlap="--tp-comm-overlap" in given,
-            moe_dispatcher=_word(given, "--moe-token-dispatcher-type") or "allgather",
-            bucket_elements=_number(given, "--ddp-bucket-size"),
-            num_buckets=_number(given, "--ddp-num-buckets"),
+            moe_dispatcher=flags.first(given, "--moe-token-dispatcher-type") or "allgather",
+            bucket_elements=flags.whole(given, "--ddp-bucket-size", LaunchError, 1),
+            num_buckets=flags.whole(given, "--ddp-num-buckets", LaunchError, 1),
             grad_bytes=_grad_bytes(given, precision),
             nccl_user_buffers="--use-nccl-ub" in given,
             gradient_accumulation_fusion="--no-gradient-accumulation-fusion" not in given,
             moe_permute_fusion="--moe-permute-fusion" in given,
             manual_gc="--manual-gc" in given,
-            log_interval=_number(given, "--log-interval") or 100,
+            log_interval=flags.whole(given, "--log-interval", LaunchError, 1) or 100,
             cpu_initialization="--use-cpu-initialization" in given,
-            cuda_graph_impl=_word(given, "--cuda-graph-impl") or "none",
+            cuda_graph_impl=flags.first(given, "--cuda-graph-impl") or "none",
             cuda_graph_scope=given.get("--cuda-graph-modules", given.get("--cuda-graph-scope", ())),
-            recompute_granularity=_word(given, "--recompute-granularity"),
+            recompute_granularity=flags.first(given, "--recompute-granularity"),
             recompute_modules=given.get("--recompute-modules", ()),
             flags=frozenset(given),
             **facts,
@@ -190,41 +191,13 @@ def model_facts(model: Model) -> dict[str, Any]:
     }
 
 
-def read_flags(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Each flag of a command line with the values that follow it; the last one of a flag counts."""
-    found: dict[str, tuple[str, ...]] = {}
-    flag = ""
-    for word in words:
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            found[flag] = (value,) if equals else ()
-        elif flag:
-            found[flag] = (*found[flag], word)
-    return found
-
-
-def _word(given: Mapping[str, tuple[str, ...]], flag: str) -> str | None:
-    return given[flag][0] if given.get(flag) else None
-
-
-def _number(given: Mapping[str, tuple[str, ...]], flag: str) -> int | None:
-    text = _word(given, flag)
-    if text is None:
-        return None
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise LaunchError(f"{flag} is {text!r}; expected a whole number, 1 or more, such as 2")
-    return value
-
-
 def _described(given: Mapping[str, tuple[str, ...]]) -> Model | None:
     """The preset of the given depth, width and heads; only a spec of this package builds one."""
     if host_of(given.get("--spec")) is None:
         return None
-    shape = tuple(_number(given, flag) for flag in ("--num-layers", "--hidden-size", "--num-attention-heads"))
+    shape = tuple(
+        flags.whole(given, flag, LaunchError, 1) for flag in ("--num-layers", "--hidden-size", "--num-attention-heads")
+    )
     fitting = [model for model in PRESETS.values() if (model.depth, model.hidden_size, model.heads) == shape]
     return fitting[0] if fitting else None
 
@@ -235,14 +208,14 @@ def _grad_bytes(given: Mapping[str, tuple[str, ...]], precision: str) -> int:
     if precision == "fp16":
         return 4 if in_fp32 else 2
     if precision == "bf16":
-        halved = _word(given, "--main-grads-dtype") == "bf16" and not in_fp32
+        halved = flags.first(given, "--main-grads-dtype") == "bf16" and not in_fp32
         return 2 if halved or "--grad-reduce-in-bf16" in given else 4
     return 4
 
 
 def _precision_plan(given: Mapping[str, tuple[str, ...]]) -> tuple[PrecisionPlan | None, str | None]:
     """What the precision file asks for: the plan whose file says the same, else the name of the file."""
-    file = _word(given, PRECISION_FILE)
+    file = flags.first(given, PRECISION_FILE)
     if file is None:
         return None, None
     try:

@@ -11,9 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megacpp_mcore.config import ExperimentalTaxes, Observability, Recompute, SpeedDefaults
-from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.launch_flags import (
+from megacpp_mcore.arguments.launch_flags import (
     DISTRIBUTED_OPTIMIZER,
     FLAGS,
     FUSED_GRADIENTS,
@@ -22,8 +20,11 @@ from megacpp_mcore.launch_flags import (
     Machine,
     log_interval,
 )
+from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.policy.overlap import CONNECTIONS
 from megacpp_mcore.policy.run import PRECISION_FILE, Run
+from megacpp_mcore.settings import ExperimentalTaxes, Observability, SpeedDefaults
 
 USER, RECIPE, DEFAULT = "user", "recipe", "default"
 """Where a value came from: an argument, a file or the environment of the user; the recipe; this package or what it runs on."""
@@ -33,7 +34,7 @@ NEW_ALLOCATOR = "PYTORCH_ALLOC_CONF"
 TORCH_LOGS = "TORCH_LOGS"
 TF32_DRIVER, TF32_TORCH = "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 _EXPANDABLE = "expandable_segments:True"
-_IN_FP32 = {"E": "router", "M": "Mamba-3", "R": "M²RNN parameters of the recurrence"}
+_IN_FP32 = {"A": "selection of keys", "E": "router", "M": "Mamba-3", "R": "M²RNN parameters of the recurrence"}
 """What stays in fp32 in the layers of a family, whatever the precision of the run."""
 
 

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from megacpp_mcore import launcher
+from megacpp_mcore.launch import process
 from megacpp_mcore.nemo_recipes import bridge
 
 BATCH = 3
@@ -17,7 +17,7 @@ BATCH = 3
 
 def main() -> None:
     found = {}
-    with launcher.process_environment(), launcher.cpu_lane():
+    with process.process_environment(), process.cpu_lane():
         bridge.prepare()
         from megatron.bridge.training.config import ConfigContainer
         from megatron.bridge.training.utils.flop_utils import num_floating_point_operations

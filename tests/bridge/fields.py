@@ -10,10 +10,11 @@ import json
 import sys
 from typing import Any
 
-from megacpp_mcore import launcher, lowering
+from megacpp_mcore.arguments import lowering
+from megacpp_mcore.data.tokenizer import tokenizer_words
+from megacpp_mcore.launch import process
+from megacpp_mcore.model.recipes import Recipe, recipe
 from megacpp_mcore.nemo_recipes import bridge
-from megacpp_mcore.recipe_command import tokenizer_words
-from megacpp_mcore.recipes import Recipe, recipe
 from tests.unit.stock import gpu_host
 
 
@@ -49,7 +50,7 @@ def _plain(value: Any) -> str:
 
 def main() -> None:
     chosen = recipe(sys.argv[1])
-    with launcher.process_environment(), launcher.cpu_lane(), gpu_host():
+    with process.process_environment(), process.cpu_lane(), gpu_host():
         bridge.prepare()
         from megacpp_mcore.nemo_recipes import nam56r
 

@@ -9,7 +9,7 @@ import json
 import sys
 
 from megacpp_mcore.nemo_recipes import run
-from megacpp_mcore.patches import registry
+from megacpp_mcore.patches.machinery import registry
 
 
 def main() -> None:

@@ -5,15 +5,15 @@ python -m tests.bridge.resumed FOLDER STEP SAVE       in an environment with Meg
 
 import sys
 
-from megacpp_mcore import launcher
+from megacpp_mcore.launch import process
 from megacpp_mcore.nemo_recipes import bridge
 from megacpp_mcore.nemo_recipes.run import PATCHES
-from megacpp_mcore.patches import registry
+from megacpp_mcore.patches.machinery import registry
 
 
 def main() -> None:
     folder, step, save = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    with launcher.process_environment(), launcher.cpu_lane(), launcher.patches_of_the_run():
+    with process.process_environment(), process.cpu_lane(), process.patches_of_the_run():
         registry.default().apply(PATCHES)
         bridge.prepare()
         from megatron.bridge.training.config import ConfigContainer

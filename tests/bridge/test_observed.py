@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from megacpp_mcore.observe import goodput, receipts
+from megacpp_mcore.observe import events, goodput, receipts
 from megacpp_mcore.observe.steps import read_steps
 from tests.bridge.processes import ROOT, TINY, run
 
@@ -38,7 +38,7 @@ def start(python: Path, corpus: str, folder: Path) -> subprocess.Popen[str]:
 
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
-    steps = folder / "saved" / "observe" / "steps.jsonl"
+    steps = folder / "saved" / "observe"
     until = time.monotonic() + 400
     while not (steps.exists() and any(one.step >= step for one in read_steps(steps))):
         assert process.poll() is None, (folder / "log").read_text()[-4000:]
@@ -58,20 +58,19 @@ def test_a_killed_run_counts_its_recovery_and_what_it_lost(bridge_python: Path, 
     assert again.wait() == 0, (tmp_path / "log").read_text()[-4000:]
 
     found = goodput.read(observed)[0]
-    lines = [json.loads(line) for line in goodput.rank_file(observed, 0).read_text().splitlines()]
-    starts = [line["began"] for line in lines if "began" in line]
-    assert sum(found.nanoseconds.values()) == found.wall_ns == lines[-1]["at"] - starts[0]
+    first, second = events.read(observed)[0]
+    assert sum(found.nanoseconds.values()) == found.wall_ns == second.ended_ns - first.began_ns
     assert (found.starts, found.steps, found.steps_lost) == (2, STEPS, before.steps - SAVED)
     seconds = {name: spent / 1e9 for name, spent in found.nanoseconds.items()}
-    assert abs(seconds["down"] - (starts[1] - died_ns) / 1e9) < WITHIN_S
+    assert abs(seconds["down"] - (second.began_ns - died_ns) / 1e9) < WITHIN_S
     assert min(seconds["recovery"], seconds["startup"]) > 0.5
     assert min(seconds[name] for name in ("lost_steps", "checkpoint_load", "checkpoint_save")) > 0
 
-    steps = read_steps(observed / "steps.jsonl")
+    steps = read_steps(observed)
     assert [step.step for step in steps if step.resumed_at] == list(range(SAVED + 1, STEPS + 1))
-    first, second = (step for step in steps if step.step == SAVED + 1)
-    assert (first.resumed_at, second.resumed_at) == (0, SAVED)
-    assert first.values() == second.values()
+    once, twice = (step for step in steps if step.step == SAVED + 1)
+    assert (once.resumed_at, twice.resumed_at) == (0, SAVED)
+    assert once.values() == twice.values()
     receipt = receipts.read(observed)
     assert receipt["status"] == "finished"
     assert receipt["goodput"]["starts"] == 2

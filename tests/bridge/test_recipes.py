@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore.observe import flops
-from megacpp_mcore.recipes import RECIPES
+from megacpp_mcore.model import flops
+from megacpp_mcore.model.recipes import RECIPES
 from tests.bridge import factories
 from tests.bridge.processes import TINY, run
 
@@ -66,13 +66,13 @@ def test_bridge_counts_the_audited_operations(built: dict[str, Any]) -> None:
 
 
 REFUSED = [
-    ("nam56r_tiny_pretrain_1cpu", [], f"there is no recipe 'nam56r_tiny_pretrain_1cpu'; did you mean {TINY}"),
+    ("nam56r_tiny_pretrain_1cpu", [], f"there is no recipe 'nam56r_tiny_pretrain_1cpu'; did you mean '{TINY}'"),
     (TINY, [], "the recipe trains on real text and none is named; add dataset.data_path=PREFIX"),
-    (TINY, ["train.train_itres=3"], "no 'train.train_itres'; did you mean train.train_iters"),
-    (TINY, ["trian.train_iters=3"], "no 'trian'; did you mean train"),
+    (TINY, ["train.train_itres=3"], "no 'train.train_itres'; did you mean 'train.train_iters'"),
+    (TINY, ["trian.train_iters=3"], "no 'trian'; did you mean 'train'"),
     (TINY, ["+train.bogus=3"], "'+train.bogus=3' is not of the form KEY=VALUE"),
     (TINY, ["~train.train_iters"], "is not of the form KEY=VALUE"),
-    (TINY, ["train.train_iters=abc"], "train.train_iters='abc' is of type str; expected int"),
+    (TINY, ["train.train_iters=abc"], "train.train_iters is 'abc' (str)"),
     (
         TINY,
         ["comm_overlap={tp_comm_overlap: true}"],
@@ -82,7 +82,7 @@ REFUSED = [
     (TINY, ["model.transformer_layer_spec=os.system"], "model.transformer_layer_spec"),
     (TINY, ["dataset.data_path=/nowhere/text"], "/nowhere/text"),
     (TINY, ["model.expert_model_parallel_size=2"], "pipeline 1 × expert 2, is for 2 processes, and 1 was started"),
-    (TINY, ["model.expert_model_parallel_size=two", "dataset.data_path=text"], "is of type str; expected"),
+    (TINY, ["model.expert_model_parallel_size=two", "dataset.data_path=text"], "model.expert_model_parallel_size is 'two' (str)"),
     (
         TINY,
         ["train.micro_batch_size=3", "dataset.data_path=text"],

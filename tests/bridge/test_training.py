@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
@@ -11,14 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacpp_mcore import checkpoint_convert
-from megacpp_mcore.lowering import Training, lower
-from megacpp_mcore.model import Layout
-from megacpp_mcore.observe import flops, goodput, receipts
-from megacpp_mcore.observe.receipts.comparison import compare as compare_receipts
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.checkpoints import convert as checkpoint_convert
+from megacpp_mcore.data.tokenizer import tokenizer_words
+from megacpp_mcore.model import Layout, flops
+from megacpp_mcore.model.recipes import RECIPES
+from megacpp_mcore.model.training import Training
+from megacpp_mcore.observe import events, goodput, receipts
+from megacpp_mcore.observe.receipts.claims import compare as compare_receipts
 from megacpp_mcore.observe.steps import compare, read_steps
-from megacpp_mcore.recipe_command import tokenizer_words
-from megacpp_mcore.recipes import RECIPES
 from tests.bridge.processes import TINY, run
 from tests.checkpoints import as_saved_by_0_1_0, tensors_in
 
@@ -32,9 +32,7 @@ def recipe_run(python: Path, corpus: str, folder: Path, *overrides: str, process
     words = [*start, "megacpp_mcore.nemo_recipes.run", "--recipe", TINY, f"dataset.data_path={corpus}", *overrides]
     done = run(python, *words, folder=folder, **environment)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    recorded = [Path(word.partition("=")[2]) / "observe" for word in overrides if word.startswith("checkpoint.save=")]
-    recorded += [Path(after) for word, after in itertools.pairwise(overrides) if word == "--observe"]
-    return done.stdout + done.stderr + "".join((one / "stock.log").read_text() for one in recorded)
+    return done.stdout + done.stderr
 
 
 def losses(log: str) -> list[dict[str, float]]:
@@ -82,8 +80,8 @@ def launched(bridge_python: Path, corpus: str, tmp_path_factory: pytest.TempPath
 def test_bridge_trains_what_the_command_line_trains(trained: tuple[Path, str], launched: Path) -> None:
     """Every loss, gradient norm and learning rate of every step, and every parameter and moment of Adam's, bit for bit."""
     folder, log = trained
-    recorded = read_steps(folder / "saved" / "observe" / "steps.jsonl")
-    found = compare(read_steps(launched / "saved" / "observe" / "steps.jsonl"), recorded)
+    recorded = read_steps(folder / "saved" / "observe")
+    found = compare(read_steps(launched / "saved" / "observe"), recorded)
     assert (found.equal, found.steps) == (True, tuple(range(1, STEPS + 1))), found
     assert {"lm loss", "mtp_1 loss", "indexer loss", "z_loss", "grad norm", "learning rate"} <= set(found.names)
     assert read_steps(folder / "steps") == recorded
@@ -115,9 +113,9 @@ def test_the_receipts_of_both_doors_differ_on_no_line(trained: tuple[Path, str],
 def test_the_goodput_of_a_bridge_run_sums_to_its_wall_time(trained: tuple[Path, str]) -> None:
     run_folder = trained[0] / "saved" / "observe"
     found = goodput.read(run_folder)[0]
-    first, *_, last = (json.loads(line) for line in goodput.rank_file(run_folder, 0).read_text().splitlines())
-    assert found.wall_ns == sum(found.nanoseconds.values()) == last["at"] - first["began"]
-    assert (found.starts, found.steps, found.steps_lost, last["how"]) == (1, STEPS, 0, "finished")
+    (start,) = events.read(run_folder)[0]
+    assert found.wall_ns == sum(found.nanoseconds.values()) == start.ended_ns - start.began_ns
+    assert (found.starts, found.steps, found.steps_lost, start.how) == (1, STEPS, 0, "finished")
     spent = {name for name, nanoseconds in found.nanoseconds.items() if nanoseconds}
     assert spent == {"productive", "startup", "data", "checkpoint_save", "idle"}
 
@@ -215,7 +213,7 @@ def test_two_pipeline_stages_go_on_as_one_process_does(
     )  # fmt: skip
     check_equal(cut, losses(log)[RESUMED:])
     assert cut.count("megacpp-mcore: launch policy:") == 1
-    one, two = read_steps(folder / "steps")[RESUMED:], read_steps(tmp_path / "observed" / "steps.jsonl")
+    one, two = read_steps(folder / "steps")[RESUMED:], read_steps(tmp_path / "observed")
     assert [step.resumed_at for step in two] == [RESUMED] * len(one)
     for ours, theirs in zip(two, one, strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megacpp_mcore.observe import live
+from megacpp_mcore.observe import events, live
+from megacpp_mcore.observe.events import Step
 from megacpp_mcore.observe.live import Metrics
-from megacpp_mcore.observe.steps import Step, read_steps
 from tests.bridge.processes import ROOT, TINY, run
 from tests.unit import tiny_run
 
@@ -55,11 +55,9 @@ def scalars(python: Path, *places: Path) -> list[Scalars]:
 
 def recorded(folder: Path, resumed_at: int) -> Start:
     """What one start recorded of each of its steps in the run's folder, steps that a later start did again among them."""
-    logged = [Metrics(**json.loads(line)) for line in (folder / live.METRICS).read_text().splitlines()]
-    return (
-        [step for step in read_steps(folder / "steps.jsonl") if step.resumed_at == resumed_at],
-        [one for one in logged if one.resumed_at == resumed_at],
-    )
+    starts = [one for rank in events.read(folder).values() for one in rank if one.metrics]
+    (start,) = (one for one in starts if one.resumed_at == resumed_at)
+    return start.steps, [Metrics(**one) for one in start.metrics]
 
 
 def single(value: float) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megacpp_mcore import pretrain
+from megacpp_mcore.launch import pretrain
 
 
 class Double(TorchFunctionMode):

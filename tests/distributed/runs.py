@@ -20,9 +20,11 @@ from typing import Any
 import torch
 import yaml
 
-from megacpp_mcore import launch_flags, lowering, recipe_command
+from megacpp_mcore.arguments import launch_flags, lowering
 from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
+from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe.steps import read_steps
 from tests.checkpoints import tensors_in
 
@@ -183,12 +185,12 @@ class Laboratory:
         return self._runs[name]
 
     def _words(self, layout: Layout, steps: int, learning_rate: float) -> tuple[str, ...]:
-        training = lowering.Training(
+        training = Training(
             device="cpu",
             precision="fp32",
             transformer_impl="local",
             data=("--data-path", self.data, "--split", "100,0,0", "--data-cache-path", str(self.folder / "cache")),
-            tokenizer=recipe_command.tokenizer_words(self.model),
+            tokenizer=tokenizer_words(self.model),
             micro_batch_size=MICRO_BATCH,
             global_batch_size=GLOBAL_BATCH,
             train_iters=steps,
@@ -218,12 +220,12 @@ def write_config(path: Path, overrides: Mapping[str, Any]) -> Path:
 
 def words_for(model: Model) -> list[str]:
     """Megatron arguments that train ``model`` in one process on mock data."""
-    training = lowering.Training(
+    training = Training(
         device="cpu",
         precision="fp32",
         transformer_impl="local",
         data=("--mock-data",),
-        tokenizer=recipe_command.tokenizer_words(model),
+        tokenizer=tokenizer_words(model),
         train_iters=1,
     )
     return list(lowering.lower(model, Layout(), training))

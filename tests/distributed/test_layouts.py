@@ -159,7 +159,7 @@ def test_a_stage_that_would_begin_with_a_shared_layer_is_refused(laboratory: Lab
     command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cpu", "--nproc", "2", "--", *words]
     status, output = execute(command, write_config(tmp_path / "model.yaml", {}))
     assert status != 0
-    assert "ModelError: nam56r_tiny: with model chunks 1–6, 7–12, the first sparse layer of a chunk would be" in output
+    assert "error: nam56r_tiny: with model chunks 1–6, 7–12, the first sparse layer of a chunk would be" in output
     assert "layer 9. " in output
     assert "adopt the promoted schedule '-FF'" in output
     # What every run prints once it has weights, and once it trains.

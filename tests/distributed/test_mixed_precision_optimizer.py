@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacpp_mcore import recipe_command
+from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.lowering import GPT, HYBRID, Training, lower
+from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model.training import GPT, HYBRID, Training
 from tests.distributed.comparing import assert_same_bytes
 from tests.distributed.runs import Run, execute, read_scalars, write_config
 
@@ -87,7 +88,7 @@ class Runs:
                 precision="bf16",
                 transformer_impl="local",
                 data=("--data-path", self.data, "--split", "100,0,0", "--data-cache-path", str(self.folder / "cache")),
-                tokenizer=recipe_command.tokenizer_words(MODEL),
+                tokenizer=tokenizer_words(MODEL),
                 micro_batch_size=1,
                 global_batch_size=2,
                 train_iters=STEPS,

@@ -206,7 +206,7 @@ def main(folder: Path, rank: int, world: int, tensor: int, virtual: int, names: 
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from megacpp_mcore.patches.registry import Registry
+    from megacpp_mcore.patches.machinery.registry import Registry
     from megacpp_mcore.patches.sp_norm_gradients import PATCH
 
     store = torch.distributed.FileStore(str(folder / "store"), world)

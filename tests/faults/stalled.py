@@ -15,9 +15,9 @@ from typing import Any
 
 def main() -> int:
     sample, seconds, notes = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
-    from megacpp_mcore import launcher
+    from megacpp_mcore.launch import launcher, process
 
-    with launcher.cpu_lane():  # Megatron is imported below
+    with process.cpu_lane():  # Megatron is imported below
         from megatron.core.datasets.gpt_dataset import GPTDataset
         from megatron.training import training
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,12 +11,13 @@ from pathlib import Path
 
 import yaml
 
-from megacpp_mcore import config
-from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset, with_overrides
-from megacpp_mcore.observe import goodput
+from megacpp_mcore.model.training import Training
+from megacpp_mcore.observe import events, goodput
 from megacpp_mcore.observe.steps import read_steps
-from megacpp_mcore.recipe_command import tokenizer_words
 
 ROOT = Path(__file__).parents[2]
 SMALLER = {"seq_length": 32, "dsa": {"topk": 8}}
@@ -49,7 +49,7 @@ def start(folder: Path, stalls_at: int) -> subprocess.Popen[str]:
         cwd=ROOT,
         env=os.environ
         | {
-            config.VARIABLE: str(settings),
+            plugin_config.VARIABLE: str(settings),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]))),
         },
@@ -61,9 +61,8 @@ def start(folder: Path, stalls_at: int) -> subprocess.Popen[str]:
 
 
 def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
-    steps = run / "steps.jsonl"
     until = time.monotonic() + 240
-    while not (steps.exists() and any(one.step >= step for one in read_steps(steps))):
+    while not (run.exists() and any(one.step >= step for one in read_steps(run))):
         assert process.poll() is None, (run.parents[1] / "log").read_text()[-4000:]
         assert time.monotonic() < until
         time.sleep(0.005)
@@ -77,7 +76,7 @@ def test_a_stall_a_checkpoint_a_death_and_a_restart(tmp_path: Path) -> None:
     died_ns = time.time_ns()
     process.wait()
     before = goodput.read(run)[0]
-    assert before.steps == len(read_steps(run / "steps.jsonl"))
+    assert before.steps == len(read_steps(run))
 
     time.sleep(PAUSE_S)
     again = start(tmp_path, stalls_at=-1)
@@ -85,25 +84,22 @@ def test_a_stall_a_checkpoint_a_death_and_a_restart(tmp_path: Path) -> None:
     found = goodput.read(run)[0]
     seconds = {name: spent / 1e9 for name, spent in found.nanoseconds.items()}
 
-    file = goodput.rank_file(run, 0)
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    starts = [line["began"] for line in lines if "began" in line]
-    assert found.wall_ns == lines[-1]["at"] - starts[0]
+    first, second = events.read(run)[0]
+    assert (first.how, second.how) == (None, events.FINISHED)
+    assert found.wall_ns == second.ended_ns - first.began_ns
     assert sum(found.nanoseconds.values()) == found.wall_ns
 
     saves = [float(line) for line in (tmp_path / "saves").read_text().split()]
     assert len(saves) == 2
     assert sum(saves) <= seconds["checkpoint_save"] < sum(saves) + WITHIN_S
     assert STALL_S <= seconds["data"] < STALL_S + WITHIN_S
-    assert abs(seconds["down"] - (starts[1] - died_ns) / 1e9) < WITHIN_S
+    assert abs(seconds["down"] - (second.began_ns - died_ns) / 1e9) < WITHIN_S
     assert (found.starts, found.steps, found.steps_lost) == (2, STEPS, before.steps - SAVED)
 
-    second = next(number for number, line in enumerate(lines) if "died" in line)
-    first, died = lines[1:second], lines[second]["died"]
-    repeated = sum(line["phases"]["step"] for line in first if line.get("step", 0) > SAVED)
-    assert found.nanoseconds["lost_steps"] == repeated + died - first[-1]["at"]
-    assert abs(died - died_ns) / 1e9 < WITHIN_S
+    repeated = sum(span.phases["step"] for span in first.spans if (span.step or 0) > SAVED)
+    assert found.nanoseconds["lost_steps"] == repeated + first.ended_ns - first.spans[-1].at
+    assert abs(first.ended_ns - died_ns) / 1e9 < WITHIN_S
     assert seconds["recovery"] > 0.5
     assert seconds["checkpoint_load"] > 0
     assert seconds["startup"] > 0.5
-    assert [step.step for step in read_steps(run / "steps.jsonl")][-1] == STEPS
+    assert [step.step for step in read_steps(run)][-1] == STEPS

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.backends import Dispatcher, probes
-from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.mla.sdpa import FUSED
-from megacpp_mcore.recipe_command import tokenizer_words
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
@@ -35,7 +36,9 @@ def train(run: Path, *extra: str, **environment: str) -> dict[str, Any]:
         train_iters=STEPS,
         extra=extra,
     )
-    words = lower(preset("nam56r_tiny"), Layout(), training)
+    words = list(lower(preset("nam56r_tiny"), Layout(), training))
+    if probes.DISABLE_TE in environment:
+        words.remove("--moe-permute-fusion")  # Transformer Engine's kernel, which no other can stand in for
     command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
     done = subprocess.run(
         [*command, "--observe", str(run), "--", *words],
@@ -79,7 +82,7 @@ def test_transformer_engine_on_and_off(with_te: dict[str, Any], without_te: dict
 
 
 def test_only_the_run_without_it_has_fallen_back(with_te: dict[str, Any], without_te: dict[str, Any]) -> None:
-    assert fall_back(with_te) == ""
+    assert "transformer_engine" not in fall_back(with_te)  # M and R do fall back: their kernels are for wider models
     assert "asked for transformer_engine and runs on local" in fall_back(without_te)
     assert without_te["loss"]["first"] == pytest.approx(with_te["loss"]["first"], rel=0.02)
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacpp_mcore import config as plugin_config
-from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe.steps import read_steps
-from megacpp_mcore.recipe_command import tokenizer_words
 from tests.checkpoints import tensors_in
 from tests.distributed.comparing import assert_same_bytes
 

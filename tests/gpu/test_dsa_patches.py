@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.patches import dsa_graph_safety, dsa_indexer_memory
 from tests.gpu.device import peak
-from tests.parity.compare import assert_parity
 from tests.unit import stock
 from tests.unit.dsa_layer import ONE_RANK, dsa_attention, dsa_config, layer_inputs, run_layer
 from tests.unit.test_dsa_graph_safety import packed
@@ -112,7 +112,7 @@ def captured_in_a_process(variant: str, patches: tuple[str, ...], folder: Path) 
     code = f"""
 import os, sys, traceback
 from pathlib import Path
-from megacpp_mcore.patches.registry import Registry
+from megacpp_mcore.patches.machinery.registry import Registry
 from tests.gpu.test_dsa_patches import PATCHES, graph_equals_eager, one_gpu_process
 with one_gpu_process(Path({str(folder / "store")!r})):
     Registry(PATCHES.values()).apply({list(patches)!r})

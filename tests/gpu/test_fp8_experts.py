@@ -22,12 +22,13 @@ import pytest
 import torch
 import yaml
 
-from megacpp_mcore import config as plugin_config
 from megacpp_mcore import patches
-from megacpp_mcore.lowering import GPT, HYBRID, Training, lower
+from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
+from megacpp_mcore.model.training import GPT, HYBRID, Training
 from megacpp_mcore.observe.steps import read_steps
-from megacpp_mcore.recipe_command import tokenizer_words
 from tests.unit import stock
 
 pytestmark = pytest.mark.skipif(
@@ -41,6 +42,8 @@ QUANTIZED = (0.015, 0.1)
 """RMS error that FP8 products have. A value of E4M3 is off by 2.6 % (rms); three to five operands meet in each result."""
 ROUNDED = 0.01
 """RMS error that BF16 products stay below."""
+ALONE = "--no-gradient-accumulation-fusion"
+"""Without DistributedDataParallel there is no buffer for a product to add its weight gradient to."""
 
 
 def words_of(model: Model, precision: str, *extra: str, host: str = GPT, **values: Any) -> list[str]:
@@ -137,15 +140,14 @@ def build(model: Model, precision: str, folder: Path, monkeypatch: pytest.Monkey
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.training.models.gpt import GPTModelBuilder
 
-    from megacpp_mcore import overrides
+    from megacpp_mcore.arguments import overrides
 
     base = preset("nam56r_tiny")
     file = folder / "megacpp.yaml"
     file.write_text(yaml.safe_dump({"model": base.name, "overrides": overrides.differences(model, base)}))
     monkeypatch.setenv(plugin_config.VARIABLE, str(file))
     destroy_moe_metrics_tracker()
-    alone = "--no-gradient-accumulation-fusion"  # no DistributedDataParallel, and so no buffer to add to
-    config = stock.model_config(words_of(model, precision, alone))
+    config = stock.model_config(words_of(model, precision, ALONE))
     built = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     return Float16Module(config.transformer, built.cuda()).train()
 
@@ -202,7 +204,7 @@ def pair(process: None) -> tuple[Any, Any]:
     from megacpp_mcore.layer_specs.experts import expert_layer_spec
     from megacpp_mcore.layer_specs.parts import parts_for
 
-    config = stock.model_config(words_of(preset("nam56r_quarter"), FP8)).transformer
+    config = stock.model_config(words_of(preset("nam56r_quarter"), FP8, ALONE)).transformer
     without = copy.copy(config)
     without.quant_recipe = None
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -318,7 +320,7 @@ def test_padding_changes_no_row_and_an_expert_without_rows_has_no_gradient(pair:
 
 
 def test_recompute_repeats_what_the_forward_pass_did(pair: tuple[Any, Any]) -> None:
-    from megacpp_mcore.regional import recomputed
+    from megacpp_mcore.layer_specs.regions import recomputed
 
     ours, _ = pair
     inputs = draw(ROWS)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.model.training import Training
 
 ROOT = Path(__file__).parents[2]
 

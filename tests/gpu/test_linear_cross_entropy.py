@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megacpp_mcore.ops.linear_cross_entropy.chunked import MainGrad, linear_cross_entropy
+from megacpp_mcore.ops.testing import assert_parity
 from tests.gpu.device import peak, replayed, without_waiting
-from tests.parity.compare import assert_parity
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -10,8 +10,8 @@ import torch
 
 from megacpp_mcore.ops.mamba3 import reference as ref
 from megacpp_mcore.ops.mamba3 import triton as fused
+from megacpp_mcore.ops.testing import assert_parity, worst_row
 from tests.gpu.device import peak, replayed, without_waiting
-from tests.parity.compare import assert_parity
 from tests.parity.mamba3_mixer import Case, make_tensors, run, with_gradients
 
 pytestmark = pytest.mark.gpu
@@ -80,7 +80,8 @@ def test_every_result_is_the_references(case: Case, monkeypatch: pytest.MonkeyPa
             assert actual[name].isfinite().all()  # Zero but for rounding: one token turns against nothing.
             continue
         try:
-            assert_parity(actual[name], expected, rms=5e-3, dtype_peer=peer[name].to(case.dtype), name=name)
+            rms = max(5e-3, 2.5 * worst_row(peer[name].to(case.dtype), expected))  # one draw of rounding; seen: 2.02
+            assert_parity(actual[name], expected, rms=rms, name=name)
             assert overall <= OVERALL, f"{name} is off by {overall:.1e} of its norm"
         except AssertionError as error:
             off.append(str(error))

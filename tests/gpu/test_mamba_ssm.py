@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megacpp_mcore.ops.mamba3.reference import mamba3
-from tests.parity.compare import assert_parity
+from megacpp_mcore.ops.testing import assert_parity
 
 pytest.importorskip("einops", reason="mamba-ssm's module needs einops")
 if importlib.util.find_spec("mamba_ssm") is None:

@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend
 from megacpp_mcore.bench.conditioning import EARLY, query_gradient_terms
 from megacpp_mcore.ops.mla import sdpa
 from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.ops.testing import assert_parity
 from tests.gpu.device import peak, replayed, without_waiting
-from tests.parity.compare import assert_parity
 
 needs_engine = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
@@ -212,7 +212,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def patched(process: None) -> Iterator[list[str]]:
     """The patch, and what it logs."""
     from megacpp_mcore.patches import mla_core_attention
-    from megacpp_mcore.patches.registry import Registry
+    from megacpp_mcore.patches.machinery.registry import Registry
 
     registry = Registry([mla_core_attention.PATCH])
     registry.apply([mla_core_attention.PATCH.name])

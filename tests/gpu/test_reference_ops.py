@@ -15,7 +15,7 @@ from megacpp_mcore.ops.m2rnn.reference import m2rnn_chunked
 from megacpp_mcore.ops.mamba3.reference import mamba3
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.sparse_mla.reference import attend
-from tests.parity.compare import assert_parity, worst_row
+from megacpp_mcore.ops.testing import assert_parity, worst_row
 
 SEQUENCE = 301
 
@@ -40,7 +40,7 @@ def _compare(op: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> Non
         assert fast.is_cuda
         name, rounding = f"tensor {number}", worst_row(peer, truth)
         print(f"{name}: worst row {worst_row(fast, truth):.1e} on the GPU, {rounding:.1e} on the CPU")
-        assert_parity(fast, truth, rms=max(1e-6, 4 * rounding), name=name)
+        assert_parity(fast, truth, rms=max(2e-6, 4 * rounding), name=name)
 
 
 def test_mla_attention() -> None:

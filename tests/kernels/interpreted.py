@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 from megacpp_mcore.ops.m2rnn import recurrence
 from megacpp_mcore.ops.m2rnn.reference import m2rnn as reference
 from megacpp_mcore.ops.m2rnn.triton import m2rnn
-from tests.parity.compare import assert_parity, worst_row
+from megacpp_mcore.ops.testing import assert_parity, worst_row
 from tests.parity.m2rnn_mixer import Case, draw, outcome
 
 CASES = {

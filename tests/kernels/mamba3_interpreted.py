@@ -11,7 +11,7 @@ import torch
 
 from megacpp_mcore.ops.mamba3 import reference as ref
 from megacpp_mcore.ops.mamba3 import triton as fused
-from tests.parity.compare import assert_parity, worst_row
+from megacpp_mcore.ops.testing import assert_parity, worst_row
 from tests.parity.mamba3_mixer import Case, make_tensors, with_gradients
 
 SMALL = {"B": 1, "H": 2, "G": 1, "P": 16, "N": 16, "dtype": torch.float32}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.recipes import RECIPES
+from megacpp_mcore.model.recipes import RECIPES
 
 ROOT = Path(__file__).parents[2]
 TINY = "nam56r_tiny_pretrain_1cpu_fp32"
@@ -90,7 +90,7 @@ ACCEPTED: list[tuple[list[Any], str, list[str]]] = [
     (["nam56r", "python", [], ["SlurmExecutor", TWO_NODES]], "nam56r_pretrain_8gpu_h200_bf16", []),
 ]  # fmt: skip
 REFUSED: list[tuple[list[Any], str]] = [
-    (["nam56r_tinny", "PYTHON", [], None], f"ModelError: there is no recipe 'nam56r_tinny'; did you mean {TINY}"),
+    (["nam56r_tinny", "PYTHON", [], None], f"ModelError: there is no recipe 'nam56r_tinny'; did you mean '{TINY}'"),
     (["nam56r", "PYTHON", [], ["LocalExecutor", {"ntasks_per_node": 3}]], "nam56r has no recipe for the 3 processes"),
     (
         [TINY, "PYTHON", [], ["LocalExecutor", {"ntasks_per_node": 2}]],
@@ -151,7 +151,7 @@ def test_the_command_prints_and_submits_nothing(
     for line in ("#SBATCH --gpus-per-node=8", "#SBATCH --time=01:00:00", "--nproc-per-node 8", " train.train_iters=2"):
         assert line in script
     refused = run(*command, "recipe=nam56r_tinny", environment=environment, folder=tmp_path, status=1)
-    assert f"there is no recipe 'nam56r_tinny'; did you mean {TINY}" in refused.stderr
+    assert f"there is no recipe 'nam56r_tinny'; did you mean '{TINY}'" in refused.stderr
     assert not (tmp_path / "words").exists()
     assert list((tmp_path / "home").rglob("*_TASKS")) == []
 

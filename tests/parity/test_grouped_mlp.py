@@ -12,7 +12,7 @@ import torch
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp
-from tests.parity.compare import assert_parity
+from megacpp_mcore.ops.testing import assert_parity
 
 COUNTS = {
     "even": [3, 3, 3, 3],

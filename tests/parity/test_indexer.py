@@ -18,7 +18,7 @@ from megacpp_mcore.ops.indexer.reference import (
     indexer_scores,
     select,
 )
-from tests.parity.compare import assert_parity
+from megacpp_mcore.ops.testing import assert_parity
 from tests.parity.saved_tensors import saved_bytes
 
 

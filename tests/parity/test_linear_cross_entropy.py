@@ -17,7 +17,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.linear_cross_entropy import chunked
 from megacpp_mcore.ops.linear_cross_entropy import reference as truth
 from megacpp_mcore.ops.linear_cross_entropy.chunked import MainGrad, linear_cross_entropy
-from tests.parity.compare import assert_parity
+from megacpp_mcore.ops.testing import assert_parity
 from tests.parity.saved_tensors import saved_bytes
 
 NAMES = ("hidden", "weight", "bias")

@@ -15,7 +15,7 @@ import torch
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.m2rnn import reference as ref
-from tests.parity.compare import assert_parity
+from megacpp_mcore.ops.testing import assert_parity
 from tests.parity.saved_tensors import saved_tensors
 
 NAMES = ("q", "k", "v", "W", "f", "h0")

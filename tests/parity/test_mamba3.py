@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.mamba3 import reference as ref
-from tests.parity.compare import assert_parity
+from megacpp_mcore.ops.testing import assert_parity
 from tests.parity.saved_tensors import saved_tensors
 
 FLOOR, EPS = 1e-4, 1e-5

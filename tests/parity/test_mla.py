@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.mla.sdpa import sdpa_attention
+from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.ops.visibility import query_chunks
-from tests.parity.compare import assert_parity
 from tests.parity.saved_tensors import saved_bytes
 
 SCALE = 0.3

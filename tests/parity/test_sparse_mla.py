@@ -17,7 +17,7 @@ from megacpp_mcore.ops.indexer.training import TargetSum, training_token
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.sparse_mla import reference
 from megacpp_mcore.ops.sparse_mla.reference import dense_attention_target
-from tests.parity.compare import assert_parity
+from megacpp_mcore.ops.testing import assert_parity
 from tests.parity.saved_tensors import saved_bytes
 
 SCALE = 0.3

@@ -6,6 +6,7 @@ nothing, ``profile`` profiles steps 5 and 6, ``writers`` keeps what Megatron's w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -14,17 +15,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megacpp_mcore import config, launcher, policy
+from megacpp_mcore import policy
+from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.launch import process
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe import compilation, goodput, loop
-from megacpp_mcore.observe.clock import Clock, process_age_ns
-from megacpp_mcore.observe.listener import Listener
+from megacpp_mcore.observe import goodput, loop
+from megacpp_mcore.observe.clock import Clock, compilation_timed, process_age_ns
+from megacpp_mcore.observe.events import Listener, Log
 from megacpp_mcore.observe.live import Live
 from megacpp_mcore.observe.profile import Profiler
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
-from megacpp_mcore.observe.steps import StepRecorder
-from megacpp_mcore.patches import registry
+from megacpp_mcore.patches.machinery import registry
 from tests.unit import tiny_run
 from tests.unit.receipt_run import FATE, INTERVAL, add_better_backend, end_in_step_4
 
@@ -78,35 +80,36 @@ class Writers(Listener):
 def main(run: str, console: str, words: list[str]) -> None:
     if "fall-back" in FATE:
         add_better_backend()
-    with launcher.process_environment():
+    with process.process_environment():
         sys.argv = ["run", *words]
-        settings = config.from_environment()
+        settings = plugin_config.from_environment()
         model = settings.model if settings else preset("nam56r_tiny")
         about = policy.Run.from_arguments(words, device="cpu", world_size=int(os.environ["WORLD_SIZE"]), model=model)
         launched = policy.resolve(about, settings=settings, environment=os.environ)
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        with policy.said(), launcher.cpu_lane():
+        with policy.said(), process.cpu_lane():
             registry.default().apply(["dataset-helpers", "spec-import", "hybrid-flops"])
             trained_by = loop.StockLoop()
             clock = Clock(age_ns=process_age_ns())
             routes = Routing(INTERVAL)
-            recorder = goodput.Recorder(run, rank, clock)
-            listeners: list[Listener] = [recorder, StepRecorder(f"{run}/steps.jsonl"), routes]
+            log = Log(run, rank, world, clock)
+            recorder = goodput.Recorder(log, with_losses=rank == world - 1)
+            listeners: list[Listener] = [recorder, routes]
             if "profile" in FATE:
                 listeners.append(
                     Profiler(Path(run), rank, 5, 6, tool="torch", trace=False, routing=routes, clock=clock)
                 )
             if "writers" in FATE:
                 listeners.append(Writers(run))
-            listeners += [
-                Live(run, rank, recorder, trained_by, last=rank == world - 1, routes=routes, console=console),
-                ReceiptWriter(
-                    run, rank, settings=settings, launched=launched, routes=routes, loop=trained_by, every_s=0
-                ),
-            ]
+            receipt = ReceiptWriter(
+                log, settings=settings, launched=launched, routes=routes, loop=trained_by, every_s=0
+            )
+            if rank == world - 1:
+                listeners.append(Live(recorder, trained_by, facts=receipt.facts, routes=routes, console=console))
+            listeners.append(receipt)
             end_in_step_4()
-            with compilation.timed(clock), trained_by.observing(clock, listeners):
-                runpy.run_module("megacpp_mcore.pretrain", run_name="__main__")
+            with contextlib.closing(log), compilation_timed(clock), trained_by.observing(clock, listeners):
+                runpy.run_module("megacpp_mcore.launch.pretrain", run_name="__main__")
 
 
 if __name__ == "__main__":

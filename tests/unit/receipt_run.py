@@ -7,22 +7,24 @@ has no driver without a GPU. ``patched`` applies linear-cross-entropy, which not
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
 import sys
 from typing import Any
 
-from megacpp_mcore import backends, config, launcher, policy
+from megacpp_mcore import backends, policy
+from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.backends import candidates, probes
+from megacpp_mcore.launch import process
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe import compilation, goodput, loop
-from megacpp_mcore.observe.clock import Clock, process_age_ns
-from megacpp_mcore.observe.listener import Listener
+from megacpp_mcore.observe import goodput, loop
+from megacpp_mcore.observe.clock import Clock, compilation_timed, process_age_ns
+from megacpp_mcore.observe.events import Listener, Log, Step
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
-from megacpp_mcore.observe.steps import Step, StepRecorder
-from megacpp_mcore.patches import registry
+from megacpp_mcore.patches.machinery import registry
 
 INTERVAL = 2
 FATE = os.environ.get("FATE", "").split()
@@ -71,28 +73,29 @@ def add_better_backend() -> None:
 def main(run: str, words: list[str]) -> None:
     if {"fall-back", "no-triton"} & set(FATE):
         add_better_backend()
-    with launcher.process_environment():
+    with process.process_environment():
         sys.argv = ["run", *words]
-        settings = config.from_environment()
+        settings = plugin_config.from_environment()
         model = settings.model if settings else preset("nam56r_tiny")
         about = policy.Run.from_arguments(words, device="cpu", world_size=int(os.environ["WORLD_SIZE"]), model=model)
         launched = policy.resolve(about, settings=settings, environment=os.environ)
         rank = int(os.environ["RANK"])
-        with policy.said(), launcher.cpu_lane():
+        with policy.said(), process.cpu_lane():
             noting = ["linear-cross-entropy"] if "patched" in FATE else []
             registry.default().apply(["dataset-helpers", "spec-import", "hybrid-flops", *noting])
             clock = Clock(age_ns=process_age_ns())
+            world_size = int(os.environ["WORLD_SIZE"])
+            log = Log(run, rank, world_size, clock)
             routes = Routing(INTERVAL)
             listeners = [
-                goodput.Recorder(run, rank, clock),
-                StepRecorder(f"{run}/steps.jsonl"),
+                goodput.Recorder(log, with_losses=rank == world_size - 1),
                 routes,
                 Faulty(),
-                ReceiptWriter(run, rank, settings=settings, launched=launched, routes=routes, every_s=0),
+                ReceiptWriter(log, settings=settings, launched=launched, routes=routes, every_s=0),
             ]
             end_in_step_4()
-            with compilation.timed(clock), loop.observing(clock, listeners):
-                runpy.run_module("megacpp_mcore.pretrain", run_name="__main__")
+            with contextlib.closing(log), compilation_timed(clock), loop.observing(clock, listeners):
+                runpy.run_module("megacpp_mcore.launch.pretrain", run_name="__main__")
 
 
 if __name__ == "__main__":

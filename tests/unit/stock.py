@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, with_overrides
-from megacpp_mcore.recipe_command import tokenizer_words
+from megacpp_mcore.model.training import Training
 
 if TYPE_CHECKING:
-    from megacpp_mcore.patches.record import Patch
-    from megacpp_mcore.patches.registry import Registry
+    from megacpp_mcore.patches.machinery.record import Patch
+    from megacpp_mcore.patches.machinery.registry import Registry
 
 ROOT = Path(__file__).parents[2]
 PARTS = {"embedding": "embedding", "output_layer": "head", "mtp": "mtp", "decoder.final_layernorm": "norm"}
@@ -91,7 +92,7 @@ def cpu_lane() -> Iterator[None]:
 @contextlib.contextmanager
 def patched(*patches: Patch) -> Iterator[Registry]:
     """These patches in place, by a registry of their own."""
-    from megacpp_mcore.patches.registry import Registry
+    from megacpp_mcore.patches.machinery.registry import Registry
 
     registry = Registry(patches)
     registry.apply([patch.name for patch in patches])
@@ -103,7 +104,7 @@ def patched(*patches: Patch) -> Iterator[Registry]:
 
 def targets(patch: Patch) -> list[Any]:
     """What is at each target of ``patch`` now, static methods as they are stored."""
-    from megacpp_mcore.patches.symbols import resolve
+    from megacpp_mcore.patches.machinery.symbols import resolve
 
     return [resolve(edit.target).raw for edit in patch.edits]
 
@@ -114,7 +115,7 @@ def _same(values: Sequence[Any], others: Sequence[Any]) -> list[bool]:
 
 def check_cycle(patch: Patch) -> None:
     """Applied, every target is replaced and its original kept; applied again, nothing changes; reverted, all is as before."""
-    from megacpp_mcore.patches.symbols import resolve
+    from megacpp_mcore.patches.machinery.symbols import resolve
 
     before, originals = targets(patch), [resolve(edit.target).value for edit in patch.edits]
     with patched(patch) as registry:
@@ -131,7 +132,7 @@ def check_cycle(patch: Patch) -> None:
 
 _CYCLES = """
 import json, traceback, megatron.core
-from megacpp_mcore.patches.registry import default, megatron_core_version
+from megacpp_mcore.patches.machinery.registry import default, megatron_core_version
 from tests.unit import stock
 failures = {}
 with stock.cpu_lane():

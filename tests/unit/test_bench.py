@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import dataclasses
 import importlib
@@ -16,19 +15,19 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore import cli
 from megacpp_mcore.backends import Candidate, Speed, own_candidates
 from megacpp_mcore.backends.candidates import layer_parts_candidates
 from megacpp_mcore.bench import against, evidence, registry
-from megacpp_mcore.bench.registry import BENCHMARKS, FULL, LAYER, MODEL, OP, TINY
+from megacpp_mcore.bench.registry import BENCHMARKS, FULL, LAYER, OP, TINY
 from megacpp_mcore.bench.table import BYTES_PER_SECOND, COLUMNS, CONDITIONS, IS_REFERENCE, RIGHT, TIMED, floor_time
+from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe.receipts.comparison import NOISE
+from megacpp_mcore.observe.receipts.claims import NOISE
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = ("--device", "cpu", "--size", "tiny")
-TINY_RUN = (*ON_CPU, "--sets", "1", "--warmup", "0", "--repeats", "1")
+TINY_RUN = (*ON_CPU, "--seconds", "0")
 
 
 # --- the registry -----------------------------------------------------------------------------------------------------
@@ -46,14 +45,9 @@ def test_every_op_and_every_kind_of_layer_has_a_benchmark() -> None:
 
 def test_every_benchmark_can_be_loaded() -> None:
     for one in BENCHMARKS.values():
-        if one.kind == MODEL:
-            assert (ROOT / f"{one.covers.replace('.', '/')}.py").exists()
-            continue
         module, _, function = one.problems.partition(":")
         assert callable(getattr(importlib.import_module(module), function)), one.name
         assert one.shapes[FULL].keys() == one.shapes[TINY].keys()
-    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__"}
-    assert scripts == {one.name for one in BENCHMARKS.values() if one.kind == MODEL}
 
 
 def test_full_sizes_are_those_of_nam56r() -> None:
@@ -67,7 +61,7 @@ def test_full_sizes_are_those_of_nam56r() -> None:
 
 def test_the_list_needs_no_torch_and_names_them_all() -> None:
     code = (
-        "import sys; from megacpp_mcore import cli; cli.main(['bench', 'list']); "
+        "import sys; from megacpp_mcore.commands import cli; cli.main(['bench', 'list']); "
         "cli.main(['bench', 'list', '--size', 'tiny']); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -75,41 +69,30 @@ def test_the_list_needs_no_torch_and_names_them_all() -> None:
     lines = done.stdout.splitlines()
     for name in BENCHMARKS:
         assert sum(line.split(" ")[0] == name for line in lines) == 2
-    assert "python -m benchmarks.doors" in done.stdout
 
 
 def test_names_and_kinds_select() -> None:
     assert [one.name for one in registry.select(["m2rnn", "mla", "m2rnn"])] == ["mla", "m2rnn"]
     assert {one.kind for one in registry.select([LAYER, OP])} == {LAYER, OP}
     everything = registry.select([], all_of_them=True)
-    assert {one.name for one in everything} == {one.name for one in BENCHMARKS.values() if one.kind != MODEL}
+    assert everything == list(BENCHMARKS.values())
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["mamba"], "there is no benchmark 'mamba'; did you mean mamba3"),
-        (["zzz"], "expected one of mla, sparse_mla"),
+        (["mamba"], "there is no benchmark 'mamba'; did you mean 'mamba3'"),
+        (["zzz"], "'zzz'; known: mla, sparse_mla"),
         ([], "or say --all"),
         (["mla", "--all"], "and not both"),
-        (["train"], "script of a clone of the repository, not of the installed package: there, run `python -m benchmarks."),
         (["mla", "--set", "heads=x"], "--set takes KEY=N with a whole number, found 'heads=x'"),
         (["mla", "--set", "width=3"], "mla has no size 'width'; expected one of B, S, heads, qk, v"),
         (["mla", "--set", "heads=0"], "size heads is 0; expected 1 or more"),
-        (["mla", "m2rnn", "--goal", "3"], "--set and --goal are for one benchmark; 2 are named"),
+        (["mla", "m2rnn", "--set", "S=3"], "--set is for one benchmark; 2 are named"),
         *((["mla", f"--{name}", value], f"--{name} is {float(value)}; expected a finite number, 0 or more")
           for name in ("tolerance", "seconds") for value in ("-1", "nan", "inf")),
-        (["mla", "--warmup", "-1"], "--warmup is -1; expected"),
-        (["mla", "--repeats", "0"], "--repeats is 0"),
-        *((["mla", "--goal", value], f"--goal is {float(value)}; expected a finite number above 0")
-          for value in ("0", "-1", "nan", "inf")),
-        ([*ON_CPU, "mla", "--output", "/proc/rows.csv"], "/proc/rows.csv is no file that rows can be added to"),
-        ([*ON_CPU, "mla", "--output", "."], ". is no file that rows can be added to"),
+        ([*ON_CPU, "mla", "--output", "."], ". cannot be read"),
         (["mla", "--device", "cpu", "--against", "nowhere.csv"], "nowhere.csv cannot be read"),
-        ([*ON_CPU, "m2rnn", "--without", "xma", "foo"],
-         "error: --without foo: no peer of these benchmarks is so called; expected a part of one of "
-         "xma's recurrence (Triton) in the reference\n"),
-        ([*ON_CPU, "mla", "m2rnn", "--without", "mamba-ssm"], "--without mamba-ssm: no peer"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_run_is_refused_before_anything_runs(
@@ -120,11 +103,11 @@ def test_what_cannot_be_run_is_refused_before_anything_runs(
 
 
 def test_a_table_of_other_columns_is_not_added_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = ROOT / "benchmarks" / "results" / "train_h200.csv"
+    old = ROOT / "experiments" / "results" / "train_h200.csv"
     for option in ("--against", "--output"):
         assert cli.main(["bench", "run", "mla", "--device", "cpu", option, str(old)]) == cli.USER_ERROR
     said = capsys.readouterr().err
-    assert "train_h200.csv is no table of `bench run`: it lacks benchmark, kind" in said
+    assert "train_h200.csv is no whole table of `bench run --output`" in said
     assert "name another --output" in said
 
 
@@ -177,20 +160,18 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda text: "", "is empty"),
-        (lambda text: "\n" + text, "is no table of `bench run`: it lacks benchmark, kind"),
-        (lambda text: text[:-40], "ends within a line"),
-        (lambda text: text[:-1], "ends within a line"),
-        (lambda text: text[:-40] + "\n", "row 2 of .* has 24 cells; expected 32: the table is damaged"),
-        (lambda text: text[:-1] + ",more\n", "row 2 of .* has 33 cells"),
-        (lambda text: text.replace("2.0", "nan"), "row 1 of .* has 'nan' for ms; expected a number above 0"),
-        (lambda text: text.replace("2.0", "0.0"), "has '0.0' for ms"),
-        (lambda text: text.replace("2.0", "two"), "has 'two' for ms"),
-        (lambda text: text.replace("1000", "1e3"), "has '1e3' for peak_bytes"),
+        (lambda text: "", "no whole table"),
+        (lambda text: "\n" + text, "no whole table"),
+        (lambda text: text[:-40], "no whole table"),
+        (lambda text: text[:-1], "no whole table"),
+        (lambda text: text[:-40] + "\n", "no whole table"),
+        (lambda text: text[:-1] + ",more\n", "no whole table"),
+        (lambda text: text.replace("2.0", "nan"), "no whole table"),
+        (lambda text: text.replace("2.0", "0.0"), "no whole table"),
+        (lambda text: text.replace("2.0", "two"), "'two'"),
         (lambda text: text + '"', "cannot be read"),
-        (lambda text: text + "\0\n", "has 1 cells"),
     ],
-    ids=["empty", "other", "cut", "newline", "short", "wide", "nan", "zero", "word", "bytes", "quote", "null"],
+    ids=["empty", "other", "cut", "newline", "short", "wide", "nan", "zero", "word", "quote"],
 )  # fmt: skip
 def test_a_damaged_table_is_no_baseline(tmp_path: Path, damage: Callable[[str], str], says: str) -> None:
     table = table_of(tmp_path / "rows.csv", row(), row(work="both"))
@@ -202,17 +183,12 @@ def test_a_damaged_table_is_no_baseline(tmp_path: Path, damage: Callable[[str], 
 @pytest.mark.parametrize("parity", ["FAILS: worst row o 1.0e+00", "not checked", ""])
 def test_a_row_of_the_wrong_result_is_no_baseline(parity: str) -> None:
     wrong = row(ms="9.0", parity=parity)
-    said = f"mla / forward / sdpa: 9.0 ms in the file is no baseline, its parity is {parity or 'not given'}"
-    with pytest.raises(BenchmarkError) as refused:
+    with pytest.raises(BenchmarkError, match="no baseline"):
         against.compare([wrong], [row()], 0.1)
-    assert said in str(refused.value)
     found = against.compare([row(ms="1.0"), wrong], [row()], 0.1)  # the last that is right counts
-    assert found.slower == ["mla / forward / sdpa: slower, 1 → 2 ms (2.00x)"]
-    assert said in found.lines
+    assert found.slower == ["mla / forward / sdpa: 1 → 2 ms (2.00x): slower"]
     gone = against.compare([row(), row(variant="gone", parity=parity)], [row()], 0.1)
     assert gone.slower == []  # what had no right result is not missed
-    elsewhere = against.compare([row(), wrong | {"shape": "B=9"}], [row()], 0.1)
-    assert not any("no baseline" in line for line in elsewhere.lines)
 
 
 @pytest.mark.parametrize("parity", TIMED)
@@ -223,15 +199,15 @@ def test_every_verdict_with_a_time_is_a_baseline(parity: str) -> None:
 def test_what_got_slower_than_the_tolerance_is_named() -> None:
     found = against.compare([row()], [row(ms="2.19", peak_bytes="1090")], 0.1)
     assert (found.compared, found.slower) == (1, [])
-    assert found.lines == ["mla / forward / sdpa: as before, 2 → 2.19 ms (1.09x)"]
+    assert found.lines == ["mla / forward / sdpa: 2 → 2.19 ms (1.09x): as before"]
     found = against.compare([row()], [row(ms="2.3", peak_bytes="1200")], 0.1)
     assert found.slower == [
-        "mla / forward / sdpa: slower, 2 → 2.3 ms (1.15x)",
-        "mla / forward / sdpa: more memory, 0.0 → 0.0 MB",
+        "mla / forward / sdpa: 2 → 2.3 ms (1.15x): slower",
+        "mla / forward / sdpa: 0.001 → 0.0012 MB (1.20x): more memory",
     ]
     assert against.compare([row()], [row(ms="2.3")], 0.2).slower == []
     (line,) = against.compare([row()], [row(ms="1.0")], 0.1).lines
-    assert line.endswith("faster, 2 → 1 ms (0.50x)")
+    assert line.endswith("2 → 1 ms (0.50x): faster")
 
 
 def test_the_last_row_of_a_table_counts() -> None:
@@ -250,10 +226,10 @@ LAYER_ROW = {"benchmark": "layer_a_full", "kind": LAYER}
 def test_a_layer_that_fell_back_is_compared_with_what_it_was() -> None:
     before, now = (row(**LAYER_ROW, variant=f"ours (mla {name})") for name in ("sdpa", "reference"))
     found = against.compare([before], [now | {"ms": "9.0"}], 0.1)
-    name = "layer_a_full / forward / ours (mla reference), which was ours (mla sdpa)"
-    assert (found.compared, found.slower) == (1, [f"{name}: slower, 2 → 9 ms (4.50x)"])
+    name = "layer_a_full / forward / ours, which was ours (mla sdpa)"
+    assert (found.compared, found.slower) == (1, [f"{name}: 2 → 9 ms (4.50x): slower"])
     (line,) = against.compare([before], [now], 0.1).lines
-    assert line == f"{name}: as before, 2 → 2 ms (1.00x)"
+    assert line == f"{name}: 2 → 2 ms (1.00x): as before"
     ops = [row(variant=f"Liger ({name})") for name in ("mean only", "sum")]  # which are two variants of an op
     assert len(against.compare(ops, ops, 0.1).lines) == 2
     assert (
@@ -330,7 +306,7 @@ def test_a_policy_claims_no_speed() -> None:
     assert "Megatron's default" in evidence.POLICIES["transformer_impl", "transformer_engine"]
     fields = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     assert fields["transformer_impl"] == "transformer_engine"
-    with (ROOT / "benchmarks" / "results" / "train_h200.csv").open(newline="") as source:
+    with (ROOT / "experiments" / "results" / "train_h200.csv").open(newline="") as source:
         rates = {found["label"]: float(found["tokens_per_s"]) for found in csv.DictReader(source)}
     gain = rates["quarter_te_bf16"] / rates["quarter_local_bf16"]
     assert f"{gain:.3f}x the tokens/s" in evidence.POLICIES["transformer_impl", "transformer_engine"]
@@ -392,7 +368,7 @@ def test_everything_runs_at_its_tiny_size(tmp_path: Path) -> None:
     with (tmp_path / "rows.csv").open(newline="") as source:
         rows = list(csv.DictReader(source))
     assert tuple(rows[0]) == COLUMNS
-    assert {found["benchmark"] for found in rows} == {one.name for one in BENCHMARKS.values() if one.kind != MODEL}
+    assert {found["benchmark"] for found in rows} == set(BENCHMARKS)
     for found in rows:
         timed = found["ms"] != ""
         assert timed is (found["note"] == ""), found
@@ -404,7 +380,6 @@ def test_everything_runs_at_its_tiny_size(tmp_path: Path) -> None:
         assert int(found["floor_operations"]) > 0 or selects, found
         assert int(found["floor_bytes"]) > 0
         assert found["torch"] != "absent"
-        assert found["side"] != "peer" or found["variant"] in BENCHMARKS[found["benchmark"]].peers, found
     themselves = {found["benchmark"] for found in rows if found["parity"] == IS_REFERENCE}
     assert themselves == {one.name for one in BENCHMARKS.values() if one.kind == LAYER}  # on a CPU, all of them
     ours = {found["benchmark"] for found in rows if found["side"] == "ours" and found["ms"]}
@@ -414,36 +389,24 @@ def test_everything_runs_at_its_tiny_size(tmp_path: Path) -> None:
     assert any(found["variant"] == "torch._grouped_mm" and found["parity"] == "green" for found in rows)
 
 
-def test_a_peer_is_left_out_and_a_goal_that_there_is_not_refused() -> None:
-    done = bench("m2rnn", "--without", "xma", "--set", "S=8", "rnn_heads=1")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_peer_is_left_out_and_one_that_there_is_not_is_a_failure() -> None:
+    done = bench("m2rnn", "--without", "xma", "unknown", "--set", "S=8", "rnn_heads=1")
+    assert done.returncode == 1, done.stdout + done.stderr
     assert "left out" in done.stdout
-    done = bench("m2rnn", "--goal", "3")
-    assert done.returncode == cli.USER_ERROR
-    assert "--goal is 3, and m2rnn has none to reach" in done.stderr
+    assert "--without unknown: no variant is so called; there are reference, triton, xma" in done.stdout
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("goal", "status"), [("1e9", 1), ("1e-9", 0)])
-def test_a_run_ends_with_what_the_goal_says(tmp_path: Path, goal: str, status: int) -> None:
-    rows = tmp_path / "rows.csv"
-    done = bench("mla", "--set", "heads=2", "--goal", goal, "--output", str(rows))
-    assert done.returncode == status, done.stdout + done.stderr
-    assert ("GOAL MISSED: mla, B=2 S=24 heads=2 qk=32 v=16, forward+backward: patch" in done.stdout) == bool(status)
-    assert len(rows.read_text().splitlines()) > 6  # the figures are kept all the same
-    if status:
-        return
-    slower = list(csv.DictReader(rows.open(newline="")))
-    for found in slower:
+def test_a_run_that_got_slower_fails(tmp_path: Path) -> None:
+    rows, before = tmp_path / "rows.csv", tmp_path / "before.csv"
+    assert bench("mla", "--set", "heads=2", "--output", str(rows)).returncode == 0
+    faster = list(csv.DictReader(rows.open(newline="")))
+    for found in faster:
         found["ms"] = found["ms"] and "1e-6"
-    before = tmp_path / "before.csv"
-    with before.open("w", newline="") as sink:
-        writer = csv.DictWriter(sink, COLUMNS)
-        writer.writeheader()
-        writer.writerows(slower)
+    table_of(before, *faster)
     done = bench("mla", "--set", "heads=2", "--against", str(before))
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "mla / forward / reference: slower, 1e-06 →" in done.stdout
+    assert "mla / forward / reference: 1e-06 →" in done.stdout
     done = bench("mla", "--set", "heads=3", "--against", str(before))
     assert done.returncode == cli.USER_ERROR
     assert "no row of this run may be compared with the file" in done.stderr
@@ -458,34 +421,6 @@ def test_rows_name_what_they_were_measured_with(monkeypatch: pytest.MonkeyPatch)
     assert found["commit"] == "abc1234"
     assert found["no-such-package"] == "absent"
     assert json.dumps(found)
-
-
-@pytest.mark.parametrize(
-    ("words", "goals"),
-    [
-        ([], True),
-        (["--dtype", "bfloat16"], True),
-        (["--dtype", "float32"], False),
-        (["--size", "tiny"], False),
-        (["--set", "heads=8"], False),
-        (["--device", "cpu"], False),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_goals_count_at_full_size_on_a_gpu(words: list[str], goals: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megacpp_mcore.bench import measure, runner
-
-    told: list[bool] = []
-
-    def run(benchmark: Any, options: Any, *, goal: Any, goals: bool, say: Any) -> runner.Outcome:
-        told.append(goals)
-        return runner.Outcome()
-
-    monkeypatch.setattr(measure, "has_gpu", lambda: True)
-    monkeypatch.setattr(measure, "one_process", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(runner, "run", run)
-    assert cli.main(["bench", "run", "mla", *words]) == 0
-    assert told == [goals]
 
 
 def test_mamba_ssm_is_found_twice_and_its_mimo_kernels_are_asked_for(

@@ -1,4 +1,4 @@
-"""The gate of ``bench``: what computes the wrong thing gets no time and no speed-up, and a goal is judged by its figures."""
+"""The gate of ``bench``: what computes the wrong thing gets no time and no speed-up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp_mcore import backends, cli
+from megacpp_mcore import backends
 from megacpp_mcore.backends import Candidate, Speed
 from megacpp_mcore.bench import measure, runner
 from megacpp_mcore.bench.cases import dsa_indexer_memory, layers
@@ -25,7 +25,6 @@ from megacpp_mcore.bench.problem import (
     OURS,
     PEER,
     Floor,
-    Goal,
     Inputs,
     Problem,
     Variant,
@@ -33,12 +32,13 @@ from megacpp_mcore.bench.problem import (
     candidates,
     differentiable,
 )
-from megacpp_mcore.bench.registry import BENCHMARKS, MODEL, TINY, Options
+from megacpp_mcore.bench.registry import BENCHMARKS, TINY, Options
+from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.ops.m2rnn.reference import m2rnn
 from megacpp_mcore.ops.mamba3.reference import mamba3
 
-QUICK: dict[str, Any] = {"device": "cpu", "dtype": "float32", "sets": 1, "warmup": 0, "repeats": 1}
+QUICK: dict[str, Any] = {"device": "cpu", "dtype": "float32", "seconds": 0.0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,7 +50,7 @@ def process() -> Iterator[None]:
 def run(name: str, **options: Any) -> runner.Outcome:
     one = BENCHMARKS[name]
     chosen = Options(**QUICK, shape=one.shapes[TINY], **options)
-    return runner.run(one, chosen, goal=None, goals=False, say=lambda line: None)
+    return runner.run(one, chosen, lambda line: None)
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, op: str, fn: Callable[..., Any]) -> None:
@@ -141,16 +141,6 @@ def test_a_layers_peer_has_the_core_attention_of_stock(monkeypatch: pytest.Monke
     assert not isinstance(built[False], DotProductAttention)
 
 
-@pytest.mark.parametrize("name", [one.name for one in BENCHMARKS.values() if one.kind != MODEL])
-def test_the_registry_knows_every_peer_by_name(name: str) -> None:
-    one = BENCHMARKS[name]
-    for size in ({}, {"rank": 1, "groups": 1} if "rank" in one.shapes[TINY] else {}):
-        made = runner.problems(one, Options(**QUICK, shape=one.shape(TINY, size)))
-        peers = {variant.name for each in made for variant in each.variants if variant.side == PEER}
-        assert peers
-        assert peers <= set(one.peers)
-
-
 # --- made-up problems -----------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +156,7 @@ def problem(*variants: Variant, **fields: Any) -> Problem:
     given: dict[str, Any] = {
         "shape": {"x": 6},
         "dtype": "float32",
-        "sets": [inputs],
+        "inputs": inputs,
         "works": {FORWARD: floor, BOTH: floor},
         "judge": AgainstTruth(truth, ("y", "dx"), 1e-6, yardstick="yardstick"),
     }
@@ -177,10 +167,9 @@ def times(factor: float, name: str, side: str, **more: Any) -> Variant:
     return differentiable(name, side, lambda inputs: [factor * inputs.leaves["x"]], **more)
 
 
-def outcome(monkeypatch: pytest.MonkeyPatch, made: Problem, **how: Any) -> runner.Outcome:
+def outcome(monkeypatch: pytest.MonkeyPatch, made: Problem) -> runner.Outcome:
     monkeypatch.setattr(runner, "problems", lambda benchmark, options: iter([made]))
-    how = {"goal": None, "goals": False} | how
-    return runner.run(BENCHMARKS["mla"], Options(**QUICK, without=("unloved",)), say=lambda line: None, **how)
+    return runner.run(BENCHMARKS["mla"], Options(**QUICK, without=("unloved",)), lambda line: None)
 
 
 def by_variant(found: runner.Outcome, work: str = BOTH) -> dict[str, dict[str, Any]]:
@@ -245,7 +234,7 @@ def test_out_of_memory_is_said_and_compared_with_computed_bytes(monkeypatch: pyt
         raise torch.cuda.OutOfMemoryError("full")
 
     stock = Variant(name="stock", side=PEER, runs={BOTH: full})
-    monkeypatch.setattr(measure, "peak_bytes", lambda run, inputs, device: 50)
+    monkeypatch.setattr(measure, "peak_bytes", lambda call, device: 50)
     made = problem(stock, times(2, "ours", OURS), stock="stock", computed={"stock": 1000})
     found = by_variant(outcome(monkeypatch, made))
     assert found["stock"]["note"] == "out of memory"
@@ -285,9 +274,9 @@ def test_ours_out_of_memory_is_a_failure_of_every_row(monkeypatch: pytest.Monkey
 def test_ours_out_of_memory_while_it_is_timed_is_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
-    def peak(run: Any, inputs: Any, device: str) -> int:
-        calls.append(run.__name__)
-        if run.__name__ == "both":
+    def peak(call: Any, device: str) -> int:
+        calls.append(call.func.__name__)
+        if call.func.__name__ == "both":
             raise torch.cuda.OutOfMemoryError("full")
         return 1
 
@@ -316,17 +305,17 @@ def test_a_peer_out_of_memory_while_it_is_timed_is_green_in_no_row_of_that_work(
 ) -> None:
     """Its peak may be known, and is no evidence."""
 
-    def full(call: Any, inputs: Any, device: str, **how: Any) -> tuple[float, int]:
-        if call is peer.runs[BOTH]:
+    def full(call: Any, device: str, seconds: float) -> tuple[float, int]:
+        if call.func is peer.runs[BOTH]:
             raise torch.cuda.OutOfMemoryError("full")
         return 1.0, 1
 
     peer = times(2, "peer", PEER)
     monkeypatch.setattr(measure, "median_ms", full)
-    monkeypatch.setattr(measure, "peak_bytes", lambda run, inputs, device: 50)
+    monkeypatch.setattr(measure, "peak_bytes", lambda call, device: 50)
     found = outcome(monkeypatch, problem(peer, times(2, "ours", OURS)))
     both, forward = (by_variant(found, work)["peer"] for work in (BOTH, FORWARD))
-    assert (both["ms"], both["peak_bytes"], both["note"], both["parity"]) == ("", 50, "out of memory", "not checked")
+    assert (both["ms"], both["peak_bytes"], both["note"], both["parity"]) == ("", "", "out of memory", "not checked")
     assert (forward["ms"], forward["parity"]) == ("1.0000", "green")
 
 
@@ -402,11 +391,11 @@ def test_a_yardstick_loosens_what_is_allowed_but_has_to_be_an_implementation(mon
 )
 def test_shapes_and_what_is_no_number_fail(broken: Callable[[Any], Any]) -> None:
     made = problem()
-    made.judge.prepare(made.sets[0])
+    made.judge.prepare(made.inputs)
     variant = Variant(name="ours", side=OURS, runs={FORWARD: lambda inputs: [broken(2 * inputs.leaves["x"])]})
-    assert made.judge.verdict(variant, FORWARD, made.sets[0]).right is False
+    assert made.judge.verdict(variant, FORWARD, made.inputs).right is False
     empty = Variant(name="ours", side=OURS, runs={FORWARD: lambda inputs: []})
-    assert made.judge.verdict(empty, FORWARD, made.sets[0]).text == "FAILS: it gives 0 results, expected at least 1"
+    assert made.judge.verdict(empty, FORWARD, made.inputs).text == "FAILS: it gives 0 results, expected at least 1"
 
 
 # --- floors ---------------------------------------------------------------------------------------------------------------
@@ -442,7 +431,7 @@ def test_the_judge_of_the_selection_refuses_what_is_wrong() -> None:
     one = BENCHMARKS["indexer"]
     (piece,) = runner.problems(one, Options(**QUICK, shape=dict(one.shapes[TINY]) | {"topk": 4}))
     (ours,) = [variant for variant in piece.variants if variant.side == OURS]
-    inputs = piece.sets[0]
+    inputs = piece.inputs
     piece.judge.prepare(inputs)
     assert piece.judge.verdict(ours, FORWARD, inputs).right is not False
     (index,) = ours.runs[FORWARD](inputs)
@@ -511,9 +500,9 @@ def test_the_judge_of_the_indexers_memory_refuses_what_is_wrong(
     piece = list(runner.problems(one, Options(**QUICK, shape=dict(one.shapes[TINY]) | {"topk": 4})))[number]
     (ours,) = [variant for variant in piece.variants if variant.side == OURS]
     (work,) = piece.works
-    piece.judge.prepare(piece.sets[0])
+    piece.judge.prepare(piece.inputs)
     with ours.around():
-        assert piece.judge.verdict(ours, work, piece.sets[0]) == Verdict(True, "green")
+        assert piece.judge.verdict(ours, work, piece.inputs) == Verdict(True, "green")
 
     def spoiled(*args: Any, **options: Any) -> Any:
         index, loss, gradients = real(*args, **options)
@@ -530,72 +519,9 @@ def test_the_judge_of_the_indexers_memory_refuses_what_is_wrong(
     real = dsa_indexer_memory.run
     monkeypatch.setattr(dsa_indexer_memory, "run", spoiled)
     with ours.around():
-        found = piece.judge.verdict(ours, work, piece.sets[0])
+        found = piece.judge.verdict(ours, work, piece.inputs)
     assert found.right is False
     assert found.text.startswith(f"FAILS: {says}")
-
-
-# --- goals ----------------------------------------------------------------------------------------------------------------
-
-
-def measured(name: str, side: str, ms: float | None, peak: int | None, note: str = "") -> runner.Measured:
-    found = runner.Measured(Variant(name=name, side=side), Verdict(True, "green"))
-    found.ms, found.peaks = {} if ms is None else {BOTH: ms}, {BOTH: peak}
-    found.notes = {BOTH: note} if note else {}
-    return found
-
-
-def missed(goal: Goal, ours: runner.Measured, stock: runner.Measured, factor: float | None = None) -> str:
-    made = SimpleNamespace(shape={"S": 8}, computed={"stock": 1000})
-    return runner._missed(BENCHMARKS["mla"], goal, factor, [stock, ours], made)  # type: ignore[arg-type]
-
-
-def test_a_speed_up_below_the_goal_is_missed() -> None:
-    goal = Goal(work=BOTH, variant="ours", over="stock", times=4.0)
-    stock = measured("stock", PEER, 16.0, None)
-    assert missed(goal, measured("ours", OURS, 4.0, None), stock) == ""
-    line = missed(goal, measured("ours", OURS, 5.0, None), stock)
-    assert line == "GOAL MISSED: mla, S=8, forward+backward: ours 3.20x as fast as stock, expected 4x"
-    assert missed(goal, measured("ours", OURS, 5.0, None), stock, factor=3.0) == ""
-    failed = dataclasses.replace(measured("ours", OURS, None, None), verdict=Verdict(False, "FAILS"))
-    assert missed(goal, failed, stock) == ""  # which fails the run by itself
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours", "words"),
-    [
-        (2000, 100, None),
-        (2000, 101, "ours 19.80x less memory than stock, expected 20x"),
-        (None, 50, None),
-        (None, 51, "ours 19.61x less memory than stock, expected 20x"),
-        (None, None, "ours has no peak_bytes (out of memory)"),
-    ],
-)
-def test_memory_above_the_goal_is_missed(theirs: int | None, ours: int | None, words: str | None) -> None:
-    goal = Goal(work=BOTH, variant="ours", over="stock", times=20.0, of="peak_bytes")
-    found = [
-        measured(name, side, None, peak, "" if peak else runner.OUT_OF_MEMORY)
-        for name, side, peak in (("stock", PEER, theirs), ("ours", OURS, ours))
-    ]
-    line = missed(goal, found[1], found[0])
-    assert (line == "") is (words is None)
-    assert line.endswith(str(words or ""))
-
-
-def test_goals_are_of_the_patches_at_full_size() -> None:
-    (mla,) = runner.problems(BENCHMARKS["mla"], Options(**QUICK, shape=BENCHMARKS["mla"].shapes[TINY]))
-    ((goal,), memory) = mla.goals, BENCHMARKS["dsa_indexer_memory"]
-    assert (goal.work, goal.times, goal.of, goal.over) == (BOTH, 4.0, "ms", mla.stock)
-    pieces = list(runner.problems(memory, Options(**QUICK, shape=memory.shapes[TINY])))
-    assert len(pieces) == 5
-    assert {(goal.times, goal.of) for piece in pieces for goal in piece.goals} == {(20.0, "peak_bytes")}
-
-
-def test_a_memory_goal_on_the_cpu_is_refused() -> None:
-    one = BENCHMARKS["dsa_indexer_memory"]
-    chosen = Options(**QUICK, shape=one.shapes[TINY])
-    with pytest.raises(BenchmarkError, match="which is measured with --device cuda"):
-        runner.run(one, chosen, goal=5.0, goals=False, say=lambda line: None)
 
 
 # --- peers that need another machine ----------------------------------------------------------------------------------------
@@ -661,21 +587,21 @@ def test_layers_of_a_width_that_no_model_has_are_refused() -> None:
     one = BENCHMARKS["layer_m"]
     chosen = Options(**QUICK, shape={**one.shapes[TINY], "hidden": 100})
     with pytest.raises(BenchmarkError, match=r"hidden is 100; expected the width of a model: 3584 \(nam56r\)"):
-        runner.run(one, chosen, goal=None, goals=False, say=lambda line: None)
+        runner.run(one, chosen, lambda line: None)
 
 
 def test_a_benchmark_that_cannot_be_built_leaves_the_others_in_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stopped(benchmark: Any, options: Options, **how: Any) -> runner.Outcome:
+    def stopped(benchmark: Any, options: Options, say: Any) -> runner.Outcome:
         if benchmark.name == "mla":
             raise RuntimeError("no room")
-        return real(benchmark, options, **how)
+        return real(benchmark, options, say)
 
     real = runner.run
     monkeypatch.setattr(runner, "run", stopped)
     monkeypatch.setattr(measure, "one_process", lambda device: contextlib.nullcontext())
-    words = ["--device", "cpu", "--size", "tiny", "--sets", "1", "--warmup", "0", "--repeats", "1"]
+    words = ["--device", "cpu", "--size", "tiny", "--seconds", "0"]
     assert cli.main(["bench", "run", "mla", "m2rnn", *words, "--output", str(tmp_path / "rows.csv")]) == 1
     assert "mla: it could not be run: RuntimeError: no room" in capsys.readouterr().out
     assert "m2rnn,op,B=2 S=24" in (tmp_path / "rows.csv").read_text()

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore import config, policy
+from megacpp_mcore import policy, settings
 from megacpp_mcore.errors import LaunchError, ModelError
 from megacpp_mcore.model import Layout
+from megacpp_mcore.model.recipes import RECIPES, Recipe
 from megacpp_mcore.nemo_recipes import bridge, run
-from megacpp_mcore.recipes import RECIPES, Recipe
 
 TINY, EIGHT = "nam56r_tiny_pretrain_1cpu_fp32", "nam56r_pretrain_8gpu_h200_bf16"
 
@@ -176,7 +176,7 @@ def test_stages_are_looked_at_unless_an_override_draws_them(tmp_path: Path) -> N
     run.check_stages(tiny, stages, ["model.pipeline_model_parallel_layout=Et*9|t*3mL"], None)
     file = tmp_path / "settings.yaml"
     file.write_text("model: nam56r_tiny\noverrides: {dsa: {schedule: -FF}}\n")
-    run.check_stages(tiny, stages, [], config.load(file))
+    run.check_stages(tiny, stages, [], settings.load(file))
     for overrides in ([], ["model.pipeline_model_parallel_layout=Et*9|t*3mL"]):
         with pytest.raises(ModelError, match="experts"):
             run.check_stages(tiny, Layout(expert=3), overrides, None)
@@ -195,7 +195,7 @@ def test_replicas_share_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr("megacpp_mcore.launcher.say", lines.append)
+    monkeypatch.setattr("megacpp_mcore.launch.process.say", lines.append)
     return lines
 
 
@@ -218,21 +218,21 @@ def test_the_warm_up_is_what_the_policy_says(
     sequence_parallel: bool,
 ) -> None:
     """With the shapes that the layers will see."""
-    from megacpp_mcore import regional  # brings Megatron
+    from megacpp_mcore.layer_specs import regions  # brings Megatron
 
     settings: dict[str, Any] = {"mode": "regional", "device": "cuda", "fsdp": False} | asked
     chosen = policy.compile_policy(**settings)
     calls = []
 
-    def warm_up(models: Any, *, rows: int, batch: int, packed: bool) -> regional.WarmUp:
-        calls.append((models, rows, batch, packed))
-        return regional.WarmUp(seconds=1.5, layers=(3,), regions=("norm",))
+    def warm_up(models: Any, *, rows: int, batch: int) -> str:
+        calls.append((models, rows, batch))
+        return "layers 3 (norm): 1.5 s"
 
-    monkeypatch.setattr(regional, "warm_up", warm_up)
+    monkeypatch.setattr(regions, "warm_up", warm_up)
     model = SimpleNamespace(seq_length=64, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
     models = [object()]
     run._warm_up(models, SimpleNamespace(model=model, train=SimpleNamespace(micro_batch_size=3)), chosen)
-    assert calls == ([(models, 32 if sequence_parallel else 64, 3, False)] if runs else [])
+    assert calls == ([(models, 32 if sequence_parallel else 64, 3)] if runs else [])
     assert len(said) == 1
     assert says in said[0]
 

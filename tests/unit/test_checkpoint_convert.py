@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp_mcore import checkpoint_convert, checkpoint_layout, cli
+from megacpp_mcore.checkpoints import convert as checkpoint_convert
+from megacpp_mcore.checkpoints import layout as checkpoint_layout
+from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import CheckpointError
 from tests.checkpoints import as_0_1_0, objects_in, tensors_in, write
 

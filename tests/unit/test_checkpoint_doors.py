@@ -13,11 +13,12 @@ import pytest
 import torch
 import yaml
 
-from megacpp_mcore import checkpoint_convert
-from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.checkpoints import convert as checkpoint_convert
+from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe.steps import read_steps
-from megacpp_mcore.recipe_command import tokenizer_words
 from tests.checkpoints import as_saved_by_0_1_0, objects_in, tensors_in
 
 pytestmark = pytest.mark.slow

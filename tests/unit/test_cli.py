@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 import megacpp_mcore
-from megacpp_mcore import cli, doctor, imports, launcher, recipe_command
+from megacpp_mcore.commands import cli, doctor, imports
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.launch import launcher
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,7 +78,7 @@ def test_what_training_or_another_file_cannot_encode_is_no_matter_of_the_output(
         raise UnicodeEncodeError("ascii", "→", 0, 1, "ordinal not in range")
 
     monkeypatch.setattr(launcher, "launch", encode)
-    monkeypatch.setattr(recipe_command, "run", encode)
+    monkeypatch.setattr("megacpp_mcore.commands.recipe.run", encode)
     with pytest.raises(UnicodeEncodeError):
         cli.main(words)
 
@@ -144,7 +145,7 @@ def test_what_only_the_device_can_tell_is_left_to_the_launcher(
 )
 def test_errors_of_the_command_line_alone_come_before_heavy_imports(words: list[str], tmp_path: Path) -> None:
     program = (
-        "import sys; from megacpp_mcore import cli; status = cli.main(sys.argv[1:]); "
+        "import sys; from megacpp_mcore.commands import cli; status = cli.main(sys.argv[1:]); "
         "found = {'torch', 'numpy', 'megatron.core', 'transformer_engine'} & sys.modules.keys(); "
         "sys.exit(f'imported: {found}' if found else status)"
     )
@@ -239,7 +240,7 @@ def test_what_this_package_warns_of_on_import_is_shown(
 
 
 def test_a_benchmark_prints_nothing_of_what_megatron_says_on_import() -> None:
-    words = ["bench", "run", "indexer", "--device", "cpu", "--size", "tiny", "--sets", "1", "--repeats", "1"]
+    words = ["bench", "run", "indexer", "--device", "cpu", "--size", "tiny", "--seconds", "0"]
     done = subprocess.run(
         [sys.executable, "-m", "megacpp_mcore", *words], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -317,7 +318,7 @@ def test_every_command_is_there_and_has_help(capsys: pytest.CaptureFixture[str])
 
 
 def test_patch_list_and_status(capsys: pytest.CaptureFixture[str]) -> None:
-    from megacpp_mcore.patches.registry import default
+    from megacpp_mcore.patches.machinery.registry import default
 
     names = [patch.name for patch in default().patches]
     assert cli.main(["patch", "list"]) == 0
@@ -346,7 +347,7 @@ def test_as_a_module_it_is_fast_and_imports_no_torch() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert time.monotonic() - began < 10
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "megacpp_mcore.cli" in imported
+    assert "megacpp_mcore.commands.cli" in imported
     assert not {"torch", "megatron", "numpy"} & imported
     assert "COMMAND" in done.stdout
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megacpp_mcore import cli
+from megacpp_mcore.commands import cli
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.receipts import schema as receipt_schema
 

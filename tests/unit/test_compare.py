@@ -6,19 +6,20 @@ import copy
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megacpp_mcore.commands.report import REFUSED
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe.page import side_by_side
-from megacpp_mcore.observe.page.data import RunData
+from megacpp_mcore.observe import page
 from megacpp_mcore.observe.receipts import read
 from megacpp_mcore.observe.receipts import schema as receipt_schema
-from megacpp_mcore.observe.receipts.comparison import KEYS, NOISE, SEVEN, Comparison, compare
-from megacpp_mcore.observe.report_command import REFUSED
+from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, SEVEN, Comparison, compare
+from tests.unit.recorded import write_start
 from tests.unit.test_page import Reader
 from tests.unit.test_receipts import report
 
@@ -29,8 +30,8 @@ STEPS = "median 2 s, 90th percentile 5 % above"
 def receipt(**changes: Any) -> dict[str, Any]:
     """A valid receipt of a dense model with all that the checklist asks for; ``changes`` by path, ``__`` for a dot."""
     values: dict[str, Any] = {
-        "schema": 1, "status": "finished", "written_at": "", "ranks.found": [0], "ranks.expected": 1, "notes": [],
-        "disqualifiers": [], "unjudged": [], "environment": {}, "pattern": "AEMR", "model.layers": "AEMR",
+        "schema": receipt_schema.SCHEMA, "status": "finished", "written_at": "", "ranks.found": [0], "ranks.expected": 1,
+        "notes": [], "disqualifiers": [], "unjudged": [], "environment": {}, "pattern": "AEMR", "model.layers": "AEMR",
         "model.definition": dataclasses.asdict(preset("nam56r_tiny")), "moe_enabled": False, "batch.sequence_length": 256,
         "batch.documents": "together", "compile.mode": "off", "compile_warmup": "skipped", "compile.reason": "not-cuda",
         "compile.precompile": False, "device": "NVIDIA H200", "parallelism.sequence_parallel": False, "data.kind": "real",
@@ -195,9 +196,7 @@ def test_a_profile_that_cannot_be_read_is_no_profile_that_was_not_there() -> Non
 
 
 def test_the_reason_for_no_profile_is_that_of_an_assembled_receipt(tmp_path: Path) -> None:
-    part = {"schema": 1, "rank": 0, "status": "running", "warm_up_steps": 3, "notes": []}
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "rank_00000.json").write_text(json.dumps(part))
+    write_start(tmp_path, 1, 0)
     assert read(tmp_path)["unknown"]["profiler"] == receipt()["unknown"]["profiler"]
 
 
@@ -420,7 +419,7 @@ def test_the_command_s_status_and_words(tmp_path: Path, capsys: pytest.CaptureFi
     assert (printed["noise_floor"], printed["told_from_noise"]) == (NOISE, True)
     assert printed["step_times"].startswith(f"step times: A {STEPS}")
     (tmp_path / "b").write_text("{}")
-    with pytest.raises(DataError, match="schema is None; expected 1"):
+    with pytest.raises(DataError, match="schema is None; expected 2"):
         report("compare", *files)
     with pytest.raises(DataError, match="or a receipt"):
         report("show", str(tmp_path / "missing"))
@@ -429,12 +428,17 @@ def test_the_command_s_status_and_words(tmp_path: Path, capsys: pytest.CaptureFi
 # --- On the page --------------------------------------------------------------------------------------------------------
 
 
-def of(name: str, **changes: Any) -> RunData:
-    made = receipt(**changes)
-    return RunData(name, made, receipt_schema.flatten(made)[0])
+def beside(tmp_path: Path, names: tuple[str, str], *changes: dict[str, Any]) -> str:
+    """The text of the page about two receipts, each in a folder of its own."""
+    files = []
+    for name, one in zip(names, changes, strict=True):
+        files.append(tmp_path / name / "receipt.json")
+        files[-1].parent.mkdir(exist_ok=True)
+        files[-1].write_text(json.dumps(receipt(**one)))
+    return " ".join(Reader(page.html(files)).text.split())
 
 
-def test_the_command_that_declares_what_differs_is_named() -> None:
+def test_the_command_that_declares_what_differs_is_named(tmp_path: Path) -> None:
     mock = {"disqualifiers": [MOCK]}
     command = "There is a claim where that is declared: megacpp-mcore report compare A B "
     for changes, options in (
@@ -443,18 +447,16 @@ def test_the_command_that_declares_what_differs_is_named() -> None:
         ((mock, {**mock, "cache__state": "cold"}), "--varies cache_state --declare 'mock data'."),
         (({}, {"parallelism__world_size": 2, "ranks__expected": 2, "ranks__found": [0, 1]}), "--varies topology."),
     ):
-        first, second = changes
-        text = Reader(side_by_side.comparison(of("one", **first), of("other", **second))).text
-        assert command + options in text
+        assert command + options in beside(tmp_path, ("one", "other"), *changes)
     for hopeless in (
         {"precision__kernel_fp8": "experts", "cache__state": "cold"}, {"precision__kernel_fp8": None}, mock,
         {"precision__kernel_fp8": "experts", "step_time__n": 3}, {"recompute": "none"}, {},
     ):  # fmt: skip
-        assert "compare A B" not in side_by_side.comparison(of("one"), of("other", **hopeless))
+        assert "compare A B" not in beside(tmp_path, ("one", "other"), {}, hopeless)
 
 
-def test_names_that_are_the_words_themselves_are_not_explained() -> None:
-    assert "A is one, B is other; step times:" in side_by_side.comparison(of("one"), of("other"))
-    text = side_by_side.comparison(of("A"), of("B"))
+def test_names_that_are_the_words_themselves_are_not_explained(tmp_path: Path) -> None:
+    assert "A is one, B is other; step times:" in beside(tmp_path, ("one", "other"), {}, {})
+    text = beside(tmp_path, ("A", "B"), {}, {})
     assert "A is A" not in text
-    assert ">step times: A median" in text
+    assert re.search(r"no claim ?step times: A median", text)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch._dynamo.callback import callback_handler
 
-from megacpp_mcore.observe import compilation
-from megacpp_mcore.observe.clock import Clock, Phase
+from megacpp_mcore.observe.clock import Clock, Phase, compilation_timed
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -25,7 +24,7 @@ def test_torch_compile_forward_and_deferred_backward_are_told() -> None:
         phases.append(clock.phase)
         return graph.forward
 
-    with compilation.timed(clock):
+    with compilation_timed(clock):
         compiled = torch.compile(lambda x: (x * 2).sin().sum(), backend=backend)
         compiled(torch.ones(3, requires_grad=True)).backward()
         assert clock.phase is Phase.STEP
@@ -48,7 +47,7 @@ def test_a_kernel_s_compilation_and_tuning_are_told_and_other_hooks_still_called
     knobs.runtime.jit_cache_hook = lambda *args, **kwargs: seen.append("before")
     knobs.runtime.jit_post_compile_hook = lambda *args, **kwargs: seen.append("after")
     try:
-        with compilation.timed(clock):
+        with compilation_timed(clock):
             assert not knobs.runtime.jit_cache_hook(key="k")
             assert clock.phase is Phase.JIT
             knobs.runtime.jit_post_compile_hook(key="k")
@@ -70,7 +69,7 @@ def test_a_kernel_found_by_another_s_hook_is_not_compiled() -> None:
     clock.become(Phase.STEP)
     knobs.runtime.jit_cache_hook = lambda *args, **kwargs: True
     try:
-        with compilation.timed(clock):
+        with compilation_timed(clock):
             assert knobs.runtime.jit_cache_hook(key="k") is True
             assert clock.phase is Phase.STEP
     finally:

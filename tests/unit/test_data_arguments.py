@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -10,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacpp_mcore import launcher
-from megacpp_mcore.data.arguments import dataset_prefixes, verify_arguments
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.data.arguments import cache_words, dataset_prefixes, verify_arguments
 from megacpp_mcore.data.manifest import adopt
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.data.tokenizer import ByteTokenizer
+from megacpp_mcore.data.tokenizer import ByteTokenizer, tokenizer_words
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.launch import launcher
 from megacpp_mcore.model import Layout, preset
-from megacpp_mcore.recipe_command import tokenizer_words
+from megacpp_mcore.model.training import Training
 
 
 @pytest.fixture
@@ -220,7 +221,7 @@ def test_another_vocabulary_or_end_of_document_is_refused(prefix: str) -> None:
             verify_arguments([*words, *other])
     with pytest.raises(DataError, match="100"):
         verify_arguments([*words, "100", "--null-tokenizer-eod-id", "256"])
-    with pytest.raises(DataError, match="--vocab-size is 'abc'; expected an integer"):
+    with pytest.raises(DataError, match="--vocab-size is 'abc'"):
         verify_arguments([*words, "abc"])
 
 
@@ -312,80 +313,38 @@ def replace_dataset(prefix: str, documents: int) -> None:
     prepare([str(folder)], prefix, overwrite=True)
 
 
-def age(folder: Path) -> None:
-    """Make what was cached older than what comes now, even where the clock of the file system is coarse."""
-    for path in folder.rglob("*"):
-        os.utime(path, (time.time() - 60, time.time() - 60))
-
-
-def test_preparing_again_removes_what_stock_has_cached_of_the_old_dataset(prefix: str) -> None:
-    replace_dataset(prefix, 4)
-    assert build_stock_samples([prefix]) == (3, 4)
-    (Path(prefix) / "cache" / "GPTDataset_indices" / "mine.npy").write_text("no file of stock's")
-    replace_dataset(prefix, 40)
-    assert [path.name for path in Path(prefix).rglob("*") if path.is_file()] == ["mine.npy"]
-    assert build_stock_samples([prefix])[1] == 40
-
-
-@pytest.mark.parametrize("blended", [False, True])
-@pytest.mark.parametrize("given", [False, True])
-def test_indices_cached_of_an_older_dataset_are_removed(
-    prefix: str, tmp_path: Path, blended: bool, given: bool
-) -> None:
-    other, cache = str(tmp_path / "other"), str(tmp_path / "cache") if given else None
+def test_a_cache_is_of_one_content_and_none_is_removed(prefix: str, tmp_path: Path) -> None:
+    """Where a dataset is replaced at its path, also by files that are older than its cache, stock indexes the new one."""
+    other = str(tmp_path / "other")
     replace_dataset(other, 6)
     replace_dataset(prefix, 4)
-    prefixes = [prefix, other] if blended else [prefix]
-    words = ["--data-path", *(word for name in prefixes for word in ("1", name)), *ByteTokenizer().stock_flags()]
-    words += ["--data-cache-path", cache] if cache else []
-    assert build_stock_samples(prefixes, cache)[1] == 4
-    assert "removed" not in verify_arguments(words)
+    words = ["--data-path", "1", prefix, "1", other, "--data-cache-path", str(tmp_path / "cache")]
+    first = cache_words(words)[1]
+    assert first == cache_words(["--data-path", other, prefix, "--data-cache-path", str(tmp_path / "cache")])[1]
+    assert Path(first).parent == tmp_path / "cache"
+    assert build_stock_samples([prefix, other], first)[1] == 4
+    cached = sorted(Path(first).iterdir())
+    assert cached
 
-    age(Path(cache or prefix))
-    assert build_stock_samples([other], cache)[1] == 6
-    fresh = [path for path in tmp_path.rglob("*_index.npy") if path.stat().st_mtime > time.time() - 30]
-    # Something else than prepare brings the new dataset, with times older than the cache's.
     (tmp_path / "elsewhere").mkdir()
     replace_dataset(str(tmp_path / "elsewhere" / "new"), 40)
     for suffix in (".bin", ".idx", ".manifest.json"):
         shutil.copy(f"{tmp_path / 'elsewhere' / 'new'}{suffix}", prefix + suffix)
         os.utime(prefix + suffix, (time.time() - 3600, time.time() - 3600))
-
-    said = verify_arguments(words)
-    assert "; removed cached indices older than the data: " in said
-    assert "-GPTDataset-train" in said
-    assert ("-BlendedDataset-train" in said) == (blended and given)  # stock keeps no blend beside a dataset
-    assert len(fresh) >= 3
-    assert all(path.exists() for path in fresh)
-    assert "removed" not in verify_arguments(words)
-    assert build_stock_samples(prefixes, cache)[1] == 40
+    assert build_stock_samples([prefix, other], first)[1] == 4, "stock goes by the path alone"
+    second = cache_words(words)[1]
+    assert second != first
+    assert build_stock_samples([prefix, other], second)[1] == 40
+    assert sorted(Path(first).iterdir()) == cached
 
 
-def test_a_link_that_leads_elsewhere_makes_a_cache_old(prefix: str, tmp_path: Path) -> None:
-    link, cache = tmp_path / "current", tmp_path / "cache"
-    for name, documents in (("v1", 4), ("v2", 40)):
-        (tmp_path / name).mkdir()
-        replace_dataset(str(tmp_path / name / "set"), documents)
-    link.symlink_to("v1")
-    assert build_stock_samples([str(link / "set")], str(cache))[1] == 4
-    time.sleep(0.02)  # the cache is newer than both datasets, and older than the link that comes now
-    link.unlink()
-    link.symlink_to("v2")
-    words = ["--data-path", str(link / "set"), *ByteTokenizer().stock_flags(), f"--data-cache-path={cache}"]
-    assert "removed" in verify_arguments(words)
-    assert build_stock_samples([str(link / "set")], str(cache))[1] == 40
-
-
-def test_a_stale_cache_that_cannot_be_removed_stops_the_launch(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    build_stock_samples([prefix])
-    age(Path(prefix))
-
-    def refuse(path: Path, **_: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(DataError, match=r"older than the dataset.*cannot be removed \(Permission denied\)"):
-        verify_arguments(["--data-path", prefix, *ByteTokenizer().stock_flags()])
+def test_the_cache_is_beside_the_first_dataset_unless_it_is_named(prefix: str) -> None:
+    (flag, folder) = cache_words(["--data-path", prefix])
+    assert (flag, Path(folder).parent) == ("--data-cache-path", Path(prefix, "cache"))
+    assert cache_words(["--mock-data"]) == []
+    os.unlink(prefix + ".manifest.json")
+    with pytest.raises(DataError, match=re.escape(prefix)):
+        cache_words(["--data-path", prefix])
 
 
 def test_ids_of_a_wider_model_take_the_end_of_document_from_the_manifest(prefix: str) -> None:

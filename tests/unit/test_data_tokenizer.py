@@ -7,7 +7,6 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,15 +54,10 @@ def test_stock_has_no_tokenizer_type_for_bytes():
 
 
 @given(st.text())
-def test_byte_round_trip(text):
+def test_bytes_are_their_ids(text):
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(text.encode())
     assert ids.tolist() == list(text.encode())
-    assert tokenizer.decode([257, *ids.tolist(), 256]) == text
-
-
-def test_byte_decode_marks_a_cut_character():
-    assert ByteTokenizer().decode([0x61, 0xC3]) == "a�"
 
 
 def test_hugging_face_ids_and_end_of_document(tmp_path):
@@ -72,7 +66,6 @@ def test_hugging_face_ids_and_end_of_document(tmp_path):
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     assert tokenizer.encode("hello ß there".encode()).tolist() == [1, 3, 0]
     assert (tokenizer.vocab_size, tokenizer.eod_id) == (5, 4)
-    assert tokenizer.decode(np.array([1, 2, 4])) == "hello world"
     assert dict(os.environ) == environment
 
 

@@ -56,7 +56,7 @@ sys.exit(status)
 
 def trainer(plan: object, *, steps: int, pause: float, status: int = 0) -> list[str]:
     pids = plan.folder / "pids"  # type: ignore[attr-defined]
-    path = plan.steps_file  # type: ignore[attr-defined]
+    path = plan.folder / "steps.jsonl"  # type: ignore[attr-defined]
     path.parent.mkdir(exist_ok=True)
     return [sys.executable, "-c", TRAINER, str(path), str(pids), str(steps), str(pause), str(status)]
 
@@ -99,10 +99,10 @@ def test_the_plan_keeps_its_promises() -> None:
 
 def test_training_is_killed_with_all_that_it_started(plan: object) -> None:
     progress, stream = make_progress(plan)
-    reader = StepReader(plan.steps_file)
+    reader = StepReader(plan.folder / "steps.jsonl")
     found = demo.train(plan, trainer(plan, steps=1000, pause=0.05), progress, reader, kill_after=3)
     assert found[-1].step >= 3
-    assert found == read_steps(plan.steps_file)
+    assert found == read_steps(plan.folder / "steps.jsonl")
     assert found[-1].step < 1000
     assert_all_gone(plan.folder)
     assert "step   1/20  loss 1.000" in stream.getvalue()
@@ -112,13 +112,13 @@ def test_a_leg_that_somebody_else_kills_is_no_kill_of_ours(plan: object) -> None
     progress, _ = make_progress(plan)
     suicide = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
     with pytest.raises(demo.DemoError, match=r"ended \(status 137\) before it could be killed") as failure:
-        demo.train(plan, suicide, progress, StepReader(plan.steps_file), kill_after=3)
+        demo.train(plan, suicide, progress, StepReader(plan.folder / "steps.jsonl"), kill_after=3)
     assert failure.value.status == 137
 
 
 def test_a_leg_that_ends_leaves_nothing_either(plan: object) -> None:
     progress, _ = make_progress(plan)
-    found = demo.train(plan, trainer(plan, steps=5, pause=0), progress, StepReader(plan.steps_file))
+    found = demo.train(plan, trainer(plan, steps=5, pause=0), progress, StepReader(plan.folder / "steps.jsonl"))
     assert [step.step for step in found] == [1, 2, 3, 4, 5]
     assert_all_gone(plan.folder)
 
@@ -130,7 +130,7 @@ def test_training_that_fails_or_ends_early(
     progress, _ = make_progress(plan)
     command = trainer(plan, steps=2, pause=0, status=status)
     with pytest.raises(demo.DemoError) as failure:
-        demo.train(plan, command, progress, StepReader(plan.steps_file), kill_after=kill_after)
+        demo.train(plan, command, progress, StepReader(plan.folder / "steps.jsonl"), kill_after=kill_after)
     assert failure.value.status == expected
     demo.show_failure(failure.value)
     shown = capsys.readouterr().err
@@ -143,7 +143,7 @@ def test_a_training_that_a_signal_ended_has_the_shells_number(plan: object) -> N
     progress, _ = make_progress(plan)
     command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"]
     with pytest.raises(demo.DemoError) as failure:
-        demo.train(plan, command, progress, StepReader(plan.steps_file))
+        demo.train(plan, command, progress, StepReader(plan.folder / "steps.jsonl"))
     assert failure.value.status == 139
 
 
@@ -157,7 +157,7 @@ spec.loader.exec_module(demo)
 plan = demo.Plan(Path(sys.argv[2]), "cpu", 20, 0)
 
 def run_demo(*_):
-    demo.train(plan, sys.argv[3:], demo.Progress(plan), demo.steps.StepReader(plan.steps_file))
+    demo.train(plan, sys.argv[3:], demo.Progress(plan), demo.steps.StepReader(plan.folder / "steps.jsonl"))
 
 demo.run_demo = run_demo
 sys.exit(demo.main(["--device", "cpu"]))
@@ -169,7 +169,7 @@ def test_signals_leave_no_process_behind(plan: object, number: int, status: int)
     command = [sys.executable, "-c", DRIVER, str(SCRIPT), str(plan.folder), *trainer(plan, steps=1000, pause=0.1)]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not plan.steps_file.exists() and time.monotonic() < deadline:
+    while not (plan.folder / "steps.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     running.send_signal(number)
     _, complaint = running.communicate(timeout=30)
@@ -287,7 +287,7 @@ def test_the_whole_demo_in_small(tmp_path: Path) -> None:
         [*command, "--output", str(output)], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    steps = read_steps(output / "run-1" / "observe" / "steps.jsonl")
+    steps = read_steps(output / "run-1" / "observe")
     first, second = ([step for step in steps if step.resumed_at == start] for start in (0, SAVED))
     assert [step.step for step in second] == list(range(SAVED + 1, STEPS + 1)), done.stdout + done.stderr
     assert first[-1].step > SAVED
@@ -298,7 +298,7 @@ def test_the_whole_demo_in_small(tmp_path: Path) -> None:
     assert "held-out bits per byte" in done.stdout
     assert "demo FAILED: the score is" in done.stderr
     assert "Warning" not in done.stdout + done.stderr
-    check_against_megatrons_log(output / "run-1" / "observe" / "stock.log", first)
+    check_against_megatrons_log(output / "run-1" / "log.txt", first)
 
     score = json.loads((output / "run-1" / "score.json").read_text())
     assert (score["step"], score["tokens"]) == (STEPS, 1999)
@@ -329,7 +329,7 @@ def check_page(page: str, score: dict[str, Any], killed_after: int) -> None:
         f"<b>{score['unigram_bits_per_byte']:.3f}</b>unigram entropy of the same {score['bytes']:,} bytes",
         f"<b>{abs(under):.1f} %</b>{'under' if under >= 0 else 'over'} the unigram entropy",
         f"Killed after step {killed_after}, resumed from the checkpoint of step {SAVED}. EQUAL: steps {SAVED + 1} to",
-        'class="tag leveltag"',
+        "unigram</text>",
         f"resumed at {SAVED}",
         f"restarted from step {SAVED}",
         *(f"{parameters[letter]:,}" for letter in "AEMR"),

@@ -37,12 +37,16 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from megacpp_mcore import cli, config, hybrid, launcher, policy, stock_command
+from megacpp_mcore import policy
+from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments import stock_command
+from megacpp_mcore.arguments.lowering import SCRIPTS
+from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.lowering import SCRIPTS
-from megacpp_mcore.model import preset
+from megacpp_mcore.launch import plan as launch_plan
+from megacpp_mcore.model import hybrid, preset
+from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.nemo_recipes import run as bridge_run
-from megacpp_mcore.recipes import RECIPES
 from tests.unit import stock
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +149,9 @@ class Session:
 
 def bash(script: str, folder: Path, tools: Path, **variables: str) -> str:
     """What ``script`` prints, where ``tools`` come before anything else."""
-    environment = {name: value for name, value in os.environ.items() if name not in (config.VARIABLE, "MEGATRON_LM")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in (plugin_config.VARIABLE, "MEGATRON_LM")
+    }
     environment |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **variables}
     environment |= {"DOC_PYTHON": sys.executable, "DOC_ROOT": str(ROOT), "DOC_TOOLS": str(tools)}
     environment["DOC_MAKE"] = shutil.which("make") or "make"
@@ -262,8 +268,8 @@ def judge_launch(words: Sequence[str], processes: int | None = None) -> str:
     parsed = cli.parse(["launch", *words])
     gpus = SimpleNamespace(is_available=lambda: parsed.device == "cuda", device_count=lambda: processes or parsed.nproc)
     with mock.patch.multiple("torch.cuda", **vars(gpus)):
-        prefixes = (*launcher.ALLOWED_SPEC_PREFIXES, *parsed.allow_spec_from)
-        plan = launcher.plan(
+        prefixes = (*launch_plan.ALLOWED_SPEC_PREFIXES, *parsed.allow_spec_from)
+        plan = launch_plan.plan(
             parsed.stock_command,
             device=parsed.device,
             nproc=parsed.nproc,
@@ -271,7 +277,7 @@ def judge_launch(words: Sequence[str], processes: int | None = None) -> str:
             patches=parsed.patch,
         )
     world = processes or plan.nproc
-    settings = config.from_environment()
+    settings = plugin_config.from_environment()
     run = policy.Run.from_arguments(
         plan.arguments, device=plan.device, world_size=world, model=settings.model if settings else None
     )
@@ -443,11 +449,11 @@ def test_the_settings_of_the_pattern_page_are_those_that_it_writes(
     (shown,) = blocks(page, "yaml")
     (line,) = (line for block in blocks(page, "sh") for line in block.splitlines() if "--settings" in line)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(config.VARIABLE, raising=False)
+    monkeypatch.delenv(plugin_config.VARIABLE, raising=False)
     assert cli.main(shlex.split(line.partition(" > ")[0])[1:]) == 0
     assert yaml.safe_load((tmp_path / "mine.yaml").read_text()) == yaml.safe_load(shown)
     (tmp_path / "shown.yaml").write_text(shown)
-    assert config.load(tmp_path / "shown.yaml").model.layers == "AMEAMAR"
+    assert plugin_config.load(tmp_path / "shown.yaml").model.layers == "AMEAMAR"
 
 
 def test_the_model_card_is_the_models(capsys: pytest.CaptureFixture[str]) -> None:
@@ -483,9 +489,9 @@ def table(page: str, heading: str) -> list[list[str]]:
 def test_the_groups_of_the_launch_page_are_those_of_the_file() -> None:
     shown = {key.strip("`"): default for key, default, _ in table(text("launch.md"), "The file")}
     groups = {
-        "speed_defaults": config.SpeedDefaults,
-        "experimental_taxes": config.ExperimentalTaxes,
-        "observability": config.Observability,
+        "speed_defaults": plugin_config.SpeedDefaults,
+        "experimental_taxes": plugin_config.ExperimentalTaxes,
+        "observability": plugin_config.Observability,
     }
     assert shown == {
         f"{group}.{each.name}": str(yaml.safe_dump(each.default)).splitlines()[0]
@@ -497,20 +503,20 @@ def test_the_groups_of_the_launch_page_are_those_of_the_file() -> None:
 
 
 def test_the_names_of_the_compile_page_are_the_codes() -> None:
-    from megacpp_mcore import regional
+    from megacpp_mcore.layer_specs import regions
 
     page = text("compile.md")
     assert [row[0].strip("`") for row in table(page, "Warm-up")] == list(policy.REASONS)
-    families = [each.name for each in dataclasses.fields(config.Recompute)]
+    families = [each.name for each in dataclasses.fields(plugin_config.Recompute)]
     assert [row[0].strip("`") for row in table(page, "Recompute by family")] == families
     documented = [(name.strip("`"), layers) for name, layers, _ in table(page, "Regions")]
-    described = re.findall(r"^(\w[\w ]*?\w) {2,}((?:[AMER] ?)+) {2,}\w", regional.__doc__ or "", re.MULTILINE)
+    described = re.findall(r"^(\w[\w ]*?\w) {2,}((?:[AMER] ?)+) {2,}\w", regions.__doc__ or "", re.MULTILINE)
     assert len(documented) > 2
     assert documented == [(name, layers.strip()) for name, layers in described]
 
 
 def test_the_figures_of_the_compile_page_are_measured() -> None:
-    with (ROOT / "benchmarks" / "results" / "regional_h200.csv").open(encoding="utf-8") as file:
+    with (ROOT / "experiments" / "results" / "regional_h200.csv").open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if (row["recompute"], row["tax"]) == ("none", "none")]
     columns = ("lane", "compile", "warm_up_s", "first_step_s", "median_step_ms", "tokens_per_s")
     shown = table(text("compile.md"), "What it gave")

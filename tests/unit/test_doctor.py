@@ -14,8 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megacpp_mcore import doctor
-from megacpp_mcore.doctor import ABSENT, BROKEN, COMPONENTS, IMPOSTOR, OFF, WORKS, Component, Finding, examine
+from megacpp_mcore.commands import doctor
+from megacpp_mcore.commands.doctor import ABSENT, BROKEN, COMPONENTS, IMPOSTOR, OFF, WORKS, Component, Finding, examine
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = {component.name: component for component in COMPONENTS}

@@ -18,7 +18,7 @@ import torch
 
 from megacpp_mcore.errors import DataError, ModelError
 from megacpp_mcore.model import preset
-from tests.parity.compare import assert_parity
+from megacpp_mcore.ops.testing import assert_parity
 from tests.unit import stock, test_hybrid_host
 from tests.unit.host_reads import host_reads
 
@@ -113,7 +113,7 @@ def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_documents_of_a_row_are_as_if_each_were_alone(plain: Any, way: str) -> None:
     tokens = draw_tokens()
     found, truth = losses(plain, tokens, **WAYS[way](tokens)), alone(plain, tokens)
-    torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, truth, rtol=2e-5, atol=0)
     as_one = losses(plain, tokens)
     assert float((as_one - truth)[:, LENGTHS[0] :].abs().max()) > 1e-2
     weights = torch.randn(1, S, generator=torch.Generator().manual_seed(1))
@@ -131,8 +131,10 @@ def test_a_document_does_not_depend_on_the_one_before(plain: Any, way: str | Non
     other[:, first:] = tokens[:, first:]
     with torch.no_grad():
         before, after = (losses(plain, each, **(WAYS[way](each) if way else {})) for each in (tokens, other))
-    difference = float((before - after)[:, first:].abs().max())
-    assert (difference < 1e-5) if way else (difference > 1e-2)
+    difference = float(
+        ((before - after) / before)[:, first:].abs().max()
+    )  # experts have other numbers of rows: other rounding
+    assert (difference < 1e-5) if way else (difference > 1e-3)
 
 
 def test_full_recompute_tells_documents_apart_too(make: Callable[..., Any], plain: Any) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.corpus import find_stdlib_sources
-from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset
-from megacpp_mcore.recipe_command import tokenizer_words
+from megacpp_mcore.model.training import Training
 from tests.unit.trees import HOOKED, commit, copy_sources, git, link_copy
 
 ROOT = Path(__file__).parents[2]

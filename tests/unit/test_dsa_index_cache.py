@@ -32,7 +32,7 @@ from megacpp_mcore.errors import ConfigFileError, ModelError, PatchError
 from megacpp_mcore.model import preset
 from megacpp_mcore.ops.indexer.cache import IndexCache, Recomputed, Selection
 from megacpp_mcore.patches.dsa_index_cache import PATCH
-from megacpp_mcore.patches.registry import Registry
+from megacpp_mcore.patches.machinery.registry import Registry
 from tests.unit import stock
 
 pytestmark = pytest.mark.exhaustive

@@ -24,8 +24,8 @@ from megacpp_mcore.ops.indexer.deferred import DeferredScores
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss, indexer_loss_dense, indexer_scores
 from megacpp_mcore.ops.indexer.training import TargetSum
 from megacpp_mcore.ops.sparse_mla.reference import attend, dense_attention_target
+from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.patches.dsa_indexer_memory import PATCH
-from tests.parity.compare import assert_parity
 from tests.unit import stock
 from tests.unit.dsa_layer import (
     DSA,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megacpp_mcore import config
+from megacpp_mcore import settings
 from megacpp_mcore.model import preset
 from megacpp_mcore.observe.steps import read_steps
 
@@ -27,7 +27,7 @@ def run(name: str, tmp_path: Path, **variables: str) -> str:
     tool.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -W ignore -m megacpp_mcore "$@"\n')
     tool.chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **variables}
-    environment.pop(config.VARIABLE, None)
+    environment.pop(settings.VARIABLE, None)
     command = [str(EXAMPLES / name), str(tmp_path / "made here")]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

@@ -20,9 +20,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.model import MLA, Mamba3, Model, preset, with_overrides
-from megacpp_mcore.observe import flops
-from megacpp_mcore.observe.flops import Work
+from megacpp_mcore.model import MLA, Mamba3, Model, flops, preset, with_overrides
+from megacpp_mcore.model.flops import Work
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_grad, indexer_scores
 from megacpp_mcore.ops.linear_cross_entropy.reference import linear_cross_entropy
@@ -539,5 +538,5 @@ def test_what_neither_counts() -> None:
 
 
 def test_counting_does_not_import_torch() -> None:
-    code = "import sys; from megacpp_mcore.observe import flops; sys.exit('torch' in sys.modules)"
+    code = "import sys; from megacpp_mcore.model import flops; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore.model import PRESETS, preset
-from megacpp_mcore.observe import flops
+from megacpp_mcore.model import PRESETS, flops, preset
 
 BIG = {
     "pattern": "AEMEAEMEAEMR", "depth": 52, "hidden": 3584, "heads": 56, "ffn": 18944, "vocab": 65536, "seq": 4096,

@@ -19,12 +19,11 @@ import torch
 import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
-from megacpp_mcore.config import Recompute
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.model import Layout, preset, with_overrides
-from megacpp_mcore.observe import flops
-from megacpp_mcore.observe.flops import Families, Work
-from megacpp_mcore.observe.flops.recompute import MODULES, Recomputation, recomputed
+from megacpp_mcore.model import Layout, flops, preset, with_overrides
+from megacpp_mcore.model.flops import Families, Work
+from megacpp_mcore.model.flops.recompute import MODULES, Recomputation, recomputed
+from megacpp_mcore.model.training import Recompute
 from tests.unit import stock
 
 OVERRIDES = {"seq_length": 64, "dsa": {"topk": 8, "loss_coeff": 0.1}, "mtp": {"depth": 2}}

@@ -15,16 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from megacpp_mcore.config import Recompute
+from megacpp_mcore.commands import flops as flops_command
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.model import PRESETS, preset
-from megacpp_mcore.observe import flops
-from megacpp_mcore.observe.flops import Families, Work
-from megacpp_mcore.observe.flops import command as flops_command
-from megacpp_mcore.observe.flops.recompute import Recomputation, recomputed
-from megacpp_mcore.observe.flops.report import by_precision, page, record, table, utilisation
-from megacpp_mcore.observe.peaks import DEVICES, PRECISIONS, peak
-from megacpp_mcore.precision import FP8_EXPERTS, PLANS
+from megacpp_mcore.model import PRESETS, flops, preset
+from megacpp_mcore.model.flops import Families, Work
+from megacpp_mcore.model.flops.peaks import DEVICES, PRECISIONS, peak
+from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
+from megacpp_mcore.model.flops.report import by_precision, page, record, table, utilisation
+from megacpp_mcore.model.precision import FP8_EXPERTS, PLANS
+from megacpp_mcore.model.training import Recompute
 
 ROOT = Path(__file__).parents[2]
 H200 = "NVIDIA H200"
@@ -257,5 +256,5 @@ def test_the_command_refuses_what_no_run_can_have() -> None:
 
 
 def test_none_of_it_imports_torch() -> None:
-    code = "import sys; from megacpp_mcore.observe.flops import command; sys.exit('torch' in sys.modules)"
+    code = "import sys; from megacpp_mcore.commands import flops as command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

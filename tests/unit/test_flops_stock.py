@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.lowering import GPT, HYBRID, Training, lower
-from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
-from megacpp_mcore.observe import flops
-from megacpp_mcore.observe.flops import stock as flops_stock
-from megacpp_mcore.recipe_command import tokenizer_words
+from megacpp_mcore.model import PRESETS, Layout, Model, flops, preset, with_overrides
+from megacpp_mcore.model.flops import stock as flops_stock
+from megacpp_mcore.model.training import GPT, HYBRID, Training
 from tests.unit import stock
 
 

@@ -20,13 +20,13 @@ import pytest
 import torch
 import yaml
 
-from megacpp_mcore import precision
+from megacpp_mcore.arguments.lowering import check_arguments, lower, mismatches
+from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
-from megacpp_mcore.lowering import GPT, HYBRID, Training, check_arguments, lower, mismatches
-from megacpp_mcore.model import Layout, Model, preset, with_overrides
-from megacpp_mcore.recipe_command import tokenizer_words
-from megacpp_mcore.recipes import RECIPES
-from tests.parity.compare import assert_parity
+from megacpp_mcore.model import Layout, Model, precision, preset, with_overrides
+from megacpp_mcore.model.recipes import RECIPES
+from megacpp_mcore.model.training import GPT, HYBRID, Training
+from megacpp_mcore.ops.testing import assert_parity
 from tests.unit import stock
 
 FILE = ("--te-precision-config-file", str(precision.EXPERTS_FILE))
@@ -118,7 +118,7 @@ def test_the_last_layer_stays_in_bf16(name: str, first_and_last: str, how_many: 
 
 
 def test_reading_the_plan_needs_no_torch() -> None:
-    code = "import sys, megacpp_mcore.precision, megacpp_mcore.recipes; sys.exit('torch' in sys.modules)"
+    code = "import sys, megacpp_mcore.model.precision, megacpp_mcore.model.recipes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=stock.ROOT).returncode == 0
 
 

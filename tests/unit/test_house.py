@@ -159,13 +159,13 @@ def test_mounted_folders_are_symlinks_that_refuse_their_bare_name(folder: str) -
     "module",
     [
         "megacpp_mcore",
-        "megacpp_mcore.cli",
+        "megacpp_mcore.commands.cli",
         "megacpp_mcore.backends",
-        "megacpp_mcore.doctor",
+        "megacpp_mcore.commands.doctor",
         "megacpp_mcore.model",
-        "megacpp_mcore.lowering",
-        "megacpp_mcore.launcher",
-        "megacpp_mcore.patches.registry",
+        "megacpp_mcore.arguments.lowering",
+        "megacpp_mcore.launch.launcher",
+        "megacpp_mcore.patches.machinery.registry",
     ],
 )
 def test_these_import_neither_torch_nor_megatron(module: str) -> None:

@@ -13,12 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacpp_mcore import cli, hybrid, launcher, lowering
+from megacpp_mcore.arguments import lowering
+from megacpp_mcore.arguments.lowering import lower, mismatches, model_arguments
+from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError, PatternError, SpecImportError
-from megacpp_mcore.hybrid import MTP_BLOCK, SLOTS, contradictions, from_hybrid, plan, to_hybrid
-from megacpp_mcore.lowering import GPT, HYBRID, Training, lower, mismatches, model_arguments
-from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
-from megacpp_mcore.pattern import Pattern, parse
+from megacpp_mcore.launch import plan as launch_plan
+from megacpp_mcore.model import PRESETS, Layout, Model, hybrid, preset, with_overrides
+from megacpp_mcore.model.hybrid import MTP_BLOCK, SLOTS, contradictions, from_hybrid, plan, to_hybrid
+from megacpp_mcore.model.pattern import Pattern, parse
+from megacpp_mcore.model.training import GPT, HYBRID, Training
 
 TINY = preset("nam56r_tiny")
 CUDA = Training(data=("--mock-data",), tokenizer=("--tokenizer-type", "NullTokenizer", "--vocab-size", "65536"))
@@ -301,7 +304,7 @@ def test_a_spec_for_another_host_is_refused(
         (tmp_path / script).touch()
         words.insert(0, str(tmp_path / script))
     with pytest.raises(SpecImportError, match=says):
-        launcher.plan([*words, "--spec", f"megacpp_mcore.{spec}"], device="auto", environment={})
+        launch_plan.plan([*words, "--spec", f"megacpp_mcore.{spec}"], device="auto", environment={})
 
 
 @pytest.mark.parametrize("script", [None, "pretrain_hybrid.py", "my_own.py"])
@@ -311,13 +314,13 @@ def test_a_hybrid_launch_is_planned(script: str | None, tmp_path: Path) -> None:
     if script is not None:
         (tmp_path / script).touch()
         words.insert(0, str(tmp_path / script))
-    found = launcher.plan(words, device="cpu", environment={})
+    found = launch_plan.plan(words, device="cpu", environment={})
     assert found.spec == ("megacpp_mcore", "nam56r_hybrid")
     assert found.has_own_spec
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, megacpp_mcore.hybrid, megacpp_mcore.lowering, megacpp_mcore as m; "
+    code = "import sys, megacpp_mcore.model.hybrid, megacpp_mcore.arguments.lowering, megacpp_mcore as m; "
     code += "print({'torch', 'megatron', 'numpy'} & set(sys.modules), 'nam56r_hybrid' in dir(m))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["set()", "True"]

@@ -20,11 +20,10 @@ import torch
 import yaml
 
 from megacpp_mcore import patches
-from megacpp_mcore import pattern as grammar
-from megacpp_mcore.model import MLA, preset, with_overrides
-from megacpp_mcore.observe import flops
+from megacpp_mcore.model import MLA, flops, preset, with_overrides
+from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.patches.hybrid_flops import PATCH, _audited_count
-from megacpp_mcore.patches.registry import Registry
+from megacpp_mcore.patches.machinery.registry import Registry
 from tests.unit import stock
 
 TINY = preset("nam56r_tiny")

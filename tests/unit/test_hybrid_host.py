@@ -21,13 +21,13 @@ from unittest import mock
 import pytest
 import torch
 
-from megacpp_mcore import hybrid
+from megacpp_mcore.arguments.lowering import HYBRID_SPEC, lower
 from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import ArgumentMismatchError, CheckpointError, ModelError
-from megacpp_mcore.lowering import GPT, HYBRID, HYBRID_SPEC, Training, lower
-from megacpp_mcore.model import Layout, Model, preset, with_overrides
+from megacpp_mcore.model import Layout, Model, hybrid, preset, with_overrides
+from megacpp_mcore.model.training import GPT, HYBRID, Training
 from megacpp_mcore.observe.steps import read_steps
-from megacpp_mcore.recipe_command import tokenizer_words
 from tests.checkpoints import tensors_in
 from tests.unit import stock
 
@@ -392,7 +392,7 @@ def test_in_virtual_pipeline_stages_both_hosts_train_the_same(tmp_path: Path) ->
 
 
 def test_the_model_is_counted_whole_on_either_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megacpp_mcore.observe import flops
+    from megacpp_mcore.model import flops
     from megacpp_mcore.patches.hybrid_flops import PATCH
 
     monkeypatch.delenv("MEGACPP_CONFIG", raising=False)

@@ -23,7 +23,7 @@ from megacpp_mcore import patches
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
-from tests.parity.compare import assert_parity
+from megacpp_mcore.ops.testing import assert_parity
 from tests.unit import stock
 
 S, B, D = 32, 2, 128
@@ -797,7 +797,8 @@ def test_documents_that_a_mask_alone_cannot_keep_apart_are_refused(process: Path
     ],
 )
 def test_what_no_test_covers_yet_is_refused(process: Path, field: str, value: Any, says: str) -> None:
-    from megacpp_mcore.layer_specs.nam56r import check_layout, model_chunks
+    from megacpp_mcore.arguments.chunks import model_chunks
+    from megacpp_mcore.layer_specs.nam56r import check_layout
 
     model = preset("nam56r_tiny")
     config = stock.model_config(stock.cpu_words(model)).transformer
@@ -809,7 +810,8 @@ def test_what_no_test_covers_yet_is_refused(process: Path, field: str, value: An
 
 
 def test_latents_that_local_layers_cannot_cut_are_refused(process: Path) -> None:
-    from megacpp_mcore.layer_specs.nam56r import check_layout, model_chunks
+    from megacpp_mcore.arguments.chunks import model_chunks
+    from megacpp_mcore.layer_specs.nam56r import check_layout
 
     model = with_overrides(preset("nam56r_tiny"), {"mla": {"q_lora_rank": 33}})
     config = stock.model_config(stock.cpu_words(model)).transformer

@@ -30,7 +30,7 @@ from megacpp_mcore.model import preset
 from megacpp_mcore.ops.linear_cross_entropy import chunked
 from megacpp_mcore.patches import linear_cross_entropy
 from megacpp_mcore.patches.linear_cross_entropy import PATCH, LazyLogits
-from megacpp_mcore.patches.registry import Registry
+from megacpp_mcore.patches.machinery.registry import Registry
 from tests.unit import stock
 
 pytestmark = pytest.mark.exhaustive

@@ -11,20 +11,20 @@ from unittest import mock
 
 import pytest
 
-from megacpp_mcore import launch_flags, lowering
-from megacpp_mcore.errors import ArgumentMismatchError, ModelError
-from megacpp_mcore.lowering import (
+from megacpp_mcore.arguments import launch_flags, lowering
+from megacpp_mcore.arguments.lowering import (
     GPT,
     HYBRID,
-    Training,
     check_arguments,
     lower,
     matching_preset,
     mismatches,
     model_arguments,
 )
+from megacpp_mcore.data.tokenizer import tokenizer_words
+from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
-from megacpp_mcore.recipe_command import tokenizer_words
+from megacpp_mcore.model.training import Training
 from tests.unit import stock
 
 NOT_THE_MODELS = Path(__file__).parents[1] / "golden" / "fields_not_the_models.txt"
@@ -196,6 +196,7 @@ def size(layout: Layout) -> int:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_lowered_is_accepted_and_describes_the_model(process: Path, layout: Layout, device: str) -> None:
+    from megacpp_mcore.arguments.chunks import model_chunks
     from megacpp_mcore.layer_specs import nam56r
 
     model = with_overrides(preset("nam56r_tiny"), PIPELINED)
@@ -209,7 +210,7 @@ def test_what_is_lowered_is_accepted_and_describes_the_model(process: Path, layo
     config = stock.model_config(lower(model, layout, training), size(layout))
     assert mismatches(model, [config.transformer, config]) == []
     assert config.transformer_layer_spec.__name__ == "nam56r"
-    chunks = nam56r.model_chunks(config.transformer)
+    chunks = model_chunks(config.transformer)
     assert chunks == model.chunks(layout)
     nam56r.check_layout(model, config.transformer, chunks)
 
@@ -339,6 +340,7 @@ def test_marked_stages_are_the_chunks_that_megatron_cuts(
 ) -> None:
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+    from megacpp_mcore.arguments.chunks import chunk_layers, model_chunks
     from megacpp_mcore.layer_specs import nam56r
 
     model = with_overrides(preset("nam56r_tiny"), {"pattern": pattern, **PIPELINED})
@@ -348,11 +350,11 @@ def test_marked_stages_are_the_chunks_that_megatron_cuts(
     parsed.validate_layer_layout(model.depth, model.mtp.depth)
     assert parsed.virtual_pipeline_model_parallel_size == layout.virtual
     config = stock.model_config(words, layout.pipeline).transformer
-    chunks = nam56r.model_chunks(config)
+    chunks = model_chunks(config)
     assert chunks == model.chunks(layout)
     for vp_stage in range(layout.virtual):
         for rank in range(layout.pipeline):
-            cut = nam56r.chunk_layers(config, vp_stage, rank)
+            cut = chunk_layers(config, vp_stage, rank)
             assert list(cut) == [1 + i for i in config_layer_ids(config, vp_stage, rank)]
     nam56r.check_layout(model, config, chunks)
 
@@ -369,13 +371,14 @@ def config_layer_ids(config: Any, vp_stage: int, pp_rank: int) -> list[int]:
 
 
 def test_a_run_that_cuts_other_stages_than_the_pattern_marks_is_refused(process: Path) -> None:
+    from megacpp_mcore.arguments.chunks import model_chunks
     from megacpp_mcore.layer_specs import nam56r
 
     staged = with_overrides(preset("nam56r_tiny"), {"pattern": "AEMEA|EMEAEMR", **PIPELINED})
     uniform = with_overrides(preset("nam56r_tiny"), PIPELINED)
     config = stock.model_config(stock.cpu_words(uniform, Layout(pipeline=2)), 2).transformer
     with pytest.raises(ModelError, match=r"marks other stages than the run's 1–6, 7–12; .*'Et\*5\|t\*7mL'"):
-        nam56r.check_layout(staged, config, nam56r.model_chunks(config))
+        nam56r.check_layout(staged, config, model_chunks(config))
 
 
 @pytest.mark.parametrize(
@@ -386,11 +389,12 @@ def test_a_run_that_cuts_other_stages_than_the_pattern_marks_is_refused(process:
     ],
 )  # fmt: skip
 def test_runs_whose_layout_cannot_hold_the_model(process: Path, extra: list[str], world_size: int, says: str) -> None:
+    from megacpp_mcore.arguments.chunks import model_chunks
     from megacpp_mcore.layer_specs import nam56r
 
     config = stock.model_config([*stock.cpu_words(preset("nam56r_tiny")), *extra], world_size).transformer
     with pytest.raises(ModelError, match=says):
-        nam56r.check_layout(preset("nam56r_tiny"), config, nam56r.model_chunks(config))
+        nam56r.check_layout(preset("nam56r_tiny"), config, model_chunks(config))
 
 
 # --- the whole model on the meta device --------------------------------------------------------------------------------

@@ -25,9 +25,9 @@ from megacpp_mcore.backends import observed
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.ops.mla import sdpa
 from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.patches import mla_core_attention
 from megacpp_mcore.patches.mla_core_attention import PATCH
-from tests.parity.compare import assert_parity
 from tests.unit import stock
 
 B, S, H, K, V, VOCABULARY = 2, 37, 4, 12, 6, 128

@@ -20,7 +20,7 @@ import torch
 
 from megacpp_mcore import patches
 from megacpp_mcore.model import Model, preset, with_overrides
-from tests.parity.compare import assert_parity
+from megacpp_mcore.ops.testing import assert_parity
 from tests.unit import stock
 
 NAME = "mtp-shared-block"

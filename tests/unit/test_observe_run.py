@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import os
 import sys
 import threading
@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 
 from megacpp_mcore import policy
-from megacpp_mcore.config import Observability, PluginConfig
 from megacpp_mcore.errors import DataError, LaunchError
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe import loop, loop_bridge, run
+from megacpp_mcore.observe import events, loop, loop_bridge, run
 from megacpp_mcore.observe.clock import Clock, Phase
-from megacpp_mcore.observe.goodput import rank_file
-from megacpp_mcore.observe.listener import Listener
-from megacpp_mcore.observe.routing import Routing
-from megacpp_mcore.observe.steps import Step
+from megacpp_mcore.observe.events import Listener, Step
+from megacpp_mcore.observe.profile import Profiler
+from megacpp_mcore.settings import Observability, PluginConfig
 
 OFF = PluginConfig(Path("file"), "nam56r_tiny", preset("nam56r_tiny"), observability=Observability(enabled=False))
 
@@ -93,7 +91,7 @@ def test_a_megatron_without_a_function_is_refused_and_the_listeners_are_told(mon
     module.train = stock  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     heard = Heard()
-    told = loop.Told(Clock(), [heard])
+    told = loop.Notifier(Clock(), [heard])
     seams = [loop.Seam(module.__name__, "train"), loop.Seam(module.__name__, "Steps.train_step")]
     said = r"a_training_loop has no Steps\.train_step.*--no-observe"
     with pytest.raises(LaunchError, match=said) as refused, loop.replaced(seams, told, {}):
@@ -113,7 +111,7 @@ def test_all_hear_of_the_end_whatever_happens_to_one(caplog: pytest.LogCaptureFi
             raise OSError("the disk is full")
 
     heard = Heard()
-    with loop.replaced([], loop.Told(Clock(), [Failing(), heard]), {}):
+    with loop.replaced([], loop.Notifier(Clock(), [Failing(), heard]), {}):
         pass
     assert heard.ends == [None]
     assert "Failing could not end what it records" in caplog.text
@@ -121,66 +119,71 @@ def test_all_hear_of_the_end_whatever_happens_to_one(caplog: pytest.LogCaptureFi
     assert [(type(failed), str(error)) for failed, error in heard.failures] == [(Failing, "the disk is full")]
 
 
-@pytest.mark.parametrize("place", ["steps.jsonl", "metrics.jsonl", "stock.log", "parts"])
-def test_a_refusal_leaves_neither_lock_nor_heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    """What was made before it is told, so that its file says how it ended, and another start may go on."""
+def test_whatever_ends_the_making_of_listeners_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what notes compilation only begins once the listeners hear of the end, whatever ends it; nothing stays open."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
-    if place == "parts":
-        (tmp_path / place).write_text("")
-    else:
-        (tmp_path / place).mkdir()
     settings = dataclasses.replace(OFF, observability=Observability(heartbeat_s=0.01))
     chosen = run.choose([], observe=str(tmp_path), settings=settings)
-    about = policy.Run(device="cpu", world_size=1)
-    launched = policy.resolve(about, settings=None, environment={})
-    for _ in range(2):
-        with pytest.raises(DataError, match=place), run.observed(chosen, launched):
-            raise AssertionError("it records there")
-    file = rank_file(tmp_path, 0)
-    ends = [json.loads(line).get("how") for line in file.read_text().splitlines()]
-    assert [how for how in ends if how is not None] == ["DataError"] * 2
-    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
-    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
-    assert not [path for path in opened if path.startswith(str(tmp_path))]
-
-
-def test_whatever_ends_the_making_of_listeners_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what tells of compilation only begins once the listeners are told of the end, whatever ends it."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
-        monkeypatch.setenv(name, value)
-    chosen = run.choose([], observe=str(tmp_path))
     launched = policy.resolve(policy.Run(device="cpu", world_size=1), settings=None, environment={})
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    for holder, name in ((run, "Live"), (run.compilation, "timed")):
+    threads = set(threading.enumerate())
+    for holder, name in ((run, "Live"), (run.clocks, "compilation_timed")):
         with monkeypatch.context() as changed:
             changed.setattr(holder, name, interrupted)
             with pytest.raises(KeyboardInterrupt), run.observed(chosen, launched):
                 raise AssertionError("it records there")
-    ends = [json.loads(line).get("how") for line in rank_file(tmp_path, 0).read_text().splitlines()]
-    assert [how for how in ends if how is not None] == ["KeyboardInterrupt"] * 2
+    assert [start.how for start in events.read(tmp_path)[0]] == ["KeyboardInterrupt"] * 2
+    assert set(threading.enumerate()) <= threads
+    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert not [path for path in opened if path.startswith(str(tmp_path))]
+
+
+@pytest.mark.parametrize("place", ["run", "run/steps"])
+def test_what_cannot_be_written_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    if place == "run":
+        (tmp_path / place).write_text("")
+    else:
+        (tmp_path / place).mkdir(parents=True)
+    steps = str(tmp_path / place) if place != "run" else None
+    chosen = run.choose([], observe=str(tmp_path / "run"), record_steps=steps)
+    launched = policy.resolve(policy.Run(device="cpu", world_size=1), settings=None, environment={})
+    with pytest.raises(DataError, match=str(tmp_path / place)), run.observed(chosen, launched):
+        raise AssertionError("it records there")
 
 
 def test_a_step_that_cannot_be_made_out_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
     sound = Failing("nowhere")
-    told = loop.Told(Clock(), [sound])
+    told = loop.Notifier(Clock(), [sound])
     given: dict[str, Any] = {"loss_dict": {}, "grad_norm": None, "learning_rate": None, "skipped_iter": 0}
-    told.tell_step({**given, "loss_dict": {"lm loss": "none"}}, {}, 1, 8)
-    told.tell_step(given, {}, 2, 16)
+    told.notify_step({**given, "loss_dict": {"lm loss": "none"}}, {}, 1, 8)
+    told.notify_step(given, {}, 2, 16)
     assert sound.told == ["on_step"]
     assert "step 1 is not recorded; training is not affected" in caplog.text
 
 
 def test_a_scalar_that_is_no_number_is_the_writer_s_matter() -> None:
     written: list[object] = []
-    collector = loop.Collector(SimpleNamespace(add_scalar=lambda *words: written.append(words)))
-    collector.add_scalar("text", "none", 1)
-    collector.add_scalar("number", 2, 1)
-    assert collector.scalars == {"number": 2.0}
-    assert written == [("text", "none", 1), ("number", 2, 1)]
+    writer = SimpleNamespace(add_scalar=lambda *words: written.append(words))
+    stock = writer.add_scalar
+    with loop.Scalars() as scalars:
+        for number in (1, 2):  # it is given out every time that somebody asks
+            assert scalars.tapped(writer) is writer
+            writer.add_scalar("text", "none", number)
+        writer.add_scalar("number", 2, 1)
+    assert writer.add_scalar is stock
+    assert scalars.values == {"number": 2.0}
+    assert written == [("text", "none", 1), ("text", "none", 2), ("number", 2, 1)]
+    with loop.Scalars() as scalars:
+        scalars.tapped(None).add_scalar("number", 3, 1)
+    assert scalars.values == {"number": 3.0}
 
 
 class Failing(Heard):
@@ -217,13 +220,13 @@ def test_what_fails_hears_of_nothing_more_but_the_end_and_training_goes_on(
     where: str, step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing, deaf, sound = Failing(where), Failing("on_failure"), Failing("nowhere")
-    told = loop.Told(Clock(), [failing, deaf, sound])
+    told = loop.Notifier(Clock(), [failing, deaf, sound])
     given = {"loss_dict": {}, "grad_norm": None, "learning_rate": None, "skipped_iter": 0}
     with loop.replaced([], told, {}):
-        told.tell_model([], None)
+        told.notify_model([], None)
         for number in (1, 2):
-            told.tell_begin(number)
-            told.tell_step(given, {}, number, 512 * number)
+            told.notify_begin(number)
+            told.notify_step(given, {}, number, 512 * number)
     steps = ["on_step_begin", "on_step"]
     everything = ["on_model", *steps, *steps]
     until = everything.index(where) + 1
@@ -244,9 +247,9 @@ def test_the_user_s_interrupt_is_no_failure_of_a_listener() -> None:
         def on_step_begin(self, number: int) -> None:
             raise KeyboardInterrupt
 
-    told = loop.Told(Clock(), [Interrupted()])
+    told = loop.Notifier(Clock(), [Interrupted()])
     with pytest.raises(KeyboardInterrupt):
-        told.tell_begin(1)
+        told.notify_begin(1)
 
 
 def _named(seams: Sequence[loop.Seam], name: str) -> loop.Seam:
@@ -269,7 +272,7 @@ def test_what_a_function_of_the_loop_is_timed_as(
 ) -> None:
     clock = Clock()
     clock.become(around)
-    timed = loop.Told(clock, []).timed(lambda: clock.phase, _named(seams, name))
+    timed = loop.Notifier(clock, []).timed(lambda: clock.phase, _named(seams, name))
     assert timed() is phase
     assert clock.phase is around
 
@@ -302,7 +305,7 @@ def test_the_wait_for_an_asynchronous_save_of_bridge_is_part_of_it(asynchronous:
 
     clock = Clock()
     clock.become(Phase.IDLE)
-    told = loop_bridge._ToldByBridge(clock, [])
+    told = loop_bridge._BridgeSeams(clock, [])
     settings = SimpleNamespace(async_save=asynchronous)
     assert told.finalized(finalize)(global_state=None, ckpt_cfg=settings, blocking=True) is phase
     assert clock.phase is Phase.IDLE
@@ -326,12 +329,10 @@ def test_megatron_writes_its_timers_to_a_writer_that_is_observed(monkeypatch: py
     monkeypatch.setattr(timers, "SummaryWriter", Writer)
     monkeypatch.setattr(timers.Timers, "_get_global_min_max_time", lambda *_: {"forward": (1.0, 2.0)})
     writer = Writer()
-    collector = loop.Collector(writer)
-    timers.Timers(0, "max").write(["forward"], collector, 3)
+    with loop.Scalars() as scalars:
+        timers.Timers(0, "max").write(["forward"], scalars.tapped(writer), 3)
     assert writer.written == {"forward-time": 2.0}
-    assert collector.scalars == {"forward-time": 2.0}
-    assert isinstance(loop.Collector(), loop.Collector)
-    assert not isinstance(loop.Collector(), Writer)
+    assert scalars.values == {"forward-time": 2.0}
 
 
 def test_no_steps_to_profile_are_refused_and_leave_those_of_the_settings_alone_where_none_are_named() -> None:
@@ -344,9 +345,12 @@ def test_no_steps_to_profile_are_refused_and_leave_those_of_the_settings_alone_w
     assert run.choose([], observe="here", profile="4-5", settings=settings).details.profile == "4-5"
 
 
-def test_the_profiler_of_a_run_is_on_its_clock(tmp_path: Path) -> None:
+def test_the_profiler_of_a_run_is_on_its_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
     clock = Clock()
-    (profiler,) = run._profilers(tmp_path, 0, Observability(profile="1-1"), Routing(1), clock)
+    chosen = run.choose([], observe=str(tmp_path), profile="1-1")
+    launched = policy.resolve(policy.Run(device="cpu", world_size=1), settings=None, environment={})
     phases: list[Phase] = []
 
     class Model(list[object]):
@@ -354,9 +358,12 @@ def test_the_profiler_of_a_run_is_on_its_clock(tmp_path: Path) -> None:
             phases.append(clock.phase)
             return super().__iter__()
 
-    profiler.on_model(Model(), SimpleNamespace())
-    try:
-        profiler.on_step_begin(1)
-    finally:
-        profiler.on_end(LookupError())
+    with contextlib.ExitStack() as stack:
+        made = list(run._listeners(chosen, launched, clock, loop.StockLoop(), stack))
+        (profiler,) = (one for one in made if isinstance(one, Profiler))
+        profiler.on_model(Model(), SimpleNamespace())
+        try:
+            profiler.on_step_begin(1)
+        finally:
+            profiler.on_end(LookupError())
     assert set(phases) == {Phase.PROFILE}

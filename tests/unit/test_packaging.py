@@ -22,8 +22,8 @@ MOUNTED = ("layer_specs", "patches", "nemo_recipes")
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
 SHOW = """
 import sys
-import megacpp_mcore, megacpp_mcore.cli
-import megacpp_mcore.layer_specs, megacpp_mcore.patches.registry, megacpp_mcore.nemo_recipes
+import megacpp_mcore, megacpp_mcore.commands.cli
+import megacpp_mcore.layer_specs, megacpp_mcore.patches.machinery.registry, megacpp_mcore.nemo_recipes
 assert "torch" not in sys.modules
 print(megacpp_mcore.__file__)
 """
@@ -97,11 +97,11 @@ def test_the_metadata(wheel: Path) -> None:
     assert metadata["Requires-Python"] == ">=3.12"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert set(metadata.get_all("Provides-Extra")) == {
-        *("te", "ssm", "tokenizers", "torchao", "deepgemm", "nemo", "demo", "dev")
+        *("te", "ssm", "tokenizers", "torchao", "deepgemm", "nemo", "demo", "dev", "report")
     }
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
     hard = {one.name.lower(): one for one in requirements if one.marker is None}
-    assert set(hard) == {"megatron-core", "numpy", "packaging", "psutil", "pyyaml", "torch"}
+    assert set(hard) == {"jinja2", "megatron-core", "numpy", "packaging", "psutil", "pyyaml", "torch"}
     for version, fits in (("0.18.4", False), ("0.19.0", True), ("0.19.2", True), ("0.20.0", False)):
         assert (version in hard["megatron-core"].specifier) is fits
     impostors = {"apex", "deep-gemm", "deep_gemm", "megatron-bridge"}

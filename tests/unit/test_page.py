@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
+import itertools
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,17 +15,13 @@ from typing import Any
 
 import pytest
 
+from megacpp_mcore.commands import report as report_command
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import goodput, page, receipts, report_command
-from megacpp_mcore.observe.page import charts as page_charts
-from megacpp_mcore.observe.page import data as page_data
-from megacpp_mcore.observe.page import parts as page_parts
-from megacpp_mcore.observe.page.charts import Axis, Band, Curve, axis_of, plot
-from megacpp_mcore.observe.page.data import read
-from megacpp_mcore.observe.page.style import KINDS
-from megacpp_mcore.observe.receipts.schema import flatten
-from megacpp_mcore.observe.steps import Step
+from megacpp_mcore.observe import goodput, page, receipts
+from megacpp_mcore.observe.page import read
+from megacpp_mcore.observe.receipts import schema
 from tests.unit import browser, page_run, tiny_run
+from tests.unit.recorded import append, at, file_of, stepped, with_loss, write_start
 
 STEPS = 8
 RECEIPTS = tiny_run.ROOT / "examples" / "receipts"
@@ -115,7 +111,7 @@ def check_self_contained(text: str) -> Reader:
     """Nothing in the page can be fetched, and nothing can run."""
     found = Reader(text)
     assert not {name for name, _ in found.attributes} & {"src", "href", "srcset", "data", "action", "onload", "onclick"}
-    for word in ("http:", "https:", "<script", "url(", "@import", "//"):
+    for word in ("http:", "https:", "<script", "url(", "@import", "//", "href="):
         assert word not in text, word
     assert "default-src 'none'" in text
     assert ("name", "viewport") in found.attributes
@@ -147,27 +143,25 @@ def test_the_page_of_a_killed_run_with_a_fall_back(runs: tuple[Path, Path]) -> N
         "self CPU time of operators of steps 5 to 6",
         f"{receipt['throughput']['tokens_per_s']:,.0f}tokens/s",
         f"{100 * receipt['goodput']['goodput']:.1f} %goodput",
-        *map(page_parts.class_label, page_parts.CLASS_WORDS),
+        *map(page.class_label, page.CLASS_WORDS),
     ):
         assert expected in found.text, expected
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_the_timeline_is_the_goodput(runs: tuple[Path, Path]) -> None:
-    """The bands sum, class by class, to what the bar shows; and the rates are of all steps that ran."""
+def test_the_timeline_of_a_real_run_is_its_goodput(runs: tuple[Path, Path]) -> None:
     for run in runs:
-        data = read(run)
-        line, found = data.timeline, data.ranks[0]
-        assert line is not None
-        assert line.wall_s == pytest.approx(found.wall_ns / 1e9, abs=1e-3)
-        for kind, spent in found.nanoseconds.items():
-            drawn = sum(span.end_s - span.begin_s for span in line.spans if span.kind == kind)
-            assert drawn == pytest.approx(spent / 1e9, abs=1e-3), kind
-        assert [rate.step for rate in line.rates] == [step.step for step in data.steps]
-    (restart,) = read(runs[0]).timeline.restarts  # type: ignore[union-attr]
-    assert restart[1] == 3
-    assert found.nanoseconds["lost_steps"] == 0 < read(runs[0]).ranks[0].nanoseconds["lost_steps"]
+        check_timeline(run)
+
+
+def check_timeline(run: Path) -> None:
+    """The stretches sum, class by class, to the goodput, one after the other."""
+    data = read(run)
+    spans = list(page.timeline(data.ranks[0]))
+    for kind, spent in data.goodput[0].nanoseconds.items():
+        assert sum(span.end - span.begin for span in spans if span.kind == kind) == spent, kind
+    assert all(before.end <= after.begin for before, after in itertools.pairwise(spans))
 
 
 @pytest.mark.slow
@@ -185,7 +179,7 @@ def test_two_runs_side_by_side(runs: tuple[Path, Path], tmp_path: Path, capsys: 
     again = page.html([runs[1], runs[0]])
     assert _TIME.sub("", text) == _TIME.sub("", again)
     found = check_self_contained(text)
-    assert {"overlay", "comparison", "receipts", "disqualifiers"} <= found.parts()
+    assert {"comparison", "receipts", "disqualifiers"} <= found.parts()
     assert "May killed be compared with plain?" in found.text
     assert re.search(r"B is killed; step times: A median .* s.*; B median .* s.*; floor \S+ %", found.text)
     assert "B is disqualified by fall-back" in found.text
@@ -299,7 +293,8 @@ def test_two_runs_fit_on_a_phone(chromium: browser.Browser, runs: tuple[Path, Pa
         )
         assert first["right"] <= second["left"]  # side by side on a phone, too
         assert abs(first["top"] - second["top"]) < 2
-        assert len(chromium.colours(chromium.screenshot(), {"overlay": chromium.ask(BOXES)["overlay"]})["overlay"]) > 4
+        box = chromium.ask(BOXES)["loss-plot"]
+        assert len(chromium.colours(chromium.screenshot(), {"loss-plot": box})["loss-plot"]) > 4
 
 
 # --- What files say ---------------------------------------------------------------------------------------------------
@@ -319,176 +314,144 @@ def poisoned(value: Any) -> Any:
     return value
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_markup_in_the_files_of_a_run_is_text(
-    runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = read(runs[0])
-    assert_markup_is_text(data, data.steps, tmp_path, monkeypatch)
-
-
-def test_markup_in_a_receipt_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = [
-        Step(number, 0, 1.0, 8 * number, {"lm loss": 3.0, "mtp_1 loss": 3.0}, 1.0, 1e-3, False) for number in (1, 2)
-    ]
-    assert_markup_is_text(read(RECEIPTS / "nam56r_quarter_h200_bf16.json"), steps, tmp_path, monkeypatch)
-
-
-def assert_markup_is_text(
-    data: page_data.RunData, recorded: Sequence[Step], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fail if a text of the receipt, a name of a loss, a reason or the folder's name comes through as markup."""
-    fresh = tmp_path / "<b>run & co"
-    fresh.mkdir()
-    nasty = poisoned(copy.deepcopy(data.receipt))
-    groups = data.receipt["shares"]["groups"] or {}
-    nasty["shares"]["groups"] = {name + NASTY: share for name, share in groups.items()}
-    steps = [
-        dataclasses.replace(
-            step, losses={name + NASTY * (name != "lm loss"): value for name, value in step.losses.items()}
-        )
-        for step in recorded
-    ]
-    bad = page_data.RunData(
-        "<b>run", nasty, flatten(nasty)[0], steps, data.ranks, data.timeline, data.metrics, {"loss": NASTY}
+def test_markup_in_the_files_of_a_run_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No text of the receipt, no name of a loss, no reason and no name of a folder comes through as markup."""
+    receipt = receipts.read(RECEIPTS / "nam56r_quarter_h200_bf16.json")
+    nasty = poisoned(copy.deepcopy(receipt))
+    nasty["shares"]["groups"] = {name + NASTY: share for name, share in receipt["shares"]["groups"].items()}
+    run = run_of(tmp_path / "<b>run & co")
+    more = with_loss(stepped(6, 2)) | {"losses": {"lm loss": 3.0, "mtp_1 loss" + NASTY: 2.0, NASTY: 1.0}}
+    append(file_of(run), more, with_loss(stepped(7, 3)) | {"losses": more["losses"]})
+    bad = dataclasses.replace(read(run), receipt=nasty, values=schema.flatten(nasty)[0])
+    monkeypatch.setattr(page, "read", lambda path: dataclasses.replace(bad, name=f"<b>{path}", missing=NASTY))
+    addition = page.Addition(
+        NASTY, NASTY, [(NASTY, NASTY)], [page.Level(2, NASTY)], NASTY, [(NASTY, [NASTY], [[NASTY]])]
     )
-    monkeypatch.setattr(page.assembly, "read", lambda path: bad)
-    for paths in ([fresh], [fresh, tmp_path]):
-        text = page.html(paths)
+    for paths in (["one"], ["one", "two"]):
+        text = page.html(paths, addition)
         found = Reader(text)
         assert "<script" not in text
         assert "<img" not in text
+        assert "<b>one" not in text
         assert "src" not in {name for name, _ in found.attributes}
         assert NASTY in found.text
-    assert "<b>run &amp; co" not in text
 
 
 def test_there_is_something_to_show(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="0 runs for one page; expected 1 to 6"):
         page.html([])
-    with pytest.raises(DataError, match="expected a receipt, or the folder of a run that was observed"):
+    with pytest.raises(DataError, match="expected the folder of a run that was observed"):
         page.html([tmp_path])
 
 
 # --- What is left of a run, and said of several ------------------------------------------------------------------------
 
 
-def run_of(folder: Path) -> Path:
+def run_of(run: Path) -> Path:
     """A run's folder, as small as it can be: five seconds of a start, three of them a step."""
-    (folder / "parts").mkdir(parents=True)
-    (folder / "goodput").mkdir()
-    part = {"schema": 1, "rank": 0, "status": "running", "warm_up_steps": 3, "notes": []}
-    (folder / "parts" / "rank_00000.json").write_text(json.dumps(part))
-    began = 1_700_000_000_000_000_000  # 2023-11-14, 22:13:20 UTC
-    lines: list[dict[str, Any]] = [
-        {"began": began, "host": "a", "pid": 1},
-        {"at": began + 4 * 10**9, "phases": {"startup": 10**9, "step": 3 * 10**9}, "step": 1, "resumed_at": 0},
-        {"at": began + 5 * 10**9, "phases": {"idle": 10**9}, "how": "finished"},
-    ]
-    (folder / "goodput" / "rank_00000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
+    began = 1_700_000_000  # 2023-11-14, 22:13:20 UTC
+    step = with_loss(stepped(began + 4, 1, 3, startup=1), 3.0)
+    write_start(run, 1, 0, step, at(began + 5, {"idle": 1}, how="finished"), began=began)
+    return run
 
 
-@pytest.mark.parametrize(
-    ("file", "part"), [("metrics.jsonl", "by-step"), ("steps.jsonl", "loss"), ("goodput/rank_00000.jsonl", "goodput")]
-)
-def test_a_damaged_file_leaves_the_other_parts(tmp_path: Path, file: str, part: str) -> None:
-    run = run_of(tmp_path)
-    whole = check_self_contained(page.html([run]))
-    assert "no step was logged to metrics.jsonl" in whole.text
-    (run / file).write_text('{"bad": 1}\n{"bad": 2}\n')
-    text = page.html([run])
+def test_a_page_of_the_smallest_run(tmp_path: Path) -> None:
+    """It says when the run began and when its receipt was made, and calls the classes as the command does."""
+    text = page.html([run_of(tmp_path)])
     found = check_self_contained(text)
-    (box,) = re.findall(rf'<section data-part="{part}">.*?</section>', text)
-    assert re.search(rf"Not here: \S+{re.escape(file)}, line 1", box)
-    assert found.parts() == whole.parts() - ({"goodput-bar", "time-plot"} if part == "goodput" else set())
-
-
-def test_a_page_says_why_logged_steps_are_not_among_its_plots(tmp_path: Path) -> None:
-    steps = [Step(number, 0, 1.0, 8 * number, {"lm loss": 3.0}, 1.0, 1e-3, False) for number in (1, 2)]
-    data = dataclasses.replace(read(run_of(tmp_path)), steps=steps, missing={"metrics": "line 7 is <bad>"})
-    text = page_parts.multiples(data)
-    assert "gradient norm" in text
-    assert "The logged steps are not here: line 7 is &lt;bad&gt;." in text
-    assert "not here" not in page_parts.multiples(dataclasses.replace(data, missing={}))
-
-
-def test_a_page_says_when_the_run_began_and_when_its_receipt_was_made(tmp_path: Path) -> None:
-    run = run_of(tmp_path)
-    words = page_parts.about(read(run))
-    assert "started 2023-11-14T22:13:20+00:00 · receipt put together 20" in words
-    alone = page_parts.about(read(RECEIPTS / "nam56r_quarter_h200_bf16.json"))
-    assert "receipt put together 20" in alone
-    assert "started" not in alone
-
-
-def test_classes_of_time_are_called_as_the_command_calls_them(tmp_path: Path) -> None:
-    text = page_parts.goodput_bars(read(run_of(tmp_path)))
+    assert "started 2023-11-14T22:13:20+00:00 · receipt put together 20" in found.text
+    assert {"loss-plot", "time-plot", "goodput-bar"} <= found.parts()
     for words in (
         "between steps [idle]",
         "lost steps (done again, or interrupted) [lost_steps]",
         "waiting for data [data]",
     ):
-        assert words in text
-    assert "</i>evaluation</td>" in text
+        assert words in found.text
+    alone = Reader(page.html([RECEIPTS / "nam56r_quarter_h200_bf16.json"])).text
+    assert "receipt put together 20" in alone
+    assert "started" not in alone
+    assert alone.count("Not here: only the receipt is here, not the folder of the run.") == 4
+
+
+def test_a_damaged_file_is_named_and_the_receipt_is_shown(tmp_path: Path) -> None:
+    write_start(run_of(tmp_path), 2, 0, {"at": -1}, began=1_700_000_010)
+    found = check_self_contained(page.html([tmp_path]))
+    assert found.text.count("start_2/rank_00000.jsonl, line 2: at is -1") >= 4
+    assert {"goodput", "loss", "receipts", "figures"} <= found.parts()
+
+
+def test_the_timeline_is_the_goodput(tmp_path: Path) -> None:
+    """A start that finished, one that was killed in a step, one that came to nothing, and one that did steps again."""
+    write_start(
+        tmp_path, 1, 0, at(2, {"startup": 2}), with_loss(stepped(4, 1, data=1)), at(5, {"idle": 1}, how="finished")
+    )
+    steps = [with_loss(stepped(24, 2, 2, 1, startup=2)), with_loss(stepped(27, 3, 2, 1, checkpoint_save=1))]
+    write_start(tmp_path, 2, 0, *steps, at(30), began=20)
+    write_start(tmp_path, 3, 0, at(42, {"startup": 1}, how="SystemExit"), began=41)
+    write_start(
+        tmp_path, 4, 0, with_loss(stepped(54, 3, 2, 2, startup=2)), at(55, {"step": 1}, how="ValueError"), began=50
+    )
+    check_timeline(tmp_path)
+    spans = [(span.begin // 10**9, span.end // 10**9, span.kind) for span in page.timeline(read(tmp_path).ranks[0])]
+    assert (20, 22, "startup") in spans
+    assert [span[:2] for span in spans if span[2] == "lost_steps"] == [(25, 27), (27, 30), (54, 55)]
+    assert [span[:2] for span in spans if span[2] == "down"] == [(30, 41), (42, 50)]
+    text = Reader(page.html([tmp_path])).text
+    assert "resumed at 2" in text
+    assert "restarted from step 2" in text
+    assert "1 step was done again after a restart (faint)." in text
 
 
 # --- Charts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("axis", "texts"),
-    [
-        (Axis(0, 10, ticks=5), ["0", "2", "4", "6", "8", "10"]),
-        (Axis(1, 3, ticks=6, whole=True), ["1", "2", "3"]),
-        (Axis(0.1, 0.35, ticks=3), ["0.1", "0.2", "0.3"]),
-        (Axis(0, 2.4e6, ticks=3), ["0", "1M", "2M"]),
-        (Axis(5, 5, ticks=3), ["4.8", "5.0", "5.2"]),
-        (Axis(0.9, 2000, ticks=5, log=True), ["1", "10", "100", "1,000"]),
-    ],
-)
-def test_ticks_are_round_and_few(axis: Axis, texts: list[str]) -> None:
-    labels = list(axis.labels())
-    assert [text for _, text in labels] == texts
-    places = [place for place, _ in labels]
-    assert places == sorted(places)
-    assert 0 <= places[0] <= places[-1] <= 1000
+def drawn(points: list[tuple[float, float]], **more: Any) -> str:
+    return str(page._chart("p", "what it shows", [page._Curve("a", "c1", points)], **more))
+
+
+def test_a_long_curve_keeps_its_extremes_and_is_short() -> None:
+    points = [(float(step), 5.0 + (step == 12_345) * 3 - (step == 777) * 2) for step in range(50_000)]
+    thin = page._thin(points)
+    assert (len(thin) < 900, min(y for _, y in thin), max(y for _, y in thin)) == (True, 3.0, 8.0)
+    assert [x for x, _ in thin] == sorted(x for x, _ in thin)
+    assert len(drawn(points)) < 60_000
 
 
 def test_one_spike_does_not_flatten_a_curve() -> None:
-    assert axis_of([4.0, 3.0, 2.0, 1e5], ticks=5).log
-    assert not axis_of([4.0, 3.0, 2.0], ticks=5).log
-    assert not axis_of([4.0, float("nan"), float("inf")], ticks=5).log
+    logarithmic = drawn([(1.0, 4.0), (2.0, 3.0), (3.0, 2.0), (4.0, 1e5)])
+    labels = Reader(logarithmic).text.split()
+    assert {"10", "100", "1000", "10k", "100k"} <= set(labels)
+    assert "20k" not in labels
 
 
-def test_a_long_curve_keeps_its_extremes_and_no_value_that_is_no_number() -> None:
-    points = [(float(step), 5.0 + (step == 12_345) * 3 - (step == 777) * 2) for step in range(50_000)]
-    points[10] = (10.0, float("nan"))
-    x, y = Axis(0, 50_000, ticks=5), Axis(0, 10, ticks=5)
-    text = plot("p", "s", x, y, [Curve("a", "c1", points)])
-    assert len(text) < 30_000
-    assert "nan" not in text
-    drawn = [tuple(map(float, pair.split())) for pair in re.findall(r'd="M([^"]+)"', text)[-1].split("L")]
-    assert [place for place, _ in drawn] == sorted(place for place, _ in drawn)
-    assert min(height for _, height in drawn) == 200
-    assert max(height for _, height in drawn) == 700
+def test_charts_are_of_the_page_and_of_whole_steps() -> None:
+    text = drawn([(1.0, 2.0), (2.0, 3.0)], marks=[(1.5, "a mark")], levels=[page.Level(2.5, "a level")])
+    found = Reader(text)
+    assert {"a mark", "a level", "step"} <= set(found.text.split("\n"))
+    assert "1.5" not in found.text
+    assert text.count("<svg") == 2
+    assert "stroke-linecap: round" in drawn([(1.0, 2.0)])
+    assert ("aria-label", "what it shows") in found.attributes
+    assert re.findall(r"#0bad\w\w|http|url\(", text) == []
+    assert "var(--c1)" in text
 
 
-def test_what_is_left_out_is_said() -> None:
-    bands = [Band(number, number + 0.1 + number / 1e6, "data", "t") for number in range(1000)]
-    text = plot("p", "s", Axis(0, 1000, ticks=5), Axis(0, 1, ticks=2), [], bands=bands)
-    assert text.count('<rect class="band') == 300
-    assert "700 shorter stretches are not drawn" in text
+def test_without_matplotlib_there_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "can_draw", lambda: False)
+    found = check_self_contained(page.html([run_of(tmp_path)]))
+    assert "<svg" not in page.html([tmp_path])
+    assert [row.cells for row in found.rows if row.part == "loss-plot"] == [["next token", "1", "3"]]
+    assert len(Reader(drawn([(float(x), 1.0) for x in range(500)])).rows) == 12
 
 
 def test_every_class_of_time_has_a_colour_and_a_word() -> None:
-    assert tuple(page_parts.CLASS_WORDS) == goodput.CLASSES
-    assert set(KINDS) == set(goodput.CLASSES)
+    assert tuple(page.CLASS_WORDS) == goodput.CLASSES
+    style = page.Path(page.__file__).with_suffix(".html").read_text(encoding="utf-8")
+    assert all(f"--{name}: #" in style for name in goodput.CLASSES)
 
 
 def test_layers_as_ranges() -> None:
-    assert page_parts.spans([3, 1, 2, 7, "mtp", 9, 10]) == "1–3, 7, 9–10, mtp"
+    assert schema.spans([3, 1, 2, 7, "mtp", 9, 10]) == "1–3, 7, 9–10, mtp"
 
 
 def test_no_torch_is_needed() -> None:
@@ -500,8 +463,5 @@ def test_no_torch_is_needed() -> None:
 
 
 def test_short_numbers() -> None:
-    shown = [page_charts.short(value) for value in (0, 12, 1234, 45_678, 3.2e9, 4e-5)]
-    assert shown == ["0", "12", "1,234", "45.68k", "3.2G", "4.0e-5"]
-    assert json.dumps([page_parts.size(2**30), page_parts.clock(3700), page_parts.clock(61.0)]) == json.dumps(
-        ["1 GiB", "1 h 01 min", "61.0 s"]
-    )
+    assert [page._short(value) for value in (12, 1234, 45_678, 3.2e9)] == ["12", "1,234", "45.68k", "3.2G"]
+    assert [schema.size(2**30), page.clock(3700), page.clock(61.0)] == ["1 GiB", "1 h 01 min", "61.0 s"]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megacpp_mcore import cli
-from megacpp_mcore.patches.registry import default
-from megacpp_mcore.patches.sources import SourceTree
+from megacpp_mcore.commands import cli
+from megacpp_mcore.patches.machinery.registry import default
+from megacpp_mcore.patches.machinery.sources import SourceTree
 from tests.unit.trees import HOOKED, commit, copy_modules, edit, git, snapshot, wheel_root
 
 ROOT = Path(__file__).parents[2]
@@ -151,7 +151,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
         "targets",
     } <= set(row)
     assert cli.main(["patch", "list", "mtp-shard-block"]) == 2
-    assert "did you mean mtp-shared-block" in capsys.readouterr().err
+    assert "did you mean 'mtp-shared-block'" in capsys.readouterr().err
 
 
 def test_an_export_that_cannot_be_written(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +162,7 @@ def test_an_export_that_cannot_be_written(tree: Path, capsys: pytest.CaptureFixt
 def test_files_are_read_and_nothing_heavy_is_imported(tree: Path) -> None:
     code = f"""
 import sys
-from megacpp_mcore import cli
+from megacpp_mcore.commands import cli
 for action in ("apply", "status", "verify", "revert"):
     assert cli.main(["patch", action, {NAME!r}, "--checkout", {str(tree)!r}]) == 0
 heavy = [name for name in ("torch", "numpy", "megatron.core", "megatron") if name in sys.modules]

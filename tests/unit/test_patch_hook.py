@@ -21,12 +21,12 @@ import pytest
 
 import megacpp_mcore
 from megacpp_mcore.errors import PatchError
-from megacpp_mcore.patches.checkout import Checkout
-from megacpp_mcore.patches.hook import Hook
-from megacpp_mcore.patches.record import Edit, Patch
-from megacpp_mcore.patches.registry import Registry, default, fingerprint
-from megacpp_mcore.patches.sources import SourceTree
-from megacpp_mcore.patches.symbols import Refusal, digest
+from megacpp_mcore.patches.machinery.checkout import Checkout
+from megacpp_mcore.patches.machinery.hook import Hook
+from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.registry import Registry, default, fingerprint
+from megacpp_mcore.patches.machinery.sources import SourceTree
+from megacpp_mcore.patches.machinery.symbols import Refusal, digest
 from tests.unit.trees import HOOKED, WORDS, commit, copy_modules, copy_sources, git, wheel_root
 
 ROOT = Path(__file__).parents[2]
@@ -598,24 +598,21 @@ def test_the_end_of_a_process_tells_what_never_came(modules: Modules, capsys: py
     def install(*names: str) -> None:
         hook.install(FILE, names, version=megacpp_mcore.__version__, seal=registry.seal(names))
 
-    neither = f"neither {gpt} nor {hybrid} was ever imported in this process"
+    never = "was NOT applied; never imported in this process:"
     install("models")
-    assert told() == [f"models was NOT applied: {base} was never imported in this process; {neither}"]
+    assert told() == [f"models {never} {base}, {gpt}, {hybrid}"]
     importlib.import_module(base)
-    assert told() == [f"models was NOT applied: {neither}"]
+    assert told() == [f"models {never} {gpt}, {hybrid}"]
     install("needing")
     importlib.import_module(early)
-    assert told() == [
-        f"models was NOT applied: {neither}",
-        "needing was NOT applied: it requires models, which waits too",
-    ]
+    assert told() == [f"models {never} {gpt}, {hybrid}", "needing was NOT applied; what it requires waits, too"]
     importlib.import_module(gpt)
     assert hybrid not in sys.modules
     assert set(registry.pending) == {"models"}
     assert told() == []
     registry.revert()
     install("other")
-    assert told() == [f"other was NOT applied: {other} was never imported in this process"]
+    assert told() == [f"other {never} {other}"]
     registry.revert()
 
 
@@ -771,7 +768,7 @@ def python(root: Path, code: str, *words: str, **environment: str) -> subprocess
 
 HARMLESS = """
     import functools, json, sys
-    from megacpp_mcore.patches import registry
+    from megacpp_mcore.patches.machinery import registry
     from megacpp_mcore.patches.mtp_shared_block import PATCH
     TARGET = "megatron.core.transformer.identity_op:IdentityOp.forward"
 
@@ -779,8 +776,8 @@ HARMLESS = """
         return functools.wraps(original)(lambda *args, **kwargs: original(*args, **kwargs))
 
     def harmless(root):
-        from megacpp_mcore.patches.sources import SourceTree
-        from megacpp_mcore.patches.symbols import digest
+        from megacpp_mcore.patches.machinery.sources import SourceTree
+        from megacpp_mcore.patches.machinery.symbols import digest
         tree = SourceTree((root,))
         print_ = digest(tree.texts(TARGET)[0])
         words = dict.fromkeys(("fixes", "source", "seam", "leaves_alone", "retire_when"), "for a test")
@@ -794,7 +791,7 @@ HARMLESS = """
 APPLY = (
     HARMLESS
     + """
-    from megacpp_mcore.patches.checkout import Checkout
+    from megacpp_mcore.patches.machinery.checkout import Checkout
     print(Checkout(".", mine).apply(["mtp-shared-block", "harmless"]).hooked)
 """
 )
@@ -864,8 +861,10 @@ ONE_MODEL = """
         for target in row["targets"]:
             module, _, path = target.partition(":")
             if module in sys.modules:
-                owner, name = path.split(".")
-                held[module] = hasattr(vars(vars(sys.modules[module])[owner])[name], "__wrapped__")
+                holder, (*owners, name) = sys.modules[module], path.split(".")
+                for owner in owners:
+                    holder = vars(holder)[owner]
+                held[module] = hasattr(vars(holder)[name], "__wrapped__")
         return [row["state"], row["waits_for"], held]
 
     one = look()
@@ -879,6 +878,7 @@ MODELS = ("megatron.core.models.gpt.gpt_model", "megatron.core.models.hybrid.hyb
 SHARED = (
     "megatron.core.tensor_parallel.layers",
     "megatron.core.models.common.language_module.language_module",
+    "megatron.core.transformer.multi_token_prediction",
 )
 
 
@@ -931,7 +931,7 @@ def test_megatron_core_alone_arms_and_imports_nothing_more(hooked: Path) -> None
     assert row["waits_for"] == list(dict.fromkeys(target.partition(":")[0] for target in row["targets"]))
     assert set(imported) == {"megatron", "megatron.core", "megatron.core.package_info"}
     (line,) = done.stderr.splitlines()  # at the end of the process
-    assert f"patch {NAME} was NOT applied: {', '.join(row['waits_for'])} was never imported" in line
+    assert f"patch {NAME} was NOT applied; never imported in this process: {', '.join(row['waits_for'])}" in line
 
 
 def test_without_our_package_the_import_fails_and_shows_the_line(hooked: Path) -> None:

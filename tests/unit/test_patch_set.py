@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from megacpp_mcore.errors import PatchError
-from megacpp_mcore.patches.checkout import Checkout
-from megacpp_mcore.patches.registry import default
-from megacpp_mcore.patches.sources import SourceTree
+from megacpp_mcore.patches.machinery.checkout import Checkout
+from megacpp_mcore.patches.machinery.record import NOT_MEASURED, WORDS, Patch
+from megacpp_mcore.patches.machinery.registry import default
+from megacpp_mcore.patches.machinery.sources import SourceTree
 from tests.unit.trees import copy_modules, edit, wheel_root
 
 ROOT = Path(__file__).parents[2]
@@ -30,15 +32,19 @@ NAMES = [patch.name for patch in default().patches]
 COUNTS = ("nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen")
 
 
-def test_the_readme_counts_the_set_and_names_what_the_spec_applies() -> None:
-    from megacpp_mcore.layer_specs.nam56r import PATCHES
-
-    readme = (ROOT / "README.md").read_text()
-    counted = [word for word in re.findall(r"\b(\w+) patches\b", readme) if word in COUNTS]
-    assert counted
-    assert {COUNTS.index(word) + 9 for word in counted} == {len(NAMES)} == {len(set(NAMES))}
-    (sentence,) = re.findall(r"the spec itself applies ([^;.]*)", readme)
-    assert set(re.findall("`([^`]*)`", sentence)) == set(PATCHES) <= set(NAMES)
+@pytest.mark.parametrize("patch", default().patches, ids=NAMES)
+def test_a_record_says_all_that_an_operator_has_to_judge_by(patch: Patch) -> None:
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", patch.name)
+    assert all(getattr(patch, name).strip() for name in WORDS)
+    assert patch.gain == NOT_MEASURED or re.search(r"\d", patch.gain), "a gain is a figure"
+    assert patch.edits
+    assert SpecifierSet(patch.megatron_versions)
+    upstream = SpecifierSet(patch.superseded_in) if patch.superseded_in else None
+    for one in patch.edits:
+        assert re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", one.target)
+        assert one.fingerprints
+        assert all(re.fullmatch(r"[0-9a-f]{64}", sha256) for sha256 in one.fingerprints.values())
+        assert not (upstream and any(version in upstream for version in one.fingerprints))
 
 
 def holders() -> dict[tuple[str, str], int]:
@@ -86,7 +92,8 @@ def test_alone_all_together_and_all_but_one(tree: str, request: pytest.FixtureRe
     path = [str(ROOT)]
     if tree == "checkout":
         path.insert(0, str(request.getfixturevalue("megatron_lm")))
-    code = "from tests.unit.test_patch_set import go_round; from megacpp_mcore.patches.registry import megatron_core_version; "
+    code = "from tests.unit.test_patch_set import go_round; "
+    code += "from megacpp_mcore.patches.machinery.registry import megatron_core_version; "
     code += "import json; print(json.dumps([go_round(), megatron_core_version()]))"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacpp_mcore import pattern
 from megacpp_mcore.errors import ModelError, PatternError
-from megacpp_mcore.pattern import (
+from megacpp_mcore.model import pattern
+from megacpp_mcore.model.pattern import (
     attention_roles,
     check_chunks,
     parse,
@@ -242,7 +242,9 @@ def test_uniform_chunks_cover_every_layer_once(pipeline: int, virtual: int, dept
     assert {len(chunk) for chunk in chunks} == {depth // (pipeline * virtual)}
 
 
-@pytest.mark.parametrize("module", ["pattern", "model", "lowering", "config", "recipe_command", "errors"])
+@pytest.mark.parametrize(
+    "module", ["model.pattern", "model", "arguments.lowering", "settings", "commands.recipe", "errors"]
+)
 def test_definition_modules_import_no_torch(module: str) -> None:
     code = f"import sys, megacpp_mcore.{module}; print([m for m in ('torch', 'megatron', 'numpy') if m in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

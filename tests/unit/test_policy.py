@@ -13,10 +13,14 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore import config, launch_flags, policy
+from megacpp_mcore import policy
+from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments import launch_flags
+from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.errors import ConfigFileError, LaunchError
-from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model.precision import EXPERTS_FILE, FP8_EXPERTS
+from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.policy import (
     DEFAULT,
@@ -30,16 +34,15 @@ from megacpp_mcore.policy import (
     resolve,
 )
 from megacpp_mcore.policy import values as policy_values
-from megacpp_mcore.precision import EXPERTS_FILE, FP8_EXPERTS
 
 TURN_COMPILE_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 GPU = Run(device="cuda", world_size=8, precision="bf16", parameters=4_500_000_000, has_moe=True)
 
 
-def settings(folder: Path, text: str) -> config.PluginConfig:
+def settings(folder: Path, text: str) -> plugin_config.PluginConfig:
     file = folder / "megacpp.yaml"
     file.write_text("model: nam56r_tiny\n" + text)
-    return config.load(file)
+    return plugin_config.load(file)
 
 
 # --- the run ------------------------------------------------------------------------------------------------------------
@@ -95,7 +98,8 @@ def test_a_size_that_is_none_is_refused_in_a_sentence(flag: str, text: str) -> N
 
 
 def test_a_launch_refuses_such_a_size_before_megatron_starts(tmp_path: Path) -> None:
-    from megacpp_mcore import cpu, launcher
+    from megacpp_mcore import cpu
+    from megacpp_mcore.launch import launcher
 
     script = tmp_path / "nothing.py"
     script.write_text("raise RuntimeError('must not run')\n")
@@ -367,9 +371,9 @@ def test_the_note_about_fp32_is_about_the_layers_that_there_are() -> None:
         return resolve(dataclasses.replace(GPU, **changes), environment={}).value("precision").note
 
     assert note() == ""  # a stock model: nothing of it is known
-    assert note(families="AMER") == "router, Mamba-3 and M²RNN parameters of the recurrence in fp32"
-    assert note(families="AE") == "router in fp32"
-    assert note(families="A") == ""
+    assert note(families="AMER") == "selection of keys, router, Mamba-3 and M²RNN parameters of the recurrence in fp32"
+    assert note(families="AE") == "selection of keys and router in fp32"
+    assert note(families="A") == "selection of keys in fp32"
     assert note(families="AMER", precision="fp32") == ""
 
 
@@ -377,7 +381,7 @@ def test_fp8_experts_are_printed_as_their_plan(tmp_path: Path) -> None:
     words = lower(preset("nam56r"), Layout(), Training(precision=FP8_EXPERTS))
     found = resolve(read(*words), environment={}).value("precision")
     assert found.value == "bf16, kernel-local FP8 experts, dispatch refuse, checkpoint owner megatron"
-    assert (found.source, found.note[:6]) == (USER, "router")
+    assert (found.source, found.note[:9]) == (USER, "selection")
     copied, other = tmp_path / "copied.yaml", tmp_path / "other.yaml"
     copied.write_text("# the same\n" + EXPERTS_FILE.read_text())
     other.write_text("matchers: {}\n")
@@ -614,7 +618,8 @@ def test_neither_torch_nor_megatron_is_imported() -> None:
 
 
 def test_a_launch_prints_its_policy_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from megacpp_mcore import cpu, launcher
+    from megacpp_mcore import cpu
+    from megacpp_mcore.launch import launcher
 
     script = tmp_path / "nothing.py"
     script.write_text("")

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp_mcore import cpu, launcher
+from megacpp_mcore import cpu
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.launch import plan as launch_plan
 from tests.checkpoints import tensors_in
 from tests.unit import test_data_arguments
 
@@ -86,12 +87,13 @@ def train(tmp_path: Path) -> Train:
         script: Path | None = None,
         nproc: int = 1,
         status: int = 0,
-        allow: Sequence[str] = launcher.ALLOWED_SPEC_PREFIXES,
+        allow: Sequence[str] = launch_plan.ALLOWED_SPEC_PREFIXES,
     ) -> Run:
         inherited = filter(None, [os.environ.get("PYTHONPATH")])
         command = [*([str(script)] if script else []), *BASE, *CPU, *arguments]
         options = f"device='cpu', nproc={nproc}, allowed_spec_prefixes={allow!r}, recording=Recording(off=True)"
-        call = f"import sys; from megacpp_mcore.launcher import Recording, launch; sys.exit(launch({command!r}, {options}))"
+        call = "import sys; from megacpp_mcore.launch.launcher import Recording, launch; "
+        call += f"sys.exit(launch({command!r}, {options}))"
         done = subprocess.run(
             [sys.executable, "-c", call],
             env={**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(tmp_path), *inherited))},
@@ -125,7 +127,7 @@ def test_wheel_trains_as_the_checkout_script_does(train: Train, corpus: str, meg
     ours = train(*data)
     stock = train(*data, script=megatron_lm / "pretrain_gpt.py")
     assert f"script {megatron_lm / 'pretrain_gpt.py'}" in stock.output
-    assert "megacpp_mcore.pretrain" in ours.output
+    assert "megacpp_mcore.launch.pretrain" in ours.output
     assert len(stock.losses) == ITERATIONS
     assert stock.losses[-1] < stock.losses[0] - 0.3
     assert ours.figures == stock.figures
@@ -235,7 +237,7 @@ def test_spec_that_cannot_be_imported_stops_the_run(train: Train, tmp_path: Path
 
 
 def test_refused_arguments_are_named() -> None:
-    from megacpp_mcore import pretrain
+    from megacpp_mcore.launch import pretrain
 
     asked: dict[str, Any] = {"sft": True, "hybrid_context_parallel": True, "logits_load_dir": None}
     with pytest.raises(LaunchError, match="--sft, --hybrid-context-parallel") as raised:
@@ -261,7 +263,7 @@ def test_refused_arguments_exist_upstream() -> None:
     """A renamed argument would be let through in silence."""
     from megatron.training.arguments import add_megatron_arguments
 
-    from megacpp_mcore import pretrain
+    from megacpp_mcore.launch import pretrain
 
     known = {action.dest for action in add_megatron_arguments(ArgumentParser())._actions}
     assert pretrain.UNSUPPORTED.keys() <= known

@@ -13,12 +13,12 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megacpp_mcore.observe import compilation
 from megacpp_mcore.observe.clock import Clock, Phase
-from megacpp_mcore.observe.listener import Listener
+from megacpp_mcore.observe.events import Listener
 from megacpp_mcore.observe.profile import Profiler
-from megacpp_mcore.observe.profile import events as profile_events
-from megacpp_mcore.observe.profile import text as profile_text
+from megacpp_mcore.observe.profile import profiler as profiler_module
+from megacpp_mcore.observe.profile import table as tables
+from megacpp_mcore.observe.profile import trace as traces
 from megacpp_mcore.observe.profile.ranges import Ranges, named
 from megacpp_mcore.observe.steps import Step
 
@@ -101,7 +101,7 @@ def test_the_window_is_opened_and_its_tables_are_made_in_a_phase_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, seen = Clock(), []
-    enter, read, page = compilation.timed, profile_events.read, profile_text.page
+    enter, read, page = profiler_module.compilation_timed, traces.read, tables.page
 
     def noted(what: str, stock: Any) -> Any:
         def run(*args: Any) -> Any:
@@ -110,9 +110,9 @@ def test_the_window_is_opened_and_its_tables_are_made_in_a_phase_of_their_own(
 
         return run
 
-    monkeypatch.setattr(compilation, "timed", noted("open", enter))
-    monkeypatch.setattr(profile_events, "read", noted("read", read))
-    monkeypatch.setattr(profile_text, "page", noted("page", page))
+    monkeypatch.setattr(profiler_module, "compilation_timed", noted("open", enter))
+    monkeypatch.setattr(traces, "read", noted("read", read))
+    monkeypatch.setattr(tables, "page", noted("page", page))
     profiler = Profiler(tmp_path, 0, 1, 1, clock=clock)
     profiler.on_model([torch.nn.Module()], SimpleNamespace())
     clock.become(Phase.IDLE)

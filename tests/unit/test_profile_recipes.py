@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from megacpp_mcore import cpu
-from megacpp_mcore.config import Observability, PluginConfig
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.commands import profile as profile_recipes
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.lowering import Training, lower
 from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe import run
-from megacpp_mcore.observe.profile import Profiler, parse_steps
-from megacpp_mcore.observe.profile import recipes as profile_recipes
+from megacpp_mcore.observe.profile import Profiler
+from megacpp_mcore.settings import Observability, PluginConfig, parse_steps
 
 COMMAND = ["--device", "cuda", "--", "pretrain_gpt.py", "--lr", "1e-3", "--data-path", "a b"]
 

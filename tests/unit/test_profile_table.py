@@ -15,12 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megacpp_mcore.observe.profile import text as profile_text
 from megacpp_mcore.observe.profile.attribution import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Place, attribute
-from megacpp_mcore.observe.profile.events import NODE, Collective, Kernel, Op, Trace, read
-from megacpp_mcore.observe.profile.intervals import Cover
-from megacpp_mcore.observe.profile.sparse import Padding, sparse_work
-from megacpp_mcore.observe.profile.table import collective, is_communication, table
+from megacpp_mcore.observe.profile.table import Padding, collective, is_communication, page, sparse_work, table
+from megacpp_mcore.observe.profile.trace import NODE, Cover, Kernel, Op, Trace, read
 from megacpp_mcore.observe.routing import Load
 
 MAIN, ENGINE = 11, 12
@@ -313,58 +310,6 @@ def test_computation_is_no_communication() -> None:
         assert not is_communication(kernel)
 
 
-def test_collectives_of_the_host_are_hidden_where_operators_run() -> None:
-    trace = Trace(
-        ops=[
-            Op(0, 100, "megacpp::step/1"),
-            Op(10, 40, "aten::mm", correlation=1),
-            Op(50, 60, "c10d::allreduce_", correlation=2),
-        ],
-        collectives=[Collective(30, 55, "all_reduce"), Collective(200, 300, "all_reduce")],
-    )
-    found = table(trace)
-    assert (found.communication_ns, found.hidden_ns) == (25, 10)
-    assert vars(found.collectives["all_reduce"]) == {"calls": 1, "ns": 25, "exposed_ns": 15}
-
-
-def hidden(start: int, end: int, *ops: Op, thread: int = 99) -> int:
-    """How much of a collective of the host is hidden by ``ops`` of a step."""
-    step = Op(0, 100, "megacpp::step/1")
-    return table(Trace(ops=[step, *ops], collectives=[Collective(start, end, "all_reduce", thread)])).hidden_ns
-
-
-def test_a_function_that_waits_for_its_collective_does_not_hide_it() -> None:
-    reduce = [Op(10, 60, "_ReduceFromModelParallelRegion"), Op(12, 15, "c10d::allreduce_")]
-    assert hidden(13, 58, *reduce) == 0
-    node = [Op(8, 64, f"{NODE}_ReduceBackward"), Op(9, 62, "_ReduceBackward", forward=False)]
-    assert hidden(13, 58, *node, *reduce) == 0
-    assert hidden(13, 58, Op(5, 70, "megacpp::A/1"), *node, *reduce) == 0
-    waits = [Op(10, 60, "aten::add"), Op(12, 59, "PythonSubclass"), Op(14, 58, "_c10d_functional::wait_tensor")]
-    assert hidden(13, 58, *waits) == 0
-    assert hidden(13, 58, Op(10, 60, "_WaitForWhatAnotherStarted")) == 0
-
-
-def test_what_a_function_computes_while_its_collective_runs_hides_it() -> None:
-    linear = [
-        Op(10, 60, "LinearWithGradAccumulationBackward", forward=False),
-        Op(12, 15, "c10d::allreduce_"),
-        Op(20, 40, "aten::mm"),
-        Op(21, 22, "aten::resolve_conj"),  # it is between this and its end that the product is computed
-        Op(45, 48, "aten::add_"),
-    ]
-    assert hidden(13, 58, *linear) == 20 + 3
-    custom = [Op(10, 60, "library::op"), Op(12, 15, "c10d::allreduce_"), Op(20, 40, "aten::mm")]
-    assert hidden(13, 58, *custom) == 20
-
-
-def test_what_a_collective_does_for_itself_does_not_hide_it() -> None:
-    inside = [Op(10, 30, "c10d::_allgather_base_"), Op(15, 25, "aten::copy_")]
-    assert hidden(12, 40, *inside) == 0
-    worker = [Op(32, 38, "aten::copy_", thread=99), Op(33, 36, "aten::fill_", thread=99)]
-    assert hidden(12, 40, *inside, *worker) == 0
-    assert hidden(12, 40, *worker, thread=98) == 6
-
-
 def test_the_page_says_what_was_found() -> None:
     found = table(
         device_trace([(10, 40, "gemm", 7, "M/1"), (40, 60, ALL_REDUCE, 9, "gradients"), (60, 70, "x", 7, "")])
@@ -378,7 +323,7 @@ def test_the_page_says_what_was_found() -> None:
         "sparse_work": {"why": "no routers"},
         "tensor_pipes": "not measured: no counters",
     }
-    text = profile_text.page(record)
+    text = page(record)
     assert record["no_operator_ns"] is None
     assert "any operator" not in text  # the host-bound share is what a device's rows lack
     lines = text.splitlines()
@@ -394,7 +339,7 @@ GPU_WORDS = ("stream", "tensor pipe", "kernel", "the device", "host-bound", "com
 
 
 def page_of(trace: Trace, device: str) -> str:
-    return profile_text.page(
+    return page(
         table(trace).record()
         | {
             "steps": [1, 1],
@@ -415,12 +360,11 @@ def test_a_page_speaks_of_what_its_device_has() -> None:
             Op(5, 50, "megacpp::A/1", correlation=2),
             Op(10, 40, "aten::mm", correlation=3),
         ],
-        collectives=[Collective(30, 60, "all_reduce", thread=98)],
     )
     on_cpu = page_of(host, "CPU")
     assert [word for word in GPU_WORDS if word in on_cpu] == []
     assert "self CPU time of operators" in on_cpu
-    assert "33.3% hidden behind computation (measured: intervals of collectives and operators)" in on_cpu
+    assert "communication" not in on_cpu
     assert "; 100.0% of the operators' time belongs to a family" in on_cpu
     assert "step: 0.000 ms\nnot in any operator (Python, waiting): 0.000 ms, 70.0% of the step\n" in on_cpu
     cells = {line.split()[0]: len(line.split()) for line in on_cpu.splitlines() if line.startswith(("family", "A "))}
@@ -440,16 +384,13 @@ def test_an_empty_window_has_a_page() -> None:
         "phase": "steady",
         "phase_why": "-",
     }
-    page = profile_text.page(record | {"sparse_work": {"why": "-"}, "tensor_pipes": "-"})
-    assert "nothing was recorded" in page
+    assert "nothing was recorded" in page(record | {"sparse_work": {"why": "-"}, "tensor_pipes": "-"})
     assert record["dominant"] is None
     assert record["attributed_share"] is None
 
 
 def test_nothing_of_it_needs_torch() -> None:
-    modules = [
-        f"megacpp_mcore.observe.profile{name}" for name in ("", ".events", ".table", ".text", ".sparse", ".recipes")
-    ]
+    modules = [f"megacpp_mcore.observe.profile{name}" for name in ("", ".trace", ".table")]
     program = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -494,7 +435,6 @@ def test_events_of_the_profiler_become_records() -> None:
         (9, False, False),
         (-1, True, True),
     ]
-    assert trace.collectives == [Collective(5, 15, "all_reduce", thread=42)]
     assert trace.graphs == 1
 
 

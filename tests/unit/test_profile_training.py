@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe import goodput
+from megacpp_mcore.observe import events, goodput
 from megacpp_mcore.observe.steps import compare, read_steps
 
 ROOT = Path(__file__).parents[2]
@@ -25,9 +25,10 @@ STEPS = 4
 
 def words(*extra: str, iterations: int = STEPS, **training: Any) -> list[str]:
     """The stock words of a run of nam56r_tiny on mock data, on a CPU unless ``training`` says otherwise."""
-    from megacpp_mcore.lowering import Training, lower
+    from megacpp_mcore.arguments.lowering import lower
+    from megacpp_mcore.data.tokenizer import tokenizer_words
     from megacpp_mcore.model import Layout
-    from megacpp_mcore.recipe_command import tokenizer_words
+    from megacpp_mcore.model.training import Training
 
     values: dict[str, Any] = {"device": "cpu", "precision": "fp32", "transformer_impl": "local", "global_batch_size": 2}
     values |= {"data": ("--mock-data",), "tokenizer": tokenizer_words(preset("nam56r_tiny"))}
@@ -79,11 +80,12 @@ def _main(
     """
     import contextlib
 
-    from megacpp_mcore import cli
+    from megacpp_mcore.commands import cli
     from megacpp_mcore.observe import goodput, loop
-    from megacpp_mcore.observe.listener import Listener
-    from megacpp_mcore.observe.profile import Profiler, parse_steps
+    from megacpp_mcore.observe.events import Listener, Log
+    from megacpp_mcore.observe.profile import Profiler
     from megacpp_mcore.observe.routing import Routing
+    from megacpp_mcore.settings import parse_steps
 
     class Slow(Listener):
         """Makes every layer of a family do much more than it has to."""
@@ -136,8 +138,9 @@ def _main(
 
     @contextlib.contextmanager
     def observing(clock: Any, others: Any) -> Any:
-        recorder = goodput.Recorder(run, 0, clock)
-        with stock(clock, [*others, recorder, routing, *profilers(clock), *after]):
+        log = Log(run, 0, 1, clock)
+        recorder = goodput.Recorder(log, with_losses=False)
+        with contextlib.closing(log), stock(clock, [*others, recorder, routing, *profilers(clock), *after]):
             yield
 
     loop.observing = observing  # type: ignore[assignment]
@@ -232,7 +235,8 @@ def test_hooks_are_there_in_the_window_and_gone_after_it(plain: Path) -> None:
 
 
 def test_what_the_profiler_does_outside_of_steps_is_a_class_of_its_own(plain: Path) -> None:
-    spent = {line["step"]: line["phases"] for line in goodput.read_lines(goodput.rank_file(plain, 0)) if "step" in line}
+    lines = [json.loads(line) for _, _, file in events.rank_files(plain) for line in file.read_text().splitlines()]
+    spent = {line["step"]: line["phases"] for line in lines if "step" in line and "phases" in line}
     assert [number for number in spent if spent[number].get("profile")] == [2, 4]  # its start, and its tables
     assert spent[4]["profile"] / 1e9 >= table(plain)["read_s"] > 0
     assert goodput.read(plain)[0].record()["seconds"]["profile"] >= table(plain)["read_s"]

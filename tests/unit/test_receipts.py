@@ -13,22 +13,23 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore import cli, precision
+from megacpp_mcore.commands import cli
+from megacpp_mcore.commands import report as report_command
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.model import Layout
-from megacpp_mcore.observe import flops, goodput, page, receipts, report_command
-from megacpp_mcore.observe.receipts import comparison as compare
-from megacpp_mcore.observe.receipts import disqualify
+from megacpp_mcore.model import Layout, flops, precision
+from megacpp_mcore.observe import events, page, receipts
+from megacpp_mcore.observe.clock import Clock
+from megacpp_mcore.observe.events import Log, Step
+from megacpp_mcore.observe.goodput import Recorder
+from megacpp_mcore.observe.receipts import claims as compare
 from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.observe.receipts import schema as receipt_schema
-from megacpp_mcore.observe.receipts.window import percentile, tokens_of
-from megacpp_mcore.observe.receipts.window import read as read_window
-from megacpp_mcore.observe.steps import Step
+from megacpp_mcore.observe.receipts.assemble import Window, measure, percentile, tokens_of
 from tests.unit import tiny_run
+from tests.unit.recorded import SECOND, at, file_of, stepped, write_start
 from tests.unit.test_page import backend_rows, check_self_contained
 from tests.unit.tiny_run import ROOT, Running, make_data, model
 
-SECOND = 1_000_000_000
 STEPS = 6
 
 
@@ -73,7 +74,9 @@ def test_a_finished_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert failure in found["notes"]
     written = json.loads((tmp_path / "run" / "receipt.json").read_text())
     assert {**found, "written_at": ""} == {**written, "written_at": ""}
-    assert set(found["unknown"]) == {"routing.capacity_factor", "profiler", "throughput.mfu", "throughput.hfu"}
+    assert set(found["unknown"]) == {
+        "routing.capacity_factor", "profiler", "dominant_time", "throughput.mfu", "throughput.hfu",
+    }  # fmt: skip
     assert (found["status"], found["family"], found["lane"]) == ("finished", "NAM56R", "cpu_eager")
     assert (found["compile_warmup"], found["compile"]["reason"]) == ("skipped", "user-disabled")
     assert found["experimental_taxes"] == []
@@ -94,7 +97,7 @@ def test_a_finished_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     rate = found["throughput"]["tflops_per_s_per_device"]
     assert rate == pytest.approx(counted / found["step_time"]["p50_s"] / 1e12)
     assert sum(found["shares"]["groups"].values()) == pytest.approx(1)
-    assert found["dominant_cost"] == max(found["shares"]["groups"], key=found["shares"]["groups"].__getitem__)
+    assert found["dominant_flops"] == max(found["shares"]["groups"], key=found["shares"]["groups"].__getitem__)
     assert found["shares"]["source"].startswith("audited count")
 
     _check_routing(found)
@@ -159,7 +162,7 @@ def _check_commands(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "NAM56R" in shown
     assert "mamba3 auto → reference" in shown
     assert report("show", str(run), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["schema"] == 1
+    assert json.loads(capsys.readouterr().out)["schema"] == receipt_schema.SCHEMA
     assert report("goodput", str(run)) == 0
     assert "productive" in capsys.readouterr().out
     assert report("compare", str(run), str(run / "receipt.json")) == 1
@@ -302,44 +305,30 @@ def test_the_parts_of_two_ranks_make_one_receipt(data: Path, tmp_path: Path) -> 
 # --- A folder's files, written by hand --------------------------------------------------------------------------------
 
 
-def lines(path: Path, *records: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+def window_of(run: Path, number: int, left_out: int, profiled: tuple[tuple[int, int], ...] = ()) -> Window:
+    starts = events.read(run)
+    return measure([one for rank in starts.values() for one in rank if one.number == number], left_out, profiled)
 
 
-def spent(seconds: float, step: int, resumed_at: int = 0, **more: float) -> dict[str, Any]:
-    phases = {"step": seconds, **more}
-    return {"at": 0, "phases": {name: round(one * SECOND) for name, one in phases.items()}, "step": step,
-            "resumed_at": resumed_at}  # fmt: skip
-
-
-def test_the_window_is_of_the_last_start_without_its_warm_up_and_checkpoints(tmp_path: Path) -> None:
-    """Two starts, of which the first may have run with other backends; a third has not come to a measured step."""
-    lines(
-        goodput.rank_file(tmp_path, 0),
-        {"began": 0},
-        *(spent(9.0, number, compile=5.0) for number in (1, 2)),
-        spent(1.0, 3, data=0.25, idle=0.25),
-        spent(2.0, 4, checkpoint_save=50.0, evaluation=50.0),
-        *(spent(7.0, number) for number in (5, 6)),
-        {"began": 0},
-        *(spent(8.0, number, resumed_at=4, compile=0.25) for number in (5, 6)),
-        spent(3.0, 7, resumed_at=4, jit=0.5),
-        spent(1.0, 8, resumed_at=4, data=0.25, idle=0.25, checkpoint_save=50.0, evaluation=50.0),
-    )
-    found = read_window(tmp_path, 2)
+def test_the_window_is_of_one_start_without_its_warm_up_and_checkpoints(tmp_path: Path) -> None:
+    write_start(
+        tmp_path, 1, 0,
+        at(0, {"startup": 1, "compile": 0.25}),
+        *(stepped(0, number, 8.0, resumed_at=4, compile=0.25) for number in (5, 6)),
+        stepped(0, 7, 3.0, resumed_at=4, jit=0.5),
+        stepped(0, 8, 1.0, resumed_at=4, data=0.25, idle=0.25, checkpoint_save=50.0, evaluation=50.0),
+        *(stepped(0, number, 40.0, resumed_at=4) for number in (9, 10, 11)),
+        at(0, {"jit": 0.5}, how="finished"),
+        world_size=2,
+    )  # fmt: skip
+    found = window_of(tmp_path, 1, 2, ((9, 11),))
     assert found.seconds == {7: 3.5, 8: 1.5}
     assert found.compiled == {7: SECOND // 2}
-    assert found.compiled_ns == SECOND
-    lines(goodput.rank_file(tmp_path, 1), {"began": 0}, *(spent(4.0, number) for number in (1, 2, 3)))
-    assert read_window(tmp_path, 2).rank == 1
-    assert read_window(tmp_path, 2, world_size=1).rank == 0
-    with (tmp_path / "goodput" / "rank_00000.jsonl").open("a") as stream:
-        stream.write("".join(json.dumps(one) + "\n" for one in ({"began": 0}, spent(1.0, 9, resumed_at=8))))
-    assert read_window(tmp_path, 2, world_size=1).seconds == {}
-    (tmp_path / "goodput" / "rank_00001.jsonl").write_text('{"began": 0}\n{"step": 1}\n')
-    with pytest.raises(DataError, match=r"rank_00001\.jsonl, line 2"):
-        read_window(tmp_path)
+    assert (found.compiled_ns, found.done) == (round(1.75 * SECOND), 7)
+    write_start(tmp_path, 1, 1, *(stepped(0, number, 4.0, jit=0.25) for number in (1, 2, 3)), world_size=2)
+    found = window_of(tmp_path, 1, 2, ((9, 11),))
+    assert (found.rank, found.compiled) == (1, {3: SECOND // 4, 7: SECOND // 2})
+    assert window_of(tmp_path, 1, 7).seconds == {}
 
 
 def test_percentiles_are_values_that_were_measured() -> None:
@@ -352,26 +341,31 @@ def step(number: int, tokens: int, loss: float = 2.0, skipped: bool = False) -> 
     return Step(number, 0, 0.0, tokens, {"lm loss": loss}, 1.0, 1e-3, skipped)
 
 
+def end(run: Path, error: BaseException | None = None) -> None:
+    """A start that ends before there is a model."""
+    log = Log(run, 0, 1, Clock(), heartbeat_s=60)
+    listeners = [Recorder(log, with_losses=True), receipts.ReceiptWriter(log)]
+    for listener in listeners:
+        listener.on_end(error)
+    log.close()
+
+
 def test_a_dead_start_up_leaves_a_valid_receipt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No model was ever built: nearly all is unknown, and says why."""
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    writer = receipts.ReceiptWriter(tmp_path, 0)
-    writer.on_end(MemoryError())
+    end(tmp_path, MemoryError())
     found = receipts.read(tmp_path / "receipt.json")
     assert found["status"] == "MemoryError"
     assert found["environment"]["NCCL_ALGO"] == "Ring"
     assert found["pattern"] is None
-    assert (
-        receipt_schema.why_unknown("pattern", found["unknown"])
-        == "the part of rank 0 does not say: the run ended before"
-    )
+    assert receipt_schema.why_unknown("pattern", found["unknown"]) == "rank 0 does not say: the run ended before"
     assert {one["name"] for one in found["unjudged"]} >= {"mock data", "fall-back", "batch changed"}
     assert found["versions"]["torch"]
 
 
 def test_shares_are_those_of_the_last_steady_profile(tmp_path: Path) -> None:
     """Of three profiles, one of the warm-up and one of another rank; a damaged one is named."""
-    receipts.ReceiptWriter(tmp_path, 0).on_end(None)
+    end(tmp_path)
     table = {
         "steps": [10, 14], "phase": "steady", "rank": 0, "unit": "device time of kernels", "dominant": "E", "trigger": "steps",
         "hidden_share": 0.75, "families": {"E": {"share": 0.6}, "A": {"share": 0.3}, "optimizer": {"share": 0.1}},
@@ -381,7 +375,8 @@ def test_shares_are_those_of_the_last_steady_profile(tmp_path: Path) -> None:
         (tmp_path / "profile" / name / "table.json").write_text(json.dumps(table | {"dominant": "E"} | more))
     found = receipts.read(tmp_path)
     assert found["profiler"]["step_range"] == [10, 14]
-    assert (found["dominant_cost"], found["attention_share"], found["lane_class"]) == ("expert", 0.3, "expert")
+    assert (found["dominant_time"], found["attention_share"], found["lane_class"]) == ("expert", 0.3, "expert")
+    assert found["dominant_flops"] is None
     assert found["shares"]["source"] == "profile: device time of kernels of steps 10 to 14"
     assert found["shares"]["groups"] == {"expert": 0.6, "attention": 0.3, "optimizer": 0.1}
     assert (
@@ -398,12 +393,15 @@ def test_shares_are_those_of_the_last_steady_profile(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_without_parts_is_named(tmp_path: Path) -> None:
+def test_a_folder_in_which_nothing_can_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="expected the folder of a run that was observed"):
         receipts.assemble(tmp_path)
-    (tmp_path / "parts").mkdir()
-    receipts.part_file(tmp_path, 0).write_text("[]")
-    with pytest.raises(DataError, match=r"rank_00000\.json holds a list"):
+    file_of(tmp_path).parent.mkdir()
+    file_of(tmp_path).write_text('{"beg')
+    with pytest.raises(DataError, match=f"{tmp_path} has a file of a rank, and no whole line in it"):
+        receipts.read(tmp_path)
+    file_of(tmp_path).write_text("[]\n")
+    with pytest.raises(DataError, match=r"rank_00000\.jsonl, line 1: it is \[\] \(list\)"):
         receipts.read(tmp_path)
 
 
@@ -422,13 +420,13 @@ def test_the_commit_is_the_checkout_s_or_the_variable_s(monkeypatch: pytest.Monk
 
 def bare_receipt(**values: Any) -> dict[str, Any]:
     known = {
-        "schema": 1, "status": "finished", "written_at": "", "ranks.found": [0], "notes": [], "disqualifiers": [],
-        "unjudged": [], "environment": {},
+        "schema": receipt_schema.SCHEMA, "status": "finished", "written_at": "", "ranks.found": [0], "notes": [],
+        "disqualifiers": [], "unjudged": [], "environment": {},
     }  # fmt: skip
     return receipt_schema.nest(known | values, {}, "a test")
 
 
-def test_the_keys_of_the_example_are_kept() -> None:
+def test_the_keys_of_the_example_are_there() -> None:
     keys = [
         "family",
         "pattern",
@@ -436,7 +434,8 @@ def test_the_keys_of_the_example_are_kept() -> None:
         "lane",
         "moe_enabled",
         "compile_warmup",
-        "dominant_cost",
+        "dominant_flops",
+        "dominant_time",
         "attention_share",
         "notes",
     ]
@@ -446,17 +445,18 @@ def test_the_keys_of_the_example_are_kept() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("schema", 2, "schema is 2; expected 1"),
-        ("attention_share", 1.5, "attention_share is '1.5' (float); expected a number from 0 to 1"),
-        ("moe_enabled", 1, "moe_enabled is '1' (int); expected true or false"),
+        ("schema", 3, "schema is 3; expected 2: a newer version wrote it"),
+        ("schema", 1, "schema is 1; expected 2: an older version wrote it"),
+        ("attention_share", 1.5, "attention_share is 1.5 (float); expected a number from 0 to 1"),
+        ("moe_enabled", 1, "moe_enabled is 1 (int); expected true or false"),
         ("compile_warmup", "perhaps", "compile_warmup is 'perhaps' (str); expected one of explicit, skipped"),
-        ("step_time.p50_s", float("nan"), "step_time.p50_s is 'nan' (float); expected a finite number"),
-        ("step_time.n", True, "step_time.n is 'True' (bool); expected a whole number"),
+        ("step_time.p50_s", float("nan"), "step_time.p50_s is nan (float); expected a finite number"),
+        ("step_time.n", True, "step_time.n is True (bool); expected a whole number"),
         ("notes", None, "notes is null; it is always known"),
-        ("environment", {"X": 3}, "environment[X] is '3' (int); expected a text"),
+        ("environment", {"X": 3}, "environment[X] is 3 (int); expected a text"),
         ("ddp.buckets", [{"group": "dense"}], "expected a record of group, dtype, elements, bytes"),
         ("disqualifiers", [{"name": "tired", "evidence": ""}], "disqualifiers names 'tired'"),
-        ("memory", 3, "memory is '3' (int); expected an object"),
+        ("memory", 3, "memory is 3 (int); expected an object"),
         ("speed", 3, "speed is not a field of a receipt"),
         ("loss.first", None, "loss.first is null, and `unknown` does not say why"),
     ],
@@ -476,7 +476,7 @@ def test_a_reason_without_a_null_and_a_missing_field_are_wrong() -> None:
     found = receipt_schema.problems(receipt)
     assert "unknown.loss.first gives a reason for what is not null" in found
     assert "cache.state is missing" in found
-    assert receipt_schema.problems([]) == ["the receipt is '[]' (list); expected an object"]
+    assert receipt_schema.problems([]) == ["the receipt is [] (list); expected an object"]
 
 
 def test_the_documented_table_is_the_schema_s() -> None:
@@ -523,30 +523,33 @@ NAMED = {
     ],
 )
 def test_each_disqualifier_has_its_evidence(tmp_path: Path, change: dict[str, Any], name: str, evidence: str) -> None:
-    lines(goodput.rank_file(tmp_path, 0), {"began": 0}, spent(1.0, 1), spent(1.0, 2))
-    window, steps = read_window(tmp_path, 1), [step(1, 8), step(2, 16)]
-    assert disqualify.judge(GOOD, steps, window) == ([], [])
-    found, unjudged = disqualify.judge(GOOD | change, steps, window)
+    write_start(tmp_path, 1, 0, stepped(1, 1), stepped(2, 2))
+    window, steps = window_of(tmp_path, 1, 1), [step(1, 8), step(2, 16)]
+    assert compare.judge(GOOD, steps, window) == ([], [])
+    found, unjudged = compare.judge(GOOD | change, steps, window)
     assert [one["name"] for one in found] == [name]
     assert evidence in found[0]["evidence"]
     assert unjudged == []
 
 
 def test_disqualifiers_of_steps_and_what_cannot_be_judged(tmp_path: Path) -> None:
-    lines(goodput.rank_file(tmp_path, 0), {"began": 0}, spent(1.0, 1), spent(1.0, 2, jit=0.5))
+    write_start(tmp_path, 1, 0, stepped(1, 1), stepped(2, 2, jit=0.5))
+    window = window_of(tmp_path, 1, 1)
     steps = [step(1, 8), step(2, 24, float("nan")), step(3, 32, skipped=True)]
     assert tokens_of(steps) == {1: 8, 2: 16, 3: 8}
-    found = {one["name"]: one["evidence"] for one in disqualify.judge(GOOD, steps, read_window(tmp_path, 1))[0]}
+    found = {one["name"]: one["evidence"] for one in compare.judge(GOOD, steps, window)[0]}
     assert found == {
         "warm-up inside the window": "1 measured steps compiled or tuned, step 2 for 0.500 s",
         "NaN skipped": "2 steps were skipped or had a loss that is no number, the first is step 2",
         "batch changed": "steps had 8, 16 tokens",
     }
-    found_nothing, unjudged = disqualify.judge({}, [], None)
+    found_nothing, unjudged = compare.judge({}, [], None)
     assert found_nothing == []
-    assert [one["name"] for one in unjudged] == list(receipt_schema.DISQUALIFIERS)
+    assert [one["name"] for one in unjudged] == list(receipt_schema.DISQUALIFIERS[:-1])
+    overlapping = compare.judge(GOOD, steps[:1], window, "start_1, start_2 of rank 0")[0][-1]
+    assert overlapping == {"name": "overlapping starts", "evidence": "start_1, start_2 of rank 0"}
     lost = GOOD | {"routing.dropped_tokens": None, "routing.capacity_factor": 1.0}
-    assert [one["name"] for one in disqualify.judge(lost, steps, read_window(tmp_path, 1))[1]] == ["capacity drop"]
+    assert [one["name"] for one in compare.judge(lost, steps, window)[1]] == ["capacity drop"]
 
 
 def test_the_precision_plan_has_its_four_fields() -> None:
@@ -555,7 +558,7 @@ def test_the_precision_plan_has_its_four_fields() -> None:
 
 
 def test_the_report_command_needs_no_torch() -> None:
-    code = "import sys; from megacpp_mcore.observe import report_command; sys.exit('torch' in sys.modules)"
+    code = "import sys; from megacpp_mcore.commands import report as report_command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

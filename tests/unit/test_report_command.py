@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megacpp_mcore import cli
-from megacpp_mcore.observe import goodput
-from megacpp_mcore.observe.alive import BEATS
-from megacpp_mcore.observe.receipts.assembly import now, part_file
-from megacpp_mcore.observe.receipts.schema import FINISHED, RUNNING, SCHEMA
-from megacpp_mcore.observe.report_command import SILENT_S
+from megacpp_mcore.commands import cli
+from megacpp_mcore.commands.report import BEATS
+from megacpp_mcore.observe.receipts.schema import FINISHED, RUNNING
+from tests.unit.recorded import append, at, write_start
 
 RECEIPT = Path(__file__).parents[2] / "examples" / "receipts" / "nam56r_quarter_h200_bf16.json"
 
@@ -26,10 +22,7 @@ RECEIPT = Path(__file__).parents[2] / "examples" / "receipts" / "nam56r_quarter_
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Path:
     """A folder of checkpoints with what was recorded of their run beside them."""
-    run = tmp_path / "checkpoints" / "observe"
-    (run / "goodput").mkdir(parents=True)
-    began = '{"began": 0, "host": "a", "pid": 1}\n{"at": 3000000000, "phases": {"startup": 3000000000}, "how": "finished"}\n'
-    (run / "goodput" / "rank_00000.jsonl").write_text(began)
+    write_start(tmp_path / "checkpoints" / "observe", 1, 0, at(3, {"startup": 3}, how="finished"))
     return tmp_path / "checkpoints"
 
 
@@ -62,18 +55,11 @@ def test_goodput_needs_the_whole_run(checkpoints: Path, capsys: pytest.CaptureFi
 # --- a run whose status is `running` -------------------------------------------------------------------------------------
 
 
-def of_ranks(run: Path, silent_s: Mapping[int, float], **status: str) -> Path:
+def of_ranks(run: Path, silent_s: Mapping[int, float], ended: tuple[int, ...] = (), beat_s: float = 1.0) -> Path:
     """A run's folder, as ranks leave it that gave their last sign of life so many seconds ago."""
-    (run / "parts").mkdir(parents=True)
-    (run / "goodput").mkdir()
     for rank, seconds in silent_s.items():
-        known: dict[str, Any] = {"parallelism.world_size": len(silent_s)}
-        part = {"schema": SCHEMA, "rank": rank, "status": status.get(f"of_{rank}", RUNNING), "written_at": now()}
-        part |= {"warm_up_steps": 3, "notes": [], "run": known, "unknown": {}}
-        part_file(run, rank).write_text(json.dumps(part))
-        file = goodput.rank_file(run, rank)
-        file.write_text('{"began": 0, "host": "a", "pid": 1}\n')
-        file.with_suffix(".alive").write_text(f"{time.time_ns() - int(seconds * 1e9):020d}\n")
+        last = at(time.time() - seconds, {}, **({"how": FINISHED} if rank in ended else {}))
+        write_start(run, 1, rank, last, began=0, world_size=len(silent_s), heartbeat_s=beat_s)
     return run
 
 
@@ -94,50 +80,25 @@ def test_a_live_run_is_told_from_a_killed_one(tmp_path: Path, capsys: pytest.Cap
 def test_the_rank_that_was_silent_longest_counts_of_those_that_have_not_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = of_ranks(tmp_path / "run", {0: 1, 1: 7200, 2: 2 * 86400}, of_2=FINISHED)
+    run = of_ranks(tmp_path / "run", {0: 1, 1: 7200, 2: 2 * 86400}, ended=(2,))
     _, alive, *_ = shown(run, capsys)
     assert "2 h ago, of rank 1, the longest silent of 2; it was probably killed" in alive
-    stale = goodput.rank_file(run, 3)  # of an earlier start, on more ranks
-    stale.write_text('{"began": 0, "host": "a", "pid": 1}\n')
-    os.utime(stale, (0, 0))
-    assert "of rank 1, the longest silent of 2" in shown(run, capsys)[1]
 
 
-def test_a_rank_without_a_sign_of_its_own_was_alive_when_it_wrote(
+def test_a_slow_heart_is_waited_for_so_many_beats_and_no_fewer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = of_ranks(tmp_path / "run", {0: 1})
-    file = goodput.rank_file(run, 0)
-    file.with_suffix(".alive").unlink()
-    for seconds, killed in ((SILENT_S - 20, False), (SILENT_S + 2, True)):
-        os.utime(file, (time.time() - seconds,) * 2)
-        assert ("probably killed" in shown(run, capsys)[1]) is killed
-    file.unlink()
-    assert shown(run, capsys)[1] == "last sign of life none: no rank has left one that has not ended"
-
-
-def test_a_slow_heart_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = of_ranks(tmp_path / "run", {0: 100})
-    goodput.rank_file(run, 0).write_text('{"began": 0, "host": "a", "pid": 1, "heartbeat_s": 30}\n')
-    assert shown(run, capsys)[1] == "last sign of life 100 s ago"
-    goodput.rank_file(run, 0).write_text('{"began": 0, "host": "a", "pid": 1, "heartbeat_s": 15}\n')
-    assert "probably killed: a live process leaves one every 15 s" in shown(run, capsys)[1]
-
-
-def test_so_many_beats_are_waited_for_and_no_fewer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    beat_s = 1000
     for beats, killed in ((BEATS - 0.5, False), (BEATS + 0.5, True)):
-        run = of_ranks(tmp_path / str(beats), {0: beats * beat_s})
-        goodput.rank_file(run, 0).write_text(f'{{"began": 0, "host": "a", "pid": 1, "heartbeat_s": {beat_s}}}\n')
-        assert ("probably killed" in shown(run, capsys)[1]) is killed
+        run = of_ranks(tmp_path / str(beats), {0: beats * 1000}, beat_s=1000)
+        line = shown(run, capsys)[1]
+        assert ("probably killed" in line) is killed
+        assert ("a live process leaves one every 1000 s" in line) is killed
 
 
 def test_damage_hides_no_receipt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = of_ranks(tmp_path / "run", {0: 1, 1: 600}, of_0=RUNNING)
-    part_file(run, 1).write_text("{")
-    assert "10 min ago, of rank 1, the longest silent of 2; it was probably killed" in shown(run, capsys)[1]
-    goodput.rank_file(run, 1).with_suffix(".alive").write_text("-3\n")
-    assert re.fullmatch(r"last sign of life not known: .*rank_00001.alive is -3; expected .*", shown(run, capsys)[1])
+    run = of_ranks(tmp_path / "run", {0: 1, 1: 600})
+    append(run / "start_1" / "rank_00001.jsonl", {"at": -3})
+    assert re.fullmatch(r"last sign of life not known: .*rank_00001.jsonl, line 3: at is -3 .*", shown(run, capsys)[1])
 
 
 def test_a_receipt_alone_has_only_its_own_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +114,7 @@ def test_a_receipt_alone_has_only_its_own_age(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_of_a_run_that_has_ended_no_sign_is_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown(of_ranks(tmp_path / "run", {0: 600}, of_0=FINISHED), capsys)
+    lines = shown(of_ranks(tmp_path / "run", {0: 600}, ended=(0,)), capsys)
     assert lines[0].split() == ["status", "finished"]
     assert not any("sign of life" in line or "ago" in line for line in lines)
     assert not any("receipt written" in line for line in shown(RECEIPT, capsys))
@@ -175,13 +136,13 @@ def test_the_memory_of_a_process_is_called_that_and_shown_once(
     labels = ("peak allocated", "peak reserved", "peak resident set")
     allocated, reserved = (receipt["memory"][f"{name}_peak_bytes"] for name in ("allocated", "reserved"))
     assert [line for line in shown(RECEIPT, capsys) if line.startswith(labels)] == [
-        f"peak allocated    {allocated:,} bytes",
-        f"peak reserved     {reserved:,} bytes",
+        f"peak allocated    {allocated / 2**30:.3g} GiB",
+        f"peak reserved     {reserved / 2**30:.3g} GiB",
     ]
     receipt["memory"] |= {"kind": "resident set", "allocated_peak_bytes": 123456, "reserved_peak_bytes": 123456}
     (tmp_path / "receipt.json").write_text(json.dumps(receipt))
     lines = shown(tmp_path / "receipt.json", capsys)
-    assert [line for line in lines if line.startswith(labels)] == ["peak resident set 123,456 bytes"]
+    assert [line for line in lines if line.startswith(labels)] == ["peak resident set 121 KiB"]
 
 
 def test_what_is_not_known_for_one_reason_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

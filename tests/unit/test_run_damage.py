@@ -5,25 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megacpp_mcore.commands import report as report_command
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import goodput, kinds, page, receipts, report_command, routing
-from megacpp_mcore.observe.live import METRICS
-from megacpp_mcore.observe.page import data as page_data
-from megacpp_mcore.observe.receipts.schema import FINISHED, SCHEMA, why_unknown
-from tests.unit.test_receipt_folder import write_steps
-from tests.unit.test_receipts import lines
+from megacpp_mcore.observe import goodput, page, receipts, routing, start
+from megacpp_mcore.observe.receipts.schema import FINISHED, why_unknown
+from megacpp_mcore.util import kinds
+from tests.unit.recorded import at, file_of, stepped, with_loss, write_start
 from tests.unit.tiny_run import ROOT
 
-SECOND = 1_000_000_000
 RECEIPT = ROOT / "examples" / "receipts" / "nam56r_quarter_h200_bf16.json"
 HUGE = 10**400
 DAMAGE: tuple[Any, ...] = (None, "text", -1, math.nan, math.inf, [], {}, True, HUGE)
@@ -41,9 +37,15 @@ def write_run(run: Path) -> Path:
     facts |= {"moe_enabled": True, "parallelism.world_size": 2, "environment": {"OMP_NUM_THREADS": "1"},
               "model.definition": {"depth": 2}, "routing.forced_balance": False}  # fmt: skip
     backend = receipt["backends"][0]
+    metrics = {
+        "step": 1, "resumed_at": 0, "skipped": 0, "tokens_per_s": 5.0, "mfu": None, "mfu_reason": "why", "goodput": 0.5,
+        "memory_allocated_bytes": 5, "memory_reserved_bytes": 9, "routing_entropy": 0.9, "index_overlap": 0.5,
+    }  # fmt: skip
     for rank in (0, 1):
-        part: dict[str, Any] = {
+        known: dict[str, Any] = {
             "run": facts,
+            "warm_up_steps": 1,
+            "notes": [],
             "unknown": {"commit": "no checkout"},
             "failed": ["a listener"],
             "noted": [backend],
@@ -63,31 +65,26 @@ def write_run(run: Path) -> Path:
                 "overlap_grad_reduce": False,
             },
         }
-        part |= {"schema": SCHEMA, "rank": rank, "status": FINISHED, "warm_up_steps": 1, "notes": [], "steps": 4}
-        part |= {"without_step": {"began": "then", "how": "SystemExit", "number": 1}}
-        lines(receipts.part_file(run, rank), part)
-        file = goodput.rank_file(run, rank)
-        begun = {"began": 100 * SECOND, "host": "h", "pid": 7}
-        steps = [{"at": (100 + number) * SECOND, "phases": {"step": SECOND, "data": 7}, "step": number, "resumed_at": 0}
-                 for number in (1, 2, 3)]  # fmt: skip
-        again = {"began": 120 * SECOND, "host": "h", "pid": 8, "died": 110 * SECOND}
-        more = [{"at": (118 + number) * SECOND, "phases": {"step": SECOND}, "step": number, "resumed_at": 2}
-                for number in (3, 4, 5, 6)]  # fmt: skip
-        lines(file, begun, *steps, again, *more)
-        file.with_suffix(".alive").write_text(f"{127 * SECOND:020d}\n")
-    write_steps(run, (1, 0, 3.0), (2, 0, 2.9), (3, 0, 2.8), *((number, 2, 2.5) for number in (3, 4, 5, 6)))
-    metrics = {
-        "step": 1, "resumed_at": 0, "time_s": 1.0, "tokens": 1024, "losses": {"lm loss": 3.0}, "grad_norm": 1.0,
-        "learning_rate": 1e-3, "skipped": 0, "tokens_per_s": 5.0, "mfu": None, "mfu_reason": "why", "goodput": 0.5,
-        "memory_allocated_bytes": 5, "memory_reserved_bytes": 9, "routing_entropy": 0.9, "index_overlap": 0.5,
-    }  # fmt: skip
-    lines(run / METRICS, metrics, metrics | {"step": 2}, metrics | {"step": 4, "resumed_at": 2})
+        first = {"1": {"family": "A", "branch": [8, 2], "residual": [4, 4], "gradient": 9}}
+        lines = [at(100.5, first_step={"grad_norm": 1.0, "parts": first}), at(100.6, metrics=metrics)]
+        steps = [stepped(100 + number, number, data=0.1) for number in (1, 2, 3)]
+        again = [stepped(118 + number, number, resumed_at=2) for number in (3, 4, 5, 6)]
+        if rank:
+            steps, again = ([with_loss(step, 3 - step["step"] / 10) for step in one] for one in (steps, again))
+        write_start(run, 1, rank, *steps, *lines, at(110), began=100, world_size=2)
+        ended = [
+            at(125, facts=known),
+            at(126, metrics=metrics | {"step": 4, "resumed_at": 2}),
+            at(127, {}, how=FINISHED),
+        ]
+        write_start(run, 2, rank, *again, *ended, began=120, world_size=2)
     table = {
         "steps": [3, 3], "phase": "steady", "rank": 0, "unit": "time", "dominant": "E", "trigger": "steps",
         "hidden_share": 0.75, "graph_recaptures": 0, "families": {"E": {"share": 0.6}, "A": {"share": 0.3}},
     }  # fmt: skip
     path = run / "profile" / "3-3" / "rank_00000" / "table.json"
-    lines(path, table)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(table))
     return run
 
 
@@ -127,6 +124,12 @@ def sample(cases: list[Any], most: int) -> list[Any]:
     return cases if len(cases) <= most else random.Random(SEED).sample(cases, most)
 
 
+@pytest.fixture(autouse=True)
+def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves as tables: a thousand pages are made here."""
+    monkeypatch.setattr(page, "can_draw", lambda: False)
+
+
 def read_all(run: Path) -> str:
     """Read the run in every way, each of which may refuse it; return all that was said of it."""
     said: list[str] = []
@@ -138,8 +141,9 @@ def read_all(run: Path) -> str:
         said.append(str(error))
     others: tuple[Callable[[], object], ...] = (
         lambda: page.html([run]).encode(),
-        lambda: said.extend(page_data.read(run).missing.values()),
+        lambda: said.append(page.read(run).missing),
         lambda: goodput.read(run),
+        lambda: start.read(run),
     )
     for read in others:
         try:
@@ -159,7 +163,7 @@ def test_the_folder_itself_is_good(tmp_path: Path) -> None:
     assert not any("left out" in note or "clock" in note for note in found["notes"])
 
 
-FILES = ("parts/rank_00000.json", "parts/rank_00001.json", "goodput/rank_00000.jsonl", "steps.jsonl", METRICS,
+FILES = ("start_1/rank_00000.jsonl", "start_2/rank_00000.jsonl", "start_2/rank_00001.jsonl",
          "profile/3-3/rank_00000/table.json")  # fmt: skip
 
 
@@ -178,7 +182,7 @@ def test_damage_anywhere_is_read_or_refused(tmp_path: Path, name: str) -> None:
             noticed += "expected" in read_all(tmp_path / "run")
         except Exception as error:
             raise AssertionError(f"{name}, line {number + 1}: {path} {str(damage)[:9]}: {error!r}") from error
-    assert noticed > len(cases) / 6  # most facts are rank 0's to say
+    assert noticed > len(cases) / 6  # most facts are rank 0's
 
 
 def test_damage_anywhere_in_a_receipt_is_refused_or_shown(tmp_path: Path) -> None:
@@ -209,160 +213,58 @@ def change(file: Path, number: int, **values: Any) -> None:
     """Change fields of a line, from 0."""
     rows = [json.loads(row) for row in file.read_text().splitlines()]
     rows[number] |= values
-    lines(file, *rows)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize(
-    ("number", "values", "said"),
-    [
-        (1, {"phases": {"step": -5}}, r"line 2: .*phases\[step\] is '-5' \(int\); expected nanoseconds"),
-        (1, {"phases": {"sleep": 5}}, r"a key of phases is 'sleep' \(str\); expected one of"),
-        (2, {"step": "2"}, r"line 3: .*step is '2' \(str\); expected a whole number, 1 or more"),
-        (2, {"step": 1}, r"line 3: .*step is 1 after 1 in one start; expected steps that ascend"),
-        (6, {"step": 2}, r"line 7: .*step is 2 after 3"),
-        (5, {"step": 2}, r"line 6: .*step is 2 after 2"),
-        (0, {"began": 10**20}, r"line 1: .*began is '1000"),
-        (4, {"died": -1}, r"line 5: .*died is '-1'"),
-    ],
-)
-def test_impossible_numbers_of_goodput_are_named(
-    tmp_path: Path, number: int, values: dict[str, Any], said: str
-) -> None:
+def change_facts(folder: Path, rank: int, **values: Any) -> None:
+    """Change what a rank knows in the end."""
+    file = file_of(folder, 2, rank)
+    (number,) = (at for at, row in enumerate(file.read_text().splitlines()) if "facts" in json.loads(row))
+    change(file, number, facts=json.loads(file.read_text().splitlines()[number])["facts"] | values)
+
+
+def test_a_damaged_rank_does_not_lose_the_receipt(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    change(goodput.rank_file(run, 0), number, **values)
-    with pytest.raises(DataError, match=said):
-        goodput.read(run)
-    found = receipts.read(run)
-    assert found["goodput"] is None
-    assert f"line {number + 1}" in found["unknown"]["goodput"]
-    assert found["loss"]["last"] == 2.5
-
-
-def test_a_sign_of_life_that_is_no_time_is_named(tmp_path: Path) -> None:
-    run = write_run(tmp_path)
-    goodput.rank_file(run, 1).with_suffix(".alive").write_text("99999999999999999999\n")
-    with pytest.raises(
-        DataError, match=r"rank_00001\.alive is 99999999999999999999; expected nanoseconds since the epoch"
-    ):
-        goodput.read(run)
-
-
-def test_clocks_that_were_set_are_said(tmp_path: Path) -> None:
-    run = write_run(tmp_path)
-    change(goodput.rank_file(run, 0), 4, began=90 * SECOND)
-    year = 365 * 86400 * SECOND
-    goodput.rank_file(run, 1).with_suffix(".alive").write_text(f"{time.time_ns() + year:020d}\n")
-    ranks = goodput.read(run)
-    (set_back,), (ahead,) = ranks[0].notes, ranks[1].notes
-    assert "start 2 began 20.0 s before start 1 ended: a clock was set" in set_back
-    assert "start 2 ends 315" in ahead
-    assert "ahead of the clock of this machine" in ahead
-    assert ranks[0].record()["notes"] == [set_back]
-    notes = receipts.read(run)["notes"]
-    assert f"rank 0: {set_back}" in notes
-    assert any(note.startswith("rank 1: start 2 ends") for note in notes)
-    assert "a clock was set" in page.html([run])
-
-
-def test_a_part_of_another_rank_does_not_lose_the_receipt(tmp_path: Path) -> None:
-    run = write_run(tmp_path)
-    part = json.loads(receipts.part_file(run, 1).read_text())
-    part["memory"]["allocated_peak_bytes"] = "much"
-    receipts.part_file(run, 1).write_text(json.dumps(part))
-    receipts.part_file(run, 7).write_text("of an earlier start with more ranks")
+    memory = {"kind": "CUDA allocator", "allocated_peak_bytes": "much", "reserved_peak_bytes": 9}
+    change_facts(run, 1, memory=memory)
+    stale = write_start(run, 1, 7, {"at": -1}, world_size=8)
     found = json.loads(receipts.write(run).read_text(encoding="utf-8"))
     assert (found["status"], found["ranks"]) == ("running", {"expected": 2, "found": [0]})
     (note,) = (note for note in found["notes"] if "left out" in note)
-    assert "rank_00001.json" in note
-    assert "memory.allocated_peak_bytes is 'much' (str); expected a whole number, 0 or more" in note
+    assert note.startswith(f"rank 1 is left out: {file_of(run, 2, 1)}: ")
+    assert "facts.memory.allocated_peak_bytes is 'much' (str); expected a whole number, 0 or more" in note
     assert found["throughput"]["tokens_per_s"] is not None
-
-
-def test_a_training_ends_with_a_receipt_although_a_part_is_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    writer = receipts.ReceiptWriter(tmp_path, 0)
-    receipts.part_file(tmp_path, 1).write_text('{"schema": 1, "rank": 1}')
-    began = time.monotonic()
-    writer.on_end(None)
-    assert time.monotonic() - began < receipts.writer.PATIENCE_S  # it says nothing more
-    found = receipts.read(tmp_path / "receipt.json")
-    assert (found["status"], found["ranks"]) == ("running", {"expected": 2, "found": [0]})
-    assert "rank_00001.json: not the part of a rank: it has no status, warm_up_steps, notes" in " ".join(found["notes"])
-
-
-def test_what_an_earlier_start_left_damaged_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = receipts.part_file(tmp_path, 0)
-    lines(path, {"schema": 1, "rank": 0, "status": "finished", "warm_up_steps": 3, "notes": 5})
-    receipts.ReceiptWriter(tmp_path, 0)
-    assert "notes is '5' (int); expected a list" in caplog.text
-    assert receipts.read(tmp_path)["status"] == "running"
+    stale.unlink()
+    change(file_of(run, 2, 0), 1, phases={"step": -5})
+    with pytest.raises(DataError, match=rf"{file_of(run, 2, 0)}, line 2: .*phases\[step\] is -5"):
+        goodput.read(run)
 
 
 def test_a_fact_that_no_field_can_hold_is_unknown(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    part = json.loads(receipts.part_file(run, 0).read_text())
-    part["run"] |= {"parallelism.tensor": 0, "device": "\x1b[31mred\ud800"}
-    receipts.part_file(run, 0).write_text(json.dumps(part))
+    change_facts(run, 0, run={"parallelism.tensor": 0, "device": "\x1b[31mred\ud800", "environment": 3})
     found = receipts.read(run)
-    assert (
-        found["unknown"]["parallelism.tensor"] == "parallelism.tensor is '0' (int); expected a whole number, 1 or more"
-    )
+    assert found["unknown"]["parallelism.tensor"] == "parallelism.tensor is 0 (int); expected a whole number, 1 or more"
     assert found["device"] == r"\x1b[31mred\ud800"
+    assert "environment is 3; expected the values of variables" in found["notes"]
 
 
 def test_ranks_that_differ_in_their_experts_are_named(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    part = json.loads(receipts.part_file(run, 1).read_text())
-    part["routing"] |= {"layers": {"2": routing.Load((1, 2, 3), 6).record()}, "not_counted": {}}
-    receipts.part_file(run, 1).write_text(json.dumps(part))
+    record = {"layers": {"2": routing.Load((1, 2, 3), 6).record()}, "router_dtypes": {}, "index_overlap": {}}
+    change_facts(run, 1, routing=record)
     assert "2 experts on one rank and 3 on another" in receipts.read(run)["unknown"]["routing.layers"]
 
 
 def test_steps_without_time_have_no_speed(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     for rank in (0, 1):
-        file = goodput.rank_file(run, rank)
-        rows = [json.loads(row) for row in file.read_text().splitlines()]
-        lines(file, *(row | ({"phases": dict.fromkeys(row["phases"], 0)} if "phases" in row else {}) for row in rows))
+        for number in range(1, 5):
+            change(file_of(run, 2, rank), number, phases={"step": 0})
     found = receipts.read(run)
     assert found["step_time"]["p50_s"] is None
     assert "took no time" in (why_unknown("throughput.tokens_per_s", found["unknown"]) or "")
     assert "tokens/s" in report_command.describe(found)
-
-
-@pytest.mark.parametrize("kind", ["dangling", "loop", "pipe", "folder"])
-def test_what_is_no_regular_file_is_no_rank(tmp_path: Path, kind: str) -> None:
-    run = write_run(tmp_path)
-    odd = goodput.rank_file(run, 5)
-    make = {
-        "dangling": lambda: odd.symlink_to(tmp_path / "nothing"),
-        "loop": lambda: odd.symlink_to(odd),
-        "pipe": lambda: os.mkfifo(odd),
-        "folder": odd.mkdir,
-    }
-    make[kind]()
-    with pytest.raises(DataError, match=r"rank_00005\.jsonl is no regular file"):
-        goodput.read(run)
-    assert receipts.read(run)["goodput"]["rank"] in (0, 1)  # an earlier start had more ranks
-
-
-def test_a_file_without_a_rank_in_its_name_is_named(tmp_path: Path) -> None:
-    run = write_run(tmp_path)
-    (run / "goodput" / "rank_x.jsonl").write_text("")
-    with pytest.raises(DataError, match=r"rank_x\.jsonl names no rank; expected a name such as rank_00000\.jsonl"):
-        goodput.read(run)
-
-
-def test_a_rank_without_time_is_not_the_slowest(tmp_path: Path) -> None:
-    run = write_run(tmp_path)
-    goodput.rank_file(run, 1).write_text("")
-    ranks = goodput.read(run)
-    assert ranks[1].wall_ns == 0
-    assert goodput.slowest(ranks) == 0
-    assert goodput.slowest({1: ranks[1]}) == 1
-    assert receipts.read(run)["goodput"]["rank"] == 0
 
 
 @pytest.mark.parametrize("depth", [40, 100_000])
@@ -370,16 +272,7 @@ def test_a_rank_without_time_is_not_the_slowest(tmp_path: Path) -> None:
 def test_what_lies_too_deep_is_noticed(tmp_path: Path, name: str, depth: int) -> None:
     file = write_run(tmp_path / "run") / name
     file.write_text('{"step": ' + "[" * depth + "]" * depth + "}\n" + file.read_text())
-    assert "expected" in read_all(tmp_path / "run")
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-@pytest.mark.parametrize("name", FILES)
-def test_what_is_no_regular_file_is_noticed(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
-    file = write_run(tmp_path / "run") / name
-    file.unlink()
-    make(file)
-    assert "expected" in read_all(tmp_path / "run")
+    assert "expected" in read_all(tmp_path / "run") or "line 1" in read_all(tmp_path / "run")
 
 
 # --- A receipt alone --------------------------------------------------------------------------------------------------
@@ -388,21 +281,17 @@ def test_what_is_no_regular_file_is_noticed(tmp_path: Path, name: str, make: Cal
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("disqualifiers", 5, "disqualifiers is '5' (int); expected a list"),
+        ("disqualifiers", 5, "disqualifiers is 5 (int); expected a list"),
         ("goodput", {}, "goodput has no rank, goodput, wall_s"),
         ("step_time.p50_s", HUGE, "expected a finite number above 0"),
-        ("throughput.tokens_per_s", -5, "throughput.tokens_per_s is '-5' (int); expected a finite number above 0"),
-        ("optimizer", {"lr": math.nan}, "optimizer[lr] is 'nan' (float)"),
-        ("model.definition", {"moe": {"experts": math.inf}}, "model.definition[moe][experts] is 'inf'"),
+        ("throughput.tokens_per_s", -5, "throughput.tokens_per_s is -5 (int); expected a finite number above 0"),
+        ("optimizer", {"lr": math.nan}, "optimizer[lr] is nan (float)"),
+        ("model.definition", {"moe": {"experts": math.inf}}, "model.definition[moe][experts] is inf"),
         ("routing.settings", {"a\x1b": 1}, r"a key of routing.settings is 'a\x1b' (str); expected a text of printable"),
         ("routing.layers", {"2": {"asked": 1}}, "routing.layers[2] has no tokens_per_expert"),
         ("device", "H200\x1b]0;title\x07", "device is 'H200\\x1b]0;title\\x07' (str); expected a text of printable"),
         ("commit", "\ud800", "expected a text of printable characters"),
-        (
-            "schema",
-            2,
-            "schema is 2; expected 1: a newer version wrote it: update megacpp-mcore, which reads schemas up to 1",
-        ),
+        ("schema", 3, "schema is 3; expected 2: a newer version wrote it: update megacpp-mcore, which reads schema 2"),
     ],
 )
 def test_what_a_receipt_cannot_hold_is_named(tmp_path: Path, path: str, value: Any, said: str) -> None:
@@ -414,22 +303,25 @@ def test_what_a_receipt_cannot_hold_is_named(tmp_path: Path, path: str, value: A
     with pytest.raises(DataError) as raised:
         receipts.read(file)
     assert said in str(raised.value)
-    assert kinds.is_printable(str(raised.value))
+    assert kinds.TEXT.accepts(str(raised.value))
     assert "report show" not in str(raised.value)
 
 
-@pytest.mark.parametrize("depth", [40, 100_000])
+@pytest.mark.parametrize("depth", [40, 5000, 100_000])
 def test_a_receipt_that_is_too_deep_is_refused(tmp_path: Path, depth: int) -> None:
     file = tmp_path / "receipt.json"
-    file.write_text('{"schema": 1, "optimizer": ' + "[" * depth + "]" * depth + "}")
-    with pytest.raises(DataError, match="expected a receipt"):
+    file.write_text('{"schema": 2, "optimizer": ' + "[" * depth + "]" * depth + "}")
+    with pytest.raises(DataError, match=rf"{file} "):
         receipts.read(file)
 
 
-def test_the_dominant_cost_of_a_count_is_said_to_be_of_flops(tmp_path: Path) -> None:
+def test_time_and_operations_are_two_answers(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    assert "largest share of FLOPs" not in page.html([run])
+    found = receipts.read(run)
+    assert (found["dominant_time"], found["dominant_flops"]) == ("expert", "head")
+    assert found["shares"]["source"].startswith("profile")
     (run / "profile" / "3-3" / "rank_00000" / "table.json").unlink()
     found = receipts.read(run)
-    assert f"{found['dominant_cost']} has the largest share of FLOPs; only a profile" in " ".join(found["notes"])
-    assert f"{found['dominant_cost']} (largest share of FLOPs, not timed)" in page.html([run])
+    assert (found["dominant_time"], found["dominant_flops"]) == (None, "head")
+    assert why_unknown("dominant_time", found["unknown"]) == "the run was not profiled"
+    assert found["shares"]["source"].startswith("audited count")

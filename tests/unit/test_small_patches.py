@@ -21,8 +21,8 @@ import pytest
 
 from megacpp_mcore.errors import LaunchError, SpecImportError
 from megacpp_mcore.patches import dataset_helpers, hybrid_flops, sp_norm_gradients, spec_import
-from megacpp_mcore.patches.record import Patch
-from megacpp_mcore.patches.registry import Registry
+from megacpp_mcore.patches.machinery.record import Patch
+from megacpp_mcore.patches.machinery.registry import Registry
 from tests.unit import stock
 
 ROOT = Path(__file__).parents[2]

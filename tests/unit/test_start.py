@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from megacpp_mcore.commands import report as report_command
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe import report_command, start
-from megacpp_mcore.observe.steps import Step
+from megacpp_mcore.observe import events, start
+from megacpp_mcore.observe.clock import Clock
+from megacpp_mcore.observe.events import Log, Step
 from tests.unit import stock, tiny_run
+from tests.unit.recorded import at, write_start
 from tests.unit.stock import cpu_words
 
 S, B = 32, 2
@@ -49,7 +51,7 @@ def hooks(model: Any) -> int:
 def test_what_a_layer_adds_and_its_gradient_are_those_of_its_tensors(model: Any, tmp_path: Path) -> None:
     """Against outputs minus inputs and the parameters' own gradients; the losses stay what they are, and no hook stays."""
     before, plain = hooks(model), losses(model)
-    listener = start.Start(tmp_path, 0)
+    listener = start.FirstStep(log_in(tmp_path))
     listener.on_model([model], SimpleNamespace())
     listener.on_step_begin(1)
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -93,14 +95,14 @@ def norm(parameters: Any) -> float:
 
 def test_nothing_is_hooked_or_written_beside_the_first_step(model: Any, tmp_path: Path) -> None:
     before = hooks(model)
-    listener = start.Start(tmp_path, 0)
+    listener = start.FirstStep(log_in(tmp_path))
     listener.on_model([model], SimpleNamespace())
     listener.on_step_begin(501)
     assert hooks(model) == before
     listener.on_step(step(501))
     assert start.read(tmp_path) == {}
 
-    ended = start.Start(tmp_path, 0)
+    ended = start.FirstStep(log_in(tmp_path))
     ended.on_model([model], SimpleNamespace())
     ended.on_step_begin(1)
     assert hooks(model) > before
@@ -109,16 +111,19 @@ def test_nothing_is_hooked_or_written_beside_the_first_step(model: Any, tmp_path
 
 
 def test_an_error_in_a_hook_waits_for_the_end_of_the_step(model: Any, tmp_path: Path) -> None:
-    listener = start.Start(tmp_path, 0)
+    listener = start.FirstStep(log_in(tmp_path))
     listener._hook("1", "branch")(SimpleNamespace(training=True), (), {}, "no tensor")
     with pytest.raises(AttributeError, match="detach"):
         listener.on_step(step(1))
     assert start.read(tmp_path) == {}
 
 
+def log_in(run: Path) -> Log:
+    return Log(run, 0, 1, Clock(), heartbeat_s=3600)
+
+
 def leave(run: Path, rank: int, **parts: dict[str, Any]) -> None:
-    (run / start.FOLDER).mkdir(exist_ok=True)
-    (run / start.FOLDER / f"rank_{rank:05d}.json").write_text(json.dumps({"grad_norm": 10.0, "parts": parts}))
+    write_start(run, 1, rank, at(1, first_step={"grad_norm": 10.0, "parts": parts}), world_size=3)
 
 
 def test_ranks_add_up_and_a_family_is_one_line(tmp_path: Path) -> None:
@@ -137,7 +142,7 @@ def test_ranks_add_up_and_a_family_is_one_line(tmp_path: Path) -> None:
 
 def test_damage_is_named(tmp_path: Path) -> None:
     leave(tmp_path, 0, **{"1": {"branch": [8, 2]}})
-    with pytest.raises(DataError, match=r"rank_00000\.json: not a rank's record of step 1 \(KeyError: 'family'\)"):
+    with pytest.raises(DataError, match=r"rank_00000\.jsonl: sums of step 1: parts\[1\] has no family"):
         start.read(tmp_path)
 
 
@@ -164,7 +169,7 @@ def test_replicas_agree_and_the_report_shows_it(tmp_path: Path, capsys: pytest.C
             "--",
         )
         tiny_run.start(launched, tiny_run.words(data, 2, *extra), data).finish()
-        assert len(list((run / start.FOLDER).iterdir())) == processes
+        assert [starts[0].first_step is not None for starts in events.read(run).values()] == [True] * processes
         found.append(numbers(start.read(run)))
     one, *others = found
     for other in others:
@@ -173,6 +178,20 @@ def test_replicas_agree_and_the_report_shows_it(tmp_path: Path, capsys: pytest.C
     report_command.add_parser(parser.add_subparsers())
     report_command.run(parser.parse_args(["report", "show", str(tmp_path / "one")]))
     assert "step 1, M         branch RMS " in capsys.readouterr().out
+
+
+def test_the_head_alone_has_its_factor(process: Path) -> None:
+    """Where it has as many rows and columns as another matrix, too: here the first of the MTP block's feed-forward part."""
+    built = stock.build({**OVERRIDES, "vocab_size": 512}, TINY, process)
+    spread = {
+        name: float(weight.std()) * weight.shape[-1] ** 0.5
+        for name, weight in built.named_parameters()
+        if weight.dim() == 2
+    }
+    (mtp,) = [name for name in spread if name.startswith("mtp.") and name.endswith("mlp.linear_fc1.weight")]
+    assert dict(built.named_parameters())[mtp].shape == built.output_layer.weight.shape
+    assert spread["output_layer.weight"] == pytest.approx(0.5, rel=0.05)
+    assert spread[mtp] == pytest.approx(1.0, rel=0.05)
 
 
 def test_families_start_alike_at_full_width(process: Path) -> None:

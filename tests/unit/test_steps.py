@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.steps import Step, StepReader, StepRecorder, compare, kept, read_steps
+from tests.unit.recorded import append, at, stepped, with_loss, write_start
 
 
 def step(number: int, loss: float = 2.0, **changes: object) -> Step:
@@ -45,46 +47,46 @@ def test_a_growing_file_is_read_line_by_line(tmp_path: Path) -> None:
     assert read_steps(path) == [step(1), step(2, 1 / 3)]
 
 
-@pytest.mark.parametrize("damage", ["no JSON", "[]", "7", '{"step": 1}', '{"step": 1, "other": 2}'])
+@pytest.mark.parametrize("damage", ["no JSON", "[]", "7", '{"step": 1}', '{"step": 1, "other": 2}', line(step(2))[:-9]])
 @pytest.mark.parametrize("after", ["", line(step(3)), line(step(1))])
 def test_a_damaged_line_is_named(tmp_path: Path, damage: str, after: str) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_text(line(step(1)) + damage + "\n" + after)
-    with pytest.raises(DataError, match=r"steps\.jsonl, line 2: not the record of a step"):
+    with pytest.raises(DataError, match=r"steps\.jsonl, line 2: "):
         read_steps(path)
 
 
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist; expected a file of steps"):
+def test_a_step_that_does_not_come_after_the_one_resumed_at_is_named(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_text(line(step(3, resumed_at=3)))
+    with pytest.raises(DataError, match=r"line 1: .*step is 3 and resumed_at 3"):
         read_steps(tmp_path / "steps.jsonl")
 
 
-@pytest.mark.parametrize("end", ["", "\n", "\n" + line(step(2, resumed_at=1)), "\n" + line(step(1))])
-def test_a_line_cut_short_at_the_end_of_a_start_is_left_out(
-    tmp_path: Path, end: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "steps.jsonl"
-    path.write_text(line(step(1)) + line(step(2))[:-9] + end)
-    assert read_steps(path) == [step(1), *(Step(**json.loads(one)) for one in end.splitlines() if one)]
-    assert "steps.jsonl, line 2: " in caplog.text
-
-
-def test_a_line_cut_short_inside_of_a_start_is_damage(tmp_path: Path) -> None:
-    path = tmp_path / "steps.jsonl"
-    path.write_text(line(step(1)) + line(step(2))[:-9] + "\n" + line(step(3)))
-    with pytest.raises(DataError, match=r"steps\.jsonl, line 2: .*cut short, and the same start goes on"):
-        read_steps(path)
-    reader = StepReader(path)
-    path.write_text(line(step(1)) + line(step(2))[:-9] + "\n")
-    assert reader.read_new() == [step(1)]
+def test_the_steps_of_a_run_are_those_that_its_last_ranks_wrote(tmp_path: Path) -> None:
+    """Two starts, of which the second had fewer processes; read while it grows, and torn."""
+    for rank in (0, 1):
+        steps = [stepped(number, number) for number in (1, 2)]
+        write_start(tmp_path, 1, rank, *(map(with_loss, steps) if rank else steps), at(3), world_size=2)
+    reader = StepReader(tmp_path)
+    assert [one.step for one in reader.read_new()] == [1, 2]
+    path = write_start(tmp_path, 2, 0, with_loss(stepped(12, 2, resumed_at=1), 1.5), began=10)
+    assert [(one.step, one.resumed_at, one.losses) for one in reader.read_new()] == [(2, 1, {"lm loss": 1.5})]
     with path.open("a") as stream:
-        stream.write(line(step(3)))
-    with pytest.raises(DataError, match=r"steps\.jsonl, line 2"):
-        reader.read_new()
+        stream.write('{"at": 3, "losses"')
+    assert reader.read_new() == []
+    assert [one.step for one in read_steps(tmp_path)] == [1, 2, 2]
+    append(path, with_loss(stepped(13, 3, resumed_at=1)) | {"losses": {"lm loss": "low"}})
+    with pytest.raises(DataError, match=r"start_2/rank_00000\.jsonl, line 3"):
+        read_steps(tmp_path)
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist; expected the folder of a run, or a file of steps"):
+        read_steps(tmp_path / "steps.jsonl")
 
 
 @pytest.mark.parametrize("torn", [line(step(2))[:-9], "{", "\0\0\0", '{"step": 2\0\0'])
-def test_the_next_start_takes_a_torn_line_away(tmp_path: Path, torn: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_next_start_takes_a_torn_line_away(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_text(line(step(1)) + torn)
     silent = StepRecorder(path)  # another rank, which opens the file and writes nothing
@@ -95,7 +97,6 @@ def test_the_next_start_takes_a_torn_line_away(tmp_path: Path, torn: str, caplog
     recorder.on_step(step(3, resumed_at=1))
     recorder.on_end(None)
     assert path.read_text() == line(step(1)) + line(step(2, resumed_at=1)) + line(step(3, resumed_at=1))
-    assert f"whose {len(torn)} bytes are taken away" in caplog.text
 
 
 @pytest.mark.parametrize("kept_text", ["a text of its own", line(step(1)).rstrip("\n")])
@@ -132,6 +133,15 @@ def test_a_write_cut_short_ends_the_recording(
     assert path.read_text() == line(step(1)) + line(step(2))[:20]
     assert read_steps(path) == [step(1)]
     assert "20 of" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_a_pipe_or_a_socket_whose_reader_could_hold_training_up_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / kind
+    with socket.socket(socket.AF_UNIX) as server:
+        os.mkfifo(path) if kind == "pipe" else server.bind(str(path))
+        with pytest.raises(DataError, match=rf"{path} is a pipe or socket; expected a file"):
+            StepRecorder(path)
 
 
 def test_a_file_that_cannot_be_opened_is_refused_at_the_start(tmp_path: Path) -> None:

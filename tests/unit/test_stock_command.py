@@ -15,13 +15,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacpp_mcore import cli, config, launcher, overrides, stock_command
+from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments import overrides, stock_command
+from megacpp_mcore.arguments.stock_command import BARE, DATA_VARIABLE, LAUNCH, WAYS, WHEEL, Slurm, StockCommand
+from megacpp_mcore.commands import cli
 from megacpp_mcore.data.corpus import find_stdlib_sources
 from megacpp_mcore.errors import LaunchError, ModelError, PatternError
-from megacpp_mcore.lowering import Training
+from megacpp_mcore.launch import plan as launch_plan
 from megacpp_mcore.model import Model, preset
-from megacpp_mcore.recipes import RECIPES
-from megacpp_mcore.stock_command import BARE, DATA_VARIABLE, LAUNCH, WAYS, WHEEL, Slurm, StockCommand
+from megacpp_mcore.model.recipes import RECIPES
+from megacpp_mcore.model.training import Training
 
 ROOT = Path(__file__).parents[2]
 AWKWARD = "a b'c\"$(touch made)`touch made`\\!*#~ é"
@@ -56,7 +59,7 @@ open(os.environ["RECORD"], "w").write(json.dumps(record))
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(config.VARIABLE, raising=False)
+    monkeypatch.delenv(plugin_config.VARIABLE, raising=False)
 
 
 def shell(script: str, folder: Path, **variables: str) -> dict[str, Any]:
@@ -281,8 +284,8 @@ def test_every_recipe_has_every_form_and_they_agree(
         (["nam56r", "--expert", "8", "--nodes", "3"], "8 processes do not spread evenly over 3 nodes"),
         (["nam56r", "--expert", "8", "--gpus-per-node", "3"], "a multiple of 8 processes, and 1 nodes × 3 are 3"),
         (["nam56r", "--set", "depth"], "'depth' is not of the form KEY=VALUE"),
-        (["nam56r", "--set", "dept=3"], "unknown key 'dept' in 'dept=3'; did you mean depth"),
-        (["nam56r", "--set", "topk=3"], "did you mean dsa.topk or moe.topk?"),
+        (["nam56r", "--set", "dept=3"], "unknown key 'dept' in 'dept=3'; did you mean 'depth'"),
+        (["nam56r", "--set", "topk=3"], "did you mean 'dsa.topk' or 'moe.topk'?"),
         (["nam56r", "--set", "depth=3", "depth=4"], "depth is given twice"),
         (["nam56r", "--set", "depth=many"], "'depth=many': 'many' is not a whole number"),
         (["nam56r", "--set", "m2rnn.heads=x"], "'x' is not a whole number or none"),
@@ -339,18 +342,18 @@ def test_the_file_of_a_changed_model_is_one_that_a_run_takes(
     file = tmp_path / "a model.yaml"
     words = ["nam56r_tiny", "--set", "dsa.topk=8", "seed=7", "--settings", str(file), "--as", "yaml"]
     command = stock_command.parse(emit(capsys, *words))
-    assert command.env == {config.VARIABLE: str(file)}
+    assert command.env == {plugin_config.VARIABLE: str(file)}
     assert command.options()["--dsa-indexer-topk"] == ("8",)
     assert command.options()["--seed"] == ("7",)
-    assert config.load(file).model.dsa.topk == 8
+    assert plugin_config.load(file).model.dsa.topk == 8
     assert stock_command.parse(emit(capsys, *words)) == command  # the same content once more
     words[2] = "dsa.topk=16"
     assert "says something else" in emit(capsys, *words, status=2)
     file.write_text(file.read_text() + "backends: {mamba3: reference}\n")
-    monkeypatch.setenv(config.VARIABLE, str(file))  # changes on top of a file's
+    monkeypatch.setenv(plugin_config.VARIABLE, str(file))  # changes on top of a file's
     second = tmp_path / "second.yaml"
     emit(capsys, "nam56r_tiny", "--set", "moe.topk=1", "--settings", str(second))
-    loaded = config.load(second)
+    loaded = plugin_config.load(second)
     assert (loaded.model.dsa.topk, loaded.model.moe.topk, dict(loaded.backends)) == (8, 1, {"mamba3": "reference"})
 
 
@@ -372,12 +375,12 @@ def test_a_launch_on_more_gpus_than_there_are_names_both(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert launcher.plan(["--x"], device="cuda", nproc=2, environment={}).nproc == 2
+    assert launch_plan.plan(["--x"], device="cuda", nproc=2, environment={}).nproc == 2
     with pytest.raises(LaunchError, match="asks for 8 GPUs on this host, one a process, and torch sees 2"):
-        launcher.plan(["--x"], device="cuda", nproc=8, environment={})
+        launch_plan.plan(["--x"], device="cuda", nproc=8, environment={})
     started = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
     with pytest.raises(LaunchError, match="asks for 4 GPUs on this host"):
-        launcher.plan(["--x"], device="cuda", environment=started)
+        launch_plan.plan(["--x"], device="cuda", environment=started)
 
 
 ONE_GPU = """

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacpp_mcore import config
+from megacpp_mcore import settings
+from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.corpus import find_stdlib_sources
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.lowering import Training, lower
+from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
-from megacpp_mcore.recipe_command import tokenizer_words
+from megacpp_mcore.model.training import Training
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 300
@@ -84,7 +85,7 @@ def start(program: Sequence[str], arguments: Sequence[str], data: Path | None, f
     """
     paths = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
     options = "" if data is None else str(data / "config.yaml")
-    ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FATE": fate, config.VARIABLE: options}
+    ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FATE": fate, settings.VARIABLE: options}
     with tempfile.NamedTemporaryFile(suffix=".log", delete=False) as log:
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", *program, *arguments],

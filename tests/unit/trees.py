@@ -9,9 +9,9 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from megacpp_mcore.patches.record import Edit, Patch
-from megacpp_mcore.patches.sources import SourceTree
-from megacpp_mcore.patches.symbols import Refusal, digest
+from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.sources import SourceTree
+from megacpp_mcore.patches.machinery.symbols import Refusal, digest
 
 HOOKED = "megatron/core/__init__.py"
 WORDS = dict.fromkeys(("fixes", "source", "seam", "leaves_alone", "retire_when"), "for a test")

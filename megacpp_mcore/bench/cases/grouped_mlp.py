@@ -27,7 +27,7 @@ from megacpp_mcore.bench.problem import (
     missing,
 )
 from megacpp_mcore.bench.registry import Options
-from megacpp_mcore.observe.flops import feed_forward
+from megacpp_mcore.model.flops import feed_forward
 
 LIMITS = {"bfloat16": 5e-3, "float32": 1e-5}
 ROUNDED = 3e-2
@@ -35,7 +35,7 @@ ROUNDED = 3e-2
 
 
 def problems(options: Options) -> Iterator[Problem]:
-    """One problem; how many rows an expert has is drawn once, for all sets."""
+    """One problem."""
     from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp
 
     sizes = options.shape
@@ -54,16 +54,16 @@ def problems(options: Options) -> Iterator[Problem]:
             leaf.requires_grad_()
         return Inputs(leaves=leaves, cotangents=(draw.normal(T, D),), fixed={"counts": counts_E})
 
-    sets = [one() for _ in range(options.sets)]
+    inputs = one()
     work = feed_forward(T, D, width)
     weights, rows = 2 * E * D * width * draw.itemsize, T * D * draw.itemsize
     yield Problem(
         shape={**sizes, "T": T},
         dtype=options.dtype,
-        sets=sets,
+        inputs=inputs,
         variants=[
             _grouped_mm(options, sizes),
-            _engine(options, sets[0], counts_E.tolist()),
+            _engine(options, inputs, counts_E.tolist()),
             differentiable("reference", OURS, partial(_ours, grouped_mlp)),
         ],
         works=floors(work, weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),

@@ -26,7 +26,7 @@ from megacpp_mcore.bench.problem import (
     missing,
 )
 from megacpp_mcore.bench.registry import Options
-from megacpp_mcore.observe.flops import causal_pairs, selected_pairs
+from megacpp_mcore.model.flops import causal_pairs, selected_pairs
 
 SELECTED = 1e-5
 """How far the score of a selected key may be below that of the one it was taken for: rounding of scores in float32."""
@@ -52,7 +52,7 @@ def problems(options: Options) -> Iterator[Problem]:
     yield Problem(
         shape=sizes,
         dtype=options.dtype,
-        sets=[Inputs(leaves=_indexer(draw, sizes), cotangents=()) for _ in range(options.sets)],
+        inputs=Inputs(leaves=_indexer(draw, sizes), cotangents=()),
         variants=[
             differentiable(STOCK, PEER, lambda inputs: _stock(inputs, N)),
             *candidates("indexer", call, device=options.device, dtype=options.dtype, dim=D),
@@ -88,7 +88,7 @@ def gradient_problems(options: Options) -> Iterator[Problem]:
     yield Problem(
         shape=sizes,
         dtype=options.dtype,
-        sets=[one() for _ in range(options.sets)],
+        inputs=one(),
         variants=[
             missing(STOCK, "no peer: stock's function makes the target, too"),
             *(

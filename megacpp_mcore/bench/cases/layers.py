@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from megacpp_mcore import pattern as grammar
 from megacpp_mcore.backends import Dispatcher, own_candidates
 from megacpp_mcore.bench.cases.mamba3 import THEIRS, WEIGHTS
 from megacpp_mcore.bench.cases.peers import mamba3_module, mamba_ssm_lacking, patched, with_engine
@@ -40,9 +39,9 @@ from megacpp_mcore.bench.problem import (
 )
 from megacpp_mcore.bench.registry import Options
 from megacpp_mcore.errors import BenchmarkError
-from megacpp_mcore.model import Model, preset, with_overrides
-from megacpp_mcore.observe import flops
-from megacpp_mcore.observe.flops import Work
+from megacpp_mcore.model import Model, flops, preset, with_overrides
+from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.model.flops import Work
 
 LIMITS = {"bfloat16": 4e-2, "float32": 1e-4}
 """The largest error of a row: two backends of one op round differently, and a layer carries that through its projections."""
@@ -131,16 +130,13 @@ def _problem(options: Options, letter: str, role: str | None, peer: Callable[[Pl
     _stir(ours.module, draw)
     names = [name for name, _ in ours.module.named_parameters()]
     shape = (options.shape["S"], options.shape["B"], model.hidden_size)
-    sets = [
-        Inputs(leaves={"hidden": draw.normal(*shape, scale=SMALL).requires_grad_()}, cotangents=(draw.normal(*shape),))
-        for _ in range(options.sets)
-    ]
+    hidden = draw.normal(*shape, scale=SMALL).requires_grad_()
     weights = sum(parameter.numel() * parameter.element_size() for parameter in ours.module.parameters())
     rows = options.shape["S"] * options.shape["B"] * model.hidden_size * draw.itemsize
     return Problem(
         shape={"model": model.name, **options.shape},
         dtype=options.dtype,
-        sets=sets,
+        inputs=Inputs(leaves={"hidden": hidden}, cotangents=(draw.normal(*shape),)),
         variants=[peer(plan, ours), ours.variant(f"ours ({ours.backends})", OURS)],
         works=floors(_work(plan), weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
         judge=AgainstTruth(
@@ -219,9 +215,10 @@ def _config(options: Options, model: Model) -> Any:
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.arguments import parse_args, validate_args
 
-    from megacpp_mcore.lowering import Training, lower
+    from megacpp_mcore.arguments.lowering import lower
+    from megacpp_mcore.data.tokenizer import tokenizer_words
     from megacpp_mcore.model import Layout
-    from megacpp_mcore.recipe_command import tokenizer_words
+    from megacpp_mcore.model.training import Training
 
     training = Training(
         device=options.device,

@@ -29,7 +29,7 @@ from megacpp_mcore.bench.problem import (
     missing,
 )
 from megacpp_mcore.bench.registry import Options
-from megacpp_mcore.observe.flops import product
+from megacpp_mcore.model.flops import product
 
 LIMITS = {"bfloat16": 5e-3, "float32": 2e-6}
 """The largest error of a row; or half as much again as stock's, where that is more."""
@@ -58,7 +58,7 @@ def problems(options: Options) -> Iterator[Problem]:
     yield Problem(
         shape=sizes,
         dtype=options.dtype,
-        sets=[one() for _ in range(options.sets)],
+        inputs=one(),
         variants=[
             *_stock(hidden, vocab, weight_VH),
             _liger(options),

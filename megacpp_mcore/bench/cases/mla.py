@@ -16,11 +16,9 @@ from megacpp_mcore.bench.cases.peers import patched, with_engine
 from megacpp_mcore.bench.conditioning import EARLY, early_causal_terms
 from megacpp_mcore.bench.parity import AgainstTruth
 from megacpp_mcore.bench.problem import (
-    BOTH,
     OURS,
     PEER,
     Draw,
-    Goal,
     Inputs,
     Problem,
     Tensors,
@@ -29,14 +27,12 @@ from megacpp_mcore.bench.problem import (
     floors,
 )
 from megacpp_mcore.bench.registry import Options
-from megacpp_mcore.observe.flops import causal_pairs, product
+from megacpp_mcore.model.flops import causal_pairs, product
 
 LIMITS = {"bfloat16": 5e-3, "float32": 4e-6}
 """The largest error of a row; stock in bf16 is further off, and is the yardstick."""
 
 PATCH = "mla-core-attention"
-SPEED_UP = 4.0
-"""What the patch has to reach, forward and backward, at full size on a GPU; where it does not, the run fails."""
 
 
 def problems(options: Options) -> Iterator[Problem]:
@@ -44,15 +40,8 @@ def problems(options: Options) -> Iterator[Problem]:
     sizes = options.shape
     B, S, H, K, V = (sizes[name] for name in ("B", "S", "heads", "qk", "v"))
     scale, draw = K**-0.5, Draw(options)
-    sets = [
-        Inputs(
-            leaves={
-                name: draw.normal(S, B, H, width).requires_grad_() for name, width in (("q", K), ("k", K), ("v", V))
-            },
-            cotangents=(draw.normal(S, B, H, V),),
-        )
-        for _ in range(options.sets)
-    ]
+    widths = {"q": K, "k": K, "v": V}
+    leaves = {name: draw.normal(S, B, H, width).requires_grad_() for name, width in widths.items()}
 
     def call(fn: Any, inputs: Inputs) -> Tensors:
         return [fn(*inputs.leaves.values(), softmax_scale=scale)]
@@ -65,7 +54,7 @@ def problems(options: Options) -> Iterator[Problem]:
     yield Problem(
         shape=sizes,
         dtype=options.dtype,
-        sets=sets,
+        inputs=Inputs(leaves=leaves, cotangents=(draw.normal(S, B, H, V),)),
         variants=[
             differentiable(stock, PEER, seam),
             differentiable(f"patch {PATCH}", OURS, seam, around=partial(patched, PATCH)),
@@ -80,7 +69,6 @@ def problems(options: Options) -> Iterator[Problem]:
             norms=partial(_norms, scale),
         ),
         stock=stock,
-        goals=[Goal(work=BOTH, variant=f"patch {PATCH}", over=stock, times=SPEED_UP)],
     )  # fmt: skip
 
 
@@ -101,7 +89,7 @@ def _norms(scale: float, name: str, norm: torch.Tensor, inputs: Inputs) -> torch
 
 
 def _floors(rows: int, S: int, K: int, V: int, size: int, dtype: str) -> Any:
-    """Forward has 2 products under the causal mask; its backward twice that, as :mod:`megacpp_mcore.observe.flops` counts."""
+    """Forward has 2 products under the causal mask; its backward twice that, as :mod:`megacpp_mcore.model.flops` counts."""
     forward = rows * S * (size * (2 * K + 2 * V) + 4)  # q, k, v, o and a float32 log-sum-exp a row
     backward = forward + rows * S * size * (V + 2 * K + V)  # those, the gradient of o, and three gradients
     return floors(product(rows * causal_pairs(S) * (K + V)), forward, forward + backward, dtype)

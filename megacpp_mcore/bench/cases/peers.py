@@ -57,7 +57,7 @@ def mamba_ssm_lacking(device: str, rank: int) -> str:
 @contextlib.contextmanager
 def patched(name: str) -> Iterator[None]:
     """The patch ``name`` in place, and no other; afterwards everything is as before."""
-    from megacpp_mcore.patches.registry import Registry, default
+    from megacpp_mcore.patches.machinery.registry import Registry, default
 
     registry = Registry(default().select([name]))
     registry.apply([name])

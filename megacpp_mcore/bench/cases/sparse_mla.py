@@ -15,7 +15,7 @@ from megacpp_mcore.bench.conditioning import EARLY, early_causal_terms
 from megacpp_mcore.bench.parity import AgainstTruth
 from megacpp_mcore.bench.problem import PEER, Draw, Inputs, Problem, Tensors, candidates, differentiable, floors
 from megacpp_mcore.bench.registry import Options
-from megacpp_mcore.observe.flops import product, selected_pairs
+from megacpp_mcore.model.flops import product, selected_pairs
 
 LIMITS = {"bfloat16": 5e-3, "float32": 4e-6}
 STOCK = "stock unfused"
@@ -48,7 +48,7 @@ def problems(options: Options) -> Iterator[Problem]:
     yield Problem(
         shape=sizes,
         dtype=options.dtype,
-        sets=[one() for _ in range(options.sets)],
+        inputs=one(),
         variants=[
             differentiable(STOCK, PEER, partial(_stock, **how)),
             *candidates("sparse_mla", call, device=options.device, dtype=options.dtype, qk_dim=K, v_dim=V),

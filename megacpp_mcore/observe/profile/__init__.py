@@ -4,20 +4,16 @@ from megacpp_mcore.observe.profile.profiler import (
     EXTERNAL,
     FOLDER,
     INTERNAL,
-    TOOLS,
     Profiler,
     check_device,
     on_gpu,
-    parse_steps,
 )
 
 __all__ = [
     "EXTERNAL",
     "FOLDER",
     "INTERNAL",
-    "TOOLS",
     "Profiler",
     "check_device",
     "on_gpu",
-    "parse_steps",
 ]

@@ -17,17 +17,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megacpp_mcore.observe.profile.events import NODE, PREFIX, STEP, Op, Trace
-from megacpp_mcore.observe.profile.intervals import Cover, Interval
+from megacpp_mcore.observe.profile.trace import NODE, PREFIX, STEP, Cover, Interval, Op, Trace
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER, OTHER = "forward", "recompute", "backward", "optimizer", "other"
 
 _STEP = f"{PREFIX}{STEP}/"
 _PHASES = {"optimizer": OPTIMIZER, "gradients": BACKWARD}
 """Ranges whose phase is not ``forward``."""
-
-_COLLECTIVES = ("c10d::", "_c10d_functional::", "c10d_functional::")
-"""What torch's operators that start a collective, or wait for one, are named by."""
 
 
 class Place(NamedTuple):
@@ -61,11 +57,6 @@ class Attribution:
         self_time: by place and name of the operator; what lies outside of steps is left out.
         operators: the place of each operator in a step, by its correlation.
         launches: the place of each launch in a step, by its correlation.
-        busy: the time in a step in which a thread computed, as far as it is known. An operator of torch computes until it
-            returns, in what it calls and beside it (``aten::mm`` does so between two that it calls). A Python function that
-            was given to autograd, a node of the backward pass, or an annotation may as well wait, so that only the operators
-            inside of it count; and so does an operator with a collective, or a Python function, inside. What a collective
-            calls is its own, and so is what its thread does for it.
         operating: of a trace without kernels, the time whose innermost event is an operator, thread by thread: what
             ``self_time`` is made of.
     """
@@ -75,29 +66,21 @@ class Attribution:
         self.self_time: defaultdict[tuple[Place, str], Work] = defaultdict(Work)
         self.operators: dict[int, Place] = {}
         self.launches: dict[int, Place] = {}
-        self.busy: list[Interval] = []
         self.operating: list[Interval] = []
 
 
 class _Frame:
     """An open event."""
 
-    __slots__ = ("computes", "counted", "in_collective", "in_node", "inner_ns", "last_node", "op", "place")
+    __slots__ = ("counted", "in_node", "inner_ns", "last_node", "op", "place")
 
-    def __init__(self, op: Op, place: Place, in_node: bool, counted: bool, in_collective: bool) -> None:
+    def __init__(self, op: Op, place: Place, in_node: bool, counted: bool) -> None:
         self.op = op
         self.place = place
         self.in_node = in_node
         self.counted = counted  # an operator, as opposed to a range, of a step
-        self.in_collective = in_collective
-        self.computes = counted and not in_collective and _is_operator(op)  # from its begin to its end
         self.inner_ns = 0
         self.last_node = place  # where the node belongs that was evaluated last inside of this event
-
-
-def _is_operator(op: Op) -> bool:
-    """Whether an event is an operator of torch: those have a namespace, as opposed to Python functions and annotations."""
-    return op.forward and "::" in op.name and not op.name.startswith((PREFIX, NODE))
 
 
 class _Made:
@@ -141,11 +124,6 @@ def attribute(trace: Trace, *, wanted: Iterable[int] | None = None) -> Attributi
 class _Sweep:
     def __init__(self, found: Attribution, trace: Trace, wanted: set[int] | None) -> None:
         self._found = found
-        moving: defaultdict[int, list[Interval]] = defaultdict(list)
-        for one in trace.collectives:
-            moving[one.thread].append((one.start_ns, one.end_ns))
-        self._moving = {thread: Cover(intervals) for thread, intervals in moving.items()}
-        self._busy: defaultdict[int, list[Interval]] = defaultdict(list)
         self._on_host = not trace.kernels  # else the time is the kernels', and that of operators is not asked for
         self._operating: defaultdict[int, list[Interval]] = defaultdict(list)
         self._since: dict[int, int] = {}
@@ -171,7 +149,7 @@ class _Sweep:
         place = self._place(op, above, is_range, is_node)
         in_node = is_node or (above is not None and above.in_node)
         self._pass(stack, op.thread, op.start_ns)
-        stack.append(_Frame(op, place, in_node, in_step and not is_range, self._in_collective(op, above)))
+        stack.append(_Frame(op, place, in_node, in_step and not is_range))
         if in_step and not is_range and (self._wanted is None or op.correlation in self._wanted):
             self._found.operators[op.correlation] = place
         if op.sequence >= 0 and op.forward and not is_node:
@@ -182,17 +160,8 @@ class _Sweep:
         for stack in self._open.values():
             while stack:
                 self._leave(stack)
-        for intervals in self._busy.values():
-            self._found.busy += intervals
         for intervals in self._operating.values():
             self._found.operating += intervals
-
-    def _in_collective(self, op: Op, above: _Frame | None) -> bool:
-        """Whether an event is a collective, or a part of one: of its operator, or of the thread that runs it."""
-        if above is not None and above.in_collective:
-            return True
-        moving = self._moving.get(op.thread)
-        return op.name.startswith(_COLLECTIVES) or (moving is not None and moving.holds(op.start_ns))
 
     def _place(self, op: Op, above: _Frame | None, is_range: bool, is_node: bool) -> Place:
         outer = above.place if above else _NOWHERE
@@ -244,18 +213,5 @@ class _Sweep:
             work = self._found.self_time[frame.place, op.name]
             work.ns += max(0, op.end_ns - op.start_ns - frame.inner_ns)
             work.calls += 1
-        if stack:
-            stack[-1].inner_ns += (
-                op.end_ns - op.start_ns
-            )  # of a range, too: what Python does in it is no operator's time
-        if frame.computes:
-            self._add_busy(op)
-        elif stack:
-            stack[-1].computes = False  # it may wait as long as this does
-
-    def _add_busy(self, op: Op) -> None:
-        """All of an operator, in place of those that it called."""
-        busy = self._busy[op.thread]
-        while busy and busy[-1][0] >= op.start_ns:
-            busy.pop()
-        busy.append((op.start_ns, op.end_ns))
+        if stack:  # of a range, too: what Python does in it is no operator's time
+            stack[-1].inner_ns += op.end_ns - op.start_ns

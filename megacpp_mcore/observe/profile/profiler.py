@@ -2,7 +2,7 @@
 
 The listener opens torch's profiler and the ranges of :mod:`megacpp_mcore.observe.profile.ranges` when the first step begins
 and closes both after the last one; outside of the window it costs nothing. Then it reads the profiler's raw events
-(:mod:`megacpp_mcore.observe.profile.events`), says of each where it belongs (:mod:`megacpp_mcore.observe.profile.attribution`)
+(:mod:`megacpp_mcore.observe.profile.trace`), says of each where it belongs (:mod:`megacpp_mcore.observe.profile.attribution`)
 and writes ``RUN/profile/<first>-<last>/table.json`` and ``table.txt``. No torch at import.
 """
 
@@ -13,7 +13,6 @@ import gc
 import gzip
 import json
 import logging
-import re
 import shutil
 import tempfile
 import time
@@ -22,42 +21,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import DataError, LaunchError
-from megacpp_mcore.observe import compilation
-from megacpp_mcore.observe.clock import Clock, Phase
-from megacpp_mcore.observe.files import replace
-from megacpp_mcore.observe.listener import Listener
-from megacpp_mcore.observe.profile import events as profile_events
-from megacpp_mcore.observe.profile import sparse as profile_sparse
-from megacpp_mcore.observe.profile import text as profile_text
-from megacpp_mcore.observe.profile.table import DEVICE_TIME, Table, table
+from megacpp_mcore.observe.clock import Clock, Phase, compilation_timed
+from megacpp_mcore.observe.events import Listener, replace
+from megacpp_mcore.observe.profile import table as tables
+from megacpp_mcore.observe.profile import trace as traces
+from megacpp_mcore.observe.profile.table import DEVICE_TIME, Table
 from megacpp_mcore.observe.routing import Routing
+from megacpp_mcore.settings import PROFILE_TOOLS
 
 if TYPE_CHECKING:
-    from megacpp_mcore.observe.steps import Step
+    from megacpp_mcore.observe.events import Step
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "profile"
 SCHEMA = 1
-INTERNAL, EXTERNAL = "torch", "external"
-TOOLS = (INTERNAL, EXTERNAL)
-"""``torch``: torch's profiler and the tables. ``external``: NVTX ranges and the start and stop of the CUDA profiler API, for
-Nsight Systems or Nsight Compute around the run (two profilers in one process would take each other's events)."""
-
-_STEPS = re.compile(r"(\d+)-(\d+)")
-
-
-def parse_steps(text: str) -> tuple[int, int]:
-    """``10-14`` as the first and the last step.
-
-    Raises:
-        LaunchError: it is something else.
-    """
-    found = _STEPS.fullmatch(text.strip())
-    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not 1 <= first <= last:
-        raise LaunchError(f"the steps to profile are {text!r}; expected the first and the last, such as 10-14")
-    return first, last
+INTERNAL, EXTERNAL = PROFILE_TOOLS
 
 
 def on_gpu() -> bool:
@@ -89,7 +68,7 @@ class Profiler(Listener):
         run: the run's folder.
         rank: of this process; another one than 0 has a folder of its own in the profile's (``rank_00003``).
         first, last: the window, 1-based. A run that is resumed inside of it profiles the rest.
-        tool: one of :data:`TOOLS`.
+        tool: one of :data:`~megacpp_mcore.settings.PROFILE_TOOLS`.
         trace: whether ``trace.json.gz`` is written, too, for a trace viewer. It is large: about 300 bytes an event before and
             20 after compression.
         routing: the listener that counts tokens by expert, for the sparse work; None: it is not counted.
@@ -113,8 +92,8 @@ class Profiler(Listener):
         trigger: str = "observability.profile",
         clock: Clock | None = None,
     ) -> None:
-        if tool not in TOOLS:
-            raise LaunchError(f"the profiler is {tool!r}; expected {' or '.join(TOOLS)}")
+        if tool not in PROFILE_TOOLS:
+            raise LaunchError(f"the profiler is {tool!r}; expected {' or '.join(PROFILE_TOOLS)}")
         check_device(tool)
         self._folder = Path(run) / FOLDER
         self._rank = rank
@@ -178,7 +157,7 @@ class Profiler(Listener):
         if self._routing is None:
             return {}
         self._routing.read()
-        return profile_sparse.loads(self._routing.record())
+        return tables.loads(self._routing.record())
 
     def _finish(self) -> None:
         """Close the window and write what it saw, in a phase of its own: it is no part of the run's steps."""
@@ -198,7 +177,7 @@ class Profiler(Listener):
             return
         began = time.monotonic()
         with _without_collection():
-            found = table(profile_events.read(window.events()))
+            found = tables.table(traces.read(window.events()))
         folder = self._folder / f"{window.first}-{window.last}"
         if self._rank:
             folder /= f"rank_{self._rank:05d}"
@@ -208,7 +187,7 @@ class Profiler(Listener):
             raise DataError(f"{folder}: {error.strerror}; expected a folder for the profile") from error
         record = self._record(window, found) | {"read_s": round(time.monotonic() - began, 3)}
         replace(folder / "table.json", json.dumps(record, indent=1) + "\n")
-        replace(folder / "table.txt", profile_text.page(record))
+        replace(folder / "table.txt", tables.page(record))
         if self._trace:
             window.save(folder / "trace.json.gz")
         if record["problem"]:
@@ -245,10 +224,10 @@ class Profiler(Listener):
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
         modules = [module for chunk in self._chunks for module in chunk.modules()]
-        return profile_sparse.sparse_work(
+        return tables.sparse_work(
             window.loads,
             self._loads(),
-            profile_sparse.Padding.of_run(self._chunks[0].config, modules),
+            tables.Padding.of_run(self._chunks[0].config, modules),
             micro_batches=get_num_microbatches() * (window.last - window.first + 1),
         )
 
@@ -290,7 +269,7 @@ class _Window:
                     use_kineto=True, use_cpu=True, use_device="cuda" if on_device else None
                 )
                 stack.enter_context(self._profiler)
-            stack.enter_context(compilation.timed(self._clock))
+            stack.enter_context(compilation_timed(self._clock))
             stack.enter_context(named(self._ranges, chunks, optimizer))
             self._stack = stack.pop_all()
 
@@ -301,11 +280,11 @@ class _Window:
 
     def begin(self, number: int) -> None:
         """Step ``number`` begins."""
-        self._ranges.open(f"{profile_events.STEP}/{number}")
+        self._ranges.open(f"{traces.STEP}/{number}")
 
     def end(self, number: int) -> None:
         """Step ``number`` has ended."""
-        self._ranges.close(f"{profile_events.STEP}/{number}")
+        self._ranges.close(f"{traces.STEP}/{number}")
         self._complete.add(number)
         self.last = number
 

@@ -24,7 +24,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, MultiTokenPredictionLayer
 
-from megacpp_mcore.observe.profile.events import PARTS, PREFIX
+from megacpp_mcore.observe.profile.trace import PARTS, PREFIX
 
 BETWEEN_LAYERS, DATA, EMBEDDING, GRADIENTS, HEAD, NORM, OPTIMIZER, PIPELINE = PARTS
 MTP = "MTP"
@@ -119,17 +119,12 @@ def named(ranges: Ranges, chunks: Sequence[Any], optimizer: Any) -> Iterator[Non
 
 def family(layer: torch.nn.Module) -> str:
     """What a layer is: the letters of its mixer and of its feed-forward part, for Megatron's own layers, too."""
-    from megacpp_mcore.layer_specs.mamba import Mamba3Mixer
-    from megacpp_mcore.layer_specs.recurrent import M2RNNMixer
-
     mixer, mlp = getattr(layer, "self_attention", None), getattr(layer, "mlp", None)
     if hasattr(layer, "mixer"):  # Megatron's own MambaLayer
         return "M"
     letters = ""
-    if isinstance(mixer, Mamba3Mixer | M2RNNMixer):
-        letters = "M" if isinstance(mixer, Mamba3Mixer) else "R"
-    elif mixer is not None and not isinstance(mixer, IdentityOp):
-        letters = "A"
+    if mixer is not None and not isinstance(mixer, IdentityOp):
+        letters = getattr(mixer, "family", "A")  # ours say what they are
     if isinstance(mlp, BaseMoELayer):
         letters += "E"
     elif mlp is not None and not isinstance(mlp, IdentityOp):

@@ -1,8 +1,9 @@
-"""What a process knows of its run, read from Megatron's live objects when the model stands; the facts of a receipt.
+"""What a process knows of its run, read from Megatron's live objects when the model stands: the facts of a receipt.
 
 A fact that cannot be had is left unknown with the reason. The precision plan, the optimizer with the dtypes of its states, the
 routing's settings and the compile policy are as configured, and the fields of :mod:`megacpp_mcore.observe.receipts.schema` say
-so. Written against megatron-core 0.19.2.
+so. What runs is observed: a module knows which function it calls, a class whose arithmetic it is, a bucket which dtype it has.
+Written against megatron-core 0.19.2. No torch at import.
 """
 
 from __future__ import annotations
@@ -15,23 +16,24 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import megacpp_mcore
-from megacpp_mcore import lowering, precision
-from megacpp_mcore.config import PluginConfig
+from megacpp_mcore.arguments import lowering
+from megacpp_mcore.backends import AUTO, Resolution, Speed, probes
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.model import Model
-from megacpp_mcore.observe import flops
-from megacpp_mcore.observe.flops import report as flops_report
-from megacpp_mcore.observe.flops.recompute import Recomputation, recomputed
+from megacpp_mcore.model import Model, flops, precision
+from megacpp_mcore.model.flops import report as flops_report
+from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.observe.loop import Loop
-from megacpp_mcore.observe.receipts.backends import bare
-from megacpp_mcore.observe.receipts.modules import modules
+from megacpp_mcore.observe.receipts.claims import arithmetic
+from megacpp_mcore.observe.receipts.schema import RESIDENT
 from megacpp_mcore.policy import ALLOCATOR, CONNECTIONS, DISABLING, LaunchPolicy
+from megacpp_mcore.settings import PluginConfig
 
 ENVIRONMENT = (
     CONNECTIONS,
@@ -69,6 +71,7 @@ _DISTRIBUTIONS = (
     "nvidia-nccl-cu13",
 )
 _DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+_NO_LAUNCHER = "the launcher did not start this run, and its policy is not known"
 
 
 @dataclass
@@ -83,6 +86,11 @@ class Facts:
         self.values[path] = value
         if value is None:
             self.unknown[path] = reason
+
+    def put_all(self, group: str, values: Mapping[str, Any]) -> None:
+        """Note the values of a group's fields."""
+        for name, value in values.items():
+            self.put(f"{group}.{name}", value)
 
     def miss(self, path: str, reason: str) -> None:
         """Note why a field, or all of a group, is not known."""
@@ -99,53 +107,56 @@ class Facts:
 def at_start(settings: PluginConfig | None, launched: LaunchPolicy | None) -> Facts:
     """What is known before there is a model."""
     facts = Facts()
+    world_size, local = (max(1, int(os.environ.get(name, "1"))) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     facts.put("environment", {name: os.environ[name] for name in ENVIRONMENT if name in os.environ})
     facts.attempt("versions", lambda found: found.put("versions", _versions()))
     facts.attempt("commit", _commit)
-    facts.attempt("compile", lambda found: _compile(found, settings, launched))
+    facts.put_all("parallelism", {"world_size": world_size, "hosts": max(1, world_size // local)})
     if launched is None:
-        facts.miss("experimental_taxes", "the launcher did not start this run, and only it brings them")
-        facts.miss("overlap", "the launcher did not start this run, and its policy is not known")
-    else:
-        facts.put("experimental_taxes", list(launched.taxes))
-        facts.put("overlap", [dataclasses.asdict(each) for each in launched.overlaps])
-    facts.put("parallelism.world_size", int(os.environ.get("WORLD_SIZE", "1")))
-    facts.put(
-        "parallelism.hosts",
-        max(1, int(os.environ.get("WORLD_SIZE", "1")) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))),
-    )
+        facts.put("compile.mode", settings.compile if settings is not None else "off")
+        for path in ("compile_warmup", "compile.reason", "compile.precompile", "experimental_taxes", "overlap"):
+            facts.miss(path, _NO_LAUNCHER)
+        return facts
+    chosen = launched.compile
+    facts.put("compile_warmup", chosen.warm_up)
+    facts.put_all("compile", {"mode": chosen.mode, "reason": chosen.reason, "precompile": chosen.precompile})
+    facts.put("experimental_taxes", list(launched.taxes))
+    facts.put("overlap", [dataclasses.asdict(each) for each in launched.overlaps])
     return facts
 
 
 def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None, loop: Loop) -> None:
     """Add to ``facts`` what the arguments of the run that ``loop`` trains and the model's chunks say."""
-    args = loop.arguments()
-    config = bare(chunks[0]).config
+    args, config = loop.arguments(), bare(chunks[0]).config
     model: list[Model] = []
     facts.attempt("model", lambda found: model.append(_model(found, args, config, settings, loop)))
     for path, learn in (
         ("device", lambda found: _device(found, chunks)),
-        ("parallelism", lambda found: _parallelism(found, args, config)),
+        ("parallelism", lambda found: found.put_all("parallelism", _read(args, config, _PARALLELISM))),
         ("batch", lambda found: _batch(found, args)),
         ("data", lambda found: _data(found, args)),
         ("precision", lambda found: _precision(found, chunks, config)),
         ("optimizer", lambda found: found.put("optimizer", _optimizer(args))),
         ("patches", lambda found: found.put("patches", _patches())),
-        ("routing", lambda found: _routing(found, chunks, config)),
+        ("routing", lambda found: _routing(found, config)),
+        ("recompute", lambda found: found.put("recompute", str(_recomputation(config, settings)))),
     ):
         facts.attempt(path, learn)
-    facts.attempt("recompute", lambda found: found.put("recompute", str(_recomputation(config, settings))))
     if not model:
         for path in ("family", "pattern", "flops", "indexer"):
             if facts.values.get(path) is None:
                 facts.miss(path, facts.unknown["model"])
-    else:
-        facts.attempt("indexer", lambda found: _indexer(found, model[0]))
-        facts.attempt("flops", lambda found: _flops(found, model[0], args, config, settings))
+        return
+    facts.attempt("indexer", lambda found: _indexer(found, model[0]))
+    facts.attempt("flops", lambda found: _flops(found, model[0], args, config, settings))
+
+
+_KERNELS = {"triton": "*", "inductor": "fxgraph/*/*"}
+"""One entry of each cache for a compiled kernel or graph, as Triton 3.6 and torch 2.11 lay them out."""
 
 
 def cache_files() -> dict[str, int]:
-    """How many files the caches of compiled kernels hold; places as Triton 3.6 and torch 2.11 choose them."""
+    """How many kernels and graphs the caches of this host hold."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     home = Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"
@@ -153,7 +164,7 @@ def cache_files() -> dict[str, int]:
         "triton": os.environ.get("TRITON_CACHE_DIR") or home,
         "inductor": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir(),
     }
-    return {name: sum(len(names) for _, _, names in os.walk(folder)) for name, folder in folders.items()}
+    return {name: sum(1 for _ in Path(folder).glob(_KERNELS[name])) for name, folder in folders.items()}
 
 
 # --- The software -----------------------------------------------------------------------------------------------------
@@ -189,7 +200,7 @@ def _commit(facts: Facts) -> None:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    """What git says in ``folder``; None if it fails or is not there."""
+    """What git prints in ``folder``; None if it fails or is not there."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=False
@@ -199,21 +210,8 @@ def _git(folder: Path, *words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _compile(facts: Facts, settings: PluginConfig | None, launched: LaunchPolicy | None) -> None:
-    if launched is None:
-        facts.put("compile.mode", settings.compile if settings is not None else "off")
-        for path in ("compile_warmup", "compile.reason", "compile.precompile"):
-            facts.miss(path, "the launcher did not start this run, and its policy is not known")
-        return
-    chosen = launched.compile
-    facts.put("compile_warmup", chosen.warm_up)
-    facts.put("compile.mode", chosen.mode)
-    facts.put("compile.reason", chosen.reason)
-    facts.put("compile.precompile", chosen.precompile)
-
-
 def _patches() -> list[dict[str, Any]]:
-    from megacpp_mcore.patches import registry
+    from megacpp_mcore.patches.machinery import registry
 
     return [
         {name: record[name] for name in ("name", "state", "fingerprints")}
@@ -223,6 +221,43 @@ def _patches() -> list[dict[str, Any]]:
 
 
 # --- The run ----------------------------------------------------------------------------------------------------------
+
+_PARALLELISM = {
+    "world_size": "args.world_size",
+    "tensor": "config.tensor_model_parallel_size",
+    "pipeline": "config.pipeline_model_parallel_size",
+    "virtual": "config.virtual_pipeline_model_parallel_size",
+    "expert": "config.expert_model_parallel_size",
+    "context": "config.context_parallel_size",
+    "data": "args.data_parallel_size",
+    "sequence_parallel": "config.sequence_parallel",
+}
+_STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_ROUTING = (
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate",
+    "moe_router_score_function",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_token_drop_policy",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+)
+
+
+def _read(args: Any, config: Any, paths: Mapping[str, str]) -> dict[str, Any]:
+    """Values of ``args.NAME`` and ``config.NAME``; one that is not set is 1, as of stages that are not virtual."""
+    holders = {"args": args, "config": config}
+    found = {}
+    for name, path in paths.items():
+        holder, _, attribute = path.partition(".")
+        value = attrgetter(attribute)(holders[holder])
+        found[name] = 1 if value is None else value
+    return found
 
 
 def _model(facts: Facts, args: Any, config: Any, settings: PluginConfig | None, loop: Loop) -> Model:
@@ -236,25 +271,30 @@ def _model(facts: Facts, args: Any, config: Any, settings: PluginConfig | None, 
         facts.put("pattern", pattern, reason)
         raise MegacppError(reason)
     if settings is not None:
-        found = settings.model
+        model = settings.model
     else:
-        found = lowering.matching_preset(loop.describe_model(host), host=host)
-    facts.put("family", found.name.partition("_")[0].upper())
-    facts.put("pattern", found.pattern)
-    facts.put("model.name", found.name)
-    facts.put("model.layers", found.layers)
-    facts.put("model.parameters", sum(found.parameters().values()))
-    facts.put("model.definition", dataclasses.asdict(found))
-    return found
+        model = lowering.matching_preset(loop.describe_model(host), host=host)
+    facts.put("family", model.name.partition("_")[0].upper())
+    facts.put("pattern", model.pattern)
+    parameters = sum(model.parameters().values())
+    definition = dataclasses.asdict(model)
+    facts.put_all(
+        "model", {"name": model.name, "layers": model.layers, "parameters": parameters, "definition": definition}
+    )
+    return model
 
 
 def _device(facts: Facts, chunks: Sequence[Any]) -> None:
     import torch
 
-    kind = next(bare(chunks[0]).parameters()).device.type
+    kind = _device_type(chunks)
     mode = facts.values.get("compile.mode", "off")
     facts.put("device", torch.cuda.get_device_name() if kind == "cuda" else f"CPU ({_processor()})")
     facts.put("lane", f"{kind}_{'regional_compile' if mode == 'regional' else 'eager'}")
+
+
+def _device_type(chunks: Sequence[Any]) -> str:
+    return str(next(bare(chunks[0]).parameters()).device.type)
 
 
 def _processor() -> str:
@@ -266,44 +306,28 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _parallelism(facts: Facts, args: Any, config: Any) -> None:
-    for name, value in {
-        "world_size": args.world_size,
-        "tensor": config.tensor_model_parallel_size,
-        "pipeline": config.pipeline_model_parallel_size,
-        "virtual": config.virtual_pipeline_model_parallel_size or 1,
-        "expert": config.expert_model_parallel_size,
-        "context": config.context_parallel_size,
-        "data": args.data_parallel_size,
-        "sequence_parallel": bool(config.sequence_parallel),
-    }.items():
-        facts.put(f"parallelism.{name}", value)
-
-
 def _batch(facts: Facts, args: Any) -> None:
     documents = (
         "packed" if args.dataloader_inter_document_masking else "masked" if args.reset_attention_mask else "together"
     )
-    for name, value in {
+    values = {
         "micro_batch_size": args.micro_batch_size,
         "global_batch_size": args.global_batch_size,
         "accumulation": args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
         "sequence_length": args.seq_length,
         "documents": documents,
         "rampup": args.rampup_batch_size is not None,
-    }.items():
-        facts.put(f"batch.{name}", value)
+    }
+    facts.put_all("batch", values)
 
 
 def _optimizer(args: Any) -> dict[str, Any]:
     """The optimizer as configured; its states do not exist before the first step."""
-    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    found = {name: str(getattr(args, name)).removeprefix("torch.") for name in names if hasattr(args, name)}
     return {
         "name": args.optimizer,
         "distributed": bool(args.use_distributed_optimizer),
         "precision_aware": bool(args.use_precision_aware_optimizer),
-        **found,
+        **{name: str(getattr(args, name)).removeprefix("torch.") for name in _STATES if hasattr(args, name)},
     }
 
 
@@ -325,7 +349,7 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any) -> None:
         facts.put("precision.fp8_layers", None, "Megatron's own FP8 wraps every layer")
         return
     in_fp8 = [
-        one.layer_number for one in modules(chunks) if getattr(one, "in_fp8", False) and hasattr(one, "linear_fc1")
+        one.layer_number for one in _modules(chunks) if getattr(one, "in_fp8", False) and hasattr(one, "linear_fc1")
     ]
     facts.put("precision.fp8_layers", sorted(number for number in in_fp8 if number is not None))
 
@@ -374,16 +398,15 @@ def _data_words(args: Any) -> list[str]:
     """The words of a command line that name the run's datasets."""
     words: list[str] = []
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        values = getattr(args, name, None)
-        if values:
+        if values := getattr(args, name, None):
             words += [f"--{name.replace('_', '-')}", *map(str, values)]
     for name in ("data_args_path", "per_split_data_args_path"):
-        if getattr(args, name, None):
-            words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+        if value := getattr(args, name, None):
+            words += [f"--{name.replace('_', '-')}", str(value)]
     return words
 
 
-def _routing(facts: Facts, chunks: Sequence[Any], config: Any) -> None:
+def _routing(facts: Facts, config: Any) -> None:
     if config.num_moe_experts is None:
         facts.miss("routing", "the model has no experts")
         return
@@ -393,32 +416,16 @@ def _routing(facts: Facts, chunks: Sequence[Any], config: Any) -> None:
         "routing.capacity_factor", config.moe_expert_capacity_factor, "experts have no capacity, nothing is dropped"
     )
     facts.put("routing.expert_input", "padded" if config.moe_pad_expert_input_to_capacity else "jagged")
-    names = (
-        "moe_router_load_balancing_type",
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "moe_router_enable_expert_bias",
-        "moe_router_bias_update_rate",
-        "moe_router_score_function",
-        "moe_router_num_groups",
-        "moe_router_group_topk",
-        "moe_router_topk_scaling_factor",
-        "moe_token_drop_policy",
-        "moe_ffn_hidden_size",
-        "moe_shared_expert_intermediate_size",
-    )
-    facts.put("routing.settings", {name: getattr(config, name) for name in names})
-    top_k = config.moe_router_topk
-    facts.put("routing.top_k", top_k)
+    facts.put("routing.settings", {name: getattr(config, name) for name in _ROUTING})
+    facts.put("routing.top_k", config.moe_router_topk)
 
 
 def _indexer(facts: Facts, model: Model) -> None:
     if not {"F", "S"} & set(model.roles):
         facts.miss("indexer", "the model has no sparse attention")
         return
-    facts.put("indexer.top_k", model.dsa.topk)
-    facts.put("indexer.loss_coefficient", model.dsa.loss_coeff)
-    facts.put("indexer.warmup_steps", model.dsa.warmup_steps)
+    dsa = model.dsa
+    facts.put_all("indexer", {"top_k": dsa.topk, "loss_coefficient": dsa.loss_coeff, "warmup_steps": dsa.warmup_steps})
 
 
 def _recomputation(config: Any, settings: PluginConfig | None) -> Recomputation:
@@ -429,24 +436,214 @@ def _flops(facts: Facts, model: Model, args: Any, config: Any, settings: PluginC
     """The count of a step, of which the assembly makes rates."""
     import torch
 
-    from megacpp_mcore.layer_specs.nam56r import model_chunks
+    from megacpp_mcore.arguments.chunks import model_chunks
 
-    how = _recomputation(config, settings)
     if facts.values.get("batch.documents") != "together":
         facts.miss("flops", "documents are kept apart, and how long they were is not recorded")
         return
     step = flops.step(model, args.global_batch_size, seq_length=args.seq_length, vocab_size=args.padded_vocab_size)
-    again = recomputed(model, step, how, model_chunks(config))
+    again = recomputed(model, step, _recomputation(config, settings), model_chunks(config))
     plan = precision.PrecisionPlan(
         model_dtype=facts.values["precision.model_dtype"],
         kernel_fp8="experts" if facts.values["precision.kernel_fp8"] == "experts" else "none",
     )
     tf32 = bool(torch.backends.cuda.matmul.allow_tf32)
-    model_parts = flops_report.by_precision(model, step, plan, tf32=tf32)
-    more = flops_report.by_precision(model, again, plan, tf32=tf32)
+    model_parts, more = (flops_report.by_precision(model, one, plan, tf32=tf32) for one in (step, again))
     counted = flops_report.record(step, again)
     counted["by_precision"] = {
         name: {"model_flops": part.total.training, "hardware_flops": part.total.training + more[name].total.training}
         for name, part in model_parts.items()
     }
     facts.put("flops", counted)
+
+
+# --- What modules, buckets and the allocator say ----------------------------------------------------------------------
+
+_TE = probes.TRANSFORMER_ENGINE
+
+
+def bare(chunk: Any) -> Any:
+    """``chunk`` without the wrappers that Megatron puts around it."""
+    while not hasattr(chunk, "decoder") and hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def local(chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
+    """What the modules, the optimizer and the gradient buffers of this rank say."""
+    rows = [*_resolved(chunks), *_of_classes(chunks), *_of_loss(chunks), *_of_optimizer(chunks, optimizer)]
+    return {"backends": rows, "parts": _parts(chunks), **_ddp(chunks)}
+
+
+def memory(chunks: Sequence[Any]) -> dict[str, Any]:
+    """Peaks of this rank so far, in bytes; the CPU lane answers with the resident set.
+
+    The allocator counts on the host: this waits for no device, and holds also after an error.
+    """
+    import torch
+
+    return {
+        "kind": "CUDA allocator" if _device_type(chunks) == "cuda" else RESIDENT,
+        "allocated_peak_bytes": int(torch.cuda.max_memory_allocated()),
+        "reserved_peak_bytes": int(torch.cuda.max_memory_reserved()),
+    }
+
+
+def moe(chunks: Sequence[Any]) -> dict[str, Any]:
+    """How the MoE layers of this rank are wired: who runs the shared expert, and which dispatchers there are."""
+    found: Mapping[str, set[Any]] = {"dispatchers": set(), "shared_expert_overlap": set(), "top_k": set()}
+    for module in _modules(chunks):
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if dispatcher is not None:
+            found["dispatchers"].add(type(dispatcher).__name__)
+            found["shared_expert_overlap"].add(getattr(dispatcher, "shared_experts", None) is not None)
+            found["top_k"].add(module.router.topk)
+    return {name: sorted(values) for name, values in found.items()}
+
+
+def owner(module: Any) -> str:
+    """``transformer_engine``, ``apex``, ``torch``, ``megatron`` or ``megacpp_mcore``: whose arithmetic an object is."""
+    kinds = type(module).__mro__
+    tops = {kind.__module__.partition(".")[0] for kind in kinds}
+    if _TE in tops or any(kind.__name__.startswith("TE") for kind in kinds):
+        return _TE
+    first = type(module).__module__.partition(".")[0]
+    return first if first in ("apex", "torch", "megacpp_mcore") else "megatron"
+
+
+def _modules(chunks: Sequence[Any]) -> Iterator[Any]:
+    for chunk in chunks:
+        yield from chunk.modules()
+
+
+def _layers(chunks: Sequence[Any]) -> Iterator[tuple[int | None, str, Any]]:
+    """Every module of a layer or MTP block with the layer's number (None: MTP) and the last part of its name."""
+    for core in map(bare, chunks):
+        layers = getattr(getattr(core, "decoder", None), "layers", ())
+        numbered: list[tuple[int | None, Any]] = [(getattr(layer, "layer_number", None), layer) for layer in layers]
+        if getattr(core, "mtp", None) is not None:
+            numbered.append((None, core.mtp))
+        for number, layer in numbered:
+            for name, module in layer.named_modules():
+                yield number, name.rpartition(".")[2], module
+
+
+def _ddp(chunks: Sequence[Any]) -> dict[str, Any]:
+    """The gradient buckets as they are in memory, and whether their DDP is configured to overlap; None where something else
+    than Megatron's DDP reduces."""
+    if not all(hasattr(chunk, "buffers") and hasattr(chunk, "expert_parallel_buffers") for chunk in chunks):
+        return {"buckets": None, "overlap_grad_reduce": None}
+    found = []
+    for chunk in chunks:
+        for group, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
+            for gradients in (bucket.grad_data for buffer in buffers for bucket in buffer.buckets):
+                found.append(
+                    {
+                        "group": group,
+                        "dtype": str(gradients.dtype).removeprefix("torch."),
+                        "elements": gradients.numel(),
+                        "bytes": gradients.numel() * gradients.element_size(),
+                    }
+                )
+    overlaps = all(bool(chunk.ddp_config.overlap_grad_reduce) for chunk in chunks)
+    return {"buckets": found, "overlap_grad_reduce": overlaps}
+
+
+def _parts(chunks: Sequence[Any]) -> list[dict[str, Any]]:
+    """The classes of linear layers, norms, experts and routers, and whose they are."""
+    found: dict[tuple[str, str, str, str], list[int | str]] = {}
+    for number, name, module in _layers(chunks):
+        if _computes(name, module) or name in ("experts", "router", "shared_experts", "mixer"):
+            kind = f"{type(module).__module__}.{type(module).__qualname__}"
+            numbers = found.setdefault((name, _requested(module, chunks), owner(module), kind), [])
+            where = "mtp" if number is None else number
+            if where not in numbers:
+                numbers.append(where)
+    return [
+        {"part": part, "requested": asked, "observed": whose, "implementation": kind, "layers": numbers}
+        for (part, asked, whose, kind), numbers in found.items()
+    ]
+
+
+def _computes(name: str, module: Any) -> bool:
+    """Whether it is a linear layer or a norm; where a layer has none, Megatron puts a module that does nothing."""
+    return arithmetic(name) and type(module).__name__ != "IdentityOp"
+
+
+def _requested(module: Any, chunks: Sequence[Any]) -> str:
+    config = getattr(module, "config", None) or bare(chunks[0]).config
+    return str(config.transformer_impl)
+
+
+def _record(
+    op: str, layer: int | None, requested: str, have: str, speed: Speed, reason: str, *, slower: bool = False
+) -> dict[str, Any]:
+    return Resolution(op, layer, requested, have, speed, slower, reason, fn=print).as_record()
+
+
+def _resolved(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """What the modules hold of the dispatcher's answers: these are the functions that they call."""
+    for number, _, module in _layers(chunks):
+        for value in vars(module).values():
+            if isinstance(value, Resolution):
+                yield value.as_record() | {"layer": number}
+
+
+def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Linears, norms and experts of each layer, which ``--transformer-impl`` asks for; a record for each owner there."""
+    found: dict[tuple[str, int | None, str, str], set[str]] = {}
+    for number, name, module in _layers(chunks):
+        if name == "experts" or _computes(name, module):
+            op = name if name == "experts" else "norm" if name.endswith("norm") else "linear"
+            key = (op, number, _requested(module, chunks), _TE if owner(module) == _TE else "local")
+            found.setdefault(key, set()).add(type(module).__name__)
+    for (op, number, asked, have), kinds in found.items():
+        classes = ", ".join(sorted(kinds))
+        if asked != _TE or have == _TE:
+            why = f"asked for by --transformer-impl: {classes}"
+        else:
+            present = probes.requirement(_TE)
+            why = f"{classes}: {'Megatron builds these classes itself' if present.ok else present.reason}"
+        yield _record(op, number, asked, have, Speed.KERNEL if have == _TE else Speed.COMPILED, why)
+
+
+def _of_loss(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Stock's loss where there is a head, and no patch that notes what it does instead."""
+    from megacpp_mcore.patches.machinery import registry
+
+    has_head = any(getattr(bare(chunk), "output_layer", None) is not None for chunk in chunks)
+    applied = {record["name"] for record in registry.default().status() if record["state"] != "not applied"}
+    if not has_head or "linear-cross-entropy" in applied:
+        return
+    config = bare(chunks[0]).config
+    is_te = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"
+    kind = f"{config.cross_entropy_fusion_impl}, fused" if config.cross_entropy_loss_fusion else "plain"
+    reason = f"stock's cross-entropy ({kind}); the patch linear-cross-entropy is not applied"
+    yield _record("loss", None, AUTO, _TE if is_te else "megatron", Speed.COMPILED, reason)
+
+
+def _of_optimizer(chunks: Sequence[Any], optimizer: Any) -> list[dict[str, Any]]:
+    """The classes that step the parameters, as Megatron chose them among what it could import."""
+    found = {}
+    for stepping in _stepping(optimizer):
+        whose = owner(stepping)
+        kind = f"{type(stepping).__module__}.{type(stepping).__qualname__}"
+        slow = _device_type(chunks) == "cuda" and whose == "torch"
+        reason = f"{kind}, Megatron's choice among what it could import"
+        if slow:
+            reason += f"; neither Transformer Engine nor Apex: {probes.apex_parts()['apex.optimizers'].reason}"
+        speed = Speed.COMPILED if whose == "torch" else Speed.KERNEL
+        found[kind] = _record("optimizer", None, AUTO, whose, speed, reason, slower=slow)
+    return list(found.values())
+
+
+def _stepping(optimizer: Any) -> Iterator[Any]:
+    """The innermost optimizers in Megatron's wrappers."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is not None:
+        for each in chained:
+            yield from _stepping(each)
+    elif getattr(optimizer, "optimizer", None) is not None:
+        yield from _stepping(optimizer.optimizer)
+    elif optimizer is not None and hasattr(optimizer, "param_groups"):
+        yield optimizer

@@ -324,15 +324,15 @@ def convolution_inputs_backward(
     there = t < S
     to = row.to(tl.int64) * B + b
     if group < 2:
-        c = tl.arange(0, K)
-        dx = _taps_backward(
-            du_BSC, qk_weight, group * K + c, group * K + c, c < K, t, there, seq_BS, b, S, C, T, DOCUMENTS
+        key = tl.arange(0, K)  # names of the other branch would have to be of its widths
+        dqk = _taps_backward(
+            du_BSC, qk_weight, group * K + key, group * K + key, key < K, t, there, seq_BS, b, S, C, T, DOCUMENTS
         )
         if group == 0:
             out = dq_SBK
         else:
             out = dk_SBK
-        tl.store(out + to[:, None] * K + c[None, :], dx.to(out.dtype.element_ty), mask=there[:, None])
+        tl.store(out + to[:, None] * K + key[None, :], dqk.to(out.dtype.element_ty), mask=there[:, None])
     else:
         c = tl.arange(0, HEADS * V)
         channel = (group - 2) * HEADS * V + c

@@ -25,6 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megacpp_mcore.errors import ModelError
+
 ROWS = 16
 """Rows of a state in one program: the height of a tensor-core product."""
 
@@ -357,6 +359,8 @@ def products(dtype: torch.dtype) -> dict[str, Any]:
     """How products of inputs of this dtype are taken: the dtype of their parts (None: whole, fp32), and whether by PTX."""
     if dtype == torch.float32:
         return {"PART": None, "ASM": False}
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ModelError(f"inputs of {dtype}: the Triton kernels take bfloat16, float16 or float32; use the reference.")
     return {"PART": tl.bfloat16, "ASM": True}
 
 

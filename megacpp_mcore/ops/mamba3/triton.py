@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.mamba3 import kernels
@@ -241,6 +242,8 @@ def _check_kernels(plan: Plan, activation: str, *inputs: torch.Tensor) -> None:
         raise ModelError(
             f"inputs of {', '.join(map(str, dtypes))}: the Triton kernels take one dtype; cast them first."
         )
+    if torch.float64 in dtypes:
+        raise ModelError("inputs of float64: the Triton kernels compute in float32 at most; use the reference.")
 
 
 def _aligned(tensor: torch.Tensor, inner: int) -> torch.Tensor:
@@ -436,6 +439,7 @@ class _Scan(torch.autograd.Function):
         return out, h, tables.theta_BHA
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         return _backward(ctx, *(t if t is None else t.contiguous() for t in gradients))
 
@@ -619,6 +623,7 @@ class _HeadNorm(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x_SBHP, weight_HP = ctx.saved_tensors
         H, P = weight_HP.shape

@@ -1,0 +1,222 @@
+"""Trains the arms of an experiment side by side, and writes a row a run from what the runs left: receipts and step records.
+
+    python -m experiments.train experiments/distill.yaml --data CORPUS/stdlib_train --gpus 4 --per-gpu 2
+
+The file names the model, what all arms share (``training``, ``words``) and the ``arms``. An arm changes the definition
+(``overrides``), the rest of the settings file (``settings``), the layout (``layout``), the training (``training``), or adds
+stock words (``words``); ``host: hybrid`` trains Megatron's HybridModel, ``door: bridge`` its recipe (``recipe``) in
+Megatron-Bridge. Arms of one seed see the same data and the same draws; a seed that is named twice trains every arm twice.
+``apart`` is the largest difference of a step's loss from the first run of the same arm and seed, or where this is the first,
+from the first arm's. ``probe: layers`` also notes every layer's gradient norm and the load of its experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments import probe
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.bench.measure import Table, device_name, versions
+from megacpp_mcore.data.tokenizer import tokenizer_words
+from megacpp_mcore.errors import BenchmarkError
+from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model.training import GPT, Training
+from megacpp_mcore.observe import receipts
+from megacpp_mcore.observe.steps import Step, read_steps
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton")
+COLUMNS = (
+    "experiment", "arm", "seed", "model", "device", "steps", "window", "first_loss", "losses", "grad_norm", "apart", "step_ms",
+    "tokens_per_s", "mfu", "peak_bytes", "disqualified", "probe", *PACKAGES, "commit",
+)  # fmt: skip
+
+
+@dataclass
+class Arm:
+    """One arm: its part of the file, over what all share."""
+
+    name: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    words: Sequence[str] = ()
+    host: str = GPT
+    door: str = "launch"
+    recipe: str = ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train every arm with every seed; 1 when a run fails, whose log is named."""
+    args = _arguments(argv)
+    content = yaml.safe_load(args.file.read_text(encoding="utf-8"))
+    arms = [
+        _arm(content, name, part or {}) for name, part in content["arms"].items() if not args.arms or name in args.arms
+    ]
+    table, slots = Table(args.output, COLUMNS), _slots(args)
+    jobs = [(arm, seed) for seed in args.seeds for arm in arms]
+    failures: list[str] = []
+    first: dict[int | tuple[str, int], Sequence[Step]] = {}
+    with ThreadPoolExecutor(slots.qsize()) as pool:
+        done = pool.map(lambda number: _train(content, *jobs[number], number, args, slots), range(len(jobs)))
+        for (arm, seed), (folder, status, wanted) in zip(jobs, done, strict=True):
+            steps = read_steps(folder / "steps") if (folder / "steps").exists() else []
+            if status or len(steps) != wanted:
+                failures.append(
+                    f"{arm.name}, seed {seed}: ended with status {status} after {len(steps)} of {wanted} steps; see "
+                    f"{folder / 'log'}"
+                )
+                continue
+            other = first.get((arm.name, seed)) or first.setdefault(seed, steps)
+            first.setdefault((arm.name, seed), steps)
+            receipt = receipts.read(folder / "run")
+            row = _row(args, content, arm, seed, receipt, steps, other) | {"probe": probe.summary(folder)}
+            table.append(row)
+            print("  ".join(f"{name} {row[name]}" for name in COLUMNS[1:17] if row[name] != ""), flush=True)
+    print("\n".join(failures))
+    return int(bool(failures))
+
+
+def _arm(content: Mapping[str, Any], name: str, part: Mapping[str, Any]) -> Arm:
+    known = [each.name for each in fields(Arm) if each.name != "name"]
+    if unknown := [key for key in part if key not in known]:
+        raise BenchmarkError(f"arm {name!r} has {', '.join(unknown)}; expected of {', '.join(known)}")
+    both = {key: {**content.get(key, {}), **part.get(key, {})} for key in ("training", "settings")}
+    return Arm(name, **{**part, **both, "words": [*content.get("words", []), *part.get("words", [])]})
+
+
+def _slots(args: argparse.Namespace) -> queue.SimpleQueue[dict[str, str]]:
+    """The environments of runs that go side by side: ``--per-gpu`` on each GPU, or so many on the CPU."""
+    slots: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+    for number in range(args.per_gpu * args.gpus):
+        gpu = {"CUDA_VISIBLE_DEVICES": str(number % args.gpus)} if args.device == "cuda" and args.nproc == 1 else {}
+        slots.put(
+            {"MASTER_PORT": str(29600 + number), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **gpu}
+        )
+    return slots
+
+
+def _train(
+    content: Mapping[str, Any],
+    arm: Arm,
+    seed: int,
+    number: int,
+    args: argparse.Namespace,
+    slots: queue.SimpleQueue[dict[str, str]],
+) -> tuple[Path, int, int]:
+    """Train one arm in a process of its own: the folder of what it left, its exit status, and the steps it was to take."""
+    folder: Path = args.folder / f"{number:02}_{arm.name.replace(' ', '_')}_{seed}"
+    folder.mkdir(parents=True)
+    model = with_overrides(preset(content["model"]), arm.overrides)
+    layout = Layout(**arm.layout)
+    given: dict[str, Any] = {"device": args.device, "seed": seed, "processes": args.nproc, **arm.training}
+    if args.device == "cpu":
+        given |= {"precision": "fp32", "transformer_impl": "local"}
+    if args.steps:
+        given["train_iters"] = args.steps
+    training = Training(
+        data=("--data-path", args.data, "--split", "100,0,0"),
+        tokenizer=tokenizer_words(model, data=args.data),
+        extra=tuple(map(str, arm.words)),
+        **given,
+    )
+    settings = {"model": content["model"], "overrides": dict(arm.overrides), **arm.settings}
+    (folder / "megacpp.json").write_text(json.dumps(settings))  # JSON is YAML
+    python = [sys.executable, "-W", "ignore", "-m"]
+    left = ["--observe", str(folder / "run"), "--record-steps", str(folder / "steps")]
+    if arm.door == "bridge":
+        changes = [f"train.train_iters={training.train_iters}", f"dataset.data_path={args.data}"]
+        command = [*python, "megacpp_mcore.nemo_recipes.run", "--recipe", arm.recipe, *left, *changes]
+    else:
+        words = lower(model, layout, training, arm.host)
+        ours = ["launch", "--device", args.device, "--nproc", str(args.nproc), *left, "--", *words]
+        command = [*python, *(["experiments.probe", str(folder)] if "probe" in content else ["megacpp_mcore"]), *ours]
+    environment = slots.get()
+    try:
+        with (folder / "log").open("w") as sink:
+            done = subprocess.run(
+                command, stdout=sink, stderr=subprocess.STDOUT, check=False,
+                env=os.environ | {"MEGACPP_CONFIG": str(folder / "megacpp.json")} | environment,
+            )  # fmt: skip
+    finally:
+        slots.put(environment)
+    return folder, done.returncode, training.train_iters
+
+
+def _row(
+    args: argparse.Namespace,
+    content: Mapping[str, Any],
+    arm: Arm,
+    seed: int,
+    receipt: Mapping[str, Any],
+    steps: Sequence[Step],
+    first: Sequence[Step],
+) -> dict[str, Any]:
+    last = steps[-args.window :]
+    losses = {name: statistics.fmean(step.losses[name] for step in last) for name in steps[-1].losses}
+    apart = max(abs(a.losses["lm loss"] - b.losses["lm loss"]) for a, b in zip(first, steps, strict=True))
+    throughput, milliseconds = receipt["throughput"] or {}, (receipt["step_time"] or {}).get("p50_s")
+    return {
+        "experiment": args.file.stem,
+        "arm": arm.name,
+        "seed": seed,
+        "model": content["model"],
+        "device": device_name(args.device),
+        "steps": len(steps),
+        "window": args.window,
+        "first_loss": f"{steps[0].losses['lm loss']:.6f}",
+        "losses": " ".join(f"{name.replace(' ', '_')}:{value:.6g}" for name, value in losses.items()),
+        "grad_norm": f"{statistics.fmean(step.grad_norm or 0.0 for step in last):.4g}",
+        "apart": f"{apart:.3g}",
+        "step_ms": "" if milliseconds is None else f"{milliseconds * 1e3:.1f}",
+        "tokens_per_s": round(throughput.get("tokens_per_s") or 0) or "",
+        "mfu": "" if throughput.get("mfu") is None else f"{throughput['mfu']:.4f}",
+        "peak_bytes": (receipt["memory"] or {}).get("allocated_peak_bytes") or "",
+        "disqualified": " ".join(one["name"] for one in receipt["disqualifiers"]),
+        "probe": "",
+        **versions(*PACKAGES[2:]),
+    }
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("file", type=Path, help="the experiment")
+    parser.add_argument("--data", required=True, help="dataset prefix")
+    parser.add_argument("--arms", nargs="+", help="only these")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1234])
+    parser.add_argument("--steps", type=int, help="in place of the file's")
+    parser.add_argument("--window", type=int, default=20, help="last steps that a loss is the mean of")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--gpus", type=int, default=1, help="of this machine, a run on each")
+    parser.add_argument("--per-gpu", type=int, default=1, help="runs side by side on each, or on the CPU")
+    parser.add_argument("--nproc", type=int, default=1, help="processes of each run; then one run at a time")
+    parser.add_argument("--folder", type=Path, default=Path("build/experiment"), help="for what the runs leave")
+    parser.add_argument("--output", type=Path, default=Path("build/experiment.csv"))
+    args = parser.parse_args(argv)
+    for name in ("gpus", "per_gpu", "window", "nproc"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected 1 or more")
+    if args.folder.exists():
+        parser.error(
+            f"--folder {args.folder} exists, and runs must not find what others left; name another, or remove it"
+        )
+    if args.nproc > 1 and args.gpus * args.per_gpu > 1:
+        parser.error(f"--nproc {args.nproc} takes all GPUs for one run; leave --gpus and --per-gpu out")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

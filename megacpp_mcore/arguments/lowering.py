@@ -1,0 +1,453 @@
+"""Model + layout + training plan -> stock Megatron arguments, and back: a stock run's configuration against the model.
+
+One table, :func:`model_arguments`, serves both ways, so that what ``recipe emit`` prints and what a run is checked
+against cannot drift apart. Pure Python; flags are those of Megatron-LM core_v0.19.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megacpp_mcore.arguments import launch_flags
+from megacpp_mcore.errors import ArgumentMismatchError, ModelError
+from megacpp_mcore.model import PRESETS, Layout, Model, hybrid, precision
+from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.model.training import GPT, HYBRID, Training
+
+SPEC = ("megacpp_mcore", "nam56r")
+HYBRID_SPEC = ("megacpp_mcore", "nam56r_hybrid")
+SPECS: Mapping[str, tuple[str, str]] = MappingProxyType({GPT: SPEC, HYBRID: HYBRID_SPEC})
+"""Host to the two words of ``--spec`` on an unmodified script."""
+SCRIPTS: Mapping[str, str] = MappingProxyType({GPT: "pretrain_gpt.py", HYBRID: "pretrain_hybrid.py"})
+"""Host to the stock script that builds it."""
+
+_MODULES = {GPT: "megacpp_mcore.layer_specs.nam56r", HYBRID: "megacpp_mcore.layer_specs.hybrid"}
+
+
+def host_of(spec: Sequence[str] | None) -> str | None:
+    """The host that the words of a ``--spec`` are for; None when the spec is not one of ours."""
+    word = ".".join(spec or ())
+    return next(
+        (host for host, (_, name) in SPECS.items() if word in (f"megacpp_mcore.{name}", f"{_MODULES[host]}.{name}")),
+        None,
+    )
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One stock argument a model asks for.
+
+    Attributes:
+        words: what goes on the command line; empty when Megatron's default is the right value.
+        field: the field of Megatron's configuration the argument ends in.
+        expected: the value that field must have.
+        remedy: what to write on the command line when it has not.
+    """
+
+    words: tuple[str, ...]
+    field: str
+    expected: Any
+    remedy: str
+
+
+def _option(flag: str, value: Any, field: str | None = None) -> Argument:
+    words = (flag, str(value))
+    return Argument(words, field or flag[2:].replace("-", "_"), value, " ".join(words))
+
+
+def _switch(flag: str, field: str, expected: bool) -> Argument:
+    return Argument((flag,), field, expected, flag)
+
+
+def _absent(flag: str, field: str, expected: Any) -> Argument:
+    return Argument((), field, expected, f"without {flag}")
+
+
+def model_arguments(model: Model, host: str = GPT) -> tuple[Argument, ...]:
+    """Every stock argument that is part of the model itself, in a fixed order; of HybridModel's pattern, its words alone.
+
+    Args:
+        model: what is to be trained.
+        host: :data:`GPT` or :data:`HYBRID`.
+
+    Raises:
+        ModelError: there is no such host.
+    """
+    _check_host(host)
+    arguments = _gpt_arguments(model)
+    return tuple(arguments if host == GPT else _on_hybrid(model, arguments))
+
+
+def _check_host(host: str) -> None:
+    if host not in SPECS:
+        raise ModelError(f"the host is {host!r}; expected one of {', '.join(SPECS)}")
+
+
+def _on_hybrid(model: Model, arguments: Sequence[Argument]) -> list[Argument]:
+    """``arguments`` of GPTModel as HybridModel wants them: what its pattern says is not said again."""
+    sparse = set(model.roles) & {grammar.FULL_INDEX, grammar.SHARED_INDEX}
+    by_pattern = "by --hybrid-layer-pattern"
+    replaced = {
+        "num_layers": Argument((), "num_layers", model.depth, by_pattern),
+        "is_hybrid_model": Argument((), "is_hybrid_model", True, by_pattern),
+        "mtp_num_layers": Argument((), "mtp_num_layers", model.mtp.depth or None, by_pattern),
+        # Megatron itself sets it where the pattern has a D.
+        "experimental_attention_variant": _absent(
+            "--experimental-attention-variant", "experimental_attention_variant", "dsa" if sparse else None
+        ),
+        "moe_layer_freq": _absent("--moe-layer-freq", "moe_layer_freq", 1),
+    }
+    return [replaced.get(argument.field, argument) for argument in arguments]
+
+
+def _gpt_arguments(model: Model) -> list[Argument]:
+    moe_layers = [int(letter == "E") for letter in model.layers]
+    arguments = [
+        _option("--num-layers", model.depth),
+        _option("--hidden-size", model.hidden_size),
+        _option("--num-attention-heads", model.heads),
+        _option("--ffn-hidden-size", model.ffn_hidden_size),
+        _option("--max-position-embeddings", model.seq_length, "seq_length"),
+        _option("--position-embedding-type", "rope"),
+        _option("--rotary-base", int(model.rope_theta)),
+        # By fan-in, the model's own rule replaces what Megatron would draw (layer_specs/start.py).
+        _absent("--init-method-std", "init_method_std", 0.02)
+        if model.start.std is None
+        else _option("--init-method-std", model.start.std),
+        _option("--embedding-init-method-std", model.start.embedding_std),
+        _option("--normalization", "RMSNorm"),
+        _option("--norm-epsilon", model.norm_eps, "layernorm_epsilon"),
+        _option("--attention-dropout", 0.0),
+        _option("--hidden-dropout", 0.0),
+        _switch("--disable-bias-linear", "add_bias_linear", False),
+        _switch("--untie-embeddings-and-output-weights", "share_embeddings_and_output_weights", False),
+        _switch("--no-rope-fusion", "apply_rope_fusion", False),
+        _absent("--apply-layernorm-1p", "layernorm_zero_centered_gamma", False),
+        _absent("--swiglu", "gated_linear_unit", False),
+        _absent("--squared-relu", "activation_func", "gelu"),
+        _absent("--use-mup", "use_mup", False),
+        _absent("--experimental-attention-variant", "experimental_attention_variant", None),
+        _absent("--apply-residual-connection-post-layernorm", "apply_residual_connection_post_layernorm", False),
+        _absent("--use-te-activation-func", "use_te_activation_func", False),  # the tanh form of GELU
+        _absent("--activation-func-clamp-value", "activation_func_clamp_value", None),
+        _absent("--glu-linear-offset", "glu_linear_offset", 0.0),
+        _absent("--heterogeneous-layers-config-path", "heterogeneous_block_specs", False),
+        _absent("--hybrid-layer-pattern", "is_hybrid_model", False),
+    ]
+    if "A" in model.layers or model.mtp.depth:
+        arguments += _attention_arguments(model)
+    if "E" in model.layers:
+        arguments += _moe_arguments(model, moe_layers)
+    else:
+        arguments.append(_absent("--num-experts", "num_moe_experts", None))
+    if model.mtp.depth:
+        arguments += [
+            _option("--mtp-num-layers", model.mtp.depth),
+            _option("--mtp-loss-scaling-factor", model.mtp.loss_scale),
+            _switch("--mtp-use-repeated-layer", "mtp_use_repeated_layer", True),
+            _absent("--mtp-detach-heads", "mtp_detach_heads", False),
+        ]
+    else:
+        arguments.append(_absent("--mtp-num-layers", "mtp_num_layers", None))
+    return arguments
+
+
+def _attention_arguments(model: Model) -> list[Argument]:
+    mla, dsa = model.mla, model.dsa
+    arguments = [
+        _switch("--multi-latent-attention", "multi_latent_attention", True),
+        _switch("--qk-layernorm", "qk_layernorm", True),
+        _option("--rope-type", "rope"),
+        _option("--q-lora-rank", mla.q_lora_rank),
+        _option("--kv-lora-rank", mla.kv_lora_rank),
+        _option("--qk-head-dim", mla.qk_head_dim),
+        _option("--qk-pos-emb-head-dim", mla.qk_pos_emb_head_dim),
+        _option("--v-head-dim", mla.v_head_dim),
+        _absent("--rotary-percent", "rotary_percent", 1.0),
+        _absent("--rotary-interleaved", "rotary_interleaved", False),
+        _absent("--window-size", "window_size", None),
+        _absent("--softmax-type", "softmax_type", "vanilla"),
+        _absent("--attention-output-gate", "attention_output_gate", False),
+        _absent("--group-query-attention", "num_query_groups", model.heads),
+        _absent("--mscale-all-dim", "mscale_all_dim", 0.0),  # scales the softmax, whatever the rope type
+        _absent("--no-rope-freq", "no_rope_freq", None),
+        _absent("--qk-l2-norm", "qk_l2_norm", False),
+        _absent("--qk-clip", "qk_clip", False),
+        _absent("--mla-down-proj-fusion", "mla_down_proj_fusion", False),
+    ]
+    if set(model.roles) & {grammar.FULL_INDEX, grammar.SHARED_INDEX}:
+        arguments += [
+            _option("--dsa-indexer-n-heads", dsa.indexer_heads),
+            _option("--dsa-indexer-head-dim", dsa.indexer_head_dim),
+            _option("--dsa-indexer-topk", dsa.topk),
+            _option("--dsa-indexer-loss-coeff", dsa.loss_coeff),
+            _switch("--dsa-indexer-use-sparse-loss", "dsa_indexer_use_sparse_loss", True),
+            _switch("--no-dsa-indexer-rotate-activation", "dsa_indexer_rotate_activation", False),
+            _absent("--no-dsa-indexer-scoring-relu", "dsa_indexer_scoring_relu", True),
+            _absent("--dsa-indexer-rope-interleaved", "dsa_indexer_rope_interleaved", False),
+            _absent("--dsa-indexer-k-norm-epsilon", "dsa_indexer_k_norm_epsilon", None),
+            _absent("--dsa-indexer-k-norm-fp32", "dsa_indexer_k_norm_fp32", False),
+            # Upstream's own index sharing and kernels: here the schedule is the model's, and a backend the dispatcher's.
+            _absent("--dsa-indexer-topk-freq", "dsa_indexer_topk_freq", 1),
+            _absent("--dsa-indexer-skip-topk-offset", "dsa_indexer_skip_topk_offset", 0),
+            _absent("--dsa-kernel-backend", "dsa_kernel_backend", "none"),
+        ]
+    return arguments
+
+
+def _moe_arguments(model: Model, moe_layers: list[int]) -> list[Argument]:
+    moe = model.moe
+    frequency = "[" + ",".join(map(str, moe_layers)) + "]"
+    return [
+        _option("--num-experts", moe.experts, "num_moe_experts"),
+        Argument(("--moe-layer-freq", frequency), "moe_layer_freq", moe_layers, f"--moe-layer-freq {frequency}"),
+        _option("--moe-router-topk", moe.topk),
+        _option("--moe-ffn-hidden-size", moe.ffn_hidden_size),
+        _option("--moe-shared-expert-intermediate-size", moe.shared_ffn_hidden_size),
+        _option("--moe-router-score-function", "sigmoid"),
+        _option("--moe-router-dtype", "fp32"),
+        _switch("--moe-router-enable-expert-bias", "moe_router_enable_expert_bias", True),
+        _option("--moe-router-bias-update-rate", moe.bias_update_rate),
+        _option("--moe-router-load-balancing-type", "seq_aux_loss"),
+        _option("--moe-aux-loss-coeff", moe.sequence_aux_loss_coeff),
+        _option("--moe-z-loss-coeff", moe.z_loss_coeff),
+        _absent("--moe-expert-capacity-factor", "moe_expert_capacity_factor", None),
+        _absent("--moe-expert-rank-capacity-factor", "moe_expert_rank_capacity_factor", None),
+        _absent("--moe-pad-expert-input-to-capacity", "moe_pad_expert_input_to_capacity", False),
+        _absent("--moe-router-force-load-balancing", "moe_router_force_load_balancing", False),
+        _absent("--moe-router-force-biased", "moe_router_force_biased", None),
+        _absent("--moe-router-num-groups", "moe_router_num_groups", None),
+        _absent("--moe-router-topk-scaling-factor", "moe_router_topk_scaling_factor", None),
+        _absent("--moe-shared-expert-gate", "moe_shared_expert_gate", False),
+        _absent("--moe-latent-size", "moe_latent_size", None),
+        _absent("--moe-apply-probs-on-input", "moe_apply_probs_on_input", False),
+        _absent("--moe-input-jitter-eps", "moe_input_jitter_eps", None),
+    ]
+
+
+def lower(model: Model, layout: Layout, training: Training, host: str = GPT) -> tuple[str, ...]:
+    """The complete argument list of a stock ``pretrain_gpt.py`` or ``pretrain_hybrid.py`` run, without the script's name.
+
+    Raises:
+        ModelError: when the model cannot be cut as ``layout`` says, its experts cannot run in the FP8 that ``training`` asks
+            for, or there is no such host.
+    """
+    model.check_layout(layout)
+    if training.plan.file is not None and (why := precision.unfit(model)):
+        raise ModelError(f"precision {training.precision}: {why}")
+    words = [word for argument in model_arguments(model, host) for word in argument.words]
+    words += ["--seq-length", str(model.seq_length)]
+    words += ["--moe-token-dispatcher-type", "alltoall"] if "E" in model.layers else []
+    words += _layout_words(model, layout)
+    words += _stage_words(model, layout) if host == GPT else ["--hybrid-layer-pattern", hybrid.plan(model, layout).text]
+    words += _training_words(training, machine_of(model, layout, training))
+    return (*words, *training.tokenizer, *training.data, *training.extra, "--spec", *SPECS[host])
+
+
+def machine_of(model: Model, layout: Layout, training: Training) -> launch_flags.Machine:
+    """What decides which :data:`~megacpp_mcore.arguments.launch_flags.FLAGS` a run is lowered with."""
+    processes = max(training.processes, layout.processes)
+    return launch_flags.Machine(
+        device=training.device,
+        has_engine=training.transformer_impl == "transformer_engine",
+        has_moe="E" in model.layers,
+        processes=processes,
+        replicas=processes // (layout.tensor * layout.pipeline),
+        # A bucket waits for the gradients of all of its parameters, and Megatron stops when one of them never comes.
+        idle_parameters="without dsa.loss_coeff nothing trains the indexers"
+        if grammar.FULL_INDEX in model.roles and not model.dsa.loss_coeff
+        else "",
+    )
+
+
+def _stage_words(model: Model, layout: Layout) -> list[str]:
+    """How GPTModel is told where pipeline stages begin; HybridModel is told by its pattern."""
+    stages = grammar.parse(model.pattern).stages
+    if len(stages) > 1:
+        return ["--pipeline-model-parallel-layout", pipeline_layout(stages, model.mtp.depth)]
+    return ["--num-virtual-stages-per-pipeline-rank", str(layout.virtual)] if layout.virtual > 1 else []
+
+
+def _layout_words(model: Model, layout: Layout) -> list[str]:
+    words = [
+        "--tensor-model-parallel-size",
+        str(layout.tensor),
+        "--pipeline-model-parallel-size",
+        str(layout.pipeline),
+        "--expert-model-parallel-size",
+        str(layout.expert),
+        "--expert-tensor-parallel-size",
+        "1",
+    ]
+    if layout.tensor > 1 and 128 % layout.tensor == 0:
+        # Megatron pads the vocabulary to a multiple of this times TP: the same model has to have the same padding.
+        words += ["--make-vocab-size-divisible-by", str(128 // layout.tensor)]
+    return words + (["--sequence-parallel"] if layout.sequence_parallel else [])
+
+
+def pipeline_layout(stages: Sequence[str], mtp_depth: int) -> str:
+    """Megatron's ``--pipeline-model-parallel-layout`` of staged patterns: E embedding, t layer, m MTP depth, L loss."""
+    parts = [f"t*{len(stage)}" for stage in stages]
+    parts[0] = "E" + parts[0]
+    parts[-1] += ("m" * mtp_depth) + "L"
+    return "|".join(parts)
+
+
+def warm_up_steps(train_iters: int) -> int:
+    """Steps in which the learning rate rises: a tenth of a run, but 50 at least, or half of a run that is shorter than 100.
+
+    At a start gradients are ten times what they are 50 steps later (``nam56r_quarter``: 58, then 6), and Adam's mean square,
+    which forgets a step in 20, is of few of them: a rise of 2 steps, a tenth of a run of 20, makes the largest steps there.
+    """
+    return max(train_iters // 10, min(50, train_iters // 2))
+
+
+def _training_words(training: Training, machine: launch_flags.Machine) -> list[str]:
+    words = [
+        "--micro-batch-size", str(training.micro_batch_size),
+        "--global-batch-size", str(training.global_batch_size),
+        "--train-iters", str(training.train_iters),
+        "--lr", f"{training.learning_rate:g}",
+        "--min-lr", f"{training.learning_rate / 10:g}",
+        "--lr-decay-style", "cosine",
+        "--lr-warmup-iters", str(warm_up_steps(training.train_iters)),
+        "--weight-decay", "0.1",
+        "--adam-beta2", "0.95",
+        "--clip-grad", "1.0",
+        "--seed", str(training.seed),
+        "--transformer-impl", training.transformer_impl,
+        "--log-interval", str(launch_flags.log_interval(machine)),
+        "--eval-iters", "0",
+        "--eval-interval", str(training.train_iters),
+        "--no-masked-softmax-fusion",
+        "--no-bias-dropout-fusion",
+        # --reset-attention-mask is carried out by that mask.
+        *([] if "--reset-attention-mask" in training.extra else ["--no-create-attention-mask-in-dataloader"]),
+        *launch_flags.lowered(machine),
+    ]  # fmt: skip
+    if training.plan.model_dtype == "bf16":
+        words.append("--bf16")
+    if training.plan.file is not None:
+        words += ["--te-precision-config-file", str(training.plan.file)]
+    if training.transformer_impl == "local":
+        words.append("--no-persist-layer-norm")
+    elif training.device == "cuda":
+        words.append("--moe-grouped-gemm")
+    if training.device == "cpu":
+        words += ["--distributed-backend", "gloo", "--use-cpu-initialization", "--num-workers", "0"]
+    return words
+
+
+def mismatches(model: Model, sources: Sequence[object], host: str = GPT) -> list[str]:
+    """Every way in which a run's configuration contradicts ``model``, one sentence each.
+
+    Args:
+        model: what the run is meant to train.
+        sources: the run's configuration objects, searched in order for each field (Megatron's TransformerConfig first,
+            then its GPTModelConfig or HybridModelConfig).
+        host: what hosts the model in that run.
+    """
+    found = []
+    for argument in model_arguments(model, host):
+        holder = next((source for source in sources if hasattr(source, argument.field)), None)
+        if holder is None:
+            found.append(f"{argument.field}: not configured; expected {argument.expected!r} ({argument.remedy})")
+            continue
+        value = getattr(holder, argument.field)
+        if not _same(value, argument.expected):
+            found.append(f"{argument.field}: found {value!r}, expected {argument.expected!r} ({argument.remedy})")
+    if host == HYBRID:
+        found += hybrid.contradictions(model, _first(sources, "hybrid_layer_pattern", None))
+    return found + _precision_mismatches(model, sources) + _vocabulary_mismatch(model, sources)
+
+
+def _precision_mismatches(model: Model, sources: Sequence[object]) -> list[str]:
+    """Per-module precision is the one of :data:`precision.EXPERTS_FILE`, where it can do what it says, or there is none."""
+    recipe = _first(sources, "quant_recipe", None)
+    if recipe is None:
+        return []
+    found = []
+    if not precision.is_experts_recipe(recipe):
+        matchers = ", ".join(f"{matcher}" for matcher in recipe.matchers) or "no matcher"
+        found.append(
+            f"quant_recipe: found {matchers} with {recipe.configs}, expected what {precision.EXPERTS_FILE} says, FP8 in the "
+            f"experts alone (--te-precision-config-file {precision.EXPERTS_FILE}, or leave it out)"
+        )
+    # Where any of these is otherwise, stock ignores the file in silence, or runs FP8 that has not been compared with BF16.
+    for field, expected, remedy in (
+        ("transformer_impl", "transformer_engine", "--transformer-impl transformer_engine"),
+        ("bf16", True, "--bf16"),
+        ("moe_grouped_gemm", True, "--moe-grouped-gemm"),
+        ("use_transformer_engine_op_fuser", False, "without --use-transformer-engine-op-fuser"),
+    ):
+        value = _first(sources, field, expected)
+        if not _same(value, expected):
+            found.append(f"{field}: found {value!r}, expected {expected!r} with FP8 experts ({remedy})")
+    why = precision.unfit(model)
+    return found + ([f"quant_recipe: {why} (without --te-precision-config-file)"] if why else [])
+
+
+def _vocabulary_mismatch(model: Model, sources: Sequence[object]) -> list[str]:
+    """The vocabulary comes from the run's tokenizer; Megatron's configuration holds it padded or not, as the run says."""
+    found = _first(sources, "vocab_size", None)
+    padded = model.vocab_size_padded(_first(sources, "tensor_model_parallel_size", 1), vocabulary_divisor(sources))
+    if found in (model.vocab_size, padded):
+        return []
+    return [
+        f"vocab_size: found {found!r}, expected {model.vocab_size}, or {padded} with padding "
+        "(choose a tokenizer of that size, or override vocab_size in the file MEGACPP_CONFIG names)"
+    ]
+
+
+def vocabulary_divisor(sources: Sequence[object]) -> int:
+    """What a run pads its vocabulary to a multiple of, times tensor parallelism."""
+    return int(_first(sources, "make_vocab_size_divisible_by", 128))
+
+
+def _first(sources: Sequence[object], field: str, default: Any) -> Any:
+    return next((getattr(source, field) for source in sources if hasattr(source, field)), default)
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if isinstance(found, (list, tuple)) and isinstance(expected, list):
+        return list(found) == expected
+    if isinstance(found, list) and len(found) == 1 and not isinstance(expected, list):
+        return _same(found[0], expected)
+    if callable(found) and isinstance(expected, str):
+        return bool(getattr(found, "__name__", None) == expected)
+    if expected is None or isinstance(expected, bool) or isinstance(found, bool):
+        return found is expected or (expected is False and found is None)
+    return bool(found == expected)
+
+
+def check_arguments(model: Model, sources: Sequence[object], origin: str = "", host: str = GPT) -> None:
+    """Refuse a run whose configuration contradicts ``model``, naming all contradictions at once, and ``origin``.
+
+    Raises:
+        ArgumentMismatchError: with one line a contradiction, and the argument that settles it.
+    """
+    found = mismatches(model, sources, host)
+    if found:
+        raise ArgumentMismatchError(
+            f"the run's arguments contradict {model.name}{origin} in {len(found)} place{'s' if len(found) > 1 else ''}:\n  "
+            + "\n  ".join(found)
+            + f"\n`megacpp-mcore recipe emit {model.name} --as cli{'' if host == GPT else f' --host {host}'}` prints the whole "
+            "command."
+        )
+
+
+def matching_preset(sources: Sequence[object], presets: Mapping[str, Model] = PRESETS, host: str = GPT) -> Model:
+    """The preset a run's configuration describes, for a run that names none.
+
+    Raises:
+        ArgumentMismatchError: when no preset fits; the nearest one's contradictions are listed.
+    """
+    ranked: Iterable[tuple[int, Model]] = sorted(
+        ((len(mismatches(model, sources, host)), model) for model in presets.values()), key=lambda pair: pair[0]
+    )
+    _, nearest = next(iter(ranked))
+    check_arguments(nearest, sources, host=host)
+    return nearest

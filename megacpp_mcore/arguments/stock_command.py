@@ -1,0 +1,364 @@
+"""One run of a stock script as a value, environment apart from arguments: written as shell, YAML or sbatch, read from YAML.
+
+The forms of one value say the same: ``parse(as_yaml(command)) == command``, and a shell that runs :func:`as_cli` or
+:func:`as_slurm` hands the script exactly :attr:`StockCommand.arguments`. The one shell variable that an argument may be is
+:data:`DATA_VARIABLE`; every other word is quoted.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.util import flags
+
+DATA_VARIABLE = "${DATA_PREFIX:?set it to the prefix of a prepared dataset}"
+"""Stands for a dataset's prefix that is not known yet; an unset variable stops the shell."""
+
+LAUNCH, WHEEL, BARE = "launch", "wheel", "bare"
+WAYS = (LAUNCH, WHEEL, BARE)
+"""What the processes run: the stock script by ``megacpp-mcore launch``, which checks the run before it starts and prints its
+launch policy; the loop of the installed wheel by the same, without a script; the stock script alone."""
+
+_HEAD_NODE = '"${HEAD_NODE:?set it to HOST:PORT of the first node}"'
+_CHECKOUT = '"${MEGATRON_LM:?set it to the folder of a Megatron-LM checkout}"'
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_FLAG = re.compile(r"--[A-Za-z0-9][A-Za-z0-9_.-]*")
+_SCRIPT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.py")
+_COUNT = re.compile(r"0|[1-9][0-9]{0,8}")
+_SAFE = re.compile(r"[A-Za-z0-9_.,:+@%/-]+")
+_TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StockCommand:
+    """One run.
+
+    Attributes:
+        recipe: the name of the model it trains.
+        device: ``cuda`` or ``cpu``.
+        via: one of :data:`WAYS`.
+        script: the stock script's file name.
+        nodes: hosts.
+        processes_per_node: processes of one host, each with a GPU of its own on ``cuda``.
+        env: environment variables of every process.
+        arguments: the words after the script's name.
+
+    Raises:
+        LaunchError: a value is not one of these; the flags do not begin the arguments, or one is given twice or with ``=``.
+    """
+
+    recipe: str
+    device: str
+    via: str
+    script: str
+    nodes: int = 1
+    processes_per_node: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("device", ("cuda", "cpu")), ("via", WAYS)):
+            if getattr(self, name) not in allowed:
+                raise LaunchError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(allowed)}")
+        for name in ("nodes", "processes_per_node"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise LaunchError(f"{name} is {value!r}; expected a whole number, 1 or more")
+        if self.device == "cpu" and self.via == BARE:
+            raise LaunchError("a run on the CPU needs the CPU lane, which the bare script does not bring; use launch")
+        if not self.recipe[:1].isalpha():
+            raise LaunchError(f"recipe is {self.recipe!r}; expected the name of a model, which begins with a letter")
+        if not _SCRIPT.fullmatch(self.script):
+            raise LaunchError(f"script is {self.script!r}; expected the name of a Python file, such as pretrain_gpt.py")
+        for name in self.env:
+            if not _NAME.fullmatch(name):
+                raise LaunchError(f"env has {name!r}, which is no name of an environment variable; rename or remove it")
+        self.options()
+
+    def options(self) -> dict[str, tuple[str, ...]]:
+        """Each flag with the words that follow it, in order.
+
+        Raises:
+            LaunchError: the first word is no flag, a flag is given twice, or one holds more than its name.
+        """
+        names = [word for word in self.arguments if word.startswith("--")]
+        for number, name in enumerate(names):
+            if not _FLAG.fullmatch(name):
+                raise LaunchError(f"{name!r} is no name of a flag; write the name alone and its value after it")
+            if name in names[:number]:
+                raise LaunchError(f"{name} is given twice; give it once")
+        if self.arguments[:1] != tuple(names[:1]):
+            raise LaunchError(f"the arguments begin with {self.arguments[0]!r}; expected a flag (--…) first")
+        return flags.read(self.arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """What a batch job needs that the run itself does not say; None leaves it to the cluster.
+
+    Raises:
+        LaunchError: a value would not survive in a ``#SBATCH`` line, or is no time limit.
+    """
+
+    job_name: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    cpus_per_task: int | None = None
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.given():
+            if not _SAFE.fullmatch(str(value)):
+                raise LaunchError(
+                    f"--{name} is {value!r}; expected one word of letters, digits and _.,:+@%/-, as in an #SBATCH line"
+                )
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise LaunchError(
+                f"--time is {self.time!r}; expected minutes, HH:MM:SS or DAYS-HH:MM:SS, as sbatch takes it"
+            )
+        if self.cpus_per_task is not None and self.cpus_per_task < 1:
+            raise LaunchError(f"--cpus-per-task is {self.cpus_per_task}; expected 1 or more")
+
+    def given(self) -> list[tuple[str, Any]]:
+        """sbatch's names of the options that have a value, with the values."""
+        pairs = ((option.name.replace("_", "-"), getattr(self, option.name)) for option in fields(self))
+        return [(name, value) for name, value in pairs if value is not None]
+
+
+def as_args(command: StockCommand) -> str:
+    """The arguments alone, one word a line, for ``mapfile -t``.
+
+    Raises:
+        LaunchError: a word is the dataset's variable, which only a shell resolves, or holds a line break.
+    """
+    if DATA_VARIABLE in command.arguments:
+        raise LaunchError(
+            "recipe emit --as args prints words for a program, and has no prefix of a dataset to put among them; "
+            "add --data PREFIX (--as cli leaves it to the shell variable DATA_PREFIX)"
+        )
+    broken = [word for word in command.arguments if "\n" in word]
+    if broken:
+        raise LaunchError(f"{broken[0]!r} holds a line break, and --as args prints a word a line; use --as yaml")
+    return "\n".join(command.arguments)
+
+
+def as_cli(command: StockCommand) -> str:
+    """One shell command: the environment by ``env``, a variable a line, then the program, then an argument a line.
+
+    On GPUs the program is torchrun, on the CPU our launcher, which starts the processes itself.
+    """
+    environment = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
+    head = ["env", *(f"  {pair}" for pair in environment)] if environment else []
+    if command.device == "cpu" and command.nodes == 1:
+        words = ["megacpp-mcore", "launch", "--device", "cpu", "--nproc", str(command.processes_per_node), "--"]
+    else:
+        words = _torchrun(command, str(command.nodes), shlex.quote(command.recipe), _HEAD_NODE)
+    return " \\\n".join(
+        [*head, " ".join([*words, *_script(command)]), *(f"  {line}" for line in _argument_lines(command))]
+    )
+
+
+def _torchrun(command: StockCommand, nodes: str, job: str, head_node: str) -> list[str]:
+    """torchrun, up to the place of the script; ``nodes``, ``job`` and ``head_node`` are shell text."""
+    words = ["torchrun"]
+    if nodes != "1":
+        words += ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", job, "--rdzv-endpoint", head_node]
+    words += ["--nproc-per-node", str(command.processes_per_node)]
+    if command.via != BARE:
+        words += ["-m", "megacpp_mcore", "launch", "--device", command.device, "--"]
+    return words
+
+
+def _script(command: StockCommand) -> list[str]:
+    """The word of the script, as shell text; none for the wheel's loop. Our launcher finds it in ``MEGATRON_LM`` itself."""
+    name = shlex.quote(command.script)
+    return {LAUNCH: [name], WHEEL: [], BARE: [f"{_CHECKOUT}/{name}"]}[command.via]
+
+
+def _argument_lines(command: StockCommand) -> list[str]:
+    return [
+        " ".join([shlex.quote(flag), *(_quoted(word) for word in words)]) for flag, words in command.options().items()
+    ]
+
+
+def _quoted(word: str) -> str:
+    return f'"{word}"' if word == DATA_VARIABLE else shlex.quote(word)
+
+
+def as_slurm(command: StockCommand, slurm: Slurm) -> str:
+    """A complete sbatch script: one torchrun a node by srun, which meet at the first node of the job.
+
+    Raises:
+        LaunchError: the run is one on the CPU.
+    """
+    if command.device != "cuda":
+        raise LaunchError(f"--as slurm writes a job for GPUs, and {command.recipe} runs on the CPU; add --device cuda")
+    asked = dict((slurm if slurm.job_name else replace(slurm, job_name=command.recipe)).given())
+    layout = {"nodes": command.nodes, "ntasks-per-node": 1, "gpus-per-node": command.processes_per_node}
+    run = _torchrun(command, '"$SLURM_JOB_NUM_NODES"', '"$SLURM_JOB_ID"', '"$head_node:$head_port"')
+    lines = [
+        "#!/usr/bin/env bash",
+        *(f"#SBATCH --{name}={value}" for name, value in (asked | layout).items()),
+        "set -euo pipefail",
+        "",
+        "# environment",
+        *(f"export {name}={shlex.quote(value)}" for name, value in command.env.items()),
+        "",
+        "# the first node, where the processes of all nodes meet",
+        'read -r head_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        "head_port=$((20000 + SLURM_JOB_ID % 20000))",
+        "",
+        "arguments=(",
+        *(f"  {line}" for line in _argument_lines(command)),
+        ")",
+        "",
+        " ".join(["srun", "--kill-on-bad-exit=1", *run, *_script(command), '"${arguments[@]}"']),
+    ]
+    return "\n".join(lines)
+
+
+def as_yaml(command: StockCommand) -> str:
+    """The run as YAML: ``env`` and ``arguments`` (flag to its value, its list of values, or true) beside the rest."""
+    arguments = {flag: _yaml_value(words) for flag, words in command.options().items()}
+    content = {one.name: getattr(command, one.name) for one in fields(command)}
+    content |= {"env": dict(command.env), "arguments": arguments}
+    return yaml.safe_dump(content, sort_keys=False, width=1000, allow_unicode=True).rstrip("\n")
+
+
+def _yaml_value(words: Sequence[str]) -> Any:
+    return True if not words else words[0] if len(words) == 1 else list(words)
+
+
+def load(path: Path) -> StockCommand:
+    """The run in the file ``path``, as :func:`as_yaml` writes it; ``recipe emit --from`` reads it.
+
+    Raises:
+        LaunchError: it cannot be read, or is no such file.
+    """
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"{path} cannot be read ({error}); name a file of `recipe emit NAME --as yaml`") from error
+    except LaunchError as error:
+        raise LaunchError(f"{path}: {error}") from error
+
+
+def parse(text: str) -> StockCommand:
+    """The run that ``text`` says, in the form of :func:`as_yaml`.
+
+    Every value is taken as it is written: no scalar becomes a number, a time or a date on the way. A plain ``true`` is the
+    value of a flag without values.
+
+    Raises:
+        LaunchError: it is not YAML, a key is not known, missing or given twice, or a value is no word.
+    """
+    try:
+        content = _read(yaml.compose(text, Loader=yaml.BaseLoader))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise LaunchError(f"not valid YAML: {error}") from error
+    known = {one.name for one in fields(StockCommand)}
+    if not isinstance(content, dict) or set(content) != known:
+        given = sorted(content) if isinstance(content, dict) else _kind(content)
+        raise LaunchError(
+            f"found {given}; expected the keys {', '.join(sorted(known))}, as `recipe emit --as yaml` writes"
+        )
+    for name in ("env", "arguments"):
+        if not isinstance(content[name], dict):
+            raise LaunchError(f"{name} is {_kind(content[name])}; expected a mapping of names")
+    return StockCommand(
+        recipe=_word(content["recipe"], "recipe"),
+        device=_word(content["device"], "device"),
+        via=_word(content["via"], "via"),
+        script=_word(content["script"], "script"),
+        nodes=_count(content["nodes"], "nodes"),
+        processes_per_node=_count(content["processes_per_node"], "processes_per_node"),
+        env={name: _word(value, f"env.{name}") for name, value in content["env"].items()},
+        arguments=tuple(_words_of(content["arguments"])),
+    )
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """A scalar without quotes that YAML would not read as text."""
+
+    text: str
+
+
+_PLAIN = ("true", "false", "null", "~", "")
+
+
+_DEPTH = 3  # arguments, a flag's list, its words; also keeps aliases of aliases from growing without end
+
+
+def _read(node: yaml.Node | None, depth: int = 0) -> Any:
+    """What a node says, its scalars as the text that is written; :class:`_Plain` for a truth value or nothing.
+
+    Raises:
+        LaunchError: a key is given twice or is no text, a tag asks for another type, or it nests deeper than a run does.
+    """
+    if node is None:
+        return _Plain("")
+    line = node.start_mark.line + 1
+    if depth > _DEPTH:
+        raise LaunchError(f"line {line} nests deeper than a run does; expected flags with a value or a list of values")
+    if node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"):
+        raise LaunchError(f"line {line} has the tag {node.tag!r}; leave it out, values are taken as they are written")
+    if isinstance(node, yaml.SequenceNode):
+        return [_read(each, depth + 1) for each in node.value]
+    if isinstance(node, yaml.ScalarNode):
+        is_plain = node.style is None and node.value.lower() in _PLAIN
+        return _Plain(node.value) if is_plain else node.value
+    found: dict[str, Any] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise LaunchError(f"line {key.start_mark.line + 1} has a key that is no name; expected a text")
+        if key.value in found:
+            raise LaunchError(f"the key {key.value!r} is given twice (line {key.start_mark.line + 1}); give it once")
+        found[key.value] = _read(value, depth + 1)
+    return found
+
+
+def _words_of(arguments: Mapping[str, Any]) -> Iterable[str]:
+    for flag, value in arguments.items():
+        if not flag.startswith("--"):
+            raise LaunchError(f"arguments has {flag!r}; expected a flag with its dashes, such as --lr")
+        yield flag
+        if isinstance(value, _Plain) and value.text.lower() == "true":
+            continue
+        for word in value if isinstance(value, list) else [value]:
+            found = _word(word, f"arguments.{flag}")
+            if found.startswith("--"):
+                raise LaunchError(f"arguments.{flag} is {found!r}, which is a flag; give it a line of its own")
+            yield found
+
+
+def _word(value: Any, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, _Plain) and value.text.lower() == "false":
+        raise LaunchError(f"{where} is {value.text}; leave the line out to switch it off")
+    raise LaunchError(f"{where} is {_kind(value)}; expected a text or a number")
+
+
+def _count(value: Any, name: str) -> int:
+    """A whole number as it is usually written; ``010`` and ``1_0`` are none."""
+    if not isinstance(value, str) or not _COUNT.fullmatch(value):
+        raise LaunchError(f"{name} is {_kind(value)}; expected a whole number, 1 or more")
+    return int(value)
+
+
+def _kind(value: Any) -> str:
+    """What a message calls a value."""
+    if isinstance(value, _Plain):
+        return value.text or "empty"
+    return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(value)

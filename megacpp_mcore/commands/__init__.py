@@ -1,0 +1,1 @@
+"""The command line ``megacpp-mcore``, a module a sub-command."""

@@ -1,0 +1,125 @@
+"""``megacpp-mcore bench list | run``: every benchmark of an op or a layer behind one command; torch only where one is run."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import traceback
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.bench import against, registry
+from megacpp_mcore.bench.registry import FULL, KINDS, SIZES, Benchmark, Options
+from megacpp_mcore.bench.table import COLUMNS, shape_text
+from megacpp_mcore.errors import BenchmarkError, MegacppError
+
+FAILED = 1
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``bench`` to the command line."""
+    parser = subparsers.add_parser("bench", help="benchmarks of every op and layer, with peers, floors and parity")
+    parser.set_defaults(run=run)
+    inner = parser.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
+    listing = inner.add_parser("list", help="what there is, with the sizes of each")
+    listing.add_argument("--size", choices=SIZES, default=FULL, help="whose sizes are shown (default: full)")
+    runner = inner.add_parser("run", help="check, time, and write rows")
+    runner.add_argument("names", nargs="*", metavar="NAME", help=f"benchmarks, or kinds: {', '.join(KINDS)}")
+    runner.add_argument("--all", action="store_true", help="every one")
+    runner.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    runner.add_argument("--size", choices=SIZES, default=FULL, help="full: the width of nam56r; tiny: for a dry run")
+    runner.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=N", help="other sizes of one benchmark (see `bench list`)"
+    )
+    runner.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on cuda, float32 on cpu")
+    runner.add_argument("--output", type=Path, metavar="FILE", help="add the rows to this CSV file")
+    runner.add_argument("--against", type=Path, metavar="FILE", help="fail where a row is slower than in this CSV file")
+    runner.add_argument("--tolerance", type=float, default=0.1, help="how much slower is no regression (default: 0.1)")
+    runner.add_argument("--without", nargs="+", default=[], metavar="PEER", help="leave out peers that are so called")
+    runner.add_argument("--seconds", type=float, default=1.0, help="for one figure (default: 1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run ``bench``; 1 if parity failed, or something got slower."""
+    if args.bench_command == "list":
+        print(listed(args.size))
+        return 0
+    chosen = registry.select(args.names, all_of_them=args.all)
+    return _run(chosen, args, _options(chosen, args))
+
+
+def listed(size: str) -> str:
+    """Every benchmark: name, kind, what it is of, and sizes."""
+    rows = [(one.name, one.kind, one.title, shape_text(one.shapes[size])) for one in registry.BENCHMARKS.values()]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join("  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]) for row in rows)
+
+
+def _options(chosen: list[Benchmark], args: argparse.Namespace) -> dict[str, Options]:
+    """The options of each benchmark, all checked before the first one runs."""
+    if len(chosen) > 1 and args.set:
+        raise BenchmarkError(f"--set is for one benchmark; {len(chosen)} are named")
+    for name in ("tolerance", "seconds"):
+        if not 0 <= getattr(args, name) < math.inf:
+            raise BenchmarkError(f"--{name} is {getattr(args, name)}; expected a finite number, 0 or more")
+    changes = dict(_change(word) for word in args.set)
+    return {
+        one.name: Options(
+            device=args.device,
+            dtype=args.dtype or ("bfloat16" if args.device == "cuda" else "float32"),
+            shape=one.shape(args.size, changes),
+            seconds=args.seconds,
+            without=tuple(args.without),
+        )
+        for one in chosen
+    }
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _change(word: str) -> tuple[str, int]:
+    name, _, value = word.partition("=")
+    if not value.isdecimal():
+        raise BenchmarkError(f"--set takes KEY=N with a whole number, found {word!r}")
+    return name, int(value)
+
+
+def _run(chosen: list[Benchmark], args: argparse.Namespace, options: dict[str, Options]) -> int:
+    from megacpp_mcore.bench import measure, runner
+
+    if args.device == "cuda" and not measure.has_gpu():
+        raise BenchmarkError("there is no CUDA device here; add --device cpu --size tiny for a dry run")
+    before = against.read(args.against) if args.against else []
+    table = measure.Table(args.output, COLUMNS) if args.output else None
+    rows, failures = [], []
+    with measure.one_process(args.device):
+        for one in chosen:
+            try:
+                made = runner.run(one, options[one.name], _say)
+            except MegacppError:
+                raise
+            except Exception as error:  # the others of a long run still count
+                traceback.print_exc()
+                failures.append(f"{one.name}: it could not be run: {type(error).__name__}: {error}")
+                continue
+            rows += made.rows
+            failures += made.failures
+            if table is not None:
+                table.append(*made.rows)
+    named = {row["variant"] for row in rows}
+    failures += [
+        f"--without {word}: no variant is so called; there are {', '.join(sorted(named))}"
+        for word in args.without
+        if not any(word in variant for variant in named)
+    ]
+    for line in failures:
+        _say(line)
+    if args.against:  # which may refuse, and comes last
+        compared = against.compare(before, rows, args.tolerance)
+        timed = sum(row["ms"] != "" for row in rows)
+        head = f"against {args.against}, {compared.compared} rows of {timed} that have a time:"
+        _say("\n".join(["", head, *compared.lines, *compared.slower]))
+        failures += compared.slower
+    return FAILED if failures else 0

@@ -1,0 +1,167 @@
+"""The command line ``megacpp-mcore``: hands each sub-command to the module that does it; imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import megacpp_mcore
+from megacpp_mcore.commands import bench as bench_command
+from megacpp_mcore.commands import checkpoint, doctor, imports, patch, recipe
+from megacpp_mcore.commands import data as data_command
+from megacpp_mcore.commands import profile as profile_recipes
+from megacpp_mcore.commands import report as report_command
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.launch import launcher
+from megacpp_mcore.launch import plan as launch_plan
+from megacpp_mcore.observe import run as observation
+from megacpp_mcore.patches.machinery import registry
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 2 when what the user asked for cannot be done.
+
+    Args:
+        argv: the arguments after the program's name; by default those of this process.
+    """
+    args = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        with contextlib.nullcontext() if args.command == "launch" else imports.quiet():
+            status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except MegacppError as error:
+        if args.traceback:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except UnicodeEncodeError as error:
+        sign, encoding = error.object[error.start], sys.stdout.encoding
+        if args.command == "launch" or not _lacks(encoding, sign):
+            raise
+        if args.traceback:
+            traceback.print_exc()
+        print(
+            f"error: the output's encoding is {encoding}, which has no U+{ord(sign):04X}; set PYTHONUTF8=1, or a UTF-8 locale, "
+            "and leave PYTHONIOENCODING unset",
+            file=sys.stderr,
+        )
+        return USER_ERROR
+    except BrokenPipeError:
+        if args.command == "launch":
+            raise  # what was cut off there is a training run
+        # The reader (head, less) has left; Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _lacks(encoding: str | None, sign: str) -> bool:
+    """Whether an encoding has not ``sign``; an error's own ``encoding`` is "charmap" for every table of one byte."""
+    try:
+        sign.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The parsed command line; for ``launch``, all that follows the first ``--`` is kept as ``stock_command``."""
+    parser = _parser()
+    command = next((word for word in argv if not word.startswith("-")), None)
+    head, tail = list(argv), []
+    if command in ("launch", "profile") and "--" in argv:
+        head, tail = list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])
+    args, unknown = parser.parse_known_args(head)
+    if unknown and command == "launch":
+        parser.error(
+            f"launch found {unknown[0]!r} and {len(unknown) - 1} more words before a --; put -- before the script and all that "
+            f"is for Megatron: megacpp-mcore launch [OPTIONS] -- {unknown[0]} …"
+        )
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.stock_command = tail
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megacpp-mcore", description="The hybrid model NAM56R for stock Megatron-Core."
+    )
+    parser.add_argument("--version", action="version", version=f"megacpp-mcore {megacpp_mcore.__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, add, run in (
+        ("doctor", doctor.add_parser, doctor.run),
+        ("launch", _add_launch, _launch),
+        ("recipe", recipe.add_parser, recipe.run),
+        ("data", data_command.add_parser, data_command.run),
+        ("patch", patch.add_parser, patch.run),
+        ("profile", profile_recipes.add_parser, profile_recipes.run),
+        ("report", report_command.add_parser, report_command.run),
+        ("bench", bench_command.add_parser, bench_command.run),
+        ("checkpoint", checkpoint.add_parser, checkpoint.run),
+    ):
+        add(subparsers)
+        subparsers.choices[name].set_defaults(run=run)
+    return parser
+
+
+def _add_launch(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "launch",
+        help="run a stock Megatron script, or the stock loop of the wheel",
+        usage="megacpp-mcore launch [--device DEVICE] [--nproc N] [--allow-spec-from PACKAGE] [--patch NAME] "
+        "[--observe DIR | --no-observe] [--record-steps FILE] [--profile FIRST-LAST [--profile-tool TOOL]] "
+        "-- [script.py] ARGUMENTS",
+    )
+    parser.add_argument(
+        "--device", choices=launch_plan.DEVICES, default="auto", help="auto takes the CPU when there is no GPU"
+    )
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default: 1)")
+    parser.add_argument(
+        "--allow-spec-from",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help=f"a package that --spec may import from, besides {' and '.join(launch_plan.ALLOWED_SPEC_PREFIXES)}",
+    )
+    parser.add_argument(
+        "--patch", action="append", default=[], metavar="NAME", help="apply a patch to the run (see `patch list`)"
+    )
+    launcher.Recording.add_arguments(parser)
+
+
+def _launch(args: argparse.Namespace) -> int:
+    recording = launcher.Recording.read(args)
+    _refuse_at_once(args, recording)
+    return launcher.launch(
+        args.stock_command,
+        device=args.device,
+        nproc=args.nproc,
+        allowed_spec_prefixes=(*launch_plan.ALLOWED_SPEC_PREFIXES, *args.allow_spec_from),
+        patches=args.patch,
+        recording=recording,
+    )
+
+
+def _refuse_at_once(args: argparse.Namespace, recording: launcher.Recording) -> None:
+    """Refuse what is wrong by the command line alone: the launcher would do so after torch, or Megatron, is imported."""
+    registry.default().select(args.patch)
+    observation.choose(  # but for the tool of a profile, which depends on the device
+        args.stock_command,
+        observe=recording.observe,
+        off=recording.off,
+        record_steps=recording.steps,
+        profile=recording.profile,
+    )

@@ -1,0 +1,156 @@
+"""The command ``megacpp-mcore data``: prepare, verify, corpus and score-unigram; no torch at import."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+from megacpp_mcore.errors import DataError
+
+if TYPE_CHECKING:
+    from megacpp_mcore.data.manifest import Manifest
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add ``data`` to the subparsers of ``megacpp-mcore`` and return its parser."""
+    parser: argparse.ArgumentParser = subparsers.add_parser("data", help="prepare, check and score training data")
+    actions = parser.add_subparsers(dest="data_action", required=True, metavar="ACTION")
+    prepare = actions.add_parser("prepare", help="tokenize text files into Megatron's .bin and .idx")
+    add = prepare.add_argument
+    add("inputs", nargs="+", metavar="INPUT", help="text files, or folders to search")
+    add("--output", required=True, metavar="PREFIX", help="path of the dataset without suffix")
+    add("--tokenizer", default="byte", metavar="byte|DIR", help="bytes, or a local Hugging Face folder (default: byte)")
+    add("--split", metavar="NAME=SHARE,...", help="such as train=0.98,valid=0.02; writes PREFIX_NAME for each")
+    add("--glob", action="append", default=[], help="names to take from folders instead of *.txt *.py *.md *.jsonl")
+    add("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
+    add("--overwrite", action="store_true", help="replace existing datasets")
+    errors = "what to do with text that cannot be decoded: stop, or list it in the manifest (default: strict)"
+    add("--errors", choices=("strict", "skip"), default="strict", help=errors)
+    verify = actions.add_parser(
+        "verify", help="check datasets against their manifests; lists all problems and then exits with 1"
+    )
+    add = verify.add_argument
+    add("prefixes", nargs="+", metavar="PREFIX", help="paths of datasets without suffix")
+    add("--adopt", action="store_true", help="write a manifest for datasets that another tool made")
+    add("--tokenizer", metavar="byte|DIR", help="with --adopt: the tokenizer that made them")
+    add("--vocab-size", type=int, help="with --adopt: the vocabulary size, where it is known")
+    add("--eod-id", type=int, help="with --adopt: the id that ends every document, where there is one")
+    corpus = actions.add_parser("corpus", help="make a small corpus from Python's own standard library")
+    add = corpus.add_argument
+    add("--output", required=True, metavar="DIR", help="folder for stdlib_train and stdlib_heldout")
+    add("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
+    add("--overwrite", action="store_true", help="replace an existing corpus")
+    score = actions.add_parser("score-unigram", help="unigram entropy of a byte dataset, in bits per byte")
+    score.add_argument("prefix", metavar="PREFIX", help="path of the dataset without suffix")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the parsed ``args`` say and return the exit status.
+
+    Raises:
+        DataError: it cannot be done; the message says why.
+    """
+    actions = {"prepare": _prepare, "verify": _verify, "corpus": _corpus, "score-unigram": _score_unigram}
+    try:
+        return actions[args.data_action](args)
+    except KeyboardInterrupt:
+        print("\ninterrupted; nothing was written, and the same command starts anew", file=sys.stderr)
+        return 130
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from megacpp_mcore.data.prepare import prepare
+
+    prefixes = prepare(
+        args.inputs,
+        args.output,
+        tokenizer=args.tokenizer,
+        split=args.split,
+        globs=args.glob,
+        workers=args.workers,
+        overwrite=args.overwrite,
+        skip_errors=args.errors == "skip",
+    )
+    _print_datasets(prefixes)
+    _print_flags(args.tokenizer)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from megacpp_mcore.data.manifest import adopt, examine
+    from megacpp_mcore.data.progress import Progress
+    from megacpp_mcore.data.tokenizer import load_tokenizer
+
+    if not args.adopt and (args.tokenizer, args.vocab_size, args.eod_id) != (None, None, None):
+        raise DataError(
+            "--tokenizer, --vocab-size and --eod-id say what a manifest is to hold: add --adopt, or drop them"
+        )
+    prefixes = list(dict.fromkeys(args.prefixes))
+    sizes = [os.path.getsize(prefix + ".bin") for prefix in prefixes if os.path.exists(prefix + ".bin")]
+    progress = Progress(len(prefixes), sum(sizes))
+    verified, problems, damaged = {}, [], 0
+    for prefix in prefixes:
+        if args.adopt:
+            tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+            adopt(prefix, tokenizer=tokenizer, vocab_size=args.vocab_size, eod_id=args.eod_id)
+        manifest, found = examine(prefix, lambda read: progress.advance(0, read))
+        progress.advance(1, 0)
+        problems += found
+        damaged += bool(found)
+        if manifest is not None and not found:
+            verified[prefix] = manifest
+    progress.show()
+    for prefix, manifest in verified.items():
+        _print_verified(prefix, manifest)
+    if problems:
+        print(f"problems: {len(problems)}, datasets with problems: {damaged} of {len(prefixes)}", file=sys.stderr)
+        print("\n".join(f"  {problem}" for problem in problems), file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _print_verified(prefix: str, manifest: Manifest) -> None:
+    from megacpp_mcore.data.tokenizer import ByteTokenizer
+
+    _print_datasets([prefix])
+    if manifest.tokenizer["checksum"] == ByteTokenizer().checksum():
+        _print_flags("byte")
+    elif manifest.tokenizer["kind"] == "huggingface":
+        print("stock flags: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR")
+    if manifest.tokenizer["eod_id"] is None:
+        print("its end-of-document id is not known and was not checked; adopt it with --eod-id to have it checked")
+
+
+def _corpus(args: argparse.Namespace) -> int:
+    from megacpp_mcore.data.corpus import prepare_stdlib_corpus
+
+    output = os.path.join(args.output, "stdlib")
+    _print_datasets(prepare_stdlib_corpus(output, workers=args.workers, overwrite=args.overwrite))
+    _print_flags("byte")
+    return 0
+
+
+def _score_unigram(args: argparse.Namespace) -> int:
+    from megacpp_mcore.data.score import unigram_bits_per_byte
+
+    print(f"{unigram_bits_per_byte(args.prefix):.6f}")
+    return 0
+
+
+def _print_datasets(prefixes: Any) -> None:
+    from megacpp_mcore.data.manifest import load_manifest
+
+    for prefix in prefixes:
+        manifest = load_manifest(prefix)
+        text = "" if manifest.text_bytes is None else f", {manifest.text_bytes} bytes of text"
+        skipped = f", {len(manifest.skipped)} skipped (see the manifest)" if manifest.skipped else ""
+        print(f"{prefix}: {manifest.documents} documents, {manifest.tokens} tokens of {manifest.dtype}{text}{skipped}")
+
+
+def _print_flags(tokenizer: str) -> None:
+    from megacpp_mcore.data.tokenizer import load_tokenizer
+
+    print(f"stock flags: {shlex.join(load_tokenizer(tokenizer).stock_flags())}")

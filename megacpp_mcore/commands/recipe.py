@@ -1,0 +1,382 @@
+"""``megacpp-mcore recipe list|show|flops|emit``: what the presets are, and the stock command that trains one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments import overrides, stock_command
+from megacpp_mcore.arguments.lowering import SCRIPTS, SPECS, lower
+from megacpp_mcore.arguments.stock_command import DATA_VARIABLE, LAUNCH, WAYS, Slurm, StockCommand
+from megacpp_mcore.commands import flops as flops_command
+from megacpp_mcore.commands import model_card
+from megacpp_mcore.errors import LaunchError, ModelError
+from megacpp_mcore.model import PRESETS, Layout, Model, hybrid, preset
+from megacpp_mcore.model.recipes import RECIPES, Recipe
+from megacpp_mcore.model.training import GPT, Training
+from megacpp_mcore.util.nearest import nearest
+
+_FORMS: Mapping[str, Callable[[StockCommand], str]] = MappingProxyType(
+    {
+        "cli": stock_command.as_cli,
+        "yaml": stock_command.as_yaml,
+        "args": stock_command.as_args,
+    }
+)
+_TRAINING_OPTIONS = MappingProxyType(
+    {
+        "device": "device",
+        "impl": "transformer_impl",
+        "micro_batch_size": "micro_batch_size",
+        "global_batch_size": "global_batch_size",
+        "train_iters": "train_iters",
+        "lr": "learning_rate",
+    }
+)
+"""Options of ``recipe emit`` that are fields of :class:`Training`, under their own names."""
+_LAYOUT_OPTIONS = ("tensor", "pipeline", "virtual", "expert", "sequence_parallel")
+_RUN_OPTIONS = (
+    *_TRAINING_OPTIONS,
+    *_LAYOUT_OPTIONS,
+    *("settings", "host", "via", "nodes", "gpus_per_node", "data", "tokenizer"),
+)
+"""Options that say what runs, and not how it is printed."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``recipe`` to the command line."""
+    parser = subparsers.add_parser(
+        "recipe", help="list the models, show one, or print the stock command that trains it"
+    )
+    actions = parser.add_subparsers(dest="action", required=True)
+    listing = actions.add_parser("list", help="one line a model, then one a recipe")
+    listing.add_argument("--markdown", action="store_true", help="print the page docs/model-card.md")
+    show = actions.add_parser("show", help="the whole definition of a model, its layers and parameter counts, as JSON")
+    show.add_argument("name")
+    _add_set(show, "values of the model to show it with")
+    counted = actions.add_parser("flops", help="FLOPs by family, beside Megatron's own count and why they differ")
+    counted.add_argument("name")
+    _add_set(counted, "values of the model to count")
+    flops_command.add_arguments(counted)
+    emit = actions.add_parser("emit", help="the complete stock Megatron command for a model")
+    emit.add_argument("name", nargs="?", help="the model; leave it out with --from")
+    emit.add_argument("--from", dest="source", metavar="FILE", help="a file of --as yaml, to be printed as --as says")
+    emit.add_argument(
+        "--as",
+        dest="form",
+        choices=(*_FORMS, "slurm"),
+        default="cli",
+        help="a shell command, a YAML file, an sbatch script, or the arguments alone, one word a line",
+    )
+    _add_run(emit)
+    _add_slurm(emit)
+
+
+def _add_set(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--set", dest="values", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=f"{what}: dsa.topk=64"
+    )
+
+
+def _add_run(emit: argparse.ArgumentParser) -> None:
+    """The options that say what runs; each is None until it is given."""
+    _add_set(emit, "values of the model and of the run")
+    emit.add_argument(
+        "--settings",
+        metavar="FILE",
+        help="write the changed model there, for MEGACPP_CONFIG; --set of a model needs it",
+    )
+    emit.add_argument("--host", choices=tuple(SPECS), help="gpt (default): pretrain_gpt.py; hybrid: pretrain_hybrid.py")
+    emit.add_argument(
+        "--via",
+        choices=WAYS,
+        help="launch (default): the script by megacpp-mcore launch, which checks data and GPUs first and prints the launch "
+        "policy; wheel: the same without a script; bare: the script alone, under torchrun",
+    )
+    emit.add_argument("--device", choices=("cuda", "cpu"), help="default: cpu for nam56r_tiny, cuda for the others")
+    emit.add_argument("--impl", choices=("transformer_engine", "local"), help="default: local on cpu, else TE")
+    for name in ("tensor", "pipeline", "virtual", "expert"):
+        emit.add_argument(f"--{name}", type=int, metavar="N", help=f"{name} parallelism (default: 1)")
+    emit.add_argument("--sequence-parallel", action="store_true", default=None)
+    emit.add_argument("--nodes", type=int, metavar="N", help="hosts (default: 1)")
+    emit.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="default: what the layout needs, spread over the nodes"
+    )
+    emit.add_argument("--data", metavar="PREFIX", help="dataset prefix; default: the shell variable DATA_PREFIX")
+    emit.add_argument(
+        "--tokenizer", metavar="DIR", help="Hugging Face tokenizer folder; default: bytes or ids as they are"
+    )
+    emit.add_argument("--micro-batch-size", type=int, metavar="N", help="default: 1")
+    emit.add_argument("--global-batch-size", type=int, metavar="N", help="default: 8")
+    emit.add_argument("--train-iters", type=int, metavar="N", help="default: 1000")
+    emit.add_argument("--lr", type=float, help="default: 3e-4")
+
+
+def _add_slurm(emit: argparse.ArgumentParser) -> None:
+    """The options of ``--as slurm`` alone; each is left to the cluster until it is given."""
+    for option in dataclasses.fields(Slurm):
+        kind = int if option.name == "cpus_per_task" else str
+        emit.add_argument(f"--{option.name.replace('_', '-')}", type=kind, help="of the job (--as slurm)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``recipe``; returns the exit status."""
+    if args.action == "list" and args.markdown:
+        print(model_card.page(), end="")
+    elif args.action == "list":
+        width = max(map(len, (*PRESETS, *RECIPES)))
+        for model in PRESETS.values():
+            print(f"{model.name:<{width}} {_summary(model)}")
+        for recipe in RECIPES.values():
+            print(f"{recipe.name:<{width}} {_plan(recipe)}")
+    elif args.action == "show":
+        print(json.dumps(_shown(args.name, args.values), indent=2))
+    elif args.action == "flops":
+        print(flops_command.printed(_changed_model(args.name, args.values), args))
+    else:
+        print(emit(args))
+    return 0
+
+
+def described(model: Model) -> dict[str, Any]:
+    """The whole definition of ``model``, with what follows from it, as JSON takes it."""
+    return dataclasses.asdict(model) | {
+        "layers": model.layers,
+        "attention_roles": {number: role for number, role in enumerate(model.roles, 1) if role},
+        "hybrid_layer_pattern": hybrid.plan(model).text,
+        "parameters": model.parameters() | {"total": sum(model.parameters().values())},
+    }
+
+
+def _shown(name: str, words: Sequence[str]) -> dict[str, Any]:
+    """The model or recipe called ``name``, the model with the values that ``words`` give it."""
+    model, recipe = described(_changed_model(name, words)), _recipe(name)
+    if recipe is None:
+        return model
+    plan = {key: value for key, value in dataclasses.asdict(recipe.training).items() if not isinstance(value, tuple)}
+    layout = dataclasses.asdict(recipe.layout)
+    return {"name": name, "processes": recipe.processes, "layout": layout, "training": plan, "model": model}
+
+
+def _changed_model(name: str, words: Sequence[str]) -> Model:
+    """The model of the model or recipe called ``name``, with the values that ``words`` give it.
+
+    Raises:
+        ModelError: there is none of that name, or a word sets a value of a run.
+    """
+    of_model, of_run = overrides.read(words)
+    if of_run:
+        raise ModelError(f"{', '.join(of_run)} belongs to a run and not to the model; leave it to `recipe emit`")
+    recipe = _recipe(name)
+    return overrides.apply(chosen_model(recipe.model.name if recipe else name)[0], of_model)
+
+
+def _recipe(name: str) -> Recipe | None:
+    """The recipe called ``name``; None when it is the name of a model, of a preset or of the file of MEGACPP_CONFIG.
+
+    Raises:
+        ModelError: there is neither; the nearest names of both are offered.
+    """
+    loaded = plugin_config.from_environment()
+    models = (*PRESETS, *([loaded.model.name] if loaded is not None else []))
+    if name in RECIPES or name in models:
+        return RECIPES.get(name)
+    raise ModelError(f"there is no model or recipe {name!r}; {nearest(name, (*models, *RECIPES))}")
+
+
+def chosen_model(name: str) -> tuple[Model, Path | None]:
+    """The model a user means by ``name``, and the file of MEGACPP_CONFIG when it is that file's model.
+
+    A file about another model is left out, with a line on standard error.
+    """
+    loaded = plugin_config.from_environment()
+    if loaded is None:
+        return preset(name), None
+    if name in (loaded.preset, loaded.model.name):
+        return loaded.model, loaded.path
+    model = preset(name)
+    print(
+        f"note: {plugin_config.VARIABLE} names {loaded.path}, which is about {loaded.preset}; {name} is taken as it is",
+        file=sys.stderr,
+    )
+    return model, None
+
+
+def emit(args: argparse.Namespace) -> str:
+    """The text ``recipe emit`` prints.
+
+    Raises:
+        LaunchError, ModelError, DataError: the options contradict each other, or the run cannot be made.
+    """
+    slurm = Slurm(**{option.name: getattr(args, option.name) for option in dataclasses.fields(Slurm)})
+    if args.form != "slurm" and slurm.given():
+        raise LaunchError(f"--{slurm.given()[0][0]} is an option of a batch job; add --as slurm, or leave it out")
+    command = stock_command.load(Path(args.source)) if _has_source(args) else command_of(args)
+    return stock_command.as_slurm(command, slurm) if args.form == "slurm" else _FORMS[args.form](command)
+
+
+def _has_source(args: argparse.Namespace) -> bool:
+    """Whether the run comes from a file, which then says all of it."""
+    if (args.name is None) == (args.source is None):
+        raise LaunchError("recipe emit needs the name of a model (see `recipe list`), or --from FILE, one of the two")
+    if args.source is None:
+        return False
+    given = [name for name in _RUN_OPTIONS if getattr(args, name) is not None] + ["set"] * bool(args.values)
+    if given:
+        raise LaunchError(
+            f"--from {args.source} says the whole run, and --{given[0].replace('_', '-')} was given besides; change the "
+            "file, or leave that out"
+        )
+    return True
+
+
+def command_of(args: argparse.Namespace) -> StockCommand:
+    """The run that the options of ``recipe emit`` describe; writes the file of ``--settings`` where one is needed.
+
+    Raises:
+        LaunchError, ModelError, DataError: as :func:`emit`.
+    """
+    of_model, of_run = overrides.read(args.values)
+    recipe = _recipe(args.name)
+    name = recipe.model.name if recipe else args.name
+    original, settings = chosen_model(name)
+    model = overrides.apply(original, of_model)
+    layout = _layout(args, recipe.layout if recipe else Layout())
+    model.check_layout(layout)  # first, because processes and batch follow from it
+    if model != original:
+        settings = _write_settings(name, model, args.settings)
+    elif args.settings is not None:
+        raise LaunchError(
+            f"--settings {args.settings} is for a model that --set changes, and nothing is changed; leave it out"
+        )
+    if args.data is not None and not os.path.exists(args.data + ".idx"):
+        print(f"note: there is no {args.data}.idx; the command needs a prepared dataset there", file=sys.stderr)
+    training = _training(args, model, of_run, recipe.training if recipe else _usual_training(name, args, of_run))
+    nodes, per_node = _processes(args, layout, training, recipe.processes if recipe else 1)
+    training = dataclasses.replace(training, processes=nodes * per_node)
+    host = args.host or GPT
+    env = {} if settings is None else {plugin_config.VARIABLE: str(settings.resolve())}
+    if layout.tensor > 1 and training.device == "cuda":
+        # Megatron 0.19 stops without it on GPUs before Blackwell; the CPU lane sets it itself.
+        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return StockCommand(
+        recipe=model.name,
+        device=training.device,
+        via=args.via or LAUNCH,
+        script=SCRIPTS[host],
+        nodes=nodes,
+        processes_per_node=per_node,
+        env=env,
+        arguments=lower(model, layout, training, host),
+    )
+
+
+def _layout(args: argparse.Namespace, base: Layout) -> Layout:
+    """``base`` with the options that were given."""
+    given = {name: getattr(args, name) for name in _LAYOUT_OPTIONS if getattr(args, name) is not None}
+    return dataclasses.replace(base, **given)
+
+
+def _usual_training(name: str, args: argparse.Namespace, of_run: Mapping[str, Any]) -> Training:
+    """The training plan of a model without a recipe: nam56r_tiny is for a laptop, the others are for GPUs."""
+    device = args.device or of_run.get("device") or ("cpu" if name == "nam56r_tiny" else "cuda")
+    if device == "cpu":
+        return Training(device="cpu", precision="fp32", transformer_impl="local")
+    return Training()
+
+
+def _training(args: argparse.Namespace, model: Model, of_run: Mapping[str, Any], base: Training) -> Training:
+    """``base`` with options and ``--set``, each field said once."""
+    if "processes" in of_run:
+        raise LaunchError("the number of processes is --nodes × --gpus-per-node; say it with these, and not with --set")
+    values = dict(of_run)
+    for option, field in _TRAINING_OPTIONS.items():
+        given = getattr(args, option)
+        if given is not None and field in of_run:
+            raise LaunchError(f"--{option.replace('_', '-')} and --set {field}=… say the same thing; leave one out")
+        if given is not None:
+            values[field] = given
+    from megacpp_mcore.data.tokenizer import tokenizer_words  # brings numpy, which the command line starts without
+
+    data = ("--data-path", args.data or DATA_VARIABLE, "--split", "100,0,0")
+    return dataclasses.replace(base, data=data, tokenizer=tokenizer_words(model, args.tokenizer, args.data), **values)
+
+
+def _processes(args: argparse.Namespace, layout: Layout, training: Training, usual: int) -> tuple[int, int]:
+    """Nodes and processes of each, checked against layout and batch; by default the ``usual`` number, or the least."""
+    nodes = 1 if args.nodes is None else args.nodes
+    least = layout.processes
+    for name, value in (("nodes", nodes), ("gpus-per-node", args.gpus_per_node)):
+        if value is not None and value < 1:
+            raise LaunchError(f"--{name} is {value}; expected 1 or more")
+    wanted = least if usual % least else usual
+    if args.gpus_per_node is None and wanted % nodes:
+        raise LaunchError(
+            f"{wanted} processes do not spread evenly over {nodes} nodes; say how many with --gpus-per-node"
+        )
+    per_node = args.gpus_per_node or wanted // nodes
+    if nodes * per_node % least:
+        raise LaunchError(
+            f"the layout needs a multiple of {least} processes, and {nodes} nodes × {per_node} are {nodes * per_node}; change "
+            "--nodes, --gpus-per-node or the layout"
+        )
+    replicas = nodes * per_node // (layout.tensor * layout.pipeline)
+    if training.global_batch_size % (training.micro_batch_size * replicas):
+        raise ModelError(
+            f"the global batch of {training.global_batch_size} is not a multiple of the micro-batch "
+            f"({training.micro_batch_size}) × {replicas} data-parallel replicas; change --global-batch-size"
+        )
+    return nodes, per_node
+
+
+def _write_settings(name: str, model: Model, file: str | None) -> Path:
+    """Write the file that makes a run train ``model``; one that is there and says something else stays."""
+    if file is None:
+        raise LaunchError(
+            f"--set changes the model {name}, and a run is checked against its model: that has to be in a file that "
+            f"{plugin_config.VARIABLE} names; add --settings FILE, which is written"
+        )
+    loaded = plugin_config.from_environment()
+    if loaded is not None and name not in (loaded.preset, loaded.model.name):
+        loaded = None  # about another model
+    base = loaded.preset if loaded is not None else name
+    # All that the file says besides stays: it has been checked when it was loaded.
+    content = {} if loaded is None else yaml.safe_load(loaded.path.read_text(encoding="utf-8"))
+    content |= {"model": base, "overrides": overrides.differences(model, preset(base))}
+    text, path = yaml.safe_dump(content, sort_keys=False), Path(file)
+    try:
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            raise LaunchError(f"{path} is there and says something else; name another file, or remove it")
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{path} cannot be written ({error}); name another file with --settings") from error
+    return path
+
+
+def _summary(model: Model) -> str:
+    counts = ", ".join(f"{model.layers.count(letter)} {letter}" for letter in "AEMR" if letter in model.layers)
+    total = sum(model.parameters().values()) / 1e9
+    return (
+        f"{model.depth} layers ({counts}), hidden {model.hidden_size}, {total:.4g} B parameters, MTP {model.mtp.depth}"
+    )
+
+
+def _plan(recipe: Recipe) -> str:
+    training = recipe.training
+    cut = ", ".join(
+        f"{name} {value}" for name, value in dataclasses.asdict(recipe.layout).items() if value not in (1, False)
+    )
+    return (
+        f"{recipe.model.name} on {recipe.processes} × {training.device}, {training.precision}, {cut or 'not cut'}, "
+        f"batch {training.global_batch_size}"
+    )

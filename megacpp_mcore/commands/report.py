@@ -1,0 +1,220 @@
+"""``megacpp-mcore report show|compare|goodput|html``: what runs left behind, for people and as JSON; imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe import events, goodput, receipts, start
+from megacpp_mcore.observe.receipts.assemble import RECEIPT
+from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, compare
+from megacpp_mcore.observe.receipts.schema import DISQUALIFIERS, RUNNING, flatten, in_words, labelled, why_unknown
+
+REFUSED = 1
+"""The exit status of a comparison that allows no claim."""
+
+SILENT_S = 60.0
+"""Seconds without a sign of life after which a process was probably killed, where it would have left several meanwhile."""
+BEATS = 5
+"""Heartbeats that have to be missing for that."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``report`` to the command line."""
+    parser = subparsers.add_parser("report", help="receipts of runs: show one, compare two, or where the time went")
+    actions = parser.add_subparsers(dest="action", required=True)
+    show = actions.add_parser("show", help="the receipt of a run")
+    show.add_argument("receipt", metavar="RUN", help="the folder of a run, or a receipt")
+    comparing = actions.add_parser(
+        "compare", help="what a claim about the speed of two runs may say; exit status 1 if there is none"
+    )
+    comparing.add_argument("first", metavar="A", help="the baseline: the folder of a run, or a receipt")
+    comparing.add_argument("second", metavar="B", help="what is compared with it")
+    comparing.add_argument(
+        "--varies",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"the one difference that is meant: {', '.join(KEYS)}",
+    )
+    comparing.add_argument(
+        "--declare",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"a disqualifier that both carry, to be said in the claim: {', '.join(DISQUALIFIERS)}",
+    )
+    comparing.add_argument(
+        "--noise",
+        type=float,
+        metavar="PERCENT",
+        help=f"by how much equal runs part, where that was measured (default: {100 * NOISE:.0f})",
+    )
+    where = actions.add_parser("goodput", help="what the wall time of every rank went to")
+    where.add_argument("run_folder", metavar="RUN", help="the folder of a run")
+    page = actions.add_parser("html", help="one self-contained page about a run, or several side by side")
+    page.add_argument(
+        "runs", metavar="RUN", nargs="+", help="the folder of a run, or a receipt; the first is the baseline"
+    )
+    page.add_argument("--output", metavar="FILE", default="report.html", help="where it is written (%(default)s)")
+    for action in (show, comparing, where):
+        action.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was asked for; return the exit status.
+
+    Raises:
+        DataError: there is no receipt, it is damaged, or a word is not known.
+    """
+    actions = {"show": _show, "compare": _compare, "goodput": _goodput, "html": _html}
+    return actions[args.action](args)
+
+
+def _found(word: str, *, whole: bool = False) -> Path:
+    """The run that a word of the command line names: its folder or, unless the ``whole`` run is needed, a receipt.
+
+    Raises:
+        DataError: there is no such thing, with the folder that was probably meant.
+    """
+    place, expected = Path(word), "the folder of a run that was observed" + ("" if whole else ", or a receipt")
+    if not word:
+        raise DataError(f"an empty path was given; expected {expected}")
+    if not place.exists():
+        raise DataError(f"{word} does not exist; expected {expected}")
+    if place.is_file() and whole:
+        raise DataError(f"{word} is a file; expected {expected}, probably {place.parent}")
+    if place.is_dir() and not (place / RECEIPT).exists() and not any(place.glob("start_*")):
+        near = sorted(
+            {file.parents[1] for depth in ("*", "*/*") for file in place.glob(f"{depth}/start_*/rank_*.jsonl")}
+        )
+        meant = f"; did you mean {' or '.join(map(str, near[:3]))}?" if near else ""
+        raise DataError(f"{word} is no recorded run; expected {expected}{meant}")
+    return place
+
+
+def _show(args: argparse.Namespace) -> int:
+    place = _found(args.receipt)
+    receipt = receipts.read(place)
+    if args.json:
+        print(json.dumps(receipt, indent=1, ensure_ascii=False))
+        return 0
+    status, *others = describe(receipt).splitlines()
+    alive = [sign_of_life(place, receipt, time.time_ns())] if receipt["status"] == RUNNING else []
+    print("\n".join([status, *alive, *others, *_first_step(place)]))
+    return 0
+
+
+def _first_step(run: Path) -> list[str]:
+    """What the run's folder has of its first step, by family; a receipt alone has nothing of it."""
+    try:
+        return start.describe(start.read(run)) if run.is_dir() else []
+    except DataError as error:  # which hides no receipt
+        return [f"{'step 1':18}not known: {error}"]
+
+
+def _compare(args: argparse.Namespace) -> int:
+    found = compare(
+        receipts.read(_found(args.first)),
+        receipts.read(_found(args.second)),
+        args.varies,
+        args.declare,
+        noise=None if args.noise is None else args.noise / 100,
+    )
+    print(json.dumps(found.record(), indent=1, ensure_ascii=False) if args.json else found.describe())
+    return 0 if found.claim is not None else REFUSED
+
+
+def _goodput(args: argparse.Namespace) -> int:
+    ranks = goodput.read(_found(args.run_folder, whole=True))
+    if args.json:
+        print(json.dumps({rank: found.record() for rank, found in ranks.items()}, indent=1))
+        return 0
+    slowest = goodput.slowest(ranks)
+    for rank, found in ranks.items():
+        record = found.record()
+        spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in record["seconds"].items() if seconds)
+        mark = ", the slowest" if rank == slowest and len(ranks) > 1 else ""
+        print(f"rank {rank}{mark}: {record['goodput']:.1%} of {record['wall_s']:.1f} s productive; {spent}")
+        for note in found.notes:
+            print(f"rank {rank}: {note}")
+    return 0
+
+
+def _html(args: argparse.Namespace) -> int:
+    from megacpp_mcore.observe import page
+
+    events.replace(Path(args.output), page.html([_found(word) for word in args.runs]))
+    print(f"page: {args.output}")
+    return 0
+
+
+def sign_of_life(place: Path, receipt: Mapping[str, Any], now_ns: int) -> str:
+    """The line that tells a run that goes on from one that was killed: both have the status ``running``.
+
+    Args:
+        place: the run's folder, where every process leaves its signs of life; or a receipt, which has only its own age.
+        receipt: what was read there.
+        now_ns: the time, in nanoseconds since the epoch.
+
+    Raises:
+        DataError: the receipt's own time is no time.
+    """
+    if not any(place.glob("start_*")):
+        age = _age((now_ns - _written_ns(receipt["written_at"])) / 1e9)
+        return f"{'receipt written':18}{age} ago; whether the run went on, its folder would tell"
+    label = f"{'last sign of life':18}"
+    try:
+        living = {one.rank: one for one in events.grouped(events.read(place))[-1] if one.how is None}
+    except DataError as error:  # the rest of the receipt is known
+        return f"{label}not known: {error}"
+    if not living:
+        return f"{label}none: no rank has left one that has not ended"
+    rank = min(living, key=lambda one: living[one].ended_ns)
+    seconds, heartbeat_s = max(0, now_ns - living[rank].ended_ns) / 1e9, living[rank].heartbeat_s
+    which = f", of rank {rank}, the longest silent of {len(living)}" if len(living) > 1 else ""
+    words = f"{label}{_age(seconds)} ago{which}"
+    if seconds <= max(SILENT_S, BEATS * heartbeat_s):
+        return words
+    return f"{words}; it was probably killed: a live process leaves one every {heartbeat_s:g} s (observability.heartbeat_s)"
+
+
+def _written_ns(text: str) -> int:
+    try:
+        return int(datetime.datetime.fromisoformat(text).timestamp() * 1e9)
+    except ValueError as error:
+        raise DataError(
+            f"written_at of the receipt is {text!r}; expected a time such as 2026-01-31T12:00:00+00:00"
+        ) from error
+
+
+def _age(seconds: float) -> str:
+    """In the largest unit of which there are two; a clock of another host may be ahead of this one's."""
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def describe(receipt: Mapping[str, Any]) -> str:
+    """The main figures of a receipt for people, its disqualifiers, and what is not known."""
+    values = flatten(receipt)[0]
+    lines = []
+    for label, field in labelled(values, shown=True):
+        text = in_words(values, field)
+        why = why_unknown(field.path, values["unknown"])
+        lines.append(f"{label:18}{text if text is not None else f'not known: {why}'}")
+    lines += [f"{'note':18}{note}" for note in values["notes"]]
+    lines += [f"{'DISQUALIFIED':18}{one['name']}: {one['evidence']}" for one in values["disqualifiers"]]
+    lines += [f"{'not judged':18}{one['name']}: {one['reason']}" for one in values["unjudged"]]
+    unknown: dict[str, list[str]] = {}
+    for path, reason in values["unknown"].items():
+        unknown.setdefault(reason, []).append(path)
+    lines += [f"{'not known':18}{', '.join(paths)}: {reason}" for reason, paths in unknown.items()]
+    return "\n".join(lines)

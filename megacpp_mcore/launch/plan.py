@@ -1,0 +1,285 @@
+"""Reads a launch: the command as the user wrote it, checked before Megatron is imported; starts and changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments import lowering
+from megacpp_mcore.errors import CheckoutError, LaunchError, SpecImportError
+from megacpp_mcore.model.training import HYBRID
+from megacpp_mcore.patches.machinery import registry
+from megacpp_mcore.patches.spec_import import spec_words
+from megacpp_mcore.util import flags
+
+DEVICES = ("auto", "cpu", "cuda")
+ALLOWED_SPEC_PREFIXES = ("megacpp_mcore", "megatron")
+"""Packages a ``--spec`` may come from: importing a module runs it, so the list is opened on purpose only."""
+
+CHECKOUT_VARIABLE = "MEGATRON_LM"
+CHECKOUT_TAG = "core_v0.19.0"
+CHECKOUT_ADVICE = (
+    f"get a checkout with `git clone --branch {CHECKOUT_TAG} https://github.com/NVIDIA/Megatron-LM`, set "
+    f"{CHECKOUT_VARIABLE}= to its folder, or leave the script out to use the stock loop of the installed wheel"
+)
+
+STOCK_LOOP = "megacpp_mcore.launch.pretrain"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch, read and checked: what runs, with which arguments, where."""
+
+    script: Path | None
+    """The stock script, or None for the stock loop of the wheel."""
+    arguments: tuple[str, ...]
+    """Megatron's arguments, ``--spec`` as the two words Megatron wants."""
+    spec: tuple[str, str] | None
+    """Module and attribute named by ``--spec``."""
+    device: str
+    """``cpu`` or ``cuda``."""
+    nproc: int
+    """Processes to start; 1 is this one."""
+    patches: tuple[str, ...] = ()
+    """Patches to apply besides those that a launch applies anyway."""
+
+    @property
+    def has_own_spec(self) -> bool:
+        """Whether the spec is one of this package."""
+        return self.spec is not None and self.spec[0].partition(".")[0] == "megacpp_mcore"
+
+    def describe(self, world_size: int) -> str:
+        """Return the line that says what is about to run."""
+        runs = f"{STOCK_LOOP} (the wheel's stock loop)" if self.script is None else str(self.script)
+        spec = "none (stock GPT)" if self.spec is None else ".".join(self.spec)
+        return f"script {runs} | spec {spec} | device {self.device} | world size {world_size}"
+
+
+def plan(
+    command: Sequence[str],
+    *,
+    device: str = "auto",
+    nproc: int = 1,
+    allowed_spec_prefixes: Sequence[str] = ALLOWED_SPEC_PREFIXES,
+    patches: Sequence[str] = (),
+    environment: Mapping[str, str] = os.environ,
+) -> Plan:
+    """Read and check a launch (see :func:`launch`) without starting anything.
+
+    Raises:
+        LaunchError, SpecImportError: it cannot be started as asked for.
+    """
+    words = list(command)
+    script = None
+    if words and words[0].endswith(".py"):
+        script = find_script(words.pop(0), environment)
+    elif words and not words[0].startswith("-"):
+        raise LaunchError(
+            f"the launch command starts with {words[0]!r}, which is neither a script (*.py) nor an argument (--…); "
+            "name pretrain_gpt.py or pretrain_hybrid.py first, or give Megatron's arguments alone"
+        )
+    if nproc < 1:
+        raise LaunchError(f"--nproc is {nproc}; expected the number of processes to start, 1 or more")
+    _check_processes(environment)
+    if nproc > 1 and "RANK" in environment:
+        raise LaunchError(
+            f"--nproc {nproc} was given to a process that torchrun has started (RANK={environment['RANK']}); "
+            "leave --nproc out under torchrun, or start megacpp-mcore without torchrun"
+        )
+    _check_own_options(words)
+    _check_arguments(words)
+    _check_packed(script, words)
+    arguments, spec = split_spec(words)
+    if spec is not None:
+        _check_allowed(spec, allowed_spec_prefixes)
+        _check_host(script, spec, arguments)
+        if spec[0].partition(".")[0] == "megacpp_mcore":
+            plugin_config.from_environment()  # what is wrong in that file is said before Megatron starts
+    resolved = _resolve_device(device)
+    if resolved == "cpu":
+        _check_cpu_arguments(arguments)
+    else:
+        _check_gpus(nproc, environment)
+    registry.default().select(patches)  # refuses names that it does not know
+    return Plan(script, tuple(arguments), spec, resolved, nproc, tuple(patches))
+
+
+def _check_processes(environment: Mapping[str, str]) -> None:
+    """Refuse half of what torchrun sets: a rank would be made up, and the others waited for."""
+    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in environment]
+    if missing and environment.get("WORLD_SIZE", environment.get("RANK", "1")) != "1":
+        raise LaunchError(
+            f"the environment says that this is one of several processes, but does not hold {', '.join(missing)}; start "
+            "them with torchrun or --nproc, or unset RANK and WORLD_SIZE"
+        )
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Refuse what would give the run a ``--spec`` that this launcher has not seen."""
+    for flag, source in (("--use-checkpoint-args", "a checkpoint"), ("--yaml-cfg", "a file")):
+        if flag in flags.read(arguments):
+            raise LaunchError(
+                f"{flag} takes arguments from {source}, --spec among them, which would be imported unchecked; write the "
+                "arguments out (`megacpp-mcore recipe emit … --as cli` prints them)"
+            )
+
+
+_OWN_OPTIONS = (
+    "--observe",
+    "--no-observe",
+    "--record-steps",
+    "--profile-tool",
+    "--device",
+    "--nproc",
+    "--allow-spec-from",
+)
+
+
+def _check_own_options(arguments: Sequence[str]) -> None:
+    """Refuse options of the launch behind the ``--``, which Megatron would refuse after a minute, below its whole usage."""
+    for word, after in itertools.pairwise([*arguments, ""]):
+        if word.partition("=")[0] in _OWN_OPTIONS or (word == "--profile" and re.fullmatch(r"\d+-\d+", after)):
+            raise LaunchError(
+                f"{word} is an option of the launch, and Megatron has no such argument; put it before the `--`, as in "
+                f"`megacpp-mcore launch {word} … -- …`"
+            )
+
+
+def _check_packed(script: Path | None, words: Sequence[str]) -> None:
+    """Refuse packed rows where a stock script's inner stages would wait for data that only the first and the last have.
+
+    Seen on core_v0.19.0, ``pretrain_gpt.py``: ``is_dataset_built_on_rank`` and ``get_batch``.
+    """
+    if script is None or "--dataloader-inter-document-masking" not in words:
+        return
+    given = flags.read(words)
+    cut = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+    stages = flags.first(given, "--pipeline-model-parallel-size") or "1"
+    marked = [
+        " ".join(given.get(flag, ())).partition("/")[0].count("|")
+        for flag in ("--pipeline-model-parallel-layout", "--hybrid-layer-pattern")
+    ]
+    if stages not in ("1", "2") or max(marked) > 1 or any(flag in given for flag in cut):
+        raise LaunchError(
+            f"{script.name} reads data for the first and the last pipeline chunk alone, and with "
+            "--dataloader-inter-document-masking those between ask for it, too; leave the script out (the wheel's loop gives "
+            "it to all), or take two stages without virtual ones"
+        )
+
+
+def find_script(word: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the full path of the script ``word``; raise CheckoutError, saying where it was looked for."""
+    if os.path.dirname(word):
+        candidates = [Path(word)]
+    else:
+        folders = [environment.get(CHECKOUT_VARIABLE), os.curdir]
+        if folders[0] and not os.path.isdir(folders[0]):
+            raise CheckoutError(f"{CHECKOUT_VARIABLE} is {folders[0]!r}, which is no folder; {CHECKOUT_ADVICE}")
+        candidates = [Path(folder) / word for folder in folders if folder]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate.resolve()
+    looked = ", ".join(str(candidate.absolute()) for candidate in candidates)
+    state = "" if environment.get(CHECKOUT_VARIABLE) else f" ({CHECKOUT_VARIABLE} is not set)"
+    raise CheckoutError(f"{word} was not found; looked for {looked}{state}; {CHECKOUT_ADVICE}")
+
+
+def split_spec(arguments: Sequence[str]) -> tuple[list[str], tuple[str, str] | None]:
+    """Return ``arguments`` with ``--spec a.b.c`` as ``--spec a.b c``, and the pair, or None when there is no spec.
+
+    Megatron takes the two words only (megatron-core 0.19, ``core/transformer/spec_utils.py``). The last ``--spec`` counts.
+
+    Raises:
+        SpecImportError: the words name no module and attribute.
+    """
+    words = list(arguments)
+    starts = [index for index, word in enumerate(words) if word == "--spec" or word.startswith("--spec=")]
+    if not starts:
+        return words, None
+    start = starts[-1]
+    end = start + 1
+    if words[start] == "--spec":
+        while end < len(words) and not words[end].startswith("-"):
+            end += 1
+        values = words[start + 1 : end]
+    else:
+        values = [words[start].removeprefix("--spec=")]
+        if end < len(words) and not words[end].startswith("-"):
+            raise SpecImportError(
+                f"{words[start]} {words[end]} is two words of which = binds only the first; write --spec {values[0]} "
+                f"{words[end]} for module and attribute, or --spec={values[0]} alone"
+            )
+    module, attribute = spec_words(values)
+    return [*words[:start], "--spec", module, attribute, *words[end:]], (module, attribute)
+
+
+def _check_allowed(spec: tuple[str, str], prefixes: Sequence[str]) -> None:
+    module, attribute = spec
+    if not any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes):
+        raise SpecImportError(
+            f"--spec {module}.{attribute} comes from a package that is not allowed; allowed are {', '.join(prefixes)}; "
+            f"if you trust it, add --allow-spec-from {module.partition('.')[0]}"
+        )
+
+
+def _check_host(script: Path | None, spec: tuple[str, str], arguments: Sequence[str]) -> None:
+    """Refuse a spec of ours for a model (GPTModel or HybridModel) that the run does not build."""
+    host = lowering.host_of(spec)
+    if host is None:
+        return
+    other = next(candidate for candidate in lowering.SPECS if candidate != host)
+    has_pattern = "--hybrid-layer-pattern" in flags.read(arguments)
+    if script is not None and script.name == lowering.SCRIPTS[other]:
+        raise SpecImportError(
+            f"--spec {'.'.join(spec)} is for {lowering.SCRIPTS[host]}, and the script is {script.name}; name the other script, "
+            f"or --spec {'.'.join(lowering.SPECS[other])}"
+        )
+    if has_pattern != (host == HYBRID):
+        raise SpecImportError(
+            f"--spec {'.'.join(spec)} {'needs' if not has_pattern else 'takes no'} --hybrid-layer-pattern, which makes the "
+            f"model a HybridModel; {'add' if not has_pattern else 'leave out'} that, or name --spec "
+            f"{'.'.join(lowering.SPECS[other])}"
+        )
+
+
+def _resolve_device(device: str) -> str:
+    if device not in DEVICES:
+        raise LaunchError(f"--device is {device!r}; expected one of {', '.join(DEVICES)}")
+    if device == "cpu":
+        return device
+    import torch
+
+    # Asks NVML. torch.cuda.is_available() asks the driver, which then reads CUDA_DEVICE_MAX_CONNECTIONS once and for all,
+    # before the launch policy has set it.
+    available = torch.cuda.device_count() > 0
+    if device == "cuda" and not available:
+        raise LaunchError("--device cuda was asked for, but torch sees no CUDA device; use --device cpu, or a GPU host")
+    return "cuda" if available else "cpu"
+
+
+def _check_gpus(nproc: int, environment: Mapping[str, str]) -> None:
+    """Refuse more processes on this host than it has GPUs; torch would say "invalid device ordinal" in the last ones."""
+    import torch
+
+    needed, there = max(nproc, int(environment.get("LOCAL_WORLD_SIZE", "1"))), torch.cuda.device_count()
+    if needed > there:
+        raise LaunchError(
+            f"the launch asks for {needed} GPUs on this host, one a process, and torch sees {there}; take a smaller layout "
+            "(tensor, pipeline, expert), more hosts, or open CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _check_cpu_arguments(arguments: Sequence[str]) -> None:
+    from megacpp_mcore import cpu
+
+    missing = cpu.missing_arguments(arguments)
+    if missing:
+        raise LaunchError(
+            f"a run on --device cpu also needs: {'; '.join(missing)}; add them, or let "
+            "`megacpp-mcore recipe emit … --device cpu` write the whole command"
+        )

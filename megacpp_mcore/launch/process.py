@@ -1,0 +1,147 @@
+"""What a process that trains is given for the time it does, and has taken back: environment, CPU lane, patches, exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.patches.machinery import registry
+
+
+@contextlib.contextmanager
+def patches_of_the_run() -> Iterator[None]:
+    """Revert, in the end, the patches that were applied meanwhile, but for those of a checkout's hook, which acts once."""
+    known = registry.default()
+    before = {record["name"] for record in known.status() if record["state"] != "not applied"}
+    try:
+        yield
+    finally:
+        known.revert(
+            record["name"]
+            for record in known.status()
+            if record["state"] == "applied" and record["name"] not in before and record["hook"] is None
+        )
+
+
+@dataclass
+class Ended:
+    """How a script ended: its exit status."""
+
+    status: int = 0
+
+
+@contextlib.contextmanager
+def exit_status() -> Iterator[Ended]:
+    """Turn a script's exit into a status; a message is printed, as the interpreter does."""
+    ended = Ended()
+    try:
+        yield ended
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            ended.status = end.code or 0
+        else:
+            print(end.code, file=sys.stderr)
+            ended.status = 1
+
+
+@contextlib.contextmanager
+def first_on_path(folder: Path) -> Iterator[None]:
+    """Put a script's folder first on ``sys.path``, as Python does, after checking that this can still take effect."""
+    if (folder / "megatron").is_dir():
+        for name in ("megatron.core", "megatron.training"):
+            origin = getattr(sys.modules.get(name), "__file__", None)
+            if origin is not None and folder not in Path(origin).resolve().parents:
+                raise LaunchError(
+                    f"{name} was already imported from {origin}, so that the script would not run on its own checkout "
+                    f"{folder}; launch from a fresh process that has not imported megatron"
+                )
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(str(folder))
+
+
+@contextlib.contextmanager
+def cpu_lane() -> Iterator[None]:
+    """The CPU lane for the duration, with a line for everything that it replaces."""
+    from megacpp_mcore import cpu
+
+    lane = cpu.install()
+    try:
+        for message in lane.messages:
+            say(message)
+        yield
+    finally:
+        lane.remove()
+
+
+def leave_process_group() -> None:
+    """End torch.distributed in order, which the stock scripts leave to the interpreter's exit."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def process_environment() -> contextlib.AbstractContextManager[None]:
+    """For the duration, what torchrun sets, for this process alone where torchrun did not."""
+    return environment(_single_process_defaults())
+
+
+def _single_process_defaults() -> dict[str, str]:
+    """Return what torchrun would have set for one process, where it is unset.
+
+    Nobody else has to know the port of its store, so that the kernel may choose it when it is bound: one that was free before
+    may be taken by then.
+    """
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    defaults |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    return {name: value for name, value in defaults.items() if name not in os.environ}
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables that were unset, for the duration."""
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def arguments(argv: list[str]) -> Iterator[None]:
+    """For the duration, ``argv`` as the script's own name and arguments."""
+    before, sys.argv = sys.argv, argv
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def say(message: str) -> None:
+    """Print a line on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"megacpp-mcore: {message}", flush=True)
+
+
+def end_with_the_parent() -> None:
+    """Have Linux end this process when the one that started it is gone; SIGKILL leaves that one no time to do so."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG in linux/prctl.h
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:  # it was gone before
+            os.kill(os.getpid(), signal.SIGKILL)

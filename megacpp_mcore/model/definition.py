@@ -1,0 +1,519 @@
+"""What NAM56R is: one frozen dataclass tree, its presets, and every check that needs no torch.
+
+A :class:`Model` says everything about the mathematics and nothing about the machine; a :class:`Layout` says how it is
+cut over processes. ``check_layout`` brings the two together before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from megacpp_mcore.errors import ModelError, PatternError
+from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.util import schema
+from megacpp_mcore.util.nearest import nearest
+
+
+def _positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not 0 < value < math.inf:  # NaN fails this, too
+            raise ModelError(f"{type(owner).__name__}.{name} is {value}; expected a positive, finite number")
+
+
+def _not_negative(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not 0 <= value < math.inf:
+            raise ModelError(f"{type(owner).__name__}.{name} is {value}; expected 0 (off) or more, and finite")
+
+
+def _divides(what: str, number: int, by: str, divisor: int) -> None:
+    if number % divisor:
+        raise ModelError(f"{what} ({number}) is not a multiple of {by} ({divisor}); change one of the two")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLA:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), plain rotary embedding, both latents normed."""
+
+    q_lora_rank: int = 64
+    kv_lora_rank: int = 64
+    qk_head_dim: int = 64
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 64
+
+    def __post_init__(self) -> None:
+        _positive(self, *(f.name for f in dataclasses.fields(self)))
+        _divides("MLA.qk_pos_emb_head_dim", self.qk_pos_emb_head_dim, "2, for rotary pairs", 2)
+
+
+OWN, SERVED = "own", "served"
+"""Whose attention a DSA indexer learns from: that of its own layer, or of all layers it serves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSA:
+    """DeepSeek sparse attention (DeepSeek-V3.2 report) with an index cache (arXiv 2603.12201).
+
+    Attributes:
+        schedule: one character an A layer, tiled: ``-`` full MLA, ``F`` runs the indexer, ``S`` shares its indices.
+        topk: keys a query attends to.
+        loss_coeff: weight of the indexer's KL loss.
+        distill: whose attention an indexer is trained against: ``served``, the mean over its own layer and the Shared layers it
+            serves (multi-layer distillation), or ``own``, its own layer alone. Without Shared layers these are the same.
+        warmup_steps: steps at the start in which the indexer is trained densely (over every causal key) and A layers
+            attend to every causal key; 0 means none, and the log of a run says so.
+    """
+
+    schedule: str = "-FSS"
+    indexer_heads: int = 32
+    indexer_head_dim: int = 64
+    topk: int = 256
+    loss_coeff: float = 1e-3
+    distill: str = SERVED
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(self, "indexer_heads", "indexer_head_dim", "topk")
+        _not_negative(self, "loss_coeff")
+        if self.distill not in (OWN, SERVED):
+            raise ModelError(
+                f"DSA.distill is {self.distill!r}; expected {SERVED} (the indexer of an F layer learns from it and its S "
+                f"layers) or {OWN} (from the F layer alone)"
+            )
+        if self.warmup_steps != 0:
+            raise ModelError(
+                f"DSA.warmup_steps is {self.warmup_steps}; the dense warm-up of the indexer is not there yet, "
+                "so only 0 (no warm-up) is accepted"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba3:
+    """Mamba-3 mixer (arXiv 2603.15569; behaviour of mamba-ssm 2.3.2.post1 ``modules/mamba3.py``).
+
+    Attributes:
+        mimo_rank: rank R of the MIMO recurrence; 1 is SISO.
+        rope_fraction: share of the state that is rotated.
+        a_floor: the decay rate A is at most ``-a_floor``.
+        out_norm: RMSNorm of each head between the scan and the output projection; False is mamba-ssm's module as it is by
+            default, which writes more on the residual than all other layers together (docs/model.md).
+        decay_activation: what makes the raw decay positive: ``softplus``, or ``heavy_tail`` as upstream's newest.
+    """
+
+    expand: int = 2
+    head_dim: int = 64
+    groups: int = 8
+    state: int = 64
+    mimo_rank: int = 4
+    chunk: int = 16
+    rope_fraction: float = 0.5
+    a_floor: float = 1e-4
+    out_norm: bool = True
+    decay_activation: str = "softplus"
+
+    def __post_init__(self) -> None:
+        _positive(self, "expand", "head_dim", "groups", "state", "mimo_rank", "chunk", "a_floor")
+        if self.rope_fraction not in (0.5, 1.0):
+            raise ModelError(f"Mamba3.rope_fraction is {self.rope_fraction}; expected 0.5 or 1.0")
+        if self.decay_activation not in ("softplus", "heavy_tail"):
+            raise ModelError(f"Mamba3.decay_activation is {self.decay_activation!r}; expected softplus or heavy_tail")
+        _divides("Mamba3.state", self.state, "4, for rotated pairs of half the state", 4)
+
+    @property
+    def angles(self) -> int:
+        """Rotation angles a token has: pairs of rotated state entries."""
+        return int(self.state * self.rope_fraction) // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class M2RNN:
+    """M²RNN mixer (arXiv 2603.14360): a matrix-valued non-linear recurrence with one shared query/key head.
+
+    Attributes:
+        heads: None takes ``hidden_size // 80`` down to a multiple of 4.
+        checkpoint_every: tokens between the states that are kept for the backward pass.
+    """
+
+    key_dim: int = 64
+    value_dim: int = 16
+    conv_kernel: int = 4
+    heads: int | None = None
+    checkpoint_every: int = 64
+
+    def __post_init__(self) -> None:
+        _positive(self, "key_dim", "value_dim", "conv_kernel", "checkpoint_every")
+        if self.heads is not None:
+            _positive(self, "heads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoE:
+    """Mixture of experts: sigmoid scores, renormalised top-k weights, expert-bias balancing, dropless, GELU.
+
+    Attributes:
+        bias_update_rate: by how much a step moves an expert's bias. DeepSeek-V3's 1e-3 takes some hundred steps to cross the
+            scores' differences, and leaves deep layers with idle experts meanwhile (docs/model.md).
+    """
+
+    experts: int = 16
+    topk: int = 4
+    ffn_hidden_size: int = 896
+    shared_ffn_hidden_size: int = 1024
+    bias_update_rate: float = 1e-2
+    sequence_aux_loss_coeff: float = 1e-4
+    z_loss_coeff: float = 1e-3
+
+    def __post_init__(self) -> None:
+        _positive(self, "experts", "topk", "ffn_hidden_size", "shared_ffn_hidden_size")
+        _not_negative(self, "bias_update_rate", "sequence_aux_loss_coeff", "z_loss_coeff")
+        if self.topk > self.experts:
+            raise ModelError(f"MoE.topk is {self.topk} but there are {self.experts} experts; lower topk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTP:
+    """Multi-token prediction with one shared block (FastMTP arXiv 2509.18362; DeepSeek-V3 arXiv 2412.19437).
+
+    Depth k's loss weighs ``loss_scale * loss_decay**(k-1) / sum_j loss_decay**(j-1)``; depth 0 turns MTP off.
+    """
+
+    depth: int = 2
+    loss_scale: float = 0.3
+    loss_decay: float = 0.6
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "depth", "loss_scale")
+        if not 0 < self.loss_decay <= 1:
+            raise ModelError(f"MTP.loss_decay is {self.loss_decay}; expected more than 0 and at most 1")
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each depth's mean loss in the total loss."""
+        powers = [self.loss_decay**k for k in range(self.depth)]
+        return tuple(self.loss_scale * power / sum(powers) for power in powers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The standard deviations that weights are drawn with (docs/model.md, "The start").
+
+    Attributes:
+        std: of every matrix, as Megatron has it, divided by √(2 · depth) in those that write on the residual; None: by fan-in,
+            1 / √(columns), likewise divided.
+        embedding_std: of the embedding.
+        head_gain: factor on the output head alone; ``std`` None only.
+    """
+
+    std: float | None = None
+    embedding_std: float = 1.0
+    head_gain: float = 0.5
+
+    def __post_init__(self) -> None:
+        _positive(self, "embedding_std", "head_gain")
+        if self.std is not None:
+            _positive(self, "std")
+            if self.head_gain != 1.0:
+                raise ModelError(
+                    f"Start.head_gain is {self.head_gain} beside std {self.std}; it is a factor on the rule by fan-in, set it "
+                    "to 1.0, or std to None"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model is cut over processes: tensor, pipeline, virtual-pipeline, expert and sequence parallelism."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    expert: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(self, "tensor", "pipeline", "virtual", "expert")
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ModelError(
+                "virtual pipeline stages need more than one pipeline stage; raise pipeline, or drop virtual"
+            )
+        if self.sequence_parallel and self.tensor == 1:
+            raise ModelError("sequence parallelism needs tensor parallelism; raise tensor, or drop sequence_parallel")
+
+    @property
+    def processes(self) -> int:
+        """The least number of processes: every run has a multiple of them."""
+        return math.lcm(self.tensor, self.expert) * self.pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A hybrid model of A, M, E and R layers. Every value is checked on construction; nothing can change afterwards."""
+
+    name: str
+    pattern: str
+    depth: int
+    hidden_size: int
+    heads: int
+    ffn_hidden_size: int
+    vocab_size: int
+    seq_length: int
+    mla: MLA = field(default_factory=MLA)
+    dsa: DSA = field(default_factory=DSA)
+    mamba3: Mamba3 = field(default_factory=Mamba3)
+    m2rnn: M2RNN = field(default_factory=M2RNN)
+    moe: MoE = field(default_factory=MoE)
+    mtp: MTP = field(default_factory=MTP)
+    rope_theta: float = 500_000.0
+    start: Start = field(default_factory=Start)
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        _positive(self, "depth", "hidden_size", "heads", "ffn_hidden_size", "vocab_size", "seq_length", "rope_theta")
+        _positive(self, "norm_eps")
+        if self.rope_theta != int(self.rope_theta):
+            raise ModelError(
+                f"{self.name}: rope_theta is {self.rope_theta}; Megatron's --rotary-base takes whole numbers"
+            )
+        parsed = grammar.parse(self.pattern)
+        if parsed.mtp and (set(parsed.mtp) != {"A"} or len(parsed.mtp) != self.mtp.depth):
+            raise PatternError(
+                f"{self.name}: the MTP part of {self.pattern!r} is {'/'.join(parsed.mtp)!r}, but the model has "
+                f"{self.mtp.depth} MTP depths of one shared A block; write {'/A' * self.mtp.depth!r} or leave it out"
+            )
+        _ = self.roles  # parses the pattern against the depth, and the schedule against the pattern
+        if "M" in self.layers:
+            _divides(f"{self.name}: Mamba-3 inner width", self.mamba_inner, "Mamba3.head_dim", self.mamba3.head_dim)
+            _divides(f"{self.name}: Mamba-3 heads", self.mamba_heads, "Mamba3.groups", self.mamba3.groups)
+        if self.dsa.indexer_head_dim < self.mla.qk_pos_emb_head_dim:
+            raise ModelError(
+                f"{self.name}: DSA.indexer_head_dim is {self.dsa.indexer_head_dim}, less than the rotary "
+                f"part MLA.qk_pos_emb_head_dim ({self.mla.qk_pos_emb_head_dim}) that it has to hold; raise it"
+            )
+        if "R" in self.layers and self.recurrent_heads < 1:
+            raise ModelError(
+                f"{self.name}: hidden_size {self.hidden_size} gives no M²RNN head (hidden_size // 80, down to a "
+                "multiple of 4); set m2rnn.heads"
+            )
+
+    @cached_property
+    def layers(self) -> str:
+        """The letter of each trunk layer, ``depth`` of them."""
+        return grammar.parse(self.pattern).layers(self.depth)
+
+    @cached_property
+    def roles(self) -> tuple[str | None, ...]:
+        """Each layer's attention role (``-``, ``F``, ``S``), None for layers of other families."""
+        return grammar.attention_roles(self.layers, self.dsa.schedule)
+
+    @property
+    def mamba_inner(self) -> int:
+        """Width of the Mamba-3 mixer's inner stream."""
+        return self.mamba3.expand * self.hidden_size
+
+    @property
+    def mamba_heads(self) -> int:
+        """Mamba-3 heads."""
+        return self.mamba_inner // self.mamba3.head_dim
+
+    @property
+    def recurrent_heads(self) -> int:
+        """M²RNN heads."""
+        return self.m2rnn.heads if self.m2rnn.heads is not None else self.hidden_size // 80 // 4 * 4
+
+    def layer_numbers(self, letter: str) -> tuple[int, ...]:
+        """1-based numbers of the layers of one family."""
+        return tuple(number for number, found in enumerate(self.layers, start=1) if found == letter)
+
+    def chunks(self, layout: Layout) -> tuple[range, ...]:
+        """The 1-based layer numbers of each model chunk (pipeline or virtual stage), in the order of the layers.
+
+        Raises:
+            ModelError: when the layers cannot be cut that way.
+        """
+        stages = grammar.parse(self.pattern).stages
+        if len(stages) == 1:
+            return grammar.uniform_chunks(self.depth, layout.pipeline, layout.virtual)
+        if len(stages) != layout.pipeline * layout.virtual:
+            raise ModelError(
+                f"{self.name}: the pattern marks {len(stages)} stages, but the layout has {layout.pipeline} pipeline × "
+                f"{layout.virtual} virtual stages; make them equal"
+            )
+        ends = [sum(map(len, stages[: i + 1])) for i in range(len(stages))]
+        return tuple(range(end - len(stage) + 1, end + 1) for stage, end in zip(stages, ends, strict=True))
+
+    def check_layout(self, layout: Layout) -> None:
+        """Refuse a layout this model cannot be cut into.
+
+        Raises:
+            ModelError: naming the number that does not divide, or the promoted DSA schedule the layout needs.
+        """
+        self.check_cut(layout)
+        grammar.check_chunks(self.name, self.roles, self.chunks(layout))
+
+    def check_cut(self, layout: Layout) -> None:
+        """Refuse tensor, expert or sequence parallelism this model's sizes do not divide by; stages are not looked at.
+
+        Raises:
+            ModelError: naming the number that does not divide.
+        """
+        tensor = layout.tensor
+        _divides(f"{self.name}: attention heads", self.heads, "tensor parallelism", tensor)
+        if self.mtp.depth:
+            _divides(f"{self.name}: dense FFN width", self.ffn_hidden_size, "tensor parallelism", tensor)
+            _divides(f"{self.name}: hidden size", self.hidden_size, "tensor parallelism", tensor)
+        if "M" in self.layers:
+            _divides(f"{self.name}: Mamba-3 heads", self.mamba_heads, "tensor parallelism", tensor)
+            _divides(f"{self.name}: Mamba-3 groups", self.mamba3.groups, "tensor parallelism", tensor)
+        if "R" in self.layers:
+            _divides(f"{self.name}: M²RNN heads", self.recurrent_heads, "tensor parallelism", tensor)
+        if "E" in self.layers:
+            _divides(f"{self.name}: experts", self.moe.experts, "expert parallelism", layout.expert)
+            shared = self.moe.shared_ffn_hidden_size
+            _divides(f"{self.name}: shared expert width", shared, "tensor parallelism", tensor)
+        if tensor > 1 and not layout.sequence_parallel and ("A" in self.layers or self.mtp.depth):
+            # megatron-core 0.19: absorbed MLA refuses it, and full MLA trains its latent norms and projections wrongly.
+            raise ModelError(
+                f"{self.name}: MLA under tensor parallelism ({tensor}) needs sequence parallelism; add --sequence-parallel"
+            )
+        if layout.sequence_parallel:
+            _divides(f"{self.name}: sequence length", self.seq_length, "tensor parallelism", tensor)
+
+    def vocab_size_padded(self, tensor: int, divisible_by: int = 128) -> int:
+        """The vocabulary after Megatron's padding to a multiple of ``divisible_by * tensor``."""
+        return math.ceil(self.vocab_size / (divisible_by * tensor)) * divisible_by * tensor
+
+    def parameters(self) -> dict[str, int]:
+        """Parameters by part: ``A``, ``M``, ``E``, ``R``, ``mtp`` (shared block), ``embedding``, ``head``, ``norm``.
+
+        Counted from the shapes in this definition, independently of any module; norms before a block belong to it.
+        The vocabulary is Megatron's padded one. Balancing biases of the router are buffers and do not count.
+        """
+        hidden = self.hidden_size
+        full, sparse = self._mla_parameters(), self._indexer_parameters()
+        per_layer = {"M": self._mamba_parameters(), "E": self._moe_parameters(), "R": self._recurrent_parameters()}
+        counts = {letter: per_layer[letter] * self.layers.count(letter) for letter in "MER"}
+        counts["A"] = full * self.layers.count("A") + sparse * self.roles.count(grammar.FULL_INDEX)
+        dense = hidden + 2 * hidden * self.ffn_hidden_size
+        counts["mtp"] = (full + dense + 2 * hidden * hidden + 3 * hidden) if self.mtp.depth else 0
+        counts["embedding"] = counts["head"] = self.vocab_size_padded(1) * hidden
+        counts["norm"] = hidden
+        return counts
+
+    def _mla_parameters(self) -> int:
+        mla, hidden, heads = self.mla, self.hidden_size, self.heads
+        q = hidden * mla.q_lora_rank + mla.q_lora_rank * heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+        kv = hidden * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
+        kv += mla.kv_lora_rank * heads * (mla.qk_head_dim + mla.v_head_dim)
+        return hidden + q + kv + mla.q_lora_rank + mla.kv_lora_rank + heads * mla.v_head_dim * hidden
+
+    def _indexer_parameters(self) -> int:
+        dsa = self.dsa
+        queries = self.mla.q_lora_rank * dsa.indexer_heads * dsa.indexer_head_dim
+        return queries + self.hidden_size * (dsa.indexer_head_dim + dsa.indexer_heads) + 2 * dsa.indexer_head_dim
+
+    def _mamba_parameters(self) -> int:
+        ssm, hidden, heads = self.mamba3, self.hidden_size, self.mamba_heads
+        width = 2 * self.mamba_inner + 2 * ssm.mimo_rank * ssm.groups * ssm.state + 3 * heads + ssm.angles
+        biases = 2 * heads * ssm.mimo_rank * ssm.state + 2 * ssm.state + 2 * heads
+        biases += self.mamba_inner if ssm.out_norm else 0
+        mimo = 3 * heads * ssm.mimo_rank * ssm.head_dim if ssm.mimo_rank > 1 else 0
+        return hidden + hidden * width + biases + mimo + self.mamba_inner * hidden
+
+    def _recurrent_parameters(self) -> int:
+        rnn, hidden, heads = self.m2rnn, self.hidden_size, self.recurrent_heads
+        values = heads * rnn.value_dim
+        convolved = 2 * rnn.key_dim + values
+        per_head = heads * (rnn.value_dim**2 + rnn.value_dim + 2)
+        return (
+            hidden
+            + hidden * (convolved + heads + values)
+            + convolved * (rnn.conv_kernel + 1)
+            + per_head
+            + values * (1 + hidden)
+        )
+
+    def _moe_parameters(self) -> int:
+        moe, hidden = self.moe, self.hidden_size
+        return (
+            hidden
+            + hidden * moe.experts
+            + 2 * hidden * (moe.experts * moe.ffn_hidden_size + moe.shared_ffn_hidden_size)
+        )
+
+
+_PATTERN = "AEMEAEMEAEMR"
+_NAM56R = Model(
+    name="nam56r",
+    pattern=_PATTERN,
+    depth=52,
+    hidden_size=3584,
+    heads=56,
+    ffn_hidden_size=18944,
+    vocab_size=65_536,
+    seq_length=4096,
+)
+_TINY = Model(
+    name="nam56r_tiny",
+    pattern=_PATTERN,
+    depth=12,
+    hidden_size=128,
+    heads=4,
+    ffn_hidden_size=512,
+    vocab_size=260,
+    seq_length=256,
+    mla=MLA(q_lora_rank=32, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=16, v_head_dim=16),
+    dsa=DSA(schedule="-FS", indexer_heads=2, indexer_head_dim=16, topk=32),
+    mamba3=Mamba3(head_dim=16, groups=2, state=16, mimo_rank=2, chunk=16),
+    m2rnn=M2RNN(key_dim=16, value_dim=8, heads=4),
+    moe=MoE(experts=4, topk=2, ffn_hidden_size=128, shared_ffn_hidden_size=128),
+    mtp=MTP(depth=1),
+)
+_PRESETS = {
+    model.name: model
+    for model in (
+        _NAM56R,
+        dataclasses.replace(
+            _NAM56R,
+            name="nam56r_h4096",
+            hidden_size=4096,
+            heads=32,
+            ffn_hidden_size=21_504,
+            mamba3=Mamba3(state=128),
+        ),
+        dataclasses.replace(_NAM56R, name="nam56r_quarter", depth=13),
+        _TINY,
+        dataclasses.replace(_NAM56R, name="nam52", pattern="AEME"),
+    )
+}
+PRESETS: Mapping[str, Model] = MappingProxyType(_PRESETS)
+"""The models this package brings, by name."""
+
+
+def preset(name: str) -> Model:
+    """The preset called ``name``.
+
+    Raises:
+        ModelError: when there is none; the message offers the nearest names.
+    """
+    if name not in PRESETS:
+        raise ModelError(f"there is no model {name!r}; {nearest(name, PRESETS)}")
+    return PRESETS[name]
+
+
+def with_overrides(model: Model, overrides: Mapping[str, Any], where: str = "model") -> Model:
+    """``model`` with values replaced, e.g. ``{"depth": 12, "dsa": {"schedule": "-FF"}}``.
+
+    Raises:
+        ModelError: on a key that is not known (nearest names offered) or a value of the wrong type.
+    """
+    try:
+        return schema.replace(model, overrides, where)
+    except schema.SchemaError as error:
+        raise ModelError(str(error)) from error

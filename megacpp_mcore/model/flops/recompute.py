@@ -1,0 +1,187 @@
+"""What a run's activation recompute does a second time, on the count of :mod:`megacpp_mcore.model.flops`; no torch.
+
+Model FLOPs plus these are hardware FLOPs. Source: megatron-core 0.19.2 ``core/recompute.py`` (full),
+``transformer/{attention,multi_latent_attention,transformer_layer,multi_token_prediction}.py``, ``transformer/moe`` and
+``experimental_attention_variant/absorbed_mla.py`` (selective); :mod:`megacpp_mcore.layer_specs.regions` (ours, by family).
+Checked by ``torch.utils.flop_counter`` on models that stock Megatron built with each setting
+(tests/unit/test_flops_recompute.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from operator import add
+from typing import Any
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.model import Model
+from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.model.flops import count as flops
+from megacpp_mcore.model.flops.count import Families, Step, Work
+from megacpp_mcore.model.training import Recompute
+
+MODULES = ("core_attn", "mla_up_proj", "mlp", "moe", "shared_experts", "moe_act", "layernorm")
+"""The ``--recompute-modules`` that an A/M/E/R model can have; the last two repeat element-wise work, which counts 0."""
+
+_ATTENTION = ("attention_projections", "attention_core", "indexer")
+_MODULES_OF_OURS = {"a": {"core_attn", "mla_up_proj"}, "experts": {"moe", "moe_act"}}
+"""Modules that repeat what a family of ours repeats; :mod:`megacpp_mcore.layer_specs.regions` refuses both in one run."""
+_FAMILIES_OF_OURS = {
+    "a": _ATTENTION,
+    "m": ("mamba_projections", "mamba_scan"),
+    "experts": ("routed_experts",),
+    "r": ("recurrent_projections", "convolution", "recurrence"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputation:
+    """The recompute settings of a run.
+
+    Attributes:
+        granularity: Megatron's ``--recompute-granularity``: ``full``, ``selective``, or None.
+        method: of full recompute, ``uniform`` (every layer and MTP depth) or ``block`` (the first layers of each chunk;
+            Megatron leaves MTP out).
+        num_layers: layers of a unit (``uniform``, where they make no difference to the count) or of a chunk (``block``).
+        modules: of selective recompute, names of :data:`MODULES`.
+        own: what the file of ``MEGACPP_CONFIG`` says.
+
+    Raises:
+        ModelError: settings that Megatron, or our own recompute beside Megatron's, refuses.
+    """
+
+    granularity: str | None = None
+    method: str | None = None
+    num_layers: int | None = None
+    modules: tuple[str, ...] = ()
+    own: Recompute = field(default_factory=Recompute)
+
+    def __post_init__(self) -> None:
+        if self.granularity not in (None, "full", "selective"):
+            raise ModelError(f"recompute granularity is {self.granularity!r}; expected full, selective, or none")
+        if self.granularity == "full":
+            self._check_full()
+        if self.granularity == "selective":
+            self._check_selective()
+
+    def _check_full(self) -> None:
+        if self.method not in ("uniform", "block"):
+            raise ModelError(f"the method of full recompute is {self.method!r}; expected uniform or block")
+        if self.num_layers is None or self.num_layers < 1:
+            raise ModelError(f"full recompute of {self.num_layers} layers; expected recompute_num_layers of 1 or more")
+        if self.own.on:
+            raise ModelError(
+                f"recompute asks for {', '.join(self.own.on)}, and full recompute repeats whole layers; leave one of them out"
+            )
+
+    def _check_selective(self) -> None:
+        unknown = [name for name in self.modules if name not in MODULES]
+        if unknown:
+            raise ModelError(f"recompute modules {', '.join(unknown)} are not known; known: {', '.join(MODULES)}")
+        for name in self.own.on:
+            twice = sorted(_MODULES_OF_OURS.get(name, set()) & set(self.modules))
+            if twice:
+                raise ModelError(
+                    f"recompute asks for {name}, and recompute modules {', '.join(twice)} for a part of it; leave one out"
+                )
+
+    @classmethod
+    def of_run(cls, source: Any, own: Recompute | None = None) -> Recomputation:
+        """The settings in Megatron's arguments or TransformerConfig ``source``, and ``own`` of the run's file."""
+        granularity = source.recompute_granularity
+        chosen = source.recompute_modules
+        modules = ("core_attn",) if chosen is None else tuple(chosen)  # Megatron's own default
+        return cls(
+            granularity=granularity,
+            method=source.recompute_method if granularity == "full" else None,
+            num_layers=source.recompute_num_layers if granularity == "full" else None,
+            modules=modules if granularity == "selective" else (),
+            own=own or Recompute(),
+        )
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is recomputed."""
+        return self.granularity == "full" or bool(self.modules or self.own.on)
+
+    def __str__(self) -> str:
+        words = []
+        if self.granularity == "full":
+            words.append(f"full, {self.method} {self.num_layers}")
+        if self.modules:
+            words.append(f"selective {', '.join(self.modules)}")
+        if self.own.on:
+            words.append(f"ours {', '.join(self.own.on)}")
+        return "; ".join(words) or "none"
+
+
+def recomputed(model: Model, counted: Step, how: Recomputation, chunks: Sequence[range] | None = None) -> Step:
+    """What the backward pass of ``counted`` computes again under ``how``, as ``forward`` work; nothing has ``backward``.
+
+    Args:
+        model: what ``counted`` counts.
+        counted: of :func:`megacpp_mcore.model.flops.step`.
+        how: the run's settings.
+        chunks: the 1-based layer numbers of each pipeline or virtual stage, which ``block`` counts from; None: all are one.
+
+    Raises:
+        ModelError: MTP under ``uniform`` with more than one layer a unit, which Megatron refuses.
+    """
+    if how.granularity != "full":
+        layers = tuple(
+            _again(model, part, counted.tokens, role, how)
+            for part, role in zip(counted.layers, model.roles, strict=True)
+        )
+        mtp = tuple(_again(model, part, counted.tokens, grammar.FULL_ATTENTION, how) for part in counted.mtp)
+        return Step(counted.tokens, layers, Families(), mtp)
+    repeated = set(range(1, model.depth + 1))
+    if how.method == "block":
+        repeated = {number for chunk in chunks or [range(1, model.depth + 1)] for number in chunk[: how.num_layers]}
+    elif model.mtp.depth and how.num_layers != 1:
+        raise ModelError(
+            f"uniform recompute of units of {how.num_layers} layers with multi-token prediction; Megatron takes 1 there"
+        )
+    tokens = counted.tokens
+    layers = tuple(
+        _forward(model, tokens, part, _ALL) if number in repeated else Families()
+        for number, part in enumerate(counted.layers, start=1)
+    )
+    depth = _BUT_HEAD if how.method == "uniform" else ()
+    return Step(tokens, layers, Families(), tuple(_forward(model, tokens, part, depth) for part in counted.mtp))
+
+
+_ALL = tuple(field.name for field in dataclasses.fields(Families))
+_BUT_HEAD = tuple(name for name in _ALL if name != "head")
+
+
+def _forward(model: Model, tokens: int, part: Families, names: Sequence[str]) -> Families:
+    """What a repetition does of the families ``names`` in ``part``: their forward work, but no key is selected again.
+
+    A recomputed Full layer recalls its first selection. Its indexer's projections run again, for the indexer's gradient.
+    """
+    works = {name: Work(getattr(part, name).forward) for name in names}
+    if works.get("indexer", Work()).forward:
+        works["indexer"] = Work(flops.indexer_projections(model, tokens) if model.dsa.loss_coeff else 0)
+    return Families(**works)
+
+
+def _again(model: Model, part: Families, tokens: int, role: str | None, how: Recomputation) -> Families:
+    """What of one layer or MTP depth is repeated by modules of Megatron's and by families of ours."""
+    forward = partial(_forward, model, tokens, part)
+    found = [forward(_FAMILIES_OF_OURS[name]) for name in how.own.on]
+    if "core_attn" in how.modules:  # the indexer is inside of our core attention
+        found.append(forward(("attention_core", "indexer")))
+    if "mla_up_proj" in how.modules and role is not None:
+        absorbed = role != grammar.FULL_ATTENTION
+        up = flops.mla_up_projections(tokens, model.heads, model.mla, absorbed=absorbed)
+        found.append(Families(attention_projections=Work(up.forward)))
+    if "mlp" in how.modules:
+        found.append(forward(("dense_ffn",)))
+    if "moe" in how.modules:
+        found.append(forward(("router", "routed_experts", "shared_experts")))
+    if "shared_experts" in how.modules:  # beside moe once more: a checkpoint inside a checkpoint
+        found.append(forward(("shared_experts",)))
+    return reduce(add, found, Families())

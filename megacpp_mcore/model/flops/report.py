@@ -1,0 +1,279 @@
+"""The audited count for people and receipts: tables by family, MFU and HFU against named peaks, stock's figure; no torch.
+
+*Model FLOPs* are what the mathematics takes, and MFU (model FLOPs utilisation) is about them alone. *Hardware FLOPs* are
+these and what activation recompute repeats, and HFU is about those. Both terms: PaLM (arXiv 2204.02311), appendix B.
+
+Utilisation is a time: the floor, in which the devices would be done at the peak of each precision, over the step's time,
+
+    floor = Σ over precisions (FLOPs of the precision / peak of the precision) / devices,    MFU = floor / step time.
+
+With one precision it is the usual FLOPs / (time × peak). FP8 work is held against the FP8 peak, so that an FP8 run does not
+look better by a denominator that is not its own. Work that a run does in a slower precision than its model's dtype (the fp32
+router, a recurrence in fp32) is held against the peak of the model's dtype: being slow never makes a run look better.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.model import Model
+from megacpp_mcore.model.flops import count as flops
+from megacpp_mcore.model.flops import stock as flops_stock
+from megacpp_mcore.model.flops.count import Families, Step, Work
+from megacpp_mcore.model.flops.peaks import Peak, peak
+from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
+from megacpp_mcore.model.precision import PrecisionPlan, expert_layers
+from megacpp_mcore.model.training import GPT
+
+_NAMES = tuple(field.name for field in dataclasses.fields(Families))
+_NONE = Step(1, (), Families(), ())
+
+
+def by_precision(model: Model, step: Step, plan: PrecisionPlan, *, tf32: bool = False) -> dict[str, Families]:
+    """``step`` split by the precision whose peak it is held against; nothing is lost.
+
+    Args:
+        model: what is counted.
+        step: a count, or what is recomputed of one.
+        plan: the run's precision.
+        tf32: whether fp32 matrix products may run on tensor cores (``torch.backends.cuda.matmul.allow_tf32``).
+    """
+    usual = "tf32" if plan.model_dtype == "fp32" and tf32 else plan.model_dtype
+    if plan.kernel_fp8 == "none":
+        return {usual: step.families}
+    in_fp8 = set(expert_layers(model))
+    experts = [part.routed_experts for number, part in enumerate(step.layers, start=1) if number in in_fp8]
+    fp8 = reduce(add, experts, Work())
+    rest = step.families.routed_experts
+    rest = Work(rest.forward - fp8.forward, rest.backward - fp8.backward)
+    return {
+        "fp8": Families(routed_experts=fp8),
+        usual: dataclasses.replace(step.families, routed_experts=rest),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Utilisation:
+    """How well a step used its devices.
+
+    Attributes:
+        step_time_s: seconds of the step.
+        devices: how many worked on it.
+        model_flops: model FLOPs of the step over all devices, by precision.
+        hardware_flops: the same with what was recomputed.
+        peaks: the peak of each precision.
+    """
+
+    step_time_s: float
+    devices: int
+    model_flops: Mapping[str, int]
+    hardware_flops: Mapping[str, int]
+    peaks: Mapping[str, Peak]
+
+    @property
+    def reason(self) -> str | None:
+        """Why there is no utilisation; None where there is."""
+        return next((found.reason for found in self.peaks.values() if found.reason), None)
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation, 1 at the peak; None without a peak."""
+        return self._share(self.model_flops)
+
+    @property
+    def hfu(self) -> float | None:
+        """Hardware FLOPs utilisation: :attr:`mfu` with recompute."""
+        return self._share(self.hardware_flops)
+
+    @property
+    def floor_s(self) -> float | None:
+        """Seconds that the model FLOPs take at the peaks; None without a peak."""
+        return self._floor(self.model_flops)
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Model TFLOP/s of one device, over all precisions."""
+        return sum(self.model_flops.values()) / self.step_time_s / self.devices / 1e12
+
+    def _floor(self, work: Mapping[str, int]) -> float | None:
+        seconds = 0.0
+        for precision, count in work.items():
+            rate = self.peaks[precision].flops_per_s
+            if rate is None:
+                return None
+            seconds += count / rate
+        return seconds / self.devices
+
+    def _share(self, work: Mapping[str, int]) -> float | None:
+        floor = self._floor(work)
+        return None if floor is None else floor / self.step_time_s
+
+
+def utilisation(
+    model: Model,
+    step: Step,
+    *,
+    step_time_s: float,
+    device: str,
+    plan: PrecisionPlan,
+    devices: int = 1,
+    again: Step = _NONE,
+    tf32: bool = False,
+) -> Utilisation:
+    """The utilisation of ``devices`` times ``device`` in a step.
+
+    Args:
+        model: what is trained.
+        step: the count of the whole step, all micro-batches and data-parallel replicas of it.
+        step_time_s: its time in seconds.
+        device: the name that CUDA gives it, such as ``NVIDIA H200``.
+        plan: the run's precision.
+        devices: how many there are.
+        again: what is recomputed (:func:`megacpp_mcore.model.flops.recompute.recomputed`); by default nothing.
+        tf32: as in :func:`by_precision`.
+
+    Raises:
+        ModelError: a time or a number of devices that is not positive.
+    """
+    if not (math.isfinite(step_time_s) and step_time_s > 0) or devices < 1:
+        raise ModelError(
+            f"a step of {step_time_s} s on {devices} devices; expected a positive, finite time and at least one device"
+        )
+    work = {name: part.total.training for name, part in by_precision(model, step, plan, tf32=tf32).items()}
+    more = {name: part.total.training for name, part in by_precision(model, again, plan, tf32=tf32).items()}
+    return Utilisation(
+        step_time_s=step_time_s,
+        devices=devices,
+        model_flops=work,
+        hardware_flops={name: work[name] + more[name] for name in work},
+        peaks={name: peak(device, name) for name in work},
+    )
+
+
+def record(step: Step, again: Step = _NONE, used: Utilisation | None = None) -> dict[str, Any]:
+    """What a receipt keeps, as JSON takes it; counts are exact integers, in operations of the whole step.
+
+    Args:
+        step: the count.
+        again: what is recomputed.
+        used: how well the devices were used; None leaves that part out.
+    """
+    total = step.total.training
+    found: dict[str, Any] = {
+        "counting": "one multiply-add is two operations; contractions only; backward included",
+        "tokens": step.tokens,
+        "model_flops": total,
+        "recomputed_flops": again.total.training,
+        "hardware_flops": total + again.total.training,
+        "model_flops_per_token": step.training_per_token,
+        "families": _parts(
+            {name: (getattr(step.families, name), getattr(again.families, name)) for name in _NAMES}, total
+        ),
+        "mtp_depths": list(_parts(_depths(step, again), total).values()),
+    }
+    if used is not None:
+        found["utilisation"] = _used(used)
+    return found
+
+
+def _parts(parts: Mapping[str, tuple[Work, Work]], total: int) -> dict[str, dict[str, Any]]:
+    """Each part's work, what of it is recomputed, and its share of all model FLOPs."""
+    return {
+        name: {
+            "forward": work.forward,
+            "backward": work.backward,
+            "recomputed": more.training,
+            "share": work.training / total,
+        }
+        for name, (work, more) in parts.items()
+    }
+
+
+def _depths(step: Step, again: Step) -> dict[str, tuple[Work, Work]]:
+    """Each MTP depth, head included; ``again`` has as many, or none when nothing is recomputed."""
+    more = again.mtp or (Families(),) * len(step.mtp)
+    pairs = enumerate(zip(step.mtp, more, strict=True), start=1)
+    return {f"mtp depth {depth}": (part.total, repeated.total) for depth, (part, repeated) in pairs}
+
+
+def _used(used: Utilisation) -> dict[str, Any]:
+    return {
+        "step_time_s": used.step_time_s,
+        "devices": used.devices,
+        "model_tflops_per_s_per_device": used.tflops_per_device,
+        "floor_s": used.floor_s,
+        "mfu": used.mfu,
+        "hfu": used.hfu,
+        "missing": used.reason,
+        "precisions": {
+            name: {
+                "model_flops": used.model_flops[name],
+                "hardware_flops": used.hardware_flops[name],
+                "peak": found.name,
+                "peak_flops_per_s": found.flops_per_s,
+            }
+            for name, found in used.peaks.items()
+        },
+    }
+
+
+def table(step: Step, again: Step = _NONE) -> str:
+    """One line a family of the trunk, then one an MTP depth, then the total, per token; shares are of model FLOPs."""
+    rows = {name: (getattr(step.trunk, name), getattr(again.trunk, name)) for name in _NAMES}
+    rows = {name: both for name, both in rows.items() if both[0].training or name == "embedding"}
+    rows |= _depths(step, again) | {"total": (step.total, again.total)}
+    lines = [f"{'MFLOP a token':24}{'forward':>12}{'backward':>12}{'recomputed':>12}{'share':>8}"]
+    for name, (work, more) in rows.items():
+        figures = (figure / step.tokens / 1e6 for figure in (work.forward, work.backward, more.training))
+        columns = "".join(f"{figure:12.2f}" for figure in figures)
+        lines.append(f"{name.replace('_', ' '):24}{columns}{work.training / step.total.training:8.1%}")
+    return "\n".join(lines)
+
+
+def page(model: Model, how: Recomputation | None = None, *, seq_length: int | None = None, host: str = GPT) -> str:
+    """What ``megacpp-mcore recipe flops`` prints: ours by family, and Megatron's figure with each reason for the difference.
+
+    Args:
+        model: the model.
+        how: what a run recomputes; None: nothing.
+        seq_length: tokens of a sequence; None takes the model's.
+        host: stock's model that the run's arguments describe, ``gpt`` or ``hybrid``.
+    """
+    how = how or Recomputation()
+    step = flops.step(model, seq_length=seq_length)
+    again = recomputed(model, step, how)
+    return "\n".join(
+        [
+            f"{model.name}, one sequence of {step.tokens} tokens, recompute: {how}",
+            "",
+            table(step, again),
+            "",
+            f"model FLOPs (MFU): {_gflop(step, step.total.training)} GFLOP a token of training, nothing recomputed",
+            f"hardware FLOPs (HFU): {_gflop(step, step.total.training + again.total.training)}, recompute included",
+            "embedding: a look-up, no matrix product; element-wise work is not counted",
+            "",
+            *_beside_stock(model, step, seq_length, host),
+        ]
+    )
+
+
+def _beside_stock(model: Model, step: Step, seq_length: int | None, host: str) -> list[str]:
+    """Megatron's figure beside ours, and the differences, largest first."""
+    found = sorted(flops_stock.differences(model, seq_length=seq_length, host=host), key=lambda each: -abs(each.flops))
+    ours = step.total.training
+    theirs = ours + sum(each.flops for each in found)
+    return [
+        f"Megatron's own count on the {host} host: {_gflop(step, theirs)} GFLOP a token, {theirs / ours:.2f} × ours; MFLOP:",
+        *(f"{each.flops / step.tokens / 1e6:+12.2f}  {each.reason}" for each in found),
+    ]
+
+
+def _gflop(step: Step, count: int) -> str:
+    return f"{count / step.tokens / 1e9:.3f}"

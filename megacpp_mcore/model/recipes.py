@@ -1,0 +1,91 @@
+"""The recipes: a model, its layout and its training plan under one name, the same for every door. Pure Python.
+
+``nemo_recipes`` makes Megatron-Bridge configurations of them, ``megacpp-mcore recipe emit`` a stock command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.model import Layout, Model, preset
+from megacpp_mcore.model.precision import FP8_EXPERTS
+from megacpp_mcore.model.training import Training
+from megacpp_mcore.util.nearest import nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One run, but for its data.
+
+    Attributes:
+        name: ``<model>_pretrain_<processes><device>_<machine>_<precision>``, as Megatron-Bridge names recipes.
+        model: what is trained.
+        layout: how it is cut.
+        training: machine, number of processes, precision and optimizer; data and tokenizer are named when it is run.
+    """
+
+    name: str
+    model: Model
+    layout: Layout
+    training: Training
+
+    @property
+    def processes(self) -> int:
+        """How many it is for, one a GPU."""
+        return self.training.processes
+
+    def __post_init__(self) -> None:
+        self.model.check_layout(self.layout)
+        cut = self.layout.tensor * self.layout.pipeline
+        if self.processes % cut or (self.processes // self.layout.pipeline) % self.layout.expert:
+            raise ModelError(
+                f"{self.name}: {self.processes} processes cannot be cut into tensor {self.layout.tensor} × pipeline "
+                f"{self.layout.pipeline} with expert parallelism {self.layout.expert}; change the layout or their number"
+            )
+        replicas = self.processes // cut
+        if self.training.global_batch_size % (self.training.micro_batch_size * replicas):
+            raise ModelError(
+                f"{self.name}: the global batch of {self.training.global_batch_size} is not a multiple of the micro-batch "
+                f"({self.training.micro_batch_size}) × {replicas} data-parallel replicas; change one of them"
+            )
+
+
+def _on_gpus(model: str, processes: int, layout: Layout, *, global_batch_size: int, precision: str = "bf16") -> Recipe:
+    return Recipe(
+        name=f"{model}_pretrain_{processes}gpu_h200_{precision.removeprefix('bf16_')}",
+        model=preset(model),
+        layout=layout,
+        training=Training(global_batch_size=global_batch_size, precision=precision, processes=processes),
+    )
+
+
+_ALL = (
+    _on_gpus("nam56r", 1, Layout(), global_batch_size=8),
+    _on_gpus("nam56r", 8, Layout(expert=8), global_batch_size=64),
+    _on_gpus("nam56r", 8, Layout(expert=8), global_batch_size=64, precision=FP8_EXPERTS),
+    _on_gpus("nam56r_quarter", 1, Layout(), global_batch_size=2),
+    _on_gpus("nam56r_quarter", 1, Layout(), global_batch_size=2, precision=FP8_EXPERTS),
+    Recipe(
+        name="nam56r_tiny_pretrain_1cpu_fp32",
+        model=preset("nam56r_tiny"),
+        layout=Layout(),
+        training=Training(device="cpu", precision="fp32", transformer_impl="local", learning_rate=4e-3),
+    ),
+)
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in _ALL})
+"""Every recipe by its name."""
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe called ``name``.
+
+    Raises:
+        ModelError: there is none; the nearest names are offered.
+    """
+    if name not in RECIPES:
+        raise ModelError(f"there is no recipe {name!r}; {nearest(name, RECIPES)}")
+    return RECIPES[name]

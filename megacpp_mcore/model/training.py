@@ -1,0 +1,94 @@
+"""What one run adds to a model: machine, precision, data and optimizer. Pure Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.model import precision
+from megacpp_mcore.model.precision import PrecisionPlan
+
+GPT, HYBRID = "gpt", "hybrid"
+"""The hosts: Megatron's GPTModel under ``pretrain_gpt.py``, its HybridModel under ``pretrain_hybrid.py``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """What the backward pass computes again instead of keeping its activations; each is off unless listed.
+
+    Attributes:
+        a: the attention of A layers, that of the MTP block included: projections, norms of the latents, core attention.
+        m: the Mamba-3 mixer of M layers.
+        r: the M²RNN mixer of R layers.
+        experts: the expert GEMMs and their activation, not the routing, its communication or the shared expert.
+    """
+
+    a: bool = False
+    m: bool = False
+    r: bool = False
+    experts: bool = False
+
+    @property
+    def on(self) -> tuple[str, ...]:
+        """The names of those that are on."""
+        return tuple(each.name for each in dataclasses.fields(self) if getattr(self, each.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What the model does not say: machine, precision, data and optimizer of one run.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        precision: a name of :data:`megacpp_mcore.model.precision.PLANS`: ``bf16``, ``fp32``, or ``bf16_fp8_experts``.
+        transformer_impl: ``transformer_engine`` or ``local`` (Megatron's PyTorch layers); the CPU lane is always local.
+        data: words of the data arguments, e.g. ``("--data-path", "corpus/train")``.
+        tokenizer: words of the tokenizer arguments.
+        processes: of the whole run, one a GPU; fewer than the layout needs are as many as that.
+        train_iters: steps. The learning rate rises at first (:func:`megacpp_mcore.arguments.lowering.warm_up_steps`), then
+            decays to a tenth (cosine).
+        extra: further stock words, appended as they are.
+    """
+
+    device: str = "cuda"
+    precision: str = "bf16"
+    transformer_impl: str = "transformer_engine"
+    data: tuple[str, ...] = ()
+    tokenizer: tuple[str, ...] = ()
+    micro_batch_size: int = 1
+    global_batch_size: int = 8
+    processes: int = 1
+    train_iters: int = 1000
+    learning_rate: float = 3e-4
+    seed: int = 1234
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("device", ("cuda", "cpu")),
+            ("precision", tuple(precision.PLANS)),
+            ("transformer_impl", ("transformer_engine", "local")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ModelError(f"Training.{name} is {getattr(self, name)!r}; expected {' or '.join(allowed)}")
+        for name in ("micro_batch_size", "global_batch_size", "processes", "train_iters", "seed"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"Training.{name} is {getattr(self, name)}; expected 1 or more")
+        if self.seed >= 2**32:  # numpy's generators, which shuffle Megatron's datasets, take no larger one
+            raise ModelError(f"Training.seed is {self.seed}; expected less than 2**32")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
+            raise ModelError(f"Training.learning_rate is {self.learning_rate}; expected a finite number, 0 or more")
+        if self.device == "cpu" and self.transformer_impl != "local":
+            raise ModelError("the CPU lane has no Transformer Engine; set transformer_impl to local")
+        if self.plan.file is not None and self.transformer_impl != "transformer_engine":
+            raise ModelError(
+                f"precision {self.precision} runs the experts in FP8 by Transformer Engine's grouped GEMM, and "
+                f"{'the CPU lane' if self.device == 'cpu' else 'transformer_impl local'} has none; use bf16"
+            )
+
+    @property
+    def plan(self) -> PrecisionPlan:
+        """What :attr:`precision` stands for."""
+        return precision.PLANS[self.precision]

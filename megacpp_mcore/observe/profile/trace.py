@@ -1,0 +1,196 @@
+"""The raw events of torch.profiler as plain records: operators, launches, kernels; and what intervals of time cover.
+
+Nothing is read from a trace file: one of five steps of 250,000 kernels is gigabytes of JSON. Written against torch 2.11
+(``torch._C._autograd._KinetoEvent``). No torch at import.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+PREFIX = "megacpp::"
+"""What the names of our ranges begin with."""
+
+STEP = "step"
+"""The range of a whole step, ``megacpp::step/10``."""
+
+PARTS = ("block", "data", "embedding", "gradients", "head", "norm", "optimizer", "pipeline")
+"""The ranges that have no number; the others are layers and depths, ``megacpp::A/3``."""
+
+NODE = "autograd::engine::evaluate_function: "
+"""What the engine's event for one node of the backward pass begins with."""
+
+_LAUNCH = re.compile(r"cu(da)?[A-Z]")
+
+
+class Op(NamedTuple):
+    """One event of a host thread: an operator, a node of the backward pass, a range of ours, or a launch.
+
+    Attributes:
+        start_ns, end_ns: nanoseconds on the profiler's clock, which is that of the kernels, too.
+        name: as the profiler has it.
+        thread: the operating system's number of the thread.
+        torch_thread: torch's own number of it, by which nodes name the thread that made them.
+        sequence: of the next node of the backward pass when the event began, or of the node that it evaluates; -1: none.
+        node_thread: of a node, the ``torch_thread`` that made it.
+        correlation: what kernels name the operator by, or the launch.
+        forward: whether it is a call of a function, and no node of the backward pass.
+        launch: whether it is a call of the CUDA runtime.
+    """
+
+    start_ns: int
+    end_ns: int
+    name: str
+    thread: int = 1
+    torch_thread: int = 1
+    sequence: int = -1
+    node_thread: int = 0
+    correlation: int = 0
+    forward: bool = True
+    launch: bool = False
+
+
+class Kernel(NamedTuple):
+    """What ran on a device: a kernel, a copy, a fill.
+
+    Attributes:
+        operator: the correlation of the operator that launched it, 0 where none was open.
+        launch: the correlation of the launch.
+    """
+
+    start_ns: int
+    end_ns: int
+    name: str
+    device: int
+    stream: int
+    operator: int
+    launch: int
+
+
+@dataclass
+class Trace:
+    """All that was recorded; operators are in no order.
+
+    Attributes:
+        graphs: how often a CUDA graph was instantiated.
+    """
+
+    ops: list[Op] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+    graphs: int = 0
+
+
+def read(events: Sequence[Any]) -> Trace:
+    """The records of ``events``, as ``torch.autograd.profiler.profile.kineto_results.events()`` gives them.
+
+    Of the calls of the CUDA runtime those are kept that launched something: the operator around a kernel is not enough, as
+    one that checkpoints encloses ranges of ours and launches that are in no operator of their own.
+    """
+    from torch.autograd import DeviceType
+
+    trace, host, names = Trace(), DeviceType.CPU, _Names()
+    for event in events:
+        if event.device_type() != host and not event.is_user_annotation():
+            trace.kernels.append(_kernel(event, names))
+    launches = {kernel.launch for kernel in trace.kernels}
+    for event in events:
+        if event.device_type() != host:
+            continue
+        name = names(event.name())
+        if event.is_async() or event.start_thread_id() != event.end_thread_id():
+            continue  # what threads of the host move between processes (gloo) is no operator's time
+        if not _LAUNCH.match(name):
+            trace.ops.append(_op(event, name))
+        elif name.startswith("cudaGraphInstantiate"):
+            trace.graphs += 1
+        elif event.correlation_id() in launches:
+            trace.ops.append(_op(event, name)._replace(launch=True))
+    return trace
+
+
+class _Names(dict[str, str]):
+    """One string for all that are equal: millions of events have hundreds of names."""
+
+    def __call__(self, name: str) -> str:
+        return self.setdefault(name, name)
+
+
+def _kernel(event: Any, names: _Names) -> Kernel:
+    start = event.start_ns()
+    return Kernel(
+        start,
+        start + event.duration_ns(),
+        names(event.name()),
+        event.device_index(),
+        event.device_resource_id(),
+        event.linked_correlation_id(),
+        event.correlation_id(),
+    )
+
+
+def _op(event: Any, name: str) -> Op:
+    start = event.start_ns()
+    return Op(
+        start,
+        start + event.duration_ns(),
+        name,
+        event.device_resource_id(),
+        event.start_thread_id(),
+        event.sequence_nr(),
+        event.fwd_thread_id(),
+        event.correlation_id(),
+        event.scope() == 0,  # at::RecordScope::FUNCTION; the node's own call is BACKWARD_FUNCTION
+    )
+
+
+# --- Intervals --------------------------------------------------------------------------------------------------------
+
+Interval = tuple[int, int]
+"""Begin and end, nanoseconds."""
+
+
+class Cover:
+    """What ``intervals`` cover together, an instant that lies in several counted once."""
+
+    def __init__(self, intervals: Iterable[Interval]) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for start, end in sorted(intervals):
+            if end <= start:
+                continue
+            if self._ends and start <= self._ends[-1]:
+                self._ends[-1] = max(self._ends[-1], end)
+            else:
+                self._starts.append(start)
+                self._ends.append(end)
+        self._before = [0]
+        for start, end in zip(self._starts, self._ends, strict=True):
+            self._before.append(self._before[-1] + end - start)
+
+    @property
+    def total(self) -> int:
+        """Nanoseconds that are covered."""
+        return self._before[-1]
+
+    def within(self, start: int, end: int) -> int:
+        """Nanoseconds of the interval from ``start`` to ``end`` that are covered."""
+        return max(0, self._up_to(end) - self._up_to(start))
+
+    def common(self, other: Cover) -> int:
+        """Nanoseconds that ``other`` covers, too."""
+        return sum(other.within(start, end) for start, end in zip(self._starts, self._ends, strict=True))
+
+    def holds(self, instant: int) -> bool:
+        """Whether ``instant`` is covered, an interval's end excluded."""
+        place = bisect_right(self._starts, instant) - 1
+        return place >= 0 and instant < self._ends[place]
+
+    def _up_to(self, instant: int) -> int:
+        place = bisect_right(self._starts, instant) - 1
+        if place < 0:
+            return 0
+        return self._before[place] + min(instant, self._ends[place]) - self._starts[place]

@@ -1,0 +1,107 @@
+"""The parity criterion, the one that tests and benchmarks share: how far each row is from a truth in float64.
+
+A row is the last axis. Its error is ``‖actual − expected‖ / max(‖expected‖, 1 % of the RMS of all rows' norms)``, and the worst
+row counts, so that neither one dropped row among thousands nor a wrong scale can hide.
+"""
+
+from __future__ import annotations
+
+import torch
+
+PEER_RATIO = 1.5
+"""How much worse than plain PyTorch at a 16-bit dtype the worst row may be, where that is looser than ``rms``."""
+
+SMALL_ROW = 1e-2
+"""A row below this part of the typical row is measured against that part, not against itself: some rows are zero but
+for rounding (the gradient of the first token's rotation angles is), and have no relative error."""
+
+
+def row_norms(expected: torch.Tensor) -> torch.Tensor:
+    """What the errors of ``expected``'s rows are measured against: float64, of its shape without the last axis."""
+    norms = expected.detach().double().norm(dim=-1) if expected.dim() else expected.detach().double().abs()
+    return norms.clamp(min=SMALL_ROW * float(norms.square().mean().sqrt()))
+
+
+def row_errors(
+    actual: torch.Tensor, expected: torch.Tensor, name: str = "", norms: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The error of each row, of ``expected``'s shape without the last axis; infinite where a truth of zero is not met.
+
+    Args:
+        actual: what the path under test gave.
+        expected: the truth, best in float64.
+        name: what is compared, for the message.
+        norms: replaces :func:`row_norms`.
+
+    Raises:
+        AssertionError: another shape, or anything that is not finite.
+    """
+    if actual.shape != expected.shape:
+        raise AssertionError(f"{name or 'actual'}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+    values, truth = actual.detach().to(expected.device).double(), expected.detach().double()
+    for what, tensor in (("it", values), ("the expected tensor", truth)):
+        if not bool(torch.isfinite(tensor).all()):
+            count = int((~torch.isfinite(tensor)).sum())
+            raise AssertionError(f"{name or 'actual'}: {what} holds {count} values that are not finite")
+    error = (values - truth).norm(dim=-1) if truth.dim() else (values - truth).abs()
+    against = row_norms(truth) if norms is None else norms
+    return torch.where(error == 0, torch.zeros_like(error), error / against)
+
+
+def worst_row(actual: torch.Tensor, expected: torch.Tensor, name: str = "", norms: torch.Tensor | None = None) -> float:
+    """The largest of :func:`row_errors`."""
+    return float(row_errors(actual, expected, name, norms).max())
+
+
+def assert_parity(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    *,
+    rms: float,
+    max_abs_factor: float | None = None,
+    dtype_peer: torch.Tensor | None = None,
+    name: str = "",
+) -> None:
+    """Fail unless every row of ``actual`` is that of ``expected``; a tensor of zeros must be met exactly.
+
+    Args:
+        actual: what the path under test gave.
+        expected: the truth, best in float64.
+        rms: the largest error of a row allowed.
+        max_abs_factor: the largest single error allowed, as a multiple of that of ``dtype_peer``.
+        dtype_peer: the same mathematics in plain PyTorch at the dtype of the path under test. Where that is a 16-bit
+            one, :data:`PEER_RATIO` × the peer's error is allowed if that is more than ``rms``.
+        name: what is compared, for the message.
+
+    Raises:
+        AssertionError: it differs; the message names the row and the figures.
+        ValueError: ``max_abs_factor`` without ``dtype_peer``, or nothing to compare.
+    """
+    if max_abs_factor is not None and dtype_peer is None:
+        raise ValueError(
+            "max_abs_factor compares with dtype_peer, which is missing: pass plain PyTorch at the same dtype."
+        )
+    if expected.numel() == 0:
+        raise ValueError(f"{name or 'expected'} has shape {tuple(expected.shape)}: there is nothing to compare.")
+    errors, limit = row_errors(actual, expected, name).flatten(), rms
+    if dtype_peer is not None:
+        peers_worst = worst_row(dtype_peer, expected, f"{name} (dtype_peer)")
+        if dtype_peer.dtype in (torch.bfloat16, torch.float16):
+            limit = max(rms, PEER_RATIO * peers_worst)
+        if max_abs_factor is not None:
+            largest, peers = (
+                float((one.double().to(expected.device) - expected.double()).abs().max())
+                for one in (actual, dtype_peer)
+            )
+            if not largest <= max_abs_factor * peers:
+                raise AssertionError(
+                    f"{name}: largest error {largest:.3e}, allowed {max_abs_factor * peers:.3e} ({max_abs_factor} × peer)"
+                )
+    worst = int(errors.argmax())
+    if not float(errors[worst]) <= limit:
+        rows = expected.shape[:-1]
+        row = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), rows)) if rows else ()
+        raise AssertionError(
+            f"{name}: row {row} differs by {float(errors[worst]):.3e} of its norm, allowed {limit:.3e} "
+            f"({int((errors > limit).sum())} of {errors.numel()} rows are beyond it)"
+        )

@@ -1,0 +1,422 @@
+"""The one file of options that Megatron has no flag for, named by ``MEGACPP_CONFIG``; every key is checked.
+
+Its keys::
+
+    model: nam56r_tiny            # a preset's name
+    overrides:                    # values of the model that differ from the preset (see megacpp_mcore.model.Model)
+      dsa: {schedule: "-FF"}
+    backends:                     # op to backend name; an op that is not named takes "auto"
+      mamba3: reference
+    compile: regional             # or off (the default); see megacpp_mcore.layer_specs.regions
+    recompute: [experts, m]       # what the backward pass computes again (see Recompute)
+    max_documents: 512            # the most documents of a packed row; by default one for 16 tokens, at least 64
+    speed_defaults: {expandable_segments: false}     # see SpeedDefaults
+    experimental_taxes: {anomaly_detection: true}    # what costs speed; all off (see ExperimentalTaxes)
+    observability: {policy: json}                    # see Observability
+
+or, for a stock DSA model under the patch dsa-index-cache, this one alone::
+
+    dsa_index_cache: {schedule: FSSFSS}   # F (Full) or S (Shared) for each layer; tiled when it is shorter
+    dsa_index_cache: {full: [0, 3]}       # or the ordinals of the Full layers, from 0; all others are Shared
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.errors import BackendError, ConfigFileError, LaunchError, ModelError, PatternError
+from megacpp_mcore.model import Model, preset, with_overrides
+from megacpp_mcore.model.pattern import FULL_INDEX, SHARED_INDEX
+from megacpp_mcore.model.training import Recompute
+from megacpp_mcore.util import schema
+from megacpp_mcore.util.nearest import nearest
+
+VARIABLE = "MEGACPP_CONFIG"
+"""The environment variable that names the file."""
+
+COMPILE_MODES = ("off", "regional")
+CONSOLES = ("progress", "stock")
+"""What a recorded run may print of its steps."""
+
+_INDEX_CACHE = "dsa_index_cache"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedDefaults:
+    """What a launch does for speed unless it is told not to; each may be given under ``speed_defaults``.
+
+    Attributes:
+        compile_warmup: whether regions are compiled before step 1, where the compile policy allows it at all.
+        precompile_static: whether the regions of A, M and R layers are compiled before step 1 even where the policy skips the
+            warm-up because of the E layers beside them.
+        expandable_segments: whether the CUDA allocator grows segments, which keeps fragmentation down.
+        cache_root: folder for the caches of compiled kernels (``triton`` and ``inductor`` in it); None: their own places.
+    """
+
+    compile_warmup: bool = True
+    precompile_static: bool = False
+    expandable_segments: bool = True
+    cache_root: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentalTaxes:
+    """What costs speed and is off unless asked for under ``experimental_taxes``.
+
+    Attributes:
+        anomaly_detection: autograd checks every backward result for NaN and says which forward operation it belongs to.
+        blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``), so that an error is where it is said.
+    """
+
+    anomaly_detection: bool = False
+    blocking_launches: bool = False
+
+    @property
+    def on(self) -> tuple[str, ...]:
+        """The names of those that are on."""
+        return tuple(each.name for each in dataclasses.fields(self) if getattr(self, each.name))
+
+
+LONGEST_BEAT_S = 10.0
+"""Seconds between two signs of life at most: by so much the time of a death may be wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observability:
+    """What a run tells about itself; each may be given under ``observability``.
+
+    Attributes:
+        policy: how the launch policy is printed at the start, ``text`` or ``json`` (one line).
+        recompiles: whether torch logs why it compiles a region again.
+        enabled: whether a run that saves checkpoints is recorded beside them, unless the launch says otherwise.
+        interval: steps between two readings of what is counted on the GPU.
+        heartbeat_s: seconds between two signs of life of a recorded process, at most :data:`LONGEST_BEAT_S`.
+        profile: the first and the last step to profile, such as ``10-14``; None: none.
+        profile_tool: ``torch`` writes tables by block family, ``external`` marks the steps for nsys or ncu.
+        profile_trace: whether the profile's events are kept, too, for a trace viewer.
+        console: what a recorded run prints of its steps: ``progress``, one readable line below Megatron's own, or ``stock``,
+            Megatron's alone.
+    """
+
+    policy: str = "text"
+    recompiles: bool = False
+    enabled: bool = True
+    interval: int = 10
+    heartbeat_s: float = 1.0
+    profile: str | None = None
+    profile_tool: str = "torch"
+    profile_trace: bool = False
+    console: str = "progress"
+
+
+PROFILE_TOOLS = ("torch", "external")
+"""``torch``: torch's profiler and the tables. ``external``: NVTX ranges and the start and stop of the CUDA profiler API, for
+Nsight Systems or Nsight Compute around the run (two profilers in one process would take each other's events)."""
+_GROUPS: Mapping[str, type] = MappingProxyType(
+    {"speed_defaults": SpeedDefaults, "experimental_taxes": ExperimentalTaxes, "observability": Observability}
+)
+_KEYS = ("model", "overrides", "backends", _INDEX_CACHE, "compile", "recompute", "max_documents", *_GROUPS)
+
+
+@dataclass(frozen=True)
+class PluginConfig:
+    """The checked content of the file.
+
+    Attributes:
+        path: where it was read from.
+        preset: the name of the preset it starts from.
+        model: the preset with the overrides applied.
+        backends: op name to requested backend name.
+        compile: one of :data:`COMPILE_MODES`.
+        recompute: what is computed again in the backward pass.
+        max_documents: the most documents that a packed row may hold; None: as many as its length suggests.
+        speed_defaults, experimental_taxes, observability: the groups of those names.
+        given: ``group.key``, or ``compile`` and ``recompute``, of what the file itself says.
+    """
+
+    path: Path
+    preset: str
+    model: Model
+    backends: Mapping[str, str] = field(default_factory=dict)
+    compile: str = "off"
+    recompute: Recompute = field(default_factory=Recompute)
+    max_documents: int | None = None
+    speed_defaults: SpeedDefaults = SpeedDefaults()
+    experimental_taxes: ExperimentalTaxes = ExperimentalTaxes()
+    observability: Observability = Observability()
+    given: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class IndexSchedule:
+    """Which layers of a stock DSA model run their indexer, as the file says it.
+
+    Attributes:
+        path: where it was read from.
+        schedule: ``F`` or ``S`` for each layer, tiled when it is shorter; None when the file lists ``full``.
+        full: the ordinals of the Full layers, from 0; None when the file gives a ``schedule``.
+    """
+
+    path: Path
+    schedule: str | None = None
+    full: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return self.schedule if self.schedule is not None else f"full: {list(self.full or ())}"
+
+    def roles(self, layers: int) -> str:
+        """``F`` (Full) or ``S`` (Shared), one for each of ``layers`` layers.
+
+        Raises:
+            ConfigFileError: if it is about more layers than that.
+        """
+        needed = len(self.schedule) if self.schedule is not None else 1 + max(self.full or (0,))
+        if needed > layers:
+            raise ConfigFileError(
+                f"{self.path}: {_INDEX_CACHE} ({self}) names {needed} layers, the model has {layers}; give one entry a "
+                "layer, or a shorter schedule that is tiled"
+            )
+        if self.schedule is not None:
+            return "".join(self.schedule[i % len(self.schedule)] for i in range(layers))
+        return "".join(FULL_INDEX if i in (self.full or ()) else SHARED_INDEX for i in range(layers))
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, where YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str) or key in seen:
+                problem = "is given twice" if isinstance(key, str) else "is not a name"
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} {problem}", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load(path: str | os.PathLike[str]) -> PluginConfig:
+    """Read and check the file at ``path``.
+
+    Raises:
+        ConfigFileError: if it cannot be read, is not YAML, or holds a key or value that is not known.
+    """
+    file = Path(path)
+    content = _known(file)
+    if _INDEX_CACHE in content:
+        raise ConfigFileError(
+            f"{file}: {_INDEX_CACHE!r} is for stock DSA models, and stands alone in its file; a model of this package has "
+            "its schedule in overrides: {dsa: {schedule: ...}}"
+        )
+    name = content.get("model")
+    if not isinstance(name, str):
+        raise ConfigFileError(f"{file}: 'model' is {name!r}; expected the name of a preset, such as nam56r_tiny")
+    overrides = _mapping(file, content, "overrides")
+    backends = _mapping(file, content, "backends")
+    for op, backend in backends.items():
+        if not isinstance(backend, str):
+            raise ConfigFileError(f"{file}: backends.{op} is {backend!r}; expected the name of a backend, or auto")
+    try:
+        model = with_overrides(preset(name), overrides, where="overrides")
+        Dispatcher(backends)  # refuses names of ops and backends that it does not know
+    except (ModelError, PatternError, BackendError) as error:
+        raise ConfigFileError(f"{file}: {error}") from error
+    return PluginConfig(
+        path=file,
+        preset=name,
+        model=model,
+        backends=MappingProxyType(dict(backends)),
+        compile=_compile_mode(file, content),
+        recompute=_recompute(file, content),
+        max_documents=_max_documents(file, content),
+        **{key: _group(file, content, key, kind) for key, kind in _GROUPS.items()},
+        given=_given(content),
+    )
+
+
+def from_environment() -> PluginConfig | None:
+    """The file named by ``MEGACPP_CONFIG``, or None when the variable is unset or empty."""
+    path = os.environ.get(VARIABLE)
+    return load(path) if path else None
+
+
+def load_index_schedule(path: str | os.PathLike[str]) -> IndexSchedule | None:
+    """Read and check the file at ``path``; None if it is about a model of this package and not about stock DSA.
+
+    Raises:
+        ConfigFileError: as :func:`load`, and if the schedule is not one.
+    """
+    file = Path(path)
+    content = _known(file)
+    if set(content) != {_INDEX_CACHE}:
+        load(file)  # refuses one key next to the others
+        return None
+    value = content[_INDEX_CACHE]
+    if not isinstance(value, Mapping) or set(value) not in ({"schedule"}, {"full"}):
+        raise ConfigFileError(
+            f"{file}: {_INDEX_CACHE!r} is {value!r}; expected {{schedule: FSSFSS}} or {{full: [0, 3]}}, one of the two"
+        )
+    if "schedule" in value:
+        return IndexSchedule(file, schedule=_roles(file, value["schedule"]))
+    return IndexSchedule(file, full=_ordinals(file, value["full"]))
+
+
+def index_schedule_from_environment() -> IndexSchedule | None:
+    """The stock DSA schedule in the file named by ``MEGACPP_CONFIG``; None without a file, or without one in it."""
+    path = os.environ.get(VARIABLE)
+    return load_index_schedule(path) if path else None
+
+
+def _known(file: Path) -> Mapping[str, Any]:
+    """The content of ``file``, a mapping with no other keys than those of :data:`_KEYS`."""
+    content = _read(file)
+    if not isinstance(content, Mapping):
+        raise ConfigFileError(f"{file}: found {type(content).__name__}; expected a mapping with {', '.join(_KEYS)}")
+    for key in content:
+        if key not in _KEYS:
+            raise ConfigFileError(f"{file}: unknown key {key!r}; {nearest(key, _KEYS)}")
+    return content
+
+
+def _compile_mode(file: Path, content: Mapping[str, Any]) -> str:
+    mode = content.get("compile", "off")
+    mode = "off" if mode is False else mode  # YAML reads off as false
+    if mode not in COMPILE_MODES:
+        raise ConfigFileError(f"{file}: 'compile' is {mode!r}; expected {' or '.join(COMPILE_MODES)}")
+    return str(mode)
+
+
+def _recompute(file: Path, content: Mapping[str, Any]) -> Recompute:
+    """The families that the file lists under ``recompute``."""
+    value = content.get("recompute")
+    value = [] if value is None else value
+    known = [each.name for each in dataclasses.fields(Recompute)]
+    if not isinstance(value, list) or len(value) != len({str(name) for name in value}):
+        raise ConfigFileError(
+            f"{file}: 'recompute' is {value!r}; expected a list of different names, of {', '.join(known)}"
+        )
+    for name in value:
+        if name not in known:
+            raise ConfigFileError(f"{file}: recompute names {name!r}; {nearest(name, known)}")
+    return Recompute(**dict.fromkeys(value, True))
+
+
+def _max_documents(file: Path, content: Mapping[str, Any]) -> int | None:
+    value = content.get("max_documents")
+    if value is not None and (type(value) is not int or value < 1):
+        raise ConfigFileError(f"{file}: 'max_documents' is {value!r}; expected a whole number above 0")
+    return value
+
+
+def _group(file: Path, content: Mapping[str, Any], key: str, kind: type) -> Any:
+    """The group ``key`` of the file as a ``kind``, whose fields are its keys."""
+    values = _mapping(file, content, key)
+    try:
+        group = schema.replace(kind(), values, key)
+    except schema.SchemaError as error:
+        raise ConfigFileError(f"{file}: {error}") from error
+    for name, value in values.items():
+        if name == "cache_root" and value is not None and not os.path.isabs(value):
+            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected the full path of a folder, or null")
+        if type(value) in (int, float) and not value > 0:
+            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected a number above 0")
+        if name == "heartbeat_s" and not value <= LONGEST_BEAT_S:
+            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected at most {LONGEST_BEAT_S:g} seconds")
+        if name in ("profile", "profile_tool") and value is not None:
+            _check_profile(f"{file}: {key}.{name}", name, value)
+        if name == "policy" and value not in ("text", "json"):
+            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected text or json")
+        if name == "console" and value not in CONSOLES:
+            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected {' or '.join(CONSOLES)}")
+    return group
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """``10-14`` as the first and the last step to profile.
+
+    Raises:
+        LaunchError: it is something else.
+    """
+    found = re.fullmatch(r"(\d+)-(\d+)", text.strip())
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise LaunchError(f"the steps to profile are {text!r}; expected the first and the last, such as 10-14")
+    return first, last
+
+
+def _check_profile(where: str, name: str, value: Any) -> None:
+    if name == "profile_tool" and value not in PROFILE_TOOLS:
+        raise ConfigFileError(f"{where} is {value!r}; expected {' or '.join(PROFILE_TOOLS)}")
+    if name == "profile":
+        try:
+            parse_steps(str(value))
+        except LaunchError as error:
+            raise ConfigFileError(f"{where}: {error}") from error
+
+
+def _given(content: Mapping[str, Any]) -> frozenset[str]:
+    names = {key for key in ("compile", "recompute") if key in content}
+    names.update(f"{key}.{name}" for key in _GROUPS for name in content.get(key) or ())
+    return frozenset(names)
+
+
+def _roles(file: Path, value: Any) -> str:
+    """``value``, checked to be a string of ``F`` and ``S`` that begins with ``F``."""
+    where = f"{file}: {_INDEX_CACHE}.schedule"
+    if not isinstance(value, str) or not value:
+        raise ConfigFileError(f"{where} is {value!r}; expected a text of 'F' (Full) and 'S' (Shared), such as FSSFSS")
+    for position, character in enumerate(value, start=1):
+        if character not in (FULL_INDEX, SHARED_INDEX):
+            raise ConfigFileError(
+                f"{where} {value!r}: character {character!r} at position {position} is not known; allowed are 'F' (Full: "
+                "runs the indexer) and 'S' (Shared: attends to the indices of the nearest Full layer below)"
+            )
+    if value[0] != FULL_INDEX:
+        raise ConfigFileError(f"{where} {value!r} begins with a Shared layer; the first layer has to be Full ('F')")
+    return value
+
+
+def _ordinals(file: Path, value: Any) -> tuple[int, ...]:
+    """``value``, checked to be ascending ordinals from 0 on."""
+    ordinals = tuple(value) if isinstance(value, list) else ()
+    numbers = all(isinstance(ordinal, int) and not isinstance(ordinal, bool) for ordinal in ordinals)
+    if not ordinals or not numbers or ordinals[0] != 0 or list(ordinals) != sorted(set(ordinals)):
+        raise ConfigFileError(
+            f"{file}: {_INDEX_CACHE}.full is {value!r}; expected the ordinals of the Full layers, ascending and beginning "
+            "with 0 (the first layer has to be Full), such as [0, 3]"
+        )
+    return ordinals
+
+
+def _read(file: Path) -> Any:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigFileError(f"{file}: cannot be read ({error}); {VARIABLE} has to name a YAML file") from error
+    try:
+        loader = _UniqueKeyLoader(text)  # raises on characters that YAML does not allow
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date or number that is none; brackets without end
+        raise ConfigFileError(f"{file}: not valid YAML: {error}") from error
+
+
+def _mapping(file: Path, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = content.get(key)
+    if value is None:  # the key is not there, or nothing follows it
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigFileError(f"{file}: {key!r} is {value!r}; expected a mapping")
+    return value

@@ -1,0 +1,44 @@
+"""Reads a command line of ``--flag value …`` words as Megatron's own parser does, as far as the words alone allow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+Flags = Mapping[str, tuple[str, ...]]
+
+
+def read(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Each flag with the values that follow it, ``--flag=value`` included; the last one of a flag counts."""
+    flags: dict[str, tuple[str, ...]] = {}
+    flag = ""
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            flags[flag] = (value,) if equals else ()
+        elif flag:
+            flags[flag] += (word,)
+    return flags
+
+
+def first(flags: Flags, flag: str) -> str | None:
+    """The first value of ``flag``; None without one."""
+    return next(iter(flags.get(flag, ())), None)
+
+
+def whole(flags: Flags, flag: str, error: type[Exception], least: int | None = None) -> int | None:
+    """The first value of ``flag`` as a whole number, ``least`` or more; None without one.
+
+    Raises:
+        error: it is none.
+    """
+    text = first(flags, flag)
+    if text is None:
+        return None
+    try:
+        number = int(text)
+    except ValueError:
+        number = None
+    if number is None or (least is not None and number < least):
+        bound = "" if least is None else f", {least} or more"
+        raise error(f"{flag} is {text!r}; expected a whole number{bound}, such as 2")
+    return number

@@ -1,0 +1,404 @@
+"""A patched checkout: puts the hook line into a Megatron-LM folder, takes it out again, and says how the folder stands."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megacpp_mcore
+from megacpp_mcore.errors import CheckoutError, PatchError
+from megacpp_mcore.patches.machinery import git, hook_line
+from megacpp_mcore.patches.machinery.hook import process_tree
+from megacpp_mcore.patches.machinery.hook_line import Content, HookLine
+from megacpp_mcore.patches.machinery.record import Patch, Problem
+from megacpp_mcore.patches.machinery.registry import Registry, default, listing, relation_problems, target_problems
+from megacpp_mcore.patches.machinery.sources import SourceTree
+from megacpp_mcore.patches.machinery.symbols import digest
+from megacpp_mcore.util.files import TEMPORARY, locked, replace
+
+HOOKED_FILE = "megatron/core/__init__.py"
+PACKAGE_INFO_FILE = "megatron/core/package_info.py"
+OTHER_COPY = "hooked by another copy"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a change of a checkout did.
+
+    Attributes:
+        changed: the patches that were put in or taken out.
+        unchanged: those that already were as asked for.
+        hooked: the patches that the hook line names now.
+        notices: what could not be checked, or is otherwise worth knowing.
+    """
+
+    changed: tuple[str, ...]
+    unchanged: tuple[str, ...]
+    hooked: tuple[str, ...]
+    notices: tuple[str, ...] = ()
+
+
+class Checkout:
+    """A folder that holds ``megatron/core``. Reading needs no lock: the one file that changes is replaced in one step.
+
+    Args:
+        folder: the root of a Megatron-LM checkout.
+        registry: the patches; by default those of this package.
+        tree: the files that its modules are found in; by default those of the folder.
+
+    Raises:
+        CheckoutError: the folder is not Megatron.
+        PatchError: it does not say which version it is.
+    """
+
+    def __init__(self, folder: str | Path, registry: Registry | None = None, tree: SourceTree | None = None) -> None:
+        self.root = Path(folder).resolve()
+        self.registry = default() if registry is None else registry
+        self.tree = tree or SourceTree((self.root,))
+        _require_megatron(self.root)
+        # Where __init__.py is a symbolic link, what it points to is replaced, and the link stays.
+        self.file = (self.root / HOOKED_FILE).resolve()
+        version = self.tree.version()
+        if version is None:
+            raise PatchError(
+                f"{self.root / PACKAGE_INFO_FILE} does not say which version this is (expected whole numbers MAJOR, MINOR "
+                "and PATCH); nothing was changed: restore that file, or check out a release such as core_v0.19.0"
+            )
+        self.version = version
+
+    @classmethod
+    def installed(cls, registry: Registry | None = None) -> Checkout:
+        """The Megatron that ``import megatron.core`` would find in this process; megatron.core is not imported.
+
+        Raises:
+            CheckoutError: there is none.
+        """
+        try:
+            spec = importlib.util.find_spec("megatron.core")
+        except ModuleNotFoundError:
+            spec = None
+        if spec is None or spec.origin is None:
+            raise CheckoutError(
+                "megatron-core is not installed here; install megatron-core>=0.19,<0.20, or name a checkout"
+            )
+        return cls(Path(spec.origin).parents[2], registry, process_tree())
+
+    def content(self) -> Content:
+        """The hooked file, taken apart.
+
+        Raises:
+            PatchError: it cannot be read, or the hook line is damaged.
+        """
+        try:
+            return hook_line.take_apart(self.file.read_bytes())
+        except OSError as error:
+            raise PatchError(f"{self.file} cannot be read: {error}") from error
+        except PatchError as error:
+            raise PatchError(f"{self.file}: {error}") from error
+
+    def apply(self, names: Iterable[str], *, allow_dirty: bool = False) -> Outcome:
+        """Add the named patches to the hook line, or nothing at all.
+
+        Files that were modified below ``megatron/`` are refused, as a patch may well be about what they hold; what was
+        modified elsewhere, and that a Python started there cannot import this package, is told in ``notices``.
+
+        Raises:
+            PatchError: with every problem that was found; nothing was changed.
+        """
+        wanted = [patch.name for patch in self.registry.select(names)]
+        if not wanted:
+            raise PatchError(f"no patch was named; there are: {_join(patch.name for patch in self.registry.patches)}")
+        self._refuse_wheel()
+        with self._locked():
+            content = self.content()
+            before = content.hook.names if content.hook else ()
+            fresh = tuple(name for name in wanted if name not in before)
+            problems = self._copy_problems(content.hook) or self._set_problems((*before, *fresh))
+            if problems:
+                raise PatchError(listing(f"nothing was changed in {self.root}", problems))
+            notices: tuple[str, ...] = ()
+            if fresh:
+                notices = self._refuse_dirty(content, allow_dirty)
+                self._write_hook(content.without, (*before, *fresh))
+        notices += tuple(f"importing megatron.core takes this package now: {it}" for it in self._import_problems())
+        return Outcome(fresh, tuple(name for name in wanted if name in before), (*before, *fresh), notices)
+
+    def revert(self, names: Iterable[str] | None = None) -> Outcome:
+        """Take the named patches out of the hook line; with the last one, or with ``names`` None, the line goes.
+
+        Without its line the file is byte for byte what it was, if nobody else edited it.
+
+        Raises:
+            PatchError: nothing was changed.
+        """
+        if names is not None and not (names := [patch.name for patch in self.registry.select(names)]):
+            raise PatchError("no patch was named to be reverted; leave the names out to revert all")
+        with self._locked():
+            content = self.content()
+            before = content.hook.names if content.hook else ()
+            gone = before if names is None else tuple(name for name in names if name in before)
+            rest = tuple(name for name in before if name not in gone)
+            unchanged = tuple(name for name in names or () if name not in gone)
+            if not gone:
+                return Outcome((), unchanged, rest)
+            if rest:
+                # Writing the line anew takes the records of the copy that wrote it.
+                problems = self._copy_problems(content.hook) or relation_problems(self.registry.select(rest), ())
+                if problems:
+                    raise PatchError(listing(f"nothing was changed in {self.root}", problems))
+                self._write_hook(content.without, rest, content.hook.sha256 if content.hook else None)
+            else:
+                self._write(content.without)
+        notice = f"{self.file} was otherwise edited since it was hooked: only the hook line was touched"
+        return Outcome(gone, unchanged, rest, (notice,) if _edited(content) else ())
+
+    def status(self, names: Iterable[str] | None = None) -> list[dict[str, Any]]:
+        """One JSON-ready record a patch; changes nothing.
+
+        ``state`` is ``applied``, ``not applied``, ``target changed``, ``target not found``, ``version not supported``,
+        ``superseded upstream`` or ``hooked by another copy``; ``hooked`` says whether the line names the patch. For a
+        changed target there is the ``diff`` of its file from git's last commit, or ``no_diff`` says why there is none.
+
+        Raises:
+            PatchError: a name is not known, or the hook line is damaged.
+        """
+        hook = self.content().hook
+        hooked = hook.names if hook else ()
+        patches = self.registry.patches if names is None else self.registry.select(names)
+        other_copy = _join(self._copy_problems(hook), "; ")
+        rows = [self._row(patch, patch.name in hooked, other_copy) for patch in patches]
+        known = {patch.name for patch in self.registry.patches}
+        foreign = [name for name in hooked if names is None and name not in known]
+        return rows + [
+            self._base_row(name, hooked=True) | {"state": OTHER_COPY, "reason": other_copy, "targets": []}
+            for name in foreign
+        ]
+
+    def verify(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
+        """Check that the hook line is whole and right, and that all it needs is there; returns the patches it names.
+
+        Raises:
+            PatchError: with everything that is not as it should be.
+        """
+        content = self.content()
+        hook = content.hook
+        wanted = () if names is None else [patch.name for patch in self.registry.select(names)]
+        if hook is None:
+            raise PatchError(f"{self.file} has no hook line: no patch is applied to {self.root}")
+        problems = [f"{name} is not applied" for name in wanted if name not in hook.names]
+        found = hashlib.sha256(content.without).hexdigest()
+        if found != hook.sha256:
+            problems.append(
+                f"{self.file} was edited since it was hooked: without the hook line it has SHA-256 {found}, "
+                f"expected {hook.sha256}"
+            )
+        if not content.last:
+            problems.append(f"{self.file}: the hook line is not the last one any more, or something was added after it")
+        problems += self._copy_problems(hook) or self._set_problems(hook.names)
+        problems += self._import_problems()
+        if problems:
+            raise PatchError(listing(f"{self.root} is not as it should be", problems))
+        return hook.names
+
+    def unfit(self, names: Iterable[str] | None = None) -> list[str]:
+        """What keeps the named patches (by default all that upstream has not superseded) from being applied here."""
+        patches = self.registry.patches if names is None else self.registry.select(names)
+        found = [(patch, problem) for patch in patches for problem in patch.problems(self.tree, self.version)]
+        return [
+            f"{patch.name}: {problem.message}"
+            for patch, problem in found
+            if names is not None or problem.state != "superseded upstream"
+        ]
+
+    def export(self, names: Iterable[str] | None = None) -> bytes:
+        """A patch for ``git apply`` that gives, to the byte, what :meth:`apply` gives; for None, what is applied now.
+
+        Raises:
+            PatchError: the patches do not fit, there is nothing to export, or there is no git.
+        """
+        content = self.content()
+        chosen = content.hook.names if names is None and content.hook else names or ()
+        wanted = tuple(patch.name for patch in self.registry.select(chosen))
+        if not wanted:
+            raise PatchError("there is nothing to export: name patches (none is applied to this checkout)")
+        if problems := self._set_problems(wanted):
+            raise PatchError(listing("nothing was exported", problems))
+        try:
+            return git.patch_between(content.without, self._with_line(content.without, wanted), HOOKED_FILE)
+        except git.GitUnavailable as error:
+            raise PatchError(f"git makes the patch, and does not: {error}") from error
+
+    def _set_problems(self, names: Sequence[str]) -> list[str]:
+        """Everything against having exactly these patches here."""
+        patches = self.registry.select(names)
+        return relation_problems(patches, ()) + target_problems(patches, ()) + self.unfit(names)
+
+    def _copy_problems(self, hook: HookLine | None) -> list[str]:
+        if hook is None:
+            return []
+        here = megacpp_mcore.__version__
+        known = {patch.name for patch in self.registry.patches}
+        if hook.version == here and known.issuperset(hook.names) and hook.seal == self.registry.seal(hook.names):
+            return []
+        return [
+            f"{self.file} is already hooked by another copy, megacpp-mcore {hook.version} with the patches "
+            f"{_join(hook.names)}; this is {here}, whose records differ: "
+            f"`megacpp-mcore patch revert --checkout {self.root}` takes that hook out, then apply with one copy"
+        ]
+
+    def _import_problems(self) -> list[str]:
+        """Whether a fresh Python in the checkout finds this version of the package, as the hook line will want."""
+        command = [sys.executable, "-c", "import megacpp_mcore.patches.hook; print(megacpp_mcore.__version__)"]
+        try:
+            done = subprocess.run(command, cwd=self.root, capture_output=True, text=True, timeout=120, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return [f"whether megacpp_mcore can be imported is not known: {error}"]
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            return [f"a Python started in {self.root} cannot import megacpp_mcore ({last}): install it there with pip"]
+        found = done.stdout.strip()
+        if found != megacpp_mcore.__version__:
+            return [
+                f"a Python started in {self.root} imports megacpp-mcore {found}, expected {megacpp_mcore.__version__}"
+            ]
+        return []
+
+    def _base_row(self, name: str, *, hooked: bool) -> dict[str, Any]:
+        return {"name": name, "hooked": hooked, "root": str(self.root), "megatron_core": self.version}
+
+    def _row(self, patch: Patch, hooked: bool, other_copy: str) -> dict[str, Any]:
+        problems = patch.problems(self.tree, self.version)
+        reason = _join((problem.message for problem in problems), "; ")
+        if hooked and other_copy:
+            state, reason = OTHER_COPY, other_copy
+        elif problems:
+            state = problems[0].state
+        else:
+            state = "applied" if hooked else "not applied"
+        targets = [self._target_row(problem) for problem in problems if problem.edit]
+        return self._base_row(patch.name, hooked=hooked) | {"state": state, "reason": reason, "targets": targets}
+
+    def _target_row(self, problem: Problem) -> dict[str, Any]:
+        edit = problem.edit
+        if edit is None:
+            return {}
+        row: dict[str, Any] = {"target": edit.target, "state": problem.state, "diff": None, "no_diff": None}
+        if problem.text is None:
+            return row | {"no_diff": "there is no source to compare"}
+        row |= {"sha256": digest(problem.text), "expected": sorted(edit.expected(self.version))}
+        try:
+            diff = git.difference(self.root, self.tree.file(edit.module))
+        except git.GitUnavailable as error:
+            return row | {"no_diff": f"git knows no other version of it ({error})"}
+        return row | ({"diff": diff} if diff else {"no_diff": "its file is as it is in the last commit"})
+
+    def _refuse_wheel(self) -> None:
+        if found := sorted(self.root.glob("megatron_core-*.dist-info")):
+            raise PatchError(
+                f"{self.root} holds an installed megatron-core ({found[0].name}), not a checkout; nothing was changed: "
+                "patch the process instead (`megacpp-mcore launch --patch NAME`, or megacpp_mcore.patches.apply)"
+            )
+
+    def _refuse_dirty(self, content: Content, allow_dirty: bool) -> tuple[str, ...]:
+        """Refuse what others modified below ``megatron/``, unless allowed; returns what else there is to tell."""
+        notices: list[str] = []
+        changed: list[str] = []
+        try:
+            modified = git.modified(self.root, HOOKED_FILE)
+            changed = [name for name in modified if name.startswith("megatron/")]
+            if elsewhere := [name for name in modified if name not in changed]:
+                notices.append(f"modified outside of megatron/, where no patch acts: {_shown(elsewhere)}")
+            if HOOKED_FILE in changed and content.hook and git.is_committed(self.root, HOOKED_FILE, content.without):
+                changed.remove(HOOKED_FILE)
+        except git.GitUnavailable as error:
+            if (self.root / ".git").exists() and not allow_dirty and git.is_installed():
+                raise PatchError(
+                    f"{self.root} is a git checkout of which git does not say whether files were modified ({error}); nothing "
+                    "was changed: settle that with git (safe.directory, say), or say --allow-dirty to patch it as it is"
+                ) from error
+            notices.append(f"whether files were modified could not be checked: {error}")
+            changed = [HOOKED_FILE] if _edited(content) else []
+        if not changed:
+            return tuple(notices)
+        if not allow_dirty:
+            raise PatchError(
+                f"{self.root} is dirty: {_shown(changed)} differ from what was committed or hooked; nothing was changed: "
+                "commit or restore them, or say --allow-dirty to patch the checkout as it is"
+            )
+        return (*notices, f"patched as it is, with modified files: {_shown(changed)}")
+
+    def _with_line(self, without: bytes, names: Sequence[str], sha256: str | None = None) -> bytes:
+        line = HookLine(
+            tuple(names),
+            megacpp_mcore.__version__,
+            self.registry.seal(names),
+            sha256 or hashlib.sha256(without).hexdigest(),
+        )
+        try:
+            # What is complete Python stays so with one more line, and what is not might swallow it.
+            ast.parse(without)
+        except (SyntaxError, ValueError) as error:
+            raise PatchError(
+                f"{self.file} is not Python that a line can be added to: {error}; nothing was changed: restore it first"
+            ) from error
+        return hook_line.add(without, line)
+
+    def _write_hook(self, without: bytes, names: Sequence[str], sha256: str | None = None) -> None:
+        self._write(self._with_line(without, names, sha256))
+
+    def _write(self, content: bytes) -> None:
+        try:
+            replace(self.file, content, like=self.file.stat())
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> PatchError:
+        return PatchError(
+            f"{self.root} cannot be written to ({error}); nothing was changed: it has to be writable for this user, "
+            "or take a copy of it that is"
+        )
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One change of this checkout at a time; what a killed one left behind is removed."""
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(locked(git.lock_file(self.root)))
+                for leftover in self.file.parent.glob(f"{self.file.name}{TEMPORARY}*~"):
+                    leftover.unlink()
+            except OSError as error:
+                raise self._unwritable(error) from error
+            yield
+
+
+def _require_megatron(root: Path) -> None:
+    missing = [name for name in (HOOKED_FILE, PACKAGE_INFO_FILE) if not (root / name).is_file()]
+    if not missing:
+        return
+    if not root.is_dir():
+        raise CheckoutError(f"{root} is not a folder; expected the root of a Megatron-LM checkout")
+    above = [folder for folder in root.parents if all((folder / n).is_file() for n in (HOOKED_FILE, PACKAGE_INFO_FILE))]
+    hint = f"did you mean {above[0]}?" if above else "give the folder that has megatron/ and pretrain_gpt.py in it"
+    raise CheckoutError(f"{root} is not a Megatron-LM checkout: there is no {_join(missing)} in it; {hint}")
+
+
+def _edited(content: Content) -> bool:
+    """Whether somebody changed the rest of the file after it was hooked."""
+    hook = content.hook
+    return hook is not None and hashlib.sha256(content.without).hexdigest() != hook.sha256
+
+
+def _shown(files: Sequence[str]) -> str:
+    return _join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
+
+
+def _join(words: Iterable[str], separator: str = ", ") -> str:
+    return separator.join(words)

@@ -1,0 +1,213 @@
+"""What the hook line of a checkout calls: applies the named patches to this process as their targets are imported.
+
+The line is the last one of ``megatron/core/__init__.py``. ``megatron.core`` is complete then, but most of its submodules
+are not imported yet, and ``megatron.training`` may be half imported (it is, when it was what imported ``megatron.core``).
+So nothing of Megatron is imported here. :meth:`Hook.install` first checks every patch against the *files*; then each patch
+is applied, through the one registry of the process, the moment the last module that defines a target of it has run. A patch
+of several models has separate edits, and is applied to each model when its module has run.
+
+Not wrapt's import hooks: those call at once for a module that ``sys.modules`` holds, half imported or not, and one at a
+time, where a patch waits for several modules.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import megacpp_mcore
+from megacpp_mcore.errors import PatchError
+from megacpp_mcore.patches.machinery import registry as registry_module
+from megacpp_mcore.patches.machinery.registry import Registry, announce, listing
+from megacpp_mcore.patches.machinery.sources import SourceTree
+
+
+def install(file: str, names: Sequence[str], *, version: str, seal: str) -> None:
+    """What the line calls; see :meth:`Hook.install`."""
+    _hook(registry_module.default()).install(file, names, version=version, seal=seal)
+
+
+@functools.cache
+def _hook(registry: Registry) -> Hook:
+    return Hook(registry)
+
+
+class Hook:
+    """Applies the armed patches of one registry as imports complete.
+
+    Args:
+        registry: holds the patches, and their state.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._applied: list[str] = []
+        # Modules whose code has run to its end while the import system still calls them unfinished.
+        self._ran: set[str] = set()
+        self._ever_awaited: set[str] = set()
+
+    def install(self, file: str, names: Sequence[str], *, version: str, seal: str) -> None:
+        """Check all named patches; then arm them, and apply what is imported already.
+
+        A patch that is in place or armed already is left as it is.
+
+        Args:
+            file: the file that the line is in.
+            names: patches.
+            version: of the megacpp-mcore that wrote the line.
+            seal: of the named records in that copy (:meth:`Registry.seal`).
+
+        Raises:
+            PatchError: with every problem; nothing was changed, and the import of ``megatron.core`` fails.
+        """
+        summary = f"no patch of the hook in {file} was applied"
+        self._check_copy(file, names, version, seal)
+        tree, core_version = process_tree(), self._registry.version()
+        applied = {row["name"] for row in self._registry.status() if row["state"] in ("applied", "armed", "lost")}
+        problems = [
+            f"{patch.name}: {problem.message}"
+            for patch in self._registry.select(names)
+            if patch.name not in applied
+            for problem in patch.problems(tree, core_version)
+        ]
+        problems += [
+            f"{patch.name}: {module} is still being imported, and it was what imported megatron.core; "
+            "put `import megatron.core` before that import"
+            for patch in self._registry.select(names)
+            if patch.name not in applied
+            for module in patch.modules
+            if _unfinished(module) and module not in self._ran
+        ]
+        if problems:
+            raise PatchError(listing(summary, problems))
+        self._registry.arm(names, file)
+        self._ever_awaited |= self._awaited()
+        # It stays there for good, idle when nothing is awaited: another thread may be in the middle of the list.
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+            atexit.register(self._tell_what_never_came)
+        self._advance()
+
+    def _tell_what_never_came(self) -> None:
+        """At the end of the process: name the patches that are still waiting, so that nobody thinks they were in place."""
+        for patch in self._registry.waiting:
+            missing = [module for module in patch.modules if not self._imported(module)]
+            reason = (
+                f"never imported in this process: {', '.join(missing)}" if missing else "what it requires waits, too"
+            )
+            announce(f"patch {patch.name} was NOT applied; {reason}")
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Part of ``sys.meta_path``: finds a module that a patch waits for through the other finders, and watches it run."""
+        if name not in self._ever_awaited or name not in self._awaited():
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                self._watch(spec)
+                return spec
+        return None
+
+    def _watch(self, spec: importlib.machinery.ModuleSpec) -> None:
+        """Have :meth:`_advance` called when the module has run; the module never sees anything but its own loader."""
+        loader: Any = spec.loader
+        run: Any = getattr(loader, "exec_module", None)
+
+        def exec_module(module: ModuleType) -> None:
+            vars(loader).pop("exec_module", None)  # it may have been found twice
+            run(module)
+            self._ran.add(module.__name__)
+            self._advance()
+
+        try:
+            # The path-based finders make a loader for each module: the attribute is this one import's alone.
+            vars(loader)["exec_module"] = exec_module
+        except TypeError as error:
+            raise PatchError(
+                f"{spec.name} is loaded by {loader!r}, whose work cannot be watched, and a patch waits for it; "
+                "import Megatron from plain files"
+            ) from error
+
+    def _advance(self) -> None:
+        """Apply all edits of armed patches that are due; on failure take back all that this hook applied."""
+        try:
+            while ready := self._ready():
+                self._applied += self._registry.apply(ready, imported=self._imported).applied
+        except Exception as error:
+            self._undo(error)
+
+    def _ready(self) -> list[str]:
+        """The armed patches with edits that are due, without those that require one that waits and is not ready."""
+        pending = self._registry.pending
+        ready = {
+            patch.name: patch
+            for patch in self._registry.select(pending)
+            if {edit.target for edit in patch.due(self._imported)} & {edit.target for edit in pending[patch.name]}
+        }
+        waiting = [patch.name for patch in self._registry.waiting]
+        while late := [
+            name
+            for name, patch in ready.items()
+            if any(other in patch.requires and other not in ready for other in waiting)
+        ]:
+            for name in late:
+                del ready[name]
+        return list(ready)
+
+    def _imported(self, module: str) -> bool:
+        return module in sys.modules and (module in self._ran or not _unfinished(module))
+
+    def _awaited(self) -> set[str]:
+        return {edit.module for edits in self._registry.pending.values() for edit in edits}
+
+    def _undo(self, error: Exception) -> None:
+        """Revert and disarm everything of this hook, and raise; whoever applied since what was reverted keeps it."""
+        armed = self._registry.armed
+        in_place, self._applied = [name for name in dict.fromkeys(self._applied) if name in armed], []
+        self._registry.disarm(self._registry.pending)
+        end = f"the patches that the hook had applied were reverted: {', '.join(in_place) or 'none'}"
+        try:
+            self._registry.revert(in_place)
+        except PatchError as second:
+            end = (
+                f"taking the others back failed too: {second}. The patches {', '.join(in_place)} are in place, if only in "
+                "part, and the hook will not complete them: do not go on in this process"
+            )
+        raise PatchError(f"a patch of the hook could not be applied ({error}); {end}") from error
+
+    def _check_copy(self, file: str, names: Sequence[str], version: str, seal: str) -> None:
+        here = megacpp_mcore.__version__
+        place = Path(megacpp_mcore.__file__).parent
+        if version != here:
+            found = f"was written by megacpp-mcore {version}, and {here} is imported (from {place})"
+        elif seal != self._registry.seal(names):
+            found = (
+                f"was written by another copy of megacpp-mcore {version}, whose patches differ from those in {place}"
+            )
+        else:
+            return
+        raise PatchError(
+            f"the hook line in {file} {found}; no patch was applied: write it anew with this copy "
+            f"(`megacpp-mcore patch revert --checkout DIR`, then `apply {' '.join(names)}`), or install the other one"
+        )
+
+
+def process_tree() -> SourceTree:
+    """The files that this process imports Megatron from."""
+    portions = getattr(sys.modules.get("megatron"), "__path__", ())
+    return SourceTree(tuple(dict.fromkeys([*(Path(portion).parent for portion in portions), *map(Path, sys.path)])))
+
+
+def _unfinished(module: str) -> bool:
+    """Whether the import system is still running this module's code (what it keeps on the spec until it has ended)."""
+    return bool(getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False))

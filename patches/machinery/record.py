@@ -1,0 +1,208 @@
+"""What one patch is, in words and in symbols, and what a Megatron tree's files have to say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from megacpp_mcore.patches.machinery.sources import SourceTree
+from megacpp_mcore.patches.machinery.symbols import Refusal, digest
+
+NOT_MEASURED = "not measured"
+TESTED_VERSIONS = ("0.19.1", "0.19.2")
+"""The tag core_v0.19.0, which calls itself 0.19.1, and the wheel; a target may well have one source in both."""
+WORDS = ("fixes", "source", "seam", "leaves_alone", "retire_when", "cost", "gain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edit:
+    """One changed symbol of a patch.
+
+    Attributes:
+        target: dotted path ``module:attr`` or ``module:Class.attr``, defined there and not inherited.
+        fingerprints: megatron-core version (``"0.19.2"``) to the SHA-256 of the target's source in that version.
+        make: called with the original, returns the replacement. For a static or class method it is given the plain
+            function, and the wrapping is put back; for a property it is given, and must return, a property. It has to
+            build a new object on each call (it may be called more than once for one ``apply``), and to reach the
+            original through its argument only.
+        separate: the patch does its work without this edit in a process that never imports the edit's module. A hook waits
+            for one separate edit's module and not for all, and puts the others in place as their modules come.
+    """
+
+    target: str
+    fingerprints: Mapping[str, str]
+    make: Callable[[Any], Any]
+    separate: bool = False
+
+    @classmethod
+    def of(cls, target: str, sha256: str, make: Callable[[Any], Any], *, separate: bool = False) -> Edit:
+        """An edit of a target that has one source in all of :data:`TESTED_VERSIONS`."""
+        fingerprints = dict.fromkeys(TESTED_VERSIONS, sha256)
+        return cls(target=target, fingerprints=fingerprints, make=make, separate=separate)
+
+    @property
+    def module(self) -> str:
+        """The module that defines the target."""
+        return self.target.partition(":")[0]
+
+    def expected(self, version: str) -> set[str]:
+        """The fingerprints that are right for ``version``.
+
+        A version that nobody listed may still have, to the byte, a source that was.
+        """
+        known = self.fingerprints
+        return {known[version]} if version in known else set(known.values())
+
+    def check(self, text: str, version: str) -> str:
+        """The fingerprint of the source ``text``.
+
+        Raises:
+            Refusal: ``target changed``, it is not one that is right for ``version``.
+        """
+        found, expected = digest(text), self.expected(version)
+        if found not in expected:
+            raise Refusal(
+                "target changed",
+                f"the source of {self.target} in megatron-core {version} has SHA-256 {found}, expected "
+                f"{' or '.join(sorted(expected))}: it is not the code this patch was written for (a local edit, or a "
+                "version that was not tested); leave the patch out, or review the target and add its fingerprint",
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why one patch does not fit one tree.
+
+    Attributes:
+        state: ``superseded upstream``, ``version not supported``, ``target not found`` or ``target changed``.
+        message: the same for people.
+        edit: the edit it is about; None when it is about the version.
+        text: the source that was found instead; None when there was none.
+    """
+
+    state: str
+    message: str
+    edit: Edit | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """What one patch is, in words and in symbols.
+
+    Attributes:
+        name: lower-case words joined by ``-``.
+        fixes: what goes wrong without it.
+        source: upstream issue, or file and version, that the fix is about.
+        megatron_versions: the megatron-core range it is for, as in a requirement (``">=0.19,<0.20"``).
+        edits: the symbols it replaces.
+        seam: why it acts at that place and not at another.
+        leaves_alone: what it deliberately does not touch.
+        retire_when: what has to happen upstream for it to go.
+        cost: what it costs whoever has it on, in time, memory or capability.
+        gain: what it brings, as measured (with a figure), or ``not measured``.
+        superseded_in: the megatron-core range (``">=0.20"``) in which upstream has the fix; None while there is none.
+        requires: names of patches without which it is wrong.
+        conflicts: names of patches it cannot share a process with.
+    """
+
+    name: str
+    fixes: str
+    source: str
+    megatron_versions: str
+    edits: tuple[Edit, ...]
+    seam: str
+    leaves_alone: str
+    retire_when: str
+    cost: str = NOT_MEASURED
+    gain: str = NOT_MEASURED
+    superseded_in: str | None = None
+    requires: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that define its targets, each once."""
+        return tuple(dict.fromkeys(edit.module for edit in self.edits))
+
+    def due(self, imported: Callable[[str], bool]) -> tuple[Edit, ...]:
+        """The edits that can be put in place by now: none, all, or all but some separate ones.
+
+        Args:
+            imported: says of a module whether it is there.
+        """
+        separate = [edit for edit in self.edits if edit.separate]
+        here = tuple(edit for edit in self.edits if imported(edit.module))
+        if separate and not any(edit.separate for edit in here):
+            return ()
+        return here if all(edit.separate or edit in here for edit in self.edits) else ()
+
+    def check_version(self, version: str) -> None:
+        """Check that this patch is for megatron-core ``version``.
+
+        Raises:
+            Refusal: ``superseded upstream`` or ``version not supported``.
+        """
+        try:
+            if _within(self.superseded_in, version):
+                raise Refusal(
+                    "superseded upstream",
+                    f"megatron-core {version} has this fix itself (superseded in {self.superseded_in}); "
+                    "leave the patch out",
+                )
+            supported = _within(self.megatron_versions, version)
+        except InvalidVersion as error:
+            raise Refusal("version not supported", f"megatron-core calls itself {version!r}: {error}") from error
+        if not supported:
+            raise Refusal(
+                "version not supported",
+                f"it is for megatron-core {self.megatron_versions}, and {version} is here; leave the patch out",
+            )
+
+    def problems(self, tree: SourceTree, version: str) -> list[Problem]:
+        """Everything that keeps this patch from being applied to the Megatron ``version`` whose files are ``tree``."""
+        try:
+            self.check_version(version)
+        except Refusal as refusal:
+            return [Problem(refusal.state, str(refusal))]
+        return [problem for edit in self.edits if (problem := _edit_problem(edit, tree, version))]
+
+    def describe(self) -> dict[str, Any]:
+        """The record without its code, ready for JSON."""
+        words = {name: getattr(self, name) for name in ("name", *WORDS, "megatron_versions", "superseded_in")}
+        return words | {
+            "requires": list(self.requires),
+            "conflicts": list(self.conflicts),
+            "targets": [edit.target for edit in self.edits],
+        }
+
+
+def nested(one: str, other: str) -> bool:
+    """Whether two targets are the same, or one is an attribute of the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _within(specifiers: str | None, version: str) -> bool:
+    return specifiers is not None and SpecifierSet(specifiers).contains(Version(version), prereleases=True)
+
+
+def _edit_problem(edit: Edit, tree: SourceTree, version: str) -> Problem | None:
+    """What is wrong with one target; one of several definitions (under ``if`` or ``try``) has to be right."""
+    try:
+        texts = tree.texts(edit.target)
+    except Refusal as refusal:
+        return Problem(refusal.state, str(refusal), edit)
+    refused = None
+    for text in texts:
+        try:
+            edit.check(text, version)
+        except Refusal as refusal:
+            refused = refused or Problem(refusal.state, str(refusal), edit, text)
+        else:
+            return None
+    return refused

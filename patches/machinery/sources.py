@@ -1,0 +1,128 @@
+"""The files of a Megatron tree, read without importing them: where a module lies, and the source text of a symbol."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import tokenize
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megacpp_mcore.patches.machinery.symbols import Refusal, assigned_text
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+PACKAGE_INFO = "megatron.core.package_info"
+
+
+@dataclass(frozen=True)
+class SourceTree:
+    """Python files below some folders, found as the import system finds them: the first folder that has one wins.
+
+    Attributes:
+        roots: the folders that top-level packages lie in.
+    """
+
+    roots: tuple[Path, ...]
+    _parsed: dict[str, tuple[list[str], ast.Module]] = field(default_factory=dict, compare=False, repr=False)
+
+    def file(self, module: str) -> Path:
+        """The file of ``module``.
+
+        Raises:
+            Refusal: ``target not found``.
+        """
+        folders: Sequence[Path] = self.roots
+        *packages, last = module.split(".")
+        for part in packages:
+            # A folder without __init__.py is one portion of a namespace package; a regular package ends the search.
+            portions = [folder / part for folder in folders if (folder / part).is_dir()]
+            regular = [portion for portion in portions if (portion / "__init__.py").is_file()]
+            folders = regular[:1] or portions
+        for folder in folders:
+            for file in (folder / last / "__init__.py", folder / f"{last}.py"):
+                if file.is_file():
+                    return file
+        places = ", ".join(str(root) for root in self.roots[:3]) + (", …" if len(self.roots) > 3 else "")
+        raise Refusal("target not found", f"there is no file of the module {module} in {places}")
+
+    def texts(self, target: str) -> list[str]:
+        """The source text of every definition of ``target`` (``module:attr`` or ``module:Class.attr``), in file order.
+
+        Each text is what ``inspect.getsource`` gives for the imported symbol. There are several where alternatives are
+        defined under ``if`` or ``try``. Plain data gives one text: all assignments to it.
+
+        Raises:
+            Refusal: ``target not found``, or ``target changed`` when the file cannot be read as Python.
+        """
+        module, _, path = target.partition(":")
+        lines, tree = self._parse(module)
+        *classes, attribute = path.split(".")
+        owners: list[ast.Module | ast.ClassDef] = [tree]
+        for name in classes:
+            owners = [node for node in _defined(owners, name) if isinstance(node, ast.ClassDef)]
+            if not owners:
+                raise Refusal("target not found", f"{target} was not found: {module} has no class {name}")
+        found = [_text(lines, node) for node in _defined(owners, attribute)]
+        if found:
+            return found
+        assigned = [
+            text
+            for owner in owners
+            if (text := assigned_text(_text(lines, owner), attribute, of_class=isinstance(owner, ast.ClassDef)))
+        ]
+        if not assigned:
+            place = ".".join([module, *classes])
+            raise Refusal("target not found", f"{target} was not found: {place} defines no {attribute}")
+        return assigned
+
+    def version(self) -> str | None:
+        """What the tree's ``megatron/core/package_info.py`` says, without a commit; None when it says nothing readable.
+
+        It is read and not run: running it starts git.
+        """
+        try:
+            _, tree = self._parse(PACKAGE_INFO)
+        except Refusal:
+            return None
+        values: dict[str, object] = {}
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                values |= {name.id: node.value.value for name in node.targets if isinstance(name, ast.Name)}
+        numbers = [values.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
+        if not all(isinstance(number, int) for number in numbers):
+            return None
+        return ".".join(str(number) for number in numbers) + str(values.get("PRE_RELEASE") or "")
+
+    def _parse(self, module: str) -> tuple[list[str], ast.Module]:
+        if module not in self._parsed:
+            try:
+                with tokenize.open(self.file(module)) as stream:
+                    lines = stream.readlines()
+                # As in linecache, the last line ends in a newline, too.
+                lines[-1:] = [line.removesuffix("\n") + "\n" for line in lines[-1:]]
+                self._parsed[module] = (lines, ast.parse("".join(lines)))
+            except (OSError, SyntaxError, ValueError) as error:
+                raise Refusal("target changed", f"{module} cannot be read as Python: {error}") from error
+        return self._parsed[module]
+
+
+def _defined(owners: Sequence[ast.Module | ast.ClassDef], name: str) -> list[Definition]:
+    return [node for owner in owners for node in _definitions(owner) if node.name == name]
+
+
+def _definitions(body: ast.AST) -> Iterator[Definition]:
+    """Functions and classes of a module or class body, those under ``if`` and ``try`` too, but none of an inner scope."""
+    for node in ast.iter_child_nodes(body):
+        if isinstance(node, Definition):
+            yield node
+        elif not isinstance(node, ast.Lambda):
+            yield from _definitions(node)
+
+
+def _text(lines: Sequence[str], node: ast.Module | Definition) -> str:
+    """The source of ``node`` with its decorators, cut where ``inspect`` cuts it."""
+    if isinstance(node, ast.Module):
+        return "".join(lines)
+    first = min(part.lineno for part in (node, *node.decorator_list)) - 1
+    return "".join(inspect.getblock(lines[first:]))

@@ -1,0 +1,58 @@
+"""Files as the ranks of a run leave them, written by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SECOND = 1_000_000_000
+TOKENS = 1024
+"""Of a step."""
+
+
+def file_of(run: Path, number: int = 1, rank: int = 0) -> Path:
+    """The file of a rank in start ``number``."""
+    return run / f"start_{number}" / f"rank_{rank:05d}.jsonl"
+
+
+def write_start(
+    run: Path,
+    number: int,
+    rank: int,
+    *lines: dict[str, Any],
+    began: float = 0,
+    world_size: int = 1,
+    heartbeat_s: float = 1.0,
+) -> Path:
+    """What one process writes; ``began`` in seconds."""
+    first = {"began": round(began * SECOND), "rank": rank, "world_size": world_size, "host": "h", "pid": 1}
+    path = file_of(run, number, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in ({**first, "heartbeat_s": heartbeat_s}, *lines)))
+    return path
+
+
+def append(path: Path, *lines: dict[str, Any]) -> None:
+    """Further lines."""
+    with path.open("a") as stream:
+        stream.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def at(second: float, phases: dict[str, float] | None = None, **more: Any) -> dict[str, Any]:
+    """A line at a second, with seconds by phase."""
+    spent = {} if phases is None else {"phases": {name: round(value * SECOND) for name, value in phases.items()}}
+    return {"at": round(second * SECOND), **spent, **more}
+
+
+def stepped(second: float, number: int, seconds: float = 1.0, resumed_at: int = 0, **phases: float) -> dict[str, Any]:
+    """The line of a step of ``seconds``, without losses."""
+    return at(second, {"step": seconds, **phases}, step=number, resumed_at=resumed_at)
+
+
+def with_loss(line: dict[str, Any], loss: float = 2.0) -> dict[str, Any]:
+    """The same as the last rank writes it."""
+    return line | {
+        "time_s": 0.0, "tokens": line["step"] * TOKENS, "losses": {"lm loss": loss}, "grad_norm": 1.0, "learning_rate": 1e-3,
+        "skipped": False,
+    }  # fmt: skip

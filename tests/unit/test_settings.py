@@ -1,0 +1,218 @@
+"""The file named by MEGACPP_CONFIG: every key is checked, every error names the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.errors import ConfigFileError
+from megacpp_mcore.model import preset
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "run.yaml"
+
+
+def test_a_whole_file(file: Path) -> None:
+    file.write_text(
+        "model: nam56r_tiny  # a comment\n"
+        'overrides:\n  dsa: {schedule: "-FF", topk: 8}\n  rope_theta: 10000\n'
+        "backends: {mamba3: reference, m2rnn: auto}\n"
+    )
+    loaded = plugin_config.load(file)
+    assert loaded.path == file
+    assert (loaded.model.dsa.schedule, loaded.model.dsa.topk, loaded.model.rope_theta) == ("-FF", 8, 10_000.0)
+    assert loaded.model.name == "nam56r_tiny"
+    assert loaded.backends == {"mamba3": "reference", "m2rnn": "auto"}
+    with pytest.raises(TypeError):
+        loaded.backends["mamba3"] = "auto"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("rest", ["", "overrides:\nbackends:\n", "overrides: {}\n"])
+def test_parts_may_be_left_out(file: Path, rest: str) -> None:
+    file.write_text("model: nam56r\n" + rest)
+    loaded = plugin_config.load(str(file))
+    assert loaded.model == preset("nam56r")
+    assert loaded.backends == {}
+
+
+def test_the_environment_names_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(plugin_config.VARIABLE, raising=False)
+    assert plugin_config.from_environment() is None
+    monkeypatch.setenv(plugin_config.VARIABLE, "")
+    assert plugin_config.from_environment() is None
+    file.write_text("model: nam52\n")
+    monkeypatch.setenv(plugin_config.VARIABLE, str(file))
+    loaded = plugin_config.from_environment()
+    assert loaded is not None
+    assert loaded.model == preset("nam52")
+    monkeypatch.setenv(plugin_config.VARIABLE, str(file) + ".not")
+    with pytest.raises(ConfigFileError, match="has to name a YAML file"):
+        plugin_config.from_environment()
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("modle: nam56r\n", ["unknown key 'modle'", "did you mean 'model'"]),
+        ("model: nam56r\nfoo: 1\n", ["unknown key 'foo'", "known: model, overrides, backends, dsa_index_cache"]),
+        ("model: nam56r\n1: 2\n", ["key 1 is not a name", "line 2"]),
+        ("model: nam56r\nmodel: nam52\n", ["key 'model' is given twice", "line 2"]),
+        ("model: nam56r\noverrides: {dsa: {topk: 8, topk: 9}}\n", ["key 'topk' is given twice"]),
+        ("model: nam56r\n? [a]\n: 1\n", ["is not a name"]),
+        ("model: 7\n", ["'model' is 7", "name of a preset"]),
+        ("overrides: {depth: 4}\n", ["'model' is None"]),
+        ("model: nam57\n", ["there is no model 'nam57'", "did you mean"]),
+        ("model: nam56r\noverrides: [1]\n", ["'overrides' is [1]", "expected a mapping"]),
+        ("model: nam56r\noverrides: false\n", ["'overrides' is False", "expected a mapping"]),
+        ('model: nam56r\noverrides: ""\n', ["'overrides' is ''", "expected a mapping"]),
+        ("model: nam56r\nbackends: 0\n", ["'backends' is 0", "expected a mapping"]),
+        ("model: nam56r\nbackends: {mamba3: 1}\n", ["backends.mamba3 is 1"]),
+        ("model: nam56r\nbackends: {mamba4: auto}\n", ["no op called 'mamba4'", "did you mean 'mamba3'"]),
+        ("model: nam56r\nbackends: {mamba3: refrence}\n", ["no backend for op mamba3 called 'refrence'"]),
+        ("model: nam56r\noverrides: {deph: 4}\n", ["overrides: unknown key 'deph'", "did you mean 'depth'"]),
+        (
+            "model: nam56r\noverrides: {dsa: {topk: true}}\n",
+            ["overrides.dsa.topk is True (bool)", "expected a whole number"],
+        ),
+        ("model: nam56r\noverrides: {depth: '52'}\n", ["overrides.depth is '52' (str)", "expected a whole number"]),
+        ("model: nam56r\noverrides: {depth: 0}\n", ["depth is 0"]),
+        ("model: nam56r\noverrides: {norm_eps: .nan}\n", ["norm_eps is nan"]),
+        ("model: nam56r\noverrides: {pattern: AEX}\n", ["character 'X' at position 3"]),
+        ("model: nam56r\noverrides: {dsa: {schedule: SF}}\n", ["no Full"]),
+        ("model: nam56r\nobservability: {interval: 0}\n", ["observability.interval is 0", "above 0"]),
+        ("model: nam56r\nobservability: {interval: 2.5}\n", ["observability.interval is 2.5", "a whole number"]),
+        ("model: nam56r\nobservability: {heartbeat_s: true}\n", ["heartbeat_s is True", "a number"]),
+        ("model: nam56r\nobservability: {heartbeat_s: .inf}\n", ["heartbeat_s is inf"]),
+        ("model: nam56r\nobservability: {heartbeat_s: .nan}\n", ["heartbeat_s is nan"]),
+        ("model: nam56r\nobservability: {enabled: 1}\n", ["observability.enabled is 1", "true or false"]),
+        ("model: nam56r\nobservability: {console: loud}\n", ["observability.console is 'loud'", "progress or stock"]),
+        ("- nam56r\n", ["found list", "expected a mapping"]),
+        ("", ["found NoneType", "expected a mapping"]),
+        ("model: [\n", ["not valid YAML"]),
+        ("model: nam56r\n---\nmodel: nam52\n", ["not valid YAML"]),
+        ("model: !!python/object/apply:os.getcwd []\n", ["not valid YAML"]),
+        ("model: a\x07b\n", ["not valid YAML"]),
+        ("model: 2001-99-99\n", ["not valid YAML", "month"]),
+        ("model: !!int x\n", ["not valid YAML"]),
+        ("model: !!float abc\n", ["not valid YAML"]),
+        ("model: " + 3000 * "[", ["not valid YAML"]),
+    ],
+)
+def test_what_is_wrong_is_named_with_the_file(file: Path, text: str, names: list[str]) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigFileError) as raised:
+        plugin_config.load(file)
+    assert all(part in str(raised.value) for part in [str(file), *names]), str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "layers", "roles"),
+    [
+        ("{schedule: FSSFSS}", 6, "FSSFSS"),
+        ("{schedule: FSS}", 7, "FSSFSSF"),
+        ("{schedule: F}", 3, "FFF"),
+        ("{full: [0, 3, 6]}", 9, "FSSFSSFSS"),
+        ("{full: [0]}", 3, "FSS"),
+        ("{full: [0, 2]}", 3, "FSF"),
+    ],
+)
+def test_a_schedule_of_the_index_cache(
+    file: Path, monkeypatch: pytest.MonkeyPatch, value: str, layers: int, roles: str
+) -> None:
+    file.write_text(f"dsa_index_cache: {value}\n")
+    schedule = plugin_config.load_index_schedule(file)
+    assert schedule is not None
+    assert schedule.roles(layers) == roles
+    monkeypatch.setenv(plugin_config.VARIABLE, str(file))
+    assert plugin_config.index_schedule_from_environment() == schedule
+    monkeypatch.setenv(plugin_config.VARIABLE, "")
+    assert plugin_config.index_schedule_from_environment() is None
+
+
+@pytest.mark.parametrize(
+    ("value", "layers", "names"),
+    [
+        ("{schedule: FSSFSSF}", 6, ["(FSSFSSF) names 7 layers, the model has 6"]),
+        ("{full: [0, 6]}", 6, ["(full: [0, 6]) names 7 layers, the model has 6"]),
+    ],
+)
+def test_a_schedule_for_a_deeper_model(file: Path, value: str, layers: int, names: list[str]) -> None:
+    file.write_text(f"dsa_index_cache: {value}\n")
+    schedule = plugin_config.load_index_schedule(file)
+    assert schedule is not None
+    assert schedule.roles(layers + 1)
+    with pytest.raises(ConfigFileError) as raised:
+        schedule.roles(layers)
+    assert all(part in str(raised.value) for part in [str(file), *names]), str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("dsa_index_cache: {schedule: FXS}\n", ["dsa_index_cache.schedule 'FXS'", "character 'X' at position 2"]),
+        ("dsa_index_cache: {schedule: '-FS'}\n", ["character '-' at position 1"]),
+        ("dsa_index_cache: {schedule: SF}\n", ["begins with a Shared layer"]),
+        ("dsa_index_cache: {schedule: ''}\n", ["schedule is ''", "such as FSSFSS"]),
+        ("dsa_index_cache: {schedule: 3}\n", ["schedule is 3"]),
+        ("dsa_index_cache: {schedule: }\n", ["schedule is None"]),
+        ("dsa_index_cache: {full: [1, 3]}\n", ["full is [1, 3]", "beginning with 0"]),
+        ("dsa_index_cache: {full: [0, 3, 3]}\n", ["full is [0, 3, 3]", "ascending"]),
+        ("dsa_index_cache: {full: [0, 3, 2]}\n", ["ascending"]),
+        ("dsa_index_cache: {full: [0, 1.5]}\n", ["full is [0, 1.5]"]),
+        ("dsa_index_cache: {full: [false]}\n", ["full is [False]"]),
+        ("dsa_index_cache: {full: []}\n", ["full is []"]),
+        ("dsa_index_cache: {full: 0}\n", ["full is 0"]),
+        ("dsa_index_cache: {full: [0], schedule: F}\n", ["one of the two"]),
+        ("dsa_index_cache: {ful: [0]}\n", ["one of the two"]),
+        ("dsa_index_cache: FSS\n", ["'dsa_index_cache' is 'FSS'", "expected {schedule: FSSFSS} or {full: [0, 3]}"]),
+        ("dsa_index_cache:\n", ["'dsa_index_cache' is None"]),
+        ("model: nam56r\ndsa_index_cache: {full: [0]}\n", ["stands alone", "overrides: {dsa: {schedule: ...}}"]),
+        ("dsa_index_cache: {full: [0]}\nbackends: {mamba3: auto}\n", ["stands alone"]),
+        ("dsa_index_cash: {full: [0]}\n", ["unknown key 'dsa_index_cash'", "did you mean 'dsa_index_cache'"]),
+        ("model: nam57\n", ["there is no model 'nam57'"]),
+        ("{}\n", ["'model' is None"]),
+        ("", ["found NoneType", "expected a mapping"]),
+    ],
+)
+def test_what_is_wrong_with_a_schedule_is_named_with_the_file(file: Path, text: str, names: list[str]) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigFileError) as raised:
+        plugin_config.load_index_schedule(file)
+    assert all(part in str(raised.value) for part in [str(file), *names]), str(raised.value)
+
+
+def test_a_file_is_about_one_kind_of_model(file: Path) -> None:
+    file.write_text("model: nam56r\n")
+    assert plugin_config.load_index_schedule(file) is None
+    file.write_text("dsa_index_cache: {full: [0]}\n")
+    with pytest.raises(ConfigFileError, match="stands alone in its file"):
+        plugin_config.load(file)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.yaml", tmp_path):
+        with pytest.raises(ConfigFileError) as raised:
+            plugin_config.load(path)
+        assert str(path) in str(raised.value)
+        assert plugin_config.VARIABLE in str(raised.value)
+    (tmp_path / "latin.yaml").write_bytes(b"model: \xff\n")
+    with pytest.raises(ConfigFileError, match=r"latin\.yaml: cannot be read"):
+        plugin_config.load(tmp_path / "latin.yaml")
+
+
+@settings(deadline=None)
+@given(st.text(max_size=40))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "any.yaml"
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
+        with pytest.raises(ConfigFileError, match=r"any\.yaml"):
+            plugin_config.load(path)

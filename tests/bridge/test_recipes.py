@@ -82,7 +82,11 @@ REFUSED = [
     (TINY, ["model.transformer_layer_spec=os.system"], "model.transformer_layer_spec"),
     (TINY, ["dataset.data_path=/nowhere/text"], "/nowhere/text"),
     (TINY, ["model.expert_model_parallel_size=2"], "pipeline 1 × expert 2, is for 2 processes, and 1 was started"),
-    (TINY, ["model.expert_model_parallel_size=two", "dataset.data_path=text"], "model.expert_model_parallel_size is 'two' (str)"),
+    (
+        TINY,
+        ["model.expert_model_parallel_size=two", "dataset.data_path=text"],
+        "model.expert_model_parallel_size is 'two' (str)",
+    ),
     (
         TINY,
         ["train.micro_batch_size=3", "dataset.data_path=text"],

@@ -40,12 +40,12 @@ test:
 
 # Triton keeps what it compiled, by source and version: the second time takes seconds.
 kernels:
-	@$(SETUP); exec "$$python" -m pytest -n 2 -m kernels tests/kernels
+	@$(SETUP); exec "$$python" -m pytest -n 2 -m kernels tests/ops
 
 test-bridge:
 	@$(SETUP); export MEGACPP_BRIDGE_PYTHON MEGACPP_NEMO_RUN_PYTHON; \
 	MEGACPP_BRIDGE_PYTHON="$$($(MAKE) --silent bridge)"; MEGACPP_NEMO_RUN_PYTHON="$$($(MAKE) --silent nemo-run)"; \
-	exec "$$python" -m pytest -n 2 --dist loadfile -m bridge tests/bridge tests/nemo tests/unit/test_docs.py
+	exec "$$python" -m pytest -n 2 --dist loadfile -m bridge tests/bridge tests/nemo tests/repository/test_docs.py
 
 test-exhaustive:
 	@$(SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "exhaustive and not gpu" tests

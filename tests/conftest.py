@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The CPU lane and Megatron's process groups for the tests of a module, and a folder for what they write."""
+    from tests import stock  # brings torch
+
+    folder = tmp_path_factory.mktemp("process")
+    with stock.one_process(folder / "store"):
+        yield folder
 
 
 @pytest.fixture(scope="session")

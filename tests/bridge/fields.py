@@ -15,7 +15,7 @@ from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.launch import process
 from megacpp_mcore.model.recipes import Recipe, recipe
 from megacpp_mcore.nemo_recipes import bridge
-from tests.unit.stock import gpu_host
+from tests.stock import gpu_host
 
 
 def stock(chosen: Recipe) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from megacpp_mcore.observe import events, goodput, receipts
 from megacpp_mcore.observe.receipts.claims import compare as compare_receipts
 from megacpp_mcore.observe.steps import compare, read_steps
 from tests.bridge.processes import TINY, run
-from tests.checkpoints import as_saved_by_0_1_0, tensors_in
+from tests.saved import as_saved_by_0_1_0, tensors_in
 
 STEPS, RESUMED = 4, 2
 """Steps of the run that all compare with, and the one whose checkpoint others go on from."""

@@ -13,8 +13,8 @@ import pytest
 from megacpp_mcore.observe import events, live
 from megacpp_mcore.observe.events import Step
 from megacpp_mcore.observe.live import Metrics
+from tests import tiny_run
 from tests.bridge.processes import ROOT, TINY, run
-from tests.unit import tiny_run
 
 STEPS, ENDED, RESUMED = 5, 4, 2
 """All steps, those of the first start, and the one whose checkpoint the second start goes on from."""

@@ -26,7 +26,7 @@ from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe.steps import read_steps
-from tests.checkpoints import tensors_in
+from tests.saved import tensors_in
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 180

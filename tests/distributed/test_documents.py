@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 """Relative, as in test_layouts."""
 
 PACKED = ("--dataloader-inter-document-masking", "--eod-mask-loss", "--micro-batch-size", "1")
-"""Of several samples a row is refused in these layouts; tests/unit/test_data_training.py packs two."""
+"""Of several samples a row is refused in these layouts; tests/e2e/test_data.py packs two."""
 MASKED = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
 WITHOUT_MTP = {**OVERRIDES, "mtp": {"depth": 0}}
 """Multi-token prediction does not read a mask, and is refused beside one."""

@@ -1,6 +1,6 @@
 """The patch dsa-index-cache under real pipeline schedules: 1F1B and interleaved, two processes over gloo, fp32.
 
-Every gradient is compared with the reference of ``tests/unit/test_dsa_index_cache.py``, which runs one micro-batch at a time
+Every gradient is compared with the reference of ``tests/patches/test_dsa_index_cache.py``, which runs one micro-batch at a time
 in this process, with the indices that the pipeline's Full layers recorded.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit import stock
-from tests.unit import test_dsa_index_cache as unit
+from tests import stock
+from tests.patches import test_dsa_index_cache as unit
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 

@@ -18,8 +18,8 @@ from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe.steps import read_steps
-from tests.checkpoints import tensors_in
 from tests.distributed.comparing import assert_same_bytes
+from tests.saved import tensors_in
 
 ROOT = Path(__file__).parents[2]
 STEPS, HALF = 6, 3

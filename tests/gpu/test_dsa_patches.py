@@ -16,11 +16,11 @@ import torch
 
 from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.patches import dsa_graph_safety, dsa_indexer_memory
+from tests import stock
+from tests.dsa_layer import ONE_RANK, dsa_attention, dsa_config, layer_inputs, run_layer
 from tests.gpu.device import peak
-from tests.unit import stock
-from tests.unit.dsa_layer import ONE_RANK, dsa_attention, dsa_config, layer_inputs, run_layer
-from tests.unit.test_dsa_graph_safety import packed
-from tests.unit.test_dsa_indexer_memory import (
+from tests.patches.test_dsa_graph_safety import packed
+from tests.patches.test_dsa_indexer_memory import (
     assert_same_selection,
     case,
     compare_with_stock,

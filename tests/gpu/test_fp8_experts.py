@@ -29,7 +29,7 @@ from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID, Training
 from megacpp_mcore.observe.steps import read_steps
-from tests.unit import stock
+from tests import stock
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"

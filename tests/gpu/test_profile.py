@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit import test_profile_training as profiled
+from tests.observe import test_profile_training as profiled
 
 WINDOW = "10-14"
 FAMILIES = ("A", "M", "E", "R", "MTP", "head", "embedding", "norm")

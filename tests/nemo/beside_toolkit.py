@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megacpp_mcore import nam56r
 from megacpp_mcore.model import preset
-from tests.unit import stock
+from tests import stock
 
 
 def main() -> None:

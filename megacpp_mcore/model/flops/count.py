@@ -20,7 +20,7 @@ Conventions, all of them exact integers:
   MTP depth runs over all positions, as Megatron's does.
 
 Source of the formulas: the shapes in :mod:`megacpp_mcore.model` and the papers that it names. They are checked against
-``torch.utils.flop_counter`` on the reference ops and on a model that stock Megatron built (tests/unit/test_flops.py).
+``torch.utils.flop_counter`` on the reference ops and on a model that stock Megatron built (tests/model/test_flops.py).
 
 Legend: S sequence, D hidden, V vocabulary; pairs are (query, key) positions.
 """

@@ -4,7 +4,7 @@ Model FLOPs plus these are hardware FLOPs. Source: megatron-core 0.19.2 ``core/r
 ``transformer/{attention,multi_latent_attention,transformer_layer,multi_token_prediction}.py``, ``transformer/moe`` and
 ``experimental_attention_variant/absorbed_mla.py`` (selective); :mod:`megacpp_mcore.layer_specs.regions` (ours, by family).
 Checked by ``torch.utils.flop_counter`` on models that stock Megatron built with each setting
-(tests/unit/test_flops_recompute.py).
+(tests/model/test_flops_recompute.py).
 """
 
 from __future__ import annotations

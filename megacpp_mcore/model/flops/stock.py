@@ -2,7 +2,7 @@
 
 Source: megatron-core 0.19.2 ``megatron/training/training.py``, ``num_floating_point_operations``, which counts the model
 that a run's arguments describe and not the one that its spec builds. Checked against that function itself
-(tests/unit/test_flops_stock.py). Legend: S sequence, D hidden.
+(tests/model/test_flops_stock.py). Legend: S sequence, D hidden.
 """
 
 from __future__ import annotations

@@ -1,0 +1,455 @@
+"""Lowering against the real Megatron parser, the check of a run against the model, and the meta build of every preset."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megacpp_mcore.arguments import launch_flags, lowering
+from megacpp_mcore.arguments.lowering import (
+    GPT,
+    HYBRID,
+    check_arguments,
+    lower,
+    matching_preset,
+    mismatches,
+    model_arguments,
+)
+from megacpp_mcore.data.tokenizer import tokenizer_words
+from megacpp_mcore.errors import ArgumentMismatchError, ModelError
+from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
+from megacpp_mcore.model.training import Training
+from tests import stock
+
+NOT_THE_MODELS = Path(__file__).parents[1] / "golden" / "fields_not_the_models.txt"
+"""Fields of MLATransformerConfig (0.19.1 and 0.19.2) about the machine, the run, precision, or parts NAM56R does not have."""
+
+
+def matching(model: Model) -> SimpleNamespace:
+    """A configuration that holds what ``model`` asks for."""
+    asked = {argument.field: argument.expected for argument in model_arguments(model)}
+    return SimpleNamespace(**asked, vocab_size=model.vocab_size)
+
+
+def other(value: Any) -> Any:
+    """Another value of the kind of ``value``."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, list):
+        return [1 - value[0], *value[1:]]
+    if isinstance(value, str):
+        return value + "x"
+    return 1 if value is None else value + 1
+
+
+@pytest.mark.parametrize(("steps", "rising"), [(1, 0), (3, 1), (20, 10), (99, 49), (100, 50), (500, 50), (1000, 100)])
+def test_a_short_run_warms_up_over_as_many_steps_as_it_has_room_for(steps: int, rising: int) -> None:
+    words = lower(preset("nam56r_tiny"), Layout(), Training(train_iters=steps))
+    assert words[words.index("--lr-warmup-iters") + 1] == str(rising)
+    assert rising < steps  # Megatron refuses another
+
+
+# --- the check, without Megatron ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_single_contradiction_is_the_one_that_is_listed(name: str) -> None:
+    model = preset(name)
+    assert mismatches(model, [matching(model)]) == []
+    for argument in model_arguments(model):
+        source = matching(model)
+        changed = other(argument.expected)
+        setattr(source, argument.field, changed)
+        (found,) = mismatches(model, [source])
+        assert found.startswith(f"{argument.field}: found {changed!r}, expected {argument.expected!r}")
+        assert f"({argument.remedy})" in found
+
+
+def test_each_missing_field_is_listed() -> None:
+    model = preset("nam56r_tiny")
+    for argument in model_arguments(model):
+        source = matching(model)
+        delattr(source, argument.field)
+        (found,) = mismatches(model, [source])
+        assert found == f"{argument.field}: not configured; expected {argument.expected!r} ({argument.remedy})"
+    assert len(mismatches(model, [])) == len(model_arguments(model)) + 1  # and the vocabulary
+
+
+def test_the_vocabulary_may_be_padded_and_no_other() -> None:
+    model = preset("nam56r_tiny")
+    source = matching(model)
+    for vocab_size in (260, 384):
+        source.vocab_size = vocab_size
+        assert mismatches(model, [source]) == []
+    source.tensor_model_parallel_size = 2
+    source.vocab_size = 512
+    assert mismatches(model, [source]) == []
+    source.vocab_size = 384
+    (found,) = mismatches(model, [source])
+    assert found.startswith("vocab_size: found 384, expected 260, or 512 with padding")
+
+
+def test_every_field_is_asked_once() -> None:
+    for model in PRESETS.values():
+        fields = [argument.field for argument in model_arguments(model)]
+        assert len(fields) == len(set(fields))
+
+
+def test_every_field_of_megatrons_configuration_is_asked_for_or_known_not_to_be_the_models() -> None:
+    """Of a field that a new Megatron brings, read whether it changes the model: then ask for it in lowering, or list it."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    asked = {argument.field for model in PRESETS.values() for argument in model_arguments(model)}
+    listed = set(NOT_THE_MODELS.read_text().split())
+    assert asked & listed == set()
+    assert sorted(fields - asked - listed) == []
+    assert sorted(listed - fields) == []
+
+
+def test_all_contradictions_are_listed_at_once() -> None:
+    model = preset("nam56r_tiny")
+    source = matching(model)
+    source.hidden_size, source.gated_linear_unit, source.moe_router_topk = 256, True, 1
+    with pytest.raises(ArgumentMismatchError) as raised:
+        check_arguments(model, [source])
+    lines = str(raised.value).splitlines()
+    assert "contradict nam56r_tiny in 3 places" in lines[0]
+    assert [line.split(":")[0].strip() for line in lines[1:4]] == [
+        "hidden_size",
+        "gated_linear_unit",
+        "moe_router_topk",
+    ]
+    assert "recipe emit nam56r_tiny" in lines[4]
+
+
+def test_fields_are_looked_up_in_order() -> None:
+    model = preset("nam56r_tiny")
+    assert mismatches(model, [SimpleNamespace(hidden_size=256), matching(model)]) != []
+    assert mismatches(model, [matching(model), SimpleNamespace(hidden_size=256)]) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        ([0, 1], [0, 1], True), ((0, 1), [0, 1], True), ([0, 1], [1, 0], False), (1, [1], False),
+        (["a"], "a", True), (["a", "a"], "a", False), (None, None, True), (0, None, False),
+        (None, False, True), (0, False, False), (1, True, False), (True, 1, False), (2, 2.0, True),
+        (len, "len", True), (len, "gelu", False),
+    ],
+)  # fmt: skip
+def test_when_two_values_are_the_same(found: Any, expected: Any, same: bool) -> None:
+    assert lowering._same(found, expected) is same
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_run_that_names_no_model_gets_the_preset_it_describes(name: str) -> None:
+    assert matching_preset([matching(preset(name))]) is preset(name)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_run_near_a_preset_is_refused_with_what_is_missing(name: str) -> None:
+    source = matching(preset(name))
+    source.init_method_std = 0.5
+    with pytest.raises(ArgumentMismatchError) as raised:
+        matching_preset([source])
+    assert f"contradict {name} in 1 place:" in str(raised.value)
+    assert "init_method_std: found 0.5, expected 0.02 (without --init-method-std)" in str(raised.value)
+
+
+@pytest.mark.parametrize("values", [{"device": "tpu"}, {"precision": "fp16"}, {"transformer_impl": "apex"}])
+def test_training_plans_that_are_not_known(values: dict[str, str]) -> None:
+    with pytest.raises(ModelError, match=rf"Training\.{next(iter(values))} is '{next(iter(values.values()))}'"):
+        Training(**values)
+    with pytest.raises(ModelError, match="CPU lane has no Transformer Engine"):
+        Training(device="cpu")
+
+
+def test_a_layout_that_does_not_fit_is_refused_before_any_word() -> None:
+    with pytest.raises(ModelError, match="layer 29"):
+        lower(preset("nam56r"), Layout(pipeline=2), Training())
+
+
+# --- the real parser ---------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "one": Layout(),
+    "tp2-sp": Layout(tensor=2, sequence_parallel=True),
+    "pp2": Layout(pipeline=2),
+    "pp2-vpp2": Layout(pipeline=2, virtual=2),
+    "tp2-pp2-ep4": Layout(tensor=2, pipeline=2, expert=4, sequence_parallel=True),
+}
+PIPELINED = {"dsa": {"schedule": "-FF"}}
+"""A schedule of nam56r_tiny that is legal in every layout."""
+
+
+def size(layout: Layout) -> int:
+    return max(layout.tensor, layout.expert) * layout.pipeline
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_lowered_is_accepted_and_describes_the_model(process: Path, layout: Layout, device: str) -> None:
+    from megacpp_mcore.arguments.chunks import model_chunks
+    from megacpp_mcore.layer_specs import nam56r
+
+    model = with_overrides(preset("nam56r_tiny"), PIPELINED)
+    training = Training(
+        device=device,
+        precision="fp32" if device == "cpu" else "bf16",
+        transformer_impl="local",
+        tokenizer=tokenizer_words(model),
+        data=("--mock-data",),
+    )
+    config = stock.model_config(lower(model, layout, training), size(layout))
+    assert mismatches(model, [config.transformer, config]) == []
+    assert config.transformer_layer_spec.__name__ == "nam56r"
+    chunks = model_chunks(config.transformer)
+    assert chunks == model.chunks(layout)
+    nam56r.check_layout(model, config.transformer, chunks)
+
+
+@pytest.mark.parametrize("host", [GPT, HYBRID])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_launch_flags_of_gpus_pass_megatrons_validation(
+    process: Path, layout: Layout, precision: str, host: str
+) -> None:
+    """With two data-parallel replicas every flag is on, in each layout; what Megatron then has is what was asked for."""
+    model = with_overrides(preset("nam56r_tiny"), PIPELINED)
+    given = {"tokenizer": tokenizer_words(model), "data": ("--mock-data",), "precision": precision}
+    processes = 2 * max(layout.processes, layout.tensor * layout.pipeline)
+    words = lower(model, layout, Training(processes=processes, **given), host)
+    with stock.gpu_host():
+        arguments = stock.parse(words, processes)
+    on = ("gradient_accumulation_fusion", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+    assert [name for name in (*on, "moe_permute_fusion", "manual_gc") if not getattr(arguments, name)] == []
+    assert (arguments.manual_gc_interval, arguments.log_interval) == (100, 10)
+
+
+def launch_words(layout: Layout | None = None, model: Model | None = None, **training: Any) -> set[str]:
+    """The flags of a run that change its speed alone."""
+    named = {word for flag in launch_flags.FLAGS for word in (*flag.words, *flag.off) if word.startswith("--")}
+    return set(lower(model or preset("nam56r_tiny"), layout or Layout(), Training(**training))) & named
+
+
+def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:
+    one = {"--moe-permute-fusion", "--manual-gc", "--manual-gc-interval"}
+    replicas = {"--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"}
+    assert launch_words() == one
+    assert launch_words(processes=2) == launch_words(Layout(expert=2)) == one | replicas
+    assert (
+        launch_words(Layout(tensor=2, sequence_parallel=True)) == one
+    )  # both processes hold a part of the one replica
+    off = {"--no-gradient-accumulation-fusion"}
+    local = {"--manual-gc", "--manual-gc-interval"} | off
+    assert launch_words(transformer_impl="local") == local
+    assert launch_words(processes=8, device="cpu", transformer_impl="local", precision="fp32") == off
+    untrained = with_overrides(preset("nam56r_tiny"), {"dsa": {"loss_coeff": 0.0}})
+    assert launch_words(processes=2, model=untrained) == one | {"--use-distributed-optimizer"}
+    dense = with_overrides(preset("nam56r_tiny"), {"pattern": "AMR", "depth": 3, "dsa": {"schedule": "-"}})
+    assert "--moe-permute-fusion" not in launch_words(model=dense)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_accepted_and_found_again(process: Path, name: str) -> None:
+    config = stock.model_config(stock.cpu_words(preset(name)))
+    assert matching_preset([config.transformer, config]) is preset(name)
+
+
+def test_every_flag_and_every_remedy_is_one_of_megatron(process: Path) -> None:
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    known = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._option_string_actions
+    words: set[str] = set()
+    for model in PRESETS.values():
+        for argument in model_arguments(model):
+            words.update(argument.words, argument.remedy.split())
+        for layout in LAYOUTS.values():
+            with_schedule = with_overrides(
+                model, {"dsa": {"schedule": "F"}, "depth": 12 if model.depth == 13 else model.depth}
+            )
+            for training in (Training(), Training(device="cpu", transformer_impl="local", precision="fp32")):
+                words.update(lower(with_schedule, layout, training))
+    flags = {word for word in words if word.startswith("--")}
+    assert len(flags) > 60
+    assert sorted(flags - known.keys()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        (["--num-layers", "13"], {"num_layers", "moe_layer_freq"}),
+        (["--hidden-size", "256"], {"hidden_size"}),
+        (["--moe-router-topk", "1"], {"moe_router_topk"}),
+        (["--rotary-base", "10000"], {"rotary_base"}),
+        (["--rotary-percent", "0.5"], {"rotary_percent"}),
+        (["--max-position-embeddings", "512"], {"seq_length"}),
+        (["--swiglu"], {"gated_linear_unit", "activation_func"}),
+        (["--squared-relu"], {"activation_func"}),
+        (["--apply-layernorm-1p"], {"layernorm_zero_centered_gamma"}),
+        (["--mtp-detach-heads"], {"mtp_detach_heads"}),
+        (["--moe-shared-expert-gate"], {"moe_shared_expert_gate"}),
+        (["--window-size", "(8,0)"], {"window_size"}),
+        (["--softmax-type", "off-by-one"], {"softmax_type"}),
+        (["--moe-expert-capacity-factor", "1.0", "--moe-router-topk", "1"], {"moe_expert_capacity_factor", "moe_router_topk"}),
+        (["-", "--qk-layernorm"], {"qk_layernorm"}),
+        (["-", "--disable-bias-linear"], {"add_bias_linear"}),
+        (["-", "--untie-embeddings-and-output-weights"], {"share_embeddings_and_output_weights"}),
+        (["-", "--dsa-indexer-use-sparse-loss"], {"dsa_indexer_use_sparse_loss"}),
+        (["-", "--no-dsa-indexer-rotate-activation"], {"dsa_indexer_rotate_activation"}),
+        (["-", "--mtp-use-repeated-layer"], {"mtp_use_repeated_layer"}),
+        (["-", "--moe-router-enable-expert-bias"], {"moe_router_enable_expert_bias"}),
+    ],
+    ids=lambda value: "" if isinstance(value, set) else "".join(value),
+)  # fmt: skip
+def test_contradictions_of_real_runs(process: Path, changes: list[str], fields: set[str]) -> None:
+    model = preset("nam56r_tiny")
+    words = stock.cpu_words(model)
+    if changes[0] == "-":
+        words.remove(changes[1])
+    else:
+        words += changes  # the last one counts
+    if "--num-layers" in changes:
+        words += ["--moe-layer-freq", "[" + ",".join("0101010101010") + "]"]
+    config = stock.model_config(words)
+    assert {line.split(":")[0] for line in mismatches(model, [config.transformer, config])} == fields
+
+
+# --- stages ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layout", "text"),
+    [
+        ("AEMEA|EMEAEMR", Layout(pipeline=2), "Et*5|t*7mL"),
+        ("AEM|E|AEMEAE|MR", Layout(pipeline=2, virtual=2), "Et*3|t*1|t*6|t*2mL"),
+        ("AEM|E|AEMEAE|MR", Layout(pipeline=4), "Et*3|t*1|t*6|t*2mL"),
+    ],
+)
+def test_marked_stages_are_the_chunks_that_megatron_cuts(
+    process: Path, pattern: str, layout: Layout, text: str
+) -> None:
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    from megacpp_mcore.arguments.chunks import chunk_layers, model_chunks
+    from megacpp_mcore.layer_specs import nam56r
+
+    model = with_overrides(preset("nam56r_tiny"), {"pattern": pattern, **PIPELINED})
+    words = stock.cpu_words(model, layout)
+    assert words[words.index("--pipeline-model-parallel-layout") + 1] == text
+    parsed = PipelineParallelLayerLayout(text, layout.pipeline)
+    parsed.validate_layer_layout(model.depth, model.mtp.depth)
+    assert parsed.virtual_pipeline_model_parallel_size == layout.virtual
+    config = stock.model_config(words, layout.pipeline).transformer
+    chunks = model_chunks(config)
+    assert chunks == model.chunks(layout)
+    for vp_stage in range(layout.virtual):
+        for rank in range(layout.pipeline):
+            cut = chunk_layers(config, vp_stage, rank)
+            assert list(cut) == [1 + i for i in config_layer_ids(config, vp_stage, rank)]
+    nam56r.check_layout(model, config, chunks)
+
+
+def config_layer_ids(config: Any, vp_stage: int, pp_rank: int) -> list[int]:
+    """Megatron's own 0-based layer numbers of a chunk."""
+
+    from megatron.core import parallel_state
+    from megatron.core.transformer.enums import LayerType
+
+    size = config.virtual_pipeline_model_parallel_size
+    with mock.patch.object(parallel_state, "get_virtual_pipeline_model_parallel_world_size", return_value=size):
+        return list(config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage, pp_rank))
+
+
+def test_a_run_that_cuts_other_stages_than_the_pattern_marks_is_refused(process: Path) -> None:
+    from megacpp_mcore.arguments.chunks import model_chunks
+    from megacpp_mcore.layer_specs import nam56r
+
+    staged = with_overrides(preset("nam56r_tiny"), {"pattern": "AEMEA|EMEAEMR", **PIPELINED})
+    uniform = with_overrides(preset("nam56r_tiny"), PIPELINED)
+    config = stock.model_config(stock.cpu_words(uniform, Layout(pipeline=2)), 2).transformer
+    with pytest.raises(ModelError, match=r"marks other stages than the run's 1–6, 7–12; .*'Et\*5\|t\*7mL'"):
+        nam56r.check_layout(staged, config, model_chunks(config))
+
+
+@pytest.mark.parametrize(
+    ("extra", "world_size", "says"),
+    [
+        (["--pipeline-model-parallel-size", "3"], 3, r"first sparse layer of a chunk would be Shared: layer 9\b.*'-FF'"),
+        (["--context-parallel-size", "2"], 2, "context parallelism is 2"),
+    ],
+)  # fmt: skip
+def test_runs_whose_layout_cannot_hold_the_model(process: Path, extra: list[str], world_size: int, says: str) -> None:
+    from megacpp_mcore.arguments.chunks import model_chunks
+    from megacpp_mcore.layer_specs import nam56r
+
+    config = stock.model_config([*stock.cpu_words(preset("nam56r_tiny")), *extra], world_size).transformer
+    with pytest.raises(ModelError, match=says):
+        nam56r.check_layout(preset("nam56r_tiny"), config, model_chunks(config))
+
+
+# --- the whole model on the meta device --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_builds_on_meta_as_it_is_counted(
+    process: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = preset(name)
+    built = stock.build_on_meta(model)
+    assert {parameter.device.type for parameter in built.parameters()} == {"meta"}
+    layers = built.decoder.layers
+    assert [layer.layer_number for layer in layers] == list(range(1, model.depth + 1))
+    assert "".join(map(stock.family, layers)) == model.layers
+    roles = [role_of(layer) for layer in layers]
+    assert roles == list(model.roles)
+    counts = stock.parameters_by_part(built)
+    with capsys.disabled():
+        print(f"\n{name}: {sum(counts.values()):,} parameters; " + ", ".join(f"{k} {v:,}" for k, v in counts.items()))
+    assert counts == model.parameters()
+    if name == "nam56r":
+        assert [model.layers.count(letter) for letter in "AEMR"] == [13, 22, 13, 4]
+        assert 4.45e9 < sum(counts.values()) < 4.55e9
+    assert len(built.mtp.layers) == 1
+    assert built.decoder.final_layernorm is not None
+
+
+def role_of(layer: Any) -> str | None:
+    from megacpp_mcore.layer_specs.attention import MLACoreAttention, SparseCoreAttention
+
+    core = getattr(layer.self_attention, "core_attention", None)
+    if core is None:
+        return None
+    if isinstance(core, SparseCoreAttention):
+        return "S" if core.indexer is None else "F"
+    assert isinstance(core, MLACoreAttention)
+    return "-"
+
+
+def test_the_callable_refuses_before_anything_is_built(process: Path) -> None:
+    import torch
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    words = [*stock.cpu_words(preset("nam56r_tiny")), "--hidden-size", "256"]
+    config = stock.model_config(words)
+    allocated = torch.cuda.memory_allocated()
+    with pytest.raises(ArgumentMismatchError, match="hidden_size: found 256, expected 128"):
+        GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    assert torch.cuda.memory_allocated() - allocated < 2**24
+
+
+def test_words_survive_a_shell() -> None:
+    words = lower(preset("nam56r_tiny"), Layout(), Training(extra=("--save", "a b")))
+    assert shlex.split(shlex.join(words)) == list(words)
+    assert words[-3:] == ("--spec", "megacpp_mcore", "nam56r")
+    assert dataclasses.is_dataclass(Training)

@@ -1,0 +1,264 @@
+"""``megacpp-mcore recipe``: what it prints, and that the printed command is one stock Megatron takes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacpp_mcore.arguments.lowering import mismatches
+from megacpp_mcore.commands import cli
+from megacpp_mcore.model import PRESETS, preset
+from megacpp_mcore.model.flops import peaks
+from megacpp_mcore.model.recipes import RECIPES
+from tests import stock
+
+LAUNCHED = ["-m", "megacpp_mcore", "launch", "--device", "cuda", "--"]
+GOLDEN = Path(__file__).parents[1] / "golden" / "recipe_emit_nam56r_tiny.txt"
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
+
+
+@pytest.fixture(scope="module")
+def lane() -> Iterator[None]:
+    with stock.cpu_lane():
+        yield
+
+
+def recipe(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
+    assert cli.main(["recipe", *words]) == status
+    captured = capsys.readouterr()
+    return captured.out if status == 0 else captured.err
+
+
+def stock_words(command: str) -> tuple[list[str], list[str]]:
+    """The words before and after ``pretrain_gpt.py`` of a printed command."""
+    words = shlex.split(command.replace("\\\n", " "))
+    at = words.index("pretrain_gpt.py")
+    return words[:at], words[at + 1 :]
+
+
+def test_the_command_for_nam56r_tiny_is_the_golden_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """When the lowering changes on purpose, write the new text to the golden file and read the difference."""
+    assert recipe(capsys, "emit", "nam56r_tiny", "--as", "cli") == GOLDEN.read_text()
+
+
+def test_list_has_a_line_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = recipe(capsys, "list").splitlines()
+    assert [line.split()[0] for line in lines] == [*PRESETS, *RECIPES]
+    assert "52 layers (13 A, 22 E, 13 M, 4 R), hidden 3584, 4.503 B parameters, MTP 2" in lines[0]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_show_is_the_whole_definition(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    model, shown = preset(name), json.loads(recipe(capsys, "show", name))
+    assert shown["layers"] == model.layers
+    assert {int(number): role for number, role in shown["attention_roles"].items()} == {
+        number: role for number, role in enumerate(model.roles, 1) if role
+    }
+    total = shown["parameters"].pop("total")
+    assert shown["parameters"] == model.parameters()
+    assert total == sum(model.parameters().values())
+    assert shown["dsa"]["topk"] == model.dsa.topk
+    assert shown["rope_theta"] == model.rope_theta
+
+
+def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for action in ("show", "emit"):
+        said = recipe(capsys, action, "nam56", status=2)
+        assert "there is no model or recipe 'nam56'; did you mean 'nam56r'" in said
+    name = next(iter(RECIPES))
+    assert f"did you mean '{name}'" in recipe(capsys, "emit", name.replace("pretrain", "petrain"), status=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "processes"),
+    [
+        ([], 1),
+        (["--tensor", "2", "--sequence-parallel"], 2),
+        (["--expert", "4"], 4),
+        (["--tensor", "2", "--expert", "4", "--sequence-parallel"], 4),
+        (["--tensor", "4", "--expert", "2", "--sequence-parallel", "--pipeline", "1"], 4),
+    ],
+)
+@pytest.mark.parametrize("name", ["nam56r", "nam56r_quarter", "nam52"])
+def test_printed_commands_are_what_stock_takes(
+    lane: None, capsys: pytest.CaptureFixture[str], name: str, options: list[str], processes: int
+) -> None:
+    before, words = stock_words(recipe(capsys, "emit", name, "--impl", "local", "--data", "some where", *options))
+    environment = ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"] if "--tensor" in options else []
+    assert before == [*environment, "torchrun", "--nproc-per-node", str(processes), *LAUNCHED]
+    assert words[words.index("--data-path") + 1] == "some where"
+    config = stock.model_config(words, processes)
+    assert mismatches(preset(name), [config.transformer, config]) == []
+
+
+def test_one_word_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = recipe(capsys, "emit", "nam56r_tiny", "--as", "args", "--data", "x").splitlines()
+    _, words = stock_words(recipe(capsys, "emit", "nam56r_tiny", "--as", "cli", "--data", "x"))
+    assert listed == words
+
+
+def test_words_for_a_program_need_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "add --data PREFIX" in recipe(capsys, "emit", "nam56r_tiny", "--as", "args", status=2)
+
+
+def test_devices_and_tokenizers(capsys: pytest.CaptureFixture[str]) -> None:
+    on_gpu, words = stock_words(recipe(capsys, "emit", "nam56r_tiny", "--device", "cuda", "--tokenizer", "a b"))
+    assert on_gpu == ["torchrun", "--nproc-per-node", "1", *LAUNCHED]
+    assert {"--bf16", "transformer_engine", "--moe-grouped-gemm"} <= set(words)
+    at = words.index("--tokenizer-type")
+    assert words[at : at + 4] == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "a b"]
+    on_cpu, words = stock_words(recipe(capsys, "emit", "nam56r", "--device", "cpu"))
+    assert on_cpu == ["megacpp-mcore", "launch", "--device", "cpu", "--nproc", "1", "--"]
+    assert "--bf16" not in words
+    assert words[words.index("--vocab-size") + 1] == "65536"
+
+
+def test_an_unset_data_prefix_stops_the_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    import subprocess
+
+    command = recipe(capsys, "emit", "nam56r").replace("torchrun", "echo")
+    ended = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin"}
+    )
+    assert ended.returncode != 0
+    assert "prefix of a prepared dataset" in ended.stderr
+    ended = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=True,
+        env={"PATH": "/usr/bin:/bin", "DATA_PREFIX": "a b"},
+    )  # fmt: skip
+    assert "--data-path a b --split" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--pipeline", "2"], "layer 29"),
+        (["--tensor", "3"], "not a multiple of tensor parallelism (3)"),
+        (["--tensor", "2"], "add --sequence-parallel"),
+        (["--expert", "16"], "global batch of 8 is not a multiple of the micro-batch (1) × 16"),
+        (["--virtual", "2"], "more than one pipeline stage"),
+        (["--micro-batch-size", "0"], "micro_batch_size is 0; expected 1 or more"),
+        (["--global-batch-size", "0"], "global_batch_size is 0; expected 1 or more"),
+        (["--train-iters", "-5"], "train_iters is -5; expected 1 or more"),
+        (["--lr", "nan"], "learning_rate is nan; expected a finite number"),
+        (["--device", "cpu", "--impl", "transformer_engine"], "CPU lane has no Transformer Engine"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str], options: list[str], says: str) -> None:
+    assert says in recipe(capsys, "emit", "nam56r", *options, status=2)
+
+
+def test_processes_serve_tensor_and_expert_parallelism(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lane: None
+) -> None:
+    file = tmp_path / "a file.yaml"
+    file.write_text("model: nam56r_tiny\noverrides: {moe: {experts: 6}}\n")
+    monkeypatch.setenv("MEGACPP_CONFIG", str(file))
+    options = ["--tensor", "2", "--expert", "3", "--sequence-parallel", "--global-batch-size", "3"]
+    before, words = stock_words(recipe(capsys, "emit", "nam56r_tiny", *options))
+    assert before[before.index("--nproc") + 1] == "6"
+    config = stock.model_config(words, 6)
+    assert config.transformer.num_moe_experts == 6
+
+
+def test_a_layout_that_cannot_be_is_refused_before_the_batch(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = recipe(capsys, "emit", "nam56r_quarter", "--expert", "7", status=2)
+    assert "experts" in said
+    assert "expert parallelism (7)" in said
+    assert "batch" not in said
+    file = tmp_path / "settings.yaml"
+    words = ("emit", "nam56r_tiny", "--set", "dsa.topk=8", "--settings", str(file), "--expert", "7")
+    recipe(capsys, *words, status=2)
+    assert not file.exists()
+
+
+def test_a_batch_is_spread_over_replicas_and_not_over_stages(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("model: nam56r_tiny\noverrides: {dsa: {schedule: -FF}}\n")
+    monkeypatch.setenv("MEGACPP_CONFIG", str(file))
+    staged = ("emit", "nam56r_tiny", "--pipeline", "2", "--gpus-per-node")
+    before, _ = stock_words(recipe(capsys, *staged, "2", "--global-batch-size", "1"))
+    assert before[before.index("--nproc") + 1] == "2"
+    recipe(capsys, *staged, "6", "--global-batch-size", "3")
+    said = recipe(capsys, *staged, "6", "--global-batch-size", "4", status=2)
+    assert "not a multiple of the micro-batch (1) × 3 data-parallel replicas" in said
+
+
+def test_flops_are_counted_for_a_model_a_recipe_and_a_changed_model(capsys: pytest.CaptureFixture[str]) -> None:
+    page = recipe(capsys, "flops", "nam56r")
+    assert page.splitlines()[0] == "nam56r, one sequence of 4096 tokens, recompute: none"
+    assert "Megatron's own count on the gpt host: 45.551 GFLOP a token, 2.18 × ours" in page
+    assert recipe(capsys, "flops", "nam56r_pretrain_8gpu_h200_bf16") == page
+    whole = json.loads(recipe(capsys, "flops", "nam56r", "--json"))
+    changed = json.loads(recipe(capsys, "flops", "nam56r", "--set", "moe.topk=1", "--json"))
+    assert (
+        whole["families"]["routed_experts"]["forward"]
+        == preset("nam56r").moe.topk * (changed["families"]["routed_experts"]["forward"])
+    )
+    assert changed["model_flops"] < whole["model_flops"]
+    again = json.loads(recipe(capsys, "flops", "nam56r", "--recompute", "experts", "--json"))
+    assert again["recomputed_flops"] == whole["families"]["routed_experts"]["forward"]
+    assert "seed belongs to a run" in recipe(capsys, "flops", "nam56r", "--set", "seed=1", status=2)
+    assert "did you mean 'nam56r'" in recipe(capsys, "flops", "nam56", status=2)
+
+
+class TestSettings:
+    """A command for a model that MEGACPP_CONFIG changes names the file itself; no other command does."""
+
+    @pytest.fixture
+    def file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        path = tmp_path / "a file.yaml"
+        path.write_text("model: nam56r_tiny\noverrides: {dsa: {topk: 8}}\n")
+        monkeypatch.setenv("MEGACPP_CONFIG", str(path))
+        return path
+
+    def test_named_model(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        before, words = stock_words(recipe(capsys, "emit", "nam56r_tiny"))
+        assert before[:2] == ["env", f"MEGACPP_CONFIG={file}"]
+        assert words[words.index("--dsa-indexer-topk") + 1] == "8"
+
+    def test_another_model(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["recipe", "emit", "nam56r_quarter"]) == 0
+        printed = capsys.readouterr()
+        before, words = stock_words(printed.out)
+        assert before[0] == "torchrun"
+        assert words[words.index("--dsa-indexer-topk") + 1] == "256"
+        assert f"{file}, which is about nam56r_tiny; nam56r_quarter is taken as it is" in printed.err
+
+    def test_a_model_that_the_file_names_anew(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file.write_text("model: nam56r_tiny\noverrides: {name: mine, dsa: {topk: 8}}\n")
+        for name in ("mine", "nam56r_tiny"):
+            before, words = stock_words(recipe(capsys, "emit", name))
+            assert before[:2] == ["env", f"MEGACPP_CONFIG={file}"]
+            assert words[words.index("--dsa-indexer-topk") + 1] == "8"
+
+    def test_show(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert json.loads(recipe(capsys, "show", "nam56r_tiny"))["dsa"]["topk"] == 8
+        assert json.loads(recipe(capsys, "show", "nam56r_quarter"))["dsa"]["topk"] == 256
+
+    def test_a_wrong_file(self, file: Path, capsys: pytest.CaptureFixture[Any]) -> None:
+        file.write_text("modell: x\n")
+        assert "unknown key 'modell'" in recipe(capsys, "emit", "nam56r_tiny", status=2)
+
+
+def test_the_peaks_of_the_flops_page_are_those_that_are_used() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "flops.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines() if "NVIDIA H" in line
+    ]
+    assert [name for name, *_ in rows] == list(peaks.DEVICES)
+    for name, *rates in rows:
+        assert dict(zip(peaks.PRECISIONS, map(float, rates), strict=True)) == dict(peaks.DEVICES[name].tflops)

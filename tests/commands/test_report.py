@@ -1,0 +1,157 @@
+"""`report`: what a word of its command line may name, and what is said where it names something else."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.commands import cli
+from megacpp_mcore.commands.report import BEATS
+from megacpp_mcore.observe.receipts.schema import FINISHED, RUNNING
+from tests.observe.recorded import append, at, write_start
+
+RECEIPT = Path(__file__).parents[2] / "examples" / "receipts" / "nam56r_quarter_h200_bf16.json"
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    """A folder of checkpoints with what was recorded of their run beside them."""
+    write_start(tmp_path / "checkpoints" / "observe", 1, 0, at(3, {"startup": 3}, how="finished"))
+    return tmp_path / "checkpoints"
+
+
+@pytest.mark.parametrize("action", ["show", "goodput", "html"])
+def test_a_folder_without_a_run_names_the_one_that_was_meant(
+    action: str, checkpoints: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["report", action, str(checkpoints)]) == 2
+    error = capsys.readouterr().err
+    assert f"{checkpoints} is no recorded run; expected the folder of a run that was observed" in error
+    assert f"did you mean {checkpoints / 'observe'}?" in error
+    assert cli.main(["report", action, str(checkpoints.parent)]) == 2
+    assert f"did you mean {checkpoints / 'observe'}?" in capsys.readouterr().err
+
+
+def test_what_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", "compare", str(RECEIPT), str(tmp_path / "x")]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'x'} does not exist; expected the folder of a run that was observed, or a receipt" in error
+    assert "Errno" not in error
+
+
+def test_goodput_needs_the_whole_run(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", "goodput", str(RECEIPT)]) == 2
+    assert re.search(rf"{RECEIPT} is a file; expected .*, probably {RECEIPT.parent}", capsys.readouterr().err)
+    assert cli.main(["report", "goodput", str(checkpoints / "observe")]) == 0
+    assert capsys.readouterr().out == "rank 0: 0.0% of 3.0 s productive; startup 3.0 s\n"
+
+
+# --- a run whose status is `running` -------------------------------------------------------------------------------------
+
+
+def of_ranks(run: Path, silent_s: Mapping[int, float], ended: tuple[int, ...] = (), beat_s: float = 1.0) -> Path:
+    """A run's folder, as ranks leave it that gave their last sign of life so many seconds ago."""
+    for rank, seconds in silent_s.items():
+        last = at(time.time() - seconds, {}, **({"how": FINISHED} if rank in ended else {}))
+        write_start(run, 1, rank, last, began=0, world_size=len(silent_s), heartbeat_s=beat_s)
+    return run
+
+
+def shown(place: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert cli.main(["report", "show", str(place)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_live_run_is_told_from_a_killed_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, alive, *_ = shown(of_ranks(tmp_path / "live", {0: 1}), capsys)
+    assert status.split() == ["status", "running"]
+    assert re.fullmatch(r"last sign of life \d s ago", alive)
+    status, alive, *_ = shown(of_ranks(tmp_path / "killed", {0: 600}), capsys)
+    assert status.split() == ["status", "running"]
+    assert alive.startswith("last sign of life 10 min ago; it was probably killed: ")
+
+
+def test_the_rank_that_was_silent_longest_counts_of_those_that_have_not_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = of_ranks(tmp_path / "run", {0: 1, 1: 7200, 2: 2 * 86400}, ended=(2,))
+    _, alive, *_ = shown(run, capsys)
+    assert "2 h ago, of rank 1, the longest silent of 2; it was probably killed" in alive
+
+
+def test_a_slow_heart_is_waited_for_so_many_beats_and_no_fewer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for beats, killed in ((BEATS - 0.5, False), (BEATS + 0.5, True)):
+        run = of_ranks(tmp_path / str(beats), {0: beats * 1000}, beat_s=1000)
+        line = shown(run, capsys)[1]
+        assert ("probably killed" in line) is killed
+        assert ("a live process leaves one every 1000 s" in line) is killed
+
+
+def test_damage_hides_no_receipt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = of_ranks(tmp_path / "run", {0: 1, 1: 600})
+    append(run / "start_1" / "rank_00001.jsonl", {"at": -3})
+    assert re.fullmatch(r"last sign of life not known: .*rank_00001.jsonl, line 3: at is -3 .*", shown(run, capsys)[1])
+
+
+def test_a_receipt_alone_has_only_its_own_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    receipt = json.loads(RECEIPT.read_text(encoding="utf-8")) | {"status": RUNNING}
+    written = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=50)
+    copy = tmp_path / "receipt.json"
+    copy.write_text(json.dumps(receipt | {"written_at": written.isoformat(timespec="seconds")}))
+    for place in (copy, tmp_path):
+        assert shown(place, capsys)[1] == "receipt written   50 min ago; whether the run went on, its folder would tell"
+    copy.write_text(json.dumps(receipt | {"written_at": "yesterday"}))
+    assert cli.main(["report", "show", str(copy)]) == 2
+    assert "written_at of the receipt is 'yesterday'; expected a time" in capsys.readouterr().err
+
+
+def test_of_a_run_that_has_ended_no_sign_is_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(of_ranks(tmp_path / "run", {0: 600}, ended=(0,)), capsys)
+    assert lines[0].split() == ["status", "finished"]
+    assert not any("sign of life" in line or "ago" in line for line in lines)
+    assert not any("receipt written" in line for line in shown(RECEIPT, capsys))
+
+
+def test_as_json_a_receipt_is_what_its_schema_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = of_ranks(tmp_path / "run", {0: 600})
+    assert cli.main(["report", "show", "--json", str(run)]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == RUNNING
+
+
+# --- what is shown of a receipt -----------------------------------------------------------------------------------------
+
+
+def test_the_memory_of_a_process_is_called_that_and_shown_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    receipt = json.loads(RECEIPT.read_text(encoding="utf-8"))
+    labels = ("peak allocated", "peak reserved", "peak resident set")
+    allocated, reserved = (receipt["memory"][f"{name}_peak_bytes"] for name in ("allocated", "reserved"))
+    assert [line for line in shown(RECEIPT, capsys) if line.startswith(labels)] == [
+        f"peak allocated    {allocated / 2**30:.3g} GiB",
+        f"peak reserved     {reserved / 2**30:.3g} GiB",
+    ]
+    receipt["memory"] |= {"kind": "resident set", "allocated_peak_bytes": 123456, "reserved_peak_bytes": 123456}
+    (tmp_path / "receipt.json").write_text(json.dumps(receipt))
+    lines = shown(tmp_path / "receipt.json", capsys)
+    assert [line for line in lines if line.startswith(labels)] == ["peak resident set 121 KiB"]
+
+
+def test_what_is_not_known_for_one_reason_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    receipt = json.loads(RECEIPT.read_text(encoding="utf-8"))
+    unknown = dict(receipt["unknown"])
+    lines = [line for line in shown(RECEIPT, capsys) if line.startswith("not known ")]
+    assert len(lines) == len(set(unknown.values()))
+    receipt["loss"] |= {"first": None, "last": None}
+    receipt["unknown"] = {"loss.first": "no steps", **unknown, "loss.last": "no steps"}
+    (tmp_path / "receipt.json").write_text(json.dumps(receipt))
+    found = [line for line in shown(tmp_path / "receipt.json", capsys) if line.startswith("not known ")]
+    assert found == ["not known         loss.first, loss.last: no steps", *lines]

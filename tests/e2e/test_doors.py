@@ -1,0 +1,120 @@
+"""The first door: unmodified ``pretrain_gpt.py`` trains with either form of ``--spec`` what the wheel's loop trains."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.data.corpus import find_stdlib_sources
+from megacpp_mcore.data.tokenizer import tokenizer_words
+from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.model.training import Training
+from tests.trees import HOOKED, commit, copy_sources, git, link_copy
+
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+_LOSSES = re.compile(r"lm loss: .*?grad norm: \S+")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small real dataset: some files of the standard library, prepared by the command a user runs."""
+    folder = tmp_path_factory.mktemp("doors")
+    files = [str(source.path) for source in find_stdlib_sources()[:20]]
+    assert _run("data", "prepare", *files, "--output", str(folder / "text")).returncode == 0
+    return folder / "text"
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    return _python("-m", "megacpp_mcore", *words)
+
+
+def _python(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("MEGACPP_CONFIG", None)  # a file about some other model
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def _words(data: Path) -> list[str]:
+    training = Training(
+        device="cpu",
+        precision="fp32",
+        transformer_impl="local",
+        data=("--data-path", str(data), "--split", "100,0,0"),
+        tokenizer=tokenizer_words(preset("nam56r_tiny")),
+        global_batch_size=2,
+        train_iters=STEPS,
+    )
+    return list(lower(preset("nam56r_tiny"), Layout(), training))
+
+
+def _losses(data: Path, script: list[str], spec: list[str]) -> list[str]:
+    words = _words(data)
+    words[words.index("--spec") + 1 :] = spec
+    done = _run("launch", "--device", "cpu", "--", *script, *words)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = _LOSSES.findall(done.stdout)
+    assert len(found) == STEPS
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(data: Path) -> list[str]:
+    """What the wheel's own loop trains."""
+    return _losses(data, [], ["megacpp_mcore", "nam56r"])
+
+
+@pytest.mark.checkout
+@pytest.mark.slow
+def test_both_forms_of_spec_on_the_stock_script_train_what_the_wheel_trains(
+    data: Path, wheel: list[str], megatron_lm: Path
+) -> None:
+    script = [str(megatron_lm / "pretrain_gpt.py")]
+    assert _losses(data, script, ["megacpp_mcore.nam56r"]) == wheel
+    assert _losses(data, script, ["megacpp_mcore", "nam56r"]) == wheel
+    assert "mtp_1 loss" in wheel[0]
+    assert "indexer loss" in wheel[0]
+
+
+BARE = """
+import os, runpy, sys
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # which torchrun sets
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])  # first: the lane imports Megatron
+from megacpp_mcore import cpu
+lane = cpu.install()
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""A stock script without our launcher; on this machine it needs the CPU lane, and nothing else is brought."""
+
+
+@pytest.mark.checkout
+@pytest.mark.slow
+def test_a_patched_checkout_takes_the_one_word_itself_and_is_clean_again(
+    data: Path, wheel: list[str], megatron_lm: Path, tmp_path: Path
+) -> None:
+    """``patch apply --checkout``, then the checkout's own script without the launcher, then ``patch revert``."""
+    checkout = link_copy(copy_sources(megatron_lm, tmp_path / "original"), tmp_path / "Megatron-LM")
+    for file in megatron_lm.glob("*.py"):
+        (checkout / file.name).write_bytes(file.read_bytes())
+    shutil.copy(megatron_lm / "megatron" / "core" / "datasets" / "helpers.cpp", checkout / "megatron/core/datasets")
+    commit(checkout)
+    assert _run("patch", "apply", "--checkout", str(checkout), "spec-import", "dataset-helpers").returncode == 0
+    assert git(checkout, "status", "--porcelain").splitlines() == [f" M {HOOKED}"]
+
+    words = _words(data)
+    words[words.index("--spec") + 1 :] = ["megacpp_mcore.nam56r"]
+    done = _python("-c", BARE, str(checkout / "pretrain_gpt.py"), *words)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "patch spec-import applied" in done.stdout + done.stderr
+    assert done.stdout.count("megacpp-mcore: launch policy of a script that `megacpp-mcore launch` did not start") == 1
+    assert _LOSSES.findall(done.stdout) == wheel
+
+    assert _run("patch", "revert", "--checkout", str(checkout)).returncode == 0
+    assert git(checkout, "status", "--porcelain") == ""

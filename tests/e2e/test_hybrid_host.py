@@ -1,0 +1,458 @@
+"""nam56r_tiny on HybridModel and on GPTModel: the same parameters, losses and gradients, and checkpoints that both load.
+
+Shape legend: S sequence, B batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megacpp_mcore.arguments.lowering import HYBRID_SPEC, lower
+from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.data.tokenizer import tokenizer_words
+from megacpp_mcore.errors import ArgumentMismatchError, CheckpointError, ModelError
+from megacpp_mcore.model import Layout, Model, hybrid, preset, with_overrides
+from megacpp_mcore.model.training import GPT, HYBRID, Training
+from megacpp_mcore.observe.steps import read_steps
+from tests import stock
+from tests.saved import tensors_in
+
+ROOT = Path(__file__).parents[2]
+S, B = 32, 2
+TINY = preset("nam56r_tiny")
+OVERRIDES: dict[str, Any] = {
+    "seq_length": S,
+    "dsa": {"topk": 8, "loss_coeff": 0.1},
+    "mtp": {"depth": 2},
+}
+SMALL = with_overrides(TINY, OVERRIDES)
+RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+
+
+def words(
+    model: Model, host: str, *extra: str, data: tuple[str, ...] = ("--mock-data",), layout: Layout | None = None
+) -> list[str]:
+    training = Training(
+        device="cpu",
+        precision="fp32",
+        transformer_impl="local",
+        tokenizer=tokenizer_words(model),
+        data=data,
+        global_batch_size=2,
+        train_iters=4,
+        extra=extra,
+    )
+    return list(lower(model, layout or Layout(), training, host))
+
+
+def build(process: Path, *extra: str, changed: Callable[[list[str]], None] = lambda _: None) -> Any:
+    """The HybridModel that stock builds; ``changed`` may edit the command line."""
+    import yaml
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.training import global_vars
+    from megatron.training.argument_utils import hybrid_config_from_args
+    from megatron.training.models.hybrid import HybridModelBuilder
+
+    destroy_moe_metrics_tracker()
+    file = process / "hybrid.yaml"
+    file.write_text(yaml.safe_dump({"model": TINY.name, "overrides": OVERRIDES}))
+    command = words(SMALL, HYBRID, *extra)
+    changed(command)
+    args = stock.parse(command)
+    with (
+        mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}),
+        mock.patch.object(global_vars, "_GLOBAL_ARGS", args),
+    ):
+        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        return HybridModelBuilder(hybrid_config_from_args(args)).build_model(groups).train()
+
+
+def build_gpt(process: Path, *extra: str) -> Any:
+    return stock.build(OVERRIDES, TINY, process, *extra).train()
+
+
+@pytest.fixture(scope="module")
+def pair(process: Path) -> tuple[Any, Any]:
+    """The model of each host, from one seed, nothing copied; tests leave them as they are, but for gradients."""
+    return build_gpt(process), build(process)
+
+
+def losses_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    from megatron.core.pipeline_parallel.schedules import custom_backward
+
+    tokens = torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(3))
+    mask = ~torch.ones(S, S, dtype=torch.bool).tril()[None, None]
+    stock.loss_scale(1.0)
+    model.zero_grad()
+    losses = model(tokens[:, :-1], torch.arange(S).expand(B, S), mask, labels=tokens[:, 1:], loss_mask=torch.ones(B, S))
+    # As Megatron's schedules do; while Tensor.backward runs, the CPU lane's device mode is off.
+    custom_backward(losses.mean(), None)
+    return losses.detach(), {
+        name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None
+    }
+
+
+# --- one model, two hosts ----------------------------------------------------------------------------------------------
+
+
+def test_both_hosts_build_the_same_parameters_from_one_seed(pair: tuple[Any, Any]) -> None:
+    gpt, hybrid_ = (dict(model.named_parameters()) for model in pair)
+    assert list(gpt) == list(hybrid_)  # in one order, too: the distributed optimizer's buffers go by it
+    assert [name for name in gpt if not torch.equal(gpt[name], hybrid_[name])] == []
+    buffers = [{name: value.shape for name, value in model.named_buffers()} for model in pair]
+    assert buffers[0] == buffers[1]
+
+
+def test_both_hosts_have_the_parameters_that_the_model_counts(pair: tuple[Any, Any]) -> None:
+    gpt, hybrid_ = (stock.parameters_by_part(model) for model in pair)
+    assert gpt == hybrid_ == SMALL.parameters()
+
+
+def test_losses_and_gradients_are_the_same_bit_for_bit(pair: tuple[Any, Any]) -> None:
+    (losses, gradients), (found, found_gradients) = (losses_and_gradients(model) for model in pair)
+    assert torch.equal(losses, found)
+    assert gradients.keys() == found_gradients.keys()
+    assert len(gradients) == len(list(pair[0].parameters()))
+    assert [name for name in gradients if not torch.equal(gradients[name], found_gradients[name])] == []
+
+
+def test_full_recompute_changes_nothing(process: Path, pair: tuple[Any, Any]) -> None:
+    """But that the gradients of the two MTP depths are added up in another order."""
+    losses, gradients = losses_and_gradients(pair[1])
+    found, found_gradients = losses_and_gradients(build(process, *RECOMPUTE))
+    assert torch.equal(losses, found)
+    for name, gradient in gradients.items():
+        assert float((found_gradients[name] - gradient).norm()) <= 2e-6 * float(gradient.norm()), name
+
+
+def test_checkpoint_keys_and_shards_are_the_same_by_construction(pair: tuple[Any, Any]) -> None:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
+
+    def entries(model: Any) -> dict[str, Any]:
+        found = {}
+        state = model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp})
+        for place, value in state.items():
+            for part in nested_values({place: value}):
+                assert isinstance(part, ShardedBase)
+                shape = None if isinstance(part, ShardedTensorFactory) else getattr(part, "global_shape", None)
+                found[place] = (type(part).__name__, part.key, shape, getattr(part, "replica_id", None))
+        return found
+
+    gpt, hybrid_ = (entries(model) for model in pair)
+    assert len(gpt) > len(list(pair[0].parameters())) // 2
+    assert gpt == hybrid_
+
+
+def test_both_hosts_mark_what_they_save_and_refuse_what_0_1_0_saved(pair: tuple[Any, Any]) -> None:
+    for model in pair:
+        groups = {"dp_cp_group": model.pg_collection.dp_cp}
+        metadata = dict(groups)
+        model.sharded_state_dict(metadata=metadata)
+        assert metadata == {**groups, "megacpp_layout": 2}
+        model.sharded_state_dict(metadata={**metadata, "megacpp_loaded_from": "/now"})
+        with pytest.raises(CheckpointError, match="run `megacpp-mcore checkpoint convert /old NEW`"):
+            model.sharded_state_dict(metadata={**groups, "megacpp_loaded_from": "/old"})
+        # What --ckpt-format torch saves: here and as 0.1.0 did, whose mixers had torch's own first version.
+        state = model.state_dict()
+        model.load_state_dict(state)
+        mixers = [name for name, entry in state._metadata.items() if entry.get("version") == 2 and name]
+        assert len(mixers) == sum(layer in "MR" for layer in SMALL.layers)
+        state._metadata[mixers[0]]["version"] = 1
+        with pytest.raises(CheckpointError, match="in layout 1, expected 2"):
+            model.load_state_dict(state)
+
+
+def test_the_layers_are_what_the_plan_says(pair: tuple[Any, Any]) -> None:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megacpp_mcore.layer_specs import attention, mamba, recurrent
+
+    kinds = {
+        "+": attention.FullMLASelfAttention,
+        "D": attention.SparseMLASelfAttention,
+        "M": mamba.Mamba3Mixer,
+        "G": recurrent.M2RNNMixer,
+    }
+    layers = pair[1].decoder.layers
+    symbols = hybrid.plan(SMALL).symbols
+    assert [layer.layer_number for layer in layers] == list(range(1, SMALL.depth + 1))
+    for symbol, layer in zip(symbols, layers, strict=True):
+        part, kind = (layer.mlp, MoELayer) if symbol == "E" else (layer.self_attention, kinds[symbol])
+        assert type(part) is kind
+    cores = {
+        layer.layer_number: layer.self_attention.core_attention for layer in layers if layer.layer_number in (5, 9)
+    }
+    assert (cores[5].indexer is not None, cores[9].indexer is None) == (True, True), "5 is Full and 9 is Shared"
+    assert cores[5].index_cache is cores[9].index_cache
+
+
+def test_the_final_norm_needs_no_transformer_engine(pair: tuple[Any, Any]) -> None:
+    """And trains: stock hard-codes Transformer Engine's, which cannot be built here."""
+    decoder = pair[1].decoder
+    assert type(decoder.final_norm) is torch.nn.RMSNorm
+    assert decoder.final_norm is decoder.final_layernorm
+    assert decoder.final_norm.eps == SMALL.norm_eps
+    _, gradients = losses_and_gradients(pair[1])
+    assert float(gradients["decoder.final_layernorm.weight"].abs().max()) > 0
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def put(flag: str, value: str) -> Callable[[list[str]], None]:
+    def change(command: list[str]) -> None:
+        command[command.index(flag) + 1] = value
+
+    return change
+
+
+def test_every_mismatch_of_a_run_is_listed_at_once(process: Path) -> None:
+    def change(command: list[str]) -> None:
+        put("--hybrid-layer-pattern", "DEMEDEMEDEMG/+-")(command)
+        put("--moe-router-topk", "1")(command)
+        put("--rotary-base", "10000")(command)
+
+    with pytest.raises(ArgumentMismatchError) as raised:
+        build(process, changed=change)
+    found = [line.split(":")[0].strip() for line in str(raised.value).splitlines()[1:]]
+    assert found[:-1] == [
+        "rotary_base", "moe_router_topk", "mtp_num_layers", "hybrid_layer_pattern", "hybrid_layer_pattern",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pattern", "error", "says"),
+    [
+        ("+EMEDEMEDEMM/+-/+-", ArgumentMismatchError, "found layers AEMEAEMEAEMM"),
+        ("+EMEDEMEDEM*/+-/+-", ValueError, "Attention and MLA/DSA in one model"),  # Megatron's own
+        ("+EMEDEMEDEM-/+-/+-", ArgumentMismatchError, "a dense feed-forward layer"),
+        ("+EMEDEMEDEMG/D-/D-", ArgumentMismatchError, "the MTP depth at position 14 is 'D-'"),
+    ],
+)
+def test_patterns_of_other_models(process: Path, pattern: str, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        build(process, changed=put("--hybrid-layer-pattern", pattern))
+
+
+def test_without_anything_that_names_the_model_all_is_missing(process: Path) -> None:
+    """A HybridModel built by hand, with neither a stock script's arguments nor a provider's fields."""
+    from megacpp_mcore.layer_specs.hybrid import NAM56RStack
+
+    config = stock.model_config(words(SMALL, GPT)).transformer
+    with pytest.raises(ArgumentMismatchError, match="hybrid_layer_pattern: not given, expected"):
+        NAM56RStack(config, None, list("+EM"), pg_collection=None)
+
+
+def test_another_mtp_block_is_refused(process: Path) -> None:
+    from megacpp_mcore.layer_specs.hybrid import SharedMTPLayer
+
+    config = stock.model_config(words(SMALL, GPT)).transformer
+    with pytest.raises(ModelError, match=r"the MTP pattern is 'D-'; NAM56R's is '\+-'"):
+        SharedMTPLayer(config, mtp_layer_pattern="D-")
+
+
+def test_the_spec_is_a_module_spec_that_megatron_finds() -> None:
+    """As ``--spec`` looks it up, which asks ``vars`` of the module; the launcher's import has stored it there."""
+    from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+
+    importlib.import_module(HYBRID_SPEC[0]).nam56r_hybrid  # noqa: B018
+    assert isinstance(import_module(HYBRID_SPEC), ModuleSpec)
+
+
+# --- training and checkpoints ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a launch left: the scalars of each step, its checkpoints, its output."""
+
+    steps: dict[int, dict[str, float]]
+    checkpoints: Path
+    output: str
+
+    def tensors(self, step: int) -> dict[str, torch.Tensor]:
+        """Every tensor of a checkpoint, whole: parameters, buffers, Adam's state."""
+        return tensors_in(self.checkpoints / f"iter_{step:07d}")
+
+
+def corpus(folder: Path) -> tuple[str, ...]:
+    """The data arguments of a small dataset: a module of Python itself."""
+    (prefix,) = prepare([argparse.__file__], str(folder / "text"), progress=io.StringIO(), overwrite=True)
+    return ("--data-path", str(prefix), "--split", "100,0,0")
+
+
+def launch(
+    folder: Path, name: str, command: list[str], *options: str, script: Path | None = None, config: Path | None = None
+) -> tuple[dict[int, dict[str, float]], str]:
+    """Run a stock command; returns the scalars of each step, and the output."""
+    steps = folder / f"{name}.steps"
+    options = ("--device", "cpu", "--record-steps", str(steps), *options)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGACPP_CONFIG": str(config or "")}
+    done = subprocess.run(
+        [sys.executable, "-m", "megacpp_mcore", "launch", *options, "--", *([str(script)] if script else []), *command],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-4000:]
+    return {step.step: {**step.losses, "norm": step.grad_norm or 0.0} for step in read_steps(steps)}, output
+
+
+def train(folder: Path, host: str, *extra: str, script: Path | None = None) -> Trained:
+    """nam56r_tiny, four steps, a checkpoint after each."""
+    folder.mkdir()
+    save = ["--ckpt-format", "torch_dist", "--save", str(folder / "saved"), "--save-interval", "1"]
+    steps, output = launch(folder, host, words(TINY, host, *save, *extra, data=corpus(folder)), script=script)
+    return Trained(steps, folder / "saved", output)
+
+
+@pytest.fixture(scope="module")
+def on_gpt(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(tmp_path_factory.mktemp("trained") / "gpt", GPT)
+
+
+@pytest.fixture(scope="module")
+def on_hybrid(on_gpt: Trained, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Steps 3 and 4, from the GPT host's checkpoint of step 2."""
+    load = ["--load", str(on_gpt.checkpoints), "--ckpt-step", "2"]
+    return train(tmp_path_factory.mktemp("trained") / "hybrid", HYBRID, *load)
+
+
+def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert sum("exp_avg" in name for name in one) >= 2
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_checkpoint_of_gptmodel_goes_on_in_hybridmodel(on_gpt: Trained, on_hybrid: Trained) -> None:
+    """Bit for bit, Adam's state and the generators included: losses, gradient norms and what is saved in the end."""
+    assert list(on_gpt.steps) == [1, 2, 3, 4]
+    assert {"lm loss", "mtp_1 loss", "indexer loss", "norm"} <= on_gpt.steps[4].keys()
+    assert on_hybrid.steps == {step: on_gpt.steps[step] for step in (3, 4)}
+    same_tensors(on_gpt.tensors(4), on_hybrid.tensors(4))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_checkpoint_of_hybridmodel_goes_on_in_gptmodel(on_gpt: Trained, on_hybrid: Trained, tmp_path: Path) -> None:
+    back = train(tmp_path / "back", GPT, "--load", str(on_hybrid.checkpoints), "--ckpt-step", "3")
+    assert back.steps == {4: on_gpt.steps[4]}
+    same_tensors(on_gpt.tensors(4), back.tensors(4))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.checkout
+def test_the_stock_script_trains_what_the_gpt_host_trains(on_gpt: Trained, megatron_lm: Path, tmp_path: Path) -> None:
+    """``pretrain_hybrid.py`` as it is, from the same seed; its TFLOP/s are counted for the model, not the pattern."""
+    found = train(tmp_path / "script", HYBRID, script=megatron_lm / "pretrain_hybrid.py")
+    assert found.steps == on_gpt.steps
+    same_tensors(on_gpt.tensors(4), found.tensors(4))
+    assert "building nam56r_tiny on HybridModel, pattern +EMEDEMEDEMG/+-" in found.output
+
+
+STAGED = {"dsa": {"schedule": "-FF"}}
+"""A schedule that is legal in four stages."""
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_in_virtual_pipeline_stages_both_hosts_train_the_same(tmp_path: Path) -> None:
+    """Two processes, two stages each, which the pattern's '|' marks for the one host and an argument for the other."""
+    file = tmp_path / "model.yaml"
+    file.write_text(f"model: nam56r_tiny\noverrides: {STAGED}\n")
+    layout, found = Layout(pipeline=2, virtual=2), []
+    for host in (GPT, HYBRID):
+        command = words(with_overrides(TINY, STAGED), host, "--train-iters", "2", data=corpus(tmp_path), layout=layout)
+        found.append(launch(tmp_path, host, command, "--nproc", "2", config=file)[0])
+    assert found[0] == found[1]
+    assert list(found[0]) == [1, 2]
+
+
+# --- the count of the log ----------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_counted_whole_on_either_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megacpp_mcore.model import flops
+    from megacpp_mcore.patches.hybrid_flops import PATCH
+
+    monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
+    count = PATCH.edits[0].make(lambda args, *_: pytest.fail("stock's count was asked"))
+    for host in (GPT, HYBRID):
+        args = stock.parse(words(TINY, host))
+        args.padded_vocab_size = TINY.vocab_size_padded(1)
+        assert count(args, 2) == flops.step(TINY, 2).total.training
+
+
+# --- the patch checkpoint-hosts ----------------------------------------------------------------------------------------
+
+
+def saved(host: str, **changes: Any) -> SimpleNamespace:
+    """The arguments that a checkpoint of nam56r_tiny holds, as far as they matter."""
+    common = {"num_layers": 12, "mtp_num_layers": 1}
+    placed = [int(letter == "E") for letter in TINY.layers]
+    own: dict[str, dict[str, Any]] = {
+        GPT: {"spec": ["megacpp_mcore", "nam56r"], "moe_layer_freq": placed, "hybrid_layer_pattern": None},
+        HYBRID: {
+            "spec": ["megacpp_mcore", "nam56r_hybrid"],
+            "moe_layer_freq": 1,
+            "hybrid_layer_pattern": hybrid.plan(TINY).text,
+        },
+    }
+    return SimpleNamespace(**(common | own[host] | changes))
+
+
+@pytest.fixture(scope="module")
+def decide() -> Callable[..., Any]:
+    """The replacement, and a stand-in for stock's function that says it was asked."""
+    from megacpp_mcore.patches.checkpoint_hosts import PATCH
+
+    return PATCH.edits[0].make(lambda args, ckpt_args, model: "stock's")
+
+
+def test_either_way_nothing_is_translated(decide: Callable[..., Any]) -> None:
+    assert decide(saved(GPT), saved(HYBRID), []) == (None, False)
+    assert decide(saved(HYBRID), saved(GPT), []) == (None, False)
+    staged = saved(HYBRID, hybrid_layer_pattern="+EMEDE|MEDEMG/+-")
+    assert decide(staged, saved(GPT), []) == decide(saved(GPT), staged, []) == (None, False)
+
+
+@pytest.mark.parametrize(
+    "spec", [None, [], ["local"], ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]]
+)
+def test_other_models_are_stocks_affair(decide: Callable[..., Any], spec: list[str] | None) -> None:
+    for host, other in ((GPT, HYBRID), (HYBRID, GPT)):
+        assert decide(saved(host), saved(other, spec=spec), []) == "stock's"
+        assert decide(saved(host, spec=spec), saved(other), []) == "stock's"
+        assert decide(saved(host), saved(host), []) == "stock's"
+    assert decide(saved(GPT), SimpleNamespace(), []) == "stock's"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"mtp_num_layers": 2}, {"num_layers": 13}, {"moe_layer_freq": 1}, {"moe_layer_freq": [1] + [0] * 11}],
+)
+def test_a_checkpoint_of_another_model_is_refused(decide: Callable[..., Any], changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="the checkpoint, of the gpt host, is of another model"):
+        decide(saved(HYBRID), saved(GPT, **changes), [])
+    with pytest.raises(ModelError, match="the checkpoint, of the hybrid host, is of another model"):
+        decide(saved(GPT, **changes), saved(HYBRID), [])

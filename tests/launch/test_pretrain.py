@@ -1,0 +1,269 @@
+"""Stock Megatron trains on a CPU through the launcher: from the wheel alone, and from an unmodified checkout."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacpp_mcore import cpu
+from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.launch import plan as launch_plan
+from tests.data import test_arguments as test_data_arguments
+from tests.saved import tensors_in
+
+REPOSITORY = Path(__file__).parents[2]
+fim_folder = test_data_arguments.fim_folder
+"""A fixture: the folder of a tokenizer with the tokens of the fill-in-the-middle dataset."""
+
+ITERATIONS = 5
+
+MODEL = {
+    "--num-layers": 2,
+    "--hidden-size": 32,
+    "--num-attention-heads": 2,
+    "--seq-length": 32,
+    "--max-position-embeddings": 32,
+    "--position-embedding-type": "rope",
+    "--rope-type": "rope",
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": 127,
+}
+TRAINING = {
+    "--micro-batch-size": 1,
+    "--global-batch-size": 4,
+    "--train-iters": ITERATIONS,
+    "--lr": 1e-2,
+    "--log-interval": 1,
+    "--eval-iters": 1,
+    "--eval-interval": 100,
+}
+# Stock's local experts know neither the fused GELU nor, on one rank, a bias.
+MOE = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"]
+MOE += ["--no-bias-gelu-fusion", "--disable-bias-linear"]
+BASE = [str(word) for pair in {**MODEL, **TRAINING}.items() for word in pair]
+CPU = [word for words in cpu.REQUIRED_ARGUMENTS for word in words]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The output of a finished training run, and the figures in it."""
+
+    output: str
+
+    @property
+    def figures(self) -> dict[int, tuple[str, ...]]:
+        """Iteration to what was logged for it, losses and gradient norm, as printed."""
+        found = {}
+        for line in self.output.splitlines():
+            if iteration := re.search(r" iteration +(\d+)/", line):
+                found[int(iteration[1])] = tuple(re.findall(r"(?:loss|grad norm): (\S+) \|", line))
+        return found
+
+    @property
+    def losses(self) -> list[float]:
+        """The language-model loss of each iteration."""
+        return [float(loss) for loss in re.findall(r"\| lm loss: (\S+)", self.output)]
+
+
+Train = Callable[..., Run]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    def run(
+        *arguments: str,
+        script: Path | None = None,
+        nproc: int = 1,
+        status: int = 0,
+        allow: Sequence[str] = launch_plan.ALLOWED_SPEC_PREFIXES,
+    ) -> Run:
+        inherited = filter(None, [os.environ.get("PYTHONPATH")])
+        command = [*([str(script)] if script else []), *BASE, *CPU, *arguments]
+        options = f"device='cpu', nproc={nproc}, allowed_spec_prefixes={allow!r}, recording=Recording(off=True)"
+        call = "import sys; from megacpp_mcore.launch.launcher import Recording, launch; "
+        call += f"sys.exit(launch({command!r}, {options}))"
+        done = subprocess.run(
+            [sys.executable, "-c", call],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(tmp_path), *inherited))},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == status, done.stdout[-4000:]
+        return Run(done.stdout)
+
+    return run
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    """The prefix of a real indexed dataset: 64 documents in which each token tells the next."""
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    prefix = tmp_path / "corpus"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(128))
+    for start in range(64):
+        builder.add_document((torch.arange(100) * 3 + start) % 120, [100])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def test_wheel_trains_as_the_checkout_script_does(train: Train, corpus: str, megatron_lm: Path) -> None:
+    data = ["--data-path", corpus, "--split", "8,1,1"]
+    ours = train(*data)
+    stock = train(*data, script=megatron_lm / "pretrain_gpt.py")
+    assert f"script {megatron_lm / 'pretrain_gpt.py'}" in stock.output
+    assert "megacpp_mcore.launch.pretrain" in ours.output
+    assert len(stock.losses) == ITERATIONS
+    assert stock.losses[-1] < stock.losses[0] - 0.3
+    assert ours.figures == stock.figures
+    validation = re.compile(r"validation loss at .*")
+    assert validation.findall(ours.output) == validation.findall(stock.output) != []
+
+
+@pytest.mark.exhaustive
+def test_wheel_trains_as_the_checkout_script_does_in_parallel(train: Train, megatron_lm: Path) -> None:
+    layout = [*MOE, "--mock-data", "--mtp-num-layers", "1", "--num-layers", "4", "--pipeline-model-parallel-size", "2"]
+    layout += ["--num-layers-per-virtual-pipeline-stage", "1"]
+    ours = train(*layout, nproc=2)
+    stock = train(*layout, nproc=2, script=megatron_lm / "pretrain_gpt.py")
+    assert list(stock.figures) == [1, 2, 3, 4, 5]
+    assert all(len(figures) >= 3 for figures in stock.figures.values()), "lm loss, mtp loss and gradient norm"
+    assert ours.figures == stock.figures
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_wheel_fills_in_the_middle_as_the_checkout_script_does(
+    train: Train, fim_folder: Path, tmp_path: Path, megatron_lm: Path
+) -> None:
+    pytest.importorskip(
+        "transformers", reason="transformers, which Megatron's HuggingFaceTokenizer needs, is not installed"
+    )
+    (tmp_path / "text.md").write_text("".join(f"sentence {number} of the text. " for number in range(400)))
+    prepare([str(tmp_path / "text.md")], str(tmp_path / "set"), tokenizer=str(fim_folder))
+    data = ["--data-path", str(tmp_path / "set"), "--split", "100,0,0", "--eval-iters", "0"]
+    data += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(fim_folder)]
+    ours = train(*data, "--fim-data")
+    assert ours.figures == train(*data, "--fim-data", script=megatron_lm / "pretrain_gpt.py").figures
+    assert len(ours.losses) == ITERATIONS
+    assert ours.figures != train(*data).figures
+
+
+@pytest.mark.exhaustive
+def test_tensor_parallel_run_trains(train: Train) -> None:
+    losses = train("--mock-data", "--tensor-model-parallel-size", "2", "--bf16", nproc=2).losses
+    assert len(losses) == ITERATIONS
+    assert losses[-1] < losses[0] - 0.2
+
+
+@pytest.mark.exhaustive
+def test_expert_parallel_run_starts_from_distinct_experts(train: Train, tmp_path: Path) -> None:
+    frozen = ["--lr", "0", "--train-iters", "1", "--eval-iters", "0", "--lr-decay-iters", "1"]
+    save = ["--ckpt-format", "torch_dist", "--save", str(tmp_path / "out"), "--save-interval", "1"]
+    save += ["--use-distributed-optimizer"]
+    train("--mock-data", *MOE, *frozen, *save, "--expert-model-parallel-size", "2", nproc=2)
+    state = tensors_in(tmp_path / "out" / "iter_0000001")
+    experts = state["decoder.layers.mlp.experts.experts.linear_fc1.weight"].flatten(0, 1)
+    assert experts.shape[0] == 2 * 4, "two layers of four experts"
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(experts, 2))
+
+
+@pytest.mark.parametrize("checkpoint_format", ["torch_dist", pytest.param("torch", marks=pytest.mark.exhaustive)])
+def test_resumed_run_repeats_the_uninterrupted_one(train: Train, tmp_path: Path, checkpoint_format: str) -> None:
+    """With dropout on (Megatron's default 0.1), so that every generator state has to come back."""
+    common = ["--mock-data", *MOE, "--ckpt-format", checkpoint_format, "--save-interval", "3"]
+    whole = train(*common, "--save", str(tmp_path / "whole"))
+    resumed = train(*common, "--save", str(tmp_path / "resumed"), "--load", str(tmp_path / "whole"), "--ckpt-step", "3")
+    assert list(resumed.figures) == [4, 5]
+    assert resumed.figures[4] == whole.figures[4]
+    # Megatron's first printed loss after a resume stays in the next line's mean, so 5 is compared without its loss.
+    assert resumed.figures[5][-1] == whole.figures[5][-1]
+    validation = re.compile(r"validation loss at .*")
+    assert validation.findall(resumed.output) == validation.findall(whole.output) != []
+    if checkpoint_format == "torch_dist":
+        last = f"iter_{ITERATIONS:07d}"
+        expected, found = (tensors_in(tmp_path / name / last) for name in ("whole", "resumed"))
+        assert len(expected) > 20
+        assert expected.keys() == found.keys()
+        assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+SPEC = """
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+def block(config):
+    print("the spec was called for", config.transformer.num_layers, "layers")
+    return get_gpt_layer_local_spec()
+"""
+
+
+def test_one_word_spec_is_what_trains(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "our_specs.py").write_text(SPEC)
+    run = train("--mock-data", "--spec", "our_specs.block", allow=["our_specs"])
+    assert "spec our_specs.block | device cpu | world size 1" in run.output
+    assert "the spec was called for 2 layers" in run.output
+    assert len(run.losses) == ITERATIONS
+
+
+def test_spec_that_is_not_allowed_stops_the_run(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "our_specs.py").write_text("print('imported')\n" + SPEC)
+    run = train("--mock-data", "--spec", "our_specs.block", status=1)
+    assert "SpecImportError" in run.output
+    assert "imported\n" not in run.output
+    assert run.losses == []
+
+
+def test_spec_that_cannot_be_imported_stops_the_run(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "our_specs.py").write_text("import no_such_module_at_all\n" + SPEC)
+    run = train("--mock-data", "--spec", "our_specs.block", allow=["our_specs"], status=1)
+    assert "SpecImportError" in run.output
+    assert "No module named 'no_such_module_at_all'" in run.output
+    assert run.losses == []
+
+
+def test_refused_arguments_are_named() -> None:
+    from megacpp_mcore.launch import pretrain
+
+    asked: dict[str, Any] = {"sft": True, "hybrid_context_parallel": True, "logits_load_dir": None}
+    with pytest.raises(LaunchError, match="--sft, --hybrid-context-parallel") as raised:
+        pretrain.refuse_unsupported(Namespace(**asked))
+    assert "--logits-load-dir" not in str(raised.value)
+    plain: dict[str, Any] = {"sft": False, "fim_data": False, "mock_data": False, "hybrid_layer_pattern": None}
+    plain |= {"dataloader_inter_document_masking": False, "overlap_moe_expert_parallel_comm": False}
+    pretrain.refuse_unsupported(Namespace(**plain))
+    for changes, says in (
+        ({"fim_data": True, "mock_data": True}, "--fim-data was given with --mock-data"),
+        ({"fim_data": True, "hybrid_layer_pattern": "M"}, "--fim-data was given with --hybrid-layer-pattern"),
+        (
+            {"overlap_moe_expert_parallel_comm": True, "dataloader_inter_document_masking": True},
+            "not told where documents",
+        ),
+        ({"overlap_moe_expert_parallel_comm": True, "hybrid_layer_pattern": "M"}, "is for GPTModel"),
+    ):
+        with pytest.raises(LaunchError, match=says):
+            pretrain.refuse_unsupported(Namespace(**plain | changes))
+
+
+def test_refused_arguments_exist_upstream() -> None:
+    """A renamed argument would be let through in silence."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megacpp_mcore.launch import pretrain
+
+    known = {action.dest for action in add_megatron_arguments(ArgumentParser())._actions}
+    assert pretrain.UNSUPPORTED.keys() <= known

@@ -1,0 +1,207 @@
+"""What trains a DSA indexer: the attention of the layers it serves, against the same written out by hand.
+
+Three sparse layers of nam56r_tiny, one Full and two Shared (layers 1, 5 and 9), two micro-batches.
+Legend: S queries and keys, B batch, H heads, K absorbed width, N selected keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.model import OWN, SERVED, preset
+from megacpp_mcore.ops.indexer.training import TargetSum
+from tests import stock
+
+S, B, TOPK = 32, 2, 8
+COEFFICIENT = 0.1
+FULL, SHARED = 1, (5, 9)
+
+
+def full(method: str, layers: int) -> tuple[str, ...]:
+    return ("--recompute-granularity", "full", "--recompute-method", method, "--recompute-num-layers", str(layers))
+
+
+def selective(module: str) -> tuple[str, ...]:
+    return ("--recompute-granularity", "selective", "--recompute-modules", module)
+
+
+RECOMPUTE = {
+    "none": (),
+    "core_attn": selective("core_attn"),
+    "mla_up_proj": selective("mla_up_proj"),
+    "every layer": full("uniform", 1),
+    "three layers a checkpoint": full("uniform", 3),
+    "the Full layer alone": full("block", 1),
+    "the Full and one Shared layer": full("block", 5),
+}
+
+
+@pytest.fixture(scope="module")
+def make(process: Path) -> Callable[..., Any]:
+    """Builds equal models with every weight away from its initial value."""
+
+    def build(distill: str, *words: str, schedule: str = "FSS") -> Any:
+        dsa = {"topk": TOPK, "schedule": schedule, "loss_coeff": COEFFICIENT, "distill": distill}
+        overrides = {"seq_length": S, "dsa": dsa, "mtp": {"depth": 0}}
+        model = stock.build(overrides, preset("nam56r_tiny"), process, *words)
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        stock.loss_scale(1.0)
+        return model.train()
+
+    return build
+
+
+def core(model: Any, number: int) -> Any:
+    return model.decoder.layers[number - 1].self_attention.core_attention
+
+
+def watch(model: Any) -> dict[int, list[dict[str, Any]]]:
+    """What every sparse layer's core attention is given from now on, in the order of its runs."""
+    given: dict[int, list[dict[str, Any]]] = {number: [] for number in (FULL, *SHARED)}
+    for number, runs in given.items():
+
+        def note(_: Any, args: Any, kwargs: Any, runs: list[dict[str, Any]] = runs) -> None:
+            runs.append({"query": args[0].detach(), "key": args[1].detach(), "x": kwargs["x"], "qr": kwargs["qr"]})
+
+        core(model, number).register_forward_pre_hook(note, with_kwargs=True)
+    return given
+
+
+def watch_op(module: Any, backend: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments that an op of ``module`` is given from now on."""
+    resolution, calls = getattr(module, backend), []
+
+    def run(*args: Any, **options: Any) -> Any:
+        calls.append((args, options))
+        return resolution.fn(*args, **options)
+
+    setattr(module, backend, dataclasses.replace(resolution, fn=run))
+    return calls
+
+
+def in_flight(model: Any) -> None:
+    """Forward, forward, backward, backward, as a pipeline's first stage does."""
+    from megatron.core.pipeline_parallel.schedules import custom_backward
+
+    tokens = torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(3))
+    mask = ~torch.ones(S, S, dtype=torch.bool).tril()[None, None]
+    losses = []
+    for batch in (tokens, tokens.flip(1)):
+        losses.append(model(batch[:, :-1], torch.arange(S).expand(B, S), mask, labels=batch[:, 1:]).mean())
+    for loss in losses:
+        custom_backward(loss, None)
+
+
+def probabilities(given: dict[str, Any], scale: float, index_BSN: torch.Tensor) -> torch.Tensor:
+    """The L1-normalised attention of a layer over the selected keys, every other key masked; in float64."""
+    score_BHST = torch.einsum("sbhk,tbk->bhst", given["query"].double(), given["key"].squeeze(2).double()) * scale
+    chosen_BST = torch.zeros(B, S, S + 1, dtype=torch.bool)
+    chosen_BST.scatter_(2, torch.where(index_BSN < 0, S, index_BSN).long(), True)
+    p_BST = score_BHST.masked_fill(~chosen_BST[:, None, :, :S], -torch.inf).softmax(-1).sum(1)
+    return p_BST / p_BST.sum(-1, keepdim=True)
+
+
+def by_hand(
+    model: Any, given: dict[int, list[dict[str, Any]]], selected: list[torch.Tensor], layers: tuple[int, ...]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The loss of the two micro-batches and the gradients of the indexer's parameters, with all keys written out."""
+    full = core(model, FULL)
+    total = torch.zeros((), dtype=torch.float64)
+    for micro_batch, index_BSN in enumerate(selected):
+        p_BST = sum(probabilities(given[number][micro_batch], full.softmax_scale, index_BSN) for number in layers)
+        p_BST = p_BST / len(layers)
+        of_full = given[FULL][micro_batch]
+        with torch.enable_grad():
+            q, k, w = full.indexer.forward_before_topk(of_full["x"].detach(), of_full["qr"].detach())
+            score_BST = torch.einsum("sbh,sbht->bst", w, torch.einsum("sbhd,tbd->sbht", q, k).relu()).double()
+            log_q = score_BST.masked_fill(p_BST == 0, -torch.inf).log_softmax(-1).masked_fill(p_BST == 0, 0.0)
+            total = total + (torch.xlogy(p_BST, p_BST) - p_BST * log_q).sum(-1).mean()
+    return total.detach(), list(torch.autograd.grad(COEFFICIENT * total, list(full.indexer.parameters())))
+
+
+def far_apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest relative difference of two lists of gradients."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((one.double() - other.double()).norm() / other.double().norm()) for one, other in pairs)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("distill", [OWN, SERVED])
+def test_the_indexer_learns_the_mean_attention_of_the_layers_it_serves(
+    make: Callable[..., Any], distill: str, recompute: str
+) -> None:
+    """Gradient and logged loss, with two micro-batches in flight; and nothing is selected twice."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    model = make(distill, *RECOMPUTE[recompute])
+    given, calls = watch(model), watch_op(core(model, FULL), "select_backend")
+    attended = watch_op(core(model, FULL), "backend")
+    DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
+    in_flight(model)
+    assert len(calls) == 2
+    selected = [args[2] for args, _ in attended[:2]]
+    layers = (FULL, *SHARED) if distill == SERVED else (FULL,)
+    loss, expected = by_hand(model, given, selected, layers)
+    found = [parameter.grad for parameter in core(model, FULL).indexer.parameters()]
+    assert far_apart(found, expected) < 2e-5
+    other = (FULL,) if distill == SERVED else (FULL, *SHARED)
+    assert far_apart(by_hand(model, given, selected, other)[1], expected) > 0.05, "the two would look alike"
+    logged = DSAIndexerLossLoggingHelper.tracker["values"]
+    assert torch.count_nonzero(logged) == 1
+    torch.testing.assert_close(logged[FULL - 1].double(), COEFFICIENT * loss, rtol=1e-5, atol=0)
+
+
+def test_two_full_layers_learn_from_their_own_shared_layers(make: Callable[..., Any]) -> None:
+    """F F S: the first serves itself alone, under either word; the second learns from two layers under ``served``."""
+    found = {}
+    for distill in (OWN, SERVED):
+        model = make(distill, schedule="FFS")
+        in_flight(model)
+        found[distill] = {
+            number: [parameter.grad for parameter in core(model, number).indexer.parameters()] for number in (1, 5)
+        }
+    assert all(torch.equal(one, other) for one, other in zip(found[OWN][1], found[SERVED][1], strict=True))
+    assert far_apart(found[OWN][5], found[SERVED][5]) > 0.05
+
+
+def test_nothing_but_the_indexer_depends_on_whom_it_learns_from(make: Callable[..., Any]) -> None:
+    """Not a bit of any other gradient, which the loss does not reach."""
+    gradients = []
+    for distill in (OWN, SERVED):
+        model = make(distill)
+        in_flight(model)
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]) != (".indexer." in name), name
+
+
+@pytest.mark.parametrize("distill", [OWN, SERVED])
+def test_layers_that_nobody_learns_from_are_asked_for_no_target(make: Callable[..., Any], distill: str) -> None:
+    model = make(distill)
+    attended = {number: watch_op(core(model, number), "backend") for number in (FULL, *SHARED)}
+    in_flight(model)
+    sinks = {number: [options["sink"] for _, options in calls] for number, calls in attended.items()}
+    assert all(isinstance(sink, TargetSum) for sink in sinks[FULL])
+    assert sinks[FULL][0] is not sinks[FULL][1], "one for each micro-batch"
+    for number in SHARED:
+        assert sinks[number] == (sinks[FULL] if distill == SERVED else [None, None])
+    in_flight(model.eval())
+    assert all(calls[-1][1]["sink"] is None for calls in attended.values())
+
+
+def test_an_incomplete_sum_is_refused(make: Callable[..., Any]) -> None:
+    """Rather than to train on the attention of some of the layers."""
+    model = make(SERVED)
+    core(model, SHARED[1]).serves = False
+    with pytest.raises(ModelError, match="2 layers have left their attention for the indexer's loss, expected 3"):
+        in_flight(model)

@@ -1,0 +1,399 @@
+"""Documents of one row in a whole model, told by packed sequences or by Megatron's mask, and what is refused.
+
+Shape legend: S sequence, B batch, D hidden, K MTP depths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megacpp_mcore.errors import DataError, ModelError
+from megacpp_mcore.model import preset
+from megacpp_mcore.ops.testing import assert_parity
+from tests import stock
+from tests.e2e import test_hybrid_host
+from tests.host_reads import host_reads
+
+S, D, EOD = 32, 128, 256
+LENGTHS = [5, 1, 14, 12]
+FAMILIES = {"A": 1, "F": 5, "M": 3, "R": 12}
+RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+
+
+@pytest.fixture(scope="module")
+def make(process: Path) -> Callable[..., Any]:
+    """Builds equal models whose gradients are of the language model's loss alone: the others are means over a row."""
+
+    def build(*words: str, mtp_depth: int = 0) -> Any:
+        overrides = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": mtp_depth}}
+        model = stock.build(overrides, preset("nam56r_tiny"), process, *words)
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        for layer in model.decoder.layers:  # every layer has a configuration of its own where its checkpoint differs
+            layer.config.dsa_indexer_loss_coeff = 0.0
+            layer.config.moe_aux_loss_coeff = layer.config.moe_z_loss_coeff = 0.0
+        stock.loss_scale(1.0)
+        return model.train()
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def plain(make: Callable[..., Any]) -> Any:
+    return make()
+
+
+def draw_tokens(seed: int = 3) -> torch.Tensor:
+    """``[1, S + 1]``; the documents of LENGTHS, each with an end."""
+    tokens = torch.randint(0, 256, (1, S + 1), generator=torch.Generator().manual_seed(seed))
+    tokens[:, torch.tensor(LENGTHS).cumsum(0) - 1] = EOD
+    return tokens
+
+
+def masked(tokens: torch.Tensor) -> dict[str, Any]:
+    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+
+    mask, _, positions = _get_ltor_masks_and_position_ids(tokens[0, :-1], EOD, True, True, True, True)
+    return {"attention_mask": mask[None], "position_ids": positions[None]}
+
+
+def packed(tokens: torch.Tensor) -> dict[str, Any]:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    longest = max(LENGTHS)
+    parameters = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        tokens_per_sample=S,
+    )
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    return {"attention_mask": None, "position_ids": positions, "packed_seq_params": parameters}
+
+
+WAYS = {"masked": masked, "packed": packed}
+
+
+def losses(model: Any, tokens: torch.Tensor, **told: Any) -> torch.Tensor:
+    """The loss of each token ``[1, S]``; without ``told`` the row is one document."""
+    rows = tokens.shape[1] - 1
+    told = {"position_ids": torch.arange(rows)[None], "attention_mask": None} | told
+    return model(tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(1, rows), **told)
+
+
+def alone(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The same losses, one call a document."""
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
+    parts = [losses(model, tokens[:, a : b + 1]) for a, b in itertools.pairwise(ends)]
+    return torch.cat(parts, dim=1)
+
+
+def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    from megatron.core.pipeline_parallel.schedules import custom_backward
+
+    model.zero_grad()
+    custom_backward(loss, None)  # while Tensor.backward runs, the CPU lane's device mode is off
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_documents_of_a_row_are_as_if_each_were_alone(plain: Any, way: str) -> None:
+    tokens = draw_tokens()
+    found, truth = losses(plain, tokens, **WAYS[way](tokens)), alone(plain, tokens)
+    torch.testing.assert_close(found, truth, rtol=2e-5, atol=0)
+    as_one = losses(plain, tokens)
+    assert float((as_one - truth)[:, LENGTHS[0] :].abs().max()) > 1e-2
+    weights = torch.randn(1, S, generator=torch.Generator().manual_seed(1))
+    mine, theirs = (gradients(plain, (each * weights).sum()) for each in (found, alone(plain, tokens)))
+    assert mine.keys() == theirs.keys()
+    for name, truth in theirs.items():
+        scale = float(truth.abs().max())
+        torch.testing.assert_close(mine[name], truth, rtol=1e-3, atol=1e-4 * scale, msg=lambda t, n=name: f"{n}: {t}")
+
+
+@pytest.mark.parametrize("way", [None, *WAYS])
+def test_a_document_does_not_depend_on_the_one_before(plain: Any, way: str | None) -> None:
+    tokens, other = draw_tokens(), draw_tokens(4)
+    first = sum(LENGTHS[:3])
+    other[:, first:] = tokens[:, first:]
+    with torch.no_grad():
+        before, after = (losses(plain, each, **(WAYS[way](each) if way else {})) for each in (tokens, other))
+    difference = float(
+        ((before - after) / before)[:, first:].abs().max()
+    )  # experts have other numbers of rows: other rounding
+    assert (difference < 1e-5) if way else (difference > 1e-3)
+
+
+def test_full_recompute_tells_documents_apart_too(make: Callable[..., Any], plain: Any) -> None:
+    tokens = draw_tokens()
+    truth, found = (
+        gradients(model, losses(model, tokens, **packed(tokens)).sum()) for model in (plain, make(*RECOMPUTE))
+    )
+    assert truth.keys() == found.keys()
+    for name, tensor in truth.items():
+        assert_parity(found[name], tensor, rms=1e-4, name=name)
+
+
+def test_both_hosts_tell_packed_documents_apart(process: Path) -> None:
+    gpt, hybrid = test_hybrid_host.build_gpt(process), test_hybrid_host.build(process)
+    stock.loss_scale(1.0)
+    tokens = draw_tokens()
+    with torch.no_grad():
+        found = [losses(model, tokens, **packed(tokens)) for model in (gpt, hybrid)]
+        assert torch.equal(*found)
+        assert not torch.allclose(found[0], losses(gpt, tokens), atol=1e-4)
+
+
+# --- what it costs -----------------------------------------------------------------------------------------------------
+
+
+def reset_by(script: bool | None) -> Any:
+    """A stock script with or without ``--reset-attention-mask``; None: no stock script runs."""
+    arguments = None if script is None else SimpleNamespace(reset_attention_mask=script)
+    return mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments)
+
+
+def reads_of(model: Any, **told: Any) -> dict[str, int]:
+    with host_reads() as counts:
+        losses(model, draw_tokens(), **told)
+    return dict(counts)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_packed_documents_make_nobody_wait(make: Callable[..., Any], depth: int) -> None:
+    """The forward pass reads what it reads of one document: how many tokens go to each expert."""
+    model = make(mtp_depth=depth)
+    without, with_documents = reads_of(model), reads_of(model, **packed(draw_tokens()))
+    assert without.keys() == {"sort_chunks_by_idxs", "forward"}
+    assert with_documents == without
+
+
+def test_masks_make_nobody_wait_but_the_first(make: Callable[..., Any]) -> None:
+    model = make()
+    without, told = reads_of(model), (masked(draw_tokens()) for _ in range(2))
+    with reset_by(True):
+        first, second = (reads_of(model, **each) for each in told)
+    assert first == without | {"seq_idx_from_mask": 1}
+    assert second == without
+    with reset_by(None):  # whether this one has documents only its entries say
+        assert reads_of(model, **masked(draw_tokens())) == without | {"seq_idx_from_mask": 1, "_masked_documents": 1}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("words", [(), RECOMPUTE], ids=["", "full recompute"])
+def test_documents_are_made_once_a_micro_batch(make: Callable[..., Any], way: str, words: tuple[str, ...]) -> None:
+    """By the first layer that asks, in the forward pass; a recomputed layer is given copies of its tensors."""
+    model, tokens = make(*words), draw_tokens()
+    maker = {"masked": "seq_idx_from_mask", "packed": "seq_idx_from_cu_seqlens"}[way]
+    made = mock.Mock(wraps=getattr(layer_documents(), maker))
+    with mock.patch.object(layer_documents(), maker, made):
+        for micro_batch in (1, 2):
+            gradients(model, losses(model, tokens, **WAYS[way](tokens)).sum())
+            assert made.call_count == micro_batch
+
+
+def layer_documents() -> Any:
+    from megacpp_mcore.layer_specs import documents
+
+    return documents
+
+
+def test_a_mask_is_checked_after_the_first_one_too(make: Callable[..., Any]) -> None:
+    model, tokens = make(), draw_tokens()
+    with reset_by(True):
+        losses(model, tokens, **masked(tokens))
+        wrong = masked(tokens)
+        wrong["attention_mask"][0, 0, 9, 7] ^= True
+        with pytest.raises(ModelError, match=r"attention_mask\[0, 0, 9, 7\] is masked"):
+            losses(model, tokens, **wrong)
+
+
+def test_a_mask_that_is_written_to_is_read_anew(plain: Any) -> None:
+    """A buffer that holds one micro-batch's mask after the other."""
+    tokens, other = draw_tokens(), draw_tokens().clamp(max=255)
+    told = masked(tokens)
+    with torch.no_grad():
+        before = losses(plain, tokens, **told)
+        told["attention_mask"].copy_(masked(other)["attention_mask"])
+        after = losses(plain, tokens, **told)
+        assert torch.equal(after, losses(plain, tokens, **masked(other)))
+    assert not torch.allclose(before, after, atol=1e-3)
+
+
+def test_a_mask_with_documents_of_a_run_that_has_none_is_refused(make: Callable[..., Any]) -> None:
+    model, tokens = make(), draw_tokens()
+    no_end = tokens.clamp(max=255)
+    with reset_by(False):
+        assert torch.equal(losses(model, no_end, **masked(no_end)), losses(model, no_end))
+        for _ in range(2):  # one that the host reads, one that it does not
+            with pytest.raises(ModelError, match="which the run did not say; pass --reset-attention-mask"):
+                losses(model, tokens, **masked(tokens))
+
+
+def test_more_documents_than_the_run_allows_are_an_error_of_the_data(make: Callable[..., Any]) -> None:
+    model, tokens = make(), draw_tokens()
+    model.decoder.layers[0].config.max_documents = 3
+    message = f"packed 4 documents into a row of {S} tokens, expected at most 3: .*write max_documents: 4 into"
+    with pytest.raises(DataError, match=message):
+        losses(model, tokens, **packed(tokens))
+    model.decoder.layers[0].config.max_documents = 4
+    losses(model, tokens, **packed(tokens))
+
+
+class TestMultiTokenPrediction:
+    @pytest.fixture(scope="class")
+    def predicting(self, make: Callable[..., Any]) -> Any:
+        return make(mtp_depth=2)
+
+    def hidden(self, model: Any, tokens: torch.Tensor, **told: Any) -> torch.Tensor:
+        """The states of trunk and depths that the losses are of: ``[1 + K, S, D]``."""
+        seen: list[torch.Tensor] = []
+        handle = model.mtp.register_forward_hook(lambda _, __, output: seen.append(output.detach()))
+        try:
+            losses(model, tokens, **told)
+        finally:
+            handle.remove()
+        return seen[0].squeeze(1).unflatten(0, (3, -1))
+
+    def test_packed_documents_do_not_see_the_next_ones_tokens(self, predicting: Any) -> None:
+        """Every depth embeds a later token: at a document's end none of the next document's."""
+        tokens = draw_tokens()
+        found = self.hidden(predicting, tokens, **packed(tokens))
+        start = 0
+        for length in LENGTHS:
+            # One document, told to be packed, so that what follows its last token is nothing in both.
+            cut = {"position_ids": torch.arange(length)[None]}
+            part = self.hidden(predicting, tokens[:, start : start + length + 1], **cut)
+            torch.testing.assert_close(found[:, start : start + length], part, rtol=1e-4, atol=1e-4)
+            start += length
+
+    def test_a_mask_that_it_would_not_read_is_refused(self, predicting: Any) -> None:
+        tokens = draw_tokens()
+        with pytest.raises(ModelError, match=r"multi-token prediction does not read it.*inter-document-masking"):
+            losses(predicting, tokens, **masked(tokens))
+        no_end = tokens.clamp(max=255)
+        assert losses(predicting, no_end, **masked(no_end)).isfinite().all()  # a causal mask says nothing of documents
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------------
+
+BAD_PACKS: dict[str, tuple[dict[str, Any], str]] = {
+    "another layout": ({"qkv_format": "sbhd"}, "qkv_format 'sbhd'.*expected 'thd'"),
+    "no lengths": ({"cu_seqlens_q": None}, "no cu_seqlens_q"),
+    "context parallelism": ({"local_cp_size": 2}, "cut over 2 context-parallel ranks"),
+    "other keys": ({"cu_seqlens_kv": torch.tensor([0, S])}, "4 packed sequences of queries and 1 of keys"),
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("change", "message"), BAD_PACKS.values(), ids=BAD_PACKS.keys())
+def test_packed_sequences_of_another_kind_are_refused(
+    plain: Any, kind: str, change: dict[str, Any], message: str
+) -> None:
+    mixer = plain.decoder.layers[FAMILIES[kind] - 1].self_attention
+    parameters = dataclasses.replace(packed(draw_tokens())["packed_seq_params"], **change)
+    with pytest.raises(ModelError, match=f"layer {FAMILIES[kind]}: .*{message}"):
+        mixer(torch.zeros(S, 1, D), None, packed_seq_params=parameters)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_packed_batch_of_several_rows_is_refused(plain: Any, kind: str) -> None:
+    mixer = plain.decoder.layers[FAMILIES[kind] - 1].self_attention
+    with pytest.raises(ModelError, match="a batch of 2; expected 'thd'"):
+        mixer(torch.zeros(S, 2, D), None, packed_seq_params=packed(draw_tokens())["packed_seq_params"])
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_mask_that_a_state_cannot_follow_is_refused(plain: Any, kind: str) -> None:
+    mixer = plain.decoder.layers[FAMILIES[kind] - 1].self_attention
+    sliding_window = ~torch.ones(S, S, dtype=torch.bool).tril().triu(-4)[None, None]
+    with pytest.raises(ModelError, match="is masked, which neither causality nor documents explain"):
+        mixer(torch.zeros(S, 1, D), sliding_window)
+
+
+GIVEN = {
+    "reset_attention_mask": True,
+    "dataloader_inter_document_masking": False,
+    "create_attention_mask_in_dataloader": True,
+    "micro_batch_size": 1,
+}
+ONE_CHUNK = {
+    **{"mtp_num_layers": None, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None},
+    **{"moe_router_load_balancing_type": "seq_aux_loss", "num_moe_experts": 4, "sequence_parallel": False},
+    "variable_seq_lengths": False,
+}
+BAD_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no mask": ({"create_attention_mask_in_dataloader": False}, {}, "Megatron makes no mask and documents would see"),
+    "MTP": ({}, {"mtp_num_layers": 2}, "multi-token prediction does not read it"),
+    "three stages": ({}, {"pipeline_model_parallel_size": 3}, "of 3 pipeline chunks"),
+    "virtual stages": (
+        {},
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        "of 4 pipeline chunks",
+    ),
+}
+
+
+def check(given: dict[str, Any] | None, configured: dict[str, Any]) -> None:
+    from megacpp_mcore.layer_specs.documents import check_run
+
+    arguments = None if given is None else SimpleNamespace(**(GIVEN | given))
+    configuration: Any = SimpleNamespace(**(ONE_CHUNK | configured))
+    with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments):
+        check_run(configuration)
+
+
+@pytest.mark.parametrize(("given", "configured", "message"), BAD_RUNS.values(), ids=BAD_RUNS.keys())
+def test_runs_that_would_not_keep_documents_apart_are_refused(
+    given: dict[str, Any], configured: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=f"{message}.*pass --dataloader-inter-document-masking instead"):
+        check(given, configured)
+    check(None, configured)  # no stock script, nothing to ask
+    check(given | {"reset_attention_mask": False}, configured)
+    check(given | {"dataloader_inter_document_masking": True}, configured)
+
+
+PACKED = {"dataloader_inter_document_masking": True, "micro_batch_size": 2}
+CUT = {"sequence_parallel": True, "num_moe_experts": 4, "moe_router_load_balancing_type": "seq_aux_loss"}
+
+
+def test_packed_samples_that_would_be_mixed_up_are_refused() -> None:
+    stages = {"pipeline_model_parallel_size": 2}
+    with pytest.raises(ModelError, match="in the shape of unpacked ones, mixing them up; pass --micro-batch-size 1"):
+        check(PACKED, stages)
+    check(PACKED | {"micro_batch_size": 1}, stages)
+    check(PACKED, stages | {"variable_seq_lengths": True})
+
+
+def test_packed_samples_that_would_be_balanced_together_are_refused() -> None:
+    message = "packs the 2 samples of a micro-batch .*balances experts over all samples.*pass --micro-batch-size 1"
+    for balanced in ("seq_aux_loss", ["aux_loss", "seq_aux_loss"]):
+        with pytest.raises(ModelError, match=message):
+            check(PACKED, CUT | {"moe_router_load_balancing_type": balanced})
+    check(PACKED | {"micro_batch_size": 1}, CUT)
+    for change in (
+        {"sequence_parallel": False},
+        {"num_moe_experts": None},
+        {"moe_router_load_balancing_type": "aux_loss"},
+    ):
+        check(PACKED, CUT | change)
+
+
+def test_runs_of_up_to_two_chunks_may_mask() -> None:
+    check({}, {})
+    check({}, {"pipeline_model_parallel_size": 2})

@@ -1,0 +1,860 @@
+"""The layers of the four families as stock Megatron builds them: what they compute, what they leak, what trains them.
+
+Shape legend: S sequence, B batch, D hidden, H heads, P head dim, V value dim, N selected keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megacpp_mcore import patches
+from megacpp_mcore.errors import ArgumentMismatchError, ModelError
+from megacpp_mcore.model import Model, preset, with_overrides
+from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
+from megacpp_mcore.ops.testing import assert_parity
+from tests import stock
+
+S, B, D = 32, 2, 128
+OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
+FAMILIES = {"A": 1, "F": 5, "S": 9, "M": 3, "R": 12, "E": 2}
+"""A layer of each family of nam56r_tiny, by its number."""
+
+
+@pytest.fixture(scope="module")
+def definition() -> Model:
+    return with_overrides(preset("nam56r_tiny"), OVERRIDES)
+
+
+@pytest.fixture(scope="module")
+def built(process: Path) -> Any:
+    return stock.build(OVERRIDES, preset("nam56r_tiny"), process)
+
+
+@pytest.fixture(scope="module")
+def make(process: Path) -> Callable[..., Any]:
+    """Builds equal models with every weight away from its initial value (ones, zeros, identities hide mistakes)."""
+
+    def build(*words: str, mtp_depth: int = 2) -> Any:
+        overrides = {**OVERRIDES, "mtp": {"depth": mtp_depth}}
+        model = stock.build(overrides, preset("nam56r_tiny"), process, *words)
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        stock.loss_scale(1.0)
+        return model.train()
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def still(make: Callable[[], Any]) -> Any:
+    """For tests that change nothing in it."""
+    return make()
+
+
+@pytest.fixture
+def model(make: Callable[[], Any]) -> Any:
+    """For tests that do."""
+    return make()
+
+
+def draw_tokens() -> torch.Tensor:
+    return torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return draw_tokens()
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def causal_mask() -> torch.Tensor:
+    return ~torch.ones(S, S, dtype=torch.bool).tril()[None, None]
+
+
+def layer(model: Any, number: int) -> Any:
+    return model.decoder.layers[number - 1]
+
+
+def run(model: Any, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    """Losses ``[B, S]`` of one micro-batch."""
+    positions = torch.arange(S).expand(B, S)
+    labels = tokens[:, 1:] if labels is None else labels
+    return model(tokens[:, :-1], positions, causal_mask(), labels=labels, loss_mask=torch.ones(B, S))
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor | None]:
+    return {
+        name: None if parameter.grad is None else parameter.grad.clone() for name, parameter in model.named_parameters()
+    }
+
+
+def close(found: torch.Tensor, truth: torch.Tensor, tolerance: float = 3e-6) -> None:
+    """RMS ratio of the worst row, as the parity tests have it."""
+    error = (found.double() - truth.double()).square().mean(-1).sqrt()
+    scale = truth.double().square().mean(-1).sqrt().clamp_min(1e-3 * truth.double().square().mean().sqrt())
+    assert float((error / scale).max()) < tolerance
+
+
+def weights_by_part(mixer: Any) -> dict[str, torch.Tensor]:
+    """The rows of a mixer's input projection by what they mean, in float64."""
+    projection = mixer.in_proj
+    rows = projection.weight.detach().double()
+    return {slot.part.name: rows[slot.start : slot.start + slot.rows] for slot in projection.slots}
+
+
+# --- what the mixers compute -------------------------------------------------------------------------------------------
+
+
+def test_mamba3_mixer_is_its_reference_composed_by_hand(still: Any, definition: Model) -> None:
+    from megacpp_mcore.ops.mamba3 import reference
+
+    mixer, ssm, heads = layer(still, FAMILIES["M"]).self_attention, definition.mamba3, definition.mamba_heads
+    p = {name: parameter.detach().double() for name, parameter in mixer.named_parameters()}
+    x_SBD = random(S, B, D)
+    x_BSD = x_SBD.double().transpose(0, 1)
+    columns = ssm.mimo_rank * ssm.state
+    projected = {name: x_BSD @ rows.T for name, rows in weights_by_part(mixer).items()}
+    x, z = (projected[name].unflatten(-1, (heads, ssm.head_dim)) for name in "xz")
+    dt, decay, trap = (projected[name] for name in ("dt", "A", "trap"))
+    rotated = []
+    decay, step, trap = reference.mamba3_decay_and_gates(dt, decay, trap, p["dt_bias"], A_floor=ssm.a_floor)
+    theta = reference.mamba3_angles(projected["angles"], step)
+    by_head_and_rank = (heads, ssm.mimo_rank, -1)
+    for part, name in (("B", "b"), ("C", "c")):
+        by_head = []
+        for h in range(heads):
+            first = h // (heads // ssm.groups) * columns
+            raw = projected[part][..., first : first + columns].unflatten(-1, (ssm.mimo_rank, ssm.state))
+            normed = raw / (raw.square().mean(-1, keepdim=True) + definition.norm_eps).sqrt() * p[f"{name}_norm_weight"]
+            by_head.append(normed + p[f"{name}_bias"].view(by_head_and_rank)[h])
+        rotated.append(reference.mamba3_rotate(torch.stack(by_head, 3), theta, pairing="half"))
+    mimo_x, mimo_z, mimo_o = (p[f"mimo_{name}"].view(by_head_and_rank) for name in "xzo")
+    y, _ = reference.mamba3_scan_sequential(x, *rotated, decay, step, trap, mimo_x_HRP=mimo_x)
+    mixed = torch.zeros_like(x)
+    for r in range(ssm.mimo_rank):
+        skipped = y[:, :, r] + p["D"][:, None] * x * mimo_x[:, r]
+        mixed += skipped * torch.nn.functional.silu(z * mimo_z[:, r]) * mimo_o[:, r]
+    mixed = mixed / (mixed.square().mean(-1, keepdim=True) + definition.norm_eps).sqrt()
+    truth = (mixed.flatten(2) * p["out_norm_weight"]) @ p["out_proj.weight"].T
+    found, bias = mixer(x_SBD)
+    assert bias is None
+    close(found.transpose(0, 1), truth)
+
+
+def test_m2rnn_mixer_is_its_reference_composed_by_hand(still: Any, definition: Model) -> None:
+    from megacpp_mcore.ops.m2rnn import reference
+
+    mixer, rnn, heads = layer(still, FAMILIES["R"]).self_attention, definition.m2rnn, definition.recurrent_heads
+    p = {name: parameter.detach().double() for name, parameter in mixer.named_parameters()}
+    x_SBD = random(S, B, D)
+    x_BSD = x_SBD.double().transpose(0, 1)
+    projected = {name: x_BSD @ rows.T for name, rows in weights_by_part(mixer).items()}
+    gate, forget = projected["g"], projected["f"]
+
+    def convolved(channels: torch.Tensor, name: str) -> torch.Tensor:
+        result = p[f"{name}_conv_bias"].expand_as(channels).clone()
+        for back in range(rnn.conv_kernel):  # the last tap is the present token's
+            shifted = torch.cat([torch.zeros_like(channels[:, :back]), channels[:, : S - back]], 1)
+            result += shifted * p[f"{name}_conv_weight"][:, rnn.conv_kernel - 1 - back]
+        return result * torch.sigmoid(result)
+
+    qk, v = convolved(torch.cat((projected["q"], projected["k"]), -1), "qk"), convolved(projected["v"], "v")
+    f = torch.exp(-torch.exp(p["A_log"]) * torch.nn.functional.softplus(forget + p["dt_bias"]))
+    v_BSHV = v.unflatten(-1, (heads, rnn.value_dim))
+    q, k = qk[..., : rnn.key_dim], qk[..., rnn.key_dim :]
+    W = p["W"].view(heads, rnn.value_dim, rnn.value_dim)
+    y, _ = reference.m2rnn_sequential(q.unsqueeze(2), k.unsqueeze(2), v_BSHV, W, f)
+    gated = (y + p["D"].view(v_BSHV.shape[-2:]) * v_BSHV).flatten(2) * gate * torch.sigmoid(gate)
+    normed = gated / (gated.square().mean(-1, keepdim=True) + definition.norm_eps).sqrt() * p["norm_weight"]
+    found, _ = mixer(x_SBD)
+    close(found.transpose(0, 1), normed @ p["out_proj.weight"].T)
+
+
+def test_full_mla_is_the_formula(still: Any, definition: Model) -> None:
+    """Against DeepSeek-V2's equations written out, with plain interleaved rope of base 500,000."""
+    attention, mla, heads = layer(still, FAMILIES["A"]).self_attention, definition.mla, definition.heads
+    p = {name: parameter.detach().double() for name, parameter in attention.named_parameters()}
+    x_SBD = random(S, B, D)
+    x = x_SBD.double()
+
+    def rms(t: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return t / (t.square().mean(-1, keepdim=True) + definition.norm_eps).sqrt() * weight
+
+    def rope(t_SBHR: torch.Tensor) -> torch.Tensor:
+        half = mla.qk_pos_emb_head_dim // 2
+        turns = torch.arange(S).double()[:, None] * definition.rope_theta ** (-torch.arange(half).double() / half)
+        pairs = torch.view_as_complex(t_SBHR.unflatten(-1, (half, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(turns), turns)[:, None, None]).flatten(-2)
+
+    q = rms(x @ p["linear_q_down_proj.weight"].T, p["q_layernorm.weight"]) @ p["linear_q_up_proj.weight"].T
+    q = q.unflatten(-1, (heads, -1))
+    down = x @ p["linear_kv_down_proj.weight"].T
+    latent, k_rope = down.split([mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1)
+    kv = (rms(latent, p["kv_layernorm.weight"]) @ p["linear_kv_up_proj.weight"].T).unflatten(-1, (heads, -1))
+    k, v = kv.split([mla.qk_head_dim, mla.v_head_dim], -1)
+    scores = torch.einsum("sbhk,tbhk->bhst", q[..., : mla.qk_head_dim], k)
+    scores = scores + torch.einsum("sbhr,tbhr->bhst", rope(q[..., mla.qk_head_dim :]), rope(k_rope.unsqueeze(2)))
+    scores = scores / math.sqrt(mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    weights = scores.masked_fill(causal_mask(), -torch.inf).softmax(-1)
+    truth = torch.einsum("bhst,tbhv->sbhv", weights, v).flatten(2) @ p["linear_proj.weight"].T
+    found, _ = attention(x_SBD, causal_mask())
+    close(found, truth)
+
+
+def test_sparse_mla_with_every_key_is_full_mla(process: Path) -> None:
+    both = stock.build({**OVERRIDES, "dsa": {"topk": S, "schedule": "-F"}}, preset("nam56r_tiny"), process)
+    full, sparse = layer(both, FAMILIES["A"]).self_attention, layer(both, FAMILIES["F"]).self_attention
+    weights = {name: value for name, value in sparse.state_dict().items() if "core_attention" not in name}
+    full.load_state_dict(weights, strict=False)
+    x_SBD = random(S, B, D)
+    close(sparse(x_SBD, causal_mask())[0], full(x_SBD, causal_mask())[0])
+    sparse.core_attention.indexer.index_topk = 4
+    fewer, _ = sparse(x_SBD, causal_mask())
+    assert not torch.allclose(fewer[8:], full(x_SBD, causal_mask())[0][8:], rtol=1e-2)
+    close(fewer[:4], full(x_SBD, causal_mask())[0][:4])
+
+
+def test_expert_layer_is_the_weighted_sum_of_its_experts(still: Any, definition: Model) -> None:
+    moe = layer(still, FAMILIES["E"]).mlp
+    x_SBD = random(S, B, D)
+    found, _ = moe(x_SBD)
+    x = x_SBD.double().flatten(0, 1)
+
+    def ffn(module: Any, rows: torch.Tensor) -> torch.Tensor:
+        inner = torch.nn.functional.gelu(rows @ module.linear_fc1.weight.detach().double().T)
+        return inner @ module.linear_fc2.weight.detach().double().T
+
+    scores = torch.sigmoid(x @ moe.router.weight.detach().double().T)
+    top = (scores + moe.router.expert_bias.double()).topk(definition.moe.topk, dim=-1).indices
+    chosen = torch.zeros_like(scores).scatter(-1, top, scores.gather(-1, top))
+    weights = chosen / chosen.sum(-1, keepdim=True)
+    truth = ffn(moe.shared_experts, x)
+    for index, expert in enumerate(moe.experts.local_experts):
+        truth = truth + weights[:, index : index + 1] * ffn(expert, x)
+    close(found.flatten(0, 1), truth, 1e-5)
+
+
+# --- causality ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("changed", [1, 17, S - 1])
+def test_no_layer_sees_the_future(still: Any, kind: str, changed: int) -> None:
+    def forward(x_SBD: torch.Tensor) -> torch.Tensor:
+        if kind == "S":  # its indices come from the Full layer, on the same input
+            layer(still, FAMILIES["F"])(hidden_states=x_SBD, attention_mask=causal_mask())
+        output, _ = layer(still, FAMILIES[kind])(hidden_states=x_SBD, attention_mask=causal_mask())
+        return output.detach()
+
+    x_SBD = random(S, B, D)
+    other_SBD = x_SBD.clone()
+    other_SBD[changed] = random(B, D, seed=1)
+    before, after = forward(x_SBD), forward(other_SBD)
+    if kind == "E":  # another number of rows an expert may round otherwise
+        close(after[:changed], before[:changed])
+    else:
+        assert torch.equal(before[:changed], after[:changed])
+    assert not torch.equal(before[changed], after[changed])
+    sees_the_past = not torch.allclose(before[changed + 1 :], after[changed + 1 :], rtol=1e-4)
+    assert sees_the_past is (kind != "E" and changed < S - 1)
+
+
+def test_rows_of_a_batch_never_meet(still: Any) -> None:
+    tokens = torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(5))
+    other = tokens.clone()
+    other[1] = (other[1] + 1) % 256
+    with torch.no_grad():
+        assert torch.allclose(run(still, tokens)[0], run(still, other)[0], atol=1e-5)
+
+
+# --- index cache -------------------------------------------------------------------------------------------------------
+
+
+class TestIndexCache:
+    """What micro-batches that follow one another leave; recompute is in test_dsa_index_cache.py."""
+
+    @pytest.fixture
+    def cache(self) -> IndexCache:
+        return IndexCache({9: 5, 13: 5, 25: 21})
+
+    def test_nothing_is_kept_when_all_have_read(self, cache: IndexCache) -> None:
+        index = torch.zeros(1)
+        alive = weakref.ref(index)
+        cache.publish(5, Selection(index))
+        cache.read(9)
+        del index
+        assert alive() is not None
+        cache.read(13)
+        assert alive() is None
+
+    def test_a_layer_reads_only_once_while_others_wait(self, cache: IndexCache) -> None:
+        cache.publish(5, Selection(torch.zeros(1)))
+        cache.read(9)
+        with pytest.raises(ModelError, match="layer 9 shares"):
+            cache.read(9)
+        cache.read(13)
+
+    def test_an_aborted_pass_leaves_nothing_to_the_next(self, cache: IndexCache) -> None:
+        cache.publish(5, Selection(torch.zeros(1)))
+        cache.read(9)
+        fresh = Selection(torch.ones(1))
+        cache.publish(5, fresh)
+        assert cache.read(9) is fresh
+        assert cache.read(13) is fresh
+
+
+def recorded(core: Any) -> list[torch.Tensor]:
+    """The index tensors that a sparse core attention attends to from now on."""
+    seen: list[torch.Tensor] = []
+    stock_fn = core.backend.fn
+
+    def attend(q: torch.Tensor, kv: torch.Tensor, index: torch.Tensor, **options: Any) -> Any:
+        seen.append(index)
+        return stock_fn(q, kv, index, **options)
+
+    core.backend = dataclasses.replace(core.backend, fn=attend)
+    return seen
+
+
+def test_a_shared_layer_attends_to_exactly_the_indices_of_its_full_layer(model: Any, tokens: torch.Tensor) -> None:
+    full, shared = (recorded(layer(model, FAMILIES[kind]).self_attention.core_attention) for kind in "FS")
+    run(model, tokens)
+    run(model, tokens.flip(0))
+    assert len(full) == len(shared) == 2
+    assert all(mine is theirs for mine, theirs in zip(full, shared, strict=True))
+    assert not torch.equal(full[0], full[1])
+    assert full[0].shape == (B, S, 8)
+    rows = torch.arange(S)[None, :, None]
+    assert bool((full[0] <= rows).all())
+    assert bool(((full[0] >= 0).sum(-1) == (rows[..., 0] + 1).clamp(max=8)).all())
+
+
+def test_a_shared_layer_without_its_full_layer_raises(still: Any, tokens: torch.Tensor) -> None:
+    x_SBD, shared = random(S, B, D), layer(still, FAMILIES["S"])
+    with pytest.raises(ModelError, match="has not published any for this micro-batch"):
+        shared(hidden_states=x_SBD, attention_mask=causal_mask())
+    run(still, tokens)
+    with pytest.raises(ModelError, match="has not published any for this micro-batch"):
+        shared(hidden_states=x_SBD, attention_mask=causal_mask())
+
+
+def test_models_of_one_process_do_not_share_indices(process: Path, model: Any) -> None:
+    rebuilt = stock.build(OVERRIDES, preset("nam56r_tiny"), process)
+    layer(model, FAMILIES["F"])(hidden_states=random(S, B, D), attention_mask=causal_mask())
+    with pytest.raises(ModelError, match="has not published"):
+        layer(rebuilt, FAMILIES["S"])(hidden_states=random(S, B, D), attention_mask=causal_mask())
+
+
+def test_a_deeper_model_can_be_built_after_a_shallow_one(process: Path, built: Any, tokens: torch.Tensor) -> None:
+    deeper = stock.build(
+        {**OVERRIDES, "depth": 24, "dsa": {"topk": 8, "schedule": "-FS-FF"}}, preset("nam56r_tiny"), process
+    )
+    run(deeper, tokens).sum().backward()
+    assert layer(deeper, 21).self_attention.core_attention.indexer.linear_wk.weight.grad.abs().sum() > 0
+
+
+# --- the stack ---------------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_layer_adds_what_its_mixer_makes_of_the_normed_input(still: Any, kind: str) -> None:
+    block = layer(still, FAMILIES[kind])
+    x_SBD, mask = random(S, B, D), causal_mask()
+    with torch.no_grad():
+        if kind == "S":
+            layer(still, FAMILIES["F"])(x_SBD, attention_mask=mask)  # publishes indices for it, once a reader
+        found, context = block(x_SBD, attention_mask=mask)
+        if kind == "S":
+            layer(still, FAMILIES["F"])(x_SBD, attention_mask=mask)
+        if kind == "E":
+            mixed, _ = block.mlp(rms_norm(x_SBD, block.pre_mlp_layernorm.weight))
+        else:
+            mixed, _ = block.self_attention(rms_norm(x_SBD, block.input_layernorm.weight), attention_mask=mask)
+    assert context is None
+    close(found, x_SBD + mixed)
+
+
+def test_the_stack_is_its_layers_in_order_and_a_final_norm(still: Any) -> None:
+    mask = causal_mask()
+    x_SBD = expected = random(S, B, D)
+    with torch.no_grad():
+        found = still.decoder(x_SBD, mask)
+        for block in still.decoder.layers:
+            expected, _ = block(expected, attention_mask=mask)
+    close(found, rms_norm(expected, still.decoder.final_layernorm.weight))
+
+
+# --- what trains the indexer (its gradient is in test_distillation.py) ---------------------------------------------------
+
+
+def trained(model: Any, tokens: torch.Tensor, coefficient: float) -> dict[str, torch.Tensor | None]:
+    model.config.dsa_indexer_loss_coeff = coefficient
+    run(model, tokens).mean().backward()
+    return gradients(model)
+
+
+def test_only_its_own_loss_trains_the_indexer_and_nothing_else(make: Callable[[], Any], tokens: torch.Tensor) -> None:
+    without, with_loss, doubled = (trained(make(), tokens, coefficient) for coefficient in (0.0, 1e-3, 2e-3))
+    indexer = [name for name in without if ".indexer." in name]
+    assert len(indexer) == 5
+    for name in without:
+        if name in indexer:
+            assert without[name] is None, name
+            assert with_loss[name] is not None
+            assert with_loss[name].abs().sum() > 0, name
+            assert_parity(doubled[name], 2 * with_loss[name], rms=1e-4, name=name)
+        else:
+            assert torch.equal(without[name], with_loss[name]), name
+
+
+def test_without_training_there_is_no_indexer_loss(model: Any, tokens: torch.Tensor) -> None:
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
+    with torch.no_grad():
+        run(model, tokens)
+    run(model.eval(), tokens).mean().backward()
+    assert torch.count_nonzero(DSAIndexerLossLoggingHelper.tracker["values"]) == 0
+
+
+# --- micro-batches -----------------------------------------------------------------------------------------------------
+
+
+def test_micro_batches_in_flight_do_not_disturb_one_another(make: Callable[[], Any], tokens: torch.Tensor) -> None:
+    """Forward, forward, backward, backward (as a pipeline does) against one after the other, bit for bit."""
+    other = tokens.flip(1)
+    apart, in_flight = make(), make()
+    for batch in (tokens, other):
+        run(apart, batch).mean().backward()
+    first, second = run(in_flight, tokens), run(in_flight, other)
+    first.mean().backward()
+    second.mean().backward()
+    alone = []
+    for batch in (tokens, other):
+        single = make()
+        run(single, batch).mean().backward()
+        alone.append(gradients(single))
+    found, expected = gradients(in_flight), gradients(apart)
+    assert {name for name, gradient in found.items() if gradient is None} == set()
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name
+        assert_parity(gradient, alone[0][name] + alone[1][name], rms=1e-4, name=name)
+
+
+def test_the_stock_schedule_weighs_every_loss_by_the_number_of_micro_batches(
+    make: Callable[[], Any], tokens: torch.Tensor
+) -> None:
+    """The same micro-batch once and three times: equal gradients, those of the indexer too."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def step(_: Any, chunk: Any) -> Any:
+        losses = run(chunk, tokens)
+        return losses, lambda output: (output.sum(), torch.tensor(B * S), {})
+
+    found = []
+    for number in (1, 3):
+        fresh = make()
+        get_forward_backward_func()(
+            forward_step_func=step, data_iterator=None, model=[fresh], num_microbatches=number, seq_length=S,
+            micro_batch_size=B, forward_only=False,
+        )  # fmt: skip
+        found.append(gradients(fresh))
+    for name, gradient in found[0].items():
+        assert gradient is not None, name
+        assert_parity(found[1][name], gradient, rms=1e-4, name=name)
+
+
+def full(method: str, layers: int) -> tuple[str, ...]:
+    return ("--recompute-granularity", "full", "--recompute-method", method, "--recompute-num-layers", str(layers))
+
+
+def selective(module: str) -> tuple[str, ...]:
+    return ("--recompute-granularity", "selective", "--recompute-modules", module)
+
+
+RECOMPUTE = {
+    **{name: selective(name) for name in ("mla_up_proj", "moe", "shared_experts", "core_attn")},
+    "every layer": full("uniform", 1),
+    "Full and Shared in two checkpoints": full("uniform", 6),
+    "Full and Shared in one checkpoint": full("uniform", 12),
+    "all layers up to the Full one": full("block", 5),
+    "all layers up to the Shared one": full("block", 9),
+}
+ATTENDED_TWICE = {
+    "core_attn": "FS",
+    "every layer": "FS",
+    "Full and Shared in two checkpoints": "FS",
+    "Full and Shared in one checkpoint": "FS",
+    "all layers up to the Full one": "F",
+    "all layers up to the Shared one": "FS",
+}
+"""The sparse layers whose core attention runs again in the backward pass."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InFlight:
+    """What two micro-batches left: losses, the indices each kind of layer attended to, gradients, the logged indexer loss."""
+
+    losses: list[torch.Tensor]
+    attended: dict[str, list[torch.Tensor]]
+    gradients: dict[str, torch.Tensor | None]
+    logged: torch.Tensor
+
+
+def in_flight(model: Any, tokens: torch.Tensor) -> InFlight:
+    """Forward, forward, backward, backward, as a pipeline's first stage does."""
+    from megatron.core.pipeline_parallel.schedules import custom_backward
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    DSAIndexerLossLoggingHelper.track_indexer_metrics(1.0, 0, None)  # empties the tracker of what other tests left
+    attended = {kind: recorded(layer(model, FAMILIES[kind]).self_attention.core_attention) for kind in "FS"}
+    losses = [run(model, batch) for batch in (tokens, tokens.flip(1))]
+    for loss in losses:
+        # As Megatron's schedules do; while Tensor.backward runs, the CPU lane's device mode is off.
+        custom_backward(loss.mean(), None)
+    logged: dict[str, torch.Tensor] = {}
+    DSAIndexerLossLoggingHelper.track_indexer_metrics(1 / len(losses), 1, None, None, logged)
+    return InFlight([loss.detach() for loss in losses], attended, gradients(model), logged["indexer loss"])
+
+
+@pytest.fixture(scope="module")
+def kept(make: Callable[..., Any]) -> Callable[[int], InFlight]:
+    """Makes two micro-batches in flight without recompute, for an MTP depth, once."""
+    return functools.cache(lambda mtp_depth: in_flight(make(mtp_depth=mtp_depth), draw_tokens()))
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_recompute_changes_nothing(make: Callable[..., Any], kept: Callable[[int], InFlight], name: str) -> None:
+    """Neither losses nor gradients, bit for bit, nor what Shared layers attend to; and layers do run again.
+
+    Without MTP, which upstream recomputes with one layer a checkpoint only.
+    """
+    model, expected = make(*RECOMPUTE[name], mtp_depth=0), kept(0)
+    assert model.config.recompute_granularity == RECOMPUTE[name][1]
+    found = in_flight(model, draw_tokens())
+    assert same(found.losses, expected.losses)
+    for kind in "FS":
+        runs = 2 if kind in ATTENDED_TWICE.get(name, "") else 1
+        assert same(found.attended[kind], runs * expected.attended[kind])
+    assert len({id(index) for index in found.attended["S"]}) == 2  # the very indices of the first run
+    assert torch.equal(found.logged, expected.logged)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for parameter, gradient in expected.gradients.items():
+        assert gradient is not None, parameter
+        assert torch.equal(found.gradients[parameter], gradient), parameter
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", ["mla_up_proj", "core_attn", "every layer"])
+def test_recompute_of_a_block_that_mtp_runs_twice(
+    make: Callable[..., Any], kept: Callable[[int], InFlight], name: str
+) -> None:
+    """The gradients of the two depths are then added up in another order."""
+    found, expected = in_flight(make(*RECOMPUTE[name]), draw_tokens()), kept(2)
+    assert same(found.losses, expected.losses)
+    for parameter, gradient in expected.gradients.items():
+        assert gradient is not None, parameter
+        assert float((found.gradients[parameter] - gradient).norm()) <= 2e-6 * float(gradient.norm()), parameter
+
+
+@pytest.mark.parametrize("name", ["core_attn", "every layer"])
+def test_recompute_without_the_patch_raises(make: Callable[..., Any], tokens: torch.Tensor, name: str) -> None:
+    """Without it there is no gradient, rather than a wrong one."""
+    model = make(*RECOMPUTE[name])
+    patches.revert(["dsa-index-cache"])
+    with pytest.raises(
+        ModelError, match=r"layer 9 shares the indices of layer 5.* while the patch dsa-index-cache is not applied"
+    ):
+        in_flight(model, tokens)
+
+
+def test_the_spec_applies_what_recompute_needs_and_asks_stock_dsa_for_nothing(make: Callable[..., Any]) -> None:
+    from megacpp_mcore.layer_specs.nam56r import PATCHES
+
+    patches.revert()
+    model = make()
+    assert {record["name"] for record in patches.status() if record["state"] == "applied"} == set(PATCHES)
+    assert model.config.experimental_attention_variant is None
+    assert (model.config.dsa_indexer_topk_freq or 1) == 1
+    patches.verify()
+
+
+def test_the_logged_indexer_loss_is_the_mean_of_those_there_are(process: Path, tokens: torch.Tensor) -> None:
+    """Over the layers that run the indexer, not over all layers, and over micro-batches."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    model = stock.build({**OVERRIDES, "dsa": {"topk": 8, "schedule": "-FF"}}, preset("nam56r_tiny"), process)
+    DSAIndexerLossLoggingHelper.track_indexer_metrics(1.0, 0, None)
+    for batch in (tokens, tokens.flip(1), tokens):
+        run(model.train(), batch).mean().backward()
+    sums = DSAIndexerLossLoggingHelper.tracker["values"].clone()
+    logged: dict[str, torch.Tensor] = {}
+    DSAIndexerLossLoggingHelper.track_indexer_metrics(1 / 3, 1, None, None, logged)
+    assert torch.count_nonzero(sums) == 2
+    assert torch.allclose(logged["indexer loss"], sums.sum() / 2 / 3)
+
+
+# --- fp32 parameters ---------------------------------------------------------------------------------------------------
+
+FP32 = {"M": {"dt_bias", "D", "b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o"}, "R": {"W", "A_log", "dt_bias", "D"}}
+
+
+@pytest.mark.parametrize("kind", FP32)
+@pytest.mark.parametrize("cast", [torch.nn.Module.bfloat16, torch.nn.Module.half, lambda m: m.to(torch.bfloat16)])
+def test_fp32_parameters_keep_dtype_and_bits_under_a_cast(model: Any, kind: str, cast: Any) -> None:
+    mixer = layer(model, FAMILIES[kind]).self_attention
+    before = {name: (parameter, parameter.detach().clone()) for name, parameter in mixer.named_parameters()}
+    cast(mixer)
+    after = dict(mixer.named_parameters())
+    assert list(after) == list(before)  # optimizers and buckets go by the order
+    assert {name for name, parameter in after.items() if parameter.dtype == torch.float32} == FP32[kind]
+    for name in FP32[kind]:
+        assert after[name] is before[name][0]
+        assert torch.equal(after[name], before[name][1])
+        assert not torch.equal(after[name], after[name].bfloat16().float())
+
+
+@pytest.mark.parametrize("kind", FP32)
+def test_fp32_parameters_follow_a_device(model: Any, kind: str) -> None:
+    mixer = layer(model, FAMILIES[kind]).self_attention
+    names = [name for name, _ in mixer.named_parameters()]
+    mixer.to(device="meta", dtype=torch.bfloat16)
+    moved = dict(mixer.named_parameters())
+    assert list(moved) == names
+    assert {parameter.device.type for parameter in moved.values()} == {"meta"}
+    assert {name for name, parameter in moved.items() if parameter.dtype == torch.float32} == FP32[kind]
+    mixer.to_empty(device="cpu")
+    assert {parameter.device.type for parameter in mixer.parameters()} == {"cpu"}
+    assert {name for name, parameter in mixer.named_parameters() if parameter.dtype == torch.float32} == FP32[kind]
+
+
+@pytest.mark.parametrize("kind", FP32)
+def test_fp32_gradients_stay_with_their_parameters(model: Any, tokens: torch.Tensor, kind: str) -> None:
+    mixer = layer(model, FAMILIES[kind]).self_attention
+    run(model, tokens).mean().backward()
+    before = {name: getattr(mixer, name).grad.clone() for name in FP32[kind]}
+    mixer.bfloat16()
+    assert all(torch.equal(getattr(mixer, name).grad, gradient) for name, gradient in before.items())
+    assert mixer.in_proj.weight.grad.dtype == torch.bfloat16
+
+
+def test_a_bf16_run_keeps_them_in_fp32_and_draws_the_same_values(
+    process: Path, built: Any, tokens: torch.Tensor
+) -> None:
+    from megatron.core.transformer.module import Float16Module
+
+    low = stock.build(OVERRIDES, preset("nam56r_tiny"), process, precision="bf16")
+    wrapped = Float16Module(low.config, low)
+    for kind, names in FP32.items():
+        found, drawn = (layer(m, FAMILIES[kind]).self_attention for m in (wrapped.module, built))
+        kept = {name for name, parameter in found.named_parameters() if parameter.dtype == torch.float32}
+        assert kept == names
+        for name in names:
+            assert torch.equal(getattr(found, name), getattr(drawn, name)), name
+    losses = run(wrapped, tokens)
+    truth = run(built, tokens)
+    # A token that another expert or another key goes to is off by more than bf16 rounds; few are.
+    assert (losses - truth).square().mean().sqrt() < 5e-3 * truth.square().mean().sqrt()
+    losses.mean().backward()
+    assert all(
+        parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in wrapped.parameters()
+    )
+
+
+def test_initial_values(built: Any) -> None:
+    mamba, recurrent = (layer(built, FAMILIES[kind]).self_attention for kind in "MR")
+    for mixer in (mamba, recurrent):
+        step = torch.nn.functional.softplus(mixer.dt_bias)
+        assert bool(((step > 0.99e-3) & (step < 0.101)).all())
+        assert bool((mixer.D == 1).all())
+    assert bool((mamba.b_bias == 1).all())
+    assert bool((mamba.mimo_x == 0.5).all())
+    assert torch.equal(recurrent.W.view(4, 8, 8), torch.eye(8).expand(4, 8, 8))
+    assert bool(((recurrent.A_log >= 0) & (recurrent.A_log <= math.log(16))).all())
+    experts = layer(built, FAMILIES["E"]).mlp.experts.local_experts
+    weights = [expert.linear_fc1.weight for expert in experts]
+    assert all(not torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
+
+
+NOT_DRAWN_BY_FAN_IN = ("norm", "bias", "conv", "word_embeddings", "A_log", ".D", ".W", "mimo_")
+
+
+def test_every_matrix_is_drawn_by_fan_in(built: Any) -> None:
+    """1 / √(columns), with 1 / √(2 · depth) on what a layer writes on the residual, a half on the head, 1 on the embedding."""
+    seen = set()
+    for name, weight in built.named_parameters():
+        if any(part in name for part in NOT_DRAWN_BY_FAN_IN):
+            continue
+        writes = ("linear_proj", "out_proj", "linear_fc2")
+        seen |= {
+            part for part in (*writes, "in_proj", "router", "output_layer", "eh_proj", "linear_wq_b") if part in name
+        }
+        gain = 1 / math.sqrt(2 * 12) if any(part in name for part in writes) else 0.5 if "output_layer" in name else 1.0
+        drawn = weight[weight.any(-1)]  # not the rows that fill up
+        expected = gain / math.sqrt(weight.shape[-1])
+        assert abs(float(drawn.std()) / expected - 1) < 6 / math.sqrt(2 * drawn.numel()), name
+    assert len(seen) == 8
+    assert abs(float(built.embedding.word_embeddings.weight.std()) - 1) < 0.05
+
+
+def test_a_start_of_one_standard_deviation_is_stocks(process: Path) -> None:
+    start = {"std": 0.02, "embedding_std": 0.02, "head_gain": 1.0}
+    model = stock.build({**OVERRIDES, "start": start}, preset("nam56r_tiny"), process)
+    for weight, std in (
+        (layer(model, FAMILIES["M"]).self_attention.out_proj.weight, 0.02 / math.sqrt(2 * 12)),
+        (layer(model, FAMILIES["E"]).mlp.experts.local_experts[0].linear_fc2.weight, 0.02 / math.sqrt(2 * 12)),
+        (layer(model, FAMILIES["A"]).self_attention.linear_q_up_proj.weight, 0.02),
+        (model.output_layer.weight, 0.02),
+        (model.embedding.word_embeddings.weight, 0.02),
+    ):
+        assert abs(float(weight.std()) / std - 1) < 6 / math.sqrt(2 * weight.numel())
+
+
+# --- weight decay ------------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "model.md"
+
+
+def test_weight_decay_is_as_the_page_says(built: Any) -> None:
+    """Every parameter of M and R, by stock's own grouping."""
+    from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+    config = OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=1e-4, weight_decay=0.1)
+    groups = _get_param_groups([built], config, get_standard_config_overrides(config))
+    decayed = {id(parameter) for group in groups if group["wd_mult"] > 0 for parameter in group["params"]}
+    rows = re.findall(r"^\| ([MR]) \| `([\w.]+)` \| (yes|no) \| .+ \|$", PAGE.read_text(), re.MULTILINE)
+    for kind in "MR":
+        said = {name: says == "yes" for letter, name, says in rows if letter == kind}
+        del said["in_proj.replicated_weight"]  # in a process of its own all parts are in one weight
+        mixer = layer(built, FAMILIES[kind]).self_attention
+        assert {name: id(parameter) in decayed for name, parameter in mixer.named_parameters()} == said
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["M", "R"])
+def test_inference_caches_are_refused(still: Any, kind: str) -> None:
+    with pytest.raises(ModelError, match=rf"layer {FAMILIES[kind]}\): inference caches"):
+        layer(still, FAMILIES[kind]).self_attention(random(S, B, D), inference_context=object())
+
+
+def test_documents_that_a_mask_alone_cannot_keep_apart_are_refused(process: Path) -> None:
+    arguments = SimpleNamespace(
+        reset_attention_mask=True, dataloader_inter_document_masking=False, create_attention_mask_in_dataloader=True
+    )
+    with (
+        mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments),
+        pytest.raises(ModelError, match="multi-token prediction does not read it"),
+    ):
+        stock.build({}, preset("nam56r_tiny"), process)
+    arguments.create_attention_mask_in_dataloader = False
+    with (
+        mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments),
+        pytest.raises(ModelError, match="leave the second out"),
+    ):
+        stock.build({}, preset("nam56r_tiny"), process)
+    arguments.reset_attention_mask = False
+    with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments):
+        assert stock.parameters_by_part(stock.build({}, preset("nam56r_tiny"), process))["M"] > 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("fp8", "hybrid", "--fp8-format would wrap every layer"),
+        ("fp4", "e2m1", "--fp4-format would wrap every layer"),
+        ("delay_wgrad_compute", True, "--delay-wgrad-compute is not supported"),
+        ("cuda_graph_impl", "local", "--cuda-graph-impl is not supported"),
+        ("expert_tensor_parallel_size", 2, "--expert-tensor-parallel-size above 1"),
+        ("context_parallel_size", 2, "context parallelism is 2"),
+        ("tensor_model_parallel_size", 3, "attention heads"),
+    ],
+)
+def test_what_no_test_covers_yet_is_refused(process: Path, field: str, value: Any, says: str) -> None:
+    from megacpp_mcore.arguments.chunks import model_chunks
+    from megacpp_mcore.layer_specs.nam56r import check_layout
+
+    model = preset("nam56r_tiny")
+    config = stock.model_config(stock.cpu_words(model)).transformer
+    chunks = model_chunks(config)
+    check_layout(model, config, chunks)
+    setattr(config, field, value)
+    with pytest.raises(ModelError, match=says):
+        check_layout(model, config, chunks)
+
+
+def test_latents_that_local_layers_cannot_cut_are_refused(process: Path) -> None:
+    from megacpp_mcore.arguments.chunks import model_chunks
+    from megacpp_mcore.layer_specs.nam56r import check_layout
+
+    model = with_overrides(preset("nam56r_tiny"), {"mla": {"q_lora_rank": 33}})
+    config = stock.model_config(stock.cpu_words(model)).transformer
+    config.tensor_model_parallel_size, config.sequence_parallel = 2, True
+    with pytest.raises(ModelError, match=r"q_lora_rank \(33\) is not a multiple of tensor parallelism \(2\)"):
+        check_layout(model, config, model_chunks(config))
+    config.transformer_impl = "transformer_engine"
+    check_layout(model, config, model_chunks(config))
+
+
+def test_every_op_that_can_be_asked_for_by_name_is_one_that_the_model_runs(process: Path) -> None:
+    from megacpp_mcore.backends import Dispatcher, own_candidates
+    from megacpp_mcore.layer_specs import nam56r as assembly
+
+    made: list[Dispatcher] = []
+
+    class Remembered(Dispatcher):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    with mock.patch.object(assembly, "Dispatcher", Remembered):
+        stock.build({}, preset("nam56r_tiny"), process)
+    (dispatcher,) = made
+    assert {entry["op"] for entry in dispatcher.observed_backends()} == {candidate.op for candidate in own_candidates()}
+
+
+def test_unknown_implementations_and_norms_are_refused(process: Path) -> None:
+    from megacpp_mcore.layer_specs.parts import DuplicatedLinear, TorchNorm, parts_for
+
+    with pytest.raises(ModelError, match="transformer_impl is 'inference_optimized'"):
+        parts_for(SimpleNamespace(transformer_impl="inference_optimized"))
+    with pytest.raises(ModelError, match="normalization is 'L2Norm'"):
+        TorchNorm(SimpleNamespace(normalization="L2Norm"), 4)
+    config = stock.model_config(stock.cpu_words(preset("nam56r_tiny"))).transformer
+    with pytest.raises(ModelError, match="bias=True"):
+        DuplicatedLinear(4, 4, config=config, init_method=torch.nn.init.zeros_, bias=True)
+
+
+def test_without_settings_the_arguments_must_describe_a_preset(process: Path, definition: Model) -> None:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    config = stock.model_config(stock.cpu_words(definition))
+    with pytest.raises(ArgumentMismatchError, match="contradict nam56r_tiny in 3 places"):
+        GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())

@@ -1,0 +1,101 @@
+"""The input projections of M and R: alignment in every preset and layout, padding, and what a checkpoint holds of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs import mamba, recurrent
+from megacpp_mcore.layer_specs.projection import ALIGNMENT, Part, slots
+from megacpp_mcore.model import PRESETS, Layout, preset
+from tests import stock
+
+KINDS = {"M": (3, mamba.projection_parts), "R": (12, recurrent.projection_parts)}
+"""A layer of nam56r_tiny, and its parts."""
+
+
+@pytest.fixture(scope="module")
+def built(process: Path) -> Any:
+    return stock.build({}, preset("nam56r_tiny"), process)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_part_can_be_read_in_16_bytes(name: str, tensor: int, kind: str) -> None:
+    model = PRESETS[name]
+    if kind not in model.layers:
+        return
+    heads = model.mamba_heads if kind == "M" else model.recurrent_heads
+    if heads % tensor or (kind == "M" and model.mamba3.groups % tensor):
+        with pytest.raises(ModelError, match=f"not a multiple of tensor parallelism .{tensor}."):
+            model.check_cut(Layout(tensor=tensor, sequence_parallel=True))
+        return
+    parts = KINDS[kind][1](model)
+    whole = {False: {"dt", "A", "trap"}, True: set()}
+    for replicated in (False, True):
+        placed, rows = slots(tuple(part for part in parts if part.replicated is replicated), tensor)
+        assert rows % ALIGNMENT == 0
+        for slot in placed:
+            assert slot.start % ALIGNMENT == 0 or slot.part.name in whole[replicated] - {"dt"}
+            assert slot.rows * (1 if replicated else tensor) == slot.part.rows
+        ends = [0, *(slot.start + slot.rows for slot in placed)]
+        assert all(0 <= slot.start - end < ALIGNMENT for slot, end in zip(placed, ends, strict=False))
+
+
+def test_four_ranks_of_nam56r_are_padded() -> None:
+    """84 scalars of 28 heads, and 11 forget gates of 11 heads, are no multiples of 8."""
+    model = preset("nam56r")
+    of_m, _ = slots(mamba.projection_parts(model), 4)
+    of_r, rows = slots(recurrent.projection_parts(model), 4)
+    assert [(slot.part.name, slot.start - of_m[4].start) for slot in of_m[4:]] == [
+        ("dt", 0), ("A", 28), ("trap", 56), ("angles", 88),
+    ]  # fmt: skip
+    assert rows == of_r[-1].start + 16
+
+
+def test_a_part_that_cannot_be_cut_is_named() -> None:
+    with pytest.raises(ModelError, match="projection of v has 10 rows, which tensor parallelism 4"):
+        slots((Part("v", 10),), 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_are_products_with_their_rows_and_padding_gets_no_gradient(built: Any, kind: str) -> None:
+    projection = built.decoder.layers[KINDS[kind][0] - 1].self_attention.in_proj
+    hidden_SBD = torch.randn(5, 2, 128, generator=torch.Generator().manual_seed(1))
+    projection.weight.grad = None
+    parts = projection(hidden_SBD)
+    padding = torch.ones(len(projection.weight), dtype=torch.bool)
+    for slot in projection.slots:
+        rows = projection.weight[slot.start : slot.start + slot.rows]
+        torch.testing.assert_close(parts[slot.part.name], hidden_SBD @ rows.T)
+        padding[slot.start : slot.start + slot.rows] = False
+        assert rows.any()
+    assert not projection.weight[padding].any()
+    sum(part.square().sum() for part in parts.values()).backward()
+    gradient, projection.weight.grad = projection.weight.grad, None
+    assert not gradient[padding].any()
+    assert bool(gradient[~padding].any(-1).all())
+    assert int(padding.sum()) == 4  # nam56r_tiny has 4 angles and 4 forget gates
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_holds_parts_without_padding_and_gives_them_back(built: Any, kind: str) -> None:
+    projection = built.decoder.layers[KINDS[kind][0] - 1].self_attention.in_proj
+    (factory,) = projection.sharded_state_dict("p.").values()
+    assert isinstance(factory, ShardedTensorFactory)
+    assert factory.data is projection.weight
+    tensors = factory.build()
+    parts = KINDS[kind][1](preset("nam56r_tiny"))
+    assert {tensor.key: tensor.global_shape for tensor in tensors} == {
+        f"p.weight.{part.name}": (part.rows, 128) for part in parts
+    }
+    assert torch.equal(factory.merge_fn([tensor.data for tensor in tensors]), projection.weight)
+    moments = torch.randn_like(projection.weight)
+    found = factory.build_fn("optimizer.state.exp_avg.p.weight", moments, (0, 0, 0), None)
+    assert {tensor.key for tensor in found} == {f"optimizer.state.exp_avg.p.weight.{part.name}" for part in parts}

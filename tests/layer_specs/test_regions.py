@@ -1,0 +1,440 @@
+"""Regional compile and recompute change what is kept and how it is computed, never the losses or the gradients.
+
+Shape legend: S sequence, B batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+
+from megacpp_mcore import cpu
+from megacpp_mcore.errors import LaunchError, ModelError
+from megacpp_mcore.model import preset, with_overrides
+from megacpp_mcore.model.training import Recompute
+from megacpp_mcore.ops.testing import assert_parity
+from megacpp_mcore.policy import EXPLICIT, SKIPPED, CompilePolicy
+from tests import stock
+
+S, B = 32, 2
+OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
+FAMILIES = ["a", "m", "experts", "r"]
+REGIONS = {
+    "norm",
+    "indexer score",
+    "mamba3 segment",
+}
+
+
+@pytest.fixture(scope="module")
+def build(process: Path) -> Callable[..., Any]:
+    """Builds equal models; ``recompute`` and ``compile`` as in the file, ``backend`` what compiles."""
+
+    def make(
+        *words: str,
+        recompute: Sequence[str] = (),
+        compile: str = "off",
+        backend: Any = "aot_eager",
+        tiny: Any = OVERRIDES,
+    ) -> Any:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+        from megatron.training.models.gpt import GPTModelBuilder
+
+        from megacpp_mcore.layer_specs import regions
+
+        destroy_moe_metrics_tracker()
+        file = process / "megacpp.yaml"
+        content = {"model": "nam56r_tiny", "overrides": tiny, "compile": compile, "recompute": list(recompute)}
+        file.write_text(yaml.safe_dump(content))
+        stock_words = stock.cpu_words(with_overrides(preset("nam56r_tiny"), tiny), None, *words)
+        with (
+            mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}),
+            mock.patch.object(regions, "BACKEND", backend),
+        ):
+            model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            model = GPTModelBuilder(stock.model_config(stock_words)).build_model(groups)
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        stock.loss_scale(1.0)
+        return model.train()
+
+    return make
+
+
+def tokens(seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def losses_BS(model: Any, seed: int) -> torch.Tensor:
+    tokens_BS1, positions = tokens(seed), torch.arange(S).expand(B, S)
+    mask = ~torch.ones(S, S, dtype=torch.bool).tril()[None, None]
+    return model(tokens_BS1[:, :-1], positions, mask, labels=tokens_BS1[:, 1:], loss_mask=torch.ones(B, S))
+
+
+def train(model: Any, steps: int = 3) -> list[float]:
+    """Losses of some steps of gradient descent."""
+    found = []
+    for _ in range(steps):
+        model.zero_grad()
+        loss = losses_BS(model, 0).mean()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(0.1 * parameter.grad)
+        found.append(float(loss))
+    return found
+
+
+def two_micro_batches(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients after two micro-batches that were both in flight, as in a pipeline."""
+    model.zero_grad()
+    first, second = losses_BS(model, 1).mean(), losses_BS(model, 2).mean()
+    first.backward()
+    second.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def saved_bytes(model: Any) -> int:
+    """Bytes that the autograd graph of one micro-batch keeps, parameters left out, each storage counted once."""
+    held: dict[int, int] = {}
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            held[storage.data_ptr()] = storage.nbytes()
+            kept.append(tensor)  # so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        losses_BS(model, 1)
+    return sum(held.values())
+
+
+class Graphs:
+    """A backend that counts what it is given and runs it as it is."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.count += 1
+        return graph.forward
+
+
+@pytest.fixture(scope="module")
+def plain(build: Callable[..., Any]) -> dict[str, Any]:
+    """What the untreated model gives."""
+    model = build()
+    found = {"keys": list(model.state_dict()), "bytes": saved_bytes(model), "gradients": two_micro_batches(model)}
+    return {**found, "losses": train(model)}
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.exhaustive])]
+)
+def test_compiled_regions_train_as_the_plain_model(
+    build: Callable[..., Any], plain: dict[str, Any], backend: str
+) -> None:
+    if backend == "inductor" and compiler() is None:
+        pytest.skip("no C++ compiler for Inductor on this machine")
+    from megacpp_mcore.layer_specs import regions
+
+    model = build(compile="regional", backend=backend)
+    assert list(model.state_dict()) == plain["keys"]
+    found = train(model)
+    assert found == pytest.approx(plain["losses"], rel=1e-5)
+    assert found[2] < found[0]
+    assert {
+        name for (name, compiler, _), each in regions._REGIONS.items() if compiler == backend and each.graphs
+    } == REGIONS
+
+
+def test_one_graph_serves_all_layers_and_steps(build: Callable[..., Any]) -> None:
+    graphs = Graphs()
+    model = build(compile="regional", backend=graphs)
+    losses_BS(model, 1).mean().backward()
+    # norm: hidden size, latents of q, and of kv, which are a slice; one of segment and scores each.
+    norms = sum(type(module) is torch.nn.RMSNorm for module in model.modules())
+    assert norms > 20
+    assert graphs.count == 3 + 2
+    before = graphs.count
+    train(model, steps=2)
+    assert graphs.count == before
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recompute_of_a_family_keeps_gradients_and_saves_memory(
+    build: Callable[..., Any], plain: dict[str, Any], family: str
+) -> None:
+    model = build(recompute=[family])
+    assert list(model.state_dict()) == plain["keys"]
+    assert saved_bytes(model) < plain["bytes"]
+    check_gradients(two_micro_batches(model), plain["gradients"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["off", "regional"])
+def test_all_families_at_once(build: Callable[..., Any], plain: dict[str, Any], mode: str) -> None:
+    model = build(recompute=FAMILIES, compile=mode)
+    check_gradients(two_micro_batches(model), plain["gradients"])
+    assert train(model) == pytest.approx(plain["losses"], rel=1e-5)
+
+
+def check_gradients(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == truth.keys()
+    assert any(name.startswith("mtp.") for name in truth)
+    for name, gradient in truth.items():
+        assert_parity(found[name], gradient, rms=1e-4, name=name)
+
+
+def test_the_check_of_gradients_can_fail(plain: dict[str, Any]) -> None:
+    broken = dict(plain["gradients"])
+    name = next(iter(broken))
+    broken[name] = broken[name] * 1.001
+    with pytest.raises(AssertionError, match=name):
+        check_gradients(broken, plain["gradients"])
+
+
+def test_a_recomputed_function_runs_twice_only_under_gradients(process: Path) -> None:
+    from megacpp_mcore.layer_specs.regions import recomputed
+
+    calls = []
+
+    @recomputed
+    def product(x: torch.Tensor, scale: float, *, y: torch.Tensor) -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        return (x * y * scale).tanh()
+
+    x, y = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
+    product(x, 2.0, y=y).sum().backward()
+    assert calls == [False, True]
+    truth = torch.autograd.grad((x * y * 2.0).tanh().sum(), (x, y))
+    assert torch.equal(x.grad, truth[0])
+    assert torch.equal(y.grad, truth[1])
+    calls.clear()
+    with mock.patch("megatron.core.tensor_parallel.random.checkpoint", side_effect=AssertionError("entered")):
+        with torch.no_grad():
+            product(x, 2.0, y=y)
+        product(x.detach(), 2.0, y=y.detach())
+        with pytest.raises(AssertionError, match="entered"):
+            product(x, 2.0, y=y)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("recompute", "words", "names"),
+    [
+        (
+            ["m"],
+            ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
+            "full",
+        ),
+        (["experts"], ["--recompute-granularity", "selective", "--recompute-modules", "moe"], "moe for a part"),
+        (
+            ["a"],
+            ["--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj"],
+            "mla_up_proj for a part",
+        ),
+        (["a"], ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"], "core_attn for a part"),
+    ],
+)
+def test_what_megatron_recomputes_already_is_refused(
+    build: Callable[..., Any], recompute: list[str], words: list[str], names: str
+) -> None:
+    with pytest.raises(ModelError, match=names):
+        build(*words, recompute=recompute)
+
+
+def test_the_activation_of_experts_is_refused_beside_them() -> None:
+    """Megatron takes the module for grouped experts alone, which need a GPU's kernels: so the check by itself."""
+    from megacpp_mcore.layer_specs.regions import treatment_of_run
+
+    config: Any = SimpleNamespace(recompute_granularity="selective", recompute_modules=["moe_act"])
+    settings: Any = SimpleNamespace(recompute=Recompute(experts=True), compile="off")
+    with pytest.raises(ModelError, match="recompute asks for experts, and --recompute-modules moe_act for a part"):
+        treatment_of_run(settings, config)
+    settings.recompute = Recompute(m=True)
+    assert treatment_of_run(settings, config).recompute.m
+
+
+def test_megatrons_own_recompute_of_something_else_stands_beside_it(
+    build: Callable[..., Any], plain: dict[str, Any]
+) -> None:
+    words = ["--recompute-granularity", "selective", "--recompute-modules", "shared_experts"]
+    check_gradients(two_micro_batches(build(*words, recompute=["m"])), plain["gradients"])
+
+
+# --- the warm-up --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recompute", [[], FAMILIES])
+def test_after_a_warm_up_step_one_compiles_nothing(build: Callable[..., Any], recompute: list[str]) -> None:
+    from megacpp_mcore.layer_specs import regions
+
+    graphs = Graphs()
+    model = build(compile="regional", backend=graphs, recompute=recompute)
+    state, parameters = torch.get_rng_state(), {name: p.clone() for name, p in model.named_parameters()}
+    done = regions.warm_up([model], rows=S, batch=B)
+    assert all(name in done for name in REGIONS)
+    assert done.partition("(")[0].count(",") == len({"full A", "F", "S", "M", "E", "R"}) - 1
+    warmed = graphs.count
+    assert warmed > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None and torch.equal(p, parameters[name]) for name, p in model.named_parameters())
+    losses_BS(model, 1).mean().backward()
+    assert graphs.count == warmed
+
+
+def test_a_warm_up_leaves_the_gradients_of_step_one_alone(build: Callable[..., Any], plain: dict[str, Any]) -> None:
+    from megacpp_mcore.layer_specs import regions
+
+    model = build(compile="regional")
+    regions.warm_up([model], rows=S, batch=B)
+    check_gradients(two_micro_batches(model), plain["gradients"])
+
+
+def test_a_plain_model_has_nothing_to_warm(build: Callable[..., Any]) -> None:
+    from megacpp_mcore.layer_specs import regions
+
+    assert "layers none (no regions)" in regions.warm_up([build()], rows=S, batch=B)
+
+
+def arguments_of(**changes: Any) -> Namespace:
+    """What the warm-up reads of Megatron's arguments."""
+    given = {"seq_length": S, "micro_batch_size": B, "dataloader_inter_document_masking": False}
+    return Namespace(**{**given, "tensor_model_parallel_size": 2, "sequence_parallel": False, **changes})
+
+
+@pytest.mark.parametrize(
+    ("policy", "says", "runs"),
+    [
+        (
+            CompilePolicy(mode="regional", warm_up=EXPLICIT, reason="", why="static"),
+            "explicit, before step 1: layers",
+            True,
+        ),
+        (
+            CompilePolicy(mode="regional", warm_up=SKIPPED, reason="not-cuda", why="no GPU"),
+            "skipped (not-cuda): no GPU",
+            False,
+        ),
+        (
+            CompilePolicy(mode="regional", warm_up=SKIPPED, reason="regional-moe", why="stalls", precompile=True),
+            "skipped (regional-moe): stalls; static regions precompiled: layers",
+            True,
+        ),
+    ],
+)
+def test_the_loop_is_warmed_as_the_policy_says(
+    build: Callable[..., Any], policy: CompilePolicy, says: str, runs: bool
+) -> None:
+    from megatron import training as package
+    from megatron.training import training
+
+    from megacpp_mcore.layer_specs import regions
+
+    model = build(compile="regional", backend=Graphs())
+    arguments = arguments_of(tensor_model_parallel_size=1)
+    said: list[str] = []
+    built = ([model], None, None)
+    with (
+        mock.patch.object(training, "setup_model_and_optimizer", return_value=built),
+        mock.patch.object(package, "get_args", return_value=arguments),
+    ):
+        before = training.setup_model_and_optimizer
+        with regions.before_training(policy, said.append):
+            assert training.setup_model_and_optimizer() is built
+        assert training.setup_model_and_optimizer is before
+    assert len(said) == 1
+    assert says in said[0]
+    assert ("mamba3 segment" in said[0]) is runs
+
+
+# --- what it asks for ---------------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_without_a_compiler_is_refused(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(LaunchError, match=r"needs a C\+\+ compiler: no no-such-compiler"):
+        build(compile="regional", backend="inductor")
+
+
+def test_an_untreated_spec_is_what_it_was() -> None:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megacpp_mcore.layer_specs.regions import TreatedLayer, Treatment
+
+    spec = ModuleSpec(module=TransformerLayer)
+    assert Treatment().spec(spec, "A") is spec
+    treatment = Treatment(recompute=Recompute(m=True))
+    assert treatment.spec(spec, "M").module is TreatedLayer
+    with pytest.raises(ModelError, match="expected TransformerLayer"):
+        treatment.spec(ModuleSpec(module=torch.nn.Linear), "M")
+
+
+def test_the_lane_steps_aside_and_returns(process: Path) -> None:
+    assert torch.cuda.is_available()
+    with cpu.stepping_aside():
+        assert not torch.cuda.is_available()
+        assert "TORCHDYNAMO_DISABLE" not in os.environ
+        assert torch.overrides._get_current_function_mode() is None
+    assert torch.cuda.is_available()
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+    assert isinstance(torch.overrides._get_current_function_mode(), cpu.CpuDeviceMode)
+
+
+def test_what_a_user_has_disabled_stays_so(process: Path) -> None:
+    lane = cpu._installed
+    assert lane is not None
+    with mock.patch.object(lane, "dynamo_was_disabled", True), cpu.stepping_aside():
+        assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+        assert torch.cuda.is_available()
+    with contextlib.suppress(KeyError), cpu.stepping_aside():
+        raise KeyError("out")
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+
+
+class _Allocates(torch.autograd.Function):
+    """Asks for CUDA memory in its backward pass, as Megatron's gathers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.ones(gradient.shape, device="cuda") + torch.zeros(gradient.shape, device=0)
+
+
+def test_the_lane_answers_inside_a_checkpoints_backward_pass(process: Path) -> None:
+    from megacpp_mcore.layer_specs.regions import recomputed
+
+    x = torch.rand(3, requires_grad=True)
+    recomputed(_Allocates.apply)(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3))

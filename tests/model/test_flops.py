@@ -1,0 +1,542 @@
+"""observe/flops/count.py against torch's own counter: on every reference op, and on a model that stock Megatron built.
+
+torch counts the dense products that an op really runs, not the pairs that its mask lets through, so each comparison says
+in exact integers how the two are related. Legend: B batch, S sequence, K query-key width, V value width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.model import MLA, Mamba3, Model, flops, preset, with_overrides
+from megacpp_mcore.model.flops import Work
+from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp
+from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_grad, indexer_scores
+from megacpp_mcore.ops.linear_cross_entropy.reference import linear_cross_entropy
+from megacpp_mcore.ops.m2rnn.reference import causal_convolution, m2rnn_chunked, m2rnn_sequential
+from megacpp_mcore.ops.mamba3.reference import mamba3
+from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.ops.sparse_mla.reference import attend
+from tests import stock
+
+ROOT = Path(__file__).parents[2]
+WIDTHS = MLA(q_lora_rank=6, kv_lora_rank=12, qk_head_dim=10, qk_pos_emb_head_dim=4, v_head_dim=7)
+
+
+def _in_place_baddbmm(self_shape: Any, a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """torch's counter knows ``baddbmm`` but not ``baddbmm_``, in which the M²RNN reference takes its steps."""
+    return int(2 * a[0] * a[1] * a[2] * b[2])
+
+
+def counter() -> FlopCounterMode:
+    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: _in_place_baddbmm})
+
+
+def counted(run: Callable[[], Any]) -> tuple[int, int]:
+    """What torch counts for ``run``, forward and backward (of the sum of its first output)."""
+    with counter() as forward:
+        output = run()
+    output = output[0] if isinstance(output, tuple) else output
+    with counter() as backward:
+        output.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+# --- pairs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequence", [1, 2, 7, 32])
+@pytest.mark.parametrize("topk", [1, 3, 7, 40])
+def test_pairs_are_those_of_the_mask_and_of_the_selection(sequence: int, topk: int) -> None:
+    mask = torch.ones(sequence, sequence, dtype=torch.bool).tril()
+    assert flops.causal_pairs(sequence) == int(mask.sum())
+    index = causal_topk(torch.randn(1, sequence, sequence), topk)
+    assert flops.selected_pairs(sequence, topk) == int((index >= 0).sum())
+
+
+# --- reference ops -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [None, 4, 5])
+def test_full_core(chunk: int | None) -> None:
+    """The reference multiplies each chunk of queries with all keys up to the chunk's end."""
+    batch, sequence, heads = 2, 13, 3
+    k, v = WIDTHS.qk_head_dim + WIDTHS.qk_pos_emb_head_dim, WIDTHS.v_head_dim
+    q, key, value = leaves((sequence, batch, heads, k), (sequence, batch, heads, k), (sequence, batch, heads, v))
+    forward, _ = counted(lambda: mla_attention(q, key, value, softmax_scale=1.0, query_chunk=chunk))
+    size = chunk or sequence
+    ends = [min(start + size, sequence) for start in range(0, sequence, size)]
+    dense = sum((end - start) * end for start, end in zip([0, *ends], ends, strict=False))
+    ours = flops.full_core(batch * flops.causal_pairs(sequence), heads, WIDTHS)
+    assert Fraction(forward, ours.forward) == Fraction(dense, flops.causal_pairs(sequence))
+    if chunk is None:
+        assert Fraction(forward, ours.forward) == Fraction(2 * sequence, sequence + 1)
+
+
+def test_a_chunk_of_one_query_is_exactly_causal() -> None:
+    """But for the first query's only value, whose weighted sum has one term and is no matrix product to torch."""
+    batch, sequence, heads, k, v = 2, 9, 3, WIDTHS.qk_head_dim + WIDTHS.qk_pos_emb_head_dim, WIDTHS.v_head_dim
+    inputs = leaves((sequence, batch, heads, k), (sequence, batch, heads, k), (sequence, batch, heads, v))
+    forward, _ = counted(lambda: mla_attention(*inputs, softmax_scale=1.0, query_chunk=1))
+    assert (
+        forward == flops.full_core(batch * flops.causal_pairs(sequence), heads, WIDTHS).forward - 2 * batch * heads * v
+    )
+
+
+@pytest.mark.parametrize("sequence", [4, 13])
+def test_full_core_backward(sequence: int) -> None:
+    """Twice the forward, and the checkpoint computes the scores again, not the last product."""
+    heads, k, v = 3, WIDTHS.qk_head_dim + WIDTHS.qk_pos_emb_head_dim, WIDTHS.v_head_dim
+    inputs = leaves((sequence, 2, heads, k), (sequence, 2, heads, k), (sequence, 2, heads, v))
+    dense = flops.full_core(2 * sequence**2, heads, WIDTHS)
+    forward, backward = counted(lambda: mla_attention(*inputs, softmax_scale=1.0))
+    assert (forward, backward) == (dense.forward, dense.backward + Fraction(k, k + v) * dense.forward)
+
+
+@pytest.mark.parametrize("topk", [2, 4, 20])
+def test_sparse_core(topk: int) -> None:
+    """The reference gathers min(topk, S) keys for every query, also where fewer are visible."""
+    batch, sequence, heads, v = 2, 11, 3, WIDTHS.kv_lora_rank
+    width = v + WIDTHS.qk_pos_emb_head_dim
+    q, kv = leaves((sequence, batch, heads, width), (sequence, batch, width))
+    index = causal_topk(torch.randn(batch, sequence, sequence), topk)
+    forward, backward = counted(lambda: attend(q, kv, index, softmax_scale=1.0, value_dim=v))
+    pairs = flops.selected_pairs(sequence, topk)
+    ours = flops.sparse_core(batch * pairs, heads, WIDTHS)
+    gathered = sequence * min(topk, sequence)
+    assert Fraction(forward, ours.forward) == Fraction(gathered, pairs)
+    recomputed = Fraction(width, width + v) * forward
+    assert backward == Fraction(gathered, pairs) * ours.backward + recomputed
+
+
+def test_indexer_scores() -> None:
+    """The reference scores all S × S pairs, and its gradient too is dense; ours is causal, and selected."""
+    batch, sequence, heads, width, latent, hidden = 2, 12, 3, 5, 6, 8
+    q, k, w = leaves((sequence, batch, heads, width), (sequence, batch, width), (sequence, batch, heads))
+    forward, backward = counted(lambda: indexer_scores(q, k, w))
+    sizes = {"hidden": hidden, "q_lora_rank": latent, "heads": heads, "head_dim": width}
+    pairs = batch * sequence**2
+    without = flops.indexer(batch * sequence, 0, 0, **sizes)
+    dense = flops.indexer(batch * sequence, pairs, pairs, **sizes)
+    assert forward == dense.forward - without.forward
+    recomputed = Fraction(width, width + 1) * forward
+    assert backward == dense.backward - without.backward + recomputed
+    causal = flops.indexer(batch * sequence, batch * flops.causal_pairs(sequence), None, **sizes)
+    assert Fraction(forward, causal.forward - without.forward) == Fraction(2 * sequence, sequence + 1)
+    assert causal.backward == 0
+
+
+def test_indexer_gradient() -> None:
+    """Scores of the selected pairs once more, then ours, but for a product of one term with each weight."""
+    batch, sequence, heads, width, topk = 2, 12, 3, 5, 4
+    inputs = leaves((sequence, batch, heads, width), (sequence, batch, width), (sequence, batch, heads))
+    index = causal_topk(torch.randn(batch, sequence, sequence), topk)
+    with counter() as count:
+        indexer_grad(*inputs, index, torch.rand(index.shape), 1.0)
+    gathered = batch * sequence * topk
+    sizes = {"hidden": 8, "q_lora_rank": 6, "heads": heads, "head_dim": width}
+    without = flops.indexer(batch * sequence, 0, 0, **sizes)
+    ours = flops.indexer(batch * sequence, gathered, gathered, **sizes)
+    again = ours.forward - without.forward
+    assert count.get_total_flops() == again + ours.backward - without.backward - 2 * gathered * heads
+
+
+def test_indexer_projections() -> None:
+    """Detached inputs: the gradient of each weight, and nothing else."""
+    tokens, hidden, latent, heads, width = 10, 8, 6, 3, 5
+    x, qr = torch.randn(tokens, hidden), torch.randn(tokens, latent)
+    wq, wk, ww = leaves((latent, heads * width), (hidden, width), (hidden, heads))
+    forward, backward = counted(lambda: (qr @ wq).sum() + (x @ wk).sum() + (x @ ww).sum())
+    ours = flops.indexer(tokens, 0, 0, hidden=hidden, q_lora_rank=latent, heads=heads, head_dim=width)
+    assert (forward, backward) == (ours.forward, ours.backward)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("sequence", [16, 21])
+def test_mamba_scan(rank: int, sequence: int) -> None:
+    """Equal as they are: the last chunk is padded on both sides."""
+    batch, heads = 2, 4
+    ssm = Mamba3(head_dim=6, groups=2, state=8, mimo_rank=rank, chunk=8)
+    x, z, b, c, dt, a, trap, angles = leaves(
+        (sequence, batch, heads, 6), (sequence, batch, heads, 6),
+        (sequence, batch, 2, rank, 8), (sequence, batch, 2, rank, 8),
+        *[(sequence, batch, heads)] * 3, (sequence, batch, ssm.angles),
+    )  # fmt: skip
+    names = ("mimo_x", "mimo_z", "mimo_o")
+    mixes = dict(zip(names, leaves(*[(heads, rank, 6)] * 3), strict=True)) if rank > 1 else {}
+    weights = dict(zip(("b_norm_weight", "c_norm_weight"), leaves((8,), (8,)), strict=True))
+    biases = dict(zip(("b_bias", "c_bias"), leaves((heads, rank, 8), (heads, rank, 8)), strict=True))
+    scalars = dict(zip(("dt_bias", "D"), leaves((heads,), (heads,)), strict=True))
+    forward, backward = counted(
+        lambda: mamba3(
+            x, z, b, c, dt, a, trap, angles,
+            **scalars, **biases, **weights, **mixes, chunk_size=8, A_floor=1e-4, eps=1e-5,
+        )[0]
+    )  # fmt: skip
+    ours = flops.mamba_scan(batch, sequence, heads, ssm)
+    assert (forward, backward) == (ours.forward, ours.backward)
+
+
+def _recurrence(batch: int, sequence: int, heads: int, k: int, v: int) -> list[torch.Tensor]:
+    return [
+        *leaves((batch, sequence, 1, k), (batch, sequence, 1, k), (batch, sequence, heads, v), (heads, v, v)),
+        torch.rand(batch, sequence, heads, requires_grad=True),
+    ]
+
+
+def test_recurrence_token_by_token() -> None:
+    batch, sequence, heads, k, v = 2, 7, 3, 5, 4
+    forward, backward = counted(lambda: m2rnn_sequential(*_recurrence(batch, sequence, heads, k, v)))
+    ours = flops.m2rnn_recurrence(batch * sequence, heads, k, v)
+    assert forward == ours.forward
+    # The state before the first token is a constant: no gradient of h in its h W.
+    assert backward == ours.backward - 2 * batch * heads * k * v * v
+
+
+def test_recurrence_in_chunks() -> None:
+    """Its own backward runs ``h W`` again, and three products of an outer product's gradient (dk and dv) instead of one."""
+    batch, sequence, heads, k, v = 2, 7, 3, 5, 4
+    inputs = _recurrence(batch, sequence, heads, k, v)
+    forward, backward = counted(lambda: m2rnn_chunked(*inputs, checkpoint_every=3))
+    ours = flops.m2rnn_recurrence(batch * sequence, heads, k, v)
+    one = 2 * batch * sequence * heads * k * v  # a product of one value for each entry of the state
+    assert forward == ours.forward == one * (v + 1)
+    assert backward == ours.backward + one * v + one
+
+
+@pytest.mark.parametrize("counts", [[4, 0, 9], [0, 0, 13]])
+def test_routed_experts(counts: list[int]) -> None:
+    x, first, second = leaves((13, 6), (3, 5, 6), (3, 6, 5))
+    forward, backward = counted(lambda: grouped_mlp(x, torch.tensor(counts), first, second, None))
+    ours = flops.feed_forward(13, 6, 5)
+    assert (forward, backward) == (ours.forward, ours.backward)
+
+
+def test_head_and_loss() -> None:
+    """The loss itself is element-wise."""
+    hidden, weight = leaves((13, 6), (11, 6))
+    found = counted(lambda: linear_cross_entropy(hidden, weight, torch.arange(13) % 11))
+    assert found == dataclasses.astuple(flops.product(13 * 6 * 11))
+
+
+def test_gated_feed_forward() -> None:
+    x, up, gate, down = leaves((13, 6), (6, 5), (6, 5), (5, 6))
+    assert counted(lambda: ((x @ up) * (x @ gate).sigmoid()) @ down) == dataclasses.astuple(
+        flops.feed_forward(13, 6, 5, gated=True)
+    )
+
+
+def test_convolution() -> None:
+    """Forward is equal; torch's formula for the backward of a depthwise convolution multiplies by the channels once more."""
+    x, weight, bias = leaves((2, 9, 6), (6, 4), (6,))
+    forward, _ = counted(lambda: causal_convolution(x, weight, bias))
+    assert forward == flops.depthwise_convolution(2 * 9, 6, 4).forward
+
+
+# --- a model that stock Megatron built ---------------------------------------------------------------------------------
+
+OVERRIDES = {"seq_length": 64, "dsa": {"topk": 8, "loss_coeff": 0.1}, "mtp": {"depth": 2}}
+SMALL = with_overrides(preset("nam56r_tiny"), OVERRIDES)
+BATCH = 2
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Counter[str]]]:
+    """torch's count of the real model by module and operator: ``forward`` without gradient, and ``training``."""
+    folder = tmp_path_factory.mktemp("flops")
+    tokens = torch.randint(0, 256, (BATCH, SMALL.seq_length + 1))
+    mask = ~torch.ones(SMALL.seq_length, SMALL.seq_length, dtype=torch.bool).tril()[None, None]
+    positions = torch.arange(SMALL.seq_length).expand(BATCH, -1)
+
+    def loss() -> torch.Tensor:
+        weights = torch.ones(BATCH, SMALL.seq_length)
+        return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:], loss_mask=weights).mean()
+
+    found = {}
+    with stock.one_process(folder / "store"):
+        model = stock.build(OVERRIDES, preset("nam56r_tiny"), folder).train()
+        stock.loss_scale(1.0)
+        with torch.no_grad(), counter() as forward:
+            loss()
+        with counter() as training:
+            loss().backward()
+    for name, count in (("forward", forward), ("training", training)):
+        modules = count.get_flop_counts().items()
+        found[name] = {key: Counter({str(op): n for op, n in ops.items()}) for key, ops in modules}
+    return found
+
+
+def total(measured: dict[str, dict[str, Counter[str]]], module: str) -> int:
+    return measured["forward"].get(module, Counter()).total()
+
+
+def padding() -> flops.Work:
+    """What the rows of zeros in the input projection of an M or R layer of nam56r_tiny cost, 4 of them."""
+    return flops.product(BATCH * SMALL.seq_length * 4 * SMALL.hidden_size)
+
+
+def layer_work(number: int) -> flops.Families:
+    return flops.step(SMALL, BATCH).layers[number - 1]
+
+
+def test_each_layer_of_the_real_model_forward(measured: dict[str, dict[str, Counter[str]]]) -> None:
+    """E, and but for padding M and R; A layers after their dense pairs are put in the place of the visible ones."""
+    sequence = SMALL.seq_length
+    seen = Counter[str]()
+    for number in range(1, SMALL.depth + 1):
+        expected = layer_work(number).total.forward
+        role = SMALL.roles[number - 1]
+        if role == "-":
+            dense = BATCH * (sequence**2 - flops.causal_pairs(sequence))
+            expected += flops.full_core(dense, SMALL.heads, SMALL.mla).forward
+        elif role is not None:
+            dense = BATCH * (sequence * SMALL.dsa.topk - flops.selected_pairs(sequence, SMALL.dsa.topk))
+            expected += flops.sparse_core(dense, SMALL.heads, SMALL.mla).forward
+        if SMALL.layers[number - 1] in "MR":
+            expected += padding().forward
+        if role == "F":
+            expected += _score_pairs(BATCH * (sequence**2 - flops.causal_pairs(sequence)))
+        assert total(measured, f"GPTModel.decoder.layers.{number - 1}") == expected, f"layer {number}"
+        seen[SMALL.layers[number - 1] + (role or "")] += 1
+    assert seen == {"A-": 1, "AF": 1, "AS": 1, "E": 5, "M": 3, "R": 1}
+
+
+def _score_pairs(pairs: int) -> int:
+    """Forward work of the indexer for so many pairs more."""
+    return 2 * pairs * SMALL.dsa.indexer_heads * (SMALL.dsa.indexer_head_dim + 1)
+
+
+def test_parts_of_the_real_model_forward(measured: dict[str, dict[str, Counter[str]]]) -> None:
+    step = flops.step(SMALL, BATCH)
+    experts = SMALL.layer_numbers("E")
+    parts = {"router": "router", "experts": "routed_experts", "shared_experts": "shared_experts"}
+    for module, family in parts.items():
+        found = sum(total(measured, f"GPTModel.decoder.layers.{number - 1}.mlp.{module}") for number in experts)
+        assert found == getattr(step.trunk, family).forward, family
+    assert total(measured, "GPTModel.embedding") == step.families.embedding.forward == 0
+    assert total(measured, "GPTModel.output_layer") == step.families.head.forward
+    assert len(step.mtp) == 2
+    assert step.families.head.forward == 3 * step.trunk.head.forward
+    mtp = "GPTModel.mtp.layers.0"
+    assert total(measured, f"{mtp}.eh_proj") == step.families.mtp_projection.forward
+    assert total(measured, f"{mtp}.mtp_model_layer.mlp") == step.families.dense_ffn.forward
+    block = 2 * (step.mtp[0].attention_projections + step.mtp[0].attention_core).forward
+    dense = 2 * BATCH * (SMALL.seq_length**2 - flops.causal_pairs(SMALL.seq_length))
+    block += flops.full_core(dense, SMALL.heads, SMALL.mla).forward
+    assert total(measured, f"{mtp}.mtp_model_layer.self_attention") == block
+
+
+def test_training_of_the_real_model(measured: dict[str, dict[str, Counter[str]]]) -> None:
+    """All matrix products of training: equal to ours, absorbed projections, which are batched products, left out."""
+    families = flops.step(SMALL, BATCH).families
+    linear = (
+        families.attention_projections, families.mamba_projections, families.recurrent_projections, families.router,
+        families.routed_experts, families.shared_experts, families.dense_ffn, families.mtp_projection, families.head,
+    )  # fmt: skip
+    tokens, dsa = BATCH * SMALL.seq_length, SMALL.dsa
+    projections = flops.indexer(
+        tokens, 0, 0, hidden=SMALL.hidden_size, q_lora_rank=SMALL.mla.q_lora_rank,
+        heads=dsa.indexer_heads, head_dim=dsa.indexer_head_dim,
+    )  # fmt: skip
+    absorbed = flops.product(
+        tokens * SMALL.mla.kv_lora_rank * SMALL.heads * (SMALL.mla.qk_head_dim + SMALL.mla.v_head_dim)
+    )
+    expected = sum(work.training for work in linear) + projections.training
+    expected -= 2 * absorbed.training  # in two DSA layers
+    expected += 4 * padding().training  # in three M layers and one R layer
+    assert measured["training"]["Global"]["aten.mm"] == expected
+
+
+def test_batched_products_of_training(measured: dict[str, dict[str, Counter[str]]]) -> None:
+    """Attention, scans and recurrence in training, with what the references compute again, each named."""
+    sequence, heads, mla, dsa = SMALL.seq_length, SMALL.heads, SMALL.mla, SMALL.dsa
+    tokens = BATCH * sequence
+    full = flops.full_core(3 * BATCH * sequence**2, heads, mla)  # one trunk layer, two depths
+    sparse = flops.sparse_core(2 * tokens * dsa.topk, heads, mla)
+    scores = flops.product(BATCH * sequence**2 * dsa.indexer_heads * (dsa.indexer_head_dim + 1))
+    selected = flops.product(tokens * dsa.topk * dsa.indexer_heads * (dsa.indexer_head_dim + 1))
+    scan = flops.step(SMALL, BATCH).trunk.mamba_scan
+    absorbed = flops.product(2 * tokens * mla.kv_lora_rank * heads * (mla.qk_head_dim + mla.v_head_dim))
+    rnn = SMALL.m2rnn
+    recurrence = flops.m2rnn_recurrence(tokens, SMALL.recurrent_heads, rnn.key_dim, rnn.value_dim)
+    one = 2 * tokens * SMALL.recurrent_heads * rnn.key_dim * rnn.value_dim
+    qk, latent = mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.kv_lora_rank
+    again = (
+        full.forward * Fraction(qk, qk + mla.v_head_dim)  # scores, not the last product
+        + sparse.forward * Fraction(latent + mla.qk_pos_emb_head_dim, 2 * latent + mla.qk_pos_emb_head_dim)
+        + selected.forward  # scores of the selected keys; their gradient has a product with each weight, of one term
+        - 2 * tokens * dsa.topk * dsa.indexer_heads
+        + one * rnn.value_dim + one  # see test_recurrence_in_chunks
+    )  # fmt: skip
+    expected = sum(work.training for work in (full, sparse, scan, absorbed, recurrence)) + again
+    expected += scores.forward + selected.backward
+    found = measured["training"]["Global"]
+    assert found["aten.bmm"] + found["aten.baddbmm_"] == expected
+
+
+# --- the count of a whole step -----------------------------------------------------------------------------------------
+
+
+def test_nam56r_is_about_20_8_gflop_a_token() -> None:
+    step = flops.step(preset("nam56r"))
+    assert step.training_per_token == pytest.approx(20.85e9, rel=1e-3)
+    # With the indexer's backward at twice its forward, as for everything else:
+    assert 3 * step.total.forward / step.tokens == pytest.approx(20.90e9, rel=1e-3)
+    assert step.families.mamba_scan.training / step.total.training == pytest.approx(0.027, abs=1e-3)
+    assert flops.step(preset("nam56r_h4096")).training_per_token == pytest.approx(25.80e9, rel=1e-3)
+
+
+def test_families_add_up_and_the_batch_is_a_factor() -> None:
+    one, three = flops.step(SMALL), flops.step(SMALL, 3)
+    assert three.tokens == 3 * one.tokens
+    assert three.training_per_token == one.training_per_token
+    for field in dataclasses.fields(flops.Families):
+        single, triple = (getattr(step.families, field.name) for step in (one, three))
+        assert (triple.forward, triple.backward) == (3 * single.forward, 3 * single.backward)
+        assert single.training == single.forward + single.backward
+        assert (single.forward == 0) == (field.name == "embedding")
+        assert field.name == "indexer" or single.backward == 2 * single.forward
+    works = [getattr(part, field.name) for part in (one.trunk, *one.mtp) for field in dataclasses.fields(part)]
+    assert sum(work.training for work in works) == one.total.training
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gone"),
+    [
+        ({"mtp": {"depth": 0}}, {"mtp_projection", "dense_ffn"}),
+        ({"dsa": {"schedule": "-"}}, {"indexer"}),
+        ({"pattern": "AM", "depth": 6}, {"router", "routed_experts", "shared_experts", "recurrent_projections",
+                                        "convolution", "recurrence"}),
+    ],
+)  # fmt: skip
+def test_what_a_model_lacks_counts_nothing(overrides: dict[str, Any], gone: set[str]) -> None:
+    families = flops.step(with_overrides(preset("nam56r_tiny"), overrides)).families
+    empty = {field.name for field in dataclasses.fields(families) if getattr(families, field.name) == Work()}
+    assert empty == gone | {"embedding"}
+
+
+def test_only_full_layers_have_an_indexer_and_only_a_loss_trains_it() -> None:
+    def indexers(**dsa: Any) -> Work:
+        model: Model = with_overrides(SMALL, {"dsa": dsa})
+        return flops.step(model).families.indexer
+
+    shared, full, untrained = indexers(), indexers(schedule="-FF"), indexers(loss_coeff=0.0)
+    assert full == shared + shared
+    assert untrained == Work(shared.forward, 0)
+    assert 0 < shared.backward < 2 * shared.forward
+
+
+def test_longer_sequences_and_wider_heads() -> None:
+    short, long = flops.step(SMALL), flops.step(SMALL, seq_length=128)
+    assert long.families.dense_ffn.forward == 2 * short.families.dense_ffn.forward
+    core = short.mtp[0].attention_core.forward
+    assert Fraction(long.mtp[0].attention_core.forward, core) == Fraction(128 * 129, 64 * 65)
+    wide = flops.step(SMALL, vocab_size=512)
+    assert Fraction(wide.families.head.forward, short.families.head.forward) == Fraction(512, 384)
+
+
+@pytest.mark.parametrize("size", [{"batch": 0}, {"seq_length": 0}, {"vocab_size": -1}])
+def test_nothing_to_count_is_refused(size: dict[str, int]) -> None:
+    with pytest.raises(ModelError, match=f"{next(iter(size))} is .*expected at least 1"):
+        flops.step(SMALL, **size)
+
+
+# --- documents kept apart ----------------------------------------------------------------------------------------------
+
+
+def test_documents_kept_apart_count_their_own_pairs() -> None:
+    """Two rows of 64 with documents of 40 + 24 and 5 + 9 + 50: attention by pairs counted one by one, the rest as it was."""
+    lengths = [[40, 24], [5, 9, 50]]
+    whole, apart = flops.step(SMALL, 2), flops.step(SMALL, 2, lengths=lengths)
+    documents = [length for row in lengths for length in row]
+    causal = sum(1 for length in documents for query in range(length) for _ in range(query + 1))
+    selected = sum(min(query + 1, SMALL.dsa.topk) for length in documents for query in range(length))
+    cores = flops.full_core(causal, SMALL.heads, SMALL.mla) + flops.sparse_core(2 * selected, SMALL.heads, SMALL.mla)
+    assert apart.trunk.attention_core == cores
+    assert apart.trunk.attention_core.training < whole.trunk.attention_core.training
+    assert apart.mtp[1].attention_core == flops.full_core(causal, SMALL.heads, SMALL.mla)
+    changed = {"attention_core", "indexer"}
+    for field in dataclasses.fields(flops.Families):
+        same = getattr(apart.families, field.name) == getattr(whole.families, field.name)
+        assert same == (field.name not in changed), field.name
+    scored = 2 * causal * SMALL.dsa.indexer_heads * (SMALL.dsa.indexer_head_dim + 1)
+    without = flops.indexer(
+        128, 0, 0, hidden=SMALL.hidden_size, q_lora_rank=SMALL.mla.q_lora_rank,
+        heads=SMALL.dsa.indexer_heads, head_dim=SMALL.dsa.indexer_head_dim,
+    )  # fmt: skip
+    assert apart.trunk.indexer.forward == scored + without.forward
+    assert flops.step(SMALL, 2, lengths=[[64], [64]]) == whole
+
+
+def test_padding_counts_nothing() -> None:
+    short = flops.step(SMALL, 2, lengths=[[40], [10, 6]])
+    assert short.tokens == 56
+    assert short.families.dense_ffn == flops.step(SMALL, seq_length=56).families.dense_ffn
+    rows = [flops.mamba_scan(1, length, SMALL.mamba_heads, SMALL.mamba3) for length in (40, 16)]
+    assert short.layers[2].mamba_scan == rows[0] + rows[1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "lengths"), [(1, [[64], [64]]), (2, [[64], []]), (1, [[0, 4]]), (1, [[40, 25]]), (2, [[64], [65]])]
+)
+def test_documents_that_are_not_the_batchs_are_refused(batch: int, lengths: list[list[int]]) -> None:
+    with pytest.raises(ModelError, match=r"lengths.*; (expected documents of|give one list)"):
+        flops.step(SMALL, batch, lengths=lengths)
+
+
+# --- what torch's counter does not see ---------------------------------------------------------------------------------
+
+
+def test_a_recurrence_written_element_by_element_is_invisible_to_torch() -> None:
+    """The same ``h W`` as a product, which torch counts as we do, and as a sum of products, which torch counts as nothing."""
+    batch, heads, k, v = 2, 3, 5, 4
+    (h, W) = leaves((batch, heads, k, v), (heads, v, v))
+    with counter() as seen:
+        product = h @ W
+    with counter() as unseen:
+        summed = (h[..., None] * W[:, None]).sum(-2)
+    torch.testing.assert_close(product, summed)
+    assert unseen.get_total_flops() == 0
+    one = flops.m2rnn_recurrence(batch, heads, k, v).forward
+    assert seen.get_total_flops() == one - 2 * batch * heads * k * v  # but for qᵀ h
+    assert one > 0
+
+
+def test_the_recurrence_of_the_reference_needs_a_formula_of_its_own() -> None:
+    """torch 2.11 has none for ``baddbmm_``, in which the chunked reference takes its steps: it sees ``qᵀ h`` and no more."""
+    inputs = _recurrence(2, 7, 3, 5, 4)
+    with FlopCounterMode(display=False) as plain:
+        m2rnn_chunked(*inputs, checkpoint_every=3)
+    assert plain.get_total_flops() < flops.m2rnn_recurrence(2 * 7, 3, 5, 4).forward
+
+
+def test_what_neither_counts() -> None:
+    """Look-ups, norms, softmax, gates and outer products without a sum are no contractions, for torch as for us."""
+    table, x = torch.randn(11, 6), torch.randn(4, 6)
+    with counter() as found:
+        torch.nn.functional.embedding(torch.arange(4), table)
+        torch.nn.functional.rms_norm(x, (6,)).softmax(-1)
+        torch.nn.functional.silu(x) * x
+        x[:, :, None] * x[:, None, :]
+    assert found.get_total_flops() == 0
+
+
+def test_counting_does_not_import_torch() -> None:
+    code = "import sys; from megacpp_mcore.model import flops; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

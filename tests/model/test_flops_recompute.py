@@ -1,0 +1,220 @@
+"""What recompute repeats, against ``torch.utils.flop_counter`` on models that stock Megatron built with each setting.
+
+The real forward pass runs dense pairs where the mask lets fewer through, so that what is repeated in attention cores is
+compared after the pairs have been put in the place of each other, in exact integers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+from torch.utils.flop_counter import FlopCounterMode
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.model import Layout, flops, preset, with_overrides
+from megacpp_mcore.model.flops import Families, Work
+from megacpp_mcore.model.flops.recompute import MODULES, Recomputation, recomputed
+from megacpp_mcore.model.training import Recompute
+from tests import stock
+
+OVERRIDES = {"seq_length": 64, "dsa": {"topk": 8, "loss_coeff": 0.1}, "mtp": {"depth": 2}}
+SMALL = with_overrides(preset("nam56r_tiny"), OVERRIDES)
+BATCH = 2
+STEP = flops.step(SMALL, BATCH)
+
+
+def _in_place_baddbmm(self_shape: Any, a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return int(2 * a[0] * a[1] * a[2] * b[2])
+
+
+class _NoModules:
+    """In place of the counter's book-keeping by module, whose hooks do not stand a checkpointed module of views."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def measure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., int]]:
+    """torch's count of a training step of the model built with these words and this recompute of ours."""
+    folder = tmp_path_factory.mktemp("recompute")
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, 256, (BATCH, SMALL.seq_length + 1), generator=generator)
+    mask = ~torch.ones(SMALL.seq_length, SMALL.seq_length, dtype=torch.bool).tril()[None, None]
+    positions = torch.arange(SMALL.seq_length).expand(BATCH, -1)
+
+    @functools.cache
+    def count(words: tuple[str, ...] = (), own: tuple[str, ...] = ()) -> int:
+        model = _build(folder, words, own)
+        stock.loss_scale(1.0)
+        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: _in_place_baddbmm})
+        counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+        with counter:
+            weights = torch.ones(BATCH, SMALL.seq_length)
+            model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:], loss_mask=weights).mean().backward()
+        return int(counter.get_total_flops())
+
+    with stock.one_process(folder / "store"):
+        yield count
+
+
+def _build(folder: Path, words: Sequence[str], own: Sequence[str]) -> Any:
+    """As ``stock.build``, with ``recompute`` in the file."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    destroy_moe_metrics_tracker()
+    file = folder / "megacpp.yaml"
+    file.write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": OVERRIDES, "recompute": list(own)}))
+    with mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}):
+        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        config = stock.model_config(stock.cpu_words(SMALL, None, *words))
+        return GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups()).train()
+
+
+PADDING = 4
+"""Rows of zeros in the input projections of nam56r_tiny's M and R layers, which are run and not counted."""
+
+
+def surplus(again: flops.Step) -> int:
+    """What the plain-PyTorch cores that are repeated run for pairs that their masks hide, and products for padding."""
+    sequence, topk = SMALL.seq_length, SMALL.dsa.topk
+    hidden = BATCH * (sequence**2 - flops.causal_pairs(sequence))
+    full = flops.full_core(hidden, SMALL.heads, SMALL.mla).forward
+    unfilled = BATCH * (sequence * topk - flops.selected_pairs(sequence, topk))
+    sparse = flops.sparse_core(unfilled, SMALL.heads, SMALL.mla).forward
+    found = sum(full for part in again.mtp if part.attention_core.forward)
+    for part, role in zip(again.layers, SMALL.roles, strict=True):
+        if part.attention_core.forward:
+            found += full if role == "-" else sparse
+    padded = sum(part != Families() for part, letter in zip(again.layers, SMALL.layers, strict=True) if letter in "MR")
+    return found + padded * flops.product(STEP.tokens * PADDING * SMALL.hidden_size).forward
+
+
+FULL = ("--recompute-granularity", "full", "--recompute-method")
+
+
+def selective(*modules: str) -> tuple[str, ...]:
+    return ("--recompute-granularity", "selective", "--recompute-modules", *modules)
+
+
+CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "full": ((*FULL, "uniform", "--recompute-num-layers", "1"), ()),
+    "block": ((*FULL, "block", "--recompute-num-layers", "5"), ()),
+    "core_attn": (selective("core_attn"), ()),
+    "mla_up_proj": (selective("mla_up_proj"), ()),
+    "mlp": (selective("mlp"), ()),
+    "moe": (selective("moe"), ()),
+    "shared": (selective("shared_experts"), ()),
+    "nested": (selective("moe", "shared_experts"), ()),
+    "a": ((), ("a",)),
+    "m and r": ((), ("m", "r")),
+    "experts beside stock's": (selective("shared_experts", "mla_up_proj"), ("experts",)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_the_real_model_repeats(case: str, measure: Callable[..., int]) -> None:
+    words, own = CASES[case]
+    arguments = stock.parse(stock.cpu_words(SMALL, None, *words))
+    how = Recomputation.of_run(arguments, Recompute(**dict.fromkeys(own, True)))
+    assert how.on
+    again = recomputed(SMALL, STEP, how)
+    assert again.total.backward == 0 < again.total.forward
+    assert measure(words, own) - measure() == again.total.forward + surplus(again)
+
+
+def test_a_run_without_recompute_repeats_nothing() -> None:
+    how = Recomputation.of_run(stock.parse(stock.cpu_words(SMALL)))
+    assert (how, how.on, str(how)) == (Recomputation(), False, "none")
+    again = recomputed(SMALL, STEP, how)
+    assert again.total == Work()
+    assert (len(again.layers), len(again.mtp)) == (SMALL.depth, 2)
+
+
+def test_block_counts_from_the_start_of_each_stage() -> None:
+    how = Recomputation(granularity="full", method="block", num_layers=2)
+    again = recomputed(SMALL, STEP, how, SMALL.chunks(Layout(pipeline=3)))
+    repeated = {number for number, part in enumerate(again.layers, start=1) if part != Families()}
+    assert repeated == {1, 2, 5, 6, 9, 10}
+    assert all(part == Families() for part in again.mtp)
+    assert [part for part in recomputed(SMALL, STEP, how).layers if part != Families()] == list(again.layers[:2])
+
+
+def test_full_recompute_is_the_forward_pass_but_for_the_heads() -> None:
+    how = Recomputation(granularity="full", method="uniform", num_layers=1)
+    again = recomputed(SMALL, STEP, how)
+    for field in dataclasses.fields(Families):
+        ours, repeated = getattr(STEP.families, field.name), getattr(again.families, field.name)
+        if field.name == "indexer":  # which does not select a second time
+            assert repeated == Work(flops.indexer_projections(SMALL, STEP.tokens)) != Work(ours.forward)
+        else:
+            assert repeated == (Work() if field.name == "head" else Work(ours.forward)), field.name
+
+
+def test_an_indexer_that_is_not_trained_repeats_nothing() -> None:
+    model = with_overrides(SMALL, {"dsa": {"loss_coeff": 0.0}})
+    again = recomputed(
+        model, flops.step(model, BATCH), Recomputation(granularity="full", method="uniform", num_layers=1)
+    )
+    assert again.families.indexer == Work()
+
+
+@pytest.mark.parametrize("modules", [("moe_act",), ("layernorm",), ("moe_act", "layernorm")])
+def test_element_wise_modules_repeat_no_product(modules: tuple[str, ...]) -> None:
+    how = Recomputation(granularity="selective", modules=modules)
+    assert how.on
+    assert set(modules) < set(MODULES)
+    assert recomputed(SMALL, STEP, how).total == Work()
+
+
+def test_the_default_of_selective_is_the_core() -> None:
+    arguments = Namespace(recompute_granularity="selective", recompute_modules=None, recompute_method=None)
+    assert Recomputation.of_run(arguments).modules == ("core_attn",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"granularity": "some"}, "granularity is 'some'; expected full"),
+        ({"granularity": "full", "num_layers": 1}, "method of full recompute is None; expected uniform or block"),
+        ({"granularity": "full", "method": "block"}, "full recompute of None layers; expected"),
+        ({"granularity": "full", "method": "block", "num_layers": 0}, "full recompute of 0 layers; expected"),
+        (
+            {"granularity": "full", "method": "block", "num_layers": 1, "own": Recompute(m=True)},
+            "asks for m, and full recompute repeats whole layers",
+        ),
+        ({"granularity": "selective", "modules": ("gdn_norm_out",)}, "gdn_norm_out are not known; known: core_attn"),
+        (
+            {"granularity": "selective", "modules": ("core_attn",), "own": Recompute(a=True)},
+            "asks for a, and recompute modules core_attn",
+        ),
+    ],
+)
+def test_settings_that_no_run_can_have(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        Recomputation(**settings)
+
+
+def test_units_of_several_layers_do_not_go_with_mtp() -> None:
+    how = Recomputation(granularity="full", method="uniform", num_layers=4)
+    with pytest.raises(ModelError, match="units of 4 layers with multi-token prediction; Megatron takes 1"):
+        recomputed(SMALL, STEP, how)
+    plain = with_overrides(SMALL, {"mtp": {"depth": 0}})
+    step = flops.step(plain, BATCH)
+    selection = step.families.indexer.forward - flops.indexer_projections(plain, step.tokens)
+    assert recomputed(plain, step, how).total.forward == step.total.forward - step.head.head.forward - selection

@@ -1,0 +1,278 @@
+"""Goodput: every nanosecond of a run in one class, across deaths and restarts."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacpp_mcore.observe import goodput
+from megacpp_mcore.observe.clock import Clock, Phase, process_age_ns
+from megacpp_mcore.observe.events import Log, Step
+from megacpp_mcore.observe.goodput import CLASSES, DOWN, LOST, PRODUCTIVE, RECOVERY
+from tests.observe.recorded import SECOND, append, at, stepped, write_start
+
+
+class Time:
+    """A clock's nanoseconds, which a test moves."""
+
+    def __init__(self) -> None:
+        self.ns = 7
+
+    def __call__(self) -> int:
+        return self.ns
+
+    def go(self, seconds: float) -> None:
+        self.ns += round(seconds * SECOND)
+
+
+def step(number: int, resumed_at: int = 0) -> Step:
+    return Step(number, resumed_at, 0.0, 8, {"lm loss": 1.0}, 1.0, 1e-3, False)
+
+
+def test_the_innermost_phase_has_the_time_and_the_parts_sum_to_the_whole() -> None:
+    time = Time()
+    clock = Clock(now=time, age_ns=3 * SECOND)
+    time.go(1)
+    with clock.within(Phase.LOAD):
+        time.go(2)
+    clock.become(Phase.IDLE)
+    with clock.within(Phase.STEP):
+        time.go(1)
+        with clock.within(Phase.DATA):
+            time.go(0.5)
+        time.go(1)
+    time.go(0.25)
+    assert clock.take() == {
+        Phase.STARTUP: 4 * SECOND, Phase.LOAD: 2 * SECOND, Phase.STEP: 2 * SECOND, Phase.DATA: SECOND // 2,
+        Phase.IDLE: SECOND // 4,
+    }  # fmt: skip
+    assert clock.elapsed_ns() == round(8.75 * SECOND)
+    time.go(1)
+    assert clock.take() == {Phase.IDLE: SECOND}
+
+
+def test_a_phase_that_another_thread_did_not_leave_ends_with_what_it_was_in() -> None:
+    time = Time()
+    clock = Clock(now=time)
+    clock.become(Phase.IDLE)
+    clock.enter(Phase.STEP)
+    thread = threading.Thread(target=clock.enter, args=(Phase.JIT,))
+    thread.start()
+    thread.join()
+    time.go(1)
+    assert clock.phase is Phase.JIT
+    clock.leave(Phase.STEP)
+    clock.leave(Phase.JIT)
+    assert clock.phase is Phase.IDLE
+    time.go(2)
+    assert clock.take() == {Phase.JIT: SECOND, Phase.IDLE: 2 * SECOND}
+
+
+def test_the_age_of_this_process_is_known() -> None:
+    began = process_age_ns()
+    assert 0 < began < 3600 * SECOND
+    assert process_age_ns() >= began
+
+
+def seconds_of(found: goodput.Goodput) -> dict[str, float]:
+    return {name: spent / SECOND for name, spent in found.nanoseconds.items() if spent}
+
+
+def test_a_death_and_a_restart(tmp_path: Path) -> None:
+    """Begun at 100 s; 4 steps, a checkpoint after the second; killed at 116.5 in the fifth; at 120 it goes on from step 2."""
+    write_start(
+        tmp_path, 1, 0,
+        at(105, {"startup": 5}),
+        stepped(107, 1, 2),
+        stepped(109, 2, 1, data=1),
+        stepped(112, 3, 2, checkpoint_save=1),
+        stepped(114, 4, 2),
+        at(116.5),
+        began=100,
+    )  # fmt: skip
+    write_start(
+        tmp_path, 2, 0,
+        at(123, {"startup": 2, "checkpoint_load": 1}),
+        stepped(125, 3, 2, resumed_at=2),
+        stepped(127.5, 4, 2, resumed_at=2, idle=0.5),
+        at(128, {"idle": 0.25, "step": 0.25}, how="ValueError"),
+        at(131, facts={}),
+        began=120,
+    )  # fmt: skip
+    found = goodput.read(tmp_path)[0]
+    assert seconds_of(found) == {
+        "startup": 5, PRODUCTIVE: 2 + 1 + 2 + 2, "data": 1, "checkpoint_save": 1, LOST: 2 + 2 + 2.5 + 0.25, DOWN: 3.5,
+        RECOVERY: 2, "checkpoint_load": 1, "idle": 0.75,
+    }  # fmt: skip
+    assert found.wall_ns == 28 * SECOND
+    assert (found.starts, found.steps, found.steps_lost) == (2, 4, 2)
+    assert found.share == 7 / 28
+
+
+def test_a_pause_after_a_finished_start_is_none_of_the_run(tmp_path: Path) -> None:
+    ended = at(106, {"idle": 1}, how="finished")
+    write_start(tmp_path, 1, 0, stepped(105, 1, 1, startup=4), ended, began=100)
+    write_start(tmp_path, 2, 0, stepped(503, 2, 1, resumed_at=1, startup=2), at(503, {}, how="finished"), began=500)
+    assert seconds_of(goodput.read(tmp_path)[0]) == {"startup": 6, PRODUCTIVE: 2, "idle": 1}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_start_that_never_trained_is_no_death_and_undoes_none(tmp_path: Path, trained: bool) -> None:
+    """A mistyped word, put right a minute later; with ``trained``, after a run that an error had ended."""
+    if trained:
+        ended = at(106, {"idle": 1}, how="ValueError")
+        write_start(tmp_path, 1, 0, stepped(105, 1, 1, startup=4), ended, began=100)
+    write_start(tmp_path, 2, 0, at(112, {"startup": 2}, how="SystemExit"), began=110)
+    write_start(tmp_path, 3, 0, stepped(175, 2, 1, resumed_at=1, startup=2), at(175, {}, how="finished"), began=172)
+    found = goodput.read(tmp_path)[0].nanoseconds
+    assert found[DOWN] == ((4 + 60) * SECOND if trained else 0)
+    assert found[RECOVERY] == (4 * SECOND if trained else 0)
+    assert found["startup"] == 4 * SECOND
+
+
+@pytest.mark.parametrize(("steps", "name"), [(0, "startup"), (1, LOST)])
+def test_a_run_that_is_dead_ends_with_its_last_sign_of_life(tmp_path: Path, steps: int, name: str) -> None:
+    write_start(tmp_path, 1, 0, *[stepped(101, 1)] * steps, at(109), began=100)
+    found = goodput.read(tmp_path)[0]
+    assert (found.wall_ns, found.nanoseconds[name]) == (9 * SECOND, (9 - steps) * SECOND)
+
+
+def record(
+    run: Path, time: Time, steps: int, resumed_at: int = 0, how: BaseException | str | None = None
+) -> goodput.Goodput:
+    """A start of one step a second; ``how`` a text: it is killed."""
+    log = Log(run, 3, 4, Clock(now=time), heartbeat_s=60)
+    recorder = goodput.Recorder(log, with_losses=True)
+    time.go(2)
+    log.clock.become(Phase.IDLE)
+    for number in range(resumed_at + 1, resumed_at + steps + 1):
+        with log.clock.within(Phase.STEP):
+            time.go(1)
+        recorder.on_step(step(number, resumed_at))
+    if not isinstance(how, str):
+        recorder.on_end(how)
+    log.close()
+    return recorder.so_far()
+
+
+def test_the_recorder_writes_what_is_read_and_shows_the_same_so_far(tmp_path: Path) -> None:
+    time = Time()
+    for steps, resumed_at, how in (
+        (5, 0, None),
+        (4, 3, "killed"),
+        (0, 0, SystemExit(2)),
+        (3, 5, ValueError()),
+        (2, 7, None),
+    ):
+        shown = record(tmp_path, time, steps, resumed_at, how)
+        found = goodput.read(tmp_path)[3]
+        assert (shown.nanoseconds, shown.steps) == (found.nanoseconds, found.steps)
+    assert (found.starts, found.steps, found.steps_lost) == (5, 9, 5)
+    assert found.nanoseconds[PRODUCTIVE] == 9 * SECOND
+    record_of = found.record()
+    assert sum(record_of["seconds"].values()) == pytest.approx(record_of["wall_s"])
+
+
+def test_a_damaged_file_of_an_earlier_start_keeps_nobody_from_recording(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    append(write_start(tmp_path, 1, 3, stepped(1, 1)), {"at": -1})
+    assert record(tmp_path, Time(), 2, 1).steps == 2
+    assert "at is -1" in caplog.text
+
+
+def test_the_slowest_rank_is_the_one_the_others_wait_for(tmp_path: Path) -> None:
+    for rank, waited in ((0, 0.0), (1, 2.0), (10, 1.0)):
+        write_start(
+            tmp_path, 1, rank, stepped(10, 1, 10 - waited, data=waited), at(10, {}, how="finished"), world_size=11
+        )
+    write_start(tmp_path, 1, 4, world_size=11)
+    ranks = goodput.read(tmp_path)
+    assert goodput.slowest(ranks) == 1
+    assert [ranks[rank].share for rank in (0, 1, 4, 10)] == [1.0, 0.8, 0.0, 0.9]
+    assert goodput.slowest({4: ranks[4]}) == 4
+    assert list(goodput.read(tmp_path, world_size=2)) == [0, 1]
+
+
+# --- Against a model of the classes -----------------------------------------------------------------------------------
+
+
+class Model:
+    """Lives through starts second by second, and looks at every one of them when all is known."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.starts: list[dict[str, Any]] = []
+        now, saved = 1000, 0
+        for _ in range(self.random.randint(1, 6)):
+            start = self.live(now, self.random.choice([saved, saved, max(0, saved - 2), 0]))
+            self.starts.append(start)
+            if start["steps"]:
+                saved = self.random.randint(start["from"], start["steps"][-1])
+            now = start["ended"] + self.random.randint(0, 50)
+
+    def live(self, now: int, saved: int) -> dict[str, Any]:
+        """The seconds of one start: what each was spent on, and the step that it was of (None: of none that ended)."""
+        seconds: list[tuple[str, int | None]] = [("startup", None)] * self.random.randint(0, 5)
+        lines, steps, told = [at(now + len(seconds), {"startup": len(seconds)})], [], len(seconds)
+        for number in range(saved + 1, saved + 1 + self.random.choice([0, 0, 1, 3, 8])):
+            phases = ["step", *self.random.choices(["data", "idle", "jit", "checkpoint_save", "step"], k=3)]
+            seconds += [(phase, number) for phase in phases]
+            lines.append(at(now + len(seconds), Counter(phases), step=number, resumed_at=saved))
+            steps.append(number)
+            told = len(seconds)
+        rest = self.random.choices(["idle", "evaluation", "step"], k=self.random.randint(0, 4))
+        how = self.random.choice([None, None, "finished", "ValueError"])
+        seconds += [(phase, None) for phase in rest]
+        if how is None:  # nobody knows what the time was spent on in which it was killed
+            seconds[told:] = [("unknown", None)] * len(rest)
+            lines.append(at(now + len(seconds)))
+        else:
+            lines.append(at(now + len(seconds), Counter(rest), how=how))
+        return {"began": now, "ended": now + len(seconds), "seconds": seconds, "lines": lines, "steps": steps,
+                "from": saved, "how": how}  # fmt: skip
+
+    def classes(self) -> Counter[str]:
+        """Seconds by class, one after another."""
+        found: Counter[str] = Counter()
+        dead_since: int | None = None  # when the last start died whose work is still to be made good
+        for index, start in enumerate(self.starts):
+            died = dead_since is not None
+            if died and index:
+                found[DOWN] += start["began"] - self.starts[index - 1]["ended"]
+            undone = min((later["from"] for later in self.starts[index + 1 :] if later["steps"]), default=10**9)
+            for phase, number in start["seconds"]:
+                if phase == "step":
+                    found[PRODUCTIVE if number is not None and number <= undone else LOST] += 1
+                elif phase == "unknown" and start["steps"]:
+                    found[LOST] += 1
+                elif phase in ("startup", "unknown"):
+                    found[RECOVERY if died else "startup"] += 1
+                else:
+                    found[phase] += 1
+            if start["how"] is None or (start["how"] == "ValueError" and start["steps"]):
+                dead_since = start["ended"]
+            elif start["how"] == "finished":
+                dead_since = None
+        return found
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32))
+def test_every_second_is_in_the_class_that_a_model_of_single_seconds_puts_it_in(seed: int) -> None:
+    model = Model(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        for number, start in enumerate(model.starts, 1):
+            write_start(Path(folder), number, 0, *start["lines"], began=start["began"])
+        found = goodput.read(folder)[0]
+    expected = model.classes()
+    assert found.nanoseconds == {name: expected[name] * SECOND for name in CLASSES}
+    assert found.steps + found.steps_lost == sum(len(start["steps"]) for start in model.starts)

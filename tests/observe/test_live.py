@@ -1,0 +1,257 @@
+"""The progress line and the writers' scalars: of a real run, and piece by piece."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe import events, goodput, live
+from megacpp_mcore.observe.clock import Clock, Phase
+from megacpp_mcore.observe.events import Listener, Log, Step
+from megacpp_mcore.observe.live import Live, Metrics, metrics_of
+from megacpp_mcore.observe.loop import Notifier, StockLoop
+from megacpp_mcore.observe.steps import read_steps
+from tests import tiny_run
+from tests.observe import page_run
+from tests.observe.recorded import append, at, stepped, write_start
+
+STEPS = 5
+SECOND = 1_000_000_000
+
+
+@pytest.mark.slow
+def test_a_real_run(tmp_path: Path) -> None:
+    data = tiny_run.make_data(tmp_path)
+    run = tmp_path / "run"
+    said = page_run.train(data, run, STEPS, "--eval-interval", "3", "--eval-iters", "1", fate="writers")
+    recorded = {step.step: step for step in read_steps(run)}
+
+    _check_console(said, recorded)
+    metrics = metrics_of(events.read(run))
+    assert [one.step for one in metrics] == list(range(1, STEPS + 1))
+    assert [one.tokens_per_s is None for one in metrics] == [True] + [False] * (STEPS - 1)
+    assert all(one.mfu is None and one.mfu_reason for one in metrics)
+    assert "no datasheet peak is known" in metrics[-1].mfu_reason
+    assert all(0 < one.goodput < 1 and one.memory_allocated_bytes > 2**20 for one in metrics)
+    assert metrics[0].routing_entropy is None
+    assert 0 < (metrics[-1].routing_entropy or 0) < 1
+    assert 0 < (metrics[-1].index_overlap or 0) < 1
+    _check_scalars(run, recorded)
+    _check_rates(run, metrics, recorded)
+
+
+def _check_rates(run: Path, metrics: Sequence[Metrics], recorded: dict[int, Step]) -> None:
+    """Against what the last rank noted between two steps: their time without evaluation and checkpoints."""
+    spent = {span.step: span.phases for span in events.read(run)[0][0].spans if span.step is not None}
+    assert spent[4]["evaluation"] > 0  # after step 3
+    assert goodput.read(run)[0].nanoseconds["evaluation"] >= spent[4]["evaluation"]
+    for before, one in itertools.pairwise(metrics):
+        in_step = sum(spent[one.step].get(name, 0) for name in ("step", "data", "idle", "compile", "jit"))
+        tokens = recorded[one.step].tokens - recorded[before.step].tokens
+        assert one.tokens_per_s == pytest.approx(tokens / in_step * 1e9, rel=1e-9)
+
+
+def _check_console(said: str, recorded: dict[int, Step]) -> None:
+    """Ours stands below Megatron's own line of the same step."""
+    lines = said.splitlines()
+    ours = {number: line for number, line in enumerate(lines) if line.startswith("step ")}
+    assert [line.split("/")[0] for line in ours.values()] == [f"step {number}" for number in recorded]
+    for number, step in zip(ours, recorded.values(), strict=True):
+        assert f"loss {step.losses['lm loss']:.4f}  mtp_1 {step.losses['mtp_1 loss']:.4f}" in lines[number]
+        assert f"grad norm {step.grad_norm:.3f}" in lines[number]
+        assert "goodput" in lines[number]
+        assert len(lines[number]) < 240
+        stock = re.findall(r"iteration +(\d+)/ +5 \|.* lm loss: (\S+) \|", "\n".join(lines[:number]))[-1]
+        assert int(stock[0]) == step.step
+        if step.step != 2:  # whose line is the mean of two steps
+            assert float(stock[1]) == pytest.approx(step.losses["lm loss"], rel=1e-6)
+    assert "validation loss at iteration 3" in said
+
+
+def _check_scalars(run: Path, recorded: dict[int, Step]) -> None:
+    scalars = [json.loads(line) for line in (run / "scalars.jsonl").read_text().splitlines()]
+    ours = {f"{live.TAG}{name}" for name in live.SCALARS} - {f"{live.TAG}mfu"}
+    for writer in ("tensorboard", "wandb"):
+        written = Counter((one["tag"], one["step"]) for one in scalars if one["writer"] == writer)
+        assert {tag for tag, _ in written if tag.startswith(live.TAG)} == ours
+        assert all(count == 1 for (tag, _), count in written.items() if tag.startswith(live.TAG))
+        assert {step for tag, step in written if tag == f"{live.TAG}goodput"} == set(recorded)
+        for tag in ("lm loss", "mtp_1 loss", "indexer loss", "grad-norm", "learning-rate"):
+            assert {step for name, step in written if name == tag} == set(recorded), (writer, tag)
+
+
+# --- Piece by piece ---------------------------------------------------------------------------------------------------
+
+
+FACTS: tuple[dict[str, Any], dict[str, str]] = ({}, {})
+
+
+class Loop:
+    """What a Live meets, without a model: a clock that is set by hand."""
+
+    def __init__(
+        self, run: Path, monkeypatch: pytest.MonkeyPatch, console: str = "progress", facts: Any = FACTS, every: int = 1
+    ) -> None:
+        options = SimpleNamespace(train_iters=100, log_interval=every)
+        monkeypatch.setattr(StockLoop, "arguments", lambda _: options)
+        monkeypatch.setattr(StockLoop, "writers", lambda _: (None, None))
+        self.now = 0
+        self.run = run
+        self.clock = Clock(now=lambda: self.now)
+        self.log = Log(run, 0, 1, self.clock, heartbeat_s=3600)
+        self.recorder = goodput.Recorder(self.log, with_losses=True)
+        self.live = Live(self.recorder, StockLoop(), facts=lambda: facts, console=console)
+
+    def step(self, number: int, seconds: float, *, skipped: bool = False, saved: float = 0.0) -> None:
+        """One step."""
+        with self.clock.within(Phase.STEP):
+            self.now += round(seconds * SECOND)
+        step = Step(number, 0, float(number), 512 * number, {"lm loss": 2.0, "mtp_1 loss": 3.0}, 1.5, 1e-3, skipped)
+        self.recorder.on_step(step)
+        self.live.on_step(step)
+        with self.clock.within(Phase.SAVE):
+            self.now += round(saved * SECOND)
+
+    def metrics(self) -> list[Metrics]:
+        """What was shown."""
+        return metrics_of(events.read(self.run))
+
+
+def test_a_line_has_what_happened_since_the_line_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = Loop(tmp_path, monkeypatch, every=3)
+    loop.clock.become(Phase.IDLE)
+    loop.step(1, 9.0)
+    loop.step(2, 2.0, saved=5.0)
+    loop.step(3, 2.0, skipped=True)
+    loop.step(4, 2.0)
+    first, found = loop.metrics()
+    assert (first.step, first.tokens_per_s, found.step) == (1, None, 3)
+    assert found.tokens_per_s == pytest.approx(1024 / 4)
+    assert found.goodput == pytest.approx(13 / 18)
+    assert found.skipped == 1
+    _, shown = capsys.readouterr().out.splitlines()
+    assert shown.startswith(
+        "step   3/100  loss 2.0000  mtp_1 3.0000  grad norm 1.500  lr 1.00e-03  256 tokens/s  no MFU ("
+    )
+    assert shown.endswith("SKIPPED 1")
+
+
+def test_stock_prints_what_megatron_prints_and_all_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = Loop(tmp_path, monkeypatch, console="stock")
+    loop.step(1, 1.0)
+    assert capsys.readouterr().out == ""
+    assert len(loop.metrics()) == 1
+
+
+@pytest.mark.parametrize("failed", ["recorder", "another"])
+def test_nothing_is_shown_without_the_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failed: str
+) -> None:
+    loop = Loop(tmp_path, monkeypatch)
+    loop.live.on_failure(loop.recorder if failed == "recorder" else Listener(), LookupError(), 1)
+    loop.step(1, 1.0)
+    assert (capsys.readouterr().out == "") is (failed == "recorder")
+
+
+def test_a_live_line_that_fails_leaves_the_step_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(tmp_path, monkeypatch)
+    notifier = Notifier(loop.clock, [loop.live, loop.recorder])
+    monkeypatch.setattr(StockLoop, "writers", lambda _: (SimpleNamespace(add_scalar=None), None))
+    given = {"loss_dict": {"lm loss": 2.0}, "grad_norm": None, "learning_rate": None, "skipped_iter": 0}
+    for number in (1, 2):
+        notifier.notify_begin(number)
+        notifier.notify_step(given, {}, number, 512)
+    assert "Live failed in step 1" in caplog.text
+    assert [step.step for step in read_steps(tmp_path)] == [1, 2]
+
+
+def _facts(flops: dict[str, int] | None, device: str, why: str = "") -> tuple[dict[str, object], dict[str, str]]:
+    counted = None if flops is None else {
+        "tokens": 512, "by_precision": {name: {"model_flops": count} for name, count in flops.items()}
+    }  # fmt: skip
+    return {"flops": counted, "device": device, "parallelism.world_size": 2}, {"flops": why}
+
+
+@pytest.mark.parametrize(
+    ("facts", "mfu", "reason"),
+    [
+        # 512 tokens in 2 s on two devices of 989.5 TFLOP/s: a tenth of the peak is 2 * 2 * 98.95e12 FLOPs
+        (_facts({"bf16": round(4 * 98.95e12)}, "NVIDIA H200"), 0.1, ""),
+        (_facts({"bf16": 1}, "a toaster"), None, "no datasheet peak is known of 'a toaster'"),
+        (_facts(None, "NVIDIA H200", "documents are kept apart"), None, "documents are kept apart"),
+        (FACTS, None, "the work of a step is not known"),
+    ],
+)
+def test_mfu_or_its_reason(
+    facts: Any, mfu: float | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(tmp_path, monkeypatch, facts=facts)
+    loop.step(1, 1.0)
+    loop.step(2, 2.0)
+    _, found = loop.metrics()
+    assert found.mfu == (None if mfu is None else pytest.approx(mfu))
+    assert found.mfu_reason.startswith(reason)
+    assert bool(found.mfu_reason) == (mfu is None)
+    assert ("MFU 10.0%" in found.line(read_steps(tmp_path)[-1], 9)) == (mfu is not None)
+
+
+def _seconds_a_step(work: Callable[[int], None], steps: int) -> float:
+    """The least of three medians, for the machine may be busy with something else."""
+    medians = []
+    for turn in range(3):
+        spent = []
+        for number in range(turn * steps + 1, (turn + 1) * steps + 1):
+            began = time.perf_counter()
+            work(number)
+            spent.append(time.perf_counter() - began)
+        medians.append(sorted(spent)[steps // 2])
+    return min(medians)
+
+
+def test_a_logged_step_costs_less_than_a_millisecond(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also after a start of many steps, which goodput goes through once."""
+    earlier = [stepped(number, number) for number in range(1, 20_001)]
+    write_start(tmp_path, 1, 0, *earlier, at(20_000, {}, how="finished"))
+    loop = Loop(tmp_path, monkeypatch)
+
+    def one_step(number: int) -> None:
+        step = Step(20_000 + number, 20_000, 0.0, 512 * number, {"lm loss": 2.0}, 1.0, 1e-3, False)
+        loop.recorder.on_step(step)
+        loop.live.on_step(step)
+
+    assert _seconds_a_step(one_step, 50) < 1e-3
+    assert loop.recorder.so_far().steps == 20_150
+
+
+def test_what_a_restart_rolled_back_is_not_shown_and_damage_is_named(tmp_path: Path) -> None:
+    metrics = {
+        "step": 1, "resumed_at": 0, "skipped": 0, "tokens_per_s": None, "mfu": None, "mfu_reason": "", "goodput": 0.5,
+        "memory_allocated_bytes": 0, "memory_reserved_bytes": 0,
+    }  # fmt: skip
+    write_start(tmp_path, 1, 0, *(at(number, metrics=metrics | {"step": number}) for number in range(1, 6)))
+    path = write_start(tmp_path, 2, 0, at(9, metrics=metrics | {"step": 3, "resumed_at": 2}), began=8)
+    found = metrics_of(events.read(tmp_path))
+    assert [(one.step, one.resumed_at) for one in found] == [(1, 0), (2, 0), (3, 2)]
+    append(path, at(10, metrics=metrics | {"goodput": 2}))
+    with pytest.raises(
+        DataError, match=rf"{path}: metrics of a step: goodput is 2 \(int\); expected a number from 0 to 1"
+    ):
+        metrics_of(events.read(tmp_path))

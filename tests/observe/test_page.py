@@ -1,0 +1,468 @@
+"""The page about runs: of real ones, in a real browser; and that what files say cannot break it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacpp_mcore.commands import report as report_command
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe import goodput, page, receipts
+from megacpp_mcore.observe.page import read
+from megacpp_mcore.observe.receipts import schema
+from tests import browser, tiny_run
+from tests.observe import page_run
+from tests.observe.recorded import append, at, file_of, stepped, with_loss, write_start
+
+STEPS = 8
+RECEIPTS = tiny_run.ROOT / "examples" / "receipts"
+_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ][\d:]+(\+00:00)?")
+"""When a receipt was put together."""
+VOID = {"meta", "br", "hr", "img", "link"}
+PARTS = (
+    "figures",
+    "loss",
+    "loss-plot",
+    "time",
+    "time-plot",
+    "goodput",
+    "goodput-bar",
+    "shares",
+    "memory",
+    "backends",
+    "by-step",
+)
+"""What every page of a run has, by its ``data-part``."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run that was killed in step 4 and went on from step 3 with a fall-back, profiled; and a plain one."""
+    folder = tmp_path_factory.mktemp("page")
+    data = tiny_run.make_data(folder)
+    killed, plain = folder / "killed", folder / "plain"
+    save: tuple[str, ...] = ("--save", str(folder / "saved"), "--save-interval", "3", "--ckpt-format", "torch_dist")
+    save += ("--eval-interval", "5", "--eval-iters", "1")
+    page_run.train(data, killed, STEPS, *save, fate="kill")
+    time.sleep(0.5)
+    page_run.train(data, killed, STEPS, *save, "--load", str(folder / "saved"), fate="fall-back profile")
+    page_run.train(data, plain, 5)
+    return killed, plain
+
+
+@dataclass
+class Row:
+    """A row of a table in a part of the page; ``off``: its class says that it is not as asked for."""
+
+    part: str
+    off: bool
+    cells: list[str]
+
+
+class Reader(HTMLParser):
+    """Collects text, attributes and tables' rows, and fails on a tag that is not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.attributes: list[tuple[str, str | None]] = []
+        self.rows: list[Row] = []
+        self._parts: list[str] = [""]
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag in VOID:
+            return
+        self.open.append(tag)
+        found = dict(attrs)
+        self._parts.append(found.get("data-part") or self._parts[-1])
+        if tag == "tr":
+            self.rows.append(Row(self._parts[-1], "off" in (found.get("class") or "").split(), []))
+        elif tag == "td":
+            self.rows[-1].cells.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        self._parts.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if "td" in self.open:
+            self.rows[-1].cells[-1] += data
+
+    def parts(self) -> set[str]:
+        return {value for name, value in self.attributes if name == "data-part" and value is not None}
+
+
+def check_self_contained(text: str) -> Reader:
+    """Nothing in the page can be fetched, and nothing can run."""
+    found = Reader(text)
+    assert not {name for name, _ in found.attributes} & {"src", "href", "srcset", "data", "action", "onload", "onclick"}
+    for word in ("http:", "https:", "<script", "url(", "@import", "//", "href="):
+        assert word not in text, word
+    assert "default-src 'none'" in text
+    assert ("name", "viewport") in found.attributes
+    return found
+
+
+def backend_rows(found: Reader) -> list[Row]:
+    """The rows about backends: op or part, layers, requested, observed, why."""
+    return [row for row in found.rows if row.part == "backends" and row.cells]
+
+
+# --- Real runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_page_of_a_killed_run_with_a_fall_back(runs: tuple[Path, Path]) -> None:
+    killed, _ = runs
+    found = check_self_contained(page.html([killed]))
+    assert set(PARTS) | {"disqualifiers", "receipts"} <= found.parts()
+    receipt = receipts.read(killed)
+    for expected in (
+        "Do not use this run's speed",
+        "fall-back: op mamba3 in layers 3, 7, 11",
+        "head_dim 16 is not a multiple of 1024",
+        "slower: reference",
+        "resumed at 3",
+        "restarted from step 3",
+        "self CPU time of operators of steps 5 to 6",
+        f"{receipt['throughput']['tokens_per_s']:,.0f}tokens/s",
+        f"{100 * receipt['goodput']['goodput']:.1f} %goodput",
+        *map(page.class_label, page.CLASS_WORDS),
+    ):
+        assert expected in found.text, expected
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_timeline_of_a_real_run_is_its_goodput(runs: tuple[Path, Path]) -> None:
+    for run in runs:
+        check_timeline(run)
+
+
+def check_timeline(run: Path) -> None:
+    """The stretches sum, class by class, to the goodput, one after the other."""
+    data = read(run)
+    spans = list(page.timeline(data.ranks[0]))
+    for kind, spent in data.goodput[0].nanoseconds.items():
+        assert sum(span.end - span.begin for span in spans if span.kind == kind) == spent, kind
+    assert all(before.end <= after.begin for before, after in itertools.pairwise(spans))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_two_runs_side_by_side(runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    report_command.add_parser(parser.add_subparsers(dest="command"))
+    output = tmp_path / "out.html"
+    words = ["report", "html", str(runs[1]), str(runs[0]), "--output", str(output)]
+    assert report_command.run(parser.parse_args(words)) == 0
+    assert str(output) in capsys.readouterr().out
+    text = output.read_text(encoding="utf-8")
+    again = page.html([runs[1], runs[0]])
+    assert _TIME.sub("", text) == _TIME.sub("", again)
+    found = check_self_contained(text)
+    assert {"comparison", "receipts", "disqualifiers"} <= found.parts()
+    assert "May killed be compared with plain?" in found.text
+    assert re.search(r"B is killed; step times: A median .* s.*; B median .* s.*; floor \S+ %", found.text)
+    assert "B is disqualified by fall-back" in found.text
+    assert "no claim" in found.text
+    assert text.count('data-part="loss-plot"') == 2
+    assert re.search(r'<tr><th class="wide">model</th>', text)
+    assert re.search(r'<tr class="differs"><th class="wide">disqualifiers</th>', text)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_receipt_alone(runs: tuple[Path, Path]) -> None:
+    found = check_self_contained(page.html([runs[0] / "receipt.json"]))
+    assert found.text.count("only the receipt is here") == 4
+    assert "fall-back: op mamba3" in found.text
+    assert {"backends", "shares", "memory", "disqualifiers"} <= found.parts()
+
+
+# --- In a browser -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[browser.Browser]:
+    program = browser.find()
+    if program is None:
+        pytest.skip(f"no browser: none of {', '.join(browser.NAMES)} is on PATH; {browser.VARIABLE} may name one")
+    with browser.running(program) as found:
+        yield found
+
+
+BOXES = """Object.fromEntries([...document.querySelectorAll('[data-part]')].map(
+  e => [e.dataset.part, (b => [b.x + scrollX, b.y + scrollY, b.width, b.height])(e.getBoundingClientRect())]))"""
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_every_part_is_painted(
+    chromium: browser.Browser, runs: tuple[Path, Path], tmp_path: Path, width: int, dark: bool
+) -> None:
+    """Every part has its own room in the window and something in it; nothing is fetched, nothing complains."""
+    file = tmp_path / "page.html"
+    file.write_text(page.html([runs[0]]), encoding="utf-8")
+    chromium.show(file, width, dark=dark)
+    assert chromium.errors == []
+    assert chromium.requests == [file.as_uri()]
+    assert chromium.ask("document.documentElement.scrollWidth") == width == chromium.ask("innerWidth")
+
+    boxes = chromium.ask(BOXES)
+    assert set(PARTS) | {"disqualifiers"} <= boxes.keys()
+    for name, (left, _, wide, high) in boxes.items():
+        assert left >= 0, name
+        assert left + wide <= width, name
+        assert min(wide, high) >= (60 if name.startswith("by-step") else 18), (name, wide, high)
+    sticking_out = chromium.ask(
+        "[...document.querySelectorAll('body *')].filter(e => e.getClientRects().length && "
+        "(e.getBoundingClientRect().right > innerWidth + 1 || e.getBoundingClientRect().left < -1))"
+        ".map(e => e.outerHTML.slice(0, 80))"
+    )
+    assert sticking_out == []
+
+    colours = chromium.colours(chromium.screenshot(), boxes)
+    for name, counts in colours.items():
+        assert len(counts) >= 4, (name, "is blank")
+    check_colours(chromium, colours, boxes)
+    paper = chromium.ask("getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(19, 21, 24)") == dark
+
+
+def check_colours(chromium: browser.Browser, colours: dict[str, dict[str, int]], boxes: dict[str, list[float]]) -> None:
+    """The colours that mean something are really there, each in about the room that its share gives it."""
+
+    def of(name: str) -> str:
+        drawn = chromium.ask(
+            f"(e => (e.style.color = 'var(--{name})', document.body.append(e), getComputedStyle(e).color))"
+            "(document.createElement('i'))"
+        )
+        return ",".join(re.findall(r"\d+", drawn)[:3])
+
+    for curve, part in (
+        ("c1", "loss-plot"),
+        ("c2", "loss-plot"),
+        ("c1", "time-plot"),
+        ("c1", "memory"),
+        ("c2", "shares"),
+    ):
+        assert colours[part].get(of(curve), 0) > 20, (curve, part)
+    assert colours["disqualifiers"].get(of("bad"), 0) > 100
+    assert colours["backends"].get(of("bad-soft"), 0) > 500
+    bar = chromium.ask("(b => b.width * b.height)(document.querySelector('.bar.tall').getBoundingClientRect())")
+    shown = chromium.ask(
+        "Object.fromEntries([...document.querySelectorAll('.bar.tall i')].map(e => [e.className, "
+        "e.getBoundingClientRect().width / e.parentElement.getBoundingClientRect().width]))"
+    )
+    for kind in ("productive", "startup", "recovery", "lost_steps"):
+        assert colours["goodput-bar"].get(of(kind), 0) == pytest.approx(shown[kind] * bar, rel=0.25, abs=120), kind
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_two_runs_fit_on_a_phone(chromium: browser.Browser, runs: tuple[Path, Path], tmp_path: Path) -> None:
+    file = tmp_path / "two.html"
+    file.write_text(page.html(runs), encoding="utf-8")
+    for width in (390, 1280):
+        chromium.show(file, width)
+        assert (chromium.errors, chromium.requests) == ([], [file.as_uri()])
+        assert chromium.ask("document.documentElement.scrollWidth") == width
+        first, second = chromium.ask(
+            "[...document.querySelectorAll('.side tbody tr:nth-child(2) td')].map(e => e.getBoundingClientRect().toJSON())"
+        )
+        assert first["right"] <= second["left"]  # side by side on a phone, too
+        assert abs(first["top"] - second["top"]) < 2
+        box = chromium.ask(BOXES)["loss-plot"]
+        assert len(chromium.colours(chromium.screenshot(), {"loss-plot": box})["loss-plot"]) > 4
+
+
+# --- What files say ---------------------------------------------------------------------------------------------------
+
+
+NASTY = "</style><script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
+
+
+def poisoned(value: Any) -> Any:
+    """Every text of a receipt with markup behind it, and every key of a map that is free."""
+    if isinstance(value, str):
+        return value + NASTY
+    if isinstance(value, list):
+        return [poisoned(each) for each in value]
+    if isinstance(value, dict):
+        return {key: poisoned(each) for key, each in value.items()}
+    return value
+
+
+def test_markup_in_the_files_of_a_run_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No text of the receipt, no name of a loss, no reason and no name of a folder comes through as markup."""
+    receipt = receipts.read(RECEIPTS / "nam56r_quarter_h200_bf16.json")
+    nasty = poisoned(copy.deepcopy(receipt))
+    nasty["shares"]["groups"] = {name + NASTY: share for name, share in receipt["shares"]["groups"].items()}
+    run = run_of(tmp_path / "<b>run & co")
+    more = with_loss(stepped(6, 2)) | {"losses": {"lm loss": 3.0, "mtp_1 loss" + NASTY: 2.0, NASTY: 1.0}}
+    append(file_of(run), more, with_loss(stepped(7, 3)) | {"losses": more["losses"]})
+    bad = dataclasses.replace(read(run), receipt=nasty, values=schema.flatten(nasty)[0])
+    monkeypatch.setattr(page, "read", lambda path: dataclasses.replace(bad, name=f"<b>{path}", missing=NASTY))
+    addition = page.Addition(
+        NASTY, NASTY, [(NASTY, NASTY)], [page.Level(2, NASTY)], NASTY, [(NASTY, [NASTY], [[NASTY]])]
+    )
+    for paths in (["one"], ["one", "two"]):
+        text = page.html(paths, addition)
+        found = Reader(text)
+        assert "<script" not in text
+        assert "<img" not in text
+        assert "<b>one" not in text
+        assert "src" not in {name for name, _ in found.attributes}
+        assert NASTY in found.text
+
+
+def test_there_is_something_to_show(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="0 runs for one page; expected 1 to 6"):
+        page.html([])
+    with pytest.raises(DataError, match="expected the folder of a run that was observed"):
+        page.html([tmp_path])
+
+
+# --- What is left of a run, and said of several ------------------------------------------------------------------------
+
+
+def run_of(run: Path) -> Path:
+    """A run's folder, as small as it can be: five seconds of a start, three of them a step."""
+    began = 1_700_000_000  # 2023-11-14, 22:13:20 UTC
+    step = with_loss(stepped(began + 4, 1, 3, startup=1), 3.0)
+    write_start(run, 1, 0, step, at(began + 5, {"idle": 1}, how="finished"), began=began)
+    return run
+
+
+def test_a_page_of_the_smallest_run(tmp_path: Path) -> None:
+    """It says when the run began and when its receipt was made, and calls the classes as the command does."""
+    text = page.html([run_of(tmp_path)])
+    found = check_self_contained(text)
+    assert "started 2023-11-14T22:13:20+00:00 · receipt put together 20" in found.text
+    assert {"loss-plot", "time-plot", "goodput-bar"} <= found.parts()
+    for words in (
+        "between steps [idle]",
+        "lost steps (done again, or interrupted) [lost_steps]",
+        "waiting for data [data]",
+    ):
+        assert words in found.text
+    alone = Reader(page.html([RECEIPTS / "nam56r_quarter_h200_bf16.json"])).text
+    assert "receipt put together 20" in alone
+    assert "started" not in alone
+    assert alone.count("Not here: only the receipt is here, not the folder of the run.") == 4
+
+
+def test_a_damaged_file_is_named_and_the_receipt_is_shown(tmp_path: Path) -> None:
+    write_start(run_of(tmp_path), 2, 0, {"at": -1}, began=1_700_000_010)
+    found = check_self_contained(page.html([tmp_path]))
+    assert found.text.count("start_2/rank_00000.jsonl, line 2: at is -1") >= 4
+    assert {"goodput", "loss", "receipts", "figures"} <= found.parts()
+
+
+def test_the_timeline_is_the_goodput(tmp_path: Path) -> None:
+    """A start that finished, one that was killed in a step, one that came to nothing, and one that did steps again."""
+    write_start(
+        tmp_path, 1, 0, at(2, {"startup": 2}), with_loss(stepped(4, 1, data=1)), at(5, {"idle": 1}, how="finished")
+    )
+    steps = [with_loss(stepped(24, 2, 2, 1, startup=2)), with_loss(stepped(27, 3, 2, 1, checkpoint_save=1))]
+    write_start(tmp_path, 2, 0, *steps, at(30), began=20)
+    write_start(tmp_path, 3, 0, at(42, {"startup": 1}, how="SystemExit"), began=41)
+    write_start(
+        tmp_path, 4, 0, with_loss(stepped(54, 3, 2, 2, startup=2)), at(55, {"step": 1}, how="ValueError"), began=50
+    )
+    check_timeline(tmp_path)
+    spans = [(span.begin // 10**9, span.end // 10**9, span.kind) for span in page.timeline(read(tmp_path).ranks[0])]
+    assert (20, 22, "startup") in spans
+    assert [span[:2] for span in spans if span[2] == "lost_steps"] == [(25, 27), (27, 30), (54, 55)]
+    assert [span[:2] for span in spans if span[2] == "down"] == [(30, 41), (42, 50)]
+    text = Reader(page.html([tmp_path])).text
+    assert "resumed at 2" in text
+    assert "restarted from step 2" in text
+    assert "1 step was done again after a restart (faint)." in text
+
+
+# --- Charts -----------------------------------------------------------------------------------------------------------
+
+
+def drawn(points: list[tuple[float, float]], **more: Any) -> str:
+    return str(page._chart("p", "what it shows", [page._Curve("a", "c1", points)], **more))
+
+
+def test_a_long_curve_keeps_its_extremes_and_is_short() -> None:
+    points = [(float(step), 5.0 + (step == 12_345) * 3 - (step == 777) * 2) for step in range(50_000)]
+    thin = page._thin(points)
+    assert (len(thin) < 900, min(y for _, y in thin), max(y for _, y in thin)) == (True, 3.0, 8.0)
+    assert [x for x, _ in thin] == sorted(x for x, _ in thin)
+    assert len(drawn(points)) < 60_000
+
+
+def test_one_spike_does_not_flatten_a_curve() -> None:
+    logarithmic = drawn([(1.0, 4.0), (2.0, 3.0), (3.0, 2.0), (4.0, 1e5)])
+    labels = Reader(logarithmic).text.split()
+    assert {"10", "100", "1000", "10k", "100k"} <= set(labels)
+    assert "20k" not in labels
+
+
+def test_charts_are_of_the_page_and_of_whole_steps() -> None:
+    text = drawn([(1.0, 2.0), (2.0, 3.0)], marks=[(1.5, "a mark")], levels=[page.Level(2.5, "a level")])
+    found = Reader(text)
+    assert {"a mark", "a level", "step"} <= set(found.text.split("\n"))
+    assert "1.5" not in found.text
+    assert text.count("<svg") == 2
+    assert "stroke-linecap: round" in drawn([(1.0, 2.0)])
+    assert ("aria-label", "what it shows") in found.attributes
+    assert re.findall(r"#0bad\w\w|http|url\(", text) == []
+    assert "var(--c1)" in text
+
+
+def test_without_matplotlib_there_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "can_draw", lambda: False)
+    found = check_self_contained(page.html([run_of(tmp_path)]))
+    assert "<svg" not in page.html([tmp_path])
+    assert [row.cells for row in found.rows if row.part == "loss-plot"] == [["next token", "1", "3"]]
+    assert len(Reader(drawn([(float(x), 1.0) for x in range(500)])).rows) == 12
+
+
+def test_every_class_of_time_has_a_colour_and_a_word() -> None:
+    assert tuple(page.CLASS_WORDS) == goodput.CLASSES
+    style = page.Path(page.__file__).with_suffix(".html").read_text(encoding="utf-8")
+    assert all(f"--{name}: #" in style for name in goodput.CLASSES)
+
+
+def test_layers_as_ranges() -> None:
+    assert schema.spans([3, 1, 2, 7, "mtp", 9, 10]) == "1–3, 7, 9–10, mtp"
+
+
+def test_no_torch_is_needed() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys; from megacpp_mcore.observe import page; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=tiny_run.ROOT, check=False).returncode == 0
+
+
+def test_short_numbers() -> None:
+    assert [page._short(value) for value in (12, 1234, 45_678, 3.2e9)] == ["12", "1,234", "45.68k", "3.2G"]
+    assert [schema.size(2**30), page.clock(3700), page.clock(61.0)] == ["1 GiB", "1 h 01 min", "61.0 s"]

@@ -1,0 +1,451 @@
+"""A receipt from a folder that was written by hand: two ranks, and what a larger start before left of a third."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe import receipts, routing
+from megacpp_mcore.observe.clock import Clock
+from megacpp_mcore.observe.events import Listener, Log, Step
+from megacpp_mcore.observe.goodput import Recorder
+from megacpp_mcore.observe.receipts import facts as receipt_facts
+from megacpp_mcore.observe.receipts.schema import FINISHED, RUNNING, flatten, why_unknown
+from tests.observe.recorded import TOKENS, append, at, file_of, stepped, with_loss, write_start
+
+ENDED = at(0, {}, how=FINISHED)
+
+
+def facts(moe_enabled: bool = False, **more: Any) -> dict[str, Any]:
+    """The line of what a rank knows; ``more`` as the writer names it."""
+    known = {"moe_enabled": moe_enabled, "environment": {}}
+    return at(0, facts={"warm_up_steps": 1, "notes": [], "run": known, "unknown": {}, **more})
+
+
+def write_rank(
+    run: Path, rank: int, peak: int, added: int, seconds: dict[int, float], lost_s: float = 0.0, how: str = FINISHED,
+    number: int = 2, world_size: int = 2,
+) -> None:  # fmt: skip
+    """All that a rank leaves of eight steps; ``seconds`` of those that took longer than one, ``lost_s`` after each."""
+    steps = [stepped(number, one, seconds.get(one, 1.0), evaluation=lost_s, compile=1e-9) for one in range(1, 9)]
+    if rank == world_size - 1:
+        steps = [with_loss(step, 3.0 - step["step"] / 10) for step in steps]
+    write_start(
+        run, number, rank, *steps,
+        facts(
+            memory={"kind": "CUDA allocator", "allocated_peak_bytes": peak, "reserved_peak_bytes": peak + 50},
+            cache={"files": {"triton": 3}, "added": {"triton": added}},
+        ),
+        at(number, {}, how=how), began=number, world_size=world_size,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Steps 2 and 3 were profiled; the third rank, with the latest profile, is of a start with three, which an error ended."""
+    for rank in range(3):
+        write_rank(tmp_path, rank, 900, 0, dict.fromkeys(range(1, 9), 90.0), 9999.0, "ValueError", 1, 3)
+    write_rank(tmp_path, 0, 100, 0, {})
+    write_rank(tmp_path, 1, 300, 2, {2: 60.0, 3: 60.0, 4: 60.0, 6: 2.0, 7: 3.0, 8: 4.0}, 100.0)
+    write_profile(tmp_path, 0, 2, 3, "of a rank that is there")
+    write_profile(tmp_path, 2, 40, 41, "of one that is not")
+    return tmp_path
+
+
+def write_profile(run: Path, rank: int, first: int, last: int, trigger: str) -> None:
+    """The table of a profile that one rank left."""
+    table = {
+        "steps": [first, last],
+        "phase": "steady",
+        "rank": rank,
+        "families": {},
+        "dominant": None,
+        "trigger": trigger,
+    }
+    path = run / "profile" / f"{first}-{last}" / f"rank_{rank:05d}" / "table.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(table))
+
+
+def test_a_receipt_of_two_ranks_and_a_stale_third(run: Path) -> None:
+    found = receipts.read(run)
+    assert found["status"] == FINISHED
+    assert found["ranks"] == {"expected": 2, "found": [0, 1]}
+    memory = {"kind": "CUDA allocator", "allocated_peak_bytes": 300, "reserved_peak_bytes": 350, "ranks": [100, 300]}
+    assert found["memory"] == memory
+    assert found["cache"] == {"state": "cold", "files": {"triton": 6}, "added": {"triton": 2}}
+    assert found["window"] == {"left_out": 1, "first_step": 5, "last_step": 8}
+    times = {"rank": 1, "n": 4, "p50_s": 2.0, "p90_s": 4.0, "p99_s": 4.0, "max_s": 4.0}
+    assert found["step_time"] == {name: pytest.approx(value, abs=1e-6) for name, value in times.items()}
+    assert found["batch"]["effective_tokens"] == TOKENS
+    rates = {name: found["throughput"][f"tokens_per_s{name}"] for name in ("", "_mean", "_per_device")}
+    assert rates == pytest.approx({"": TOKENS / 2, "_mean": 4 * TOKENS / 10, "_per_device": TOKENS / 4}, rel=1e-6)
+    assert (found["goodput"]["rank"], found["goodput"]["steps"], found["goodput"]["starts"]) == (0, 8, 2)
+    assert found["profiler"]["trigger"] == "of a rank that is there"
+    assert (found["loss"]["first"], found["loss"]["last"]) == (2.9, 2.2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "status"),
+    [
+        (FINISHED, None, RUNNING),
+        (None, FINISHED, RUNNING),
+        (FINISHED, "MemoryError", "MemoryError"),
+        (None, "MemoryError", "MemoryError"),
+    ],
+)
+def test_the_status_is_that_of_all_ranks(tmp_path: Path, first: str | None, second: str | None, status: str) -> None:
+    for rank, how in enumerate((first, second)):
+        write_start(tmp_path, 1, rank, facts(), at(1, {}, **({} if how is None else {"how": how})), world_size=2)
+    assert receipts.read(tmp_path)["status"] == status
+
+
+def test_a_run_is_running_while_a_rank_is_missing(run: Path) -> None:
+    file_of(run, 2, 1).unlink()
+    found = receipts.read(run)
+    assert (found["status"], found["ranks"]) == (RUNNING, {"expected": 2, "found": [0]})
+
+
+def test_caches_that_had_everything_are_warm_and_unused_ones_are_not(run: Path) -> None:
+    write_rank(run, 1, 300, 0, {})
+    assert receipts.read(run)["cache"]["state"] == "warm"
+    for rank in (0, 1):
+        write_start(run, 2, rank, facts(cache={"files": {"triton": 3}, "added": {"triton": 9}}),
+                    stepped(9, 1), ENDED, began=8, world_size=2)  # fmt: skip
+    assert receipts.read(run)["cache"]["state"] == "unused"  # what came meanwhile is another process's
+
+
+def test_a_start_that_has_measured_nothing_has_no_step_times(run: Path) -> None:
+    """The facts are already its own: what the start before it measured may have been with other backends."""
+    for rank in (0, 1):
+        write_start(run, 3, rank, facts(), stepped(9, 9, resumed_at=8), began=8, world_size=2)
+    found = receipts.read(run)
+    assert found["step_time"]["n"] is None
+    assert found["throughput"]["tokens_per_s"] is None
+    reason = "the last start has no step after its first 1 that was not profiled"
+    assert why_unknown("step_time.n", found["unknown"]) == reason
+    assert why_unknown("throughput.tokens_per_s", found["unknown"]) == reason
+
+
+@pytest.mark.parametrize("model", [False, True])
+@pytest.mark.parametrize("how", ["SystemExit", FINISHED, None])
+def test_starts_that_came_to_no_step_leave_the_receipt_of_the_one_before(
+    run: Path, how: str | None, model: bool
+) -> None:
+    """A mistyped option; a run that was started again at its last step; and one that was killed, or has only just begun."""
+    before = receipts.read(run)
+    for number in (3, 4):
+        for rank in (0, 1):
+            ended = at(number * 10 + 1, {"startup": 1}, **({} if how is None else {"how": how}))
+            write_start(run, number, rank, *([facts()] if model else []), ended, began=number * 10, world_size=2)
+    found = receipts.read(run)
+    (note,) = (note for note in found["notes"] if note not in before["notes"])
+    assert note.startswith("a start at 1970-01-01T00:00:40+00:00 ")
+    assert note.endswith(" (the last of 2)")
+    assert (how or "has not come to its first step yet, or was killed before") in note
+    assert found["status"] == (RUNNING if how is None else FINISHED)
+    again = ("written_at", "notes", "goodput", "status")
+    assert {**found, **dict.fromkeys(again)} == {**before, **dict.fromkeys(again)}
+    assert (before["step_time"]["n"], found["goodput"]["starts"]) == (4, 4)
+
+
+def test_of_starts_that_all_did_no_step_it_is_the_last_with_a_model(tmp_path: Path) -> None:
+    """One runs out of memory in its first step, so that it is tried with a smaller batch, and then mistyped."""
+    for number, known in ((1, {"batch.global_batch_size": 8}), (2, {"batch.global_batch_size": 4})):
+        line = facts(run={"moe_enabled": False, "environment": {}, **known})
+        write_start(tmp_path, number, 0, line, at(number, {}, how="MemoryError"), began=number)
+    found = receipts.read(tmp_path)
+    assert (found["status"], found["batch"]["global_batch_size"], found["notes"]) == ("MemoryError", 4, [])
+    write_start(tmp_path, 3, 0, at(3, facts={"run": {"environment": {}}}), at(4, {}, how="SystemExit"), began=3)
+    found = receipts.read(tmp_path)
+    assert (found["status"], found["batch"]["global_batch_size"], len(found["notes"])) == ("MemoryError", 4, 1)
+
+
+def test_the_lost_branch_is_no_part_of_the_run(tmp_path: Path) -> None:
+    """Ten steps with a loss that is no number in the eighth; the run went on from the fifth, to the seventh."""
+    lost = [with_loss(stepped(one, one), float("nan") if one == 8 else 2.0) for one in range(1, 11)]
+    write_start(tmp_path, 1, 0, facts(), *lost)
+    again = [with_loss(stepped(20, 6, resumed_at=5), 1.5), with_loss(stepped(21, 7, resumed_at=5), 1.25)]
+    write_start(tmp_path, 2, 0, facts(), *again, began=19)
+    found = receipts.read(tmp_path)
+    assert (found["loss"]["last_step"], found["loss"]["last"]) == (7, 1.25)
+    assert "NaN skipped" not in {one["name"] for one in found["disqualifiers"]}
+
+
+def test_starts_that_overlap_disqualify_the_receipt(run: Path) -> None:
+    assert "overlapping starts" not in {one["name"] for one in receipts.read(run)["disqualifiers"]}
+    write_start(run, 3, 1, at(9), began=2.5, world_size=2)
+    write_start(run, 4, 1, at(5), began=4, world_size=2)
+    (found,) = (one["evidence"] for one in receipts.read(run)["disqualifiers"] if one["name"] == "overlapping starts")
+    assert found.startswith("start_3, start_4 of rank 1 were recorded at the same time")
+
+
+# --- Routing ----------------------------------------------------------------------------------------------------------
+
+WIRED = {"dispatchers": [], "shared_expert_overlap": [False], "top_k": [1]}
+COUNTED = {
+    "layers": {"2": routing.Load((3, 5), 8).record()},
+    "router_dtypes": {"2": "float32"},
+    "index_overlap": {"1-5": 0.5},
+}
+OF_ROUTING = ("routing.layers", "routing.entropy", "routing.max_over_mean", "routing.dropped_tokens",
+              "routing.router_dtypes", "indexer.overlap")  # fmt: skip
+
+
+def write_routing(run: Path, *records: dict[str, Any], hows: tuple[str | None, ...] = (FINISHED, FINISHED)) -> None:
+    for rank, (record, how) in enumerate(zip(records, hows, strict=True)):
+        line = facts(moe_enabled=True, moe=WIRED, **({"routing": record} if record else {}))
+        write_start(run, 1, rank, line, at(1, {}, **({} if how is None else {"how": how})), world_size=2)
+
+
+def test_layers_that_were_not_counted_are_unknown(tmp_path: Path) -> None:
+    load = routing.Load((3, 5), 8).record()
+    record = {"layers": {"2": load, "4": load}, "router_dtypes": {"2": "float32"}, "index_overlap": {}}
+    write_routing(tmp_path, record, record | {"not_counted": {"2": routing.CAPTURED}})
+    found = receipts.read(tmp_path)
+    assert list(found["routing"]["layers"]) == ["4"]
+    for name in ("entropy", "max_over_mean", "dropped_tokens"):
+        assert found["routing"][name] is None
+        assert why_unknown(f"routing.{name}", found["unknown"]) == f"layer 2: {routing.CAPTURED}"
+    assert found["routing"]["router_dtypes"] == ["float32"]
+
+
+def check_routing_unknown(run: Path, reason: str) -> None:
+    found = receipts.read(run)
+    for path in OF_ROUTING:
+        assert flatten(found)[0][path] is None, path
+        assert why_unknown(path, found["unknown"]) == reason, path
+
+
+def test_counts_that_failed_on_one_rank_are_no_counts(tmp_path: Path) -> None:
+    """Nor are the other's, which would pass for all ranks'."""
+    why = "counting failed in step 4 on a rank: OSError: x"
+    write_routing(tmp_path, COUNTED, COUNTED | {"layers": {}, "index_overlap": {}, "failed": why})
+    check_routing_unknown(tmp_path, why)
+    assert receipts.read(tmp_path)["routing"]["top_k"] == 1
+
+
+@pytest.mark.parametrize("fate", ["missing", "damaged", "without counts"])
+def test_counts_that_are_missing_on_one_rank_are_no_counts(tmp_path: Path, fate: str) -> None:
+    write_routing(tmp_path, COUNTED, COUNTED)
+    whole = receipts.read(tmp_path)
+    assert (whole["routing"]["layers"]["2"]["asked"], whole["indexer"]["overlap"]) == (16, {"1-5": 0.5})
+    if fate == "missing":
+        file_of(tmp_path, 1, 1).unlink()
+    elif fate == "damaged":
+        append(file_of(tmp_path, 1, 1), {"at": -1})
+    else:
+        write_routing(tmp_path, COUNTED, {})
+    check_routing_unknown(tmp_path, "the counts of rank 1 are missing, and those of the others are not the whole")
+
+
+def test_an_error_before_the_first_reading_is_why_nothing_was_counted(tmp_path: Path) -> None:
+    unread = COUNTED | {"layers": {}, "index_overlap": {}}
+    write_routing(tmp_path, unread, unread, hows=("MemoryError", None))
+    check_routing_unknown(tmp_path, "an error ended the run before the first reading: MemoryError")
+
+
+# --- Nothing that can be read -----------------------------------------------------------------------------------------
+
+
+def test_where_nothing_can_be_read_the_written_receipt_is(tmp_path: Path) -> None:
+    path = write_start(tmp_path, 1, 0, facts(), ENDED)
+    written = receipts.write(tmp_path).read_text()
+    path.write_text("{\n")
+    found = receipts.read(tmp_path)
+    (note,) = found["notes"]
+    assert note.startswith("this is receipt.json as it was written last, for none can be assembled: ")
+    assert f"{path}, line 1" in note
+    assert found | {"notes": []} == json.loads(written)
+    (tmp_path / "receipt.json").write_text(written[:100])
+    with pytest.raises(DataError, match=r"receipt\.json, line \d: no JSON, damaged or cut off"):
+        receipts.read(tmp_path)
+    (tmp_path / "receipt.json").unlink()
+    with pytest.raises(DataError, match=rf"{path}, line 1"):
+        receipts.read(tmp_path)
+
+
+@pytest.mark.parametrize(("content", "line"), [(b"", 1), (b'{"schema": 1,\n "fam', 2), (b"\xff\xfe", 0)])
+def test_a_receipt_that_is_cut_off_is_said_to_be_one(tmp_path: Path, content: bytes, line: int) -> None:
+    file = tmp_path / "receipt.json"
+    file.write_bytes(content)
+    where = f"{file}, line {line}" if line else str(file)
+    with pytest.raises(DataError, match=f"{where}: no JSON, damaged or cut off; expected a receipt, or the folder"):
+        receipts.read(file)
+
+
+# --- The writer -------------------------------------------------------------------------------------------------------
+
+
+class Core:
+    """A model chunk without a parameter."""
+
+    config = SimpleNamespace(num_moe_experts=None)
+
+    def modules(self) -> list[Any]:
+        """None."""
+        return []
+
+
+class Training:
+    """A start that has come to a model, with a global batch of ``peak``, which is also its peak of memory."""
+
+    def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch, peak: int = 5, every_s: float = 30) -> None:
+        def of_model(known: receipt_facts.Facts, *_: Any) -> None:
+            known.put("moe_enabled", False)
+            known.put("batch.global_batch_size", peak)
+
+        memory = {"kind": "CUDA allocator", "allocated_peak_bytes": peak, "reserved_peak_bytes": peak}
+        monkeypatch.setattr(receipt_facts, "of_model", of_model)
+        monkeypatch.setattr(receipt_facts, "memory", lambda _: memory)
+        self.log = Log(run, 0, 1, Clock(), heartbeat_s=60)
+        self.recorder = Recorder(self.log, with_losses=True)
+        self.writer = receipts.ReceiptWriter(self.log, every_s=every_s)
+        self.writer.on_model([Core()], None)
+
+    def step(self, number: int) -> None:
+        step = Step(number, 0, 0.0, number * TOKENS, {"lm loss": 2.0}, 1.0, 1e-3, False)
+        self.recorder.on_step(step)
+        self.writer.on_step(step)
+
+    def end(self, error: BaseException | None = None) -> None:
+        self.recorder.on_end(error)
+        self.writer.on_end(error)
+        self.log.close()
+
+
+def test_a_start_is_written_as_it_goes_and_its_receipt_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is known of it is there with its first step, for a process that is killed."""
+    training = Training(tmp_path, monkeypatch)
+    assert (receipts.read(tmp_path)["status"], receipts.read(tmp_path)["memory"]["kind"]) == (RUNNING, None)
+    training.step(1)
+    found = receipts.read(tmp_path)
+    assert (found["memory"]["allocated_peak_bytes"], found["batch"]["global_batch_size"]) == (5, 5)
+    assert "killed" in found["unknown"]["cache"]
+    assert not (tmp_path / "receipt.json").exists()
+    lines = training.log.path.read_text().count("\n")
+    training.step(2)
+    assert training.log.path.read_text().count("\n") == lines + 1  # not every step
+    training.end()
+    found = json.loads((tmp_path / "receipt.json").read_text())
+    assert (found["status"], found["loss"]["last_step"], found["cache"]["state"]) == (FINISHED, 2, "unused")
+    again = Training(tmp_path, monkeypatch, 9)
+    again.step(3)
+    again.end(MemoryError())
+    found = json.loads((tmp_path / "receipt.json").read_text())
+    assert (found["status"], found["batch"]["global_batch_size"]) == ("MemoryError", 9)
+
+
+def test_what_is_compiled_before_there_is_a_model_makes_the_caches_cold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    graphs = tmp_path / "TORCHINDUCTOR_CACHE_DIR" / "fxgraph" / "ab"
+    (graphs / "abcd").mkdir(parents=True)
+    training = Training(tmp_path / "run", monkeypatch)
+    (tmp_path / "TRITON_CACHE_DIR" / "KERNEL").mkdir(parents=True)
+    append(training.log.path, at(1, {"compile": 1}))
+    (graphs / "abce").mkdir()
+    training.end()
+    found = receipts.read(tmp_path / "run")["cache"]
+    assert found == {"state": "cold", "files": {"triton": 0, "inductor": 1}, "added": {"triton": 1, "inductor": 1}}
+
+
+def test_a_failure_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(tmp_path, monkeypatch)
+    training.writer.on_failure(Listener(), OSError("no space\nand its details"), 3)
+    assert receipts.read(tmp_path)["notes"] == [
+        "rank 0: Listener failed in step 3 and recorded nothing more: OSError: no space"
+    ]
+
+
+def test_memory_that_cannot_be_read_loses_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    training = Training(tmp_path, monkeypatch)
+    training.step(1)
+    monkeypatch.setattr(receipt_facts, "memory", fail)
+    training.end(ArithmeticError())
+    found = receipts.read(tmp_path)
+    assert (found["status"], found["memory"]["allocated_peak_bytes"]) == ("ArithmeticError", 5)
+    (note,) = found["notes"]
+    assert "peaks of the memory are those of an earlier reading: RuntimeError('CUDA error: an illegal" in note
+
+
+def test_the_last_lines_of_other_ranks_are_waited_for_and_not_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receipts.writer, "PATIENCE_S", 0.2)
+    other = write_start(tmp_path, 1, 1, facts(), at(1, {}))
+    assert not receipts.writer._has_ended(other)
+    receipts.writer._await([other, file_of(tmp_path, 1, 2)])
+    append(other, at(2, {}, how=FINISHED))
+    assert not receipts.writer._has_ended(other)
+    append(other, at(2, facts={"noted": []}))
+    assert receipts.writer._has_ended(other)
+
+
+# --- Data -------------------------------------------------------------------------------------------------------------
+
+
+def data_facts(**given: Any) -> dict[str, Any]:
+    """What a run's arguments say of its data."""
+    names = (
+        "data_path",
+        "train_data_path",
+        "valid_data_path",
+        "test_data_path",
+        "data_args_path",
+        "per_split_data_args_path",
+    )
+    args = SimpleNamespace(
+        **dict.fromkeys(names)
+        | {"tokenizer_type": "NullTokenizer", "padded_vocab_size": 384, "fim_data": False}
+        | given,
+        mock_data=False,
+        split=None,
+    )
+    facts = receipt_facts.Facts()
+    receipt_facts._data(facts, args)
+    return facts.values
+
+
+def test_the_checksum_is_of_what_a_file_of_blends_lists(tmp_path: Path) -> None:
+    for name, text in (("one", "a document\n"), ("two", "another document\n")):
+        (tmp_path / f"{name}.txt").write_text(text * 20)
+        prepare([str(tmp_path / f"{name}.txt")], str(tmp_path / name))
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    blend = ["0.25", one, "0.75", two]
+    listed = tmp_path / "list"
+    listed.write_text(" ".join(blend))
+    plain, by_file = data_facts(data_path=blend), data_facts(data_args_path=str(listed))
+    assert by_file == plain
+    assert [(each["name"], each["weight"]) for each in by_file["data.datasets"]] == [("one", 0.25), ("two", 0.75)]
+    listed.write_text(f"0.5 {one} 0.5 {two}")
+    assert data_facts(data_args_path=str(listed))["data.checksum"] != plain["data.checksum"]
+    moved = tmp_path / "moved"
+    moved.write_text(" ".join(blend))
+    assert data_facts(data_args_path=str(moved))["data.checksum"] == plain["data.checksum"]
+
+
+def test_the_checksum_is_of_what_a_file_of_splits_lists(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("a document\n" * 20)
+    prepare([str(tmp_path / "one.txt")], str(tmp_path / "one"))
+    one = str(tmp_path / "one")
+    splits = tmp_path / "splits.json"
+    splits.write_text(json.dumps({"train": ["3", one], "valid": [one], "test": None}))
+    by_file = data_facts(per_split_data_args_path=str(splits))
+    assert by_file == data_facts(train_data_path=["3", one], valid_data_path=[one])
+    assert [each["weight"] for each in by_file["data.datasets"]] == [3.0, None]
+    splits.write_text(json.dumps({"train": [one], "valid": ["3", one], "test": None}))
+    assert data_facts(per_split_data_args_path=str(splits))["data.checksum"] != by_file["data.checksum"]

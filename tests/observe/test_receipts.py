@@ -1,0 +1,566 @@
+"""Receipts of real runs on the CPU lane, also of those that die; the schema; and what is made of a folder's files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacpp_mcore.commands import cli
+from megacpp_mcore.commands import report as report_command
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.model import Layout, flops, precision
+from megacpp_mcore.observe import events, page, receipts
+from megacpp_mcore.observe.clock import Clock
+from megacpp_mcore.observe.events import Log, Step
+from megacpp_mcore.observe.goodput import Recorder
+from megacpp_mcore.observe.receipts import claims as compare
+from megacpp_mcore.observe.receipts import facts as receipt_facts
+from megacpp_mcore.observe.receipts import schema as receipt_schema
+from megacpp_mcore.observe.receipts.assemble import Window, measure, percentile, tokens_of
+from tests import tiny_run
+from tests.observe.recorded import SECOND, at, file_of, stepped, write_start
+from tests.observe.test_page import backend_rows, check_self_contained
+from tests.tiny_run import ROOT, Running, make_data, model
+
+STEPS = 6
+
+
+STOCK_MOE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 64 --seq-length 64 --num-experts 4 "
+    "--moe-router-topk 2 --moe-expert-capacity-factor 0.5 --moe-pad-expert-input-to-capacity --moe-token-dispatcher-type "
+    "alltoall --moe-router-force-load-balancing --disable-bias-linear --micro-batch-size 1 --global-batch-size 2 --lr 0.001 "
+    f"--train-iters {STEPS} --log-interval 1 --eval-iters 0 --eval-interval {STEPS} --transformer-impl local "
+    "--no-masked-softmax-fusion --no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion "
+    "--no-persist-layer-norm --distributed-backend gloo --use-cpu-initialization --num-workers 0 --tokenizer-type "
+    "NullTokenizer --vocab-size 256 --mock-data"
+).split()
+"""A stock GPT with experts."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data(tmp_path_factory.mktemp("receipts"))
+
+
+def start(data: Path, run: Path, *extra: str, fate: str = "", layout: Layout | None = None, **more: str) -> Running:
+    """One process of a run with a receipt."""
+    more = {"A_SECRET": "not for a receipt"} | more
+    words = tiny_run.words(data, STEPS, *extra, layout=layout)
+    return tiny_run.start(("tests.observe.receipt_run", str(run)), words, data, fate, **more)
+
+
+def train(data: Path, run: Path, *extra: str, fate: str = "", status: int = 0) -> dict[str, Any]:
+    start(data, run, *extra, fate=fate).finish(status)
+    return receipts.read(run)
+
+
+@pytest.mark.slow
+def test_a_finished_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every field that a CPU run can have is there, and says what happened; then the commands and the mutations.
+
+    A listener of the test's own fails in step 4, and neither training nor anyone else's record is affected. Nor is the receipt
+    by a mistyped start after it.
+    """
+    found = train(data, tmp_path / "run", fate="fault")
+    failure = "rank 0: Faulty failed in step 4 and recorded nothing more: LookupError: a listener's own error"
+    assert failure in found["notes"]
+    written = json.loads((tmp_path / "run" / "receipt.json").read_text())
+    assert {**found, "written_at": ""} == {**written, "written_at": ""}
+    assert set(found["unknown"]) == {
+        "routing.capacity_factor", "profiler", "dominant_time", "throughput.mfu", "throughput.hfu",
+    }  # fmt: skip
+    assert (found["status"], found["family"], found["lane"]) == ("finished", "NAM56R", "cpu_eager")
+    assert (found["compile_warmup"], found["compile"]["reason"]) == ("skipped", "user-disabled")
+    assert found["experimental_taxes"] == []
+    assert found["ranks"] == {"expected": 1, "found": [0]}
+    assert found["batch"]["effective_tokens"] == 2 * 256
+    assert (found["loss"]["first_step"], found["loss"]["last_step"]) == (1, STEPS)
+    assert found["loss"]["last"] < found["loss"]["first"] < 7
+    assert found["memory"]["kind"] == "resident set"
+    assert "A_SECRET" not in found["environment"]
+    assert "not for a receipt" not in json.dumps(found)
+    assert set(found["environment"]) <= set(receipt_facts.ENVIRONMENT)
+    assert (found["disqualifiers"], found["unjudged"]) == ([], [])
+
+    assert found["step_time"]["n"] == STEPS - 3
+    assert 0 < found["step_time"]["p50_s"] <= found["step_time"]["p90_s"] <= found["step_time"]["max_s"]
+    counted = flops.step(model(), 2, vocab_size=384).total.training
+    assert found["flops"]["model_flops"] == counted
+    rate = found["throughput"]["tflops_per_s_per_device"]
+    assert rate == pytest.approx(counted / found["step_time"]["p50_s"] / 1e12)
+    assert sum(found["shares"]["groups"].values()) == pytest.approx(1)
+    assert found["dominant_flops"] == max(found["shares"]["groups"], key=found["shares"]["groups"].__getitem__)
+    assert found["shares"]["source"].startswith("audited count")
+
+    _check_routing(found)
+    _check_live_objects(found)
+    _check_commands(tmp_path / "run", capsys)
+    _check_mutations(found)
+
+    again = train(data, tmp_path / "run", "--no-such-flag", status=2)
+    (note,) = (note for note in again["notes"] if "ended before its first step: SystemExit" in note)
+    same = {"written_at": "", "goodput": {}}
+    assert {**again, **same, "notes": [one for one in again["notes"] if one != note]} == {**found, **same}
+    assert again["goodput"]["starts"] == 2
+
+
+def _check_routing(found: dict[str, Any]) -> None:
+    layers = found["routing"]["layers"]
+    assert [int(layer) for layer in layers] == list(model().layer_numbers("E"))
+    for layer in layers.values():
+        assert sum(layer["tokens_per_expert"]) == layer["asked"] == STEPS * 512 * 2
+        assert layer["dropped"] == 0
+        assert 0 < layer["entropy"] < 1 < layer["max_over_mean"]
+    assert found["routing"]["router_dtypes"] == ["float32"]
+    assert found["routing"]["shared_expert_overlap"] is False
+    first, second = (number for number, role in enumerate(model().roles, 1) if role == "F")
+    assert 0 < found["indexer"]["overlap"][f"{first}-{second}"] < 1
+
+
+def _check_live_objects(found: dict[str, Any]) -> None:
+    ops = {(one["op"], one["layer"]): one["observed"] for one in found["backends"]}
+    assert {layer for op, layer in ops if op == "mamba3"} == set(model().layer_numbers("M"))
+    assert {layer for op, layer in ops if op == "mla"} == {1, None}
+    model_ops = {"mla", "sparse_mla", "indexer", "indexer_grad", "mamba3", "m2rnn"}
+    assert {observed for (op, _), observed in ops.items() if op in model_ops} == {"reference"}
+    assert {op for op, _ in ops} == model_ops | {"linear", "norm", "experts", "loss", "optimizer"}
+    assert {observed for (op, _), observed in ops.items() if op in ("linear", "norm", "experts")} == {"local"}
+    assert (ops["loss", None], ops["optimizer", None]) == ("megatron", "torch")
+    assert {layer for op, layer in ops if op == "experts"} == set(model().layer_numbers("E"))
+    parts = {one["part"]: one for one in found["parts"]}
+    assert parts["experts"]["layers"] == list(model().layer_numbers("E"))
+    assert {"linear_q_down_proj", "in_proj", "out_proj", "input_layernorm"} <= parts.keys()
+    (bucket,) = found["ddp"]["buckets"]
+    assert bucket["dtype"] == "float32"
+    assert bucket["bytes"] == 4 * bucket["elements"]
+    assert bucket["elements"] >= found["model"]["parameters"]
+    names = {patch["name"] for patch in found["patches"]}
+    assert {"mtp-shared-block", "spec-import"} <= names
+    assert all(patch["fingerprints"] for patch in found["patches"])
+
+
+def report(*words: str) -> int:
+    """The command's own parser and run, as the command line calls them."""
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    report_command.add_parser(parser.add_subparsers(dest="command"))
+    return report_command.run(parser.parse_args(["report", *words]))
+
+
+def _check_commands(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report("show", str(run)) == 0
+    shown = capsys.readouterr().out
+    assert "NAM56R" in shown
+    assert "mamba3 auto → reference" in shown
+    assert report("show", str(run), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["schema"] == receipt_schema.SCHEMA
+    assert report("goodput", str(run)) == 0
+    assert "productive" in capsys.readouterr().out
+    assert report("compare", str(run), str(run / "receipt.json")) == 1
+    refused = capsys.readouterr().out
+    assert "A has 3 measured steps; expected 30 or more" in refused
+    assert "≠" not in refused
+
+
+_CHANGES: dict[str, tuple[str, Any]] = {
+    "pattern": ("pattern", "AEMEAEMEAEMM"),
+    "routed_experts": ("routing.experts", 8),
+    "sequence_length": ("batch.sequence_length", 512),
+    "compile_policy": ("compile.mode", "regional"),
+    "topology": ("parallelism.expert", 2),
+    "real_data": ("data.checksum", "0" * 64),
+    "cache_state": ("cache.state", "cold"),
+    "batch_geometry": ("batch.micro_batch_size", 2),
+    "effective_tokens": ("batch.effective_tokens", 1024),
+    "top_k": ("routing.top_k", 1),
+    "capacity": ("routing.capacity_factor", 1.25),
+    "expert_input": ("routing.expert_input", "padded"),
+    "balance": ("routing.max_over_mean", 3.5),
+    "precision": ("precision.kernel_fp8", "experts"),
+    "optimizer": ("optimizer", {"name": "sgd"}),
+}
+
+
+def changed(receipt: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with one field changed, and no reason for its being unknown any more."""
+    fresh = copy.deepcopy(receipt)
+    group, _, name = path.rpartition(".")
+    (fresh[group] if group else fresh)[name] = value
+    fresh["unknown"].pop(path, None)
+    return fresh
+
+
+def _check_mutations(found: dict[str, Any]) -> None:
+    """A change on any line refuses the claim, names the line and both values, and may be declared."""
+    base = changed(changed(found, "step_time.n", 30), "cache.state", "warm")
+    base = changed(base, "step_time.p90_s", base["step_time"]["p50_s"])  # of few steps, the spread would explain it all
+    faster = changed(base, "throughput.tokens_per_s", 1.31 * base["throughput"]["tokens_per_s"])
+    faster = changed(faster, "throughput.tokens_per_s_per_device", 1.31 * base["throughput"]["tokens_per_s"])
+    assert "nothing that both receipts know differs" in compare.compare(base, faster).refusals[0]
+    faster = changed(faster, "recompute", "something else")
+    assert compare.compare(base, faster).claim == "1.31x tokens/s, 1.00x peak resident set"
+    assert set(_CHANGES) == set(compare.KEYS)
+    for key, (path, value) in _CHANGES.items():
+        other = changed(faster, path, value)
+        receipt_schema.validate(other)
+        refused = compare.compare(base, other)
+        assert refused.claim is None, key
+        assert [line.key for line in refused.lines if not line.same] == [key]
+        (refusal,) = refused.refusals
+        assert f"{key}: A has " in refusal
+        assert str(next(iter(value.values())) if isinstance(value, dict) else value) in refusal, key
+        allowed = compare.compare(base, other, varies=[key])
+        assert allowed.claim is not None, (key, allowed.refusals)
+        assert allowed.claim.startswith("1.31x tokens/s")
+        assert allowed.claim.endswith(f"varying {key}")
+
+
+@pytest.mark.slow
+def test_a_run_that_an_error_ends_and_a_fall_back(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = train(data, tmp_path, fate="error fall-back", status=1)
+    assert found["status"] == "ArithmeticError"
+    assert found["loss"]["last_step"] == 3
+    assert found["routing"]["layers"]["2"]["asked"] == 2 * 512 * 2
+    slower = [one for one in found["backends"] if one["slower_than_best"]]
+    assert {one["layer"] for one in slower} == set(model().layer_numbers("M"))
+    (evidence,) = (one["evidence"] for one in found["disqualifiers"] if one["name"] == "fall-back")
+    assert evidence == (
+        f"op mamba3 in layers {', '.join(map(str, model().layer_numbers('M')))} runs on reference, slower than the best for "
+        "this device: triton is for cuda; kernel does not cover this: "
+        f"head_dim {model().mamba3.head_dim} is not a multiple of 1024"
+    )
+    off = [row for row in backend_rows(check_self_contained(page.html([tmp_path]))) if row.off]
+    (why,) = {one["reason"] for one in slower}
+    assert [row.cells for row in off] == [["mamba3", "3, 7, 11", "auto", "slower: reference", why]]
+    assert report("show", str(tmp_path)) == 0
+    assert "fall-back: op mamba3" in capsys.readouterr().out
+    refusals = compare.compare(found, found, declared=["fall-back"]).refusals
+    assert "A has not finished: its status is ArithmeticError" in refusals
+    assert not any("fall-back" in refusal for refusal in refusals)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_killed_run_leaves_the_last_part(data: Path, tmp_path: Path) -> None:
+    found = train(data, tmp_path, fate="kill", status=-signal.SIGKILL)
+    assert not (tmp_path / "receipt.json").exists()
+    assert found["status"] == "running"
+    assert found["loss"]["last_step"] == 3
+    assert found["cache"]["state"] is None
+    assert "killed" in found["unknown"]["cache"]
+    assert found["routing"]["layers"]["2"]["asked"] == 2 * 512 * 2
+    receipts.write(tmp_path)
+    assert receipts.read(tmp_path / "receipt.json")["status"] == "running"
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_stock_model_is_disqualified_by_capacity_forced_balance_and_mock_data(data: Path, tmp_path: Path) -> None:
+    """Our spec refuses these; a baseline without it does not."""
+    tiny_run.start(("tests.observe.receipt_run", str(tmp_path)), STOCK_MOE, None).finish()
+    found = receipts.read(tmp_path)
+    assert [one["name"] for one in found["disqualifiers"]] == ["mock data", "forced balance", "capacity drop"]
+    assert [one["name"] for one in found["unjudged"]] == ["indexer untrained"]
+    assert found["pattern"] is None
+    assert "no spec, none of this package" in (receipt_schema.why_unknown("pattern", found["unknown"]) or "")
+    assert found["routing"]["expert_input"] == "padded"
+    assert (found["routing"]["top_k"], found["routing"]["experts"]) == (2, 4)
+    for layer in found["routing"]["layers"].values():
+        assert layer["dropped"] > 0
+        assert sum(layer["tokens_per_expert"]) + layer["dropped"] == layer["asked"] == STEPS * 128 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_parts_of_two_ranks_make_one_receipt(data: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    layout = Layout(expert=2)
+    ranks = [start(data, tmp_path, layout=layout, RANK=rank, LOCAL_RANK=rank, **shared) for rank in ("0", "1")]
+    for running in ranks:
+        running.finish()
+    found = receipts.read(tmp_path)
+    assert json.loads((tmp_path / "receipt.json").read_text())["status"] == found["status"] == "finished"
+    assert found["ranks"] == {"expected": 2, "found": [0, 1]}
+    assert (found["parallelism"]["expert"], found["parallelism"]["data"], found["parallelism"]["hosts"]) == (2, 2, 1)
+    assert len(found["memory"]["ranks"]) == 2
+    for layer in found["routing"]["layers"].values():
+        assert sum(layer["tokens_per_expert"]) == layer["asked"] == STEPS * 512 * 2
+    assert {bucket["group"] for bucket in found["ddp"]["buckets"]} == {"dense", "expert"}
+
+
+# --- A folder's files, written by hand --------------------------------------------------------------------------------
+
+
+def window_of(run: Path, number: int, left_out: int, profiled: tuple[tuple[int, int], ...] = ()) -> Window:
+    starts = events.read(run)
+    return measure([one for rank in starts.values() for one in rank if one.number == number], left_out, profiled)
+
+
+def test_the_window_is_of_one_start_without_its_warm_up_and_checkpoints(tmp_path: Path) -> None:
+    write_start(
+        tmp_path, 1, 0,
+        at(0, {"startup": 1, "compile": 0.25}),
+        *(stepped(0, number, 8.0, resumed_at=4, compile=0.25) for number in (5, 6)),
+        stepped(0, 7, 3.0, resumed_at=4, jit=0.5),
+        stepped(0, 8, 1.0, resumed_at=4, data=0.25, idle=0.25, checkpoint_save=50.0, evaluation=50.0),
+        *(stepped(0, number, 40.0, resumed_at=4) for number in (9, 10, 11)),
+        at(0, {"jit": 0.5}, how="finished"),
+        world_size=2,
+    )  # fmt: skip
+    found = window_of(tmp_path, 1, 2, ((9, 11),))
+    assert found.seconds == {7: 3.5, 8: 1.5}
+    assert found.compiled == {7: SECOND // 2}
+    assert (found.compiled_ns, found.done) == (round(1.75 * SECOND), 7)
+    write_start(tmp_path, 1, 1, *(stepped(0, number, 4.0, jit=0.25) for number in (1, 2, 3)), world_size=2)
+    found = window_of(tmp_path, 1, 2, ((9, 11),))
+    assert (found.rank, found.compiled) == (1, {3: SECOND // 4, 7: SECOND // 2})
+    assert window_of(tmp_path, 1, 7).seconds == {}
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    values = [float(number) for number in range(1, 101)]
+    assert [percentile(values, percent) for percent in (50, 90, 99)] == [50.0, 90.0, 99.0]
+    assert percentile([2.0], 99) == 2.0
+
+
+def step(number: int, tokens: int, loss: float = 2.0, skipped: bool = False) -> Step:
+    return Step(number, 0, 0.0, tokens, {"lm loss": loss}, 1.0, 1e-3, skipped)
+
+
+def end(run: Path, error: BaseException | None = None) -> None:
+    """A start that ends before there is a model."""
+    log = Log(run, 0, 1, Clock(), heartbeat_s=60)
+    listeners = [Recorder(log, with_losses=True), receipts.ReceiptWriter(log)]
+    for listener in listeners:
+        listener.on_end(error)
+    log.close()
+
+
+def test_a_dead_start_up_leaves_a_valid_receipt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model was ever built: nearly all is unknown, and says why."""
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    end(tmp_path, MemoryError())
+    found = receipts.read(tmp_path / "receipt.json")
+    assert found["status"] == "MemoryError"
+    assert found["environment"]["NCCL_ALGO"] == "Ring"
+    assert found["pattern"] is None
+    assert receipt_schema.why_unknown("pattern", found["unknown"]) == "rank 0 does not say: the run ended before"
+    assert {one["name"] for one in found["unjudged"]} >= {"mock data", "fall-back", "batch changed"}
+    assert found["versions"]["torch"]
+
+
+def test_shares_are_those_of_the_last_steady_profile(tmp_path: Path) -> None:
+    """Of three profiles, one of the warm-up and one of another rank; a damaged one is named."""
+    end(tmp_path)
+    table = {
+        "steps": [10, 14], "phase": "steady", "rank": 0, "unit": "device time of kernels", "dominant": "E", "trigger": "steps",
+        "hidden_share": 0.75, "families": {"E": {"share": 0.6}, "A": {"share": 0.3}, "optimizer": {"share": 0.1}},
+    }  # fmt: skip
+    for name, more in (("a", {}), ("b", {"steps": [20, 24], "phase": "warm-up"}), ("c", {"rank": 1})):
+        (tmp_path / "profile" / name).mkdir(parents=True)
+        (tmp_path / "profile" / name / "table.json").write_text(json.dumps(table | {"dominant": "E"} | more))
+    found = receipts.read(tmp_path)
+    assert found["profiler"]["step_range"] == [10, 14]
+    assert (found["dominant_time"], found["attention_share"], found["lane_class"]) == ("expert", 0.3, "expert")
+    assert found["dominant_flops"] is None
+    assert found["shares"]["source"] == "profile: device time of kernels of steps 10 to 14"
+    assert found["shares"]["groups"] == {"expert": 0.6, "attention": 0.3, "optimizer": 0.1}
+    assert (
+        "attention is 30% of the profiled time: without any of it a step would be 1.43x as fast by that"
+        in found["notes"]
+    )
+    assert found["profiler"]["hidden_share"] == 0.75
+    assert found["unknown"]["profiler.graph_recaptures"] == "the profile does not say"
+    for name in "abc":
+        (tmp_path / "profile" / name / "table.json").write_text('{"steps": [1, 2]}')
+    assert (
+        "it has no phase, families, rank, dominant; expected a record of"
+        in receipts.read(tmp_path)["unknown"]["profiler"]
+    )
+
+
+def test_a_folder_in_which_nothing_can_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="expected the folder of a run that was observed"):
+        receipts.assemble(tmp_path)
+    file_of(tmp_path).parent.mkdir()
+    file_of(tmp_path).write_text('{"beg')
+    with pytest.raises(DataError, match=f"{tmp_path} has a file of a rank, and no whole line in it"):
+        receipts.read(tmp_path)
+    file_of(tmp_path).write_text("[]\n")
+    with pytest.raises(DataError, match=r"rank_00000\.jsonl, line 1: it is \[\] \(list\)"):
+        receipts.read(tmp_path)
+
+
+def test_the_commit_is_the_checkout_s_or_the_variable_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text("")
+    monkeypatch.setattr("megacpp_mcore.__file__", str(tmp_path / "__init__.py"))
+    for value, expected in (("abc123", "abc123"), ("", None)):
+        monkeypatch.setenv(receipt_facts.COMMIT, value)
+        facts = receipt_facts.at_start(None, None)
+        assert facts.values["commit"] == expected
+    assert "lies in no git checkout" in facts.unknown["commit"]
+
+
+# --- Schema -----------------------------------------------------------------------------------------------------------
+
+
+def bare_receipt(**values: Any) -> dict[str, Any]:
+    known = {
+        "schema": receipt_schema.SCHEMA, "status": "finished", "written_at": "", "ranks.found": [0], "notes": [],
+        "disqualifiers": [], "unjudged": [], "environment": {},
+    }  # fmt: skip
+    return receipt_schema.nest(known | values, {}, "a test")
+
+
+def test_the_keys_of_the_example_are_there() -> None:
+    keys = [
+        "family",
+        "pattern",
+        "device",
+        "lane",
+        "moe_enabled",
+        "compile_warmup",
+        "dominant_flops",
+        "dominant_time",
+        "attention_share",
+        "notes",
+    ]
+    assert set(keys) <= bare_receipt().keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("schema", 3, "schema is 3; expected 2: a newer version wrote it"),
+        ("schema", 1, "schema is 1; expected 2: an older version wrote it"),
+        ("attention_share", 1.5, "attention_share is 1.5 (float); expected a number from 0 to 1"),
+        ("moe_enabled", 1, "moe_enabled is 1 (int); expected true or false"),
+        ("compile_warmup", "perhaps", "compile_warmup is 'perhaps' (str); expected one of explicit, skipped"),
+        ("step_time.p50_s", float("nan"), "step_time.p50_s is nan (float); expected a finite number"),
+        ("step_time.n", True, "step_time.n is True (bool); expected a whole number"),
+        ("notes", None, "notes is null; it is always known"),
+        ("environment", {"X": 3}, "environment[X] is 3 (int); expected a text"),
+        ("ddp.buckets", [{"group": "dense"}], "expected a record of group, dtype, elements, bytes"),
+        ("disqualifiers", [{"name": "tired", "evidence": ""}], "disqualifiers names 'tired'"),
+        ("memory", 3, "memory is 3 (int); expected an object"),
+        ("speed", 3, "speed is not a field of a receipt"),
+        ("loss.first", None, "loss.first is null, and `unknown` does not say why"),
+    ],
+)
+def test_what_is_wrong_is_named(path: str, value: Any, said: str) -> None:
+    receipt = bare_receipt()
+    receipt_schema.validate(receipt)
+    with pytest.raises(DataError) as raised:
+        receipt_schema.validate(changed(receipt, path, value))
+    assert said in str(raised.value)
+
+
+def test_a_reason_without_a_null_and_a_missing_field_are_wrong() -> None:
+    receipt = bare_receipt(**{"loss.first": 2.0})
+    receipt["unknown"]["loss.first"] = "why"
+    del receipt["cache"]["state"]
+    found = receipt_schema.problems(receipt)
+    assert "unknown.loss.first gives a reason for what is not null" in found
+    assert "cache.state is missing" in found
+    assert receipt_schema.problems([]) == ["the receipt is [] (list); expected an object"]
+
+
+def test_the_documented_table_is_the_schema_s() -> None:
+    assert receipt_schema.table() in (ROOT / "docs" / "receipts.md").read_text(encoding="utf-8")
+
+
+# --- Disqualifiers ----------------------------------------------------------------------------------------------------
+
+GOOD: dict[str, Any] = {
+    "data.kind": "real",
+    "moe_enabled": True,
+    "routing.forced_balance": False,
+    "routing.dropped_tokens": 0,
+    "routing.capacity_factor": None,
+    "routing.expert_input": "jagged",
+    "model.definition": {},
+    "indexer.top_k": 8,
+    "indexer.loss_coefficient": 0.001,
+    "indexer.warmup_steps": 0,
+    "backends": [],
+    "parts": [],
+    "batch.rampup": False,
+}
+ENGINE = {
+    "part": "linear_fc1", "requested": "transformer_engine", "observed": "megatron", "implementation": "x.Y", "layers": [1],
+}  # fmt: skip
+NAMED = {
+    "op": "mla", "layer": 4, "requested": "kernel", "observed": "reference", "speed": "reference",
+    "slower_than_best": False, "reason": "disabled",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "evidence"),
+    [
+        ({"data.kind": "mock"}, "mock data", "mock data"),
+        ({"routing.forced_balance": True}, "forced balance", "at random"),
+        ({"routing.dropped_tokens": 7, "routing.capacity_factor": 1.0}, "capacity drop", "7 assignments"),
+        ({"indexer.loss_coefficient": 0.0}, "indexer untrained", "coefficient is 0"),
+        ({"indexer.warmup_steps": 9}, "indexer untrained", "first 9 steps"),
+        ({"backends": [NAMED]}, "fall-back", "op mla in layer 4 asked for kernel and runs on reference: disabled"),
+        ({"parts": [ENGINE]}, "fall-back", "linear_fc1 asked for transformer_engine and is x.Y"),
+        ({"batch.rampup": True}, "batch changed", "--rampup-batch-size"),
+    ],
+)
+def test_each_disqualifier_has_its_evidence(tmp_path: Path, change: dict[str, Any], name: str, evidence: str) -> None:
+    write_start(tmp_path, 1, 0, stepped(1, 1), stepped(2, 2))
+    window, steps = window_of(tmp_path, 1, 1), [step(1, 8), step(2, 16)]
+    assert compare.judge(GOOD, steps, window) == ([], [])
+    found, unjudged = compare.judge(GOOD | change, steps, window)
+    assert [one["name"] for one in found] == [name]
+    assert evidence in found[0]["evidence"]
+    assert unjudged == []
+
+
+def test_disqualifiers_of_steps_and_what_cannot_be_judged(tmp_path: Path) -> None:
+    write_start(tmp_path, 1, 0, stepped(1, 1), stepped(2, 2, jit=0.5))
+    window = window_of(tmp_path, 1, 1)
+    steps = [step(1, 8), step(2, 24, float("nan")), step(3, 32, skipped=True)]
+    assert tokens_of(steps) == {1: 8, 2: 16, 3: 8}
+    found = {one["name"]: one["evidence"] for one in compare.judge(GOOD, steps, window)[0]}
+    assert found == {
+        "warm-up inside the window": "1 measured steps compiled or tuned, step 2 for 0.500 s",
+        "NaN skipped": "2 steps were skipped or had a loss that is no number, the first is step 2",
+        "batch changed": "steps had 8, 16 tokens",
+    }
+    found_nothing, unjudged = compare.judge({}, [], None)
+    assert found_nothing == []
+    assert [one["name"] for one in unjudged] == list(receipt_schema.DISQUALIFIERS[:-1])
+    overlapping = compare.judge(GOOD, steps[:1], window, "start_1, start_2 of rank 0")[0][-1]
+    assert overlapping == {"name": "overlapping starts", "evidence": "start_1, start_2 of rank 0"}
+    lost = GOOD | {"routing.dropped_tokens": None, "routing.capacity_factor": 1.0}
+    assert [one["name"] for one in compare.judge(lost, steps, window)[1]] == ["capacity drop"]
+
+
+def test_the_precision_plan_has_its_four_fields() -> None:
+    fields = [field.path for field in receipt_schema.FIELDS if field.path.startswith("precision.")]
+    assert fields[:4] == [f"precision.{name}" for name in precision.PrecisionPlan.__dataclass_fields__]
+
+
+def test_the_report_command_needs_no_torch() -> None:
+    code = "import sys; from megacpp_mcore.commands import report as report_command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_statuses_of_the_command_line() -> None:
+    assert (report_command.REFUSED, cli.USER_ERROR) == (1, 2)

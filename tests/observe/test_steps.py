@@ -1,0 +1,208 @@
+"""Recorded steps: reading a file that grows, and comparing two recordings."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.observe.steps import Step, StepReader, StepRecorder, compare, kept, read_steps
+from tests.observe.recorded import append, at, stepped, with_loss, write_start
+
+
+def step(number: int, loss: float = 2.0, **changes: object) -> Step:
+    values = {
+        "step": number,
+        "resumed_at": 0,
+        "time_s": 100.0 + number,
+        "tokens": 2048 * number,
+        "losses": {"lm loss": loss, "mtp_1 loss": 3.0},
+        "grad_norm": 1.5,
+        "learning_rate": 1e-3,
+        "skipped": False,
+    }
+    return Step(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def line(one: Step) -> str:
+    return json.dumps(asdict(one)) + "\n"
+
+
+def test_a_growing_file_is_read_line_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    reader = StepReader(path)
+    assert reader.read_new() == []
+    second = line(step(2, 1 / 3))
+    path.write_text(line(step(1)) + second[:20])
+    assert reader.read_new() == [step(1)]
+    assert reader.read_new() == []
+    path.write_text(line(step(1)) + second)
+    assert reader.read_new() == [step(2, 1 / 3)]
+    assert read_steps(path) == [step(1), step(2, 1 / 3)]
+
+
+@pytest.mark.parametrize("damage", ["no JSON", "[]", "7", '{"step": 1}', '{"step": 1, "other": 2}', line(step(2))[:-9]])
+@pytest.mark.parametrize("after", ["", line(step(3)), line(step(1))])
+def test_a_damaged_line_is_named(tmp_path: Path, damage: str, after: str) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text(line(step(1)) + damage + "\n" + after)
+    with pytest.raises(DataError, match=r"steps\.jsonl, line 2: "):
+        read_steps(path)
+
+
+def test_a_step_that_does_not_come_after_the_one_resumed_at_is_named(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_text(line(step(3, resumed_at=3)))
+    with pytest.raises(DataError, match=r"line 1: .*step is 3 and resumed_at 3"):
+        read_steps(tmp_path / "steps.jsonl")
+
+
+def test_the_steps_of_a_run_are_those_that_its_last_ranks_wrote(tmp_path: Path) -> None:
+    """Two starts, of which the second had fewer processes; read while it grows, and torn."""
+    for rank in (0, 1):
+        steps = [stepped(number, number) for number in (1, 2)]
+        write_start(tmp_path, 1, rank, *(map(with_loss, steps) if rank else steps), at(3), world_size=2)
+    reader = StepReader(tmp_path)
+    assert [one.step for one in reader.read_new()] == [1, 2]
+    path = write_start(tmp_path, 2, 0, with_loss(stepped(12, 2, resumed_at=1), 1.5), began=10)
+    assert [(one.step, one.resumed_at, one.losses) for one in reader.read_new()] == [(2, 1, {"lm loss": 1.5})]
+    with path.open("a") as stream:
+        stream.write('{"at": 3, "losses"')
+    assert reader.read_new() == []
+    assert [one.step for one in read_steps(tmp_path)] == [1, 2, 2]
+    append(path, with_loss(stepped(13, 3, resumed_at=1)) | {"losses": {"lm loss": "low"}})
+    with pytest.raises(DataError, match=r"start_2/rank_00000\.jsonl, line 3"):
+        read_steps(tmp_path)
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist; expected the folder of a run, or a file of steps"):
+        read_steps(tmp_path / "steps.jsonl")
+
+
+@pytest.mark.parametrize("torn", [line(step(2))[:-9], "{", "\0\0\0", '{"step": 2\0\0'])
+def test_the_next_start_takes_a_torn_line_away(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text(line(step(1)) + torn)
+    silent = StepRecorder(path)  # another rank, which opens the file and writes nothing
+    assert path.read_text() == line(step(1)) + torn
+    silent.on_end(None)
+    recorder = StepRecorder(path)
+    recorder.on_step(step(2, resumed_at=1))
+    recorder.on_step(step(3, resumed_at=1))
+    recorder.on_end(None)
+    assert path.read_text() == line(step(1)) + line(step(2, resumed_at=1)) + line(step(3, resumed_at=1))
+
+
+@pytest.mark.parametrize("kept_text", ["a text of its own", line(step(1)).rstrip("\n")])
+def test_what_is_no_torn_line_is_kept(tmp_path: Path, kept_text: str) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text(kept_text)
+    recorder = StepRecorder(path)
+    recorder.on_step(step(2))
+    recorder.on_end(None)
+    assert path.read_text() == kept_text + "\n" + line(step(2))
+
+
+def test_a_full_disk_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.symlink_to("/dev/full")
+    recorder = StepRecorder(path)
+    for number in (1, 2, 3):
+        recorder.on_step(step(number))
+    recorder.on_end(None)
+    assert caplog.text.count("No space left on device; this process records nothing more there") == 1
+
+
+def test_a_write_cut_short_ends_the_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "steps.jsonl"
+    recorder = StepRecorder(path)
+    recorder.on_step(step(1))
+    whole = os.write
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda output, content: whole(output, content[:20]))
+        recorder.on_step(step(2))
+    recorder.on_step(step(3))
+    assert path.read_text() == line(step(1)) + line(step(2))[:20]
+    assert read_steps(path) == [step(1)]
+    assert "20 of" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_a_pipe_or_a_socket_whose_reader_could_hold_training_up_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / kind
+    with socket.socket(socket.AF_UNIX) as server:
+        os.mkfifo(path) if kind == "pipe" else server.bind(str(path))
+        with pytest.raises(DataError, match=rf"{path} is a pipe or socket; expected a file"):
+            StepRecorder(path)
+
+
+def test_a_file_that_cannot_be_opened_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="expected a file that can be appended to"):
+        StepRecorder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "left"),
+    [
+        ([], []),
+        ([(1, 0), (2, 0), (3, 0)], [(1, 0), (2, 0), (3, 0)]),
+        # gone on from 2: 3, 4 and 5 are undone, of which it has only done the first again
+        ([(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (3, 2)], [(1, 0), (2, 0), (3, 2)]),
+        # twice from the same checkpoint, and then from one before that
+        ([(1, 0), (2, 0), (3, 2), (4, 2), (3, 2)], [(1, 0), (2, 0), (3, 2)]),
+        ([(1, 0), (2, 0), (3, 2), (4, 2), (2, 1), (3, 1)], [(1, 0), (2, 1), (3, 1)]),
+        # anew
+        ([(1, 0), (2, 0), (3, 0), (1, 0)], [(1, 0)]),
+        # steps that the log interval left out
+        ([(1, 0), (10, 0), (20, 0), (11, 10)], [(1, 0), (10, 0), (11, 10)]),
+        ([(1, 0), (10, 0), (15, 0), (20, 10)], [(1, 0), (10, 0), (20, 10)]),
+    ],
+)
+def test_what_a_restart_rolled_back_is_gone(recorded: list[tuple[int, int]], left: list[tuple[int, int]]) -> None:
+    found = kept([step(number, resumed_at=resumed_at) for number, resumed_at in recorded])
+    assert [(one.step, one.resumed_at) for one in found] == left
+
+
+def test_equal_steps_are_equal() -> None:
+    found = compare([step(1), step(2), step(3, 0.1 + 0.2)], [step(2), step(3, 0.1 + 0.2), step(4)])
+    assert found.equal
+    assert found.steps == (2, 3)
+    assert found.largest == 0
+    assert found.names == ("grad norm", "learning rate", "lm loss", "mtp_1 loss")
+
+
+def test_the_last_bit_counts_and_the_first_differing_step_is_named() -> None:
+    before = [step(1), step(2), step(3)]
+    found = compare(before, [step(1), step(2, math.nextafter(2.0, 3)), step(3, 2.5)])
+    assert not found.equal
+    assert found.first_difference == (2, "lm loss")
+    assert found.largest == 0.5
+    assert compare(before, [step(1), step(2, grad_norm=1.25)]).first_difference == (2, "grad norm")
+
+
+def test_what_only_one_has_and_what_is_no_number_differ() -> None:
+    assert compare([step(1)], [step(1, losses={"lm loss": 2.0})]).first_difference == (1, "mtp_1 loss")
+    assert compare([step(1, math.nan)], [step(1, math.nan)]).first_difference == (1, "lm loss")
+    assert compare([step(1, grad_norm=None)], [step(1)]).first_difference == (1, "grad norm")
+
+
+@pytest.mark.parametrize("second", [step(2, math.nan), step(2, losses={}), step(2, losses={"mtp_1 loss": 3.0})])
+def test_a_loss_that_is_lost_is_the_largest_difference(second: Step) -> None:
+    for found in (compare([step(1), step(2)], [step(1), second]), compare([step(1), second], [step(1), step(2)])):
+        assert math.isnan(found.largest)
+        assert found.first_difference == (2, "lm loss")
+
+
+def test_nothing_to_compare_is_an_error() -> None:
+    with pytest.raises(DataError, match="no step in common among steps 1 to 2 and steps 3 to 3"):
+        compare([step(1), step(2)], [step(3)])
+    with pytest.raises(DataError, match="no steps"):
+        compare([], [step(3)])

@@ -1,0 +1,53 @@
+"""A program: one case of M²RNN's kernels under Triton's interpreter, on a CPU, against float64.
+
+Run with TRITON_INTERPRET=1, which Triton reads as it is imported. ``whole`` takes products in float32; ``parts`` in two parts,
+float16 in place of bfloat16, whose products the interpreter gets wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from megacpp_mcore.ops.m2rnn import recurrence
+from megacpp_mcore.ops.m2rnn.reference import m2rnn as reference
+from megacpp_mcore.ops.m2rnn.triton import m2rnn
+from megacpp_mcore.ops.testing import assert_parity, worst_row
+from tests.ops.m2rnn_mixer import Case, draw, outcome
+
+CASES = {
+    "whole": (Case(B=1, S=11, H=1, K=16, dtype=torch.float32, documents=True, state=True, ranks=2), 1e-6),
+    "parts": (Case(B=1, S=11, H=1, K=16, dtype=torch.float32, state=True, checkpoint_every=8), 1e-3),
+}
+
+
+def _take_scalars_of_one_element() -> None:
+    """The interpreter's loop bounds are arrays of one element, which NumPy 2.4 and later refuse as integers."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def main(name: str) -> None:
+    """Fail unless every output and gradient is right, or not much further off than plain PyTorch's in float32."""
+    case, rms = CASES[name]
+    _take_scalars_of_one_element()
+    part = None if name == "whole" else tl.float16
+    recurrence.products = lambda dtype: {"PART": part, "ASM": False}
+    inputs = draw(case)
+    truth = outcome(reference, case, inputs, torch.float64)
+    plain = outcome(reference, case, inputs)
+    for output, tensor in outcome(m2rnn, case, inputs).items():
+        assert_parity(tensor, truth[output], rms=max(rms, 4 * worst_row(plain[output], truth[output])), name=output)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,447 @@
+"""The indexer's scores, selection, losses and gradient against loops over queries, in fp64.
+
+Shape legend: S queries, T keys, B batch, H indexer heads, D indexer head width, N selected keys.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.indexer import reference
+from megacpp_mcore.ops.indexer.reference import (
+    causal_topk,
+    indexer_grad,
+    indexer_loss,
+    indexer_loss_dense,
+    indexer_scores,
+    select,
+)
+from megacpp_mcore.ops.testing import assert_parity
+from tests.ops.saved_tensors import saved_bytes
+
+
+def draw(S, T, B=2, H=3, D=5, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((S, B, H, D), (T, B, D), (S, B, H))
+    return [torch.randn(s, dtype=torch.float64, generator=generator).to(dtype).requires_grad_() for s in shapes]
+
+
+def draw_scores(B, S, seed=0):
+    return torch.randn(B, S, S, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def draw_target(shape, seed=5):
+    return torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.01
+
+
+def loop_scores(q, k, w):
+    S, B, H, _ = q.shape
+    total = torch.zeros(B, S, k.shape[0], dtype=q.dtype)
+    for h in range(H):
+        for b in range(B):
+            total[b] = total[b] + w[:, b, h, None] * torch.clamp(q[:, b, h] @ k[:, b].T, min=0)
+    return total
+
+
+def loop_topk(score_BST, topk, visible_BST):
+    """Python's sort on (descending score, ascending key), an order without ties; then the keys in their order."""
+    B, S, T = score_BST.shape
+    N = min(topk, T)
+    index = torch.full((B, S, N), -1, dtype=torch.int32)
+    for b in range(B):
+        for i in range(S):
+            keys = sorted(visible_BST[b, i].nonzero().flatten().tolist(), key=lambda j: (-float(score_BST[b, i, j]), j))
+            index[b, i, : len(keys[:N])] = torch.tensor(sorted(keys[:N]), dtype=torch.int32)
+    return index
+
+
+def draw_documents(B, S, seed=11):
+    """Numbers of documents ``[B, S]`` of random lengths, another number than the one before it for each."""
+    starts = torch.rand(B, S, generator=torch.Generator().manual_seed(seed)) < 0.3
+    return (2 * starts.cumsum(1)).int()
+
+
+def visible_in(documents):
+    S = documents.shape[1]
+    return torch.ones(S, S, dtype=torch.bool).tril() & (documents[:, :, None] == documents[:, None, :])
+
+
+def blinded(index):
+    """The same selection, with a query that sees nothing."""
+    index = index.clone()
+    index[1, 5 if index.shape[1] > 5 else 3] = -1
+    return index
+
+
+def loop_loss(score_BST, target, keys_of):
+    """Σ p log(p / q) with only the valid keys ever read; ``keys_of(b, i)`` gives (columns of target, keys)."""
+    B, S, _ = score_BST.shape
+    total = torch.zeros((), dtype=torch.float64)
+    for b in range(B):
+        for i in range(S):
+            columns, keys = keys_of(b, i)
+            if not columns:
+                continue
+            p = target[b, i, columns] / target[b, i, columns].sum()
+            q = score_BST[b, i, keys].softmax(0)
+            total = total + (p * (p / q).log()).sum()
+    return total / (B * S)
+
+
+@pytest.mark.parametrize(("S", "T"), [(1, 1), (7, 7), (5, 11), (11, 5)])
+@pytest.mark.parametrize("query_chunk", [None, 1, 3])
+def test_scores_match_loop(S, T, query_chunk):
+    inputs = draw(S, T)
+    actual, expected = indexer_scores(*inputs, query_chunk=query_chunk), loop_scores(*inputs)
+    assert_parity(actual, expected, rms=1e-12, name="score")
+    cotangent = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    have, want = torch.autograd.grad(actual, inputs, cotangent), torch.autograd.grad(expected, inputs, cotangent)
+    for name, a, e in zip("qkw", have, want, strict=True):
+        assert e.abs().sum() > 0
+        assert_parity(a, e, rms=1e-11, name=f"d{name}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_in_low_precision_are_fp32(dtype):
+    low = draw(2345, 2345, B=1, H=2, D=8, dtype=dtype)
+    actual = indexer_scores(*low)
+    expected = indexer_scores(*(t.detach().double() for t in low))
+    assert actual.dtype == torch.float32
+    assert_parity(actual, expected, rms=1e-6, name="score")
+
+
+def test_scores_gradcheck():
+    inputs = draw(5, 4, H=2, D=3)
+    assert torch.autograd.gradcheck(lambda *t: indexer_scores(*t, query_chunk=2), inputs)
+
+
+def test_nothing_with_heads_and_keys_is_kept():
+    S, B, H = 48, 2, 4
+    q, k, w = inputs = draw(S, S, B=B, H=H, D=5)
+    kept = saved_bytes(lambda: indexer_scores(*inputs, query_chunk=8))
+    assert kept == sum(t.nbytes for t in inputs), "the backward pass needs the inputs, and nothing else is to be kept"
+    naive = saved_bytes(lambda: torch.einsum("sbht,sbh->bst", torch.einsum("sbhd,tbd->sbht", q, k).relu(), w))
+    assert naive >= B * H * S * S * q.itemsize > kept
+
+
+@pytest.mark.parametrize("topk", [1, 4, 9, 50])
+@pytest.mark.parametrize("S", [1, 2, 9])
+def test_topk_matches_sort(S, topk):
+    score = draw_scores(2, S).detach()
+    causal = torch.ones(S, S, dtype=torch.bool).tril().expand(2, S, S)
+    index = causal_topk(score, topk)
+    assert index.dtype == torch.int32
+    assert torch.equal(index, loop_topk(score, topk, causal))
+    valid_S = (index >= 0).sum(-1)
+    assert torch.equal(valid_S, torch.arange(1, S + 1).clamp_max(topk).expand(2, S))
+
+
+def test_topk_ties_go_to_the_lower_key():
+    S = 300  # long enough for a sort that is not stable to show
+    score = torch.randint(0, 3, (1, S, S), generator=torch.Generator().manual_seed(0)).double()
+    causal = torch.ones(1, S, S, dtype=torch.bool).tril()
+    assert torch.equal(causal_topk(score, 64), loop_topk(score, 64, causal))
+    # ReLU against a negative weight gives -0: it must tie with +0 and not rank below it.
+    zeros = torch.zeros(1, S, S)
+    zeros[..., ::2] = -0.0
+    last = causal_topk(zeros, 64)[0, -1]
+    assert torch.equal(last, torch.arange(64, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("topk", [1, 4, 40])
+def test_topk_stays_in_the_document(topk):
+    score, documents = draw_scores(2, 31).detach(), draw_documents(2, 31)
+    assert torch.equal(causal_topk(score, topk, documents), loop_topk(score, topk, visible_in(documents)))
+
+
+def test_topk_keeps_visible_infinities():
+    score = torch.full((1, 4, 4), float("-inf"))
+    documents = torch.tensor([[0, 1, 1, 1]], dtype=torch.int32)
+    assert causal_topk(score, 2, documents)[0].tolist() == [[0, -1], [1, -1], [1, 2], [1, 2]]
+    assert causal_topk(score, 2)[0].tolist() == [[0, -1], [0, 1], [0, 1], [0, 1]]
+
+
+def test_topk_ranks_nan_highest():
+    score = torch.tensor([[1.0, float("inf"), float("nan"), -float("nan"), 2.0]]).expand(1, 5, 5)
+    assert causal_topk(score, 1)[0, :, 0].tolist() == [0, 1, 2, 2, 2]
+    assert causal_topk(score, 3)[0, -1].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("query_chunk", [None, 1, 4])
+@pytest.mark.parametrize("packed", [False, True])
+def test_selection_is_the_topk_of_the_scores(query_chunk, packed):
+    inputs = [t.detach() for t in draw(23, 23)]
+    documents = draw_documents(2, 23) if packed else None
+    visible = (
+        torch.ones(23, 23, dtype=torch.bool).tril().expand(2, 23, 23) if documents is None else visible_in(documents)
+    )
+    index = select(*inputs, 5, documents, query_chunk=query_chunk)
+    assert index.dtype == torch.int32
+    assert torch.equal(index, loop_topk(loop_scores(*inputs), 5, visible))
+
+
+def test_selection_reads_strided_inputs():
+    q, k, w = (t.detach() for t in draw(23, 23))
+    wide = torch.cat([q.flatten(2), k, w], dim=2)  # as one projection would write them
+    strided = (wide[..., :15].unflatten(2, (3, 5)), wide[..., 15:20], wide[..., 20:])
+    assert not any(t.is_contiguous() for t in strided)
+    assert torch.equal(select(*strided, 5), select(q, k, w, 5))
+
+
+def test_no_more_scores_at_a_time_than_the_scratch_holds(monkeypatch):
+    """A chunk's scores with their heads fit the bound, and the selection is the same."""
+    S, B, H = 64, 2, 3
+    inputs = [t.detach() for t in draw(S, S, B=B, H=H)]
+    whole, seen = select(*inputs, 7), []
+
+    def block(q, k, w):
+        seen.append(len(q) * B * H * S)
+        return reference.score_block(q, k, w)
+
+    monkeypatch.setattr(reference, "SCORE_BLOCK_ELEMENTS", 5000)
+    assert torch.equal(select(*inputs, 7, run_block=block), whole)
+    assert len(seen) == 5  # 13 queries of 384 numbers each
+    assert max(seen) <= 5000
+
+
+def test_topk_gives_no_gradient():
+    assert not causal_topk(draw_scores(1, 4), 2).requires_grad
+
+
+@pytest.mark.parametrize("topk", [1, 3, 20])
+def test_loss_matches_loop(topk):
+    score = draw_scores(2, 9)
+    index = blinded(causal_topk(score, topk))  # a row of -1 alone
+    target = draw_target(index.shape)
+
+    def keys_of(b, i):
+        columns = (index[b, i] >= 0).nonzero().flatten().tolist()
+        return columns, index[b, i, columns]
+
+    actual, expected = indexer_loss(score, index, target), loop_loss(score, target, keys_of)
+    (have,), (want,) = torch.autograd.grad(actual, score), torch.autograd.grad(expected, score)
+    if topk == 1:
+        # One key has probability 1 on both sides: no loss and no gradient.
+        assert actual.abs() < 1e-12
+        assert have.abs().max() < 1e-12
+        return
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-14)
+    assert have.abs().sum() > 0
+    assert torch.equal(have[1, 5], torch.zeros(9, dtype=torch.float64))
+
+
+def test_dense_loss_matches_loop():
+    score, target = draw_scores(2, 9), draw_target((2, 9, 9))
+    masked = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(3)) < 0.3
+    masked[1, 0, 5] = True
+    for mask in (None, masked):
+        visible = torch.ones(2, 9, 9, dtype=torch.bool).tril()
+        if mask is not None:
+            visible = visible & ~mask[:, 0]
+
+        def keys_of(b, i, visible=visible):
+            keys = visible[b, i].nonzero().flatten().tolist()
+            return keys, keys
+
+        actual = indexer_loss_dense(score, target, attention_mask=mask)
+        expected = loop_loss(score, target, keys_of)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+        (have,), (want,) = torch.autograd.grad(actual, score), torch.autograd.grad(expected, score)
+        torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-14)
+        assert torch.equal(have[~visible], torch.zeros_like(have[~visible]))
+
+
+def test_dense_loss_is_the_sparse_loss_over_every_key():
+    score, target = draw_scores(2, 9), draw_target((2, 9, 9))
+    index = causal_topk(score, 9)
+    selected = target.gather(-1, index.clamp_min(0).long())
+    torch.testing.assert_close(
+        indexer_loss(score, index, selected), indexer_loss_dense(score, target), rtol=1e-12, atol=0
+    )
+
+
+def test_loss_is_zero_only_for_the_same_distribution():
+    score = draw_scores(2, 9)
+    index = causal_topk(score, 4)
+    chosen = score.detach().gather(-1, index.clamp_min(0).long())
+    same = 7.0 * chosen.exp()  # any positive scale of the same distribution
+    assert indexer_loss(score, index, same).abs() < 1e-14
+    (gradient,) = torch.autograd.grad(indexer_loss(score, index, same), score)
+    assert gradient.abs().max() < 1e-14
+    other = same.clone()
+    other[1, 6, 2] *= 1.1
+    assert indexer_loss(score, index, other) > 1e-6
+    everywhere = 3.0 * score.detach().exp()
+    assert indexer_loss_dense(score, everywhere).abs() < 1e-14
+    everywhere[0, 8, 3] *= 1.1
+    assert indexer_loss_dense(score, everywhere) > 1e-6
+
+
+def test_padding_never_leaks():
+    score = draw_scores(1, 6)
+    index = causal_topk(score, 4)
+    target = draw_target(index.shape)
+    clean = indexer_loss(score, index, target)
+    poisoned = target.masked_fill(index < 0, float("nan"))
+    dirty = indexer_loss(score, index, poisoned)
+    assert torch.equal(clean, dirty)
+    (gradient,) = torch.autograd.grad(dirty, score)
+    assert gradient.isfinite().all()
+    nothing = indexer_loss(score, torch.full_like(index, -1), target)
+    (gradient,) = torch.autograd.grad(nothing, score)
+    assert float(nothing.detach()) == 0.0
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_zero_target_mass_contributes_nothing():
+    score = draw_scores(1, 6)
+    index = causal_topk(score, 4)
+    target = draw_target(index.shape)
+    target[0, 4] = 0.0
+    (gradient,) = torch.autograd.grad(indexer_loss(score, index, target), score)
+    assert torch.equal(gradient[0, 4], torch.zeros(6, dtype=torch.float64))
+    assert gradient[0, 5].abs().sum() > 0
+
+
+def test_target_gets_no_gradient():
+    score = draw_scores(1, 6)
+    index = causal_topk(score, 4)
+    target = draw_target(index.shape).requires_grad_()
+    assert torch.autograd.grad(indexer_loss(score, index, target), target, allow_unused=True) == (None,)
+
+
+def test_losses_gradcheck():
+    score = draw_scores(2, 5)
+    masked = torch.zeros(2, 1, 5, 5, dtype=torch.bool)
+    masked[1, 0, 3] = True
+    index = blinded(causal_topk(score, 3))
+    sparse, dense = draw_target(index.shape), draw_target((2, 5, 5))
+    assert torch.autograd.gradcheck(lambda s: indexer_loss(s, index, sparse), [score])
+    assert torch.autograd.gradcheck(lambda s: indexer_loss_dense(s, dense, attention_mask=masked), [score])
+
+
+def test_loss_trains_every_indexer_input():
+    inputs = draw(9, 9)
+    score = indexer_scores(*inputs, query_chunk=4)
+    index = causal_topk(score, 4)
+    loss = indexer_loss(score, index, draw_target(index.shape))
+    for name, gradient in zip("qkw", torch.autograd.grad(loss, inputs), strict=True):
+        assert gradient.isfinite().all()
+        assert gradient.abs().sum() > 0, f"the loss does not reach {name}"
+
+
+# --- the gradient as an op ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("coefficient", [0.7, torch.tensor(0.7)])
+@pytest.mark.parametrize("query_chunk", [None, 1, 4])
+def test_gradient_is_that_of_the_loss(query_chunk, coefficient):
+    inputs = draw(23, 23)
+    score = indexer_scores(*inputs)
+    index = blinded(causal_topk(score, 5, draw_documents(2, 23)))
+    target = draw_target(index.shape).masked_fill(index < 0, float("nan"))  # which nobody may read
+    target[0, 7] = 0.0  # a row without mass
+    expected = indexer_loss(score, index, target)
+    loss, *found = indexer_grad(*inputs, index, target, coefficient, query_chunk=query_chunk)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    for name, have, want in zip("qkw", found, torch.autograd.grad(0.7 * expected, inputs), strict=True):
+        assert not have.requires_grad
+        torch.testing.assert_close(
+            have, want, rtol=1e-6 if isinstance(coefficient, torch.Tensor) else 1e-10, atol=1e-14
+        )
+        assert have.abs().sum() > 0, f"the loss does not reach {name}"
+    assert torch.equal(found[0][7, 0], torch.zeros_like(found[0][7, 0]))
+    assert torch.equal(found[0][5, 1], torch.zeros_like(found[0][5, 1]))
+
+
+def test_gradient_against_finite_differences():
+    inputs = [t.detach() for t in draw(7, 7, H=2, D=3)]
+    index = causal_topk(indexer_scores(*inputs), 3)
+    target = draw_target(index.shape)
+    _, *found = indexer_grad(*inputs, index, target, 1.0)
+    for number, gradient in enumerate(found):
+        direction = torch.randn(gradient.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        moved = [[*inputs[:number], inputs[number] + step * direction, *inputs[number + 1 :]] for step in (1e-6, -1e-6)]
+        up, down = (indexer_grad(*tensors, index, target, 1.0)[0] for tensors in moved)
+        torch.testing.assert_close((gradient * direction).sum(), (up - down) / 2e-6, rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_in_low_precision(dtype):
+    low = [t.detach() for t in draw(777, 777, B=1, H=2, D=8, dtype=dtype)]
+    index = select(*low, 17)
+    target = draw_target(index.shape).float()
+    loss, *found = indexer_grad(*low, index, target, 1.0)
+    want_loss, *expected = indexer_grad(*(t.double() for t in low), index, target.double(), 1.0)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), want_loss, rtol=1e-6, atol=0)
+    for name, have, want in zip("qkw", found, expected, strict=True):
+        assert have.dtype == dtype
+        # Query 0 selects one key: its gradient is 0 up to rounding. In fp32 autograd over all keys has 3.6e-5 (of w, whose
+        # gradient sums terms that cancel).
+        assert_parity(have[1:], want[1:], rms=4e-5 if dtype == torch.float32 else 5e-3, name=f"d{name}")
+
+
+@pytest.mark.parametrize("damage", ["dropped row", "scale", "flipped sign of a head weight"])
+def test_parity_notices(damage):
+    q, k, w = (t.detach() for t in draw(31, 31))
+    expected = indexer_scores(q, k, w)
+    if damage == "dropped row":
+        wrong = expected.clone()
+        wrong[1, 30] = 0
+    elif damage == "scale":
+        wrong = indexer_scores(q, k, w * 1.01)
+    else:
+        w[30, 1, 0] *= -1
+        wrong = indexer_scores(q, k, w)
+    with pytest.raises(AssertionError):
+        assert_parity(wrong, expected, rms=5e-3, name="score")
+
+
+def bad_calls():
+    q, k, w = (t.detach() for t in draw(4, 4))
+    score = draw_scores(2, 4).detach()
+    index = causal_topk(score, 2)
+    target = draw_target(index.shape)
+    mask = torch.zeros(2, 1, 4, 4, dtype=torch.bool)
+    documents = torch.zeros(2, 4, dtype=torch.int32)
+    return {
+        "key with heads": (indexer_scores, (q, k[:, :, None], w), {}, "no head dimension"),
+        "weights of another shape": (indexer_scores, (q, k, w[:3]), {}, "same S"),
+        "integer queries": (indexer_scores, (q.long(), k, w), {}, "floating-point"),
+        "no query": (indexer_scores, (q[:0], k, w[:0]), {}, "0 queries"),
+        "chunk": (indexer_scores, (q, k, w), {"query_chunk": -1}, "positive"),
+        "selection of a rectangle": (select, (q[:3], k, w[:3], 2), {}, "3 queries and 4 keys"),
+        "selection of nothing": (select, (q, k, w, 0), {}, "at least 1"),
+        "documents of another length": (select, (q, k, w, 2, documents[:, :3]), {}, r"\[B, S\] = \[2, 4\]"),
+        "int64 documents": (select, (q, k, w, 2, documents.long()), {}, "torch.int32"),
+        "topk 0": (causal_topk, (score, 0), {}, "at least 1"),
+        "rows behind the keys": (causal_topk, (score, 2), {"first_row": 1}, "up to row 5 and 4 keys"),
+        "rank 2": (causal_topk, (score[0], 2), {}, r"\[B, S, T\]"),
+        "integer scores": (causal_topk, (score.long(), 2), {}, "floating-point"),
+        "int64 index": (indexer_loss, (score, index.long(), target), {}, "int32"),
+        "gradient of an int64 index": (indexer_grad, (q, k, w, index.long(), target, 1.0), {}, "int32"),
+        "gradient against another width": (
+            indexer_grad,
+            (q, k, w, index, target[..., :1], 1.0),
+            {},
+            "expected the same",
+        ),
+        "gradient against integers": (indexer_grad, (q, k, w, index, index, 1.0), {}, "floating-point"),
+        "index of another batch": (indexer_loss, (score, index[:1], target), {}, "B, S = 2, 4"),
+        "target of another width": (indexer_loss, (score, index, target[..., :1]), {}, "expected the same"),
+        "integer target": (indexer_loss, (score, index, index), {}, "floating-point"),
+        "dense target": (indexer_loss_dense, (score, target), {}, "expected the same"),
+        "dense rectangle": (indexer_loss_dense, (score[:, :3], score[:, :3]), {}, "3 queries and 4 keys"),
+        "dense mask": (indexer_loss_dense, (score, score), {"attention_mask": mask[..., :3]}, "broadcasts"),
+    }
+
+
+@pytest.mark.parametrize("case", bad_calls())
+def test_refuses(case):
+    function, arguments, options, message = bad_calls()[case]
+    with pytest.raises(ModelError, match=message):
+        function(*arguments, **options)

@@ -1,0 +1,355 @@
+"""Linear cross-entropy against torch's own in fp64: losses, gradients for unequal weights, memory, odd labels, errors.
+
+Shape legend: N tokens, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.linear_cross_entropy import chunked
+from megacpp_mcore.ops.linear_cross_entropy import reference as truth
+from megacpp_mcore.ops.linear_cross_entropy.chunked import MainGrad, linear_cross_entropy
+from megacpp_mcore.ops.testing import assert_parity
+from tests.ops.saved_tensors import saved_bytes
+
+NAMES = ("hidden", "weight", "bias")
+CHUNKS = ((None, None), (1, 1), (7, 5), (64, 1000))
+
+
+def draw(N: int, V: int, H: int = 24, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[torch.Tensor]:
+    """Hidden, weight and bias with gradients, labels, and a weight for each token."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((N, H), (V, H), (V,), (N,))]
+    label = torch.randint(V, (N,), generator=generator)
+    return [*(tensor.to(dtype).requires_grad_() for tensor in numbers[:3]), label, numbers[3]]
+
+
+def eager(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """What everybody writes: all logits in the dtype of the weights, then torch's cross-entropy in at least fp32."""
+    logit = torch.nn.functional.linear(hidden, weight, bias)
+    logit = logit.to(torch.promote_types(logit.dtype, torch.float32))
+    return torch.nn.functional.cross_entropy(logit, label, reduction="none")
+
+
+def ours(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, label: torch.Tensor, **sizes: Any) -> Any:
+    return linear_cross_entropy(hidden, weight, label, bias_V=bias, **sizes).loss
+
+
+def reference(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return truth.linear_cross_entropy(hidden, weight, label, bias_V=bias)
+
+
+def outcome(op: Callable[..., torch.Tensor], inputs: list[torch.Tensor], **sizes: Any) -> list[torch.Tensor]:
+    """Losses, and the gradients of hidden, weight and bias for the tokens' own weights."""
+    *leaves, label, weight = inputs
+    loss = op(*leaves, label, **sizes)
+    return [loss, *torch.autograd.grad(loss, leaves, weight.to(loss.dtype))]
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor], **limits: Any) -> None:
+    peers = limits.pop("peers", [None] * len(found))
+    for name, have, want, peer in zip(("loss", *NAMES), found, expected, peers, strict=True):
+        if name == "loss":  # each token's is a row of its own; the bias is one, as its entries cancel
+            have, want, peer = (tensor if tensor is None else tensor[:, None] for tensor in (have, want, peer))
+        assert_parity(have, want, dtype_peer=peer, name=name, **limits)
+
+
+@pytest.mark.parametrize(("N", "V"), [(1, 1), (1, 37), (13, 200), (23, 129)])
+@pytest.mark.parametrize(("vocab_chunk", "token_block"), CHUNKS)
+def test_losses_and_gradients(N: int, V: int, vocab_chunk: int | None, token_block: int | None) -> None:
+    inputs = draw(N, V)
+    found = outcome(ours, inputs, vocab_chunk=vocab_chunk, token_block=token_block)
+    expected = outcome(eager, inputs)
+    assert_same(outcome(reference, inputs), expected, rms=1e-12) if V > 1 else None
+    if V == 1:  # nothing to choose from: all is zero but for rounding
+        assert max(float(tensor.detach().abs().max()) for tensor in found) < 1e-13
+        return
+    assert_same(found, expected, rms=1e-12)
+
+
+def test_gradcheck() -> None:
+    hidden, weight, bias, label, _ = draw(5, 11, H=3)
+
+    def op(*leaves: torch.Tensor) -> torch.Tensor:
+        options = {"logit_scale": 0.7, "vocab_chunk": 4, "token_block": 2}
+        return linear_cross_entropy(leaves[0], leaves[1], label, bias_V=leaves[2], **options).loss
+
+    assert torch.autograd.gradcheck(op, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_is_as_good_as_eager(dtype: torch.dtype) -> None:
+    """2345 tokens, in chunks and blocks that do not divide anything."""
+    low = draw(2345, 611, H=32, dtype=dtype)
+    low[0], low[1] = ((tensor.detach() * 0.3).requires_grad_() for tensor in low[:2])  # logits of a common size
+    high = [tensor.detach().double().requires_grad_() for tensor in low[:3]] + low[3:]
+    found = outcome(ours, low, vocab_chunk=100, token_block=333)
+    peers = outcome(eager, low)
+    assert [tensor.dtype for tensor in found] == [torch.float32, dtype, dtype, dtype]
+    rms = 1e-6 if dtype == torch.float32 else 5e-3
+    assert_same(found, outcome(eager, high), rms=rms, peers=peers, max_abs_factor=2)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda gradient: gradient * 1.001,
+        lambda gradient: -gradient,
+        lambda gradient: gradient.index_fill(0, torch.tensor([7]), 0.0),
+    ],
+)
+def test_the_tolerance_fails_damage(damage: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    inputs = draw(64, 97, dtype=torch.float32)
+    expected = outcome(eager, inputs)
+    for index in range(4):
+        found = [tensor.detach().clone() for tensor in expected]
+        found[index] = damage(found[index])
+        with pytest.raises(AssertionError):
+            assert_same(found, expected, rms=1e-6)
+
+
+def test_gradients_are_not_those_of_equal_weights() -> None:
+    """The known failure: gradients made in the forward pass for a mean, then scaled by one number."""
+    inputs = draw(64, 97)
+    found = outcome(ours, inputs)
+    *leaves, label, weight = inputs
+    equal = torch.autograd.grad(eager(*leaves, label).mean(), leaves)
+    wrong = [found[0], *(gradient * weight.sum() for gradient in equal)]
+    with pytest.raises(AssertionError):
+        assert_same(found, wrong, rms=0.1)
+    assert_same(found, outcome(eager, inputs), rms=1e-12)
+
+
+@pytest.mark.parametrize("vocab_chunk", [None, 7])
+def test_tokens_of_weight_0_have_their_loss_and_no_gradient(vocab_chunk: int | None) -> None:
+    """Whatever gradient arrives: with the one that the weights promise nothing is different from a call without them."""
+    *leaves, label, weight = draw(13, 40)
+    mask = (torch.arange(13) % 3 > 0).double()
+    hidden, weight_VH, bias = leaves
+    for op, sizes in ((truth.linear_cross_entropy, {}), (linear_cross_entropy, {"vocab_chunk": vocab_chunk})):
+        results = []
+        for given, arriving in ((None, mask * weight), (mask, mask * weight), (mask, weight), (weight * mask, weight)):
+            found = op(hidden, weight_VH, label, bias_V=bias, token_weight=given, **sizes)
+            loss = getattr(found, "loss", found)
+            results.append([loss.detach(), *torch.autograd.grad(loss, leaves, arriving)])
+        assert float(results[0][1][mask == 0].abs().max()) == 0.0
+        assert float(results[0][1][mask != 0].abs().amin(0).max()) > 0.0
+        assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def test_a_gradient_that_is_not_finite_stays_away_from_tokens_of_weight_0() -> None:
+    *leaves, label, weight = draw(13, 40)
+    mask = (torch.arange(13) % 3 > 0).double()
+    arriving = weight.masked_fill(mask == 0, float("nan"))
+    for op in (truth.linear_cross_entropy, linear_cross_entropy):
+        found = op(leaves[0], leaves[1], label, bias_V=leaves[2], token_weight=mask)
+        gradients = torch.autograd.grad(getattr(found, "loss", found), leaves, arriving)
+        assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+def test_logit_scale_is_a_factor_on_weight_and_bias() -> None:
+    hidden, weight, bias, label, cotangent = draw(13, 50)
+    for op in (linear_cross_entropy, truth.linear_cross_entropy):
+        loss = op(hidden, weight, label, bias_V=bias, logit_scale=0.25)
+        loss = loss if isinstance(loss, torch.Tensor) else loss.loss
+        expected = eager(hidden, weight * 0.25, bias * 0.25, label)
+        found = torch.autograd.grad(loss, (hidden, weight, bias), cotangent)
+        assert_same(
+            [loss, *found], [expected, *torch.autograd.grad(expected, (hidden, weight, bias), cotangent)], rms=1e-12
+        )
+
+
+def test_leading_axes() -> None:
+    hidden, weight, bias, label, cotangent = draw(12, 30)
+    flat = outcome(ours, [hidden, weight, bias, label, cotangent])
+    folded = linear_cross_entropy(hidden.view(4, 3, -1), weight, label.view(4, 3), bias_V=bias, vocab_chunk=7)
+    assert folded.loss.shape == folded.top_logit.shape == folded.top_column.shape == (4, 3)
+    gradients = torch.autograd.grad(folded.loss, (hidden, weight, bias), cotangent.view(3, 4).t().reshape(4, 3))
+    other = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, label, bias_V=bias).loss,
+        (hidden, weight, bias),
+        cotangent.view(3, 4).t().reshape(-1),
+    )
+    assert_same([folded.loss.reshape(-1), *gradients], [flat[0], *other], rms=1e-12)
+
+
+def test_labels_outside_of_the_vocabulary() -> None:
+    """The loss is log-sum-exp less the maximum, its gradient the softmax's; other tokens do not notice."""
+    inputs = draw(8, 30)
+    inputs[3] = torch.tensor([-100, -1, 30, 10**6, 0, 29, 5, 5])
+    found = outcome(ours, inputs, vocab_chunk=7, token_block=3)
+    assert_same(found, outcome(reference, inputs), rms=1e-12)
+    logit = torch.nn.functional.linear(*inputs[:3])
+    assert torch.allclose(found[0][:4], (logit.logsumexp(-1) - logit.amax(-1))[:4])
+    assert torch.allclose(found[0][4:], eager(*inputs[:3], inputs[3].clamp(0, 29))[4:])
+
+
+def test_logits_far_apart() -> None:
+    """Logits of ±10⁴, and a whole chunk that is masked by −inf."""
+    inputs = draw(9, 40)
+    inputs[0] = (inputs[0].detach() * 1e4).requires_grad_()
+    bias = inputs[2].detach().clone()
+    bias[:8] = -torch.inf
+    inputs[2] = bias.requires_grad_()
+    inputs[3] = inputs[3].clamp(min=8)
+    found, expected = outcome(ours, inputs, vocab_chunk=4), outcome(eager, inputs)
+    for have, want in zip(found, expected, strict=True):
+        assert torch.isfinite(have).all()
+        assert torch.allclose(have, want, rtol=1e-10)
+
+
+def test_nan_reaches_the_loss() -> None:
+    hidden, weight, bias, label, _ = draw(6, 20)
+    with torch.no_grad():
+        hidden[2, 0] = torch.nan
+    loss = ours(hidden, weight, bias, label, vocab_chunk=7)
+    assert torch.isnan(loss).tolist() == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("vocab_chunk", [None, 1, 9])
+def test_largest_logit_and_its_column(vocab_chunk: int | None) -> None:
+    hidden, weight, bias, label, _ = draw(31, 40)
+    found = linear_cross_entropy(hidden, weight, label, bias_V=bias, vocab_chunk=vocab_chunk, token_block=4)
+    top, column = torch.nn.functional.linear(hidden, weight, bias).max(-1)
+    assert torch.equal(found.top_column, column)
+    assert torch.allclose(found.top_logit, top, rtol=1e-12)
+    assert not found.top_logit.requires_grad
+    assert not found.top_column.requires_grad
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)])
+def test_frozen_inputs(frozen: tuple[int, ...]) -> None:
+    inputs = draw(11, 30)
+    expected = outcome(eager, inputs)[1:]
+    leaves = [tensor.detach().clone().requires_grad_(index not in frozen) for index, tensor in enumerate(inputs[:3])]
+    ours(*leaves, inputs[3], vocab_chunk=7).backward(inputs[4])
+    for index, leaf in enumerate(leaves):
+        if index in frozen:
+            assert leaf.grad is None
+        else:
+            assert torch.allclose(leaf.grad, expected[index], rtol=1e-10)
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
+def test_main_grad_is_added_to(wide: torch.dtype) -> None:
+    hidden, weight, bias, label, cotangent = draw(50, 60, dtype=torch.bfloat16)
+    _, _, expected, _ = outcome(ours, [hidden, weight, bias, label, cotangent])
+    buffer, calls = torch.ones(60, 24, dtype=wide), []
+
+    def placeholder() -> torch.Tensor:
+        calls.append(buffer.clone())
+        return torch.full_like(weight, 3.0)
+
+    loss = ours(hidden, weight, bias, label, main_grad=MainGrad(buffer, placeholder), vocab_chunk=16)
+    gradient = torch.autograd.grad(loss, weight, cotangent.float())[0]
+    assert torch.equal(gradient, torch.full_like(weight, 3.0))
+    assert len(calls) == 1
+    assert torch.equal(calls[0], buffer)
+    assert torch.allclose(buffer.float() - 1, expected.float(), rtol=2e-2, atol=2e-2)
+    # Twice the gradient after twice the pass, once the weight is frozen nothing.
+    ours(hidden, weight.detach(), bias, label, main_grad=MainGrad(buffer, placeholder)).sum().backward()
+    assert len(calls) == 1
+    assert torch.equal(calls[0], buffer)
+
+
+class Produced(TorchDispatchMode):
+    """The size of the largest tensor that any operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.largest = max(self.largest, leaf.numel())
+        return out
+
+
+def test_no_tensor_of_tokens_times_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "LOGIT_CHUNK_BYTES", 2**14)
+    monkeypatch.setattr(chunked, "MIN_VOCAB_CHUNK", 16)
+    inputs = draw(200, 300, H=12, dtype=torch.float32)
+    with Produced() as all_at_once:
+        expected = outcome(eager, inputs)
+    with Produced() as in_chunks:
+        found = outcome(ours, inputs)
+    assert all_at_once.largest == 200 * 300
+    assert in_chunks.largest == 300 * 12  # the weight
+    assert_same(found, expected, rms=2e-6)
+
+
+def test_what_is_kept_for_the_backward_pass() -> None:
+    hidden, weight, bias, label, _ = draw(300, 500, dtype=torch.float32)
+    inputs = sum(tensor.untyped_storage().nbytes() for tensor in (hidden, weight, bias))
+    kept = saved_bytes(lambda: ours(hidden, weight, bias, label))
+    assert inputs < kept <= inputs + 300 * (8 + 4)
+    assert saved_bytes(lambda: eager(hidden, weight, bias, label)) > inputs + 300 * 500 * 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "columns", "count"),
+    [(8192, 2, 2048, 4), (65536, 2, 512, 16), (8192, 4, 1024, 8), (1, 2, 8192, 1)],
+)
+def test_chosen_chunks(tokens: int, size: int, columns: int, count: int) -> None:
+    options = chunked._Options(1.0, None, None, None, None)
+    weight = torch.empty(8192, 1, dtype={2: torch.bfloat16, 4: torch.float32}[size])
+    chunks = options.columns(tokens, weight)
+    assert len(chunks) == count
+    assert {chunk.stop - chunk.start for chunk in chunks} == {columns}
+    assert options.rows(tokens, chunks[0])[0].stop == min(tokens, 2**21 // columns)
+
+
+def test_uninitialised_memory_is_never_read() -> None:
+    inputs = draw(37, 90, dtype=torch.float32)
+    expected = outcome(ours, inputs, vocab_chunk=16, token_block=5)
+    torch.use_deterministic_algorithms(True)  # torch.empty then holds NaN
+    try:
+        assert torch.isnan(torch.empty(8)).all()
+        found = outcome(ours, inputs, vocab_chunk=16, token_block=5)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for have, want in zip(found, expected, strict=True):
+        assert torch.equal(have, want)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    hidden, weight, bias, label, _ = draw(4, 9)
+    loss = ours(hidden, weight, bias, label).square().sum()
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(4, 6)}, r"expected \[..., H\] and \[V, H\]"),
+        ({"hidden": torch.zeros(0, 5)}, "nothing empty"),
+        ({"weight_VH": torch.zeros(5)}, r"expected \[..., H\] and \[V, H\]"),
+        ({"hidden": torch.zeros(4, 5, dtype=torch.bfloat16)}, "expected one floating-point dtype"),
+        ({"label": torch.zeros(3, dtype=torch.int64)}, "one for each token"),
+        ({"label": torch.zeros(4)}, r"expected torch.int64"),
+        ({"bias_V": torch.zeros(6)}, r"bias has shape \(6,\)"),
+        ({"bias_V": torch.zeros(7, dtype=torch.float64)}, "as the weight has"),
+        ({"token_weight": torch.ones(5)}, r"token_weight has shape \(5,\), expected \(4,\)"),
+        ({"token_weight": torch.ones(4, requires_grad=True)}, "expected .* without a gradient"),
+        ({"vocab_chunk": 0}, "vocab_chunk is 0"),
+        ({"token_block": -1}, "token_block is -1"),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    good = {"hidden": torch.zeros(4, 5), "weight_VH": torch.zeros(7, 5), "label": torch.zeros(4, dtype=torch.int64)}
+    linear_cross_entropy(**good)
+    with pytest.raises(ModelError, match=message):
+        linear_cross_entropy(**{**good, **change})
+    if not {"vocab_chunk", "token_block"} & change.keys():
+        with pytest.raises(ModelError, match=message):
+            truth.linear_cross_entropy(**{**good, **change})

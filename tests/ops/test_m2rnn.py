@@ -1,0 +1,308 @@
+"""M²RNN: the chunked function against the sequential one, and both against loops over single numbers in numpy.
+
+Legend: B batch, S sequence, H heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.m2rnn import reference as ref
+from megacpp_mcore.ops.testing import assert_parity
+from tests.ops.saved_tensors import saved_tensors
+
+NAMES = ("q", "k", "v", "W", "f", "h0")
+
+
+@dataclass(frozen=True)
+class Shape:
+    B: int = 2
+    S: int = 37
+    H: int = 3
+    K: int = 5
+    V: int = 4
+    q_heads: int = 3
+    k_heads: int = 3
+
+
+SHAPES = {
+    "heads": Shape(),
+    "one_key_head": Shape(q_heads=1, k_heads=1),
+    "one_query_head": Shape(q_heads=1),
+    "one_head": Shape(H=1, q_heads=1, k_heads=1),
+    "one_token": Shape(S=1),
+    "one_value": Shape(V=1, q_heads=1, k_heads=1),
+}
+
+
+def make_tensors(shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Every input as a leaf; W is the identity it starts from plus noise, f spans (0, 1)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    s = shape
+    tensors = {
+        "q": draw(s.B, s.S, s.q_heads, s.K),
+        "k": draw(s.B, s.S, s.k_heads, s.K),
+        "v": draw(s.B, s.S, s.H, s.V),
+        "W": torch.eye(s.V, dtype=torch.float64) + 0.3 * draw(s.H, s.V, s.V),
+        "f": torch.sigmoid(draw(s.B, s.S, s.H) + 1),
+        "h0": draw(s.B, s.H, s.K, s.V),
+    }
+    return {name: tensor.to(dtype).requires_grad_() for name, tensor in tensors.items()}
+
+
+def sequential(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return ref.m2rnn_sequential(*(tensors[name] for name in NAMES))
+
+
+def chunked(tensors: dict[str, torch.Tensor], checkpoint_every: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    return ref.m2rnn_chunked(*(tensors[name] for name in NAMES), checkpoint_every=checkpoint_every)
+
+
+def with_gradients(
+    compute: Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]], tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Both outputs and every gradient, for random gradients of both outputs that every dtype can hold."""
+    y, h_last = compute(tensors)
+    generator = torch.Generator().manual_seed(99)
+    given = [torch.randn(t.shape, generator=generator).bfloat16().to(t.dtype) for t in (y, h_last)]
+    grads = torch.autograd.grad((y, h_last), list(tensors.values()), given)
+    return {"y": y, "h_last": h_last} | {f"d{name}": grad for name, grad in zip(tensors, grads, strict=True)}
+
+
+def by_single_numbers(tensors: dict[str, torch.Tensor], shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """The recurrence one number at a time."""
+    q, k, v, W, f, h0 = (tensors[name].detach().numpy() for name in NAMES)
+    y = np.zeros((shape.B, shape.S, shape.H, shape.V))
+    last = np.zeros_like(h0)
+    for b in range(shape.B):
+        for head in range(shape.H):
+            q_head, k_head = min(head, shape.q_heads - 1), min(head, shape.k_heads - 1)
+            h = [[float(h0[b, head, i, j]) for j in range(shape.V)] for i in range(shape.K)]
+            for t in range(shape.S):
+                new = [[0.0] * shape.V for _ in range(shape.K)]
+                forget = float(f[b, t, head])
+                for i in range(shape.K):
+                    for j in range(shape.V):
+                        pre = float(k[b, t, k_head, i]) * float(v[b, t, head, j])
+                        for m in range(shape.V):
+                            pre += h[i][m] * float(W[head, m, j])
+                        new[i][j] = forget * h[i][j] + (1 - forget) * math.tanh(pre)
+                        y[b, t, head, j] += float(q[b, t, q_head, i]) * new[i][j]
+                h = new
+            last[b, head] = h
+    return y, last
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("compute", [sequential, chunked])
+def test_outputs_are_those_of_single_numbers(
+    compute: Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]], shape: Shape
+) -> None:
+    tensors = make_tensors(shape)
+    y, h_last = compute(tensors)
+    expected_y, expected_h = by_single_numbers(tensors, shape)
+    assert_parity(y, torch.from_numpy(expected_y), rms=1e-12, name="y")
+    assert_parity(h_last, torch.from_numpy(expected_h), rms=1e-12, name="h_last")
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("checkpoint_every", [1, 8, 36, 37, 64])
+def test_chunked_is_sequential_with_every_gradient(shape: Shape, checkpoint_every: int) -> None:
+    tensors = make_tensors(shape, seed=1)
+    expected = with_gradients(sequential, tensors)
+    actual = with_gradients(lambda t: chunked(t, checkpoint_every), tensors)
+    for name, tensor in expected.items():
+        assert tensor.abs().max() > 1e-6, f"{name} vanishes: this case would test nothing"
+        assert_parity(actual[name], tensor, rms=1e-10, name=name)
+
+
+@pytest.mark.parametrize("with_h0", [True, False])
+def test_gradcheck(with_h0: bool) -> None:
+    tensors = make_tensors(Shape(S=7, H=2, K=3, V=2, q_heads=1, k_heads=2), seed=2)
+    values = [tensors[name] for name in (NAMES if with_h0 else NAMES[:-1])]
+
+    def compute(*values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return ref.m2rnn_chunked(*values, checkpoint_every=3)
+
+    assert torch.autograd.gradcheck(compute, values, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", NAMES)
+def test_an_input_without_gradient_changes_no_other(frozen: str) -> None:
+    tensors = make_tensors(SHAPES["one_key_head"], seed=3)
+    expected = with_gradients(sequential, tensors)
+    tensors[frozen] = tensors[frozen].detach()
+    y, h_last = chunked(tensors, 8)
+    generator = torch.Generator().manual_seed(99)
+    given = [torch.randn(t.shape, generator=generator).bfloat16().to(t.dtype) for t in (y, h_last)]
+    torch.autograd.backward((y, h_last), given)
+    for name in NAMES:
+        if name == frozen:
+            assert tensors[name].grad is None
+        else:
+            assert_parity(tensors[name].grad, expected[f"d{name}"], rms=1e-10, name=f"d{name}")
+
+
+def test_no_initial_state_is_a_state_of_zeros() -> None:
+    tensors = make_tensors(Shape(), seed=4)
+    tensors["h0"] = torch.zeros_like(tensors["h0"])
+    without = [tensors[name] for name in NAMES[:-1]]
+    for entry, compute in ((ref.m2rnn_sequential, sequential), (ref.m2rnn_chunked, chunked)):
+        for actual, expected in zip(entry(*without), compute(tensors), strict=True):
+            assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("cut", [1, 8, 36])
+def test_a_sequence_may_be_cut_anywhere(cut: int) -> None:
+    """Two calls that hand the state over are one call, with the gradient through the state."""
+    tensors = make_tensors(SHAPES["one_key_head"], seed=5)
+
+    def in_two(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        first = {name: x if name in ("W", "h0") else x[:, :cut] for name, x in t.items()}
+        y_first, h = chunked(first, 8)
+        second = {name: x if name == "W" else h if name == "h0" else x[:, cut:] for name, x in t.items()}
+        y_second, h_last = chunked(second, 8)
+        return torch.cat((y_first, y_second), dim=1), h_last
+
+    actual = with_gradients(in_two, tensors)
+    for name, expected in with_gradients(sequential, tensors).items():
+        assert_parity(actual[name], expected, rms=1e-10, name=name)
+
+
+# float32 against float64 over 2345 tokens, several times what token by token loses there: a rounding error goes through the
+# tanh of every later token, and some grow on the way.
+LONG_RMS = 1e-3
+
+
+def test_long_odd_sequence() -> None:
+    """2345 tokens: exact in float64; in float32 no worse than twice what token by token loses there."""
+    shape = Shape(B=1, S=2345, H=2, K=8, V=8, q_heads=1, k_heads=1)
+    tensors = make_tensors(shape, seed=6, dtype=torch.float32)
+    wide = {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
+    truth = with_gradients(sequential, wide)
+    exact, peer = with_gradients(chunked, wide), with_gradients(sequential, tensors)
+    actual = with_gradients(chunked, tensors)
+    for name, expected in truth.items():
+        assert_parity(exact[name], expected, rms=1e-9, name=f"{name} in float64")
+        assert_parity(actual[name], expected, rms=LONG_RMS, max_abs_factor=2.0, dtype_peer=peer[name], name=name)
+
+
+def test_bfloat16_inputs_are_computed_in_float32() -> None:
+    """Forward and backward both under autocast: only the inputs and the results are rounded."""
+    tensors = make_tensors(SHAPES["one_key_head"], seed=7, dtype=torch.float32)
+    low = {n: t if n in ("W", "f", "h0") else t.detach().bfloat16().requires_grad_() for n, t in tensors.items()}
+    wide = {name: tensor.detach().double().requires_grad_() for name, tensor in low.items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = with_gradients(chunked, low)
+    assert {name: tensor.dtype for name, tensor in actual.items() if tensor.dtype != torch.float32} == dict.fromkeys(
+        ("y", "dq", "dk", "dv"), torch.bfloat16
+    )
+    for name, expected in with_gradients(sequential, wide).items():
+        rms = 4e-3 if actual[name].dtype == torch.bfloat16 else 1e-5
+        assert_parity(actual[name], expected, rms=rms, name=name)
+
+
+def test_the_precision_of_the_process_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside, float32 products are exact whatever the process allows; outside it keeps what it allowed, also after an error."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    tensors = make_tensors(Shape(), dtype=torch.float32)
+    seen: list[str] = []
+    run_chunk = ref._run_chunk
+
+    def watch(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(torch.backends.cuda.matmul.fp32_precision)
+        if len(seen) == 3:
+            raise RuntimeError("stop")
+        return run_chunk(*args)
+
+    monkeypatch.setattr(ref, "_run_chunk", watch)
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        y, _ = chunked(tensors)
+        y.sum().backward()
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        with pytest.raises(RuntimeError, match="stop"):
+            chunked(tensors)
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert seen == ["ieee"] * 3
+
+
+def test_few_states_are_saved() -> None:
+    """One state in 64 tokens, and of the rest only the inputs, the broadcast key head as the one head it is."""
+    shape = Shape(B=1, S=256, H=4, K=16, V=8, q_heads=1, k_heads=1)
+    tensors = make_tensors(shape)
+    saved = saved_tensors(lambda: chunked(tensors, 64))
+    states = shape.S // 64 * shape.B * shape.H * shape.K * shape.V
+    inputs = sum(tensor.numel() for name, tensor in tensors.items() if name != "h0")
+    assert sum(tensor.numel() for tensor in saved) == inputs + states
+
+
+def test_the_forget_gate() -> None:
+    x = torch.tensor([[[-2.0, 0.0, 3.0]]], dtype=torch.float64, requires_grad=True)
+    A_log = torch.tensor([0.0, 1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    bias = torch.tensor([0.5, 0.0, -0.5], dtype=torch.float64, requires_grad=True)
+    expected = [
+        math.exp(-math.exp(a) * math.log1p(math.exp(u + b)))
+        for u, a, b in zip((-2.0, 0.0, 3.0), (0.0, 1.0, -1.0), (0.5, 0.0, -0.5), strict=True)
+    ]
+    f = ref.m2rnn_forget_gate(x, A_log, bias)
+    torch.testing.assert_close(f, torch.tensor([[expected]], dtype=torch.float64))
+    assert torch.autograd.gradcheck(ref.m2rnn_forget_gate, (x, A_log, bias))
+    assert ref.m2rnn_forget_gate(x.bfloat16(), A_log.float(), bias.float()).dtype == torch.float32
+
+
+BAD = {
+    "key heads": ("k", (2, 37, 2, 5), r"k has shape .* expected \(2, 37, 3, 5\)"),
+    "key dim": ("k", (2, 37, 3, 6), "k has shape"),
+    "query axes": ("q", (2, 37, 5), "q has shape"),
+    "values": ("v", (2, 36, 3, 4), "q has shape"),
+    "transition": ("W", (3, 4, 5), "W has shape"),
+    "one transition": ("W", (4, 4), "W has shape"),
+    "gate": ("f", (2, 37), "f has shape"),
+    "state": ("h0", (2, 3, 4, 5), "h0 has shape"),
+    "no tokens": ("v", (2, 0, 3, 4), "no axis empty"),
+}
+
+
+@pytest.mark.parametrize(("name", "size", "message"), BAD.values(), ids=BAD.keys())
+@pytest.mark.parametrize("compute", [sequential, chunked])
+def test_bad_shapes_are_named(
+    compute: Callable[[dict[str, torch.Tensor]], object], name: str, size: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        compute(make_tensors(Shape()) | {name: torch.zeros(size)})
+
+
+def test_other_bad_input_is_named() -> None:
+    tensors = make_tensors(Shape())
+    with pytest.raises(ModelError, match="checkpoint_every is 0"):
+        chunked(tensors, 0)
+    with pytest.raises(ModelError, match="floating-point"):
+        chunked(tensors | {"f": torch.zeros(2, 37, 3, dtype=torch.int64)})
+    with pytest.raises(ModelError, match="A_log has shape"):
+        ref.m2rnn_forget_gate(torch.zeros(2, 37, 3), torch.zeros(4), torch.zeros(3))
+
+
+def test_a_wrong_backward_fails_the_comparison() -> None:
+    """The tolerance for gradients bites: a lost token, a wrong scale and a flipped sign in dk are all found."""
+    expected = with_gradients(sequential, make_tensors(Shape(), seed=8))["dk"]
+    lost = expected.clone()
+    lost[1, 20, 2] = 0
+    flipped = expected.clone()
+    flipped[0, 5, 1, 3] *= -1
+    for wrong in (lost, 1.5 * expected, flipped):
+        with pytest.raises(AssertionError, match="of its norm"):
+            assert_parity(wrong, expected, rms=5e-3, name="dk")

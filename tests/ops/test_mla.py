@@ -1,0 +1,251 @@
+"""mla_attention against a loop over queries, in fp64; masks, chunks, memory, and errors.
+
+Shape legend: S queries, T keys, B batch, H heads, K query-key width, V value width.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+from torch.utils.checkpoint import checkpoint
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.ops.mla.sdpa import sdpa_attention
+from megacpp_mcore.ops.testing import assert_parity
+from megacpp_mcore.ops.visibility import query_chunks
+from tests.ops.saved_tensors import saved_bytes
+
+SCALE = 0.3
+
+
+def draw(S, T, B=2, H=3, K=6, V=4, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((S, B, H, K), (T, B, H, K), (T, B, H, V))
+    return [torch.randn(s, dtype=torch.float64, generator=generator).to(dtype).requires_grad_() for s in shapes]
+
+
+def loop_truth(q, k, v, visible_BST):
+    """One softmax per query over the keys it sees and nothing else: no fill value, no chunk, no broadcast mask."""
+    S, B, H, _ = q.shape
+    rows = []
+    for i in range(S):
+        for b in range(B):
+            seen = visible_BST[b, i].nonzero().flatten()
+            for h in range(H):
+                weight = ((k[seen, b, h] @ q[i, b, h]) * SCALE).softmax(0)
+                rows.append(weight @ v[seen, b, h])
+    return torch.stack(rows).view(S, B, H, v.shape[-1])
+
+
+def causal(B, S):
+    return torch.ones(S, S, dtype=torch.bool).tril().expand(B, S, S)
+
+
+def gradients(output, inputs, cotangent_dtype=torch.float64):
+    cotangent = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.autograd.grad(output, inputs, cotangent.to(cotangent_dtype).to(output.dtype))
+
+
+@pytest.mark.parametrize("S", [1, 2, 7, 23])
+@pytest.mark.parametrize("query_chunk", [None, 1, 4])
+def test_causal_matches_loop(S, query_chunk):
+    inputs = draw(S, S)
+    actual = mla_attention(*inputs, softmax_scale=SCALE, query_chunk=query_chunk)
+    expected = loop_truth(*inputs, causal(2, S))
+    assert_parity(actual, expected, rms=1e-12, name="o")
+    pairs = zip(gradients(actual, inputs), gradients(expected, inputs), "qkv", strict=True)
+    for have, want, name in pairs:
+        # One key has a constant softmax: dq and dk are 0 up to rounding, where a ratio says nothing.
+        if S == 1 and name in "qk":
+            assert have.abs().max() < 1e-14
+            continue
+        # The first query sees one key, likewise; the last rows of a sequence are never degenerate.
+        assert_parity(have[1:] if name == "q" else have, want[1:] if name == "q" else want, rms=1e-11, name=f"d{name}")
+
+
+# fp32: the worst of thousands of rows averages values that cancel; attention written in one line has 2.4e-6 there.
+@pytest.mark.parametrize(("dtype", "rms"), [(torch.float32, 4e-6), (torch.bfloat16, 5e-3)])
+def test_odd_length_in_low_precision(dtype, rms):
+    low = draw(2345, 2345, B=1, H=1, K=16, V=8, dtype=dtype)
+    high = [t.detach().double().requires_grad_() for t in low]
+    actual = mla_attention(*low, softmax_scale=SCALE)
+    expected = mla_attention(*high, softmax_scale=SCALE)
+    assert actual.dtype == dtype
+    assert_parity(actual, expected, rms=rms, name="o")
+    for have, want, name in zip(gradients(actual, low, dtype), gradients(expected, high, dtype), "qkv", strict=True):
+        assert have.dtype == dtype
+        # dq of the first query is exactly 0 in theory: see test_causal_matches_loop.
+        assert_parity(have[1:] if name == "q" else have, want[1:] if name == "q" else want, rms=rms, name=f"d{name}")
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 7, 7), (1, 1, 7, 7), (2, 1, 1, 7), (2, 1, 7, 1), (1, 1, 1, 1)])
+@pytest.mark.parametrize("query_chunk", [None, 3])
+def test_every_broadcast_mask(shape, query_chunk):
+    masked = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.4
+    masked[..., 0] = False
+    inputs = draw(7, 7)
+    actual = mla_attention(*inputs, softmax_scale=SCALE, attention_mask=masked, query_chunk=query_chunk)
+    visible = causal(2, 7) & ~masked.expand(2, 1, 7, 7)[:, 0]
+    assert_parity(actual, loop_truth(*inputs, visible), rms=1e-12, name="o")
+
+
+@pytest.mark.parametrize(("S", "T"), [(5, 9), (9, 5), (1, 6)])
+def test_not_causal_and_more_or_fewer_keys(S, T):
+    inputs = draw(S, T)
+    everything = torch.ones(2, S, T, dtype=torch.bool)
+    actual = mla_attention(*inputs, softmax_scale=SCALE, causal=False, query_chunk=2)
+    assert_parity(actual, loop_truth(*inputs, everything), rms=1e-12, name="o")
+    masked = torch.rand(2, 1, S, T, generator=torch.Generator().manual_seed(3)) < 0.4
+    masked[..., 0] = False
+    actual = mla_attention(*inputs, softmax_scale=SCALE, causal=False, attention_mask=masked, query_chunk=2)
+    assert_parity(actual, loop_truth(*inputs, ~masked[:, 0]), rms=1e-12, name="masked o")
+
+
+@pytest.mark.parametrize("op", [mla_attention, partial(sdpa_attention, backend=SDPBackend.MATH)])
+def test_strided_parts_of_a_projection(op):
+    """Query, key and value as parts of one tensor's rows: nothing need be made contiguous before, and o is."""
+    inputs, whole = draw(7, 7), torch.zeros(7, 2, 3, 16 + 8, dtype=torch.float64)
+    parts = [whole[..., :6], whole[..., 8:14], whole[..., 16:20]]
+    for part, tensor in zip(parts, inputs, strict=True):
+        part.copy_(tensor.detach())
+    strided = [part.requires_grad_() for part in (part.detach() for part in parts)]
+    assert not any(part.is_contiguous() for part in strided)
+    actual, expected = op(*strided, softmax_scale=SCALE), op(*inputs, softmax_scale=SCALE)
+    assert actual.is_contiguous()
+    assert torch.equal(actual, expected)
+    for have, want in zip(gradients(actual, strided), gradients(expected, inputs), strict=True):
+        assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize("op", [mla_attention, sdpa_attention])
+def test_refuses_documents_that_do_not_fit(op):
+    q, k, v = draw(7, 7)
+    with pytest.raises(ModelError, match=r"expected torch.int32 \[B, S\] = \[2, 7\]"):
+        op(q, k, v, softmax_scale=SCALE, seq_idx=torch.zeros(2, 7, dtype=torch.int64))
+    q, k, v = draw(5, 7)
+    with pytest.raises(ModelError, match="5 queries and 7 keys"):
+        op(q, k, v, softmax_scale=SCALE, seq_idx=torch.zeros(2, 5, dtype=torch.int32))
+
+
+def test_sdpa_refuses_documents_beside_a_mask():
+    q, k, v = draw(7, 7)
+    documents = torch.zeros(2, 7, dtype=torch.int32)
+    for more in ({"causal": False}, {"attention_mask": torch.zeros(1, 1, 7, 7, dtype=torch.bool)}):
+        with pytest.raises(ModelError, match="expected causal attention without a mask"):
+            sdpa_attention(q, k, v, softmax_scale=SCALE, seq_idx=documents, **more)
+
+
+def test_future_is_invisible_bit_for_bit():
+    q, k, v = (t.detach() for t in draw(8, 8))
+    before = mla_attention(q, k, v, softmax_scale=SCALE)
+    k[5:], v[5:] = 1e6, -1e6
+    after = mla_attention(q, k, v, softmax_scale=SCALE)
+    assert torch.equal(before[:5], after[:5])
+    assert not torch.equal(before[5:], after[5:])
+
+
+def test_masked_key_and_blind_query_are_exactly_zero():
+    inputs = draw(6, 6)
+    masked = torch.zeros(2, 1, 6, 6, dtype=torch.bool)
+    masked[0, :, :, 2] = True  # nobody in sample 0 sees key 2
+    masked[1, :, 4, :] = True  # query 4 of sample 1 sees nothing
+    output = mla_attention(*inputs, softmax_scale=SCALE, attention_mask=masked)
+    dq, dk, dv = gradients(output, inputs)
+    assert torch.equal(output[4, 1], torch.zeros_like(output[4, 1]))
+    for zero in (dq[4, 1], dk[2, 0], dv[2, 0]):
+        assert torch.equal(zero, torch.zeros_like(zero))
+    for gradient in (dq, dk, dv):
+        assert gradient.isfinite().all()
+        assert gradient.abs().sum() > 0
+
+
+def test_gradcheck():
+    inputs = draw(5, 5, H=2, K=3, V=2)
+    masked = torch.zeros(2, 1, 5, 5, dtype=torch.bool)
+    masked[1, 0, 3] = True
+
+    def attend(*inputs):
+        return mla_attention(*inputs, softmax_scale=SCALE, attention_mask=masked, query_chunk=2)
+
+    assert torch.autograd.gradcheck(attend, inputs)
+
+
+def test_same_gradients_under_full_recompute():
+    inputs = draw(9, 9)
+    plain = gradients(mla_attention(*inputs, softmax_scale=SCALE, query_chunk=4), inputs)
+
+    def attend(*inputs):
+        return mla_attention(*inputs, softmax_scale=SCALE, query_chunk=4)
+
+    # Megatron's full recompute is re-entrant: the chunks' own checkpoints then run inside its backward pass.
+    output = checkpoint(attend, *inputs, use_reentrant=True)
+    cotangent = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    output.backward(cotangent)
+    for tensor, want in zip(inputs, plain, strict=True):
+        assert torch.equal(tensor.grad, want)
+
+
+def test_no_score_is_kept_for_backward():
+    S, B, H = 48, 2, 4
+    inputs = draw(S, S, B=B, H=H, K=6, V=4)
+    kept = saved_bytes(lambda: mla_attention(*inputs, softmax_scale=SCALE, query_chunk=8))
+    assert kept == sum(t.nbytes for t in inputs), "the backward pass needs the inputs, and nothing else is to be kept"
+    # The measurement itself must see a kept score where there is one.
+    q, k, v = inputs
+    naive = saved_bytes(lambda: torch.einsum("bhst,tbhv->sbhv", torch.einsum("sbhk,tbhk->bhst", q, k).softmax(-1), v))
+    assert naive >= B * H * S * S * q.itemsize > kept
+
+
+def test_query_chunks_cover_and_keep_to_the_budget():
+    for num_queries in (1, 5, 64):
+        for per_query in (1, 7, 1000):
+            chunks = query_chunks(num_queries, per_query, 70, None)
+            assert [i for rows in chunks for i in rows] == list(range(num_queries))
+            assert all(len(rows) == 1 or len(rows) * per_query <= 70 for rows in chunks)
+    assert [len(rows) for rows in query_chunks(7, 1, 1, 3)] == [3, 3, 1]
+
+
+@pytest.mark.parametrize("damage", ["key dropped from one row", "scale", "sign of one head"])
+def test_parity_notices(damage):
+    q, k, v = (t.detach() for t in draw(31, 31))
+    expected = mla_attention(q, k, v, softmax_scale=SCALE)
+    masked = torch.zeros(2, 1, 31, 31, dtype=torch.bool)
+    masked[1, 0, 30, 17] = True
+    wrong = expected.clone()
+    if damage == "key dropped from one row":
+        wrong = mla_attention(q, k, v, softmax_scale=SCALE, attention_mask=masked)
+    elif damage == "scale":
+        wrong = mla_attention(q, k, v, softmax_scale=SCALE * 1.05)
+    else:
+        wrong[:, :, 1] *= -1
+    with pytest.raises(AssertionError):
+        assert_parity(wrong, expected, rms=5e-3, name="o")
+
+
+def bad_calls():
+    q, k, v = (t.detach() for t in draw(4, 4))
+    mask = torch.zeros(2, 1, 4, 4, dtype=torch.bool)
+    return {
+        "width of k": ((q, k[..., :3], v), {}, "same B, H"),
+        "rank of v": ((q, k, v[0]), {}, "same B, H"),
+        "integers": ((q.long(), k, v), {}, "floating-point"),
+        "no key": ((q, k[:0], v[:0]), {"causal": False}, "at least one key"),
+        "no query": ((q[:0], k, v), {"causal": False}, "0 queries"),
+        "causal rectangle": ((q[:3], k, v), {}, "3 queries and 4 keys"),
+        "additive mask": ((q, k, v), {"attention_mask": mask.float()}, "torch.bool"),
+        "mask of another size": ((q, k, v), {"attention_mask": mask[..., :3]}, "broadcasts"),
+        "mask by head": ((q, k, v), {"attention_mask": mask.expand(2, 3, 4, 4)}, "by head"),
+        "mask of rank 2": ((q, k, v), {"attention_mask": mask[0, 0]}, "broadcasts"),
+        "chunk": ((q, k, v), {"query_chunk": 0}, "positive"),
+    }
+
+
+@pytest.mark.parametrize("case", bad_calls())
+def test_refuses(case):
+    arguments, options, message = bad_calls()[case]
+    with pytest.raises(ModelError, match=message):
+        mla_attention(*arguments, softmax_scale=SCALE, **options)

@@ -1,0 +1,45 @@
+"""Megatron's optimizers of a small model whose parameters are of given types; needs :func:`tests.stock.one_process`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def build(dtypes: dict[str, str], *, distributed: bool, **settings: Any) -> tuple[Any, Any]:
+    """A model of one vector (all of one size) and one matrix for each name, and its optimizer."""
+    import torch
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=4, num_attention_heads=1, bf16=True, params_dtype=torch.bfloat16
+    )
+    model = MegatronModule(config)
+    generator = torch.Generator().manual_seed(5)
+    for name, dtype in dtypes.items():
+        for suffix, shape in (("vector", (4,)), ("matrix", (2, 4))):
+            value = torch.randn(shape, generator=generator).to(getattr(torch, dtype))
+            model.register_parameter(f"{name}_{suffix}", torch.nn.Parameter(value))
+    settings = {"optimizer": "adam", "lr": 0.1, "bf16": True, "use_distributed_optimizer": distributed} | settings
+    reduced = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    chunk = DistributedDataParallel(config, reduced, model)
+    return model, get_megatron_optimizer(OptimizerConfig(**settings), [chunk])
+
+
+def trained(dtypes: dict[str, str], *, distributed: bool, **settings: Any) -> tuple[Any, Any]:
+    """:func:`build`, and one step by gradients that are all different."""
+    model, optimizer = build(dtypes, distributed=distributed, **settings)
+    accumulate(model, 6)
+    optimizer.step()
+    return model, optimizer
+
+
+def accumulate(model: Any, seed: int) -> None:
+    """Give the parameters gradients that are all different."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))

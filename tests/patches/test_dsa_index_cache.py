@@ -1,0 +1,943 @@
+"""The patch dsa-index-cache on stock GPT models with DSA, beside stock and beside a reference that injects indices.
+
+The reference is stock itself, unpatched, without any sharing: every layer has an indexer, micro-batches come one at a time,
+nothing is recomputed, and Shared layers are given the indices that the run under test recorded in its Full layers.
+
+Legend: B batch, S sequence, N top-k.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import re
+import subprocess
+import sys
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megacpp_mcore.errors import ConfigFileError, ModelError, PatchError
+from megacpp_mcore.model import preset
+from megacpp_mcore.ops.indexer.cache import IndexCache, Recomputed, Selection
+from megacpp_mcore.patches.dsa_index_cache import PATCH
+from megacpp_mcore.patches.machinery.registry import Registry
+from tests import stock
+
+pytestmark = pytest.mark.exhaustive
+
+ROOT = Path(__file__).parents[2]
+B, S, N, VOCAB, LAYERS = 2, 32, 8, 64, 6
+TOLERANCE = 1e-6
+"""Relative, of the norm of each gradient's difference; everything is fp32."""
+
+RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full, layer by layer": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "full, two layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    "full, some layers": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 4},
+}
+PERIODIC = {"dsa_indexer_topk_freq": 3}
+"""Upstream's own way to say FSSFSS."""
+
+
+def transformer_config(layers: int = LAYERS, **changes: Any) -> Any:
+    """A stock configuration of a small DSA model."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    values: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 2,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 8,
+        "rope_type": "rope",
+        "multi_latent_attention": True,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "gated_linear_unit": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "transformer_impl": "local",
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": 2,
+        "dsa_indexer_head_dim": 16,
+        "dsa_indexer_topk": N,
+        "dsa_indexer_loss_coeff": 0.1,
+        "dsa_indexer_use_sparse_loss": True,
+        "dsa_indexer_rotate_activation": False,
+    }
+    known = set(MLATransformerConfig.__dataclass_fields__)
+    return MLATransformerConfig(**{key: value for key, value in {**values, **changes}.items() if key in known})
+
+
+def block_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """The stock spec of this rank's decoder layers, on CPU linears: what upstream has for Transformer Engine alone."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    from megacpp_mcore.layer_specs.parts import DuplicatedLinear
+
+    class Provider(LocalSpecProvider):
+        def linear(self) -> type:
+            return ColumnParallelLinear
+
+    with mock.patch.object(specs, "_get_backend_spec_provider", return_value=Provider()):
+        spec = specs.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
+    for layer in spec.layer_specs:
+        indexer = layer.submodules.self_attention.submodules.core_attention.submodules.indexer.submodules
+        indexer.linear_wq_b = indexer.linear_wk = indexer.linear_weights_proj = DuplicatedLinear
+    return spec
+
+
+def build(config: Any, vp_stage: int | None = None, **ends: bool) -> Any:
+    """The stock GPTModel of this rank, with weights that depend on their names alone."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec_for_backend
+
+    spec = block_spec(config, vp_stage)
+    mtp = None
+    if config.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec_for_backend(config, spec, LocalSpecProvider(), vp_stage=vp_stage)
+    model = GPTModel(
+        config, spec, VOCAB, S, position_embedding_type="rope", mtp_block_spec=mtp, vp_stage=vp_stage, **ends
+    )
+    with torch.no_grad():
+        for name, parameter in named_parameters(model):
+            draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            values = torch.randn(parameter.shape, generator=draw)
+            parameter.copy_(1 + 0.1 * values if parameter.dim() == 1 else 0.3 * values)
+    return model.train()
+
+
+def named_parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """Parameters under the names they have in the model that is not cut into stages."""
+    first = model.decoder.layers[0].layer_number - 1
+
+    def whole(name: str) -> str:
+        return re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"decoder.layers.{int(m[1]) + first}", name)
+
+    return [(whole(name), parameter) for name, parameter in model.named_parameters()]
+
+
+def layer_of(name: str) -> str:
+    """The layer that a parameter is in, by the names of :func:`dsa_layers`; empty outside of all layers."""
+    found = re.match(r"(decoder|mtp)\.layers\.(\d+)\.", name)
+    return f"{found[1][0]}{int(found[2]) + 1}" if found else ""
+
+
+def dsa_layers(model: Any) -> dict[str, Any]:
+    """Every DSAttention of a model, by ``d`` (decoder) or ``m`` (MTP) and layer number."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
+
+    return {
+        f"{'m' if name.startswith('mtp') else 'd'}{module.layer_number}": module
+        for name, module in model.named_modules()
+        if isinstance(module, DSAttention)
+    }
+
+
+@dataclass
+class Spy:
+    """Sees the indices that reach stock's sparse attention, by layer; can put others in their place.
+
+    Attributes:
+        first: those of first runs, in the order of micro-batches.
+        again: those of recompute, in the order of backward passes.
+        inject: layer to the indices it is to attend to.
+    """
+
+    first: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    again: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    inject: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    backward: bool = False
+    layer: str = ""
+
+    def watch(self, model: Any) -> None:
+        for name, module in dsa_layers(model).items():
+            module.register_forward_pre_hook(lambda *_, name=name: setattr(self, "layer", name))
+
+    @contextlib.contextmanager
+    def watching(self, *models: Any) -> Iterator[Spy]:
+        from megatron.core.tensor_parallel.random import CheckpointFunction
+        from megatron.core.transformer.experimental_attention_variant import dsa
+
+        for model in models:
+            self.watch(model)
+        attend, recompute = dsa._run_sparse_attention, CheckpointFunction.backward
+
+        def spy(**kwargs: Any) -> Any:
+            seen = self.again if self.backward else self.first
+            seen.setdefault(self.layer, []).append(kwargs["topk_indices"].detach().clone())
+            if self.layer in self.inject:
+                kwargs["topk_indices"] = self.inject[self.layer]
+            return attend(**kwargs)
+
+        def backward(*args: Any) -> Any:
+            self.backward = True
+            try:
+                return recompute(*args)
+            finally:
+                self.backward = False
+
+        with (
+            mock.patch.object(dsa, "_run_sparse_attention", spy),
+            mock.patch.object(CheckpointFunction, "backward", staticmethod(backward)),
+        ):
+            yield self
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels of one micro-batch, ``[B, S]`` each."""
+    tokens = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(number))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def causal_mask() -> torch.Tensor:
+    return ~torch.ones(S, S, dtype=torch.bool).tril().expand(B, 1, S, S)
+
+
+def forward(model: Any, number: int, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The loss of micro-batch ``number``."""
+    tokens, labels = batch(number)
+    return model(tokens, torch.arange(S).expand(B, S), mask, labels=labels, loss_mask=torch.ones(B, S)).mean()
+
+
+def gradients(*models: Any) -> dict[str, torch.Tensor]:
+    found = {}
+    for model in models:
+        found |= {name: p.grad.clone() for name, p in named_parameters(model) if p.grad is not None}
+    return found
+
+
+def zero_grad(*models: Any) -> None:
+    for model in models:
+        model.zero_grad(set_to_none=True)
+
+
+def in_flight(model: Any, order: Sequence[int], mask: Callable[[], torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """Gradients of two micro-batches that are both in flight; backward passes in ``order``."""
+    zero_grad(model)
+    losses = [forward(model, number, mask()) for number in range(2)]
+    for number in order:
+        losses[number].backward()
+        losses[number] = None
+    return gradients(model)
+
+
+def reference_gradients(
+    selections: Mapping[str, Sequence[torch.Tensor]],
+    sources: Mapping[str, str],
+    micro_batches: int,
+    scale: float = 1.0,
+    **changes: Any,
+) -> dict[str, torch.Tensor]:
+    """Unpatched stock without sharing, one micro-batch at a time; Shared layers get their Full layer's recorded indices.
+
+    Each micro-batch's loss counts ``scale`` times; the loss scale of the indexer's is set by :func:`stock.loss_scale`.
+    """
+    model = build(transformer_config(**changes))
+    spy = Spy()
+    with spy.watching(model):
+        for number in range(micro_batches):
+            spy.inject = {shared: selections[full][number] for shared, full in sources.items()}
+            (forward(model, number) * scale).backward()
+    return gradients(model)
+
+
+def differing(
+    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], shared: Iterable[str] = ()
+) -> list[str]:
+    """One sentence for each gradient of ``found`` that is further off than :data:`TOLERANCE`.
+
+    There has to be one for every parameter of ``expected`` but the indexers of the layers ``shared``, which have none.
+    """
+    dropped = {name for name in expected if ".indexer." in name and layer_of(name) in set(shared)}
+    assert {layer_of(name) for name in dropped} == set(shared)
+    assert found.keys() == expected.keys() - dropped
+    off = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in found}
+    return [f"{name}: off by {ratio:.1e}" for name, ratio in off.items() if not ratio <= TOLERANCE]
+
+
+def sources_of(roles: str) -> dict[str, str]:
+    """Shared layer to Full layer, by the names of :func:`dsa_layers`."""
+    full, found = "", {}
+    for number, role in enumerate(roles, start=1):
+        if role == "F":
+            full = f"d{number}"
+        else:
+            found[f"d{number}"] = full
+    return found
+
+
+def assert_causal(index_BSN: torch.Tensor) -> None:
+    """Every index that a row can use is at or before the row, and rows with enough keys hold N different ones."""
+    assert index_BSN.shape == (B, S, N)
+    rows = torch.arange(N, S)
+    valid = index_BSN[:, N:]
+    assert (valid <= rows[None, :, None]).all()
+    assert (valid.sort(dim=-1).values.diff(dim=-1) > 0).all()
+
+
+def empty_tracker() -> None:
+    """A loss tracker without losses, made here because the CPU lane makes no device tensors during a backward pass."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    DSAIndexerLossLoggingHelper.tracker.clear()
+    DSAIndexerLossLoggingHelper.tracker["values"] = torch.zeros(LAYERS)
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with stock.one_process(tmp_path_factory.mktemp("index-cache") / "store"):
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        stock.loss_scale(1.0)
+        empty_tracker()
+        yield
+
+
+@pytest.fixture
+def patched(process: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+    """The patch, applied; no file."""
+    monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
+    registry = Registry([PATCH])
+    registry.apply([PATCH.name])
+    try:
+        yield registry
+    finally:
+        registry.revert()
+
+
+@pytest.fixture
+def schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Writes the file that MEGACPP_CONFIG names."""
+
+    def write(text: str) -> None:
+        (tmp_path / "index.yaml").write_text(f"dsa_index_cache: {text}\n")
+        monkeypatch.setenv("MEGACPP_CONFIG", str(tmp_path / "index.yaml"))
+
+    return write
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["no mask", "mask"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("how", ["periodic", "file"])
+def test_two_micro_batches_in_flight(
+    patched: Registry, schedule: Callable[[str], None], how: str, recompute: str, masked: bool
+) -> None:
+    if how == "file":
+        schedule("{full: [0, 3, 5]}")
+    roles, order = ("FSSFSS", (0, 1)) if how == "periodic" else ("FSSFSF", (1, 0))
+    model = build(transformer_config(**RECOMPUTE[recompute], **(PERIODIC if how == "periodic" else {})))
+    assert ["F" if layer.indexer is not None else "S" for layer in dsa_layers(model).values()] == list(roles)
+    # A Full layer that serves nobody may use stock's fused attention, which sharing would rule out.
+    assert [layer.index_share for layer in dsa_layers(model).values()] == [True] * 5 + [roles[5] == "S"]
+    spy = Spy()
+    with spy.watching(model):
+        found = in_flight(model, order, causal_mask if masked else lambda: None)
+    sources = sources_of(roles)
+    for shared, full in sources.items():
+        assert len(spy.first[full]) == 2
+        for mine, theirs in zip(spy.first[shared], spy.first[full], strict=True):
+            assert torch.equal(mine, theirs)
+            assert_causal(mine)
+        again = spy.again.get(shared, [])
+        assert len(again) in (0, 2)
+        assert all(torch.equal(index, spy.first[full][number]) for number, index in zip(order, again, strict=False))
+    assert (sum(map(len, spy.again.values())) > 0) == (recompute != "none")
+    # What is compared is a selection, and not the same one for two micro-batches or for two Full layers.
+    assert N <= S / 4
+    first, second = spy.first["d1"]
+    assert not torch.equal(first.sort().values, second.sort().values)
+    assert not torch.equal(spy.first["d1"][0].sort().values, spy.first["d4"][0].sort().values)
+    patched.revert()
+    expected = reference_gradients(spy.first, sources, 2)
+    assert differing(expected, found, sources) == []
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full, layer by layer"])
+def test_stock_is_wrong_without_a_mask_and_fails_with_one(process: None, recompute: str) -> None:
+    """When this fails, upstream's own sharing has been repaired, and the patch may go."""
+    model = build(transformer_config(**RECOMPUTE[recompute], **PERIODIC))
+    spy = Spy()
+    with spy.watching(model):
+        found = in_flight(model, (0, 1), lambda: None)
+    expected = reference_gradients(spy.first, sources_of("FSSFSS"), 2)
+    off = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in found}
+    assert max(off.values()) > 1e-2
+    # The first micro-batch's Shared layers were given the second one's indices.
+    assert torch.equal(spy.again["d2"][0], spy.first["d1"][1])
+    assert not torch.equal(spy.again["d2"][0], spy.first["d1"][0])
+    with pytest.raises(RuntimeError, match="needs top-k indices from source computing layer"):
+        in_flight(build(model.config), (0, 1), causal_mask)
+
+
+def test_stock_without_recompute_agrees_with_the_reference(process: None) -> None:
+    """The reference is not what makes stock look wrong."""
+    model = build(transformer_config(**PERIODIC))
+    spy = Spy()
+    with spy.watching(model):
+        found = in_flight(model, (0, 1), lambda: None)
+    sources = sources_of("FSSFSS")
+    assert differing(reference_gradients(spy.first, sources, 2), found, sources) == []
+    # Nor is it that the reference and the tolerance agree with everything.
+    other = {**sources, "d2": "d4"}
+    assert differing(reference_gradients(spy.first, other, 2), found, sources) != []
+
+
+def live_selections() -> int:
+    """How many micro-batches' indices are alive, over all Full layers; counted without collecting garbage."""
+    return sum(isinstance(thing, Selection) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_indices_live_as_long_as_the_micro_batch(patched: Registry, recompute: str) -> None:
+    model = build(transformer_config(**RECOMPUTE[recompute], **PERIODIC))
+    gc.collect()
+    others = live_selections()  # of models that other tests still hold
+    losses = [forward(model, number) for number in range(2)]
+    # The Full layers that are recomputed, or whose Shared layers are.
+    kept = 0 if recompute == "none" else 2
+    assert live_selections() - others == 2 * kept
+    losses.pop(0).backward()
+    assert live_selections() - others == kept
+    model.eval()
+    with torch.no_grad():
+        forward(model, 7)
+    forward(model, 8)  # a graph that is never used
+    model.train()
+    assert live_selections() - others == kept
+    losses.pop().backward()
+    assert live_selections() == others
+    caches = {layer._megacpp_index_cache for layer in dsa_layers(model).values()}
+    assert [len(cache) for cache in caches] == [0]
+
+
+def alone(number: int, **changes: Any) -> dict[str, torch.Tensor]:
+    """Gradients of one micro-batch, of a model of its own that recomputes nothing."""
+    model = build(transformer_config(**{**PERIODIC, **changes}))
+    forward(model, number).backward()
+    return gradients(model)
+
+
+def test_evaluation_between_forward_and_backward(patched: Registry) -> None:
+    model = build(transformer_config(**RECOMPUTE["full, layer by layer"], **PERIODIC))
+    loss = forward(model, 0)
+    for number in (3, 4):
+        model.eval()
+        with torch.no_grad():
+            evaluated = forward(model, number)
+        model.train()
+        assert evaluated.isfinite()
+    loss.backward()
+    assert differing(alone(0), gradients(model)) == []
+
+
+def test_two_models_of_one_configuration(patched: Registry) -> None:
+    config = transformer_config(**RECOMPUTE["full, layer by layer"], **PERIODIC)
+    models = [build(config) for _ in range(3)]
+    losses = [forward(model, number) for number, model in enumerate(models)]
+    for loss in losses:
+        loss.backward()
+    for number, model in enumerate(models):
+        assert differing(alone(number), gradients(model)) == []
+    assert [name for name in vars(config) if "topk_holder" in name] == []
+
+
+def test_a_rebuilt_model(patched: Registry, schedule: Callable[[str], None]) -> None:
+    config = transformer_config(**RECOMPUTE["full, layer by layer"])
+    schedule("{schedule: FSSSSS}")
+    old = build(config)
+    abandoned = forward(old, 5)
+    schedule("{schedule: FFSSFS}")
+    new = build(config)
+    assert [layer.source_layer for layer in dsa_layers(new).values()] == [1, 2, 2, 2, 5, 5]
+    spy = Spy()
+    with spy.watching(new):
+        found = in_flight(new, (0, 1), lambda: None)
+    abandoned.backward()
+    patched.revert()
+    sources = sources_of("FFSSFS")
+    assert differing(reference_gradients(spy.first, sources, 2), found, sources) == []
+
+
+@pytest.mark.parametrize("recompute", ["none", "full, layer by layer"])
+@pytest.mark.parametrize("how", ["periodic", "repeated", "file"])
+def test_mtp_layers_share_among_themselves(
+    patched: Registry, schedule: Callable[[str], None], how: str, recompute: str
+) -> None:
+    """MTP layers are numbered from 1 like the trunk's, and run after all of them."""
+    mtp = {"mtp_num_layers": 2, "mtp_use_repeated_layer": how == "repeated"}
+    if how == "file":
+        schedule("{schedule: FSSFSS}")
+    model = build(transformer_config(**RECOMPUTE[recompute], **mtp, **({} if how == "file" else PERIODIC)))
+    layers = dsa_layers(model)
+    shared = [name for name, layer in layers.items() if layer.indexer is None]
+    assert shared == ["d2", "d3", "d5", "d6"] + (["m2"] if how == "periodic" else [])
+    spy = Spy()
+    with spy.watching(model):
+        found = in_flight(model, (0, 1), lambda: None)
+    sources = sources_of("FSSFSS") | ({"m2": "m1"} if how == "periodic" else {})
+    for name, full in sources.items():
+        assert all(map(torch.equal, spy.first[name], spy.first[full]))
+        assert all(map(torch.equal, spy.again.get(name, []), spy.first[full]))
+    assert len(spy.first["m1"]) == (4 if how == "repeated" else 2)
+    patched.revert()
+    assert differing(reference_gradients(spy.first, sources, 2, **mtp), found, sources) == []
+
+
+def test_without_a_schedule_the_model_is_stock(patched: Registry) -> None:
+    found = in_flight(build(transformer_config()), (0, 1), lambda: None)
+    layers = dsa_layers(build(transformer_config()))
+    assert all(layer.indexer is not None and not layer.index_share for layer in layers.values())
+    patched.revert()
+    expected = in_flight(build(transformer_config()), (0, 1), lambda: None)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_shared_layers_have_no_indexer_and_draw_no_random_numbers(
+    patched: Registry, schedule: Callable[[str], None]
+) -> None:
+    """The file's schedule builds what upstream's periodic one does, to the last parameter and random number."""
+
+    def built(config: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        torch.manual_seed(5)
+        model = build(config)
+        return model.state_dict(), torch.get_rng_state()
+
+    periodic, state = built(transformer_config(**PERIODIC))
+    schedule("{schedule: FSS}")
+    ours, our_state = built(transformer_config())
+    assert ours.keys() == periodic.keys()
+    assert torch.equal(our_state, state)
+    patched.revert()
+    stocks, stock_state = built(transformer_config(**PERIODIC))
+    assert stocks.keys() == periodic.keys()
+    assert torch.equal(stock_state, state)
+
+
+def sharding_of(model: Any) -> list[str]:
+    """What Megatron finds wrong with a distributed checkpoint of the model, before it writes one."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+
+    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state = model.sharded_state_dict(metadata=groups)
+    try:
+        validate_sharding_integrity(determine_global_metadata(state)[1])
+    except CheckpointingException as error:
+        return [str(error)]
+    return []
+
+
+def test_checkpoints_have_no_holes(patched: Registry) -> None:
+    assert sharding_of(build(transformer_config(**PERIODIC))) == []
+    assert not transformer_config().hetereogenous_dist_checkpoint
+    patched.revert()
+    (problem,) = sharding_of(build(transformer_config(**PERIODIC)))
+    assert "indexer" in problem
+
+
+def test_logged_loss_is_the_mean_over_full_layers(patched: Registry) -> None:
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Helper
+
+    empty_tracker()
+    model = build(transformer_config(**RECOMPUTE["full, layer by layer"], **PERIODIC))
+    for micro_batches in (2, 3):  # two iterations: the second one begins anew
+        for number in range(micro_batches):
+            forward(model, number).backward()
+        values = Helper.tracker["values"].clone()
+        assert values.nonzero().flatten().tolist() == [0, 3]
+        logged: dict[str, torch.Tensor] = {}
+        Helper.track_indexer_metrics(1 / micro_batches, 1, None, None, logged)
+        assert logged["indexer loss"].item() == pytest.approx(values.sum().item() / (2 * micro_batches), rel=1e-6)
+        assert not Helper.tracker["values"].any()
+    patched.revert()
+    Helper.tracker["values"].copy_(values)
+    Helper.track_indexer_metrics(1 / 3, 1, None, None, of_stock := {})
+    assert of_stock["indexer loss"].item() == pytest.approx(logged["indexer loss"].item() * 2 / LAYERS, rel=1e-6)
+    Helper.tracker.clear()
+    patched.apply([PATCH.name])
+    Helper.track_indexer_metrics(1.0, 1, None, None, nothing := {})
+    assert nothing == {}
+    empty_tracker()
+
+
+def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
+    """What an earlier model had logged, and nobody read, goes with the values and with their count."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Helper
+
+    from megacpp_mcore.layer_specs.nam56r import prepare
+
+    empty_tracker()
+    Helper.save_loss_to_tracker(torch.tensor(3.0), 1, LAYERS)
+    config = transformer_config(layers=2 * LAYERS)
+    prepare(preset("nam56r_tiny"), config, (config,))
+    for layer, loss in ((2, 5.0), (2 * LAYERS, 7.0)):
+        Helper.save_loss_to_tracker(torch.tensor(loss), layer, 2 * LAYERS)
+    Helper.track_indexer_metrics(1.0, 1, None, None, logged := {})
+    assert logged["indexer loss"].item() == pytest.approx(6.0)
+    empty_tracker()
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "words"),
+    [
+        (None, {**PERIODIC, "pipeline_model_parallel_size": 3}, ["1–2, 3–4, 5–6", "layers 3, 5", "{schedule: FSFFFS}"]),
+        (None, {**PERIODIC, "pipeline_model_parallel_size": 3}, ["in place of --dsa-indexer-topk-freq 3"]),
+        ("{full: [0, 4]}", {"pipeline_model_parallel_size": 2}, ["'FSSSFS'", "layer 4", "{schedule: FSSFFS}"]),
+        (
+            "{schedule: FSS}",
+            {
+                "pipeline_model_parallel_size": 3,
+                "num_layers_in_first_pipeline_stage": 1,
+                "num_layers_in_last_pipeline_stage": 3,
+            },
+            ["1–1, 2–3, 4–6", "layer 2.", "{schedule: FFSFSS}"],
+        ),
+        ("{schedule: FSSFSSF}", {}, ["names 7 layers, the model has 6"]),
+        ("{full: [0, 6]}", {}, ["full: [0, 6]", "names 7 layers, the model has 6"]),
+        ("{schedule: FSS}", PERIODIC, ["'FSS'", "--dsa-indexer-topk-freq 3", "leave one of them out"]),
+        ("{schedule: FXS}", {}, ["index.yaml", "character 'X' at position 2"]),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    patched: Registry,
+    schedule: Callable[[str], None],
+    text: str | None,
+    changes: dict[str, Any],
+    words: list[str],
+) -> None:
+    if text is not None:
+        schedule(text)
+    config = transformer_config(**changes, pipeline_dtype=torch.float32)
+    with pytest.raises((ModelError, ConfigFileError)) as of_spec:
+        block_spec(config)
+    assert all(word in str(of_spec.value) for word in words), str(of_spec.value)
+    # A spec that was made otherwise meets the same refusal when the block is built from it.
+    patched.revert()
+    with mock.patch(
+        "megatron.core.models.gpt.experimental_attention_variant_module_specs._validate_dsa_index_share_pipeline_split"
+    ):
+        spec = block_spec(config)
+    patched.apply([PATCH.name])
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    with pytest.raises((ModelError, ConfigFileError)) as of_block:
+        TransformerBlock(config, spec)
+    assert all(word in str(of_block.value) for word in words), str(of_block.value)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "words"),
+    [(2, 3, ["1–1, 2–2", "layers 2, 3, 5, 6", "FFFFFF"]), (2, None, []), (1, None, [])],
+)
+def test_virtual_stages_count(patched: Registry, pipeline: int, virtual: int | None, words: list[str]) -> None:
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+
+    # The stages of a config alone: no process of another rank is asked.
+    config = transformer_config(
+        **PERIODIC,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual,
+        pipeline_dtype=torch.float32,
+    )
+    check = specs._validate_dsa_index_share_pipeline_split
+    if words:
+        with pytest.raises(ModelError) as raised:
+            check(config, range(1))
+        assert all(word in str(raised.value) for word in words), str(raised.value)
+    else:
+        check(config, range(LAYERS // pipeline))
+        with pytest.raises(RuntimeError, match="pipeline split is invalid"):
+            check(config, [1, 2])  # stock's own check still runs
+
+
+def test_what_the_patch_cannot_know_is_refused(patched: Registry, schedule: Callable[[str], None]) -> None:
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
+
+    model = build(transformer_config(**PERIODIC))
+    layers = dsa_layers(model)
+    with pytest.raises(ModelError, match="layer 2 shares the indices of layer 1, which has not published any"):
+        model.decoder.layers[1](torch.randn(S, B, 32), None)
+    spec = block_spec(transformer_config()).layer_specs[0].submodules.self_attention.submodules.core_attention
+
+    def bare(config: Any) -> Any:
+        from megatron.core.transformer.enums import AttnMaskType
+
+        return DSAttention(config, spec.submodules, 1, AttnMaskType.causal, "self")
+
+    assert bare(transformer_config()).indexer is not None
+    with pytest.raises(ModelError, match=r"DSA layer 1 .* outside of a GPT model's decoder and MTP blocks"):
+        bare(transformer_config(**PERIODIC))
+    schedule("{full: [0]}")
+    with pytest.raises(ModelError, match=r"outside of a GPT model's decoder"):
+        bare(transformer_config())
+    patched.revert()
+    before = build(transformer_config(**PERIODIC))
+    patched.apply([PATCH.name])
+    with pytest.raises(ModelError, match="DSA layer 1 was built before the patch dsa-index-cache was applied"):
+        forward(before, 0)
+    assert layers["d1"].index_share
+
+
+def test_transformer_engine_checkpoint_is_handed_a_function_that_remembers(
+    patched: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP8 recipes recompute through it; what Transformer Engine does with the function is not run here."""
+    from megatron.core.extensions import transformer_engine as extension
+
+    handed: list[Any] = []
+    distributed = SimpleNamespace(checkpoint=lambda function, *args, **kwargs: handed.append((function, args, kwargs)))
+    monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace(distributed=distributed))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", distributed)
+    monkeypatch.setattr(extension, "HAVE_TE", True)
+    monkeypatch.setattr(extension, "is_te_min_version", lambda version: True)
+    module = torch.nn.Linear(1, 1)
+    extension.te_checkpoint(max, False, None, None, 2, 3)
+    extension.te_checkpoint(module, False, None, None, 2)
+    (function, args, _), (kept, _, _) = handed
+    assert isinstance(function, Recomputed)
+    assert function(*args) == 3
+    assert kept is module
+
+
+class TestCache:
+    """The cache alone; indices are any object."""
+
+    def test_each_reader_reads_once(self) -> None:
+        cache = IndexCache({2: 1, 3: 1, 5: 4})
+        cache.publish(1, first := Selection("a"))
+        assert cache.read(3) is first
+        assert cache.read(2) is first
+        assert len(cache) == 0
+        with pytest.raises(ModelError, match="layer 2 shares the indices of layer 1"):
+            cache.read(2)
+        cache.publish(6, Selection("nobody's"))
+        assert len(cache) == 0
+
+    def test_forward_passes_that_interleave_are_found_out(self) -> None:
+        cache = IndexCache({2: 1})
+        cache.publish(1, Selection("of one micro-batch"))
+        cache.publish(1, Selection("of another"))
+        cache.read(2)
+        with pytest.raises(ModelError, match="has not published any for this micro-batch"):
+            cache.read(2)
+
+    def test_recompute_reads_what_the_first_run_read(self) -> None:
+        cache = IndexCache({2: 1})
+        runs = []
+        for name in "ab":
+            cache.publish(1, Selection(name))
+            run = Recomputed(lambda: cache.read(2).index)
+            assert run() == name
+            runs.append(run)
+        cache.publish(1, Selection("c"))
+        assert [run() for run in runs] == ["a", "b"]
+        assert [run() for run in runs] == ["a", "b"]  # retain_graph
+        assert cache.read(2).index == "c"
+
+    def test_recompute_in_a_thread_of_its_own(self) -> None:
+        """As on a GPU, whose backward passes run in another thread than the forward passes."""
+        cache = IndexCache({2: 1})
+        cache.publish(1, Selection("a"))
+        run = Recomputed(lambda: cache.read(2).index)
+        run()
+        seen: list[str] = []
+
+        def forward() -> None:
+            cache.publish(1, Selection("b"))
+            backward = threading.Thread(target=lambda: seen.append(run()))
+            backward.start()
+            backward.join()
+            seen.append(cache.read(2).index)
+
+        again = Recomputed(forward)
+        again()
+        assert seen == ["a", "b"]
+        assert [passed[2].index for passed in again._passed or ()] == ["b", "b"]
+
+    def test_recompute_of_a_full_layer_publishes_nothing(self) -> None:
+        cache = IndexCache({2: 1})
+        names = iter("ab")
+        run = Recomputed(lambda: cache.publish(1, Selection(next(names))))
+        run()
+        assert cache.read(2).index == "a"
+        run()
+        assert len(cache) == 0
+
+    def test_a_recomputed_full_layer_recalls_its_first_selection(self) -> None:
+        """Also one that serves nobody, and in a checkpoint inside of a checkpoint."""
+        cache = IndexCache({2: 1})
+        names, seen = iter("abcd"), []
+
+        def full(layer: int) -> None:
+            selection = cache.recall(layer)
+            if selection is None:
+                selection = Selection(next(names))
+                cache.publish(layer, selection)
+            seen.append(selection.index)
+
+        inner: list[Recomputed] = []
+
+        def outer() -> None:
+            full(1)
+            inner.append(Recomputed(lambda: full(3)))
+            inner[-1]()
+            seen.append(cache.read(2).index)
+
+        run = Recomputed(outer)
+        run()
+        assert cache.recall(1) is None
+        run()
+        inner[0]()
+        inner[1]()
+        assert seen == ["a", "b", "a", "a", "b", "a", "b", "b"]
+        assert len(cache) == 0
+        assert (cache.readers(1), cache.readers(3)) == (1, 0)
+
+    def test_a_recompute_that_selects_elsewhere_is_refused(self) -> None:
+        cache = IndexCache({2: 1})
+        layers = iter([1, 3])
+        run = Recomputed(lambda: cache.publish(next(layers), Selection("a")))
+        run()
+        with pytest.raises(ModelError, match="recompute reached sparse layer 3 where the first run had layer 1"):
+            run()
+
+    def test_nested(self) -> None:
+        """The inner function is a new one in each run of the outer one, as autograd makes it."""
+        cache = IndexCache({2: 1})
+        inner: list[Recomputed] = []
+
+        def outer() -> str:
+            inner.append(Recomputed(lambda: cache.read(2).index))
+            return inner[-1]()
+
+        cache.publish(1, Selection("a"))
+        run = Recomputed(outer)
+        assert run() == "a"
+        cache.publish(1, Selection("b"))
+        assert run() == "a"
+        assert [one() for one in inner] == ["a", "a"]
+        assert cache.read(2).index == "b"
+
+    def test_a_failed_run_leaves_no_trace(self) -> None:
+        cache = IndexCache({2: 1})
+
+        def fail() -> None:
+            cache.read(2)
+            raise ValueError("after reading")
+
+        cache.publish(1, Selection("a"))
+        with pytest.raises(ValueError, match="after reading"):
+            Recomputed(fail)()
+        cache.publish(1, Selection("b"))
+        assert cache.read(2).index == "b"
+
+    def test_a_recompute_of_other_layers_is_refused(self) -> None:
+        cache = IndexCache({2: 1, 3: 1})
+        order = iter([2, 3])
+        run = Recomputed(lambda: cache.read(next(order)))
+        cache.publish(1, Selection("a"))
+        run()
+        with pytest.raises(ModelError, match="recompute reached sparse layer 3 where the first run had layer 2"):
+            run()
+        empty = Recomputed(lambda: None)
+        empty()
+        empty._function = lambda: cache.read(2)
+        with pytest.raises(ModelError, match="recompute reached sparse layer 2 where the first run had none"):
+            empty()
+
+    def test_indices_die_with_the_function(self) -> None:
+        cache = IndexCache({2: 1})
+        index = torch.zeros(1)
+        cache.publish(1, Selection(index))
+        seen = weakref.ref(index)
+        run = Recomputed(lambda: cache.read(2) and None)
+        run()
+        del index
+        assert seen() is not None
+        del run
+        assert seen() is None
+
+
+def test_apply_and_revert_restore_identity(process: None) -> None:
+    from megatron.core import tensor_parallel
+
+    stock.check_cycle(PATCH)
+    assert tensor_parallel.checkpoint.__module__ == "megatron.core.tensor_parallel.random"
+
+
+def test_another_source_is_refused(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
+
+    registry = Registry([PATCH])
+    before = stock.targets(PATCH)
+    monkeypatch.setattr(DSAttention, "forward", lambda self, *args, **kwargs: None)
+    with pytest.raises(PatchError, match=r"dsa-index-cache: the source of .*DSAttention\.forward"):
+        registry.apply([PATCH.name])
+    monkeypatch.undo()
+    assert all(new is old for new, old in zip(stock.targets(PATCH), before, strict=True))
+
+
+@pytest.mark.slow
+def test_on_the_checkout(megatron_lm: Path) -> None:
+    """The tests of gradients and of identity, with the checkout's Megatron in the wheel's place."""
+    chosen = "restore_identity or stock_is_wrong or (in_flight and file and full) or (mtp and layer)"
+    script = "import sys, pytest, megatron.core; print(megatron.core.__file__); sys.exit(pytest.main(sys.argv[1:]))"
+    here = str(Path(__file__).relative_to(ROOT))
+    environment = {**os.environ, "PYTHONPATH": f"{megatron_lm}{os.pathsep}{ROOT}"}
+    for name in [name for name in environment if name.startswith("PYTEST")]:
+        del environment[name]
+    done = subprocess.run(
+        [sys.executable, "-c", script, "-q", "-p", "no:cacheprovider", "-p", "no:xdist", here, "-k", chosen],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert str(megatron_lm) in done.stdout.splitlines()[0]
+    assert re.search(r"\b15 passed", done.stdout), done.stdout
+
+
+def test_importing_the_patch_imports_no_torch() -> None:
+    script = "import sys, megacpp_mcore.patches.dsa_index_cache; sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0
+    assert importlib.import_module("megacpp_mcore.patches.dsa_index_cache").PATCH is PATCH

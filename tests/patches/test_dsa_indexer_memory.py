@@ -1,0 +1,542 @@
+"""The patch dsa-indexer-memory against the real stock functions, in float64 and float32, and what it holds in memory.
+
+Legend: S queries, T keys, B batch, H indexer heads, D indexer width, A attention heads, K attention width, N selected keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megacpp_mcore.bench.cases import dsa_indexer_memory as benchmark
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.indexer import chunked, reference
+from megacpp_mcore.ops.indexer.chunked import Attention, Indexer, KeyRule
+from megacpp_mcore.ops.indexer.deferred import DeferredScores
+from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss, indexer_loss_dense, indexer_scores
+from megacpp_mcore.ops.indexer.training import TargetSum
+from megacpp_mcore.ops.sparse_mla.reference import attend, dense_attention_target
+from megacpp_mcore.ops.testing import assert_parity
+from megacpp_mcore.patches.dsa_indexer_memory import PATCH
+from tests import stock
+from tests.dsa_layer import (
+    DSA,
+    ONE_RANK,
+    Recorder,
+    dsa_attention,
+    dsa_config,
+    elements,
+    layer_inputs,
+    run_layer,
+    stock_in_double,
+)
+
+pytestmark = pytest.mark.exhaustive
+
+SCALE, COEFFICIENT, GRAD_LOSS = 24**-0.5, 0.7, 1.3
+SELECTIONS = ("none", "bounds", "packed", "positions")
+MASKS = ("mask", "mask of each row", "mask with biases")
+
+
+@contextlib.contextmanager
+def patched(block: int | None = None, double: bool = False) -> Iterator[None]:
+    """The replacements in the place of stock's functions, with blocks of ``block`` elements, computing in float64."""
+    ours = {edit.target.partition(":")[2]: edit for edit in PATCH.edits}
+    with contextlib.ExitStack() as changes:
+        if block is not None:
+            changes.enter_context(mock.patch.object(chunked, "BLOCK_ELEMENTS", block))
+        if double:
+            for module in (chunked, reference):
+                changes.enter_context(mock.patch.object(module, "compute_dtype", return_value=torch.float64))
+        for name, edit in ours.items():
+            changes.enter_context(mock.patch.object(dsa(), name, edit.make(getattr(dsa(), name))))
+        yield
+
+
+def case(
+    S: int, T: int, *, B: int = 2, H: int = 4, A: int = 5, shared_key: bool = True, dtype: Any = torch.float32
+) -> Any:
+    """Inputs of one call; ``shared_key``: one attention key head, expanded as DSAttention does for absorbed MLA."""
+    generator = torch.Generator().manual_seed(S * 1000 + T)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    key = draw(T, B, 1, 24).expand(-1, -1, A, -1) if shared_key else draw(T, B, A, 24)
+    return SimpleNamespace(
+        q=draw(S, B, H, 16), k=draw(T, B, 16), weights=draw(S, B, H) / 8, query=draw(S, B, A, 24), key=key
+    )
+
+
+def selection(kind: str, S: int, T: int, B: int = 2) -> dict[str, torch.Tensor]:
+    """Which keys a query sees, as keyword arguments of the stock functions; some rows see none."""
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.arange(S)
+    if kind == "none":
+        return {}
+    if kind in MASKS:
+        shape = (S, T) if kind == "mask" else (B, S, T)
+        mask = torch.zeros(shape).masked_fill(torch.rand(shape, generator=generator) < 0.4, float("-inf"))
+        mask[..., S // 2, :] = float("-inf")
+        if kind == "mask with biases":
+            mask += torch.randn(shape, generator=generator) / 4
+        return {"mask": mask}
+    if kind == "packed":
+        first = S // 3
+        starts, ends = torch.where(rows < first, 0, first), (rows + 1).clamp(max=T)
+        ends[S // 2] = starts[S // 2]
+        return {"varlen_starts": starts, "varlen_ends": ends}
+    bounds = {"varlen_starts": torch.zeros(S, dtype=torch.int32), "varlen_ends": (rows + 1).clamp(max=T)}
+    return bounds | ({"key_positions": torch.randperm(T, generator=generator)} if kind == "positions" else {})
+
+
+def topk(inputs: Any, count: int, **options: Any) -> Any:
+    return dsa().fused_qk_topk_naive(inputs.q, inputs.k, inputs.weights, count, **options)
+
+
+def loss_and_gradients(
+    inputs: Any, count: int, sparse: bool, groups: Any = ONE_RANK, index: torch.Tensor | None = None, **options: Any
+) -> Any:
+    """``(index_BSN, loss, (grad_q, grad_w, grad_k))`` of the forward function, and of the backward function on ``index``.
+
+    A backward pass on one selection for all: where two scores are equal but for rounding, others are as right.
+    """
+    mask = options.pop("mask", None)
+    attention = (inputs.query, inputs.key)
+    grad_loss = torch.tensor(GRAD_LOSS, device=inputs.q.device)
+    with torch.no_grad():
+        chosen, loss = dsa().fwd_fused_indexer_loss_naive(
+            inputs.q, inputs.weights, inputs.k, *attention, count, SCALE, COEFFICIENT, mask, sparse, groups, **options
+        )
+        gradients = dsa().bwd_fused_indexer_loss_naive(
+            inputs.q, inputs.weights, inputs.k, *attention, chosen if index is None else index, SCALE, COEFFICIENT,
+            sparse, mask, grad_loss, groups, **options
+        )  # fmt: skip
+    return chosen, loss, gradients
+
+
+def dsa() -> Any:
+    return importlib.import_module(DSA)
+
+
+def assert_same_selection(ours: torch.Tensor, theirs: torch.Tensor, score_BST: torch.Tensor) -> None:
+    """Equal sets, but for keys whose scores differ from the lowest selected one by no more than rounding."""
+    assert torch.equal((ours >= 0).sum(-1), (theirs >= 0).sum(-1))
+    chosen = []
+    for index in (ours, theirs):
+        assert int(index.max()) < score_BST.shape[-1]
+        # In int32, since a GPU has no such reduction of bool.
+        where = torch.zeros_like(score_BST, dtype=torch.int32)
+        where.scatter_reduce_(-1, index.clamp_min(0), (index >= 0).int(), reduce="amax")
+        assert torch.equal(where.sum(-1), (index >= 0).sum(-1)), "a key was selected twice"
+        chosen.append(where.bool())
+    worst = score_BST.masked_fill(~chosen[1], float("inf")).amin(-1, keepdim=True).expand_as(score_BST)
+    odd = chosen[0] != chosen[1]
+    assert torch.allclose(score_BST[odd], worst[odd], rtol=1e-5, atol=1e-6)
+
+
+# --- equal to stock ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*SELECTIONS, *MASKS])
+@pytest.mark.parametrize(("S", "T", "count"), [(1, 1, 1), (37, 37, 5), (37, 37, 37), (23, 41, 64), (41, 23, 7)])
+def test_selection_and_scores_are_stocks(kind: str, S: int, T: int, count: int) -> None:
+    inputs, options = case(S, T), selection(kind, S, T)
+    score, index = topk(inputs, count, **options)
+    for block in (None, 300):
+        with patched(block):
+            ours_score, ours = topk(inputs, count, **options)
+            assert type(ours_score) is DeferredScores
+            assert (ours_score.shape, ours_score.dtype) == (score.shape, score.dtype)
+        assert (ours.dtype, ours.shape) == (torch.int64, index.shape)
+        assert_same_selection(ours, index, score)
+        torch.testing.assert_close(ours_score + 0, score, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_inputs_are_computed_in_float32(dtype: Any, relu: bool) -> None:
+    inputs = case(61, 61, dtype=dtype)
+    options = selection("bounds", 61, 61)
+    score, index = topk(inputs, 9, use_relu=relu, **options)
+    _, loss, gradients = loss_and_gradients(inputs, 9, True, use_relu=relu, **options)
+    with patched(700):
+        ours_score, ours = topk(inputs, 9, use_relu=relu, **options)
+        _, ours_loss, ours_gradients = loss_and_gradients(inputs, 9, True, use_relu=relu, **options)
+        torch.testing.assert_close(ours_score + 0, score, rtol=1e-5, atol=1e-6)
+    assert_same_selection(ours, index, score)
+    assert ours_loss.dtype == loss.dtype == torch.float32
+    torch.testing.assert_close(ours_loss, loss, rtol=1e-5, atol=0)
+    for ours_gradient, gradient in zip(ours_gradients, gradients, strict=True):
+        assert ours_gradient.dtype == gradient.dtype == dtype
+        # One unit of the 16-bit rounding of the result, and no more.
+        assert_parity(ours_gradient, gradient, rms=2e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
+LOSSES = [
+    {},
+    {"use_relu": False},
+    {"calculate_per_token_loss": True},
+    {"query_valid_rows": "half"},
+    {"query_valid_rows": "half", "calculate_per_token_loss": True, "use_relu": False},
+    {"query_valid_rows": "zero"},
+]
+
+
+@pytest.mark.parametrize("options", LOSSES, ids=str)
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("kind", [*SELECTIONS, *MASKS])
+def test_loss_and_gradients_are_stocks(kind: str, sparse: bool, options: dict[str, Any]) -> None:
+    S = T = 53
+    inputs, options = case(S, T, shared_key="use_relu" not in options), options | selection(kind, S, T)
+    if rows := options.pop("query_valid_rows", None):
+        real = torch.rand(2, S, generator=torch.Generator().manual_seed(1)) < 0.5
+        options["query_valid_rows"] = real if rows == "half" else real[0] & False
+    compare_with_stock(inputs, 6, sparse, options)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize(("S", "T", "count"), [(1, 1, 1), (2, 2, 9), (19, 47, 5), (47, 19, 64), (235, 235, 31)])
+def test_odd_lengths_and_topk_beyond_the_keys(S: int, T: int, count: int, sparse: bool) -> None:
+    for shared_key in (True, False):
+        compare_with_stock(case(S, T, shared_key=shared_key), count, sparse, selection("bounds", S, T))
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_packed_queries_without_a_batch_dimension(sparse: bool) -> None:
+    inputs = case(37, 37, B=1)
+    inputs.query, inputs.key = inputs.query.squeeze(1), inputs.key.squeeze(1)
+    with patched(), mock.patch.object(dsa(), "compute_dsa_indexer_loss", side_effect=AssertionError):
+        loss_and_gradients(inputs, 6, sparse, **selection("packed", 37, 37))  # it is in scope
+    compare_with_stock(inputs, 6, sparse, selection("packed", 37, 37))
+
+
+def compare_with_stock(inputs: Any, count: int, sparse: bool, options: dict[str, Any]) -> None:
+    """In float64 the same but for the rounding of the results to float32, in float32 as near to that as stock is."""
+    score = topk(inputs, count, **_topk_options(options))[0]
+    index, loss, gradients = loss_and_gradients(inputs, count, sparse, **options)
+    truth, truth_loss, block = gradients, loss, 80 * inputs.k.shape[0]  # 8 queries a chunk
+    if "mask" not in options:  # stock asserts that masks have the scores' dtype, and float64 scores have no such mask
+        with stock_in_double():
+            truth_index, truth_loss, truth = loss_and_gradients(inputs, count, sparse, index=index, **options)
+        with patched(block, double=True):
+            exact_index, exact_loss, exact = loss_and_gradients(inputs, count, sparse, index=index, **options)
+        assert_same_selection(exact_index, truth_index, score.double())
+        torch.testing.assert_close(exact_loss, truth_loss, rtol=1e-12, atol=1e-15)
+        for name, ours, theirs in zip("qwk", exact, truth, strict=True):
+            assert_parity(ours, theirs, rms=1e-6, name=f"grad {name}")
+    with patched(block):
+        ours_index, ours_loss, ours_gradients = loss_and_gradients(inputs, count, sparse, index=index, **options)
+    assert_same_selection(ours_index, index, score)
+    assert (ours_loss.dtype, ours_loss.shape) == (loss.dtype, loss.shape)
+    torch.testing.assert_close(ours_loss.double(), truth_loss.double(), rtol=1e-5, atol=1e-7)
+    for name, ours, theirs, peer in zip("qwk", ours_gradients, truth, gradients, strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        if theirs.abs().max() < 1e-9:  # one key, or no row that counts: nothing but rounding, in stock too
+            assert ours.abs().max() < 1e-8
+        else:
+            assert_parity(ours, theirs, rms=3e-4, name=f"grad {name}")
+            if theirs is not peer:
+                assert_parity(ours, theirs, rms=3e-4, max_abs_factor=4, dtype_peer=peer, name=f"grad {name}")
+
+
+def _topk_options(options: dict[str, Any]) -> dict[str, Any]:
+    known = ("mask", "varlen_starts", "varlen_ends", "key_positions", "use_relu")
+    return {name: options[name] for name in known if name in options}
+
+
+def test_the_comparison_notices_a_key_too_many() -> None:
+    """A rule that lets every query see one key more, a loss coefficient that is off: each must fail the test above."""
+    inputs, options = case(53, 53), selection("bounds", 53, 53)
+    wrong = options | {"varlen_ends": (options["varlen_ends"] + 1).clamp(max=53)}
+    within = KeyRule.within
+    with (
+        mock.patch.object(
+            KeyRule, "within", lambda starts, _, position: within(starts, wrong["varlen_ends"], position)
+        ),
+        pytest.raises(AssertionError),
+    ):
+        compare_with_stock(inputs, 6, True, options)
+    with mock.patch.object(chunked, "EPSILON", 0.1), pytest.raises(AssertionError):
+        compare_with_stock(inputs, 6, False, options)
+
+
+def test_tensor_parallel_ranks_sum_their_targets() -> None:
+    """Two ranks with half of the heads each: what the other one holds is added where stock calls all_reduce."""
+    inputs, options = case(37, 37, A=6), selection("bounds", 37, 37)
+    whole = loss_and_gradients(inputs, 5, True, **options)
+    group = SimpleNamespace(size=lambda: 2)
+    parts = [SimpleNamespace(**{**vars(inputs), "query": inputs.query[:, :, half], "key": inputs.key[:, :, half]})
+             for half in (slice(0, 3), slice(3, 6))]  # fmt: skip
+    targets: list[torch.Tensor] = []
+    with patched(900):
+        with mock.patch.object(torch.distributed, "all_reduce", lambda t, group: targets.append(t.clone())):
+            loss_and_gradients(parts[1], 5, True, SimpleNamespace(tp=group), **options)
+        assert len(targets) > 4
+        left = iter(targets)
+        with mock.patch.object(torch.distributed, "all_reduce", lambda t, group: t.add_(next(left))):
+            index, loss, gradients = loss_and_gradients(parts[0], 5, True, SimpleNamespace(tp=group), **options)
+    assert list(left) == []
+    assert torch.equal(index, whole[0])
+    torch.testing.assert_close(loss, whole[1], rtol=1e-5, atol=0)
+    for ours, theirs in zip(gradients, whole[2], strict=True):
+        assert_parity(ours, theirs, rms=3e-4)
+
+
+# --- equal to the reference ops ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("query_chunk", [1, 4, None])
+def test_the_op_is_the_reference_and_its_autograd(sparse: bool, query_chunk: int | None) -> None:
+    """In float64: divergences of each row, selection and all three gradients, of Σ weight · divergence."""
+    S, B = 29, 2
+    inputs = case(S, S, dtype=torch.float64)
+    q, k, w = leaves = [tensor.requires_grad_() for tensor in (inputs.q, inputs.k, inputs.weights)]
+    key = inputs.key[:, :, :1]
+    score = indexer_scores(q, k, w)
+    index = causal_topk(score, 5)
+    if sparse:
+        query, sink = inputs.query.clone().requires_grad_(), TargetSum()
+        attend(query, key[:, :, 0], index, softmax_scale=SCALE, value_dim=4, sink=sink).sum().backward()
+        loss = indexer_loss(score, index, sink.take())
+    else:
+        loss = indexer_loss_dense(score, dense_attention_target(inputs.query, key[:, :, 0], softmax_scale=SCALE))
+    expected = torch.autograd.grad(loss, leaves)
+
+    indexer, attention = Indexer(q, k, w), Attention(inputs.query, key, SCALE)
+    rule = KeyRule.causal(S, S, q.device)
+    best, ours = chunked.select(indexer, 5, rule, query_chunk=query_chunk)
+    assert_same_selection(ours, index, score.detach().masked_fill(~rule.valid(range(S)), float("-inf")))
+    best = score.detach().gather(-1, index.clamp_min(0).long())  # ties may have gone to other keys
+    weight = torch.full((B, S), 1 / (B * S), dtype=torch.float64)
+    if sparse:
+        divergence = chunked.sparse_divergence(attention, best, index, rule, query_chunk=query_chunk)
+        gradients = chunked.sparse_backward(indexer, attention, index, rule, weight, query_chunk=query_chunk)
+    else:
+        divergence = chunked.dense_divergence(indexer, attention, (rule, rule), query_chunk=query_chunk)
+        gradients = chunked.dense_backward(indexer, attention, rule, weight, query_chunk=query_chunk)
+    # A logarithm of at least EPSILON is all that tells the two losses apart.
+    torch.testing.assert_close(divergence.mean(), loss.detach(), rtol=1e-7, atol=0)
+    for name, have, want in zip("qkw", (gradients[0], gradients[2], gradients[1]), expected, strict=True):
+        assert_parity(have, want, rms=1e-10, name=name)
+
+
+def test_no_head_dimension_too_many() -> None:
+    q, k, w = torch.zeros(3, 1, 2, 4), torch.zeros(5, 1, 4), torch.zeros(3, 1, 2)
+    with pytest.raises(ModelError, match=r"\(5, 1, 1, 4\).*the indexer's key has no head dimension"):
+        Indexer(q, k[:, :, None], w)
+    with pytest.raises(ModelError, match=r"expected \[S, B, A, K\]"):
+        Attention(q, k[:, :, None].expand(-1, -1, 3, -1), 1.0)
+    with pytest.raises(ModelError, match="topk is 0"):
+        chunked.select(Indexer(q, k, w), 0, None)
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------
+
+BLOCK = 2**14
+
+
+def recorded(run: Callable[[], Any]) -> Recorder:
+    recorder = Recorder()
+    with recorder:
+        kept = run()
+    del kept
+    return recorder
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("shared_key", [True, False])
+def test_nothing_of_all_pairs_is_ever_made(sparse: bool, shared_key: bool) -> None:
+    """Stock makes [S, B, H, T] and [B·A, S, T]; with the patch nothing is as large as even [B, S, T]."""
+    S, B, H, A = 512, 1, 8, 6
+    inputs, options = case(S, S, B=B, H=H, A=A, shared_key=shared_key), selection("bounds", S, S, B)
+
+    def run() -> Any:
+        return topk(inputs, 16, **options), loss_and_gradients(inputs, 16, sparse, **options)
+
+    theirs = recorded(run)
+    assert elements(theirs.largest) >= S * B * max(H, A) * S
+    with patched(BLOCK):
+        ours = recorded(run)
+    assert elements(ours.largest) < B * S * S
+    small = sum(tensor.numel() * 4 for tensor in (inputs.q, inputs.k, inputs.weights, inputs.key[:, :, :1]))
+    small += S * B * 16 * 12 * 2  # indices and scores of two selections
+    # Three blocks with heads, as much again without them (a handful of [B, R, T] and [B, R, N]), and what is linear in S.
+    assert ours.peak_bytes <= 6 * 4 * BLOCK + 3 * small + (0 if shared_key else 2 * inputs.key.nbytes)
+    assert theirs.peak_bytes > 20 * ours.peak_bytes
+
+
+def test_peak_does_not_grow_with_the_pairs() -> None:
+    """Four times the queries and keys are four times the bytes that are linear in them, where stock takes sixteen times."""
+    peaks = {}
+    for S in (256, 1024):
+        inputs, options = case(S, S, B=1, H=4, A=4), selection("bounds", S, S, 1)
+
+        def run(inputs: Any = inputs, options: dict[str, Any] = options) -> Any:
+            return loss_and_gradients(inputs, 8, True, **options)
+
+        with patched(BLOCK):
+            peaks[S] = recorded(run).peak_bytes
+    assert peaks[1024] < 4 * peaks[256]
+
+
+@pytest.mark.parametrize(
+    ("work", "sparse"), [("forward", True), ("loss", True), ("loss", False), ("train", True), ("train", False)]
+)
+def test_the_bytes_that_the_benchmark_counts_by_hand(work: str, sparse: bool) -> None:
+    shape = benchmark.Shape(S=192, B=1, H=8, D=16, A=16, K=24, N=16)
+    inputs = benchmark.draw(shape, "cpu", torch.bfloat16, 0)
+
+    def peak() -> int:
+        return recorded(lambda: benchmark.run(shape, inputs, work, sparse)).peak_bytes
+
+    assert peak() == pytest.approx(benchmark.stock_bytes(shape, work), rel=0.1)
+    with patched(BLOCK), mock.patch.object(benchmark, "BLOCK_ELEMENTS", BLOCK):
+        assert shape.outputs(work) < peak() < benchmark.our_bytes(shape, work, sparse)
+
+
+def test_scores_that_nobody_reads_are_never_computed() -> None:
+    inputs = case(37, 37)
+    with patched(), mock.patch.object(chunked, "indexer_scores", side_effect=AssertionError):
+        score, index = topk(inputs, 5)
+    assert "not computed" in repr(score)
+    assert index.shape == (2, 37, 5)
+
+
+# --- deferred scores ---------------------------------------------------------------------------------------------------
+
+
+def deferred(source: torch.Tensor, calls: list[int]) -> DeferredScores:
+    def compute() -> torch.Tensor:
+        calls.append(1)
+        return source * 2
+
+    return DeferredScores(compute, (source,), tuple(source.shape), source.dtype, source.device)
+
+
+def test_deferred_scores_are_a_tensor_once_they_are_read() -> None:
+    source, calls = torch.arange(12.0).reshape(1, 3, 4), []
+    scores = deferred(source, calls)
+    assert (scores.shape, scores.dtype, scores.device, scores.dim()) == (source.shape, source.dtype, source.device, 3)
+    assert isinstance(scores, torch.Tensor)
+    assert not scores.requires_grad
+    assert calls == []
+    assert torch.equal(scores.topk(2).values, (source * 2).topk(2).values)
+    assert torch.equal(torch.cat([scores, scores]), torch.cat([source * 2] * 2))
+    assert type(scores + 0) is torch.Tensor
+    scores += 1  # stock's compute_dsa_indexer_loss adds its mask so
+    assert torch.equal(scores, source * 2 + 1)
+    assert calls == [1]
+
+
+def test_deferred_scores_refuse_changed_inputs() -> None:
+    source, calls = torch.ones(1, 3, 4), []
+    scores, read = deferred(source, calls), deferred(source, calls)
+    read.clone()
+    source.add_(1)
+    assert float(read.sum()) == 24
+    with pytest.raises(ModelError, match=r"changed in place.*clone"):
+        scores.clone()
+    assert calls == [1]
+    with torch.inference_mode():
+        assert float(deferred(torch.ones(1, 1, 1), calls).sum()) == 2
+
+
+# --- what is left to stock ---------------------------------------------------------------------------------------------
+
+
+def asked(change: dict[str, Any], count: int = 5, grad: bool = False) -> str:
+    """Who answers a call of the top-k function: ``stock``, ``ours`` or the error of stock."""
+    inputs = SimpleNamespace(
+        **(vars(case(11, 11)) | {name: value for name, value in change.items() if name in "qkweights"})
+    )
+    options = {name: value for name, value in change.items() if not hasattr(inputs, name)}
+    with patched(), torch.set_grad_enabled(grad):
+        try:
+            scores = topk(inputs, count, **options)[0]
+        except (AssertionError, ValueError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "ours" if type(scores) is DeferredScores else "stock"
+
+
+def test_what_is_out_of_scope_is_left_to_stock() -> None:
+    q, bounds = case(11, 11).q, selection("bounds", 11, 11)
+    assert asked({}) == "ours"
+    assert asked({"q": q.clone().requires_grad_()}) == "ours"
+    assert asked({"q": q.clone().requires_grad_()}, grad=True) == "stock"
+    assert asked({"q": q.double()}) == "stock"
+    assert asked({"mask": torch.zeros(1, 1, 11)}) == "stock"
+    assert asked({}, count=0) == "stock"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert asked({}) == "stock"
+    assert asked(bounds | {"mask": torch.zeros(11, 11)}).startswith("ValueError: mask and varlen_starts")
+    assert asked({"varlen_starts": bounds["varlen_starts"]}).startswith("ValueError: varlen_ends is required")
+    assert asked({"mask": torch.zeros(11, 11).double()}).startswith("AssertionError: Mask dtype")
+    assert asked({"k": torch.zeros(11, 3, 16)}).startswith("RuntimeError")
+
+
+def test_a_loss_out_of_scope_is_left_to_stock() -> None:
+    inputs = case(11, 11)
+    wide = SimpleNamespace(**{**vars(inputs), "query": inputs.query.double()})
+    theirs = loss_and_gradients(wide, 3, True)
+    with patched(), mock.patch.object(chunked, "sparse_divergence", side_effect=AssertionError):
+        ours = loss_and_gradients(wide, 3, True)
+        with pytest.raises(AssertionError):
+            loss_and_gradients(inputs, 3, True)
+    assert torch.equal(ours[1], theirs[1])
+    with patched(), pytest.raises(ValueError, match="query_valid_rows length mismatch"):
+        loss_and_gradients(inputs, 3, True, query_valid_rows=torch.ones(4))
+
+
+# --- a stock layer -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_stock_layer_trains_the_same(process: Path, sparse: bool, masked: bool) -> None:
+    torch.manual_seed(3)
+    attention = dsa_attention(dsa_config(dsa_indexer_use_sparse_loss=sparse)).train()
+    inputs = layer_inputs(45, 2)
+    options: dict[str, Any] = {}
+    if masked:
+        hidden = torch.rand(2, 1, 45, 45, generator=torch.Generator().manual_seed(2)) < 0.3
+        options = {"attn_mask_type": None, "attention_mask": hidden | ~torch.ones(45, 45, dtype=torch.bool).tril()}
+
+    def results() -> list[torch.Tensor]:
+        stock.loss_scale(1.0)
+        output = run_layer(attention, inputs, **options)
+        leaves = [*inputs.values(), *attention.parameters()]
+        gradients = torch.autograd.grad(output.square().sum(), leaves, allow_unused=True)
+        named = zip([*inputs, *(name for name, _ in attention.named_parameters())], gradients, strict=True)
+        return [output, *(gradient for name, gradient in named if name not in ("x", "qr"))]
+
+    theirs = results()
+    with patched(2000):
+        ours = results()
+        with torch.no_grad():
+            assert torch.equal(run_layer(attention.eval(), inputs, **options), theirs[0])
+    assert len(ours) == 4 + 5
+    for have, want in zip(ours, theirs, strict=True):
+        assert want.abs().sum() > 0
+        assert_parity(have, want, rms=3e-4)
+
+
+# --- the patch itself --------------------------------------------------------------------------------------------------
+
+
+def test_apply_twice_is_once_and_revert_is_identity() -> None:
+    stock.check_cycle(PATCH)
+
+
+@pytest.mark.checkout
+def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
+    stock.check_cycle_on(megatron_lm, PATCH)

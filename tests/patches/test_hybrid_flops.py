@@ -1,0 +1,368 @@
+"""The patch hybrid-flops: what the training loop counts, for our spec, for stock hybrids and for stock GPT.
+
+That it applies and reverts is in test_small_patches.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import logging
+import re
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megacpp_mcore import patches
+from megacpp_mcore.model import MLA, flops, preset, with_overrides
+from megacpp_mcore.model import pattern as grammar
+from megacpp_mcore.patches.hybrid_flops import PATCH, _audited_count
+from megacpp_mcore.patches.machinery.registry import Registry
+from tests import stock
+
+TINY = preset("nam56r_tiny")
+SEQUENCE, BATCH = 64, 3
+Count = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def counts() -> Iterator[tuple[Count, Count]]:
+    """``num_floating_point_operations`` as upstream has it, and as the patch has it."""
+    with stock.cpu_lane():
+        training = importlib.import_module("megatron.training.training")
+        upstream = training.num_floating_point_operations
+        registry = Registry([PATCH])
+        registry.apply([PATCH.name])
+        try:
+            yield upstream, training.num_floating_point_operations
+        finally:
+            registry.revert()
+
+
+WORDS = """
+--hybrid-layer-pattern M+DE --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --position-embedding-type rope
+--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6
+--dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk 16 --dsa-indexer-loss-coeff 0.01
+--dsa-indexer-use-sparse-loss --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24
+--moe-shared-expert-intermediate-size 16 --mamba-state-dim 16 --mamba-head-dim 8 --mamba-num-groups 2
+--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127
+--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion --distributed-backend gloo
+--use-cpu-initialization
+"""
+
+
+@functools.cache
+def parsed() -> Namespace:
+    """Arguments of a stock hybrid with MLA widths, parsed and validated by Megatron."""
+    return stock.parse([*WORDS.split(), "--seq-length", str(SEQUENCE), "--max-position-embeddings", str(SEQUENCE)])
+
+
+def hybrid(pattern: str, **changes: Any) -> Namespace:
+    """:func:`parsed` with another pattern; the vocabulary is padded, as it is once the tokenizer is there."""
+    settings = {"hybrid_layer_pattern": pattern, "padded_vocab_size": 128} | changes
+    return Namespace(**vars(parsed()) | settings)
+
+
+def gpt(**changes: Any) -> Namespace:
+    """:func:`parsed` without a pattern: a stock GPT of four layers."""
+    settings = {"hybrid_layer_pattern": None, "padded_vocab_size": 128, "num_layers": 4} | changes
+    return Namespace(**vars(parsed()) | settings)
+
+
+WIDTHS = MLA(q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6)
+TOKENS = BATCH * SEQUENCE
+PROJECTIONS = flops.mla_projections(TOKENS, 32, 4, WIDTHS).training
+CAUSAL, SELECTED = BATCH * flops.causal_pairs(SEQUENCE), BATCH * flops.selected_pairs(SEQUENCE, 16)
+PLUS = PROJECTIONS + flops.full_core(CAUSAL, 4, WIDTHS).training
+SHARED = PROJECTIONS + flops.sparse_core(SELECTED, 4, WIDTHS).training
+INDEXER = flops.indexer(TOKENS, CAUSAL, SELECTED, hidden=32, q_lora_rank=12, heads=2, head_dim=8).training
+EH_PROJ = flops.product(TOKENS * 2 * 32 * 32).training
+
+
+# --- stock hybrids -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["M*M-ME", "GG*-", "M-M-|M-M*-"])
+def test_hybrids_that_upstream_counts_are_upstreams(counts: tuple[Count, Count], pattern: str) -> None:
+    upstream, ours = counts
+    assert ours(hybrid(pattern), BATCH) == upstream(hybrid(pattern), BATCH) > 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "lacking"),
+    [
+        ("M+E", PLUS),
+        ("+M|+E", 2 * PLUS),
+        ("MDE", SHARED + INDEXER),
+        ("D+D", 2 * (SHARED + INDEXER) + PLUS),
+    ],
+)
+def test_d_and_plus_layers_count(counts: tuple[Count, Count], pattern: str, lacking: int) -> None:
+    upstream, ours = counts
+    args = hybrid(pattern)
+    without = hybrid(pattern.replace("D", "").replace("+", ""))
+    assert upstream(args, BATCH) == upstream(without, BATCH)  # the fault: upstream does not see them
+    assert ours(args, BATCH) - upstream(args, BATCH) == lacking
+
+
+def test_each_mtp_depth_counts_its_projection_and_its_layers(counts: tuple[Count, Count]) -> None:
+    upstream, ours = counts
+    args = hybrid("M*E/+-/+-", mtp_num_layers=2)
+    assert ours(args, BATCH) - upstream(args, BATCH) == 2 * (EH_PROJ + PLUS)
+    plain = hybrid("M*E/*-/*-", mtp_num_layers=2)
+    assert ours(plain, BATCH) - upstream(plain, BATCH) == 2 * EH_PROJ
+
+
+def test_layers_that_share_indices_have_no_indexer(counts: tuple[Count, Count]) -> None:
+    upstream, ours = counts
+    periodic = hybrid("DDDD", dsa_indexer_topk_freq=2)  # layers 1 and 3 run it
+    assert ours(periodic, BATCH) - upstream(periodic, BATCH) == 4 * SHARED + 2 * INDEXER
+    late = hybrid("DDDD", dsa_indexer_topk_freq=2, dsa_indexer_skip_topk_offset=3)  # 1, 2, 3
+    assert ours(late, BATCH) - upstream(late, BATCH) == 4 * SHARED + 3 * INDEXER
+
+
+def test_the_indexers_loss_decides_on_its_backward(counts: tuple[Count, Count]) -> None:
+    _, ours = counts
+    sizes = {"hidden": 32, "q_lora_rank": 12, "heads": 2, "head_dim": 8}
+    sparse = ours(hybrid("D"), BATCH)
+    dense = ours(hybrid("D", dsa_indexer_use_sparse_loss=False), BATCH)
+    untrained = ours(hybrid("D", dsa_indexer_loss_coeff=None), BATCH)
+    assert dense - sparse == flops.indexer(TOKENS, CAUSAL, CAUSAL, **sizes).training - INDEXER > 0
+    assert sparse - untrained == flops.indexer(TOKENS, CAUSAL, SELECTED, **sizes).backward > 0
+
+
+def test_queries_without_a_latent(counts: tuple[Count, Count]) -> None:
+    upstream, ours = counts
+    args = hybrid("+", q_lora_rank=None)
+    projections = flops.mla_projections(TOKENS, 32, 4, WIDTHS, query_latent=False).training
+    assert ours(args, BATCH) - upstream(args, BATCH) == projections + PLUS - PROJECTIONS
+    assert projections == 6 * TOKENS * (32 * 4 * 12 + 32 * (10 + 4) + 10 * 4 * (8 + 6) + 4 * 6 * 32)
+
+
+# --- packed sequences --------------------------------------------------------------------------------------------------
+
+
+def test_packed_sequences(counts: tuple[Count, Count], caplog: pytest.LogCaptureFixture) -> None:
+    """Three sequences of 40, 24 and 64 tokens: exact for ``+``; for ``D`` upstream's figure, with one warning."""
+    upstream, ours = counts
+    lengths = (40, 24, 64)
+    sums = {
+        "seqlen_squared_sum_in_batch": float(sum(length**2 for length in lengths)),
+        "total_real_tokens_in_batch": float(sum(lengths)),
+    }
+    args = hybrid("M+")
+    pairs = sum(map(flops.causal_pairs, lengths))
+    layer = flops.mla_projections(128, 32, 4, WIDTHS).training + flops.full_core(pairs, 4, WIDTHS).training
+    assert ours(args, 2, **sums) - upstream(args, 2, **sums) == layer
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert ours(hybrid("M+D"), 2, **sums) == upstream(hybrid("M+D"), 2, **sums)
+    assert [record.message for record in caplog.records if "top-k" in record.message] == [
+        "hybrid-flops: top-k of packed sequences cannot be counted; the figure is upstream's"
+    ]
+
+
+# --- stock GPT ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"multi_latent_attention": False}, {"mtp_num_layers": 2}, {"q_lora_rank": None}]
+)
+def test_gpt_is_left_to_upstream(counts: tuple[Count, Count], changes: dict[str, Any]) -> None:
+    upstream, ours = counts
+    args = gpt(**changes)
+    assert ours(args, BATCH) == upstream(args, BATCH) > 0
+
+
+def test_gpt_with_sparse_attention(counts: tuple[Count, Count]) -> None:
+    """Upstream counts it as full attention without an indexer; three of the four layers share indices."""
+    upstream, ours = counts
+    args = gpt(experimental_attention_variant="dsa", dsa_indexer_topk_freq=4)
+    assert upstream(args, BATCH) == upstream(gpt(), BATCH)
+    without_cores = upstream(args, BATCH, seqlen_squared_sum_in_batch=0, total_real_tokens_in_batch=TOKENS)
+    core = flops.sparse_core(SELECTED, 4, WIDTHS).training
+    assert ours(args, BATCH) == without_cores + 4 * core + INDEXER
+
+
+def test_the_schedule_of_a_file_counts_as_the_same_periodic_one(
+    counts: tuple[Count, Count], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, ours = counts
+    periodic = ours(gpt(experimental_attention_variant="dsa", dsa_indexer_topk_freq=4), BATCH)
+    (tmp_path / "cache.yaml").write_text("dsa_index_cache: {schedule: FSSS}\n")
+    monkeypatch.setenv("MEGACPP_CONFIG", str(tmp_path / "cache.yaml"))
+    args = gpt(experimental_attention_variant="dsa")
+    assert ours(args, BATCH) == periodic + 3 * INDEXER  # nobody follows the file
+    patches.apply(["dsa-index-cache"])
+    try:
+        assert ours(args, BATCH) == periodic
+    finally:
+        patches.revert(["dsa-index-cache"])
+
+
+@pytest.mark.parametrize(("repeated", "indexers"), [(False, 1 + 1), (True, 1 + 2)])
+def test_the_mtp_layers_of_a_sparse_gpt_are_sparse(counts: tuple[Count, Count], repeated: bool, indexers: int) -> None:
+    """Two depths, numbered from 1: under the period of 4 the second shares, unless it is the first once more."""
+    upstream, ours = counts
+    args = gpt(
+        experimental_attention_variant="dsa", dsa_indexer_topk_freq=4, mtp_num_layers=2, mtp_use_repeated_layer=repeated
+    )
+    without_cores = upstream(args, BATCH, seqlen_squared_sum_in_batch=0, total_real_tokens_in_batch=TOKENS)
+    core = flops.sparse_core(SELECTED, 4, WIDTHS).training
+    assert ours(args, BATCH) == without_cores + 6 * core + indexers * INDEXER
+
+
+# --- our spec ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["megacpp_mcore", "nam56r"], ["megacpp_mcore.nam56r"]])
+def test_our_model_is_counted_whole(
+    counts: tuple[Count, Count],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    upstream, ours = counts
+    overrides = {"seq_length": 64, "mtp": {"depth": 2}}
+    model = with_overrides(TINY, overrides)
+    file = tmp_path / "model.yaml"
+    file.write_text(yaml.safe_dump({"model": TINY.name, "overrides": overrides}))
+    monkeypatch.setenv("MEGACPP_CONFIG", str(file))
+    args = stock.parse(stock.cpu_words(model))
+    args.spec, args.padded_vocab_size = words, 384
+    assert ours(args, 5) == flops.step(model, 5).total.training
+    args.padded_vocab_size = 512
+    assert ours(args, 5) == flops.step(model, 5, vocab_size=512).total.training
+    assert ours(args, 5) != upstream(args, 5)
+    afresh = _audited_count(upstream)  # nobody tells it of documents
+    for _ in range(2):
+        packed = afresh(args, 5, total_real_tokens_in_batch=17.0, seqlen_squared_sum_in_batch=100.0)
+        assert packed == flops.step(model, 5, vocab_size=512).total.training
+    assert len([line for line in caplog.messages if "packed rows are counted as one document each" in line]) == 1
+
+
+ROWS = ((48, 16), (16, 32, 16))
+"""Documents of two packed rows; each a whole number of chunks of the Mamba-3 scan, which runs on over them."""
+TOPK = 24
+
+
+@pytest.fixture
+def packed(
+    counts: tuple[Count, Count], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Namespace], dict[str, float]]]:
+    """Lets the loop's own functions see :data:`ROWS`, and returns what it then tells the count."""
+    from megatron.training import global_vars, training
+
+    def run(args: Namespace) -> dict[str, float]:
+        monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+        for row in ROWS:
+            training.update_seqlen_stats_from_cu_seqlens(
+                torch.tensor([0, *itertools.accumulate(row)], dtype=torch.int32)
+            )
+        tokens, squares = training.consume_seqlen_stats_in_iteration()
+        assert (tokens, squares) == (sum(map(sum, ROWS)), sum(length**2 for row in ROWS for length in row))
+        return {"total_real_tokens_in_batch": tokens, "seqlen_squared_sum_in_batch": squares}
+
+    yield run
+    training.consume_seqlen_stats_in_iteration()  # an iteration without documents forgets those of the last
+
+
+def test_packed_documents_of_our_model_count_by_their_lengths(
+    counts: tuple[Count, Count],
+    packed: Callable[[Namespace], dict[str, float]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The truth: each document a batch of its own."""
+    _, ours = counts
+    overrides = {"seq_length": SEQUENCE, "mtp": {"depth": 2}, "dsa": {"topk": TOPK}}
+    model = with_overrides(TINY, overrides)
+    assert all(length % model.mamba3.chunk == 0 for row in ROWS for length in row)
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"model": TINY.name, "overrides": overrides}))
+    monkeypatch.setenv("MEGACPP_CONFIG", str(tmp_path / "model.yaml"))
+    args = stock.parse(stock.cpu_words(model))
+    args.spec, args.padded_vocab_size = ["megacpp_mcore", "nam56r"], 384
+    alone = sum(flops.step(model, seq_length=n, vocab_size=384).total.training for row in ROWS for n in row)
+    whole = flops.step(model, len(ROWS), vocab_size=384).total.training
+    assert ours(args, len(ROWS), **packed(args)) == alone < whole
+    assert ours(args, len(ROWS)) == whole
+    assert [line for line in caplog.messages if "packed rows" in line] == []
+
+
+def test_packed_documents_of_stock_sparse_attention_count_by_their_lengths(
+    counts: tuple[Count, Count], packed: Callable[[Namespace], dict[str, float]]
+) -> None:
+    upstream, ours = counts
+    args = hybrid("MD", dsa_indexer_topk=TOPK)
+    lengths = [length for row in ROWS for length in row]
+    causal = sum(map(flops.causal_pairs, lengths))
+    selected = sum(flops.selected_pairs(length, TOPK) for length in lengths)
+    layer = flops.mla_projections(sum(lengths), 32, 4, WIDTHS) + flops.sparse_core(selected, 4, WIDTHS)
+    layer += flops.indexer(sum(lengths), causal, selected, hidden=32, q_lora_rank=12, heads=2, head_dim=8)
+    sums = packed(args)
+    assert ours(args, len(ROWS), **sums) - upstream(args, len(ROWS), **sums) == layer.training
+
+
+def test_documents_of_an_evaluation_are_left_out(
+    counts: tuple[Count, Count], packed: Callable[[Namespace], dict[str, float]]
+) -> None:
+    """The loop's own sums would hold them, in the next iteration."""
+    from megatron.training import training
+
+    _, ours = counts
+    args = hybrid("MD", dsa_indexer_topk=TOPK)
+    expected = ours(args, len(ROWS), **(sums := packed(args)))
+    with torch.no_grad():
+        training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 5, 64], dtype=torch.int32))
+    for row in ROWS:
+        training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, *itertools.accumulate(row)], dtype=torch.int32))
+    tokens, _ = training.consume_seqlen_stats_in_iteration()
+    assert tokens == SEQUENCE + sum(map(sum, ROWS))
+    assert ours(args, len(ROWS), **sums) == expected
+
+
+def test_without_a_file_the_arguments_name_the_preset(
+    counts: tuple[Count, Count], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, ours = counts
+    monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
+    args = stock.parse(stock.cpu_words(TINY))
+    args.padded_vocab_size = TINY.vocab_size_padded(1)
+    assert ours(args, 2) == flops.step(TINY, 2).total.training
+    sequences = {sequence: flops.step(TINY, 2, seq_length=sequence).total.training for sequence in (256, 128)}
+    args.seq_length = 128
+    assert ours(args, 2) == sequences[128] < sequences[256]
+
+
+def test_the_gain_of_the_record_is_what_both_count(
+    counts: tuple[Count, Count], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments are those that nam56r is launched with; stock reads a GPT from them."""
+    upstream, ours = counts
+    monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
+    model = preset("nam56r")
+    args = stock.parse(stock.cpu_words(model))
+    args.padded_vocab_size = model.vocab_size_padded(1)
+    found = [count(args, BATCH) / (BATCH * args.seq_length * 1e9) for count in (ours, upstream)]
+    said = re.fullmatch(r"nam56r: (.+) GFLOP a token of training, where upstream counts (.+)", PATCH.gain)
+    assert said is not None
+    assert [f"{figure:.2f}" for figure in found] == list(said.groups())
+
+
+@pytest.mark.parametrize("spec", [None, [], ["local"], ["megatron.core.models.gpt", "gpt_layer_specs"]])
+def test_other_specs_are_upstreams(counts: tuple[Count, Count], spec: list[str] | None) -> None:
+    upstream, ours = counts
+    assert ours(hybrid("M*", spec=spec), BATCH) == upstream(hybrid("M*", spec=spec), BATCH)
+
+
+def test_the_schedule_is_that_of_the_model() -> None:
+    """What the tests above rest on: the tiny model has each kind of A layer."""
+    assert set(TINY.roles) == {None, grammar.FULL_ATTENTION, grammar.FULL_INDEX, grammar.SHARED_INDEX}

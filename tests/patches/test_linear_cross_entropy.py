@@ -1,0 +1,674 @@
+"""The patch linear-cross-entropy on stock GPTModel and HybridModel: losses and all gradients are stock's, no logits are made.
+
+Every comparison is of one model with itself: stock first, then patched. Legend: B batch, S sequence, H width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MethodType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megacpp_mcore import patches
+from megacpp_mcore.errors import ModelError, PatchError
+from megacpp_mcore.model import preset
+from megacpp_mcore.ops.linear_cross_entropy import chunked
+from megacpp_mcore.patches import linear_cross_entropy
+from megacpp_mcore.patches.linear_cross_entropy import PATCH, LazyLogits
+from megacpp_mcore.patches.machinery.registry import Registry
+from tests import stock
+
+pytestmark = pytest.mark.exhaustive
+
+ROOT = Path(__file__).parents[2]
+B, S, H, V = 2, 32, 32, 384
+TOLERANCE = 2e-6
+"""Relative, of the norm of a tensor in fp32."""
+
+Outcome = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks of the vocabulary and blocks of tokens at these sizes, none of which divides anything."""
+    for name, size in SMALL.items():
+        monkeypatch.setattr(chunked, name, size)
+    linear_cross_entropy._warn.cache_clear()
+
+
+SMALL = {"LOGIT_CHUNK_BYTES": 1, "MIN_VOCAB_CHUNK": 50, "FLOAT_BLOCK_BYTES": 4 * 50 * 9}
+
+
+def patched() -> contextlib.AbstractContextManager[Registry]:
+    return stock.patched(PATCH)
+
+
+# --- models ------------------------------------------------------------------------------------------------------------
+
+
+def config_of(**settings: Any) -> Any:
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    torch.manual_seed(1)
+    off = (
+        "gradient_accumulation_fusion",
+        "bias_dropout_fusion",
+        "masked_softmax_fusion",
+        "persist_layer_norm",
+        "apply_rope_fusion",
+    )
+    sizes = {"num_layers": 1, "hidden_size": H, "num_attention_heads": 4, "mtp_num_layers": 2, "init_method_std": 0.3}
+    fixed = {**dict.fromkeys(off, False), **sizes, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return TransformerConfig(**{**fixed, "use_cpu_initialization": True, **settings})
+
+
+@contextlib.contextmanager
+def norms_that_take_sequence_parallelism() -> Iterator[None]:
+    """Stock's local norm refuses it, and HybridModel's final norm is Transformer Engine's."""
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from megacpp_mcore.layer_specs.parts import TorchNorm
+
+    def norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> Any:
+        return TorchNorm(config, hidden_size, eps)
+
+    with mock.patch.object(WrappedTorchNorm, "__new__", norm), mock.patch.object(hybrid_block, "TENorm", TorchNorm):
+        yield
+
+
+def gpt(tied: bool = False, **settings: Any) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    config, spec = config_of(**settings), get_gpt_layer_local_spec()
+    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
+    words = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": tied, "mtp_block_spec": mtp}
+    with norms_that_take_sequence_parallelism():
+        return GPTModel(config, spec, vocab_size=V, max_sequence_length=S, **words)
+
+
+def hybrid(tied: bool = False, **settings: Any) -> Any:
+    """The real HybridModel with stock's local modules, which its own spec takes from Transformer Engine."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    config, spec = config_of(num_layers=2, **settings), get_gpt_layer_local_spec()
+    parts, add = spec.submodules, get_bias_dropout_add
+    attention = TransformerLayerSubmodules(
+        input_layernorm=parts.input_layernorm, self_attention=parts.self_attention, self_attn_bda=add
+    )
+    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=parts.pre_mlp_layernorm, mlp=parts.mlp, mlp_bda=add)
+    depths = config.mtp_num_layers or 0
+    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if depths else None
+    stack = ModuleSpec(
+        module=hybrid_block.HybridStack,
+        submodules=hybrid_block.HybridStackSubmodules(
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+            mtp_block_spec=ModuleSpec(module=MultiTokenPredictionBlock, submodules=mtp),
+        ),
+    )
+    words = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": tied}
+    pattern = "/".join(["*-"] * (1 + depths))
+    with norms_that_take_sequence_parallelism():
+        return HybridModel(config, stack, V, S, hybrid_layer_pattern=pattern, **words)
+
+
+def forward(model: Any, **options: Any) -> torch.Tensor:
+    """Losses of fixed tokens, [B, S]; with ``labels=None`` logits."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, V, (B, S + 1), generator=generator)
+    mask = (torch.rand(B, S, generator=generator) < 0.9).float()
+    causal = ~torch.ones(S, S, dtype=torch.bool).tril()[None, None]
+    options = {"labels": tokens[:, 1:], "loss_mask": mask, **options}
+    return model(tokens[:, :-1], torch.arange(S).expand(B, S), causal, **options)
+
+
+def outcome(model: Any) -> Outcome:
+    """Losses, what MTP logs, its guesses, and every gradient, for unequal weights of the tokens."""
+    from megatron.core.pipeline_parallel.schedules import custom_backward
+    from megatron.core.transformer import multi_token_prediction as mtp
+
+    guesses: list[torch.Tensor] = []
+    count = mtp._compute_mtp_acceptance_counts
+
+    def spy(logits: Any, *args: Any) -> Any:
+        guesses.append(torch.argmax(logits, dim=-1))
+        return count(logits, *args)
+
+    mtp.MTPLossLoggingHelper.tracker.clear()
+    model.zero_grad(set_to_none=True)
+    with mock.patch.object(mtp, "_compute_mtp_acceptance_counts", spy):
+        losses = forward(model)
+    # As stock's schedules do it: inside of Tensor.backward the CPU lane's mode is off, and stock asks for GPU memory there.
+    custom_backward((losses * torch.randn(B, S, generator=torch.Generator().manual_seed(5))).sum(), None)
+    found = {"losses": losses.detach()} | {f"guess {k}": guess.double() for k, guess in enumerate(guesses)}
+    if guesses:
+        tracker = mtp.MTPLossLoggingHelper.tracker
+        found |= {key: tracker[key].clone() for key in ("loss_values", "correct_values", "total_values")}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return found | {name: gradient.clone() for name, gradient in gradients.items() if gradient is not None}
+
+
+def differing(expected: Outcome, found: Outcome, tolerance: float = TOLERANCE) -> list[str]:
+    assert found.keys() == expected.keys()
+    off = {name: float((found[name] - value).norm()) for name, value in expected.items()}
+    return [
+        f"{name}: off by {error:.2e}" for name, error in off.items() if not error <= tolerance * expected[name].norm()
+    ]
+
+
+@contextlib.contextmanager
+def counted_losses(masks: list[torch.Tensor | None] | None = None) -> Iterator[list[torch.Tensor]]:
+    """The losses that came from lazy logits, and in ``masks`` the loss mask that each was handed."""
+    made: list[torch.Tensor] = []
+    original = LazyLogits.losses
+
+    def losses(self: LazyLogits, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        made.append(original(self, labels, mask))
+        if masks is not None:
+            masks.append(mask)
+        return made[-1]
+
+    with mock.patch.object(LazyLogits, "losses", losses):
+        yield made
+
+
+# --- the same numbers --------------------------------------------------------------------------------------------------
+
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "tied": {"tied": True},
+    "no MTP": {"mtp_num_layers": None},
+    "per-token loss": {"calculate_per_token_loss": True},
+    "detached heads": {"mtp_detach_heads": True},
+    "muP": {"use_mup": True, "mup_base_hidden_size": H // 2, "mup_output_mult": 0.5},
+    "fused cross-entropy": {"cross_entropy_loss_fusion": True},
+}
+
+
+@pytest.mark.parametrize("build", [gpt, hybrid])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_losses_and_all_gradients(process: Path, build: Callable[..., Any], variant: str) -> None:
+    model = build(**VARIANTS[variant])
+    fused = model.config.cross_entropy_loss_fusion
+    model.config.cross_entropy_loss_fusion = False  # stock's fused one rounds its gradient to bfloat16 in any model
+    expected = outcome(model)
+    model.config.cross_entropy_loss_fusion = fused
+    with patched(), counted_losses() as made:
+        found = outcome(model)
+    assert len(made) == 1 + (model.config.mtp_num_layers or 0)
+    assert found["losses"].shape == (B, S)
+    assert found["losses"].dtype == torch.float32
+    assert found["losses"].is_contiguous()
+    assert differing(expected, found) == []
+    assert [name for name, _ in model.named_parameters() if name not in found] == []
+
+
+def test_evaluation_and_frozen_heads(process: Path) -> None:
+    model = gpt()
+    model.output_layer.weight.requires_grad_(False)
+    expected = outcome(model)
+    with torch.no_grad():
+        plain = forward(model.eval())
+        with patched(), counted_losses() as made:
+            found = forward(model)
+    assert len(made) == 3
+    assert not found.requires_grad
+    assert differing({"losses": plain}, {"losses": found}) == []
+    with patched():
+        assert differing(expected, outcome(model.train())) == []
+
+
+def test_bias_and_labels_that_no_rank_holds(process: Path) -> None:
+    """Stock ignores no label: one outside of the vocabulary costs log-sum-exp less the largest logit."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    model = gpt(mtp_num_layers=None)
+    model.output_layer = ColumnParallelLinear(
+        H, V, config=model.config, init_method=model.config.init_method, bias=True, tp_group=model.tp_group
+    )
+    with torch.no_grad():
+        model.output_layer.bias.normal_()
+    labels = torch.full((B, S), -100)
+    labels[:, ::3], labels[:, 1::3] = V + 5, 7
+    results = []
+    for scope in (contextlib.nullcontext, patched):
+        model.zero_grad(set_to_none=True)
+        with scope():
+            losses = forward(model, labels=labels)
+        losses.square().sum().backward()
+        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        results.append({"losses": losses.detach(), **gradients})
+    assert "output_layer.bias" in results[0]
+    assert differing(*results) == []
+
+
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_composes_with_mtp_shared_block(process: Path, first: str) -> None:
+    """Decayed weights of the depths scale the gradient of what compute_language_model_loss returns, logits or not."""
+    overrides = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
+    model = stock.build(overrides, preset("nam56r_tiny"), process).train()
+    stock.loss_scale(1.0)
+    assert model.config.mtp_loss_decay == 0.6
+    expected = outcome(model)
+    patches.revert(["mtp-shared-block"])
+    plain = outcome(model)
+    with contextlib.ExitStack() as stack:
+        if first == "ours":
+            stack.enter_context(patched())
+        patches.apply(["mtp-shared-block"])
+        if first == "theirs":
+            stack.enter_context(patched())
+        made = stack.enter_context(counted_losses())
+        found = outcome(model)
+    assert len(made) == 3
+    assert differing(expected, found, 2e-5) == []
+    assert differing(plain, found, 1e-3) != []
+
+
+@pytest.mark.parametrize("build", [gpt, hybrid])
+@pytest.mark.parametrize("script", [False, True])
+def test_the_op_is_handed_the_mask_that_its_losses_are_multiplied_by(
+    process: Path, build: Callable[..., Any], script: bool
+) -> None:
+    """That of an MTP depth is rolled; that of the main head is sure where a stock script's loss function multiplies by it."""
+    masks: list[torch.Tensor | None] = []
+    mask = (torch.rand(B, S, generator=torch.Generator().manual_seed(4)) < 0.9).float()
+    with stock_script(script), patched(), counted_losses(masks):
+        forward(build(), loss_mask=mask)
+    *depths, of_main = masks
+    for depth, found in enumerate(depths, start=1):
+        assert torch.equal(found, torch.cat((mask[:, depth:], torch.zeros(B, depth)), dim=1).t())
+    assert len(depths) == 2
+    assert torch.equal(of_main, mask.t()) if script else of_main is None
+
+
+def test_the_mask_changes_no_bit_where_losses_are_multiplied_by_it(process: Path) -> None:
+    from megatron.core.pipeline_parallel.schedules import custom_backward
+
+    mask = (torch.rand(B, S, generator=torch.Generator().manual_seed(4)) < 0.9).float()
+    model, results = gpt(), []
+    for script in (False, True):
+        model.zero_grad(set_to_none=True)
+        with stock_script(script), patched():
+            losses = forward(model, loss_mask=mask)
+        custom_backward((losses * mask).sum(), None)
+        results.append([losses.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def stock_script(runs: bool) -> contextlib.AbstractContextManager[Any]:
+    return mock.patch("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace() if runs else None)
+
+
+# --- tensor parallelism ------------------------------------------------------------------------------------------------
+
+TWO_RANKS = {
+    "sequence parallel": {"sequence_parallel": True},
+    "all-reduced": {},
+    "sequence parallel, tied": {"sequence_parallel": True, "tied": True},
+    "sequence parallel, frozen": {"sequence_parallel": True, "mtp_detach_heads": True},
+}
+
+
+def rank_of_two(rank: int, store: str) -> dict[str, Any]:
+    """What one of two tensor-parallel ranks finds different from stock in the same layout."""
+    with stock.cpu_lane():
+        from megatron.core import parallel_state
+
+        distributed = torch.distributed
+        distributed.init_process_group("gloo", store=distributed.FileStore(store, 2), rank=rank, world_size=2)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        report: dict[str, Any] = {}
+        for name, settings in TWO_RANKS.items():
+            for build in (gpt, hybrid):
+                model = build(tensor_model_parallel_size=2, **settings)
+                expected = outcome(model)
+                with patched(), counted_losses() as made:
+                    found = outcome(model)
+                report[f"{name}, {build.__name__}"] = [len(made), len(found), differing(expected, found)]
+        report["gathered"] = _gathered_head(gpt(tensor_model_parallel_size=2))
+        distributed.barrier()
+        parallel_state.destroy_model_parallel()
+        distributed.destroy_process_group()
+        return report
+
+
+def _gathered_head(model: Any) -> list[Any]:
+    """A head that gathers its output keeps its logits, and says so."""
+    model.output_layer.gather_output = True
+    with patched(), counted_losses() as made, mock.patch.object(linear_cross_entropy.logger, "warning") as log:
+        forward(model)
+    return [len(made), [call.args[0] for call in log.call_args_list]]
+
+
+WORKER = """
+import json, sys
+from tests.patches import test_linear_cross_entropy as tests
+from megacpp_mcore.ops.linear_cross_entropy import chunked
+for name, size in tests.SMALL.items():
+    setattr(chunked, name, size)
+print(json.dumps(tests.rank_of_two(int(sys.argv[1]), sys.argv[2])))
+"""
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", WORKER]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ended = [rank.communicate(timeout=180) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(error[-4000:] for _, error in ended)
+    for index, (output, _) in enumerate(ended):
+        report = json.loads(output.splitlines()[-1])
+        assert len(report) == 2 * len(TWO_RANKS) + 1
+        made, logged = report.pop("gathered")
+        assert made == 0
+        assert [line for line in logged if "gathers its output" in line] == logged
+        assert len(logged) == (1 if index == 0 else 0)
+        for name, (losses, compared, differences) in report.items():
+            assert losses == 3, name
+            assert compared > 30, name
+            assert differences == [], name
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------
+
+
+class Produced(TorchDispatchMode):
+    """The size of the largest tensor that any operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.largest = max(self.largest, *sizes, 0)
+        return out
+
+
+@pytest.mark.parametrize("build", [gpt, hybrid])
+def test_no_tensor_of_tokens_times_vocabulary(process: Path, build: Callable[..., Any]) -> None:
+    model = build()
+    with Produced() as before:
+        outcome(model)
+    with patched(), Produced() as after:
+        outcome(model)
+    assert before.largest == B * S * V
+    assert after.largest == V * H
+
+
+# --- gradients in main_grad --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("flagged", [False, True])
+def test_main_grad(process: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, flagged: bool) -> None:
+    """Fused accumulation: the sum of main head and depths is added, flag and placeholder are what the hooks expect."""
+    from megatron.core.tensor_parallel import layers
+
+    def accumulate(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad.add_(gradient.t() @ inputs)
+
+    extension = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", extension, raising=False)
+    model = gpt(tied=tied)
+    weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    model.output_layer.gradient_accumulation_fusion = True
+    results = []
+    for scope in (contextlib.nullcontext, patched):
+        weight.main_grad = torch.ones(V, H)
+        if flagged:
+            weight.grad_added_to_main_grad = False
+        with scope(), counted_losses() as made:
+            results.append({**outcome(model), "main_grad": weight.main_grad})
+        assert getattr(weight, "grad_added_to_main_grad", None) is (True if flagged else None)
+    name = "embedding.word_embeddings.weight" if tied else "output_layer.weight"
+    # Stock's placeholder is uninitialised unless the embedding adds to it; ours is zero.
+    of_stock, ours = (result.pop(name, None) for result in results)
+    assert len(made) == 3
+    assert differing(*results) == []
+    assert float((results[1]["main_grad"] - 1).norm()) > 0.1
+    if tied:
+        assert differing({name: of_stock}, {name: ours}) == []
+        assert torch.count_nonzero(ours) > 0
+    elif flagged:
+        assert torch.count_nonzero(ours) == 0
+    else:
+        assert ours is of_stock is None
+
+
+def test_fusion_without_a_main_grad_returns_the_gradient(process: Path) -> None:
+    model = gpt()
+    expected = outcome(model)
+    model.output_layer.gradient_accumulation_fusion = True
+    with patched():
+        assert differing(expected, outcome(model)) == []
+
+
+# --- what stays stock --------------------------------------------------------------------------------------------------
+
+
+def own_loss(model: Any) -> None:
+    original = model.compute_language_model_loss
+    model.compute_language_model_loss = MethodType(lambda _, labels, logits: original(labels, logits), model)
+
+
+def own_scale(model: Any) -> None:
+    model._scale_logits = lambda logits: logits * 1.0
+
+
+def other_layer(model: Any) -> None:
+    layer = type(model.output_layer)
+    model.output_layer.__class__ = type("QuantizedLinear", (layer,), {})
+
+
+def other_forward(model: Any) -> None:
+    layer = model.output_layer
+    layer.forward = functools.partial(type(layer).forward, layer)
+
+
+def other_weight(model: Any) -> None:
+    kind = type("ShardedTensor", (torch.nn.Parameter,), {})
+    model.output_layer._parameters["weight"] = kind(model.output_layer.weight.detach())
+
+
+def of_layer(**settings: Any) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for name, value in settings.items():
+            setattr(model.output_layer, name, value)
+
+    return change
+
+
+def deferred(model: Any) -> None:
+    config = copy.copy(model.config)  # the other layers have theirs from the model's
+    config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, 0
+    of_layer(config=config, embedding_activation_buffer=[], grad_output_buffer=[])(model)
+
+
+def kept_bias(model: Any) -> None:
+    of_layer(skip_bias_add=True, bias=torch.nn.Parameter(torch.zeros(V)))(model)
+
+
+OBSTACLES: Mapping[str, Callable[[Any], Any]] = {
+    "has its own compute_language_model_loss": own_loss,
+    "has its own _scale_logits": own_scale,
+    "is a QuantizedLinear, not a plain": other_layer,
+    "is a ColumnParallelLinear, not a plain": other_forward,
+    "has hooks": lambda model: model.output_layer.register_forward_hook(lambda *_: None),
+    "has hooks, which get its logits or": lambda model: model.output_layer.register_full_backward_hook(lambda *_: None),
+    "has hooks, which get": lambda model: model.output_layer.register_full_backward_pre_hook(lambda *_: None),
+    "defer_embedding_wgrad_compute keeps": deferred,
+    "does not reduce the gradient": of_layer(disable_grad_reduce=True),
+    "does not reduce": of_layer(explicit_expert_comm=True),
+    "does not add its bias": kept_bias,
+    "the output weight is a ShardedTensor": other_weight,
+    "Megatron-FSDP owns": lambda model: setattr(model.output_layer.weight, "__fsdp_param__", True),
+}
+
+
+@pytest.mark.parametrize("reason", OBSTACLES)
+def test_stock_stays_where_logits_are_needed(process: Path, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = gpt()
+    OBSTACLES[reason](model)
+    expected = forward(model)
+    with patched(), counted_losses() as made, caplog.at_level(logging.WARNING, logger=linear_cross_entropy.__name__):
+        found = [forward(model), forward(model)]
+    assert made == []
+    assert all(torch.equal(losses, expected) for losses in found)
+    (line,) = [record.getMessage() for record in caplog.records if "linear-cross-entropy" in record.getMessage()]
+    assert line.startswith("linear-cross-entropy: GPTModel keeps its logits: ")
+    assert reason in line
+
+
+def test_stock_stays_for_callers_who_need_logits(process: Path, tmp_path: Path) -> None:
+    from megatron.core.inference.utils import InferenceMode
+
+    model = gpt()
+    logits = forward(model, labels=None)
+    assert logits.shape == (B, S, V)
+    losses = forward(model)
+    with patched(), counted_losses() as made:
+        assert torch.equal(forward(model, labels=None), logits)
+        seen = forward(model, output_processor=lambda **given: given["output_layer"](given["hidden_states"])[0])
+        assert torch.equal(seen.transpose(0, 1), logits)
+        InferenceMode.set_active()
+        try:
+            assert torch.equal(forward(model, labels=None, runtime_gather_output=True), logits)
+            assert torch.equal(forward(model, runtime_gather_output=True), losses)
+        finally:
+            InferenceMode.unset_active()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert forward(model).shape == (B, S)
+        model.config.config_logger_dir = str(tmp_path)
+        assert torch.equal(forward(model), losses)
+        model.config.config_logger_dir = ""
+        model.config.cross_entropy_loss_fusion, model.config.cross_entropy_fusion_impl = True, "te"
+        with pytest.raises(RuntimeError, match="TE block"):
+            forward(model)
+        assert made == []
+        model.config.cross_entropy_loss_fusion = False
+        forward(model)
+        assert len(made) == 3
+
+
+def test_sharded_rematerialisation_keeps_its_logits(process: Path) -> None:
+    model = gpt()
+    model.output_layer.gtp_remat_size = 2
+    assert "GTP" in str(linear_cross_entropy._obstacle(model, {}))
+
+
+def test_other_layers_and_other_models_are_stock(process: Path) -> None:
+    """A failure leaves no trace: outside of a model's own forward its output layer returns logits again."""
+    model = gpt()
+    hidden = torch.randn(S, B, H)
+    expected = model.output_layer(hidden)[0]
+    with patched():
+        with pytest.raises(ModelError, match="one for each token"):
+            forward(model, labels=torch.zeros(B, S + 1, dtype=torch.int64), loss_mask=torch.ones(B, S + 1))
+        assert torch.equal(model.output_layer(hidden)[0], expected)
+        assert torch.equal(model.output_layer(hidden, weight=model.output_layer.weight)[0], expected)
+        model.post_process = False
+        assert forward(model).shape[0] == 3 * S  # hidden states of the trunk and both depths
+
+
+# --- lazy logits -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lazy(process: Path) -> LazyLogits:
+    layer = gpt(mtp_num_layers=None).output_layer
+    return LazyLogits(layer, torch.randn(S, B, H), layer.weight)
+
+
+def test_lazy_logits_answer_what_stock_asks(lazy: LazyLogits) -> None:
+    logits = lazy._layer(lazy._hidden_SBH)[0]
+    labels = torch.zeros(S, B, dtype=torch.int64)
+    half = lazy * 0.5
+    assert [lazy.size(axis) for axis in (0, 1, 2, -1)] == [S, B, V, V]
+    assert torch.allclose(half.losses(labels, None), torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1) * 0.5, labels.flatten(), reduction="none").view(S, B), rtol=1e-5)  # fmt: skip
+    assert torch.equal(torch.argmax(half, dim=-1), logits.argmax(-1))
+    assert torch.allclose(half.max(dim=-1)[0], logits.amax(-1) * 0.5, rtol=1e-5)
+    assert torch.equal(half.max(dim=-1)[1], logits.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda lazy: torch.softmax(lazy, dim=-1),
+        lambda lazy: torch.argmax(lazy),
+        lambda lazy: torch.argmax(lazy, dim=0),
+        lambda lazy: lazy.max(dim=-1),
+        lambda lazy: lazy.max(dim=0),
+        lambda lazy: lazy * torch.ones(V),
+    ],
+)
+def test_lazy_logits_refuse_what_nobody_foresaw(lazy: LazyLogits, use: Callable[[LazyLogits], Any]) -> None:
+    with pytest.raises(PatchError, match=r"left no logits for .*; revert the patch"):
+        use(lazy)
+
+
+def test_lazy_logits_have_no_attributes_of_tensors(lazy: LazyLogits) -> None:
+    with pytest.raises(AttributeError, match="left no logits for 'float'"):
+        lazy.float()
+    assert not hasattr(lazy, "transpose")
+    with pytest.raises(TypeError):
+        lazy + 1  # type: ignore[operator]
+
+
+# --- the patch itself --------------------------------------------------------------------------------------------------
+
+
+def test_apply_twice_is_once_and_revert_is_identity(process: Path) -> None:
+    stock.check_cycle(PATCH)
+
+
+@pytest.mark.checkout
+def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
+    stock.check_cycle_on(megatron_lm, PATCH)
+
+
+def test_importing_the_patch_imports_no_torch() -> None:
+    code = "import sys, json, megacpp_mcore.patches.linear_cross_entropy; print(json.dumps('torch' in sys.modules))"
+    assert stock.printed(code) is False

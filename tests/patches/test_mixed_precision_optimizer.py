@@ -1,0 +1,193 @@
+"""The patch mixed-precision-optimizer: each parameter's state under its own name, upstream's result where nothing is mixed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.patches import torch_adam_resume
+from megacpp_mcore.patches.mixed_precision_optimizer import PATCH
+from tests import stock
+from tests.optimizers import build, trained
+
+if TYPE_CHECKING:
+    import torch
+
+KINDS = ("plain", "distributed")
+MAIN = {"plain": "fp32_param", "distributed": "param"}
+"""What upstream calls main parameters in the checkpoint."""
+MIXED = {"a": "bfloat16", "b": "float32", "c": "bfloat16", "d": "float32", "e": "bfloat16"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with stock.one_process(tmp_path_factory.mktemp("mixed") / "store"):
+        yield
+
+
+def saved(model: Any, optimizer: Any, kind: str) -> dict[str, torch.Tensor]:
+    """What the optimizer's sharded state dict has, by key."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+    own = model.state_dict(keep_vars=True)
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    state = optimizer.sharded_state_dict(make_sharded_tensors_for_checkpoint(own, "", {}), metadata=metadata)
+    found = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
+    assert len({value.key for value in found}) == len(found)
+    return {value.key: value.data for value in found}
+
+
+def expected(model: Any, optimizer: Any, kind: str) -> dict[str, torch.Tensor]:
+    """The same from the parameters themselves and the inner optimizer's state, by no number.
+
+    With one process a shard is the whole parameter: a 16-bit one has its main parameter as attribute, and an fp32 one shares
+    its memory with its shard.
+    """
+    import torch
+
+    inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+    mains = {
+        main.data_ptr(): (main, one.state[main])
+        for one in inner
+        for group in one.param_groups
+        for main in group["params"]
+    }
+    found = {}
+    for name, parameter in model.named_parameters():
+        in_fp32 = parameter.dtype == torch.float32
+        main, state = mains[(parameter if in_fp32 else parameter.main_param).data_ptr()]
+        if not in_fp32 or kind != "plain":  # which is its own main parameter, and among the model's
+            found[f"optimizer.state.{MAIN[kind]}.{name}"] = main
+        for moment in ("exp_avg", "exp_avg_sq"):
+            found[f"optimizer.state.{moment}.{name}"] = state[moment]
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert [key for key, value in wanted.items() if found[key].flatten().tolist() != value.flatten().tolist()] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_state_has_its_parameters_name(kind: str) -> None:
+    with stock.patched(PATCH):
+        model, optimizer = trained(MIXED, distributed=kind == "distributed")
+        assert_same(saved(model, optimizer, kind), expected(model, optimizer, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_upstream_fails_without_the_patch(kind: str) -> None:
+    """The plain optimizer cannot be saved; the distributed one says nothing where all sizes are the same."""
+    model, optimizer = trained(MIXED, distributed=kind == "distributed")
+    if kind == "plain":
+        with pytest.raises((AssertionError, KeyError, ValueError)):
+            saved(model, optimizer, kind)
+    else:
+        with pytest.raises(AssertionError):
+            assert_same(saved(model, optimizer, kind), expected(model, optimizer, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_parameters_of_one_kind_are_upstreams(dtype: str, kind: str) -> None:
+    found = []
+    for patches in ((), (PATCH,)):
+        with stock.patched(*patches):
+            model, optimizer = trained(
+                dict.fromkeys("abc", dtype), distributed=kind == "distributed", bf16=dtype == "bfloat16"
+            )
+            tensors = saved(model, optimizer, kind)
+            if kind == "distributed":
+                order = {id(parameter): name for name, parameter in model.named_parameters()}
+                (inner,) = getattr(optimizer, "chained_optimizers", [optimizer])
+                numbers = [(order[id(one)], number) for one, number in inner.model_param_group_index_map.items()]
+                found.append((list(tensors), numbers))
+            else:
+                found.append((list(tensors), []))
+            assert len(tensors) == 6 * (3 if kind == "distributed" or dtype == "bfloat16" else 2)
+    assert found[0] == found[1]
+
+
+def test_a_view_and_not_the_optimizer_is_changed_while_saving() -> None:
+    with stock.patched(PATCH):
+        model, optimizer = trained(MIXED, distributed=False)
+        (inner,) = getattr(optimizer, "chained_optimizers", [optimizer])
+        before = [
+            [list(group) for group in groups] for groups in (inner.float16_groups, inner.fp32_from_float16_groups)
+        ]
+        saved(model, optimizer, "plain")
+        after = [[list(group) for group in groups] for groups in (inner.float16_groups, inner.fp32_from_float16_groups)]
+    assert [[[id(one) for one in group] for group in groups] for groups in after] == [
+        [[id(one) for one in group] for group in groups] for groups in before
+    ]
+
+
+FORMATS = ("dp_reshardable", "dp_zero")
+"""The two formats that keep no names, as upstream's methods are called."""
+
+
+def taken_over(format_: str) -> tuple[list[Any], list[Any]]:
+    """The main parameters of a trained optimizer, and those of another one that has loaded its state in a format."""
+    source, target = trained(MIXED, distributed=True), build(MIXED, distributed=True)
+    (given,), (taker,) = source[1].chained_optimizers, target[1].chained_optimizers
+    taker.load_state_dict(given.state_dict())
+    state = getattr(given, f"get_parameter_state_{format_}")()
+    if format_ == "dp_reshardable":
+        for buckets in (held for number in range(len(given.buffers)) for held in state[number].values()):
+            for parameter in (one for bucket in buckets for one in bucket):
+                parameter["padding"] = False
+    getattr(taker, f"load_parameter_state_from_{format_}")(state)
+    names = [
+        [one._get_main_param_and_optimizer_states(parameter)["param"].tolist() for parameter in model.parameters()]
+        for model, one in ((source[0], given), (target[0], taker))
+    ]
+    return names[0], names[1]
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_fp32_parameters_are_loaded_without_gradients(format_: str) -> None:
+    with stock.patched(PATCH, torch_adam_resume.PATCH):
+        expected_mains, found = taken_over(format_)
+        assert found == expected_mains
+        assert found != [parameter.flatten().tolist() for parameter in build(MIXED, distributed=True)[0].parameters()]
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_upstream_loads_them_with_gradients(format_: str) -> None:
+    numbered = dataclasses.replace(PATCH, edits=PATCH.edits[:2])
+    with (
+        stock.patched(numbered, torch_adam_resume.PATCH),
+        pytest.raises(RuntimeError, match="a view of a leaf Variable that requires grad"),
+    ):
+        taken_over(format_)
+
+
+OFFLOADED = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "decoupled_weight_decay": True}
+
+
+def test_the_precision_aware_optimizer_is_refused() -> None:
+    with stock.patched(PATCH), pytest.raises(ModelError, match=r"this rank's 10 parameters .* 4 are in fp32") as raised:
+        build(MIXED, distributed=True, **OFFLOADED)
+    assert "leave out --use-precision-aware-optimizer (and --optimizer-cpu-offload)" in str(raised.value)
+
+
+def test_the_precision_aware_optimizer_of_one_kind_is_upstreams() -> None:
+    with stock.patched(PATCH):
+        _, optimizer = build(dict.fromkeys("abc", "bfloat16"), distributed=True, **OFFLOADED)
+    assert type(getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer).__name__ == "HybridDeviceOptimizer"
+
+
+def test_apply_twice_is_once_and_revert_is_identity() -> None:
+    stock.check_cycle(PATCH)
+
+
+@pytest.mark.checkout
+def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
+    stock.check_cycle_on(megatron_lm, PATCH)

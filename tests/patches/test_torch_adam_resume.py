@@ -1,0 +1,106 @@
+"""The patch torch-adam-resume: the distributed optimizer over PyTorch's Adam takes over another one's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacpp_mcore.patches.torch_adam_resume import PATCH
+from tests import stock
+from tests.optimizers import accumulate, build, trained
+
+DTYPES = {"a": "bfloat16", "b": "bfloat16"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with stock.one_process(tmp_path_factory.mktemp("adam") / "store"):
+        yield
+
+
+def distributed(optimizer: Any) -> Any:
+    """The one DistributedOptimizer in a chain."""
+    (found,) = optimizer.chained_optimizers
+    return found
+
+
+def hand_over(source: tuple[Any, Any], target: tuple[Any, Any]) -> None:
+    """The state of one run's optimizer to another's, by the methods that every format goes through."""
+    (model, optimizer), (other_model, other) = source, target
+    given, taker = distributed(optimizer), distributed(other)
+    taker.load_state_dict(given.state_dict())
+    for parameter, its in zip(model.parameters(), other_model.parameters(), strict=True):
+        its.data.copy_(parameter.data)
+        found = given._get_main_param_and_optimizer_states(parameter)
+        # No format keeps the count with a parameter.
+        tensors = {name: value.clone() for name, value in found.items() if name != "step"}
+        taker._set_main_param_and_optimizer_states(its, tensors)
+
+
+def test_the_next_step_is_the_same() -> None:
+    """A second step whose bias correction goes by a count of 2, in each parameter."""
+    with stock.patched(PATCH):
+        source, target = trained(DTYPES, distributed=True), build(DTYPES, distributed=True)
+        hand_over(source, target)
+        for model, optimizer in (source, target):
+            accumulate(model, 7)
+            optimizer.step()
+        pairs = list(zip(source[0].parameters(), target[0].parameters(), strict=True))
+        assert [own.main_param.tolist() for own, _ in pairs] == [its.main_param.tolist() for _, its in pairs]
+        states = distributed(target[1]).optimizer.state.values()
+        assert [float(state["step"]) for state in states] == [2.0] * len(pairs)
+
+
+def test_upstream_fails_without_the_patch() -> None:
+    with pytest.raises(AssertionError):
+        distributed(build(DTYPES, distributed=True)[1]).state_dict()
+    with pytest.raises(KeyError, match="step"):
+        hand_over(trained(DTYPES, distributed=True), trained(DTYPES, distributed=True))
+
+
+def test_without_the_patch_one_count_serves_all() -> None:
+    """And is taken further by each: after one more step of four parameters the count of 1 is one of 5."""
+    model, optimizer = trained(DTYPES, distributed=True)
+    found = distributed(optimizer)
+    found.load_state_dict(found.state_dict())
+    accumulate(model, 7)
+    optimizer.step()
+    assert [float(state["step"]) for state in found.optimizer.state.values()] == [5.0] * 4
+
+
+def test_the_state_before_the_first_step_is_adams_own() -> None:
+    with stock.patched(PATCH):
+        _, optimizer = build(DTYPES, distributed=True)
+        found = distributed(optimizer)
+        assert {group["step"] for group in found.state_dict()["optimizer"]["param_groups"]} == {0.0}
+        mains = [main for group in found.optimizer.param_groups for main in group["params"]]
+        assert [found.optimizer.state[main]["exp_avg"].tolist() for main in mains] == [
+            [0.0] * len(main) for main in mains
+        ]
+
+
+def test_another_optimizer_is_upstreams() -> None:
+    import torch
+
+    class Other(torch.optim.AdamW):
+        pass
+
+    with stock.patched(PATCH):
+        _, optimizer = build(DTYPES, distributed=True)
+        found = distributed(optimizer)
+        found.optimizer = Other(found.optimizer.param_groups)
+        with pytest.raises(AssertionError):
+            found.state_dict()
+        assert not found.optimizer.state
+
+
+def test_apply_twice_is_once_and_revert_is_identity() -> None:
+    stock.check_cycle(PATCH)
+
+
+@pytest.mark.checkout
+def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
+    stock.check_cycle_on(megatron_lm, PATCH)

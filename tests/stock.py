@@ -1,0 +1,283 @@
+"""Stock Megatron in this process, without its globals: parse, validate, build as ``pretrain_gpt.py`` does, patch, clean up.
+
+Nothing here imports torch or Megatron before it is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.data.tokenizer import tokenizer_words
+from megacpp_mcore.model import Layout, Model, with_overrides
+from megacpp_mcore.model.training import Training
+
+if TYPE_CHECKING:
+    from megacpp_mcore.patches.machinery.record import Patch
+    from megacpp_mcore.patches.machinery.registry import Registry
+
+ROOT = Path(__file__).parents[2]
+PARTS = {"embedding": "embedding", "output_layer": "head", "mtp": "mtp", "decoder.final_layernorm": "norm"}
+
+
+def cpu_words(model: Model, layout: Layout | None = None, *extra: str, precision: str = "fp32") -> list[str]:
+    """The stock words of a CPU run of ``model``."""
+    training = Training(
+        device="cpu",
+        precision=precision,
+        transformer_impl="local",
+        tokenizer=tokenizer_words(model),
+        data=("--mock-data",),
+        extra=tuple(extra),
+    )
+    return list(lower(model, layout or Layout(), training))
+
+
+def parse(words: Sequence[str], world_size: int = 1) -> Namespace:
+    """Parsed and validated by stock Megatron; its global variables stay unset."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+    listing = contextlib.redirect_stdout(io.StringIO())  # Megatron prints every argument
+    argv = mock.patch.object(sys, "argv", ["pretrain_gpt.py", *words])
+    with listing, argv, mock.patch.dict("os.environ", environment):
+        arguments = parse_args()
+        validate_args(arguments)
+    return arguments
+
+
+@contextlib.contextmanager
+def gpu_host() -> Iterator[None]:
+    """What Megatron's validation asks of a GPU host: a Hopper, and Transformer Engine's kernels that sort tokens; none runs."""
+    names = ("fused_permute", "fused_permute_with_probs", "fused_unpermute")
+    names += ("fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)))
+        for name in names:
+            stack.enter_context(mock.patch(f"megatron.core.transformer.moe.moe_utils.{name}", mock.DEFAULT))
+        yield
+
+
+def model_config(words: Sequence[str], world_size: int = 1) -> Any:
+    """The GPTModelConfig of a stock run with these words."""
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    return gpt_config_from_args(parse(words, world_size))
+
+
+@contextlib.contextmanager
+def cpu_lane() -> Iterator[None]:
+    """The CPU lane, and no patch left behind."""
+    from megacpp_mcore import cpu, patches
+
+    lane = cpu.install()
+    try:
+        yield
+    finally:
+        patches.revert()
+        lane.remove()
+
+
+@contextlib.contextmanager
+def patched(*patches: Patch) -> Iterator[Registry]:
+    """These patches in place, by a registry of their own."""
+    from megacpp_mcore.patches.machinery.registry import Registry
+
+    registry = Registry(patches)
+    registry.apply([patch.name for patch in patches])
+    try:
+        yield registry
+    finally:
+        registry.revert()
+
+
+def targets(patch: Patch) -> list[Any]:
+    """What is at each target of ``patch`` now, static methods as they are stored."""
+    from megacpp_mcore.patches.machinery.symbols import resolve
+
+    return [resolve(edit.target).raw for edit in patch.edits]
+
+
+def _same(values: Sequence[Any], others: Sequence[Any]) -> list[bool]:
+    return [value is other for value, other in zip(values, others, strict=True)]
+
+
+def check_cycle(patch: Patch) -> None:
+    """Applied, every target is replaced and its original kept; applied again, nothing changes; reverted, all is as before."""
+    from megacpp_mcore.patches.machinery.symbols import resolve
+
+    before, originals = targets(patch), [resolve(edit.target).value for edit in patch.edits]
+    with patched(patch) as registry:
+        once = targets(patch)
+        assert not any(_same(once, before))
+        assert all(_same([resolve(edit.target).value.__wrapped__ for edit in patch.edits], originals))
+        registry.verify()
+        again = registry.apply([patch.name])
+        assert (again.applied, again.already) == ((), (patch.name,))
+        assert all(_same(targets(patch), once))
+    assert all(_same(targets(patch), before))
+    assert [row["state"] for row in registry.status()] == ["not applied"]
+
+
+_CYCLES = """
+import json, traceback, megatron.core
+from megacpp_mcore.patches.machinery.registry import default, megatron_core_version
+from tests import stock
+failures = {}
+with stock.cpu_lane():
+    for patch in default().patches:
+        failures[patch.name] = ""
+        try:
+            stock.check_cycle(patch)
+        except Exception:
+            failures[patch.name] = traceback.format_exc()
+print(json.dumps([megatron.core.__file__, megatron_core_version(), failures]))
+"""
+
+
+@functools.cache
+def _cycles_on(root: Path) -> tuple[str, str, dict[str, str]]:
+    """Where a Python of its own had Megatron from, which version, and what failed in each patch's cycle; run once."""
+    file, version, failures = printed(_CYCLES, first=root)
+    return file, version, failures
+
+
+def check_cycle_on(root: Path, patch: Patch) -> None:
+    """:func:`check_cycle` in a Python of its own, which imports Megatron from the checkout ``root``."""
+    file, version, failures = _cycles_on(root)
+    assert failures[patch.name] == ""
+    assert Path(file).is_relative_to(root)
+    assert all(version in edit.fingerprints for edit in patch.edits)
+
+
+def printed(code: str, *words: str, first: Path | None = None) -> Any:
+    """The JSON of the last line that ``code`` prints in a Python of its own, with ``first`` before all on its path."""
+    path = os.pathsep.join([str(root) for root in (first, ROOT) if root is not None])
+    command = [sys.executable, "-W", "ignore", "-c", code, *words]
+    environment = os.environ | {"PYTHONPATH": path}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@contextlib.contextmanager
+def one_process(store: Path) -> Iterator[None]:
+    """The CPU lane and Megatron's process groups for one process; everything is taken down again."""
+    with cpu_lane():
+        import torch
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import random
+        from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        distributed = torch.distributed
+        distributed.init_process_group("gloo", store=distributed.FileStore(str(store), 1), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        try:
+            yield
+        finally:
+            loss_scale(1.0)
+            DSAIndexerLossLoggingHelper.tracker.clear()
+            MTPLossLoggingHelper.tracker.clear()
+            random.get_cuda_rng_tracker().reset()
+            parallel_state.destroy_model_parallel()
+            distributed.destroy_process_group()
+
+
+def build(
+    overrides: Mapping[str, Any],
+    preset: Model,
+    folder: Path,
+    *extra: str,
+    precision: str = "fp32",
+    seed: int = 1234,
+) -> Any:
+    """The GPTModel that stock builds for ``preset`` with ``overrides`` (through MEGACPP_CONFIG); needs :func:`one_process`."""
+    import yaml
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    destroy_moe_metrics_tracker()  # stock sizes it by the first model of the process
+    file = folder / "megacpp.yaml"
+    file.write_text(yaml.safe_dump({"model": preset.name, "overrides": dict(overrides)}))
+    words = cpu_words(with_overrides(preset, overrides), None, *extra, precision=precision)
+    with mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}):
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        return GPTModelBuilder(model_config(words)).build_model(groups)
+
+
+def build_on_meta(model: Model) -> Any:
+    """The GPTModel of a preset on the meta device: every module, no memory; needs :func:`one_process`."""
+    import torch
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    config = model_config(cpu_words(model))
+    config.transformer.perform_initialization = False
+    # The lane draws a number to seed the experts with, which a meta tensor cannot give.
+    stock_init = SequentialMLP.__init__.__wrapped__
+    with torch.device("meta"), mock.patch.object(SequentialMLP, "__init__", stock_init):
+        return GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+
+
+def family(layer: Any) -> str:
+    """The letter of a built layer, told from its modules alone."""
+    from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from megacpp_mcore.layer_specs.mamba import Mamba3Mixer
+    from megacpp_mcore.layer_specs.recurrent import M2RNNMixer
+
+    kinds = {(MLASelfAttention, AbsorbedMLASelfAttention): "A", Mamba3Mixer: "M", M2RNNMixer: "R", IdentityOp: "E"}
+    (letter,) = [letter for kind, letter in kinds.items() if isinstance(layer.self_attention, kind)]
+    expected_mlp = MoELayer if letter == "E" else IdentityOp
+    assert type(layer.mlp) is expected_mlp, f"layer {layer.layer_number} has the MLP {type(layer.mlp).__name__}"
+    return letter
+
+
+def parameters_by_part(model: Any) -> dict[str, int]:
+    """Parameters of a built GPTModel, by the parts that ``Model.parameters`` counts; rows that only fill up do not count."""
+    from megacpp_mcore.layer_specs.projection import InProjection
+
+    padding = {
+        f"{name}.weight": sum(slot.rows for slot in module.slots) - len(module.weight)
+        for name, module in model.named_modules()
+        if isinstance(module, InProjection)
+    }
+    letters = [family(layer) for layer in model.decoder.layers]
+    counts = dict.fromkeys("AMER", 0) | dict.fromkeys(PARTS.values(), 0)
+    for name, parameter in model.named_parameters():
+        if name.startswith("decoder.layers."):
+            part = letters[int(name.split(".")[2])]
+        else:
+            part = next(part for prefix, part in PARTS.items() if name.startswith(prefix + "."))
+        counts[part] += parameter.numel() + padding.get(name, 0) * model.config.hidden_size
+    return counts
+
+
+def loss_scale(scale: float) -> None:
+    """Set the scale of all losses that ride on an activation (MoE, MTP, indexer)."""
+    import torch
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    for scaler in (DSAIndexerLossAutoScaler, MoEAuxLossAutoScaler, MTPLossAutoScaler):
+        scaler.main_loss_backward_scale = torch.full((1,), scale)  # stock would copy it into one of another shape

@@ -45,7 +45,7 @@ kernels:
 test-bridge:
 	@$(SETUP); export MEGACPP_BRIDGE_PYTHON MEGACPP_NEMO_RUN_PYTHON; \
 	MEGACPP_BRIDGE_PYTHON="$$($(MAKE) --silent bridge)"; MEGACPP_NEMO_RUN_PYTHON="$$($(MAKE) --silent nemo-run)"; \
-	exec "$$python" -m pytest -n 2 --dist loadfile -m bridge tests/bridge tests/nemo tests/repository/test_docs.py
+	exec "$$python" -m pytest -n 2 --dist loadfile -m bridge tests/bridge tests/nemo
 
 test-exhaustive:
 	@$(SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "exhaustive and not gpu" tests

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -97,28 +96,6 @@ def test_no_assert_in_the_package() -> None:
     ]
     assert hits == []
     assert asserts("def f(x):\n    assert x\n    assert x, 'no'\n    x.assert_it()") == [2, 3]
-
-
-def module_level_imports(path: Path) -> Iterator[str]:
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def test_ops_and_backends_import_nothing_from_above() -> None:
-    above = ("layer_specs", "patches", "nemo_recipes", "launcher", "lowering", "cli", "pretrain", "recipe_command")
-    hits = [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in [
-            *(ROOT / "megacpp_mcore" / "ops").rglob("*.py"),
-            *(ROOT / "megacpp_mcore" / "backends").rglob("*.py"),
-        ]
-        for name in module_level_imports(path)
-        if name.startswith(tuple(f"megacpp_mcore.{part}" for part in above))
-    ]
-    assert hits == []
 
 
 def test_a_spec_name_is_no_submodule() -> None:

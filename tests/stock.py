@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megacpp_mcore.patches.machinery.record import Patch
     from megacpp_mcore.patches.machinery.registry import Registry
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PARTS = {"embedding": "embedding", "output_layer": "head", "mtp": "mtp", "decoder.final_layernorm": "norm"}
 
 

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 180
 MICRO_BATCH, GLOBAL_BATCH = 2, 8
 PADDED_TO = 128
-MAIN, RESUMED, COMPARED = 6, 3, 6
+MAIN, RESUMED, COMPARED = 4, 2, 4
 """Steps: of the run that all start from, at which it is resumed, and of the runs that are compared."""
 
 OVERRIDES: Mapping[str, Any] = {
@@ -61,7 +61,7 @@ WITHOUT_SP: Mapping[str, Layout] = {"TP 2": Layout(tensor=2), "TP 4": Layout(ten
 """For a model of M and R alone: latent attention and experts need sequence parallelism beside tensor parallelism."""
 
 LEARNING_RATE = 1e-3
-"""Large: after six steps, norms, decays and biases are far from the constants that they started as."""
+"""Large: after four steps, norms, decays and biases are far from the constants that they started as."""
 _WARM_UP = ("--lr-warmup-iters", "1")
 """Of size zero is the first step: from nothing, Adam would make a whole step of a gradient that is nothing but rounding
 noise, and by the third step a near tie in the selection of keys tips over. One process with another micro-batch size does

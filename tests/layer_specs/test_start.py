@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp_mcore.commands import report as report_command
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe import events, start
+from megacpp_mcore.observe import start
 from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.observe.events import Log, Step
-from tests import stock, tiny_run
+from tests import stock
 from tests.observe.recorded import at, write_start
 from tests.stock import cpu_words
 
@@ -144,40 +143,6 @@ def test_damage_is_named(tmp_path: Path) -> None:
     leave(tmp_path, 0, **{"1": {"branch": [8, 2]}})
     with pytest.raises(DataError, match=r"rank_00000\.jsonl: sums of step 1: parts\[1\] has no family"):
         start.read(tmp_path)
-
-
-def numbers(parts: dict[str, dict[str, Any]]) -> dict[str, float]:
-    kinds = ("branch", "residual", "gradient")
-    return {f"{label} {kind}": one[kind] for label, one in parts.items() for kind in kinds if one[kind] is not None}
-
-
-@pytest.mark.slow
-def test_replicas_agree_and_the_report_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two replicas, with whole gradients or a shard each, leave one process's sums; other layouts: ``tests/distributed``."""
-    data, found = tiny_run.make_data(tmp_path), []
-    for name, *extra in (("one",), ("two",), ("shards", "--use-distributed-optimizer")):
-        run, processes = tmp_path / name, 1 if name == "one" else 2
-        launched = (
-            "megacpp_mcore",
-            "launch",
-            "--device",
-            "cpu",
-            "--nproc",
-            str(processes),
-            "--observe",
-            str(run),
-            "--",
-        )
-        tiny_run.start(launched, tiny_run.words(data, 2, *extra), data).finish()
-        assert [starts[0].first_step is not None for starts in events.read(run).values()] == [True] * processes
-        found.append(numbers(start.read(run)))
-    one, *others = found
-    for other in others:
-        assert other == pytest.approx(one, rel=1e-4)
-    parser = argparse.ArgumentParser()
-    report_command.add_parser(parser.add_subparsers())
-    report_command.run(parser.parse_args(["report", "show", str(tmp_path / "one")]))
-    assert "step 1, M         branch RMS " in capsys.readouterr().out
 
 
 def test_the_head_alone_has_its_factor(process: Path) -> None:

@@ -50,7 +50,8 @@ class LayerCache:
                 f"{self.max_rows}; make it with a larger max_sequence_length"
             )
         self._entries = context.key_value_memory_dict
-        self._state, seen = self._entries.get(layer_number, (None, 0)) if self.first_row else (None, 0)
+        entry: tuple[Any, int] = self._entries.get(layer_number, (None, 0)) if self.first_row else (None, 0)
+        self._state, seen = entry
         if seen != self.first_row:
             raise ModelError(
                 f"layer {layer_number} has seen {seen} rows of this sequence and sequence_len_offset is "

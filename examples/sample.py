@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from score_heldout import load_model
 
 from megacpp_mcore.data.tokenizer import BYTE_EOD_ID
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.launch.heldout import load_model
 
 
 def generate(model: Any, prompt: bytes, count: int, temperature: float, seed: int) -> Iterator[int]:

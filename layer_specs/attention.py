@@ -153,6 +153,7 @@ class SparseCoreAttention(MegatronModule):
             "sparse_mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs
         )
         self.indexer = None
+        self.shares = False  # whether a Full layer attends as a Shared one, which a search for a schedule tries
         if indexer is not None:
             self.indexer = build_module(indexer, config=config, pg_collection=pg_collection)
             needs["dim"] = config.dsa_indexer_head_dim
@@ -185,7 +186,7 @@ class SparseCoreAttention(MegatronModule):
         Returns:
             ``[S, B, H * V]`` latents, before the value up-projection.
         """
-        if self.indexer is None:
+        if self.indexer is None or self.shares:
             selection = self.index_cache.read(self.layer_number)
             sink = selection.sink if self.serves else None
         elif cache is not None:

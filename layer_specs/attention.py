@@ -41,12 +41,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs import steps
 from megacpp_mcore.layer_specs.decode import LayerCache
 from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs
-from megacpp_mcore.model import SERVED
+from megacpp_mcore.model import DSA, SERVED
 from megacpp_mcore.ops.checks import compute_dtype
 from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
+from megacpp_mcore.ops.indexer.chunked import dense_grad
 from megacpp_mcore.ops.indexer.reference import causal_topk, score_block
 from megacpp_mcore.ops.indexer.training import TargetSum, training_token
 from megacpp_mcore.ops.mla import reference
@@ -118,8 +120,7 @@ class SparseCoreAttention(MegatronModule):
 
     Args:
         indexer: spec of the indexer for a Full layer, None for a Shared layer.
-        distill: whose attention trains the indexer, as in :class:`megacpp_mcore.model.DSA`. The others are those the stock
-            class passes.
+        distill, warmup_steps: as in :class:`megacpp_mcore.model.DSA`. The others are those the stock class passes.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class SparseCoreAttention(MegatronModule):
         index_cache: IndexCache,
         indexer: ModuleSpec | None,
         distill: str,
+        warmup_steps: int,
         pg_collection: ProcessGroupCollection,
         k_channels: int | None = None,
         v_channels: int | None = None,
@@ -148,10 +150,15 @@ class SparseCoreAttention(MegatronModule):
         self.pg_collection = pg_collection
         self.index_cache = index_cache
         self.serves = distill == SERVED
+        self.warmup_steps = warmup_steps
         needs = backend_needs(config)
         self.backend = dispatcher.request(
             "sparse_mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs
         )
+        if warmup_steps:
+            self.dense_backend = dispatcher.request(
+                "mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs
+            )
         self.indexer = None
         self.shares = False  # whether a Full layer attends as a Shared one, which a search for a schedule tries
         if indexer is not None:
@@ -186,6 +193,8 @@ class SparseCoreAttention(MegatronModule):
         Returns:
             ``[S, B, H * V]`` latents, before the value up-projection.
         """
+        if self.warmup_steps and cache is None and steps.begun() < self.warmup_steps:
+            return self._attend_densely(query, key, attention_mask, x.detach(), qr.detach())
         if self.indexer is None or self.shares:
             selection = self.index_cache.read(self.layer_number)
             sink = selection.sink if self.serves else None
@@ -229,6 +238,68 @@ class SparseCoreAttention(MegatronModule):
             token = training_token(q, k, w, selection.index, partial(self._learn, selection.sink))
             query_SBHK = DSAIndexerLossAutoScaler.apply(query_SBHK, token)
         return query_SBHK, selection
+
+    def _attend_densely(
+        self,
+        query_SBHK: torch.Tensor,
+        key_TB1K: torch.Tensor,
+        seq_idx_BS: torch.Tensor | None,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend to every causal key, and have the indexer of a Full layer learn this attention in the backward pass."""
+        if (
+            self.indexer is not None
+            and self.training
+            and torch.is_grad_enabled()
+            and self.config.dsa_indexer_loss_coeff
+        ):
+            q, k, w = self.indexer.forward_before_topk(x, qr)
+            learn = partial(self._learn_densely, query_SBHK.detach(), key_TB1K.detach(), seq_idx_BS)
+            query_SBHK = DSAIndexerLossAutoScaler.apply(query_SBHK, training_token(q, k, w, None, learn))
+        key_TBHK = key_TB1K.expand(-1, -1, query_SBHK.shape[2], -1)
+        o_SBHV: torch.Tensor = self.dense_backend.fn(
+            query_SBHK,
+            key_TBHK,
+            key_TBHK[..., : self.value_dim],
+            softmax_scale=self.softmax_scale,
+            seq_idx=seq_idx_BS,
+        )
+        return o_SBHV.flatten(2)
+
+    def _learn_densely(
+        self,
+        query_SBHK: torch.Tensor,
+        key_TB1K: torch.Tensor,
+        seq_idx_BS: torch.Tensor | None,
+        q_SBHD: torch.Tensor,
+        k_SBD: torch.Tensor,
+        w_SBH: torch.Tensor,
+        _: None,
+        scale: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As :meth:`_learn`, over every causal key; a chunk of queries at a time, and a row of the batch with documents."""
+        rows, batch = q_SBHD.shape[:2]
+        factor = scale * self.config.dsa_indexer_loss_coeff
+        weight = factor if self.config.calculate_per_token_loss else factor / (rows * batch)
+        reduce = partial(torch.distributed.all_reduce, group=self.pg_collection.tp)
+        # Documents differ from one row of the batch to the next.
+        slices = [slice(0, batch)] if seq_idx_BS is None else [slice(b, b + 1) for b in range(batch)]
+        found = [
+            dense_grad(
+                *(tensor[:, here] for tensor in (q_SBHD, k_SBD, w_SBH, query_SBHK, key_TB1K)),
+                weight=weight,
+                softmax_scale=self.softmax_scale,
+                seq_idx_S=None if seq_idx_BS is None else seq_idx_BS[here.start],
+                reduce=reduce if self.pg_collection.tp.size() > 1 else None,
+            )
+            for here in slices
+        ]
+        divergences, *gradients = zip(*found, strict=True)
+        loss = torch.cat(divergences).mean() * self.config.dsa_indexer_loss_coeff
+        DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, self.layer_number, self.config.num_layers)
+        dq, dk, dw = (torch.cat(parts, dim=1) for parts in gradients)
+        return dq, dk, dw
 
     def _decode(self, indexer: PositionedIndexer, cache: LayerCache, x: torch.Tensor, qr: torch.Tensor) -> Selection:
         """The selection of the last rows among all rows so far, by the reference."""
@@ -428,7 +499,7 @@ def full_attention(parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
 
 
 def sparse_attention(
-    parts: Parts, dispatcher: Dispatcher, index_cache: IndexCache, *, full: bool, distill: str
+    parts: Parts, dispatcher: Dispatcher, index_cache: IndexCache, dsa: DSA, *, full: bool
 ) -> ModuleSpec:
     """Sparse MLA: the stock absorbed class with our core attention; ``full`` layers own an indexer."""
     indexer = ModuleSpec(
@@ -454,7 +525,8 @@ def sparse_attention(
                     "dispatcher": dispatcher,
                     "index_cache": index_cache,
                     "indexer": indexer if full else None,
-                    "distill": distill,
+                    "distill": dsa.distill,
+                    "warmup_steps": dsa.warmup_steps,
                 },
             ),
             linear_proj=parts.row_linear,

@@ -147,7 +147,7 @@ def layer_spec(
     if role == grammar.FULL_ATTENTION:
         return attention_layer_spec(parts, full_attention(parts, dispatcher))
     full = role == grammar.FULL_INDEX
-    sparse = sparse_attention(parts, dispatcher, index_cache, full=full, distill=model.dsa.distill)
+    sparse = sparse_attention(parts, dispatcher, index_cache, model.dsa, full=full)
     return attention_layer_spec(parts, sparse)
 
 

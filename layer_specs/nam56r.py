@@ -155,7 +155,7 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
     """Print the launch policy of a stock script, on rank 0 and once, if our launcher has not."""
     if global_vars._GLOBAL_ARGS is None:  # no stock script runs; get_args() would assert
         return
-    on_cpu = isinstance(torch.overrides._get_current_function_mode(), cpu.CpuDeviceMode)
+    on_cpu = cpu.answers_here()
     run = policy.Run.from_arguments(
         sys.argv[1:],
         device="cpu" if on_cpu else "cuda",

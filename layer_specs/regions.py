@@ -293,7 +293,7 @@ def treatment_of_run(settings: PluginConfig | None, config: TransformerConfig) -
         return Treatment()
     _check_recompute(settings.recompute, config)
     backend = BACKEND if settings.compile == "regional" else None
-    on_cpu = isinstance(torch.overrides._get_current_function_mode(), cpu.CpuDeviceMode)
+    on_cpu = cpu.answers_here()
     if backend == "inductor" and on_cpu and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise LaunchError(
             f"{settings.path}: compile is regional, and for a CPU that needs a C++ compiler: no {os.environ.get('CXX', 'g++')} "

@@ -30,7 +30,7 @@ from megacpp_mcore.launch import plan as launch_plan
 from megacpp_mcore.model import preset
 from megacpp_mcore.observe import events
 
-CPU_ARGUMENTS = [word for words in cpu.REQUIRED_ARGUMENTS for word in words]
+CPU_ARGUMENTS = [word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words]
 
 
 def plan(*command: str, environment: dict[str, str] | None = None, **options: Any) -> launch_plan.Plan:
@@ -133,7 +133,7 @@ def test_unknown_patches_are_refused_with_near_names() -> None:
 def test_cpu_arguments_are_all_named_at_once() -> None:
     with pytest.raises(LaunchError, match="megacpp-mcore recipe emit") as raised:
         plan("--lr", "1")
-    assert all(" ".join(words) in str(raised.value) for words in cpu.REQUIRED_ARGUMENTS)
+    assert all(" ".join(words) in str(raised.value) for words in cpu.lane.REQUIRED_ARGUMENTS)
 
 
 @pytest.mark.parametrize(

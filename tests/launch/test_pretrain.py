@@ -53,7 +53,7 @@ TRAINING = {
 MOE = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"]
 MOE += ["--no-bias-gelu-fusion", "--disable-bias-linear"]
 BASE = [str(word) for pair in {**MODEL, **TRAINING}.items() for word in pair]
-CPU = [word for words in cpu.REQUIRED_ARGUMENTS for word in words]
+CPU = [word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words]
 
 
 @dataclass(frozen=True)

@@ -209,8 +209,8 @@ def test_what_does_not_compile_says_so(
 
     from megacpp_mcore.layer_specs import regions
 
-    assert cpu._installed is not None
-    monkeypatch.setattr(cpu._installed, "dynamo_was_disabled", True)
+    assert cpu.lane._installed is not None
+    monkeypatch.setattr(cpu.lane._installed, "dynamo_was_disabled", True)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     monkeypatch.setenv(variable, "1")
     graphs = Graphs()

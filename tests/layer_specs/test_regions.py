@@ -410,7 +410,7 @@ def test_the_lane_steps_aside_and_returns(process: Path) -> None:
 
 
 def test_what_a_user_has_disabled_stays_so(process: Path) -> None:
-    lane = cpu._installed
+    lane = cpu.lane._installed
     assert lane is not None
     with mock.patch.object(lane, "dynamo_was_disabled", True), cpu.stepping_aside():
         assert os.environ["TORCHDYNAMO_DISABLE"] == "1"

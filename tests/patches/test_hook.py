@@ -7,7 +7,6 @@ import importlib.machinery
 import inspect
 import json
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -438,7 +437,7 @@ except ModuleNotFoundError:
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     ours = [str(tree.file(name)) for name in ("space.early", "space.late", "space.pkg", "space.pkg.y")]
     assert [*ours, "none"] == found
-    with pytest.raises(Refusal, match="space.pkg.x"):
+    with pytest.raises(Refusal, match=r"space\.pkg\.x"):
         tree.file("space.pkg.x")
 
 
@@ -503,7 +502,7 @@ def test_a_hooked_tree_patches_whoever_imports_it(imports: str, tmp_path: Path, 
     assert set(waits_for) <= {hybrid}
     assert found["states"] == {name: ["applied", hooked_file, []] for name in names}
     assert (found["wrapped"], found["same"], sorted(found["reverted"])) == (True, True, sorted(names))
-    assert set(re.findall(r"patch (\S+) applied to", done.stderr)) == set(names)
+    assert f"megacpp-mcore: patch {NAME} applied to" in done.stderr
     git(root, "checkout", "--", HOOKED)
     assert git(root, "status", "--porcelain") == ""
 

@@ -334,7 +334,7 @@ def test_drift_is_reported_and_not_overwritten(hosts: Hosts) -> None:
     reg.apply(["one"])
     ours, host.double = host.double, adding(1)(host.double)
     for action in (lambda: reg.apply(["one"]), lambda: reg.revert(["one"]), reg.verify):
-        with pytest.raises(PatchError, match="one was applied to .*:double"):
+        with pytest.raises(PatchError, match=r"one was applied to .*:double"):
             action()
     assert states(reg) == {"one": "lost"}
     host.double = ours

@@ -103,7 +103,7 @@ def test_a_launch_refuses_such_a_size_before_megatron_starts(tmp_path: Path) -> 
 
     script = tmp_path / "nothing.py"
     script.write_text("raise RuntimeError('must not run')\n")
-    arguments = [word for words in cpu.REQUIRED_ARGUMENTS for word in words]
+    arguments = [word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words]
     with pytest.raises(LaunchError, match="--ddp-bucket-size is '40e6'"):
         launcher.launch([str(script), *arguments, "--ddp-bucket-size", "40e6"], device="cpu")
 
@@ -623,7 +623,7 @@ def test_a_launch_prints_its_policy_once(tmp_path: Path, capsys: pytest.CaptureF
 
     script = tmp_path / "nothing.py"
     script.write_text("")
-    arguments = [word for words in cpu.REQUIRED_ARGUMENTS for word in words]
+    arguments = [word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words]
     assert launcher.launch([str(script), *arguments, "--bf16"], device="cpu") == 0
     printed = capsys.readouterr().out
     assert printed.count("megacpp-mcore: launch policy:") == 1

@@ -151,15 +151,10 @@ def _train(config: Any, callbacks: Any) -> None:
 def _warm_up(models: Sequence[Any], config: Any, compile_policy: policy.CompilePolicy) -> None:
     from megacpp_mcore.layer_specs import regions
 
-    regions.warm_up_run(
-        models,
-        compile_policy,
-        process.say,
-        seq_length=config.model.seq_length,
-        micro_batch_size=config.train.micro_batch_size,
-        cut=config.model.tensor_model_parallel_size if config.model.sequence_parallel else 1,
-        packed=False,  # Bridge's GPT datasets are not
-    )
+    rows = config.model.seq_length
+    if config.model.sequence_parallel:
+        rows //= config.model.tensor_model_parallel_size
+    regions.warm_up(models, compile_policy, process.say, rows=rows, batch=config.train.micro_batch_size)
 
 
 def layout_of(chosen: Recipe, overrides: Sequence[str]) -> Layout:

@@ -80,7 +80,9 @@ def _device_functions() -> dict[str, Any]:
         name="CPU stand-in for CUDA", major=0, minor=0, total_memory=_host_memory(), multi_processor_count=processors
     )
     stream = _Stream()
-    return dict.fromkeys(("init", "set_device", "set_stream", "synchronize", "ipc_collect"), _nothing) | {
+    return dict.fromkeys(("init", "synchronize", "ipc_collect"), _nothing) | {
+        "set_device": lambda device: None,  # an object of its own: Dynamo has a rule for each function of torch
+        "set_stream": lambda stream: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": _local_world_size,

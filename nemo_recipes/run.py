@@ -112,15 +112,7 @@ def _observation(config: Any, recording: launcher.Recording, settings: PluginCon
         LaunchError: it cannot be.
     """
     saved = config.checkpoint.save
-    chosen = observation.choose(
-        [] if saved is None else ["--save", str(saved)],
-        observe=recording.observe,
-        off=recording.off,
-        record_steps=recording.steps,
-        profile=recording.profile,
-        profile_tool=recording.profile_tool,
-        settings=settings,
-    )
+    chosen = recording.choose([] if saved is None else ["--save", str(saved)], settings)
     if config.logger.skip_train_metrics_log and (chosen.folder is not None or chosen.record_steps is not None):
         raise LaunchError(
             "logger.skip_train_metrics_log is true, and a run that logs no step cannot be recorded; leave it out, or switch "

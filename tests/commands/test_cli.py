@@ -50,7 +50,7 @@ def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[s
         "nproc": 2,
         "allowed_spec_prefixes": ("megacpp_mcore", "megatron", "mine"),
         "patches": ["linear-cross-entropy", "dsa-graph-safety"],
-        "recording": launcher.Recording(observe="here", steps="steps.jsonl"),
+        "recording": launcher.Recording(observe="here", record_steps="steps.jsonl"),
     }
 
 

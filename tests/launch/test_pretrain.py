@@ -91,7 +91,7 @@ def train(tmp_path: Path) -> Train:
     ) -> Run:
         inherited = filter(None, [os.environ.get("PYTHONPATH")])
         command = [*([str(script)] if script else []), *BASE, *CPU, *arguments]
-        options = f"device='cpu', nproc={nproc}, allowed_spec_prefixes={allow!r}, recording=Recording(off=True)"
+        options = f"device='cpu', nproc={nproc}, allowed_spec_prefixes={allow!r}, recording=Recording(no_observe=True)"
         call = "import sys; from megacpp_mcore.launch.launcher import Recording, launch; "
         call += f"sys.exit(launch({command!r}, {options}))"
         done = subprocess.run(

@@ -19,7 +19,7 @@ from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from megacpp_mcore.model.training import Training
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PATIENCE_S = 300
 SCHEDULE = "-FF"
 """Two neighbouring layers with an indexer each, so that the overlap of their indices can be seen."""

@@ -531,12 +531,3 @@ def test_a_stock_layer_trains_the_same(process: Path, sparse: bool, masked: bool
 
 
 # --- the patch itself --------------------------------------------------------------------------------------------------
-
-
-def test_apply_twice_is_once_and_revert_is_identity() -> None:
-    stock.check_cycle(PATCH)
-
-
-@pytest.mark.checkout
-def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
-    stock.check_cycle_on(megatron_lm, PATCH)

@@ -658,17 +658,3 @@ def test_lazy_logits_have_no_attributes_of_tensors(lazy: LazyLogits) -> None:
 
 
 # --- the patch itself --------------------------------------------------------------------------------------------------
-
-
-def test_apply_twice_is_once_and_revert_is_identity(process: Path) -> None:
-    stock.check_cycle(PATCH)
-
-
-@pytest.mark.checkout
-def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
-    stock.check_cycle_on(megatron_lm, PATCH)
-
-
-def test_importing_the_patch_imports_no_torch() -> None:
-    code = "import sys, json, megacpp_mcore.patches.linear_cross_entropy; print(json.dumps('torch' in sys.modules))"
-    assert stock.printed(code) is False

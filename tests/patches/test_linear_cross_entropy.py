@@ -477,14 +477,6 @@ def test_main_grad(process: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, f
         assert ours is of_stock is None
 
 
-def test_fusion_without_a_main_grad_returns_the_gradient(process: Path) -> None:
-    model = gpt()
-    expected = outcome(model)
-    model.output_layer.gradient_accumulation_fusion = True
-    with patched():
-        assert differing(expected, outcome(model)) == []
-
-
 # --- what stays stock --------------------------------------------------------------------------------------------------
 
 
@@ -590,12 +582,6 @@ def test_stock_stays_for_callers_who_need_logits(process: Path, tmp_path: Path) 
         model.config.cross_entropy_loss_fusion = False
         forward(model)
         assert len(made) == 3
-
-
-def test_sharded_rematerialisation_keeps_its_logits(process: Path) -> None:
-    model = gpt()
-    model.output_layer.gtp_remat_size = 2
-    assert "GTP" in str(linear_cross_entropy._obstacle(model, {}))
 
 
 def test_other_layers_and_other_models_are_stock(process: Path) -> None:

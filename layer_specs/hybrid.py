@@ -34,7 +34,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import nam56r as gpt_host
 from megacpp_mcore.layer_specs.mtp import mtp_block
 from megacpp_mcore.layer_specs.parts import parts_for
-from megacpp_mcore.layer_specs.regions import treatment_of_run
+from megacpp_mcore.layer_specs.regions import region_plan
 from megacpp_mcore.model import Model, hybrid
 from megacpp_mcore.model.training import HYBRID
 
@@ -134,7 +134,7 @@ class SharedMTPLayer(MultiTokenPredictionLayer):
             raise ModelError(f"the MTP pattern is {mtp_layer_pattern!r}; NAM56R's is {hybrid.MTP_BLOCK!r}, write that")
         settings = plugin_config.from_environment()
         dispatcher = Dispatcher(settings.backends if settings is not None else None)
-        (spec,) = treatment_of_run(settings, config).mtp(mtp_block(parts_for(config), dispatcher)).layer_specs
+        (spec,) = region_plan(settings, config).mtp(mtp_block(parts_for(config), dispatcher)).layer_specs
         super().__init__(
             config, spec.submodules, layer_number, vp_stage=vp_stage, pg_collection=pg_collection, name=name
         )

@@ -128,7 +128,7 @@ def implementation(config: TransformerConfig) -> str:
 
 def compute_device() -> str:
     """``cuda`` or, on the CPU lane and where there is no GPU, ``cpu``."""
-    on_lane = isinstance(torch.overrides._get_current_function_mode(), cpu.CpuDeviceMode)
+    on_lane = cpu.answers_here()
     return "cuda" if torch.cuda.is_available() and not on_lane else "cpu"
 
 

@@ -330,13 +330,11 @@ PATCH = Patch(
             "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
             "41700c5f809c197c24d995bcb23b1638edc799c3542fec904567f32ce5af8f19",
             _with_lazy_logits,
-            separate=True,
         ),
         Edit.of(
             "megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
             "5115982845f77289edb8590befb8a00b023e5d2ff0a84ce8099029ffddbd4194",
             _with_lazy_logits,
-            separate=True,
         ),
         Edit.of(
             "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward",

@@ -19,8 +19,6 @@ from megacpp_mcore.commands import report as report_command
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.launch import launcher
 from megacpp_mcore.launch import plan as launch_plan
-from megacpp_mcore.observe import run as observation
-from megacpp_mcore.patches.machinery import registry
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -144,25 +142,11 @@ def _add_launch(subparsers: Any) -> None:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    recording = launcher.Recording.read(args)
-    _refuse_at_once(args, recording)
     return launcher.launch(
         args.stock_command,
         device=args.device,
         nproc=args.nproc,
         allowed_spec_prefixes=(*launch_plan.ALLOWED_SPEC_PREFIXES, *args.allow_spec_from),
         patches=args.patch,
-        recording=recording,
-    )
-
-
-def _refuse_at_once(args: argparse.Namespace, recording: launcher.Recording) -> None:
-    """Refuse what is wrong by the command line alone: the launcher would do so after torch, or Megatron, is imported."""
-    registry.default().select(args.patch)
-    observation.choose(  # but for the tool of a profile, which depends on the device
-        args.stock_command,
-        observe=recording.observe,
-        off=recording.off,
-        record_steps=recording.steps,
-        profile=recording.profile,
+        recording=launcher.Recording.read(args),
     )

@@ -29,7 +29,8 @@ import yaml
 
 from experiments import probe
 from megacpp_mcore.arguments.lowering import lower
-from megacpp_mcore.bench.measure import Table, device_name, versions
+from megacpp_mcore.bench.measure import device_name, versions
+from megacpp_mcore.bench.table import Table
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import Layout, preset, with_overrides

@@ -7,12 +7,23 @@ from typing import Any
 
 import torch
 
-from megacpp_mcore.bench.problem import BOTH, FORWARD, OURS, Tensors, Variant, Verdict
+from megacpp_mcore.bench.problem import BOTH, FORWARD, OURS, Call, Inputs, Tensors, Variant, Verdict, with_gradients
 from megacpp_mcore.bench.table import GREEN, IS_REFERENCE
 from megacpp_mcore.ops.testing import PEER_RATIO, row_norms, worst_row
 
 YARDSTICK_LIMIT = 0.1
 """What the yardstick itself may be off by before it is no implementation of the op."""
+
+
+def in_double(call: Call) -> Callable[[Inputs], Tensors]:
+    """The truth of a forward pass that takes float64: its output, and the gradient of every leaf."""
+    return lambda inputs: with_gradients(call, inputs.in_double())
+
+
+def judged(errors: Mapping[str, float], limits: Mapping[str, float]) -> Verdict:
+    """Whether the worst rows of results are within their limits."""
+    wrong = [f"{name} {error:.1e} > {limits[name]:.1e}" for name, error in errors.items() if not error <= limits[name]]
+    return Verdict(False, f"FAILS: worst row {', '.join(wrong)}", errors) if wrong else Verdict(True, GREEN, errors)
 
 
 class AgainstTruth:
@@ -24,10 +35,11 @@ class AgainstTruth:
     Args:
         truth: from inputs to results in float64, outputs first.
         names: of the results.
-        outputs: how many of them the forward pass gives.
         limit: the largest error of a row, for all results or by name.
+        outputs: how many results the forward pass gives.
         yardstick: a variant whose own errors, times :data:`~megacpp_mcore.ops.testing.PEER_RATIO`, are allowed too.
         norms: from a result's name, its truth's row norms and the inputs to the norms that errors are measured against.
+        rows: from a result and its truth to the rows of both that are compared.
     """
 
     def __init__(
@@ -38,15 +50,11 @@ class AgainstTruth:
         *,
         outputs: int = 1,
         yardstick: str = "",
-        norms: Callable[[str, torch.Tensor, Any], torch.Tensor] | None = None,
+        norms: Callable[[str, torch.Tensor, Any], torch.Tensor] = lambda name, norm, inputs: norm,
+        rows: Callable[[torch.Tensor, torch.Tensor], Tensors] = lambda have, want: (have, want),
     ) -> None:
-        self._make, self.names, self.outputs, self.yardstick, self._norms = (
-            truth,
-            tuple(names),
-            outputs,
-            yardstick,
-            norms,
-        )
+        self._make, self._names, self._outputs, self._yardstick = truth, tuple(names), outputs, yardstick
+        self._norms, self._rows = norms, rows
         self._limits = dict.fromkeys(names, limit) if isinstance(limit, float) else dict(limit)
         self._truth: Tensors = ()
         self._allowed: dict[str, float] = {}
@@ -57,26 +65,18 @@ class AgainstTruth:
 
     def verdict(self, variant: Variant, work: str, inputs: Any) -> Verdict:
         """Run ``variant`` once and compare what it gives."""
-        found = variant.results(variant.runs[work](inputs))
+        given = variant.runs[work](inputs)
+        found = variant.results([given] if isinstance(given, torch.Tensor) else given)
         truth = self._truth if variant.truth is None else variant.truth(inputs)
-        names = self.names[: self.outputs] if work == FORWARD else self.names[: len(found)]
-        least = len(self.names) if variant.side == OURS and work == BOTH else self.outputs
+        least = len(self._names) if variant.side == OURS and work == BOTH else self._outputs
         if len(found) < least:
             return Verdict(False, f"FAILS: it gives {len(found)} results, expected at least {least}")
+        names = self._names[: self._outputs if work == FORWARD else len(found)]
         errors = {
             name: self._error(name, have.detach(), want, inputs)
-            for name, have, want in zip(names, found[: len(names)], truth[: len(names)], strict=True)
+            for name, have, want in zip(names, found, truth, strict=False)
         }
-        return self._judged(variant, errors)
-
-    def _judged(self, variant: Variant, errors: dict[str, float]) -> Verdict:
-        if variant.name == self.yardstick:
-            self._allowed = {name: PEER_RATIO * error for name, error in errors.items()}
-            limits = dict.fromkeys(errors, YARDSTICK_LIMIT)
-        elif variant.limit is not None:
-            limits = dict.fromkeys(errors, variant.limit)
-        else:
-            limits = {name: max(self._limits[name], self._allowed.get(name, 0.0)) for name in errors}
+        limits = self._limits_of(variant, errors)
         wrong = [
             f"{name} {error:.1e} > {limits[name]:.1e}" for name, error in errors.items() if not error <= limits[name]
         ]
@@ -84,9 +84,17 @@ class AgainstTruth:
             return Verdict(False, f"FAILS: worst row {', '.join(wrong)}", errors)
         return Verdict(None, IS_REFERENCE, errors) if variant.is_reference else Verdict(True, GREEN, errors)
 
+    def _limits_of(self, variant: Variant, errors: Mapping[str, float]) -> dict[str, float]:
+        if variant.name == self._yardstick:
+            self._allowed |= {name: PEER_RATIO * error for name, error in errors.items()}
+            return dict.fromkeys(errors, YARDSTICK_LIMIT)
+        if variant.limit is not None:
+            return dict.fromkeys(errors, variant.limit)
+        return {name: max(self._limits[name], self._allowed.get(name, 0.0)) for name in errors}
+
     def _error(self, name: str, have: torch.Tensor, want: torch.Tensor, inputs: Any) -> float:
-        norms = None if self._norms is None else self._norms(name, row_norms(want), inputs)
         try:
-            return worst_row(have, want, name, norms)
+            have, want = self._rows(have, want)
+            return worst_row(have, want, name, self._norms(name, row_norms(want), inputs))
         except AssertionError:  # another shape, or no numbers
             return float("inf")

@@ -11,23 +11,36 @@ with: the row says so, and what the ratio is of.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import gc
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from megacpp_mcore.bench.cases.indexer import SELECTED, selected_scores
 from megacpp_mcore.bench.cases.peers import patched
-from megacpp_mcore.bench.problem import OURS, PEER, PRECISIONS, Floor, Problem, Variant, Verdict
-from megacpp_mcore.bench.registry import Options
-from megacpp_mcore.bench.table import GREEN, IS_STOCK, NO_STOCK
+from megacpp_mcore.bench.parity import judged
+from megacpp_mcore.bench.problem import PRECISIONS, Floor, Problem, Variant, Verdict
+from megacpp_mcore.bench.registry import OURS, PEER, Options
+from megacpp_mcore.bench.table import IS_STOCK, NO_STOCK
 from megacpp_mcore.model.flops import causal_pairs, selected_pairs
 from megacpp_mcore.ops.indexer.chunked import BLOCK_ELEMENTS
+from megacpp_mcore.ops.testing import row_errors, worst_row
 
-WORK = ("forward", "loss", "train")
+WORKS = {
+    "forward": ("forward", True),
+    **{
+        f"{work}, {'sparse' if sparse else 'dense'} loss": (work, sparse)
+        for sparse in (True, False)
+        for work in ("loss", "train")
+    },
+}
+"""What is measured, and whether its loss is that of selected keys alone."""
+LIMITS = {"selected": SELECTED, "loss": 1e-4, "dq": 1e-2, "dw": 1e-2, "dk": 1e-2}
+"""The largest error of a row."""
 ONE_RANK = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
 COEFFICIENT = 0.001
 PATCH = "dsa-indexer-memory"
@@ -108,12 +121,8 @@ def draw(shape: Shape, device: str, dtype: torch.dtype, seed: int) -> Any:
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
-    S, B = shape.S, shape.B
-    leaves = (
-        normal(S, B, shape.H, shape.D),
-        normal(S, B, shape.H) * (shape.H * shape.D) ** -0.5,
-        normal(S, B, shape.D),
-    )
+    S, B, scale = shape.S, shape.B, (shape.H * shape.D) ** -0.5
+    leaves = (normal(S, B, shape.H, shape.D), normal(S, B, shape.H) * scale, normal(S, B, shape.D))
     return SimpleNamespace(
         leaves=tuple(leaf.requires_grad_() for leaf in leaves),
         query=normal(S, B, shape.A, shape.K),
@@ -123,138 +132,104 @@ def draw(shape: Shape, device: str, dtype: torch.dtype, seed: int) -> Any:
 
 
 def run(shape: Shape, inputs: Any, work: str, sparse: bool, relu: bool = True) -> tuple[Any, Any, Any]:
-    """One call through the module, patched or not: ``(indices, loss or None, gradients or None)``."""
+    """One call through the module, patched or not: ``(indices, loss or None, gradients of q, w and k or None)``."""
     from megatron.core.transformer.experimental_attention_variant import dsa
 
-    q, w, k = inputs.leaves
-    starts, ends = inputs.bounds
+    (q, w, k), (starts, ends) = inputs.leaves, inputs.bounds
     if work == "forward":
         with torch.no_grad():
-            scores, index = dsa.fused_qk_topk_naive(
-                q, k, w, shape.N, varlen_starts=starts, varlen_ends=ends, use_relu=relu
-            )
-            del scores  # as DSAttention does
+            index = dsa.fused_qk_topk_naive(q, k, w, shape.N, varlen_starts=starts, varlen_ends=ends, use_relu=relu)[1]
         return index, None, None
-    scale = shape.K**-0.5
     with torch.set_grad_enabled(work == "train"):
         index, loss = dsa.FusedDSAIndexerLoss.apply(
-            q, w, k, inputs.query, inputs.key, scale, shape.N, COEFFICIENT, None, sparse, ONE_RANK,
+            q, w, k, inputs.query, inputs.key, shape.K**-0.5, shape.N, COEFFICIENT, None, sparse, ONE_RANK,
             starts, ends, None, None, False, relu,
         )  # fmt: skip
     return index, loss.detach(), torch.autograd.grad(loss, inputs.leaves) if work == "train" else None
 
 
-def _piece(shape: Shape, work: str, sparse: bool, options: Options, inputs: Any) -> Problem:
-    call = functools.partial(run, shape, work=work, sparse=sparse)
-    name = work if work == "forward" else f"{work}, {'sparse' if sparse else 'dense'} loss"
-    floor = Floor(
-        operations=shape.operations(work, sparse),
-        moved=shape.inputs(work) + shape.outputs(work),
-        precision=PRECISIONS[options.dtype],
-        result=shape.outputs(work),
-    )
-    return Problem(
-        shape=options.shape,
-        dtype=options.dtype,
-        inputs=inputs,
-        variants=[
-            Variant(name=STOCK, side=PEER, runs={name: call}),
-            Variant(name=PATCHED, side=OURS, runs={name: call}, around=functools.partial(patched, PATCH)),
-        ],
-        works={name: floor},
-        judge=AgainstStock(shape, work, sparse),
-        stock=STOCK,
-        computed={STOCK: stock_bytes(shape, work), PATCHED: our_bytes(shape, work, sparse)},
-    )
-
-
-def problems(options: Options) -> Iterator[Problem]:
+def problem(options: Options) -> Problem:
     """Each piece of work, with the sparse and with the dense loss."""
-    sizes = options.shape
+    S, B, H, D, A, V, R, N = options.sizes(
+        "S", "B", "indexer_heads", "indexer_dim", "heads", "latent", "rope", "topk"
+    )  # fmt: skip
     dtype = getattr(torch, options.dtype)
-    heads = (sizes["S"], sizes["B"], sizes["indexer_heads"], sizes["indexer_dim"], sizes["heads"])
-    shape = Shape(*heads, sizes["latent"] + sizes["rope"], sizes["topk"], dtype.itemsize)
-    inputs = draw(shape, options.device, dtype, seed=0)
-    for sparse in (True, False):
-        for work in WORK:
-            if sparse or work != "forward":
-                yield _piece(shape, work, sparse, options, inputs)
+    shape = Shape(S, B, H, D, A, V + R, N, dtype.itemsize)
+    runs = {name: partial(run, shape, work=work, sparse=sparse) for name, (work, sparse) in WORKS.items()}
+    works: dict[str, Floor] = {}
+    computed: dict[tuple[str, str], int] = {}
+    for name, (work, sparse) in WORKS.items():
+        works[name] = Floor(
+            operations=shape.operations(work, sparse),
+            moved=shape.inputs(work) + shape.outputs(work),
+            precision=PRECISIONS[options.dtype],
+            result=shape.outputs(work),
+        )
+        computed |= {(STOCK, name): stock_bytes(shape, work), (PATCHED, name): our_bytes(shape, work, sparse)}
+    return Problem(
+        inputs=draw(shape, options.device, dtype, seed=0),
+        variants=[
+            Variant(name=STOCK, side=PEER, runs=runs),
+            Variant(name=PATCHED, side=OURS, runs=runs, around=partial(patched, PATCH)),
+        ],
+        works=works,
+        judge=AgainstStock(shape),
+        stock=STOCK,
+        computed=computed,
+    )
 
 
 class AgainstStock:
-    """Agreement with what the unpatched module gives, if that fits into memory."""
+    """Agreement with what the unpatched module gives, where that fits into memory.
 
-    def __init__(self, shape: Shape, work: str, sparse: bool) -> None:
-        self._shape, self._work, self._sparse = shape, work, sparse
-        self._expected: Any = None
+    Selections may differ in keys whose scores are equal but for rounding; gradients are compared where they do not. They are
+    computed without ReLU: of so many logits some round to the other side of its step, where gradients jump.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._expected: dict[str, Any] = {}
 
     def prepare(self, inputs: Any) -> None:
         """Run stock, in the form that can be compared with."""
-        try:
-            self._expected = reference(self._shape, inputs, self._work, self._sparse)
-            return
-        except torch.cuda.OutOfMemoryError:
-            pass  # the traceback holds tensors until here
-        gc.collect()
+        for name in WORKS:
+            with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                self._expected[name] = self._found(name, inputs, with_scores=True)
+            gc.collect()  # what the traceback held
 
     def verdict(self, variant: Variant, work: str, inputs: Any) -> Verdict:
         """Compare what runs now; stock itself is run once and not compared with itself."""
         if variant.name == STOCK:
             variant.runs[work](inputs)
             return Verdict(True, IS_STOCK)
-        if self._expected is None:
+        if work not in self._expected:
             return Verdict(None, NO_STOCK)
-        found = disagreement(self._shape, inputs, self._work, self._sparse, self._expected)
-        return Verdict(not found, f"FAILS: {found}" if found else GREEN)
+        return judged(self._errors(work, inputs), LIMITS)
 
+    def _found(self, name: str, inputs: Any, with_scores: bool = False) -> Any:
+        """What the module gives; of ``forward`` all scores, where they are wanted."""
+        from megatron.core.transformer.experimental_attention_variant import dsa
 
-def reference(shape: Shape, inputs: Any, work: str, sparse: bool) -> Any:
-    """What the unpatched module gives, to compare with; for ``forward`` with all scores, for ``train`` without ReLU.
+        work, sparse = WORKS[name]
+        if work != "forward" or not with_scores:
+            return run(self._shape, inputs, work, sparse, relu=work != "train")
+        (q, w, k), (starts, ends) = inputs.leaves, inputs.bounds
+        with torch.no_grad():
+            return dsa.fused_qk_topk_naive(q, k, w, self._shape.N, varlen_starts=starts, varlen_ends=ends)[0]
 
-    Some of so many logits round to the other side of ReLU's step, where gradients jump.
-    """
-    from megatron.core.transformer.experimental_attention_variant import dsa
-
-    if work != "forward":
-        return run(shape, inputs, work, sparse, relu=work == "loss")
-    q, w, k = inputs.leaves
-    starts, ends = inputs.bounds
-    with torch.no_grad():
-        return dsa.fused_qk_topk_naive(q, k, w, shape.N, varlen_starts=starts, varlen_ends=ends)
-
-
-def disagreement(shape: Shape, inputs: Any, work: str, sparse: bool, expected: Any) -> str:
-    """What the patched module gives differently, beyond rounding; empty if nothing.
-
-    Selections may differ in keys whose scores equal the lowest selected one but for rounding. Gradients may by 1 % of a row's
-    norm, in the worst row of those with the same selection.
-    """
-    found = run(shape, inputs, work, sparse, relu=work != "train")
-    if work == "forward":
-        score, index = expected
-        return "" if _same_selection(score, index, found[0]) else "other keys are selected"
-    if not torch.allclose(found[1], expected[1], rtol=1e-4, atol=0):
-        return f"loss {found[1].item()} instead of {expected[1].item()}"
-    if work == "loss":
-        return ""
-    same_BS = (found[0].sort(-1).values == expected[0].sort(-1).values).all(-1)
-    for name, have, want in zip("qwk", found[2], expected[2], strict=True):
-        error, norm = (have.double() - want.double()).norm(dim=-1), want.double().norm(dim=-1)
-        ratio = error / norm.clamp_min(1e-2 * norm.square().mean().sqrt())
-        if name != "k" and sparse:
-            ratio = ratio[same_BS.T]
-        if not float(ratio.max()) <= 1e-2:
-            return f"gradient of {name}: worst row {float(ratio.max()):.1e} of its norm"
-    return ""
-
-
-def _same_selection(score: torch.Tensor, theirs: torch.Tensor, ours: torch.Tensor) -> bool:
-    """Whether the same number of keys is selected, and each of ours scores at least the lowest of theirs, but for rounding."""
-    if not torch.equal((ours >= 0).sum(-1), (theirs >= 0).sum(-1)):
-        return False
-    distinct = ours.sort(-1).values
-    if bool(((distinct[..., 1:] == distinct[..., :-1]) & (distinct[..., 1:] >= 0)).any()):
-        return False
-    picked = [score.gather(-1, index.clamp_min(0)) for index in (ours, theirs)]
-    mine, lowest = (values.masked_fill(theirs < 0, float("inf")).amin(-1) for values in picked)
-    return bool((mine >= lowest - 1e-5 * lowest.abs() - 1e-6).all())
+    def _errors(self, name: str, inputs: Any) -> dict[str, float]:
+        """The worst rows of what the patched module gives."""
+        expected, (index, loss, gradients) = self._expected[name], self._found(name, inputs)
+        if loss is None:
+            try:
+                found, best = selected_scores(index, expected)
+                return {"selected": worst_row(found, best)}
+            except AssertionError:
+                return {"selected": float("inf")}
+        errors = {"loss": worst_row(loss[None], expected[1][None])}
+        if gradients is not None:
+            same_SB = (index.sort(-1).values == expected[0].sort(-1).values).all(-1).T
+            for leaf, have, want in zip("qwk", gradients, expected[2], strict=True):
+                rows = row_errors(have, want)
+                errors[f"d{leaf}"] = float((rows[same_SB] if leaf != "k" and WORKS[name][1] else rows).max())
+        return errors

@@ -76,10 +76,7 @@ def main() -> int:
         marks.append((time.perf_counter_ns(), spent))
         return result
 
-    with (
-        mock.patch.object(Notifier, "notify", listening),
-        mock.patch.object(Notifier, "notify_step", marking),
-    ):
+    with mock.patch.object(Notifier, "notify", listening), mock.patch.object(Notifier, "notify_step", marking):
         words = lower(model, Layout(), training)
         status = launcher.launch(words, device=args.device, recording=launcher.Recording(observe=str(args.run)))
     if status or len(marks) != args.steps:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -78,7 +78,7 @@ class Variant:
     results: Callable[[Tensors], Tensors] = list
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     absent: str = ""
-    truth: Callable[[Any], Tensors] | None = None
+    truth: Mapping[str, torch.Tensor] | None = None
     limit: float | None = None
     is_reference: bool = False
 
@@ -165,16 +165,6 @@ class Verdict:
     errors: Mapping[str, float] = field(default_factory=dict)
 
 
-class Judge(Protocol):
-    """Decides about parity."""
-
-    def prepare(self, inputs: Any) -> None:
-        """Make the truth, before any variant has run."""
-
-    def verdict(self, variant: Variant, work: str, inputs: Any) -> Verdict:
-        """Run ``variant`` on ``inputs`` and compare; ``variant.around()`` is in place."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One benchmark at one size.
@@ -183,7 +173,7 @@ class Problem:
         inputs: what every variant gets.
         variants: in the order in which they run.
         works: what is checked and timed, and its floor.
-        judge: decides about parity.
+        check: runs a variant on a piece of work and the inputs, in what is around it, and decides about parity.
         stock: the peer that ours are compared with; empty: the fastest one that is right.
         computed: bytes of peak memory counted by hand, by variant and work.
         shape: sizes as the table gives them, where they are not those asked for alone.
@@ -192,7 +182,7 @@ class Problem:
     inputs: Any
     variants: Sequence[Variant]
     works: Mapping[str, Floor]
-    judge: Judge
+    check: Callable[[Variant, str, Any], Verdict]
     stock: str = ""
     computed: Mapping[tuple[str, str], int] = field(default_factory=dict)
     shape: Mapping[str, Any] = field(default_factory=dict)

@@ -24,21 +24,20 @@ WORST = 5
 """Results whose errors a row names."""
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Milliseconds of one piece of work, the peak of its memory in bytes, and how often it was timed."""
-
-    ms: float
-    peak: int | None
-    repeats: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of one variant in one piece of work: its verdict, and figures, or a note that says why there are none."""
+    """What became of one variant in one piece of work.
+
+    Attributes:
+        verdict: about its parity.
+        ms: milliseconds, as the median of ``repeats`` calls; None where there is no time, and ``note`` says why.
+        peak: bytes, None where they are not counted.
+    """
 
     verdict: Verdict
-    figures: Figures | None = None
+    ms: float | None = None
+    peak: int | None = None
+    repeats: int = 0
     note: str = ""
 
 
@@ -68,7 +67,6 @@ def run(benchmark: Benchmark, options: Options, say: Callable[[str], None]) -> O
     threads = "" if options.device == "cuda" else f", {torch.get_num_threads()} threads"
     say(f"\n{benchmark.name}: {shape}, {options.dtype}, {device}{threads}")
     say(table.head())
-    problem.judge.prepare(problem.inputs)
     results = {variant.name: _measure(problem, variant, options) for variant in problem.variants}
     everywhere = {
         "benchmark": benchmark.name,
@@ -102,15 +100,17 @@ def _measure(problem: Problem, variant: Variant, options: Options) -> dict[str, 
     """Each piece of work, checked and timed. Ours has to do all of them: where it cannot do one, it has no figures."""
     left_out = variant.side == PEER and any(word in variant.name for word in options.without)
     if variant.absent or left_out:
-        return dict.fromkeys(problem.works, Result(NOT_CHECKED, note="left out" if left_out else variant.absent))
+        return dict.fromkeys(
+            problem.works, Result(verdict=NOT_CHECKED, note="left out" if left_out else variant.absent)
+        )
     with variant.around():
         found = {work: _attempt(problem, variant, work, options) for work in problem.works if work in variant.runs}
     _collect(options)
-    failed = next((work for work, result in found.items() if result.figures is None), None)
+    failed = next((work for work, result in found.items() if result.ms is None), None)
     if variant.side != OURS or failed is None:
         return found
     cause = found[failed]
-    elsewhere = Result(cause.verdict, note=cause.note and f"{failed}: {cause.note}")
+    elsewhere = Result(verdict=cause.verdict, note=cause.note and f"{failed}: {cause.note}")
     return {work: cause if work == failed else elsewhere for work in found}
 
 
@@ -119,19 +119,19 @@ def _attempt(problem: Problem, variant: Variant, work: str, options: Options) ->
     verdict = Verdict(None, table.A_BOUND)
     try:
         if variant.side != BOUND:
-            verdict = problem.judge.verdict(variant, work, problem.inputs)
+            verdict = problem.check(variant, work, problem.inputs)
         if verdict.right is False:
-            return Result(verdict)
+            return Result(verdict=verdict)
         call = partial(variant.runs[work], problem.inputs)
         peak = measure.peak_bytes(call, options.device)
         ms, repeats = measure.median_ms(call, options.device, options.seconds)
-        return Result(verdict, Figures(ms, peak, repeats))
+        return Result(verdict=verdict, ms=ms, peak=peak, repeats=repeats)
     except torch.cuda.OutOfMemoryError:
         why = OUT_OF_MEMORY
     except Exception as error:
         why = f"it raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     _collect(options)  # only here has the traceback let go of its tensors
-    return Result(Verdict(False, f"FAILS: {why}") if variant.side == OURS else NOT_CHECKED, note=why)
+    return Result(verdict=Verdict(False, f"FAILS: {why}") if variant.side == OURS else NOT_CHECKED, note=why)
 
 
 def _collect(options: Options) -> None:
@@ -144,26 +144,26 @@ def _cells(problem: Problem, variant: Variant, work: str, results: Results, devi
     """What a row says of one variant and piece of work."""
     result, floor = results[variant.name][work], problem.works[work]
     floor_ms, floor_by = table.floor_time(floor.operations, floor.moved, floor.precision, device)
-    figures, errors = result.figures, result.verdict.errors
-    worst = sorted(errors.items(), key=lambda item: -item[1])[:WORST]
+    is_timed = result.ms is not None
+    worst = sorted(result.verdict.errors.items(), key=lambda item: -item[1])[:WORST]
     return {
         "work": work,
         "variant": variant.name,
         "side": variant.side,
-        "ms": f"{figures.ms:.4f}" if figures else "",
-        "peak_bytes": "" if figures is None or figures.peak is None else figures.peak,
+        "ms": f"{result.ms:.4f}" if is_timed else "",
+        "peak_bytes": "" if result.peak is None else result.peak,
         "computed_bytes": problem.computed.get((variant.name, work), ""),
         "floor_operations": floor.operations,
         "floor_bytes": floor.moved,
         "floor_result_bytes": "" if floor.result is None else floor.result,
         "floor_ms": "" if floor_ms is None else f"{floor_ms:.4f}",
         "floor_by": floor_by,
-        "of_floor": f"{floor_ms / figures.ms:.3f}" if figures and floor_ms is not None else "",
+        "of_floor": f"{floor_ms / result.ms:.3f}" if result.ms is not None and floor_ms is not None else "",
         "parity": result.verdict.text,
         "worst_row": " ".join(f"{name}:{error:.1e}" for name, error in worst),
         **_comparison(problem, variant, work, results),
         "note": result.note,
-        "repeats": figures.repeats if figures else "",
+        "repeats": result.repeats if is_timed else "",
     }
 
 
@@ -175,20 +175,20 @@ def _comparison(problem: Problem, variant: Variant, work: str, results: Results)
     """
     nothing = {"against": "", "speed_up": "", "less_memory": ""}
     mine = results[variant.name][work]
-    if variant.side != OURS or mine.figures is None:
+    if variant.side != OURS or mine.ms is None:
         return nothing
     theirs = {
         peer.name: results[peer.name][work]
         for peer in problem.variants
         if peer.side == PEER and peer.truth is None and problem.stock in ("", peer.name) and work in results[peer.name]
     }
-    timed = {name: peer.figures for name, peer in theirs.items() if peer.figures and peer.verdict.right}
-    if timed and mine.verdict.right:
-        name, peer = min(timed.items(), key=lambda item: item[1].ms)
-        less = f"{peer.peak / mine.figures.peak:.1f}x" if peer.peak and mine.figures.peak else ""
-        return {"against": name, "speed_up": f"{peer.ms / mine.figures.ms:.3f}x", "less_memory": less}
+    times = {name: peer.ms for name, peer in theirs.items() if peer.ms is not None and peer.verdict.right}
+    if times and mine.verdict.right:
+        name = min(times, key=times.__getitem__)
+        peak = theirs[name].peak
+        less = f"{peak / mine.peak:.1f}x" if peak and mine.peak else ""
+        return {"against": name, "speed_up": f"{times[name] / mine.ms:.3f}x", "less_memory": less}
     computed = problem.computed.get((problem.stock, work))
-    if mine.figures.peak and computed and any(peer.note == OUT_OF_MEMORY for peer in theirs.values()):
-        ratio = f"{computed / mine.figures.peak:.0f}x"
-        return nothing | {"against": f"{problem.stock}, computed", "less_memory": ratio}
+    if mine.peak and computed and any(peer.note == OUT_OF_MEMORY for peer in theirs.values()):
+        return nothing | {"against": f"{problem.stock}, computed", "less_memory": f"{computed / mine.peak:.0f}x"}
     return nothing

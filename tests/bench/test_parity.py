@@ -129,19 +129,21 @@ def test_a_layers_peer_has_the_core_attention_of_stock(monkeypatch: pytest.Monke
 # --- made-up problems -----------------------------------------------------------------------------------------------------
 
 
+LEAF = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def multiple(factor: float) -> dict[str, torch.Tensor]:
+    double = LEAF.detach().double()
+    return {"y": factor * double, "dx": torch.full_like(double, factor)}
+
+
 def problem(*variants: Variant, **fields: Any) -> Problem:
     """Twice a tensor of 6 rows."""
-    leaf = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
-
-    def truth(given: Inputs) -> list[torch.Tensor]:
-        double = given.in_double().leaves["x"]
-        return [2 * double, torch.full_like(double, 2.0)]
-
     floor = Floor(operations=1, moved=1, precision="fp32")
     given: dict[str, Any] = {
-        "inputs": Inputs(leaves={"x": leaf}, cotangents={"y": torch.ones(6, 4)}),
+        "inputs": Inputs(leaves={"x": LEAF}, cotangents={"y": torch.ones(6, 4)}),
         "works": {FORWARD: floor, BOTH: floor},
-        "judge": AgainstTruth(truth, ("y", "dx"), 1e-6, yardstick="yardstick"),
+        "check": AgainstTruth(multiple(2), 1e-6, yardstick="yardstick"),
     }
     return Problem(variants=variants, **given | fields)
 
@@ -266,11 +268,7 @@ def test_stock_out_of_memory_is_compared_with_by_its_computed_bytes(
 
 
 def test_a_peer_of_other_work_is_not_what_ours_is_faster_than(outcome: Measured) -> None:
-    def tripled(inputs: Inputs) -> list[torch.Tensor]:
-        double = inputs.in_double().leaves["x"]
-        return [3 * double, torch.full_like(double, 3.0)]
-
-    other = times(3, "other work", PEER, truth=tripled)
+    other = times(3, "other work", PEER, truth=multiple(3))
     found = by_variant(outcome(other, times(2, "ours", OURS)))
     assert (found["other work"]["parity"], found["other work"]["ms"] != "") == ("green", True)
     assert found["ours"]["against"] == found["ours"]["speed_up"] == ""
@@ -413,12 +411,11 @@ def second_best(index: Any) -> None:
 def test_the_judge_of_the_selection_refuses_what_is_wrong(spoil: Callable[[Any], None]) -> None:
     made = tiny("indexer", topk=4)
     ours, inputs = ours_of(made), made.inputs
-    made.judge.prepare(inputs)
-    assert made.judge.verdict(ours, FORWARD, inputs).right is True
+    assert made.check(ours, FORWARD, inputs).right is True
     index = ours.runs[FORWARD](inputs).clone()
     spoil(index)
     spoiled = dataclasses.replace(ours, runs={FORWARD: lambda _: index})
-    assert made.judge.verdict(spoiled, FORWARD, inputs).right is False
+    assert made.check(spoiled, FORWARD, inputs).right is False
 
 
 @pytest.mark.parametrize(
@@ -436,9 +433,8 @@ def test_the_judge_of_the_indexers_memory_refuses_what_is_wrong(
 ) -> None:
     made = tiny("dsa_indexer_memory", topk=4)
     ours = ours_of(made)
-    made.judge.prepare(made.inputs)
     with ours.around():
-        verdict = made.judge.verdict(ours, work, made.inputs)
+        verdict = made.check(ours, work, made.inputs)
         assert (verdict.right, verdict.text) == (True, "green")
 
     def spoiled(*args: Any, **options: Any) -> Any:
@@ -456,7 +452,7 @@ def test_the_judge_of_the_indexers_memory_refuses_what_is_wrong(
     real = dsa_indexer_memory.run
     monkeypatch.setattr(dsa_indexer_memory, "run", spoiled)
     with ours.around():
-        found = made.judge.verdict(ours, work, made.inputs)
+        found = made.check(ours, work, made.inputs)
     assert found.right is False
     assert found.text.startswith(f"FAILS: worst row {says}")
 

@@ -1,12 +1,13 @@
 """Peak memory and time of the DSA indexer: stock Megatron's fallback, with and without the patch dsa-indexer-memory.
 
-Three pieces of work: ``forward`` (scores and top-k), ``loss`` (forward with the KL loss), ``train`` (loss, and its backward
-pass). Bytes are the peak above what was allocated before the call, so they hold outputs and temporaries; those computed are
-the same counted by hand (:func:`stock_bytes`; :func:`our_bytes` is a bound). The floor is what no implementation can do
-without: outputs for memory; for time the greater of inputs and outputs, and of the multiply-adds of causal pairs at the GPU's
-rate for products of the inputs' dtype (both sides compute in float32). No ratio is given for a piece of work unless its
-result (selection, loss, gradients) agrees with stock's in this run. Where stock runs out of memory there is nothing to agree
-with: the row says so, and what the ratio is of.
+Pieces of work: ``forward`` (scores and top-k), ``loss`` (forward with the KL loss, of selected keys alone or of all), ``train``
+(loss, and its backward pass). Bytes are the peak above what was allocated before the call, so they hold outputs and
+temporaries; those computed are the same counted by hand (:func:`stock_bytes`; :func:`our_bytes` is a bound). The floor is what
+no implementation can do without: outputs for memory; for time the greater of inputs and outputs, and of the multiply-adds of
+causal pairs at the GPU's rate for products of the inputs' dtype (both sides compute in float32). Where stock runs out of
+memory there is nothing to agree with: the row says so, and what its ratio is of.
+
+Legend: S queries and keys, B batch, H indexer heads of D, A attention heads of K (one key head), N selected keys.
 """
 
 from __future__ import annotations
@@ -32,11 +33,7 @@ from megacpp_mcore.ops.testing import row_errors, worst_row
 
 WORKS = {
     "forward": ("forward", True),
-    **{
-        f"{work}, {'sparse' if sparse else 'dense'} loss": (work, sparse)
-        for sparse in (True, False)
-        for work in ("loss", "train")
-    },
+    **{f"{work}, {kind} loss": (work, kind == "sparse") for kind in ("sparse", "dense") for work in ("loss", "train")},
 }
 """What is measured, and whether its loss is that of selected keys alone."""
 LIMITS = {"selected": SELECTED, "loss": 1e-4, "dq": 1e-2, "dw": 1e-2, "dk": 1e-2}
@@ -49,7 +46,7 @@ STOCK, PATCHED = "stock", f"patch {PATCH}"
 
 @dataclass(frozen=True)
 class Shape:
-    """One size: sq = sk = S, batch B, H indexer heads of D, A attention heads of K (one key head), N selected keys."""
+    """One size, and what its pieces of work read, write and compute."""
 
     S: int
     B: int
@@ -60,14 +57,9 @@ class Shape:
     N: int
     itemsize: int = 2
 
-    @property
-    def all_selected(self) -> int:
-        """Queries of a row that have no more keys than are selected, and so need no scores for a selection."""
-        return min(self.N, self.S)
-
     def inputs(self, work: str) -> int:
         """Bytes of the indexer's q, k and weights, of queries that need scores; with the loss, of attention's query and key."""
-        queries = self.S - (self.all_selected if work == "forward" else 0)
+        queries = self.S - (min(self.N, self.S) if work == "forward" else 0)
         numbers = queries * (self.H * self.D + self.H) + (self.S * self.D if queries else 0)
         attention = self.S * (self.A * self.K + self.K) if work != "forward" else 0
         return self.B * (numbers + attention) * self.itemsize
@@ -84,14 +76,11 @@ class Shape:
         logits, and of the gradient two products (of q and of k): of the selected pairs, or for the dense loss of all.
         """
         causal = causal_pairs(self.S)
-        scored = causal - (causal_pairs(self.all_selected) if work == "forward" else 0)
+        if work == "forward":
+            return 2 * self.B * (causal - causal_pairs(min(self.N, self.S))) * self.H * self.D
         reached = selected_pairs(self.S, self.N) if sparse else causal
-        found = scored * self.H * self.D
-        if work != "forward":
-            found += reached * self.A * self.K
-        if work == "train":
-            found += 2 * reached * self.H * self.D
-        return 2 * self.B * found
+        scored = causal + (2 * reached if work == "train" else 0)
+        return 2 * self.B * (scored * self.H * self.D + reached * self.A * self.K)
 
 
 def stock_bytes(shape: Shape, work: str) -> int:
@@ -131,15 +120,25 @@ def draw(shape: Shape, device: str, dtype: torch.dtype, seed: int) -> Any:
     )
 
 
-def run(shape: Shape, inputs: Any, work: str, sparse: bool, relu: bool = True) -> tuple[Any, Any, Any]:
-    """One call through the module, patched or not: ``(indices, loss or None, gradients of q, w and k or None)``."""
+def run(
+    shape: Shape, inputs: Any, work: str, sparse: bool, relu: bool = True, with_scores: bool = False
+) -> tuple[Any, Any, Any]:
+    """One call through the module, patched or not.
+
+    Returns:
+        Indices (or of ``forward``, where they are wanted, all scores), the loss or None, the gradients of q, w and k or None.
+    """
     from megatron.core.transformer.experimental_attention_variant import dsa
 
     (q, w, k), (starts, ends) = inputs.leaves, inputs.bounds
     if work == "forward":
         with torch.no_grad():
-            index = dsa.fused_qk_topk_naive(q, k, w, shape.N, varlen_starts=starts, varlen_ends=ends, use_relu=relu)[1]
-        return index, None, None
+            bounds = {"varlen_starts": starts, "varlen_ends": ends}
+            return (
+                dsa.fused_qk_topk_naive(q, k, w, shape.N, use_relu=relu, **bounds)[0 if with_scores else 1],
+                None,
+                None,
+            )
     with torch.set_grad_enabled(work == "train"):
         index, loss = dsa.FusedDSAIndexerLoss.apply(
             q, w, k, inputs.query, inputs.key, shape.K**-0.5, shape.N, COEFFICIENT, None, sparse, ONE_RANK,
@@ -150,30 +149,29 @@ def run(shape: Shape, inputs: Any, work: str, sparse: bool, relu: bool = True) -
 
 def problem(options: Options) -> Problem:
     """Each piece of work, with the sparse and with the dense loss."""
-    S, B, H, D, A, V, R, N = options.sizes(
-        "S", "B", "indexer_heads", "indexer_dim", "heads", "latent", "rope", "topk"
-    )  # fmt: skip
-    dtype = getattr(torch, options.dtype)
+    dtype, (V, R) = getattr(torch, options.dtype), options.sizes("latent", "rope")
+    S, B, H, D, A, N = options.sizes("S", "B", "indexer_heads", "indexer_dim", "heads", "topk")
     shape = Shape(S, B, H, D, A, V + R, N, dtype.itemsize)
+    inputs = draw(shape, options.device, dtype, seed=0)
     runs = {name: partial(run, shape, work=work, sparse=sparse) for name, (work, sparse) in WORKS.items()}
-    works: dict[str, Floor] = {}
     computed: dict[tuple[str, str], int] = {}
+    works: dict[str, Floor] = {}
     for name, (work, sparse) in WORKS.items():
+        computed |= {(STOCK, name): stock_bytes(shape, work), (PATCHED, name): our_bytes(shape, work, sparse)}
         works[name] = Floor(
             operations=shape.operations(work, sparse),
             moved=shape.inputs(work) + shape.outputs(work),
             precision=PRECISIONS[options.dtype],
             result=shape.outputs(work),
         )
-        computed |= {(STOCK, name): stock_bytes(shape, work), (PATCHED, name): our_bytes(shape, work, sparse)}
     return Problem(
-        inputs=draw(shape, options.device, dtype, seed=0),
+        inputs=inputs,
         variants=[
             Variant(name=STOCK, side=PEER, runs=runs),
             Variant(name=PATCHED, side=OURS, runs=runs, around=partial(patched, PATCH)),
         ],
         works=works,
-        judge=AgainstStock(shape),
+        check=AgainstStock(shape, inputs),
         stock=STOCK,
         computed=computed,
     )
@@ -186,50 +184,34 @@ class AgainstStock:
     computed without ReLU: of so many logits some round to the other side of its step, where gradients jump.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, inputs: Any) -> None:
         self._shape = shape
-        self._expected: dict[str, Any] = {}
-
-    def prepare(self, inputs: Any) -> None:
-        """Run stock, in the form that can be compared with."""
-        for name in WORKS:
+        self._expected: dict[str, tuple[Any, Any, Any]] = {}
+        for name, (work, sparse) in WORKS.items():
             with contextlib.suppress(torch.cuda.OutOfMemoryError):
-                self._expected[name] = self._found(name, inputs, with_scores=True)
+                self._expected[name] = run(shape, inputs, work, sparse, relu=work != "train", with_scores=True)
             gc.collect()  # what the traceback held
 
-    def verdict(self, variant: Variant, work: str, inputs: Any) -> Verdict:
+    def __call__(self, variant: Variant, name: str, inputs: Any) -> Verdict:
         """Compare what runs now; stock itself is run once and not compared with itself."""
         if variant.name == STOCK:
-            variant.runs[work](inputs)
+            variant.runs[name](inputs)
             return Verdict(True, IS_STOCK)
-        if work not in self._expected:
+        if name not in self._expected:
             return Verdict(None, NO_STOCK)
-        return judged(self._errors(work, inputs), LIMITS)
-
-    def _found(self, name: str, inputs: Any, with_scores: bool = False) -> Any:
-        """What the module gives; of ``forward`` all scores, where they are wanted."""
-        from megatron.core.transformer.experimental_attention_variant import dsa
-
         work, sparse = WORKS[name]
-        if work != "forward" or not with_scores:
-            return run(self._shape, inputs, work, sparse, relu=work != "train")
-        (q, w, k), (starts, ends) = inputs.leaves, inputs.bounds
-        with torch.no_grad():
-            return dsa.fused_qk_topk_naive(q, k, w, self._shape.N, varlen_starts=starts, varlen_ends=ends)[0]
-
-    def _errors(self, name: str, inputs: Any) -> dict[str, float]:
-        """The worst rows of what the patched module gives."""
-        expected, (index, loss, gradients) = self._expected[name], self._found(name, inputs)
+        index, loss, gradients = run(self._shape, inputs, work, sparse, relu=work != "train")
+        expected, expected_loss, expected_gradients = self._expected[name]
         if loss is None:
             try:
                 found, best = selected_scores(index, expected)
-                return {"selected": worst_row(found, best)}
+                return judged({"selected": worst_row(found, best)}, LIMITS)
             except AssertionError:
-                return {"selected": float("inf")}
-        errors = {"loss": worst_row(loss[None], expected[1][None])}
+                return judged({"selected": float("inf")}, LIMITS)
+        errors = {"loss": worst_row(loss[None], expected_loss[None])}
         if gradients is not None:
-            same_SB = (index.sort(-1).values == expected[0].sort(-1).values).all(-1).T
-            for leaf, have, want in zip("qwk", gradients, expected[2], strict=True):
+            same_SB = (index.sort(-1).values == expected.sort(-1).values).all(-1).T
+            for leaf, have, want in zip("qwk", gradients, expected_gradients, strict=True):
                 rows = row_errors(have, want)
-                errors[f"d{leaf}"] = float((rows[same_SB] if leaf != "k" and WORKS[name][1] else rows).max())
-        return errors
+                errors[f"d{leaf}"] = float((rows[same_SB] if leaf != "k" and sparse else rows).max())
+        return judged(errors, LIMITS)

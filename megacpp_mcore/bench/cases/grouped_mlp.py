@@ -52,7 +52,7 @@ def problem(options: Options) -> Problem:
             Variant.of("reference", OURS, reference),
         ],
         works=Floor.pair(feed_forward(T, D, width), weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
-        judge=AgainstTruth(in_double(reference), inputs.names, LIMITS[options.dtype]),
+        check=AgainstTruth(in_double(reference, inputs), LIMITS[options.dtype]),
     )
 
 

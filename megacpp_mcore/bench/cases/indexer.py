@@ -33,21 +33,20 @@ def problem(options: Options) -> Problem:
     def run(fn: Any, inputs: Inputs) -> Any:
         return fn(*inputs.leaves.values(), N)
 
-    def scores(inputs: Inputs) -> Tensors:
-        return [indexer_scores(*inputs.in_double().leaves.values())]
-
     # Of queries that select every key they see, no score is needed.
     scored = causal_pairs(S) - causal_pairs(min(N, S))
     moved = S * B * (H * D + D + H) * draw.itemsize + S * B * min(N, S) * 4
     floor = Floor(operations=2 * B * scored * H * (D + 1), moved=moved, precision=PRECISIONS[options.dtype])
+    inputs = Inputs(leaves=_drawn(draw, options))
+    truth = {"selected": indexer_scores(*inputs.in_double().leaves.values())}
     return Problem(
-        inputs=Inputs(leaves=_drawn(draw, options)),
+        inputs=inputs,
         variants=[
             Variant.of(STOCK, PEER, lambda inputs: _stock(inputs, N)),
             *Variant.candidates("indexer", options, run, dim=D),
         ],
         works={FORWARD: floor},
-        judge=AgainstTruth(scores, ("selected",), SELECTED, rows=selected_scores),
+        check=AgainstTruth(truth, SELECTED, rows=selected_scores),
         stock=STOCK,
     )
 
@@ -64,11 +63,9 @@ def gradient_problem(options: Options) -> Problem:
         loss, *gradients = fn(*inputs.leaves.values(), index_BSN, target_BSN, 1.0)
         return [loss[None], *gradients]
 
-    def truth(inputs: Inputs) -> Tensors:
-        double = list(inputs.in_double().leaves.values())
-        loss = indexer_loss(indexer_scores(*double), index_BSN, target_BSN.double())
-        return [loss[None], *torch.autograd.grad(loss, double)]
-
+    double = list(Inputs(leaves=leaves).in_double().leaves.values())
+    true_loss = indexer_loss(indexer_scores(*double), index_BSN, target_BSN.double())
+    truth = dict(zip(LIMITS, (true_loss[None], *torch.autograd.grad(true_loss, double)), strict=True))
     moved = 2 * S * B * (H * D + D + H) * draw.itemsize + S * B * min(N, S) * 8
     operations = 6 * B * selected_pairs(S, N) * H * (D + 1)
     ours = Variant.candidates("indexer_grad", options, run, dim=D)
@@ -79,7 +76,7 @@ def gradient_problem(options: Options) -> Problem:
             *(dataclasses.replace(one, runs={GRADIENT: one.runs[FORWARD]} if one.runs else {}) for one in ours),
         ],
         works={GRADIENT: Floor(operations=operations, moved=moved, precision=PRECISIONS[options.dtype])},
-        judge=AgainstTruth(truth, tuple(LIMITS), LIMITS, outputs=len(LIMITS)),
+        check=AgainstTruth(truth, LIMITS, outputs=len(LIMITS)),
     )
 
 

@@ -92,11 +92,7 @@ def _problem(letter: str, role: str | None, peer: Callable[[Plan, Built], Varian
         inputs=inputs,
         variants=[peer(plan, ours), ours.variant(f"ours ({ours.backends})", OURS)],
         works=Floor.pair(_work(plan), weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
-        judge=AgainstTruth(
-            partial(_truth, plan, ours),
-            (*inputs.names, *(f"d{name}" for name, _ in ours.module.named_parameters())),
-            LIMITS[options.dtype],
-        ),
+        check=AgainstTruth(_truth(plan, ours, inputs), LIMITS[options.dtype]),
     )
 
 
@@ -121,12 +117,13 @@ def _work(plan: Plan) -> Work:
     return Work(whole.forward - head.forward, whole.backward - head.backward)
 
 
-def _truth(plan: Plan, ours: Built, inputs: Inputs) -> Tensors:
+def _truth(plan: Plan, ours: Built, inputs: Inputs) -> dict[str, torch.Tensor]:
     """The layer once more, its ops on their references."""
     references = [candidate.op for candidate in own_candidates() if candidate.name == REFERENCE]
     layer = _build(plan, dict.fromkeys(references, REFERENCE))
     _same_weights(ours.module, layer.module)
-    return with_gradients(layer.run, inputs, layer.leaves(inputs))
+    names = (*inputs.names, *(f"d{name}" for name, _ in layer.module.named_parameters()))
+    return dict(zip(names, with_gradients(layer.run, inputs, layer.leaves(inputs)), strict=True))
 
 
 def _same_weights(source: Any, target: Any) -> None:

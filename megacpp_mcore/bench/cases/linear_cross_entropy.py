@@ -54,14 +54,14 @@ def problem(options: Options) -> Problem:
         inputs=inputs,
         variants=[
             *_stock(hidden, vocab),
-            _liger(options),
+            _liger(options, inputs),
             _variant("reference", OURS, _called(reference.linear_cross_entropy)),
             _variant("chunked", OURS, _called(lambda *given: chunked.linear_cross_entropy(*given).loss)),
             Variant(name="chunked, main_grad", side=OURS, runs={BOTH: _into(torch.zeros_like(weight_VH).float())}),
             Variant(name="three dense products", side=BOUND, runs={BOTH: _products(tokens, vocab, weight_VH)}),
         ],
         works={BOTH: Floor(operations=operations, moved=moved, precision=PRECISIONS[options.dtype])},
-        judge=AgainstTruth(in_double(_dense), inputs.names, LIMITS[options.dtype], yardstick=STOCK),
+        check=AgainstTruth(in_double(_dense, inputs), LIMITS[options.dtype], yardstick=STOCK),
     )
 
 
@@ -136,7 +136,7 @@ def _products(tokens: int, vocab: int, weight_VH: torch.Tensor) -> Callable[[Inp
     return run
 
 
-def _liger(options: Options) -> Variant:
+def _liger(options: Options, inputs: Inputs) -> Variant:
     """Its loss is the mean of the tokens', which is other work than ours."""
     name = "Liger (mean only)"
     if reason := lacking(options.device, "liger_kernel", "Liger"):
@@ -152,5 +152,5 @@ def _liger(options: Options) -> Variant:
         name=name,
         side=PEER,
         runs={BOTH: partial(mean, theirs)},
-        truth=lambda inputs: mean(lambda double: _dense(double).mean(), inputs.in_double()),
+        truth=dict(zip(inputs.names, mean(lambda double: _dense(double).mean(), inputs.in_double()), strict=True)),
     )

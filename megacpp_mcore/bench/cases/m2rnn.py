@@ -64,17 +64,13 @@ def problem(options: Options) -> Problem:
         theirs = partial(_in_one_dtype, importlib.import_module("xma.functional").m2rnn)
         peer = Variant.of(XMA, PEER, partial(recur, partial(m2rnn, recurrence=theirs)), limit=ROUNDED_STATE)
     ours = Variant.candidates("m2rnn", options, recur, key_dim=K, value_dim=V)
+    sequential = partial(recur, partial(m2rnn, recurrence=m2rnn_sequential))
     values, given = (B * S * width * draw.itemsize for width in (H * V, sum(widths)))
     return Problem(
         inputs=inputs,
         variants=[peer, *sorted(ours, key=lambda one: one.name != YARDSTICK)],
         works=Floor.pair(m2rnn_recurrence(B * S, H, K, V), given + values, 3 * given + 2 * values, options.dtype),
-        judge=AgainstTruth(
-            in_double(partial(recur, partial(m2rnn, recurrence=m2rnn_sequential))),
-            inputs.names,
-            LIMITS[options.dtype],
-            yardstick=YARDSTICK,
-        ),
+        check=AgainstTruth(in_double(sequential, inputs), LIMITS[options.dtype], yardstick=YARDSTICK),
     )
 
 

@@ -63,7 +63,7 @@ def problem(options: Options) -> Problem:
         works=Floor.pair(
             mamba_scan(B, S, H, ssm), moved, 2 * moved + B * S * sum(widths) * draw.itemsize, options.dtype
         ),
-        judge=AgainstTruth(in_double(sequential), inputs.names, limits),
+        check=AgainstTruth(in_double(sequential, inputs), limits),
     )
 
 

@@ -38,7 +38,7 @@ def problem(options: Options) -> Problem:
         output: torch.Tensor = fn(*inputs.leaves.values(), softmax_scale=scale)
         return output
 
-    def norms(name: str, norm: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
         """In the gradient of the first queries everything cancels: they are measured against the terms that do."""
         if name == "dq":
             norm[:EARLY] = early_causal_terms([*inputs.leaves.values(), *inputs.cotangents.values()], scale)
@@ -58,8 +58,8 @@ def problem(options: Options) -> Problem:
             *Variant.candidates("mla", options, attend, qk_dim=K, v_dim=V),
         ],
         works=Floor.pair(work, forward, forward + backward, options.dtype),
-        judge=AgainstTruth(
-            in_double(partial(attend, mla_attention)), inputs.names, LIMITS[options.dtype], yardstick=stock, norms=norms
+        check=AgainstTruth(
+            in_double(partial(attend, mla_attention), inputs), LIMITS[options.dtype], yardstick=stock, norms=norms
         ),
         stock=stock,
     )

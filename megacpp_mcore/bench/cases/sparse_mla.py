@@ -39,7 +39,7 @@ def problem(options: Options) -> Problem:
         output: torch.Tensor = fn(*inputs.leaves.values(), inputs.fixed["index"], **how)
         return output
 
-    def norms(name: str, norm: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
         """In the gradient of the first queries, which select all that they may see, everything cancels: as for ``mla``."""
         if name == "dq":
             (q, kv), early = inputs.leaves.values(), min(EARLY, N, S)
@@ -61,8 +61,8 @@ def problem(options: Options) -> Problem:
             2 * forward + output + queries + keys,
             options.dtype,
         ),
-        judge=AgainstTruth(
-            in_double(partial(run, attend)), inputs.names, LIMITS[options.dtype], yardstick=STOCK, norms=norms
+        check=AgainstTruth(
+            in_double(partial(run, attend), inputs), LIMITS[options.dtype], yardstick=STOCK, norms=norms
         ),
         stock=STOCK,
     )

@@ -46,7 +46,8 @@ from megacpp_mcore.util.files import flush_to_disk, locked
 
 PIECE_BYTES = 16 << 20
 _MAX_DOCUMENT_TOKENS = 2**31 - 1
-_BUILT = "dataset"
+_NEW, _REPLACING = "dataset", "replacement"
+"""What files are called while they are built: with --overwrite the second, which lets no later call without it replace any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +176,7 @@ def carry_out(plan: Plan, workers: int = 1, progress: TextIO | None = None) -> l
 
 @contextmanager
 def _building(prefix: str) -> Iterator[tuple[Path, bool]]:
-    """The folder in which ``prefix`` is built, for this process alone, and whether a killed run had left files there.
+    """The folder in which ``prefix`` is built, for this process alone, and whether a killed run had left new files there.
 
     Raises:
         DataError: another process is preparing ``prefix``.
@@ -201,11 +202,11 @@ def _building(prefix: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _clear(folder: Path) -> bool:
-    """Remove what a preparation builds in ``folder``, and return whether there was any of it."""
-    built = list(folder.glob(f"{_BUILT}.*"))
-    for path in built:
+    """Remove what a preparation builds in ``folder``, and return whether there was any of it that replaces nothing."""
+    new, replacing = (list(folder.glob(f"{name}.*")) for name in (_NEW, _REPLACING))
+    for path in (*new, *replacing):
         path.unlink()
-    return bool(built)
+    return bool(new)
 
 
 def _refuse_existing(plan: Plan) -> None:
@@ -229,7 +230,7 @@ def _build(plan: Plan, folder: Path, workers: int, stream: TextIO | None) -> lis
     """Write the datasets of ``plan``, with their manifests, in ``folder``; return their prefixes there."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    built = [str(folder / f"{_BUILT}.{number}") for number in range(len(plan.splits))]
+    built = [str(folder / f"{_REPLACING if plan.overwrite else _NEW}.{number}") for number in range(len(plan.splits))]
     builders = [IndexedDatasetBuilder(prefix + ".bin", dtype=plan.dtype.type) for prefix in built]
     documents = np.zeros((len(built), len(plan.sources)), dtype=np.int64)
     text_bytes = [0 for _ in built]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -517,7 +518,7 @@ def test_layers_of_a_width_that_no_model_has_are_refused() -> None:
         tiny("layer_m", hidden=100)
 
 
-def test_a_benchmark_that_cannot_be_built_leaves_the_others_in_the_table(
+def test_what_went_wrong_is_a_failure_and_the_others_are_in_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stopped(benchmark: Any, options: Options, say: Any) -> runner.Outcome:
@@ -528,7 +529,11 @@ def test_a_benchmark_that_cannot_be_built_leaves_the_others_in_the_table(
     real = runner.run
     monkeypatch.setattr(runner, "run", stopped)
     monkeypatch.setattr(measure, "one_process", lambda device: contextlib.nullcontext())
-    words = ["--device", "cpu", "--size", "tiny", "--seconds", "0"]
+    words = ["--device", "cpu", "--size", "tiny", "--seconds", "0", "--without", "xma", "unknown"]
     assert cli.main(["bench", "run", "mla", "m2rnn", *words, "--output", str(tmp_path / "rows.csv")]) == 1
-    assert "mla: it could not be run: RuntimeError: no room" in capsys.readouterr().out
-    assert "m2rnn,op,B=2 S=24" in (tmp_path / "rows.csv").read_text()
+    said = capsys.readouterr().out
+    assert "mla: it could not be run: RuntimeError: no room" in said
+    assert "--without unknown: no variant is so called; there are reference, triton, xma" in said
+    with (tmp_path / "rows.csv").open(newline="") as source:
+        notes = {row["variant"].split("'")[0]: row["note"] for row in csv.DictReader(source)}
+    assert (notes["xma"], notes["reference"]) == ("left out", "")

@@ -248,6 +248,10 @@ def test_a_kill_while_datasets_are_replaced_leaves_no_manifest_that_lies(texts, 
                 torn += 1
     assert torn >= 4
     assert read_outputs(output.parent) == uninterrupted
+    assert kill_once(texts, output, 1, overwrite=True)
+    with pytest.raises(DataError, match=r"data_train\.bin exists"):  # it is not a new one that was killed
+        run(texts, output, split=SPLIT)
+    assert read_outputs(output.parent) == uninterrupted
 
 
 def test_a_killed_pool_ends_and_the_same_call_starts_anew(tmp_path):

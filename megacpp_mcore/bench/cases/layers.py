@@ -70,6 +70,10 @@ class Built:
         """Input and parameters."""
         return [inputs.leaves["hidden"], *self.module.parameters()]
 
+    def take_weights(self, other: Built) -> None:
+        """Copy every parameter of another such layer."""
+        self.module.load_state_dict(dict(other.module.named_parameters()), strict=False)  # TE's have an extra state
+
     def variant(self, name: str, side: str) -> Variant:
         """The layer as a variant, with the gradients of its input and of every parameter."""
         return Variant.of(name, side, self.run, leaves=self.leaves, is_reference=side == OURS and self.is_reference)
@@ -121,13 +125,9 @@ def _truth(plan: Plan, ours: Built, inputs: Inputs) -> dict[str, torch.Tensor]:
     """The layer once more, its ops on their references."""
     references = [candidate.op for candidate in own_candidates() if candidate.name == REFERENCE]
     layer = _build(plan, dict.fromkeys(references, REFERENCE))
-    _same_weights(ours.module, layer.module)
+    layer.take_weights(ours)
     names = (*inputs.names, *(f"d{name}" for name, _ in layer.module.named_parameters()))
     return dict(zip(names, with_gradients(layer.run, inputs, layer.leaves(inputs)), strict=True))
-
-
-def _same_weights(source: Any, target: Any) -> None:
-    target.load_state_dict(dict(source.named_parameters()), strict=False)
 
 
 def _stir(module: Any, draw: Draw) -> None:
@@ -254,7 +254,7 @@ def _none(reason: str) -> Callable[[Plan, Built], Variant]:
 def _with_stock_core(plan: Plan, ours: Built) -> Variant:
     """The same layer with the core attention that stock's own specs put there."""
     theirs = _build(plan, {}, stock_core=True)
-    _same_weights(ours.module, theirs.module)
+    theirs.take_weights(ours)
     return theirs.variant("stock core attention", PEER)
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from megacpp_mcore.bench.cases.peers import patched, with_engine
-from megacpp_mcore.bench.conditioning import EARLY, early_causal_terms
 from megacpp_mcore.bench.parity import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.bench.registry import OURS, PEER, Options
 from megacpp_mcore.model.flops import causal_pairs, product
 from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.ops.testing import EARLY, early_causal_terms
 
 LIMITS = {"bfloat16": 5e-3, "float32": 4e-6}
 """The largest error of a row; stock in bf16 is further off, and is the yardstick."""

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from megacpp_mcore.bench.conditioning import EARLY, early_causal_terms
 from megacpp_mcore.bench.parity import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.model.flops import product, selected_pairs
 from megacpp_mcore.ops.indexer.reference import causal_topk
 from megacpp_mcore.ops.sparse_mla.reference import attend
+from megacpp_mcore.ops.testing import EARLY, early_causal_terms
 
 LIMITS = {"bfloat16": 5e-3, "float32": 4e-6}
 STOCK = "stock unfused"

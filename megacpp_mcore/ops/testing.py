@@ -123,8 +123,8 @@ def query_gradient_terms(
 ) -> torch.Tensor:
     """How large the terms are that cancel in a query's gradient: norms ``[S, B, H]``, float64.
 
-    They are those of ``scale · Σ_j p_j (do·v_j − Σ_i p_i do·v_i) k_j`` with all products of magnitudes. Legend: S queries, T keys,
-    B batch, H heads, K query-key width, V value width; ``do`` is the gradient of the output.
+    They are those of ``scale · Σ_j p_j (do·v_j − Σ_i p_i do·v_i) k_j`` with all products of magnitudes. Legend: S queries, T
+    keys, B batch, H heads, K query-key width, V value width; ``do`` is the gradient of the output.
 
     Args:
         hidden: bool, broadcastable to [B, H, S, T]; each query sees at least one key.

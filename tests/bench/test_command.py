@@ -54,20 +54,18 @@ def test_every_op_and_every_kind_of_layer_has_a_benchmark() -> None:
     assert {one.covers for one in BENCHMARKS.values() if one.kind == LAYER} == kinds | {"mtp"}
 
 
-def test_every_benchmark_can_be_loaded() -> None:
+def test_full_sizes_are_those_of_nam56r() -> None:
+    shapes = {name: one.shapes[FULL] for name, one in BENCHMARKS.items()}
+    assert shapes["mla"] == {"B": 2, "S": 4096, "heads": 56, "qk": 128, "v": 64}
+    assert shapes["linear_cross_entropy"] == {"B": 2, "S": 4096, "hidden": 3584, "vocab": 65536}
+    mimo, siso = shapes["mamba3"], shapes["mamba3_siso"]
+    assert (mimo["rank"], mimo["groups"], siso["rank"], siso["mamba_heads"]) == (4, 8, 1, 112)
+    assert shapes["dsa_indexer_memory"]["S"] == 16384
+    assert all(shapes[one.name]["hidden"] == 3584 for one in BENCHMARKS.values() if one.kind == LAYER)
     for one in BENCHMARKS.values():
+        assert one.shapes[FULL].keys() == one.shapes[TINY].keys()
         module, _, function = one.problem.partition(":")
         assert callable(getattr(importlib.import_module(f"megacpp_mcore.bench.cases.{module}"), function)), one.name
-        assert one.shapes[FULL].keys() == one.shapes[TINY].keys()
-
-
-def test_full_sizes_are_those_of_nam56r() -> None:
-    assert BENCHMARKS["mla"].shapes[FULL] == {"B": 2, "S": 4096, "heads": 56, "qk": 128, "v": 64}
-    assert BENCHMARKS["linear_cross_entropy"].shapes[FULL] == {"B": 2, "S": 4096, "hidden": 3584, "vocab": 65536}
-    mimo, siso = (BENCHMARKS[name].shapes[FULL] for name in ("mamba3", "mamba3_siso"))
-    assert (mimo["rank"], mimo["groups"], siso["rank"], siso["mamba_heads"]) == (4, 8, 1, 112)
-    assert BENCHMARKS["dsa_indexer_memory"].shapes[FULL]["S"] == 16384
-    assert all(one.shapes[FULL]["hidden"] == 3584 for one in BENCHMARKS.values() if one.kind == LAYER)
 
 
 def test_the_list_needs_no_torch_and_names_them_all() -> None:
@@ -459,13 +457,10 @@ def test_mamba_ssm_is_found_twice_and_its_mimo_kernels_are_asked_for(
 
     folder = tmp_path / "mamba_ssm" / "modules"
     folder.mkdir(parents=True)
-    (tmp_path / "mamba_ssm" / "__init__.py").write_text(
-        "raise ImportError('the package itself is not to be imported')\n"
-    )
+    (tmp_path / "mamba_ssm" / "__init__.py").write_text("raise ImportError('the package itself is not to be imported')")
     (folder / "mamba3.py").write_text("mamba3_mimo_combined = None\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("mamba_ssm", "mamba_ssm.modules", "mamba_ssm.modules.mamba3"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that they go back, or out, afterwards
         monkeypatch.delitem(sys.modules, name)
     found = [peers.mamba3_source() for _ in range(2)]

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +16,13 @@ import torch
 from megacpp_mcore import backends
 from megacpp_mcore.backends import Candidate, Speed
 from megacpp_mcore.bench import measure, runner
-from megacpp_mcore.bench.cases import dsa_indexer_memory, layers, peers
+from megacpp_mcore.bench.cases import dsa_indexer_memory, layers
 from megacpp_mcore.bench.parity import AgainstTruth
 from megacpp_mcore.bench.problem import BOTH, FORWARD, Floor, Inputs, Problem, Variant
 from megacpp_mcore.bench.registry import BENCHMARKS, BOUND, OURS, PEER, TINY, Options
 from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.ops.m2rnn.reference import m2rnn
-from megacpp_mcore.ops.mamba3.reference import mamba3
 
 QUICK: dict[str, Any] = {"device": "cpu", "dtype": "float32", "seconds": 0.0}
 Row = dict[str, Any]
@@ -458,59 +456,7 @@ def test_the_judge_of_the_indexers_memory_refuses_what_is_wrong(
     assert found.text.startswith(f"FAILS: worst row {says}")
 
 
-# --- peers that need another machine ----------------------------------------------------------------------------------------
-
-
-def test_a_layers_weights_in_the_order_of_mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module with mamba-ssm's layout, made of the reference, computes what our M layer does."""
-
-    class Theirs(torch.nn.Module):
-        def __init__(self, width: int, **options: Any) -> None:
-            super().__init__()
-            self.given = options
-            state, head, rank, groups = (options[name] for name in ("d_state", "headdim", "mimo_rank", "ngroups"))
-            self.heads = options["expand"] * width // head
-            self.parts = [self.heads * head] * 2 + [state * rank * groups] * 2 + [self.heads] * 3 + [state // 4]
-            self.in_proj = torch.nn.Linear(width, sum(self.parts), bias=False)
-            self.out_proj = torch.nn.Linear(self.heads * head, width, bias=False)
-            shapes: dict[str, tuple[int, ...]] = {"dt_bias": (self.heads,), "D": (self.heads,)}
-            shapes |= dict.fromkeys(("B_bias", "C_bias"), (self.heads, rank, state))
-            shapes |= dict.fromkeys(("mimo_x", "mimo_z", "mimo_o"), (self.heads, rank, head))
-            for name, shape in shapes.items():
-                self.register_parameter(name, torch.nn.Parameter(torch.empty(shape)))
-            self.B_norm, self.C_norm = torch.nn.RMSNorm(state), torch.nn.RMSNorm(state)
-
-        def forward(self, u_BSD: torch.Tensor) -> torch.Tensor:
-            z, x, b, c, dt, decay, trap, angles = self.in_proj(u_BSD.transpose(0, 1)).split(self.parts, dim=-1)
-            heads, ranks = (self.heads, -1), (self.given["mimo_rank"], self.given["ngroups"], -1)
-            b, c = (part.unflatten(-1, ranks).transpose(2, 3) for part in (b, c))
-            y, _ = mixed(
-                x.unflatten(-1, heads), z.unflatten(-1, heads), b, c, dt, decay, trap, angles,
-                dt_bias=self.dt_bias, b_bias=self.B_bias, c_bias=self.C_bias,
-                b_norm_weight=self.B_norm.weight, c_norm_weight=self.C_norm.weight, D=self.D,
-                mimo_x=self.mimo_x, mimo_z=self.mimo_z, mimo_o=self.mimo_o,
-                chunk_size=self.given["chunk_size"], A_floor=self.given.get("A_floor", 1e-4), eps=1e-5,
-            )  # fmt: skip
-            out: torch.Tensor = self.out_proj(y.flatten(2).transpose(0, 1))
-            return out
-
-    mixed: Any = mamba3
-    monkeypatch.setattr(peers, "mamba_ssm_lacking", lambda device, rank: "")
-    monkeypatch.setattr(peers, "mamba3_source", lambda: SimpleNamespace(Mamba3=partial(_typed, Theirs)))
-    for name in ("layer_m", "mamba3"):
-        rows = by_variant(run(name))
-        theirs = rows["mamba-ssm MIMO"]
-        assert (theirs["note"], theirs["parity"], theirs["ms"] != "") == ("", "green", True)
-        ours = next(row for row in rows.values() if row["side"] == OURS and row["ms"])
-        # The layer is its own truth here, and claims nothing.
-        assert (ours["parity"], ours["speed_up"] != "") == {
-            "layer_m": ("is the reference", False), "mamba3": ("green", True),
-        }[name]  # fmt: skip
-
-
-def _typed(kind: Any, width: int, **options: Any) -> Any:
-    made = kind(width, **{name: value for name, value in options.items() if name not in ("device", "dtype")})
-    return made
+# --- the command --------------------------------------------------------------------------------------------------------
 
 
 def test_layers_of_a_width_that_no_model_has_are_refused() -> None:

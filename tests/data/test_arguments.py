@@ -236,18 +236,13 @@ def test_a_tokenizer_that_changed_is_noticed(prefix: str, folder: Path, tmp_path
 
 
 def test_bytes_and_words_are_not_taken_for_each_other(prefix: str, folder: Path, tmp_path: Path) -> None:
-    words = ["--data-path", prefix, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
-    with pytest.raises(DataError, match="made with the byte tokenizer"):
-        verify_arguments(words)
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "w256"}')
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["model"]["vocab"] = {word: n for word, n in content["model"]["vocab"].items() if n < 260}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
     prepare([str(tmp_path / "text.txt")], str(tmp_path / "words"), tokenizer=str(folder))
-    words = ["--data-path", str(tmp_path / "words"), *BYTES]
-    with pytest.raises(DataError, match="made with the huggingface tokenizer"):
-        verify_arguments(words)
-    verify_arguments([*words[:-1], "259"])  # ids as they are, whatever made them
+    words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+    for data, tokenizer, kind in ((prefix, words, "byte"), (str(tmp_path / "words"), BYTES, "huggingface")):
+        with pytest.raises(DataError, match=f"made with the {kind} tokenizer of checksum"):
+            verify_arguments(["--data-path", data, *tokenizer])
+    null = f"{NULL} 300 --null-tokenizer-eod-id 299".split()
+    verify_arguments(["--data-path", str(tmp_path / "words"), *null])  # ids as they are, whatever made them
 
 
 def build_stock_samples(prefixes: list[str], cache: str | None = None) -> tuple[int, int]:
@@ -432,40 +427,3 @@ def test_fim_of_a_tokenizer_that_is_not_read_here_is_said(prefix: str) -> None:
     assert "--fim-data are not checked, for want of a way to read the tokenizer SentencePieceT" in verify_arguments(
         words
     )
-
-
-def test_stock_fills_in_the_middle_of_each_document(fim_words: list[str], fim_folder: Path) -> None:
-    """Samples of stock's dataset hold the marks in order, and between two ends the letters of one document."""
-    pytest.importorskip("transformers", reason="stock's HuggingFaceTokenizer needs the transformers package")
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.tokenizers.utils.build_tokenizer import MegatronTokenizer
-    from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
-
-    tokenizer = MegatronTokenizer.from_pretrained(
-        tokenizer_path=str(fim_folder), metadata_path={"library": "huggingface"}
-    )
-    config = GPTFIMDatasetConfig(
-        random_seed=1,
-        sequence_length=400,
-        blend=([fim_words[1]], None),
-        split="1,0,0",
-        tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        fim_rate=1.0,
-        fim_spm_rate=0.5,
-        fim_extra_tokens=dict(zip(("prefix", "middle", "suffix", "pad"), MARKS, strict=True))
-        | {"eod": "<|endoftext|>"},
-    )
-    built = BlendedMegatronDatasetBuilder(GPTFIMDataset, [8, 0, 0], lambda: True, config).build()[0]
-    originals = {"".join(sorted(path.read_text())) for path in Path(fim_words[1]).parent.glob("*.md")}
-    whole = 0
-    for sample in (built[number]["tokens"].numpy() for number in range(8)):
-        documents = np.split(sample, np.flatnonzero(sample == 256))
-        for document in documents[:-1]:  # the last one is cut off where the sample ends
-            assert document[(document >= 257) & (document < 260)].tolist() == [257, 259, 258]
-        for document in documents[1:-1]:  # the first one may begin in its middle
-            assert "".join(sorted(tokenizer.detokenize(document[document < 256].tolist()))) in originals
-            whole += 1
-    assert whole > 8

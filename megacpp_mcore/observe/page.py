@@ -189,7 +189,7 @@ def read(path: str | os.PathLike[str]) -> RunData:
     """
     place = Path(path)
     receipt = receipts.read(place)
-    values = schema.flatten(receipt)[0]
+    values = schema.flatten(receipt)
     whole = place.resolve()
     name = whole.parent.name if place.is_file() else whole.name
     if whole.name == "observe":
@@ -282,7 +282,7 @@ class _Shown:
         self.run, self.values, self.addition = run, run.values, addition
         self.name, self.missing = run.name, run.missing
         self.disqualifiers, self.status = self.values["disqualifiers"], self.values["status"]
-        self.failed = self.status not in (schema.FINISHED, schema.RUNNING)
+        self.failed = self.status not in (events.FINISHED, schema.RUNNING)
 
     def why(self, path: str) -> str:
         """Why a field is not known."""

@@ -13,7 +13,8 @@ import pytest
 
 from megacpp_mcore.commands import cli
 from megacpp_mcore.commands.report import BEATS
-from megacpp_mcore.observe.receipts.schema import FINISHED, RUNNING
+from megacpp_mcore.observe.events import FINISHED
+from megacpp_mcore.observe.receipts.schema import RUNNING
 from tests.observe.recorded import append, at, write_start
 
 RECEIPT = Path(__file__).parents[2] / "examples" / "receipts" / "nam56r_quarter_h200_bf16.json"

@@ -323,7 +323,7 @@ def test_markup_in_the_files_of_a_run_is_text(tmp_path: Path, monkeypatch: pytes
     run = run_of(tmp_path / "<b>run & co")
     more = with_loss(stepped(6, 2)) | {"losses": {"lm loss": 3.0, "mtp_1 loss" + NASTY: 2.0, NASTY: 1.0}}
     append(file_of(run), more, with_loss(stepped(7, 3)) | {"losses": more["losses"]})
-    bad = dataclasses.replace(read(run), receipt=nasty, values=schema.flatten(nasty)[0])
+    bad = dataclasses.replace(read(run), receipt=nasty, values=schema.flatten(nasty))
     monkeypatch.setattr(page, "read", lambda path: dataclasses.replace(bad, name=f"<b>{path}", missing=NASTY))
     addition = page.Addition(
         NASTY, NASTY, [(NASTY, NASTY)], [page.Level(2, NASTY)], NASTY, [(NASTY, [NASTY], [[NASTY]])]

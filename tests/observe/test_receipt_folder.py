@@ -13,10 +13,10 @@ from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import receipts, routing
 from megacpp_mcore.observe.clock import Clock
-from megacpp_mcore.observe.events import Listener, Log, Step
+from megacpp_mcore.observe.events import FINISHED, Listener, Log, Step
 from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.receipts import facts as receipt_facts
-from megacpp_mcore.observe.receipts.schema import FINISHED, RUNNING, flatten, why_unknown
+from megacpp_mcore.observe.receipts.schema import RUNNING, flatten, why_unknown
 from tests.observe.recorded import TOKENS, append, at, file_of, stepped, with_loss, write_start
 
 ENDED = at(0, {}, how=FINISHED)
@@ -219,7 +219,7 @@ def test_layers_that_were_not_counted_are_unknown(tmp_path: Path) -> None:
 def check_routing_unknown(run: Path, reason: str) -> None:
     found = receipts.read(run)
     for path in OF_ROUTING:
-        assert flatten(found)[0][path] is None, path
+        assert flatten(found)[path] is None, path
         assert why_unknown(path, found["unknown"]) == reason, path
 
 

@@ -16,8 +16,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from megacpp_mcore.model.flops import report as flops_report
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts.claims import arithmetic
-from megacpp_mcore.observe.receipts.schema import RESIDENT
+from megacpp_mcore.observe.receipts.schema import RESIDENT, Facts
 from megacpp_mcore.policy import ALLOCATOR, CONNECTIONS, DISABLING, LaunchPolicy
 from megacpp_mcore.settings import PluginConfig
 
@@ -72,36 +71,6 @@ _DISTRIBUTIONS = (
 )
 _DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 _NO_LAUNCHER = "the launcher did not start this run, and its policy is not known"
-
-
-@dataclass
-class Facts:
-    """Values by the path of their field, and why others are not known."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    unknown: dict[str, str] = field(default_factory=dict)
-
-    def put(self, path: str, value: Any, reason: str = "") -> None:
-        """Note a value, or why it is null."""
-        self.values[path] = value
-        if value is None:
-            self.unknown[path] = reason
-
-    def put_all(self, group: str, values: Mapping[str, Any]) -> None:
-        """Note the values of a group's fields."""
-        for name, value in values.items():
-            self.put(f"{group}.{name}", value)
-
-    def miss(self, path: str, reason: str) -> None:
-        """Note why a field, or all of a group, is not known."""
-        self.unknown[path] = reason
-
-    def attempt(self, path: str, learn: Callable[[Facts], None]) -> None:
-        """Let ``learn`` fill ``path``; observing must not end a run, so that an error is the reason for not knowing."""
-        try:
-            learn(self)
-        except Exception as error:
-            self.miss(path, f"{type(error).__name__}: {error}")
 
 
 def at_start(settings: PluginConfig | None, launched: LaunchPolicy | None) -> Facts:

@@ -20,7 +20,7 @@ from megacpp_mcore.observe.loop import Loop, StockLoop
 from megacpp_mcore.observe.receipts.assemble import WARM_UP_STEPS, write
 
 if TYPE_CHECKING:
-    from megacpp_mcore.observe.receipts.facts import Facts
+    from megacpp_mcore.observe.receipts.schema import Facts
     from megacpp_mcore.observe.routing import Routing
     from megacpp_mcore.policy import LaunchPolicy
     from megacpp_mcore.settings import PluginConfig

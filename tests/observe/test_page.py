@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import random
 import re
 import time
 from collections.abc import Iterator
@@ -144,7 +145,7 @@ def test_the_page_of_a_killed_run_with_a_fall_back(runs: tuple[Path, Path]) -> N
         "self CPU time of operators of steps 5 to 6",
         f"{receipt['throughput']['tokens_per_s']:,.0f}tokens/s",
         f"{100 * receipt['goodput']['goodput']:.1f} %goodput",
-        *map(page.class_label, page.CLASS_WORDS),
+        *(f"[{name}]" for name in goodput.CLASSES if name not in ("down",)),
     ):
         assert expected in found.text, expected
 
@@ -160,7 +161,7 @@ def check_timeline(run: Path) -> None:
     """The stretches sum, class by class, to the goodput, one after the other."""
     data = read(run)
     spans = list(page.timeline(data.ranks[0]))
-    for kind, spent in data.goodput[0].nanoseconds.items():
+    for kind, spent in data.spent[0].nanoseconds.items():
         assert sum(span.end - span.begin for span in spans if span.kind == kind) == spent, kind
     assert all(before.end <= after.begin for before, after in itertools.pairwise(spans))
 
@@ -323,7 +324,7 @@ def test_markup_in_the_files_of_a_run_is_text(tmp_path: Path, monkeypatch: pytes
     run = run_of(tmp_path / "<b>run & co")
     more = with_loss(stepped(6, 2)) | {"losses": {"lm loss": 3.0, "mtp_1 loss" + NASTY: 2.0, NASTY: 1.0}}
     append(file_of(run), more, with_loss(stepped(7, 3)) | {"losses": more["losses"]})
-    bad = dataclasses.replace(read(run), receipt=nasty, values=schema.flatten(nasty))
+    bad = dataclasses.replace(read(run), receipt=nasty)
     monkeypatch.setattr(page, "read", lambda path: dataclasses.replace(bad, name=f"<b>{path}", missing=NASTY))
     addition = page.Addition(
         NASTY, NASTY, [(NASTY, NASTY)], [page.Level(2, NASTY)], NASTY, [(NASTY, [NASTY], [[NASTY]])]
@@ -339,7 +340,7 @@ def test_markup_in_the_files_of_a_run_is_text(tmp_path: Path, monkeypatch: pytes
 
 
 def test_there_is_something_to_show(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="0 runs for one page; expected 1 to 6"):
+    with pytest.raises(DataError, match="0 runs for one page; expected 1 or more"):
         page.html([])
     with pytest.raises(DataError, match="expected the folder of a run that was observed"):
         page.html([tmp_path])
@@ -411,11 +412,12 @@ def drawn(points: list[tuple[float, float]], **more: Any) -> str:
 
 
 def test_a_long_curve_keeps_its_extremes_and_is_short() -> None:
-    points = [(float(step), 5.0 + (step == 12_345) * 3 - (step == 777) * 2) for step in range(50_000)]
+    noise = random.Random(1)
+    points = [(float(x), 5.0 + noise.random() + (x == 12_345) * 3 - (x == 777) * 2) for x in range(50_000)]
     thin = page._thin(points)
-    assert (len(thin) < 900, min(y for _, y in thin), max(y for _, y in thin)) == (True, 3.0, 8.0)
-    assert [x for x, _ in thin] == sorted(x for x, _ in thin)
-    assert len(drawn(points)) < 60_000
+    assert {min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])} <= set(thin)
+    assert thin == sorted(thin)
+    assert len(drawn(points)) < 90_000
 
 
 def test_one_spike_does_not_flatten_a_curve() -> None:
@@ -446,9 +448,8 @@ def test_without_matplotlib_there_are_tables(tmp_path: Path, monkeypatch: pytest
 
 
 def test_every_class_of_time_has_a_colour_and_a_word() -> None:
-    assert tuple(page.CLASS_WORDS) == goodput.CLASSES
-    style = page.Path(page.__file__).with_suffix(".html").read_text(encoding="utf-8")
-    assert all(f"--{name}: #" in style for name in goodput.CLASSES)
+    template = Path(page.__file__).with_suffix(".html").read_text(encoding="utf-8")
+    assert all(f"--{name}: #" in template and f'"{name}": "' in template for name in goodput.CLASSES)
 
 
 def test_layers_as_ranges() -> None:
@@ -464,5 +465,5 @@ def test_no_torch_is_needed() -> None:
 
 
 def test_short_numbers() -> None:
-    assert [page._short(value) for value in (12, 1234, 45_678, 3.2e9)] == ["12", "1,234", "45.68k", "3.2G"]
+    assert [page.short(value) for value in (12, 1234, 45_678, 3.2e9)] == ["12", "1,234", "45.68k", "3.2G"]
     assert [schema.size(2**30), page.clock(3700), page.clock(61.0)] == ["1 GiB", "1 h 01 min", "61.0 s"]

@@ -192,20 +192,23 @@ NAMES: Mapping[str, Kind] = {
 
 
 def named(words: Any) -> Kind:
-    """The kind that ``words`` name: ``count``, ``list of text``, ``number?`` (may be null), ``warm|cold`` (one of these texts).
+    """The kind that ``words`` name.
 
-    A mapping is a record of what its values name, or with ``*`` as its only key a map of it; ``[words]`` is a list of it.
+    Args:
+        words: ``count``, ``list of text``, ``number?`` (may be null), ``warm|cold`` (one of these texts); ``[words]`` is a list
+            of it, ``{"*": words}`` a map of it, and any other mapping a record, in which a key may be left out that ends in
+            ``?``, and with ``...`` among the keys there may be others.
     """
-    if isinstance(words, Mapping):
-        return (
-            map_of(named(words["*"]))
-            if [*words] == ["*"]
-            else record({name: named(each) for name, each in words.items()})
-        )
-    if isinstance(words, list):
-        return list_of(named(words[0]))
     if isinstance(words, Kind):
         return words
+    if isinstance(words, list):
+        return list_of(named(words[0]))
+    if isinstance(words, Mapping):
+        if "*" in words:
+            return map_of(named(words["*"]))
+        fields = {name: named(each) for name, each in words.items() if name[-1] not in "?."}
+        optional = {name[:-1]: named(each) for name, each in words.items() if name[-1] == "?"}
+        return record(fields, optional, more="..." in words)
     if words.endswith("?"):
         return nullable(named(words[:-1]))
     outer, _, inner = words.partition(" of ")

@@ -385,10 +385,11 @@ def test_shares_are_those_of_the_last_steady_profile(tmp_path: Path) -> None:
     )
     assert found["profiler"]["hidden_share"] == 0.75
     assert found["unknown"]["profiler.graph_recaptures"] == "the profile does not say"
+    assert "profiler" not in found["unknown"]
     for name in "abc":
         (tmp_path / "profile" / name / "table.json").write_text('{"steps": [1, 2]}')
     assert (
-        "it has no phase, families, rank, dominant; expected a record of"
+        "it has no rank, phase, families, dominant; expected a record of"
         in receipts.read(tmp_path)["unknown"]["profiler"]
     )
 

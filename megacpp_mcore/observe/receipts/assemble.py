@@ -14,6 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -47,51 +48,23 @@ _COUNTED = tuple(
     f"routing.{name}" for name in ("layers", "entropy", "max_over_mean", "dropped_tokens", "router_dtypes")
 )
 """What routers counted."""
-_FACTS = kinds.record(
-    {},
-    {
-        name: kinds.named(kind)
-        for name, kind in {
-            "run": "map",
-            "unknown": "map of text",
-            "warm_up_steps": "count",
-            "notes": "list of text",
-            "failed": "list of text",
-            "noted": [schema.BACKEND],
-            "local": {
-                "backends": [schema.BACKEND],
-                "parts": [schema.PART],
-                "buckets": kinds.nullable(kinds.named([schema.BUCKET])),
-                "overlap_grad_reduce": "flag?",
-            },
-            "memory": {"kind": "text", "allocated_peak_bytes": "count", "reserved_peak_bytes": "count"},
-            "moe": {"shared_expert_overlap": "list of flag", "dispatchers": "list of text", "top_k": "list of count"},
-            "routing": kinds.record(
-                {
-                    "layers": kinds.named({"*": schema.LOAD}),
-                    "router_dtypes": kinds.named("map of text"),
-                    "index_overlap": kinds.named("map of share"),
-                },
-                {"not_counted": kinds.named("map of text"), "failed": kinds.named("text?")},
-                more=True,
-            ),
-            "cache": {"files": "map of count", "added": "map of count"},
-        }.items()
-    },
-)
+_FACTS = kinds.named({
+    "run?": "map", "unknown?": "map of text", "warm_up_steps?": "count", "notes?": "list of text", "failed?": "list of text",
+    "noted?": [schema.BACKEND],
+    "local?": {"backends": [schema.BACKEND], "parts": [schema.PART], "overlap_grad_reduce": "flag?",
+               "buckets": kinds.nullable(kinds.named([schema.BUCKET]))},
+    "memory?": {"kind": "text", "allocated_peak_bytes": "count", "reserved_peak_bytes": "count"},
+    "moe?": {"shared_expert_overlap": "list of flag", "dispatchers": "list of text", "top_k": "list of count"},
+    "routing?": {"layers": {"*": schema.LOAD}, "router_dtypes": "map of text", "index_overlap": "map of share",
+                 "not_counted?": "map of text", "failed?": "text?", "...": ""},
+    "cache?": {"files": "map of count", "added": "map of count"},
+})  # fmt: skip
 """What a rank knows of its start; ``run`` has the fields of a receipt by path."""
-_TABLE = kinds.record(
-    {
-        "steps": kinds.plain(
-            "the first and the last step", lambda both: kinds.named("list of size").accepts(both) and len(both) == 2
-        ),
-        "phase": kinds.TEXT,
-        "families": kinds.map_of(kinds.record({"share": kinds.nullable(kinds.SHARE)}, more=True)),
-        "rank": kinds.COUNT,
-        "dominant": kinds.nullable(kinds.TEXT),
-    },
-    more=True,
-)  # fmt: skip
+_SIZES = kinds.named("list of size")
+_TABLE = kinds.named({
+    "steps": kinds.plain("the first and the last step", lambda both: _SIZES.accepts(both) and len(both) == 2), "rank": "count",
+    "phase": "text", "families": {"*": {"share": "share?", "...": ""}}, "dominant": "text?", "...": "",
+})  # fmt: skip
 
 
 def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
@@ -182,13 +155,9 @@ def _later(later: Sequence[Sequence[Start]]) -> list[str]:
     if not later:
         return []
     began = datetime.datetime.fromtimestamp(min(one.began_ns for one in later[-1]) // 10**9, datetime.UTC).isoformat()
-    how = _how(later[-1])
-    became = (
-        "has not come to its first step yet, or was killed before"
-        if how is None
-        else f"ended before its first step: {how}"
-    )
-    return [f"a start at {began} {became}" + (f" (the last of {len(later)})" if len(later) > 1 else "")]
+    how, last = _how(later[-1]), f" (the last of {len(later)})" if len(later) > 1 else ""
+    unfinished = "has not come to its first step yet, or was killed before"
+    return [f"a start at {began} {unfinished if how is None else f'ended before its first step: {how}'}{last}"]
 
 
 def _overlap(ranks: Mapping[int, Sequence[Start]]) -> str:
@@ -289,8 +258,7 @@ def _time(found: Facts, tokens: Mapping[int, int], window: Window) -> None:
         if window.done:
             nothing = f"has no step after its first {window.left_out} that was not profiled"
         reason = f"the last start {nothing}" if not seconds else "a measured step took no time by its record"
-        for path in ("step_time", "window.first_step", "window.last_step"):
-            found.miss(path, reason)
+        found.miss(reason, "step_time", "window.first_step", "window.last_step")
         return
     found.put_all("window", {"first_step": min(window.seconds), "last_step": max(window.seconds)})
     found.put_all("step_time", {"rank": window.rank, "n": len(seconds), "max_s": seconds[-1]})
@@ -304,7 +272,7 @@ def _time(found: Facts, tokens: Mapping[int, int], window: Window) -> None:
 def _losses(found: Facts, steps: Sequence[Step]) -> None:
     losses = [(step.step, step.losses["lm loss"]) for step in steps if "lm loss" in step.losses]
     if not losses:
-        found.miss("loss", "no step with an lm loss was recorded")
+        found.miss("no step with an lm loss was recorded", "loss")
     for name, (number, loss) in zip(("first", "last"), losses[:1] + losses[-1:], strict=False):
         found.put(f"loss.{name}_step", number)
         found.put(f"loss.{name}", loss if math.isfinite(loss) else None, f"it is {loss}")
@@ -338,12 +306,8 @@ def _layers(found: Facts, processes: Sequence[Start]) -> None:
         return
     records = [*_known(processes, "noted"), *(local["backends"] for local in known)]
     backends = {json.dumps(record, sort_keys=True): record for one in records for record in one}
-    found.put(
-        "backends",
-        sorted(
-            backends.values(), key=lambda one: (one["layer"] is None, one["layer"] or 0, one["op"], one["observed"])
-        ),
-    )
+    rows = sorted(backends.values(), key=itemgetter("op", "observed"))
+    found.put("backends", sorted(rows, key=lambda one: math.inf if one["layer"] is None else one["layer"]))
     parts: dict[tuple[str, ...], dict[str, Any]] = {}
     for one in (part for local in known for part in local["parts"]):
         merged = parts.setdefault(tuple(value for name, value in one.items() if name != "layers"), one | {"layers": []})
@@ -352,7 +316,7 @@ def _layers(found: Facts, processes: Sequence[Start]) -> None:
     found.put("parts", list(parts.values()))
     buckets = known[0]["buckets"]
     if buckets is None:
-        found.miss("ddp", "something else than Megatron's DistributedDataParallel holds the gradients")
+        found.miss("something else than Megatron's DistributedDataParallel holds the gradients", "ddp")
         return
     dtypes = sorted({bucket["dtype"] for bucket in buckets})
     overlap = known[0]["overlap_grad_reduce"]
@@ -372,17 +336,19 @@ def _moe(found: Facts, processes: Sequence[Start]) -> None:
     if not found.values.get("moe_enabled"):
         return
     wired, records = _known(processes, "moe"), _known(processes, "routing")
-    seen = {name: {value for one in wired for value in one[name]} for name in ("shared_expert_overlap", "top_k")}
-    found.put("routing.dispatchers", sorted({name for one in wired for name in one["dispatchers"]}))
-    for name, values in seen.items():
-        if values or name != "top_k":  # which is configured, too
-            found.put(
-                f"routing.{name}", values.pop() if len(values) == 1 else None, "no rank has MoE layers, or they differ"
-            )
+    names = ("dispatchers", "shared_expert_overlap", "top_k")
+    dispatchers, shared, top_k = (sorted({each for one in wired for each in one[name]}) for name in names)
+    found.put("routing.dispatchers", dispatchers)
+    found.put(
+        "routing.shared_expert_overlap",
+        shared[0] if len(shared) == 1 else None,
+        "no rank has MoE layers, or they differ",
+    )
+    if top_k:  # which is configured, too
+        found.put("routing.top_k", top_k[0] if len(top_k) == 1 else None, "the routers differ")
     uncounted = _why_uncounted(processes)
     if uncounted is not None:
-        for path in (*_COUNTED, "indexer.overlap"):
-            found.miss(path, uncounted)
+        found.miss(uncounted, *_COUNTED, "indexer.overlap")
         return
     pairs: dict[str, list[float]] = {}
     for pair, share in (one for record in records for one in record["index_overlap"].items()):
@@ -395,12 +361,10 @@ def _moe(found: Facts, processes: Sequence[Start]) -> None:
     why = "; ".join(f"layer {layer}: {why}" for layer, why in not_counted.items())
     if not why and not any(load.asked for load in loads.values()):
         loads, records, why = {}, [], "no router was observed up to a reading"
-    for path in _COUNTED:
-        found.miss(path, why or "there is one expert")
-    found.put(
-        "routing.router_dtypes", sorted({name for one in records for name in one["router_dtypes"].values()}) or None
-    )
-    found.put("routing.layers", {layer: load.record() for layer, load in loads.items()} or None)
+    found.miss(why or "there is one expert", *_COUNTED)
+    dtypes = sorted({name for one in records for name in one["router_dtypes"].values()})
+    layers = {layer: load.record() for layer, load in loads.items()}
+    found.put_all("routing", {"router_dtypes": dtypes or None, "layers": layers or None})
     if not why:
         entropies = [load.entropy for load in loads.values() if load.entropy is not None]
         peaks = [load.max_over_mean for load in loads.values() if load.max_over_mean is not None]
@@ -429,7 +393,7 @@ def _cache(found: Facts, processes: Sequence[Start], window: Window) -> None:
     """Whether the caches of compiled kernels had what the run needed; those of all hosts together."""
     known = _known(processes, "cache")
     if not known:
-        found.miss("cache", "the run has not ended, or was killed: what it added to the caches was not counted")
+        found.miss("the run has not ended, or was killed: what it added to the caches was not counted", "cache")
         return
     files, added = (
         {cache: sum(one[name].get(cache, 0) for one in known) for one in known for cache in one[name]}
@@ -470,41 +434,40 @@ def load(path: Path, expected: str, remedy: str = "restore the file, or delete i
 
 def _read_profile(found: Facts, run: Path, world_size: int) -> dict[str, Any] | None:
     """The last profile of steady steps, or else the last one, of the lowest rank that has one and is still in the run."""
-    found.miss("profiler", NOT_PROFILED)
     profiles = []
     for path in sorted((run / PROFILES).rglob("table.json")):
         try:
             profiles.append(kinds.check(kinds.printable(load(path, "the table of a profile")), _TABLE))
         except DataError as error:
-            found.miss("profiler", str(error))
+            found.miss(str(error), "profiler")
         except SchemaError as error:
-            found.miss("profiler", f"{path}: not the table of a profile: {error}; delete it, or profile again")
+            found.miss(f"{path}: not the table of a profile: {error}; delete it, or profile again", "profiler")
     current = [one for one in profiles if one["rank"] < world_size]
     best = max(current, key=lambda one: (one["phase"] == "steady", one["steps"], -one["rank"]), default=None)
-    if best is not None:
-        found.put("profiler.step_range", best["steps"])
-        names = ("trigger", "phase", "graph_recaptures")
-        found.put_all("profiler", {name: best.get(name) for name in names}, "the profile does not say")
-        why = "there was no communication, or no device to see it hidden"
-        found.put("profiler.hidden_share", best.get("hidden_share"), why)
+    if best is None:
+        found.unknown.setdefault("profiler", NOT_PROFILED)
+        return None
+    found.put("profiler.step_range", best["steps"])
+    names = ("trigger", "phase", "graph_recaptures")
+    found.put_all("profiler", {name: best.get(name) for name in names}, "the profile does not say")
+    why = "there was no communication, or no device to see it hidden"
+    found.put("profiler.hidden_share", best.get("hidden_share"), why)
     return best
 
 
 def _speed(found: Facts) -> None:
     """Rates at the median step time."""
-    values, unknown = found.values, found.unknown
-    seconds, tokens, devices = (
-        values.get("step_time.p50_s"),
-        values.get("batch.effective_tokens"),
-        values["ranks.expected"],
-    )
+    values, unknown, devices = found.values, found.unknown, found.values["ranks.expected"]
+    seconds, tokens = values.get("step_time.p50_s"), values.get("batch.effective_tokens")
     if seconds is None:
-        found.miss("throughput", unknown["step_time"])
+        found.miss(unknown["step_time"], "throughput")
         return
-    why = unknown.get("batch.effective_tokens", "no step was recorded")
-    rates = {"tokens_per_s": tokens / seconds, "tokens_per_s_per_device": tokens / seconds / devices} if tokens else {}
-    rates = dict.fromkeys(("tokens_per_s", "tokens_per_s_per_device")) | rates
-    found.put_all("throughput", rates | {"tokens_per_s_mean": values.get("throughput.tokens_per_s_mean")}, why)
+    rate = None if tokens is None else tokens / seconds
+    rates = {"": rate, "_per_device": rate and rate / devices, "_mean": values.get("throughput.tokens_per_s_mean")}
+    for name, value in rates.items():
+        found.put(
+            f"throughput.tokens_per_s{name}", value, unknown.get("batch.effective_tokens", "no step was recorded")
+        )
     if values.get("flops") is None:
         why = unknown.get("flops", "the work of a step is not known")
         found.put_all("throughput", dict.fromkeys(("tflops_per_s_per_device", "mfu", "hfu")), why)
@@ -525,10 +488,9 @@ def _shares(found: Facts, profile: Mapping[str, Any] | None) -> None:
     """What a step mostly is: time by the profile, FLOPs by the count, and of which of them the shares are."""
     counted, unknown = found.values.get("flops"), found.unknown
     why_no_count = unknown.get("flops", "the work of a step is not known")
-    found.miss("dominant_flops", why_no_count)
-    found.miss("dominant_time", unknown.get("profiler", "the profile recorded nothing"))
-    for path in ("shares", "attention_share", "lane_class"):
-        found.miss(path, f"no profile, and no count: {why_no_count}")
+    found.miss(why_no_count, "dominant_flops")
+    found.miss(unknown.get("profiler", "the profile recorded nothing"), "dominant_time")
+    found.miss(f"no profile, and no count: {why_no_count}", "shares", "attention_share", "lane_class")
     shares: dict[str, float] = {}
     if counted is not None:
         shares = {group: sum(counted["families"][name]["share"] for name in of) for group, of in FAMILIES.items()}
@@ -538,9 +500,8 @@ def _shares(found: Facts, profile: Mapping[str, Any] | None) -> None:
         rows = profile["families"]
         shares = {_OF_LETTER.get(name, name): row["share"] for name, row in rows.items() if row["share"] is not None}
         found.put("dominant_time", _OF_LETTER.get(profile["dominant"], profile["dominant"]))
-        found.put(
-            "shares.source", "profile: {} of steps {} to {}".format(profile.get("unit", "time"), *profile["steps"])
-        )
+        source = "profile: {} of steps {} to {}".format(profile.get("unit", "time"), *profile["steps"])
+        found.put("shares.source", source)
     if shares:
         shares = {group: min(1.0, share) for group, share in shares.items()}
         classes = {name: sum(shares.get(group, 0.0) for group in groups) for name, groups in _LANE_CLASSES.items()}

@@ -92,12 +92,12 @@ def at_start(settings: PluginConfig | None, launched: LaunchPolicy | None) -> Fa
     facts.put_all("parallelism", {"world_size": world_size, "hosts": max(1, world_size // local_size)})
     if launched is None:
         facts.put("compile.mode", settings.compile if settings is not None else "off")
-        for path in ("compile_warmup", "compile.reason", "compile.precompile", "experimental_taxes", "overlap"):
-            facts.miss(path, "the launcher did not start this run, and its policy is not known")
+        chosen = ("compile_warmup", "compile.reason", "compile.precompile", "experimental_taxes", "overlap")
+        facts.miss("the launcher did not start this run, and its policy is not known", *chosen)
         return facts
-    chosen = launched.compile
-    facts.put("compile_warmup", chosen.warm_up)
-    facts.put_all("compile", {"mode": chosen.mode, "reason": chosen.reason, "precompile": chosen.precompile})
+    plan = launched.compile
+    facts.put("compile_warmup", plan.warm_up)
+    facts.put_all("compile", {"mode": plan.mode, "reason": plan.reason, "precompile": plan.precompile})
     facts.put("experimental_taxes", list(launched.taxes))
     facts.put("overlap", [dataclasses.asdict(each) for each in launched.overlaps])
     return facts
@@ -106,7 +106,6 @@ def at_start(settings: PluginConfig | None, launched: LaunchPolicy | None) -> Fa
 def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None, loop: Loop) -> None:
     """Add to ``facts`` what the arguments of the run that ``loop`` trains and the model's chunks say."""
     args, config = loop.arguments(), bare(chunks[0]).config
-    recompute = Recomputation.of_run(config, settings.recompute if settings is not None else None)
     model: list[Model] = []
     facts.attempt("model", lambda found: model.append(_model(found, args, config, settings, loop)))
     for path, learn in (
@@ -118,16 +117,15 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
         ("optimizer", lambda found: found.put("optimizer", _optimizer(args))),
         ("patches", lambda found: found.put("patches", _patches())),
         ("routing", lambda found: _routing(found, config)),
-        ("recompute", lambda found: found.put("recompute", str(recompute))),
+        ("recompute", lambda found: found.put("recompute", str(_recomputation(config, settings)))),
     ):
         facts.attempt(path, learn)
     if model:
         facts.attempt("indexer", lambda found: _indexer(found, model[0]))
-        facts.attempt("flops", lambda found: _flops(found, model[0], args, config, recompute))
+        facts.attempt("flops", lambda found: _flops(found, model[0], args, config, settings))
         return
-    for path in ("family", "pattern", "flops", "indexer"):
-        if facts.values.get(path) is None:
-            facts.miss(path, facts.unknown["model"])
+    missing = [path for path in ("family", "pattern", "flops", "indexer") if facts.values.get(path) is None]
+    facts.miss(facts.unknown["model"], *missing)
 
 
 def cache_files() -> dict[str, int]:
@@ -292,8 +290,8 @@ def _data(facts: Facts, args: Any) -> None:
     named = blends(_data_words(args))
     if args.mock_data or not named:
         facts.put("data.kind", "mock" if args.mock_data else None, "the run names no dataset")
-        for path in ("data.checksum", "data.datasets", "tokenizer.checksum"):
-            facts.miss(path, "mock data has no files" if args.mock_data else "the run names no dataset")
+        why = "mock data has no files" if args.mock_data else "the run names no dataset"
+        facts.miss(why, "data.checksum", "data.datasets", "tokenizer.checksum")
         return
     facts.put("data.kind", "real")
     sums: dict[str, str | None] = {}
@@ -304,8 +302,7 @@ def _data(facts: Facts, args: Any) -> None:
             manifest = load_manifest(prefix)
         except MegacppError as error:
             sums[prefix] = None
-            facts.put("data.checksum", None, str(error))
-            facts.put("tokenizer.checksum", None, str(error))
+            facts.miss(str(error), "data.checksum", "tokenizer.checksum")
         else:
             sums[prefix] = manifest.files[".bin"]["sha256"]
             tokenizers.add(manifest.tokenizer["checksum"])
@@ -337,7 +334,7 @@ def _data_words(args: Any) -> list[str]:
 
 def _routing(facts: Facts, config: Any) -> None:
     if config.num_moe_experts is None:
-        facts.miss("routing", "the model has no experts")
+        facts.miss("the model has no experts", "routing")
         return
     for path, name in _EXPERTS.items():
         facts.put(path, getattr(config, name), "experts have no capacity, nothing is dropped")
@@ -348,23 +345,27 @@ def _routing(facts: Facts, config: Any) -> None:
 
 def _indexer(facts: Facts, model: Model) -> None:
     if not {"F", "S"} & set(model.roles):
-        facts.miss("indexer", "the model has no sparse attention")
+        facts.miss("the model has no sparse attention", "indexer")
         return
     dsa = model.dsa
     facts.put_all("indexer", {"top_k": dsa.topk, "loss_coefficient": dsa.loss_coeff, "warmup_steps": dsa.warmup_steps})
 
 
-def _flops(facts: Facts, model: Model, args: Any, config: Any, recompute: Recomputation) -> None:
+def _recomputation(config: Any, settings: PluginConfig | None) -> Recomputation:
+    return Recomputation.of_run(config, settings.recompute if settings is not None else None)
+
+
+def _flops(facts: Facts, model: Model, args: Any, config: Any, settings: PluginConfig | None) -> None:
     """The count of a step, of which the assembly makes rates."""
     import torch
 
     from megacpp_mcore.arguments.chunks import model_chunks
 
     if facts.values.get("batch.documents") != "together":
-        facts.miss("flops", "documents are kept apart, and how long they were is not recorded")
+        facts.miss("documents are kept apart, and how long they were is not recorded", "flops")
         return
     step = flops.step(model, args.global_batch_size, seq_length=args.seq_length, vocab_size=args.padded_vocab_size)
-    again = recomputed(model, step, recompute, model_chunks(config))
+    again = recomputed(model, step, _recomputation(config, settings), model_chunks(config))
     plan = precision.PrecisionPlan(
         model_dtype=facts.values["precision.model_dtype"],
         kernel_fp8="experts" if facts.values["precision.kernel_fp8"] == "experts" else "none",

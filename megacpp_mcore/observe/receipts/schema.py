@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.model.flops.peaks import PRECISIONS
 from megacpp_mcore.util import schema as kinds
 from megacpp_mcore.util.schema import Kind, SchemaError
 
@@ -103,15 +102,10 @@ _GOODPUT = {
     "rank": "count", "goodput": "share", "wall_s": "amount", "seconds": "map of amount", "starts": "count", "steps": "count",
     "steps_lost": "count",
 }  # fmt: skip
-_SHARED = kinds.record({"share": kinds.SHARE}, more=True)
-_COUNTED = kinds.record({"model_flops": kinds.COUNT, "hardware_flops": kinds.COUNT}, more=True)
-_FLOPS = kinds.record(
-    {
-        "families": kinds.record({name: _SHARED for names in FAMILIES.values() for name in names}, more=True),
-        "by_precision": kinds.map_of(_COUNTED, kinds.one_of(*PRECISIONS)),
-    },
-    more=True,
-)
+_FLOPS = {
+    "families": {name: {"share": "share", "...": ""} for names in FAMILIES.values() for name in names} | {"...": ""},
+    "by_precision": {"*": {"model_flops": "count", "hardware_flops": "count", "...": ""}}, "...": "",
+}  # fmt: skip
 
 _F = Field
 FIELDS: tuple[Field, ...] = (
@@ -342,7 +336,7 @@ def _describe(kind: Any) -> str:
     if isinstance(kind, list):
         return f"list of {_describe(kind[0])}"
     if isinstance(kind, Mapping):
-        return f"map of {_describe(kind['*'])}" if "*" in kind else f"{{{', '.join(kind)}}}"
+        return f"map of {_describe(kind['*'])}" if "*" in kind else f"{{{', '.join(kind).replace('...', '…')}}}"
     if isinstance(kind, Kind):
         return kind.words
     return "one of " + ", ".join(f"`{value}`" for value in kind.split("|")) if "|" in kind else str(kind)
@@ -362,23 +356,23 @@ class Facts:
         """Note a value, or why it is null."""
         self.values[path] = value
         if value is None and reason:
-            self.unknown[path] = reason
+            self.miss(reason, path)
 
     def put_all(self, group: str, values: Mapping[str, Any], reason: str = "") -> None:
         """Note the values of a group's fields, or why those that are null are."""
         for name, value in values.items():
             self.put(f"{group}.{name}", value, reason)
 
-    def miss(self, path: str, reason: str) -> None:
-        """Note why a field, or all of a group, is not known."""
-        self.unknown[path] = reason
+    def miss(self, reason: str, *paths: str) -> None:
+        """Note why fields, or all of a group, are not known."""
+        self.unknown |= dict.fromkeys(paths, reason)
 
     def attempt(self, path: str, learn: Callable[[Facts], None]) -> None:
         """Let ``learn`` fill ``path``; observing must not end a run, so that an error is the reason for not knowing."""
         try:
             learn(self)
         except Exception as error:
-            self.miss(path, f"{type(error).__name__}: {error}")
+            self.miss(f"{type(error).__name__}: {error}", path)
 
     def drop_doubtful(self) -> None:
         """Make unknown what a field of a receipt cannot hold, with that as the reason."""

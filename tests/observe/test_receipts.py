@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import re
 import signal
 import socket
 import subprocess
@@ -13,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore.commands import cli
 from megacpp_mcore.commands import report as report_command
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.model import Layout, flops, precision
+from megacpp_mcore.model import Layout, flops
 from megacpp_mcore.observe import events, page, receipts
 from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.observe.events import Log, Step
@@ -91,7 +92,6 @@ def test_a_finished_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (found["disqualifiers"], found["unjudged"]) == ([], [])
 
     assert found["step_time"]["n"] == STEPS - 3
-    assert 0 < found["step_time"]["p50_s"] <= found["step_time"]["p90_s"] <= found["step_time"]["max_s"]
     counted = flops.step(model(), 2, vocab_size=384).total.training
     assert found["flops"]["model_flops"] == counted
     rate = found["throughput"]["tflops_per_s_per_device"]
@@ -229,19 +229,15 @@ def test_a_run_that_an_error_ends_and_a_fall_back(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = train(data, tmp_path, fate="error fall-back", status=1)
-    assert found["status"] == "ArithmeticError"
-    assert found["loss"]["last_step"] == 3
+    assert (found["status"], found["loss"]["last_step"]) == ("ArithmeticError", 3)
     assert found["routing"]["layers"]["2"]["asked"] == 2 * 512 * 2
     slower = [one for one in found["backends"] if one["slower_than_best"]]
     assert {one["layer"] for one in slower} == set(model().layer_numbers("M"))
-    (evidence,) = (one["evidence"] for one in found["disqualifiers"] if one["name"] == "fall-back")
-    assert evidence == (
-        f"op mamba3 in layers {', '.join(map(str, model().layer_numbers('M')))} runs on reference, slower than the best for "
-        "this device: triton is for cuda; kernel does not cover this: "
-        f"head_dim {model().mamba3.head_dim} is not a multiple of 1024"
-    )
-    off = [row for row in backend_rows(check_self_contained(page.html([tmp_path]))) if row.off]
     (why,) = {one["reason"] for one in slower}
+    assert why.endswith(f"kernel does not cover this: head_dim {model().mamba3.head_dim} is not a multiple of 1024")
+    (evidence,) = (one["evidence"] for one in found["disqualifiers"] if one["name"] == "fall-back")
+    assert evidence == f"op mamba3 in layers 3, 7, 11 runs on reference, slower than the best for this device: {why}"
+    off = [row for row in backend_rows(check_self_contained(page.html([tmp_path]))) if row.off]
     assert [row.cells for row in off] == [["mamba3", "3, 7, 11", "auto", "slower: reference", why]]
     assert report("show", str(tmp_path)) == 0
     assert "fall-back: op mamba3" in capsys.readouterr().out
@@ -394,15 +390,16 @@ def test_shares_are_those_of_the_last_steady_profile(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_in_which_nothing_can_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="expected the folder of a run that was observed"):
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [('{"beg', "no whole line in it"), ("[]\n", r"rank_00000\.jsonl, line 1: it is \[\] \(list\)")],
+)
+def test_a_folder_in_which_nothing_can_be_read_is_named(tmp_path: Path, content: str, named: str) -> None:
+    with pytest.raises(DataError, match=str(tmp_path)):
         receipts.assemble(tmp_path)
     file_of(tmp_path).parent.mkdir()
-    file_of(tmp_path).write_text('{"beg')
-    with pytest.raises(DataError, match=f"{tmp_path} has a file of a rank, and no whole line in it"):
-        receipts.read(tmp_path)
-    file_of(tmp_path).write_text("[]\n")
-    with pytest.raises(DataError, match=r"rank_00000\.jsonl, line 1: it is \[\] \(list\)"):
+    file_of(tmp_path).write_text(content)
+    with pytest.raises(DataError, match=f"{tmp_path}.*{named}"):
         receipts.read(tmp_path)
 
 
@@ -427,51 +424,42 @@ def bare_receipt(**values: Any) -> dict[str, Any]:
     return receipt_schema.Facts(known | values).receipt("a test")
 
 
-def test_the_keys_of_the_example_are_there() -> None:
-    keys = [
-        "family",
-        "pattern",
-        "device",
-        "lane",
-        "moe_enabled",
-        "compile_warmup",
-        "dominant_flops",
-        "dominant_time",
-        "attention_share",
-        "notes",
-    ]
-    assert set(keys) <= bare_receipt().keys()
-
-
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "named"),
     [
-        ("schema", 3, "schema is 3 (int); expected 2: a newer version wrote it"),
-        ("schema", 1, "schema is 1 (int); expected 2: an older version wrote it"),
+        ("schema", 3, "schema is 3 (int); expected 2: a newer version"),
+        ("schema", 1, "schema is 1 (int); expected 2: an older version"),
         ("attention_share", 1.5, "attention_share is 1.5 (float); expected a number from 0 to 1"),
         ("moe_enabled", 1, "moe_enabled is 1 (int); expected true or false"),
         ("compile_warmup", "perhaps", "compile_warmup is 'perhaps' (str); expected one of explicit, skipped"),
-        ("step_time.p50_s", float("nan"), "step_time.p50_s is nan (float); expected a finite number"),
+        ("step_time.p50_s", math.nan, "step_time.p50_s is nan (float); expected a finite number above 0"),
         ("step_time.n", True, "step_time.n is True (bool); expected a whole number"),
-        ("notes", None, "notes is None (NoneType); expected a list"),
+        ("throughput.tokens_per_s", -5, "throughput.tokens_per_s is -5 (int)"),
+        ("notes", None, "notes is None"),
         ("environment", {"X": 3}, "environment[X] is 3 (int); expected a text"),
-        ("ddp.buckets", [{"group": "dense"}], "expected a record of group, dtype, elements, bytes"),
-        (
-            "disqualifiers",
-            [{"name": "tired", "evidence": ""}],
-            "disqualifiers[0].name is 'tired' (str); expected one of mock data",
-        ),
+        ("ddp.buckets", [{"group": "dense"}], "ddp.buckets[0] has no dtype, elements, bytes"),
+        ("goodput", {}, "goodput has no rank, goodput, wall_s"),
+        ("optimizer", {"lr": math.nan}, "optimizer[lr] is nan (float)"),
+        ("model.definition", {"moe": {"experts": math.inf}}, "model.definition[moe][experts] is inf"),
+        ("routing.settings", {"a\x1b": 1}, r"a key of routing.settings is 'a\x1b' (str)"),
+        ("routing.layers", {"2": {"asked": 1}}, "routing.layers[2] has no tokens_per_expert"),
+        ("device", "H200\x1b]0;title\x07", "device is 'H200\\x1b]0;title\\x07' (str)"),
+        ("disqualifiers", 5, "disqualifiers is 5 (int); expected a list"),
+        ("disqualifiers", [{"name": "tired", "evidence": ""}], "disqualifiers[0].name is 'tired' (str)"),
         ("memory", 3, "memory is 3 (int); expected an object"),
         ("speed", 3, "speed is not a field of a receipt"),
         ("loss.first", None, "loss.first is null, and `unknown` does not say why"),
     ],
 )
-def test_what_is_wrong_is_named(path: str, value: Any, said: str) -> None:
+def test_what_is_wrong_is_named(tmp_path: Path, path: str, value: Any, named: str) -> None:
     receipt = bare_receipt()
     receipt_schema.validate(receipt)
-    with pytest.raises(DataError) as raised:
-        receipt_schema.validate(changed(receipt, path, value))
-    assert said in str(raised.value)
+    file = tmp_path / "receipt.json"
+    file.write_text(json.dumps(changed(receipt, path, value)))
+    with pytest.raises(DataError, match=re.escape(named)) as raised:
+        receipts.read(file)
+    assert str(raised.value).startswith(f"{file} is no receipt of schema 2: ")
+    assert str(raised.value).isprintable()
 
 
 def test_a_reason_without_a_null_and_a_missing_field_are_wrong() -> None:
@@ -556,15 +544,7 @@ def test_disqualifiers_of_steps_and_what_cannot_be_judged(tmp_path: Path) -> Non
     assert [one["name"] for one in compare.judge(lost, steps, tokens_of(steps), window)[1]] == ["capacity drop"]
 
 
-def test_the_precision_plan_has_its_four_fields() -> None:
-    fields = [field.path for field in receipt_schema.FIELDS if field.path.startswith("precision.")]
-    assert fields[:4] == [f"precision.{name}" for name in precision.PrecisionPlan.__dataclass_fields__]
-
-
-def test_the_report_command_needs_no_torch() -> None:
-    code = "import sys; from megacpp_mcore.commands import report as report_command; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["commands.report", "observe.page"])
+def test_no_torch_is_needed_to_read(module: str) -> None:
+    code = f"import sys, megacpp_mcore.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-def test_the_statuses_of_the_command_line() -> None:
-    assert (report_command.REFUSED, cli.USER_ERROR) == (1, 2)

@@ -240,10 +240,8 @@ capacity, no sparse attention, no DistributedDataParallel of Megatron's."""
 
 
 def _chosen(records: Sequence[Mapping[str, Any]], name: str, value: str) -> dict[str, list[str]]:
-    return {
-        key: sorted({one[value] for one in records if one[name] == key})
-        for key in sorted({one[name] for one in records})
-    }
+    names = sorted({one[name] for one in records})
+    return {each: sorted({one[value] for one in records if one[name] == each}) for each in names}
 
 
 def _sizes(definition: Mapping[str, Any]) -> dict[str, Any]:
@@ -330,9 +328,9 @@ class Comparison:
         text = [f"  {marks[line.same]} {line.describe()}" for line in self.lines]
         text += [f"  · {line.describe()}" for line in self.differences]
         verdict = ["no claim:", *(f"  {refusal}" for refusal in self.refusals)]
-        return "\n".join(
-            [*text, *(verdict if self.claim is None else [f"claim: {self.claim}", f"  {self.step_times}"])]
-        )
+        if self.claim is not None:
+            verdict = [f"claim: {self.claim}", f"  {self.step_times}"]
+        return "\n".join([*text, *verdict])
 
 
 def compare(
@@ -355,20 +353,12 @@ def compare(
         DataError: ``varies`` or ``declared`` name what is not there, or is known not to differ; ``noise`` is no share.
     """
     varies, declared = tuple(dict.fromkeys(varies)), tuple(dict.fromkeys(declared))
-    if len(varies) > 1:
-        raise DataError(
-            f"--varies was given {' and '.join(varies)}; a claim has one declared difference at most: name one"
-        )
-    for name, words, known in (("--varies", varies, KEYS), ("--declare", declared, DISQUALIFIERS)):
-        for word in words:
-            if word not in known:
-                raise DataError(f"{name} {word!r} is not known; expected one of {', '.join(known)}")
-    if noise is not None and not 0 <= noise < math.inf:
-        raise DataError(f"the noise given is {100 * noise:g} %; expected 0 or more: by how much equal runs part")
-    one, other = both = flatten(first), flatten(second)
-    by_device = "topology" in varies
-    if by_device:
-        one, other = both = _of_a_replica(one), _of_a_replica(other)
+    _check_words(varies, declared, noise)
+    both = flatten(first), flatten(second)
+    rate, path = "tokens/s", "throughput.tokens_per_s"
+    if "topology" in varies:
+        both = _of_a_replica(both[0]), _of_a_replica(both[1])
+        rate, path = "tokens/s a device", "throughput.tokens_per_s_per_device"
     lines = tuple(_line(key, both) for key in KEYS)
     for line in lines:
         if line.key in varies and line.same:
@@ -376,48 +366,52 @@ def compare(
     for word in declared:
         if not all(word in _disqualifiers(values) for values in both):
             raise DataError(f"--declare {word!r}: not both receipts carry it; leave it out")
-    refusals = [
-        f"{line.question} {line.describe()}"
-        for line in lines
-        if line.same is None or (line.same is False and line.key not in varies)
-    ]
-    refusals += [*_own_refusals("A", one, declared), *_own_refusals("B", other, declared)]
-
-    rate = "tokens/s a device" if by_device else "tokens/s"
-    speed = _ratio(both, "throughput.tokens_per_s" + ("_per_device" if by_device else ""))
-    memory, of_memory = _memory(both)
-    floor, steps = _noise(both, noise)
-    differences = tuple(_differences(both))
-    apart = None if speed is None else _parts_more(speed, floor)
+    differ = [line for line in lines if line.same is None or not (line.same or line.key in varies)]
+    refusals = [f"{line.question} {line.describe()}" for line in differ]
+    refusals += [*_own_refusals("A", both[0], declared), *_own_refusals("B", both[1], declared)]
+    differences = {line.key: line for line in _differences(both)}
+    speed, (memory, of_memory), (floor, steps) = _ratio(both, path), _memory(both), _noise(both, noise)
+    told = None if speed is None else _parts_more(speed, floor)
     of_speed = f"{rate} not known" if speed is None else f"{speed:.2f}x {rate}"
-    if not refusals and not varies and all(line.same is None for line in differences):
-        more = memory is not None and _parts_more(memory, MEMORY_NOISE)
-        refusals.append(_unexplained([(of_speed, apart), *([(of_memory, more)] if memory is not None else [])]))
-    if speed is not None and not apart:
+    if not refusals and not varies and all(line.same is None for line in differences.values()):
+        ratios = [(of_speed, told)]
+        ratios += [(of_memory, _parts_more(memory, MEMORY_NOISE))] if memory is not None else []
+        refusals.append(_unexplained(ratios))
+    if told is False:
         of_speed = f"no difference in {rate} that can be told from noise ({speed:.2f}x; floor {_percent(floor)})"
-    said = [of_speed, *([of_memory] if of_memory else []), *(f"varying {key}" for key in varies)]
-    beside = {line.key: line for line in differences}
-    for name, other_software in _SOFTWARE.items():
-        if name in beside:
-            said.append(other_software if beside[name].same is False else f"of {name} not known to be the same")
+    said = [of_speed, of_memory, *(f"varying {key}" for key in varies)]
+    for name, other in _SOFTWARE.items():
+        if name in differences:
+            said.append(f"of {name} not known to be the same" if differences[name].same is None else other)
     said += [f"both with {name}" for name in declared]
-    tax = beside.get("experimental_taxes")
-    if tax is not None and tax.same is False:
+    if "experimental_taxes" in differences and differences["experimental_taxes"].same is False:
         losses = ["not known" if values["loss.last"] is None else f"{values['loss.last']:.4f}" for values in both]
-        said += [f"the price of {tax.describe()}", f"last loss {losses[0]} in A, {losses[1]} in B"]
+        said.append(f"the price of {differences['experimental_taxes'].describe()}")
+        said.append(f"last loss {losses[0]} in A, {losses[1]} in B")
     return Comparison(
         lines=lines,
         refusals=tuple(refusals),
-        claim=None if refusals else ", ".join(said),
+        claim=None if refusals else ", ".join(filter(None, said)),
         tokens_per_s_ratio=speed,
         allocated_memory_ratio=memory,
         noise_floor=floor,
-        told_from_noise=apart,
+        told_from_noise=told,
         step_times=steps,
-        differences=differences,
+        differences=tuple(differences.values()),
         varies=varies[0] if varies else None,
         declared=declared,
     )
+
+
+def _check_words(varies: Sequence[str], declared: Sequence[str], noise: float | None) -> None:
+    if len(varies) > 1:
+        raise DataError(f"--varies was given {' and '.join(varies)}; a claim has one declared difference at most")
+    for name, words, known in (("--varies", varies, KEYS), ("--declare", declared, DISQUALIFIERS)):
+        for word in words:
+            if word not in known:
+                raise DataError(f"{name} {word!r} is not known; expected one of {', '.join(known)}")
+    if noise is not None and not 0 <= noise < math.inf:
+        raise DataError(f"the noise given is {100 * noise:g} %; expected 0 or more: by how much equal runs part")
 
 
 _Both = tuple[Mapping[str, Any], Mapping[str, Any]]
@@ -461,12 +455,11 @@ def _similar(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def _differences(both: _Both) -> tuple[Line, ...]:
     """What is on no line and differs: the thing that was changed, and what was changed with it."""
     pairs = {path: [_compared(values, path) for values in both] for path in _BESIDE}
-    profiled = [_profiled(values) for values in both]
-    if profiled[0] is not profiled[1]:  # which steps were is all the same: they are not measured
-        steps = ["steps {} to {}".format(*(values["profiler.step_range"] or (0, 0))) for values in both]
+    if _profiled(both[0]) is not _profiled(both[1]):  # which steps were is all the same: they are not measured
+        words = {None: None, False: "none", True: "steps {} to {}"}
         pairs["profile"] = [
-            words if known else (None if known is None else "none")
-            for words, known in zip(steps, profiled, strict=True)
+            form and form.format(*values["profiler.step_range"] or ())
+            for values, form in ((values, words[_profiled(values)]) for values in both)
         ]
     return tuple(
         Line(name, "", (one, other), None if None in (one, other) else False, f"to {'A' if one is None else 'B'}")
@@ -573,17 +566,14 @@ def _differing(one: Any, other: Any) -> tuple[Any, Any]:
     """Of two mappings, what differs; of anything else, all of it."""
     if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
         return one, other
-    pairs = {
-        key: _differing(one.get(key), other.get(key)) for key in {**one, **other} if one.get(key) != other.get(key)
-    }
+    differ = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+    pairs = {key: _differing(one.get(key), other.get(key)) for key in differ}
     return {key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()}
 
 
 def _brief(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(
-            f"{key} {_brief(each)}" for key, each in value.items() if not isinstance(each, Mapping) or each
-        )
+        return ", ".join(f"{key} {_brief(each)}" for key, each in value.items() if each != {})
     if isinstance(value, list | tuple | set):
         return " ".join(map(str, value)) or "none"
     if isinstance(value, float):

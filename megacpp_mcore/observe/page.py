@@ -136,15 +136,8 @@ def read(path: str | os.PathLike[str]) -> Run:
     return found
 
 
-class Row(NamedTuple):
-    """A row about a backend; ``off``: it does not run as it was asked for, or slower than what is there."""
-
-    off: bool
-    op: str
-    layers: str
-    requested: str
-    observed: str
-    why: str
+_Row = tuple[bool, str, str, str, str, str]
+"""Whether a backend is off, its op or part, layers, requested, observed, and why."""
 
 
 @dataclass
@@ -190,9 +183,9 @@ class Run:
         return sorted({name for step in self.kept for name in step.losses}, key=lambda name: (name != "lm loss", name))
 
     @functools.cached_property
-    def slowest(self) -> int:
-        """The rank with the least goodput."""
-        return goodput.slowest(self.spent)
+    def slowest_first(self) -> list[tuple[int, Goodput]]:
+        """The ranks by goodput, the least first; those that left no time are last."""
+        return sorted(self.spent.items(), key=lambda one: (not one[1].wall_ns, one[1].share, one[0]))
 
     @property
     def failed(self) -> bool:
@@ -218,16 +211,6 @@ class Run:
         return _chart("loss-plot", "loss by step", curves, marks=marks, levels=self.addition.levels)
 
     @property
-    def repeated(self) -> int:
-        """How many steps were done again after a restart."""
-        return sum(map(len, self.starts)) - len(self.kept)
-
-    @property
-    def began_ns(self) -> int:
-        """When its first process began, nanoseconds since the epoch."""
-        return min(one[0].began_ns for one in self.ranks.values())
-
-    @property
     def not_finite(self) -> list[int]:
         """The steps that were skipped or have a loss that is no number."""
         return [step.step for step in self.kept if step.skipped or not all(map(math.isfinite, step.losses.values()))]
@@ -240,7 +223,7 @@ class Run:
         """Tokens per second over the wall time, with what else the time went to behind it; and the classes of that."""
         if not self.spent:
             return None, []
-        starts = self.ranks[self.slowest]
+        starts = self.ranks[self.slowest_first[0][0]]
         began, ended = starts[0].began_ns, max(one.ended_ns for one in starts)
         wall_s = (ended - began) / 1e9
         seconds, unit = (1, "s") if wall_s < 180 else (60, "min") if wall_s < 3 * 3600 else (3600, "h")
@@ -269,60 +252,56 @@ class Run:
         return drawn, [kind for kind in CLASSES if any(band[2] == kind for band in bands)]
 
     @property
-    def slowest_first(self) -> list[tuple[int, Goodput]]:
-        """The ranks by goodput, the least first."""
-        return sorted(self.spent.items(), key=lambda one: (one[1].share, one[0]))
-
-    @property
     def peaks(self) -> list[tuple[int, int]]:
         """Ranks with their peaks of memory, the largest first."""
         ranks, peaks = self.values["ranks.found"], self.values["memory.ranks"] or []
         numbers = ranks if len(ranks) == len(peaks) else range(len(peaks))
         return sorted(zip(numbers, peaks, strict=True), key=lambda one: -one[1])
 
-    def backends(self) -> tuple[list[Row], list[Row]]:
-        """Ops, what is off first with the parts that are; and the parts of layers that are as asked for."""
+    def backends(self) -> list[_Row]:
+        """The rows of ops and of parts that are off, what is off first."""
         layers: defaultdict[tuple[bool, str, str, str, str], list[Any]] = defaultdict(list)
         for one in self.values["backends"] or ():
-            layers[is_off(one), one["op"], one["requested"], one["observed"], one["reason"]].append(
-                schema.layer_of(one)
-            )
-        ops = [Row(off, op, schema.spans(numbers), *rest) for (off, op, *rest), numbers in layers.items()]
-        parts = []
-        for one in self.values["parts"] or ():
-            what = (one["part"], schema.spans(one["layers"]), one["requested"], one["observed"], one["implementation"])
-            parts.append(Row(is_off_part(one), *what))
-        shown = sorted([*ops, *(part for part in parts if part.off)], key=lambda row: not row.off)
-        return shown, [part for part in parts if not part.off]
+            key = (is_off(one), one["op"], one["requested"], one["observed"], one["reason"])
+            layers[key].append(schema.layer_of(one))
+        rows = [(off, op, schema.spans(of), asked, got, why) for (off, op, asked, got, why), of in layers.items()]
+        return sorted([*rows, *(part for part in self.parts() if part[0])], key=lambda row: not row[0])
+
+    def parts(self) -> list[_Row]:
+        """The rows of layers' parts."""
+        return [
+            (is_off_part(one), one["part"], schema.spans(one["layers"]), one["requested"], one["observed"],
+             one["implementation"]) for one in self.values["parts"] or ()
+        ]  # fmt: skip
 
     def by_step(self) -> list[tuple[str, Markup]]:
         """A small plot of everything else that is known by step."""
         others = [name for name in self.losses if name != "lm loss" and not name.startswith("mtp_")]
-        series: dict[str, list[tuple[float, float | None]]] = {
-            "gradient norm": [(one.step, one.grad_norm) for one in self.kept],
-            "learning rate": [(one.step, one.learning_rate) for one in self.kept],
-            **{name: [(one.step, one.losses.get(name)) for one in self.kept] for name in others},
-            "MFU, %": [(one.step, _percent(one.mfu)) for one in self.metrics],
-            "dropped assignments, %": [(one.step, _percent(one.dropped_share)) for one in self.metrics],
-            "overlap of neighbouring indexers, %": [(one.step, _percent(one.index_overlap)) for one in self.metrics],
-            "routing entropy, % (100 is even)": [(one.step, _percent(one.routing_entropy)) for one in self.metrics],
-            "allocated memory, GiB": [(one.step, one.memory_allocated_bytes / 2**30) for one in self.metrics],
-            "reserved memory, GiB": [(one.step, one.memory_reserved_bytes / 2**30) for one in self.metrics],
+        series = {
+            "gradient norm": _finite((one.step, one.grad_norm) for one in self.kept),
+            "learning rate": _finite((one.step, one.learning_rate) for one in self.kept),
+            **{name: _finite((one.step, one.losses.get(name)) for one in self.kept) for name in others},
+            "MFU, %": _finite(((one.step, one.mfu) for one in self.metrics), 100),
+            "dropped assignments, %": _finite(((one.step, one.dropped_share) for one in self.metrics), 100),
+            "overlap of neighbouring indexers, %": _finite(
+                ((one.step, one.index_overlap) for one in self.metrics), 100
+            ),
+            "routing entropy, % (100 is even)": _finite(((one.step, one.routing_entropy) for one in self.metrics), 100),
+            "allocated memory, GiB": _finite(((one.step, one.memory_allocated_bytes) for one in self.metrics), 2**-30),
+            "reserved memory, GiB": _finite(((one.step, one.memory_reserved_bytes) for one in self.metrics), 2**-30),
         }
-        if all(one.memory_allocated_bytes == one.memory_reserved_bytes for one in self.metrics):
+        if series["allocated memory, GiB"] == series["reserved memory, GiB"]:
             del series["reserved memory, GiB"]
+        marks = [(step, "") for step in self._resumed()]
         found: list[tuple[str, Markup]] = []
-        for title, every in series.items():
-            curve = _Curve("", "c1", _finite(every))
-            marks = [(step, "") for step in self._resumed()]
-            drawn = _chart(f"by-step-{len(found)}", f"{title} by step", [curve], marks=marks, small=True)
-            if drawn is not None and len(curve.points) > 1:
-                found.append((title, drawn))
+        for title, points in series.items():
+            name, curves = f"by-step-{len(found)}", [_Curve("", "c1", points)]
+            drawn = _chart(name, f"{title} by step", curves, marks=marks, small=True) if len(points) > 1 else None
+            found += [(title, drawn)] if drawn is not None else []
         return found
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A stretch of wall time in one class of :data:`~megacpp_mcore.observe.goodput.CLASSES`, in nanoseconds since the epoch."""
 
     begin: int
@@ -349,12 +328,8 @@ def timeline(starts: Sequence[Start]) -> Iterator[Span]:
             yield Span(at, start.ended_ns, LOST if start.done else goodput.class_of(Phase.STARTUP, after_death))
 
 
-def _finite(points: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:
-    return [(float(x), y) for x, y in points if y is not None and math.isfinite(y)]
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
+def _finite(points: Iterable[tuple[float, float | None]], scale: float = 1) -> list[tuple[float, float]]:
+    return [(float(x), scale * y) for x, y in points if y is not None and math.isfinite(y)]
 
 
 # --- Words ------------------------------------------------------------------------------------------------------------
@@ -467,9 +442,6 @@ def _svg(
     """A plot of ``size`` (pixels), without the first letters of its tag.
 
     Args:
-        curves: what is drawn.
-        size: of it.
-        small: whether it is one of many.
         marks: vertical lines at x, each with a word.
         levels: horizontal lines.
         bands: stretches of the x axis and the class of time each of them is in.

@@ -275,8 +275,9 @@ def problems(receipt: Any) -> list[str]:
     if receipt.get("schema") != SCHEMA:
         return [_other_schema(receipt.get("schema"))]
     values = flatten(receipt)
-    found = [kinds.wrong(name, receipt[name], "an object") for name in _GROUPS & values.keys()]
-    found += [f"{kinds.printable(path)} is not a field of a receipt" for path in values.keys() - BY_PATH - _GROUPS]
+    found = [kinds.wrong(name, values[name], "an object") for name in values if name in _GROUPS]
+    other = [path for path in values if path not in BY_PATH and path not in _GROUPS]
+    found += [f"{kinds.printable(path)} is not a field of a receipt" for path in other]
     found += [f"{path} is missing" for path in BY_PATH if path not in values]
     found += [why for path, one in BY_PATH.items() if path in values and (why := one.problem(values[path]))]
     if found:
@@ -306,8 +307,9 @@ def validate(receipt: Any, where: str = "receipt") -> None:
         DataError: naming every field that is not as the schema says.
     """
     if found := problems(receipt):
-        todo = "Name the folder of its run, from which it is made anew, or restore the file"
-        raise DataError(f"{where} is no receipt of schema {SCHEMA}: {'; '.join(found)}. {todo}")
+        is_other = isinstance(receipt, dict) and receipt.get("schema") != SCHEMA
+        todo = "" if is_other else ". Name the folder of its run, from which it is made anew, or restore the file"
+        raise DataError(f"{where} is no receipt of schema {SCHEMA}: {'; '.join(found)}{todo}")
 
 
 def flatten(receipt: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,24 +324,6 @@ def flatten(receipt: Mapping[str, Any]) -> dict[str, Any]:
 def why_unknown(path: str, unknown: Mapping[str, str]) -> str | None:
     """The reason that ``unknown`` gives for the field, or for the group that it is in."""
     return unknown.get(path) or unknown.get(path.rpartition(".")[0])
-
-
-def table() -> str:
-    """The table of all fields, in Markdown."""
-    lines = ["| field | kind | meaning |", "|---|---|---|"]
-    for one in FIELDS:
-        lines.append(f"| `{one.path}` | {_describe(one.kind)}{'' if one.always else ', or null'} | {one.meaning} |")
-    return "\n".join(lines)
-
-
-def _describe(kind: Any) -> str:
-    if isinstance(kind, list):
-        return f"list of {_describe(kind[0])}"
-    if isinstance(kind, Mapping):
-        return f"map of {_describe(kind['*'])}" if "*" in kind else f"{{{', '.join(kind).replace('...', '…')}}}"
-    if isinstance(kind, Kind):
-        return kind.words
-    return "one of " + ", ".join(f"`{value}`" for value in kind.split("|")) if "|" in kind else str(kind)
 
 
 # --- What is known ----------------------------------------------------------------------------------------------------

@@ -86,7 +86,29 @@ def test_the_checklist_begins_with_the_seven_of_the_reviewer() -> None:
     assert SEVEN == (
         "pattern", "routed_experts", "sequence_length", "compile_policy", "topology", "real_data", "cache_state",
     )  # fmt: skip
-    assert {field.compare for field in schema.FIELDS} - {"", schema.BESIDE} == set(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "value"),
+    [(field.compare, field.path, {
+        "size": 2, "count": 7, "amount": 9.0, "flag": True, "text": "other", "list of text": ["bf16"], "list of count": [7],
+        "map of value": {"name": "sgd"}}.get(field.kind, field.kind)) for field in schema.FIELDS if field.compare in KEYS],
+    ids=lambda value: str(value)[:30],
+)  # fmt: skip
+def test_every_field_of_a_line_refuses_the_claim_unless_its_line_is_declared(key: str, path: str, value: Any) -> None:
+    """Each is changed to another value of its kind: of texts to choose from, to the last, or else the first."""
+    one, name = receipt(**EXPERTS | {"recompute": "full"}), path.replace(".", "__")
+    known = schema.flatten(one)[path]
+    if isinstance(value, str) and "|" in value:
+        value = next(word for word in reversed(value.split("|")) if word != known)
+    other = receipt(**EXPERTS | {"recompute": "none", name: (not known) if isinstance(known, bool) else value})
+    found = compare(one, other)
+    assert [line.key for line in found.lines if line.same is not True] == [key]
+    (refusal,) = found.refusals
+    assert f"{key}: A has " in refusal
+    assert f"{path.rpartition('.')[2]} " in refusal
+    if key != "topology":  # by which a replica's batch and a device's speed are compared
+        assert (compare(one, other, [key]).claim or "").endswith(f", varying {key}")
 
 
 @pytest.mark.parametrize(

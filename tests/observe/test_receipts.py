@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import math
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -65,7 +65,7 @@ def train(data: Path, run: Path, *extra: str, fate: str = "", status: int = 0) -
 
 @pytest.mark.slow
 def test_a_finished_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every field that a CPU run can have is there, and says what happened; then the commands and the mutations.
+    """Every field that a CPU run can have is there, and says what happened.
 
     A listener of the test's own fails in step 4, and neither training nor anyone else's record is affected. Nor is the receipt
     by a mistyped start after it.
@@ -102,8 +102,8 @@ def test_a_finished_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
     _check_routing(found)
     _check_live_objects(found)
-    _check_commands(tmp_path / "run", capsys)
-    _check_mutations(found)
+    assert report("show", str(tmp_path / "run")) == 0
+    assert "mamba3 auto → reference" in capsys.readouterr().out
 
     again = train(data, tmp_path / "run", "--no-such-flag", status=2)
     (note,) = (note for note in again["notes"] if "ended before its first step: SystemExit" in note)
@@ -149,45 +149,9 @@ def _check_live_objects(found: dict[str, Any]) -> None:
 
 def report(*words: str) -> int:
     """The command's own parser and run, as the command line calls them."""
-    import argparse
-
     parser = argparse.ArgumentParser()
     report_command.add_parser(parser.add_subparsers(dest="command"))
     return report_command.run(parser.parse_args(["report", *words]))
-
-
-def _check_commands(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report("show", str(run)) == 0
-    shown = capsys.readouterr().out
-    assert "NAM56R" in shown
-    assert "mamba3 auto → reference" in shown
-    assert report("show", str(run), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["schema"] == receipt_schema.SCHEMA
-    assert report("goodput", str(run)) == 0
-    assert "productive" in capsys.readouterr().out
-    assert report("compare", str(run), str(run / "receipt.json")) == 1
-    refused = capsys.readouterr().out
-    assert "A has 3 measured steps; expected 30 or more" in refused
-    assert "≠" not in refused
-
-
-_CHANGES: dict[str, tuple[str, Any]] = {
-    "pattern": ("pattern", "AEMEAEMEAEMM"),
-    "routed_experts": ("routing.experts", 8),
-    "sequence_length": ("batch.sequence_length", 512),
-    "compile_policy": ("compile.mode", "regional"),
-    "topology": ("parallelism.expert", 2),
-    "real_data": ("data.checksum", "0" * 64),
-    "cache_state": ("cache.state", "cold"),
-    "batch_geometry": ("batch.micro_batch_size", 2),
-    "effective_tokens": ("batch.effective_tokens", 1024),
-    "top_k": ("routing.top_k", 1),
-    "capacity": ("routing.capacity_factor", 1.25),
-    "expert_input": ("routing.expert_input", "padded"),
-    "balance": ("routing.max_over_mean", 3.5),
-    "precision": ("precision.kernel_fp8", "experts"),
-    "optimizer": ("optimizer", {"name": "sgd"}),
-}
 
 
 def changed(receipt: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
@@ -197,31 +161,6 @@ def changed(receipt: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     (fresh[group] if group else fresh)[name] = value
     fresh["unknown"].pop(path, None)
     return fresh
-
-
-def _check_mutations(found: dict[str, Any]) -> None:
-    """A change on any line refuses the claim, names the line and both values, and may be declared."""
-    base = changed(changed(found, "step_time.n", 30), "cache.state", "warm")
-    base = changed(base, "step_time.p90_s", base["step_time"]["p50_s"])  # of few steps, the spread would explain it all
-    faster = changed(base, "throughput.tokens_per_s", 1.31 * base["throughput"]["tokens_per_s"])
-    faster = changed(faster, "throughput.tokens_per_s_per_device", 1.31 * base["throughput"]["tokens_per_s"])
-    assert "nothing that both receipts know differs" in compare.compare(base, faster).refusals[0]
-    faster = changed(faster, "recompute", "something else")
-    assert compare.compare(base, faster).claim == "1.31x tokens/s, 1.00x peak resident set"
-    assert set(_CHANGES) == set(compare.KEYS)
-    for key, (path, value) in _CHANGES.items():
-        other = changed(faster, path, value)
-        receipt_schema.validate(other)
-        refused = compare.compare(base, other)
-        assert refused.claim is None, key
-        assert [line.key for line in refused.lines if not line.same] == [key]
-        (refusal,) = refused.refusals
-        assert f"{key}: A has " in refusal
-        assert str(next(iter(value.values())) if isinstance(value, dict) else value) in refusal, key
-        allowed = compare.compare(base, other, varies=[key])
-        assert allowed.claim is not None, (key, allowed.refusals)
-        assert allowed.claim.startswith("1.31x tokens/s")
-        assert allowed.claim.endswith(f"varying {key}")
 
 
 @pytest.mark.slow
@@ -244,20 +183,6 @@ def test_a_run_that_an_error_ends_and_a_fall_back(
     refusals = compare.compare(found, found, declared=["fall-back"]).refusals
     assert "A has not finished: its status is ArithmeticError" in refusals
     assert not any("fall-back" in refusal for refusal in refusals)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_killed_run_leaves_the_last_part(data: Path, tmp_path: Path) -> None:
-    found = train(data, tmp_path, fate="kill", status=-signal.SIGKILL)
-    assert not (tmp_path / "receipt.json").exists()
-    assert found["status"] == "running"
-    assert found["loss"]["last_step"] == 3
-    assert found["cache"]["state"] is None
-    assert "killed" in found["unknown"]["cache"]
-    assert found["routing"]["layers"]["2"]["asked"] == 2 * 512 * 2
-    receipts.write(tmp_path)
-    assert receipts.read(tmp_path / "receipt.json")["status"] == "running"
 
 
 @pytest.mark.slow

@@ -456,8 +456,8 @@ NAMED = {
 def test_each_disqualifier_has_its_evidence(tmp_path: Path, change: dict[str, Any], name: str, evidence: str) -> None:
     write_start(tmp_path, 1, 0, stepped(1, 1), stepped(2, 2))
     window, steps = window_of(tmp_path, 1, 1), [step(1, 8), step(2, 16)]
-    assert compare.judge(GOOD, steps, tokens_of(steps), window) == ([], [])
-    found, unjudged = compare.judge(GOOD | change, steps, tokens_of(steps), window)
+    assert compare.judge(compare.Case(GOOD, steps, tokens_of(steps), window)) == ([], [])
+    found, unjudged = compare.judge(compare.Case(GOOD | change, steps, tokens_of(steps), window))
     assert [one["name"] for one in found] == [name]
     assert evidence in found[0]["evidence"]
     assert unjudged == []
@@ -468,19 +468,23 @@ def test_disqualifiers_of_steps_and_what_cannot_be_judged(tmp_path: Path) -> Non
     window = window_of(tmp_path, 1, 1)
     steps = [step(1, 8), step(2, 24, float("nan")), step(3, 32, skipped=True)]
     assert tokens_of(steps) == {1: 8, 2: 16, 3: 8}
-    found = {one["name"]: one["evidence"] for one in compare.judge(GOOD, steps, tokens_of(steps), window)[0]}
+    found = {
+        one["name"]: one["evidence"] for one in compare.judge(compare.Case(GOOD, steps, tokens_of(steps), window))[0]
+    }
     assert found == {
         "warm-up inside the window": "1 measured steps compiled or tuned, step 2 for 0.500 s",
         "NaN skipped": "2 steps were skipped or had a loss that is no number, the first is step 2",
         "batch changed": "steps had 8, 16 tokens",
     }
-    found_nothing, unjudged = compare.judge({}, [], {}, None)
+    found_nothing, unjudged = compare.judge(compare.Case({}, [], {}, None))
     assert found_nothing == []
     assert [one["name"] for one in unjudged] == list(receipt_schema.DISQUALIFIERS[:-1])
-    overlapping = compare.judge(GOOD, steps[:1], {1: 8}, window, "start_1, start_2 of rank 0")[0][-1]
+    overlapping = compare.judge(compare.Case(GOOD, steps[:1], {1: 8}, window, "start_1, start_2 of rank 0"))[0][-1]
     assert overlapping == {"name": "overlapping starts", "evidence": "start_1, start_2 of rank 0"}
     lost = GOOD | {"routing.dropped_tokens": None, "routing.capacity_factor": 1.0}
-    assert [one["name"] for one in compare.judge(lost, steps, tokens_of(steps), window)[1]] == ["capacity drop"]
+    assert [one["name"] for one in compare.judge(compare.Case(lost, steps, tokens_of(steps), window))[1]] == [
+        "capacity drop"
+    ]
 
 
 @pytest.mark.parametrize("module", ["commands.report", "observe.page"])

@@ -26,7 +26,7 @@ from megacpp_mcore.observe import events, goodput, routing
 from megacpp_mcore.observe.clock import OF_A_STEP, Phase
 from megacpp_mcore.observe.events import FINISHED, Start, Step
 from megacpp_mcore.observe.receipts import schema
-from megacpp_mcore.observe.receipts.claims import judge
+from megacpp_mcore.observe.receipts.claims import Case, judge
 from megacpp_mcore.observe.receipts.schema import FAMILIES, NOT_PROFILED, RUNNING, SCHEMA, Facts
 from megacpp_mcore.observe.steps import kept
 from megacpp_mcore.util import schema as kinds
@@ -114,10 +114,8 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     _speed(found)
     _shares(found, profile)
     found.drop_doubtful()
-    found.values["disqualifiers"], found.values["unjudged"] = judge(
-        found.values, steps, tokens, window, _overlap(ranks)
-    )
-    found.values["notes"] = [
+    disqualifiers, unjudged = judge(Case(found.values, steps, tokens, window, _overlap(ranks)))
+    notes = [
         *first.get("notes", ()),
         *_later(later),
         *(f"rank {one.rank}: {failure}" for one in processes for failure in one.facts.get("failed", ())),
@@ -125,6 +123,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
         *doubts,
         *_amdahl(found.values),
     ]
+    found.values |= {"disqualifiers": disqualifiers, "unjudged": unjudged, "notes": notes}
     receipt = found.receipt(f"rank {processes[0].rank} does not say: the run ended before")
     return dict(kinds.printable(receipt))
 

@@ -39,14 +39,22 @@ class _Unjudged(Exception):
 
 
 @dataclass(frozen=True)
-class _Case:
-    """What is judged: the arguments of :func:`judge`."""
+class Case:
+    """What is judged.
+
+    Attributes:
+        values: a receipt's values by path.
+        steps: the steps that were recorded.
+        tokens: of each step of which they are known, by its number.
+        window: what is measured; None where that is not known.
+        overlap: which starts recorded at the same time, in words; empty: none.
+    """
 
     values: Mapping[str, Any]
     steps: Sequence[Step]
     tokens: Mapping[int, int]
     window: Window | None
-    overlap: str
+    overlap: str = ""
 
     def known(self, path: str) -> Any:
         """A value that the judgement needs."""
@@ -55,23 +63,8 @@ class _Case:
         return self.values[path]
 
 
-def judge(
-    values: Mapping[str, Any],
-    steps: Sequence[Step],
-    tokens: Mapping[int, int],
-    window: Window | None,
-    overlap: str = "",
-) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """The disqualifiers with their evidence, and those that could not be judged with the reason.
-
-    Args:
-        values: a receipt's values by path.
-        steps: the steps that were recorded.
-        tokens: of each step of which they are known, by its number.
-        window: what is measured; None where that is not known.
-        overlap: which starts recorded at the same time, in words; empty: none.
-    """
-    case = _Case(values, steps, tokens, window, overlap)
+def judge(case: Case) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The disqualifiers with their evidence, and those that could not be judged with the reason."""
     found, unjudged = [], []
     for name in DISQUALIFIERS:
         try:
@@ -97,28 +90,7 @@ def arithmetic(name: str) -> bool:
     return name.startswith("linear_") or name.endswith(("_proj", "norm"))
 
 
-def fallen_back(backends: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What runs slower than what is there, or is not what was asked for; a sentence each."""
-    layers: dict[tuple[str, str], set[int | None]] = {}
-    for one in filter(is_off, backends):
-        what = f"runs on {one['observed']}, slower than the best for this device: {one['reason']}"
-        if one["requested"] not in ("auto", one["observed"]):
-            what = f"asked for {one['requested']} and runs on {one['observed']}: {one['reason']}"
-        layers.setdefault((one["op"], what), set()).add(one["layer"])
-    found = []
-    for (op, what), numbers in layers.items():  # MTP and the ops of the whole run have no number
-        known = [str(number) for number in sorted(number for number in numbers if number is not None)]
-        where = f" in layer{'s' if len(known) > 1 else ''} {', '.join(known)}" if known else ""
-        found.append(f"op {op}{where} {what}")
-    if not {"linear", "norm"} & {one["op"] for one in backends}:  # whose records say it of every layer
-        found += [
-            f"{one['part']} asked for transformer_engine and is {one['implementation']}"
-            for one in filter(is_off_part, parts)
-        ]
-    return found
-
-
-def _dropped(case: _Case) -> str:
+def _dropped(case: Case) -> str:
     if not case.known("moe_enabled"):
         return ""
     dropped, capacity = (case.values.get(f"routing.{name}") for name in ("dropped_tokens", "capacity_factor"))
@@ -129,7 +101,7 @@ def _dropped(case: _Case) -> str:
     return f"{dropped} assignments of tokens to experts were dropped (capacity factor {capacity})" if dropped else ""
 
 
-def _untrained(case: _Case) -> str:
+def _untrained(case: Case) -> str:
     case.known("model.definition")
     if case.values.get("indexer.top_k") is None:
         return ""  # no sparse attention
@@ -139,7 +111,7 @@ def _untrained(case: _Case) -> str:
     return f"attention is dense for the first {warm_up} steps (indexer warm-up)" if warm_up else ""
 
 
-def _compiled(case: _Case) -> str:
+def _compiled(case: Case) -> str:
     if case.window is None or not case.window.seconds:
         raise _Unjudged("no step was measured")
     if not case.window.compiled:
@@ -148,19 +120,34 @@ def _compiled(case: _Case) -> str:
     return f"{len(case.window.compiled)} measured steps compiled or tuned, step {step} for {spent / 1e9:.3f} s"
 
 
-def _fallen_back(case: _Case) -> str:
-    found = fallen_back(case.known("backends"), case.known("parts"))
+def _fallen_back(case: Case) -> str:
+    """What runs slower than what is there, or is not what was asked for."""
+    backends, parts = case.known("backends"), case.known("parts")
+    layers: dict[tuple[str, str], set[int | None]] = {}
+    for one in filter(is_off, backends):
+        what = f"runs on {one['observed']}, slower than the best for this device: {one['reason']}"
+        if one["requested"] not in ("auto", one["observed"]):
+            what = f"asked for {one['requested']} and runs on {one['observed']}: {one['reason']}"
+        layers.setdefault((one["op"], what), set()).add(one["layer"])
+    found = []
+    for (op, what), of in layers.items():  # MTP and the ops of the whole run have no number
+        numbers = [str(number) for number in sorted(number for number in of if number is not None)]
+        where = f" in layer{'s' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else ""
+        found.append(f"op {op}{where} {what}")
+    if not {"linear", "norm"} & {one["op"] for one in backends}:  # whose records say it of every layer
+        asked = "asked for transformer_engine and is"
+        found += [f"{one['part']} {asked} {one['implementation']}" for one in filter(is_off_part, parts)]
     return "; ".join([*found[:3], *([f"and {len(found) - 3} more"] if len(found) > 3 else [])])
 
 
-def _skipped(case: _Case) -> str:
+def _skipped(case: Case) -> str:
     if not case.steps:
         raise _Unjudged("no step was recorded")
     bad = [step.step for step in case.steps if step.skipped or not all(map(math.isfinite, step.losses.values()))]
     return f"{len(bad)} steps were skipped or had a loss that is no number, the first is step {bad[0]}" if bad else ""
 
 
-def _batch(case: _Case) -> str:
+def _batch(case: Case) -> str:
     if case.known("batch.rampup"):
         return "the batch grows during the run (--rampup-batch-size)"
     if not case.tokens:
@@ -170,7 +157,7 @@ def _batch(case: _Case) -> str:
 
 
 _FORCED = "tokens are routed at random (--moe-router-force-load-balancing)"
-_JUDGES: Mapping[str, Callable[[_Case], str]] = {
+_JUDGES: Mapping[str, Callable[[Case], str]] = {
     "mock data": lambda case: "the run trains on Megatron's mock data" if case.known("data.kind") == "mock" else "",
     "forced balance": lambda case: (
         _FORCED if case.known("moe_enabled") and case.known("routing.forced_balance") else ""
@@ -202,23 +189,14 @@ STANDARD_ERRORS = 2.0
 _P90_DEVIATIONS = 1.2816
 """Standard deviations from the median to the 90th percentile, of the normal distribution."""
 
-_QUESTIONS: Mapping[str, str] = {
-    "pattern": "same pattern?",
-    "routed_experts": "same routed-expert settings?",
-    "sequence_length": "same sequence length?",
-    "compile_policy": "same compile policy?",
-    "topology": "same substrate and parallel topology?",
-    "real_data": "same real-data path?",
-    "cache_state": "same cache state?",
-    "batch_geometry": "same batch geometry?",
-    "effective_tokens": "same effective tokens a step?",
-    "top_k": "same top-k?",
-    "capacity": "same capacity?",
-    "expert_input": "both padded, or both jagged?",
-    "balance": "same balance?",
-    "precision": "same precision plan?",
+_QUESTIONS = {
+    "pattern": "same pattern?", "routed_experts": "same routed-expert settings?", "sequence_length": "same sequence length?",
+    "compile_policy": "same compile policy?", "topology": "same substrate and parallel topology?",
+    "real_data": "same real-data path?", "cache_state": "same cache state?", "batch_geometry": "same batch geometry?",
+    "effective_tokens": "same effective tokens a step?", "top_k": "same top-k?", "capacity": "same capacity?",
+    "expert_input": "both padded, or both jagged?", "balance": "same balance?", "precision": "same precision plan?",
     "optimizer": "same optimizer, and dtypes of its states?",
-}
+}  # fmt: skip
 _BESIDE = tuple(field.path for field in FIELDS if field.compare == BESIDE)
 KEYS = tuple(_QUESTIONS)
 """The keys of the checklist, the seven of the reviewer first; their fields have them as ``compare``."""

@@ -17,16 +17,9 @@ from megacpp_mcore.util.schema import Kind, SchemaError
 SCHEMA = 2
 """The version of the schema; another number is another schema."""
 DISQUALIFIERS = (
-    "mock data",
-    "forced balance",
-    "capacity drop",
-    "indexer untrained",
-    "warm-up inside the window",
-    "fall-back",
-    "NaN skipped",
-    "batch changed",
-    "overlapping starts",
-)
+    "mock data", "forced balance", "capacity drop", "indexer untrained", "warm-up inside the window", "fall-back",
+    "NaN skipped", "batch changed", "overlapping starts",
+)  # fmt: skip
 """What makes a run's speed no speed of training, in the order in which it is judged."""
 RUNNING = "running"
 NOT_PROFILED = "the run was not profiled"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import time
@@ -127,7 +128,7 @@ def _compare(args: argparse.Namespace) -> int:
         args.declare,
         noise=None if args.noise is None else args.noise / 100,
     )
-    print(json.dumps(found.record(), indent=1, ensure_ascii=False) if args.json else found.describe())
+    print(json.dumps(dataclasses.asdict(found), indent=1, ensure_ascii=False) if args.json else found.describe())
     return 0 if found.claim is not None else REFUSED
 
 
@@ -204,7 +205,7 @@ def _age(seconds: float) -> str:
 
 def describe(receipt: Mapping[str, Any]) -> str:
     """The main figures of a receipt for people, its disqualifiers, and what is not known."""
-    values = flatten(receipt)[0]
+    values = flatten(receipt)
     lines = []
     for label, field in labelled(values, shown=True):
         text = in_words(values, field)

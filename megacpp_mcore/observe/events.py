@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.clock import Clock, Phase
-from megacpp_mcore.util import files, kinds
+from megacpp_mcore.util import files
+from megacpp_mcore.util import schema as kinds
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from megacpp_mcore.observe.clock import OF_A_STEP, Phase
 from megacpp_mcore.observe.events import Listener, Start, Step
 from megacpp_mcore.observe.goodput import PRODUCTIVE, Recorder
 from megacpp_mcore.observe.steps import kept
-from megacpp_mcore.util import kinds
+from megacpp_mcore.util import schema as kinds
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.loop import Loop

@@ -18,7 +18,7 @@ from typing import Protocol
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events
 from megacpp_mcore.observe.events import Appender, Listener, Step, Tail
-from megacpp_mcore.util import kinds
+from megacpp_mcore.util import schema as kinds
 
 __all__ = ["Comparison", "Step", "StepReader", "StepRecorder", "compare", "kept", "read_steps"]
 

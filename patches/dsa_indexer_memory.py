@@ -266,10 +266,10 @@ PATCH = Patch(
         "compute_dsa_indexer_loss, which stock then calls no more; calls that record autograd, float64, autocast"
     ),
     cost=(
-        "time, on one H200 with b 1 and 32 heads: the forward pass 7.0 ms instead of 6.4 ms at sq 4096, 105 ms instead of "
-        "93 ms at 16,384; with the dense loss 0.9 to 1.5 × stock's at 4096, in two runs; under a sparse loss the gradient of k "
-        "is summed in no fixed order on a GPU, unless torch.use_deterministic_algorithms(True); tensor-parallel ranks add "
-        "their targets key by key of the selection, so they have to hold the same one, as they hold the same inputs"
+        "one H200, b 1, 32 heads: forward 7.0 ms instead of 6.4 ms at sq 4096, 105 ms instead of 93 ms at 16,384; with the dense "
+        "loss 0.9 to 1.5 × stock's at 4096, in two runs; under a sparse loss the gradient of k is not deterministic on a GPU, "
+        "unless torch.use_deterministic_algorithms(True); tensor-parallel ranks have to select the same keys, as from the same "
+        "inputs they do"
     ),
     gain=(
         "b 1, sq 16,384, 32 heads × 64, one H200: forward 0.19 GB instead of 68.7 GB; with its sparse loss 0.19 GB where stock "

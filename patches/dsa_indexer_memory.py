@@ -266,8 +266,8 @@ PATCH = Patch(
         "compute_dsa_indexer_loss, which stock then calls no more; calls that record autograd, float64, autocast"
     ),
     cost=(
-        "one H200, b 1, 32 heads: forward 7.0 ms instead of 6.4 ms at sq 4096, 105 ms instead of 93 ms at 16,384; with the dense "
-        "loss 0.9 to 1.5 × stock's at 4096, in two runs; under a sparse loss the gradient of k is not deterministic on a GPU, "
+        "one H200, b 1, 32 heads: forward 7.0 ms instead of 6.4 ms at sq 4096, 105 ms instead of 93 ms at 16,384; with the "
+        "dense loss 0.9 to 1.5 × stock's at 4096, in two runs; under a sparse loss the gradient of k is not deterministic on a GPU, "
         "unless torch.use_deterministic_algorithms(True); tensor-parallel ranks have to select the same keys, as from the same "
         "inputs they do"
     ),

@@ -366,8 +366,8 @@ PATCH = Patch(
         "deferred weight gradients, Megatron-FSDP, BERT and T5; the module docstring has the whole list"
     ),
     cost=(
-        "plain PyTorch between four matrix products: forward and backward 39 ms (55 ms on another day) instead of stock's 24 ms, "
-        "in the case that the gain is measured on"
+        "plain PyTorch between four matrix products: forward and backward 39 ms (55 ms on another day) instead of stock's 24 "
+        "ms, in the case that the gain is measured on"
     ),
     gain=(
         "8192 tokens × 3584 × 65,536, bf16, one H200: peak with gradients 0.64 GB instead of 4.3 GB; with the "

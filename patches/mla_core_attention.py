@@ -353,8 +353,8 @@ PATCH = Patch(
         "not stock's own, widths that Transformer Engine fuses; the module docstring has the whole list"
     ),
     cost=(
-        "another order of summation; without a fused kernel (on a CPU) the chunked reference recomputes in float32, which takes "
-        "longer than stock"
+        "another order of summation; without a fused kernel (on a CPU) the chunked reference recomputes in float32, which "
+        "takes longer than stock"
     ),
     gain=(
         "56 heads, 128/64, B 2 × S 4096, bf16, one H200: forward + backward 3.4 ms instead of 16.0 ms with Transformer Engine "

@@ -74,8 +74,8 @@ def _overview(models: Sequence[Model]) -> list[str]:
     ]
     head = ("model", "layers", "hidden", "vocabulary", "sequence", "MTP", "parameters", "active", "GFLOP a token")
     note = (
-        "Active: parameters that one token meets. GFLOP a token: forward and backward at the model's sequence length, a multiply-add "
-        "as two, nothing recomputed."
+        "Active: parameters that one token meets. GFLOP a token: forward and backward at the model's sequence length, a "
+        "multiply-add as two, nothing recomputed."
     )
     return [*_table(head, rows), "", note]
 

@@ -230,7 +230,7 @@ def test_the_groups_of_the_launch_page_are_those_of_the_file() -> None:
         for group, kind in groups.items()
         for each in dataclasses.fields(kind)
     } | {"max_documents": "null"}
-    overlaps = {name for name, *_ in table(PAGES["launch.md"], "When the word overlap is said")}
+    overlaps = {name for name, *_ in table(PAGES["launch.md"], "Overlap")}
     assert overlaps == {one.name for one in policy.overlap_contract(policy.Run(device="cuda"), None)}
 
 

@@ -1,4 +1,4 @@
-"""``megacpp-mcore report show|compare|goodput|html``: what runs left behind, for people and as JSON; imports no torch."""
+"""``megacpp-mcore report show|compare|goodput|html|fields``: prints and compares what runs recorded; imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events, goodput, receipts, start
 from megacpp_mcore.observe.receipts.assemble import RECEIPT
 from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, compare
-from megacpp_mcore.observe.receipts.schema import DISQUALIFIERS, RUNNING, flatten, in_words, labelled, why_unknown
+from megacpp_mcore.observe.receipts.schema import DISQUALIFIERS, RUNNING, flatten, in_words, labelled, table, why_unknown
 
 REFUSED = 1
 """The exit status of a comparison that allows no claim."""
@@ -63,6 +63,7 @@ def add_parser(subparsers: Any) -> None:
         "runs", metavar="RUN", nargs="+", help="the folder of a run, or a receipt; the first is the baseline"
     )
     page.add_argument("--output", metavar="FILE", default="report.html", help="where it is written (%(default)s)")
+    actions.add_parser("fields", help="every field of a receipt: its kind and meaning, as a Markdown table")
     for action in (show, comparing, where):
         action.add_argument("--json", action="store_true", help="as JSON")
 
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         DataError: there is no receipt, it is damaged, or a word is not known.
     """
-    actions = {"show": _show, "compare": _compare, "goodput": _goodput, "html": _html}
+    actions = {"show": _show, "compare": _compare, "goodput": _goodput, "html": _html, "fields": _fields}
     return actions[args.action](args)
 
 
@@ -108,6 +109,11 @@ def _show(args: argparse.Namespace) -> int:
     status, *others = describe(receipt).splitlines()
     alive = [sign_of_life(place, receipt, time.time_ns())] if receipt["status"] == RUNNING else []
     print("\n".join([status, *alive, *others, *_first_step(place)]))
+    return 0
+
+
+def _fields(args: argparse.Namespace) -> int:
+    print(table())
     return 0
 
 

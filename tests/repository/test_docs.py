@@ -177,7 +177,7 @@ def test_the_commands_run(page: str, corpus: Path, tmp_path: Path) -> None:
 def test_the_settings_of_the_pattern_page_are_those_that_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = PAGES["own-pattern.md"]
+    page = PAGES["extending.md"]
     (shown,) = blocks(page, "yaml")
     (line,) = (line for block in blocks(page, "sh") for line in block.splitlines() if "--settings" in line)
     monkeypatch.chdir(tmp_path)

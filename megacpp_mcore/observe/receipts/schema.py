@@ -387,16 +387,13 @@ def doubts(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def table() -> str:
-    """The fields in Markdown, a row for each group; where the meaning lacks them, the choices of a text and a record's keys."""
-    groups: dict[str, list[str]] = {}
+    """The table of all fields, in Markdown."""
+    lines = ["| field | kind | meaning |", "|---|---|---|"]
     for field in FIELDS:
-        group, _, name = field.path.rpartition(".")
-        kind = field.describe()
-        choices = kind.removeprefix("one of ").split(", ") if kind.startswith("one of ") else []
-        is_open = "{" in kind or any(choice not in field.meaning for choice in choices)
-        groups.setdefault(group, []).append(f"`{name}`: {field.meaning}{f' ({kind})' if is_open else ''}")
-    rows = [f"| {f'`{group}`' if group else 'top level'} | {'<br>'.join(texts)} |" for group, texts in groups.items()]
-    return "\n".join(["| group | fields |", "|---|---|", *rows])
+        lines.append(
+            f"| `{field.path}` | {field.describe()}{', or null' if field.nullable else ''} | {field.meaning} |"
+        )
+    return "\n".join(lines)
 
 
 # --- For people -------------------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from typing import Any
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events, goodput, receipts, start
+from megacpp_mcore.observe.receipts import schema
 from megacpp_mcore.observe.receipts.assemble import RECEIPT
 from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, compare
-from megacpp_mcore.observe.receipts.schema import DISQUALIFIERS, RUNNING, flatten, in_words, labelled, table, why_unknown
+from megacpp_mcore.observe.receipts.schema import DISQUALIFIERS, RUNNING, flatten, in_words, labelled, why_unknown
 
 REFUSED = 1
 """The exit status of a comparison that allows no claim."""
@@ -113,7 +114,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _fields(args: argparse.Namespace) -> int:
-    print(table())
+    print(schema.table())
     return 0
 
 

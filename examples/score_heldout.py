@@ -119,7 +119,7 @@ def load_model(args: Namespace) -> Any:
     from megatron.training.training import setup_model_and_optimizer
 
     if args.world_size != 1:
-        raise LaunchError(f"score_heldout.py runs in {args.world_size} processes; expected 1")
+        raise LaunchError(f"this script runs in {args.world_size} processes; expected 1")
     initialize_megatron()
     (model,), _, _ = setup_model_and_optimizer(
         ModelType.encoder_or_decoder,

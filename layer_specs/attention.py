@@ -8,6 +8,8 @@ Shape legend: S queries, T keys, B batch, H heads (of this rank), K query/key di
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -39,11 +41,15 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs.decode import LayerCache
 from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 from megacpp_mcore.model import SERVED
+from megacpp_mcore.ops.checks import compute_dtype
 from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
+from megacpp_mcore.ops.indexer.reference import causal_topk, score_block
 from megacpp_mcore.ops.indexer.training import TargetSum, training_token
+from megacpp_mcore.ops.mla import reference
 
 
 class MLACoreAttention(MegatronModule):
@@ -85,8 +91,15 @@ class MLACoreAttention(MegatronModule):
         """``q [S, B, H, K], k [S, B, H, K], v [S, B, H, V] -> [S, B, H * V]``; causal, and inside documents.
 
         ``attention_mask`` is what :class:`_Documents` puts in a mask's place: the documents, int32 ``[B, S]``, or None. Query,
-        key and value may be strided, with their widths innermost.
+        key and value may be strided, with their widths innermost. With more keys than queries, as while decoding, the queries
+        are the last rows, of one document; the reference attends.
         """
+        rows, keys = query.shape[0], key.shape[0]
+        if rows < keys:
+            later = torch.ones(rows, keys, dtype=torch.bool, device=query.device).triu(keys - rows + 1)
+            return reference.mla_attention(
+                query, key, value, softmax_scale=self.softmax_scale, attention_mask=later[None, None], causal=False
+            ).flatten(2)
         o_SBHV: torch.Tensor = self.backend.fn(
             query, key, value, softmax_scale=self.softmax_scale, seq_idx=attention_mask
         )
@@ -155,6 +168,7 @@ class SparseCoreAttention(MegatronModule):
         *,
         x: torch.Tensor,
         qr: torch.Tensor,
+        cache: LayerCache | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """Attend to the selected keys.
@@ -166,6 +180,7 @@ class SparseCoreAttention(MegatronModule):
             attention_mask: what :class:`_Documents` puts in its place: the documents, int32 ``[B, S]``, or None.
             x: the layer's input ``[S, B, D]`` (a slice of S under sequence parallelism).
             qr: normed query latents ``[S, B, q_lora_rank]`` (likewise).
+            cache: of an inference context; ``key`` are the latents so far. It keeps them, and the indexer's keys.
 
         Returns:
             ``[S, B, H * V]`` latents, before the value up-projection.
@@ -173,6 +188,8 @@ class SparseCoreAttention(MegatronModule):
         if self.indexer is None:
             selection = self.index_cache.read(self.layer_number)
             sink = selection.sink if self.serves else None
+        elif cache is not None:
+            selection, sink = self._decode(self.indexer, cache, x, qr), None
         else:
             query, selection = self._select(self.indexer, query, attention_mask, x.detach(), qr.detach())
             sink = selection.sink
@@ -189,7 +206,7 @@ class SparseCoreAttention(MegatronModule):
 
     def _select(
         self,
-        indexer: DSAIndexer,
+        indexer: PositionedIndexer,
         query_SBHK: torch.Tensor,
         seq_idx_BS: torch.Tensor | None,
         x: torch.Tensor,
@@ -211,6 +228,16 @@ class SparseCoreAttention(MegatronModule):
             token = training_token(q, k, w, selection.index, partial(self._learn, selection.sink))
             query_SBHK = DSAIndexerLossAutoScaler.apply(query_SBHK, token)
         return query_SBHK, selection
+
+    def _decode(self, indexer: PositionedIndexer, cache: LayerCache, x: torch.Tensor, qr: torch.Tensor) -> Selection:
+        """The selection of the last rows among all rows so far, by the reference."""
+        with indexer.rows_from(cache.first_row):
+            q, k, w = indexer.forward_before_topk(x, qr)
+        keys = cache.extend(indexer_key=k)["indexer_key"].to(compute_dtype(q, k, w))
+        score_BST = score_block(q, keys, w)
+        selection = Selection(causal_topk(score_BST, indexer.index_topk, first_row=cache.first_row))
+        self.index_cache.publish(self.layer_number, selection)
+        return selection
 
     def _learn(
         self,
@@ -234,6 +261,29 @@ class SparseCoreAttention(MegatronModule):
         loss, dq, dk, dw = self.grad_backend.fn(q_SBHD, k_SBD, w_SBH, index_BSN, target_BSN, factor)
         DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss * coefficient, self.layer_number, self.config.num_layers)
         return dq, dk, dw
+
+
+class PositionedIndexer(DSAIndexer):
+    """Stock's indexer, whose rows need not be the first of their sequence."""
+
+    _first_row = 0
+
+    @contextlib.contextmanager
+    def rows_from(self, first_row: int) -> Iterator[None]:
+        """While it lasts, what the indexer is given begins at row ``first_row`` of its sequence."""
+        self._first_row = first_row
+        try:
+            yield
+        finally:
+            self._first_row = 0
+
+    def _apply_rope(self, x: torch.Tensor, rotary_pos_emb: torch.Tensor, mscale: float, **options: Any) -> torch.Tensor:
+        """As stock's, which rotates the rows as if they were the first."""
+        if self._first_row:
+            found = self.rotary_pos_emb(self._first_row + x.shape[0])
+            rotary_pos_emb = (found if isinstance(found, torch.Tensor) else found[0])[self._first_row :]
+        rotated: torch.Tensor = super()._apply_rope(x, rotary_pos_emb, mscale, **options)
+        return rotated
 
 
 def _whole_rows(linear: ColumnParallelLinear, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
@@ -281,6 +331,9 @@ class _Documents:
         """
         config: TransformerConfig = self.config  # type: ignore[attr-defined]
         cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        context = kwargs.get("inference_context")
+        if context is not None and context.sequence_len_offset:
+            attention_mask = None  # each row of a context is one document; masks are read for its first rows alone
         seq_idx_BS = documents(
             config,
             self.layer_number,  # type: ignore[attr-defined]
@@ -297,7 +350,37 @@ class FullMLASelfAttention(_Documents, _WholeRows, MLASelfAttention):
 
 
 class SparseMLASelfAttention(_Documents, _WholeRows, AbsorbedMLASelfAttention):
-    """As :class:`FullMLASelfAttention`; under overlapped gathers it waits for the up-projection's weight."""
+    """As :class:`FullMLASelfAttention`; it decodes, and under overlapped gathers it waits for the up-projection's weight."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        inference_context: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As stock's, which refuses an inference context: with one, the latents so far are kept in it.
+
+        Raises:
+            ModelError: as :class:`megacpp_mcore.layer_specs.decode.LayerCache`.
+        """
+        if inference_context is None:
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        cache = LayerCache(inference_context, self.layer_number, hidden_states.shape[0])
+        query, latents, query_latents = self.get_query_key_value_tensors(
+            hidden_states, inference_context=inference_context
+        )
+        o_SBHV = self.core_attention(
+            query,
+            cache.extend(latents=latents)["latents"],
+            None,
+            None,
+            x=hidden_states,
+            qr=query_latents,
+            cache=cache,
+        ).unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        return self.linear_proj(torch.einsum("sbhv,hdv->sbhd", o_SBHV, self._get_v_up_weight()).flatten(2))
 
     def _get_kv_up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As stock's, which reads the weight of a module that it never calls."""
@@ -348,7 +431,7 @@ def sparse_attention(
 ) -> ModuleSpec:
     """Sparse MLA: the stock absorbed class with our core attention; ``full`` layers own an indexer."""
     indexer = ModuleSpec(
-        module=DSAIndexer,
+        module=PositionedIndexer,
         submodules=DSAIndexerSubmodules(
             linear_wq_b=parts.duplicated_linear,
             linear_wk=parts.duplicated_linear,

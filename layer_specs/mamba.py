@@ -111,18 +111,19 @@ class Mamba3Mixer(Mixer):
         """Mix along the sequence: ``[S, B, D] -> ([S, B, D], bias or None)``.
 
         Causal by itself. The state begins anew at each document's first row, which the mask or
-        the packed sequences tell (:mod:`megacpp_mcore.layer_specs.documents`).
+        the packed sequences tell (:mod:`megacpp_mcore.layer_specs.documents`). An inference context keeps the state.
 
         Raises:
-            ModelError: for an inference context, and for a mask that says more than causality and documents.
+            ModelError: for a mask that says more than causality and documents, and as
+                :class:`megacpp_mcore.layer_specs.decode.LayerCache`.
         """
-        self.refuse_unsupported(inference_context)
+        cache = self.cache(inference_context, hidden_SBD)
         ssm = self.ssm
         parts = self.in_proj(hidden_SBD)
         z_SBHP, x_SBHP = (parts[name].unflatten(-1, (self.heads, ssm.head_dim)) for name in "zx")
         by_group = (self.groups, ssm.mimo_rank, ssm.state)
         b_SBGRN, c_SBGRN = (parts[name].unflatten(-1, by_group) for name in "BC")
-        y_SBHP, _ = self.backend.fn(
+        y_SBHP, state = self.backend.fn(
             x_SBHP,
             z_SBHP,
             b_SBGRN,
@@ -145,8 +146,12 @@ class Mamba3Mixer(Mixer):
             A_floor=ssm.a_floor,
             eps=self.config.layernorm_epsilon,
             activation=ssm.decay_activation,
-            seq_idx=self.documents(x_SBHP, attention_mask, packed_seq_params),
+            seq_idx=self.documents(x_SBHP, attention_mask, packed_seq_params, cache),
+            initial_state=None if cache is None else cache.state,
+            return_final_state=cache is not None,
         )
+        if cache is not None:
+            cache.leave(state)
         return self.out_proj(y_SBHP.flatten(2))
 
     def _by_head(self, name: str, width: int) -> torch.Tensor | None:

@@ -763,12 +763,6 @@ def test_weight_decay_is_as_the_page_says(built: Any) -> None:
 # --- refusals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["M", "R"])
-def test_inference_caches_are_refused(still: Any, kind: str) -> None:
-    with pytest.raises(ModelError, match=rf"layer {FAMILIES[kind]}\): inference caches"):
-        layer(still, FAMILIES[kind]).self_attention(random(S, B, D), inference_context=object())
-
-
 def test_documents_that_a_mask_alone_cannot_keep_apart_are_refused(process: Path) -> None:
     arguments = SimpleNamespace(
         reset_attention_mask=True, dataloader_inter_document_masking=False, create_attention_mask_in_dataloader=True

@@ -1,4 +1,4 @@
-"""``megacpp-mcore patch list|status|apply|revert|verify|export``: the patch set, and patched checkouts; imports no torch."""
+"""``megacpp-mcore patch list|status|apply|revert|verify|export``: lists patches and patches checkouts; imports no torch."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
     if args.patch_action == "status":
         _status(checkout, names, args.json)
     elif args.patch_action == "apply":
-        _tell(checkout, checkout.apply(args.names, allow_dirty=args.allow_dirty), "applied", "applied already")
+        _print_outcome(checkout, checkout.apply(args.names, allow_dirty=args.allow_dirty), "applied", "applied already")
     elif args.patch_action == "revert":
-        _tell(checkout, checkout.revert(names), "reverted", "not applied")
+        _print_outcome(checkout, checkout.revert(names), "reverted", "not applied")
     elif args.patch_action == "verify":
         _verify(checkout, names, installed=args.checkout is None)
     else:
@@ -128,7 +128,7 @@ def _status(checkout: Checkout, names: Sequence[str] | None, as_json: bool) -> N
             print(target["diff"] or f"  no diff of {target['target']}: {target['no_diff']}")
 
 
-def _tell(checkout: Checkout, outcome: Outcome, done: str, left: str) -> None:
+def _print_outcome(checkout: Checkout, outcome: Outcome, done: str, left: str) -> None:
     for notice in outcome.notices:
         print(f"note: {notice}", file=sys.stderr)
     for names, words in ((outcome.changed, done), (outcome.unchanged, left)):

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _found(word: str, *, whole: bool = False) -> Path:
-    """The run that a word of the command line names: its folder or, unless the ``whole`` run is needed, a receipt.
+    """Resolve a command-line path to a run's folder or, unless the ``whole`` run is needed, a receipt.
 
     Raises:
         DataError: there is no such thing, with the folder that was probably meant.
@@ -119,7 +119,7 @@ def _fields(args: argparse.Namespace) -> int:
 
 
 def _first_step(run: Path) -> list[str]:
-    """What the run's folder has of its first step, by family; a receipt alone has nothing of it."""
+    """The first step by family, from the run's folder; empty for a receipt alone."""
     try:
         return start.describe(start.read(run)) if run.is_dir() else []
     except DataError as error:  # which hides no receipt
@@ -163,7 +163,7 @@ def _html(args: argparse.Namespace) -> int:
 
 
 def sign_of_life(place: Path, receipt: Mapping[str, Any], now_ns: int) -> str:
-    """The line that tells a run that goes on from one that was killed: both have the status ``running``.
+    """The line with the age of the last heartbeat, by which a live run differs from a killed one: both are ``running``.
 
     Args:
         place: the run's folder, where every process leaves its signs of life; or a receipt, which has only its own age.

@@ -268,7 +268,7 @@ PATCH = Patch(
     cost=(
         "one H200, b 1, 32 heads: forward 7.0 ms instead of 6.4 ms at sq 4096, 105 ms instead of 93 ms at 16,384; with the "
         "dense loss 0.9 to 1.5 × stock's at 4096, in two runs; under a sparse loss the gradient of k is not deterministic on a "
-        "GPU, unless torch.use_deterministic_algorithms(True); tensor-parallel ranks have to select the same keys"
+        "GPU, unless torch.use_deterministic_algorithms(True)"
     ),
     gain=(
         "b 1, sq 16,384, 32 heads × 64, one H200: forward 0.19 GB instead of 68.7 GB; with its sparse loss 0.19 GB where stock "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from megacpp_mcore.model import OWN, PRESETS, SERVED, Model, flops, hybrid
+from megacpp_mcore.model import PRESETS, Model, flops, hybrid
 from megacpp_mcore.model.pattern import ROLES
 
 _PARTS = {
@@ -16,10 +16,6 @@ _PARTS = {
     "embedding": "embedding",
     "head": "output head",
     "norm": "final norm",
-}
-_DISTILL = {
-    SERVED: "layers served",
-    OWN: "own layer",
 }
 
 _HEAD = """# Model card
@@ -110,7 +106,6 @@ def _sizes(models: Sequence[Model]) -> list[str]:
         ),
         "DSA top-k": lambda model: f"{model.dsa.topk}",
         "DSA indexer": lambda model: f"{model.dsa.indexer_heads} × {model.dsa.indexer_head_dim}",
-        "DSA indexer trained against": lambda model: _DISTILL[model.dsa.distill],
         "Mamba-3 heads": lambda model: f"{model.mamba_heads} × {model.mamba3.head_dim}",
         "Mamba-3 groups, state, rank": lambda model: (
             f"{model.mamba3.groups}, {model.mamba3.state}, {model.mamba3.mimo_rank}"
@@ -130,7 +125,7 @@ def _sizes(models: Sequence[Model]) -> list[str]:
 
 def _parameters(models: Sequence[Model]) -> list[str]:
     counts = [model.parameters() for model in models]
-    rows = {name: [_share(each[part], sum(each.values()), "{:,}") for each in counts] for part, name in _PARTS.items()}
+    rows = {name: [f"{each[part]:,}" if each[part] else "none" for each in counts] for part, name in _PARTS.items()}
     return _by_model("Parameters", "part", models, rows)
 
 
@@ -138,15 +133,11 @@ def _flops(models: Sequence[Model]) -> list[str]:
     steps = [flops.step(model) for model in models]
     rows = {}
     for name in flops.Families.__dataclass_fields__:
-        work = [(getattr(step.families, name).training, step.families.total.training, step.tokens) for step in steps]
-        if any(own for own, *_ in work):
-            cells = [_share(own / tokens / 1e6, total / tokens / 1e6, "{:,.2f}") for own, total, tokens in work]
-            rows[name.replace("_", " ")] = cells
-    return _by_model("Training MFLOP a token", "work", models, rows)
-
-
-def _share(value: float, whole: float, form: str) -> str:
-    return f"{form.format(value)} ({value / whole:.1%})" if value else "none"
+        shares = [getattr(step.families, name).training / step.families.total.training for step in steps]
+        if any(shares):
+            rows[name.replace("_", " ")] = [f"{share:.1%}" if share else "none" for share in shares]
+    note = "In MFLOP a token: `megacpp-mcore recipe flops NAME`."
+    return [*_by_model("Share of training FLOPs", "work", models, rows), "", note]
 
 
 def _by_model(title: str, first: str, models: Sequence[Model], rows: Mapping[str, Sequence[str]]) -> list[str]:

@@ -480,10 +480,14 @@ def test_a_reason_without_a_null_and_a_missing_field_are_wrong() -> None:
     assert receipt_schema.problems([]) == ["the receipt is [] (list); expected an object"]
 
 
-def test_the_documented_groups_are_the_schema_s() -> None:
+def test_the_documented_fields_that_are_never_null_are_the_schema_s() -> None:
     page = (ROOT / "docs" / "receipts.md").read_text(encoding="utf-8").partition("## Fields\n")[2]
-    named = {name for cell in re.findall(r"^\| (`.+?) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)}
-    assert named == {field.path.partition(".")[0] for field in receipt_schema.FIELDS}
+    never = {
+        path
+        for path, kind in re.findall(r"^\| `(.+?)` \| (.*?) \|", receipt_schema.table(), re.MULTILINE)
+        if not kind.endswith(", or null")
+    }
+    assert set(re.findall(r"`([\w.]+)`", re.findall(r"All but (.*?) may be null", page, re.DOTALL)[0])) == never
 
 
 # --- Disqualifiers ----------------------------------------------------------------------------------------------------

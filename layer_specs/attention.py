@@ -222,7 +222,7 @@ class SparseCoreAttention(MegatronModule):
         x: torch.Tensor,
         qr: torch.Tensor,
     ) -> tuple[torch.Tensor, Selection]:
-        """The query with the indexer's training attached, and the selection, of the first run where this is a recompute."""
+        """The query with the indexer's loss attached, and the selected keys: the first run's selection under recompute."""
         selection = self.index_cache.recall(self.layer_number)
         learns = self.training and bool(self.config.dsa_indexer_loss_coeff)
         if selection is not None and not learns:
@@ -235,7 +235,7 @@ class SparseCoreAttention(MegatronModule):
             self.index_cache.publish(self.layer_number, selection)
         if learns and torch.is_grad_enabled():
             # Stock's scaler gives the token the factor of the schedule, once the gradient of the query is there.
-            token = training_token(q, k, w, selection.index, partial(self._learn, selection.sink))
+            token = training_token(q, k, w, selection.index, partial(self._loss_gradients, selection.sink))
             query_SBHK = DSAIndexerLossAutoScaler.apply(query_SBHK, token)
         return query_SBHK, selection
 
@@ -311,7 +311,7 @@ class SparseCoreAttention(MegatronModule):
         self.index_cache.publish(self.layer_number, selection)
         return selection
 
-    def _learn(
+    def _loss_gradients(
         self,
         sink: TargetSum,
         q_SBHD: torch.Tensor,
@@ -320,7 +320,7 @@ class SparseCoreAttention(MegatronModule):
         index_BSN: torch.Tensor,
         scale: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of the indexer's loss; heads of other tensor-parallel ranks count in the target."""
+        """Gradients of the indexer's loss by q, k and w; the target is reduced over tensor-parallel ranks."""
         target_BSN = sink.take()
         if self.pg_collection.tp.size() > 1:
             torch.distributed.all_reduce(target_BSN, group=self.pg_collection.tp)
@@ -336,13 +336,13 @@ class SparseCoreAttention(MegatronModule):
 
 
 class PositionedIndexer(DSAIndexer):
-    """Stock's indexer, whose rows need not be the first of their sequence."""
+    """Stock's indexer with a position offset: its rows need not be the first of their sequence."""
 
     _first_row = 0
 
     @contextlib.contextmanager
     def rows_from(self, first_row: int) -> Iterator[None]:
-        """While it lasts, what the indexer is given begins at row ``first_row`` of its sequence."""
+        """Context in which the indexer's input starts at row ``first_row`` of its sequence."""
         self._first_row = first_row
         try:
             yield
@@ -359,14 +359,14 @@ class PositionedIndexer(DSAIndexer):
 
 
 def _whole_rows(linear: ColumnParallelLinear, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Forward hook: ``([S, B, C / TP], bias) -> ([S / TP, B, C], bias)``, each rank whole rows of its part of the sequence."""
+    """Forward hook: ``([S, B, C / TP], bias) -> ([S / TP, B, C], bias)``; gathers columns, scatters the sequence."""
     cut_SBC, bias = output
     whole_SBC = gather_from_tensor_model_parallel_region(cut_SBC, group=linear.tp_group)
     return scatter_to_sequence_parallel_region(whole_SBC, group=linear.tp_group), bias
 
 
 class _WholeRows:
-    """Mixed into stock MLA: a column-parallel kv down-projection hands on whole rows.
+    """Mixin for stock MLA: a column-parallel kv down-projection outputs whole rows.
 
     The rotary part of the key serves the heads of all tensor-parallel ranks, so its gradient has to be summed over them.
     Megatron-Core 0.19 does so when it is handed whole rows, but not when it gathers cut ones (``multi_latent_attention.py``
@@ -381,7 +381,7 @@ class _WholeRows:
 
 
 class _Documents:
-    """Mixed into stock MLA: a packed batch is computed as one row, and the core attention is given its documents.
+    """Mixin for stock MLA: computes a packed batch as one row and passes its documents to the core attention.
 
     The documents take the place of the attention mask, as int32 ``[B, S]``, and the packed sequences go no further. Stock
     would rotate each sequence by itself, with lengths that the host reads: two waits for a rotation, four or eight a layer.
@@ -422,7 +422,7 @@ class FullMLASelfAttention(_Documents, _WholeRows, MLASelfAttention):
 
 
 class SparseMLASelfAttention(_Documents, _WholeRows, AbsorbedMLASelfAttention):
-    """As :class:`FullMLASelfAttention`; it decodes, and under overlapped gathers it waits for the up-projection's weight."""
+    """As :class:`FullMLASelfAttention`, with decoding; waits for the up-projection's weight if its gather is overlapped."""
 
     def forward(
         self,
@@ -465,7 +465,7 @@ _DDP = "megatron.core.distributed.distributed_data_parallel"
 
 
 def _wait_for_parameters(module: torch.nn.Module) -> None:
-    """Wait, under ``--overlap-param-gather``, until the parameters of a module have arrived that is read but never called.
+    """Wait for the parameter gather (``--overlap-param-gather``) of a module whose weight is read without a forward call.
 
     Megatron-Core 0.19 waits in a hook before a module's forward. Without it a weight that lies in another bucket than its
     neighbours is that of the step before, and the next step's gather meets one that nobody has waited for.

@@ -1,4 +1,4 @@
-"""Decoding: what a layer keeps of earlier tokens in Megatron's static inference context.
+"""Decoding: each layer's cache of earlier tokens in Megatron's static inference context.
 
 Stock attention keeps keys and values in ``StaticInferenceContext.key_value_memory_dict`` under its layer's number; M, R and
 sparse A keep there what they need instead. A sequence is given to the model in pieces, ``sequence_len_offset`` says how many
@@ -60,11 +60,11 @@ class LayerCache:
 
     @property
     def state(self) -> Any:
-        """What the call before left; None before the first row."""
+        """The state after the previous call; None before the first row."""
         return self._state
 
     def leave(self, state: Any) -> None:
-        """Keep ``state`` for the call after this one."""
+        """Store ``state`` for the next call."""
         self._entries[self.layer_number] = (state, self.end)
 
     def extend(self, **rows_SBX: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class NumberedLayer:
-    """Builds the layer that belongs to a layer number: Megatron has one spec a slot, Full and Shared layers share one.
+    """Spec of a slot that selects the layer by its number: Megatron has one spec a slot, for Full and Shared layers alike.
 
     Returns what the spec builds; there is no instance of this class.
     """
@@ -154,7 +154,7 @@ nam56r_hybrid = ModuleSpec(
 
 @dataclass(frozen=True)
 class _Run:
-    """What a run says about its model: the configuration objects to search, and the hybrid pattern."""
+    """A run's configuration objects and hybrid pattern."""
 
     sources: tuple[Any, ...]
     text: str | None
@@ -225,7 +225,7 @@ def _chunks(model: Model, config: TransformerConfig, text: str | None) -> tuple[
 
 
 def _check_symbols(model: Model, chunks: tuple[range, ...], layers: range, symbols: str) -> None:
-    """Refuse what is built, if it is not what the run's pattern says: NumberedLayer goes by numbers, not by symbols."""
+    """Raise if the built layers differ from the run's pattern: NumberedLayer selects by number, not by symbol."""
     expected = hybrid.plan(model).symbols[layers.start - 1 : layers.stop - 1]
     if layers not in chunks or symbols != expected:
         raise ModelError(

@@ -23,7 +23,7 @@ from megacpp_mcore.model import Model
 
 
 def projection_parts(model: Model) -> tuple[Part, ...]:
-    """What Mamba-3 reads of a token: z and x by head, B and C by group and then by rank, three scalars a head, the angles."""
+    """Parts of Mamba-3's input projection: z and x by head, B and C by group, then rank, three scalars a head, the angles."""
     ssm, heads = model.mamba3, model.mamba_heads
     columns = ssm.groups * ssm.mimo_rank * ssm.state
     return (
@@ -155,7 +155,7 @@ class Mamba3Mixer(Mixer):
         return self.out_proj(y_SBHP.flatten(2))
 
     def _by_head(self, name: str, width: int) -> torch.Tensor | None:
-        """A parameter as ``[H, R, width]``; None where this model has no such (SISO and ``mimo_*``)."""
+        """A parameter as ``[H, R, width]``; None if the model lacks it (SISO and ``mimo_*``)."""
         parameter = getattr(self, name, None)
         return None if parameter is None else parameter.view(self.heads, self.ssm.mimo_rank, width)
 

@@ -70,7 +70,7 @@ schedule.
 
 @dataclass
 class HybridBlockSubmodules(TransformerBlockSubmodules):
-    """TransformerBlockSubmodules that also says what MTP block belongs to the layers; None: not on this chunk."""
+    """TransformerBlockSubmodules with the MTP block's spec; None on chunks without it."""
 
     mtp: MultiTokenPredictionBlockSubmodules | None = None
 

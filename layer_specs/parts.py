@@ -1,4 +1,4 @@
-"""What the block families share: linear and norm choices, and parameters that tensor parallelism and fp32 need care for.
+"""Shared parts of the block families: linear and norm classes, and a mixer base with sharded and fp32 parameters.
 
 Shape legend: S sequence (of this rank), B batch, D hidden.
 """
@@ -178,7 +178,7 @@ def _local_parts() -> Parts:
 
 
 def _refuse_without_te(config: TransformerConfig) -> None:
-    """Raise ModelError for what the run asks of stock and stock has in Transformer Engine alone."""
+    """Raise ModelError for requested stock features that exist in Transformer Engine alone."""
     for asked, what, remedy in (
         (config.quant_recipe is not None, "FP8 experts", "leave --te-precision-config-file out"),
         (config.moe_permute_fusion, "fused permutation of tokens", "leave --moe-permute-fusion out"),

@@ -25,7 +25,7 @@ from megacpp_mcore.model import Model
 
 
 def projection_parts(model: Model) -> tuple[Part, ...]:
-    """What M²RNN reads of a token: one head of q and k for all, v and the output gate by head, the forget gate's scalar."""
+    """Parts of M²RNN's input projection: one shared head of q and k, v and output gate by head, the forget gate's scalar."""
     rnn, heads = model.m2rnn, model.recurrent_heads
     return (
         Part("q", rnn.key_dim, replicated=True),

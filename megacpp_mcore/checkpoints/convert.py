@@ -77,7 +77,7 @@ def _mark(source: Source) -> None:
 
 
 def _changes(source: Source) -> dict[str, dict[str, Maker]]:
-    """Each entry of ``source`` that does not stay: the names of what takes its place, and what makes that of it.
+    """Each changed entry of ``source``: the names of its replacements, and the functions that compute them.
 
     Raises:
         CheckpointError: the tensors of a layer do not fit each other.
@@ -91,7 +91,7 @@ def _changes(source: Source) -> dict[str, dict[str, Maker]]:
 
 
 def _layer(source: Source, stem: str, rows: Callable[[Mapping[str, Any]], Rows]) -> dict[str, dict[str, Maker]]:
-    """The changes of one layer's parameters, or of one state of the optimizer for them: of all that starts with ``stem``."""
+    """The changes of one layer's parameters, or of one optimizer state of theirs: entries that start with ``stem``."""
     own = {name.removeprefix(stem): source.outline(name) for name in source.names if name.startswith(stem)}
     shapes = {name: tuple(outline.shape) for name, outline in own.items() if outline is not None}
     changes: dict[str, dict[str, Maker]] = {}

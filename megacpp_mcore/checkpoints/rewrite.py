@@ -94,7 +94,7 @@ def _iteration_folder(old: Path) -> Path:
 
 
 class _Objects(DefaultLoadPlanner):
-    """Hands out what is no tensor as the bytes that are in the file, and unpickles none of it."""
+    """Load planner that returns non-tensors as the file's bytes, without unpickling."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -137,7 +137,7 @@ class Source(checkpoint.FileSystemReader):
         return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
 
     def read(self, name: str, make: Maker | None = None) -> Any:
-        """What ``make`` makes of a whole tensor; without it the tensor, or the bytes of what is none."""
+        """``make`` of a whole tensor; without ``make`` the tensor itself, or the bytes of a non-tensor."""
         if name == _COMMON and self._common is not None:
             return self._common
         outline = self.outline(name)
@@ -157,7 +157,7 @@ class Source(checkpoint.FileSystemReader):
             raise CheckpointError(f"{self.folder} has no common state that can be read ({cause(error)})") from error
 
     def replace_common(self, common: Any) -> None:
-        """Have ``common`` written in place of what :meth:`common` read."""
+        """Replace the common state that :meth:`common` read by ``common``."""
         self._common = io.BytesIO()
         torch.save(common, self._common)
 
@@ -174,7 +174,7 @@ def refuse_flat_buckets(source: Source) -> None:
 
 
 class _Lazy(DefaultSavePlanner):
-    """Makes what it saves when it is written; until then there are outlines."""
+    """Save planner that computes each entry when it is written; until then there are outlines."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Any]]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -212,7 +212,7 @@ def _copy_rest(folder: Path, target: Path) -> None:
 
 
 def cause(error: BaseException) -> str:
-    """What went wrong in the first place: torch wraps it, once for reading and once for writing."""
+    """The root cause of an error that torch has wrapped, once for reading and once for writing."""
     while isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error) or repr(error)

@@ -224,7 +224,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a model is cut over processes: tensor, pipeline, virtual-pipeline, expert and sequence parallelism."""
+    """How a model is sharded over processes: tensor, pipeline, virtual-pipeline, expert and sequence parallelism."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -353,7 +353,7 @@ class Model:
         grammar.check_chunks(self.name, self.roles, self.chunks(layout))
 
     def check_cut(self, layout: Layout) -> None:
-        """Refuse tensor, expert or sequence parallelism this model's sizes do not divide by; stages are not looked at.
+        """Refuse tensor, expert or sequence parallelism this model's sizes do not divide by; pipeline stages are not checked.
 
         Raises:
             ModelError: naming the number that does not divide.

@@ -75,7 +75,7 @@ def test_the_command_is_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     (((command,), more),) = launched
     assert command[0] == advise.__file__
     assert command[1:] == ["--load", "x", "--heldout=text", "--tokens=9", "--batch=8", "--tolerance=0.001"]
-    assert (more["device"], more["recording"]) == ("cpu", launcher.Recording(off=True))
+    assert (more["device"], more["recording"]) == ("cpu", launcher.Recording(no_observe=True))
 
 
 @pytest.mark.slow

@@ -180,7 +180,7 @@ def test_the_commands_run(page: str, corpus: Path, tmp_path: Path) -> None:
 def test_the_settings_of_the_pattern_page_are_those_that_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = PAGES["own-pattern.md"]
+    page = PAGES["extending.md"]
     (shown,) = blocks(page, "yaml")
     (line,) = (line for block in blocks(page, "sh") for line in block.splitlines() if "--settings" in line)
     monkeypatch.chdir(tmp_path)
@@ -233,7 +233,7 @@ def test_the_groups_of_the_launch_page_are_those_of_the_file() -> None:
         for group, kind in groups.items()
         for each in dataclasses.fields(kind)
     } | {"max_documents": "null"}
-    overlaps = {name for name, *_ in table(PAGES["launch.md"], "When the word overlap is said")}
+    overlaps = {name for name, *_ in table(PAGES["launch.md"], "Overlap")}
     assert overlaps == {one.name for one in policy.overlap_contract(policy.Run(device="cuda"), None)}
 
 

@@ -153,9 +153,9 @@ def numbers(parts: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_replicas_agree_and_the_report_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two replicas, with whole gradients or a shard each, leave one process's sums; other layouts: ``tests/distributed``."""
+    """Two replicas with a shard of the gradients each leave one process's sums; other layouts: ``tests/distributed``."""
     data, found = tiny_run.make_data(tmp_path), []
-    for name, *extra in (("one",), ("two",), ("shards", "--use-distributed-optimizer")):
+    for name, *extra in (("one",), ("shards", "--use-distributed-optimizer")):
         run, processes = tmp_path / name, 1 if name == "one" else 2
         launched = (
             "megacpp_mcore",

@@ -103,7 +103,7 @@ def test_skipped_files_are_told(tmp_path, prefix, capsys):
     assert re.search(r"20 documents.*1 skipped", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.exhaustive), "2"])
 def test_ctrl_c_leaves_nothing_and_the_same_command_starts_anew(tmp_path, workers):
     texts, output = tmp_path / "texts", tmp_path / "out" / "data"
     texts.mkdir()

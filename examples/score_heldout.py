@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from megacpp_mcore.data.index import read_index
 from megacpp_mcore.data.manifest import verify
-from megacpp_mcore.data.score import BitsPerByte, byte_counts, count_bytes, entropy
+from megacpp_mcore.data.score import BitsPerByte, byte_counts, entropy
 from megacpp_mcore.data.tokenizer import BYTE_EOD_ID, ByteTokenizer
 from megacpp_mcore.errors import DataError, LaunchError
 from megacpp_mcore.util.files import replace
@@ -101,7 +101,7 @@ def score_windows(model: Any, windows: Windows, batch: int) -> BitsPerByte:
             nats_BS = model(inputs, positions, None, labels=labels)
         mask_BS = windows.mask_WS[part]
         kept = nats_BS.double().cpu().numpy()[mask_BS]
-        score.add(float(kept.sum()), count_bytes(windows.labels_WS[part][mask_BS]))
+        score.add(float(kept.sum()), int(byte_counts(windows.labels_WS[part][mask_BS]).sum()))
         print(f"scored {min(start + batch, len(windows.inputs_WS))} of {len(windows.inputs_WS)} windows", flush=True)
     return score
 

@@ -71,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was asked for; return the exit status.
+    """Carry out ``report``; returns the exit status.
 
     Raises:
         DataError: there is no receipt, it is damaged, or a word is not known.

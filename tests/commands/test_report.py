@@ -14,7 +14,7 @@ import pytest
 from megacpp_mcore.commands import cli
 from megacpp_mcore.commands.report import BEATS
 from megacpp_mcore.observe.events import FINISHED
-from megacpp_mcore.observe.receipts.schema import RUNNING
+from megacpp_mcore.observe.receipts.schema import FIELDS, RUNNING
 from tests.observe.recorded import append, at, write_start
 
 RECEIPT = Path(__file__).parents[2] / "examples" / "receipts" / "nam56r_quarter_h200_bf16.json"
@@ -160,3 +160,9 @@ def test_what_is_not_known_for_one_reason_is_one_line(tmp_path: Path, capsys: py
     (tmp_path / "receipt.json").write_text(json.dumps(receipt))
     found = [line for line in shown(tmp_path / "receipt.json", capsys) if line.startswith("not known ")]
     assert found == ["not known         loss.first, loss.last: no steps", *lines]
+
+
+def test_fields_prints_every_field_of_a_receipt(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", "fields"]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split("`")[1] for line in printed.splitlines()[2:]] == [field.path for field in FIELDS]

@@ -380,6 +380,23 @@ _OF_THE_RUN = ("loss", "optimizer", "sdpa")
 """Ops that no layer has; MTP blocks have no layer number either."""
 
 
+def table() -> str:
+    """The table of all fields, in Markdown."""
+    rows = (
+        f"| `{one.path}` | {_kind(one.kind)}{'' if one.always else ', or null'} | {one.meaning} |" for one in FIELDS
+    )
+    return "\n".join(["| field | kind | meaning |", "|---|---|---|", *rows])
+
+
+def _kind(kind: Kind) -> str:
+    if isinstance(kind, list):
+        return f"list of {_kind(kind[0])}"
+    if isinstance(kind, dict):
+        return f"map of {_kind(kind['*'])}" if "*" in kind else f"{{{', '.join(kind).replace('...', '…')}}}"
+    word = str(kind)
+    return "one of " + ", ".join(f"`{value}`" for value in word.split("|")) if "|" in word else word
+
+
 def plain(value: Any) -> str:
     """Any value in words."""
     if isinstance(value, bool):

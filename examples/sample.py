@@ -74,9 +74,7 @@ def main() -> None:
     """Sample as ``sys.argv`` says; the text alone goes to standard output's last lines."""
     from megatron.training.arguments import parse_and_validate_args
 
-    args = parse_and_validate_args(
-        add_options, args_defaults={"skip_train": True, "no_load_optim": True, "no_load_rng": True}
-    )
+    args = parse_and_validate_args(add_options, args_defaults={"no_load_optim": True, "no_load_rng": True})
     model = load_model(args)
     prompt = args.prompt.encode()
     sample = bytes(generate(model, prompt, args.sample_tokens, args.temperature, args.seed))

@@ -46,9 +46,7 @@ def main() -> None:
     """Score as ``sys.argv`` says."""
     from megatron.training.arguments import parse_and_validate_args
 
-    args = parse_and_validate_args(
-        add_options, args_defaults={"skip_train": True, "no_load_optim": True, "no_load_rng": True}
-    )
+    args = parse_and_validate_args(add_options, args_defaults={"no_load_optim": True, "no_load_rng": True})
     windows = cut_windows(read_heldout(args.heldout, args.score_tokens), args.seq_length)
     model = load_model(args)
     began = time.monotonic()

@@ -9,7 +9,7 @@ Shape legend: S queries, T keys, B batch, H heads (of this rank), K query/key di
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -42,14 +42,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import steps
-from megacpp_mcore.layer_specs.decode import LayerCache
+from megacpp_mcore.layer_specs.decode import LayerCache, refuse_decoding
 from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 from megacpp_mcore.model import DSA, SERVED
-from megacpp_mcore.ops.checks import compute_dtype
 from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
 from megacpp_mcore.ops.indexer.chunked import dense_grad
-from megacpp_mcore.ops.indexer.reference import causal_topk, score_block
+from megacpp_mcore.ops.indexer.reference import select_last
 from megacpp_mcore.ops.indexer.training import TargetSum, training_token
 from megacpp_mcore.ops.mla import reference
 
@@ -96,16 +95,25 @@ class MLACoreAttention(MegatronModule):
         key and value may be strided, with their widths innermost. With more keys than queries, as while decoding, the queries
         are the last rows, of one document; the reference attends.
         """
-        rows, keys = query.shape[0], key.shape[0]
-        if rows < keys:
-            later = torch.ones(rows, keys, dtype=torch.bool, device=query.device).triu(keys - rows + 1)
-            return reference.mla_attention(
-                query, key, value, softmax_scale=self.softmax_scale, attention_mask=later[None, None], causal=False
-            ).flatten(2)
-        o_SBHV: torch.Tensor = self.backend.fn(
-            query, key, value, softmax_scale=self.softmax_scale, seq_idx=attention_mask
-        )
-        return o_SBHV.flatten(2)
+        return _causal(self.backend.fn, query, key, value, self.softmax_scale, attention_mask).flatten(2)
+
+
+def _causal(
+    attend: Callable[..., torch.Tensor],
+    query_SBHK: torch.Tensor,
+    key_TBHK: torch.Tensor,
+    value_TBHV: torch.Tensor,
+    softmax_scale: float,
+    seq_idx_BS: torch.Tensor | None,
+) -> torch.Tensor:
+    """``[S, B, H, V]``, by ``attend``; where there are fewer queries than keys, they are the last rows, by the reference."""
+    rows, keys = query_SBHK.shape[0], key_TBHK.shape[0]
+    if rows == keys:
+        return attend(query_SBHK, key_TBHK, value_TBHV, softmax_scale=softmax_scale, seq_idx=seq_idx_BS)
+    later = torch.ones(rows, keys, dtype=torch.bool, device=query_SBHK.device).triu(keys - rows + 1)[None, None]
+    return reference.mla_attention(
+        query_SBHK, key_TBHK, value_TBHV, softmax_scale=softmax_scale, attention_mask=later, causal=False
+    )
 
 
 class SparseCoreAttention(MegatronModule):
@@ -193,7 +201,7 @@ class SparseCoreAttention(MegatronModule):
         Returns:
             ``[S, B, H * V]`` latents, before the value up-projection.
         """
-        if self.warmup_steps and cache is None and steps.begun() < self.warmup_steps:
+        if self.is_warming_up():
             return self._attend_densely(query, key, attention_mask, x.detach(), qr.detach())
         if self.indexer is None or self.shares:
             selection = self.index_cache.read(self.layer_number)
@@ -258,14 +266,14 @@ class SparseCoreAttention(MegatronModule):
             learn = partial(self._learn_densely, query_SBHK.detach(), key_TB1K.detach(), seq_idx_BS)
             query_SBHK = DSAIndexerLossAutoScaler.apply(query_SBHK, training_token(q, k, w, None, learn))
         key_TBHK = key_TB1K.expand(-1, -1, query_SBHK.shape[2], -1)
-        o_SBHV: torch.Tensor = self.dense_backend.fn(
-            query_SBHK,
-            key_TBHK,
-            key_TBHK[..., : self.value_dim],
-            softmax_scale=self.softmax_scale,
-            seq_idx=seq_idx_BS,
+        value_TBHV = key_TBHK[..., : self.value_dim]
+        return _causal(self.dense_backend.fn, query_SBHK, key_TBHK, value_TBHV, self.softmax_scale, seq_idx_BS).flatten(
+            2
         )
-        return o_SBHV.flatten(2)
+
+    def is_warming_up(self) -> bool:
+        """Whether this is a step of the dense warm-up."""
+        return self.warmup_steps > 0 and steps.ended(self.training) < self.warmup_steps
 
     def _learn_densely(
         self,
@@ -305,9 +313,12 @@ class SparseCoreAttention(MegatronModule):
         """The selection of the last rows among all rows so far, by the reference."""
         with indexer.rows_from(cache.first_row):
             q, k, w = indexer.forward_before_topk(x, qr)
-        keys = cache.extend(indexer_key=k)["indexer_key"].to(compute_dtype(q, k, w))
-        score_BST = score_block(q, keys, w)
-        selection = Selection(causal_topk(score_BST, indexer.index_topk, first_row=cache.first_row))
+        keys = cache.extend(indexer_key=k)["indexer_key"]
+        if not cache.first_row:
+            index_BSN = self.select_backend.fn(q, keys, w, indexer.index_topk, None)
+        else:
+            index_BSN = select_last(q, keys, w, indexer.index_topk)
+        selection = Selection(index_BSN)
         self.index_cache.publish(self.layer_number, selection)
         return selection
 
@@ -403,9 +414,9 @@ class _Documents:
         """
         config: TransformerConfig = self.config  # type: ignore[attr-defined]
         cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        context = kwargs.get("inference_context")
-        if context is not None and context.sequence_len_offset:
-            attention_mask = None  # each row of a context is one document; masks are read for its first rows alone
+        if kwargs.get("inference_context") is not None:
+            refuse_decoding(config, self.layer_number, packed_seq_params)  # type: ignore[attr-defined]
+            return super().forward(hidden_states, None, *args, **kwargs)  # type: ignore[misc]
         seq_idx_BS = documents(
             config,
             self.layer_number,  # type: ignore[attr-defined]
@@ -439,6 +450,7 @@ class SparseMLASelfAttention(_Documents, _WholeRows, AbsorbedMLASelfAttention):
         """
         if inference_context is None:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        refuse_decoding(self.config, self.layer_number, kwargs.get("packed_seq_params"))
         cache = LayerCache(inference_context, self.layer_number, hidden_states.shape[0])
         query, latents, query_latents = self.get_query_key_value_tensors(
             hidden_states, inference_context=inference_context
@@ -452,6 +464,7 @@ class SparseMLASelfAttention(_Documents, _WholeRows, AbsorbedMLASelfAttention):
             qr=query_latents,
             cache=cache,
         ).unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        self.qkv_up_checkpoint = None  # of --recompute-modules mla_up_proj; nothing is computed again
         return self.linear_proj(torch.einsum("sbhv,hdv->sbhd", o_SBHV, self._get_v_up_weight()).flatten(2))
 
     def _get_kv_up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,8 @@
 """Decoding: each layer's cache of earlier tokens in Megatron's static inference context.
 
 Stock attention keeps keys and values in ``StaticInferenceContext.key_value_memory_dict`` under its layer's number; M, R and
-sparse A keep there what they need instead. A sequence is given to the model in pieces, ``sequence_len_offset`` says how many
+sparse A keep there what they need instead (so ``swap_key_value_dict``, which reorders a batch, does not apply). Each row of the
+batch is one document: masks are not read. A sequence is given to the model in pieces, ``sequence_len_offset`` says how many
 rows came before, and the results are those of the whole sequence at once. Behaviour of megatron-core 0.19
 ``inference/contexts/static_context.py``.
 
@@ -13,8 +14,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megacpp_mcore.errors import ModelError
+
+
+def refuse_decoding(config: TransformerConfig, layer_number: int, packed_seq_params: PackedSeqParams | None) -> None:
+    """Raise ModelError for what a layer cannot do with an inference context: packed rows, and a sequence cut over ranks."""
+    if packed_seq_params is not None:
+        raise ModelError(
+            f"layer {layer_number} was given packed sequences and an inference context, each of whose rows is one document; "
+            "give each document a row of the batch"
+        )
+    if config.sequence_parallel:
+        raise ModelError(
+            f"layer {layer_number}: the sequence is cut over {config.tensor_model_parallel_size} ranks; decode at tensor "
+            "parallelism 1, which a checkpoint can be loaded at"
+        )
 
 
 class LayerCache:

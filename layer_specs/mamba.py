@@ -117,7 +117,7 @@ class Mamba3Mixer(Mixer):
             ModelError: for a mask that says more than causality and documents, and as
                 :class:`megacpp_mcore.layer_specs.decode.LayerCache`.
         """
-        cache = self.cache(inference_context, hidden_SBD)
+        cache = self.cache(inference_context, hidden_SBD, packed_seq_params)
         ssm = self.ssm
         parts = self.in_proj(hidden_SBD)
         z_SBHP, x_SBHP = (parts[name].unflatten(-1, (self.heads, ssm.head_dim)) for name in "zx")

@@ -32,7 +32,7 @@ from megacpp_mcore.backends import Dispatcher, te_disabled
 from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.layer_specs.decode import LayerCache
+from megacpp_mcore.layer_specs.decode import LayerCache, refuse_decoding
 from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.initial import Initializer, drawn_by_input_size, filled
 
@@ -251,12 +251,12 @@ class Mixer(MegatronModule):
         Args:
             rows_SBX: anything that has the rows of the whole sequence, ``[S, B, …]``.
             attention_mask, packed_seq_params: what Megatron gave the layer.
-            cache: of an inference context, each of whose rows is one document; a mask is read for its first rows alone.
+            cache: of an inference context, each of whose rows is one document; no mask is read then.
 
         Raises:
             ModelError: the documents cannot be told, or other parts of the run would not tell them apart.
         """
-        if cache is not None and cache.first_row:
+        if cache is not None:
             return None
         return documents(
             self.config,
@@ -267,19 +267,17 @@ class Mixer(MegatronModule):
             packed_seq_params=packed_seq_params,
         )
 
-    def cache(self, inference_context: Any, rows_SBX: torch.Tensor) -> LayerCache | None:
+    def cache(
+        self, inference_context: Any, rows_SBX: torch.Tensor, packed_seq_params: PackedSeqParams | None
+    ) -> LayerCache | None:
         """This layer's entry in an inference context; None in training.
 
         Raises:
-            ModelError: as :class:`megacpp_mcore.layer_specs.decode.LayerCache`; and under sequence parallelism, where a rank
-                has a slice of the rows.
+            ModelError: as :mod:`megacpp_mcore.layer_specs.decode` has it.
         """
         if inference_context is None:
             return None
-        if self.config.sequence_parallel:
-            raise ModelError(
-                f"layer {self.layer_number}: the sequence is cut over {self.tp_size} ranks; decode without --sequence-parallel"
-            )
+        refuse_decoding(self.config, self.layer_number, packed_seq_params)
         return LayerCache(inference_context, self.layer_number, rows_SBX.shape[0])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Mixer:

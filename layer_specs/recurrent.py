@@ -126,7 +126,7 @@ class M2RNNMixer(Mixer):
             ModelError: for a mask that says more than causality and documents, and as
                 :class:`megacpp_mcore.layer_specs.decode.LayerCache`.
         """
-        cache = self.cache(inference_context, hidden_SBD)
+        cache = self.cache(inference_context, hidden_SBD, packed_seq_params)
         parts = self.in_proj(hidden_SBD)
         v_SBHV, g_SBHV = (parts[name].unflatten(-1, (self.heads, self.rnn.value_dim)) for name in "vg")
         out_SBC, state = self.backend.fn(

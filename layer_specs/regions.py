@@ -31,6 +31,7 @@ import dataclasses
 import functools
 import os
 import shutil
+import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.inference.utils import InferenceMode
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -47,6 +49,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megacpp_mcore import cpu
 from megacpp_mcore.errors import LaunchError, ModelError
+from megacpp_mcore.layer_specs import steps
 from megacpp_mcore.layer_specs.attention import SparseCoreAttention
 from megacpp_mcore.layer_specs.mamba import Mamba3Mixer
 from megacpp_mcore.model.training import Recompute
@@ -95,6 +98,8 @@ class Region:
         from torch._dynamo.exc import FailOnRecompileLimitHit
         from torch._dynamo.utils import counters
 
+        if InferenceMode.is_active():  # a prompt of every length would be a graph
+            return self._function(*args, **kwargs)
         with cpu.stepping_aside():
             if self._compiled is None:  # torch.compile itself asks whether Dynamo is disabled, so it runs in here
                 # For the whole process: a patch of Dynamo's configuration would cost each call more than the call.
@@ -353,6 +358,7 @@ def _run_layer(layer: RegionLayer, rows: int, batch: int) -> None:
             stack.enter_context(
                 mock.patch.object(core, "training", False)
             )  # the indexer's loss is logged in training alone
+        stack.enter_context(steps.assumed(sys.maxsize))  # keys are selected, as after a dense warm-up of the indexer
         output, _ = layer.self_attention(layer.input_layernorm(hidden_SBD), attention_mask=None)
         output.float().sum().backward()
 

@@ -6,7 +6,8 @@ Megatron-Bridge our runner says it (:func:`count_from`), whose ``forward_step`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -15,22 +16,42 @@ from megatron.training import global_vars
 from megacpp_mcore.errors import ModelError
 
 _of_bridge: int | None = None
+_assumed: int | None = None
 
 
-def begun() -> int:
-    """Steps that the run has ended, 0 in the first; resumed steps count.
+def ended(training: bool) -> int:
+    """Steps that the run has ended; resumed ones count.
+
+    Args:
+        training: whether a step is under way; otherwise the run evaluates, and the stock loop's number is the last step's.
 
     Raises:
         ModelError: neither loop says.
     """
+    if _assumed is not None:
+        return _assumed
     arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
-    found = _of_bridge if arguments is None else getattr(arguments, "curr_iteration", arguments.iteration)
-    if found is None:
+    if arguments is not None:
+        # Set to 0 before a run loads its checkpoint, whose step is `iteration`.
+        current = getattr(arguments, "curr_iteration", None)
+        return int(arguments.iteration if current is None else max(arguments.iteration, current + (not training)))
+    if _of_bridge is None:
         raise ModelError(
             "dsa.warmup_steps needs to know the training step, and nothing says it; train by a stock script, or start the "
             "recipe with `python -m megacpp_mcore.nemo_recipes.run`"
         )
-    return int(found)
+    return _of_bridge
+
+
+@contextlib.contextmanager
+def assumed(number: int) -> Iterator[None]:
+    """While it lasts, :func:`ended` is ``number``: for what runs a layer outside of training."""
+    global _assumed
+    before, _assumed = _assumed, number
+    try:
+        yield
+    finally:
+        _assumed = before
 
 
 def count_from(forward_step: Callable[..., Any]) -> Callable[..., Any]:

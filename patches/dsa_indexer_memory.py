@@ -122,7 +122,7 @@ def _backward(call: SimpleNamespace) -> Any:
         weight_BS = weight_BS * rows_BS
     if call.sparse_loss:
         return sparse_backward(indexer, attention, call.topk_indices, rule, weight_BS)
-    return dense_backward(indexer, attention, rule, weight_BS)
+    return dense_backward(indexer, attention, rule, weight_BS)[1:]
 
 
 def _parts(call: SimpleNamespace) -> tuple[Indexer, Attention, KeyRule] | None:

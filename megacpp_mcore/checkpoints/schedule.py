@@ -7,13 +7,14 @@ attended to before. Source of the schedule: index cache, arXiv 2603.12201.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megacpp_mcore.checkpoints.rewrite import Maker, Source, refuse_flat_buckets, rewrite
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.model import Model
-from megacpp_mcore.model.pattern import FULL_ATTENTION, FULL_INDEX
+from megacpp_mcore.model.pattern import FULL_ATTENTION, FULL_INDEX, attention_roles
 
 _INDEXER = re.compile(
     r"(?P<stem>.*\bdecoder\.layers\.)(?P<layer>\d+)(?P<rest>\.self_attention\.core_attention\.indexer\..*)"
@@ -35,55 +36,51 @@ class Rescheduled:
     became_full: dict[int, int]
 
 
-def reschedule(old: Path, new: Path, model: Model) -> Rescheduled:
-    """Write the checkpoint ``old`` to the folder ``new`` with the indexers that ``model`` has.
+def reschedule(old: Path, new: Path, model: Model, schedule: str) -> Rescheduled:
+    """Write the checkpoint ``old`` of ``model`` to the folder ``new`` with the indexers that another schedule has.
 
     Args:
         old, new: as of :func:`megacpp_mcore.checkpoints.rewrite.rewrite`.
-        model: with the new schedule; otherwise the checkpoint's own.
+        model: what was trained, its schedule included.
+        schedule: the new one.
 
     Raises:
-        CheckpointError: ``old`` has an indexer where the model has no sparse layer, or none before a layer that is to become
-            Full; its optimizer state is in flat buckets; or as ``rewrite``.
+        CheckpointError: the schedule is one of other sparse layers, or ``old`` has other indexers than the model; its
+            optimizer state is in flat buckets; or as ``rewrite``.
+        PatternError: the schedule does not fit the model.
     """
-    shared: list[int] = []
-    full: dict[int, int] = {}
+    before, after = model.roles, attention_roles(model.layers, schedule)
+    for number, (role, one) in enumerate(zip(before, after, strict=True), start=1):
+        if (role == FULL_ATTENTION) != (one == FULL_ATTENTION):
+            raise CheckpointError(
+                f"layer {number} of {model.name} is {role!r} in the schedule {model.dsa.schedule} and {one!r} in {schedule}; F "
+                "and S can take each other's place, and nothing else"
+            )
+    has, wants = (_full(roles) for roles in (before, after))
+    shared = tuple(sorted(has - wants))
+    full = {layer: max(number for number in has if number < layer) for layer in sorted(wants - has)}
 
     def plan(source: Source) -> dict[str, dict[str, Maker | None]]:
         refuse_flat_buckets(source)
         found = [match for match in map(_INDEXER.fullmatch, source.names) if match]
         present = {int(match["layer"]) + 1 for match in found}
-        _check(source, model, present)
-        wanted = {number for number, role in enumerate(model.roles, start=1) if role == FULL_INDEX}
-        shared.extend(sorted(present - wanted))
-        for layer in sorted(wanted - present):
-            full[layer] = max((number for number in present if number < layer), default=0)
-            if not full[layer]:
-                raise CheckpointError(
-                    f"{source.folder}: layer {layer} is to become Full and no layer before it has an indexer to start with; "
-                    "choose a schedule whose first sparse layer is the checkpoint's"
-                )
+        if present != has:
+            raise CheckpointError(
+                f"{source.folder} has indexers in layers {sorted(present)}, and {model.name} with the schedule "
+                f"{model.dsa.schedule} in {sorted(has)}; name the model that was trained, by MEGACPP_CONFIG if it is no preset"
+            )
         changes: dict[str, dict[str, Maker | None]] = {}
         for match in found:
             layer = int(match["layer"]) + 1
             copies = [number for number, served in full.items() if served == layer]
-            stays = [layer] if layer in wanted else []
+            stays = [layer] if layer in wants else []
             if stays != [layer] or copies:
                 names = (f"{match['stem']}{number - 1}{match['rest']}" for number in (*stays, *copies))
                 changes[match[0]] = dict.fromkeys(names)
         return changes
 
-    return Rescheduled(rewrite(old, new, plan), tuple(shared), full)
+    return Rescheduled(rewrite(old, new, plan), shared, full)
 
 
-def _check(source: Source, model: Model, present: set[int]) -> None:
-    if not present:
-        raise CheckpointError(f"{source.folder} has no DSA indexer; name a checkpoint of a model with sparse layers")
-    for layer in sorted(present):
-        role = model.roles[layer - 1] if layer <= model.depth else None
-        if role in (None, FULL_ATTENTION):
-            what = "ends before it" if layer > model.depth else "has no sparse attention there"
-            raise CheckpointError(
-                f"{source.folder} has an indexer in layer {layer} and {model.name} with the schedule {model.dsa.schedule} "
-                f"{what}; F and S can take each other's place, and nothing else"
-            )
+def _full(roles: Sequence[str | None]) -> set[int]:
+    return {number for number, role in enumerate(roles, start=1) if role == FULL_INDEX}

@@ -37,12 +37,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _reschedule(args: argparse.Namespace) -> int:
-    from megacpp_mcore.arguments import overrides
     from megacpp_mcore.checkpoints.schedule import reschedule
     from megacpp_mcore.commands.recipe import chosen_model
 
-    model = overrides.apply(chosen_model(args.model)[0], {"dsa.schedule": args.schedule})
-    done = reschedule(Path(args.old), Path(args.new), model)
+    done = reschedule(Path(args.old), Path(args.new), chosen_model(args.model)[0], args.schedule)
     shared = ", ".join(map(str, done.became_shared)) or "none"
     full = ", ".join(f"{layer} (as {source})" for layer, source in done.became_full.items()) or "none"
     print(f"{done.folder}: layers that became Shared: {shared}; that became Full: {full}")

@@ -7,6 +7,7 @@ cache, arXiv 2603.12201, greedy layer selection. A script for the launcher; ``me
 from __future__ import annotations
 
 import contextlib
+import math
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,14 +34,21 @@ def search(full: Sequence[int], loss: Callable[[frozenset[int]], float]) -> Iter
         loss: of the model when these of them are Full.
 
     Raises:
-        ModelError: no layer is Full.
+        ModelError: no layer is Full, or a loss is not finite.
     """
     if not full:
         raise ModelError("the model has no Full DSA layer, whose indices others could share; see dsa.schedule")
+
+    def scored(left: frozenset[int], became_shared: int | None) -> Round:
+        found = loss(left)
+        if not math.isfinite(found):
+            raise ModelError(f"the held-out loss with Full layers {sorted(left)} is {found}; expected a finite one")
+        return Round(left, became_shared, found)
+
     left = frozenset(full)
-    yield Round(left, None, loss(left))
+    yield scored(left, None)
     while len(left) > 1:
-        tried = [Round(left - {layer}, layer, loss(left - {layer})) for layer in sorted(left)[1:]]
+        tried = [scored(left - {layer}, layer) for layer in sorted(left)[1:]]
         best = min(tried, key=lambda one: one.loss)
         left = best.full
         yield best
@@ -51,6 +59,9 @@ class Schedules:
 
     Args:
         model: a GPTModel of one chunk, its sparse layers ours.
+
+    Raises:
+        ModelError: its checkpoint is of the dense warm-up, in which no layer selects keys.
     """
 
     def __init__(self, model: Any) -> None:
@@ -61,6 +72,12 @@ class Schedules:
         }
         self.cores = {number: core for number, core in attentions.items() if isinstance(core, SparseCoreAttention)}
         self.dense = [number for number, core in attentions.items() if isinstance(core, MLACoreAttention)]
+        for number, core in self.cores.items():
+            if core.is_warming_up():
+                raise ModelError(
+                    f"layer {number} attends densely for the first {core.warmup_steps} steps (dsa.warmup_steps), and the "
+                    "checkpoint is of one of them; search in a later one"
+                )
         self.full = [number for number, core in self.cores.items() if core.indexer is not None]
 
     def text(self, full: frozenset[int]) -> str:
@@ -97,6 +114,13 @@ def report(schedules: Schedules, rounds: Sequence[Round], tolerance: float) -> I
         yield f"advised: --schedule={schedules.text(best.full)}, {len(best.full)} of {len(rounds[0].full)} indexers"
 
 
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError
+    return value
+
+
 def add_options(parser: ArgumentParser) -> ArgumentParser:
     """Add this script's options to those of a parser, Megatron's or the command's."""
     group = parser.add_argument_group("advice")
@@ -104,7 +128,7 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--tokens", type=int, default=65536, metavar="N", help="its first N tokens (default: 65536)")
     group.add_argument("--batch", type=int, default=8, metavar="W", help="windows at a time (default: 8)")
     group.add_argument(
-        "--tolerance", type=float, default=1e-3, metavar="X", help="rise of the loss to accept (default: 0.001)"
+        "--tolerance", type=_not_negative, default=1e-3, metavar="X", help="rise of the loss to accept (default: 0.001)"
     )
     return parser
 
@@ -116,12 +140,10 @@ def main() -> None:
 
     from megacpp_mcore.launch.heldout import cut_windows, load_model, read_heldout, score_windows  # brings numpy
 
-    args = parse_and_validate_args(
-        add_options, args_defaults={"skip_train": True, "no_load_optim": True, "no_load_rng": True}
-    )
+    args = parse_and_validate_args(add_options, args_defaults={"no_load_optim": True, "no_load_rng": True})
     windows = cut_windows(read_heldout(args.heldout, args.tokens), args.seq_length)
     model = load_model(args)
-    schedules = Schedules(getattr(model, "module", model))
+    schedules = Schedules(model)
 
     def loss(full: frozenset[int]) -> float:
         with schedules.chosen(full), torch.no_grad():

@@ -90,13 +90,14 @@ def score_windows(model: Any, windows: Windows, batch: int, *, progress: bool = 
 
 
 def load_model(args: Namespace) -> Any:
-    """Build the model and load its newest checkpoint, both through stock Megatron; returns it in evaluation mode.
+    """Build the model and load its newest checkpoint, both through stock Megatron; returns it, unwrapped, in evaluation mode.
 
     Raises:
         LaunchError: no checkpoint was loaded, or the run has more than one process.
     """
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.utils import unwrap_model
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.initialize import initialize_megatron
     from megatron.training.training import setup_model_and_optimizer
@@ -104,6 +105,7 @@ def load_model(args: Namespace) -> Any:
     if args.world_size != 1:
         raise LaunchError(f"this script runs in {args.world_size} processes; expected 1")
     initialize_megatron()
+    args.skip_train = True  # no optimizer, whatever the words say
     (model,), _, _ = setup_model_and_optimizer(
         ModelType.encoder_or_decoder,
         cfg_container=pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
@@ -111,4 +113,4 @@ def load_model(args: Namespace) -> Any:
     )
     if not args.iteration:
         raise LaunchError(f"no checkpoint was loaded from --load {args.load}; expected one with trained weights")
-    return model.eval()
+    return unwrap_model(model).eval()

@@ -39,23 +39,31 @@ def command(folder: Path, schedule: str) -> list[str]:
     return [*words, f"--schedule={schedule}"]
 
 
+def trained_with(schedule: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nam56r_tiny with another schedule, by the file that MEGACPP_CONFIG names."""
+    (folder / "model.yaml").write_text(f"model: nam56r_tiny\noverrides: {{dsa: {{schedule: '{schedule}'}}}}\n")
+    monkeypatch.setenv("MEGACPP_CONFIG", str(folder / "model.yaml"))
+
+
 @pytest.mark.parametrize(
     ("before", "schedule", "after", "says"),
     [
-        ((5,), "-FF", {5: 5.0, 9: 5.0}, "became Shared: none; that became Full: 9 (as 5)"),
-        ((5, 9), "-FS", {5: 5.0}, "became Shared: 9; that became Full: none"),
-        ((5,), "-FS", {5: 5.0}, "became Shared: none; that became Full: none"),
+        ("-FS", "-FF", {5: 5.0, 9: 5.0}, "became Shared: none; that became Full: 9 (as 5)"),
+        ("-FF", "-FS", {5: 5.0}, "became Shared: 9; that became Full: none"),
+        ("-FS", "-FS", {5: 5.0}, "became Shared: none; that became Full: none"),
     ],
 )
 def test_indexers_go_and_come(
-    before: tuple[int, ...],
+    before: str,
     schedule: str,
     after: dict[int, float],
     says: str,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    save(tmp_path / "old", *before)
+    save(tmp_path / "old", *((5, 9) if before == "-FF" else (5,)))
+    trained_with(before, tmp_path, monkeypatch)
     assert cli.main(command(tmp_path, schedule)) == 0
     assert says in capsys.readouterr().out
     found = tensors_in(tmp_path / "new" / "iter_0000030")
@@ -67,23 +75,19 @@ def test_indexers_go_and_come(
 
 
 @pytest.mark.parametrize(
-    ("before", "schedule", "says"),
+    ("present", "schedule", "says"),
     [
-        ((9,), "-FF", "layer 5 is to become Full and no layer before it has an indexer"),
-        (
-            (1, 5),
-            "-FF",
-            "has an indexer in layer 1 and nam56r_tiny with the schedule -FF has no sparse attention there",
-        ),
-        ((5, 29), "-FF", "has an indexer in layer 29 and nam56r_tiny with the schedule -FF ends before it"),
-        ((), "-FF", "has no DSA indexer"),
+        ((5,), "-F-", "layer 9 of nam56r_tiny is 'S' in the schedule -FS and '-' in -F-"),
+        ((5,), "FFF", "layer 1 of nam56r_tiny is '-' in the schedule -FS and 'F' in FFF"),
+        ((5, 9), "-FF", "has indexers in layers [5, 9], and nam56r_tiny with the schedule -FS in [5]"),
+        ((), "-FF", "has indexers in layers [], and nam56r_tiny"),
         ((5,), "-SF", "layer 5 is Shared"),
     ],
 )
 def test_what_cannot_be_is_refused(
-    before: tuple[int, ...], schedule: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    present: tuple[int, ...], schedule: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save(tmp_path / "old", *before)
+    save(tmp_path / "old", *present)
     assert cli.main(command(tmp_path, schedule)) == 2
     assert says in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
@@ -106,7 +110,7 @@ def words_of(prefix: Path, schedule: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("first", "second"), [("-FS", "-FF"), ("-FF", "-FS")])
-def test_training_goes_on(first: str, second: str, tmp_path: Path) -> None:
+def test_training_goes_on(first: str, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimizer state included; the losses of the next step are those of the schedule before, but for the selections."""
     (prefix,) = prepare([Path(cli.__file__)], str(tmp_path / "text"))
     steps = {}
@@ -123,6 +127,7 @@ def test_training_goes_on(first: str, second: str, tmp_path: Path) -> None:
         assert re.search(r"iteration +\d+/", output)
         steps[load] = {step.step: step.losses["lm loss"] for step in read_steps(record)}
         if load is None:
+            trained_with(first, tmp_path, monkeypatch)
             assert cli.main(command(tmp_path, second)) == 0
     assert list(steps["new"]) == list(steps["old"]) == [3, 4]
     assert steps["new"] == pytest.approx(steps["old"], rel=1e-5)  # every key is selected, whoever selects

@@ -12,6 +12,7 @@ from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.launch import advise, launcher
 from megacpp_mcore.launch.advise import Round, Schedules, report, search
+from megacpp_mcore.layer_specs import steps
 from megacpp_mcore.model import preset
 from tests import stock, tiny_run
 
@@ -26,6 +27,20 @@ def test_each_round_keeps_the_change_that_costs_least() -> None:
     assert rounds[-1].full == {5}
     with pytest.raises(ModelError, match="no Full DSA layer"):
         list(search([], lambda full: 0.0))
+
+
+def test_a_loss_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"Full layers \[5\] is nan"):
+        list(search([5, 9], lambda full: 1.0 if len(full) == 2 else float("nan")))
+
+
+def test_a_checkpoint_of_the_dense_warm_up_is_refused(process: Path) -> None:
+    overrides = {**OVERRIDES, "dsa": {"topk": 4, "schedule": "-FF", "warmup_steps": 2}}
+    built = stock.build(overrides, preset("nam56r_tiny"), process)
+    with steps.assumed(1), pytest.raises(ModelError, match="layer 5 attends densely for the first 2 steps"):
+        Schedules(built)
+    with steps.assumed(2):
+        assert Schedules(built).full == [5, 9]
 
 
 OVERRIDES = {"seq_length": S, "dsa": {"topk": 4, "schedule": "-FF"}, "mtp": {"depth": 0}}
@@ -80,9 +95,10 @@ def test_the_command_is_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_checkpoint_is_searched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [(), ("--bf16",)])
+def test_a_checkpoint_is_searched(dtype: tuple[str, ...], tmp_path: Path) -> None:
     data = tiny_run.make_data(tmp_path)
-    words, saved = tiny_run.words(data, 2), str(tmp_path / "saved")
+    words, saved = tiny_run.words(data, 2, *dtype), str(tmp_path / "saved")
     launch = ("megacpp_mcore", "launch", "--device", "cpu", "--no-observe", "--")
     tiny_run.start(launch, [*words, "--save", saved, "--save-interval", "2"], data).finish()
     search_ = ("megacpp_mcore", "advise", "index-cache", "--device", "cpu", "--heldout", str(data / "text"))

@@ -16,6 +16,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.utils import InferenceMode
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs import steps
 from megacpp_mcore.layer_specs.decode import LayerCache
 from megacpp_mcore.model import preset
 from tests import stock
@@ -87,6 +88,27 @@ def context(**changes: Any) -> SimpleNamespace:
 def test_what_a_context_cannot_be(given: Any, rows: int, says: str) -> None:
     with pytest.raises(ModelError, match=says):
         LayerCache(given, 3, rows)
+
+
+def test_pieces_of_a_model_that_attends_densely_still(process: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = stock.build({"seq_length": S, "dsa": {"topk": 4, "warmup_steps": 5}}, preset("nam56r_tiny"), process).eval()
+    tokens = torch.randint(0, 256, (B, S), generator=torch.Generator().manual_seed(3))
+    with steps.assumed(2):
+        whole, found = logits(dense, tokens), in_pieces(dense, tokens, [7] + [1] * (S - 7))
+    assert torch.allclose(found, whole, rtol=1e-4, atol=1e-5)
+    with steps.assumed(5):
+        assert not torch.allclose(logits(dense, tokens), whole, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("number", [1, 3, 5, 12])
+def test_packed_sequences_are_refused(model: Any, number: int) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths = torch.tensor([0, 2, 4], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
+    layer, held = model.decoder.layers[number - 1].self_attention, StaticInferenceContext(1, S)
+    with pytest.raises(ModelError, match=f"layer {number} was given packed sequences and an inference context"):
+        layer(torch.randn(4, 1, 128), None, inference_context=held, packed_seq_params=packed)
 
 
 @pytest.mark.parametrize("number", [3, 5, 12])

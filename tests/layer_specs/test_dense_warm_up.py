@@ -62,7 +62,7 @@ def make(process: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
         stock.loss_scale(1.0)
-        monkeypatch.setattr(steps, "begun", lambda: step)
+        monkeypatch.setattr(steps, "_assumed", step)
         return model.train()
 
     return build
@@ -122,15 +122,52 @@ def test_recompute_changes_nothing(make: Callable[..., Any], what: str) -> None:
         assert float((others[name] - gradient).norm()) <= 1e-6 * float(gradient.norm()) + 1e-9, name
 
 
+def test_documents_per_token_loss_and_the_factor_of_the_schedule(make: Callable[..., Any]) -> None:
+    """Two documents in a packed row: the indexer's gradients, and what is logged, as with every key selected."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel.schedules import custom_backward
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Tracker
+
+    lengths = torch.tensor([0, 9, S, S, S], dtype=torch.int32)
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=S, max_seqlen_kv=S
+    )
+    found = []
+    for dsa in ({"topk": 4, "warmup_steps": 2}, {"topk": S, "distill": "own"}):
+        model = make(dsa, "--calculate-per-token-loss")
+        stock.loss_scale(0.25)
+        Tracker.tracker["values"].zero_()
+        tokens = torch.randint(0, 256, (1, S + 1), generator=torch.Generator().manual_seed(3))
+        positions = torch.arange(S)[None]
+        losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:], packed_seq_params=packed)
+        custom_backward(losses.mean(), None)
+        gradients = {name: one.grad for name, one in model.named_parameters() if ".indexer." in name}
+        found.append((losses.detach(), gradients, Tracker.tracker["values"].clone()))
+    (losses, gradients, logged), (expected, others, shown) = found
+    assert torch.allclose(losses, expected, rtol=1e-5)
+    assert torch.allclose(logged, shown, rtol=1e-4)
+    assert float(logged[FULL - 1]) > 0
+    assert len(gradients) == 5
+    for name, gradient in others.items():
+        assert float((gradients[name] - gradient).norm()) <= 1e-3 * float(gradient.norm()), name
+
+
 def test_the_step_is_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(iteration=7))
-    assert steps.begun() == 7  # before the first step of a run that was resumed
-    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(iteration=7, curr_iteration=9))
-    assert steps.begun() == 9
+    def args(**given: int) -> None:
+        monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(**given))
+
+    args(iteration=7)  # a script that only loads
+    assert steps.ended(True) == steps.ended(False) == 7
+    args(iteration=7, curr_iteration=9)
+    assert (steps.ended(True), steps.ended(False)) == (9, 10)
+    args(iteration=7, curr_iteration=0)  # a finished run that is evaluated once more: no step sets the number
+    assert steps.ended(False) == 7
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", None)
     monkeypatch.setattr(steps, "_of_bridge", None)
     with pytest.raises(ModelError, match=r"dsa\.warmup_steps needs to know the training step"):
-        steps.begun()
+        steps.ended(True)
+    with steps.assumed(3):
+        assert steps.ended(True) == 3
     forward_step = steps.count_from(lambda state, *given: given)
     assert forward_step(SimpleNamespace(train_state=SimpleNamespace(step=11)), 1, 2) == (1, 2)
-    assert steps.begun() == 11
+    assert steps.ended(True) == 11

@@ -306,7 +306,8 @@ def test_the_op_is_the_reference_and_its_autograd(sparse: bool, query_chunk: int
         gradients = chunked.sparse_backward(indexer, attention, index, rule, weight, query_chunk=query_chunk)
     else:
         divergence = chunked.dense_divergence(indexer, attention, (rule, rule), query_chunk=query_chunk)
-        gradients = chunked.dense_backward(indexer, attention, rule, weight, query_chunk=query_chunk)
+        again, *gradients = chunked.dense_backward(indexer, attention, rule, weight, query_chunk=query_chunk)
+        assert torch.equal(again, divergence)
     # A logarithm of at least EPSILON is all that tells the two losses apart.
     torch.testing.assert_close(divergence.mean(), loss.detach(), rtol=1e-7, atol=0)
     for name, have, want in zip("qkw", (gradients[0], gradients[2], gradients[1]), expected, strict=True):

@@ -457,15 +457,20 @@ def dense_backward(
     weight_BS: torch.Tensor,
     *,
     query_chunk: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of ``Σ weight[b, i] · KL[b, i]`` over all keys that a query sees; arguments as for :func:`sparse_backward`."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Divergences over all keys that a query sees, and the gradients of ``Σ weight[b, i] · KL[b, i]``.
+
+    Arguments, and gradients in their order, as of :func:`sparse_backward`; before them divergence_BS in the compute dtype.
+    """
     heads, num_keys = indexer.q_SBHD.shape[2], indexer.k_TBD.shape[0]
     k_BTD, key_BGTK, gradients = indexer.keys(), attention.keys(), _Gradients.of(indexer)
+    divergence_BS = k_BTD.new_empty(weight_BS.shape)
     for rows in indexer.chunks(max(heads * num_keys, attention.elements_per_query(None)), query_chunk):
         valid = rule.valid(rows)
         target = attention.target_(attention.logits(key_BGTK, rows), valid, rule.bias(rows))
         score_BRT = indexer.scores(k_BTD, rows)
         rule.apply_(score_BRT, rows)
+        divergence_BS[:, rows.start : rows.stop] = _divergence(target, score_BRT, valid)
         grad_BRT = _probabilities(score_BRT, valid).sub_(target)
         grad_BRT.mul_(weight_BS[:, rows.start : rows.stop, None]).masked_fill_(~valid, 0.0)
         q_BRHD, w_BRH = indexer.rows(rows)
@@ -473,7 +478,7 @@ def dense_backward(
         grad_logit_BXT = logit_BRHT.flatten(1, 2)
         gradients.put(rows, (grad_logit_BXT @ k_BTD).unflatten(1, q_BRHD.shape[1:3]), grad_w_BRH)
         gradients.k_BTD.baddbmm_(grad_logit_BXT.transpose(1, 2), q_BRHD.flatten(1, 2))
-    return gradients.result(indexer)
+    return divergence_BS, *gradients.result(indexer)
 
 
 @torch.no_grad()
@@ -518,7 +523,6 @@ def dense_grad(
         starts[1:] = seq_idx_S[1:] != seq_idx_S[:-1]
         starts_S = torch.where(starts, positions_S, 0).cummax(0).values
         rule = KeyRule.within(starts_S, positions_S + 1, positions_S)
-    divergence_BS = dense_divergence(indexer, attention, (None, rule), query_chunk=query_chunk)
     weight_BS = weight.to(indexer.dtype).expand(batch, rows)
-    dq, dw, dk = dense_backward(indexer, attention, rule, weight_BS, query_chunk=query_chunk)
+    divergence_BS, dq, dw, dk = dense_backward(indexer, attention, rule, weight_BS, query_chunk=query_chunk)
     return divergence_BS, dq, dk, dw

@@ -134,6 +134,19 @@ def select(
     return torch.cat(selected, dim=1)
 
 
+@torch.no_grad()
+def select_last(q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor, topk: int) -> torch.Tensor:
+    """:func:`select` for the last S of T rows, as while decoding; one document a row of the batch."""
+    _check_indexer(q_SBHD, k_TBD, w_SBH)
+    (num_queries, batch, heads, _), num_keys = q_SBHD.shape, k_TBD.shape[0]
+    k_TBD, before = k_TBD.to(compute_dtype(q_SBHD, k_TBD, w_SBH)), num_keys - num_queries
+    selected = []
+    for rows in query_chunks(num_queries, batch * heads * num_keys, SCORE_BLOCK_ELEMENTS, None):
+        q_chunk, w_chunk = (tensor[rows.start : rows.stop] for tensor in (q_SBHD, w_SBH))
+        selected.append(causal_topk(score_block(q_chunk, k_TBD, w_chunk), topk, first_row=before + rows.start))
+    return torch.cat(selected, dim=1)
+
+
 def _check_scores(score_BST: torch.Tensor) -> tuple[int, int, int]:
     """Return (B, S, T) of a score matrix, or raise ModelError."""
     require_float(score_BST=score_BST)

@@ -7,6 +7,7 @@ import.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections import defaultdict
@@ -15,7 +16,7 @@ from typing import Any
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events
-from megacpp_mcore.observe.events import Listener, Log, Step
+from megacpp_mcore.observe.events import HookErrors, Listener, Log, Step
 from megacpp_mcore.util import kinds
 
 _BRANCHES = ("self_attention", "mlp", "mixer")
@@ -33,9 +34,9 @@ class FirstStep(Listener):
         self._log = log
         self._chunks: Sequence[Any] = ()
         self._optimizer: Any = None
-        self._handles: list[Any] = []
+        self._hooks = contextlib.ExitStack()
+        self._errors = HookErrors()
         self._sums: dict[tuple[str, str], list[tuple[Any, int]]] = defaultdict(list)
-        self._error: Exception | None = None
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Remember them."""
@@ -46,17 +47,18 @@ class FirstStep(Listener):
         if number != 1:
             return
         for label, _, layer in _layers(self._chunks):
-            self._handles.append(layer.register_forward_pre_hook(self._hook(label, "residual"), with_kwargs=True))
+            hook = layer.register_forward_pre_hook(self._hook(label, "residual"), with_kwargs=True)
+            self._hooks.callback(hook.remove)
             for name in _BRANCHES:
                 if (part := getattr(layer, name, None)) is not None and not _is_identity(part):
-                    self._handles.append(part.register_forward_hook(self._hook(label, "branch"), with_kwargs=True))
+                    hook = part.register_forward_hook(self._hook(label, "branch"), with_kwargs=True)
+                    self._hooks.callback(hook.remove)
 
     def on_step(self, step: Step) -> None:
         """Take the hooks away and write what they summed, and the gradients, which the optimizer leaves where they are."""
         if step.step == 1:
-            self._unhook()
-            if self._error is not None:
-                raise self._error
+            self._hooks.close()
+            self._errors.raise_first()
             self._log.write(first_step={"grad_norm": step.grad_norm, "parts": self._parts()})
         self._let_go()
 
@@ -70,31 +72,22 @@ class FirstStep(Listener):
         self._let_go()
 
     def _let_go(self) -> None:
-        self._unhook()
-        self._chunks, self._optimizer, self._error = (), None, None
+        self._hooks.close()
+        self._chunks, self._optimizer = (), None
         self._sums.clear()
 
-    def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
     def _hook(self, label: str, kind: str) -> Any:
-        """A hook that sums the squares of a layer's input or of a part's output; its first error waits for the step's end."""
+        """A hook that sums the squares of a layer's input or of a part's output."""
 
         def run(module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], output: Any = None) -> None:
             import torch
 
-            if not (module.training and torch.is_grad_enabled()) or self._error is not None:
-                return
-            try:
+            if module.training and torch.is_grad_enabled():
                 values = (inputs[0] if inputs else named["hidden_states"]) if kind == "residual" else output
                 values = values[0] if isinstance(values, tuple) else values
                 self._sums[label, kind].append((_norm(values.detach()), values.numel()))
-            except Exception as error:
-                self._error = error
 
-        return run
+        return self._errors.guard(run)
 
     def _parts(self) -> dict[str, dict[str, Any]]:
         """By part of the model: its family, the sums of squares, of branch and residual with their number of values."""
@@ -216,7 +209,7 @@ def merged(ranks: Mapping[int, Sequence[events.Start]]) -> dict[str, dict[str, A
     are scaled to the norm that Megatron logged. Of several starts of a rank that did step 1, it is the last.
 
     Raises:
-        DataError: a record is damaged.
+        DataError: a record has not what a run writes.
     """
     last = {rank: start for rank, starts in ranks.items() for start in starts if start.first_step is not None}
     sums: dict[str, dict[str, Any]] = {}

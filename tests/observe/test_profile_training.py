@@ -128,7 +128,7 @@ def _main(
 
     routing = Routing(interval=100)
     after: list[Listener] = [Hooks(), *([Slow()] if slow else [])]
-    stock = loop.observing
+    stock = loop.StockLoop.observing
 
     def profilers(clock: Any) -> list[Listener]:
         if window is None:
@@ -137,13 +137,13 @@ def _main(
         return [Profiler(Path(run), 0, first, last, routing=routing, trace=trace, tool=tool, clock=clock)]
 
     @contextlib.contextmanager
-    def observing(clock: Any, others: Any) -> Any:
+    def observing(trained_by: Any, clock: Any, others: Any) -> Any:
         log = Log(run, 0, 1, clock)
         recorder = goodput.Recorder(log, with_losses=False)
-        with contextlib.closing(log), stock(clock, [*others, recorder, routing, *profilers(clock), *after]):
+        with contextlib.closing(log), stock(trained_by, clock, [*others, recorder, routing, *profilers(clock), *after]):
             yield
 
-    loop.observing = observing  # type: ignore[assignment]
+    loop.StockLoop.observing = observing  # type: ignore[method-assign]
     record = str(Path(run) / "recorded.jsonl")
     return cli.main(["launch", "--device", device, "--record-steps", record, "--", *stock_words])
 

@@ -101,18 +101,16 @@ def test_the_window_is_opened_and_its_tables_are_made_in_a_phase_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, seen = Clock(), []
-    enter, read, page = profiler_module.compilation_timed, traces.read, tables.page
 
-    def noted(what: str, stock: Any) -> Any:
+    def noted(stock: Any) -> Any:
         def run(*args: Any) -> Any:
-            seen.append((what, clock.phase))
+            seen.append((stock.__name__, clock.phase))
             return stock(*args)
 
         return run
 
-    monkeypatch.setattr(profiler_module, "compilation_timed", noted("open", enter))
-    monkeypatch.setattr(traces, "read", noted("read", read))
-    monkeypatch.setattr(tables, "page", noted("page", page))
+    for holder, name in ((profiler_module, "compilation_timed"), (traces, "read"), (tables, "page")):
+        monkeypatch.setattr(holder, name, noted(getattr(holder, name)))
     profiler = Profiler(tmp_path, 0, 1, 1, clock=clock)
     profiler.on_model([torch.nn.Module()], SimpleNamespace())
     clock.become(Phase.IDLE)
@@ -122,7 +120,7 @@ def test_the_window_is_opened_and_its_tables_are_made_in_a_phase_of_their_own(
         torch.ones(2) + 1
     profiler.on_step(Step(1, 0, 0.0, 1, {}, None, None, skipped=False))
     assert clock.phase is Phase.IDLE
-    assert seen == [("open", Phase.PROFILE), ("read", Phase.PROFILE), ("page", Phase.PROFILE)]
+    assert seen == [(name, Phase.PROFILE) for name in ("compilation_timed", "read", "page")]
     assert (tmp_path / "profile" / "1-1" / "table.txt").is_file()
 
 

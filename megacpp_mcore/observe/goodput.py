@@ -6,7 +6,6 @@ Which steps a restart had to repeat is known only then, so that files hold phase
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -194,24 +193,23 @@ def of_rank(starts: Sequence[Start], repeated_from: int | None = None) -> Goodpu
     return sum((of_start(*one) for one in in_context(starts, repeated_from)), nothing)
 
 
-def of_starts(ranks: Mapping[int, Sequence[Start]], world_size: float = math.inf) -> dict[int, Goodput]:
-    """The goodput of every rank below ``world_size``; what higher ranks of an earlier start left is not counted."""
+def of_starts(ranks: Mapping[int, Sequence[Start]]) -> dict[int, Goodput]:
+    """The goodput of every rank."""
     found = {}
     for rank, starts in ranks.items():
-        if rank < world_size:
-            names = ", ".join(start.name for start in events.overlaps(starts))
-            note = f"{names} overlap: two trainings record in this folder, or their clocks differ or were set"
-            found[rank] = replace(of_rank(starts), notes=(note,) if names else ())
+        names = ", ".join(start.name for start in events.overlaps(starts))
+        note = f"{names} overlap: two trainings record in this folder, or their clocks differ or were set"
+        found[rank] = replace(of_rank(starts), notes=(note,) if names else ())
     return found
 
 
-def read(run: str | os.PathLike[str], world_size: float = math.inf) -> dict[int, Goodput]:
+def read(run: str | os.PathLike[str]) -> dict[int, Goodput]:
     """The goodput of every rank that left a file in the run's folder, by rank.
 
     Raises:
         DataError: as :func:`megacpp_mcore.observe.events.read`.
     """
-    return of_starts(events.read(run), world_size)
+    return of_starts(events.read(run))
 
 
 def slowest(ranks: Mapping[int, Goodput]) -> int:

@@ -1,6 +1,6 @@
 """The one seam to a training loop: listeners hear what the loop does while it happens; nothing else changes.
 
-:class:`StockLoop` wraps the functions of ``megatron.training.training`` that the loop looks up by name, hands on what they are
+:class:`Loop` wraps the functions of ``megatron.training.training`` that the loop looks up by name, hands on what they are
 given and return, and puts them back. Written against megatron-core 0.19.2 and Megatron-LM core_v0.19.0; a function that is not
 there any more is an error before training starts. :mod:`megacpp_mcore.observe.loop_bridge` is the same of Megatron-Bridge.
 """
@@ -13,7 +13,6 @@ import inspect
 import logging
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -66,53 +65,33 @@ Handler = Callable[..., Any]
 """Stands in for a function of the loop: called with the stock function and what that is given, returns what that returns."""
 
 
-class Loop(ABC):
-    """A loop that trains, as those see it who record a run."""
+class Loop:
+    """A loop that trains, as those see it who record a run: Megatron's own, where nothing is overridden."""
 
-    @abstractmethod
     def observing(self, clock: Clock, listeners: Sequence[Listener]) -> AbstractContextManager[None]:
         """Run the clock's phases by what the loop does in this process, and notify ``listeners``, until the context ends.
 
         Raises:
             LaunchError: the loop has not the functions that it has to have; nothing has been replaced.
         """
-
-    @abstractmethod
-    def arguments(self) -> Any:
-        """What the run was given, by the names of stock Megatron's arguments; known once there is a model."""
-
-    @abstractmethod
-    def describe_model(self, host: str) -> tuple[object, ...]:
-        """What :func:`megacpp_mcore.arguments.lowering.matching_preset` knows the run's model by, built on ``host``."""
-
-    @abstractmethod
-    def writers(self) -> tuple[Any, Any]:
-        """TensorBoard's writer and W&B's run in this process, each None where there is none."""
-
-
-class StockLoop(Loop):
-    """Megatron's own."""
-
-    def observing(self, clock: Clock, listeners: Sequence[Listener]) -> AbstractContextManager[None]:
-        """See :meth:`Loop.observing`."""
         seams = _StockSeams(clock, listeners)
         return replaced(STOCK, seams, seams.handlers())
 
     def arguments(self) -> Any:
-        """As Megatron has read them."""
+        """What the run was given, by the names of stock Megatron's arguments; known once there is a model."""
         from megatron.training import get_args
 
         return get_args()
 
     def describe_model(self, host: str) -> tuple[object, ...]:
-        """The configuration that Megatron makes of its arguments."""
+        """What :func:`megacpp_mcore.arguments.lowering.matching_preset` knows the run's model by, built on ``host``."""
         from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
         described = (gpt_config_from_args if host == GPT else hybrid_config_from_args)(self.arguments())
         return (described.transformer, described)
 
     def writers(self) -> tuple[Any, Any]:
-        """Megatron's global ones."""
+        """TensorBoard's writer and W&B's run in this process, each None where there is none."""
         from megatron.training import get_tensorboard_writer, get_wandb_writer
 
         return get_tensorboard_writer(), get_wandb_writer()

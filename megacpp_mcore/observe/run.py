@@ -16,7 +16,7 @@ from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.observe.events import Listener, Log
 from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.live import Live
-from megacpp_mcore.observe.loop import Loop, Notifier, StockLoop
+from megacpp_mcore.observe.loop import Loop, Notifier
 from megacpp_mcore.observe.profile import Profiler, check_device
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
@@ -133,7 +133,7 @@ def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | Non
         LaunchError: this Megatron has not the functions by which a run is observed.
     """
     clock = Clock(age_ns=clocks.process_age_ns())
-    loop = trained_by or StockLoop()
+    loop = trained_by or Loop()
     with contextlib.ExitStack() as stack:
         listeners: list[Listener] = []
         try:

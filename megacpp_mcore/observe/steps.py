@@ -6,8 +6,6 @@ Megatron's own log prints seven digits, and its second line after every start is
 
 from __future__ import annotations
 
-import io
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -28,7 +26,8 @@ class StepRecorder(Listener):
     What a killed start left of a line is taken away.
 
     Raises:
-        DataError: the file cannot be opened for appending, or is a pipe, whose reader could hold training up.
+        DataError: the file cannot be opened for appending, holds something else than steps, or is a pipe, whose reader could
+            hold training up.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -37,7 +36,12 @@ class StepRecorder(Listener):
             raise DataError(f"{path} is no regular file; expected one that can be appended to, or a name that is free")
         try:
             stream = path.open("ab+", buffering=0)
-            _mend_end(stream)
+            stream.seek(0)
+            if stream.read(1) not in (b"", b"{"):
+                raise DataError(f"{path} holds something else than steps; expected a name that is free")
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - 2**20))
+            stream.truncate(size - len(stream.read().rpartition(b"\n")[2]))
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}; expected a file that can be appended to") from error
         self._file = Appender(stream)
@@ -49,24 +53,6 @@ class StepRecorder(Listener):
     def on_end(self, error: BaseException | None) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _mend_end(stream: io.FileIO) -> None:
-    """Let a file of steps end with a whole line: what is torn goes, and other text gets an end."""
-    size = stream.seek(0, os.SEEK_END)
-    stream.seek(max(0, size - 2**20))
-    last = stream.read().rpartition(b"\n")[2]
-    if last[:1] in (b"{", b"\0") and not _is_json(last):
-        stream.truncate(size - len(last))
-    elif last:
-        stream.write(b"\n")
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        return bool(json.loads(text))
-    except ValueError:
-        return False
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def main(run: str, console: str, words: list[str]) -> None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         with policy.said(), process.cpu_lane():
             registry.default().apply(["dataset-helpers", "spec-import", "hybrid-flops"])
-            trained_by = loop.StockLoop()
+            trained_by = loop.Loop()
             clock = Clock(age_ns=process_age_ns())
             routes = Routing(INTERVAL)
             log = Log(run, rank, world, clock)

@@ -94,7 +94,7 @@ def main(run: str, words: list[str]) -> None:
                 ReceiptWriter(log, settings=settings, launched=launched, routes=routes, every_s=0),
             ]
             end_in_step_4()
-            with contextlib.closing(log), compilation_timed(clock), loop.StockLoop().observing(clock, listeners):
+            with contextlib.closing(log), compilation_timed(clock), loop.Loop().observing(clock, listeners):
                 runpy.run_module("megacpp_mcore.launch.pretrain", run_name="__main__")
 
 

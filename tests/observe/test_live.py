@@ -16,10 +16,11 @@ import pytest
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events, goodput, live
+from megacpp_mcore.observe import loop as loops
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Log, Step
 from megacpp_mcore.observe.live import Live, Metrics, metrics_of
-from megacpp_mcore.observe.loop import Notifier, StockLoop
+from megacpp_mcore.observe.loop import Notifier
 from megacpp_mcore.observe.steps import read_steps
 from tests import tiny_run
 from tests.observe import page_run
@@ -103,14 +104,14 @@ class Loop:
         self, run: Path, monkeypatch: pytest.MonkeyPatch, console: str = "progress", facts: Any = FACTS, every: int = 1
     ) -> None:
         options = SimpleNamespace(train_iters=100, log_interval=every)
-        monkeypatch.setattr(StockLoop, "arguments", lambda _: options)
-        monkeypatch.setattr(StockLoop, "writers", lambda _: (None, None))
+        monkeypatch.setattr(loops.Loop, "arguments", lambda _: options)
+        monkeypatch.setattr(loops.Loop, "writers", lambda _: (None, None))
         self.now = 0
         self.run = run
         self.clock = Clock(now=lambda: self.now)
         self.log = Log(run, 0, 1, self.clock, heartbeat_s=3600)
         self.recorder = goodput.Recorder(self.log, with_losses=True)
-        self.live = Live(self.recorder, StockLoop(), facts=lambda: facts, console=console)
+        self.live = Live(self.recorder, loops.Loop(), facts=lambda: facts, console=console)
 
     def step(self, number: int, seconds: float, *, skipped: bool = False, saved: float = 0.0) -> None:
         """One step."""
@@ -157,7 +158,7 @@ def test_a_live_line_that_fails_leaves_the_step_recorded(
 ) -> None:
     loop = Loop(tmp_path, monkeypatch)
     notifier = Notifier(loop.clock, [loop.live, loop.recorder])
-    monkeypatch.setattr(StockLoop, "writers", lambda _: (SimpleNamespace(add_scalar=None), None))
+    monkeypatch.setattr(loops.Loop, "writers", lambda _: (SimpleNamespace(add_scalar=None), None))
     given = {"loss_dict": {"lm loss": 2.0}, "grad_norm": None, "learning_rate": None, "skipped_iter": 0}
     for number in (1, 2):
         notifier.notify_begin(number)

@@ -170,7 +170,7 @@ def test_the_profiler_of_a_run_is_on_its_clock(tmp_path: Path, launched: policy.
 
     with contextlib.ExitStack() as stack:
         chosen = run.choose([], observe=str(tmp_path), profile="1-1")
-        made = list(run._listeners(chosen, launched, clock, loop.StockLoop(), stack))
+        made = list(run._listeners(chosen, launched, clock, loop.Loop(), stack))
         (profiler,) = (one for one in made if isinstance(one, Profiler))
         profiler.on_model(Model(), SimpleNamespace())
         try:
@@ -287,7 +287,7 @@ def test_the_wait_for_an_asynchronous_save_is_part_of_it(
     settings = SimpleNamespace(async_save=asynchronous)
     monkeypatch.setattr(megatron.training, "get_args", lambda: settings)
     monkeypatch.setattr(training, "maybe_finalize_async_save", finalize)
-    with loop.StockLoop().observing(clock, []):
+    with loop.Loop().observing(clock, []):
         clock.become(Phase.IDLE)
         training.maybe_finalize_async_save(blocking=True, terminate=True)
     (seam,) = (seam for seam in loop_bridge.SEAMS if seam.name == "maybe_finalize_async_save")

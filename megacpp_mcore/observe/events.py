@@ -228,15 +228,11 @@ def _create(run: Path, rank: int) -> tuple[int, io.FileIO]:
         path = run / f"start_{number}" / f"rank_{rank:05d}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return number, open(path, "xb", buffering=0, opener=_open_to_append)
+            return number, path.open("xb", buffering=0)
         except FileExistsError:  # another process was faster, which is reported to whoever reads
             number += 1
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}; expected a folder that can be written to") from error
-
-
-def _open_to_append(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_APPEND, 0o644)
 
 
 def replace(path: Path, text: str) -> None:

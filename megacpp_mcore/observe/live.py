@@ -7,7 +7,7 @@ The last rank does it, which is where Megatron has the losses and its writers, o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import DataError
@@ -27,18 +27,6 @@ PROGRESS, STOCK = "progress", "stock"
 
 _CLASSES = (PRODUCTIVE, *(phase for phase in OF_A_STEP if phase is not Phase.STEP))
 """The classes of time that tokens/s are about: the same as a receipt's step times."""
-SCALARS = (
-    "tokens_per_s",
-    "mfu",
-    "goodput",
-    "memory_allocated_bytes",
-    "memory_reserved_bytes",
-    "routing_entropy",
-    "routing_max_over_mean",
-    "dropped_share",
-    "index_overlap",
-)
-"""What is written to TensorBoard and W&B."""
 TAG = "observe/"
 """What our scalars' names begin with, so that none is Megatron's: that writes losses, gradient norm and learning rate."""
 
@@ -97,6 +85,12 @@ class Metrics:
             f"memory {allocated:.2f} of {reserved:.2f} GiB",
         ]
         return "  ".join([*parts, *([f"SKIPPED {self.skipped}"] if self.skipped else [])])
+
+
+SCALARS = tuple(
+    field.name for field in fields(Metrics) if field.name not in ("step", "resumed_at", "skipped", "mfu_reason")
+)
+"""What is written to TensorBoard and W&B."""
 
 
 class Live(Listener):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from megacpp_mcore.observe.start import FirstStep
 from megacpp_mcore.observe.steps import StepRecorder
 from megacpp_mcore.policy import LaunchPolicy
 from megacpp_mcore.settings import Observability, PluginConfig, parse_steps
+from megacpp_mcore.util import flags
 
 FOLDER = "observe"
 """The run's folder, in the one that it saves its checkpoints to."""
@@ -84,7 +84,8 @@ def choose(
     for option, path in (("--observe", observe), ("--record-steps", record_steps)):
         if path == "":
             raise LaunchError(f"{option} was given an empty path; expected one, or leave the option out")
-    saved = _value(arguments, "--save")
+    words = flags.read(arguments)
+    saved = flags.first(words, "--save")
     if off:
         folder, why = None, "--no-observe"
     elif observe is not None:
@@ -97,8 +98,8 @@ def choose(
         folder, why = None, "it saves no checkpoint; --observe DIR names a folder"
     if profile is not None:
         first, _ = parse_steps(profile)
-        last = _value(arguments, "--train-iters") or ""
-        if last.isdecimal() and first > int(last):
+        last = flags.whole(words, "--train-iters", LaunchError)
+        if last is not None and first > last:
             raise LaunchError(
                 f"steps {profile} are to be profiled, and the run ends with step {last} (--train-iters); name steps that it has"
             )
@@ -106,17 +107,6 @@ def choose(
             raise LaunchError(f"steps {profile} are to be profiled, and nothing is recorded ({why}); add --observe DIR")
         check_device(details.profile_tool)
     return Observation(folder, why, record_steps, settings, details)
-
-
-def _value(arguments: Sequence[str], flag: str) -> str | None:
-    """What stands after the last ``flag`` of an argument list; None without it."""
-    found = None
-    for word, after in itertools.pairwise([*arguments, ""]):
-        if word == flag:
-            found = after
-        elif word.startswith(flag + "="):
-            found = word.partition("=")[2]
-    return found
 
 
 @contextlib.contextmanager

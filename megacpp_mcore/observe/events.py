@@ -119,7 +119,7 @@ class HookErrors:
     """Keeps the first error of a listener's hooks, which must not end a forward pass; after it, no hook is called."""
 
     def __init__(self) -> None:
-        self.failed = False
+        self._failed = False
         self._error: Exception | None = None
 
     def guard(self, hook: Callable[..., None]) -> Callable[..., None]:
@@ -127,11 +127,11 @@ class HookErrors:
 
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> None:
-            if not self.failed:
+            if not self._failed:
                 try:
                     hook(*args, **kwargs)
                 except Exception as error:
-                    self.failed, self._error = True, error
+                    self._failed, self._error = True, error
 
         return run
 

@@ -44,13 +44,15 @@ class FirstStep(Listener):
 
     def on_step_begin(self, number: int) -> None:
         """Hook the layers, if this is step 1."""
+        from megatron.core.transformer.identity_op import IdentityOp
+
         if number != 1:
             return
         for label, _, layer in _layers(self._chunks):
             hook = layer.register_forward_pre_hook(self._hook(label, "residual"), with_kwargs=True)
             self._hooks.callback(hook.remove)
             for name in _BRANCHES:
-                if (part := getattr(layer, name, None)) is not None and not _is_identity(part):
+                if not isinstance(part := getattr(layer, name, None), IdentityOp | None):
                     hook = part.register_forward_hook(self._hook(label, "branch"), with_kwargs=True)
                     self._hooks.callback(hook.remove)
 
@@ -122,12 +124,6 @@ def _layers(chunks: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
                 yield from ((str(layer.layer_number), family(layer), layer) for layer in module.decoder.layers)
 
 
-def _is_identity(part: Any) -> bool:
-    from megatron.core.transformer.identity_op import IdentityOp
-
-    return isinstance(part, IdentityOp)
-
-
 def _norm(values: Any) -> Any:
     """The norm of all values, on their device, summed in fp32 or wider."""
     import torch
@@ -163,26 +159,28 @@ def _own_gradient(parameter: Any, optimizer: Any) -> Any:
     gradient = getattr(parameter, "main_grad", None)
     gradient = parameter.grad if gradient is None else gradient
     is_expert = not getattr(parameter, "allreduce", True)
-    tensor = (
-        parallel_state.get_expert_tensor_parallel_group if is_expert else parallel_state.get_tensor_model_parallel_group
-    )()
-    if gradient is None or not param_is_not_shared(parameter):
-        return None
-    if not param_is_not_tensor_parallel_duplicate(parameter, tensor):
-        return None
-    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
-    sharded = [one for one in optimizers if hasattr(one, "model_param_gbuf_map")]
-    if sharded:
-        owner = next((one for one in sharded if parameter in one.model_param_gbuf_map), None)
-        if owner is None:
-            return None
-        part = owner._get_model_param_range_map(parameter)["param"]
-        return gradient.view(-1)[part.start : part.end]
-    if getattr(parameter, "allreduce", True):
+    if is_expert:
+        group, replica = (
+            parallel_state.get_expert_tensor_parallel_group(),
+            parallel_state.get_expert_data_parallel_rank(),
+        )
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
         replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    else:  # an expert's
-        replica = parallel_state.get_expert_data_parallel_rank()
-    return gradient if replica == 0 else None
+    if gradient is None or not (
+        param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, group)
+    ):
+        return None
+    sharded = [
+        one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(one, "model_param_gbuf_map")
+    ]
+    if not sharded:
+        return gradient if replica == 0 else None
+    owner = next((one for one in sharded if parameter in one.model_param_gbuf_map), None)
+    if owner is None:
+        return None
+    part = owner._get_model_param_range_map(parameter)["param"]
+    return gradient.view(-1)[part.start : part.end]
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------

@@ -9,8 +9,6 @@ import gc
 import gzip
 import itertools
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,8 @@ import pytest
 from megacpp_mcore.model import preset
 from megacpp_mcore.observe import events, goodput
 from megacpp_mcore.observe.steps import compare, read_steps
+from tests import tiny_run
 
-ROOT = Path(__file__).parents[2]
 STEPS = 4
 
 
@@ -51,17 +49,11 @@ def train(
 ) -> None:
     """Run this file as a program, the steps ``window`` profiled, layers of the family ``slow`` slowed down."""
     folder.mkdir()
-    (folder / "settings.yaml").write_text("model: nam56r_tiny\n" + settings)
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]))),
-        "OMP_NUM_THREADS": "1",
-        "MEGACPP_CONFIG": str(folder / "settings.yaml"),
-    }
+    (folder / "config.yaml").write_text("model: nam56r_tiny\n" + settings)
     profile = () if window is None else ("--profile", window, "--profile-tool", tool)
     options = ("--device", device, "--observe", str(folder), *profile)
-    command = [sys.executable, "-W", "ignore", __file__, str(folder), slow, "launch", *options, "--", *run_words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    program = ("tests.observe.test_profile_training", str(folder), slow, "launch", *options, "--")
+    tiny_run.start(program, run_words, folder).finish()
 
 
 def table(folder: Path, window: str = "2-3") -> dict[str, Any]:

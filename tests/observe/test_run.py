@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ from megacpp_mcore.model import preset
 from megacpp_mcore.observe import events, loop, loop_bridge, run
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Listener, Step
-from megacpp_mcore.observe.profile import Profiler
 from megacpp_mcore.settings import Observability, PluginConfig
 
 OFF = PluginConfig(Path("file"), "nam56r_tiny", preset("nam56r_tiny"), observability=Observability(enabled=False))
@@ -158,26 +156,6 @@ def test_what_cannot_be_written_is_refused_before_training(
     chosen = run.choose([], observe=str(tmp_path / "run"), record_steps=steps)
     with pytest.raises(DataError, match=str(tmp_path / place)), run.observed(chosen, launched):
         raise AssertionError("it records there")
-
-
-def test_the_profiler_of_a_run_is_on_its_clock(tmp_path: Path, launched: policy.LaunchPolicy) -> None:
-    clock, phases = Clock(), []
-
-    class Model(list[object]):
-        def __iter__(self) -> Iterator[object]:
-            phases.append(clock.phase)
-            return super().__iter__()
-
-    with contextlib.ExitStack() as stack:
-        chosen = run.choose([], observe=str(tmp_path), profile="1-1")
-        made = list(run._listeners(chosen, launched, clock, loop.Loop(), stack))
-        (profiler,) = (one for one in made if isinstance(one, Profiler))
-        profiler.on_model(Model(), SimpleNamespace())
-        try:
-            profiler.on_step_begin(1)
-        finally:
-            profiler.on_end(LookupError())
-    assert set(phases) == {Phase.PROFILE}
 
 
 GIVEN: dict[str, Any] = {"loss_dict": {}, "grad_norm": None, "learning_rate": None, "skipped_iter": 0}

@@ -18,6 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.nam56r import HybridBlockSubmodules, nam56r
 from megacpp_mcore.layer_specs.parts import Mixer, Parts, parts_for
 from megacpp_mcore.layer_specs.recurrent import M2RNNMixer
@@ -68,7 +69,8 @@ class GatedConvolution(Mixer):
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Mix along the sequence; causal by itself, so that the mask only tells where documents begin."""
-        self.refuse_unsupported(inference_context)
+        if inference_context is not None:
+            raise ModelError(f"layer {self.layer_number} keeps no state for decoding")
         pairs_SBX, _ = self.in_proj(hidden_SBD)
         seq_idx_BS = self.documents(pairs_SBX, attention_mask, packed_seq_params)
         x_SBC, gate_SBC = pairs_SBX.unflatten(-1, (-1, 2)).unbind(-1)

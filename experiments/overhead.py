@@ -16,7 +16,8 @@ from typing import Any
 from unittest import mock
 
 from megacpp_mcore.arguments.lowering import lower
-from megacpp_mcore.bench.measure import Table, device_name, versions
+from megacpp_mcore.bench.measure import device_name, versions
+from megacpp_mcore.bench.table import Table
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.launch import launcher
 from megacpp_mcore.model import Layout, preset
@@ -75,10 +76,7 @@ def main() -> int:
         marks.append((time.perf_counter_ns(), spent))
         return result
 
-    with (
-        mock.patch.object(Notifier, "notify", listening),
-        mock.patch.object(Notifier, "notify_step", marking),
-    ):
+    with mock.patch.object(Notifier, "notify", listening), mock.patch.object(Notifier, "notify_step", marking):
         words = lower(model, Layout(), training)
         status = launcher.launch(words, device=args.device, recording=launcher.Recording(observe=str(args.run)))
     if status or len(marks) != args.steps:

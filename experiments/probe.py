@@ -58,19 +58,15 @@ class _Finder:
             layers = unwrap_model(args[2])[0].decoder.layers
             if not self.steps:
                 self._watch(layers)
-            self.chosen.clear()
+            for counts in self.chosen.values():
+                counts.clear()
             result = train_step(*args, **kwargs)
-            norms = {
-                layer.layer_number: torch.stack([one.main_grad.float().norm() for one in layer.parameters()]).norm()
-                for layer in layers
-            }
-            self.steps.append(
-                {
-                    "grad_norm": float(result[5]),
-                    "gradients": {number: float(norm) for number, norm in norms.items()},  # clipped alike
-                    "chosen": {number: torch.stack(counts).sum(0).tolist() for number, counts in self.chosen.items()},
-                }
-            )
+            gradients, chosen = {}, {number: torch.stack(counts).sum(0) for number, counts in self.chosen.items()}
+            for layer in layers:  # clipped alike
+                norms = [one.main_grad.float().norm() for one in layer.parameters()]
+                gradients[layer.layer_number] = float(torch.stack(norms).norm())
+            step = {"grad_norm": float(result[5]), "gradients": gradients}
+            self.steps.append(step | {"chosen": {number: counts.tolist() for number, counts in chosen.items()}})
             return result
 
         return measured
@@ -80,11 +76,8 @@ class _Finder:
         for layer in layers:
             router = getattr(getattr(layer, "mlp", None), "router", None)
             if router is not None:
-                router.register_forward_hook(
-                    lambda _module, _inputs, output, number=layer.layer_number: self.chosen[number].append(
-                        output[1].sum(0)
-                    )
-                )
+                chosen = self.chosen[layer.layer_number]
+                router.register_forward_hook(lambda _, __, output, chosen=chosen: chosen.append(output[1].sum(0)))
 
 
 def summary(folder: Path) -> str:
@@ -92,21 +85,17 @@ def summary(folder: Path) -> str:
     if not (folder / FILE).exists():
         return ""
     steps = json.loads((folder / FILE).read_text())
-    apart = [max(step["gradients"].values()) / min(step["gradients"].values()) for step in steps]
-    balanced = steps[BALANCED - 1 :] or steps[-1:]
-    loads = {
-        number: [sum(counts) for counts in zip(*(step["chosen"][number] for step in balanced), strict=True)]
+    settled, balanced = (steps[number - 1 :] or steps[-1:] for number in (SETTLED, BALANCED))
+    loads = [
+        [sum(counts) for counts in zip(*(step["chosen"][number] for step in balanced), strict=True)]
         for number in balanced[0]["chosen"]
-    }
-    share = {
-        number: (max(load) * len(load) / sum(load), min(load) * len(load) / sum(load)) for number, load in loads.items()
-    }
+    ]
     figures = {
         "grad_norm_1": steps[0]["grad_norm"],
-        "grad_norm_settled": max(step["grad_norm"] for step in steps[SETTLED - 1 :] or steps[-1:]),
-        "layers_apart": max(apart),
-        "busiest_expert": max((high for high, _ in share.values()), default=0.0),
-        "idlest_expert": min((low for _, low in share.values()), default=0.0),
+        "grad_norm_settled": max(step["grad_norm"] for step in settled),
+        "layers_apart": max(max(step["gradients"].values()) / min(step["gradients"].values()) for step in steps),
+        "busiest_expert": max((max(load) * len(load) / sum(load) for load in loads), default=0.0),
+        "idlest_expert": min((min(load) * len(load) / sum(load) for load in loads), default=0.0),
     }
     return " ".join(f"{name}:{value:.3g}" for name, value in figures.items())
 

@@ -29,7 +29,8 @@ import yaml
 
 from experiments import probe
 from megacpp_mcore.arguments.lowering import lower
-from megacpp_mcore.bench.measure import Table, device_name, versions
+from megacpp_mcore.bench.measure import device_name, versions
+from megacpp_mcore.bench.table import Table
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import Layout, preset, with_overrides
@@ -42,6 +43,8 @@ COLUMNS = (
     "experiment", "arm", "seed", "model", "device", "steps", "window", "first_loss", "losses", "grad_norm", "apart", "step_ms",
     "tokens_per_s", "mfu", "peak_bytes", "disqualified", "probe", *PACKAGES, "commit",
 )  # fmt: skip
+
+Slots = queue.SimpleQueue[dict[str, str]]
 
 
 @dataclass
@@ -71,19 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     failures: list[str] = []
     first: dict[int | tuple[str, int], Sequence[Step]] = {}
     with ThreadPoolExecutor(slots.qsize()) as pool:
-        done = pool.map(lambda number: _train(content, *jobs[number], number, args, slots), range(len(jobs)))
+        done = pool.map(lambda number: _train(content, jobs[number], number, args, slots), range(len(jobs)))
         for (arm, seed), (folder, status, wanted) in zip(jobs, done, strict=True):
             steps = read_steps(folder / "steps") if (folder / "steps").exists() else []
             if status or len(steps) != wanted:
-                failures.append(
-                    f"{arm.name}, seed {seed}: ended with status {status} after {len(steps)} of {wanted} steps; see "
-                    f"{folder / 'log'}"
-                )
+                after = f"ended with status {status} after {len(steps)} of {wanted} steps"
+                failures.append(f"{arm.name}, seed {seed}: {after}; see {folder / 'log'}")
                 continue
             other = first.get((arm.name, seed)) or first.setdefault(seed, steps)
             first.setdefault((arm.name, seed), steps)
-            receipt = receipts.read(folder / "run")
-            row = _row(args, content, arm, seed, receipt, steps, other) | {"probe": probe.summary(folder)}
+            row = _row(args, content["model"], (arm, seed), folder, steps, other)
             table.append(row)
             print("  ".join(f"{name} {row[name]}" for name in COLUMNS[1:17] if row[name] != ""), flush=True)
     print("\n".join(failures))
@@ -98,30 +98,24 @@ def _arm(content: Mapping[str, Any], name: str, part: Mapping[str, Any]) -> Arm:
     return Arm(name, **{**part, **both, "words": [*content.get("words", []), *part.get("words", [])]})
 
 
-def _slots(args: argparse.Namespace) -> queue.SimpleQueue[dict[str, str]]:
+def _slots(args: argparse.Namespace) -> Slots:
     """The environments of runs that go side by side: ``--per-gpu`` on each GPU, or so many on the CPU."""
-    slots: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+    slots: Slots = queue.SimpleQueue()
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
     for number in range(args.per_gpu * args.gpus):
         gpu = {"CUDA_VISIBLE_DEVICES": str(number % args.gpus)} if args.device == "cuda" and args.nproc == 1 else {}
-        slots.put(
-            {"MASTER_PORT": str(29600 + number), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **gpu}
-        )
+        slots.put({"MASTER_PORT": str(29600 + number), "OMP_NUM_THREADS": threads, **gpu})
     return slots
 
 
 def _train(
-    content: Mapping[str, Any],
-    arm: Arm,
-    seed: int,
-    number: int,
-    args: argparse.Namespace,
-    slots: queue.SimpleQueue[dict[str, str]],
+    content: Mapping[str, Any], job: tuple[Arm, int], number: int, args: argparse.Namespace, slots: Slots
 ) -> tuple[Path, int, int]:
     """Train one arm in a process of its own: the folder of what it left, its exit status, and the steps it was to take."""
+    arm, seed = job
     folder: Path = args.folder / f"{number:02}_{arm.name.replace(' ', '_')}_{seed}"
     folder.mkdir(parents=True)
     model = with_overrides(preset(content["model"]), arm.overrides)
-    layout = Layout(**arm.layout)
     given: dict[str, Any] = {"device": args.device, "seed": seed, "processes": args.nproc, **arm.training}
     if args.device == "cpu":
         given |= {"precision": "fp32", "transformer_impl": "local"}
@@ -135,36 +129,35 @@ def _train(
     )
     settings = {"model": content["model"], "overrides": dict(arm.overrides), **arm.settings}
     (folder / "megacpp.json").write_text(json.dumps(settings))  # JSON is YAML
-    python = [sys.executable, "-W", "ignore", "-m"]
+    command = [sys.executable, "-W", "ignore", "-m"]
     left = ["--observe", str(folder / "run"), "--record-steps", str(folder / "steps")]
     if arm.door == "bridge":
         changes = [f"train.train_iters={training.train_iters}", f"dataset.data_path={args.data}"]
-        command = [*python, "megacpp_mcore.nemo_recipes.run", "--recipe", arm.recipe, *left, *changes]
+        command += ["megacpp_mcore.nemo_recipes.run", "--recipe", arm.recipe, *left, *changes]
     else:
-        words = lower(model, layout, training, arm.host)
-        ours = ["launch", "--device", args.device, "--nproc", str(args.nproc), *left, "--", *words]
-        command = [*python, *(["experiments.probe", str(folder)] if "probe" in content else ["megacpp_mcore"]), *ours]
-    environment = slots.get()
+        command += ["experiments.probe", str(folder)] if "probe" in content else ["megacpp_mcore"]
+        command += ["launch", "--device", args.device, "--nproc", str(args.nproc), *left]
+        command += ["--", *lower(model, Layout(**arm.layout), training, arm.host)]
+    slot = slots.get()
+    environment = os.environ | {"MEGACPP_CONFIG": str(folder / "megacpp.json")} | slot
     try:
         with (folder / "log").open("w") as sink:
-            done = subprocess.run(
-                command, stdout=sink, stderr=subprocess.STDOUT, check=False,
-                env=os.environ | {"MEGACPP_CONFIG": str(folder / "megacpp.json")} | environment,
-            )  # fmt: skip
+            done = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, check=False, env=environment)
     finally:
-        slots.put(environment)
+        slots.put(slot)
     return folder, done.returncode, training.train_iters
 
 
 def _row(
     args: argparse.Namespace,
-    content: Mapping[str, Any],
-    arm: Arm,
-    seed: int,
-    receipt: Mapping[str, Any],
+    model: str,
+    job: tuple[Arm, int],
+    folder: Path,
     steps: Sequence[Step],
     first: Sequence[Step],
 ) -> dict[str, Any]:
+    arm, seed = job
+    receipt = receipts.read(folder / "run")
     last = steps[-args.window :]
     losses = {name: statistics.fmean(step.losses[name] for step in last) for name in steps[-1].losses}
     apart = max(abs(a.losses["lm loss"] - b.losses["lm loss"]) for a, b in zip(first, steps, strict=True))
@@ -173,7 +166,7 @@ def _row(
         "experiment": args.file.stem,
         "arm": arm.name,
         "seed": seed,
-        "model": content["model"],
+        "model": model,
         "device": device_name(args.device),
         "steps": len(steps),
         "window": args.window,
@@ -186,7 +179,7 @@ def _row(
         "mfu": "" if throughput.get("mfu") is None else f"{throughput['mfu']:.4f}",
         "peak_bytes": (receipt["memory"] or {}).get("allocated_peak_bytes") or "",
         "disqualified": " ".join(one["name"] for one in receipt["disqualifiers"]),
-        "probe": "",
+        "probe": probe.summary(folder),
         **versions(*PACKAGES[2:]),
     }
 
@@ -210,9 +203,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected 1 or more")
     if args.folder.exists():
-        parser.error(
-            f"--folder {args.folder} exists, and runs must not find what others left; name another, or remove it"
-        )
+        parser.error(f"--folder {args.folder} exists; expected a new one: name another, or remove it")
     if args.nproc > 1 and args.gpus * args.per_gpu > 1:
         parser.error(f"--nproc {args.nproc} takes all GPUs for one run; leave --gpus and --per-gpu out")
     return args

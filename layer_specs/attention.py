@@ -8,6 +8,8 @@ Shape legend: S queries, T keys, B batch, H heads (of this rank), K query/key di
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -39,11 +41,17 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs import steps
+from megacpp_mcore.layer_specs.decode import LayerCache
 from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs
-from megacpp_mcore.model import SERVED
+from megacpp_mcore.model import DSA, SERVED
+from megacpp_mcore.ops.checks import compute_dtype
 from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
+from megacpp_mcore.ops.indexer.chunked import dense_grad
+from megacpp_mcore.ops.indexer.reference import causal_topk, score_block
 from megacpp_mcore.ops.indexer.training import TargetSum, training_token
+from megacpp_mcore.ops.mla import reference
 
 
 class MLACoreAttention(MegatronModule):
@@ -85,8 +93,15 @@ class MLACoreAttention(MegatronModule):
         """``q [S, B, H, K], k [S, B, H, K], v [S, B, H, V] -> [S, B, H * V]``; causal, and inside documents.
 
         ``attention_mask`` is what :class:`_Documents` puts in a mask's place: the documents, int32 ``[B, S]``, or None. Query,
-        key and value may be strided, with their widths innermost.
+        key and value may be strided, with their widths innermost. With more keys than queries, as while decoding, the queries
+        are the last rows, of one document; the reference attends.
         """
+        rows, keys = query.shape[0], key.shape[0]
+        if rows < keys:
+            later = torch.ones(rows, keys, dtype=torch.bool, device=query.device).triu(keys - rows + 1)
+            return reference.mla_attention(
+                query, key, value, softmax_scale=self.softmax_scale, attention_mask=later[None, None], causal=False
+            ).flatten(2)
         o_SBHV: torch.Tensor = self.backend.fn(
             query, key, value, softmax_scale=self.softmax_scale, seq_idx=attention_mask
         )
@@ -105,8 +120,7 @@ class SparseCoreAttention(MegatronModule):
 
     Args:
         indexer: spec of the indexer for a Full layer, None for a Shared layer.
-        distill: whose attention trains the indexer, as in :class:`megacpp_mcore.model.DSA`. The others are those the stock
-            class passes.
+        distill, warmup_steps: as in :class:`megacpp_mcore.model.DSA`. The others are those the stock class passes.
     """
 
     def __init__(
@@ -120,6 +134,7 @@ class SparseCoreAttention(MegatronModule):
         index_cache: IndexCache,
         indexer: ModuleSpec | None,
         distill: str,
+        warmup_steps: int,
         pg_collection: ProcessGroupCollection,
         k_channels: int | None = None,
         v_channels: int | None = None,
@@ -135,11 +150,17 @@ class SparseCoreAttention(MegatronModule):
         self.pg_collection = pg_collection
         self.index_cache = index_cache
         self.serves = distill == SERVED
+        self.warmup_steps = warmup_steps
         needs = backend_needs(config)
         self.backend = dispatcher.request(
             "sparse_mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs
         )
+        if warmup_steps:
+            self.dense_backend = dispatcher.request(
+                "mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs
+            )
         self.indexer = None
+        self.shares = False  # whether a Full layer attends as a Shared one, which a search for a schedule tries
         if indexer is not None:
             self.indexer = build_module(indexer, config=config, pg_collection=pg_collection)
             needs["dim"] = config.dsa_indexer_head_dim
@@ -155,6 +176,7 @@ class SparseCoreAttention(MegatronModule):
         *,
         x: torch.Tensor,
         qr: torch.Tensor,
+        cache: LayerCache | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """Attend to the selected keys.
@@ -166,13 +188,18 @@ class SparseCoreAttention(MegatronModule):
             attention_mask: what :class:`_Documents` puts in its place: the documents, int32 ``[B, S]``, or None.
             x: the layer's input ``[S, B, D]`` (a slice of S under sequence parallelism).
             qr: normed query latents ``[S, B, q_lora_rank]`` (likewise).
+            cache: of an inference context; ``key`` are the latents so far. It keeps them, and the indexer's keys.
 
         Returns:
             ``[S, B, H * V]`` latents, before the value up-projection.
         """
-        if self.indexer is None:
+        if self.warmup_steps and cache is None and steps.begun() < self.warmup_steps:
+            return self._attend_densely(query, key, attention_mask, x.detach(), qr.detach())
+        if self.indexer is None or self.shares:
             selection = self.index_cache.read(self.layer_number)
             sink = selection.sink if self.serves else None
+        elif cache is not None:
+            selection, sink = self._decode(self.indexer, cache, x, qr), None
         else:
             query, selection = self._select(self.indexer, query, attention_mask, x.detach(), qr.detach())
             sink = selection.sink
@@ -189,13 +216,13 @@ class SparseCoreAttention(MegatronModule):
 
     def _select(
         self,
-        indexer: DSAIndexer,
+        indexer: PositionedIndexer,
         query_SBHK: torch.Tensor,
         seq_idx_BS: torch.Tensor | None,
         x: torch.Tensor,
         qr: torch.Tensor,
     ) -> tuple[torch.Tensor, Selection]:
-        """The query with the indexer's training attached, and the selection, of the first run where this is a recompute."""
+        """The query with the indexer's loss attached, and the selected keys: the first run's selection under recompute."""
         selection = self.index_cache.recall(self.layer_number)
         learns = self.training and bool(self.config.dsa_indexer_loss_coeff)
         if selection is not None and not learns:
@@ -208,11 +235,83 @@ class SparseCoreAttention(MegatronModule):
             self.index_cache.publish(self.layer_number, selection)
         if learns and torch.is_grad_enabled():
             # Stock's scaler gives the token the factor of the schedule, once the gradient of the query is there.
-            token = training_token(q, k, w, selection.index, partial(self._learn, selection.sink))
+            token = training_token(q, k, w, selection.index, partial(self._loss_gradients, selection.sink))
             query_SBHK = DSAIndexerLossAutoScaler.apply(query_SBHK, token)
         return query_SBHK, selection
 
-    def _learn(
+    def _attend_densely(
+        self,
+        query_SBHK: torch.Tensor,
+        key_TB1K: torch.Tensor,
+        seq_idx_BS: torch.Tensor | None,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend to every causal key, and have the indexer of a Full layer learn this attention in the backward pass."""
+        if (
+            self.indexer is not None
+            and self.training
+            and torch.is_grad_enabled()
+            and self.config.dsa_indexer_loss_coeff
+        ):
+            q, k, w = self.indexer.forward_before_topk(x, qr)
+            learn = partial(self._learn_densely, query_SBHK.detach(), key_TB1K.detach(), seq_idx_BS)
+            query_SBHK = DSAIndexerLossAutoScaler.apply(query_SBHK, training_token(q, k, w, None, learn))
+        key_TBHK = key_TB1K.expand(-1, -1, query_SBHK.shape[2], -1)
+        o_SBHV: torch.Tensor = self.dense_backend.fn(
+            query_SBHK,
+            key_TBHK,
+            key_TBHK[..., : self.value_dim],
+            softmax_scale=self.softmax_scale,
+            seq_idx=seq_idx_BS,
+        )
+        return o_SBHV.flatten(2)
+
+    def _learn_densely(
+        self,
+        query_SBHK: torch.Tensor,
+        key_TB1K: torch.Tensor,
+        seq_idx_BS: torch.Tensor | None,
+        q_SBHD: torch.Tensor,
+        k_SBD: torch.Tensor,
+        w_SBH: torch.Tensor,
+        _: None,
+        scale: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As :meth:`_learn`, over every causal key; a chunk of queries at a time, and a row of the batch with documents."""
+        rows, batch = q_SBHD.shape[:2]
+        factor = scale * self.config.dsa_indexer_loss_coeff
+        weight = factor if self.config.calculate_per_token_loss else factor / (rows * batch)
+        reduce = partial(torch.distributed.all_reduce, group=self.pg_collection.tp)
+        # Documents differ from one row of the batch to the next.
+        slices = [slice(0, batch)] if seq_idx_BS is None else [slice(b, b + 1) for b in range(batch)]
+        found = [
+            dense_grad(
+                *(tensor[:, here] for tensor in (q_SBHD, k_SBD, w_SBH, query_SBHK, key_TB1K)),
+                weight=weight,
+                softmax_scale=self.softmax_scale,
+                seq_idx_S=None if seq_idx_BS is None else seq_idx_BS[here.start],
+                reduce=reduce if self.pg_collection.tp.size() > 1 else None,
+            )
+            for here in slices
+        ]
+        divergences, *gradients = zip(*found, strict=True)
+        loss = torch.cat(divergences).mean() * self.config.dsa_indexer_loss_coeff
+        DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, self.layer_number, self.config.num_layers)
+        dq, dk, dw = (torch.cat(parts, dim=1) for parts in gradients)
+        return dq, dk, dw
+
+    def _decode(self, indexer: PositionedIndexer, cache: LayerCache, x: torch.Tensor, qr: torch.Tensor) -> Selection:
+        """The selection of the last rows among all rows so far, by the reference."""
+        with indexer.rows_from(cache.first_row):
+            q, k, w = indexer.forward_before_topk(x, qr)
+        keys = cache.extend(indexer_key=k)["indexer_key"].to(compute_dtype(q, k, w))
+        score_BST = score_block(q, keys, w)
+        selection = Selection(causal_topk(score_BST, indexer.index_topk, first_row=cache.first_row))
+        self.index_cache.publish(self.layer_number, selection)
+        return selection
+
+    def _loss_gradients(
         self,
         sink: TargetSum,
         q_SBHD: torch.Tensor,
@@ -221,7 +320,7 @@ class SparseCoreAttention(MegatronModule):
         index_BSN: torch.Tensor,
         scale: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of the indexer's loss; heads of other tensor-parallel ranks count in the target."""
+        """Gradients of the indexer's loss by q, k and w; the target is reduced over tensor-parallel ranks."""
         target_BSN = sink.take()
         if self.pg_collection.tp.size() > 1:
             torch.distributed.all_reduce(target_BSN, group=self.pg_collection.tp)
@@ -236,15 +335,38 @@ class SparseCoreAttention(MegatronModule):
         return dq, dk, dw
 
 
+class PositionedIndexer(DSAIndexer):
+    """Stock's indexer with a position offset: its rows need not be the first of their sequence."""
+
+    _first_row = 0
+
+    @contextlib.contextmanager
+    def rows_from(self, first_row: int) -> Iterator[None]:
+        """Context in which the indexer's input starts at row ``first_row`` of its sequence."""
+        self._first_row = first_row
+        try:
+            yield
+        finally:
+            self._first_row = 0
+
+    def _apply_rope(self, x: torch.Tensor, rotary_pos_emb: torch.Tensor, mscale: float, **options: Any) -> torch.Tensor:
+        """As stock's, which rotates the rows as if they were the first."""
+        if self._first_row:
+            found = self.rotary_pos_emb(self._first_row + x.shape[0])
+            rotary_pos_emb = (found if isinstance(found, torch.Tensor) else found[0])[self._first_row :]
+        rotated: torch.Tensor = super()._apply_rope(x, rotary_pos_emb, mscale, **options)
+        return rotated
+
+
 def _whole_rows(linear: ColumnParallelLinear, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Forward hook: ``([S, B, C / TP], bias) -> ([S / TP, B, C], bias)``, each rank whole rows of its part of the sequence."""
+    """Forward hook: ``([S, B, C / TP], bias) -> ([S / TP, B, C], bias)``; gathers columns, scatters the sequence."""
     cut_SBC, bias = output
     whole_SBC = gather_from_tensor_model_parallel_region(cut_SBC, group=linear.tp_group)
     return scatter_to_sequence_parallel_region(whole_SBC, group=linear.tp_group), bias
 
 
 class _WholeRows:
-    """Mixed into stock MLA: a column-parallel kv down-projection hands on whole rows.
+    """Mixin for stock MLA: a column-parallel kv down-projection outputs whole rows.
 
     The rotary part of the key serves the heads of all tensor-parallel ranks, so its gradient has to be summed over them.
     Megatron-Core 0.19 does so when it is handed whole rows, but not when it gathers cut ones (``multi_latent_attention.py``
@@ -259,7 +381,7 @@ class _WholeRows:
 
 
 class _Documents:
-    """Mixed into stock MLA: a packed batch is computed as one row, and the core attention is given its documents.
+    """Mixin for stock MLA: computes a packed batch as one row and passes its documents to the core attention.
 
     The documents take the place of the attention mask, as int32 ``[B, S]``, and the packed sequences go no further. Stock
     would rotate each sequence by itself, with lengths that the host reads: two waits for a rotation, four or eight a layer.
@@ -281,6 +403,9 @@ class _Documents:
         """
         config: TransformerConfig = self.config  # type: ignore[attr-defined]
         cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        context = kwargs.get("inference_context")
+        if context is not None and context.sequence_len_offset:
+            attention_mask = None  # each row of a context is one document; masks are read for its first rows alone
         seq_idx_BS = documents(
             config,
             self.layer_number,  # type: ignore[attr-defined]
@@ -297,7 +422,37 @@ class FullMLASelfAttention(_Documents, _WholeRows, MLASelfAttention):
 
 
 class SparseMLASelfAttention(_Documents, _WholeRows, AbsorbedMLASelfAttention):
-    """As :class:`FullMLASelfAttention`; under overlapped gathers it waits for the up-projection's weight."""
+    """As :class:`FullMLASelfAttention`, with decoding; waits for the up-projection's weight if its gather is overlapped."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        inference_context: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As stock's, which refuses an inference context: with one, the latents so far are kept in it.
+
+        Raises:
+            ModelError: as :class:`megacpp_mcore.layer_specs.decode.LayerCache`.
+        """
+        if inference_context is None:
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        cache = LayerCache(inference_context, self.layer_number, hidden_states.shape[0])
+        query, latents, query_latents = self.get_query_key_value_tensors(
+            hidden_states, inference_context=inference_context
+        )
+        o_SBHV = self.core_attention(
+            query,
+            cache.extend(latents=latents)["latents"],
+            None,
+            None,
+            x=hidden_states,
+            qr=query_latents,
+            cache=cache,
+        ).unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        return self.linear_proj(torch.einsum("sbhv,hdv->sbhd", o_SBHV, self._get_v_up_weight()).flatten(2))
 
     def _get_kv_up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As stock's, which reads the weight of a module that it never calls."""
@@ -310,7 +465,7 @@ _DDP = "megatron.core.distributed.distributed_data_parallel"
 
 
 def _wait_for_parameters(module: torch.nn.Module) -> None:
-    """Wait, under ``--overlap-param-gather``, until the parameters of a module have arrived that is read but never called.
+    """Wait for the parameter gather (``--overlap-param-gather``) of a module whose weight is read without a forward call.
 
     Megatron-Core 0.19 waits in a hook before a module's forward. Without it a weight that lies in another bucket than its
     neighbours is that of the step before, and the next step's gather meets one that nobody has waited for.
@@ -344,11 +499,11 @@ def full_attention(parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
 
 
 def sparse_attention(
-    parts: Parts, dispatcher: Dispatcher, index_cache: IndexCache, *, full: bool, distill: str
+    parts: Parts, dispatcher: Dispatcher, index_cache: IndexCache, dsa: DSA, *, full: bool
 ) -> ModuleSpec:
     """Sparse MLA: the stock absorbed class with our core attention; ``full`` layers own an indexer."""
     indexer = ModuleSpec(
-        module=DSAIndexer,
+        module=PositionedIndexer,
         submodules=DSAIndexerSubmodules(
             linear_wq_b=parts.duplicated_linear,
             linear_wk=parts.duplicated_linear,
@@ -370,7 +525,8 @@ def sparse_attention(
                     "dispatcher": dispatcher,
                     "index_cache": index_cache,
                     "indexer": indexer if full else None,
-                    "distill": distill,
+                    "distill": dsa.distill,
+                    "warmup_steps": dsa.warmup_steps,
                 },
             ),
             linear_proj=parts.row_linear,

@@ -1,4 +1,4 @@
-"""How a layer learns which rows of a sequence are one document, and what it refuses because others do not learn it.
+"""Document boundaries inside a row: how layers read them, and which runs are refused because stock parts ignore them.
 
 Megatron (0.19) says it in two ways. ``--dataloader-inter-document-masking`` packs: every layer of every stage is given
 ``packed_seq_params`` with the first row of each document, and multi-token prediction shifts tokens inside documents.
@@ -148,7 +148,7 @@ def max_documents(config: TransformerConfig, rows: int) -> int:
 
 
 def check_run(config: TransformerConfig) -> None:
-    """Refuse, before anything runs, a stock run that would not keep documents apart everywhere.
+    """Refuse, before anything runs, a stock run in which documents would mix in some layer.
 
     Raises:
         ModelError: with the argument that settles it.
@@ -170,7 +170,7 @@ def check_run(config: TransformerConfig) -> None:
 
 
 def _check_packed_rows(config: TransformerConfig, micro_batch_size: int) -> None:
-    """Raise ModelError where a row that several samples were packed into would be taken for something else.
+    """Raise ModelError where stock would misread a row packed from several samples.
 
     A stage receives as many rows as a sample has, side by side; an E layer finds the samples in the row by their length, and
     has but a part of the row under sequence parallelism (0.19, ``schedules.py`` and ``transformer_layer.py``).
@@ -192,7 +192,7 @@ def _check_packed_rows(config: TransformerConfig, micro_batch_size: int) -> None
 
 
 def _check_masked_documents(config: TransformerConfig) -> None:
-    """Raise ModelError where documents that only a mask tells apart would still meet."""
+    """Raise ModelError where documents separated by the attention mask alone would still mix."""
     if config.mtp_num_layers:
         raise ModelError(
             "the attention mask keeps documents apart, and multi-token prediction does not read it: Megatron shifts its tokens "

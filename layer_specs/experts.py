@@ -45,7 +45,7 @@ def expert_layer_spec(config: TransformerConfig, parts: Parts) -> ModuleSpec:
 
 
 def _drawn_by_input_size(mlp: partial[Any]) -> partial[Any]:
-    """``mlp``, a builder of a MoELayer, whose experts draw what they write on the residual by its whole width."""
+    """``mlp``, a builder of a MoELayer, with output matrices initialized by the fan-in of the unsharded input."""
     stock = mlp.keywords["submodules"]
 
     def drawn(experts: partial[Any]) -> partial[Any]:
@@ -70,24 +70,24 @@ def _with_fp8_experts(mlp: partial[Any]) -> partial[Any]:
 
 
 def fp8_linear(stock: Any) -> Any:
-    """The class ``stock``, one of Megatron's grouped linear layers, whose ``in_fp8`` decides whether it heeds the file.
+    """Subclass of ``stock``, a grouped linear layer of Megatron's, that follows the precision file only if ``in_fp8``.
 
     GPTModel and HybridModel hand every module the precision of its name when they have been built, and a name has the number
     that its layer has on its pipeline stage, not in the model: the first and last layer cannot be told by it.
     """
 
     def finish_init(self: Any, quantization_config: Any) -> None:
-        """Take the precision that the file gives, where the layer may have it."""
+        """Apply the file's precision, if the layer may run in it."""
         stock.finish_init(self, quantization_config if self.in_fp8 else None)
 
     return type(f"FP8{stock.__name__}", (stock,), {"in_fp8": True, "finish_init": finish_init})
 
 
 class NumberedMoELayer(MoELayer):
-    """Stock MoELayer that tells the experts their layer's number; stock tells the router alone."""
+    """Stock MoELayer that also passes the layer number to the experts; stock passes it to the router alone."""
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Take the number (from 1, over all pipeline stages) that TransformerLayer gives."""
+        """Set the 1-based layer number over all pipeline stages, as TransformerLayer does."""
         super().set_layer_number(layer_number)
         self.experts.set_layer_number(layer_number)
 
@@ -142,7 +142,7 @@ class FP8Experts(TEGroupedMLP):
         return self.quantization_unpadding(output_TD, rows), bias
 
     def _check(self) -> None:
-        """Refuse to run in BF16 what was to run in FP8: whether the host gave its modules their precision shows only here."""
+        """Raise if experts that the file names for FP8 would run in BF16; known only at the first forward pass."""
         for name in ("linear_fc1", "linear_fc2"):
             if not getattr(self, name).will_execute_quantized(False):
                 raise ModelError(

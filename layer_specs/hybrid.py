@@ -34,7 +34,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import nam56r as gpt_host
 from megacpp_mcore.layer_specs.mtp import mtp_block
 from megacpp_mcore.layer_specs.parts import parts_for
-from megacpp_mcore.layer_specs.regions import treatment_of_run
+from megacpp_mcore.layer_specs.regions import region_plan
 from megacpp_mcore.model import Model, hybrid
 from megacpp_mcore.model.training import HYBRID
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class NumberedLayer:
-    """Builds the layer that belongs to a layer number: Megatron has one spec a slot, Full and Shared layers share one.
+    """Spec of a slot that selects the layer by its number: Megatron has one spec a slot, for Full and Shared layers alike.
 
     Returns what the spec builds; there is no instance of this class.
     """
@@ -134,7 +134,7 @@ class SharedMTPLayer(MultiTokenPredictionLayer):
             raise ModelError(f"the MTP pattern is {mtp_layer_pattern!r}; NAM56R's is {hybrid.MTP_BLOCK!r}, write that")
         settings = plugin_config.from_environment()
         dispatcher = Dispatcher(settings.backends if settings is not None else None)
-        (spec,) = treatment_of_run(settings, config).mtp(mtp_block(parts_for(config), dispatcher)).layer_specs
+        (spec,) = region_plan(settings, config).mtp(mtp_block(parts_for(config), dispatcher)).layer_specs
         super().__init__(
             config, spec.submodules, layer_number, vp_stage=vp_stage, pg_collection=pg_collection, name=name
         )
@@ -154,7 +154,7 @@ nam56r_hybrid = ModuleSpec(
 
 @dataclass(frozen=True)
 class _Run:
-    """What a run says about its model: the configuration objects to search, and the hybrid pattern."""
+    """A run's configuration objects and hybrid pattern."""
 
     sources: tuple[Any, ...]
     text: str | None
@@ -225,7 +225,7 @@ def _chunks(model: Model, config: TransformerConfig, text: str | None) -> tuple[
 
 
 def _check_symbols(model: Model, chunks: tuple[range, ...], layers: range, symbols: str) -> None:
-    """Refuse what is built, if it is not what the run's pattern says: NumberedLayer goes by numbers, not by symbols."""
+    """Raise if the built layers differ from the run's pattern: NumberedLayer selects by number, not by symbol."""
     expected = hybrid.plan(model).symbols[layers.start - 1 : layers.stop - 1]
     if layers not in chunks or symbols != expected:
         raise ModelError(

@@ -36,7 +36,7 @@ def by_fan_in(weight: torch.Tensor, *, gain: float = 1.0, fan_in: int | None = N
 
 
 def set_start(model: Model, config: TransformerConfig) -> None:
-    """Set what Megatron draws the weights of ``model`` by; the embedding it draws by its own flag.
+    """Set the weight initializers in Megatron's configuration; the embedding has its own flag.
 
     Args:
         model: whose start is set.
@@ -56,7 +56,7 @@ def set_start(model: Model, config: TransformerConfig) -> None:
 
 @functools.cache
 def drawn_by_input_size(linear: type) -> type:
-    """A class of Megatron's linear layers whose weight, drawn by fan-in, is drawn by the ``fan_in`` of its whole input.
+    """Subclass of a Megatron linear layer whose fan-in initialization uses the unsharded input width ``fan_in``.
 
     It is called as the class it comes from, and has its name.
     """

@@ -23,7 +23,7 @@ from megacpp_mcore.model import Model
 
 
 def projection_parts(model: Model) -> tuple[Part, ...]:
-    """What Mamba-3 reads of a token: z and x by head, B and C by group and then by rank, three scalars a head, the angles."""
+    """Parts of Mamba-3's input projection: z and x by head, B and C by group, then rank, three scalars a head, the angles."""
     ssm, heads = model.mamba3, model.mamba_heads
     columns = ssm.groups * ssm.mimo_rank * ssm.state
     return (
@@ -111,18 +111,19 @@ class Mamba3Mixer(Mixer):
         """Mix along the sequence: ``[S, B, D] -> ([S, B, D], bias or None)``.
 
         Causal by itself. The state begins anew at each document's first row, which the mask or
-        the packed sequences tell (:mod:`megacpp_mcore.layer_specs.documents`).
+        the packed sequences tell (:mod:`megacpp_mcore.layer_specs.documents`). An inference context keeps the state.
 
         Raises:
-            ModelError: for an inference context, and for a mask that says more than causality and documents.
+            ModelError: for a mask that says more than causality and documents, and as
+                :class:`megacpp_mcore.layer_specs.decode.LayerCache`.
         """
-        self.refuse_unsupported(inference_context)
+        cache = self.cache(inference_context, hidden_SBD)
         ssm = self.ssm
         parts = self.in_proj(hidden_SBD)
         z_SBHP, x_SBHP = (parts[name].unflatten(-1, (self.heads, ssm.head_dim)) for name in "zx")
         by_group = (self.groups, ssm.mimo_rank, ssm.state)
         b_SBGRN, c_SBGRN = (parts[name].unflatten(-1, by_group) for name in "BC")
-        y_SBHP, _ = self.backend.fn(
+        y_SBHP, state = self.backend.fn(
             x_SBHP,
             z_SBHP,
             b_SBGRN,
@@ -145,12 +146,16 @@ class Mamba3Mixer(Mixer):
             A_floor=ssm.a_floor,
             eps=self.config.layernorm_epsilon,
             activation=ssm.decay_activation,
-            seq_idx=self.documents(x_SBHP, attention_mask, packed_seq_params),
+            seq_idx=self.documents(x_SBHP, attention_mask, packed_seq_params, cache),
+            initial_state=None if cache is None else cache.state,
+            return_final_state=cache is not None,
         )
+        if cache is not None:
+            cache.leave(state)
         return self.out_proj(y_SBHP.flatten(2))
 
     def _by_head(self, name: str, width: int) -> torch.Tensor | None:
-        """A parameter as ``[H, R, width]``; None where this model has no such (SISO and ``mimo_*``)."""
+        """A parameter as ``[H, R, width]``; None if the model lacks it (SISO and ``mimo_*``)."""
         parameter = getattr(self, name, None)
         return None if parameter is None else parameter.view(self.heads, self.ssm.mimo_rank, width)
 

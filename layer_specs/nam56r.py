@@ -43,7 +43,7 @@ from megacpp_mcore.layer_specs.mamba import mamba_layer_spec
 from megacpp_mcore.layer_specs.mtp import mtp_block
 from megacpp_mcore.layer_specs.parts import Parts, implementation, parts_for
 from megacpp_mcore.layer_specs.recurrent import recurrent_layer_spec
-from megacpp_mcore.layer_specs.regions import treatment_of_run
+from megacpp_mcore.layer_specs.regions import region_plan
 from megacpp_mcore.model import Layout, Model
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.ops.indexer.cache import IndexCache
@@ -70,7 +70,7 @@ schedule.
 
 @dataclass
 class HybridBlockSubmodules(TransformerBlockSubmodules):
-    """TransformerBlockSubmodules that also says what MTP block belongs to the layers; None: not on this chunk."""
+    """TransformerBlockSubmodules with the MTP block's spec; None on chunks without it."""
 
     mtp: MultiTokenPredictionBlockSubmodules | None = None
 
@@ -118,13 +118,13 @@ def block_submodules(
     parts = parts_for(config)
     sources = grammar.source_layers(model.roles)
     index_cache = IndexCache({shared: full for shared, full in sources.items() if shared in layers})
-    treatment = treatment_of_run(plugin_config.from_environment(), config)
+    plan = region_plan(plugin_config.from_environment(), config)
     specs = [
-        treatment.spec(layer_spec(model, config, number, parts, dispatcher, index_cache), model.layers[number - 1])
+        plan.spec(layer_spec(model, config, number, parts, dispatcher, index_cache), model.layers[number - 1])
         for number in layers
     ]
     has_mtp = get_mtp_num_layers_to_build(config, vp_stage=vp_stage) > 0
-    mtp = treatment.mtp(mtp_block(parts, dispatcher)) if has_mtp else None
+    mtp = plan.mtp(mtp_block(parts, dispatcher)) if has_mtp else None
     return HybridBlockSubmodules(layer_specs=specs, layer_norm=parts.norm, mtp=mtp)
 
 
@@ -147,7 +147,7 @@ def layer_spec(
     if role == grammar.FULL_ATTENTION:
         return attention_layer_spec(parts, full_attention(parts, dispatcher))
     full = role == grammar.FULL_INDEX
-    sparse = sparse_attention(parts, dispatcher, index_cache, full=full, distill=model.dsa.distill)
+    sparse = sparse_attention(parts, dispatcher, index_cache, model.dsa, full=full)
     return attention_layer_spec(parts, sparse)
 
 
@@ -155,7 +155,7 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
     """Print the launch policy of a stock script, on rank 0 and once, if our launcher has not."""
     if global_vars._GLOBAL_ARGS is None:  # no stock script runs; get_args() would assert
         return
-    on_cpu = isinstance(torch.overrides._get_current_function_mode(), cpu.CpuDeviceMode)
+    on_cpu = cpu.answers_here()
     run = policy.Run.from_arguments(
         sys.argv[1:],
         device="cpu" if on_cpu else "cuda",

@@ -1,4 +1,4 @@
-"""What the block families share: linear and norm choices, and parameters that tensor parallelism and fp32 need care for.
+"""Shared parts of the block families: linear and norm classes, and a mixer base with sharded and fp32 parameters.
 
 Shape legend: S sequence (of this rank), B batch, D hidden.
 """
@@ -32,6 +32,7 @@ from megacpp_mcore.backends import Dispatcher, te_disabled
 from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs.decode import LayerCache
 from megacpp_mcore.layer_specs.documents import documents
 from megacpp_mcore.layer_specs.initial import Initializer, drawn_by_input_size, filled
 
@@ -127,7 +128,7 @@ def implementation(config: TransformerConfig) -> str:
 
 def compute_device() -> str:
     """``cuda`` or, on the CPU lane and where there is no GPU, ``cpu``."""
-    on_lane = isinstance(torch.overrides._get_current_function_mode(), cpu.CpuDeviceMode)
+    on_lane = cpu.answers_here()
     return "cuda" if torch.cuda.is_available() and not on_lane else "cpu"
 
 
@@ -177,7 +178,7 @@ def _local_parts() -> Parts:
 
 
 def _refuse_without_te(config: TransformerConfig) -> None:
-    """Raise ModelError for what the run asks of stock and stock has in Transformer Engine alone."""
+    """Raise ModelError for requested stock features that exist in Transformer Engine alone."""
     for asked, what, remedy in (
         (config.quant_recipe is not None, "FP8 experts", "leave --te-precision-config-file out"),
         (config.moe_permute_fusion, "fused permutation of tokens", "leave --moe-permute-fusion out"),
@@ -239,17 +240,24 @@ class Mixer(MegatronModule):
         return copy_to_tensor_model_parallel_region(parameter, group=self.tp_group)
 
     def documents(
-        self, rows_SBX: torch.Tensor, attention_mask: torch.Tensor | None, packed_seq_params: PackedSeqParams | None
+        self,
+        rows_SBX: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: PackedSeqParams | None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor | None:
         """The number of each row's document as int32 ``[B, S]``, or None (:func:`megacpp_mcore.layer_specs.documents`).
 
         Args:
             rows_SBX: anything that has the rows of the whole sequence, ``[S, B, …]``.
             attention_mask, packed_seq_params: what Megatron gave the layer.
+            cache: of an inference context, each of whose rows is one document; a mask is read for its first rows alone.
 
         Raises:
             ModelError: the documents cannot be told, or other parts of the run would not tell them apart.
         """
+        if cache is not None and cache.first_row:
+            return None
         return documents(
             self.config,
             self.layer_number,
@@ -259,12 +267,20 @@ class Mixer(MegatronModule):
             packed_seq_params=packed_seq_params,
         )
 
-    def refuse_unsupported(self, inference_context: Any) -> None:
-        """Raise ModelError for what training-only mixers cannot do yet."""
-        if inference_context is not None:
+    def cache(self, inference_context: Any, rows_SBX: torch.Tensor) -> LayerCache | None:
+        """This layer's entry in an inference context; None in training.
+
+        Raises:
+            ModelError: as :class:`megacpp_mcore.layer_specs.decode.LayerCache`; and under sequence parallelism, where a rank
+                has a slice of the rows.
+        """
+        if inference_context is None:
+            return None
+        if self.config.sequence_parallel:
             raise ModelError(
-                f"{type(self).__name__} (layer {self.layer_number}): inference caches are not supported yet"
+                f"layer {self.layer_number}: the sequence is cut over {self.tp_size} ranks; decode without --sequence-parallel"
             )
+        return LayerCache(inference_context, self.layer_number, rows_SBX.shape[0])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Mixer:
         """Apply ``fn`` as torch.nn.Module does, but let fp32 parameters (and their gradients) change device only."""

@@ -39,7 +39,7 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of an input projection that mean one thing.
+    """One part of an input projection: the rows of z, say.
 
     Attributes:
         name: under which the forward pass returns it and a checkpoint holds it.
@@ -177,7 +177,7 @@ class InProjection(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...],
         replica_id: tuple[int, int, int],
     ) -> ShardedTensorFactory:
-        """Cuts a weight, or a state of the optimizer that is shaped like it, into its parts, and puts them together again."""
+        """ShardedTensorFactory: splits a weight, or an optimizer state of its shape, into parts and merges them at load."""
         shape = parameter.shape
 
         def build(key: str, rows: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:

@@ -25,7 +25,7 @@ from megacpp_mcore.model import Model
 
 
 def projection_parts(model: Model) -> tuple[Part, ...]:
-    """What M²RNN reads of a token: one head of q and k for all, v and the output gate by head, the forget gate's scalar."""
+    """Parts of M²RNN's input projection: one shared head of q and k, v and output gate by head, the forget gate's scalar."""
     rnn, heads = model.m2rnn, model.recurrent_heads
     return (
         Part("q", rnn.key_dim, replicated=True),
@@ -120,15 +120,16 @@ class M2RNNMixer(Mixer):
         """Mix along the sequence: ``[S, B, D] -> ([S, B, D], bias or None)``.
 
         Causal by itself. State and convolution begin anew at each document's first row, which the mask or
-        the packed sequences tell (:mod:`megacpp_mcore.layer_specs.documents`).
+        the packed sequences tell (:mod:`megacpp_mcore.layer_specs.documents`). An inference context keeps both.
 
         Raises:
-            ModelError: for an inference context, and for a mask that says more than causality and documents.
+            ModelError: for a mask that says more than causality and documents, and as
+                :class:`megacpp_mcore.layer_specs.decode.LayerCache`.
         """
-        self.refuse_unsupported(inference_context)
+        cache = self.cache(inference_context, hidden_SBD)
         parts = self.in_proj(hidden_SBD)
         v_SBHV, g_SBHV = (parts[name].unflatten(-1, (self.heads, self.rnn.value_dim)) for name in "vg")
-        out_SBC, _ = self.backend.fn(
+        out_SBC, state = self.backend.fn(
             parts["q"],
             parts["k"],
             v_SBHV,
@@ -146,9 +147,13 @@ class M2RNNMixer(Mixer):
             eps=self.config.layernorm_epsilon,
             norm_width=self.all_values,
             reduce=self._sum_over_ranks if self.tp_size > 1 else None,
-            seq_idx=self.documents(v_SBHV, attention_mask, packed_seq_params),
+            seq_idx=self.documents(v_SBHV, attention_mask, packed_seq_params, cache),
+            initial_state=None if cache is None else cache.state,
+            return_final_state=cache is not None,
             checkpoint_every=self.rnn.checkpoint_every,
         )
+        if cache is not None:
+            cache.leave(state)
         return self.out_proj(out_SBC)
 
     def _sum_over_ranks(self, squares_SB1: torch.Tensor) -> torch.Tensor:

@@ -112,15 +112,7 @@ def _observation(config: Any, recording: launcher.Recording, settings: PluginCon
         LaunchError: it cannot be.
     """
     saved = config.checkpoint.save
-    chosen = observation.choose(
-        [] if saved is None else ["--save", str(saved)],
-        observe=recording.observe,
-        off=recording.off,
-        record_steps=recording.steps,
-        profile=recording.profile,
-        profile_tool=recording.profile_tool,
-        settings=settings,
-    )
+    chosen = recording.choose([] if saved is None else ["--save", str(saved)], settings)
     if config.logger.skip_train_metrics_log and (chosen.folder is not None or chosen.record_steps is not None):
         raise LaunchError(
             "logger.skip_train_metrics_log is true, and a run that logs no step cannot be recorded; leave it out, or switch "
@@ -145,21 +137,18 @@ def _train(config: Any, callbacks: Any) -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    pretrain(config, forward_step, callbacks=callbacks)
+    from megacpp_mcore.layer_specs import steps
+
+    pretrain(config, steps.count_from(forward_step), callbacks=callbacks)
 
 
 def _warm_up(models: Sequence[Any], config: Any, compile_policy: policy.CompilePolicy) -> None:
     from megacpp_mcore.layer_specs import regions
 
-    regions.warm_up_run(
-        models,
-        compile_policy,
-        process.say,
-        seq_length=config.model.seq_length,
-        micro_batch_size=config.train.micro_batch_size,
-        cut=config.model.tensor_model_parallel_size if config.model.sequence_parallel else 1,
-        packed=False,  # Bridge's GPT datasets are not
-    )
+    rows = config.model.seq_length
+    if config.model.sequence_parallel:
+        rows //= config.model.tensor_model_parallel_size
+    regions.warm_up(models, compile_policy, process.say, rows=rows, batch=config.train.micro_batch_size)
 
 
 def layout_of(chosen: Recipe, overrides: Sequence[str]) -> Layout:

@@ -89,8 +89,8 @@ def _without_empty_state(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="checkpoint-hosts",
     fixes=(
-        "a checkpoint of our model loads only into the host (GPTModel or HybridModel) that saved it: hybrid to GPT is refused, "
-        "GPT to hybrid pairs layers for stock's two-part layers, though all keys and shapes are the same but for one empty key"
+        "a checkpoint of our model loads only into the host (GPTModel or HybridModel) that saved it, though all keys and "
+        "shapes are the same but for one empty key"
     ),
     source=(
         "megatron-core 0.19.2, megatron/training/checkpointing.py and "

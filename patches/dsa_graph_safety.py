@@ -197,6 +197,6 @@ PATCH = Patch(
         "eager check refuses before; fused kernels; activation recompute of the core attention; the log "
         "of the loss, whose tensor an eager warm-up has to have made"
     ),
-    cost="nothing outside of a capture but the question whether there is one; an eager warm-up has to come first, as ever",
+    cost="an eager warm-up before the capture, as for any capture",
     retire_when="upstream captures a DSA layer with its indexer loss, packed and with context parallelism",
 )

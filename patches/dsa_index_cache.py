@@ -316,9 +316,9 @@ def _track_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="dsa-index-cache",
     fixes=(
-        "DSA layers that share indices take those of another micro-batch when they are recomputed (without a mask), or fail "
-        "(with one); their distributed checkpoints cannot be saved; the schedule can only be periodic; the logged indexer "
-        "loss is divided by layers that have none"
+        "recomputed DSA layers that share indices take another micro-batch's (without a mask) or fail (with one); their "
+        "distributed checkpoints cannot be saved; schedules are periodic only; the logged indexer loss is averaged over layers "
+        "without one"
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/dsa.py, index_share",
     megatron_versions=">=0.19,<0.20",

@@ -234,8 +234,8 @@ def _valid_rows(call: SimpleNamespace) -> torch.Tensor | None:
 PATCH = Patch(
     name="dsa-indexer-memory",
     fixes=(
-        "the unfused DSA fallback, which runs at every head dim but 576/512, holds [sq, b, h, sk] index scores and, in the "
-        "indexer's loss, four [b, heads, sq, sk] tensors, all float32: at sq 16384 with 32 and 56 heads 34 and 60 GB each"
+        "the unfused DSA fallback (every head dim but 576/512) holds [sq, b, h, sk] index scores and, for the indexer's loss, "
+        "four [b, heads, sq, sk] tensors, all float32: at sq 16384 with 32 and 56 heads 34 and 60 GB each"
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/dsa.py",
     megatron_versions=">=0.19,<0.20",
@@ -266,10 +266,9 @@ PATCH = Patch(
         "compute_dsa_indexer_loss, which stock then calls no more; calls that record autograd, float64, autocast"
     ),
     cost=(
-        "time, on one H200 with b 1 and 32 heads: the forward pass 7.0 ms instead of 6.4 ms at sq 4096, 105 ms instead of "
-        "93 ms at 16,384; with the dense loss 0.9 to 1.5 × stock's at 4096, in two runs; under a sparse loss the gradient of k "
-        "is summed in no fixed order on a GPU, unless torch.use_deterministic_algorithms(True); tensor-parallel ranks add "
-        "their targets key by key of the selection, so they have to hold the same one, as they hold the same inputs"
+        "one H200, b 1, 32 heads: forward 7.0 ms instead of 6.4 ms at sq 4096, 105 ms instead of 93 ms at 16,384; with the "
+        "dense loss 0.9 to 1.5 × stock's at 4096, in two runs; under a sparse loss the gradient of k is not deterministic on a "
+        "GPU, unless torch.use_deterministic_algorithms(True)"
     ),
     gain=(
         "b 1, sq 16,384, 32 heads × 64, one H200: forward 0.19 GB instead of 68.7 GB; with its sparse loss 0.19 GB where stock "

@@ -332,8 +332,8 @@ def _mla(args: Any) -> MLA:
 PATCH = Patch(
     name="hybrid-flops",
     fixes=(
-        "the TFLOP/s of the log count a stock GPT in place of the spec's model; in hybrids D and + layers and the MTP "
-        "projection count nothing; sparse attention counts as full attention, its indexer as nothing"
+        "the log's TFLOP/s count a stock GPT instead of the spec's model; in hybrids D, + and the MTP projection count "
+        "nothing; sparse attention counts as full, its indexer as nothing"
     ),
     source="megatron-core 0.19.2, megatron/training/training.py",
     megatron_versions=">=0.19,<0.20",

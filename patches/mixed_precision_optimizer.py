@@ -132,9 +132,9 @@ def _main_parameters_of_megatron(original: Callable[..., Any]) -> Callable[..., 
 PATCH = Patch(
     name="mixed-precision-optimizer",
     fixes=(
-        "an optimizer that holds parameters of fp32 and of bf16 cannot be saved ('Optimizer shape … does not match model "
-        "shape'; with the distributed optimizer an assertion of two sizes), or, where sizes agree, is saved with one "
-        "parameter's state under another's name; in two formats ('a view of a leaf Variable …') it cannot be loaded"
+        "an optimizer of fp32 and bf16 parameters cannot be saved ('Optimizer shape … does not match model shape', or an "
+        "assertion of two sizes) or, where sizes agree, is saved with states under wrong names; in two formats ('a view of a "
+        "leaf Variable …') it cannot be loaded"
     ),
     source="megatron-core 0.19.2, megatron/core/optimizer/{optimizer,distrib_optimizer}.py",
     megatron_versions=">=0.19,<0.20",

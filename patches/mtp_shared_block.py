@@ -127,6 +127,6 @@ PATCH = Patch(
         "normalisation, logging, speculative decoding"
     ),
     retire_when="the builder takes an MTP spec from the caller, and the depth weights from the configuration",
-    cost="nothing: the block is the one the model names, and a depth's weight is one product in its backward pass",
+    cost="nothing",
     gain="not measured",
 )

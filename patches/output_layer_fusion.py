@@ -71,7 +71,7 @@ PATCH = Patch(
     ),
     seam="the constructor asks the configuration once and keeps the answer; the forward pass reads what it kept",
     leaves_alone="models built without fusion; hosts with Apex; Transformer Engine's layers, which have kernels of their own",
-    cost="nothing; the gradient of the output weight is added to the buffer in a pass of its own, as without the flag",
-    gain="16-bit weight gradients of Transformer Engine's layers are neither written nor read again",
+    cost="nothing",
+    gain="Transformer Engine's layers write no 16-bit weight gradients",
     retire_when="upstream's output layer falls back, or takes Transformer Engine's product",
 )

@@ -52,9 +52,9 @@ def write(
 
 def as_saved_by_0_1_0(saved: Path, old: Path, model: Model) -> None:
     """Write the checkpoint of ``model`` in the folder ``saved`` to ``old`` as 0.1.0 had it: rows, axes, objects, no mark."""
-    from megacpp_mcore.checkpoints import convert as checkpoint_convert
+    from megacpp_mcore.checkpoints import rewrite
 
-    source = checkpoint_convert._Source(saved)
+    source = rewrite.Source(saved)
     tensors = as_0_1_0(
         tensors_in(saved), groups=model.mamba3.groups, rank=model.mamba3.mimo_rank, values=model.m2rnn.value_dim
     )

@@ -6,7 +6,6 @@ Nothing here imports torch or Megatron before it is called.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -100,65 +99,6 @@ def patched(*patches: Patch) -> Iterator[Registry]:
         yield registry
     finally:
         registry.revert()
-
-
-def targets(patch: Patch) -> list[Any]:
-    """What is at each target of ``patch`` now, static methods as they are stored."""
-    from megacpp_mcore.patches.machinery.symbols import resolve
-
-    return [resolve(edit.target).raw for edit in patch.edits]
-
-
-def _same(values: Sequence[Any], others: Sequence[Any]) -> list[bool]:
-    return [value is other for value, other in zip(values, others, strict=True)]
-
-
-def check_cycle(patch: Patch) -> None:
-    """Applied, every target is replaced and its original kept; applied again, nothing changes; reverted, all is as before."""
-    from megacpp_mcore.patches.machinery.symbols import resolve
-
-    before, originals = targets(patch), [resolve(edit.target).value for edit in patch.edits]
-    with patched(patch) as registry:
-        once = targets(patch)
-        assert not any(_same(once, before))
-        assert all(_same([resolve(edit.target).value.__wrapped__ for edit in patch.edits], originals))
-        registry.verify()
-        again = registry.apply([patch.name])
-        assert (again.applied, again.already) == ((), (patch.name,))
-        assert all(_same(targets(patch), once))
-    assert all(_same(targets(patch), before))
-    assert [row["state"] for row in registry.status()] == ["not applied"]
-
-
-_CYCLES = """
-import json, traceback, megatron.core
-from megacpp_mcore.patches.machinery.registry import default, megatron_core_version
-from tests import stock
-failures = {}
-with stock.cpu_lane():
-    for patch in default().patches:
-        failures[patch.name] = ""
-        try:
-            stock.check_cycle(patch)
-        except Exception:
-            failures[patch.name] = traceback.format_exc()
-print(json.dumps([megatron.core.__file__, megatron_core_version(), failures]))
-"""
-
-
-@functools.cache
-def _cycles_on(root: Path) -> tuple[str, str, dict[str, str]]:
-    """Where a Python of its own had Megatron from, which version, and what failed in each patch's cycle; run once."""
-    file, version, failures = printed(_CYCLES, first=root)
-    return file, version, failures
-
-
-def check_cycle_on(root: Path, patch: Patch) -> None:
-    """:func:`check_cycle` in a Python of its own, which imports Megatron from the checkout ``root``."""
-    file, version, failures = _cycles_on(root)
-    assert failures[patch.name] == ""
-    assert Path(file).is_relative_to(root)
-    assert all(version in edit.fingerprints for edit in patch.edits)
 
 
 def printed(code: str, *words: str, first: Path | None = None) -> Any:

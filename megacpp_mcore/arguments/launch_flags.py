@@ -23,7 +23,7 @@ LOG_INTERVAL = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What decides about the flags.
+    """Properties of a run that decide which flags it gets.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
@@ -44,7 +44,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFlag:
-    """One of them.
+    """One stock flag that changes speed and not results.
 
     Attributes:
         name: what it switches on.

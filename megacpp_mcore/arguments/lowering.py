@@ -87,7 +87,7 @@ def _check_host(host: str) -> None:
 
 
 def _on_hybrid(model: Model, arguments: Sequence[Argument]) -> list[Argument]:
-    """``arguments`` of GPTModel as HybridModel wants them: what its pattern says is not said again."""
+    """``arguments`` of GPTModel for HybridModel, without those that its pattern implies."""
     sparse = set(model.roles) & {grammar.FULL_INDEX, grammar.SHARED_INDEX}
     by_pattern = "by --hybrid-layer-pattern"
     replaced = {
@@ -248,7 +248,7 @@ def lower(model: Model, layout: Layout, training: Training, host: str = GPT) -> 
 
 
 def machine_of(model: Model, layout: Layout, training: Training) -> launch_flags.Machine:
-    """What decides which :data:`~megacpp_mcore.arguments.launch_flags.FLAGS` a run is lowered with."""
+    """The machine that selects a run's :data:`~megacpp_mcore.arguments.launch_flags.FLAGS`."""
     processes = max(training.processes, layout.processes)
     return launch_flags.Machine(
         device=training.device,
@@ -264,7 +264,7 @@ def machine_of(model: Model, layout: Layout, training: Training) -> launch_flags
 
 
 def _stage_words(model: Model, layout: Layout) -> list[str]:
-    """How GPTModel is told where pipeline stages begin; HybridModel is told by its pattern."""
+    """GPTModel's arguments for pipeline stage boundaries; HybridModel has them in its pattern."""
     stages = grammar.parse(model.pattern).stages
     if len(stages) > 1:
         return ["--pipeline-model-parallel-layout", pipeline_layout(stages, model.mtp.depth)]
@@ -365,7 +365,7 @@ def mismatches(model: Model, sources: Sequence[object], host: str = GPT) -> list
 
 
 def _precision_mismatches(model: Model, sources: Sequence[object]) -> list[str]:
-    """Per-module precision is the one of :data:`precision.EXPERTS_FILE`, where it can do what it says, or there is none."""
+    """Mismatches of per-module precision with :data:`precision.EXPERTS_FILE`, and what that file needs of the run."""
     recipe = _first(sources, "quant_recipe", None)
     if recipe is None:
         return []
@@ -391,7 +391,7 @@ def _precision_mismatches(model: Model, sources: Sequence[object]) -> list[str]:
 
 
 def _vocabulary_mismatch(model: Model, sources: Sequence[object]) -> list[str]:
-    """The vocabulary comes from the run's tokenizer; Megatron's configuration holds it padded or not, as the run says."""
+    """Mismatch of the vocabulary size, which Megatron's configuration holds padded or not, as the run decides."""
     found = _first(sources, "vocab_size", None)
     padded = model.vocab_size_padded(_first(sources, "tensor_model_parallel_size", 1), vocabulary_divisor(sources))
     if found in (model.vocab_size, padded):
@@ -403,7 +403,7 @@ def _vocabulary_mismatch(model: Model, sources: Sequence[object]) -> list[str]:
 
 
 def vocabulary_divisor(sources: Sequence[object]) -> int:
-    """What a run pads its vocabulary to a multiple of, times tensor parallelism."""
+    """The run's vocabulary divisor, to be multiplied by tensor parallelism."""
     return int(_first(sources, "make_vocab_size_divisible_by", 128))
 
 

@@ -1,4 +1,4 @@
-"""``KEY=VALUE`` words: read by the types of the model's and the run's definitions, checked by the definitions themselves."""
+"""``KEY=VALUE`` overrides: parsed by the types of the model's and the run's definitions, validated by the definitions."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
 
 @dataclass(frozen=True, kw_only=True)
 class StockCommand:
-    """One run.
+    """A run of a stock script: program, environment and arguments.
 
     Attributes:
         recipe: the name of the model it trains.
@@ -102,7 +102,7 @@ class StockCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """What a batch job needs that the run itself does not say; None leaves it to the cluster.
+    """Slurm options of a batch job; None leaves one to the cluster.
 
     Raises:
         LaunchError: a value would not survive in a ``#SBATCH`` line, or is no time limit.
@@ -254,7 +254,7 @@ def load(path: Path) -> StockCommand:
 
 
 def parse(text: str) -> StockCommand:
-    """The run that ``text`` says, in the form of :func:`as_yaml`.
+    """Parse the YAML ``text`` of a run, in the form of :func:`as_yaml`.
 
     Every value is taken as it is written: no scalar becomes a number, a time or a date on the way. A plain ``true`` is the
     value of a flag without values.
@@ -301,7 +301,7 @@ _DEPTH = 3  # arguments, a flag's list, its words; also keeps aliases of aliases
 
 
 def _read(node: yaml.Node | None, depth: int = 0) -> Any:
-    """What a node says, its scalars as the text that is written; :class:`_Plain` for a truth value or nothing.
+    """The value of a YAML node, scalars as they are written; :class:`_Plain` for a boolean or null.
 
     Raises:
         LaunchError: a key is given twice or is no text, a tag asks for another type, or it nests deeper than a run does.
@@ -351,14 +351,14 @@ def _word(value: Any, where: str) -> str:
 
 
 def _count(value: Any, name: str) -> int:
-    """A whole number as it is usually written; ``010`` and ``1_0`` are none."""
+    """A decimal integer in plain notation; ``010`` and ``1_0`` are refused."""
     if not isinstance(value, str) or not _COUNT.fullmatch(value):
         raise LaunchError(f"{name} is {_kind(value)}; expected a whole number, 1 or more")
     return int(value)
 
 
 def _kind(value: Any) -> str:
-    """What a message calls a value."""
+    """The name of a value's type in messages."""
     if isinstance(value, _Plain):
         return value.text or "empty"
     return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(value)

@@ -1,4 +1,4 @@
-"""The backends of every op: what there is, what was requested, what was observed, and why.
+"""Backends of every op: candidates, requests, observed choices and their reasons.
 
 =====================  ===============================================================================================
 module                 what it has

@@ -1,4 +1,4 @@
-"""Chooses a backend for each op of each layer, and keeps the record of requested and observed.
+"""Chooses a backend for each op of each layer, and records requested and observed.
 
 A backend asked for by name runs, or the request fails with the reason. One exception: ``MEGACPP_DISABLE_TE`` turns a
 request for a Transformer Engine backend into the best other one, and the record says so. ``auto`` takes the fastest that
@@ -37,7 +37,7 @@ _warned: set[str] = set()
 
 
 class Speed(enum.IntEnum):
-    """How fast a candidate is in kind: ``auto`` never goes down a class in silence."""
+    """Speed class of a candidate: ``auto`` never falls back to a slower class silently."""
 
     REFERENCE = 0  # plain PyTorch, the truth of the op
     COMPILED = 1  # fused or compiled, on any device it names
@@ -72,7 +72,7 @@ class Candidate:
                 raise BackendError(_unknown(f"requirement of backend {self.name}", name, probes.REQUIREMENTS))
 
     def present(self) -> ProbeResult:
-        """Whether this machine has what it needs; a probe that raises is an answer."""
+        """Whether this machine meets its requirements; a probe that raises means no."""
         for name in self.requires:
             found = probes.requirement(name)
             if not found.ok:
@@ -85,7 +85,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Resolution:
-    """The answer to one request.
+    """The backend chosen for one request, and why.
 
     Attributes:
         op, layer: what it is for; the layer is the 1-based global number, or ``None`` outside of layers.
@@ -120,7 +120,7 @@ class Resolution:
 
 
 class Dispatcher:
-    """Chooses among candidates and keeps the record of what was chosen.
+    """Chooses among candidates and records each choice.
 
     Args:
         requests: op to the name asked for, as in ``MEGACPP_CONFIG``; ops that it leaves out are ``auto``.
@@ -151,7 +151,7 @@ class Dispatcher:
         self._lock = threading.RLock()
 
     def request(self, op: str, name: str | None = None, *, layer: int | None = None, **needs: Any) -> Resolution:
-        """Resolve ``op`` for ``layer``: by ``name``, else by what the mapping asks for, else ``auto``.
+        """Resolve ``op`` for ``layer``: by ``name``, else by the mapping, else ``auto``.
 
         Args:
             op: the op.
@@ -248,7 +248,7 @@ class Dispatcher:
 
 
 def _warn_once(message: str) -> None:
-    """Once a process: every chunk of a model has a dispatcher of its own."""
+    """Warn once a process: every model chunk has a dispatcher of its own."""
     if message not in _warned:
         _warned.add(message)
         logger.warning(message)

@@ -1,4 +1,4 @@
-"""What patches ran in stock's place, noted as they run it; a receipt reads it. No torch.
+"""Registry of ops that patches ran in place of stock, for receipts. No torch.
 
 A patch decides call by call, and stock has no slot for its decision: so the note is the only witness. A note costs a few
 microseconds and is kept once, however often it is made.
@@ -43,5 +43,5 @@ def notes() -> list[dict[str, Any]]:
 
 
 def forget() -> None:
-    """Begin anew, for a second run in one process."""
+    """Clear the notes, for a second run in one process."""
     _notes.clear()

@@ -1,4 +1,4 @@
-"""What this machine has for backends to run on, each tried once a process by a real import. No torch at import."""
+"""Probes of this machine's backend requirements, each by a real import, once a process. No torch at import."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ProbeResult:
 
 
 def te_disabled() -> str:
-    """Why Transformer Engine is not to be used although it may be there; empty if it is.
+    """Why Transformer Engine is disabled although it may be installed; empty if it is not disabled.
 
     Raises:
         BackendError: the variable has a value that is neither yes nor no.
@@ -47,11 +47,11 @@ def requirement(name: str) -> ProbeResult:
     """Whether what is called ``name`` in :data:`REQUIREMENTS` works here; Transformer Engine also if it is not disabled."""
     if name == TRANSFORMER_ENGINE and te_disabled():
         return ProbeResult(False, te_disabled())
-    return _tried(name)
+    return _probed(name)
 
 
 @functools.cache
-def _tried(name: str) -> ProbeResult:
+def _probed(name: str) -> ProbeResult:
     return REQUIREMENTS[name]()
 
 

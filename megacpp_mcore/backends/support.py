@@ -1,4 +1,4 @@
-"""What a backend covers, as data: it can be compared with the needs of one request, and printed. No torch."""
+"""Coverage of a backend as data, to be matched against a request's needs and printed. No torch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Support:
     capturable: bool = True
 
     def is_for(self, device: str | None) -> bool:
-        """Whether it is meant for ``device`` at all; None: the request does not say where it runs."""
+        """Whether it is meant for ``device`` at all; None: the request has no device."""
         return device is None or device in self.devices
 
     def lacking(self, needs: Mapping[str, Any]) -> str | None:

@@ -1,18 +1,6 @@
-"""Benchmarks of every op and layer: one registry, one runner, one table (``megacpp-mcore bench``).
+"""Benchmarks of every op and layer (``megacpp-mcore bench``); nothing here imports torch before one is run.
 
-=====================  ===============================================================================================
-module                 what it has
-=====================  ===============================================================================================
-:mod:`~.registry`      every benchmark by name, with its shapes
-:mod:`~.cases`         what each of them compares
-:mod:`~.problem`       what a benchmark is made of: inputs, variants, floors, goals
-:mod:`~.parity`        whether a variant computes the right thing
-:mod:`~.runner`        checks, times, and fills the table
-:mod:`~.table`         the columns of the table, and how it is printed
-:mod:`~.against`       new rows against those of a committed table
-:mod:`~.evidence`      why ``auto`` prefers a backend: committed rows, or a policy
-:mod:`~.measure`       times, peak memory, versions, CSV files; also for the scripts in ``experiments/``
-=====================  ===============================================================================================
-
-Nothing here imports torch before a benchmark is run.
+:mod:`~.registry` names them with their sizes, :mod:`~.cases` has what each compares, built of the parts of :mod:`~.problem`.
+:mod:`~.runner` asks :mod:`~.parity` about each variant, has :mod:`~.measure` time those that are right, and fills the
+:mod:`~.table`, which :mod:`~.against` compares with a committed one. :mod:`~.evidence` says why ``auto`` prefers a backend.
 """

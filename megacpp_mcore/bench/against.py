@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megacpp_mcore.bench import table
 from megacpp_mcore.bench.registry import LAYER
-from megacpp_mcore.bench.table import COLUMNS, CONDITIONS, TIMED
 from megacpp_mcore.errors import BenchmarkError
 
 Row = Mapping[str, Any]
@@ -37,22 +36,15 @@ def read(path: Path) -> list[dict[str, str]]:
     Raises:
         BenchmarkError: the file cannot be read, is not such a table, or is damaged.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        reader = csv.DictReader(text.splitlines(keepends=True), strict=True)
-        rows = list(reader)
-        figures = [float(row[name]) for row in rows for name in ("ms", "peak_bytes") if row.get(name)]
-    except (OSError, ValueError, csv.Error) as error:
-        raise BenchmarkError(
-            f"{path} cannot be read ({error}); --against takes a table of `bench run --output`"
-        ) from error
-    whole = text.endswith("\n") and all(None not in row and None not in row.values() for row in rows)
-    if tuple(reader.fieldnames or ()) != COLUMNS or not whole or not all(figure > 0 for figure in figures):
-        begins = ",".join(reader.fieldnames or ())[:80]
-        raise BenchmarkError(
-            f"{path} is no whole table of `bench run --output`: {len(rows)} rows below {begins!r}, ending with {text[-40:]!r}; "
-            "name another"
-        )
+    rows = table.read(path)
+    for row in rows:
+        for name in ("ms", "peak_bytes"):
+            try:
+                is_figure = row[name] == "" or float(row[name]) > 0
+            except ValueError:
+                is_figure = False
+            if not is_figure:
+                raise BenchmarkError(f"{path}: {name} of a row is {row[name]!r}; expected a number above 0, or nothing")
     return rows
 
 
@@ -71,7 +63,7 @@ def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comp
         BenchmarkError: not one row can be compared; the message says what differs.
     """
     found, refused = Comparison(), []
-    baselines = [old for old in before if old["ms"] != "" and old["parity"] in TIMED]
+    baselines = [old for old in before if old["ms"] != "" and old["parity"] in table.TIMED]
     for row in now:
         name, same = " / ".join(_key(row)), [old for old in baselines if _key(old) == _key(row)]
         alike = [old for old in same if not _differences(old, row)]
@@ -83,8 +75,10 @@ def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comp
         elif row["ms"] != "":
             found.lines.append(f"{name}: new, the file has no baseline of it")
     found.lines += refused
-    ran, have = {_what(row) for row in now}, {(_what(row), _key(row)) for row in now}
-    lost = {_key(old): old for old in baselines if _what(old) in ran and (_what(old), _key(old)) not in have}
+    ran, have = {_conditions(row) for row in now}, {(_conditions(row), _key(row)) for row in now}
+    lost = {
+        _key(old): old for old in baselines if _conditions(old) in ran and (_conditions(old), _key(old)) not in have
+    }
     found.slower += [f"{' / '.join(key)}: was {old['ms']} ms, and has no row in this run" for key, old in lost.items()]
     if not found.compared and not found.slower:
         why = "\n  ".join(refused[:5]) or "the file has no baseline of any of these benchmarks"
@@ -98,12 +92,15 @@ def _key(row: Row) -> tuple[str, str, str]:
     return row["benchmark"], row["work"], variant.partition(" (")[0] if row["kind"] == LAYER else variant
 
 
-def _what(row: Row) -> tuple[str, ...]:
+def _conditions(row: Row) -> tuple[str, ...]:
+    """What one run has in common; of other versions a row may be missing."""
     return tuple(str(row[name]) for name in ("benchmark", "shape", "dtype", "device"))
 
 
 def _differences(old: Row, row: Row) -> list[str]:
-    return [f"{name} is {row[name]} and was {old[name]}" for name in CONDITIONS if str(old[name]) != str(row[name])]
+    return [
+        f"{name} is {row[name]} and was {old[name]}" for name in table.CONDITIONS if str(old[name]) != str(row[name])
+    ]
 
 
 def _judge(found: Comparison, name: str, old: Row, row: Row, tolerance: float) -> None:
@@ -114,11 +111,9 @@ def _judge(found: Comparison, name: str, old: Row, row: Row, tolerance: float) -
     for figure, unit, size in (("ms", "ms", 1.0), ("peak_bytes", "MB", 1e6)):
         if old[figure] == "" or row[figure] == "":
             continue
-        change = float(row[figure]) / float(old[figure])
-        text = (
-            f"{name}{fallen}: {float(old[figure]) / size:.4g} → {float(row[figure]) / size:.4g} {unit} ({change:.2f}x)"
-        )
-        if change > 1 + tolerance:
+        was, is_now = float(old[figure]), float(row[figure])
+        text = f"{name}{fallen}: {was / size:.4g} → {is_now / size:.4g} {unit} ({is_now / was:.2f}x)"
+        if is_now / was > 1 + tolerance:
             found.slower.append(f"{text}: {'slower' if figure == 'ms' else 'more memory'}")
         elif figure == "ms":
-            found.lines.append(f"{text}: {'faster' if change < 1 / (1 + tolerance) else 'as before'}")
+            found.lines.append(f"{text}: {'faster' if is_now / was < 1 / (1 + tolerance) else 'as before'}")

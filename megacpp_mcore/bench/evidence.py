@@ -12,98 +12,80 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from megacpp_mcore.backends import Candidate
-from megacpp_mcore.bench.table import GREEN, RIGHT
+from megacpp_mcore.bench.table import RIGHT
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.observe.receipts.claims import NOISE
+
+SAME = ("shape", "dtype", "device", "commit")
+"""What has to be equal in the two rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Where it is written that a backend is the better one.
+    """Where it is written that a backend is the faster one.
 
     Attributes:
         table: the file, from the root of the repository.
         row: columns and values that the backend's rows have.
         than: the same for what it is preferred to.
-        column: the figure that says so, of which less is better.
-        shape: the columns that hold shape and dtype, equal in both rows as device and commit are.
     """
 
     table: str
     row: Mapping[str, str]
     than: Mapping[str, str]
-    column: str = "ms"
-    shape: tuple[str, ...] = ("shape", "dtype")
 
     def gain(self, root: Path) -> float:
-        """How many times better the last such row of the backend is than the last one of the other.
+        """How many times as fast the last such row of the backend is as the last one of the other.
 
         Raises:
-            BenchmarkError: a row is not there, has no figure, names no GPU or no commit, or has no parity that is right; the
-                two differ in shape, dtype, device or commit; or the gain may be noise (:data:`NOISE`).
+            BenchmarkError: a row is not there, has no time, names no GPU or no commit, or has no parity that is right; the two
+                differ in one of :data:`SAME`; or the gain may be noise (:data:`NOISE`).
         """
         with (root / self.table).open(newline="", encoding="utf-8") as source:
-            reader = csv.DictReader(source)
-            rows, columns = list(reader), reader.fieldnames or ()
-        if "parity" not in columns:
-            raise BenchmarkError(
-                f"{self.table} has no column parity, so that nothing says whether its rows computed the right thing; "
-                "name a table of `bench run --output`"
-            )
+            rows = list(csv.DictReader(source))
         mine, theirs = (self._last(rows, which) for which in (self.row, self.than))
-        apart = [
-            f"{name} is {mine.get(name) or 'not given'} and {theirs.get(name) or 'not given'}"
-            for name in (*self.shape, "device", "commit")
-            if not mine.get(name) or mine.get(name) != theirs.get(name)
-        ]
-        if apart:
-            raise BenchmarkError(
-                f"{self.table}: the rows with {dict(self.row)} and {dict(self.than)} prove nothing beside each other: "
-                f"{'; '.join(apart)}; name two rows of one run"
-            )
-        gain = float(theirs[self.column]) / float(mine[self.column])
+        pair = f"{self.table}: the rows with {dict(self.row)} and {dict(self.than)}"
+        if apart := [f"{name} is {mine[name]!r} and {theirs[name]!r}" for name in SAME if mine[name] != theirs[name]]:
+            raise BenchmarkError(f"{pair} prove nothing: {'; '.join(apart)}; expected two rows of one run")
+        gain = float(theirs["ms"]) / float(mine["ms"])
         if not 1 + NOISE < gain < math.inf:
             raise BenchmarkError(
-                f"{self.table}: the row with {dict(self.row)} is {gain:.4g}x as good as the one with {dict(self.than)}; "
-                f"expected more than {1 + NOISE:.2f}x, for equal runs part by less (say why it is preferred in POLICIES)"
+                f"{pair} are {gain:.4g}x apart; expected more than {1 + NOISE:.2f}x, for equal runs part by less "
+                "(say why it is preferred in POLICIES)"
             )
         return gain
 
     def _last(self, rows: list[dict[str, str]], which: Mapping[str, str]) -> dict[str, str]:
         found = [row for row in rows if all(row.get(name) == value for name, value in which.items())]
-        if not found or not found[-1].get(self.column):
-            raise BenchmarkError(f"{self.table} has no row with {dict(which)} and a figure for {self.column}")
-        row = found[-1]
-        if not row.get("device", "").startswith("NVIDIA") or not row.get("commit"):
-            raise BenchmarkError(f"{self.table}: the row with {dict(which)} names no GPU, or no commit")
-        if row["parity"] not in RIGHT:
+        row = found[-1] if found else {}
+        lacking = [name for name in ("ms", *SAME) if not row.get(name)]
+        if lacking or not row["device"].startswith("NVIDIA") or row.get("parity") not in RIGHT:
             raise BenchmarkError(
-                f"{self.table}: parity of the row with {dict(which)} is {row['parity']!r}, not {GREEN!r}"
+                f"{self.table}: the last row with {dict(which)} has no {', '.join(lacking) or 'GPU or right result'} (device "
+                f"{row.get('device')!r}, parity {row.get('parity')!r}); expected a time on an NVIDIA GPU, and parity that is "
+                f"one of {', '.join(RIGHT)}"
             )
         return row
 
 
 def _on_h200(op: str, name: str) -> Evidence:
-    rows = ({"benchmark": op, "work": "forward+backward", "variant": variant} for variant in (name, "reference"))
-    return Evidence(table="experiments/results/bench_h200.csv", row=next(rows), than=next(rows))
+    mine, reference = ({"benchmark": op, "work": "forward+backward", "variant": each} for each in (name, "reference"))
+    return Evidence(table="experiments/results/bench_h200.csv", row=mine, than=reference)
 
 
-EVIDENCE: Mapping[tuple[str, str], Evidence] = MappingProxyType(
-    {(op, name): _on_h200(op, name) for op, name in (("mla", "sdpa"), ("mamba3", "triton"), ("m2rnn", "triton"))}
-)
+EVIDENCE: Mapping[tuple[str, str], Evidence] = {
+    (op, name): _on_h200(op, name) for op, name in (("mla", "sdpa"), ("mamba3", "triton"), ("m2rnn", "triton"))
+}
 """By op and backend, the rows that say that it is the faster one."""
 
-POLICIES: Mapping[tuple[str, str], str] = MappingProxyType(
-    {
-        ("transformer_impl", "transformer_engine"): (
-            "Megatron's default (TransformerConfig.transformer_impl, core 0.19), and what FP8 experts need; not faster: "
-            "1.004x the tokens/s of local, one run each (experiments/results/train_h200.csv), which is noise"
-        ),
-    }
-)
+POLICIES: Mapping[tuple[str, str], str] = {
+    ("transformer_impl", "transformer_engine"): (
+        "Megatron's default (TransformerConfig.transformer_impl, core 0.19), and what FP8 experts need; not faster: "
+        "1.004x the tokens/s of local, one run each (experiments/results/train_h200.csv), which is noise"
+    ),
+}
 """By op and backend, why it is preferred without evidence that it is the faster one."""
 
 

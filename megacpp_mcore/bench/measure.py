@@ -1,23 +1,20 @@
-"""What every benchmark needs: one process's groups, times, peak memory, versions, and the table of results."""
+"""What every benchmark measures with: one process's groups, times, peak memory, devices and versions."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import os
 import platform
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from megacpp_mcore.errors import BenchmarkError
 
 CPU_FACTS = Path("/proc/cpuinfo")
 """Where Linux says which processor this is; :func:`platform.processor` is empty there."""
@@ -29,29 +26,23 @@ FEWEST = 3
 @contextlib.contextmanager
 def one_process(device: str) -> Iterator[None]:
     """Megatron's process groups for this process alone, on the CPU lane for ``device`` "cpu"; gone at the end."""
-    lane = None
-    if device == "cpu":
-        from megacpp_mcore import cpu
+    with contextlib.ExitStack() as held:
+        if device == "cpu":
+            from megacpp_mcore import cpu
 
-        lane = cpu.install()
-    try:
+            held.callback(cpu.install().remove)
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        with tempfile.TemporaryDirectory() as folder:
-            store = torch.distributed.FileStore(str(Path(folder) / "store"), 1)
-            backend = "gloo" if device == "cpu" else "nccl"
-            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-            try:
-                parallel_state.initialize_model_parallel()
-                model_parallel_cuda_manual_seed(1)
-                yield
-            finally:
-                parallel_state.destroy_model_parallel()
-                torch.distributed.destroy_process_group()
-    finally:
-        if lane is not None:
-            lane.remove()
+        folder = held.enter_context(tempfile.TemporaryDirectory())
+        store = torch.distributed.FileStore(str(Path(folder) / "store"), 1)
+        backend = "gloo" if device == "cpu" else "nccl"
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        held.callback(torch.distributed.destroy_process_group)
+        held.callback(parallel_state.destroy_model_parallel)
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
+        yield
 
 
 def median_ms(call: Callable[[], Any], device: str, seconds: float) -> tuple[float, int]:
@@ -88,11 +79,6 @@ def peak_bytes(call: Callable[[], Any], device: str) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def has_gpu() -> bool:
-    """Whether there is a device for ``cuda``."""
-    return torch.cuda.is_available()
-
-
 def device_name(device: str) -> str:
     """The GPU's name, or the processor's: its model, or where the system does not say that, its architecture."""
     if device == "cuda":
@@ -124,43 +110,3 @@ def _described_commit() -> str:
         return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-class Table:
-    """A CSV file that rows are added to.
-
-    Args:
-        path: the file; made, with its folder, by the first rows.
-        columns: its header.
-
-    Raises:
-        BenchmarkError: the file cannot be read, or is no whole table of these columns; nothing is measured then.
-    """
-
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self.path, self.columns = path, tuple(columns)
-        try:
-            text = path.read_text(encoding="utf-8") if path.exists() else ""
-        except (OSError, UnicodeDecodeError) as error:
-            raise BenchmarkError(f"{path} cannot be read ({error}); name another --output") from error
-        if text and not (text.endswith("\n") and text.splitlines()[0] == ",".join(columns)):
-            raise BenchmarkError(
-                f"{path} begins with {text.splitlines()[0][:80]!r} and ends with {text[-40:]!r}; expected whole lines below "
-                f"{','.join(columns)}: mend it, or name another --output"
-            )
-
-    def append(self, *rows: dict[str, Any]) -> None:
-        """Add ``rows``; each has every column.
-
-        Raises:
-            BenchmarkError: the file cannot be written.
-        """
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", newline="", encoding="utf-8") as sink:
-                writer = csv.DictWriter(sink, fieldnames=self.columns, lineterminator="\n")
-                if sink.tell() == 0:
-                    writer.writeheader()
-                writer.writerows(rows)
-        except OSError as error:
-            raise BenchmarkError(f"{len(rows)} rows could not be added to {self.path} ({error})") from error

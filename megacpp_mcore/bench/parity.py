@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 
-from megacpp_mcore.bench.problem import BOTH, FORWARD, OURS, Tensors, Variant, Verdict
+from megacpp_mcore.bench.problem import BOTH, FORWARD, OURS, Call, Inputs, Tensors, Variant, Verdict, with_gradients
 from megacpp_mcore.bench.table import GREEN, IS_REFERENCE
 from megacpp_mcore.ops.testing import PEER_RATIO, row_norms, worst_row
 
 YARDSTICK_LIMIT = 0.1
 """What the yardstick itself may be off by before it is no implementation of the op."""
+
+
+def in_double(call: Call, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """The truth of a forward pass that takes float64: its output and the gradient of every leaf, by name."""
+    return dict(zip(inputs.names, with_gradients(call, inputs.in_double()), strict=True))
+
+
+def judged(errors: Mapping[str, float], limits: Mapping[str, float]) -> Verdict:
+    """Whether the worst rows of results are within their limits."""
+    wrong = [f"{name} {error:.1e} > {limits[name]:.1e}" for name, error in errors.items() if not error <= limits[name]]
+    return Verdict(False, f"FAILS: worst row {', '.join(wrong)}", errors) if wrong else Verdict(True, GREEN, errors)
 
 
 class AgainstTruth:
@@ -22,71 +32,53 @@ class AgainstTruth:
     ours has to give all of them. A variant that is the very program of the truth is checked, and called what it is.
 
     Args:
-        truth: from inputs to results in float64, outputs first.
-        names: of the results.
-        outputs: how many of them the forward pass gives.
+        truth: the results by name, outputs first.
         limit: the largest error of a row, for all results or by name.
+        outputs: how many results the forward pass gives.
         yardstick: a variant whose own errors, times :data:`~megacpp_mcore.ops.testing.PEER_RATIO`, are allowed too.
-        norms: from a result's name, its truth's row norms and the inputs to the norms that errors are measured against.
+        norms: from a result's name and its truth's row norms to the norms that errors are measured against.
+        rows: from a result and its truth to the rows of both that are compared.
     """
 
     def __init__(
         self,
-        truth: Callable[[Any], Tensors],
-        names: Sequence[str],
+        truth: Mapping[str, torch.Tensor],
         limit: float | Mapping[str, float],
         *,
         outputs: int = 1,
         yardstick: str = "",
-        norms: Callable[[str, torch.Tensor, Any], torch.Tensor] | None = None,
+        norms: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, norm: norm,
+        rows: Callable[[torch.Tensor, torch.Tensor], Tensors] = lambda have, want: (have, want),
     ) -> None:
-        self._make, self.names, self.outputs, self.yardstick, self._norms = (
-            truth,
-            tuple(names),
-            outputs,
-            yardstick,
-            norms,
-        )
-        self._limits = dict.fromkeys(names, limit) if isinstance(limit, float) else dict(limit)
-        self._truth: Tensors = ()
+        self._truth, self._outputs, self._yardstick = dict(truth), outputs, yardstick
+        self._norms, self._rows = norms, rows
+        self._limits = dict.fromkeys(truth, limit) if isinstance(limit, float) else dict(limit)
         self._allowed: dict[str, float] = {}
 
-    def prepare(self, inputs: Any) -> None:
-        """Make the truth of ``inputs``."""
-        self._truth = [want.detach() for want in self._make(inputs)]
-
-    def verdict(self, variant: Variant, work: str, inputs: Any) -> Verdict:
-        """Run ``variant`` once and compare what it gives."""
-        found = variant.results(variant.runs[work](inputs))
-        truth = self._truth if variant.truth is None else variant.truth(inputs)
-        names = self.names[: self.outputs] if work == FORWARD else self.names[: len(found)]
-        least = len(self.names) if variant.side == OURS and work == BOTH else self.outputs
+    def __call__(self, variant: Variant, work: str, inputs: Inputs) -> Verdict:
+        """Run ``variant`` once on ``inputs`` and compare what it gives."""
+        given = variant.runs[work](inputs)
+        found = variant.results([given] if isinstance(given, torch.Tensor) else given)
+        least = len(self._truth) if variant.side == OURS and work == BOTH else self._outputs
         if len(found) < least:
             return Verdict(False, f"FAILS: it gives {len(found)} results, expected at least {least}")
-        errors = {
-            name: self._error(name, have.detach(), want, inputs)
-            for name, have, want in zip(names, found[: len(names)], truth[: len(names)], strict=True)
-        }
-        return self._judged(variant, errors)
+        names = list(self._truth)[: self._outputs if work == FORWARD else len(found)]
+        truth = variant.truth or self._truth
+        errors = {name: self._error(name, have.detach(), truth[name]) for name, have in zip(names, found, strict=False)}
+        verdict = judged(errors, self._limits_of(variant, errors))
+        return Verdict(None, IS_REFERENCE, errors) if verdict.right and variant.is_reference else verdict
 
-    def _judged(self, variant: Variant, errors: dict[str, float]) -> Verdict:
-        if variant.name == self.yardstick:
-            self._allowed = {name: PEER_RATIO * error for name, error in errors.items()}
-            limits = dict.fromkeys(errors, YARDSTICK_LIMIT)
-        elif variant.limit is not None:
-            limits = dict.fromkeys(errors, variant.limit)
-        else:
-            limits = {name: max(self._limits[name], self._allowed.get(name, 0.0)) for name in errors}
-        wrong = [
-            f"{name} {error:.1e} > {limits[name]:.1e}" for name, error in errors.items() if not error <= limits[name]
-        ]
-        if wrong:
-            return Verdict(False, f"FAILS: worst row {', '.join(wrong)}", errors)
-        return Verdict(None, IS_REFERENCE, errors) if variant.is_reference else Verdict(True, GREEN, errors)
+    def _limits_of(self, variant: Variant, errors: Mapping[str, float]) -> dict[str, float]:
+        if variant.name == self._yardstick:
+            self._allowed |= {name: PEER_RATIO * error for name, error in errors.items()}
+            return dict.fromkeys(errors, YARDSTICK_LIMIT)
+        if variant.limit is not None:
+            return dict.fromkeys(errors, variant.limit)
+        return {name: max(self._limits[name], self._allowed.get(name, 0.0)) for name in errors}
 
-    def _error(self, name: str, have: torch.Tensor, want: torch.Tensor, inputs: Any) -> float:
-        norms = None if self._norms is None else self._norms(name, row_norms(want), inputs)
+    def _error(self, name: str, have: torch.Tensor, want: torch.Tensor) -> float:
         try:
-            return worst_row(have, want, name, norms)
+            have, want = self._rows(have, want.detach())
+            return worst_row(have, want, name, self._norms(name, row_norms(want)))
         except AssertionError:  # another shape, or no numbers
             return float("inf")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
-from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Options
+from megacpp_mcore import backends
+from megacpp_mcore.bench.registry import OURS, PEER, Options
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import Work
 
@@ -28,23 +31,29 @@ class Inputs:
 
     Attributes:
         leaves: what gets a gradient, by name.
-        cotangents: the gradients of the outputs.
+        cotangents: the gradients of the outputs, by the outputs' names.
         fixed: all else that a variant is called with.
     """
 
     leaves: Mapping[str, torch.Tensor]
-    cotangents: tuple[torch.Tensor, ...]
+    cotangents: Mapping[str, torch.Tensor] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What forward and backward give: the outputs, then the gradient of each leaf."""
+        return (*self.cotangents, *(f"d{name}" for name in self.leaves))
 
     def in_double(self) -> Inputs:
         """The same numbers in float64; what is fixed stays as it is."""
         leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in self.leaves.items()}
-        return Inputs(leaves=leaves, cotangents=tuple(g.double() for g in self.cotangents), fixed=self.fixed)
+        return dataclasses.replace(
+            self, leaves=leaves, cotangents={name: given.double() for name, given in self.cotangents.items()}
+        )
 
 
-def _as_they_are(found: Any) -> Tensors:
-    results: Tensors = found
-    return results
+Call = Callable[[Inputs], torch.Tensor]
+"""A forward pass: from the inputs to its one output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +62,9 @@ class Variant:
 
     Attributes:
         name: how the table calls it.
-        side: :data:`OURS`, :data:`PEER`, or :data:`BOUND`, which is timed and compared with nothing.
-        runs: by name of the work, what is timed; given an :class:`Inputs` or whatever the problem's are.
-        results: brings what the last of ``runs`` returns into the order and layout of the truth; not timed.
+        side: ours, a peer, or a bound, which is timed and compared with nothing.
+        runs: by name of the work, what is timed; it gives one tensor or several, outputs first.
+        results: brings what ``runs`` give into the order and layout of the truth; not timed.
         around: what has to be in place around every run, such as a patch.
         absent: why it cannot run here; then ``runs`` is empty.
         truth: the truth where it has another one than the problem, because it does other work; no speed-up is over it then.
@@ -66,12 +75,60 @@ class Variant:
     name: str
     side: str
     runs: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    results: Callable[[Any], Tensors] = _as_they_are
+    results: Callable[[Tensors], Tensors] = list
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     absent: str = ""
-    truth: Callable[[Any], Tensors] | None = None
+    truth: Mapping[str, torch.Tensor] | None = None
     limit: float | None = None
     is_reference: bool = False
+
+    @classmethod
+    def missing(cls, name: str, reason: str, side: str = PEER) -> Variant:
+        """One that cannot run here."""
+        return cls(name=name, side=side, absent=reason)
+
+    @classmethod
+    def of(
+        cls, name: str, side: str, call: Call, leaves: Callable[[Inputs], Tensors] | None = None, **more: Any
+    ) -> Variant:
+        """The one whose forward pass is ``call`` and whose backward pass is autograd's.
+
+        Args:
+            name: of the variant.
+            side: of the variant.
+            call: the forward pass.
+            leaves: what is differentiated; by default the leaves of the inputs.
+            more: other fields of the variant.
+        """
+
+        def both(inputs: Inputs) -> list[torch.Tensor]:
+            return with_gradients(call, inputs, None if leaves is None else leaves(inputs))
+
+        return cls(name=name, side=side, runs={FORWARD: call, BOTH: both}, **more)
+
+    @classmethod
+    def candidates(cls, op: str, options: Options, call: Callable[..., Any], **needs: Any) -> Iterator[Variant]:
+        """Ours: every backend of ``op`` that ``auto`` could choose, those that cannot run here with the reason.
+
+        Args:
+            op: an op of the dispatcher.
+            options: device and dtype.
+            call: from a backend's function and the inputs to the output.
+            needs: what the backend has to cover besides, as in a request.
+
+        Raises:
+            BenchmarkError: no backend of that op is known.
+        """
+        known = [candidate for candidate in backends.own_candidates() if candidate.op == op]
+        if not known:
+            raise BenchmarkError(f"op {op!r} has no backend; name what is measured in the benchmark itself")
+        for candidate in known:
+            present = candidate.present()
+            lacking = candidate.support.lacking({"device": options.device, "dtype": options.dtype, **needs})
+            if reason := lacking if present.ok else present.reason:
+                yield cls.missing(candidate.name, f"not here: {reason}", OURS)
+            else:
+                yield cls.of(candidate.name, OURS, partial(call, candidate.load()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +147,14 @@ class Floor:
     precision: str
     result: int | None = None
 
+    @classmethod
+    def pair(cls, work: Work, forward_bytes: int, both_bytes: int, dtype: str) -> dict[str, Floor]:
+        """Those of a forward pass, and of forward and backward together."""
+        return {
+            FORWARD: cls(operations=work.forward, moved=forward_bytes, precision=PRECISIONS[dtype]),
+            BOTH: cls(operations=work.training, moved=both_bytes, precision=PRECISIONS[dtype]),
+        }
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -100,105 +165,37 @@ class Verdict:
     errors: Mapping[str, float] = field(default_factory=dict)
 
 
-class Judge(Protocol):
-    """Decides about parity."""
-
-    def prepare(self, inputs: Any) -> None:
-        """Make the truth, before any variant has run."""
-
-    def verdict(self, variant: Variant, work: str, inputs: Any) -> Verdict:
-        """Run ``variant`` on ``inputs`` and compare; ``variant.around()`` is in place."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One size of one benchmark.
+    """One benchmark at one size.
 
     Attributes:
-        shape: sizes by name, as the table gives them.
-        dtype: of the inputs.
         inputs: what every variant gets.
         variants: in the order in which they run.
-        works: what is timed, and its floor; parity is checked on the last one that a variant has.
-        judge: decides about parity.
-        stock: the peer that the others are compared with; empty: the fastest one that is right.
-        computed: bytes of peak memory counted by hand, by variant.
+        works: what is checked and timed, and its floor.
+        check: runs a variant on a piece of work and the inputs, in what is around it, and decides about parity.
+        stock: the peer that ours are compared with; empty: the fastest one that is right.
+        computed: bytes of peak memory counted by hand, by variant and work.
+        shape: sizes as the table gives them, where they are not those asked for alone.
     """
 
-    shape: Mapping[str, Any]
-    dtype: str
     inputs: Any
     variants: Sequence[Variant]
     works: Mapping[str, Floor]
-    judge: Judge
+    check: Callable[[Variant, str, Any], Verdict]
     stock: str = ""
-    computed: Mapping[str, int] = field(default_factory=dict)
+    computed: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    shape: Mapping[str, Any] = field(default_factory=dict)
 
 
-def differentiable(
-    name: str, side: str, call: Callable[[Inputs], Tensors], *, results: Callable[[Any], Tensors] = _as_they_are,
-    leaves: Callable[[Inputs], Tensors] | None = None, **more: Any,
-) -> Variant:  # fmt: skip
-    """The variant whose forward pass is ``call`` and whose backward pass is autograd's.
-
-    Args:
-        name, side, results: of the variant.
-        call: from the inputs to as many outputs as they have cotangents.
-        leaves: what is differentiated; by default the leaves of the inputs.
-        more: other fields of the variant.
-    """
-
-    def both(inputs: Inputs) -> list[torch.Tensor]:
-        outputs = call(inputs)
-        wanted = list(inputs.leaves.values()) if leaves is None else list(leaves(inputs))
-        gradients = torch.autograd.grad(outputs, wanted, inputs.cotangents, allow_unused=True, materialize_grads=True)
-        return [*(output.detach() for output in outputs), *gradients]
-
-    return Variant(name=name, side=side, runs={FORWARD: call, BOTH: both}, results=results, **more)
-
-
-def missing(name: str, reason: str, side: str = PEER) -> Variant:
-    """A variant that cannot run here."""
-    return Variant(name=name, side=side, absent=reason)
-
-
-def floors(work: Work, forward_bytes: int, both_bytes: int, dtype: str) -> dict[str, Floor]:
-    """The floors of a forward pass, and of forward and backward together."""
-    return {
-        FORWARD: Floor(operations=work.forward, moved=forward_bytes, precision=PRECISIONS[dtype]),
-        BOTH: Floor(operations=work.training, moved=both_bytes, precision=PRECISIONS[dtype]),
-    }
-
-
-def candidates(op: str, call: Callable[[Callable[..., Any], Inputs], Tensors], **needs: Any) -> Iterator[Variant]:
-    """Ours: every backend of ``op`` that ``auto`` could choose, those that cannot run here with the reason.
-
-    Args:
-        op: an op of the dispatcher.
-        call: runs a backend's function on inputs.
-        needs: what the backend has to cover, as in a request.
-
-    Raises:
-        BenchmarkError: no backend of that op is known.
-    """
-    from megacpp_mcore.backends import own_candidates
-
-    known = [candidate for candidate in own_candidates() if candidate.op == op]
-    if not known:
-        raise BenchmarkError(
-            f"the dispatcher has no backend of op {op!r}; name what is measured in the benchmark itself"
-        )
-    for candidate in known:
-        present = candidate.present()
-        lacking = present.reason if not present.ok else candidate.support.lacking(needs)
-        if lacking:
-            yield missing(candidate.name, f"not here: {lacking}", OURS)
-        else:
-            yield differentiable(candidate.name, OURS, _with(candidate.load(), call))
-
-
-def _with(fn: Callable[..., Any], call: Callable[..., Tensors]) -> Callable[[Inputs], Tensors]:
-    return lambda inputs: call(fn, inputs)
+def with_gradients(call: Call, inputs: Inputs, leaves: Tensors | None = None) -> list[torch.Tensor]:
+    """The output of ``call``, and the gradients of ``leaves``, by default of the inputs' own."""
+    output, wanted = call(inputs), list(inputs.leaves.values() if leaves is None else leaves)
+    (cotangent,) = inputs.cotangents.values()
+    return [
+        output.detach(),
+        *torch.autograd.grad(output, wanted, cotangent, allow_unused=True, materialize_grads=True),
+    ]
 
 
 class Draw:
@@ -207,6 +204,7 @@ class Draw:
     def __init__(self, options: Options, seed: int = 1) -> None:
         self.device, self.dtype = options.device, getattr(torch, options.dtype)
         self.generator = torch.Generator(options.device).manual_seed(seed)
+        self.itemsize = int(self.dtype.itemsize)
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Normally distributed, times ``scale``."""
@@ -217,13 +215,6 @@ class Draw:
         """Uniform, from 0 on."""
         return torch.randint(below, shape, generator=self.generator, device=self.device)
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number."""
-        return int(self.dtype.itemsize)
-
-
-__all__ = [
-    "BOTH", "BOUND", "FORWARD", "OURS", "PEER", "PRECISIONS", "Draw", "Floor", "Inputs", "Judge", "Problem", "Tensors",
-    "Variant", "Verdict", "candidates", "differentiable", "floors", "missing",
-]  # fmt: skip
+    def leaves(self, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        """``tensors`` as leaves that get gradients."""
+        return {name: tensor.requires_grad_() for name, tensor in tensors.items()}

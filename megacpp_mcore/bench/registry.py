@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import Model, preset
@@ -43,6 +42,10 @@ class Options:
     seconds: float = 1.0
     without: tuple[str, ...] = ()
 
+    def sizes(self, *names: str) -> list[int]:
+        """The sizes of these names."""
+        return [self.shape[name] for name in names]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
@@ -53,7 +56,7 @@ class Benchmark:
         kind: of :data:`KINDS`.
         covers: the op, the layer's letter and role, or the patch that it is of.
         title: one line.
-        problems: ``module:function`` that makes the problems of an :class:`Options`.
+        problem: ``module:function`` in :mod:`megacpp_mcore.bench.cases` that makes the problem of an :class:`Options`.
         shapes: the sizes by name of the size.
     """
 
@@ -61,7 +64,7 @@ class Benchmark:
     kind: str
     covers: str
     title: str
-    problems: str
+    problem: str
     shapes: Mapping[str, Mapping[str, int]]
 
     def shape(self, size: str, changes: Mapping[str, int]) -> dict[str, int]:
@@ -77,19 +80,6 @@ class Benchmark:
             if value < 1:
                 raise BenchmarkError(f"size {name} is {value}; expected 1 or more")
         return {**known, **changes}
-
-
-_CASES = "megacpp_mcore.bench.cases"
-_ROWS = MappingProxyType({FULL: {"B": 2, "S": 4096}, TINY: {"B": 2, "S": 24}})
-
-
-def _of_models(*names: str, **changes: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Sizes ``names`` at the width of ``nam56r`` (full) and ``nam56r_tiny`` (tiny), with batch and sequence."""
-    found = {}
-    for size, model in ((FULL, preset("nam56r")), (TINY, preset("nam56r_tiny"))):
-        sizes = _sizes(model) | dict(_ROWS[size]) | dict(changes.get(size, {}))
-        found[size] = {name: sizes[name] for name in names}
-    return found
 
 
 def _sizes(model: Model) -> dict[str, int]:
@@ -121,66 +111,61 @@ def _sizes(model: Model) -> dict[str, int]:
     }
 
 
-def _op(
-    covers: str, title: str, *names: str, name: str = "", problems: str = "", **changes: Mapping[str, int],
-) -> Benchmark:  # fmt: skip
-    return Benchmark(
-        name=name or covers,
-        kind=OP,
-        covers=covers,
-        title=title,
-        problems=f"{_CASES}.{problems or f'{covers}:problems'}",
-        shapes=_of_models("B", "S", *names, **changes),
-    )
+_MODELS = {
+    FULL: _sizes(preset("nam56r")) | {"B": 2, "S": 4096},
+    TINY: _sizes(preset("nam56r_tiny")) | {"B": 2, "S": 24},
+}
+
+
+def _benchmark(
+    name: str, kind: str, covers: str, title: str, names: str, problem: str = "", **changes: Mapping[str, int]
+) -> Benchmark:
+    """One of sizes ``names`` at the widths of ``nam56r`` (full) and ``nam56r_tiny`` (tiny), with ``changes`` by size."""
+    shapes = {}
+    for size, sizes in _MODELS.items():
+        given = {**sizes, **changes.get(size, {})}
+        shapes[size] = {each: given[each] for each in ("B", "S", *names.split())}
+    problem = problem or f"{covers}:problem"
+    return Benchmark(name=name, kind=kind, covers=covers, title=title, problem=problem, shapes=shapes)
 
 
 def _layer(name: str, covers: str, title: str) -> Benchmark:
-    shapes = _of_models("B", "S", "hidden")
-    return Benchmark(
-        name=name, kind=LAYER, covers=covers, title=title, problems=f"{_CASES}.layers:{name}", shapes=shapes
-    )
+    return _benchmark(name, LAYER, covers, title, "hidden", f"layers:{name}")
 
 
+_MAMBA3 = "mamba_heads head_dim state rank groups chunk"
 _SISO = {"rank": 1, "groups": 1}
 
-BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
-    {
-        benchmark.name: benchmark
-        for benchmark in (
-            _op("mla", "core attention of full MLA; stock's, also with the patch mla-core-attention", "heads", "qk", "v"),
-            _op("sparse_mla", "absorbed attention to selected keys", "heads", "latent", "rope", "topk"),
-            _op("indexer", "selection of keys by the DSA indexer", "indexer_heads", "indexer_dim", "topk"),
-            _op("indexer_grad", "gradient of the DSA indexer's loss", "indexer_heads", "indexer_dim", "topk",
-                problems="indexer:gradient_problems"),
-            _op("mamba3", "Mamba-3, MIMO, between its projections",
-                "mamba_heads", "head_dim", "state", "rank", "groups", "chunk"),
-            _op("mamba3", "Mamba-3, SISO, between its projections",
-                "mamba_heads", "head_dim", "state", "rank", "groups", "chunk",
-                name="mamba3_siso", full=_SISO | {"chunk": 64}, tiny=_SISO),
-            _op("m2rnn", "the M²RNN recurrence", "rnn_heads", "key_dim", "value_dim", "checkpoint_every"),
-            _op("grouped_mlp", "routed experts, two matrices each, rows sorted by expert",
-                "experts", "routed", "hidden", "expert_width"),
-            _op("linear_cross_entropy", "output layer and its loss; stock's, and with the patch of this name",
-                "hidden", "vocab"),
-            _layer("layer_a_full", "A" + grammar.FULL_ATTENTION, "A layer, full MLA"),
-            _layer("layer_a_full_dsa", "A" + grammar.FULL_INDEX, "A layer, sparse MLA with an indexer (Full)"),
-            _layer("layer_a_shared_dsa", "A" + grammar.SHARED_INDEX, "A layer, sparse MLA with shared indices (Shared)"),
-            _layer("layer_m", "M", "M layer, Mamba-3"),
-            _layer("layer_e", "E", "E layer, mixture of experts"),
-            _layer("layer_r", "R", "R layer, M²RNN"),
-            _layer("mtp_block", "mtp", "one depth of multi-token prediction, without its head"),
-            Benchmark(
-                name="dsa_indexer_memory",
-                kind=PATCH,
-                covers="dsa-indexer-memory",
-                title="peak memory of stock's indexer with and without the patch of this name",
-                problems=f"{_CASES}.dsa_indexer_memory:problems",
-                shapes=_of_models("B", "S", "indexer_heads", "indexer_dim", "heads", "latent", "rope", "topk",
-                                  full={"B": 1, "S": 16384}),
-            ),
-        )
-    }
-)  # fmt: skip
+BENCHMARKS: Mapping[str, Benchmark] = {
+    benchmark.name: benchmark
+    for benchmark in (
+        _benchmark("mla", OP, "mla", "core attention of full MLA; stock's, also with the patch mla-core-attention",
+                   "heads qk v"),
+        _benchmark("sparse_mla", OP, "sparse_mla", "absorbed attention to selected keys", "heads latent rope topk"),
+        _benchmark("indexer", OP, "indexer", "selection of keys by the DSA indexer", "indexer_heads indexer_dim topk"),
+        _benchmark("indexer_grad", OP, "indexer_grad", "gradient of the DSA indexer's loss",
+                   "indexer_heads indexer_dim topk", "indexer:gradient_problem"),
+        _benchmark("mamba3", OP, "mamba3", "Mamba-3, MIMO, between its projections", _MAMBA3),
+        _benchmark("mamba3_siso", OP, "mamba3", "Mamba-3, SISO, between its projections", _MAMBA3,
+                   full=_SISO | {"chunk": 64}, tiny=_SISO),
+        _benchmark("m2rnn", OP, "m2rnn", "the M²RNN recurrence", "rnn_heads key_dim value_dim checkpoint_every"),
+        _benchmark("grouped_mlp", OP, "grouped_mlp", "routed experts, two matrices each, rows sorted by expert",
+                   "experts routed hidden expert_width"),
+        _benchmark("linear_cross_entropy", OP, "linear_cross_entropy",
+                   "output layer and its loss; stock's, and with the patch of this name", "hidden vocab"),
+        _layer("layer_a_full", "A" + grammar.FULL_ATTENTION, "A layer, full MLA"),
+        _layer("layer_a_full_dsa", "A" + grammar.FULL_INDEX, "A layer, sparse MLA with an indexer (Full)"),
+        _layer("layer_a_shared_dsa", "A" + grammar.SHARED_INDEX, "A layer, sparse MLA with shared indices (Shared)"),
+        _layer("layer_m", "M", "M layer, Mamba-3"),
+        _layer("layer_e", "E", "E layer, mixture of experts"),
+        _layer("layer_r", "R", "R layer, M²RNN"),
+        _layer("mtp_block", "mtp", "one depth of multi-token prediction, without its head"),
+        _benchmark("dsa_indexer_memory", PATCH, "dsa-indexer-memory",
+                   "peak memory of stock's indexer with and without the patch of this name",
+                   "indexer_heads indexer_dim heads latent rope topk", "dsa_indexer_memory:problem",
+                   full={"B": 1, "S": 16384}),
+    )
+}  # fmt: skip
 
 
 def select(words: Sequence[str], *, all_of_them: bool = False) -> list[Benchmark]:

@@ -1,11 +1,13 @@
-"""The columns of the table of benchmarks, how a floor becomes milliseconds, and how rows are printed; no torch."""
+"""The table of benchmarks: its columns, its CSV files, how rows are printed, and how a floor becomes milliseconds; no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import peaks
 
 BYTES_PER_SECOND = 4.2e12
@@ -19,9 +21,6 @@ COLUMNS = (
     "floor_operations", "floor_bytes", "floor_result_bytes", "floor_ms", "floor_by", "of_floor",
     "parity", "worst_row", "against", "speed_up", "less_memory", "note", "repeats", "device", *PACKAGES, "cudnn", "commit",
 )  # fmt: skip
-
-PRINTED = ("work", "variant", "ms", "floor_ms", "of_floor", "peak_bytes", "speed_up", "less_memory", "parity", "note")
-_WIDTHS = {"work": 20, "variant": 32, "parity": 18, "note": 0, "peak_bytes": 14}
 
 GREEN, IS_REFERENCE = "green", "is the reference"
 """Verdicts that are no failure; the second is of a program that the truth was made with, whose agreement proves nothing."""
@@ -41,24 +40,78 @@ TIMED = (*RIGHT, IS_REFERENCE, A_BOUND, NO_STOCK)
 CONDITIONS = ("shape", "dtype", "device", *PACKAGES, "cudnn")
 """What has to be equal before two rows of the same benchmark, work and variant may be compared."""
 
+_PRINTED = {
+    "work": ("work", 20), "variant": ("variant", 32), "ms": ("ms", 11), "floor_ms": ("floor ms", 11),
+    "of_floor": ("of floor", 11), "peak_bytes": ("peak MB", 14), "speed_up": ("speed-up", 11),
+    "less_memory": ("less memory", 11), "parity": ("parity", 18), "note": ("note", 0),
+}  # fmt: skip
+"""The columns that people read, with their titles and widths."""
 
-@dataclass(frozen=True)
-class FloorTime:
-    """A floor in milliseconds and what it comes from, or why it is not known."""
 
-    ms: float | None
-    by: str
+def read(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
+    """The rows of a CSV file of ``columns``.
+
+    Raises:
+        BenchmarkError: the file cannot be read, is empty, has other columns, a row of another width, or ends within a line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        header, *rows = list(csv.reader(text.splitlines(keepends=True), strict=True)) or [[]]
+    except (OSError, ValueError, csv.Error) as error:
+        raise BenchmarkError(f"{path} cannot be read ({error}); name a table of these columns") from error
+    if tuple(header) != tuple(columns):
+        raise BenchmarkError(f"{path} begins with {','.join(header)[:80]!r}; expected the columns {','.join(columns)}")
+    if not text.endswith("\n") or any(len(row) != len(columns) for row in rows):
+        raise BenchmarkError(
+            f"{path} ends with {text[-40:]!r}; expected whole lines of {len(columns)} columns: mend it"
+        )
+    return [dict(zip(header, row, strict=True)) for row in rows]
 
 
-def floor_time(operations: int, moved: int, precision: str, device: str) -> FloorTime:
-    """The greater of operations at the device's peak and of bytes at :data:`BYTES_PER_SECOND`."""
+class Table:
+    """A CSV file that rows are added to.
+
+    Args:
+        path: the file; made, with its folder, by the first rows.
+        columns: its header.
+
+    Raises:
+        BenchmarkError: the file cannot be read, or is no whole table of these columns; nothing is measured then.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str] = COLUMNS) -> None:
+        self.path, self.columns = path, tuple(columns)
+        if path.exists() and not (path.is_file() and path.stat().st_size == 0):
+            read(path, columns)
+
+    def append(self, *rows: Mapping[str, Any]) -> None:
+        """Add ``rows``; each has every column.
+
+        Raises:
+            BenchmarkError: the file cannot be written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", newline="", encoding="utf-8") as sink:
+                writer = csv.DictWriter(sink, fieldnames=self.columns, lineterminator="\n")
+                if sink.tell() == 0:
+                    writer.writeheader()
+                writer.writerows(rows)
+        except OSError as error:
+            raise BenchmarkError(f"{len(rows)} rows could not be added to {self.path} ({error})") from error
+
+
+def floor_time(operations: int, moved: int, precision: str, device: str) -> tuple[float | None, str]:
+    """Milliseconds (None: not known) and what they come from: operations at the device's peak, or bytes at
+    :data:`BYTES_PER_SECOND`, whichever takes longer.
+    """
     peak = peaks.peak(device, precision)
     if peak.flops_per_s is None:
-        return FloorTime(None, f"not known: {peak.reason}")
+        return None, f"not known: {peak.reason}"
     by_operations, by_bytes = operations / peak.flops_per_s * 1e3, moved / BYTES_PER_SECOND * 1e3
     if by_operations >= by_bytes:
-        return FloorTime(by_operations, f"operations at {peak.name}")
-    return FloorTime(by_bytes, f"bytes at {BYTES_PER_SECOND / 1e12:g} TB/s")
+        return by_operations, f"operations at {peak.name}"
+    return by_bytes, f"bytes at {BYTES_PER_SECOND / 1e12:g} TB/s"
 
 
 def shape_text(shape: Mapping[str, Any]) -> str:
@@ -66,20 +119,13 @@ def shape_text(shape: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in shape.items())
 
 
-def line(row: Mapping[str, Any]) -> str:
-    """One row as people read it."""
-    return "  ".join(f"{_short(name, row[name]):<{_WIDTHS.get(name, 11)}}" for name in PRINTED).rstrip()
-
-
 def head() -> str:
     """The titles of what :func:`line` prints."""
-    titles = {"peak_bytes": "peak MB", "of_floor": "of floor", "floor_ms": "floor ms", "less_memory": "less memory"}
-    return "  ".join(
-        f"{titles.get(name, name.replace('_', '-')):<{_WIDTHS.get(name, 11)}}" for name in PRINTED
-    ).rstrip()
+    return "  ".join(f"{title:<{width}}" for title, width in _PRINTED.values()).rstrip()
 
 
-def _short(name: str, value: Any) -> str:
-    if name == "peak_bytes" and value != "":
-        return f"{int(value) / 1e6:.1f}"
-    return "-" if value == "" and name != "note" else str(value)
+def line(row: Mapping[str, Any]) -> str:
+    """One row as people read it."""
+    shown = dict(row) | {"peak_bytes": row["peak_bytes"] and f"{int(row['peak_bytes']) / 1e6:.1f}"}
+    empty = {name: "" if name == "note" else "-" for name in _PRINTED}
+    return "  ".join(f"{shown[name] or empty[name]!s:<{width}}" for name, (_, width) in _PRINTED.items()).rstrip()

@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import megacpp_mcore
+from megacpp_mcore.commands import advise, checkpoint, doctor, imports, patch, recipe
 from megacpp_mcore.commands import bench as bench_command
-from megacpp_mcore.commands import checkpoint, doctor, imports, patch, recipe
 from megacpp_mcore.commands import data as data_command
 from megacpp_mcore.commands import profile as profile_recipes
 from megacpp_mcore.commands import report as report_command
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.launch import launcher
 from megacpp_mcore.launch import plan as launch_plan
-from megacpp_mcore.observe import run as observation
-from megacpp_mcore.patches.machinery import registry
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -34,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
-        with contextlib.nullcontext() if args.command == "launch" else imports.quiet():
+        with contextlib.nullcontext() if args.command in ("launch", "advise") else imports.quiet():
             status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -76,11 +74,11 @@ def _lacks(encoding: str | None, sign: str) -> bool:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The parsed command line; for ``launch``, all that follows the first ``--`` is kept as ``stock_command``."""
+    """The parsed command line; for ``launch`` and its like, all that follows the first ``--`` is kept as ``stock_command``."""
     parser = _parser()
     command = next((word for word in argv if not word.startswith("-")), None)
     head, tail = list(argv), []
-    if command in ("launch", "profile") and "--" in argv:
+    if command in ("launch", "profile", "advise") and "--" in argv:
         head, tail = list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])
     args, unknown = parser.parse_known_args(head)
     if unknown and command == "launch":
@@ -111,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         ("report", report_command.add_parser, report_command.run),
         ("bench", bench_command.add_parser, bench_command.run),
         ("checkpoint", checkpoint.add_parser, checkpoint.run),
+        ("advise", advise.add_parser, advise.run),
     ):
         add(subparsers)
         subparsers.choices[name].set_defaults(run=run)
@@ -143,25 +142,11 @@ def _add_launch(subparsers: Any) -> None:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    recording = launcher.Recording.read(args)
-    _refuse_at_once(args, recording)
     return launcher.launch(
         args.stock_command,
         device=args.device,
         nproc=args.nproc,
         allowed_spec_prefixes=(*launch_plan.ALLOWED_SPEC_PREFIXES, *args.allow_spec_from),
         patches=args.patch,
-        recording=recording,
-    )
-
-
-def _refuse_at_once(args: argparse.Namespace, recording: launcher.Recording) -> None:
-    """Refuse what is wrong by the command line alone: the launcher would do so after torch, or Megatron, is imported."""
-    registry.default().select(args.patch)
-    observation.choose(  # but for the tool of a profile, which depends on the device
-        args.stock_command,
-        observe=recording.observe,
-        off=recording.off,
-        record_steps=recording.steps,
-        profile=recording.profile,
+        recording=launcher.Recording.read(args),
     )

@@ -1,4 +1,4 @@
-"""The command ``megacpp-mcore doctor``: what is installed, what of it works, and which packages are not what they seem.
+"""The command ``megacpp-mcore doctor``: checks which optional components are installed, work, and are genuine.
 
 Every package that is found is really imported, in a process of its own with a time limit, so that one that crashes,
 hangs or ends its process is a line in the report and not the end of it. Imports no torch itself.
@@ -56,7 +56,7 @@ _ADVICE_RESILIENCY = "nvidia-resiliency-ext 0.4.1 breaks megatron-core's import;
 
 @dataclass(frozen=True)
 class Component:
-    """One thing to look for.
+    """One component to examine.
 
     Attributes:
         name: what people call it.
@@ -83,7 +83,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one component; ``blocks`` says that training would fail on it.
+    """The result for one component; ``blocks``: training would fail on it.
 
     ``state`` is ``works``, ``off`` (it works and is not to be used), ``absent``, ``broken`` or ``impostor``.
     """
@@ -209,12 +209,12 @@ def _python() -> Finding:
 
 
 def _examine(component: Component, time_limit_s: float) -> Finding:
-    finding = _tried(component, time_limit_s)
+    finding = _find_and_try(component, time_limit_s)
     return _as_switched(finding) if component.module == TRANSFORMER_ENGINE else finding
 
 
 def _as_switched(finding: Finding) -> Finding:
-    """What a launch makes of Transformer Engine: the environment may switch it off, and is refused if it says neither.
+    """Transformer Engine's finding under the environment's switch; an invalid value of the switch is refused.
 
     One that is broken stays so, for Megatron imports it all the same.
     """
@@ -227,7 +227,7 @@ def _as_switched(finding: Finding) -> Finding:
     return replace(finding, state=OFF, reason=f"{reason}: layers are built from Megatron's local classes")
 
 
-def _tried(component: Component, time_limit_s: float) -> Finding:
+def _find_and_try(component: Component, time_limit_s: float) -> Finding:
     installed = _installed_version(component.distributions)
     try:
         place = _find(component.module)
@@ -320,7 +320,7 @@ def _failure(status: int, complaints: str) -> str:
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:
-    """Whether nothing was found on which training would fail."""
+    """Whether no finding blocks training."""
     return not any(finding.blocks for finding in findings)
 
 
@@ -336,7 +336,7 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """The findings for people: one line each, then the GPUs, then what stands in the way of training."""
+    """The findings as text: one line each, then the GPUs, then what blocks training."""
     lines = [f"megacpp-mcore {megacpp_mcore.__version__} on {platform.platform()}", ""]
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
@@ -358,7 +358,7 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def _tf32(findings: Sequence[Finding]) -> list[str]:
-    """What the environment makes of fp32 products, one sentence each; the launch policy says what that means to a run."""
+    """TF32 settings of the environment, one sentence each; the launch policy judges them for a run."""
     said = [f"{name}={os.environ[name]}" for name in (TF32_DRIVER, TF32_TORCH) if os.environ.get(name, "0") != "0"]
     precisions = {finding.details.get("fp32_products") for finding in findings}
     return [*said, *(["torch computes them in TF32"] if "tf32" in precisions else [])]

@@ -17,7 +17,7 @@ _FAMILIES = tuple(each.name for each in dataclasses.fields(Recompute))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what can be asked about a model that is already chosen; recompute as Megatron and our file spell it."""
+    """Add the options of ``recipe flops``; recompute is spelled as in Megatron and in our file."""
     parser.add_argument("--host", choices=tuple(SPECS), default=GPT, help="whose count by Megatron is put beside ours")
     parser.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sequence (default: the model's)")
     parser.add_argument("--recompute-granularity", choices=("full", "selective"), help="as in Megatron")

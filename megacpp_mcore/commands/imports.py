@@ -1,4 +1,4 @@
-"""Keeps what other packages say while they are imported off the output of a command; no torch.
+"""Suppresses warnings and log records of other packages' imports in a command's output; no torch.
 
 Megatron, Transformer Engine and torch warn on import of what is not installed, and Python warns of strings in them. None of it
 is about the command, and it comes before its answer. Only imports are quiet: what is warned of when something *runs*, and
@@ -27,7 +27,7 @@ LOGGING_ON_IMPORT = ("torch.utils.cpp_extension",)
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """For the duration, do not show what others warn of while they are imported."""
+    """Context manager that suppresses warnings and log records of other packages' imports."""
     shown = warnings.showwarning
 
     def show(
@@ -57,7 +57,7 @@ def quiet() -> Iterator[None]:
 
 
 def _imports_another() -> bool:
-    """Whether the innermost code of this package that is running, which is what called this apart, is importing something."""
+    """Whether the innermost running frame of this package, callers of this module aside, is an import."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] != PACKAGE:
         if frame.f_code.co_filename.startswith(_IMPORT_SYSTEM):

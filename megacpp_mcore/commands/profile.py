@@ -81,7 +81,7 @@ def recipe(
 
 
 def _refuse(own: Sequence[str], words: Sequence[str], run: str, steps: str) -> None:
-    """Raise LaunchError where the launch that is printed could not run, or would have nothing for these profilers to see.
+    """Raise LaunchError where the printed launch could not run, or would have nothing to profile.
 
     Whether there is a GPU is known on the host of the launch alone; but arguments with all that a run on a CPU needs are for
     one, and what is left to the profilers there is nothing.
@@ -144,7 +144,7 @@ def _after(tool: str, output: str) -> list[str]:
 
 
 def _lines(words: Sequence[str]) -> str:
-    """The words as a command, an option a line."""
+    """A command with an option a line."""
     quoted = [shlex.quote(word) for word in words]
     return " \\\n  ".join(_by_option(quoted))
 

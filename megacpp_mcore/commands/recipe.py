@@ -1,4 +1,4 @@
-"""``megacpp-mcore recipe list|show|flops|emit``: what the presets are, and the stock command that trains one."""
+"""``megacpp-mcore recipe list|show|flops|emit``: describes models and recipes, and prints the stock command of one."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _add_set(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def _add_run(emit: argparse.ArgumentParser) -> None:
-    """The options that say what runs; each is None until it is given."""
+    """Add the options of a run; each is None unless given."""
     _add_set(emit, "values of the model and of the run")
     emit.add_argument(
         "--settings",
@@ -123,7 +123,7 @@ def _add_run(emit: argparse.ArgumentParser) -> None:
 
 
 def _add_slurm(emit: argparse.ArgumentParser) -> None:
-    """The options of ``--as slurm`` alone; each is left to the cluster until it is given."""
+    """Add the options of ``--as slurm``; each is left to the cluster unless given."""
     for option in dataclasses.fields(Slurm):
         kind = int if option.name == "cpus_per_task" else str
         emit.add_argument(f"--{option.name.replace('_', '-')}", type=kind, help="of the job (--as slurm)")
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def described(model: Model) -> dict[str, Any]:
-    """The whole definition of ``model``, with what follows from it, as JSON takes it."""
+    """The definition of ``model`` with derived values, ready for JSON."""
     return dataclasses.asdict(model) | {
         "layers": model.layers,
         "attention_roles": {number: role for number, role in enumerate(model.roles, 1) if role},
@@ -226,7 +226,7 @@ def emit(args: argparse.Namespace) -> str:
 
 
 def _has_source(args: argparse.Namespace) -> bool:
-    """Whether the run comes from a file, which then says all of it."""
+    """Whether the run comes from a file, which then defines all of it."""
     if (args.name is None) == (args.source is None):
         raise LaunchError("recipe emit needs the name of a model (see `recipe list`), or --from FILE, one of the two")
     if args.source is None:
@@ -296,7 +296,7 @@ def _usual_training(name: str, args: argparse.Namespace, of_run: Mapping[str, An
 
 
 def _training(args: argparse.Namespace, model: Model, of_run: Mapping[str, Any], base: Training) -> Training:
-    """``base`` with options and ``--set``, each field said once."""
+    """``base`` with options and ``--set``; a field given twice is refused."""
     if "processes" in of_run:
         raise LaunchError("the number of processes is --nodes × --gpus-per-node; say it with these, and not with --set")
     values = dict(of_run)
@@ -340,7 +340,7 @@ def _processes(args: argparse.Namespace, layout: Layout, training: Training, usu
 
 
 def _write_settings(name: str, model: Model, file: str | None) -> Path:
-    """Write the file that makes a run train ``model``; one that is there and says something else stays."""
+    """Write the settings file of ``model``; an existing file with other content is not overwritten."""
     if file is None:
         raise LaunchError(
             f"--set changes the model {name}, and a run is checked against its model: that has to be in a file that "

@@ -1,8 +1,9 @@
-"""``megacpp-mcore report show|compare|goodput|html``: what runs left behind, for people and as JSON; imports no torch."""
+"""``megacpp-mcore report show|compare|goodput|html|fields``: prints and compares what runs recorded; imports no torch."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events, goodput, receipts, start
+from megacpp_mcore.observe.receipts import schema
 from megacpp_mcore.observe.receipts.assemble import RECEIPT
 from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, compare
 from megacpp_mcore.observe.receipts.schema import DISQUALIFIERS, RUNNING, flatten, in_words, labelled, why_unknown
@@ -63,6 +65,7 @@ def add_parser(subparsers: Any) -> None:
         "runs", metavar="RUN", nargs="+", help="the folder of a run, or a receipt; the first is the baseline"
     )
     page.add_argument("--output", metavar="FILE", default="report.html", help="where it is written (%(default)s)")
+    actions.add_parser("fields", help="every field of a receipt: its kind and meaning, as a Markdown table")
     for action in (show, comparing, where):
         action.add_argument("--json", action="store_true", help="as JSON")
 
@@ -73,12 +76,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         DataError: there is no receipt, it is damaged, or a word is not known.
     """
-    actions = {"show": _show, "compare": _compare, "goodput": _goodput, "html": _html}
+    actions = {"show": _show, "compare": _compare, "goodput": _goodput, "html": _html, "fields": _fields}
     return actions[args.action](args)
 
 
 def _found(word: str, *, whole: bool = False) -> Path:
-    """The run that a word of the command line names: its folder or, unless the ``whole`` run is needed, a receipt.
+    """Resolve a command-line path to a run's folder or, unless the ``whole`` run is needed, a receipt.
 
     Raises:
         DataError: there is no such thing, with the folder that was probably meant.
@@ -111,8 +114,13 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
+def _fields(args: argparse.Namespace) -> int:
+    print(schema.table())
+    return 0
+
+
 def _first_step(run: Path) -> list[str]:
-    """What the run's folder has of its first step, by family; a receipt alone has nothing of it."""
+    """The first step by family, from the run's folder; empty for a receipt alone."""
     try:
         return start.describe(start.read(run)) if run.is_dir() else []
     except DataError as error:  # which hides no receipt
@@ -127,7 +135,7 @@ def _compare(args: argparse.Namespace) -> int:
         args.declare,
         noise=None if args.noise is None else args.noise / 100,
     )
-    print(json.dumps(found.record(), indent=1, ensure_ascii=False) if args.json else found.describe())
+    print(json.dumps(dataclasses.asdict(found), indent=1, ensure_ascii=False) if args.json else found.describe())
     return 0 if found.claim is not None else REFUSED
 
 
@@ -156,7 +164,7 @@ def _html(args: argparse.Namespace) -> int:
 
 
 def sign_of_life(place: Path, receipt: Mapping[str, Any], now_ns: int) -> str:
-    """The line that tells a run that goes on from one that was killed: both have the status ``running``.
+    """The line with the age of the last heartbeat, by which a live run differs from a killed one: both are ``running``.
 
     Args:
         place: the run's folder, where every process leaves its signs of life; or a receipt, which has only its own age.
@@ -204,7 +212,7 @@ def _age(seconds: float) -> str:
 
 def describe(receipt: Mapping[str, Any]) -> str:
     """The main figures of a receipt for people, its disqualifiers, and what is not known."""
-    values = flatten(receipt)[0]
+    values = flatten(receipt)
     lines = []
     for label, field in labelled(values, shown=True):
         text = in_words(values, field)

@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megacpp_mcore.data import fim
 from megacpp_mcore.data.files import require_readable
-from megacpp_mcore.data.fim import find_tokens
 from megacpp_mcore.data.manifest import load_manifest, verify_for_training
 from megacpp_mcore.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from megacpp_mcore.errors import DataError
@@ -22,18 +22,6 @@ DATA_FLAGS = ("--data-path", *SPLIT_FLAGS)
 """Flags whose values are prefixes, or weights and prefixes by turns."""
 _FORMS = (("--data-path",), ("--data-args-path",), SPLIT_FLAGS, ("--per-split-data-args-path",))
 """The ways to name datasets, of which Megatron takes one: the first two are cut by ``--split``, the others are cut."""
-
-FIM_TOKENS = {
-    "--fim-prefix-token": "<fim_prefix>",
-    "--fim-middle-token": "<fim_middle>",
-    "--fim-suffix-token": "<fim_suffix>",
-    "--fim-pad-token": "<fim_pad>",
-    "--fim-eod-token": "<|endoftext|>",
-}
-"""Flags of Megatron's fill-in-the-middle dataset that name tokens, with their defaults (megatron-core 0.19.2)."""
-
-_FIM_RATES = {"--fim-rate": "0.5", "--fim-spm-rate": "0.5", "--fim-fragment-rate": None}
-"""The flags of its probabilities, with their defaults (megatron-core 0.19.2); the last one is for ``--fim-split-sample``."""
 
 _UNBOUNDED = 2**31  # where only Megatron's own tokenizer knows its size, the ids are bounded by the manifest alone
 
@@ -88,7 +76,7 @@ def verify_arguments(arguments: Sequence[str]) -> str:
     if not prefixes:
         return "data: none named"
     _check_forms(given)
-    note = check_fim(given)
+    note = fim.check(given)
     vocab_size, eod_id, checksum = _find_tokenizer(given)
     verify_for_training(prefixes, vocab_size=vocab_size, eod_id=eod_id, tokenizer_checksum=checksum)
     line = f"data: {', '.join(prefixes)} verified against {'its manifest' if len(prefixes) == 1 else 'their manifests'}"
@@ -149,24 +137,17 @@ def blends(arguments: Sequence[str]) -> list[Blend]:
 
 def _check_forms(given: flags.Flags) -> None:
     """Refuse datasets that are named in two ways, and a ``--split`` that stock refuses or reads as another."""
-    named = [[flag for flag in form if given.get(flag)] for form in _FORMS]
-    forms = ["/".join(form) for form in named if form]
-    if len(forms) > 1:
+    named = ["/".join(flag for flag in form if given.get(flag)) for form in _FORMS]
+    if len(forms := [form for form in named if form]) > 1:
         raise DataError(
             f"datasets are named by {' and by '.join(forms)}; expected one way, since Megatron takes one and is silent about, "
             "or stops at, the other: leave out the rest"
         )
     split = flags.first(given, "--split")
     if split is not None and (named[2] or named[3]):
-        raise DataError(
-            f"--split {split} was given with {forms[0]}, whose datasets are split already; leave out --split, or name the "
-            "whole dataset by --data-path"
-        )
+        raise DataError(f"--split {split} was given with {forms[0]}, whose datasets are split already; leave it out")
     if split is None and named[1]:
-        raise DataError(
-            "--data-args-path names datasets to be split, and there is no --split; expected the shares of training, validation "
-            "and test, such as --split 98,2,0"
-        )
+        raise DataError("--data-args-path names datasets to be split, without --split; expected one, such as 98,2,0")
     if split is not None and not _is_split(split):
         raise DataError(
             f"--split is {split!r}; expected up to three shares (training, validation, test) of 0 or more, not all 0, "
@@ -217,56 +198,6 @@ def _find_tokenizer(given: flags.Flags) -> tuple[int, int | None, str | None]:
         eod_id = named - 1  # stock's default; padding does not move it
     is_byte = flags.read(ByteTokenizer().stock_flags()).items() <= given.items()
     return embedded, eod_id, ByteTokenizer().checksum() if is_byte else None
-
-
-def check_fim(given: flags.Flags) -> str | None:
-    """Check what ``--fim-data`` needs, and return what there is to say of it; None without the flag.
-
-    Raises:
-        DataError: stock would stop at it, leave it out or cut up other documents than are there.
-    """
-    if "--fim-data" not in given:
-        return None
-    for flag, why in (
-        ("--hybrid-layer-pattern", "pretrain_hybrid.py has no such dataset and would train without it, in silence"),
-        ("--dataloader-inter-document-masking", "its dataset does not say where documents end"),
-    ):
-        if flag in given:
-            raise DataError(f"--fim-data was given with {flag}: {why}; leave one of them out")
-    split = flags.first(given, "--fim-split-sample")
-    _check_fim_rates(given, split)
-    kind, folder = flags.first(given, "--tokenizer-type"), flags.first(given, "--tokenizer-model")
-    if kind == "NullTokenizer":
-        raise DataError(
-            "--fim-data was given with the tokenizer NullTokenizer (which stands for the byte tokenizer, too), but it cuts "
-            "text, and Megatron's NullTokenizer knows none; expected --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
-            "DIR with the five tokens that --fim-prefix-token … --fim-eod-token name, and a dataset prepared with it"
-        )
-    if kind != "HuggingFaceTokenizer" or not folder:
-        return f"the tokens of --fim-data are not checked, for want of a way to read the tokenizer {kind}"
-    named = {flag: flags.first(given, flag) or default for flag, default in FIM_TOKENS.items()}
-    ids = find_tokens(HuggingFaceTokenizer(folder), named, split)
-    return "FIM tokens " + ", ".join(f"{token} = {ids[token]}" for token in ids)
-
-
-def _check_fim_rates(given: flags.Flags, split: str | None) -> None:
-    """Refuse what stock stops at, when it starts (a rate of 0) or at a sample in the middle of training (all others)."""
-    for flag, default in _FIM_RATES.items():
-        is_of_fragments = flag == "--fim-fragment-rate"
-        word = flags.first(given, flag) if flag in given else default
-        if flag not in given and is_of_fragments:
-            if split:
-                raise DataError(
-                    f"--fim-split-sample {split} was given without {flag}, and Megatron would stop at the first document that "
-                    f"has that token; expected how often one of its parts is cut, such as {flag} 0.5"
-                )
-            continue
-        rate = _number(word or "")
-        if rate is None or not 0 <= rate <= 1 or not (rate or is_of_fragments):
-            raise DataError(
-                f"{flag} is {word!r}; expected a probability {'from 0 to 1' if is_of_fragments else 'above 0 and up to 1'}, "
-                f"such as {flag} 0.5"
-            )
 
 
 def _number(word: str) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from megacpp_mcore.errors import DataError
@@ -29,6 +29,12 @@ def collected(problems: list[DataError]) -> Iterator[None]:
         yield
     except DataError as error:
         problems.append(error)
+
+
+def raise_first(problems: Iterable[DataError]) -> None:
+    """Raise the first of ``problems``, if there is one."""
+    for problem in problems:
+        raise problem
 
 
 def hash_file(path: str | os.PathLike[str]) -> str:

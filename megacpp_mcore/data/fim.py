@@ -1,4 +1,4 @@
-"""What Megatron's fill-in-the-middle dataset asks of a tokenizer and does not check; no torch.
+"""What Megatron's fill-in-the-middle dataset asks of a command line and a tokenizer, and does not check; no torch.
 
 GPTFIMDataset (megatron-core 0.19.2, ``megatron/training/datasets/fim_dataset.py``) cuts the text between two ends of document
 at two random characters, tokenizes the three parts anew and puts them in another order between tokens that mark them. A token
@@ -11,49 +11,101 @@ from collections.abc import Mapping
 
 from megacpp_mcore.data.tokenizer import HuggingFaceTokenizer
 from megacpp_mcore.errors import DataError
+from megacpp_mcore.util import flags
 
-_END = "--fim-eod-token"
+_END, _SPLIT, _FRAGMENTS = "--fim-eod-token", "--fim-split-sample", "--fim-fragment-rate"
+TOKENS = {
+    "--fim-prefix-token": "<fim_prefix>",
+    "--fim-middle-token": "<fim_middle>",
+    "--fim-suffix-token": "<fim_suffix>",
+    "--fim-pad-token": "<fim_pad>",
+    _END: "<|endoftext|>",
+}
+"""Flags that name tokens, with their defaults (megatron-core 0.19.2)."""
+_RATES = {"--fim-rate": "0.5", "--fim-spm-rate": "0.5", _FRAGMENTS: None}
+"""Flags of probabilities, with their defaults (megatron-core 0.19.2); the last one is for ``--fim-split-sample``."""
+_REFUSED = {
+    "--hybrid-layer-pattern": "pretrain_hybrid.py has no such dataset and would train without it, in silence",
+    "--dataloader-inter-document-masking": "its dataset does not say where documents end",
+}
 
 
-def find_tokens(
-    tokenizer: HuggingFaceTokenizer, named: Mapping[str, str], split_sample: str | None = None
-) -> dict[str, int]:
-    """Return the ids of the tokens that the dataset puts between the parts of a document.
+def check(given: flags.Flags) -> str | None:
+    """Check what ``--fim-data`` needs, and return what there is to say of it; None without the flag.
+
+    Raises:
+        DataError: stock would stop at it, leave it out or cut up other documents than are there.
+    """
+    if "--fim-data" not in given:
+        return None
+    for flag, why in _REFUSED.items():
+        if flag in given:
+            raise DataError(f"--fim-data was given with {flag}: {why}; leave one of them out")
+    _check_rates(given)
+    kind, folder = flags.first(given, "--tokenizer-type"), flags.first(given, "--tokenizer-model")
+    if kind == "NullTokenizer":
+        raise DataError(
+            "--fim-data was given with the tokenizer NullTokenizer (which stands for the byte tokenizer, too), but it cuts "
+            "text, which that knows not; expected --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR with the five "
+            "tokens that --fim-prefix-token … --fim-eod-token name, and a dataset prepared with it"
+        )
+    if kind != "HuggingFaceTokenizer" or not folder:
+        return f"the tokens of --fim-data are not checked, for want of a way to read the tokenizer {kind}"
+    named = {flag: flags.first(given, flag) or default for flag, default in TOKENS.items()}
+    if separator := flags.first(given, _SPLIT):
+        named[_SPLIT] = separator
+    return "FIM tokens " + ", ".join(
+        f"{token} = {id_}" for token, id_ in _find(HuggingFaceTokenizer(folder), named).items()
+    )
+
+
+def _check_rates(given: flags.Flags) -> None:
+    """Refuse what stock stops at, when it starts (a rate of 0) or at a sample in the middle of training (all others)."""
+    for flag, default in _RATES.items():
+        if flag == _FRAGMENTS and not (flag in given or flags.first(given, _SPLIT)):
+            continue
+        word = flags.first(given, flag) if flag in given else default
+        least = "from 0" if flag == _FRAGMENTS else "above 0 and up"
+        try:
+            is_rate = 0 < float(word or "nan") <= 1 or (flag == _FRAGMENTS and float(word or "nan") == 0)
+        except ValueError:
+            is_rate = False
+        if not is_rate:
+            raise DataError(f"{flag} is {word!r}; expected a probability {least} to 1, such as {flag} 0.5")
+
+
+def _find(tokenizer: HuggingFaceTokenizer, named: Mapping[str, str]) -> dict[str, int]:
+    """The ids of the tokens that the dataset puts between the parts of a document, by token.
 
     Args:
         tokenizer: of the run.
-        named: token by the flag that names it, ``--fim-eod-token`` among them.
-        split_sample: token that separates the parts of a sample to be cut one by one (``--fim-split-sample``).
+        named: token by the flag that names it.
 
     Raises:
         DataError: a token that the tokenizer does not know, two that are one, an end of document that is not the
             tokenizer's, or a tokenizer that puts tokens of its own around every text, and so around every part.
     """
-    wanted = dict(named) | ({} if split_sample is None else {"--fim-split-sample": split_sample})
-    ids = {flag: tokenizer.token_id(token) for flag, token in wanted.items()}
-    unknown = [f"{flag} {wanted[flag]}" for flag, found in ids.items() if found is None]
-    if unknown:
+    ids = {flag: id_ for flag, token in named.items() if (id_ := tokenizer.token_id(token)) is not None}
+    if unknown := [f"{flag} {token}" for flag, token in named.items() if flag not in ids]:
         raise DataError(
             f"{tokenizer.folder} has no token for {', '.join(unknown)}; expected one token for each: name tokens that it "
             "has, or add them to the tokenizer, and prepare the dataset with it"
         )
-    found = {flag: number for flag, number in ids.items() if number is not None}
     first: dict[int, str] = {}
-    for flag, number in found.items():
-        if first.setdefault(number, flag) != flag:
+    for flag, id_ in ids.items():
+        if first.setdefault(id_, flag) != flag:
             raise DataError(
-                f"{first[number]} and {flag} both name {wanted[flag]!r}; expected a token of its own for each, or the model "
+                f"{first[id_]} and {flag} both name {named[flag]!r}; expected a token of its own for each, or the model "
                 "could not tell them apart"
             )
-    if found[_END] != tokenizer.eod_id:
+    if ids[_END] != tokenizer.eod_id:
         raise DataError(
-            f"{_END} {wanted[_END]} is id {found[_END]}, and documents end with the eos_token of {tokenizer.folder}, id "
+            f"{_END} {named[_END]} is id {ids[_END]}, and documents end with the eos_token of {tokenizer.folder}, id "
             f"{tokenizer.eod_id}; expected the same, or parts of several documents would be put in one order: name that token"
         )
-    around = tokenizer.added_around_text()
-    if around:
+    if around := tokenizer.added_around_text():
         raise DataError(
             f"{tokenizer.folder} puts {around} tokens of its own around every text, and Megatron would have it do so with "
             "every part of a document; expected a tokenizer whose post-processor adds none"
         )
-    return {wanted[flag]: number for flag, number in found.items()}
+    return {named[flag]: id_ for flag, id_ in ids.items()}

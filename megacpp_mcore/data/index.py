@@ -88,16 +88,15 @@ def inspect_index(prefix: str) -> tuple[DatasetIndex | None, list[DataError]]:
     problems: list[DataError] = []
     bin_size, index = None, None
     with collected(problems):
-        bin_size = _require_file(prefix + ".bin")
+        bin_size = _size_of(prefix + ".bin")
     with collected(problems):
-        index = _read_arrays(prefix, _require_file(prefix + ".idx"))
+        index = _read_arrays(prefix, _size_of(prefix + ".idx"))
     if index is not None:
-        problems += list(_find_contradictions(index)) or _find_misfits(index, bin_size)
+        problems += list(_contradictions(index)) or list(_misfits(index, bin_size))
     return index, problems
 
 
-def _require_file(path: str) -> int:
-    """Return the size of ``path`` in bytes."""
+def _size_of(path: str) -> int:
     try:
         return os.stat(path).st_size
     except OSError as error:
@@ -111,35 +110,30 @@ def _read_arrays(prefix: str, idx_size: int) -> DatasetIndex:
     """Read the three arrays of an index whose counts fit its size."""
     path = prefix + ".idx"
     with require_readable(path), open(path, "rb") as stream:
-        dtype, sequence_count, bound_count = _parse_header(path, stream.read(HEADER_BYTES))
-        expected = HEADER_BYTES + 12 * sequence_count + 8 * bound_count
-        if idx_size != expected:
-            counts = f"{sequence_count} sequences and {bound_count} document bounds"
-            raise _damaged(path, f"{idx_size} bytes", f"{expected} bytes for {counts}")
-        lengths_S = np.fromfile(stream, dtype="<i4", count=sequence_count)
-        pointers_S = np.fromfile(stream, dtype="<i8", count=sequence_count)
-        bounds = np.fromfile(stream, dtype="<i8", count=bound_count)
-    return DatasetIndex(prefix, dtype, lengths_S, pointers_S, bounds)
+        header = stream.read(HEADER_BYTES)
+        if len(header) < HEADER_BYTES or header[:9] != MAGIC:
+            raise _damaged(path, f"the first bytes {header[:9]!r} of {idx_size}", f"{MAGIC!r} and {HEADER_BYTES} bytes")
+        version, code, sequences, bounds = struct.unpack("<QBQQ", header[9:])
+        if version != 1:
+            raise _damaged(path, f"index version {version}", "version 1")
+        if code not in TOKEN_DTYPES:
+            raise _damaged(path, f"token type code {code}", f"one of the integer types {sorted(TOKEN_DTYPES)}")
+        counts, size = f"{sequences} sequences and {bounds} document bounds", HEADER_BYTES + 12 * sequences + 8 * bounds
+        if not sequences or bounds < 2:
+            raise _damaged(path, counts, "at least one document")
+        if idx_size != size:
+            raise _damaged(path, f"{idx_size} bytes", f"{size} bytes for {counts}")
+        return DatasetIndex(
+            prefix,
+            np.dtype(TOKEN_DTYPES[code]).newbyteorder("<"),
+            lengths_S=np.fromfile(stream, dtype="<i4", count=sequences),
+            pointers_S=np.fromfile(stream, dtype="<i8", count=sequences),
+            bounds=np.fromfile(stream, dtype="<i8", count=bounds),
+        )
 
 
-def _parse_header(path: str, header: bytes) -> tuple[np.dtype[Any], int, int]:
-    """Return token type, number of sequences and number of document bounds."""
-    if len(header) < HEADER_BYTES:
-        raise _damaged(path, f"{len(header)} bytes", f"a header of {HEADER_BYTES} bytes")
-    if header[:9] != MAGIC:
-        raise _damaged(path, f"the first bytes {header[:9]!r}", f"{MAGIC!r}, the mark of a Megatron index")
-    version, code, sequence_count, bound_count = struct.unpack("<QBQQ", header[9:])
-    if version != 1:
-        raise _damaged(path, f"index version {version}", "version 1")
-    if code not in TOKEN_DTYPES:
-        raise _damaged(path, f"token type code {code}", f"one of the integer types {sorted(TOKEN_DTYPES)}")
-    if not sequence_count or bound_count < 2:
-        raise _damaged(path, f"{sequence_count} sequences and {bound_count} document bounds", "at least one document")
-    return np.dtype(TOKEN_DTYPES[code]).newbyteorder("<"), sequence_count, bound_count
-
-
-def _find_contradictions(index: DatasetIndex) -> Iterator[DataError]:
-    """Say where lengths, pointers and document bounds disagree, the first place of each."""
+def _contradictions(index: DatasetIndex) -> Iterator[DataError]:
+    """Where lengths, pointers and document bounds disagree, the first place of each."""
     path, bounds = index.prefix + ".idx", index.bounds
     for number in np.flatnonzero(index.lengths_S < 0)[:1]:
         yield _damaged(path, f"length {index.lengths_S[number]} for sequence {number}", "0 or more")
@@ -153,15 +147,14 @@ def _find_contradictions(index: DatasetIndex) -> Iterator[DataError]:
         yield _damaged(path, f"document bounds from {bounds[0]} to {bounds[-1]}", expected)
 
 
-def _find_misfits(index: DatasetIndex, bin_size: int | None) -> list[DataError]:
+def _misfits(index: DatasetIndex, bin_size: int | None) -> Iterator[DataError]:
     """What is wrong between an index that agrees with itself and its ``.bin`` (None: there is none)."""
     path, size = index.prefix + ".idx", index.tokens * index.dtype.itemsize
     if not size:
-        return [_damaged(path, "no tokens", "at least one")]
-    if bin_size in (None, size):
-        return []
-    expected = f"{size} bytes ({index.tokens} tokens of {index.dtype.name}, says {path})"
-    return [_damaged(index.bin_path, f"{bin_size} bytes", expected)]
+        yield _damaged(path, "no tokens", "at least one")
+    elif bin_size not in (None, size):
+        expected = f"{size} bytes ({index.tokens} tokens of {index.dtype.name}, says {path})"
+        yield _damaged(index.bin_path, f"{bin_size} bytes", expected)
 
 
 def _damaged(path: str, found: str, expected: str) -> DataError:

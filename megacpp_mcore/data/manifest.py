@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megacpp_mcore.data.files import collected, hash_file, require_readable
+from megacpp_mcore.data.files import collected, hash_file, raise_first, require_readable
 from megacpp_mcore.data.index import DatasetIndex, inspect_index, read_index
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.util import schema
@@ -126,8 +126,8 @@ def load_manifest(prefix: str) -> Manifest:
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
-            f"{path} cannot be used: {error}. Restore it from a copy, prepare the dataset again, or delete it and "
-            "adopt the dataset (megacpp-mcore data verify --adopt PREFIX)"
+            f"{path} cannot be used: {error}; expected the manifest that made the dataset. Restore it from a copy, prepare "
+            "the dataset again, or delete it and adopt the dataset (megacpp-mcore data verify --adopt PREFIX)"
         ) from error
     return manifest
 
@@ -165,8 +165,8 @@ def write_manifest(
     """
     index, path = read_index(prefix), manifest_path(prefix)
     sha256, ids = scan_tokens(index.bin_path, index.dtype)
-    _check_ids(index.bin_path, ids, tokenizer["vocab_size"])
-    _check_document_ends(index, tokenizer["eod_id"])
+    raise_first(_id_problems(index.bin_path, ids, tokenizer["vocab_size"]))
+    raise_first(_end_problems(index, tokenizer["eod_id"]))
     manifest = Manifest(
         tokenizer=tokenizer,
         dtype=index.dtype.name,
@@ -202,13 +202,9 @@ def adopt(
     """
     path = manifest_path(prefix)
     if os.path.exists(path):
-        raise DataError(
-            f"{path} exists; expected a dataset without a manifest. To adopt it anew, delete that file first"
-        )
-    if tokenizer is not None and (vocab_size is not None or eod_id is not None):
-        raise DataError(
-            "found a tokenizer together with a vocabulary size or end-of-document id; give one or the other"
-        )
+        raise DataError(f"{path} exists; expected a dataset without one: to adopt it anew, delete that file first")
+    if tokenizer is not None and (vocab_size, eod_id) != (None, None):
+        raise DataError("found a tokenizer and a vocabulary size or end-of-document id; expected one or the other")
     described = dataclasses.asdict(_TokenizerFacts(None, None, vocab_size, eod_id))
     if tokenizer is not None:
         described = describe_tokenizer(tokenizer)
@@ -216,12 +212,8 @@ def adopt(
     return write_manifest(prefix, tokenizer=described, command=command)
 
 
-def _ignore(amount: int) -> None:
-    """Nobody asked how far it is."""
-
-
 def scan_tokens(
-    path: str, dtype: np.dtype[Any], advance: Callable[[int], None] = _ignore
+    path: str, dtype: np.dtype[Any], advance: Callable[[int], None] = lambda amount: None
 ) -> tuple[str, tuple[int, ...]]:
     """Read a ``.bin`` of ``dtype`` tokens once; return its SHA-256, and its smallest and largest id (nothing without a token).
 
@@ -251,7 +243,9 @@ def verify(prefix: str) -> Manifest:
     return manifest
 
 
-def examine(prefix: str, advance: Callable[[int], None] = _ignore) -> tuple[Manifest | None, list[DataError]]:
+def examine(
+    prefix: str, advance: Callable[[int], None] = lambda amount: None
+) -> tuple[Manifest | None, list[DataError]]:
     """Do what :func:`verify` does, and return the manifest (None without a usable one) and all problems.
 
     Checked are the manifest; of both files size and SHA-256; in the index the header, the token type, lengths, pointers and
@@ -263,60 +257,26 @@ def examine(prefix: str, advance: Callable[[int], None] = _ignore) -> tuple[Mani
         advance: called with every number of bytes read of the ``.bin``.
     """
     problems: list[DataError] = []
-    manifest = None
+    manifest, path = None, prefix + ".bin"
     with collected(problems):
         manifest = load_manifest(prefix)
     index, damages = inspect_index(prefix)
     problems += damages
-    if manifest is not None:
-        problems += _differences(prefix, index, manifest)
-    if os.path.exists(prefix + ".bin"):
-        with collected(problems):
-            problems += _wrong_tokens(prefix + ".bin", index, manifest, advance)
+    with collected(problems):
+        problems += _file_problems(prefix, index, manifest)
+    with collected(problems):
+        if os.path.exists(path):  # of an unknown token type the bytes alone are read
+            sha256, ids = scan_tokens(path, np.dtype(np.uint8) if index is None else index.dtype, advance)
+            if manifest is not None and os.path.getsize(path) == manifest.files[".bin"]["size"]:
+                problems += _hash_problems(path, sha256, manifest)
+            if index is not None:
+                problems += _id_problems(path, ids, None if manifest is None else manifest.tokenizer["vocab_size"])
+                if manifest is not None and ids and ids[-1] != manifest.max_token_id:
+                    problems.append(_mismatch(path, f"largest id {ids[-1]}", f"{manifest.max_token_id}"))
     if index is not None and manifest is not None and not damages:
         with collected(problems):
-            _check_document_ends(index, manifest.tokenizer["eod_id"])
+            problems += _end_problems(index, manifest.tokenizer["eod_id"])
     return manifest, problems
-
-
-def _differences(prefix: str, index: DatasetIndex | None, manifest: Manifest) -> list[DataError]:
-    """Where sizes, the index's SHA-256 and its counts are not the manifest's; inspect_index tells of what is missing."""
-    problems: list[DataError] = []
-    for suffix in (".bin", ".idx"):
-        path, expected = prefix + suffix, manifest.files[suffix]["size"]
-        size = os.path.getsize(path) if os.path.exists(path) else None
-        if size not in (None, expected):
-            problems.append(_mismatch(path, f"{size} bytes", f"{expected} bytes"))
-        elif size is not None and suffix == ".idx":
-            with collected(problems):
-                _check_hash(path, hash_file(path), manifest)
-    if index is not None:
-        counts = "{0.dtype}, {0.documents} documents, {0.tokens} tokens"
-        found, expected = counts.format(index), counts.format(manifest)
-        if found != expected:
-            problems.append(_mismatch(prefix + ".idx", found, expected))
-    return problems
-
-
-def _wrong_tokens(
-    path: str, index: DatasetIndex | None, manifest: Manifest | None, advance: Callable[[int], None]
-) -> list[DataError]:
-    """What the tokens of a ``.bin``, whatever its size, are not; without a known token type their bytes alone.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    problems: list[DataError] = []
-    sha256, ids = scan_tokens(path, np.dtype(np.uint8) if index is None else index.dtype, advance)
-    if manifest is not None and os.path.getsize(path) == manifest.files[".bin"]["size"]:
-        with collected(problems):
-            _check_hash(path, sha256, manifest)
-    if index is not None:
-        with collected(problems):
-            _check_ids(path, ids, None if manifest is None else manifest.tokenizer["vocab_size"])
-        if manifest is not None and ids and ids[-1] != manifest.max_token_id:
-            problems.append(_mismatch(path, f"largest id {ids[-1]}", f"{manifest.max_token_id}"))
-    return problems
 
 
 def verify_for_training(
@@ -338,67 +298,81 @@ def verify_for_training(
         DataError: names the file, what was found, what was expected.
     """
     for prefix in prefixes:
-        manifest = load_manifest(prefix)
-        index = read_index(prefix)
-        for problem in _differences(prefix, index, manifest):
-            raise problem
-        _check_fit(prefix, manifest, vocab_size, eod_id, tokenizer_checksum)
-        _check_hash(index.bin_path, _hash_once(prefix), manifest)
+        manifest, index = load_manifest(prefix), read_index(prefix)
+        raise_first(_file_problems(prefix, index, manifest))
+        raise_first(_misfits(prefix, manifest, vocab_size, eod_id, tokenizer_checksum))
+        raise_first(_hash_problems(index.bin_path, _hash_once(prefix), manifest))
 
 
-def _check_fit(prefix: str, manifest: Manifest, vocab_size: int, eod_id: int | None, checksum: str | None) -> None:
-    """Raise when the tokenizer, the vocabulary or the end of document of a run is not the dataset's."""
+def _file_problems(prefix: str, index: DatasetIndex | None, manifest: Manifest | None) -> Iterator[DataError]:
+    """Where sizes, the index's SHA-256 and its counts are not the manifest's; inspect_index tells of what is missing."""
+    if manifest is None:
+        return
+    for suffix in (".bin", ".idx"):
+        path, expected = prefix + suffix, manifest.files[suffix]["size"]
+        if os.path.exists(path) and os.path.getsize(path) != expected:
+            yield _mismatch(path, f"{os.path.getsize(path)} bytes", f"{expected} bytes")
+        elif os.path.exists(path) and suffix == ".idx":
+            yield from _hash_problems(path, hash_file(path), manifest)
+    if index is not None:
+        counts = "{0.dtype}, {0.documents} documents, {0.tokens} tokens"
+        if (found := counts.format(index)) != (said := counts.format(manifest)):
+            yield _mismatch(prefix + ".idx", found, said)
+
+
+def _misfits(
+    prefix: str, manifest: Manifest, vocab_size: int, eod_id: int | None, checksum: str | None
+) -> Iterator[DataError]:
+    """Where the tokenizer, the vocabulary or the end of document of a run is not the dataset's."""
     made_by = _TokenizerFacts(**manifest.tokenizer)
-    if None not in (checksum, made_by.checksum) and made_by.checksum != checksum:
-        raise DataError(
+    if checksum is not None and made_by.checksum not in (None, checksum):
+        yield DataError(
             f"{prefix}.bin was made with the {made_by.kind} tokenizer of checksum {str(made_by.checksum)[:12]}, and "
-            f"training names one of checksum {str(checksum)[:12]}; expected the same, or its ids mean other text: name the "
+            f"training names one of checksum {checksum[:12]}; expected the same, or its ids mean other text: name the "
             "tokenizer that made the dataset, or prepare the dataset with this one. If this one gives every text the "
             f"same ids, delete {manifest_path(prefix)} and run megacpp-mcore data verify --adopt --tokenizer DIR {prefix}"
         )
     needed = max(manifest.max_token_id + 1, made_by.vocab_size or 0)
     if needed > vocab_size:
-        raise DataError(
+        yield DataError(
             f"{prefix}.bin was made with {needed} token ids, and the model embeds {vocab_size}; set --vocab-size to at "
             f"least {needed}, or prepare the dataset with the model's tokenizer"
         )
-    if None not in (eod_id, made_by.eod_id) and made_by.eod_id != eod_id:
-        raise DataError(
+    if eod_id is not None and made_by.eod_id not in (None, eod_id):
+        yield DataError(
             f"{prefix}.bin ends its documents with id {made_by.eod_id}, and training uses {eod_id} as end of document; pass "
             "the stock tokenizer flags that fit the dataset (megacpp-mcore data verify prints them), or prepare it again"
         )
 
 
-def _check_ids(path: str, ids: tuple[int, ...], vocab_size: Any) -> None:
-    """Raise when an id is negative or not in the vocabulary (None: of a size that is not known)."""
+def _id_problems(path: str, ids: tuple[int, ...], vocab_size: Any) -> Iterator[DataError]:
+    """Whether an id is negative or not in the vocabulary (None: of a size that is not known)."""
     if ids and (ids[0] < 0 or (vocab_size is not None and ids[-1] >= vocab_size)):
-        upper = f"to {vocab_size - 1}" if vocab_size is not None else "or more"
-        raise DataError(
+        upper = "or more" if vocab_size is None else f"to {vocab_size - 1}"
+        yield DataError(
             f"{path} holds ids from {ids[0]} to {ids[-1]}, expected 0 {upper}; the file is damaged or was made with another "
             "tokenizer: prepare it again"
         )
 
 
-def _check_document_ends(index: DatasetIndex, eod_id: Any) -> None:
-    """Raise when a document does not end with ``eod_id``; None is a dataset that says nothing of its ends."""
-    if eod_id is None:
-        return
-    last = index.read_last_tokens()
+def _end_problems(index: DatasetIndex, eod_id: Any) -> Iterator[DataError]:
+    """Whether a document does not end with ``eod_id``; None is a dataset that says nothing of its ends."""
+    last = index.read_last_tokens() if eod_id is not None else np.empty(0)
     wrong = np.flatnonzero(last != eod_id)
     if wrong.size:
         found = last[wrong[0]]
-        raise DataError(
+        yield DataError(
             f"{index.bin_path}: document {wrong[0]} ends with {f'id {found}' if found >= 0 else 'no token'}, expected the "
             f"end-of-document id {eod_id} ({wrong.size} of {len(last)} documents have not that end); the file is damaged or "
             "was made with another tokenizer: restore it from a copy or prepare it again"
         )
 
 
-def _check_hash(path: str, found: str, manifest: Manifest) -> None:
-    """Raise when a file's SHA-256 is not the manifest's."""
+def _hash_problems(path: str, found: str, manifest: Manifest) -> Iterator[DataError]:
+    """Whether a file's SHA-256 is not the manifest's."""
     expected = manifest.files[path[-4:]]["sha256"]
     if found != expected:
-        raise _mismatch(path, f"SHA-256 {found}", expected)
+        yield _mismatch(path, f"SHA-256 {found}", expected)
 
 
 def _mismatch(path: str, found: str, expected: str) -> DataError:

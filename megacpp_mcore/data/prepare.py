@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
-import re
 import shlex
 import signal
 import threading
@@ -47,8 +46,8 @@ from megacpp_mcore.util.files import flush_to_disk, locked
 
 PIECE_BYTES = 16 << 20
 _MAX_DOCUMENT_TOKENS = 2**31 - 1
-_LOCK = "lock"
-_BUILT_NAME = re.compile(r"lock|dataset\.\d+\.(bin|idx|manifest\.json(\.megacpp-\d+~)?)")
+_NEW, _REPLACING = "dataset", "replacement"
+"""What files are called while they are built: with --overwrite the second, which lets no later call without it replace any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +84,14 @@ class Plan:
 
 
 class Encoded(NamedTuple):
-    """A tokenized piece: of each document its split's number, its tokens and the bytes of its text."""
+    """A tokenized piece: of each document its split's number, its tokens and the bytes of its text.
+
+    ``sha256`` is of the whole source, where the piece is its last one; otherwise empty.
+    """
 
     documents: list[tuple[int, np.ndarray[Any, Any], int]]
     skipped: list[Skipped]
     sha256: str
-    """Of the whole source, where the piece is its last one; otherwise empty."""
 
 
 def prepare(
@@ -125,7 +126,6 @@ def prepare(
     Raises:
         DataError: the inputs, the settings or the output folder do not allow it.
     """
-    sources = find_sources(inputs, globs)
     name = tokenizer if tokenizer == "byte" else Path(tokenizer).resolve().name
     command = ["megacpp-mcore", "data", "prepare", *(Path(given).resolve().name for given in inputs)]
     command += ["--output", os.path.basename(output), "--tokenizer", name]
@@ -134,7 +134,7 @@ def prepare(
     command += ["--errors", "skip"] if skip_errors else []
     plan = Plan(
         output=output,
-        sources=sources,
+        sources=find_sources(inputs, globs),
         command=shlex.join(command),
         tokenizer_name=tokenizer,
         split=split,
@@ -159,11 +159,10 @@ def carry_out(plan: Plan, workers: int = 1, progress: TextIO | None = None) -> l
             # The name of another call may be that of one of our datasets: every one of them is held.
             folders = [held.enter_context(_building(prefix)) for prefix in dict.fromkeys((plan.output, *plan.prefixes))]
             folder, was_killed = folders[0]
-            _refuse_existing(plan, was_killed)
-            built = _build(plan, folder, workers, progress)
-            if not plan.overwrite:
-                _refuse_other(plan, built)
-            _move(plan, built)
+            if not plan.overwrite and not was_killed:  # which found nothing in the way, and may have moved files there
+                _refuse_existing(plan)
+            _refuse_cached(plan)
+            _move(plan, _build(plan, folder, workers, progress))
     except OSError as error:
         raise DataError(
             f"{error.filename or plan.output}: {error.strerror}; expected a writable output folder with room: repeat the call"
@@ -177,77 +176,63 @@ def carry_out(plan: Plan, workers: int = 1, progress: TextIO | None = None) -> l
 
 @contextmanager
 def _building(prefix: str) -> Iterator[tuple[Path, bool]]:
-    """The empty folder in which ``prefix`` is built, for this process alone, and whether a killed run had left files there.
+    """The folder in which ``prefix`` is built, for this process alone, and whether a killed run had left new files there.
 
     Raises:
-        DataError: another process is preparing ``prefix``, or the folder holds what no preparation writes.
+        DataError: another process is preparing ``prefix``.
     """
     folder = Path(prefix + ".unfinished")
     folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / "lock"
     with ExitStack() as held:
         try:
-            held.enter_context(locked(folder / _LOCK, wait=False))
+            held.enter_context(locked(lock, wait=False))
         except BlockingIOError as error:
             raise DataError(
-                f"another process is preparing {prefix}; expected to be the only one: wait for it, or choose another "
-                "--output"
+                f"another process is preparing {prefix}; expected to be the only one: wait for it, or choose another --output"
             ) from error
-        left = _clear(folder)
+        was_killed = _clear(folder)
         try:
-            yield folder, left
+            yield folder, was_killed
         finally:
             _clear(folder)
-            (folder / _LOCK).unlink(missing_ok=True)  # still held: whoever waits for nothing has been refused
-            with suppress(OSError):
+            lock.unlink(missing_ok=True)  # still held: whoever waits for nothing has been refused
+            with suppress(OSError):  # what is not ours stays, and its folder with it
                 folder.rmdir()
 
 
 def _clear(folder: Path) -> bool:
-    """Remove what a preparation builds in ``folder``, and return whether there was any of it."""
-    names = os.listdir(folder)
-    if foreign := [name for name in names if not _BUILT_NAME.fullmatch(name)]:
-        raise DataError(
-            f"{folder} holds {foreign[0]!r}, which no preparation writes; expected that folder to be free: move it"
-        )
-    built = [name for name in names if name != _LOCK]
-    for name in built:
-        os.unlink(folder / name)
-    return bool(built)
+    """Remove what a preparation builds in ``folder``, and return whether there was any of it that replaces nothing."""
+    new, replacing = (list(folder.glob(f"{name}.*")) for name in (_NEW, _REPLACING))
+    for path in (*new, *replacing):
+        path.unlink()
+    return bool(new)
 
 
-def _refuse_existing(plan: Plan, was_killed: bool) -> None:
-    """Raise when a dataset is in the way, unless a killed run may have made it, or what Megatron would go on using of it."""
+def _refuse_existing(plan: Plan) -> None:
+    """Raise when a dataset is in the way."""
+    paths = (prefix + suffix for prefix in plan.prefixes for suffix in (".bin", ".idx", ".manifest.json"))
+    if path := next(filter(os.path.exists, paths), None):
+        raise DataError(f"{path} exists; expected a new dataset: choose another --output or pass --overwrite")
+
+
+def _refuse_cached(plan: Plan) -> None:
+    """Raise when Megatron has cached indices of a dataset in the way, as it does without a launch of ours."""
     for prefix in plan.prefixes:
-        for path in (prefix + ".bin", prefix + ".idx", manifest_path(prefix)):
-            if os.path.exists(path) and not plan.overwrite and not was_killed:
-                raise DataError(f"{path} exists; expected a new dataset: choose another --output or pass --overwrite")
-        cached = next(Path(prefix, "cache").glob("*_indices/*.npy"), None)
-        if cached is not None:
+        if cached := next(Path(prefix, "cache").glob("*_indices/*.npy"), None):
             raise DataError(
-                f"{cached.parent} holds sample indices of the dataset to be replaced, which Megatron would go on using: "
-                "remove that folder, or choose another --output"
+                f"{cached.parent} holds sample indices of the dataset to be replaced, which Megatron would go on using; "
+                "expected none: remove that folder, or choose another --output"
             )
-
-
-def _refuse_other(plan: Plan, built: Sequence[str]) -> None:
-    """Raise when a file in the way is not the one just built, which a killed run may have moved there already."""
-    for new, prefix in zip(built, plan.prefixes, strict=True):
-        for suffix in (".bin", ".idx", ".manifest.json"):
-            path = prefix + suffix
-            if os.path.exists(path) and hash_file(path) != hash_file(new + suffix):
-                raise DataError(
-                    f"{path} was made by something else than the preparation that left {plan.output}.unfinished; expected "
-                    "it to be free: move it and repeat the call, or repeat it with --overwrite to replace it"
-                )
 
 
 def _build(plan: Plan, folder: Path, workers: int, stream: TextIO | None) -> list[str]:
     """Write the datasets of ``plan``, with their manifests, in ``folder``; return their prefixes there."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    built = [str(folder / f"dataset.{number}") for number in range(len(plan.splits))]
+    built = [str(folder / f"{_REPLACING if plan.overwrite else _NEW}.{number}") for number in range(len(plan.splits))]
     builders = [IndexedDatasetBuilder(prefix + ".bin", dtype=plan.dtype.type) for prefix in built]
-    counts = np.zeros((len(built), len(plan.sources)), dtype=np.int64)  # documents
+    documents = np.zeros((len(built), len(plan.sources)), dtype=np.int64)
     text_bytes = [0 for _ in built]
     hashes: dict[int, str] = {}
     skipped: list[Skipped] = []
@@ -256,33 +241,32 @@ def _build(plan: Plan, folder: Path, workers: int, stream: TextIO | None) -> lis
         for piece, encoded in results:
             for side, tokens, size in encoded.documents:
                 builders[side].add_document(tokens, [len(tokens)])
-                counts[side, piece.number] += 1
+                documents[side, piece.number] += 1
                 text_bytes[side] += size
             skipped += encoded.skipped
             hashes[piece.number] = encoded.sha256
             progress.advance(bool(encoded.sha256), piece.stop - piece.start)
     progress.show()
     for side, split in enumerate(plan.splits):
-        if not counts[side].any():  # Megatron cannot open an empty dataset
+        if not documents[side].any():  # Megatron cannot open an empty dataset
             raise DataError(
-                f"{f'split {split.name!r}' if plan.split else 'the dataset'} got none of {counts.sum()} documents from "
+                f"{f'split {split.name!r}' if plan.split else 'the dataset'} got none of {documents.sum()} documents from "
                 f"{len(plan.sources)} files; expected at least one: give more text or larger shares"
             )
         builders[side].finalize(built[side] + ".idx")
         for suffix in (".bin", ".idx"):
             flush_to_disk(built[side] + suffix)
+        records = [
+            {"path": source.relative, "bytes": source.size, "sha256": hashes[number], "documents": int(count)}
+            for number, (source, count) in enumerate(zip(plan.sources, documents[side], strict=True))
+            if count
+        ]
         write_manifest(
             built[side],
             tokenizer=plan.tokenizer,
             command=plan.command,
             text_bytes=text_bytes[side],
-            sources=describe_sources(
-                [
-                    {"path": source.relative, "bytes": source.size, "sha256": hashes[number], "documents": int(count)}
-                    for number, (source, count) in enumerate(zip(plan.sources, counts[side], strict=True))
-                    if count
-                ]
-            ),
+            sources=describe_sources(records),
             skipped=[dataclasses.asdict(item) for item in skipped],
             split={"name": split.name, "of": plan.split} if plan.split else None,
         )

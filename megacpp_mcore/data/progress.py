@@ -28,11 +28,8 @@ class Progress:
     def show(self) -> None:
         """Print the state."""
         self._last = time.monotonic()
-        rate = self.bytes_done / max(self._last - self._start, 1e-9)
-        left = f"{(self.bytes - self.bytes_done) / rate:.0f} s" if rate else "unknown"
-        print(
-            f"{self.files_done}/{self.files} files  {self.bytes_done / 1e6:.1f}/{self.bytes / 1e6:.1f} MB  "
-            f"{rate / 1e6:.1f} MB/s  left {left}",
-            file=self._stream,
-            flush=True,
-        )
+        rate = self.bytes_done / max(self._last - self._start, 1e-9) / 1e6
+        done, all_of_them = self.bytes_done / 1e6, self.bytes / 1e6
+        left = f"{(all_of_them - done) / rate:.0f} s" if rate else "unknown"
+        state = f"{self.files_done}/{self.files} files  {done:.1f}/{all_of_them:.1f} MB  {rate:.1f} MB/s  left {left}"
+        print(state, file=self._stream, flush=True)

@@ -80,10 +80,8 @@ class BitsPerByte:
         Raises:
             DataError: a loss that is negative or not a number, or a negative count.
         """
-        if not math.isfinite(nats) or nats < 0 or bytes_ < 0:
-            raise DataError(
-                f"found {nats} nats over {bytes_} bytes; expected a finite sum of losses, 0 or more, and a count"
-            )
+        if not 0 <= nats < math.inf or bytes_ < 0:
+            raise DataError(f"found {nats} nats over {bytes_} bytes; expected a finite sum of losses, and a count")
         self.nats += nats
         self.bytes += bytes_
 
@@ -95,5 +93,5 @@ class BitsPerByte:
             DataError: no byte has been counted.
         """
         if not self.bytes:
-            raise DataError("no byte has been counted; expected at least one before bits per byte are asked for")
+            raise DataError("found no byte counted; expected at least one before bits per byte are asked for")
         return self.nats / (math.log(2) * self.bytes)

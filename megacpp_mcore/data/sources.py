@@ -12,6 +12,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -22,13 +23,6 @@ from megacpp_mcore.errors import DataError
 DEFAULT_GLOBS = ("*.txt", "*.py", "*.md", "*.jsonl")
 LEFT_OUT = (".*", "__pycache__")
 """Names, of files and folders, that are not looked at in a folder."""
-_KINDS = {
-    stat.S_IFIFO: "pipe",
-    stat.S_IFSOCK: "socket",
-    stat.S_IFCHR: "device",
-    stat.S_IFBLK: "device",
-    stat.S_IFDIR: "folder",
-}
 
 
 @dataclass(frozen=True, order=True)
@@ -81,7 +75,7 @@ def make_source(path: Path, relative: str) -> Source:
     status = _examine(path)
     if not stat.S_ISREG(status.st_mode):
         raise DataError(
-            f"{path} is a {_KINDS[stat.S_IFMT(status.st_mode)]}; expected a regular file, which can be read twice: write the "
+            f"{path} is {stat.filemode(status.st_mode)}, no regular file; expected one, which can be read twice: write the "
             "text to one, or remove this from the input"
         )
     return Source(relative, str(path), status.st_size, status.st_mtime_ns, (status.st_dev, status.st_ino))
@@ -91,10 +85,9 @@ def _examine(path: Path) -> os.stat_result:
     try:
         return os.stat(path)
     except OSError as error:
-        leads = f", a link to {os.readlink(path)}" if os.path.islink(path) else ""
         raise DataError(
-            f"input {path}{leads}: {error.strerror}; expected a text file or a folder of text files that can be read: mend it, "
-            "or remove it from the input"
+            f"input {path}: {error.strerror}; expected a text file or a folder of text files that can be read, or a link to "
+            "one: mend it, or remove it from the input"
         ) from error
 
 
@@ -150,21 +143,15 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def _refuse_twice(sources: Sequence[Source]) -> None:
     """Raise when two sources have one name, or are one file: under two names its text would be on both sides of a split."""
-    names: dict[str, Source] = {}
-    files: dict[tuple[int, int], Source] = {}
+    first: dict[str | tuple[int, int], Source] = {}
     for source in sources:
-        first = names.setdefault(source.relative, source)
-        if first is not source:
-            raise DataError(
-                f"{first.path} and {source.path} have the same relative path {first.relative!r}; expected every "
-                "document to have a name of its own: pass the folder that holds both as one INPUT"
-            )
-        first = files.setdefault(source.identity, source)
-        if first is not source:
-            raise DataError(
-                f"{first.path} and {source.path} are one file; expected every text once: leave out the INPUT that lies "
-                "in another, or the link"
-            )
+        for key, what in ((source.relative, "have one relative path"), (source.identity, "are one file")):
+            other = first.setdefault(key, source)
+            if other is not source:
+                raise DataError(
+                    f"{other.path} and {source.path} {what}; expected every text once, with a name of its own: pass the "
+                    "folder that holds both as one INPUT, or leave one of them out"
+                )
 
 
 def cut_sources(sources: Sequence[Source], piece_bytes: int) -> Iterator[Piece]:
@@ -254,21 +241,18 @@ def parse_split(text: str) -> tuple[Split, ...]:
     Raises:
         DataError: not of that form, a name given twice, or shares that are not positive or do not add up to 1.
     """
-    expected = "expected NAME=SHARE,NAME=SHARE with shares above 0 that add up to 1, such as train=0.98,valid=0.02"
-    splits = []
-    for item in text.split(","):
-        name, _, share = item.partition("=")
-        try:
-            splits.append(Split(name.strip(), float(share)))
-        except ValueError as error:
-            raise DataError(f"split {text!r}: {item!r} has no number after '='; {expected}") from error
-    names = [split.name for split in splits]
-    if not all(name.replace("_", "").replace("-", "").isalnum() for name in names) or len(set(names)) != len(names):
-        raise DataError(f"split {text!r}: found the names {names}, each must be a word and occur once; {expected}")
-    total = sum(split.share for split in splits)
-    if not all(split.share > 0 for split in splits) or not abs(total - 1) <= 1e-9:
-        raise DataError(f"split {text!r}: the shares add up to {total}; {expected}")
-    return tuple(splits)
+    shares: dict[str, float] = {}
+    parts = [part.partition("=") for part in text.split(",")]
+    with suppress(ValueError):
+        shares = {name.strip(): float(share) for name, _, share in parts}
+    are_words = all(name.replace("_", "").replace("-", "").isalnum() for name in shares)
+    total = sum(shares.values())
+    if len(shares) < len(parts) or not are_words or not min(shares.values()) > 0 or not abs(total - 1) <= 1e-9:
+        raise DataError(
+            f"split {text!r} is {shares or 'no list of shares'}, which add up to {total}; expected NAME=SHARE,NAME=SHARE, each "
+            "name a word that occurs once, with shares above 0 that add up to 1, such as train=0.98,valid=0.02"
+        )
+    return tuple(Split(name, share) for name, share in shares.items())
 
 
 def choose_split(key: str, splits: Sequence[Split]) -> int:

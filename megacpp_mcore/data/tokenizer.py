@@ -41,23 +41,18 @@ class Tokenizer(Protocol):
 
     def encode(self, text: bytes) -> NDArray[Any]:
         """Return the ids (1-D, below ``vocab_size``) of one document given as valid UTF-8, without specials."""
-        ...
 
     def checksum(self) -> str:
         """Return a SHA-256 over everything that decides which ids a text gets."""
-        ...
 
     def stock_flags(self) -> list[str]:
         """Return the stock Megatron flags under which training sees the same vocabulary size and end-of-document id."""
-        ...
 
 
 class ByteTokenizer:
     """Bytes as tokens: ``encode`` is the identity on the UTF-8 bytes, so tokens and bytes are one count."""
 
-    kind = "byte"
-    vocab_size = BYTE_VOCAB_SIZE
-    eod_id = BYTE_EOD_ID
+    kind, vocab_size, eod_id = "byte", BYTE_VOCAB_SIZE, BYTE_EOD_ID
 
     def encode(self, text: bytes) -> NDArray[np.uint8]:
         """Return the bytes of ``text`` as ids, shape ``[len(text)]``."""
@@ -89,18 +84,19 @@ class HuggingFaceTokenizer:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        if not (self.folder / "tokenizer.json").is_file():
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
             raise DataError(
                 f"tokenizer folder {self.folder} has no tokenizer.json; expected a Hugging Face 'fast' tokenizer saved "
                 "with save_pretrained(). Nothing is fetched from a hub: download or convert it first"
             )
-        self._tokenizer = _load_tokenizer_json(self.folder / "tokenizer.json")
+        self._tokenizer = _load(path)
         self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if largest >= self.vocab_size:  # stock sizes the model by the number of tokens
             raise DataError(
-                f"{self.folder / 'tokenizer.json'} has {self.vocab_size} tokens with ids up to {largest}; expected ids "
-                f"below {self.vocab_size}: fill the holes in the numbering with unused tokens"
+                f"{path} has {self.vocab_size} tokens with ids up to {largest}; expected ids below {self.vocab_size}: fill "
+                "the holes in the numbering with unused tokens"
             )
         self.eod_id = self._find_eod()
 
@@ -146,7 +142,7 @@ class HuggingFaceTokenizer:
         return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(self.folder)]
 
 
-def _load_tokenizer_json(path: Path) -> Any:
+def _load(path: Path) -> Any:
     """Return ``tokenizers.Tokenizer`` of ``path``; ``from_file`` opens that file and asks no hub."""
     try:
         import tokenizers

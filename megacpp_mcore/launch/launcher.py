@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from unittest import mock
 
 from megacpp_mcore import policy
 from megacpp_mcore import settings as plugin_config
@@ -39,54 +39,57 @@ _RUN_ID = "megacpp-mcore-"
 
 @dataclass(frozen=True)
 class Recording:
-    """What a launch is told to record.
+    """What a launch records, as the command line says it (:func:`megacpp_mcore.observe.run.choose`).
 
     Attributes:
-        observe: the run's folder; by default beside the checkpoints that it saves (:func:`megacpp_mcore.observe.run.choose`).
-        off: whether nothing is to be recorded there.
-        steps: a file to append every step's losses to (:mod:`megacpp_mcore.observe.steps`).
+        observe: the run's folder; by default beside the checkpoints that it saves.
+        no_observe: whether nothing is to be recorded there.
+        record_steps: a file to append every step's losses to.
         profile: the first and the last step to profile, such as ``10-14``.
-        profile_tool: ``torch`` or ``external`` (:mod:`megacpp_mcore.observe.profile`).
+        profile_tool: ``torch`` or ``external``.
     """
 
     observe: str | None = None
-    off: bool = False
-    steps: str | None = None
+    no_observe: bool = False
+    record_steps: str | None = None
     profile: str | None = None
     profile_tool: str | None = None
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Add the options that say it to the parser of a command."""
-        parser.add_argument("--observe", metavar="DIR", help="record the run in DIR (default: beside its checkpoints)")
-        parser.add_argument("--no-observe", action="store_true", help="record nothing of the run")
-        parser.add_argument(
-            "--record-steps",
-            metavar="FILE",
-            help="append every step's losses to FILE, unrounded, one line of JSON each",
-        )
-        parser.add_argument(
-            "--profile", metavar="FIRST-LAST", help="profile these steps by block family, such as 10-14"
-        )
-        parser.add_argument(
-            "--profile-tool", choices=("torch", "external"), help="external: only mark the steps, for nsys or ncu"
-        )
+        """Add an option for each attribute to the parser of a command."""
+        for option, more in {
+            "--observe": {"metavar": "DIR", "help": "record the run in DIR (default: beside its checkpoints)"},
+            "--no-observe": {"action": "store_true", "help": "record nothing of the run"},
+            "--record-steps": {
+                "metavar": "FILE",
+                "help": "append every step's losses to FILE, unrounded, a line of JSON each",
+            },
+            "--profile": {"metavar": "FIRST-LAST", "help": "profile these steps by block family, such as 10-14"},
+            "--profile-tool": {
+                "choices": ("torch", "external"),
+                "help": "external: only mark the steps, for nsys or ncu",
+            },
+        }.items():
+            parser.add_argument(option, **more)  # type: ignore[arg-type]
 
     @classmethod
     def read(cls, options: argparse.Namespace) -> Recording:
         """What the options of :meth:`add_arguments` say."""
-        return cls(options.observe, options.no_observe, options.record_steps, options.profile, options.profile_tool)
+        return cls(**{each.name: getattr(options, each.name) for each in dataclasses.fields(cls)})
 
     def words(self) -> list[str]:
         """The options that say the same."""
-        given = {
-            "--observe": self.observe,
-            "--record-steps": self.steps,
-            "--profile": self.profile,
-            "--profile-tool": self.profile_tool,
-        }
-        words = [word for flag, value in given.items() if value is not None for word in (flag, value)]
-        return [*(["--no-observe"] if self.off else []), *words]
+        said = {name: value for name, value in vars(self).items() if value not in (None, False)}
+        given = {f"--{name.replace('_', '-')}": value for name, value in said.items()}
+        return [word for option, value in given.items() for word in ([option] if value is True else [option, value])]
+
+    def choose(
+        self, arguments: Sequence[str], settings: plugin_config.PluginConfig | None = None
+    ) -> observation.Observation:
+        """The observation of a run with Megatron's ``arguments``; LaunchError where there can be none as asked for."""
+        asked = {"off" if name == "no_observe" else name: value for name, value in vars(self).items()}
+        return observation.choose(arguments, settings=settings, **asked)
 
 
 def launch(
@@ -115,65 +118,65 @@ def launch(
             starts. What the script itself raises passes through; with ``nproc > 1`` it is the exit status of the first
             process that failed.
     """
-    chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes, patches=patches)
     recording = recording or Recording()
+    # What is wrong by the words alone is refused before torch is imported; the tool of a profile depends on the device.
+    dataclasses.replace(recording, profile_tool=None).choose(command)
+    chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes, patches=patches)
     if os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID):
         process.end_with_the_parent()
     if chosen.nproc > 1:
-        return _run_processes(command, chosen, allowed_spec_prefixes, recording)
-    return _run_here(chosen, recording)
+        options = ["--device", chosen.device, *recording.words()]
+        options += [word for prefix in allowed_spec_prefixes for word in ("--allow-spec-from", prefix)]
+        options += [word for name in chosen.patches for word in ("--patch", name)]
+        return _run_processes(chosen.nproc, [*options, "--", *command])
+    try:
+        _run_here(chosen, recording)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)  # as the interpreter does
+        return 1
+    return 0
 
 
-def _run_processes(
-    command: Sequence[str], chosen: Plan, allowed_spec_prefixes: Sequence[str], recording: Recording
-) -> int:
-    """Start ``chosen.nproc`` processes of this module through torchrun; return 0 or the first failure's status."""
+def _run_processes(nproc: int, words: Sequence[str]) -> int:
+    """Start ``nproc`` processes of this package's ``launch`` through torchrun; return 0 or the first failure's status."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=chosen.nproc,
-        run_id=f"{_RUN_ID}{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    options = ["--device", chosen.device]
-    for prefix in allowed_spec_prefixes:
-        options += ["--allow-spec-from", prefix]
-    for name in chosen.patches:
-        options += ["--patch", name]
-    options += recording.words()
     # As torchrun does: N processes with a thread for every core each would fight over the cores.
     threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
-    try:
-        with process.environment(threads), tempfile.TemporaryDirectory(prefix="megacpp-mcore-") as logs:
-            config.logs_specs = DefaultLogsSpecs(log_dir=logs)
-            elastic_launch(config, sys.executable)("-m", "megacpp_mcore", "launch", *options, "--", *command)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(f"megacpp-mcore: rank {rank} failed first, with exit status {failure.exitcode}", file=sys.stderr)
-        return _exit_status(failure.exitcode)
-    except SignalException as interruption:
-        return _exit_status(-int(interruption.sigval))
+    with process.environment(threads), tempfile.TemporaryDirectory(prefix="megacpp-mcore-") as logs:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=f"{_RUN_ID}{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "megacpp_mcore", "launch", *words)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            print(f"megacpp-mcore: rank {rank} failed first, with exit status {failure.exitcode}", file=sys.stderr)
+            # The shell's number for a process that ended by a signal, which Python counts as negative.
+            return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+        except SignalException as interruption:
+            return 128 + int(interruption.sigval)
     return 0
 
 
-def _exit_status(code: int) -> int:
-    """Return the shell's number for a process that ended with ``code`` (negative: by that signal)."""
-    return code if code >= 0 else 128 - code
-
-
-def _run_here(chosen: Plan, recording: Recording) -> int:
+def _run_here(chosen: Plan, recording: Recording) -> None:
     """Run the script in this process; its exit goes through what records the run, so that a failure is known there."""
     entry = str(chosen.script) if chosen.script else STOCK_LOOP
-    with process.exit_status() as ended, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         stack.enter_context(process.process_environment())
-        stack.enter_context(process.arguments([entry, *chosen.arguments]))
+        stack.enter_context(mock.patch.object(sys, "argv", [entry, *chosen.arguments]))
         process.say(chosen.describe(int(os.environ["WORLD_SIZE"])))
         settings = plugin_config.from_environment() if chosen.has_own_spec else None
         launched = _launch_policy(chosen, settings)
@@ -186,37 +189,31 @@ def _run_here(chosen: Plan, recording: Recording) -> int:
         if chosen.device == "cpu":
             stack.enter_context(process.cpu_lane())
         stack.enter_context(process.patches_of_the_run())
-        _apply_patches(chosen)
+        needed = {"dataset-helpers": True, "spec-import": chosen.spec is not None, "hybrid-flops": chosen.has_own_spec}
+        names = [name for name, is_needed in needed.items() if is_needed]
+        applied = registry.default().apply([*names, *chosen.patches]).applied
+        process.say(f"patches: {', '.join(applied) or 'applied already'}")
         stack.enter_context(policy.active(settings))
         if launched.compile.mode == "regional":
             # This brings Megatron, which has to come from the script's checkout.
             from megacpp_mcore.layer_specs import regions
 
             stack.enter_context(regions.before_training(launched.compile, process.say))
-        stack.enter_context(_observed(chosen, recording, settings, launched))
+        observed = recording.choose(chosen.arguments, settings)
+        for line in observed.describe():
+            process.say(line)
+        stack.enter_context(observation.observed(observed, launched))
         if chosen.spec is not None:
             import_named(*chosen.spec)
-        _run_main(chosen.script)
+        try:
+            if chosen.script is None:
+                runpy.run_module(STOCK_LOOP, run_name="__main__")
+            else:
+                runpy.run_path(entry, run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
         process.leave_process_group()
-    return ended.status
-
-
-def _observed(
-    chosen: Plan, recording: Recording, settings: plugin_config.PluginConfig | None, launched: policy.LaunchPolicy
-) -> contextlib.AbstractContextManager[None]:
-    """Record the run as it is asked for; the loop that is wrapped has to be the script's own Megatron."""
-    asked = observation.choose(
-        chosen.arguments,
-        observe=recording.observe,
-        off=recording.off,
-        record_steps=recording.steps,
-        profile=recording.profile,
-        profile_tool=recording.profile_tool,
-        settings=settings,
-    )
-    for line in asked.describe():
-        process.say(line)
-    return observation.observed(asked, launched)
 
 
 def _launch_policy(chosen: Plan, settings: plugin_config.PluginConfig | None) -> policy.LaunchPolicy:
@@ -232,15 +229,6 @@ def _launch_policy(chosen: Plan, settings: plugin_config.PluginConfig | None) ->
     return launched
 
 
-def _apply_patches(chosen: Plan) -> None:
-    """Apply what every launch needs, what a spec needs, and what was asked for; all or none."""
-    names = ["dataset-helpers", *(["spec-import"] if chosen.spec else [])]
-    names += ["hybrid-flops"] if chosen.has_own_spec else []
-    process.say(
-        f"patches: {', '.join(registry.default().apply([*names, *chosen.patches]).applied) or 'applied already'}"
-    )
-
-
 def _verified_data(arguments: Sequence[str]) -> list[str]:
     """Check the datasets that are named, on rank 0; return the words that have Megatron cache what it indexes of just these."""
     from megacpp_mcore.data.arguments import cache_words, verify_arguments  # brings numpy, which --help does without
@@ -249,19 +237,3 @@ def _verified_data(arguments: Sequence[str]) -> list[str]:
     words = cache_words(arguments)
     process.say(f"{line}; its indices are cached in {words[1]}" if words else line)
     return words
-
-
-def _run_main(script: Path | None) -> None:
-    """Run ``script`` or the stock loop as ``__main__``; an exit without success goes on to the caller.
-
-    Raises:
-        SystemExit: the script exits with a status other than 0, or with a message.
-    """
-    try:
-        if script is None:
-            runpy.run_module(STOCK_LOOP, run_name="__main__")
-        else:
-            runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as end:
-        if end.code:
-            raise

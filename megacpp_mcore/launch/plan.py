@@ -33,20 +33,23 @@ STOCK_LOOP = "megacpp_mcore.launch.pretrain"
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch, read and checked: what runs, with which arguments, where."""
+    """One launch, read and checked: what runs, with which arguments, where.
+
+    Attributes:
+        script: the stock script, or None for the stock loop of the wheel.
+        arguments: Megatron's, ``--spec`` as the two words that Megatron wants.
+        spec: module and attribute named by ``--spec``.
+        device: ``cpu`` or ``cuda``.
+        nproc: processes to start; 1 is this one.
+        patches: to apply besides those that a launch applies anyway.
+    """
 
     script: Path | None
-    """The stock script, or None for the stock loop of the wheel."""
     arguments: tuple[str, ...]
-    """Megatron's arguments, ``--spec`` as the two words Megatron wants."""
     spec: tuple[str, str] | None
-    """Module and attribute named by ``--spec``."""
     device: str
-    """``cpu`` or ``cuda``."""
     nproc: int
-    """Processes to start; 1 is this one."""
     patches: tuple[str, ...] = ()
-    """Patches to apply besides those that a launch applies anyway."""
 
     @property
     def has_own_spec(self) -> bool:
@@ -74,6 +77,7 @@ def plan(
     Raises:
         LaunchError, SpecImportError: it cannot be started as asked for.
     """
+    registry.default().select(patches)  # refuses names that it does not know
     words = list(command)
     script = None
     if words and words[0].endswith(".py"):
@@ -83,50 +87,37 @@ def plan(
             f"the launch command starts with {words[0]!r}, which is neither a script (*.py) nor an argument (--…); "
             "name pretrain_gpt.py or pretrain_hybrid.py first, or give Megatron's arguments alone"
         )
-    if nproc < 1:
-        raise LaunchError(f"--nproc is {nproc}; expected the number of processes to start, 1 or more")
-    _check_processes(environment)
-    if nproc > 1 and "RANK" in environment:
-        raise LaunchError(
-            f"--nproc {nproc} was given to a process that torchrun has started (RANK={environment['RANK']}); "
-            "leave --nproc out under torchrun, or start megacpp-mcore without torchrun"
-        )
-    _check_own_options(words)
+    _check_processes(nproc, environment)
     _check_arguments(words)
     _check_packed(script, words)
     arguments, spec = split_spec(words)
     if spec is not None:
-        _check_allowed(spec, allowed_spec_prefixes)
-        _check_host(script, spec, arguments)
-        if spec[0].partition(".")[0] == "megacpp_mcore":
-            plugin_config.from_environment()  # what is wrong in that file is said before Megatron starts
-    resolved = _resolve_device(device)
-    if resolved == "cpu":
+        _check_spec(script, spec, arguments, allowed_spec_prefixes)
+    chosen = Plan(script, tuple(arguments), spec, _resolve_device(device), nproc, tuple(patches))
+    if chosen.has_own_spec:
+        plugin_config.from_environment()  # what is wrong in that file is said before Megatron starts
+    if chosen.device == "cpu":
         _check_cpu_arguments(arguments)
     else:
         _check_gpus(nproc, environment)
-    registry.default().select(patches)  # refuses names that it does not know
-    return Plan(script, tuple(arguments), spec, resolved, nproc, tuple(patches))
+    return chosen
 
 
-def _check_processes(environment: Mapping[str, str]) -> None:
-    """Refuse half of what torchrun sets: a rank would be made up, and the others waited for."""
+def _check_processes(nproc: int, environment: Mapping[str, str]) -> None:
+    """Refuse half of what torchrun sets (a rank would be made up, and the others waited for), and processes of processes."""
+    if nproc < 1:
+        raise LaunchError(f"--nproc is {nproc}; expected the number of processes to start, 1 or more")
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in environment]
     if missing and environment.get("WORLD_SIZE", environment.get("RANK", "1")) != "1":
         raise LaunchError(
             f"the environment says that this is one of several processes, but does not hold {', '.join(missing)}; start "
             "them with torchrun or --nproc, or unset RANK and WORLD_SIZE"
         )
-
-
-def _check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse what would give the run a ``--spec`` that this launcher has not seen."""
-    for flag, source in (("--use-checkpoint-args", "a checkpoint"), ("--yaml-cfg", "a file")):
-        if flag in flags.read(arguments):
-            raise LaunchError(
-                f"{flag} takes arguments from {source}, --spec among them, which would be imported unchecked; write the "
-                "arguments out (`megacpp-mcore recipe emit … --as cli` prints them)"
-            )
+    if nproc > 1 and "RANK" in environment:
+        raise LaunchError(
+            f"--nproc {nproc} was given to a process that torchrun has started (RANK={environment['RANK']}); "
+            "leave --nproc out under torchrun, or start megacpp-mcore without torchrun"
+        )
 
 
 _OWN_OPTIONS = (
@@ -140,8 +131,14 @@ _OWN_OPTIONS = (
 )
 
 
-def _check_own_options(arguments: Sequence[str]) -> None:
-    """Refuse options of the launch behind the ``--``, which Megatron would refuse after a minute, below its whole usage."""
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Refuse what would bring in a ``--spec`` unseen, and options of the launch, which Megatron would refuse a minute later."""
+    for flag, source in (("--use-checkpoint-args", "a checkpoint"), ("--yaml-cfg", "a file")):
+        if flag in flags.read(arguments):
+            raise LaunchError(
+                f"{flag} takes arguments from {source}, --spec among them, which would be imported unchecked; write the "
+                "arguments out (`megacpp-mcore recipe emit … --as cli` prints them)"
+            )
     for word, after in itertools.pairwise([*arguments, ""]):
         if word.partition("=")[0] in _OWN_OPTIONS or (word == "--profile" and re.fullmatch(r"\d+-\d+", after)):
             raise LaunchError(
@@ -174,18 +171,18 @@ def _check_packed(script: Path | None, words: Sequence[str]) -> None:
 
 def find_script(word: str, environment: Mapping[str, str] = os.environ) -> Path:
     """Return the full path of the script ``word``; raise CheckoutError, saying where it was looked for."""
+    checkout = environment.get(CHECKOUT_VARIABLE)
     if os.path.dirname(word):
         candidates = [Path(word)]
     else:
-        folders = [environment.get(CHECKOUT_VARIABLE), os.curdir]
-        if folders[0] and not os.path.isdir(folders[0]):
-            raise CheckoutError(f"{CHECKOUT_VARIABLE} is {folders[0]!r}, which is no folder; {CHECKOUT_ADVICE}")
-        candidates = [Path(folder) / word for folder in folders if folder]
+        if checkout and not os.path.isdir(checkout):
+            raise CheckoutError(f"{CHECKOUT_VARIABLE} is {checkout!r}, which is no folder; {CHECKOUT_ADVICE}")
+        candidates = [Path(folder) / word for folder in (checkout, os.curdir) if folder]
     for candidate in candidates:
         if candidate.is_file():
             return candidate.resolve()
     looked = ", ".join(str(candidate.absolute()) for candidate in candidates)
-    state = "" if environment.get(CHECKOUT_VARIABLE) else f" ({CHECKOUT_VARIABLE} is not set)"
+    state = "" if checkout else f" ({CHECKOUT_VARIABLE} is not set)"
     raise CheckoutError(f"{word} was not found; looked for {looked}{state}; {CHECKOUT_ADVICE}")
 
 
@@ -198,52 +195,45 @@ def split_spec(arguments: Sequence[str]) -> tuple[list[str], tuple[str, str] | N
         SpecImportError: the words name no module and attribute.
     """
     words = list(arguments)
-    starts = [index for index, word in enumerate(words) if word == "--spec" or word.startswith("--spec=")]
+    starts = [index for index, word in enumerate(words) if word.partition("=")[0] == "--spec"]
     if not starts:
         return words, None
     start = starts[-1]
-    end = start + 1
-    if words[start] == "--spec":
-        while end < len(words) and not words[end].startswith("-"):
-            end += 1
-        values = words[start + 1 : end]
-    else:
-        values = [words[start].removeprefix("--spec=")]
-        if end < len(words) and not words[end].startswith("-"):
-            raise SpecImportError(
-                f"{words[start]} {words[end]} is two words of which = binds only the first; write --spec {values[0]} "
-                f"{words[end]} for module and attribute, or --spec={values[0]} alone"
-            )
-    module, attribute = spec_words(values)
+    end = next((index for index in range(start + 1, len(words)) if words[index].startswith("-")), len(words))
+    _, equals, value = words[start].partition("=")
+    if equals and end > start + 1:
+        raise SpecImportError(
+            f"{words[start]} {words[start + 1]} is two words of which = binds only the first; write --spec {value} "
+            f"{words[start + 1]} for module and attribute, or --spec={value} alone"
+        )
+    module, attribute = spec_words([value] if equals else words[start + 1 : end])
     return [*words[:start], "--spec", module, attribute, *words[end:]], (module, attribute)
 
 
-def _check_allowed(spec: tuple[str, str], prefixes: Sequence[str]) -> None:
-    module, attribute = spec
-    if not any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes):
+def _check_spec(script: Path | None, spec: tuple[str, str], arguments: Sequence[str], allowed: Sequence[str]) -> None:
+    """Refuse a spec of a package that is not allowed, and one of ours for a model that the run does not build."""
+    module, name = spec[0], ".".join(spec)
+    if not any(module == prefix or module.startswith(prefix + ".") for prefix in allowed):
         raise SpecImportError(
-            f"--spec {module}.{attribute} comes from a package that is not allowed; allowed are {', '.join(prefixes)}; "
+            f"--spec {name} comes from a package that is not allowed; allowed are {', '.join(allowed)}; "
             f"if you trust it, add --allow-spec-from {module.partition('.')[0]}"
         )
-
-
-def _check_host(script: Path | None, spec: tuple[str, str], arguments: Sequence[str]) -> None:
-    """Refuse a spec of ours for a model (GPTModel or HybridModel) that the run does not build."""
     host = lowering.host_of(spec)
     if host is None:
         return
     other = next(candidate for candidate in lowering.SPECS if candidate != host)
-    has_pattern = "--hybrid-layer-pattern" in flags.read(arguments)
+    other_spec = ".".join(lowering.SPECS[other])
     if script is not None and script.name == lowering.SCRIPTS[other]:
         raise SpecImportError(
-            f"--spec {'.'.join(spec)} is for {lowering.SCRIPTS[host]}, and the script is {script.name}; name the other script, "
-            f"or --spec {'.'.join(lowering.SPECS[other])}"
+            f"--spec {name} is for {lowering.SCRIPTS[host]}, and the script is {script.name}; name the other script, "
+            f"or --spec {other_spec}"
         )
+    has_pattern = "--hybrid-layer-pattern" in flags.read(arguments)
     if has_pattern != (host == HYBRID):
+        needs, do = ("takes no", "leave out") if has_pattern else ("needs", "add")
         raise SpecImportError(
-            f"--spec {'.'.join(spec)} {'needs' if not has_pattern else 'takes no'} --hybrid-layer-pattern, which makes the "
-            f"model a HybridModel; {'add' if not has_pattern else 'leave out'} that, or name --spec "
-            f"{'.'.join(lowering.SPECS[other])}"
+            f"--spec {name} {needs} --hybrid-layer-pattern, which makes the model a HybridModel; {do} that, or name "
+            f"--spec {other_spec}"
         )
 
 

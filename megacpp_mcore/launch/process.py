@@ -1,4 +1,4 @@
-"""What a process that trains is given for the time it does, and has taken back: environment, CPU lane, patches, exit status."""
+"""What a process that trains is given for the time it does, and has taken back: environment, CPU lane, patches, path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from megacpp_mcore.errors import LaunchError
@@ -20,36 +19,12 @@ from megacpp_mcore.patches.machinery import registry
 def patches_of_the_run() -> Iterator[None]:
     """Revert, in the end, the patches that were applied meanwhile, but for those of a checkout's hook, which acts once."""
     known = registry.default()
-    before = {record["name"] for record in known.status() if record["state"] != "not applied"}
+    before = {row["name"] for row in known.status() if row["state"] != "not applied"}
     try:
         yield
     finally:
-        known.revert(
-            record["name"]
-            for record in known.status()
-            if record["state"] == "applied" and record["name"] not in before and record["hook"] is None
-        )
-
-
-@dataclass
-class Ended:
-    """How a script ended: its exit status."""
-
-    status: int = 0
-
-
-@contextlib.contextmanager
-def exit_status() -> Iterator[Ended]:
-    """Turn a script's exit into a status; a message is printed, as the interpreter does."""
-    ended = Ended()
-    try:
-        yield ended
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            ended.status = end.code or 0
-        else:
-            print(end.code, file=sys.stderr)
-            ended.status = 1
+        applied = [row["name"] for row in known.status() if row["state"] == "applied" and row["hook"] is None]
+        known.revert(name for name in applied if name not in before)
 
 
 @contextlib.contextmanager
@@ -77,13 +52,10 @@ def cpu_lane() -> Iterator[None]:
     """The CPU lane for the duration, with a line for everything that it replaces."""
     from megacpp_mcore import cpu
 
-    lane = cpu.install()
-    try:
+    with cpu.install() as lane:
         for message in lane.messages:
             say(message)
         yield
-    finally:
-        lane.remove()
 
 
 def leave_process_group() -> None:
@@ -95,19 +67,14 @@ def leave_process_group() -> None:
 
 
 def process_environment() -> contextlib.AbstractContextManager[None]:
-    """For the duration, what torchrun sets, for this process alone where torchrun did not."""
-    return environment(_single_process_defaults())
-
-
-def _single_process_defaults() -> dict[str, str]:
-    """Return what torchrun would have set for one process, where it is unset.
+    """For the duration, what torchrun sets, for this process alone where torchrun did not.
 
     Nobody else has to know the port of its store, so that the kernel may choose it when it is bound: one that was free before
     may be taken by then.
     """
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     defaults |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    return {name: value for name, value in defaults.items() if name not in os.environ}
+    return environment({name: value for name, value in defaults.items() if name not in os.environ})
 
 
 @contextlib.contextmanager
@@ -121,16 +88,6 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-@contextlib.contextmanager
-def arguments(argv: list[str]) -> Iterator[None]:
-    """For the duration, ``argv`` as the script's own name and arguments."""
-    before, sys.argv = sys.argv, argv
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
 def say(message: str) -> None:
     """Print a line on rank 0."""
     if os.environ.get("RANK", "0") == "0":
@@ -139,9 +96,8 @@ def say(message: str) -> None:
 
 def end_with_the_parent() -> None:
     """Have Linux end this process when the one that started it is gone; SIGKILL leaves that one no time to do so."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG in linux/prctl.h
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-        if os.getppid() != parent:  # it was gone before
-            os.kill(os.getpid(), signal.SIGKILL)
+    parent = os.getppid()
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG in linux/prctl.h
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -68,8 +68,8 @@ class DSA:
         loss_coeff: weight of the indexer's KL loss.
         distill: whose attention an indexer is trained against: ``served``, the mean over its own layer and the Shared layers it
             serves (multi-layer distillation), or ``own``, its own layer alone. Without Shared layers these are the same.
-        warmup_steps: steps at the start in which the indexer is trained densely (over every causal key) and A layers
-            attend to every causal key; 0 means none, and the log of a run says so.
+        warmup_steps: steps at the start in which sparse layers attend to every causal key, and the indexer of a Full layer
+            learns that attention (DeepSeek-V3.2 report, dense warm-up); 0: none.
     """
 
     schedule: str = "-FSS"
@@ -82,16 +82,11 @@ class DSA:
 
     def __post_init__(self) -> None:
         _positive(self, "indexer_heads", "indexer_head_dim", "topk")
-        _not_negative(self, "loss_coeff")
+        _not_negative(self, "loss_coeff", "warmup_steps")
         if self.distill not in (OWN, SERVED):
             raise ModelError(
                 f"DSA.distill is {self.distill!r}; expected {SERVED} (the indexer of an F layer learns from it and its S "
                 f"layers) or {OWN} (from the F layer alone)"
-            )
-        if self.warmup_steps != 0:
-            raise ModelError(
-                f"DSA.warmup_steps is {self.warmup_steps}; the dense warm-up of the indexer is not there yet, "
-                "so only 0 (no warm-up) is accepted"
             )
 
 
@@ -229,7 +224,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a model is cut over processes: tensor, pipeline, virtual-pipeline, expert and sequence parallelism."""
+    """How a model is sharded over processes: tensor, pipeline, virtual-pipeline, expert and sequence parallelism."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -358,7 +353,7 @@ class Model:
         grammar.check_chunks(self.name, self.roles, self.chunks(layout))
 
     def check_cut(self, layout: Layout) -> None:
-        """Refuse tensor, expert or sequence parallelism this model's sizes do not divide by; stages are not looked at.
+        """Refuse tensor, expert or sequence parallelism this model's sizes do not divide by; pipeline stages are not checked.
 
         Raises:
             ModelError: naming the number that does not divide.

@@ -28,7 +28,7 @@ MTP_BLOCK = "+-"
 
 @dataclass(frozen=True)
 class Slot:
-    """What stands for one symbol of a hybrid pattern.
+    """The layer slot of one symbol of a hybrid pattern.
 
     Attributes:
         symbol: the symbol.
@@ -112,7 +112,7 @@ _ALLOWED = (
 
 @dataclass(frozen=True)
 class Translation:
-    """What a hybrid pattern says about a NAM56R model.
+    """A hybrid pattern parsed as a NAM56R model.
 
     Attributes:
         pattern: stages and MTP depths in A/M/E/R, every layer written out (a hybrid pattern is never tiled).
@@ -175,7 +175,7 @@ def _symbol(number: int, letter: str, role: str | None) -> str:
 
 
 def from_hybrid(text: str) -> Translation:
-    """What the hybrid pattern ``text`` says, if it is one of NAM56R's.
+    """Parse the hybrid pattern ``text`` of a NAM56R model.
 
     Stricter than Megatron, which takes empty stages, and drops an MTP part without symbols as if it were not there.
 
@@ -223,7 +223,7 @@ def _check_stage(text: str, stage: str, position: int) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is put on HybridModel; nothing can change afterwards.
+    """How a model maps to HybridModel; immutable.
 
     Attributes:
         model: the model.

@@ -52,7 +52,7 @@ class Pattern:
 
     @property
     def staged(self) -> bool:
-        """True when the pattern itself says where pipeline stages begin (tiling is then off)."""
+        """Whether the pattern marks pipeline stages (which turns tiling off)."""
         return len(self.stages) > 1
 
     def layers(self, depth: int) -> str:
@@ -183,7 +183,7 @@ def promoted_schedule(roles: Sequence[str | None], chunks: Sequence[range]) -> t
 
 
 def check_chunks(name: str, roles: Sequence[str | None], chunks: Sequence[range]) -> None:
-    """Refuse a layout in which a model chunk would begin with a Shared layer.
+    """Refuse a layout in which the first sparse layer of a model chunk would be Shared.
 
     Raises:
         ModelError: naming the layers and the promoted schedule to adopt.

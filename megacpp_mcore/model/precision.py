@@ -1,4 +1,4 @@
-"""The precision of a run as a plan in four fields, and the file by which stock Megatron is told of FP8 experts. Pure Python.
+"""The precision plan of a run in four fields, and stock Megatron's precision file for FP8 experts. Pure Python.
 
 Stock's switch ``--fp8-format`` wraps every layer. Its ``--te-precision-config-file`` names modules instead (megatron-core
 0.19.2, ``megatron/core/quantization`` and ``extensions/transformer_engine.py``), which is what FP8 in the experts alone takes.
@@ -25,7 +25,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionPlan:
-    """What is computed in which precision, and who answers for it.
+    """Model dtype, FP8 kernels, dispatch and checkpoint owner of a run.
 
     Attributes:
         model_dtype: ``bf16`` or ``fp32``: parameters, activations, and every product that ``kernel_fp8`` does not name.
@@ -42,7 +42,7 @@ class PrecisionPlan:
 
     @property
     def file(self) -> Path | None:
-        """What ``--te-precision-config-file`` has to name; None where the option is left out."""
+        """The path for ``--te-precision-config-file``; None without FP8."""
         return None if self.kernel_fp8 == "none" else EXPERTS_FILE
 
 
@@ -82,7 +82,7 @@ def unfit(model: Model) -> str | None:
 
 
 def is_experts_recipe(recipe: Any) -> bool:
-    """Whether Megatron's ``RecipeConfig`` says what :data:`EXPERTS_FILE` says, whichever file it was read from."""
+    """Whether Megatron's ``RecipeConfig`` equals the content of :data:`EXPERTS_FILE`, whichever file it was read from."""
     content = yaml.safe_load(EXPERTS_FILE.read_text(encoding="utf-8"))
     wanted = [(matcher["pattern"], matcher["config"]) for matcher in content["matchers"].values()]
     found = [(getattr(one, "pattern", None), getattr(one, "config_key", None)) for one in recipe.matchers]

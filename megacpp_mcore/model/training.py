@@ -16,7 +16,7 @@ GPT, HYBRID = "gpt", "hybrid"
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """What the backward pass computes again instead of keeping its activations; each is off unless listed.
+    """Families whose activations the backward pass recomputes; each is off unless listed.
 
     Attributes:
         a: the attention of A layers, that of the MTP block included: projections, norms of the latents, core attention.
@@ -38,7 +38,7 @@ class Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What the model does not say: machine, precision, data and optimizer of one run.
+    """A training plan: machine, precision, data and optimizer of one run.
 
     Attributes:
         device: ``cuda`` or ``cpu``.

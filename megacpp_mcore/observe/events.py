@@ -8,6 +8,7 @@ torn. Every line but the first has ``at``, nanoseconds since the epoch; one with
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import io
@@ -22,11 +23,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.clock import Clock, Phase
-from megacpp_mcore.util import files, kinds
+from megacpp_mcore.util import files
+from megacpp_mcore.util import schema as kinds
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +71,8 @@ class Step:
         Raises:
             ValueError: a field is missing, or not what it has to be.
         """
-        kinds.check(record, _STEP)
-        return cls(**{name: record[name] for name in _FIELDS})
+        found = kinds.check(record, _STEP)
+        return cls(**{each.name: found[each.name] for each in dataclasses.fields(cls)})
 
     def values(self) -> dict[str, float]:
         """All that training reached, by name: the losses, ``grad norm`` and ``learning rate``, where there is one."""
@@ -78,17 +80,7 @@ class Step:
         return {name: value for name, value in values.items() if value is not None}
 
 
-_FIELDS = {
-    "step": kinds.SIZE,
-    "resumed_at": kinds.COUNT,
-    "time_s": kinds.AMOUNT,
-    "tokens": kinds.COUNT,
-    "losses": kinds.map_of(kinds.RESULT),
-    "grad_norm": kinds.nullable(kinds.RESULT),
-    "learning_rate": kinds.nullable(kinds.AMOUNT),
-    "skipped": kinds.FLAG,
-}
-_STEP = kinds.record(_FIELDS, more=True)
+_STEP = kinds.record({name: kinds.of(hint) for name, hint in get_type_hints(Step).items()}, more=True)
 
 
 class Listener:

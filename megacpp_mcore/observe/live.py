@@ -190,6 +190,6 @@ def metrics_of(ranks: Mapping[int, Sequence[Start]]) -> list[Metrics]:
     for start in sorted((one for starts in ranks.values() for one in starts), key=lambda one: (one.number, one.rank)):
         try:
             found += [schema.build(Metrics, one) for one in start.metrics]
-        except (ValueError, OverflowError) as error:
+        except schema.SchemaError as error:
             raise DataError(f"{start.path}: metrics of a step: {error}; restore the file, or delete it") from error
     return kept(found)

@@ -17,7 +17,7 @@ from typing import Any
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events
 from megacpp_mcore.observe.events import HookErrors, Listener, Log, Step
-from megacpp_mcore.util import kinds
+from megacpp_mcore.util import schema as kinds
 
 _BRANCHES = ("self_attention", "mlp", "mixer")
 """A layer's parts whose outputs are added to the residual."""

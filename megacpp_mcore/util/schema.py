@@ -1,28 +1,249 @@
-"""The one check of values from outside against a dataclass: its annotations say which keys there are and what each may be.
+"""The one check of values from outside, as JSON and YAML give them: what kind a value has to be of, and where it is not.
 
-An annotation is a plain type, another dataclass, ``Mapping[str, X]``, ``Sequence[X]``, or several of these joined by ``|``.
-JSON and YAML have told the types apart already, so ``true`` is no number here; a whole number may stand for any number.
+A :class:`Kind` has a name in :data:`NAMES`, is composed of others (:func:`record`, :func:`list_of`, …), or is what an
+annotation says: a plain type, a dataclass, ``Mapping[str, X]``, ``Sequence[X]``, or several of these joined by ``|``. ``true``
+is no number.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from megacpp_mcore.util.nearest import nearest
 
-_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", NoneType: "none"}
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+"""What a terminal may obey, or no file can hold as UTF-8."""
 
 
 class SchemaError(ValueError):
-    """A value is not of its annotation; the message says which, what it is and what was expected."""
+    """A value is not of its kind; the message says which, what it is and what was expected."""
 
 
-def kinds(hint: Any) -> tuple[Any, ...]:
-    """What ``hint`` joins by ``|``; itself alone where it joins nothing."""
-    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
+@dataclass(frozen=True)
+class Kind:
+    """What a value may be.
+
+    Attributes:
+        words: for an error.
+        holds: whether a value is of this kind, but for what is in it.
+        inner: such a value at a place, with what is in it checked, and as the kind has it.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+    inner: Callable[[Any, str], Any] = lambda value, where: value
+
+    def read(self, value: Any, where: str) -> Any:
+        """``value``, which is at ``where``, as this kind has it.
+
+        Raises:
+            SchemaError: it, or something in it, is not what it has to be.
+        """
+        if not self.holds(value):
+            raise SchemaError(wrong(where, value, self.words))
+        return self.inner(value, where)
+
+    def accepts(self, value: Any) -> bool:
+        """Whether nothing is wrong with ``value``."""
+        try:
+            self.read(value, "it")
+        except SchemaError:
+            return False
+        return True
+
+
+def check(value: Any, kind: Any, where: str = "it") -> Any:
+    """``value`` as ``kind`` (or an annotation) has it: a dataclass where it names one, a float where a number is whole.
+
+    Raises:
+        SchemaError: it is not of that kind.
+    """
+    return of(kind).read(value, where)
+
+
+def wrong(where: str, value: Any, expected: str) -> str:
+    """The sentence about a value that is not what was expected; of a long text it shows the first 80 characters."""
+    shown = repr(value[:80] if isinstance(value, str) else value)[:82]
+    return f"{where} is {shown} ({type(value).__name__}); expected {expected}"
+
+
+def printable(value: Any) -> Any:
+    """``value`` with every character of its texts that :data:`TEXT` does not hold written as its escape."""
+    if isinstance(value, str):
+        return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], value)
+    if isinstance(value, list):
+        return [printable(each) for each in value]
+    if isinstance(value, dict):
+        return {printable(key): printable(each) for key, each in value.items()}
+    return value
+
+
+# --- Kinds ------------------------------------------------------------------------------------------------------------
+
+
+def plain(words: str, holds: Callable[[Any], bool]) -> Kind:
+    """A kind of which a value either is or is not."""
+    return Kind(words, holds)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+TEXT = plain("a text of printable characters", lambda value: isinstance(value, str) and not _CONTROL.search(value))
+FLAG = plain("true or false", lambda value: isinstance(value, bool))
+COUNT = plain("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0)
+SIZE = plain("a whole number, 1 or more", lambda value: _is_whole(value) and value >= 1)
+NUMBER = plain("a finite number", _is_number)
+AMOUNT = plain("a finite number, 0 or more", lambda value: _is_number(value) and value >= 0)
+POSITIVE = plain("a finite number above 0", lambda value: _is_number(value) and value > 0)
+SHARE = plain("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
+RESULT = plain(
+    "a number, NaN and infinities included",
+    lambda value: _is_number(value) or (isinstance(value, float) and not math.isfinite(value)),
+)
+"""What training computed, which may be no number."""
+NANOSECONDS = plain("nanoseconds, a whole number, 0 or more", lambda value: COUNT.holds(value) and value < 2**63)
+LIST = plain("a list", lambda value: isinstance(value, list))
+MAP = plain("an object", lambda value: isinstance(value, dict))
+NULL = plain("null", lambda value: value is None)
+
+
+def either(*kinds: Kind) -> Kind:
+    """One of ``kinds``, the first that holds a value."""
+
+    def inner(value: Any, where: str) -> Any:
+        return next(kind for kind in kinds if kind.holds(value)).inner(value, where)
+
+    words = " or ".join(kind.words for kind in kinds)
+    return Kind(words, lambda value: any(kind.holds(value) for kind in kinds), inner)
+
+
+def nullable(kind: Kind) -> Kind:
+    """``kind`` or null."""
+    return either(kind, NULL)
+
+
+def one_of(*values: str) -> Kind:
+    """One of some texts."""
+    return plain(f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values)
+
+
+def list_of(kind: Kind) -> Kind:
+    """A list of ``kind``."""
+
+    def inner(value: Any, where: str) -> list[Any]:
+        return [kind.read(each, f"{where}[{index}]") for index, each in enumerate(value)]
+
+    return Kind(LIST.words, LIST.holds, inner)
+
+
+def map_of(kind: Kind, keys: Kind = TEXT) -> Kind:
+    """An object whose keys are ``keys``, and whose values ``kind``."""
+
+    def inner(value: Any, where: str) -> dict[Any, Any]:
+        return {keys.read(key, f"a key of {where}"): kind.read(each, f"{where}[{key}]") for key, each in value.items()}
+
+    return Kind(MAP.words, MAP.holds, inner)
+
+
+def record(fields: Mapping[str, Kind], optional: Mapping[str, Kind] | None = None, *, more: bool = False) -> Kind:
+    """An object with ``fields``, and perhaps ``optional`` ones; ``more``: also others, whatever they are."""
+    every = {**fields, **(optional or {})}
+    words = f"a record of {', '.join(fields)}"
+
+    def inner(value: Any, where: str) -> dict[str, Any]:
+        missing = [name for name in fields if name not in value]
+        other = [] if more else [str(printable(name)) for name in value if name not in every]
+        if missing or other:
+            parts = [f"has no {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(other)}"] * bool(other)
+            raise SchemaError(f"{where} {' and '.join(parts)}; expected {words}")
+        return {
+            name: every[name].read(each, _path(where, name)) if name in every else each for name, each in value.items()
+        }
+
+    return Kind(words, MAP.holds, inner)
+
+
+def _read_value(value: Any, where: str) -> Any:
+    return (_MAP_OF_VALUE if isinstance(value, dict) else _LIST_OF_VALUE if isinstance(value, list) else _LEAF).read(
+        value, where
+    )
+
+
+_LEAF = either(TEXT, NUMBER, FLAG, NULL)
+VALUE = Kind(f"{_LEAF.words}, or lists and objects of them", lambda value: True, _read_value)
+_LIST_OF_VALUE, _MAP_OF_VALUE = list_of(VALUE), map_of(VALUE)
+NAMES: Mapping[str, Kind] = {
+    "text": TEXT, "flag": FLAG, "count": COUNT, "size": SIZE, "number": NUMBER, "amount": AMOUNT, "positive": POSITIVE,
+    "share": SHARE, "layer": either(COUNT, TEXT), "list": LIST, "map": MAP, "value": VALUE,
+}  # fmt: skip
+
+
+def named(words: Any) -> Kind:
+    """The kind that ``words`` name.
+
+    Args:
+        words: ``count``, ``list of text``, ``number?`` (may be null), ``warm|cold`` (one of these texts); ``[words]`` is a list
+            of it, ``{"*": words}`` a map of it, and any other mapping a record, in which a key may be left out that ends in
+            ``?``, and with ``...`` among the keys there may be others.
+    """
+    if isinstance(words, Kind):
+        return words
+    if isinstance(words, list):
+        return list_of(named(words[0]))
+    if isinstance(words, Mapping):
+        if "*" in words:
+            return map_of(named(words["*"]))
+        fields = {name: named(each) for name, each in words.items() if name[-1] not in "?."}
+        optional = {name[:-1]: named(each) for name, each in words.items() if name[-1] == "?"}
+        return record(fields, optional, more="..." in words)
+    if words.endswith("?"):
+        return nullable(named(words[:-1]))
+    outer, _, inner = words.partition(" of ")
+    if inner:
+        return list_of(named(inner)) if outer == "list" else map_of(named(inner))
+    return one_of(*words.split("|")) if "|" in words else NAMES[words]
+
+
+# --- Annotations ------------------------------------------------------------------------------------------------------
+
+_PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", NoneType: "none"}
+
+
+def of(hint: Any) -> Kind:
+    """The kind that an annotation says; a :class:`Kind` is its own."""
+    if isinstance(hint, Kind):
+        return hint
+    if isinstance(hint, UnionType):
+        return either(*map(of, sorted(get_args(hint), key=lambda one: one is float)))  # a whole number stays one
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Mapping:
+        return dataclasses.replace(map_of(of(inner[1]), of(inner[0])), words="a mapping")
+    if origin is Sequence:
+        return list_of(of(inner[0]))
+    if dataclasses.is_dataclass(hint):
+        known = cast("type[Any]", hint)
+        return Kind(
+            "a mapping",
+            lambda value: isinstance(value, Mapping | known),
+            lambda value, where: value if isinstance(value, known) else build(known, value, where),
+        )
+    if hint is float:
+        return Kind(_PLAIN[float], lambda value: type(value) in (int, float), lambda value, where: float(value))
+    name = _PLAIN.get(hint, str(getattr(hint, "__name__", hint)))
+    return plain(name, lambda value: hint is Any or type(value) is hint)
 
 
 def build[T](definition: type[T], content: Any, where: str = "") -> T:
@@ -58,34 +279,13 @@ def replace[T](value: T, content: Any, where: str = "") -> T:
     return dataclasses.replace(cast("Any", value), **inner, **_checked(type(value), rest, where))
 
 
-def check(value: Any, hint: Any, where: str) -> Any:
-    """``value`` as ``hint`` has it: a dataclass where it names one, a float where a whole number stands for a number.
-
-    Raises:
-        SchemaError: it is not of that type.
-    """
-    for kind in kinds(hint):
-        origin, inner = get_origin(kind), get_args(kind)
-        if isinstance(value, Mapping) and dataclasses.is_dataclass(kind):
-            return build(cast("type[Any]", kind), value, where)
-        if isinstance(value, dict) and origin is Mapping:
-            return {key: check(each, inner[1], _path(where, key)) for key, each in value.items()}
-        if isinstance(value, list) and origin is Sequence:
-            return [check(each, inner[0], f"{where}[{number}]") for number, each in enumerate(value)]
-        if kind is Any or type(value) is kind:
-            return value
-    if type(value) is int and float in kinds(hint):
-        return float(value)
-    raise SchemaError(f"{where} is {value!r} ({type(value).__name__}); expected {describe(hint)}")
-
-
 def read(text: str, hint: Any, where: str) -> Any:
     """The value of plain type that a word of a command line means.
 
     Raises:
         SchemaError: it means none of that type.
     """
-    allowed = kinds(hint)
+    allowed = _parts(hint)
     if NoneType in allowed and text.lower() in ("none", "null"):
         return None
     if bool in allowed and text.lower() in ("true", "false"):
@@ -96,7 +296,7 @@ def read(text: str, hint: Any, where: str) -> Any:
                 return kind(text)
             except ValueError:
                 continue
-    raise SchemaError(f"{where!r}: {text!r} is not {describe(hint)}")
+    raise SchemaError(f"{where!r}: {text!r} is not {of(hint).words}")
 
 
 def plain_keys(definition: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -104,18 +304,12 @@ def plain_keys(definition: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, hint in get_type_hints(definition).items():
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             yield from plain_keys(hint, f"{prefix}{name}.")
-        elif set(kinds(hint)) <= set(_NAMES):
+        elif set(_parts(hint)) <= set(_PLAIN):
             yield prefix + name, hint
 
 
-def describe(hint: Any) -> str:
-    """What an annotation allows, in words."""
-    names = []
-    for kind in kinds(hint):
-        origin = get_origin(kind)
-        composed = "a list" if origin is Sequence else "a mapping"
-        names.append(_NAMES.get(kind, composed))
-    return " or ".join(names)
+def _parts(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
 
 
 def _mapping(definition: type, content: Any, where: str) -> Mapping[str, Any]:
@@ -132,8 +326,8 @@ def _mapping(definition: type, content: Any, where: str) -> Mapping[str, Any]:
 
 def _checked(definition: type, content: Mapping[str, Any], where: str) -> dict[str, Any]:
     hints = get_type_hints(definition)
-    return {key: check(value, hints[key], _path(where, key)) for key, value in content.items()}
+    return {key: of(hints[key]).read(value, _path(where, key)) for key, value in content.items()}
 
 
 def _path(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key
+    return key if where in ("", "it") else f"{where}.{key}"

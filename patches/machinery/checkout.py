@@ -18,8 +18,8 @@ from megacpp_mcore.errors import CheckoutError, PatchError
 from megacpp_mcore.patches.machinery import git, hook_line
 from megacpp_mcore.patches.machinery.hook import process_tree
 from megacpp_mcore.patches.machinery.hook_line import Content, HookLine
-from megacpp_mcore.patches.machinery.record import Patch, Problem
-from megacpp_mcore.patches.machinery.registry import Registry, default, listing, relation_problems, target_problems
+from megacpp_mcore.patches.machinery.record import Edit, Patch, Problem, set_problems
+from megacpp_mcore.patches.machinery.registry import Registry, default, listing
 from megacpp_mcore.patches.machinery.sources import SourceTree
 from megacpp_mcore.patches.machinery.symbols import digest
 from megacpp_mcore.util.files import TEMPORARY, locked, replace
@@ -119,15 +119,13 @@ class Checkout:
         self._refuse_wheel()
         with self._locked():
             content = self.content()
-            before = content.hook.names if content.hook else ()
+            before = _names(content)
             fresh = tuple(name for name in wanted if name not in before)
-            problems = self._copy_problems(content.hook) or self._set_problems((*before, *fresh))
-            if problems:
-                raise PatchError(listing(f"nothing was changed in {self.root}", problems))
+            self._refuse(self._copy_problems(content.hook) or self._set_problems((*before, *fresh)))
             notices: tuple[str, ...] = ()
             if fresh:
                 notices = self._refuse_dirty(content, allow_dirty)
-                self._write_hook(content.without, (*before, *fresh))
+                self._write(self._with_line(content.without, (*before, *fresh)))
         notices += tuple(f"importing megatron.core takes this package now: {it}" for it in self._import_problems())
         return Outcome(fresh, tuple(name for name in wanted if name in before), (*before, *fresh), notices)
 
@@ -143,22 +141,17 @@ class Checkout:
             raise PatchError("no patch was named to be reverted; leave the names out to revert all")
         with self._locked():
             content = self.content()
-            before = content.hook.names if content.hook else ()
+            before = _names(content)
             gone = before if names is None else tuple(name for name in names if name in before)
             rest = tuple(name for name in before if name not in gone)
             unchanged = tuple(name for name in names or () if name not in gone)
-            if not gone:
-                return Outcome((), unchanged, rest)
-            if rest:
-                # Writing the line anew takes the records of the copy that wrote it.
-                problems = self._copy_problems(content.hook) or relation_problems(self.registry.select(rest), ())
-                if problems:
-                    raise PatchError(listing(f"nothing was changed in {self.root}", problems))
-                self._write_hook(content.without, rest, content.hook.sha256 if content.hook else None)
-            else:
+            if gone and rest and content.hook:  # writing the line anew takes the records of the copy that wrote it
+                self._refuse(self._copy_problems(content.hook) or set_problems(self.registry.select(rest)))
+                self._write(self._with_line(content.without, rest, content.hook.sha256))
+            elif gone:
                 self._write(content.without)
         notice = f"{self.file} was otherwise edited since it was hooked: only the hook line was touched"
-        return Outcome(gone, unchanged, rest, (notice,) if _edited(content) else ())
+        return Outcome(gone, unchanged, rest, (notice,) if gone and _edited(content) else ())
 
     def status(self, names: Iterable[str] | None = None) -> list[dict[str, Any]]:
         """One JSON-ready record a patch; changes nothing.
@@ -170,17 +163,23 @@ class Checkout:
         Raises:
             PatchError: a name is not known, or the hook line is damaged.
         """
-        hook = self.content().hook
-        hooked = hook.names if hook else ()
-        patches = self.registry.patches if names is None else self.registry.select(names)
-        other_copy = _join(self._copy_problems(hook), "; ")
-        rows = [self._row(patch, patch.name in hooked, other_copy) for patch in patches]
-        known = {patch.name for patch in self.registry.patches}
-        foreign = [name for name in hooked if names is None and name not in known]
-        return rows + [
-            self._base_row(name, hooked=True) | {"state": OTHER_COPY, "reason": other_copy, "targets": []}
-            for name in foreign
-        ]
+        content = self.content()
+        hooked, other_copy = _names(content), _join(self._copy_problems(content.hook), "; ")
+        patches = {patch.name: patch for patch in self._selected(names)}
+        foreign = () if names is not None else (name for name in hooked if name not in patches)
+        rows = []
+        for name in (*patches, *foreign):
+            problems = patches[name].problems(self.tree, self.version) if name in patches else []
+            if name in hooked and other_copy:
+                state, reason = OTHER_COPY, other_copy
+            else:
+                states = [problem.state for problem in problems]
+                state = (states or ["applied" if name in hooked else "not applied"])[0]
+                reason = _join((problem.message for problem in problems), "; ")
+            row = {"name": name, "hooked": name in hooked, "root": str(self.root), "megatron_core": self.version}
+            targets = [self._target_row(problem.edit, problem) for problem in problems if problem.edit]
+            rows.append(row | {"state": state, "reason": reason, "targets": targets})
+        return rows
 
     def verify(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
         """Check that the hook line is whole and right, and that all it needs is there; returns the patches it names.
@@ -194,27 +193,23 @@ class Checkout:
         if hook is None:
             raise PatchError(f"{self.file} has no hook line: no patch is applied to {self.root}")
         problems = [f"{name} is not applied" for name in wanted if name not in hook.names]
-        found = hashlib.sha256(content.without).hexdigest()
-        if found != hook.sha256:
+        if _edited(content):
             problems.append(
-                f"{self.file} was edited since it was hooked: without the hook line it has SHA-256 {found}, "
-                f"expected {hook.sha256}"
+                f"{self.file} was edited since it was hooked: without the hook line it has SHA-256 "
+                f"{hashlib.sha256(content.without).hexdigest()}, expected {hook.sha256}"
             )
         if not content.last:
             problems.append(f"{self.file}: the hook line is not the last one any more, or something was added after it")
         problems += self._copy_problems(hook) or self._set_problems(hook.names)
-        problems += self._import_problems()
-        if problems:
-            raise PatchError(listing(f"{self.root} is not as it should be", problems))
+        self._refuse(problems + self._import_problems(), f"{self.root} is not as it should be")
         return hook.names
 
     def unfit(self, names: Iterable[str] | None = None) -> list[str]:
         """What keeps the named patches (by default all that upstream has not superseded) from being applied here."""
-        patches = self.registry.patches if names is None else self.registry.select(names)
-        found = [(patch, problem) for patch in patches for problem in patch.problems(self.tree, self.version)]
         return [
             f"{patch.name}: {problem.message}"
-            for patch, problem in found
+            for patch in self._selected(names)
+            for problem in patch.problems(self.tree, self.version)
             if names is not None or problem.state != "superseded upstream"
         ]
 
@@ -225,21 +220,25 @@ class Checkout:
             PatchError: the patches do not fit, there is nothing to export, or there is no git.
         """
         content = self.content()
-        chosen = content.hook.names if names is None and content.hook else names or ()
-        wanted = tuple(patch.name for patch in self.registry.select(chosen))
+        wanted = [patch.name for patch in self.registry.select(_names(content) if names is None else names)]
         if not wanted:
             raise PatchError("there is nothing to export: name patches (none is applied to this checkout)")
-        if problems := self._set_problems(wanted):
-            raise PatchError(listing("nothing was exported", problems))
+        self._refuse(self._set_problems(wanted), "nothing was exported")
         try:
             return git.patch_between(content.without, self._with_line(content.without, wanted), HOOKED_FILE)
         except git.GitUnavailable as error:
             raise PatchError(f"git makes the patch, and does not: {error}") from error
 
+    def _selected(self, names: Iterable[str] | None) -> Sequence[Patch]:
+        return self.registry.patches if names is None else self.registry.select(names)
+
+    def _refuse(self, problems: Sequence[str], summary: str = "") -> None:
+        if problems:
+            raise PatchError(listing(summary or f"nothing was changed in {self.root}", problems))
+
     def _set_problems(self, names: Sequence[str]) -> list[str]:
         """Everything against having exactly these patches here."""
-        patches = self.registry.select(names)
-        return relation_problems(patches, ()) + target_problems(patches, ()) + self.unfit(names)
+        return set_problems(self.registry.select(names)) + self.unfit(names)
 
     def _copy_problems(self, hook: HookLine | None) -> list[str]:
         if hook is None:
@@ -261,35 +260,13 @@ class Checkout:
             done = subprocess.run(command, cwd=self.root, capture_output=True, text=True, timeout=120, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             return [f"whether megacpp_mcore can be imported is not known: {error}"]
+        start, found, here = f"a Python started in {self.root}", done.stdout.strip(), megacpp_mcore.__version__
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            return [f"a Python started in {self.root} cannot import megacpp_mcore ({last}): install it there with pip"]
-        found = done.stdout.strip()
-        if found != megacpp_mcore.__version__:
-            return [
-                f"a Python started in {self.root} imports megacpp-mcore {found}, expected {megacpp_mcore.__version__}"
-            ]
-        return []
+            return [f"{start} cannot import megacpp_mcore ({last}): install it there with pip"]
+        return [f"{start} imports megacpp-mcore {found}, expected {here}"] if found != here else []
 
-    def _base_row(self, name: str, *, hooked: bool) -> dict[str, Any]:
-        return {"name": name, "hooked": hooked, "root": str(self.root), "megatron_core": self.version}
-
-    def _row(self, patch: Patch, hooked: bool, other_copy: str) -> dict[str, Any]:
-        problems = patch.problems(self.tree, self.version)
-        reason = _join((problem.message for problem in problems), "; ")
-        if hooked and other_copy:
-            state, reason = OTHER_COPY, other_copy
-        elif problems:
-            state = problems[0].state
-        else:
-            state = "applied" if hooked else "not applied"
-        targets = [self._target_row(problem) for problem in problems if problem.edit]
-        return self._base_row(patch.name, hooked=hooked) | {"state": state, "reason": reason, "targets": targets}
-
-    def _target_row(self, problem: Problem) -> dict[str, Any]:
-        edit = problem.edit
-        if edit is None:
-            return {}
+    def _target_row(self, edit: Edit, problem: Problem) -> dict[str, Any]:
         row: dict[str, Any] = {"target": edit.target, "state": problem.state, "diff": None, "no_diff": None}
         if problem.text is None:
             return row | {"no_diff": "there is no source to compare"}
@@ -310,7 +287,6 @@ class Checkout:
     def _refuse_dirty(self, content: Content, allow_dirty: bool) -> tuple[str, ...]:
         """Refuse what others modified below ``megatron/``, unless allowed; returns what else there is to tell."""
         notices: list[str] = []
-        changed: list[str] = []
         try:
             modified = git.modified(self.root, HOOKED_FILE)
             changed = [name for name in modified if name.startswith("megatron/")]
@@ -336,64 +312,59 @@ class Checkout:
         return (*notices, f"patched as it is, with modified files: {_shown(changed)}")
 
     def _with_line(self, without: bytes, names: Sequence[str], sha256: str | None = None) -> bytes:
-        line = HookLine(
-            tuple(names),
-            megacpp_mcore.__version__,
-            self.registry.seal(names),
-            sha256 or hashlib.sha256(without).hexdigest(),
-        )
         try:
-            # What is complete Python stays so with one more line, and what is not might swallow it.
-            ast.parse(without)
+            ast.parse(without)  # what is complete Python stays so with one more line, and what is not might swallow it
         except (SyntaxError, ValueError) as error:
             raise PatchError(
                 f"{self.file} is not Python that a line can be added to: {error}; nothing was changed: restore it first"
             ) from error
+        sha256 = sha256 or hashlib.sha256(without).hexdigest()
+        line = HookLine(tuple(names), megacpp_mcore.__version__, self.registry.seal(names), sha256)
         return hook_line.add(without, line)
 
-    def _write_hook(self, without: bytes, names: Sequence[str], sha256: str | None = None) -> None:
-        self._write(self._with_line(without, names, sha256))
-
     def _write(self, content: bytes) -> None:
-        try:
+        with self._writing():
             replace(self.file, content, like=self.file.stat())
-        except OSError as error:
-            raise self._unwritable(error) from error
 
-    def _unwritable(self, error: OSError) -> PatchError:
-        return PatchError(
-            f"{self.root} cannot be written to ({error}); nothing was changed: it has to be writable for this user, "
-            "or take a copy of it that is"
-        )
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise PatchError(
+                f"{self.root} cannot be written to ({error}); nothing was changed: it has to be writable for this user, "
+                "or take a copy of it that is"
+            ) from error
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """One change of this checkout at a time; what a killed one left behind is removed."""
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(locked(git.lock_file(self.root)))
-                for leftover in self.file.parent.glob(f"{self.file.name}{TEMPORARY}*~"):
-                    leftover.unlink()
-            except OSError as error:
-                raise self._unwritable(error) from error
+        with self._writing(), locked(git.lock_file(self.root)):
+            for leftover in self.file.parent.glob(f"{self.file.name}{TEMPORARY}*~"):
+                leftover.unlink()
             yield
 
 
 def _require_megatron(root: Path) -> None:
-    missing = [name for name in (HOOKED_FILE, PACKAGE_INFO_FILE) if not (root / name).is_file()]
+    files = (HOOKED_FILE, PACKAGE_INFO_FILE)
+    missing = [name for name in files if not (root / name).is_file()]
     if not missing:
         return
     if not root.is_dir():
         raise CheckoutError(f"{root} is not a folder; expected the root of a Megatron-LM checkout")
-    above = [folder for folder in root.parents if all((folder / n).is_file() for n in (HOOKED_FILE, PACKAGE_INFO_FILE))]
+    above = [folder for folder in root.parents if all((folder / name).is_file() for name in files)]
     hint = f"did you mean {above[0]}?" if above else "give the folder that has megatron/ and pretrain_gpt.py in it"
     raise CheckoutError(f"{root} is not a Megatron-LM checkout: there is no {_join(missing)} in it; {hint}")
 
 
+def _names(content: Content) -> tuple[str, ...]:
+    """The patches that the hook line names."""
+    return content.hook.names if content.hook else ()
+
+
 def _edited(content: Content) -> bool:
     """Whether somebody changed the rest of the file after it was hooked."""
-    hook = content.hook
-    return hook is not None and hashlib.sha256(content.without).hexdigest() != hook.sha256
+    return content.hook is not None and hashlib.sha256(content.without).hexdigest() != content.hook.sha256
 
 
 def _shown(files: Sequence[str]) -> str:

@@ -34,16 +34,7 @@ def modified(root: Path, file: str) -> list[str]:
     """
     _git(root, "ls-files", "--error-unmatch", "--", file)
     # Not `git diff`, which writes the index anew.
-    words = (
-        "status",
-        "--porcelain=v1",
-        "-z",
-        "--untracked-files=no",
-        "--no-renames",
-        "--ignore-submodules",
-        "--",
-        ".",
-    )
+    words = ("status", "--porcelain", "-z", "--untracked-files=no", "--no-renames", "--ignore-submodules", "--", ".")
     prefix = len(_git(root, "rev-parse", "--show-prefix").rstrip(b"\n"))
     _git(root, "rev-parse", "--verify", "HEAD")
     return [os.fsdecode(entry[len("XY ") + prefix :]) for entry in _git(root, *words).split(b"\0") if entry]

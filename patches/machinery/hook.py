@@ -2,12 +2,10 @@
 
 The line is the last one of ``megatron/core/__init__.py``. ``megatron.core`` is complete then, but most of its submodules
 are not imported yet, and ``megatron.training`` may be half imported (it is, when it was what imported ``megatron.core``).
-So nothing of Megatron is imported here. :meth:`Hook.install` first checks every patch against the *files*; then each patch
-is applied, through the one registry of the process, the moment the last module that defines a target of it has run. A patch
-of several models has separate edits, and is applied to each model when its module has run.
+So nothing of Megatron is imported here. :meth:`Hook.install` first checks every patch against the *files*; then each edit
+is put in place, through the one registry of the process, the moment the module that defines its target has run.
 
-Not wrapt's import hooks: those call at once for a module that ``sys.modules`` holds, half imported or not, and one at a
-time, where a patch waits for several modules.
+Not wrapt's import hooks: those call at once for a module that ``sys.modules`` holds, half imported or not.
 """
 
 from __future__ import annotations
@@ -15,7 +13,9 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.machinery
+import itertools
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -47,10 +47,11 @@ class Hook:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._applied: list[str] = []
+        self._watched: set[str] = set()
         # Modules whose code has run to its end while the import system still calls them unfinished.
         self._ran: set[str] = set()
-        self._ever_awaited: set[str] = set()
+        self._turn = threading.Lock()
+        self._calls = itertools.count(1)
 
     def install(self, file: str, names: Sequence[str], *, version: str, seal: str) -> None:
         """Check all named patches; then arm them, and apply what is imported already.
@@ -66,53 +67,36 @@ class Hook:
         Raises:
             PatchError: with every problem; nothing was changed, and the import of ``megatron.core`` fails.
         """
-        summary = f"no patch of the hook in {file} was applied"
         self._check_copy(file, names, version, seal)
+        known = {row["name"] for row in self._registry.status() if row["state"] != "not applied"}
+        fresh = [patch for patch in self._registry.select(names) if patch.name not in known]
         tree, core_version = process_tree(), self._registry.version()
-        applied = {row["name"] for row in self._registry.status() if row["state"] in ("applied", "armed", "lost")}
-        problems = [
-            f"{patch.name}: {problem.message}"
-            for patch in self._registry.select(names)
-            if patch.name not in applied
-            for problem in patch.problems(tree, core_version)
-        ]
+        problems = [f"{p.name}: {problem.message}" for p in fresh for problem in p.problems(tree, core_version)]
         problems += [
             f"{patch.name}: {module} is still being imported, and it was what imported megatron.core; "
             "put `import megatron.core` before that import"
-            for patch in self._registry.select(names)
-            if patch.name not in applied
+            for patch in fresh
             for module in patch.modules
             if _unfinished(module) and module not in self._ran
         ]
         if problems:
-            raise PatchError(listing(summary, problems))
+            raise PatchError(listing(f"no patch of the hook in {file} was applied", problems))
         self._registry.arm(names, file)
-        self._ever_awaited |= self._awaited()
-        # It stays there for good, idle when nothing is awaited: another thread may be in the middle of the list.
+        self._watched |= {module for patch in fresh for module in patch.modules}
+        # It stays there for good, idle when nothing is pending: another thread may be in the middle of the list.
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
             atexit.register(self._tell_what_never_came)
         self._advance()
 
-    def _tell_what_never_came(self) -> None:
-        """At the end of the process: name the patches that are still waiting, so that nobody thinks they were in place."""
-        for patch in self._registry.waiting:
-            missing = [module for module in patch.modules if not self._imported(module)]
-            reason = (
-                f"never imported in this process: {', '.join(missing)}" if missing else "what it requires waits, too"
-            )
-            announce(f"patch {patch.name} was NOT applied; {reason}")
-
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Part of ``sys.meta_path``: finds a module that a patch waits for through the other finders, and watches it run."""
-        if name not in self._ever_awaited or name not in self._awaited():
+        if name not in self._watched:
             return None
         for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(name, path, target)
+            spec = finder.find_spec(name, path, target) if finder is not self else None
             if spec is not None:
                 self._watch(spec)
                 return spec
@@ -139,51 +123,49 @@ class Hook:
             ) from error
 
     def _advance(self) -> None:
-        """Apply all edits of armed patches that are due; on failure take back all that this hook applied."""
-        try:
-            while ready := self._ready():
-                self._applied += self._registry.apply(ready, imported=self._imported).applied
-        except Exception as error:
-            self._undo(error)
+        """Apply all edits of armed patches whose modules have run; on failure take back all that this hook applied.
 
-    def _ready(self) -> list[str]:
-        """The armed patches with edits that are due, without those that require one that waits and is not ready."""
-        pending = self._registry.pending
-        ready = {
-            patch.name: patch
-            for patch in self._registry.select(pending)
-            if {edit.target for edit in patch.due(self._imported)} & {edit.target for edit in pending[patch.name]}
-        }
-        waiting = [patch.name for patch in self._registry.waiting]
-        while late := [
-            name
-            for name, patch in ready.items()
-            if any(other in patch.requires and other not in ready for other in waiting)
-        ]:
-            for name in late:
-                del ready[name]
-        return list(ready)
-
-    def _imported(self, module: str) -> bool:
-        return module in sys.modules and (module in self._ran or not _unfinished(module))
-
-    def _awaited(self) -> set[str]:
-        return {edit.module for edits in self._registry.pending.values() for edit in edits}
+        Nobody waits here, as who waits may be in the middle of an import that the other one needs: who finds another thread
+        at it leaves it to that one, which looks again when it is done.
+        """
+        call = next(self._calls)
+        while self._turn.acquire(blocking=False):
+            try:
+                pending = self._registry.pending.items()
+                due = [name for name, edits in pending if any(self._imported(edit.module) for edit in edits)]
+                self._registry.apply(due, imported=self._imported)
+            except Exception as error:
+                self._undo(error)
+            finally:
+                self._turn.release()
+            if (latest := next(self._calls)) == call + 1:
+                return
+            call = latest
 
     def _undo(self, error: Exception) -> None:
         """Revert and disarm everything of this hook, and raise; whoever applied since what was reverted keeps it."""
-        armed = self._registry.armed
-        in_place, self._applied = [name for name in dict.fromkeys(self._applied) if name in armed], []
-        self._registry.disarm(self._registry.pending)
-        end = f"the patches that the hook had applied were reverted: {', '.join(in_place) or 'none'}"
+        rows = self._registry.status()
+        in_place = [row["name"] for row in rows if row["hook"] and row["state"] in ("applied", "lost")]
         try:
-            self._registry.revert(in_place)
+            self._registry.revert([row["name"] for row in rows if row["hook"]])
+            end = f"the patches that the hook had applied were reverted: {', '.join(in_place) or 'none'}"
         except PatchError as second:
+            self._watched.clear()  # nothing more is put beside what is broken
             end = (
                 f"taking the others back failed too: {second}. The patches {', '.join(in_place)} are in place, if only in "
                 "part, and the hook will not complete them: do not go on in this process"
             )
         raise PatchError(f"a patch of the hook could not be applied ({error}); {end}") from error
+
+    def _imported(self, module: str) -> bool:
+        return module in sys.modules and (module in self._ran or not _unfinished(module))
+
+    def _tell_what_never_came(self) -> None:
+        """At the end of the process: name the patches that are still waiting, so that nobody thinks they were in place."""
+        for row in self._registry.status():
+            if row["state"] == "armed":
+                missing = ", ".join(row["waits_for"])
+                announce(f"patch {row['name']} was NOT applied; never imported in this process: {missing}")
 
     def _check_copy(self, file: str, names: Sequence[str], version: str, seal: str) -> None:
         here = megacpp_mcore.__version__

@@ -17,7 +17,6 @@ _WHOLE = re.compile(
 )
 # Anything that looks as if it had been our line: it must then be whole.
 _SUSPECT = re.compile(rf"megacpp_mcore\.patches\.hook|{MARK}".encode())
-_NEWLINE = re.compile(rb"\r\n|\n|\r")
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,10 @@ def add(content: bytes, line: HookLine) -> bytes:
     Where ``content`` has no final newline the result has none either: this is how :func:`take_apart` knows.
     """
     text = line.render().encode("ascii")
-    newlines = _NEWLINE.findall(content)
-    if content.endswith((b"\n", b"\r")):
-        return content + text + newlines[-1]
-    separator = (newlines or [b"\n"])[0] if content else b""
-    return content + separator + text
+    lines = content.splitlines(keepends=True)  # of bytes: at \n, \r\n and \r alone, as Python source
+    if not lines or lines[-1].endswith((b"\n", b"\r")):
+        return content + text + (_newline(lines[-1]) if lines else b"")
+    return content + (_newline(lines[0]) or b"\n") + text
 
 
 def take_apart(content: bytes) -> Content:
@@ -74,33 +72,26 @@ def take_apart(content: bytes) -> Content:
     Raises:
         PatchError: there is something of our line that is not whole, or there are two.
     """
-    found = [(start, end, text) for start, end, text in _lines(content) if _SUSPECT.search(text)]
+    lines = content.splitlines(keepends=True)
+    found = [index for index, text in enumerate(lines) if _SUSPECT.search(text)]
     if not found:
         return Content(content, None)
-    start, end, text = found[0]
-    match = _WHOLE.fullmatch(text.decode("latin-1"))
+    index = found[0]
+    match = _WHOLE.fullmatch(lines[index].rstrip(b"\r\n").decode("latin-1"))
     if match is None or len(found) > 1:
-        shown = ", ".join(str(content[:start].count(b"\n") + 1) for start, _, _ in found)
         raise PatchError(
-            f"the hook line of megacpp-mcore is damaged (line {shown}): expected one whole line as "
-            "`megacpp-mcore patch apply` wrote it; take it out by hand, or restore the file with "
+            f"the hook line of megacpp-mcore is damaged (line {', '.join(str(number + 1) for number in found)}): expected one "
+            "whole line as `megacpp-mcore patch apply` wrote it; take it out by hand, or restore the file with "
             "`git checkout -- megatron/core/__init__.py`"
         )
     names = tuple(name.strip('"') for name in match["names"].split(", "))
     line = HookLine(names, match["version"], match["seal"], match["sha256"])
-    head, tail = content[:start], content[end:]
-    newline = _NEWLINE.match(tail)
-    if newline is None:
-        # No newline after it: then there was none at the end of the file, and the one before it is ours.
-        head = head.removesuffix(b"\r\n") if head.endswith(b"\r\n") else head[:-1]
-    return Content(
-        head + tail[newline.end() if newline else 0 :], line, last=newline is None or newline.end() == len(tail)
-    )
+    head, tail = b"".join(lines[:index]), b"".join(lines[index + 1 :])
+    if not _newline(lines[index]):  # then there was none at the end of the file, and the one before the line is ours
+        head = head[: len(head) - len(_newline(head))]
+    return Content(head + tail, line, last=not tail)
 
 
-def _lines(content: bytes) -> list[tuple[int, int, bytes]]:
-    """(start, end, text) of every line, without its newline; newlines are those of Python source."""
-    bounds = [(match.start(), match.end()) for match in _NEWLINE.finditer(content)]
-    starts = [0, *(end for _, end in bounds)]
-    ends = [*(start for start, _ in bounds), len(content)]
-    return [(start, end, content[start:end]) for start, end in zip(starts, ends, strict=True)]
+def _newline(text: bytes) -> bytes:
+    """What ``text`` ends its last line with: ``\\n``, ``\\r\\n``, ``\\r`` or nothing."""
+    return next((end for end in (b"\r\n", b"\n", b"\r") if text.endswith(end)), b"")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,23 +26,18 @@ class Edit:
         target: dotted path ``module:attr`` or ``module:Class.attr``, defined there and not inherited.
         fingerprints: megatron-core version (``"0.19.2"``) to the SHA-256 of the target's source in that version.
         make: called with the original, returns the replacement. For a static or class method it is given the plain
-            function, and the wrapping is put back; for a property it is given, and must return, a property. It has to
-            build a new object on each call (it may be called more than once for one ``apply``), and to reach the
-            original through its argument only.
-        separate: the patch does its work without this edit in a process that never imports the edit's module. A hook waits
-            for one separate edit's module and not for all, and puts the others in place as their modules come.
+            function, and the wrapping is put back. It has to build a new object on each call, to import nothing of Megatron
+            while it does (a hook calls it in the middle of imports), and to reach the original through its argument only.
     """
 
     target: str
     fingerprints: Mapping[str, str]
     make: Callable[[Any], Any]
-    separate: bool = False
 
     @classmethod
-    def of(cls, target: str, sha256: str, make: Callable[[Any], Any], *, separate: bool = False) -> Edit:
+    def of(cls, target: str, sha256: str, make: Callable[[Any], Any]) -> Edit:
         """An edit of a target that has one source in all of :data:`TESTED_VERSIONS`."""
-        fingerprints = dict.fromkeys(TESTED_VERSIONS, sha256)
-        return cls(target=target, fingerprints=fingerprints, make=make, separate=separate)
+        return cls(target=target, fingerprints=dict.fromkeys(TESTED_VERSIONS, sha256), make=make)
 
     @property
     def module(self) -> str:
@@ -130,18 +125,6 @@ class Patch:
         """The modules that define its targets, each once."""
         return tuple(dict.fromkeys(edit.module for edit in self.edits))
 
-    def due(self, imported: Callable[[str], bool]) -> tuple[Edit, ...]:
-        """The edits that can be put in place by now: none, all, or all but some separate ones.
-
-        Args:
-            imported: says of a module whether it is there.
-        """
-        separate = [edit for edit in self.edits if edit.separate]
-        here = tuple(edit for edit in self.edits if imported(edit.module))
-        if separate and not any(edit.separate for edit in here):
-            return ()
-        return here if all(edit.separate or edit in here for edit in self.edits) else ()
-
     def check_version(self, version: str) -> None:
         """Check that this patch is for megatron-core ``version``.
 
@@ -182,7 +165,24 @@ class Patch:
         }
 
 
-def nested(one: str, other: str) -> bool:
+def set_problems(fresh: Sequence[Patch], there: Sequence[Patch] = ()) -> list[str]:
+    """What keeps ``fresh`` from joining the patches ``there``: requirements, conflicts, targets that two of them change."""
+    names = {patch.name for patch in (*fresh, *there)}
+    lacking = [(patch.name, other) for patch in fresh for other in patch.requires if other not in names]
+    problems = [f"{name} requires {other}: name it as well" for name, other in lacking]
+    for index, one in enumerate(fresh):
+        for other in (*there, *fresh[:index]):
+            if other.name in one.conflicts or one.name in other.conflicts:
+                problems.append(f"{one.name} conflicts with {other.name}: choose one of them")
+            shared = [a.target for a in one.edits for b in other.edits if _nested(a.target, b.target)]
+            problems += [
+                f"{one.name} and {other.name} both change {target} or a part of it: choose one of them"
+                for target in shared[:1]
+            ]
+    return problems
+
+
+def _nested(one: str, other: str) -> bool:
     """Whether two targets are the same, or one is an attribute of the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 

@@ -1,6 +1,6 @@
-"""The patch registry: collects named patches, checks every one of them, then applies or reverts them as a whole.
+"""The patch registry: checks the named patches of the folder above, then applies or reverts them as a whole.
 
-One patch lives in one file of the folder above and is one module-level record::
+One patch lives in one file of that folder and is one module-level record::
 
     PATCH = Patch(
         name="mtp-shared-block",
@@ -15,41 +15,37 @@ One patch lives in one file of the folder above and is one module-level record::
         ),
     )
 
-(:mod:`.record` says what each field is) and its module's name is listed in ``_PATCH_MODULES`` below; :func:`fingerprint` gives
-the SHA-256 to put down. Importing this module, or a patch's module, changes nothing; only :meth:`Registry.apply` does.
-
-Threads and forks: a plan is made without any lock, since it imports modules and so may wait for other threads' imports; then,
-under the one lock and with no import, it is carried out if nothing has changed meanwhile, and made anew if something has.
+(:mod:`.record` says what each field is); :func:`fingerprint` gives the SHA-256 to put down. Importing this module, or a
+patch's module, changes nothing; only :meth:`Registry.apply` does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
 import json
 import logging
 import os
+import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from packaging.version import Version
 
 from megacpp_mcore.errors import PatchError
-from megacpp_mcore.patches.machinery.record import Edit, Patch, nested
+from megacpp_mcore.patches.machinery.record import Edit, Patch, set_problems
 from megacpp_mcore.patches.machinery.symbols import (
-    ATOMS,
-    MARK,
-    Move,
+    Change,
     Refusal,
-    Slot,
+    build,
     digest,
     exchange,
     holders,
-    overlap,
     refuse_wrapped,
     resolve,
     source_text,
@@ -58,41 +54,8 @@ from megacpp_mcore.util.nearest import nearest
 
 logger = logging.getLogger(__name__)
 
-_PATCH_MODULES: tuple[str, ...] = (
-    "spec_import",
-    "dataset_helpers",
-    "mtp_shared_block",
-    "mla_core_attention",
-    "dsa_index_cache",
-    "dsa_indexer_memory",
-    "dsa_graph_safety",
-    "linear_cross_entropy",
-    "hybrid_flops",
-    "sp_norm_gradients",
-    "checkpoint_hosts",
-    "checkpoint_layout",
-    "mixed_precision_optimizer",
-    "torch_adam_resume",
-    "output_layer_fusion",
-)
-"""Modules of this package that hold a ``PATCH``, in the order in which ``patch list`` shows them."""
-
-
-class _Process:
-    """What all registries of a process share, as they patch the same modules: the lock, and a count of the changes."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.changes = 0
-        if hasattr(os, "register_at_fork"):
-            # Forking waits for a change under way, so that a child never starts with half of a patch or with a lock that
-            # nobody will release.
-            os.register_at_fork(
-                before=self.lock.acquire, after_in_parent=self.lock.release, after_in_child=self.lock.release
-            )
-
-
-_PROCESS = _Process()
+_LOCK = threading.RLock()
+"""Held by whoever changes Megatron's modules, in whatever registry."""
 
 
 @dataclass(frozen=True)
@@ -101,42 +64,6 @@ class Applied:
 
     applied: tuple[str, ...]
     already: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Change:
-    """One checked edit: the slot with its original, and the replacement built for it."""
-
-    patch: str
-    slot: Slot
-    replacement: Any
-    raw_replacement: Any
-    fingerprint: str
-    version: str
-    # (module name, attribute) pairs that held the replacement before it was applied: its home, no import of the target
-    homes: frozenset[tuple[str, str]] = field(default_factory=frozenset)
-
-    def move(self) -> Move:
-        """What puts the replacement in place."""
-        slot = self.slot
-        new = self.raw_replacement, self.replacement
-        return Move(slot.owner, slot.attribute, slot.raw, new[0], slot.value, new[1], frozenset())
-
-    def move_back(self) -> Move:
-        """What takes the replacement out again, but for where it is at home."""
-        slot = self.slot
-        new = self.raw_replacement, self.replacement
-        return Move(slot.owner, slot.attribute, new[0], slot.raw, new[1], slot.value, self.homes)
-
-    def in_place(self) -> bool:
-        """Whether the target, looked up anew, holds the replacement; a reload gives a module, which stays, new classes."""
-        module, _, path = self.slot.target.partition(":")
-        found = sys.modules.get(module)
-        for owner, name in zip(self.slot.owners, path.split("."), strict=True):
-            if found is not owner:
-                return False
-            found = vars(owner).get(name)
-        return found is self.raw_replacement
 
 
 def fingerprint(target: str) -> str:
@@ -165,7 +92,7 @@ def megatron_core_version() -> str:
 
 
 class Registry:
-    """A set of patches, and which of them are in place in this process.
+    """A set of patches, and which of their edits are in place in this process.
 
     Args:
         patches: the records; names must be unique, and ``requires`` and ``conflicts`` must name patches of this set.
@@ -177,8 +104,8 @@ class Registry:
 
     def __init__(self, patches: Iterable[Patch], version: Callable[[], str] = megatron_core_version) -> None:
         self._patches: dict[str, Patch] = {}
-        self._changes: dict[str, tuple[_Change, ...]] = {}
-        self._armed: dict[str, str] = {}
+        self._changes: dict[str, dict[str, Change]] = {}  # by patch, then by target
+        self._armed: dict[str, str] = {}  # patch to the file whose hook line named it
         self.version = version
         for patch in patches:
             if patch.name in self._patches:
@@ -194,6 +121,21 @@ class Registry:
         """All patches, in the order in which they were given."""
         return tuple(self._patches.values())
 
+    def select(self, names: Iterable[str]) -> list[Patch]:
+        """The records of ``names``, each once.
+
+        Raises:
+            PatchError: there is no such patch; the nearest names are offered.
+        """
+        if isinstance(names, str):
+            raise PatchError(f"expected a list of patch names, found the text {names!r}")
+        chosen = list(dict.fromkeys(names))
+        if unknown := [name for name in chosen if name not in self._patches]:
+            known = list(self._patches)
+            problems = [f"there is no patch {name!r}; {nearest(name, known)}" for name in unknown]
+            raise PatchError(listing("nothing was changed", problems))
+        return [self._patches[name] for name in chosen]
+
     def apply(self, names: Iterable[str], *, imported: Callable[[str], bool] | None = None) -> Applied:
         """Put the named patches in place: all of them, or none.
 
@@ -204,61 +146,35 @@ class Registry:
 
         Args:
             names: patches; of one that is in place in part, the rest is put in place.
-            imported: says of a module whether it is there; given it, edits that are not due are left for a later call
-                (:meth:`megacpp_mcore.patches.machinery.record.Patch.due`).
+            imported: says of a module whether it is there; given it, edits of other modules are left for a later call.
 
         Raises:
             PatchError: with every problem that was found; nothing is changed.
         """
         wanted = self.select(names)
-        while (result := self._apply_once(wanted, imported)) is None:
-            pass  # another thread, or an import that the plan made, changed something: plan anew
-        return result
-
-    def _apply_once(self, wanted: Sequence[Patch], imported: Callable[[str], bool] | None) -> Applied | None:
-        """Plan and carry out, or nothing and None when something changed in between."""
-        with _PROCESS.lock:
-            seen = _PROCESS.changes
-            fresh = {
-                patch.name: edits
-                for patch in wanted
-                if (edits := self._missing(patch, patch.due(imported) if imported else patch.edits))
-            }
-            problems = [
-                problem for patch in wanted if patch.name in self._changes for problem in self._drift(patch.name)
-            ]
-            problems += self._relation_problems(self.select(fresh))
-            standing = self._standing(fresh)
-        changes, found = self._plan(fresh, standing)
-        with _PROCESS.lock:
-            if seen != _PROCESS.changes:
-                return None
-            problems += found
-            if problems:
+        # Before the lock, as an import may wait for another thread's, which may wait for the lock; or apply patches itself.
+        for module in (module for patch in wanted for module in patch.modules if imported is None):
+            with contextlib.suppress(
+                Exception
+            ):  # resolve() meets the same error, and says which target wants the module
+                importlib.import_module(module)
+        with _LOCK:
+            fresh = {patch.name: edits for patch in wanted if (edits := self._missing(patch, imported))}
+            changes, refusals = self._plan(fresh)
+            if problems := self._standing_problems(wanted) + refusals:
                 raise PatchError(listing("no patch was applied", problems))
-            if fresh:
-                self._put_in_place(fresh, changes)
-            already = tuple(patch.name for patch in wanted if patch.name in self._changes and patch.name not in fresh)
+            exchange(changes, "no patch was applied")
+            for change in changes:
+                self._changes.setdefault(change.patch, {})[change.slot.target] = change
+            for name, edits in fresh.items():  # when all are recorded: a handler of the log may raise
+                targets = ", ".join(edit.target for edit in edits)
+                origin = f" by the hook in {self._armed[name]}" if name in self._armed else ""
+                announce(f"patch {name} applied to {targets} (megatron-core {changes[0].version}){origin}")
+            already = tuple(p.name for p in wanted if p.name in self._changes and p.name not in fresh)
         return Applied(tuple(fresh), already)
 
-    def _missing(self, patch: Patch, edits: Iterable[Edit]) -> tuple[Edit, ...]:
-        """Those of the patch's ``edits`` that are not in place."""
-        there = {change.slot.target for change in self._changes.get(patch.name, ())}
-        return tuple(edit for edit in edits if edit.target not in there)
-
-    def _put_in_place(self, fresh: Mapping[str, Sequence[Edit]], changes: Sequence[_Change]) -> None:
-        exchange([change.move() for change in changes], "no patch was applied")
-        _PROCESS.changes += 1
-        for name in fresh:
-            new = tuple(change for change in changes if change.patch == name)
-            self._changes[name] = self._changes.get(name, ()) + new
-        for name, edits in fresh.items():  # when all are recorded: a handler of the log may raise
-            targets = ", ".join(edit.target for edit in edits)
-            origin = f" by the hook in {self._armed[name]}" if name in self._armed else ""
-            announce(f"patch {name} applied to {targets} (megatron-core {changes[0].version}){origin}")
-
-    def arm(self, names: Iterable[str], origin: str) -> tuple[str, ...]:
-        """Note that the named patches are to be applied when their targets' modules have been imported; changes nothing.
+    def arm(self, names: Iterable[str], origin: str) -> None:
+        """Note that edits of the named patches are to be applied when their modules have been imported; changes nothing.
 
         Somebody else (:mod:`megacpp_mcore.patches.machinery.hook`) watches the imports and calls :meth:`apply`.
 
@@ -266,49 +182,21 @@ class Registry:
             names: patches; those that are applied or armed already are left as they are.
             origin: what asked for it, for people.
 
-        Returns:
-            The patches that were newly armed.
-
         Raises:
             PatchError: a name is not known, a requirement is missing, or two patches cannot go together.
         """
-        with _PROCESS.lock:
+        with _LOCK:
             wanted = self.select(names)
-            there = [self._patches[name] for name in {*self._changes, *self._armed}]
-            fresh = [patch for patch in wanted if patch not in there]
-            problems = [
-                problem for patch in wanted if patch.name in self._changes for problem in self._drift(patch.name)
-            ]
-            problems += relation_problems(fresh, there) + target_problems(fresh, there)
-            if problems:
+            if problems := self._standing_problems(wanted):
                 raise PatchError(listing("no patch was armed", problems))
-            self._armed |= {patch.name: origin for patch in fresh}
-            _PROCESS.changes += bool(fresh)
-            return tuple(patch.name for patch in fresh)
-
-    def disarm(self, names: Iterable[str]) -> None:
-        """Forget that the named patches were to be applied; those that are in place stay so."""
-        with _PROCESS.lock:
-            for patch in self.select(names):
-                _PROCESS.changes += self._armed.pop(patch.name, None) is not None
-
-    @property
-    def armed(self) -> tuple[str, ...]:
-        """The names of the patches that were armed, applied since or not, and have not been reverted or disarmed."""
-        with _PROCESS.lock:
-            return tuple(self._armed)
-
-    @property
-    def waiting(self) -> tuple[Patch, ...]:
-        """The patches that are armed and not applied, not even in part."""
-        with _PROCESS.lock:
-            return tuple(self._patches[name] for name in self._armed if name not in self._changes)
+            there = {*self._changes, *self._armed}
+            self._armed |= {patch.name: origin for patch in wanted if patch.name not in there}
 
     @property
     def pending(self) -> dict[str, tuple[Edit, ...]]:
-        """The edits of armed patches that are not in place, by patch; all of its edits for one that is waiting."""
-        with _PROCESS.lock:
-            found = {name: self._missing(self._patches[name], self._patches[name].edits) for name in self._armed}
+        """The edits of armed patches that are not in place, by patch."""
+        with _LOCK:
+            found = {name: self._missing(self._patches[name]) for name in self._armed}
             return {name: edits for name, edits in found.items() if edits}
 
     def revert(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
@@ -322,20 +210,16 @@ class Registry:
         Raises:
             PatchError: a name is not known, or a target meanwhile holds something else; nothing is changed.
         """
-        with _PROCESS.lock:
-            chosen = [*self._changes, *self._armed] if names is None else names
-            wanted = self.select(chosen)
-            applied = [patch.name for patch in wanted if patch.name in self._changes]
-            problems = [problem for name in applied for problem in self._drift(name)]
-            if problems:
+        with _LOCK:
+            wanted = [patch.name for patch in self.select({**self._changes, **self._armed} if names is None else names)]
+            applied = [name for name in wanted if name in self._changes]
+            if problems := [problem for name in applied for problem in self._drift(name)]:
                 raise PatchError(listing("no patch was reverted", problems))
-            for patch in wanted:
-                self._armed.pop(patch.name, None)
-            changes = [change for name in applied for change in self._changes[name]]
-            exchange([change.move_back() for change in changes], "no patch was reverted")
-            _PROCESS.changes += 1
-            for name in applied:
-                del self._changes[name]
+            changes = [change for name in applied for change in self._changes[name].values()]
+            exchange(changes, "no patch was reverted", back=True)
+            for name in wanted:
+                self._armed.pop(name, None)
+                self._changes.pop(name, None)
             for name in applied:
                 announce(f"patch {name} reverted")
             for name in self._changes:
@@ -349,17 +233,13 @@ class Registry:
         Raises:
             PatchError: with every place where that is not so.
         """
-        with _PROCESS.lock:
+        with _LOCK:
             problems = [problem for name in self._changes for problem in self._drift(name)]
-            for name, changes in self._changes.items():
-                held = holders(
-                    {
-                        id(change.slot.value): frozenset()
-                        for change in changes
-                        if not isinstance(change.slot.value, ATOMS)
-                    }
-                )
-                problems += [f"{name}: {module}.{attribute} holds the original" for module, _, attribute, _ in held]
+            owners = {id(c.slot.value): name for name, changes in self._changes.items() for c in changes.values()}
+            problems += [
+                f"{owners[key]}: {module.__name__}.{attribute} holds the original"
+                for module, attribute, key in holders(owners)
+            ]
             if problems:
                 raise PatchError(listing("the patches are not in place", problems))
 
@@ -367,64 +247,38 @@ class Registry:
         """One JSON-ready record a patch, for receipts; imports nothing.
 
         The state is ``applied``; ``lost``, when a target of an applied patch holds something else now; ``armed``, when a
-        hook will apply it as soon as the modules in ``waits_for`` have been imported (of those of separate edits, see
-        :class:`.record.Edit`, any one); or ``not applied``. An applied patch with ``waits_for`` is in
-        place for all that was imported, and will be for these modules too when they are. The ``fingerprints`` are those of
-        the sources that were found in place, by target.
+        hook will apply it as soon as the modules in ``waits_for`` have been imported; or ``not applied``. An applied patch
+        with ``waits_for`` is in place for all that was imported, and will be for these modules too when they are. The
+        ``fingerprints`` are those of the sources that were found in place, by target.
         """
-        with _PROCESS.lock:
+        with _LOCK:
             return [self._record(patch) for patch in self._patches.values()]
 
     def seal(self, names: Iterable[str]) -> str:
         """16 hex digits that change with all that the named records say but their prose: targets, fingerprints, ranges."""
         records = [
             [patch.name, patch.megatron_versions, patch.superseded_in, patch.requires, patch.conflicts]
-            + [[edit.target, edit.separate, sorted(edit.fingerprints.items())] for edit in patch.edits]
+            + [[edit.target, sorted(edit.fingerprints.items())] for edit in patch.edits]
             for patch in sorted(self.select(names), key=lambda patch: patch.name)
         ]
         return hashlib.sha256(json.dumps(records).encode()).hexdigest()[:16]
 
-    def select(self, names: Iterable[str]) -> list[Patch]:
-        """The records of ``names``, each once.
+    def _missing(self, patch: Patch, imported: Callable[[str], bool] | None = None) -> tuple[Edit, ...]:
+        """The patch's edits that are not in place (of the modules that were ``imported``, if that is given)."""
+        there = self._changes.get(patch.name, {})
+        return tuple(e for e in patch.edits if e.target not in there and (imported is None or imported(e.module)))
 
-        Raises:
-            PatchError: there is no such patch; the nearest names are offered.
-        """
-        if isinstance(names, str):
-            raise PatchError(f"expected a list of patch names, found the text {names!r}")
-        chosen = list(dict.fromkeys(names))
-        unknown = [name for name in chosen if name not in self._patches]
-        if unknown:
-            known = list(self._patches)
-            problems = [f"there is no patch {name!r}; {nearest(name, known)}" for name in unknown]
-            raise PatchError(listing("nothing was changed", problems))
-        return [self._patches[name] for name in chosen]
+    def _standing_problems(self, wanted: Sequence[Patch]) -> list[str]:
+        """What those of ``wanted`` that are here have lost, and what keeps the others from joining what is here or armed."""
+        there = [self._patches[name] for name in {**self._changes, **self._armed}]
+        lost = [problem for patch in wanted for problem in self._drift(patch.name)]
+        return lost + set_problems([patch for patch in wanted if patch not in there], there)
 
-    def _relation_problems(self, fresh: Sequence[Patch]) -> list[str]:
-        applied = [self._patches[name] for name in self._changes]
-        # A requirement of what is in place in part may have been reverted since, with a warning: the rest goes with it.
-        new = [patch for patch in fresh if patch.name not in self._changes]
-        # What is only armed may never come: it satisfies no requirement, but a conflict with it is one already.
-        return sorted({*relation_problems(new, applied), *conflict_problems([*new, *applied, *self.waiting])})
-
-    def _standing(self, fresh: Iterable[str]) -> dict[str, str]:
-        """Targets that are taken, each with what to say about it."""
-        taken = {
-            edit.target: f"{edit.target} is to be changed by the armed patch {name}"
-            for name, edits in self.pending.items()
-            if name not in fresh
-            for edit in edits
-        }
-        applied = [change.slot.target for changes in self._changes.values() for change in changes]
-        return taken | {target: f"{target} is already changed by an applied patch" for target in applied}
-
-    def _plan(self, fresh: Mapping[str, Sequence[Edit]], standing: dict[str, str]) -> tuple[list[_Change], list[str]]:
+    def _plan(self, fresh: Mapping[str, Sequence[Edit]]) -> tuple[list[Change], list[str]]:
         """Check and build every edit of ``fresh``; returns the changes and all problems, and touches nothing."""
-        changes: list[_Change] = []
+        changes: list[Change] = []
         problems: list[str] = []
-        if not fresh:
-            return changes, problems
-        version = self.version()
+        version = self.version() if fresh else ""
         for name, edits in fresh.items():
             try:
                 self._patches[name].check_version(version)
@@ -432,33 +286,25 @@ class Registry:
                 problems.append(f"{name}: {refusal}")
                 continue
             for edit in edits:
-                taken = [reason for target, reason in standing.items() if nested(edit.target, target)]
                 try:
-                    if taken:
-                        raise Refusal("target already wrapped", taken[0])
-                    change = _build(name, edit, version)
+                    slot = resolve(edit.target)
+                    text = source_text(slot)
+                    refuse_wrapped(slot, text)
+                    changes.append(build(name, slot, edit.make, edit.check(text, version), version))
                 except Refusal as refusal:
                     problems.append(f"{name}: {refusal}")
-                    continue
-                problems += [
-                    f"{name} and {other.patch} both change {edit.target} or a part of it: choose one of them"
-                    for other in changes
-                    if overlap(change.slot, other.slot)
-                ]
-                changes.append(change)
         return changes, problems
 
     def _drift(self, name: str) -> list[str]:
         return [
-            f"{name} was applied to {change.slot.target}, which meanwhile holds something else "
-            "(another patcher, or the module was imported anew); undo that first, or, as a reload cannot be undone, "
-            "start the process anew"
-            for change in self._changes[name]
+            f"{name} was applied to {target}, which meanwhile holds something else (another patcher, or the module was "
+            "imported anew); undo that first, or, as a reload cannot be undone, start the process anew"
+            for target, change in self._changes.get(name, {}).items()
             if not change.in_place()
         ]
 
     def _record(self, patch: Patch) -> dict[str, Any]:
-        changes = self._changes.get(patch.name, ())
+        changes = self._changes.get(patch.name, {})
         state = "armed" if patch.name in self._armed else "not applied"
         if changes:
             state = "lost" if self._drift(patch.name) else "applied"
@@ -467,91 +313,19 @@ class Registry:
             "state": state,
             "hook": self._armed.get(patch.name),
             "waits_for": [name for name in awaited if name not in sys.modules],
-            "megatron_core": changes[0].version if changes else None,
-            "fingerprints": {change.slot.target: change.fingerprint for change in changes},
+            "megatron_core": next((change.version for change in changes.values()), None),
+            "fingerprints": {target: change.fingerprint for target, change in changes.items()},
         }
 
 
 @functools.cache
 def default() -> Registry:
     """The registry of this package's own patches, made on the first call."""
-    modules = (importlib.import_module(f"megacpp_mcore.patches.{name}") for name in _PATCH_MODULES)
-    return Registry([module.PATCH for module in modules])
+    from megacpp_mcore import patches
 
-
-def relation_problems(fresh: Sequence[Patch], there: Sequence[Patch]) -> list[str]:
-    """What ``requires`` and ``conflicts`` say against adding ``fresh`` to the patches ``there``."""
-    together = {patch.name for patch in (*fresh, *there)}
-    lacking = [
-        f"{patch.name} requires {other}: name it as well"
-        for patch in fresh
-        for other in patch.requires
-        if other not in together
-    ]
-    return sorted(lacking + conflict_problems([*fresh, *there]))
-
-
-def conflict_problems(together: Sequence[Patch]) -> list[str]:
-    """The declared conflicts among these patches."""
-    names = {patch.name for patch in together}
-    pairs = ((patch.name, other) for patch in together for other in patch.conflicts if other in names)
-    return sorted(f"{name} conflicts with {other}: choose one of them" for name, other in pairs)
-
-
-def target_problems(fresh: Sequence[Patch], there: Sequence[Patch]) -> list[str]:
-    """Pairs of patches, one of them in ``fresh``, that change the same symbol, or a class and a part of it."""
-    problems = []
-    for index, patch in enumerate(fresh):
-        for other in (*there, *fresh[:index]):
-            if shared := [e.target for e in patch.edits for o in other.edits if nested(e.target, o.target)]:
-                problems.append(
-                    f"{patch.name} and {other.name} both change {shared[0]} or a part of it: choose one of them"
-                )
-    return problems
-
-
-def _build(patch: str, edit: Edit, version: str) -> _Change:
-    """Presence, foreign wrappers and fingerprint of one edit of ``patch``, and its replacement."""
-    slot = resolve(edit.target)
-    text = source_text(slot)
-    refuse_wrapped(slot, text)
-    found = edit.check(text, version)
-    original = slot.value
-    try:
-        replacement = edit.make(original)
-    except Exception as error:
-        raise Refusal("target changed", f"building the replacement of {edit.target} failed: {error!r}") from error
-    if replacement is original:
-        raise Refusal("target changed", f"the replacement of {edit.target} is the original itself")
-    if callable(original) != callable(replacement) or isinstance(original, property) != isinstance(
-        replacement, property
-    ):
-        raise Refusal(
-            "target changed",
-            f"the replacement of {edit.target} is a {type(replacement).__name__}, "
-            f"which cannot stand in for a {type(original).__name__}",
-        )
-    if not isinstance(original, ATOMS):
-        _keep_original(edit.target, replacement, original, patch)
-    raw = slot.raw
-    raw_replacement = type(raw)(replacement) if isinstance(raw, staticmethod | classmethod) else replacement
-    homes = frozenset((module, name) for module, _, name, _ in holders({id(replacement): frozenset()}))
-    return _Change(patch, slot, replacement, raw_replacement, found, version, homes)
-
-
-def _keep_original(target: str, replacement: Any, original: Any, patch: str) -> None:
-    """Leave ``original`` on ``replacement.__wrapped__`` (on the getters, for a property) and mark the replacement."""
-    if isinstance(original, property):
-        replacement, original = replacement.fget, original.fget
-    try:
-        if getattr(replacement, "__wrapped__", original) is not original:
-            raise Refusal("target changed", f"the replacement of {target} has a __wrapped__ that is not the original")
-        replacement.__wrapped__ = original
-        setattr(replacement, MARK, patch)
-    except (AttributeError, TypeError):
-        # Plain data (a dict, a ModuleSpec with slots) cannot carry attributes; the registry itself keeps its original.
-        if callable(original):
-            raise Refusal("target changed", f"the replacement of {target} cannot carry __wrapped__") from None
+    files = sorted(module.name for module in pkgutil.iter_modules(patches.__path__))
+    modules = [importlib.import_module(f"{patches.__name__}.{name}") for name in files]
+    return Registry([module.PATCH for module in modules if hasattr(module, "PATCH")])
 
 
 def listing(summary: str, problems: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megacpp_mcore.patches.machinery.symbols import Refusal, assigned_text
+from megacpp_mcore.patches.machinery.symbols import Refusal
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 PACKAGE_INFO = "megatron.core.package_info"
@@ -49,8 +49,8 @@ class SourceTree:
     def texts(self, target: str) -> list[str]:
         """The source text of every definition of ``target`` (``module:attr`` or ``module:Class.attr``), in file order.
 
-        Each text is what ``inspect.getsource`` gives for the imported symbol. There are several where alternatives are
-        defined under ``if`` or ``try``. Plain data gives one text: all assignments to it.
+        Each text is what ``inspect.getsource`` gives for the imported function or class. There are several where
+        alternatives are defined under ``if`` or ``try``.
 
         Raises:
             Refusal: ``target not found``, or ``target changed`` when the file cannot be read as Python.
@@ -64,17 +64,10 @@ class SourceTree:
             if not owners:
                 raise Refusal("target not found", f"{target} was not found: {module} has no class {name}")
         found = [_text(lines, node) for node in _defined(owners, attribute)]
-        if found:
-            return found
-        assigned = [
-            text
-            for owner in owners
-            if (text := assigned_text(_text(lines, owner), attribute, of_class=isinstance(owner, ast.ClassDef)))
-        ]
-        if not assigned:
+        if not found:
             place = ".".join([module, *classes])
             raise Refusal("target not found", f"{target} was not found: {place} defines no {attribute}")
-        return assigned
+        return found
 
     def version(self) -> str | None:
         """What the tree's ``megatron/core/package_info.py`` says, without a commit; None when it says nothing readable.
@@ -120,9 +113,7 @@ def _definitions(body: ast.AST) -> Iterator[Definition]:
             yield from _definitions(node)
 
 
-def _text(lines: Sequence[str], node: ast.Module | Definition) -> str:
+def _text(lines: Sequence[str], node: Definition) -> str:
     """The source of ``node`` with its decorators, cut where ``inspect`` cuts it."""
-    if isinstance(node, ast.Module):
-        return "".join(lines)
     first = min(part.lineno for part in (node, *node.decorator_list)) - 1
     return "".join(inspect.getblock(lines[first:]))

@@ -26,9 +26,9 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has warned of nothing, tried nothing and disables nothing."""
     monkeypatch.setattr(dispatching, "_warned", set())
     monkeypatch.delenv(probes.DISABLE_TE, raising=False)
-    probes._tried.cache_clear()
+    probes._probed.cache_clear()
     yield
-    probes._tried.cache_clear()
+    probes._probed.cache_clear()
 
 
 class Counted:

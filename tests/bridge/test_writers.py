@@ -19,7 +19,7 @@ from tests.bridge.processes import ROOT, TINY, run
 STEPS, ENDED, RESUMED = 5, 4, 2
 """All steps, those of the first start, and the one whose checkpoint the second start goes on from."""
 RUN_ID = "same"
-DOCUMENTED = set(re.findall(r"`(observe/\w+)`", (ROOT / "docs" / "live.md").read_text()))
+DOCUMENTED = set(re.findall(r"`(observe/\w+)`", (ROOT / "docs" / "observe.md").read_text()))
 Scalars = dict[str, dict[int, float]]
 Start = tuple[list[Step], list[Metrics]]
 

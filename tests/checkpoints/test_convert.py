@@ -12,6 +12,7 @@ import torch
 
 from megacpp_mcore.checkpoints import convert as checkpoint_convert
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
+from megacpp_mcore.checkpoints import rewrite
 from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import CheckpointError
 from tests.saved import as_0_1_0, objects_in, tensors_in, write
@@ -98,7 +99,7 @@ def test_every_tensor_comes_out_to_the_byte(named: str, tmp_path: Path) -> None:
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
-    assert objects_in(done.folder) == {*list(OBJECTS)[2:3], "rng_state/shard_0.0_1.1", checkpoint_convert._COMMON}
+    assert objects_in(done.folder) == {*list(OBJECTS)[2:3], "rng_state/shard_0.0_1.1", rewrite._COMMON}
     common = load_common_state_dict(str(done.folder))
     assert common == {"iteration": 30, "content_metadata": {**CONTENT, "megacpp_layout": 2}}
     assert (tmp_path / "new" / "latest_checkpointed_iteration.txt").read_text() == "30"
@@ -144,7 +145,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
 
     held: list[weakref.ref[torch.Tensor]] = []
     most = 0
-    read = checkpoint_convert._Source.read
+    read = rewrite.Source.read
 
     def watched(self: Any, name: str, make: Any = None) -> Any:
         nonlocal most
@@ -154,7 +155,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
             most = max(most, sum(reference() is not None for reference in held))
         return value
 
-    monkeypatch.setattr(checkpoint_convert._Source, "read", watched)
+    monkeypatch.setattr(rewrite.Source, "read", watched)
     checkpoint_convert.convert(save_former(tmp_path / "old"), tmp_path / "new")
     assert len(held) >= len(today())
     assert most <= 2  # the one that is being written is let go when the next is there
@@ -201,7 +202,7 @@ def test_flat_buckets_have_no_rows(tmp_path: Path, capsys: pytest.CaptureFixture
 
     content = {**CONTENT, "distrib_optim_sharding_type": "dp_reshardable"}
     says = refused(save_former(tmp_path / "old", as_buckets, content), tmp_path / "new", capsys)
-    assert "flat buckets (dp_reshardable: optimizer.distributed.dp_group_idx_0" in says
+    assert "flat buckets (optimizer.distributed.dp_group_idx_0" in says
     assert "--dist-ckpt-optim-fully-reshardable" in says
     assert "--no-save-optim" in says
 
@@ -238,9 +239,9 @@ def test_damage_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     (data,) = folder.glob("*.distcp")
     whole = data.read_bytes()
     data.write_bytes(whole[: len(whole) // 2])
-    assert f"{folder} cannot be converted to {tmp_path}/new" in refused(tmp_path / "old", tmp_path / "new", capsys)
+    assert f"{folder} cannot be rewritten to {tmp_path}/new" in refused(tmp_path / "old", tmp_path / "new", capsys)
     data.unlink()
-    assert f"{folder} has no content metadata" in refused(tmp_path / "old", tmp_path / "new", capsys)
+    assert f"{folder} has no common state" in refused(tmp_path / "old", tmp_path / "new", capsys)
     (folder / ".metadata").write_bytes(b"no pickle")
     assert f"{folder}/.metadata cannot be read" in refused(tmp_path / "old", tmp_path / "new", capsys)
 

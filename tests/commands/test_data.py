@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,8 +100,7 @@ def test_skipped_files_are_told(tmp_path, prefix, capsys):
     with pytest.raises(DataError, match="--errors skip"):
         data("prepare", str(tmp_path), "--output", prefix)
     assert data("prepare", str(tmp_path), "--output", prefix, "--errors", "skip") == 0
-    assert "20 documents" in (printed := capsys.readouterr().out)
-    assert "1 skipped" in printed
+    assert re.search(r"20 documents.*1 skipped", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -109,19 +109,15 @@ def test_ctrl_c_leaves_nothing_and_the_same_command_starts_anew(tmp_path, worker
     texts.mkdir()
     for number in range(150):
         (texts / f"{number:03d}.txt").write_text(f"text {number} " * 400)
-    slow = (
-        "import time\n"
+    (tmp_path / "main.py").write_text(  # slow; the workers import it, too
+        "import sys, time\n"
+        "from megacpp_mcore.commands import cli\n"
         "from megacpp_mcore.data import tokenizer\n"
         "encode = tokenizer.ByteTokenizer.encode\n"
         "tokenizer.ByteTokenizer.encode = lambda self, text: time.sleep(0.1) or encode(self, text)\n"
-    )
-    start = (
-        "import sys\n"
-        "from megacpp_mcore.commands import cli\n"
         "if __name__ == '__main__':\n"
         "    sys.exit(cli.main(sys.argv[1:]))\n"
     )
-    (tmp_path / "main.py").write_text(slow + start)  # the workers import it, too
     words = [sys.executable, str(tmp_path / "main.py"), "data", "prepare", str(texts), "--output", str(output)]
     words += ["--workers", workers]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

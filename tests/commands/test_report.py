@@ -13,7 +13,8 @@ import pytest
 
 from megacpp_mcore.commands import cli
 from megacpp_mcore.commands.report import BEATS
-from megacpp_mcore.observe.receipts.schema import FINISHED, RUNNING
+from megacpp_mcore.observe.events import FINISHED
+from megacpp_mcore.observe.receipts.schema import FIELDS, RUNNING
 from tests.observe.recorded import append, at, write_start
 
 RECEIPT = Path(__file__).parents[2] / "examples" / "receipts" / "nam56r_quarter_h200_bf16.json"
@@ -50,6 +51,8 @@ def test_goodput_needs_the_whole_run(checkpoints: Path, capsys: pytest.CaptureFi
     assert re.search(rf"{RECEIPT} is a file; expected .*, probably {RECEIPT.parent}", capsys.readouterr().err)
     assert cli.main(["report", "goodput", str(checkpoints / "observe")]) == 0
     assert capsys.readouterr().out == "rank 0: 0.0% of 3.0 s productive; startup 3.0 s\n"
+    assert cli.main(["report", "goodput", "--json", str(checkpoints / "observe")]) == 0
+    assert json.loads(capsys.readouterr().out)["0"]["seconds"]["startup"] == 3.0
 
 
 # --- a run whose status is `running` -------------------------------------------------------------------------------------
@@ -68,31 +71,33 @@ def shown(place: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_live_run_is_told_from_a_killed_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, alive, *_ = shown(of_ranks(tmp_path / "live", {0: 1}), capsys)
+@pytest.mark.parametrize(
+    ("silent_s", "ended", "beat_s", "line"),
+    [
+        ({0: 1}, (), 1, r"\d s ago"),
+        ({0: 600}, (), 1, r"10 min ago; it was probably killed: a live process leaves one every 1 s .*"),
+        (
+            {0: 1, 1: 7200, 2: 2 * 86400},
+            (2,),
+            1,
+            r"2 h ago, of rank 1, the longest silent of 2; it was probably killed: .*",
+        ),
+        ({0: (BEATS - 0.5) * 1000}, (), 1000, r"75 min ago"),
+        (
+            {0: (BEATS + 0.5) * 1000},
+            (),
+            1000,
+            r"92 min ago; it was probably killed: a live process leaves one every 1000 s .*",
+        ),
+    ],
+)
+def test_a_live_run_is_told_from_a_killed_one(
+    tmp_path: Path, silent_s: dict[int, float], ended: tuple[int, ...], beat_s: float, line: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    status, alive, *_ = shown(of_ranks(tmp_path, silent_s, ended, beat_s), capsys)
     assert status.split() == ["status", "running"]
-    assert re.fullmatch(r"last sign of life \d s ago", alive)
-    status, alive, *_ = shown(of_ranks(tmp_path / "killed", {0: 600}), capsys)
-    assert status.split() == ["status", "running"]
-    assert alive.startswith("last sign of life 10 min ago; it was probably killed: ")
-
-
-def test_the_rank_that_was_silent_longest_counts_of_those_that_have_not_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = of_ranks(tmp_path / "run", {0: 1, 1: 7200, 2: 2 * 86400}, ended=(2,))
-    _, alive, *_ = shown(run, capsys)
-    assert "2 h ago, of rank 1, the longest silent of 2; it was probably killed" in alive
-
-
-def test_a_slow_heart_is_waited_for_so_many_beats_and_no_fewer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for beats, killed in ((BEATS - 0.5, False), (BEATS + 0.5, True)):
-        run = of_ranks(tmp_path / str(beats), {0: beats * 1000}, beat_s=1000)
-        line = shown(run, capsys)[1]
-        assert ("probably killed" in line) is killed
-        assert ("a live process leaves one every 1000 s" in line) is killed
+    assert re.fullmatch(f"last sign of life {line}", alive)
 
 
 def test_damage_hides_no_receipt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,3 +160,9 @@ def test_what_is_not_known_for_one_reason_is_one_line(tmp_path: Path, capsys: py
     (tmp_path / "receipt.json").write_text(json.dumps(receipt))
     found = [line for line in shown(tmp_path / "receipt.json", capsys) if line.startswith("not known ")]
     assert found == ["not known         loss.first, loss.last: no steps", *lines]
+
+
+def test_fields_prints_every_field_of_a_receipt(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", "fields"]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split("`")[1] for line in printed.splitlines()[2:]] == [field.path for field in FIELDS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import io
 import json
 import os
@@ -16,11 +17,14 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from megacpp_mcore.data import manifest as manifest_module
 from megacpp_mcore.data.index import HEADER_BYTES, read_index
 from megacpp_mcore.data.manifest import adopt, examine, load_manifest, verify, verify_for_training
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.data.score import unigram_bits_per_byte
 from megacpp_mcore.errors import DataError
+
+SUFFIXES = (".bin", ".idx", ".manifest.json")
 
 
 def build(folder: Path, salt: str = "") -> str:
@@ -37,7 +41,7 @@ def pristine(tmp_path_factory):
 
 @pytest.fixture
 def prefix(pristine, tmp_path):
-    for suffix in (".bin", ".idx", ".manifest.json"):
+    for suffix in SUFFIXES:
         shutil.copy(pristine + suffix, tmp_path / f"data{suffix}")
     return str(tmp_path / "data")
 
@@ -69,28 +73,22 @@ def test_a_whole_dataset_passes(prefix):
     check_training(prefix, vocab_size=384)
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx", ".manifest.json"])
-def test_missing_files_are_named(prefix, suffix):
-    os.unlink(prefix + suffix)
-    for check in (verify, check_training):
-        with pytest.raises(DataError, match=rf"data{suffix.replace('.', '[.]')}.*expected"):
-            check(prefix)
-
-
-@pytest.mark.parametrize("suffix", [".bin", ".idx", ".manifest.json"])
-@pytest.mark.parametrize("kept", [0, 1, -1])
-def test_truncated_files_are_named(prefix, suffix, kept):
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("kept", [None, 0, 1, -1])
+def test_missing_and_truncated_files_are_named(prefix, suffix, kept):
     content = Path(prefix + suffix).read_bytes()
     Path(prefix + suffix).write_bytes(content[:kept])
+    if kept is None:
+        os.unlink(prefix + suffix)
     for check in (verify, check_training):
         if suffix == ".manifest.json" and kept == -1:
             check(prefix)  # only the newline at the end is gone
             continue
-        with pytest.raises(DataError, match=rf"data{suffix.replace('.', '[.]')}"):
+        with pytest.raises(DataError, match=rf"data{re.escape(suffix)}.*expected"):
             check(prefix)
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx", ".manifest.json"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_flipped_bits_are_found_from_the_first_to_the_last(prefix, suffix, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here is about losing power
     last = os.path.getsize(prefix + suffix) - 1
@@ -147,22 +145,12 @@ def test_a_damaged_memory_is_no_answer(prefix, content):
         check_training(prefix)
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx", ".manifest.json"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("check", [verify, check_training, unigram_bits_per_byte])
 def test_files_that_may_not_be_read_are_named(prefix, monkeypatch, suffix, check):
     forbid(monkeypatch, prefix + suffix, builtins, "open")
     with pytest.raises(DataError, match=rf"data{re.escape(suffix)}.*Permission denied"):
         check(prefix)
-
-
-@pytest.mark.parametrize("name", ["memmap", "fromfile"])
-def test_a_read_that_fails_is_named(prefix, monkeypatch, name):
-    def fail(*_, **__):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(np, name, fail)
-    with pytest.raises(DataError, match=r"data\.(bin|idx): Input/output error; expected a file that can be read"):
-        verify(prefix)
 
 
 def forbid(monkeypatch, path: str, module: object, name: str) -> None:
@@ -178,20 +166,17 @@ def forbid(monkeypatch, path: str, module: object, name: str) -> None:
 
 
 def test_remembered_hashes_are_used(prefix, monkeypatch):
-    check_training(prefix)
-    hashed = []
-    original = check_training.__globals__["verify_for_training"].__globals__["hash_file"]
-    monkeypatch.setattr(
-        "megacpp_mcore.data.manifest.hash_file", lambda path: hashed.append(os.fspath(path)) or original(path)
-    )
-    check_training(prefix)
-    assert hashed == [prefix + ".idx"]
+    hashed, original = [], manifest_module.hash_file
+    monkeypatch.setattr(manifest_module, "hash_file", lambda path: hashed.append(path) or original(path))
+    for _ in range(2):
+        check_training(prefix)
+    assert hashed == [prefix + ".idx", prefix + ".bin", prefix + ".idx"]
 
 
 def test_a_model_that_does_not_fit_is_refused(prefix):
-    with pytest.raises(DataError, match=r"made with 260 token ids, and the model embeds 256"):
+    with pytest.raises(DataError, match=r"260 token ids, and the model embeds 256"):
         check_training(prefix, vocab_size=256)
-    with pytest.raises(DataError, match=r"ends its documents with id 256, and training uses 0"):
+    with pytest.raises(DataError, match=r"with id 256, and training uses 0"):
         check_training(prefix, eod_id=0)
     check_training(prefix, eod_id=None)
 
@@ -223,7 +208,7 @@ def test_adoption_refuses_document_bounds_that_do_not_rise_to_the_end(prefix, bo
 
 
 def test_adoption_checks_and_guesses_nothing(prefix):
-    with pytest.raises(DataError, match="without a manifest"):
+    with pytest.raises(DataError, match=r"data\.manifest\.json exists"):
         adopt(prefix)
     rebuild(prefix, [[5, 9, 7], [8, 7]], np.int32)
     manifest = adopt(prefix)
@@ -277,7 +262,7 @@ def try_index(prefix: str, content: bytes) -> None:
     assert index.tokens == tokens.size
 
 
-_FUZZ = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_FUZZ = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 _U64 = st.one_of(
     st.integers(0, 20), st.integers(0, 2**64 - 1), st.sampled_from([2**31, 2**32, 2**62, 2**63, 2**64 - 1])
 )
@@ -316,7 +301,7 @@ def test_no_mutation_crashes_the_reader_or_passes_verification(prefix, pristine,
 
 
 def damage(data: st.DataObject, content: bytearray) -> None:
-    """Cut, flip or swap a part of a file, or put another file's bytes in its place."""
+    """Cut, flip, swap, zero or double a part of a file."""
     kind = data.draw(st.sampled_from(["cut", "flip", "swap", "zero", "double"]))
     at, other = (data.draw(st.integers(0, len(content) - 1)) for _ in range(2))
     if kind == "cut":
@@ -325,10 +310,8 @@ def damage(data: st.DataObject, content: bytearray) -> None:
         content[at] ^= 1 << data.draw(st.integers(0, 7))
     elif kind == "swap":
         length = min(8, len(content) - max(at, other), abs(at - other))
-        content[at : at + length], content[other : other + length] = (
-            content[other : other + length],
-            content[at : at + length],
-        )
+        first, second = content[at : at + length], content[other : other + length]
+        content[at : at + length], content[other : other + length] = second, first
     elif kind == "zero":
         content[at : at + 8] = bytes(len(content[at : at + 8]))
     else:
@@ -340,7 +323,7 @@ def damage(data: st.DataObject, content: bytearray) -> None:
 def test_every_damaged_file_is_in_the_list(prefix, pristine, data):
     """Any damage to any of the files: nothing crashes, every one of them is named, and no whole dataset is."""
     changed = []
-    for suffix in (".bin", ".idx", ".manifest.json"):
+    for suffix in SUFFIXES:
         whole = Path(pristine + suffix).read_bytes()
         content = bytearray(whole)
         if data.draw(st.booleans(), label=f"damage {suffix}"):
@@ -364,12 +347,6 @@ def test_every_damaged_file_is_in_the_list(prefix, pristine, data):
             verify(prefix)
 
 
-def test_bytes_read_are_told_once(prefix):
-    told: list[int] = []
-    assert examine(prefix, told.append)[1] == []
-    assert sum(told) == os.path.getsize(prefix + ".bin")
-
-
 @_FUZZ
 @given(
     key=st.sampled_from(
@@ -385,25 +362,17 @@ def test_bytes_read_are_told_once(prefix):
     resigned=st.booleans(),
 )
 def test_no_manifest_crashes_the_checks(prefix, pristine, key, value, resigned):
-    from megacpp_mcore.data.manifest import _digest
-
     body = json.loads(Path(pristine + ".manifest.json").read_bytes())
     if json.dumps(body[key]) == json.dumps(value):
         return
     body[key] = value
     if resigned and key != "checksum":
         body.pop("checksum")
-        body["checksum"] = _digest(body)
+        body["checksum"] = manifest_module._digest(body)
     Path(prefix + ".manifest.json").write_text(json.dumps(body))
-    if resigned and key in ("sources", "skipped") and load_accepts(prefix):
-        return  # a well-formed account of the sources that was signed again is another account, not damage
+    if resigned and key in ("sources", "skipped"):
+        with contextlib.suppress(DataError):
+            load_manifest(prefix)
+            return  # a well-formed account of the sources that was signed again is another account, not damage
     with pytest.raises(DataError):
         verify(prefix)
-
-
-def load_accepts(prefix: str) -> bool:
-    try:
-        load_manifest(prefix)
-    except DataError:
-        return False
-    return True

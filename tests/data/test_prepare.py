@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import json
@@ -87,11 +86,8 @@ def read_back(prefix: str) -> list[bytes]:
 
     dataset = IndexedDataset(prefix)
     assert len(dataset.document_indices) == len(dataset) + 1
-    documents = []
-    for number in range(len(dataset)):
-        assert dataset[number][-1] == 256
-        documents.append(dataset[number][:-1].astype(np.uint8).tobytes())
-    return documents
+    assert all(document[-1] == 256 for document in (dataset[number] for number in range(len(dataset))))
+    return [dataset[number][:-1].astype(np.uint8).tobytes() for number in range(len(dataset))]
 
 
 def test_megatron_reads_the_texts_back_in_order(texts, tmp_path):
@@ -110,42 +106,7 @@ def test_megatron_reads_the_texts_back_in_order(texts, tmp_path):
     assert not (tmp_path / "out" / "data.unfinished").exists()
 
 
-def test_gpt_dataset_samples_decode_to_the_text(texts, tmp_path):
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from megatron.core.datasets.utils import Split
-    from megatron.core.tokenizers.utils.build_tokenizer import MegatronTokenizer
-
-    (prefix,) = run(texts, tmp_path / "data")
-    tokenizer = MegatronTokenizer.from_pretrained(
-        metadata_path={"library": "null-text"}, vocab_size=260, eod_id=256, pad_id=258
-    )
-    config = GPTDatasetConfig(
-        random_seed=1,
-        sequence_length=32,
-        blend=([prefix], None),
-        split="1,0,0",
-        tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        path_to_cache=str(tmp_path / "cache"),
-    )
-    indexed = GPTDataset.build_low_level_dataset(prefix, config)
-    assert config.token_dtype_code == 8
-    assert indexed.index.dtype is np.uint16
-    dataset = GPTDataset(indexed, prefix, np.arange(len(indexed), dtype=np.int32), 20, Split.train, config)
-    documents = [text.decode(errors="replace") for text in read_back(prefix)]
-    checked = 0
-    for number in range(20):
-        sample = dataset[number]
-        tokens = sample["tokens"].numpy()
-        assert (sample["labels"].numpy()[:-1] == tokens[1:]).all()
-        assert sample["loss_mask"].all()
-        for run_of_text in np.split(tokens, np.flatnonzero(tokens == 256)):
-            piece = bytes(run_of_text[run_of_text < 256].tolist()).decode(errors="replace").strip("�")
-            assert any(piece in document for document in documents)
-            checked += len(piece)
-    assert checked > 400
+# --- splits -------------------------------------------------------------------------------------------------------------
 
 
 def test_split_is_stable_and_complete(texts, tmp_path):
@@ -175,8 +136,14 @@ def test_split_shares_are_met():
     "text", ["", "train", "train=x", "a=0.5,b=0.6", "a=1.5,b=-0.5", "a=0.5,a=0.5", "a/b=1", "=1", "a=nan", "a=inf"]
 )
 def test_bad_splits_are_refused(text):
-    with pytest.raises(DataError, match=r"train=0\.98,valid=0\.02"):
+    with pytest.raises(DataError, match=rf"^split '{text}' .*such as train=0\.98,valid=0\.02"):
         parse_split(text)
+
+
+def test_a_split_without_documents_is_refused(tmp_path):
+    (tmp_path / "one.txt").write_text("text")
+    with pytest.raises(DataError, match="none of 1 documents"):
+        run(tmp_path / "one.txt", tmp_path / "data", split=SPLIT)
 
 
 def test_output_does_not_depend_on_workers_pieces_or_machine(texts, tmp_path, monkeypatch):
@@ -185,6 +152,9 @@ def test_output_does_not_depend_on_workers_pieces_or_machine(texts, tmp_path, mo
         run(texts, tmp_path / name / "data", split=SPLIT, workers=workers)
         assert read_outputs(tmp_path / name) == read_outputs(tmp_path / "a")
     assert len(read_outputs(tmp_path / "a")) == 6
+
+
+# --- crashes ------------------------------------------------------------------------------------------------------------
 
 
 def test_whatever_is_renamed_into_place_was_flushed_whole_before(texts, tmp_path, fsync_calls, monkeypatch):
@@ -247,39 +217,13 @@ def test_after_a_kill_at_any_file_operation_the_same_call_starts_anew(texts, tmp
         for prefix in (folder / "data_train", folder / "data_valid"):
             if killed and Path(f"{prefix}.manifest.json").exists():
                 verify(str(prefix))
-        if killed:
-            building = list(Path(f"{folder / 'data'}.unfinished").glob("dataset.*"))
-            is_complete = (folder / "data_train.bin").exists() and not building  # killed while it tidied up
-            with pytest.raises(DataError, match=r"data_train\.bin exists") if is_complete else contextlib.nullcontext():
+        if killed and (folder / "data_train.bin").exists() and not list(folder.glob("data.unfinished/dataset.*")):
+            with pytest.raises(DataError, match=r"data_train\.bin exists"):  # killed while it tidied up
                 run(texts, folder / "data", split=SPLIT)
+        elif killed:
+            run(texts, folder / "data", split=SPLIT)
         assert read_outputs(folder) == uninterrupted, operation
     assert operation > 15
-
-
-def test_a_killed_pool_ends_and_the_same_call_starts_anew(tmp_path):
-    texts = make_texts(tmp_path / "texts", 600)
-    run(texts, tmp_path / "whole" / "data", split=SPLIT)
-    (tmp_path / "main.py").write_text(
-        "import sys; from megacpp_mcore.data import prepare\n"
-        "if __name__ == '__main__':\n"
-        "    prepare.prepare(sys.argv[1:2], sys.argv[2], split=sys.argv[3], workers=2)\n"
-    )
-    output = tmp_path / "killed" / "data"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen(
-        [sys.executable, str(tmp_path / "main.py"), str(texts), str(output), SPLIT],
-        env=environment,
-        stderr=subprocess.PIPE,
-    )
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("killed/data.unfinished/dataset.0.bin")) and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.kill()
-    # The workers hold the other end of stderr: it ends when the last of them does.
-    _, _ = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
-    run(texts, output, split=SPLIT)
-    assert read_outputs(tmp_path / "killed") == read_outputs(tmp_path / "whole")
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -304,33 +248,68 @@ def test_a_kill_while_datasets_are_replaced_leaves_no_manifest_that_lies(texts, 
                 torn += 1
     assert torn >= 4
     assert read_outputs(output.parent) == uninterrupted
+    assert kill_once(texts, output, 1, overwrite=True)
+    with pytest.raises(DataError, match=r"data_train\.bin exists"):  # it is not a new one that was killed
+        run(texts, output, split=SPLIT)
+    assert read_outputs(output.parent) == uninterrupted
 
 
-@pytest.mark.parametrize("way", ["repair", "leave out", "skip"])
-def test_every_way_out_of_undecodable_text_works_without_overwrite(texts, tmp_path, way):
-    bad = texts / "bad.txt"
-    bad.write_bytes(b"four\xff")
-    with pytest.raises(DataError, match="--errors skip"):
+def test_a_killed_pool_ends_and_the_same_call_starts_anew(tmp_path):
+    texts = make_texts(tmp_path / "texts", 60)
+    run(texts, tmp_path / "whole" / "data", split=SPLIT)
+    (tmp_path / "main.py").write_text(  # the workers import it, too, and wait for what does not come
+        "import sys, time\n"
+        "from megacpp_mcore.data import prepare\n"
+        "read = prepare.read_documents\n"
+        "def slowly(piece, *rest):\n"
+        "    time.sleep(60 if piece.number == 30 else 0)\n"
+        "    return read(piece, *rest)\n"
+        "prepare.read_documents = slowly\n"
+        "if __name__ == '__main__':\n"
+        "    prepare.prepare(sys.argv[1:2], sys.argv[2], split=sys.argv[3], workers=2)\n"
+    )
+    output = tmp_path / "killed" / "data"
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "main.py"), str(texts), str(output), SPLIT],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("killed/data.unfinished/dataset.0.bin")) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.kill()
+    # The workers hold the other end of stderr: it ends when the last of them does.
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGKILL
+    run(texts, output, split=SPLIT)
+    assert read_outputs(tmp_path / "killed") == read_outputs(tmp_path / "whole")
+
+
+def test_a_full_disk_leaves_nothing(texts, tmp_path, monkeypatch):
+    def fill_up(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prepare_module, "flush_to_disk", fill_up)
+    with pytest.raises(DataError, match="No space left on device"):
         run(texts, tmp_path / "data")
     assert list(tmp_path.iterdir()) == [texts]
-    if way == "repair":
-        bad.write_text("four")
-    elif way == "leave out":
-        bad.unlink()
-    (prefix,) = run(texts, tmp_path / "data", skip_errors=way == "skip")
-    assert verify(prefix).documents == 52 + (way == "repair")
 
 
-def test_a_refused_preparation_does_not_let_the_next_replace_a_dataset(texts, tmp_path):
+# --- what is in the way -------------------------------------------------------------------------------------------------
+
+
+def test_existing_datasets_are_kept_unless_told(texts, tmp_path):
     (prefix,) = run(texts, tmp_path / "data")
     before = Path(prefix + ".bin").read_bytes()
-    (texts / "bad.txt").write_bytes(b"four\xff")
-    with pytest.raises(DataError, match="byte offset"):
-        run(texts, prefix, overwrite=True)
-    (texts / "bad.txt").write_text("good")
-    with pytest.raises(DataError, match=r"data\.bin exists"):
-        run(texts, prefix)
-    assert Path(prefix + ".bin").read_bytes() == before
+    (texts / "new.txt").write_bytes(b"four\xff")
+    for overwrite, says in ((False, r"data\.bin exists.*--overwrite"), (True, "byte offset 4"), (False, "exists")):
+        with pytest.raises(DataError, match=says):  # a refused one does not let the next replace a dataset either
+            run(texts, prefix, overwrite=overwrite)
+        assert Path(prefix + ".bin").read_bytes() == before
+        assert not Path(prefix + ".unfinished").exists()
+    (texts / "new.txt").write_text("more")
+    run(texts, prefix, overwrite=True)
+    assert verify(prefix).documents == 53
 
 
 @pytest.mark.parametrize(("first", "second"), [("a", "a"), ("a", "a_train"), ("a_train", "a")])
@@ -352,29 +331,6 @@ def test_a_dataset_is_held_by_one_preparation_whatever_its_output_is_called(
     assert not list(tmp_path.glob("*.unfinished"))
 
 
-def test_what_appeared_since_a_kill_is_not_replaced(texts, tmp_path):
-    (tmp_path / "other.txt").write_text("another text")
-    (other,) = run(tmp_path / "other.txt", tmp_path / "a_train")
-    (tmp_path / "a.unfinished").mkdir()
-    (tmp_path / "a.unfinished" / "dataset.0.bin").write_text("half")
-    with pytest.raises(DataError, match=r"a_train\.bin was made by something else.*--overwrite"):
-        run(texts, tmp_path / "a", split=SPLIT)
-    assert read_back(other) == [b"another text"]
-    train, _ = run(texts, tmp_path / "a", split=SPLIT, overwrite=True)
-    assert verify(train).split == {"name": "train", "of": SPLIT}
-
-
-def test_a_full_disk_leaves_nothing(texts, tmp_path, monkeypatch):
-    def fill_up(*_):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "flush_to_disk", fill_up)
-        with pytest.raises(DataError, match="No space left on device"):
-            run(texts, tmp_path / "data")
-    assert list(tmp_path.iterdir()) == [texts]
-
-
 def test_indices_that_megatron_cached_of_a_dataset_are_neither_removed_nor_outlived(texts, tmp_path):
     (prefix,) = run(texts, tmp_path / "data")
     cached = Path(prefix, "cache", "GPTDataset_indices", "0-GPTDataset-train-sample_index.npy")
@@ -386,43 +342,35 @@ def test_indices_that_megatron_cached_of_a_dataset_are_neither_removed_nor_outli
     verify(prefix)
 
 
-def test_existing_datasets_are_kept_unless_told(texts, tmp_path):
-    (prefix,) = run(texts, tmp_path / "data")
-    before = Path(prefix + ".bin").read_bytes()
-    (texts / "new.txt").write_text("more")
-    with pytest.raises(DataError, match="--overwrite"):
-        run(texts, prefix)
-    assert Path(prefix + ".bin").read_bytes() == before
-    assert not Path(prefix + ".unfinished").exists()
-    run(texts, prefix, overwrite=True)
-    assert verify(prefix).documents == 53
+def test_what_is_not_ours_in_the_folder_of_a_preparation_stays(texts, tmp_path):
+    (tmp_path / "data.unfinished").mkdir()
+    (tmp_path / "data.unfinished" / "thesis.tex").write_text("mine")
+    verify(*run(texts, tmp_path / "data"))
+    assert [path.name for path in (tmp_path / "data.unfinished").iterdir()] == ["thesis.tex"]
 
 
-def test_foreign_files_in_the_journal_folder_are_left_alone(texts, tmp_path):
-    folder = tmp_path / "data.unfinished"
-    folder.mkdir()
-    (folder / "thesis.tex").write_text("mine")
-    with pytest.raises(DataError, match=r"thesis\.tex"):
-        run(texts, tmp_path / "data")
-    assert (folder / "thesis.tex").read_text() == "mine"
+# --- sources ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_undecodable_text_is_named_with_its_offset(texts, tmp_path, workers):
+def test_undecodable_text_is_named_with_its_offset_and_leaves_nothing(texts, tmp_path, workers):
     (texts / "bad.txt").write_bytes(b"four\xff")
-    with pytest.raises(DataError, match=r"bad\.txt, byte offset 4: byte 0xff is not UTF-8"):
+    with pytest.raises(DataError, match=r"bad\.txt, byte offset 4: byte 0xff .*--errors skip"):
         run(texts, tmp_path / "data", workers=workers)
+    assert list(tmp_path.iterdir()) == [texts]
+    (prefix,) = run(texts, tmp_path / "data", skip_errors=True)
+    assert verify(prefix).documents == 52
 
 
 @pytest.mark.parametrize(
     ("line", "reason", "offset"),
     [
-        (b'{"text": "\xff"}', "byte 0xff is not UTF-8", 25),
-        (b'{"text": ', "not usable", 15),
-        (b'{"content": "x"}', "no string under the key 'text'", 15),
-        (b'{"text": 3}', "no string under the key 'text'", 15),
-        (b"[" * 100_000, "not usable", 15),
-        (rb'{"text": "\ud800"}', "not usable", 15),
+        (b'{"text": "\xff"}', "byte 0xff", 25),
+        (b'{"text": ', "Expecting value", 15),
+        (b'{"content": "x"}', "'text'", 15),
+        (b'{"text": 3}', "'text'", 15),
+        (b"[" * 100_000, "recursion", 15),
+        (rb'{"text": "\ud800"}', "surrogates", 15),
     ],
 )
 def test_unusable_json_lines_are_named_or_listed(tmp_path, line, reason, offset):
@@ -446,61 +394,46 @@ def test_inputs_are_found_as_documented(texts, tmp_path):
     assert len(names) == 14
     assert [s.relative for s in find_sources([texts], ["*.png"])] == ["picture.png"]
     assert [s.relative for s in find_sources([texts / "picture.png"])] == ["picture.png"]
-    with pytest.raises(DataError, match="missing: No such file"):
-        find_sources([tmp_path / "missing"])
-    with pytest.raises(DataError, match="--glob"):
-        find_sources([texts], ["*.rst"])
-    with pytest.raises(DataError, match="same relative path"):
-        find_sources([texts, texts])
+    for inputs, globs, says in (
+        ([tmp_path / "missing"], [], "missing: No such file"),
+        (["x" * 300], [], "x: File name too long"),
+        ([texts], ["*.rst"], r"\*\.rst.*--glob"),
+    ):
+        with pytest.raises(DataError, match=says):
+            find_sources(inputs, globs)
+    (texts / "part1" / "gone.txt").symlink_to("nowhere.txt")
+    with pytest.raises(DataError, match=r"gone\.txt: No such file"):
+        find_sources([texts])
 
 
-@pytest.mark.parametrize("kind", ["folder in a folder", "hard link", "link"])
+@pytest.mark.parametrize("kind", ["folder twice", "folder in a folder", "hard link", "link"])
 def test_one_file_found_twice_is_refused(texts, kind):
-    inputs = [texts]
-    if kind == "folder in a folder":
-        inputs.append(texts / "part1")
+    inputs, original = [texts], texts / "part1" / "01.txt"
+    if kind.startswith("folder"):
+        inputs.append(texts if kind == "folder twice" else texts / "part1")
     elif kind == "hard link":
-        os.link(texts / "part1" / "01.txt", texts / "twin.txt")
+        os.link(original, texts / "twin.txt")
     else:
-        (texts / "twin.txt").symlink_to(texts / "part1" / "01.txt")
-    with pytest.raises(DataError, match=r"01\.txt and .*(01|twin)\.txt are one file; expected every text once"):
+        (texts / "twin.txt").symlink_to(original)
+    with pytest.raises(DataError, match=r"(have one relative path|(01|twin)\.txt are one file)"):
         find_sources(inputs)
 
 
-@pytest.mark.parametrize("given", ["file", "folder"])
-@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
-def test_only_regular_files_are_read(tmp_path, monkeypatch, kind, given):
+@pytest.mark.parametrize("kind", ["p", "s", "c"])
+def test_only_regular_files_are_read(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)  # the path of a socket is short
     path = Path("in", "text.txt")
     path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as server:
-        if kind == "pipe":
+        if kind == "p":
             os.mkfifo(path)
-        elif kind == "socket":
+        elif kind == "s":
             server.bind(str(path))
         else:
             path.symlink_to("/dev/null")
-        with pytest.raises(DataError, match=rf"text\.txt is a {kind}; expected a regular file"):
-            find_sources([path if given == "file" else path.parent])
-
-
-def test_inputs_that_cannot_be_examined_are_named(texts, tmp_path, monkeypatch):
-    with pytest.raises(DataError, match="x: File name too long"):
-        find_sources(["x" * 300])
-    original = os.stat
-
-    def refuse(path, *rest, **options):
-        if "closed" in str(path):
-            raise PermissionError(13, "Permission denied", str(path))
-        return original(path, *rest, **options)
-
-    (texts / "part1" / "gone.txt").symlink_to("nowhere.txt")
-    with pytest.raises(DataError, match=r"gone\.txt, a link to nowhere\.txt: No such file"):
-        find_sources([texts])
-
-    monkeypatch.setattr(os, "stat", refuse)
-    with pytest.raises(DataError, match=r"closed/a\.txt: Permission denied"):
-        find_sources([tmp_path / "closed" / "a.txt"])
+        for given in (path, path.parent):
+            with pytest.raises(DataError, match=rf"text\.txt is {kind}[rwx-]+, no regular file"):
+                find_sources([given])
 
 
 @pytest.mark.parametrize("find", [find_sources, lambda _: find_stdlib_sources()])
@@ -513,11 +446,21 @@ def test_a_folder_that_cannot_be_listed_is_not_left_out(texts, monkeypatch, find
         return original(path)
 
     monkeypatch.setattr(sources_module.os, "scandir", refuse)
-    with pytest.raises(DataError, match=r"(part1|json): Permission denied; expected a folder that can be listed"):
+    with pytest.raises(DataError, match=r"(part1|json): Permission denied"):
         find([texts])
 
 
-def test_a_source_that_becomes_unreadable_is_named(texts, tmp_path, monkeypatch):
+def test_a_source_that_becomes_unreadable_or_changes_is_named(texts, tmp_path, monkeypatch):
+    original = prepare_module.read_documents
+
+    def read_and_touch(piece, *rest):
+        yield from original(piece, *rest)
+        os.utime(piece.source.path, ns=(0, 0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "read_documents", read_and_touch)
+        with pytest.raises(DataError, match=r"empty\.md changed"):
+            run(texts, tmp_path / "data")
     opened = open
 
     def refuse(path):
@@ -530,22 +473,7 @@ def test_a_source_that_becomes_unreadable_is_named(texts, tmp_path, monkeypatch)
         run(texts, tmp_path / "data")
 
 
-def test_a_split_without_documents_is_refused(tmp_path):
-    (tmp_path / "one.txt").write_text("text")
-    with pytest.raises(DataError, match="got none of 1 documents"):
-        run(tmp_path / "one.txt", tmp_path / "data", split=SPLIT)
-
-
-def test_a_source_that_changes_while_it_is_read_is_refused(texts, tmp_path, monkeypatch):
-    original = prepare_module.read_documents
-
-    def read_and_touch(piece, *rest):
-        yield from original(piece, *rest)
-        os.utime(piece.source.path, ns=(0, 0))
-
-    monkeypatch.setattr(prepare_module, "read_documents", read_and_touch)
-    with pytest.raises(DataError, match="changed while it was being read"):
-        run(texts, tmp_path / "data")
+# --- tokens -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_large_vocabulary_takes_four_bytes(tmp_path):
@@ -581,35 +509,27 @@ def test_progress_is_said_now_and_then_and_at_the_end(texts, tmp_path, monkeypat
     assert lines[-1].startswith("14/14 files  0.0/0.0 MB")
 
 
+# --- the standard library -----------------------------------------------------------------------------------------------
+
+
 def test_the_standard_library_is_a_corpus(tmp_path):
     train, heldout = prepare_stdlib_corpus(str(tmp_path / "stdlib"), progress=io.StringIO())
     manifests = verify(train), verify(heldout)
     assert 6e6 < sum(m.text_bytes for m in manifests) < 14e6
+    assert manifests[1].text_bytes > 200_000
     names = [{record["path"] for record in m.sources["list"]} for m in manifests]
     assert names[0].isdisjoint(names[1])
     assert "argparse.py" in names[0] | names[1]
-    assert not [name for name in names[0] | names[1] if {"test", "site-packages", "encodings"} & set(Path(name).parts)]
-    assert manifests[1].text_bytes > 200_000
 
 
 def test_the_corpus_holds_nothing_that_describes_one_build(tmp_path, monkeypatch):
-    root = tmp_path / "lib"
     kept = ["argparse.py", "json/decoder.py", "logging/config.py", "lib2.py"]
-    left_out = [
-        "config-3.12-x86_64-linux-gnu/python-config.py",
-        "_sysconfigdata__linux.py",
-        "test/a.py",
-        "json/tests/a.py",
-    ]
-    left_out += [
-        "encodings/utf_8.py",
-        "site-packages/numpy/core.py",
-        "json/__pycache__/a.py",
-        "notes.txt",
-        ".venv/a.py",
-    ]
-    for name in kept + left_out:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text("#!/one/machine/bin/python3")
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(root))
+    left_out = (
+        "config-3.12-x86_64-linux-gnu/python-config.py _sysconfigdata__linux.py test/a.py json/tests/a.py "
+        "encodings/utf_8.py site-packages/numpy/core.py json/__pycache__/a.py notes.txt .venv/a.py"
+    )
+    for path in (tmp_path / name for name in (*kept, *left_out.split())):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("#!/one/machine/bin/python3")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     assert [source.relative for source in find_stdlib_sources()] == sorted(kept)

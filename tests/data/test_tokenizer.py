@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -98,26 +99,16 @@ def test_ids_that_are_not_below_the_number_of_tokens_are_refused(tmp_path, large
         HuggingFaceTokenizer(folder)
 
 
-@pytest.mark.parametrize("eos", [None, "</s>", 3])
-def test_hugging_face_without_an_end_token_is_refused(tmp_path, eos):
-    folder = save_hf_folder(tmp_path / "hf", eos)
-    with pytest.raises(DataError, match="eos_token"):
-        HuggingFaceTokenizer(folder)
-
-
 def test_hugging_face_damage_is_named(tmp_path):
-    folder = save_hf_folder(tmp_path / "hf")
-    (folder / "tokenizer_config.json").write_text("[")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json"):
-        HuggingFaceTokenizer(folder)
-    (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer"):
-        HuggingFaceTokenizer(folder)
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(DataError, match=r"no tokenizer\.json"):
-        HuggingFaceTokenizer(folder)
-
-
-def test_a_hub_name_is_refused():
-    with pytest.raises(DataError, match="neither 'byte' nor an existing folder"):
+    folder = tmp_path / "hf"
+    for eos in (None, "</s>", 3):
+        with pytest.raises(DataError, match=f"eos_token is {eos!r}"):
+            HuggingFaceTokenizer(save_hf_folder(folder, eos))
+    for name, content in (("tokenizer_config.json", "["), ("tokenizer.json", "{}"), ("tokenizer.json", None)):
+        (folder / name).write_text(content or "")
+        if content is None:
+            (folder / name).unlink()
+        with pytest.raises(DataError, match=re.escape(name)):
+            HuggingFaceTokenizer(folder)
+    with pytest.raises(DataError, match="'some-organisation/some-model'"):
         load_tokenizer("some-organisation/some-model")

@@ -30,6 +30,7 @@ from tests.distributed.runs import (
     MAIN,
     MODEL,
     ONE,
+    OVERRIDES,
     RESUMED,
     WITHOUT_SP,
     Laboratory,
@@ -215,6 +216,17 @@ def test_tensor_parallelism_without_sequence_parallelism(tmp_path: Path) -> None
             for run in (expected, found)
         ]
         assert differing_tensors(*gradients, TOLERANCE) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["TP 2 with SP", "PP 2 × VPP 2"])
+def test_the_dense_warm_up_of_the_indexer(name: str, tmp_path: Path) -> None:
+    """Two of four steps; the third selects by what was learned."""
+    overrides = {**OVERRIDES, "dsa": {**OVERRIDES["dsa"], "warmup_steps": 2}}
+    warmed = Laboratory(tmp_path, overrides=overrides)
+    expected, found = warmed.compared(ONE).scalars, warmed.compared(name).scalars
+    assert differing_scalars(expected, found, TOLERANCE) == []
+    assert all(expected["indexer loss"][step] > 0 for step in range(1, COMPARED + 1))
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one(laboratory: Laboratory) -> None:

@@ -15,10 +15,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from megacpp_mcore.bench.conditioning import EARLY, query_gradient_terms
 from megacpp_mcore.ops.mla import sdpa
 from megacpp_mcore.ops.mla.reference import mla_attention
-from megacpp_mcore.ops.testing import assert_parity
+from megacpp_mcore.ops.testing import EARLY, assert_parity, query_gradient_terms
 from tests.gpu.device import peak, replayed, without_waiting
 
 needs_engine = pytest.mark.skipif(

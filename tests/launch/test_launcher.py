@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -30,7 +31,7 @@ from megacpp_mcore.launch import plan as launch_plan
 from megacpp_mcore.model import preset
 from megacpp_mcore.observe import events
 
-CPU_ARGUMENTS = [word for words in cpu.REQUIRED_ARGUMENTS for word in words]
+CPU_ARGUMENTS = [word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words]
 
 
 def plan(*command: str, environment: dict[str, str] | None = None, **options: Any) -> launch_plan.Plan:
@@ -133,7 +134,7 @@ def test_unknown_patches_are_refused_with_near_names() -> None:
 def test_cpu_arguments_are_all_named_at_once() -> None:
     with pytest.raises(LaunchError, match="megacpp-mcore recipe emit") as raised:
         plan("--lr", "1")
-    assert all(" ".join(words) in str(raised.value) for words in cpu.REQUIRED_ARGUMENTS)
+    assert all(" ".join(words) in str(raised.value) for words in cpu.lane.REQUIRED_ARGUMENTS)
 
 
 @pytest.mark.parametrize(
@@ -239,21 +240,27 @@ def test_a_script_runs_as_python_would_and_all_is_taken_back(
     assert all(line.startswith("megacpp-mcore: ") for line in rest)
 
 
-@pytest.mark.parametrize(("statement", "status"), [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('why')", 1)])
-def test_exit_status_passes_through(statement: str, status: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("statement", "status", "how"),
+    [("sys.exit(3)", 3, "SystemExit"), ("sys.exit()", 0, "finished"), ("sys.exit('why')", 1, "SystemExit")],
+)
+def test_exit_status_passes_through_and_is_recorded(statement: str, status: int, how: str, tmp_path: Path) -> None:
     script = tmp_path / "leave.py"
     script.write_text(f"import sys\n{statement}\n")
-    assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu") == status
+    recording = launcher.Recording(observe=str(tmp_path / "run"))
+    assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu", recording=recording) == status
+    assert [start.how for start in events.read(tmp_path / "run")[0]] == [how]
 
 
-@pytest.mark.parametrize(("statement", "how"), [("sys.exit(3)", "SystemExit"), ("sys.exit()", "finished")])
-def test_a_run_that_exits_without_success_is_not_recorded_as_finished(statement: str, how: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"import sys\n{statement}\n")
-    run = tmp_path / "run"
-    recording = launcher.Recording(observe=str(run))
-    launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu", recording=recording)
-    assert [start.how for start in events.read(run)[0]] == [how]
+def test_recording_and_its_words_say_the_same() -> None:
+    parser = argparse.ArgumentParser()
+    launcher.Recording.add_arguments(parser)
+    for recording in (
+        launcher.Recording(),
+        launcher.Recording(no_observe=True, record_steps=""),
+        launcher.Recording(observe="run", record_steps="steps", profile="1-2", profile_tool="external"),
+    ):
+        assert launcher.Recording.read(parser.parse_args(recording.words())) == recording
 
 
 def test_other_ranks_say_nothing(
@@ -285,6 +292,9 @@ def test_patches_and_process_group_of_a_run_end_with_it(tmp_path: Path) -> None:
 
     from megacpp_mcore import patches
 
+    def applied() -> list[str]:
+        return [record["name"] for record in patches.status() if record["state"] != "not applied"]
+
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\nfrom megacpp_mcore import patches\ntorch.distributed.init_process_group('gloo')\n"
@@ -293,12 +303,19 @@ def test_patches_and_process_group_of_a_run_end_with_it(tmp_path: Path) -> None:
         "assert states['sp-norm-gradients'] == states['dataset-helpers'] == 'applied'\n"
         "assert states['hybrid-flops'] == states['spec-import'] == 'not applied'\n"
     )
-    assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu", patches=["sp-norm-gradients"]) == 0
+    patches.apply(["output-layer-fusion"])  # stays applied, asked for or not
+    try:
+        asked = ["sp-norm-gradients", "output-layer-fusion"]
+        assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu", patches=asked) == 0
+        assert applied() == ["output-layer-fusion"]
+    finally:
+        patches.revert(["output-layer-fusion"])
     assert not torch.distributed.is_initialized()
-    assert {record["state"] for record in patches.status()} == {"not applied"}
 
 
-def test_what_every_process_of_a_launch_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_every_process_of_a_launch_is_given_and_the_status_of_the_first_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
@@ -306,12 +323,18 @@ def test_what_every_process_of_a_launch_is_given(tmp_path: Path, monkeypatch: py
     (tmp_path / "my_spec.py").write_text("block = 1\n")
     script = tmp_path / "record.py"
     script.write_text(
-        "import os, pathlib, sys\n"
+        "import os, pathlib, sys, time\n"
         "found = [os.environ[name] for name in ('OMP_NUM_THREADS', 'WORLD_SIZE')] + ['my_spec' in sys.modules]\n"
-        "pathlib.Path(__file__).with_name(os.environ['RANK']).write_text(repr(found))\n"
+        "here = pathlib.Path(__file__)\n"
+        "here.with_name(os.environ['RANK']).write_text(repr(found))\n"
+        "while not here.with_name('0').exists(): time.sleep(0.05)\n"
+        "sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)\n"
     )
     words = [str(script), "--spec", "my_spec.block", *CPU_ARGUMENTS]
-    assert launcher.launch(words, device="cpu", nproc=2, allowed_spec_prefixes=["my_spec"]) == 0
+    started = time.monotonic()
+    assert launcher.launch(words, device="cpu", nproc=2, allowed_spec_prefixes=["my_spec"]) == 7
+    assert time.monotonic() - started < 50
+    assert "rank 1 failed first, with exit status 7" in capfd.readouterr().err
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["['1', '2', True]"] * 2
     assert list((tmp_path / "temporary").glob("*torchelastic*")) == []
     assert list((tmp_path / "temporary").glob("megacpp-mcore-*")) == []
@@ -328,16 +351,7 @@ def test_a_checkout_that_would_be_shadowed_is_refused(tmp_path: Path) -> None:
     assert str(megatron.core.__file__) in str(raised.value)
 
 
-def test_status_of_the_first_process_that_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "fail.py"
-    script.write_text("import os, sys, time\nsys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)\n")
-    started = time.monotonic()
-    assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu", nproc=2) == 7
-    assert time.monotonic() - started < 50
-    assert "rank 1 failed first, with exit status 7" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGKILL])
 def test_no_process_outlives_a_launch(tmp_path: Path, sent: signal.Signals) -> None:
     script = tmp_path / "wait.py"
     script.write_text(
@@ -373,17 +387,3 @@ def test_a_wrong_options_file_is_said_before_megatron_starts(tmp_path: Path, mon
     with pytest.raises(ConfigFileError, match="unknown key 'modle'"):
         plan("--spec", "megacpp_mcore.nam56r", *CPU_ARGUMENTS)
     assert plan("--spec", "megatron.core.spec", *CPU_ARGUMENTS).spec is not None
-
-
-def test_what_was_applied_before_a_run_stays_applied(tmp_path: Path) -> None:
-    from megacpp_mcore import patches
-
-    script = tmp_path / "nothing.py"
-    script.touch()
-    patches.apply(["mtp-shared-block"])
-    try:
-        assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu", patches=["mtp-shared-block"]) == 0
-        applied = [record["name"] for record in patches.status() if record["state"] == "applied"]
-        assert applied == ["mtp-shared-block"]
-    finally:
-        patches.revert(["mtp-shared-block"])

@@ -53,7 +53,7 @@ TRAINING = {
 MOE = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"]
 MOE += ["--no-bias-gelu-fusion", "--disable-bias-linear"]
 BASE = [str(word) for pair in {**MODEL, **TRAINING}.items() for word in pair]
-CPU = [word for words in cpu.REQUIRED_ARGUMENTS for word in words]
+CPU = [word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def train(tmp_path: Path) -> Train:
     ) -> Run:
         inherited = filter(None, [os.environ.get("PYTHONPATH")])
         command = [*([str(script)] if script else []), *BASE, *CPU, *arguments]
-        options = f"device='cpu', nproc={nproc}, allowed_spec_prefixes={allow!r}, recording=Recording(off=True)"
+        options = f"device='cpu', nproc={nproc}, allowed_spec_prefixes={allow!r}, recording=Recording(no_observe=True)"
         call = "import sys; from megacpp_mcore.launch.launcher import Recording, launch; "
         call += f"sys.exit(launch({command!r}, {options}))"
         done = subprocess.run(

@@ -8,71 +8,88 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import logging
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from megacpp_mcore import cpu
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.testing import assert_parity
-from megacpp_mcore.policy import EXPLICIT, CompilePolicy
+from megacpp_mcore.policy import EXPLICIT, SKIPPED, CompilePolicy
 from tests.layer_specs import test_regions
-from tests.layer_specs.test_regions import FAMILIES, REGIONS, B, Graphs, S, arguments_of, losses_BS
+from tests.layer_specs.test_regions import FAMILIES, REGIONS, B, Graphs, S, losses_BS
 
 build = test_regions.build
 
 TRUNK = {**test_regions.OVERRIDES, "mtp": {"depth": 0}}
-POLICY = CompilePolicy(mode="regional", warm_up=EXPLICIT, reason="", why="static")
-BF16_STREAM = ("--bf16", "--fp32-residual-connection")
 
 
-@pytest.fixture
-def tracker() -> Iterator[dict[str, Any]]:
-    """Where Megatron collects the indexer losses that it logs."""
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
-    found = DSAIndexerLossLoggingHelper.tracker
-    found.clear()
-    yield found
-    found.clear()
+def policy(**fields: Any) -> CompilePolicy:
+    return CompilePolicy(**{"mode": "regional", "warm_up": EXPLICIT, "reason": "", "why": "static", **fields})
 
 
-def cores(model: Any) -> list[Any]:
-    from megacpp_mcore.layer_specs.attention import SparseCoreAttention
-
-    return [module for module in model.modules() if isinstance(module, SparseCoreAttention)]
+SKIPPED_MOE = {"warm_up": SKIPPED, "reason": "regional-moe", "why": "stalls"}
 
 
-@pytest.mark.parametrize("recompute", [[], ["a"]])
-def test_a_warm_up_leaves_no_trace(build: Callable[..., Any], tracker: dict[str, Any], recompute: list[str]) -> None:
+def train_stock(model: Any, chosen: CompilePolicy | None = None, **changes: Any) -> str:
+    """What is said when stock Megatron has built ``model`` and is about to train it."""
+    from megatron import training as package
+    from megatron.training import training
+
     from megacpp_mcore.layer_specs import regions
 
-    model = build(compile="regional", backend=Graphs(), recompute=recompute, tiny=TRUNK)
-    caches = {core.index_cache for core in cores(model)}
-    state, logged = torch.get_rng_state(), {name: value.clone() for name, value in tracker.items()}
-    done = regions.warm_up([model], rows=S, batch=B)
-    assert all(name in done for name in REGIONS)
-    assert tracker.keys() == logged.keys()  # which is where a loss would leave who reduces it
-    assert not any(bool(value.any()) for value in tracker.values())
-    assert len(caches) == 1
-    assert [len(cache) for cache in caches] == [0]
+    given = {"seq_length": S, "micro_batch_size": B, "dataloader_inter_document_masking": False}
+    given |= {"tensor_model_parallel_size": 1, "sequence_parallel": False, **changes}
+    said: list[str] = []
+    built = ([model], None, None)
+    with (
+        mock.patch.object(training, "setup_model_and_optimizer", return_value=built),
+        mock.patch.object(package, "get_args", return_value=Namespace(**given)),
+    ):
+        before = training.setup_model_and_optimizer
+        with regions.before_training(chosen or policy(), said.append):
+            assert training.setup_model_and_optimizer() is built
+        assert training.setup_model_and_optimizer is before
+    (line,) = said
+    return line
+
+
+@pytest.mark.parametrize("recompute", [[], FAMILIES])
+def test_a_warm_up_compiles_all_and_leaves_no_trace(build: Callable[..., Any], recompute: list[str]) -> None:
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    from megacpp_mcore.layer_specs.attention import SparseCoreAttention
+
+    graphs, tracker = Graphs(), DSAIndexerLossLoggingHelper.tracker
+    tracker.clear()
+    model = build(compile="regional", backend=graphs, recompute=recompute, tiny=TRUNK)
+    cores = [module for module in model.modules() if isinstance(module, SparseCoreAttention)]
+    state, parameters = torch.get_rng_state(), {name: p.clone() for name, p in model.named_parameters()}
+    said = train_stock(model)
+    assert said.startswith("compile warm-up: explicit, before step 1: layers ")
+    assert all(name in said for name in REGIONS)
+    assert said.partition("(")[0].count(",") - 1 == len({"full A", "Full", "M", "R"}) - 1
+    warmed = graphs.count
+    assert warmed > 0
+    assert not any(bool(value.any()) for value in tracker.values())  # where a loss would leave who reduces it
+    assert {len(core.index_cache) for core in cores} == {0}
+    assert all(core.training for core in cores)
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None for p in model.parameters())
-    assert all(core.training for core in cores(model))
+    assert all(p.grad is None and torch.equal(p, parameters[name]) for name, p in model.named_parameters())
     losses_BS(model, 1).mean().backward()
+    assert graphs.count == warmed
     assert float(tracker["values"].sum()) > 0  # a step's loss is found there
+    assert "(no regions)" in train_stock(model)  # named is what this one has compiled
 
 
-@pytest.mark.parametrize("recompute", [[], ["m"]])
-def test_a_batch_of_one_compiles_nothing_after_its_warm_up(build: Callable[..., Any], recompute: list[str]) -> None:
+def test_a_batch_of_one_compiles_nothing_after_its_warm_up(build: Callable[..., Any]) -> None:
     """The embedding of one sample has other strides than the layers' outputs."""
     graphs = Graphs()
-    model = build(compile="regional", backend=graphs, recompute=recompute, tiny=TRUNK)
-    train_stock(model, tensor_model_parallel_size=1, micro_batch_size=1)
+    model = build(compile="regional", backend=graphs, tiny=TRUNK)
+    train_stock(model, micro_batch_size=1)
     warmed = graphs.count
     assert warmed > 0
     tokens = test_regions.tokens(1)[:1]
@@ -81,61 +98,43 @@ def test_a_batch_of_one_compiles_nothing_after_its_warm_up(build: Callable[..., 
     assert graphs.count == warmed
 
 
-def train_stock(model: Any, **arguments: Any) -> list[str]:
-    """What is said when stock Megatron has built ``model`` and is about to train it."""
-    from megatron import training as package
-    from megatron.training import training
-
-    from megacpp_mcore.layer_specs import regions
-
-    said: list[str] = []
-    with (
-        mock.patch.object(training, "setup_model_and_optimizer", return_value=([model], None, None)),
-        mock.patch.object(package, "get_args", return_value=arguments_of(**arguments)),
-        regions.before_training(POLICY, said.append),
-    ):
-        training.setup_model_and_optimizer()
-    return said
-
-
 @pytest.mark.parametrize(
-    ("arguments", "shape"),
-    [({}, {"rows": S, "batch": B}), ({"sequence_parallel": True}, {"rows": S // 2, "batch": B})],
+    ("chosen", "changes", "says", "rows"),
+    [
+        (policy(), {}, "explicit, before step 1: layers none (no regions)", S),
+        (policy(), {"sequence_parallel": True, "tensor_model_parallel_size": 2}, "explicit, before step 1", S // 2),
+        (policy(), {"dataloader_inter_document_masking": True}, "skipped (packed)", None),
+        (policy(**SKIPPED_MOE), {}, "skipped (regional-moe): stalls", None),
+        (policy(**SKIPPED_MOE, precompile=True), {}, "(regional-moe): stalls; static regions precompiled: layers", S),
+        (policy(warm_up=SKIPPED, reason="not-cuda", why="no GPU"), {}, "skipped (not-cuda): no GPU", None),
+    ],
 )
-def test_a_warm_up_is_given_the_shapes_of_the_run(
-    process: Any, arguments: dict[str, Any], shape: dict[str, Any]
+def test_a_warm_up_is_what_policy_and_run_say(
+    process: Any, chosen: CompilePolicy, changes: dict[str, Any], says: str, rows: int | None
 ) -> None:
     from megacpp_mcore.layer_specs import regions
 
-    model, calls = object(), []
-
-    def warm_up(models: Any, **given: Any) -> str:
-        calls.append((models, given))
-        return "layers 3 (norm): 1.5 s"
-
-    with mock.patch.object(regions, "warm_up", warm_up):
-        assert train_stock(model, **arguments) == ["compile warm-up: explicit, before step 1: layers 3 (norm): 1.5 s"]
-    assert calls == [([model], shape)]
+    layer = mock.Mock(spec=regions.RegionLayer, family="M", self_attention=mock.Mock(), layer_number=3)
+    model = mock.Mock(modules=lambda: [] if "none" in says else [layer])
+    with mock.patch.object(regions, "_run_layer") as run:
+        said = train_stock(model, chosen, **changes)
+    assert says in said
+    assert run.call_args_list == ([mock.call(layer, rows, B)] if rows and "none" not in says else [])
 
 
-def test_packed_rows_are_left_to_step_one(process: Any) -> None:
-    (said,) = train_stock(object(), dataloader_inter_document_masking=True)
-    assert "skipped (packed)" in said
-
-
-@pytest.mark.parametrize(("words", "dtype"), [(BF16_STREAM, torch.float32), (BF16_STREAM[:1], torch.bfloat16)])
+@pytest.mark.parametrize("words", [("--bf16", "--fp32-residual-connection"), ("--bf16",)])
 def test_a_warm_up_hands_layers_the_dtype_of_the_residual_stream(
-    build: Callable[..., Any], words: tuple[str, ...], dtype: torch.dtype
+    build: Callable[..., Any], words: tuple[str, ...]
 ) -> None:
-    from megacpp_mcore.layer_specs import regions
-
-    model = build(*words, compile="regional", backend=Graphs(), tiny=TRUNK)
-    norm = model.decoder.layers[1].pre_mlp_layernorm
+    layer = build(*words, compile="regional", backend=Graphs(), tiny=TRUNK).decoder.layers[2]
     seen: list[torch.dtype] = []
-    norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
-    done = regions.warm_up([model.decoder.layers[1]], rows=S, batch=B)
-    assert done.startswith("layers 2 ")
-    assert seen == [dtype]
+    layer.input_layernorm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    layer.self_attention.forward = lambda hidden_SBD, attention_mask: (
+        hidden_SBD,
+        None,
+    )  # torch's own norm does not cast back
+    assert "layers 3 " in train_stock(layer)
+    assert set(seen) == {torch.float32 if len(words) == 2 else torch.bfloat16}
 
 
 # --- a region -----------------------------------------------------------------------------------------------------------
@@ -166,73 +165,28 @@ def test_a_part_that_cannot_be_traced_is_an_error(process: Any) -> None:
     assert region.graphs == 0
 
 
-def test_a_region_counts_its_graphs_and_has_room_for_more_than_dynamo_gives(process: Any) -> None:
-    from torch._dynamo import config
-
-    from megacpp_mcore.layer_specs import regions
-
-    graphs, shapes = Graphs(), range(2, 2 + config.recompile_limit + 4)
-    region, other = make_region(doubled, graphs), make_region(doubled)
-    assert len(shapes) < regions.MAX_GRAPHS
-    for _ in range(2):
-        for rows in shapes:
-            assert torch.equal(region(torch.ones(rows)), torch.full((rows,), 2.0))
-    other(torch.ones(2))
-    assert region.graphs == graphs.count == len(shapes)
-    assert other.graphs == 1
-
-
-def test_shapes_that_never_end_are_an_error(process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._dynamo import config
-
-    from megacpp_mcore.layer_specs import regions
-
-    most = config.recompile_limit + 1
-    monkeypatch.setattr(regions, "MAX_GRAPHS", most)
-    region = make_region(doubled)
-    for rows in range(2, 2 + most):
-        region(torch.ones(rows))
-    with pytest.raises(ModelError, match=rf"test has {most} compiled graphs and was called with yet another shape"):
-        region(torch.ones(2 + most))
-    assert config.recompile_limit == most - 1
-    assert torch.equal(region(torch.ones(2)), torch.full((2,), 2.0))  # those it has still run
-
-
-@pytest.mark.parametrize("variable", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
-def test_what_does_not_compile_says_so(
-    build: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    variable: str,
+def test_a_region_counts_its_graphs_and_has_room_for_more_than_dynamo_gives(
+    process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._dynamo import config
 
     from megacpp_mcore.layer_specs import regions
 
-    assert cpu._installed is not None
-    monkeypatch.setattr(cpu._installed, "dynamo_was_disabled", True)
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    monkeypatch.setenv(variable, "1")
-    graphs = Graphs()
-    model = build(compile="regional", backend=graphs, tiny=TRUNK)
-    disabled = variable == "TORCH_COMPILE_DISABLE"  # which torch reads once, when it is imported
-    with config.patch(disable=disabled), caplog.at_level(logging.WARNING, logger=regions.logger.name):
-        done = regions.warm_up([model], rows=S, batch=B)
-    assert graphs.count == 0
-    assert "(no regions)" in done
-    warnings = [record.getMessage() for record in caplog.records if "compiled nothing" in record.getMessage()]
-    assert all("unset both variables, or write compile: off" in warning for warning in warnings)
-    assert {name for name in REGIONS if any(f"region {name}: " in warning for warning in warnings)} == REGIONS
-    assert len(warnings) == len(set(regions._REGIONS) & {key for key in regions._REGIONS if key[1] is graphs})
-
-
-def test_a_warm_up_names_what_it_has_compiled_itself(build: Callable[..., Any]) -> None:
-    from megacpp_mcore.layer_specs import regions
-
-    model = build(compile="regional", backend=Graphs(), tiny=TRUNK)
-    first, second = (regions.warm_up([model], rows=S, batch=B) for _ in range(2))
-    assert all(name in first for name in REGIONS)
-    assert "(no regions)" in second
+    most = 8 + 4  # 8 is Dynamo's own limit
+    assert most < regions.MAX_GRAPHS
+    monkeypatch.setattr(regions, "MAX_GRAPHS", most)
+    with config.patch(recompile_limit=8):
+        graphs = Graphs()
+        region, other = make_region(doubled, graphs), make_region(doubled)
+        for _ in range(2):
+            for rows in range(2, 2 + most):
+                assert torch.equal(region(torch.ones(rows)), torch.full((rows,), 2.0))
+        other(torch.ones(2))
+        assert region.graphs == graphs.count == most
+        assert other.graphs == 1
+        with pytest.raises(ModelError, match=rf"region test has {most} compiled graphs"):
+            region(torch.ones(2 + most))
+        assert torch.equal(region(torch.ones(2)), torch.full((2,), 2.0))  # those it has still run
 
 
 # --- copies -------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ from megacpp_mcore.errors import LaunchError, ModelError
 from megacpp_mcore.model import preset, with_overrides
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.ops.testing import assert_parity
-from megacpp_mcore.policy import EXPLICIT, SKIPPED, CompilePolicy
 from tests import stock
 
 S, B = 32, 2
@@ -271,14 +269,14 @@ def test_what_megatron_recomputes_already_is_refused(
 
 def test_the_activation_of_experts_is_refused_beside_them() -> None:
     """Megatron takes the module for grouped experts alone, which need a GPU's kernels: so the check by itself."""
-    from megacpp_mcore.layer_specs.regions import treatment_of_run
+    from megacpp_mcore.layer_specs.regions import region_plan
 
     config: Any = SimpleNamespace(recompute_granularity="selective", recompute_modules=["moe_act"])
     settings: Any = SimpleNamespace(recompute=Recompute(experts=True), compile="off")
     with pytest.raises(ModelError, match="recompute asks for experts, and --recompute-modules moe_act for a part"):
-        treatment_of_run(settings, config)
+        region_plan(settings, config)
     settings.recompute = Recompute(m=True)
-    assert treatment_of_run(settings, config).recompute.m
+    assert region_plan(settings, config).recompute.m
 
 
 def test_megatrons_own_recompute_of_something_else_stands_beside_it(
@@ -286,93 +284,6 @@ def test_megatrons_own_recompute_of_something_else_stands_beside_it(
 ) -> None:
     words = ["--recompute-granularity", "selective", "--recompute-modules", "shared_experts"]
     check_gradients(two_micro_batches(build(*words, recompute=["m"])), plain["gradients"])
-
-
-# --- the warm-up --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("recompute", [[], FAMILIES])
-def test_after_a_warm_up_step_one_compiles_nothing(build: Callable[..., Any], recompute: list[str]) -> None:
-    from megacpp_mcore.layer_specs import regions
-
-    graphs = Graphs()
-    model = build(compile="regional", backend=graphs, recompute=recompute)
-    state, parameters = torch.get_rng_state(), {name: p.clone() for name, p in model.named_parameters()}
-    done = regions.warm_up([model], rows=S, batch=B)
-    assert all(name in done for name in REGIONS)
-    assert done.partition("(")[0].count(",") == len({"full A", "F", "S", "M", "E", "R"}) - 1
-    warmed = graphs.count
-    assert warmed > 0
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None and torch.equal(p, parameters[name]) for name, p in model.named_parameters())
-    losses_BS(model, 1).mean().backward()
-    assert graphs.count == warmed
-
-
-def test_a_warm_up_leaves_the_gradients_of_step_one_alone(build: Callable[..., Any], plain: dict[str, Any]) -> None:
-    from megacpp_mcore.layer_specs import regions
-
-    model = build(compile="regional")
-    regions.warm_up([model], rows=S, batch=B)
-    check_gradients(two_micro_batches(model), plain["gradients"])
-
-
-def test_a_plain_model_has_nothing_to_warm(build: Callable[..., Any]) -> None:
-    from megacpp_mcore.layer_specs import regions
-
-    assert "layers none (no regions)" in regions.warm_up([build()], rows=S, batch=B)
-
-
-def arguments_of(**changes: Any) -> Namespace:
-    """What the warm-up reads of Megatron's arguments."""
-    given = {"seq_length": S, "micro_batch_size": B, "dataloader_inter_document_masking": False}
-    return Namespace(**{**given, "tensor_model_parallel_size": 2, "sequence_parallel": False, **changes})
-
-
-@pytest.mark.parametrize(
-    ("policy", "says", "runs"),
-    [
-        (
-            CompilePolicy(mode="regional", warm_up=EXPLICIT, reason="", why="static"),
-            "explicit, before step 1: layers",
-            True,
-        ),
-        (
-            CompilePolicy(mode="regional", warm_up=SKIPPED, reason="not-cuda", why="no GPU"),
-            "skipped (not-cuda): no GPU",
-            False,
-        ),
-        (
-            CompilePolicy(mode="regional", warm_up=SKIPPED, reason="regional-moe", why="stalls", precompile=True),
-            "skipped (regional-moe): stalls; static regions precompiled: layers",
-            True,
-        ),
-    ],
-)
-def test_the_loop_is_warmed_as_the_policy_says(
-    build: Callable[..., Any], policy: CompilePolicy, says: str, runs: bool
-) -> None:
-    from megatron import training as package
-    from megatron.training import training
-
-    from megacpp_mcore.layer_specs import regions
-
-    model = build(compile="regional", backend=Graphs())
-    arguments = arguments_of(tensor_model_parallel_size=1)
-    said: list[str] = []
-    built = ([model], None, None)
-    with (
-        mock.patch.object(training, "setup_model_and_optimizer", return_value=built),
-        mock.patch.object(package, "get_args", return_value=arguments),
-    ):
-        before = training.setup_model_and_optimizer
-        with regions.before_training(policy, said.append):
-            assert training.setup_model_and_optimizer() is built
-        assert training.setup_model_and_optimizer is before
-    assert len(said) == 1
-    assert says in said[0]
-    assert ("mamba3 segment" in said[0]) is runs
 
 
 # --- what it asks for ---------------------------------------------------------------------------------------------------
@@ -388,36 +299,27 @@ def test_an_untreated_spec_is_what_it_was() -> None:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megacpp_mcore.layer_specs.regions import TreatedLayer, Treatment
+    from megacpp_mcore.layer_specs.regions import RegionLayer, RegionPlan
 
     spec = ModuleSpec(module=TransformerLayer)
-    assert Treatment().spec(spec, "A") is spec
-    treatment = Treatment(recompute=Recompute(m=True))
-    assert treatment.spec(spec, "M").module is TreatedLayer
-    with pytest.raises(ModelError, match="expected TransformerLayer"):
-        treatment.spec(ModuleSpec(module=torch.nn.Linear), "M")
+    assert RegionPlan().spec(spec, "A") is spec
+    plan = RegionPlan(recompute=Recompute(m=True))
+    assert plan.spec(spec, "M").module is RegionLayer
+    with pytest.raises(ModelError, match=r"family M is a .*Linear"):
+        plan.spec(ModuleSpec(module=torch.nn.Linear), "M")
 
 
 def test_the_lane_steps_aside_and_returns(process: Path) -> None:
     assert torch.cuda.is_available()
-    with cpu.stepping_aside():
+    with contextlib.suppress(KeyError), cpu.stepping_aside():
         assert not torch.cuda.is_available()
         assert "TORCHDYNAMO_DISABLE" not in os.environ
         assert torch.overrides._get_current_function_mode() is None
-    assert torch.cuda.is_available()
-    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
-    assert isinstance(torch.overrides._get_current_function_mode(), cpu.CpuDeviceMode)
-
-
-def test_what_a_user_has_disabled_stays_so(process: Path) -> None:
-    lane = cpu._installed
-    assert lane is not None
-    with mock.patch.object(lane, "dynamo_was_disabled", True), cpu.stepping_aside():
-        assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
-        assert torch.cuda.is_available()
-    with contextlib.suppress(KeyError), cpu.stepping_aside():
         raise KeyError("out")
-    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+    # What a user has disabled stays so.
+    with mock.patch.object(cpu.lane._installed, "dynamo_was_disabled", True), cpu.stepping_aside():
+        assert (os.environ["TORCHDYNAMO_DISABLE"], cpu.answers_here(), torch.cuda.is_available()) == ("1", True, True)
+    assert (os.environ["TORCHDYNAMO_DISABLE"], cpu.answers_here(), torch.cuda.is_available()) == ("1", True, True)
 
 
 class _Allocates(torch.autograd.Function):

@@ -146,7 +146,7 @@ def test_wrong_types(tiny: Model, overrides: dict[str, Any], says: str) -> None:
         ({"mla": {"kv_lora_rank": 0}}, "MLA.kv_lora_rank is 0"),
         ({"dsa": {"indexer_head_dim": 8}}, "indexer_head_dim is 8, less than the rotary part"),
         ({"dsa": {"loss_coeff": -1e-3}}, "DSA.loss_coeff is -0.001"),
-        ({"dsa": {"warmup_steps": 10}}, "only 0"),
+        ({"dsa": {"warmup_steps": -1}}, "DSA.warmup_steps is -1"),
         ({"dsa": {"distill": "mean"}}, "DSA.distill is 'mean'; expected served"),
         ({"dsa": {"topk": 0}}, "DSA.topk is 0"),
         ({"mamba3": {"head_dim": 24}}, r"inner width \(256\) is not a multiple of Mamba3.head_dim \(24\)"),

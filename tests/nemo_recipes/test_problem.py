@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -192,49 +193,18 @@ def test_replicas_share_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> Non
         run.check_batches(SimpleNamespace(train=train), Layout(expert=8))
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    monkeypatch.setattr("megacpp_mcore.launch.process.say", lines.append)
-    return lines
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(
-    ("asked", "runs", "says"),
-    [
-        ({"has_moe": False}, True, "compile warm-up: explicit, before step 1: layers 3 (norm): 1.5 s"),
-        ({"has_moe": True}, False, "compile warm-up: skipped (regional-moe): regional compile beside experts"),
-        ({"has_moe": True, "precompile": True}, True, "static regions precompiled: layers 3 (norm): 1.5 s"),
-        ({"has_moe": False, "device": "cpu"}, False, "compile warm-up: skipped (not-cuda): the device is cpu"),
-    ],
-)
-def test_the_warm_up_is_what_the_policy_says(
-    monkeypatch: pytest.MonkeyPatch,
-    said: list[str],
-    asked: dict[str, Any],
-    runs: bool,
-    says: str,
-    sequence_parallel: bool,
+def test_the_warm_up_has_the_shapes_that_layers_will_see(
+    monkeypatch: pytest.MonkeyPatch, sequence_parallel: bool
 ) -> None:
-    """With the shapes that the layers will see."""
     from megacpp_mcore.layer_specs import regions  # brings Megatron
 
-    settings: dict[str, Any] = {"mode": "regional", "device": "cuda", "fsdp": False} | asked
-    chosen = policy.compile_policy(**settings)
-    calls = []
-
-    def warm_up(models: Any, *, rows: int, batch: int) -> str:
-        calls.append((models, rows, batch))
-        return "layers 3 (norm): 1.5 s"
-
-    monkeypatch.setattr(regions, "warm_up", warm_up)
+    calls = mock.Mock()
+    monkeypatch.setattr(regions, "warm_up", calls)
     model = SimpleNamespace(seq_length=64, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
-    models = [object()]
+    models, chosen = [object()], policy.compile_policy(mode="regional", device="cuda", fsdp=False, has_moe=False)
     run._warm_up(models, SimpleNamespace(model=model, train=SimpleNamespace(micro_batch_size=3)), chosen)
-    assert calls == ([(models, 32 if sequence_parallel else 64, 3)] if runs else [])
-    assert len(said) == 1
-    assert says in said[0]
+    calls.assert_called_once_with(models, chosen, mock.ANY, rows=32 if sequence_parallel else 64, batch=3)
 
 
 def described(chosen: Recipe, **changes: Any) -> Any:

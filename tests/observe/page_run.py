@@ -6,29 +6,21 @@ nothing, ``profile`` profiles steps 5 and 6, ``writers`` keeps what Megatron's w
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import runpy
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from megacpp_mcore import policy
-from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.launch import process
-from megacpp_mcore.model import preset
-from megacpp_mcore.observe import goodput, loop
-from megacpp_mcore.observe.clock import Clock, compilation_timed, process_age_ns
 from megacpp_mcore.observe.events import Listener, Log
+from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.live import Live
+from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.profile import Profiler
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
-from megacpp_mcore.patches.machinery import registry
 from tests import tiny_run
-from tests.observe.receipt_run import FATE, INTERVAL, add_better_backend, end_in_step_4
+from tests.observe.receipt_run import FATE, add_better_backend, observed
 
 
 def train(data: Path, run: Path, steps: int, *extra: str, fate: str = "", console: str = "progress") -> str:
@@ -78,38 +70,18 @@ class Writers(Listener):
 
 
 def main(run: str, console: str, words: list[str]) -> None:
+    def others(log: Log, recorder: Recorder, routes: Routing, receipt: ReceiptWriter) -> list[Listener]:
+        found: list[Listener] = [Writers(run)] if "writers" in FATE else []
+        if "profile" in FATE:
+            options: dict[str, Any] = {"tool": "torch", "trace": False, "routing": routes, "clock": log.clock}
+            found.append(Profiler(Path(run), log.rank, 5, 6, **options))
+        if log.rank == log.world_size - 1:
+            found.append(Live(recorder, Loop(), facts=receipt.facts, routes=routes, console=console))
+        return found
+
     if "fall-back" in FATE:
         add_better_backend()
-    with process.process_environment():
-        sys.argv = ["run", *words]
-        settings = plugin_config.from_environment()
-        model = settings.model if settings else preset("nam56r_tiny")
-        about = policy.Run.from_arguments(words, device="cpu", world_size=int(os.environ["WORLD_SIZE"]), model=model)
-        launched = policy.resolve(about, settings=settings, environment=os.environ)
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        with policy.said(), process.cpu_lane():
-            registry.default().apply(["dataset-helpers", "spec-import", "hybrid-flops"])
-            trained_by = loop.Loop()
-            clock = Clock(age_ns=process_age_ns())
-            routes = Routing(INTERVAL)
-            log = Log(run, rank, world, clock)
-            recorder = goodput.Recorder(log, with_losses=rank == world - 1)
-            listeners: list[Listener] = [recorder, routes]
-            if "profile" in FATE:
-                listeners.append(
-                    Profiler(Path(run), rank, 5, 6, tool="torch", trace=False, routing=routes, clock=clock)
-                )
-            if "writers" in FATE:
-                listeners.append(Writers(run))
-            receipt = ReceiptWriter(
-                log, settings=settings, launched=launched, routes=routes, loop=trained_by, every_s=0
-            )
-            if rank == world - 1:
-                listeners.append(Live(recorder, trained_by, facts=receipt.facts, routes=routes, console=console))
-            listeners.append(receipt)
-            end_in_step_4()
-            with contextlib.closing(log), compilation_timed(clock), trained_by.observing(clock, listeners):
-                runpy.run_module("megacpp_mcore.launch.pretrain", run_name="__main__")
+    observed(run, words, others)
 
 
 if __name__ == "__main__":

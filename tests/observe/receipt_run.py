@@ -12,6 +12,7 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megacpp_mcore import backends, policy
@@ -70,32 +71,34 @@ def add_better_backend() -> None:
     candidates.own_candidates = lambda: (*own(), kernel)
 
 
-def main(run: str, words: list[str]) -> None:
-    if {"fall-back", "no-triton"} & set(FATE):
-        add_better_backend()
+Others = Callable[[Log, goodput.Recorder, Routing, ReceiptWriter], Sequence[Listener]]
+
+
+def observed(run: str, words: list[str], others: Others, *patches: str) -> None:
+    """Train with Megatron's arguments ``words``, recorded in folder ``run``; ``others`` listen between routing and receipt."""
     with process.process_environment():
         sys.argv = ["run", *words]
         settings = plugin_config.from_environment()
         model = settings.model if settings else preset("nam56r_tiny")
-        about = policy.Run.from_arguments(words, device="cpu", world_size=int(os.environ["WORLD_SIZE"]), model=model)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        about = policy.Run.from_arguments(words, device="cpu", world_size=world_size, model=model)
         launched = policy.resolve(about, settings=settings, environment=os.environ)
-        rank = int(os.environ["RANK"])
         with policy.said(), process.cpu_lane():
-            noting = ["linear-cross-entropy"] if "patched" in FATE else []
-            registry.default().apply(["dataset-helpers", "spec-import", "hybrid-flops", *noting])
+            registry.default().apply(["dataset-helpers", "spec-import", "hybrid-flops", *patches])
             clock = Clock(age_ns=process_age_ns())
-            world_size = int(os.environ["WORLD_SIZE"])
-            log = Log(run, rank, world_size, clock)
-            routes = Routing(INTERVAL)
-            listeners = [
-                goodput.Recorder(log, with_losses=rank == world_size - 1),
-                routes,
-                Faulty(),
-                ReceiptWriter(log, settings=settings, launched=launched, routes=routes, every_s=0),
-            ]
+            log, routes = Log(run, rank, world_size, clock), Routing(INTERVAL)
+            recorder = goodput.Recorder(log, with_losses=rank == world_size - 1)
+            receipt = ReceiptWriter(log, settings=settings, launched=launched, routes=routes, every_s=0)
+            listeners = [recorder, routes, *others(log, recorder, routes, receipt), receipt]
             end_in_step_4()
             with contextlib.closing(log), compilation_timed(clock), loop.Loop().observing(clock, listeners):
                 runpy.run_module("megacpp_mcore.launch.pretrain", run_name="__main__")
+
+
+def main(run: str, words: list[str]) -> None:
+    if {"fall-back", "no-triton"} & set(FATE):
+        add_better_backend()
+    observed(run, words, lambda *_: [Faulty()], *(["linear-cross-entropy"] if "patched" in FATE else []))
 
 
 if __name__ == "__main__":

@@ -97,50 +97,31 @@ def check_off(found: Reader) -> list[Row]:
 
 @pytest.mark.slow
 def test_transformer_engine_that_is_disabled(disabled: Path, native: Path) -> None:
-    """The run was asked for Transformer Engine, trains on native classes, and its receipt says both and why."""
-    found = receipts.read(disabled)
-    assert found["status"] == "finished"
-    assert found["environment"][probes.DISABLE_TE] == "1"
-    for op, layers in (
-        ("linear", NUMBERED | {None}),
-        ("norm", NUMBERED | {None}),
-        ("experts", set(model().layer_numbers("E"))),
-    ):
-        rows = of_op(found, op)
-        assert {row["layer"] for row in rows} == layers
-        assert {(row["requested"], row["observed"]) for row in rows} == {("transformer_engine", "local")}
-        assert all(row["reason"].endswith("MEGACPP_DISABLE_TE=1 disables Transformer Engine") for row in rows)
+    """The run was asked for Transformer Engine and trains on native classes; receipt and page say both, and why."""
+    found, other = receipts.read(disabled), receipts.read(native)
+    assert (found["status"], found["environment"][probes.DISABLE_TE]) == ("finished", "1")
+    assert (other["loss"], other["disqualifiers"]) == (found["loss"], [])
     assert "asked for transformer_engine and runs on local" in fall_back(found)
     (loss,) = of_op(found, "loss")
     assert (loss["requested"], loss["observed"]) == ("linear_cross_entropy", "linear_cross_entropy")
     assert "op loss" not in fall_back(found)
-
-    other = receipts.read(native)
-    assert (other["loss"], other["disqualifiers"]) == (found["loss"], [])
-
-
-@pytest.mark.slow
-def test_the_page_of_transformer_engine_that_is_disabled(disabled: Path) -> None:
-    found = page_of(disabled)
-    off = check_off(found)
+    shown = page_of(disabled)
+    off = check_off(shown)
     assert {row.cells[2] for row in off} == {"transformer_engine"}
-    for op, layers in (
-        ("linear", NUMBERED | {None}),
-        ("norm", NUMBERED | {None}),
-        ("experts", set(model().layer_numbers("E"))),
-    ):
-        rows = [row for row in off if row.cells[0] == op]
-        assert set().union(*(layers_in(row.cells[1]) for row in rows)) == layers, op
-        assert {row.cells[3] for row in rows} == {"≠ local"}, op
-        assert all(row.cells[4].endswith(": MEGACPP_DISABLE_TE=1 disables Transformer Engine") for row in rows), op
-    parts = {one["part"]: f"≠ {one['observed']}" for one in receipts.read(disabled)["parts"]}
-    marked = {row.cells[0]: row.cells[3] for row in off if row.cells[0] not in ("linear", "norm", "experts")}
-    assert marked == {part: observed for part, observed in parts.items() if part not in CONTAINERS}
-    assert {"linear_q_down_proj", "linear_fc1", "in_proj", "input_layernorm"} <= marked.keys()
-    assert {row.cells[0] for row in backend_rows(found) if row.cells[2] == "transformer_engine" and not row.off} == (
-        CONTAINERS
-    )
-    assert f"fall-back: {fall_back(receipts.read(disabled))}" in found.text
+    why = "MEGACPP_DISABLE_TE=1 disables Transformer Engine"
+    ops = {"linear": NUMBERED | {None}, "norm": NUMBERED | {None}, "experts": set(model().layer_numbers("E"))}
+    for op, layers in ops.items():
+        records, rows = of_op(found, op), [row for row in off if row.cells[0] == op]
+        assert {(one["requested"], one["observed"]) for one in records} == {("transformer_engine", "local")}
+        assert {one["layer"] for one in records} == layers == set().union(*(layers_in(row.cells[1]) for row in rows))
+        assert {row.cells[3] for row in rows} == {"≠ local"}
+        assert all(text.endswith(why) for text in [one["reason"] for one in records] + [row.cells[4] for row in rows])
+    parts = {one["part"]: f"≠ {one['observed']}" for one in found["parts"] if one["part"] not in CONTAINERS}
+    assert {row.cells[0]: row.cells[3] for row in off if row.cells[0] not in ops} == parts
+    assert {"linear_q_down_proj", "linear_fc1", "in_proj", "input_layernorm"} <= parts.keys()
+    asked = [row for row in backend_rows(shown) if row.cells[2] == "transformer_engine" and not row.off]
+    assert {row.cells[0] for row in asked} == CONTAINERS
+    assert f"fall-back: {fall_back(found)}" in shown.text
 
 
 @pytest.mark.slow
@@ -210,16 +191,9 @@ def test_no_triton(untritoned: tuple[Path, str]) -> None:
     (reason,) = {row["reason"] for row in rows}
     assert reason.startswith("triton is for cuda; kernel is not there: triton has no driver for this machine: ")
     assert f"slower than the best for this device: {reason}" in fall_back(found)
-
-
-@pytest.mark.slow
-def test_the_page_without_triton(untritoned: tuple[Path, str]) -> None:
-    run, _ = untritoned
-    found = page_of(run)
-    (reason,) = {row["reason"] for row in of_op(receipts.read(run), "mamba3")}
-    assert [row.cells for row in check_off(found)] == [["mamba3", "3, 7, 11", "auto", "slower: reference", reason]]
-    assert "kernel is not there: triton has no driver for this machine: " in reason
-    assert "fall-back: op mamba3 in layers 3, 7, 11 runs on reference" in found.text
+    shown = page_of(run)
+    assert [row.cells for row in check_off(shown)] == [["mamba3", "3, 7, 11", "auto", "slower: reference", reason]]
+    assert "fall-back: op mamba3 in layers 3, 7, 11 runs on reference" in shown.text
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import random
 import re
 import time
 from collections.abc import Iterator
@@ -15,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore.commands import report as report_command
+from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput, page, receipts
-from megacpp_mcore.observe.page import read
 from megacpp_mcore.observe.receipts import schema
 from tests import browser, tiny_run
 from tests.observe import page_run
@@ -26,22 +26,10 @@ from tests.observe.recorded import append, at, file_of, stepped, with_loss, writ
 
 STEPS = 8
 RECEIPTS = tiny_run.ROOT / "examples" / "receipts"
-_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ][\d:]+(\+00:00)?")
-"""When a receipt was put together."""
 VOID = {"meta", "br", "hr", "img", "link"}
 PARTS = (
-    "figures",
-    "loss",
-    "loss-plot",
-    "time",
-    "time-plot",
-    "goodput",
-    "goodput-bar",
-    "shares",
-    "memory",
-    "backends",
-    "by-step",
-)
+    "figures", "loss", "loss-plot", "time", "time-plot", "goodput", "goodput-bar", "shares", "memory", "backends", "by-step",
+)  # fmt: skip
 """What every page of a run has, by its ``data-part``."""
 
 
@@ -144,23 +132,18 @@ def test_the_page_of_a_killed_run_with_a_fall_back(runs: tuple[Path, Path]) -> N
         "self CPU time of operators of steps 5 to 6",
         f"{receipt['throughput']['tokens_per_s']:,.0f}tokens/s",
         f"{100 * receipt['goodput']['goodput']:.1f} %goodput",
-        *map(page.class_label, page.CLASS_WORDS),
+        *(f"[{name}]" for name in goodput.CLASSES if name not in ("down", "evaluation")),
     ):
         assert expected in found.text, expected
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_the_timeline_of_a_real_run_is_its_goodput(runs: tuple[Path, Path]) -> None:
     for run in runs:
         check_timeline(run)
 
 
 def check_timeline(run: Path) -> None:
     """The stretches sum, class by class, to the goodput, one after the other."""
-    data = read(run)
+    data = page.read(run)
     spans = list(page.timeline(data.ranks[0]))
-    for kind, spent in data.goodput[0].nanoseconds.items():
+    for kind, spent in data.spent[0].nanoseconds.items():
         assert sum(span.end - span.begin for span in spans if span.kind == kind) == spent, kind
     assert all(before.end <= after.begin for before, after in itertools.pairwise(spans))
 
@@ -168,17 +151,10 @@ def check_timeline(run: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_two_runs_side_by_side(runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    report_command.add_parser(parser.add_subparsers(dest="command"))
     output = tmp_path / "out.html"
-    words = ["report", "html", str(runs[1]), str(runs[0]), "--output", str(output)]
-    assert report_command.run(parser.parse_args(words)) == 0
+    assert cli.main(["report", "html", str(runs[1]), str(runs[0]), "--output", str(output)]) == 0
     assert str(output) in capsys.readouterr().out
     text = output.read_text(encoding="utf-8")
-    again = page.html([runs[1], runs[0]])
-    assert _TIME.sub("", text) == _TIME.sub("", again)
     found = check_self_contained(text)
     assert {"comparison", "receipts", "disqualifiers"} <= found.parts()
     assert "May killed be compared with plain?" in found.text
@@ -190,13 +166,13 @@ def test_two_runs_side_by_side(runs: tuple[Path, Path], tmp_path: Path, capsys: 
     assert re.search(r'<tr class="differs"><th class="wide">disqualifiers</th>', text)
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_receipt_alone(runs: tuple[Path, Path]) -> None:
-    found = check_self_contained(page.html([runs[0] / "receipt.json"]))
-    assert found.text.count("only the receipt is here") == 4
-    assert "fall-back: op mamba3" in found.text
-    assert {"backends", "shares", "memory", "disqualifiers"} <= found.parts()
+@pytest.mark.parametrize("name", ["bf16", "fp8_experts"])
+def test_a_receipt_alone(name: str) -> None:
+    found = check_self_contained(page.html([RECEIPTS / f"nam56r_quarter_h200_{name}.json"]))
+    assert found.text.count("Not here: only the receipt is here, not the folder of the run.") == 4
+    assert "receipt put together 20" in found.text
+    assert "started" not in found.text
+    assert {"backends", "shares", "memory", "figures"} <= found.parts()
 
 
 # --- In a browser -----------------------------------------------------------------------------------------------------
@@ -246,38 +222,8 @@ def test_every_part_is_painted(
     colours = chromium.colours(chromium.screenshot(), boxes)
     for name, counts in colours.items():
         assert len(counts) >= 4, (name, "is blank")
-    check_colours(chromium, colours, boxes)
     paper = chromium.ask("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(19, 21, 24)") == dark
-
-
-def check_colours(chromium: browser.Browser, colours: dict[str, dict[str, int]], boxes: dict[str, list[float]]) -> None:
-    """The colours that mean something are really there, each in about the room that its share gives it."""
-
-    def of(name: str) -> str:
-        drawn = chromium.ask(
-            f"(e => (e.style.color = 'var(--{name})', document.body.append(e), getComputedStyle(e).color))"
-            "(document.createElement('i'))"
-        )
-        return ",".join(re.findall(r"\d+", drawn)[:3])
-
-    for curve, part in (
-        ("c1", "loss-plot"),
-        ("c2", "loss-plot"),
-        ("c1", "time-plot"),
-        ("c1", "memory"),
-        ("c2", "shares"),
-    ):
-        assert colours[part].get(of(curve), 0) > 20, (curve, part)
-    assert colours["disqualifiers"].get(of("bad"), 0) > 100
-    assert colours["backends"].get(of("bad-soft"), 0) > 500
-    bar = chromium.ask("(b => b.width * b.height)(document.querySelector('.bar.tall').getBoundingClientRect())")
-    shown = chromium.ask(
-        "Object.fromEntries([...document.querySelectorAll('.bar.tall i')].map(e => [e.className, "
-        "e.getBoundingClientRect().width / e.parentElement.getBoundingClientRect().width]))"
-    )
-    for kind in ("productive", "startup", "recovery", "lost_steps"):
-        assert colours["goodput-bar"].get(of(kind), 0) == pytest.approx(shown[kind] * bar, rel=0.25, abs=120), kind
 
 
 @pytest.mark.slow
@@ -323,7 +269,7 @@ def test_markup_in_the_files_of_a_run_is_text(tmp_path: Path, monkeypatch: pytes
     run = run_of(tmp_path / "<b>run & co")
     more = with_loss(stepped(6, 2)) | {"losses": {"lm loss": 3.0, "mtp_1 loss" + NASTY: 2.0, NASTY: 1.0}}
     append(file_of(run), more, with_loss(stepped(7, 3)) | {"losses": more["losses"]})
-    bad = dataclasses.replace(read(run), receipt=nasty, values=schema.flatten(nasty)[0])
+    bad = dataclasses.replace(page.read(run), receipt=nasty)
     monkeypatch.setattr(page, "read", lambda path: dataclasses.replace(bad, name=f"<b>{path}", missing=NASTY))
     addition = page.Addition(
         NASTY, NASTY, [(NASTY, NASTY)], [page.Level(2, NASTY)], NASTY, [(NASTY, [NASTY], [[NASTY]])]
@@ -336,13 +282,6 @@ def test_markup_in_the_files_of_a_run_is_text(tmp_path: Path, monkeypatch: pytes
         assert "<b>one" not in text
         assert "src" not in {name for name, _ in found.attributes}
         assert NASTY in found.text
-
-
-def test_there_is_something_to_show(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="0 runs for one page; expected 1 to 6"):
-        page.html([])
-    with pytest.raises(DataError, match="expected the folder of a run that was observed"):
-        page.html([tmp_path])
 
 
 # --- What is left of a run, and said of several ------------------------------------------------------------------------
@@ -368,10 +307,6 @@ def test_a_page_of_the_smallest_run(tmp_path: Path) -> None:
         "waiting for data [data]",
     ):
         assert words in found.text
-    alone = Reader(page.html([RECEIPTS / "nam56r_quarter_h200_bf16.json"])).text
-    assert "receipt put together 20" in alone
-    assert "started" not in alone
-    assert alone.count("Not here: only the receipt is here, not the folder of the run.") == 4
 
 
 def test_a_damaged_file_is_named_and_the_receipt_is_shown(tmp_path: Path) -> None:
@@ -393,7 +328,9 @@ def test_the_timeline_is_the_goodput(tmp_path: Path) -> None:
         tmp_path, 4, 0, with_loss(stepped(54, 3, 2, 2, startup=2)), at(55, {"step": 1}, how="ValueError"), began=50
     )
     check_timeline(tmp_path)
-    spans = [(span.begin // 10**9, span.end // 10**9, span.kind) for span in page.timeline(read(tmp_path).ranks[0])]
+    spans = [
+        (span.begin // 10**9, span.end // 10**9, span.kind) for span in page.timeline(page.read(tmp_path).ranks[0])
+    ]
     assert (20, 22, "startup") in spans
     assert [span[:2] for span in spans if span[2] == "lost_steps"] == [(25, 27), (27, 30), (54, 55)]
     assert [span[:2] for span in spans if span[2] == "down"] == [(30, 41), (42, 50)]
@@ -411,11 +348,12 @@ def drawn(points: list[tuple[float, float]], **more: Any) -> str:
 
 
 def test_a_long_curve_keeps_its_extremes_and_is_short() -> None:
-    points = [(float(step), 5.0 + (step == 12_345) * 3 - (step == 777) * 2) for step in range(50_000)]
+    noise = random.Random(1)
+    points = [(float(x), 5.0 + noise.random() + (x == 12_345) * 3 - (x == 777) * 2) for x in range(50_000)]
     thin = page._thin(points)
-    assert (len(thin) < 900, min(y for _, y in thin), max(y for _, y in thin)) == (True, 3.0, 8.0)
-    assert [x for x, _ in thin] == sorted(x for x, _ in thin)
-    assert len(drawn(points)) < 60_000
+    assert {min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])} <= set(thin)
+    assert thin == sorted(thin)
+    assert len(drawn(points)) < 90_000
 
 
 def test_one_spike_does_not_flatten_a_curve() -> None:
@@ -445,24 +383,20 @@ def test_without_matplotlib_there_are_tables(tmp_path: Path, monkeypatch: pytest
     assert len(Reader(drawn([(float(x), 1.0) for x in range(500)])).rows) == 12
 
 
+def test_there_is_something_to_show() -> None:
+    with pytest.raises(DataError, match="0 runs"):
+        page.html([])
+
+
 def test_every_class_of_time_has_a_colour_and_a_word() -> None:
-    assert tuple(page.CLASS_WORDS) == goodput.CLASSES
-    style = page.Path(page.__file__).with_suffix(".html").read_text(encoding="utf-8")
-    assert all(f"--{name}: #" in style for name in goodput.CLASSES)
+    template = Path(page.__file__).with_suffix(".html").read_text(encoding="utf-8")
+    assert all(f"--{name}: #" in template and f'"{name}": "' in template for name in goodput.CLASSES)
 
 
 def test_layers_as_ranges() -> None:
     assert schema.spans([3, 1, 2, 7, "mtp", 9, 10]) == "1–3, 7, 9–10, mtp"
 
 
-def test_no_torch_is_needed() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys; from megacpp_mcore.observe import page; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=tiny_run.ROOT, check=False).returncode == 0
-
-
 def test_short_numbers() -> None:
-    assert [page._short(value) for value in (12, 1234, 45_678, 3.2e9)] == ["12", "1,234", "45.68k", "3.2G"]
+    assert [page.short(value) for value in (12, 1234, 45_678, 3.2e9)] == ["12", "1,234", "45.68k", "3.2G"]
     assert [schema.size(2**30), page.clock(3700), page.clock(61.0)] == ["1 GiB", "1 h 01 min", "61.0 s"]

@@ -13,10 +13,10 @@ from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import receipts, routing
 from megacpp_mcore.observe.clock import Clock
-from megacpp_mcore.observe.events import Listener, Log, Step
+from megacpp_mcore.observe.events import FINISHED, Listener, Log, Step
 from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.receipts import facts as receipt_facts
-from megacpp_mcore.observe.receipts.schema import FINISHED, RUNNING, flatten, why_unknown
+from megacpp_mcore.observe.receipts.schema import RUNNING, flatten, why_unknown
 from tests.observe.recorded import TOKENS, append, at, file_of, stepped, with_loss, write_start
 
 ENDED = at(0, {}, how=FINISHED)
@@ -92,24 +92,21 @@ def test_a_receipt_of_two_ranks_and_a_stale_third(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "status"),
+    ("hows", "status"),
     [
-        (FINISHED, None, RUNNING),
-        (None, FINISHED, RUNNING),
-        (FINISHED, "MemoryError", "MemoryError"),
-        (None, "MemoryError", "MemoryError"),
+        ((FINISHED, None), RUNNING),
+        ((None, FINISHED), RUNNING),
+        ((FINISHED, "MemoryError"), "MemoryError"),
+        ((None, "MemoryError"), "MemoryError"),
+        ((FINISHED,), RUNNING),
+        ((FINISHED, FINISHED), FINISHED),
     ],
 )
-def test_the_status_is_that_of_all_ranks(tmp_path: Path, first: str | None, second: str | None, status: str) -> None:
-    for rank, how in enumerate((first, second)):
+def test_the_status_is_that_of_all_ranks(tmp_path: Path, hows: tuple[str | None, ...], status: str) -> None:
+    for rank, how in enumerate(hows):
         write_start(tmp_path, 1, rank, facts(), at(1, {}, **({} if how is None else {"how": how})), world_size=2)
-    assert receipts.read(tmp_path)["status"] == status
-
-
-def test_a_run_is_running_while_a_rank_is_missing(run: Path) -> None:
-    file_of(run, 2, 1).unlink()
-    found = receipts.read(run)
-    assert (found["status"], found["ranks"]) == (RUNNING, {"expected": 2, "found": [0]})
+    found = receipts.read(tmp_path)
+    assert (found["status"], found["ranks"]) == (status, {"expected": 2, "found": list(range(len(hows)))})
 
 
 def test_caches_that_had_everything_are_warm_and_unused_ones_are_not(run: Path) -> None:
@@ -216,39 +213,43 @@ def test_layers_that_were_not_counted_are_unknown(tmp_path: Path) -> None:
     assert found["routing"]["router_dtypes"] == ["float32"]
 
 
-def check_routing_unknown(run: Path, reason: str) -> None:
-    found = receipts.read(run)
-    for path in OF_ROUTING:
-        assert flatten(found)[0][path] is None, path
-        assert why_unknown(path, found["unknown"]) == reason, path
+FAILED = "counting failed in step 4 on a rank: OSError: x"
+MISSING = "the counts of rank 1 are missing, and those of the others are not the whole"
+UNREAD = COUNTED | {"layers": {}, "index_overlap": {}}
 
 
-def test_counts_that_failed_on_one_rank_are_no_counts(tmp_path: Path) -> None:
-    """Nor are the other's, which would pass for all ranks'."""
-    why = "counting failed in step 4 on a rank: OSError: x"
-    write_routing(tmp_path, COUNTED, COUNTED | {"layers": {}, "index_overlap": {}, "failed": why})
-    check_routing_unknown(tmp_path, why)
-    assert receipts.read(tmp_path)["routing"]["top_k"] == 1
-
-
-@pytest.mark.parametrize("fate", ["missing", "damaged", "without counts"])
-def test_counts_that_are_missing_on_one_rank_are_no_counts(tmp_path: Path, fate: str) -> None:
-    write_routing(tmp_path, COUNTED, COUNTED)
-    whole = receipts.read(tmp_path)
-    assert (whole["routing"]["layers"]["2"]["asked"], whole["indexer"]["overlap"]) == (16, {"1-5": 0.5})
+@pytest.mark.parametrize(
+    ("fate", "second", "reason"),
+    [
+        ("", COUNTED, None),
+        ("", UNREAD | {"failed": FAILED}, FAILED),
+        ("", {}, MISSING),
+        ("missing", COUNTED, MISSING),
+        ("damaged", COUNTED, MISSING),
+    ],
+)
+def test_what_some_ranks_counted_does_not_pass_for_all_ranks(
+    tmp_path: Path, fate: str, second: dict[str, Any], reason: str | None
+) -> None:
+    write_routing(tmp_path, COUNTED, second)
+    other = file_of(tmp_path, 1, 1)
     if fate == "missing":
-        file_of(tmp_path, 1, 1).unlink()
+        other.unlink()
     elif fate == "damaged":
-        append(file_of(tmp_path, 1, 1), {"at": -1})
-    else:
-        write_routing(tmp_path, COUNTED, {})
-    check_routing_unknown(tmp_path, "the counts of rank 1 are missing, and those of the others are not the whole")
+        append(other, {"at": -1})
+    found = receipts.read(tmp_path)
+    assert {why_unknown(path, found["unknown"]) for path in OF_ROUTING} == {reason}
+    assert [flatten(found)[path] is None for path in OF_ROUTING] == [reason is not None] * len(OF_ROUTING)
+    assert found["routing"]["top_k"] == 1
+    if reason is None:
+        assert (found["routing"]["layers"]["2"]["asked"], found["indexer"]["overlap"]) == (16, {"1-5": 0.5})
 
 
 def test_an_error_before_the_first_reading_is_why_nothing_was_counted(tmp_path: Path) -> None:
-    unread = COUNTED | {"layers": {}, "index_overlap": {}}
-    write_routing(tmp_path, unread, unread, hows=("MemoryError", None))
-    check_routing_unknown(tmp_path, "an error ended the run before the first reading: MemoryError")
+    write_routing(tmp_path, UNREAD, UNREAD, hows=("MemoryError", None))
+    found = receipts.read(tmp_path)
+    reason = "an error ended the run before the first reading: MemoryError"
+    assert {why_unknown(path, found["unknown"]) for path in OF_ROUTING} == {reason}
 
 
 # --- Nothing that can be read -----------------------------------------------------------------------------------------
@@ -400,52 +401,29 @@ def test_the_last_lines_of_other_ranks_are_waited_for_and_not_for_long(
 
 def data_facts(**given: Any) -> dict[str, Any]:
     """What a run's arguments say of its data."""
-    names = (
-        "data_path",
-        "train_data_path",
-        "valid_data_path",
-        "test_data_path",
-        "data_args_path",
-        "per_split_data_args_path",
-    )
-    args = SimpleNamespace(
-        **dict.fromkeys(names)
-        | {"tokenizer_type": "NullTokenizer", "padded_vocab_size": 384, "fim_data": False}
-        | given,
-        mock_data=False,
-        split=None,
-    )
+    args = SimpleNamespace(fim_data=False, mock_data=False, split=None, **given)
     facts = receipt_facts.Facts()
     receipt_facts._data(facts, args)
     return facts.values
 
 
-def test_the_checksum_is_of_what_a_file_of_blends_lists(tmp_path: Path) -> None:
-    for name, text in (("one", "a document\n"), ("two", "another document\n")):
-        (tmp_path / f"{name}.txt").write_text(text * 20)
+def test_the_checksum_is_of_what_files_of_blends_and_splits_list(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(f"document {name}\n" * 20)
         prepare([str(tmp_path / f"{name}.txt")], str(tmp_path / name))
-    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    one, two, listed = (str(tmp_path / name) for name in ("one", "two", "list"))
     blend = ["0.25", one, "0.75", two]
-    listed = tmp_path / "list"
-    listed.write_text(" ".join(blend))
-    plain, by_file = data_facts(data_path=blend), data_facts(data_args_path=str(listed))
-    assert by_file == plain
-    assert [(each["name"], each["weight"]) for each in by_file["data.datasets"]] == [("one", 0.25), ("two", 0.75)]
-    listed.write_text(f"0.5 {one} 0.5 {two}")
-    assert data_facts(data_args_path=str(listed))["data.checksum"] != plain["data.checksum"]
-    moved = tmp_path / "moved"
-    moved.write_text(" ".join(blend))
-    assert data_facts(data_args_path=str(moved))["data.checksum"] == plain["data.checksum"]
+    Path(listed).write_text(" ".join(blend))
+    plain = data_facts(data_path=blend)
+    assert data_facts(data_args_path=listed) == plain
+    assert [(each["name"], each["weight"]) for each in plain["data.datasets"]] == [("one", 0.25), ("two", 0.75)]
+    Path(listed).write_text(f"0.5 {one} 0.5 {two}")
+    assert data_facts(data_args_path=listed)["data.checksum"] != plain["data.checksum"]
 
-
-def test_the_checksum_is_of_what_a_file_of_splits_lists(tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_text("a document\n" * 20)
-    prepare([str(tmp_path / "one.txt")], str(tmp_path / "one"))
-    one = str(tmp_path / "one")
-    splits = tmp_path / "splits.json"
-    splits.write_text(json.dumps({"train": ["3", one], "valid": [one], "test": None}))
-    by_file = data_facts(per_split_data_args_path=str(splits))
+    splits = {"train": ["3", one], "valid": [one], "test": None}
+    Path(listed).write_text(json.dumps(splits))
+    by_file = data_facts(per_split_data_args_path=listed)
     assert by_file == data_facts(train_data_path=["3", one], valid_data_path=[one])
     assert [each["weight"] for each in by_file["data.datasets"]] == [3.0, None]
-    splits.write_text(json.dumps({"train": [one], "valid": ["3", one], "test": None}))
-    assert data_facts(per_split_data_args_path=str(splits))["data.checksum"] != by_file["data.checksum"]
+    Path(listed).write_text(json.dumps(splits | {"train": [one], "valid": ["3", one]}))
+    assert data_facts(per_split_data_args_path=listed)["data.checksum"] != by_file["data.checksum"]

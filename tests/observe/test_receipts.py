@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
-import signal
+import math
+import re
 import socket
 import subprocess
 import sys
@@ -13,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore.commands import cli
 from megacpp_mcore.commands import report as report_command
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.model import Layout, flops, precision
+from megacpp_mcore.model import Layout, flops
 from megacpp_mcore.observe import events, page, receipts
 from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.observe.events import Log, Step
@@ -64,7 +65,7 @@ def train(data: Path, run: Path, *extra: str, fate: str = "", status: int = 0) -
 
 @pytest.mark.slow
 def test_a_finished_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every field that a CPU run can have is there, and says what happened; then the commands and the mutations.
+    """Every field that a CPU run can have is there, and says what happened.
 
     A listener of the test's own fails in step 4, and neither training nor anyone else's record is affected. Nor is the receipt
     by a mistyped start after it.
@@ -91,7 +92,6 @@ def test_a_finished_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (found["disqualifiers"], found["unjudged"]) == ([], [])
 
     assert found["step_time"]["n"] == STEPS - 3
-    assert 0 < found["step_time"]["p50_s"] <= found["step_time"]["p90_s"] <= found["step_time"]["max_s"]
     counted = flops.step(model(), 2, vocab_size=384).total.training
     assert found["flops"]["model_flops"] == counted
     rate = found["throughput"]["tflops_per_s_per_device"]
@@ -102,8 +102,8 @@ def test_a_finished_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
     _check_routing(found)
     _check_live_objects(found)
-    _check_commands(tmp_path / "run", capsys)
-    _check_mutations(found)
+    assert report("show", str(tmp_path / "run")) == 0
+    assert "mamba3 auto → reference" in capsys.readouterr().out
 
     again = train(data, tmp_path / "run", "--no-such-flag", status=2)
     (note,) = (note for note in again["notes"] if "ended before its first step: SystemExit" in note)
@@ -149,45 +149,9 @@ def _check_live_objects(found: dict[str, Any]) -> None:
 
 def report(*words: str) -> int:
     """The command's own parser and run, as the command line calls them."""
-    import argparse
-
     parser = argparse.ArgumentParser()
     report_command.add_parser(parser.add_subparsers(dest="command"))
     return report_command.run(parser.parse_args(["report", *words]))
-
-
-def _check_commands(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report("show", str(run)) == 0
-    shown = capsys.readouterr().out
-    assert "NAM56R" in shown
-    assert "mamba3 auto → reference" in shown
-    assert report("show", str(run), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["schema"] == receipt_schema.SCHEMA
-    assert report("goodput", str(run)) == 0
-    assert "productive" in capsys.readouterr().out
-    assert report("compare", str(run), str(run / "receipt.json")) == 1
-    refused = capsys.readouterr().out
-    assert "A has 3 measured steps; expected 30 or more" in refused
-    assert "≠" not in refused
-
-
-_CHANGES: dict[str, tuple[str, Any]] = {
-    "pattern": ("pattern", "AEMEAEMEAEMM"),
-    "routed_experts": ("routing.experts", 8),
-    "sequence_length": ("batch.sequence_length", 512),
-    "compile_policy": ("compile.mode", "regional"),
-    "topology": ("parallelism.expert", 2),
-    "real_data": ("data.checksum", "0" * 64),
-    "cache_state": ("cache.state", "cold"),
-    "batch_geometry": ("batch.micro_batch_size", 2),
-    "effective_tokens": ("batch.effective_tokens", 1024),
-    "top_k": ("routing.top_k", 1),
-    "capacity": ("routing.capacity_factor", 1.25),
-    "expert_input": ("routing.expert_input", "padded"),
-    "balance": ("routing.max_over_mean", 3.5),
-    "precision": ("precision.kernel_fp8", "experts"),
-    "optimizer": ("optimizer", {"name": "sgd"}),
-}
 
 
 def changed(receipt: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
@@ -199,69 +163,26 @@ def changed(receipt: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return fresh
 
 
-def _check_mutations(found: dict[str, Any]) -> None:
-    """A change on any line refuses the claim, names the line and both values, and may be declared."""
-    base = changed(changed(found, "step_time.n", 30), "cache.state", "warm")
-    base = changed(base, "step_time.p90_s", base["step_time"]["p50_s"])  # of few steps, the spread would explain it all
-    faster = changed(base, "throughput.tokens_per_s", 1.31 * base["throughput"]["tokens_per_s"])
-    faster = changed(faster, "throughput.tokens_per_s_per_device", 1.31 * base["throughput"]["tokens_per_s"])
-    assert "nothing that both receipts know differs" in compare.compare(base, faster).refusals[0]
-    faster = changed(faster, "recompute", "something else")
-    assert compare.compare(base, faster).claim == "1.31x tokens/s, 1.00x peak resident set"
-    assert set(_CHANGES) == set(compare.KEYS)
-    for key, (path, value) in _CHANGES.items():
-        other = changed(faster, path, value)
-        receipt_schema.validate(other)
-        refused = compare.compare(base, other)
-        assert refused.claim is None, key
-        assert [line.key for line in refused.lines if not line.same] == [key]
-        (refusal,) = refused.refusals
-        assert f"{key}: A has " in refusal
-        assert str(next(iter(value.values())) if isinstance(value, dict) else value) in refusal, key
-        allowed = compare.compare(base, other, varies=[key])
-        assert allowed.claim is not None, (key, allowed.refusals)
-        assert allowed.claim.startswith("1.31x tokens/s")
-        assert allowed.claim.endswith(f"varying {key}")
-
-
 @pytest.mark.slow
 def test_a_run_that_an_error_ends_and_a_fall_back(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = train(data, tmp_path, fate="error fall-back", status=1)
-    assert found["status"] == "ArithmeticError"
-    assert found["loss"]["last_step"] == 3
+    assert (found["status"], found["loss"]["last_step"]) == ("ArithmeticError", 3)
     assert found["routing"]["layers"]["2"]["asked"] == 2 * 512 * 2
     slower = [one for one in found["backends"] if one["slower_than_best"]]
     assert {one["layer"] for one in slower} == set(model().layer_numbers("M"))
-    (evidence,) = (one["evidence"] for one in found["disqualifiers"] if one["name"] == "fall-back")
-    assert evidence == (
-        f"op mamba3 in layers {', '.join(map(str, model().layer_numbers('M')))} runs on reference, slower than the best for "
-        "this device: triton is for cuda; kernel does not cover this: "
-        f"head_dim {model().mamba3.head_dim} is not a multiple of 1024"
-    )
-    off = [row for row in backend_rows(check_self_contained(page.html([tmp_path]))) if row.off]
     (why,) = {one["reason"] for one in slower}
+    assert why.endswith(f"kernel does not cover this: head_dim {model().mamba3.head_dim} is not a multiple of 1024")
+    (evidence,) = (one["evidence"] for one in found["disqualifiers"] if one["name"] == "fall-back")
+    assert evidence == f"op mamba3 in layers 3, 7, 11 runs on reference, slower than the best for this device: {why}"
+    off = [row for row in backend_rows(check_self_contained(page.html([tmp_path]))) if row.off]
     assert [row.cells for row in off] == [["mamba3", "3, 7, 11", "auto", "slower: reference", why]]
     assert report("show", str(tmp_path)) == 0
     assert "fall-back: op mamba3" in capsys.readouterr().out
     refusals = compare.compare(found, found, declared=["fall-back"]).refusals
     assert "A has not finished: its status is ArithmeticError" in refusals
     assert not any("fall-back" in refusal for refusal in refusals)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_killed_run_leaves_the_last_part(data: Path, tmp_path: Path) -> None:
-    found = train(data, tmp_path, fate="kill", status=-signal.SIGKILL)
-    assert not (tmp_path / "receipt.json").exists()
-    assert found["status"] == "running"
-    assert found["loss"]["last_step"] == 3
-    assert found["cache"]["state"] is None
-    assert "killed" in found["unknown"]["cache"]
-    assert found["routing"]["layers"]["2"]["asked"] == 2 * 512 * 2
-    receipts.write(tmp_path)
-    assert receipts.read(tmp_path / "receipt.json")["status"] == "running"
 
 
 @pytest.mark.slow
@@ -385,23 +306,25 @@ def test_shares_are_those_of_the_last_steady_profile(tmp_path: Path) -> None:
     )
     assert found["profiler"]["hidden_share"] == 0.75
     assert found["unknown"]["profiler.graph_recaptures"] == "the profile does not say"
+    assert "profiler" not in found["unknown"]
     for name in "abc":
         (tmp_path / "profile" / name / "table.json").write_text('{"steps": [1, 2]}')
     assert (
-        "it has no phase, families, rank, dominant; expected a record of"
+        "it has no rank, phase, families, dominant; expected a record of"
         in receipts.read(tmp_path)["unknown"]["profiler"]
     )
 
 
-def test_a_folder_in_which_nothing_can_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="expected the folder of a run that was observed"):
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [('{"beg', "no whole line in it"), ("[]\n", r"rank_00000\.jsonl, line 1: it is \[\] \(list\)")],
+)
+def test_a_folder_in_which_nothing_can_be_read_is_named(tmp_path: Path, content: str, named: str) -> None:
+    with pytest.raises(DataError, match=str(tmp_path)):
         receipts.assemble(tmp_path)
     file_of(tmp_path).parent.mkdir()
-    file_of(tmp_path).write_text('{"beg')
-    with pytest.raises(DataError, match=f"{tmp_path} has a file of a rank, and no whole line in it"):
-        receipts.read(tmp_path)
-    file_of(tmp_path).write_text("[]\n")
-    with pytest.raises(DataError, match=r"rank_00000\.jsonl, line 1: it is \[\] \(list\)"):
+    file_of(tmp_path).write_text(content)
+    with pytest.raises(DataError, match=f"{tmp_path}.*{named}"):
         receipts.read(tmp_path)
 
 
@@ -423,64 +346,64 @@ def bare_receipt(**values: Any) -> dict[str, Any]:
         "schema": receipt_schema.SCHEMA, "status": "finished", "written_at": "", "ranks.found": [0], "notes": [],
         "disqualifiers": [], "unjudged": [], "environment": {},
     }  # fmt: skip
-    return receipt_schema.nest(known | values, {}, "a test")
-
-
-def test_the_keys_of_the_example_are_there() -> None:
-    keys = [
-        "family",
-        "pattern",
-        "device",
-        "lane",
-        "moe_enabled",
-        "compile_warmup",
-        "dominant_flops",
-        "dominant_time",
-        "attention_share",
-        "notes",
-    ]
-    assert set(keys) <= bare_receipt().keys()
+    return receipt_schema.Facts(known | values).receipt("a test")
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "named"),
     [
-        ("schema", 3, "schema is 3; expected 2: a newer version wrote it"),
-        ("schema", 1, "schema is 1; expected 2: an older version wrote it"),
+        ("schema", 3, "schema is 3 (int); expected 2: a newer version"),
+        ("schema", 1, "schema is 1 (int); expected 2: an older version"),
         ("attention_share", 1.5, "attention_share is 1.5 (float); expected a number from 0 to 1"),
         ("moe_enabled", 1, "moe_enabled is 1 (int); expected true or false"),
         ("compile_warmup", "perhaps", "compile_warmup is 'perhaps' (str); expected one of explicit, skipped"),
-        ("step_time.p50_s", float("nan"), "step_time.p50_s is nan (float); expected a finite number"),
+        ("step_time.p50_s", math.nan, "step_time.p50_s is nan (float); expected a finite number above 0"),
         ("step_time.n", True, "step_time.n is True (bool); expected a whole number"),
-        ("notes", None, "notes is null; it is always known"),
+        ("throughput.tokens_per_s", -5, "throughput.tokens_per_s is -5 (int)"),
+        ("notes", None, "notes is None"),
         ("environment", {"X": 3}, "environment[X] is 3 (int); expected a text"),
-        ("ddp.buckets", [{"group": "dense"}], "expected a record of group, dtype, elements, bytes"),
-        ("disqualifiers", [{"name": "tired", "evidence": ""}], "disqualifiers names 'tired'"),
+        ("ddp.buckets", [{"group": "dense"}], "ddp.buckets[0] has no dtype, elements, bytes"),
+        ("goodput", {}, "goodput has no rank, goodput, wall_s"),
+        ("optimizer", {"lr": math.nan}, "optimizer[lr] is nan (float)"),
+        ("model.definition", {"moe": {"experts": math.inf}}, "model.definition[moe][experts] is inf"),
+        ("routing.settings", {"a\x1b": 1}, r"a key of routing.settings is 'a\x1b' (str)"),
+        ("routing.layers", {"2": {"asked": 1}}, "routing.layers[2] has no tokens_per_expert"),
+        ("device", "H200\x1b]0;title\x07", "device is 'H200\\x1b]0;title\\x07' (str)"),
+        ("disqualifiers", 5, "disqualifiers is 5 (int); expected a list"),
+        ("disqualifiers", [{"name": "tired", "evidence": ""}], "disqualifiers[0].name is 'tired' (str)"),
         ("memory", 3, "memory is 3 (int); expected an object"),
         ("speed", 3, "speed is not a field of a receipt"),
         ("loss.first", None, "loss.first is null, and `unknown` does not say why"),
     ],
 )
-def test_what_is_wrong_is_named(path: str, value: Any, said: str) -> None:
+def test_what_is_wrong_is_named(tmp_path: Path, path: str, value: Any, named: str) -> None:
     receipt = bare_receipt()
     receipt_schema.validate(receipt)
-    with pytest.raises(DataError) as raised:
-        receipt_schema.validate(changed(receipt, path, value))
-    assert said in str(raised.value)
+    file = tmp_path / "receipt.json"
+    file.write_text(json.dumps(changed(receipt, path, value)))
+    with pytest.raises(DataError, match=re.escape(named)) as raised:
+        receipts.read(file)
+    assert str(raised.value).startswith(f"{file} is no receipt of schema 2: ")
+    assert str(raised.value).isprintable()
 
 
 def test_a_reason_without_a_null_and_a_missing_field_are_wrong() -> None:
     receipt = bare_receipt(**{"loss.first": 2.0})
     receipt["unknown"]["loss.first"] = "why"
+    assert receipt_schema.problems(receipt) == ["unknown.loss.first gives a reason for what is not null"]
     del receipt["cache"]["state"]
-    found = receipt_schema.problems(receipt)
-    assert "unknown.loss.first gives a reason for what is not null" in found
-    assert "cache.state is missing" in found
+    assert receipt_schema.problems(receipt) == ["cache.state is missing"]
     assert receipt_schema.problems([]) == ["the receipt is [] (list); expected an object"]
 
 
-def test_the_documented_table_is_the_schema_s() -> None:
-    assert receipt_schema.table() in (ROOT / "docs" / "receipts.md").read_text(encoding="utf-8")
+def test_the_documented_fields_that_are_never_null_are_the_schema_s() -> None:
+    page = (ROOT / "docs" / "receipts.md").read_text(encoding="utf-8").partition("## Fields\n")[2]
+    never = {
+        path
+        for path, kind in re.findall(r"^\| `(.+?)` \| (.*?) \|", receipt_schema.table(), re.MULTILINE)
+        if not kind.endswith(", or null")
+    }
+    assert set(re.findall(r"`([\w.]+)`", re.findall(r"All but (.*?) may be null", page, re.DOTALL)[0])) == never
 
 
 # --- Disqualifiers ----------------------------------------------------------------------------------------------------
@@ -525,8 +448,8 @@ NAMED = {
 def test_each_disqualifier_has_its_evidence(tmp_path: Path, change: dict[str, Any], name: str, evidence: str) -> None:
     write_start(tmp_path, 1, 0, stepped(1, 1), stepped(2, 2))
     window, steps = window_of(tmp_path, 1, 1), [step(1, 8), step(2, 16)]
-    assert compare.judge(GOOD, steps, window) == ([], [])
-    found, unjudged = compare.judge(GOOD | change, steps, window)
+    assert compare.judge(compare.Case(GOOD, steps, tokens_of(steps), window)) == ([], [])
+    found, unjudged = compare.judge(compare.Case(GOOD | change, steps, tokens_of(steps), window))
     assert [one["name"] for one in found] == [name]
     assert evidence in found[0]["evidence"]
     assert unjudged == []
@@ -537,30 +460,26 @@ def test_disqualifiers_of_steps_and_what_cannot_be_judged(tmp_path: Path) -> Non
     window = window_of(tmp_path, 1, 1)
     steps = [step(1, 8), step(2, 24, float("nan")), step(3, 32, skipped=True)]
     assert tokens_of(steps) == {1: 8, 2: 16, 3: 8}
-    found = {one["name"]: one["evidence"] for one in compare.judge(GOOD, steps, window)[0]}
+    found = {
+        one["name"]: one["evidence"] for one in compare.judge(compare.Case(GOOD, steps, tokens_of(steps), window))[0]
+    }
     assert found == {
         "warm-up inside the window": "1 measured steps compiled or tuned, step 2 for 0.500 s",
         "NaN skipped": "2 steps were skipped or had a loss that is no number, the first is step 2",
         "batch changed": "steps had 8, 16 tokens",
     }
-    found_nothing, unjudged = compare.judge({}, [], None)
+    found_nothing, unjudged = compare.judge(compare.Case({}, [], {}, None))
     assert found_nothing == []
     assert [one["name"] for one in unjudged] == list(receipt_schema.DISQUALIFIERS[:-1])
-    overlapping = compare.judge(GOOD, steps[:1], window, "start_1, start_2 of rank 0")[0][-1]
+    overlapping = compare.judge(compare.Case(GOOD, steps[:1], {1: 8}, window, "start_1, start_2 of rank 0"))[0][-1]
     assert overlapping == {"name": "overlapping starts", "evidence": "start_1, start_2 of rank 0"}
     lost = GOOD | {"routing.dropped_tokens": None, "routing.capacity_factor": 1.0}
-    assert [one["name"] for one in compare.judge(lost, steps, window)[1]] == ["capacity drop"]
+    assert [one["name"] for one in compare.judge(compare.Case(lost, steps, tokens_of(steps), window))[1]] == [
+        "capacity drop"
+    ]
 
 
-def test_the_precision_plan_has_its_four_fields() -> None:
-    fields = [field.path for field in receipt_schema.FIELDS if field.path.startswith("precision.")]
-    assert fields[:4] == [f"precision.{name}" for name in precision.PrecisionPlan.__dataclass_fields__]
-
-
-def test_the_report_command_needs_no_torch() -> None:
-    code = "import sys; from megacpp_mcore.commands import report as report_command; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["commands.report", "observe.page"])
+def test_no_torch_is_needed_to_read(module: str) -> None:
+    code = f"import sys, megacpp_mcore.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-def test_the_statuses_of_the_command_line() -> None:
-    assert (report_command.REFUSED, cli.USER_ERROR) == (1, 2)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
 import multiprocessing
 import os
-import random
+import re
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -28,7 +27,6 @@ from megacpp_mcore.patches.machinery import hook_line
 from megacpp_mcore.patches.machinery.checkout import Checkout
 from megacpp_mcore.patches.machinery.hook_line import HookLine
 from megacpp_mcore.patches.machinery.registry import Registry, default
-from megacpp_mcore.util.files import locked
 from tests.trees import HOOKED, commit, copy_modules, edit, git, link_copy, patch_of, snapshot, wheel_root
 
 NAME = "mtp-shared-block"
@@ -81,6 +79,11 @@ def clean(root: Path) -> bool:
 
 def test_apply_twice_is_once_and_revert_is_identity(root: Path) -> None:
     before = snapshot(root)
+    assert Checkout(root).unfit() == []
+    names = [patch.name for patch in default().patches]
+    assert Checkout(root).apply(names).hooked == tuple(names)
+    Checkout(root).revert()
+    assert snapshot(root) == before
     (root / HOOKED).chmod(0o664)
     lm = Checkout(root)
     assert [row["state"] for row in lm.status([NAME])] == ["not applied"]
@@ -107,37 +110,13 @@ def test_apply_twice_is_once_and_revert_is_identity(root: Path) -> None:
         lm.verify()
 
 
-def test_every_patch_of_the_package_fits_both_trees(root: Path) -> None:
-    lm = Checkout(root)
-    assert lm.unfit() == []
-    names = [patch.name for patch in default().patches]
-    before = snapshot(root)
-    assert lm.apply(names).hooked == tuple(names)
-    lm.revert()
-    assert snapshot(root) == before
-
-
-SETS = [
-    *([name] for name in TARGETS),
-    [*TARGETS],
-    *([name for name in TARGETS if name != left_out] for left_out in TARGETS),
-]
-
-
-def test_alone_together_and_all_but_one_in_any_order(root: Path) -> None:
-    before, lm = snapshot(root), Checkout(root, three(root))
-    for names in SETS:
-        for order in itertools.permutations(names):
-            lm.apply(names)
-            for index, name in enumerate(order):
-                assert lm.revert([name]).hooked == tuple(n for n in names if n not in order[: index + 1])
-            assert (root / HOOKED).read_bytes() == before[HOOKED]
-    assert snapshot(root) == before
-    assert clean(root)
-
-
 def test_apply_adds_and_revert_takes_away(tree: Path) -> None:
-    lm = Checkout(tree, three(tree))
+    lm, before = Checkout(tree, three(tree)), snapshot(tree)
+    for order in itertools.permutations(TARGETS):
+        lm.apply([*TARGETS])
+        for index, name in enumerate(order):
+            assert lm.revert([name]).hooked == tuple(n for n in TARGETS if n not in order[: index + 1])
+        assert snapshot(tree) == before
     lm.apply(["timers"])
     outcome = lm.apply(["identity", "timers"])
     assert (outcome.changed, outcome.unchanged, outcome.hooked) == (("identity",), ("timers",), ("timers", "identity"))
@@ -236,17 +215,6 @@ def test_a_link_to_the_file_stays_a_link(tree: Path, tmp_path: Path) -> None:
     assert clean(tree)
 
 
-def test_a_compiled_file_is_never_taken_for_current(tree: Path) -> None:
-    """Python compares sizes and times in whole seconds, and two hook lines may well be of one size."""
-    registry = Registry([patch_of(tree, name, target) for name, target in zip("abc", TARGETS.values(), strict=True)])
-    lm, seen = Checkout(tree, registry), set()
-    for name in "abc":
-        lm.apply([name])
-        seen.add((int((tree / HOOKED).stat().st_mtime), (tree / HOOKED).stat().st_size))
-        lm.revert()
-    assert len(seen) == 3
-
-
 # --- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -291,17 +259,6 @@ def test_status_shows_what_changed(root: Path) -> None:
     assert (nothing["diff"], "git" in nothing["no_diff"]) == (None, True)
 
 
-def test_status_and_verify_of_a_hooked_checkout_whose_target_changed(tree: Path) -> None:
-    lm = Checkout(tree)
-    lm.apply([NAME])
-    changed_target(tree)
-    (row,) = Checkout(tree).status([NAME])
-    assert (row["state"], row["hooked"]) == ("target changed", True)
-    with pytest.raises(PatchError, match=rf"is not as it should be: {NAME}: the source of"):
-        Checkout(tree).verify()
-    lm.revert()
-
-
 def with_version(root: Path, minor: str) -> None:
     file = root / "megatron/core/package_info.py"
     edit(file, file.read_bytes().replace(b"MINOR = 19", f"MINOR = {minor}".encode()))
@@ -344,189 +301,119 @@ def test_versions(tree: Path) -> None:
         Checkout(tree, registry)
 
 
-def test_folders_that_are_not_megatron(tree: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckoutError, match=r"nowhere is not a folder"):
-        Checkout(tmp_path / "nowhere")
+def test_folders_that_cannot_be_patched(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "other" / "megatron").mkdir(parents=True)
-    with pytest.raises(
-        CheckoutError, match=r"other is not a Megatron-LM checkout: there is no megatron/core/__init__.py"
+    for folder, words in (
+        (tmp_path / "nowhere", "nowhere is not a folder"),
+        (tmp_path / "other", "other is not a Megatron-LM checkout: there is no megatron/core/__init__.py"),
+        (tree / "megatron" / "core", rf"did you mean {tree}\?"),
     ):
-        Checkout(tmp_path / "other")
-    with pytest.raises(CheckoutError, match=rf"did you mean {tree}\?"):
-        Checkout(tree / "megatron" / "core")
-
-
-def test_an_installed_wheel_is_not_a_checkout(tree: Path) -> None:
-    (tree / "megatron_core-0.19.2.dist-info").mkdir()
+        with pytest.raises(CheckoutError, match=words):
+            Checkout(folder)
     before = snapshot(tree)
-    with pytest.raises(PatchError, match=r"holds an installed megatron-core .* patch the process instead"):
+    (tree / "megatron_core-0.19.2.dist-info").mkdir()
+    with pytest.raises(PatchError, match=r"megatron_core-0\.19\.2\.dist-info"):
         Checkout(tree).apply([NAME])
     assert snapshot(tree) == before
 
 
-def test_read_only(tree: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_left_as_it_is(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
     lm, before = Checkout(tree, three(tree)), snapshot(tree)
-    with as_somebody_else(tree):
-        with pytest.raises(PatchError, match=rf"{tree} cannot be written to .* nothing was changed"):
-            lm.apply(["timers"])
-        if os.getuid() == 0:  # else the lock can be had, and there is nothing to revert
-            with pytest.raises(PatchError, match="cannot be written to"):
-                lm.revert()
-    # The folder alone: the lock can be had, the temporary file cannot.
-    (tree / "megatron/core/package_info.py").chmod(0o666)
-    with as_somebody_else(tree), pytest.raises(PatchError, match="cannot be written to"):
-        lm.apply(["timers"])
-    assert snapshot(tree) == before
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as context:
+            context.setattr(os, name, full)
+            with pytest.raises(PatchError, match=rf"{tree} cannot be written to .*No space left on device"):
+                lm.apply(["timers"])
+        assert snapshot(tree) == before
+    lm.apply(["timers"])
+    hooked = snapshot(tree)
+    monkeypatch.setattr(git_module, "lock_file", full)
+    with pytest.raises(PatchError, match="No space left on device"):
+        lm.revert()
+    assert snapshot(tree) == hooked
 
 
-@contextlib.contextmanager
-def as_somebody_else(root: Path) -> Iterator[None]:
-    """As a user who may read the tree and not write it: root becomes nobody, anybody else takes their own right away."""
-    if os.getuid() != 0:
-        folder = root / "megatron/core"
-        mode = folder.stat().st_mode
-        folder.chmod(0o555)
-        try:
-            yield
-        finally:
-            folder.chmod(mode)
-        return
-    closed = {folder: folder.stat().st_mode for folder in root.parents if folder.stat().st_mode & 0o011 != 0o011}
-    for folder, mode in closed.items():
-        folder.chmod(mode | 0o055)  # nobody keeps root's group here
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-        for folder, mode in closed.items():
-            folder.chmod(mode)
-
-
-def test_dirty(tree: Path, tmp_path: Path) -> None:
+def test_dirty(tree: Path) -> None:
+    """Below megatron/ it is refused, staged or not; elsewhere it is told; untracked files and our own line do not count."""
+    (tree / "pretrain_gpt.py").write_text("x = 1\n")
+    commit(tree)
     lm = Checkout(tree, three(tree))
     (tree / "untracked.py").write_text("x = 1\n")
-    readme = tree / "megatron/core/timers.py"
-    edit(readme, readme.read_bytes() + b"\n# a note\n")
-    before = snapshot(tree)
-    with pytest.raises(PatchError, match=r"is dirty: megatron/core/timers.py differ .* --allow-dirty"):
-        lm.apply(["identity"])
-    assert snapshot(tree) == before
-    outcome = lm.apply(["identity"], allow_dirty=True)
-    assert outcome.notices == ("patched as it is, with modified files: megatron/core/timers.py",)
-    lm.revert()
-    assert snapshot(tree) == before
-    git(tree, "add", "-A")  # staged is modified too
-    with pytest.raises(PatchError, match="is dirty"):
-        lm.apply(["identity"])
-    commit(tree)
-    lm.apply(["identity"])
-    lm.apply(["timers"])  # our own line does not make it dirty
-    lm.revert()
-    assert clean(tree)
-
-
-def test_dirty_elsewhere_is_told_and_not_refused(tree: Path) -> None:
-    (tree / "pretrain_gpt.py").write_text("x = 1\n")
-    (tree / "megatron_of_mine.py").write_text("x = 1\n")
-    commit(tree)
-    lm = Checkout(tree, three(tree))
+    index = (tree / ".git/index").read_bytes()
     assert lm.apply(["identity"]).notices == ()
+    lm.status()
+    assert (tree / ".git/index").read_bytes() == index  # which plain `git diff` refreshes
     edit(tree / "pretrain_gpt.py", b"x = 2\n")
-    edit(tree / "megatron_of_mine.py", b"x = 2\n")
-    outcome = lm.apply(["timers"])
-    assert outcome.hooked == ("identity", "timers")
-    elsewhere = "modified outside of megatron/, where no patch acts: megatron_of_mine.py, pretrain_gpt.py"
-    assert outcome.notices == (elsewhere,)
+    elsewhere = "modified outside of megatron/, where no patch acts: pretrain_gpt.py"
+    assert lm.apply(["timers"]).notices == (elsewhere,)
     timers = tree / "megatron/core/timers.py"
     edit(timers, timers.read_bytes() + b"\n# a note\n")
-    with pytest.raises(PatchError, match=r"is dirty: megatron/core/timers.py differ"):
-        lm.apply(["builder"])
+    before = snapshot(tree)
+    for staged in (False, True):
+        if staged:
+            git(tree, "add", str(timers))
+        with pytest.raises(PatchError, match=r"is dirty: megatron/core/timers.py differ .*--allow-dirty"):
+            lm.apply(["builder"])
+        assert snapshot(tree) == before
     outcome = lm.apply(["builder"], allow_dirty=True)
     assert outcome.notices == (elsewhere, "patched as it is, with modified files: megatron/core/timers.py")
     lm.revert()
-    assert git(tree, "diff", "--name-only").split() == [
-        "megatron/core/timers.py", "megatron_of_mine.py", "pretrain_gpt.py"
-    ]  # fmt: skip
+    assert set(git(tree, "diff", "HEAD", "--name-only").split()) == {"megatron/core/timers.py", "pretrain_gpt.py"}
 
 
-def test_the_hooked_file_itself_dirty(tree: Path) -> None:
-    lm = Checkout(tree, three(tree))
-    lm.apply(["identity"])
-    edit(tree / HOOKED, (tree / HOOKED).read_bytes() + b"x = 1\n")
-    with pytest.raises(PatchError, match=rf"is dirty: {HOOKED}"):
-        lm.apply(["timers"])
-    with pytest.raises(PatchError, match=r"(?s)2 problems.*was edited since it was hooked.*not the last one any more"):
-        lm.verify()
-    assert lm.apply(["timers"], allow_dirty=True).hooked == ("identity", "timers")
-    assert lm.verify() == ("identity", "timers")
-    lm.revert()
-    assert git(tree, "diff", "--stat").strip().endswith("1 insertion(+)")
-
-
-def test_a_line_that_was_moved(tree: Path) -> None:
-    lm, before = Checkout(tree, three(tree)), (tree / HOOKED).read_bytes()
-    lm.apply(["identity"])
-    *head, line = (tree / HOOKED).read_bytes().splitlines(keepends=True)
-    edit(tree / HOOKED, b"".join([head[0], line, *head[1:]]))
-    with pytest.raises(PatchError, match="the hook line is not the last one any more, or something was added after it"):
-        lm.verify()
-    assert lm.revert().notices == ()
-    assert (tree / HOOKED).read_bytes() == before
-
-
-def test_revert_of_an_edited_file_says_so(tree: Path) -> None:
-    lm, before = Checkout(tree, three(tree)), (tree / HOOKED).read_bytes()
+@pytest.mark.parametrize("where", ["after", "before", "moved"])
+def test_the_hooked_file_edited(tree: Path, where: str) -> None:
+    lm, plain = Checkout(tree, three(tree)), (tree / HOOKED).read_bytes()
     lm.apply(["identity", "timers"])
-    edit(tree / HOOKED, b"# first\n" + (tree / HOOKED).read_bytes())
+    content = (tree / HOOKED).read_bytes()
+    *head, line = content.splitlines(keepends=True)
+    edited = {
+        "after": content + b"x = 1\n",
+        "before": b"x = 1\n" + content,
+        "moved": b"".join([head[0], line, *head[1:]]),
+    }
+    rest = {"after": plain + b"x = 1\n", "before": b"x = 1\n" + plain, "moved": plain}
+    edit(tree / HOOKED, edited[where])
+    says = "not the last one any more" if where == "moved" else "was edited since it was hooked"
+    with pytest.raises(PatchError, match=says):
+        lm.verify()
+    if where != "moved":
+        with pytest.raises(PatchError, match=rf"is dirty: {HOOKED}"):
+            lm.apply(["builder"])
+        assert lm.apply(["builder"], allow_dirty=True).hooked == ("identity", "timers", "builder")
+        lm.revert(["builder"])
+        edit(tree / HOOKED, edited[where])
     for names in (["timers"], None):
-        (notice,) = lm.revert(names).notices
-        assert "was otherwise edited since it was hooked: only the hook line was touched" in notice
-    assert (tree / HOOKED).read_bytes() == b"# first\n" + before
+        assert ["otherwise edited" in notice for notice in lm.revert(names).notices] == [True] * (where != "moved")
+    assert (tree / HOOKED).read_bytes() == rest[where]
 
 
-def test_without_git_it_goes_on_and_says_so(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_git_that_is_missing_silent_or_around_the_checkout(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = Checkout(tree, three(tree))
+    with monkeypatch.context() as context:  # as git answers about another user's folder
+        refusal = mock.Mock(side_effect=git_module.GitUnavailable("fatal: detected dubious ownership in repository"))
+        context.setattr(git_module, "modified", refusal)
+        with pytest.raises(PatchError, match=r"dubious ownership.*--allow-dirty"):
+            lm.apply(["timers"])
+        (notice,) = lm.apply(["timers"], allow_dirty=True).notices
+        assert "dubious ownership" in notice
+        lm.revert()
     shutil.rmtree(tree / ".git")
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tree.parent))
-    (notice,) = lm.apply(["timers"]).notices
-    assert "could not be checked" in notice
+    git(tree.parent, "init", "-q")
+    commit(tree.parent)
+    assert lm.apply(["timers"]).notices == ()
+    edit(tree / "megatron/core/timers.py", (tree / "megatron/core/timers.py").read_bytes() + b"x = 1\n")
+    with pytest.raises(PatchError, match=r"is dirty: megatron/core/timers.py"):
+        lm.apply(["identity"])
     monkeypatch.setenv("PATH", "")
     (notice,) = lm.apply(["identity"]).notices
     assert "git cannot be run" in notice
     edit(tree / HOOKED, (tree / HOOKED).read_bytes() + b"x = 1\n")
-    with pytest.raises(PatchError, match="is dirty"):
+    with pytest.raises(PatchError, match=rf"is dirty: {HOOKED}"):
         lm.apply(["builder"])
-
-
-def test_a_checkout_that_git_does_not_trust_is_not_taken_for_clean(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = Checkout(tree, three(tree))
-
-    def distrusted(*_: Any) -> list[str]:
-        raise git_module.GitUnavailable("fatal: detected dubious ownership in repository")
-
-    monkeypatch.setattr(git_module, "modified", distrusted)  # as git answers about another user's folder
-    with pytest.raises(PatchError, match=r"git does not say whether files were modified .*--allow-dirty"):
-        lm.apply(["timers"])
-    assert b"megacpp" not in (tree / HOOKED).read_bytes()
-    (notice,) = lm.apply(["timers"], allow_dirty=True).notices
-    assert "could not be checked" in notice
-
-
-def test_a_checkout_inside_another_repository(tree: Path, tmp_path: Path) -> None:
-    shutil.rmtree(tree / ".git")
-    git(tmp_path, "init", "-q")
-    lm = Checkout(tree, three(tree))
-    (notice,) = lm.apply(["timers"]).notices
-    assert "could not be checked" in notice
-    lm.revert()
-    commit(tmp_path)
-    assert lm.apply(["timers"]).notices == ()
-    assert lm.apply(["identity"]).notices == ()
-    lm.revert()
-    edit(tree / "megatron/core/timers.py", b"x = 1\n")
-    with pytest.raises(PatchError, match=r"is dirty: megatron/core/timers.py"):
-        lm.apply(["identity"])
 
 
 def rewritten(tree: Path, **fields: Any) -> None:
@@ -627,29 +514,18 @@ def test_names_conflicts_and_requirements(tree: Path) -> None:
     assert snapshot(tree) == hooked
 
 
-def test_apply_tells_that_the_package_is_not_importable(tree: Path) -> None:
+def test_whether_the_package_can_be_imported_is_told(tree: Path) -> None:
     lm = Checkout(tree, three(tree))
     assert lm.apply(["timers"]).notices == ()
+    assert lm.verify() == ("timers",)
     (tree / "megacpp_mcore.py").write_text("__version__ = '9'\n")  # a module of that name, first on the path
+    says = rf"a Python started in {tree} cannot import megacpp_mcore \(ModuleNotFoundError"
     for names in (["identity"], ["timers"]):  # the second is there already
-        outcome = lm.apply(names)
-        assert outcome.hooked == ("timers", "identity")
-        (notice,) = outcome.notices
-        assert notice.startswith(
-            f"importing megatron.core takes this package now: a Python started in {tree} cannot import megacpp_mcore "
-            "(ModuleNotFoundError"
-        )
-        assert notice.endswith("install it there with pip")
-
-
-def test_verify_wants_the_package_importable(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = Checkout(tree, three(tree))
-    lm.apply(["timers"])
-    (tree / "megacpp_mcore.py").write_text("__version__ = '9'\n")  # a module of that name, first on the path
-    with pytest.raises(PatchError, match=r"a Python started in .* cannot import megacpp_mcore \(ModuleNotFoundError"):
+        (notice,) = lm.apply(names).notices
+        assert re.search(says, notice)
+    with pytest.raises(PatchError, match=says):
         lm.verify()
     (tree / "megacpp_mcore.py").unlink()
-    assert lm.verify() == ("timers",)
     package = tree / "megacpp_mcore" / "patches"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("__version__ = '9'\n")
@@ -713,55 +589,6 @@ def leftovers(tree: Path) -> list[Path]:
     return [path for path in (tree / "megatron/core").iterdir() if "megacpp" in path.name]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_sigkill_at_random_moments(tree: Path) -> None:
-    """A child applies and reverts without end and is killed in its first, second or third change; 40 times."""
-    lm, chance = Checkout(tree, three(tree)), random.Random(7)
-    old = (tree / HOOKED).read_bytes()
-    lm.apply(["timers", "identity"])
-    new = (tree / HOOKED).read_bytes()
-    lm.revert()
-    for _ in range(40):
-        reading, writing = os.pipe()
-
-        def for_ever(writing: int = writing) -> None:
-            while True:
-                lm.apply(["timers", "identity"], allow_dirty=True)
-                os.write(writing, b".")
-                lm.revert()
-                os.write(writing, b".")
-
-        child = in_child(for_ever)
-        for _ in range(chance.randrange(3)):
-            os.read(reading, 1)
-        time.sleep(chance.uniform(0, 0.03))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(reading)
-        os.close(writing)
-        assert (tree / HOOKED).read_bytes() in (old, new)
-    lm.revert()
-    assert (tree / HOOKED).read_bytes() == old
-    lm.apply(["timers"])
-    assert leftovers(tree) == []
-    lm.revert()
-    assert clean(tree)
-
-
-def test_a_full_disk_changes_nothing(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = snapshot(tree)
-
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(PatchError, match=r"No space left on device.*nothing was changed"):
-        Checkout(tree, three(tree)).apply(["timers"])
-    assert snapshot(tree) == before
-    assert leftovers(tree) == []
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_processes_apply_at_once(tree: Path) -> None:
     """Each adds its own patch to the line; without the lock one would write over what another has just written."""
@@ -780,27 +607,3 @@ def test_processes_apply_at_once(tree: Path) -> None:
             os.waitpid(child, 0)
         assert set(lm.verify()) == set(names)
         lm.revert()
-
-
-def test_a_change_waits_for_the_lock(tree: Path) -> None:
-    lm, before = Checkout(tree, three(tree)), snapshot(tree)
-    with locked(git_module.lock_file(tree)):
-        thread = threading.Thread(target=lm.apply, args=(["timers"],))
-        thread.start()
-        thread.join(0.5)
-        assert thread.is_alive()
-        assert snapshot(tree) == before
-    thread.join(30)
-    assert lm.verify() == ("timers",)
-
-
-def test_git_is_not_written_to(tree: Path) -> None:
-    """Not even its index, which plain `git diff` refreshes: the user may be in the middle of something."""
-    index = (tree / ".git/index").read_bytes()
-    lm = Checkout(tree, three(tree))
-    lm.apply(["timers"])
-    lm.apply(["identity"])
-    lm.status()
-    assert (tree / ".git/index").read_bytes() == index
-    assert git_module.modified(tree, HOOKED) == [HOOKED]
-    assert (tree / ".git/index").read_bytes() == index

@@ -346,12 +346,3 @@ def test_without_a_gpu_nothing_is_captured() -> None:
         assert dsa_graph_safety.capturing() is True
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
             assert dsa_graph_safety.capturing() is False
-
-
-def test_apply_twice_is_once_and_revert_is_identity(process: Path) -> None:
-    stock.check_cycle(PATCH)
-
-
-@pytest.mark.checkout
-def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
-    stock.check_cycle_on(megatron_lm, PATCH)

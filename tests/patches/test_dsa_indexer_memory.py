@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megacpp_mcore.bench.cases import dsa_indexer_memory as benchmark
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.indexer import chunked, reference
 from megacpp_mcore.ops.indexer.chunked import Attention, Indexer, KeyRule
@@ -253,22 +252,6 @@ def _topk_options(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in known if name in options}
 
 
-def test_the_comparison_notices_a_key_too_many() -> None:
-    """A rule that lets every query see one key more, a loss coefficient that is off: each must fail the test above."""
-    inputs, options = case(53, 53), selection("bounds", 53, 53)
-    wrong = options | {"varlen_ends": (options["varlen_ends"] + 1).clamp(max=53)}
-    within = KeyRule.within
-    with (
-        mock.patch.object(
-            KeyRule, "within", lambda starts, _, position: within(starts, wrong["varlen_ends"], position)
-        ),
-        pytest.raises(AssertionError),
-    ):
-        compare_with_stock(inputs, 6, True, options)
-    with mock.patch.object(chunked, "EPSILON", 0.1), pytest.raises(AssertionError):
-        compare_with_stock(inputs, 6, False, options)
-
-
 def test_tensor_parallel_ranks_sum_their_targets() -> None:
     """Two ranks with half of the heads each: what the other one holds is added where stock calls all_reduce."""
     inputs, options = case(37, 37, A=6), selection("bounds", 37, 37)
@@ -330,16 +313,6 @@ def test_the_op_is_the_reference_and_its_autograd(sparse: bool, query_chunk: int
         assert_parity(have, want, rms=1e-10, name=name)
 
 
-def test_no_head_dimension_too_many() -> None:
-    q, k, w = torch.zeros(3, 1, 2, 4), torch.zeros(5, 1, 4), torch.zeros(3, 1, 2)
-    with pytest.raises(ModelError, match=r"\(5, 1, 1, 4\).*the indexer's key has no head dimension"):
-        Indexer(q, k[:, :, None], w)
-    with pytest.raises(ModelError, match=r"expected \[S, B, A, K\]"):
-        Attention(q, k[:, :, None].expand(-1, -1, 3, -1), 1.0)
-    with pytest.raises(ModelError, match="topk is 0"):
-        chunked.select(Indexer(q, k, w), 0, None)
-
-
 # --- memory ------------------------------------------------------------------------------------------------------------
 
 BLOCK = 2**14
@@ -373,35 +346,6 @@ def test_nothing_of_all_pairs_is_ever_made(sparse: bool, shared_key: bool) -> No
     # Three blocks with heads, as much again without them (a handful of [B, R, T] and [B, R, N]), and what is linear in S.
     assert ours.peak_bytes <= 6 * 4 * BLOCK + 3 * small + (0 if shared_key else 2 * inputs.key.nbytes)
     assert theirs.peak_bytes > 20 * ours.peak_bytes
-
-
-def test_peak_does_not_grow_with_the_pairs() -> None:
-    """Four times the queries and keys are four times the bytes that are linear in them, where stock takes sixteen times."""
-    peaks = {}
-    for S in (256, 1024):
-        inputs, options = case(S, S, B=1, H=4, A=4), selection("bounds", S, S, 1)
-
-        def run(inputs: Any = inputs, options: dict[str, Any] = options) -> Any:
-            return loss_and_gradients(inputs, 8, True, **options)
-
-        with patched(BLOCK):
-            peaks[S] = recorded(run).peak_bytes
-    assert peaks[1024] < 4 * peaks[256]
-
-
-@pytest.mark.parametrize(
-    ("work", "sparse"), [("forward", True), ("loss", True), ("loss", False), ("train", True), ("train", False)]
-)
-def test_the_bytes_that_the_benchmark_counts_by_hand(work: str, sparse: bool) -> None:
-    shape = benchmark.Shape(S=192, B=1, H=8, D=16, A=16, K=24, N=16)
-    inputs = benchmark.draw(shape, "cpu", torch.bfloat16, 0)
-
-    def peak() -> int:
-        return recorded(lambda: benchmark.run(shape, inputs, work, sparse)).peak_bytes
-
-    assert peak() == pytest.approx(benchmark.stock_bytes(shape, work), rel=0.1)
-    with patched(BLOCK), mock.patch.object(benchmark, "BLOCK_ELEMENTS", BLOCK):
-        assert shape.outputs(work) < peak() < benchmark.our_bytes(shape, work, sparse)
 
 
 def test_scores_that_nobody_reads_are_never_computed() -> None:
@@ -531,12 +475,3 @@ def test_a_stock_layer_trains_the_same(process: Path, sparse: bool, masked: bool
 
 
 # --- the patch itself --------------------------------------------------------------------------------------------------
-
-
-def test_apply_twice_is_once_and_revert_is_identity() -> None:
-    stock.check_cycle(PATCH)
-
-
-@pytest.mark.checkout
-def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
-    stock.check_cycle_on(megatron_lm, PATCH)

@@ -477,14 +477,6 @@ def test_main_grad(process: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, f
         assert ours is of_stock is None
 
 
-def test_fusion_without_a_main_grad_returns_the_gradient(process: Path) -> None:
-    model = gpt()
-    expected = outcome(model)
-    model.output_layer.gradient_accumulation_fusion = True
-    with patched():
-        assert differing(expected, outcome(model)) == []
-
-
 # --- what stays stock --------------------------------------------------------------------------------------------------
 
 
@@ -592,12 +584,6 @@ def test_stock_stays_for_callers_who_need_logits(process: Path, tmp_path: Path) 
         assert len(made) == 3
 
 
-def test_sharded_rematerialisation_keeps_its_logits(process: Path) -> None:
-    model = gpt()
-    model.output_layer.gtp_remat_size = 2
-    assert "GTP" in str(linear_cross_entropy._obstacle(model, {}))
-
-
 def test_other_layers_and_other_models_are_stock(process: Path) -> None:
     """A failure leaves no trace: outside of a model's own forward its output layer returns logits again."""
     model = gpt()
@@ -658,17 +644,3 @@ def test_lazy_logits_have_no_attributes_of_tensors(lazy: LazyLogits) -> None:
 
 
 # --- the patch itself --------------------------------------------------------------------------------------------------
-
-
-def test_apply_twice_is_once_and_revert_is_identity(process: Path) -> None:
-    stock.check_cycle(PATCH)
-
-
-@pytest.mark.checkout
-def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
-    stock.check_cycle_on(megatron_lm, PATCH)
-
-
-def test_importing_the_patch_imports_no_torch() -> None:
-    code = "import sys, json, megacpp_mcore.patches.linear_cross_entropy; print(json.dumps('torch' in sys.modules))"
-    assert stock.printed(code) is False

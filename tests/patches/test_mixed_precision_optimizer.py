@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -182,12 +181,3 @@ def test_the_precision_aware_optimizer_of_one_kind_is_upstreams() -> None:
     with stock.patched(PATCH):
         _, optimizer = build(dict.fromkeys("abc", "bfloat16"), distributed=True, **OFFLOADED)
     assert type(getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer).__name__ == "HybridDeviceOptimizer"
-
-
-def test_apply_twice_is_once_and_revert_is_identity() -> None:
-    stock.check_cycle(PATCH)
-
-
-@pytest.mark.checkout
-def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
-    stock.check_cycle_on(megatron_lm, PATCH)

@@ -5,11 +5,6 @@ Legend: B batch, S sequence; depth k (from 1) of K.
 
 from __future__ import annotations
 
-import importlib
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,83 +222,6 @@ def test_depth_0_builds_no_mtp(process: Path) -> None:
 
 
 # --- the patch itself --------------------------------------------------------------------------------------------------
-
-
-def targets() -> dict[str, Any]:
-    """What is now at each target, and at each module that imported one by name."""
-    found = {}
-    for place in (
-        "megatron.training.models.gpt:mtp_block_spec",
-        "megatron.core.transformer.multi_token_prediction:process_mtp_loss",
-        "megatron.core.models.gpt.gpt_model:process_mtp_loss",
-        "megatron.core.models.hybrid.hybrid_model:process_mtp_loss",
-    ):
-        module, _, attribute = place.partition(":")
-        found[place] = vars(importlib.import_module(module))[attribute]
-    return found
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> list[bool]:
-    return [one[place] is other[place] for place in one]
-
-
-def test_apply_twice_is_once_and_revert_is_identity(process: Path) -> None:
-    patches.revert([NAME])
-    before = targets()
-    patches.apply([NAME])
-    once = targets()
-    assert same(before, once) == [False] * 4
-    assert [value.__wrapped__ for value in once.values()] == list(before.values())
-    patches.apply([NAME])
-    assert same(once, targets()) == [True] * 4
-    patches.revert([NAME])
-    assert same(before, targets()) == [True] * 4
-    (row,) = [row for row in patches.status() if row["name"] == NAME]
-    assert row["state"] == "not applied"
-    patches.apply([NAME])
-
-
-def test_importing_the_spec_changes_nothing() -> None:
-    code = """
-import json, megacpp_mcore
-megacpp_mcore.nam56r
-from megacpp_mcore import patches
-print(json.dumps([row["state"] for row in patches.status()]))
-"""
-    assert set(json.loads(_fresh(code, {}))) == {"not applied"}
-
-
-CYCLE = """
-import json, sys
-from megacpp_mcore import cpu, patches
-lane = cpu.install()
-from tests.patches.test_mtp_shared_block import NAME, same, targets
-import megatron.core
-before = targets(); patches.apply([NAME]); once = targets(); patches.apply([NAME]); twice = targets()
-row = [row for row in patches.status() if row["name"] == NAME][0]
-patches.revert([NAME]); after = targets()
-print(json.dumps([megatron.core.__file__, row["state"], same(before, once), same(once, twice), same(before, after)]))
-"""
-
-
-@pytest.mark.checkout
-def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
-    file, state, applied, again, reverted = json.loads(_fresh(CYCLE, {"PYTHONPATH": f"{megatron_lm}:{ROOT}"}))
-    assert Path(file).is_relative_to(megatron_lm)
-    assert state == "applied"
-    assert applied == [False] * 4
-    assert again == reverted == [True] * 4
-
-
-def _fresh(code: str, environment: dict[str, str]) -> str:
-    """The last line that ``code`` prints in a Python of its own."""
-    settings = {"PYTHONPATH": str(ROOT), **environment}
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False,
-        env=os.environ | settings, cwd=ROOT,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout.splitlines()[-1]
 
 
 def test_specs_that_bring_no_mtp_are_left_to_stock(process: Path) -> None:

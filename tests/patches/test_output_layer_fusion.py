@@ -64,13 +64,3 @@ def test_with_apex_or_without_the_flag_nothing_is_changed(process: Path) -> None
         assert output_layer(dsa_config(gradient_accumulation_fusion=False)).gradient_accumulation_fusion is False
         with mock.patch(f"{LAYERS}._grad_accum_fusion_available", True):
             assert output_layer(dsa_config(gradient_accumulation_fusion=True)).gradient_accumulation_fusion is True
-
-
-def test_apply_twice_is_once_and_revert_is_identity(process: Path) -> None:
-    stock.check_cycle(PATCH)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.checkout
-def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
-    stock.check_cycle_on(megatron_lm, PATCH)

@@ -1,7 +1,4 @@
-"""The patches spec-import and dataset-helpers, what sp-norm-gradients refuses and leaves alone, and the cycle of all four.
-
-The cycle: applied twice is applied once, and reverting restores identity.
-"""
+"""The patches spec-import and dataset-helpers, and what sp-norm-gradients refuses and leaves alone."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.errors import LaunchError, SpecImportError
-from megacpp_mcore.patches import dataset_helpers, hybrid_flops, sp_norm_gradients, spec_import
-from megacpp_mcore.patches.machinery.record import Patch
+from megacpp_mcore.patches import dataset_helpers, sp_norm_gradients, spec_import
 from megacpp_mcore.patches.machinery.registry import Registry
 from tests import stock
 
@@ -51,23 +47,6 @@ def applied() -> Iterator[Callable[[Any], None]]:
             yield apply
         finally:
             registry.revert()
-
-
-# --- apply and revert --------------------------------------------------------------------------------------------------
-
-PATCHES = [patch.PATCH for patch in (spec_import, dataset_helpers, hybrid_flops, sp_norm_gradients)]
-
-
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
-def test_apply_twice_is_once_and_revert_is_identity(patch: Patch) -> None:
-    with stock.cpu_lane():
-        stock.check_cycle(patch)
-
-
-@pytest.mark.checkout
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
-def test_the_same_on_a_checkout(patch: Patch, megatron_lm: Path) -> None:
-    stock.check_cycle_on(megatron_lm, patch)
 
 
 # --- spec-import -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,12 +94,3 @@ def test_another_optimizer_is_upstreams() -> None:
         with pytest.raises(AssertionError):
             found.state_dict()
         assert not found.optimizer.state
-
-
-def test_apply_twice_is_once_and_revert_is_identity() -> None:
-    stock.check_cycle(PATCH)
-
-
-@pytest.mark.checkout
-def test_the_same_on_a_checkout(megatron_lm: Path) -> None:
-    stock.check_cycle_on(megatron_lm, PATCH)

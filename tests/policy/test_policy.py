@@ -17,7 +17,7 @@ from megacpp_mcore import policy
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import launch_flags
 from megacpp_mcore.arguments.lowering import lower
-from megacpp_mcore.errors import ConfigFileError, LaunchError
+from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.model.precision import EXPERTS_FILE, FP8_EXPERTS
 from megacpp_mcore.model.training import Training
@@ -60,24 +60,19 @@ def test_a_run_is_read_from_megatrons_arguments() -> None:
     assert Run.from_arguments(["--num-layers", "3"], device="cpu", world_size=1).parameters is None
 
 
-def test_both_spellings_of_a_value_and_several_values() -> None:
-    words = [
-        "--cuda-graph-impl=local",
-        "--cuda-graph-modules",
-        "attn",
-        "mlp",
-        "--ddp-bucket-size",
-        "7",
-        "--fp8-format",
-        "e4m3",
-    ]
-    run = Run.from_arguments(words, device="cuda", world_size=1)
-    assert (run.cuda_graph_impl, run.cuda_graph_scope) == ("local", ("attn", "mlp"))
-    assert (run.bucket_elements, run.fp8) == (7, "e4m3")
-
-
 def read(*words: str, world_size: int = 8) -> Run:
     return Run.from_arguments(words, device="cuda", world_size=world_size)
+
+
+def test_spellings_of_values_and_replicas() -> None:
+    graphs = ("--cuda-graph-impl=local", "--cuda-graph-modules", "attn", "mlp")
+    run = read(*graphs, "--ddp-bucket-size", "7", "--fp8-format", "e4m3")
+    assert (run.cuda_graph_impl, run.cuda_graph_scope) == ("local", ("attn", "mlp"))
+    assert (run.bucket_elements, run.fp8) == (7, "e4m3")
+    assert [read(flag).fsdp for flag in ("--use-megatron-fsdp", "--use-torch-fsdp2", "--bf16")] == [True, True, False]
+    sizes = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "3", "--context-parallel-size", "4")
+    assert read(*sizes, world_size=120).replicas == 5
+    assert read(*sizes, world_size=8).replicas == 1  # Megatron refuses the layout in its own words
 
 
 @pytest.mark.parametrize(
@@ -97,23 +92,6 @@ def test_a_size_that_is_none_is_refused_in_a_sentence(flag: str, text: str) -> N
         read(flag, text)
 
 
-def test_a_launch_refuses_such_a_size_before_megatron_starts(tmp_path: Path) -> None:
-    from megacpp_mcore import cpu
-    from megacpp_mcore.launch import launcher
-
-    script = tmp_path / "nothing.py"
-    script.write_text("raise RuntimeError('must not run')\n")
-    arguments = [word for words in cpu.REQUIRED_ARGUMENTS for word in words]
-    with pytest.raises(LaunchError, match="--ddp-bucket-size is '40e6'"):
-        launcher.launch([str(script), *arguments, "--ddp-bucket-size", "40e6"], device="cpu")
-
-
-def test_replicas_are_what_tensor_pipeline_and_context_leave() -> None:
-    sizes = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "3", "--context-parallel-size", "4")
-    assert read(*sizes, world_size=120).replicas == 5
-    assert read(*sizes, world_size=8).replicas == 1  # Megatron refuses the layout in its own words
-
-
 @pytest.mark.parametrize(
     ("words", "size"),
     [
@@ -131,10 +109,6 @@ def test_replicas_are_what_tensor_pipeline_and_context_leave() -> None:
 )
 def test_the_bytes_of_a_gradient_are_megatrons(words: str, size: int) -> None:
     assert read(*words.split()).grad_bytes == size
-
-
-def test_both_kinds_of_fsdp_are_seen() -> None:
-    assert [read(flag).fsdp for flag in ("--use-megatron-fsdp", "--use-torch-fsdp2", "--bf16")] == [True, True, False]
 
 
 def test_experts_are_the_models_where_there_is_one() -> None:
@@ -174,31 +148,19 @@ def test_a_process_holds_its_share_of_the_experts_and_all_of_the_rest() -> None:
 # --- compile ------------------------------------------------------------------------------------------------------------
 
 
-def expected_reason(mode: str, asked: bool, launched: bool, device: str, fsdp: bool, moe: bool) -> str:
-    if mode == "off" or not asked:
-        return "user-disabled"
-    if not launched:
-        return "not-launched"
-    if device != "cuda":
-        return "not-cuda"
-    if fsdp:
-        return "fsdp-eager"
-    return "regional-moe" if moe else ""
-
-
 def test_every_combination_gives_the_first_reason() -> None:
-    seen = set()
-    either = (True, False)
-    for mode, asked, disabled, launched, device, fsdp, moe, ahead in itertools.product(
-        ("off", "regional"), either, ((), ("X",)), either, ("cuda", "cpu"), either, either, either
-    ):
-        what: dict[str, Any] = {"mode": mode, "device": device, "has_moe": moe, "fsdp": fsdp, "disabled": disabled}
-        found = compile_policy(**what, warm_up_asked=asked, precompile=ahead, launched=launched)
-        reason = expected_reason(mode, asked and not disabled, launched, device, fsdp, moe)
-        assert found.reason == reason
-        assert found.warm_up == (SKIPPED if reason else EXPLICIT)
-        assert found.precompile == (ahead and reason == "regional-moe")
-        assert found.why
+    seen, either = set(), (True, False)
+    for holds in itertools.product(either, repeat=len(policy.REASONS)):
+        disabled, not_launched, on_cpu, fsdp, moe = holds
+        reason = next((name for name, is_so in zip(policy.REASONS, holds, strict=True) if is_so), "")
+        what: dict[str, Any] = {"device": "cpu" if on_cpu else "cuda", "has_moe": moe, "fsdp": fsdp}
+        ways: list[dict[str, Any]] = (
+            [{"mode": "off"}, {"warm_up_asked": False}, {"disabled": ("X",)}] if disabled else [{}]
+        )
+        for way, ahead in itertools.product(ways, either):
+            found = compile_policy(**{"mode": "regional", **what, **way}, precompile=ahead, launched=not not_launched)
+            assert (found.reason, found.warm_up) == (reason, SKIPPED if reason else EXPLICIT)
+            assert found.precompile == (ahead and reason == "regional-moe")
         seen.add(reason)
     assert seen == {"", *policy.REASONS}
     assert policy.REASONS == ("user-disabled", "not-launched", "not-cuda", "fsdp-eager", "regional-moe")
@@ -220,6 +182,7 @@ def test_who_disables_dynamo_disables_the_warm_up_and_is_told(tmp_path: Path, na
     assert resolve(dense, settings=turned_off, environment={}).compile.reason == "user-disabled"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [*TURN_COMPILE_OFF, None])
 def test_these_variables_are_what_torch_looks_at(name: str | None) -> None:
     code = """
@@ -297,21 +260,6 @@ def test_the_allocator() -> None:
     assert (renamed.value("PYTORCH_ALLOC_CONF").source, renamed.environment().get(name)) == (USER, None)
 
 
-@pytest.mark.parametrize(
-    ("impl", "name", "stops"),
-    [
-        ("transformer_engine", "PYTORCH_CUDA_ALLOC_CONF", True),
-        ("transformer_engine", "PYTORCH_ALLOC_CONF", False),
-        ("local", "PYTORCH_CUDA_ALLOC_CONF", False),
-    ],
-)
-def test_megatron_is_said_to_stop_only_where_it_does(impl: str, name: str, stops: bool) -> None:
-    run = dataclasses.replace(GPU, cuda_graph_impl=impl)
-    warning = resolve(run, environment={name: "expandable_segments:True"}).value(name).warning
-    assert ("Megatron stops" in warning) is stops
-    assert ("Megatron does not look for it" in warning) is not stops
-
-
 @pytest.mark.parametrize(("torch", "refused"), [((2, 10), True), ((2, 11), False), ((3, 0), False)])
 def test_user_buffers_and_growing_segments(
     monkeypatch: pytest.MonkeyPatch, torch: tuple[int, int], refused: bool
@@ -324,12 +272,6 @@ def test_user_buffers_and_growing_segments(
         theirs = resolve(buffers, environment={name: "expandable_segments:True"}).value(name)
         assert (says in theirs.warning) is refused
         assert bool(theirs.warning) is refused
-
-
-def test_the_version_of_torch_is_read_without_it() -> None:
-    import torch
-
-    assert policy_values.installed_torch() == tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def test_speed_defaults_are_the_users_word(tmp_path: Path) -> None:
@@ -364,17 +306,6 @@ def test_plans_and_their_sources(tmp_path: Path) -> None:
     assert (found.value("CUDA graphs").value, found.value("CUDA graphs").source) == ("none", DEFAULT)
     assert resolve(run, environment={}, from_recipe=True).value("precision").source == RECIPE
     assert resolve(Run(device="cpu"), environment={}).value("recompute").value == "nothing"
-
-
-def test_the_note_about_fp32_is_about_the_layers_that_there_are() -> None:
-    def note(**changes: Any) -> str:
-        return resolve(dataclasses.replace(GPU, **changes), environment={}).value("precision").note
-
-    assert note() == ""  # a stock model: nothing of it is known
-    assert note(families="AMER") == "selection of keys, router, Mamba-3 and M²RNN parameters of the recurrence in fp32"
-    assert note(families="AE") == "selection of keys and router in fp32"
-    assert note(families="A") == "selection of keys in fp32"
-    assert note(families="AMER", precision="fp32") == ""
 
 
 def test_fp8_experts_are_printed_as_their_plan(tmp_path: Path) -> None:
@@ -499,50 +430,38 @@ def test_what_stands_against_an_overlap_is_said(changes: dict[str, Any], name: s
     assert reason in reasons(dataclasses.replace(ALL, **changes), "1")[name]
 
 
-def test_the_size_of_a_bucket_counts_its_dtype() -> None:
-    whole = dataclasses.replace(ALL, bucket_elements=10_000_000)
-    assert "gradient reduce" in possible(whole, "1")
-    assert "19.1 MiB" in reasons(dataclasses.replace(whole, grad_bytes=2), "1")["gradient reduce"]
-
-
-def bucket_reason(**changes: Any) -> str:
-    return reasons(dataclasses.replace(ALL, **changes), "1")["gradient reduce"]
-
-
-def test_megatrons_default_bucket_grows_with_the_replicas() -> None:
-    many: dict[str, Any] = {"world_size": 400, "parameters": 300_000_000}  # 200 replicas, tensor parallelism 2
-    assert "one bucket of 200000000 elements holds all 150000000" in bucket_reason(**many)
-    assert "gradient reduce" in possible(dataclasses.replace(ALL, **many | {"world_size": 200}), "1")
-    with_context = many | {"world_size": 800, "context": 2}  # the replicas of both kinds share a bucket's reduction
-    assert "one bucket of 400000000 elements" in bucket_reason(**with_context)
-    few: dict[str, Any] = {"world_size": 4, "parameters": 70_000_000}
-    assert "one bucket of 40000000 elements holds all 35000000" in bucket_reason(**few)
-
-
-def test_stages_and_experts_share_the_elements_of_a_bucket() -> None:
-    whole: dict[str, Any] = {"parameters": 160_000_000, "bucket_elements": 50_000_000, "expert": 1}
-    assert "gradient reduce" in possible(dataclasses.replace(ALL, **whole), "1")
-    staged = bucket_reason(**whole | {"pipeline": 2})
-    assert "one bucket of 50000000 elements holds all 40000000 of a process" in staged
-    cut = bucket_reason(**whole | {"expert": 4, "expert_parameters": 120_000_000})
-    assert "one bucket of 50000000 elements holds all 35000000 of a process" in cut
-    assert "a bucket of 28.6 MiB" in bucket_reason(parameters=60_000_000, num_buckets=4)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"bucket_elements": 10_000_000, "grad_bytes": 2}, "19.1 MiB"),
+        ({"parameters": 60_000_000, "num_buckets": 4}, "28.6 MiB"),
+        # Megatron's default bucket grows with the replicas; with those of context parallelism, which share a reduction.
+        ({"world_size": 400, "parameters": 300_000_000}, "200000000 elements holds all 150000000"),
+        ({"world_size": 800, "context": 2, "parameters": 300_000_000}, "400000000 elements"),
+        ({"world_size": 4, "parameters": 70_000_000}, "40000000 elements holds all 35000000"),
+        # Stages and experts share the elements.
+        (
+            {"parameters": 160_000_000, "bucket_elements": 50_000_000, "expert": 1, "pipeline": 2},
+            "holds all 40000000 of",
+        ),
+        (
+            {"parameters": 160_000_000, "bucket_elements": 50_000_000, "expert_parameters": 120_000_000},
+            "holds all 35000000 of",
+        ),
+        ({"bucket_elements": 10_000_000}, None),
+        ({"world_size": 200, "parameters": 300_000_000}, None),
+        ({"parameters": 160_000_000, "bucket_elements": 50_000_000, "expert": 1}, None),
+    ],
+)
+def test_the_size_of_a_bucket(changes: dict[str, Any], reason: str | None) -> None:
+    run = dataclasses.replace(ALL, **changes)
+    if reason is None:
+        assert "gradient reduce" in possible(run, "1")
+    else:
+        assert reason in reasons(run, "1")["gradient reduce"]
 
 
 # --- the text, the file, the launch -------------------------------------------------------------------------------------
-
-
-def test_text_and_json_say_the_same(tmp_path: Path) -> None:
-    found = resolve(ALL, settings=settings(tmp_path, "compile: regional\n"), environment={"CUDA_LAUNCH_BLOCKING": "1"})
-    text, read = found.describe(), json.loads(found.as_json())
-    assert "CUDA_DEVICE_MAX_CONNECTIONS = 32 (default" in text
-    assert "warm-up skipped (regional-moe)" in text
-    assert text.splitlines()[-1].startswith("  warning: CUDA_LAUNCH_BLOCKING: ")
-    assert read["compile"]["reason"] == "regional-moe"
-    for each in found.values:
-        assert f"  {each.name} = " in text
-        assert dataclasses.asdict(each) in read["values"]
-    assert [one["name"] for one in read["overlaps"]] == [one.name for one in found.overlaps]
 
 
 def test_a_script_that_nobody_launched_is_told_what_is_not_set(tmp_path: Path) -> None:
@@ -577,58 +496,6 @@ def test_the_policy_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         policy.announce(GPU, settings=as_json, environment={}, say=lines.append)
     (line,) = lines
     assert json.loads(line.removeprefix("launch policy: "))["launched"] is False
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("compile: full\n", ["'compile' is 'full'", "expected off or regional"]),
-        ("compile: true\n", ["'compile' is True"]),
-        ("recompute: experts\n", ["'recompute' is 'experts'", "a list of different names"]),
-        ("recompute: [m, m]\n", ["a list of different names"]),
-        ("recompute: [expert]\n", ["recompute names 'expert'", "did you mean 'experts'"]),
-        ("experimental_taxes: {anomaly_detektion: true}\n", ["unknown key", "did you mean 'anomaly_detection'"]),
-        ("experimental_taxes: {anomaly_detection: 1}\n", ["anomaly_detection is 1", "true or false"]),
-        ("experimental_taxes: [anomaly_detection]\n", ["expected a mapping"]),
-        ("speed_defaults: {cache_root: here}\n", ["cache_root is 'here'", "full path"]),
-        ("observability: {policy: xml}\n", ["policy is 'xml'", "text or json"]),
-        ("observability: {polcy: text}\n", ["unknown key 'polcy'", "did you mean 'policy'"]),
-    ],
-)  # fmt: skip
-def test_wrong_groups_are_refused(tmp_path: Path, text: str, names: list[str]) -> None:
-    with pytest.raises(ConfigFileError) as raised:
-        settings(tmp_path, text)
-    assert all(name in str(raised.value) for name in names)
-
-
-def test_groups_are_read(tmp_path: Path) -> None:
-    nothing = settings(tmp_path, "")
-    assert (nothing.compile, nothing.recompute.on, nothing.experimental_taxes.on) == ("off", (), ())
-    assert nothing.given == frozenset()
-    assert settings(tmp_path, "compile: off\n").compile == "off"
-    full = settings(tmp_path, "compile: regional\nrecompute: [m]\nobservability: {policy: json}\n")
-    assert (full.compile, full.recompute.on, full.observability.policy) == ("regional", ("m",), "json")
-    assert full.given == {"compile", "recompute", "observability.policy"}
-
-
-def test_neither_torch_nor_megatron_is_imported() -> None:
-    code = "import sys, megacpp_mcore.policy; print([n for n in ('torch', 'megatron', 'numpy') if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_a_launch_prints_its_policy_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from megacpp_mcore import cpu
-    from megacpp_mcore.launch import launcher
-
-    script = tmp_path / "nothing.py"
-    script.write_text("")
-    arguments = [word for words in cpu.REQUIRED_ARGUMENTS for word in words]
-    assert launcher.launch([str(script), *arguments, "--bf16"], device="cpu") == 0
-    printed = capsys.readouterr().out
-    assert printed.count("megacpp-mcore: launch policy:") == 1
-    assert "megacpp-mcore:   precision = bf16 (user" in printed
-    assert "megacpp-mcore:   compile = off; warm-up skipped (user-disabled): nothing is compiled" in printed
 
 
 # --- flags of speed, TF32, initial weights -------------------------------------------------------------------------------
@@ -679,18 +546,6 @@ def test_tf32_that_torch_was_set_to_is_named() -> None:
     )
     (by_environment,) = resolve(ours, environment={"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}).warnings
     assert by_environment.startswith("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: M²RNN's recurrence")
-
-
-def test_what_torch_was_set_to_is_read() -> None:
-    import torch
-
-    before = torch.backends.cuda.matmul.fp32_precision
-    try:
-        for setting, found in (("ieee", False), ("tf32", True)):
-            torch.backends.cuda.matmul.fp32_precision = setting
-            assert policy.tf32_products() is found
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def test_equal_experts_on_all_ranks_are_refused() -> None:

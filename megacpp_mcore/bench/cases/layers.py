@@ -14,30 +14,20 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
 from megacpp_mcore.backends import Dispatcher, own_candidates
-from megacpp_mcore.bench.cases.mamba3 import THEIRS, WEIGHTS
-from megacpp_mcore.bench.cases.peers import mamba3_module, mamba_ssm_lacking, patched, with_engine
+from megacpp_mcore.bench.cases import peers
+from megacpp_mcore.bench.cases.peers import patched
 from megacpp_mcore.bench.parity import AgainstTruth
-from megacpp_mcore.bench.problem import (
-    OURS,
-    PEER,
-    Draw,
-    Inputs,
-    Problem,
-    Tensors,
-    Variant,
-    differentiable,
-    floors,
-    missing,
-)
-from megacpp_mcore.bench.registry import Options
+from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Tensors, Variant, with_gradients
+from megacpp_mcore.bench.registry import OURS, PEER, Options
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import Model, flops, preset, with_overrides
 from megacpp_mcore.model import pattern as grammar
@@ -53,41 +43,6 @@ REFERENCE = "reference"
 MODELS = ("nam56r", "nam56r_h4096", "nam56r_tiny")
 
 
-def layer_a_full(options: Options) -> Iterator[Problem]:
-    """A layer with full MLA, beside stock's core attention."""
-    yield _problem(options, "A", grammar.FULL_ATTENTION, _with_stock_core)
-
-
-def layer_a_full_dsa(options: Options) -> Iterator[Problem]:
-    """A layer that runs the indexer."""
-    yield _problem(options, "A", grammar.FULL_INDEX, _none("stock's DSA keeps no indices for Shared layers"))
-
-
-def layer_a_shared_dsa(options: Options) -> Iterator[Problem]:
-    """A layer that attends to another one's indices."""
-    yield _problem(options, "A", grammar.SHARED_INDEX, _none("stock has no layer that shares indices"))
-
-
-def layer_m(options: Options) -> Iterator[Problem]:
-    """A Mamba-3 layer, beside mamba-ssm's whole module with the same weights."""
-    yield _problem(options, "M", None, _mamba_ssm)
-
-
-def layer_e(options: Options) -> Iterator[Problem]:
-    """A layer of experts, which is stock's own module."""
-    yield _problem(options, "E", None, _none("ours is stock's MoELayer; its experts' peers are in grouped_mlp"))
-
-
-def layer_r(options: Options) -> Iterator[Problem]:
-    """An M²RNN layer."""
-    yield _problem(options, "R", None, _none("no package has this layer; the recurrence's peer is in m2rnn"))
-
-
-def mtp_block(options: Options) -> Iterator[Problem]:
-    """One depth of multi-token prediction, beside stock's core attention in it."""
-    yield _problem(options, "mtp", None, _with_stock_core)
-
-
 @dataclass(frozen=True)
 class Plan:
     """Which layer is built, and how: ``number`` is that of the trunk's layer, 0 for the block of multi-token prediction."""
@@ -100,48 +55,48 @@ class Plan:
 
 @dataclass(frozen=True)
 class Built:
-    """A layer and what calls it on hidden states ``[S, B, D]``."""
+    """A layer, what calls it on hidden states ``[S, B, D]``, and the backends that it found."""
 
     module: Any
     call: Callable[[torch.Tensor], torch.Tensor]
     backends: str
     is_reference: bool
 
-    def run(self, inputs: Inputs) -> Tensors:
+    def run(self, inputs: Inputs) -> torch.Tensor:
         """The layer's output."""
-        return [self.call(inputs.leaves["hidden"])]
+        return self.call(inputs.leaves["hidden"])
 
     def leaves(self, inputs: Inputs) -> Tensors:
         """Input and parameters."""
         return [inputs.leaves["hidden"], *self.module.parameters()]
 
+    def take_weights(self, other: Built) -> None:
+        """Copy every parameter of another such layer."""
+        self.module.load_state_dict(dict(other.module.named_parameters()), strict=False)  # TE's have an extra state
+
     def variant(self, name: str, side: str) -> Variant:
         """The layer as a variant, with the gradients of its input and of every parameter."""
-        return differentiable(name, side, self.run, leaves=self.leaves, is_reference=side == OURS and self.is_reference)
+        return Variant.of(name, side, self.run, leaves=self.leaves, is_reference=side == OURS and self.is_reference)
 
 
-def _problem(options: Options, letter: str, role: str | None, peer: Callable[[Plan, Built], Variant]) -> Problem:
+def _problem(letter: str, role: str | None, peer: Callable[[Plan, Built], Variant], options: Options) -> Problem:
     model = with_overrides(_model(options.shape["hidden"]), {"seq_length": options.shape["S"]})
     kinds = zip(model.layers, model.roles, strict=True)
     number = 0 if letter == "mtp" else list(kinds).index((letter, role)) + 1
     plan = Plan(options, model, _config(options, model), number)
-    draw = Draw(options)
-    ours = _build(plan, {})
+    draw, ours = Draw(options), _build(plan, {})
     _stir(ours.module, draw)
-    names = [name for name, _ in ours.module.named_parameters()]
-    shape = (options.shape["S"], options.shape["B"], model.hidden_size)
+    shape = (*options.sizes("S", "B"), model.hidden_size)
     hidden = draw.normal(*shape, scale=SMALL).requires_grad_()
+    inputs = Inputs(leaves={"hidden": hidden}, cotangents={"out": draw.normal(*shape)})
     weights = sum(parameter.numel() * parameter.element_size() for parameter in ours.module.parameters())
-    rows = options.shape["S"] * options.shape["B"] * model.hidden_size * draw.itemsize
+    rows = hidden.numel() * hidden.element_size()
     return Problem(
         shape={"model": model.name, **options.shape},
-        dtype=options.dtype,
-        inputs=Inputs(leaves={"hidden": hidden}, cotangents=(draw.normal(*shape),)),
+        inputs=inputs,
         variants=[peer(plan, ours), ours.variant(f"ours ({ours.backends})", OURS)],
-        works=floors(_work(plan), weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
-        judge=AgainstTruth(
-            partial(_truth, plan, ours), ("out", "dhidden", *(f"d{name}" for name in names)), LIMITS[options.dtype]
-        ),
+        works=Floor.pair(_work(plan), weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
+        check=AgainstTruth(_truth(plan, ours, inputs), LIMITS[options.dtype]),
     )
 
 
@@ -162,25 +117,17 @@ def _work(plan: Plan) -> Work:
     step = flops.step(plan.model, plan.options.shape["B"], seq_length=plan.options.shape["S"])
     if plan.number:
         return step.layers[plan.number - 1].total
-    depth = step.mtp[0]
-    whole, head = depth.total, depth.head
+    whole, head = step.mtp[0].total, step.mtp[0].head
     return Work(whole.forward - head.forward, whole.backward - head.backward)
 
 
-def _truth(plan: Plan, ours: Built, inputs: Inputs) -> Tensors:
+def _truth(plan: Plan, ours: Built, inputs: Inputs) -> dict[str, torch.Tensor]:
     """The layer once more, its ops on their references."""
     references = [candidate.op for candidate in own_candidates() if candidate.name == REFERENCE]
-    again = _build(plan, dict.fromkeys(references, REFERENCE))
-    _same_weights(ours.module, again.module)
-    found: Tensors = again.variant(REFERENCE, OURS).runs["forward+backward"](inputs)
-    return found
-
-
-def _same_weights(source: Any, target: Any) -> None:
-    values = dict(source.named_parameters())
-    with torch.no_grad():
-        for name, parameter in target.named_parameters():
-            parameter.copy_(values[name])
+    layer = _build(plan, dict.fromkeys(references, REFERENCE))
+    layer.take_weights(ours)
+    names = (*inputs.names, *(f"d{name}" for name, _ in layer.module.named_parameters()))
+    return dict(zip(names, with_gradients(layer.run, inputs, layer.leaves(inputs)), strict=True))
 
 
 def _stir(module: Any, draw: Draw) -> None:
@@ -188,26 +135,6 @@ def _stir(module: Any, draw: Draw) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(draw.normal(*parameter.shape, scale=0.01, dtype=parameter.dtype))
-
-
-# --- building a layer as a run does ---------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _as_command(words: Sequence[str]) -> Iterator[None]:
-    """A command line and the environment of one process, which Megatron's parser reads."""
-    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    argv, before = sys.argv, {name: os.environ.get(name) for name in environment}
-    sys.argv = ["bench", *words]
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        sys.argv = argv
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _config(options: Options, model: Model) -> Any:
@@ -223,12 +150,15 @@ def _config(options: Options, model: Model) -> Any:
     training = Training(
         device=options.device,
         precision={"bfloat16": "bf16", "float32": "fp32"}[options.dtype],
-        transformer_impl="transformer_engine" if with_engine(options.device) else "local",
+        transformer_impl="transformer_engine" if peers.with_engine(options.device) else "local",
         tokenizer=tokenizer_words(model),
         data=("--mock-data",),
     )
-    # Megatron prints every argument.
-    with _as_command(lower(model, Layout(), training)), contextlib.redirect_stdout(io.StringIO()):
+    with (  # Megatron's parser reads the command line and the environment, and prints every argument
+        mock.patch.object(sys, "argv", ["bench", *lower(model, Layout(), training)]),
+        mock.patch.dict(os.environ, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         arguments = parse_args()
         validate_args(arguments)
         config = gpt_config_from_args(arguments).transformer
@@ -237,7 +167,7 @@ def _config(options: Options, model: Model) -> Any:
 
 
 def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False) -> Built:
-    """The layer of ``plan`` with the backends asked for."""
+    """The layer of ``plan``, built as a run does, with the backends asked for."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.spec_utils import build_module
@@ -288,8 +218,8 @@ def _shared_call(plan: Plan, module: Any, cache: Any, full: int) -> Callable[[to
     from megacpp_mcore.ops.indexer.cache import Selection
     from megacpp_mcore.ops.indexer.reference import causal_topk
 
-    sizes, draw = plan.options.shape, Draw(plan.options, seed=2)
-    score_BSS = draw.normal(sizes["B"], sizes["S"], sizes["S"], dtype=torch.float32)
+    B, S = plan.options.sizes("B", "S")
+    score_BSS = Draw(plan.options, seed=2).normal(B, S, S, dtype=torch.float32)
     selection = Selection(causal_topk(score_BSS, plan.model.dsa.topk))
 
     def call(hidden_SBD: torch.Tensor) -> torch.Tensor:
@@ -301,15 +231,14 @@ def _shared_call(plan: Plan, module: Any, cache: Any, full: int) -> Callable[[to
 
 def _mtp_call(plan: Plan, module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """The embeddings of the next tokens are given, and need no gradient."""
-    sizes, draw = plan.options.shape, Draw(plan.options, seed=2)
-    token_BS = draw.integers(plan.model.vocab_size, sizes["B"], sizes["S"])
-    position_BS = torch.arange(sizes["S"], device=plan.options.device).expand(sizes["B"], -1)
-    embedded_SBD = draw.normal(sizes["S"], sizes["B"], plan.model.hidden_size)
+    (B, S), draw = plan.options.sizes("B", "S"), Draw(plan.options, seed=2)
+    token_BS = draw.integers(plan.model.vocab_size, B, S)
+    position_BS = torch.arange(S, device=plan.options.device).expand(B, -1)
+    embedded_SBD = draw.normal(S, B, plan.model.hidden_size)
 
     def call(hidden_SBD: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = module(
-            token_BS, position_BS, hidden_SBD, attention_mask=None, embedding=lambda **_: embedded_SBD
-        )[0]
+        given = {"attention_mask": None, "embedding": lambda **_: embedded_SBD}
+        found: torch.Tensor = module(token_BS, position_BS, hidden_SBD, **given)[0]
         return found
 
     return call
@@ -319,47 +248,46 @@ def _mtp_call(plan: Plan, module: Any) -> Callable[[torch.Tensor], torch.Tensor]
 
 
 def _none(reason: str) -> Callable[[Plan, Built], Variant]:
-    return lambda plan, ours: missing("stock", f"no peer: {reason}")
+    return lambda plan, ours: Variant.missing("stock", f"no peer: {reason}")
 
 
 def _with_stock_core(plan: Plan, ours: Built) -> Variant:
     """The same layer with the core attention that stock's own specs put there."""
     theirs = _build(plan, {}, stock_core=True)
-    _same_weights(ours.module, theirs.module)
+    theirs.take_weights(ours)
     return theirs.variant("stock core attention", PEER)
 
 
 def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
     """mamba-ssm's module between our norm and residual; only its output and its input's gradient are compared."""
-    ssm, model = plan.model.mamba3, plan.model
+    ssm, width = plan.model.mamba3, plan.model.hidden_size
     name = f"mamba-ssm {'MIMO' if ssm.mimo_rank > 1 else 'SISO'}"
-    reason = mamba_ssm_lacking(plan.options.device, ssm.mimo_rank)
-    if reason:
-        return missing(name, reason)
+    if reason := peers.mamba_ssm_lacking(plan.options.device, ssm.mimo_rank):
+        return Variant.missing(name, reason)
     mixer, norm = ours.module.self_attention, ours.module.input_layernorm
-    module = mamba3_module().Mamba3(
-        model.hidden_size, d_state=ssm.state, expand=ssm.expand, headdim=ssm.head_dim, ngroups=ssm.groups,
-        is_mimo=ssm.mimo_rank > 1, mimo_rank=ssm.mimo_rank, chunk_size=ssm.chunk, rope_fraction=ssm.rope_fraction,
-        A_floor=ssm.a_floor, device=plan.options.device, dtype=getattr(torch, plan.options.dtype),
+    module = peers.mamba3_module(
+        plan.options, width, ssm.expand, ssm.mimo_rank, d_state=ssm.state, headdim=ssm.head_dim, ngroups=ssm.groups,
+        chunk_size=ssm.chunk, rope_fraction=ssm.rope_fraction, A_floor=ssm.a_floor,
     )  # fmt: skip
     with torch.no_grad():
-        module.in_proj.weight.copy_(in_their_order(plan.model, mixer))
+        module.in_proj.weight.copy_(_in_their_order(plan.model, mixer))
         module.out_proj.weight.copy_(mixer.out_proj.weight)
-        for weight in (*WEIGHTS, *(("mimo_x", "mimo_z", "mimo_o") if ssm.mimo_rank > 1 else ())):
-            target = module.get_parameter(THEIRS.get(weight, weight))
-            target.copy_(getattr(mixer, weight).view(target.shape))
+        for weight, their_name in peers.MAMBA3_WEIGHTS.items():
+            if weight not in peers.MIX or ssm.mimo_rank > 1:
+                target = module.get_parameter(their_name)
+                target.copy_(getattr(mixer, weight).view(target.shape))
     if ssm.out_norm:  # theirs has none by default: it is given ours
         module.out_proj = torch.nn.Sequential(_HeadNorm(mixer, plan.config.layernorm_epsilon), module.out_proj)
 
-    def call(inputs: Inputs) -> Tensors:
+    def call(inputs: Inputs) -> torch.Tensor:
         hidden_SBD = inputs.leaves["hidden"]
-        mixed_BSD = module(norm(hidden_SBD).transpose(0, 1))
-        return [hidden_SBD + mixed_BSD.transpose(0, 1)]
+        mixed_BSD: torch.Tensor = module(norm(hidden_SBD).transpose(0, 1))
+        return hidden_SBD + mixed_BSD.transpose(0, 1)
 
-    def leaves(inputs: Inputs) -> Tensors:
+    def differentiated(inputs: Inputs) -> Tensors:
         return [inputs.leaves["hidden"], *module.parameters(), *norm.parameters()]
 
-    return differentiable(name, PEER, call, leaves=leaves, results=lambda found: found[:2])
+    return Variant.of(name, PEER, call, leaves=differentiated, results=lambda found: found[:2])
 
 
 class _HeadNorm(torch.nn.Module):
@@ -375,7 +303,7 @@ class _HeadNorm(torch.nn.Module):
         return by_head.flatten(-2) * self.weight
 
 
-def in_their_order(model: Model, mixer: Any) -> torch.Tensor:
+def _in_their_order(model: Model, mixer: Any) -> torch.Tensor:
     """The rows of our input projection in the order of mamba-ssm's: B and C by rank and then by group, and no padding."""
     ssm, projection = model.mamba3, mixer.in_proj
     rows = {slot.part.name: projection.weight[slot.start : slot.start + slot.rows] for slot in projection.slots}
@@ -383,3 +311,14 @@ def in_their_order(model: Model, mixer: Any) -> torch.Tensor:
         by_group = rows[name].unflatten(0, (ssm.groups, ssm.mimo_rank, ssm.state))
         rows[name] = by_group.transpose(0, 1).flatten(0, 2)
     return torch.cat([rows[name] for name in ("z", "x", "B", "C", "dt", "A", "trap", "angles")])
+
+
+# --- the benchmarks, each a function of its options -----------------------------------------------------------------------
+
+layer_a_full = partial(_problem, "A", grammar.FULL_ATTENTION, _with_stock_core)
+layer_a_full_dsa = partial(_problem, "A", grammar.FULL_INDEX, _none("stock's DSA keeps no indices for Shared layers"))
+layer_a_shared_dsa = partial(_problem, "A", grammar.SHARED_INDEX, _none("stock has no layer that shares indices"))
+layer_m = partial(_problem, "M", None, _mamba_ssm)
+layer_e = partial(_problem, "E", None, _none("ours is stock's MoELayer; its experts' peers are in grouped_mlp"))
+layer_r = partial(_problem, "R", None, _none("no package has this layer; the recurrence's peer is in m2rnn"))
+mtp_block = partial(_problem, "mtp", None, _with_stock_core)

@@ -8,81 +8,77 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from megacpp_mcore.bench.cases.peers import lacking
-from megacpp_mcore.bench.parity import AgainstTruth
+from megacpp_mcore.bench.parity import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import (
     BOTH,
-    BOUND,
-    OURS,
-    PEER,
     PRECISIONS,
+    Call,
     Draw,
     Floor,
     Inputs,
     Problem,
     Tensors,
     Variant,
-    missing,
+    with_gradients,
 )
-from megacpp_mcore.bench.registry import Options
+from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Options
 from megacpp_mcore.model.flops import product
+from megacpp_mcore.ops.linear_cross_entropy import chunked, reference
 
 LIMITS = {"bfloat16": 5e-3, "float32": 2e-6}
 """The largest error of a row; or half as much again as stock's, where that is more."""
 STOCK = "stock"
 
 
-def problems(options: Options) -> Iterator[Problem]:
-    """One problem; every variant makes per-token losses and both gradients for random weights of the tokens."""
-    sizes = options.shape
-    tokens, hidden, vocab = sizes["B"] * sizes["S"], sizes["hidden"], sizes["vocab"]
-    draw = Draw(options)
-    weight_VH = draw.normal(vocab, hidden, scale=hidden**-0.5).requires_grad_()
-
-    def one() -> Inputs:
-        leaves = {"hidden": draw.normal(tokens, hidden).requires_grad_(), "weight": weight_VH}
-        cotangent_N = draw.normal(tokens, dtype=torch.float32)
-        return Inputs(leaves=leaves, cotangents=(cotangent_N,), fixed={"label": draw.integers(vocab, tokens)})
-
-    numbers = tokens * hidden + vocab * hidden
-    # Hidden and weight are read in both passes, and their gradients written.
-    floor = Floor(
-        operations=product(tokens * hidden * vocab).training,
-        moved=3 * numbers * draw.itemsize,
-        precision=PRECISIONS[options.dtype],
+def problem(options: Options) -> Problem:
+    """Every variant makes per-token losses and both gradients for random weights of the tokens."""
+    hidden, vocab = options.sizes("hidden", "vocab")
+    tokens, draw = options.shape["B"] * options.shape["S"], Draw(options)
+    weight_VH = draw.normal(vocab, hidden, scale=hidden**-0.5)
+    inputs = Inputs(
+        leaves=draw.leaves(hidden=draw.normal(tokens, hidden), weight=weight_VH),
+        cotangents={"loss": draw.normal(tokens, dtype=torch.float32)},
+        fixed={"label": draw.integers(vocab, tokens)},
     )
-    yield Problem(
-        shape=sizes,
-        dtype=options.dtype,
-        inputs=one(),
+    # Hidden and weight are read in both passes, and their gradients written.
+    moved = 3 * (tokens * hidden + vocab * hidden) * draw.itemsize
+    operations = product(tokens * hidden * vocab).training
+    return Problem(
+        inputs=inputs,
         variants=[
-            *_stock(hidden, vocab, weight_VH),
-            _liger(options),
-            _variant("reference", OURS, _reference),
-            _variant("chunked", OURS, _chunked),
+            *_stock(hidden, vocab),
+            _liger(options, inputs),
+            _variant("reference", OURS, _called(reference.linear_cross_entropy)),
+            _variant("chunked", OURS, _called(lambda *given: chunked.linear_cross_entropy(*given).loss)),
             Variant(name="chunked, main_grad", side=OURS, runs={BOTH: _into(torch.zeros_like(weight_VH).float())}),
             Variant(name="three dense products", side=BOUND, runs={BOTH: _products(tokens, vocab, weight_VH)}),
         ],
-        works={BOTH: floor},
-        judge=AgainstTruth(_truth, ("loss", "dhidden", "dweight"), LIMITS[options.dtype], yardstick=STOCK),
+        works={BOTH: Floor(operations=operations, moved=moved, precision=PRECISIONS[options.dtype])},
+        check=AgainstTruth(in_double(_dense, inputs), LIMITS[options.dtype], yardstick=STOCK),
     )
 
 
-def _variant(name: str, side: str, losses: Callable[[Inputs], torch.Tensor]) -> Variant:
+def _variant(name: str, side: str, losses: Call) -> Variant:
     """A loss has no forward pass of its own here: some variants make gradients in it."""
-
-    def both(inputs: Inputs) -> Tensors:
-        loss_N = losses(inputs)
-        return [loss_N.detach(), *torch.autograd.grad(loss_N, list(inputs.leaves.values()), inputs.cotangents[0])]
-
-    return Variant(name=name, side=side, runs={BOTH: both})
+    return Variant(name=name, side=side, runs={BOTH: partial(with_gradients, losses)})
 
 
-def _stock(hidden: int, vocab: int, weight_VH: torch.Tensor) -> list[Variant]:
+def _called(fn: Callable[..., torch.Tensor]) -> Call:
+    return lambda inputs: fn(inputs.leaves["hidden"], inputs.leaves["weight"], inputs.fixed["label"])
+
+
+def _dense(inputs: Inputs) -> torch.Tensor:
+    return cross_entropy(inputs.leaves["hidden"] @ inputs.leaves["weight"].t(), inputs.fixed["label"], reduction="none")
+
+
+def _stock(hidden: int, vocab: int) -> Iterator[Variant]:
     """ColumnParallelLinear with each of the two cross-entropies that Megatron has."""
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
@@ -103,25 +99,11 @@ def _stock(hidden: int, vocab: int, weight_VH: torch.Tensor) -> list[Variant]:
     group = parallel_state.get_tensor_model_parallel_group()
 
     def losses(loss_of: Callable[..., torch.Tensor], inputs: Inputs) -> torch.Tensor:
-        logits, _ = head(inputs.leaves["hidden"][:, None], weight=weight_VH)
+        logits, _ = head(inputs.leaves["hidden"][:, None], weight=inputs.leaves["weight"])
         return loss_of(logits, inputs.fixed["label"][:, None], tp_group=group)[:, 0]
 
-    return [
-        _variant(STOCK, PEER, lambda inputs: losses(vocab_parallel_cross_entropy, inputs)),
-        _variant("stock, fused cross-entropy", PEER, lambda inputs: losses(fused_vocab_parallel_cross_entropy, inputs)),
-    ]
-
-
-def _reference(inputs: Inputs) -> torch.Tensor:
-    from megacpp_mcore.ops.linear_cross_entropy.reference import linear_cross_entropy
-
-    return linear_cross_entropy(inputs.leaves["hidden"], inputs.leaves["weight"], inputs.fixed["label"])
-
-
-def _chunked(inputs: Inputs) -> torch.Tensor:
-    from megacpp_mcore.ops.linear_cross_entropy.chunked import linear_cross_entropy
-
-    return linear_cross_entropy(inputs.leaves["hidden"], inputs.leaves["weight"], inputs.fixed["label"]).loss
+    yield _variant(STOCK, PEER, partial(losses, vocab_parallel_cross_entropy))
+    yield _variant("stock, fused cross-entropy", PEER, partial(losses, fused_vocab_parallel_cross_entropy))
 
 
 def _into(buffer_VH: torch.Tensor) -> Callable[[Inputs], Tensors]:
@@ -129,13 +111,12 @@ def _into(buffer_VH: torch.Tensor) -> Callable[[Inputs], Tensors]:
 
     The first call, which is the check of parity, finds it zero.
     """
-    from megacpp_mcore.ops.linear_cross_entropy.chunked import MainGrad, linear_cross_entropy
 
     def run(inputs: Inputs) -> Tensors:
-        sink = MainGrad(buffer_VH, lambda: None)
-        leaves = [inputs.leaves["hidden"], inputs.leaves["weight"]]
-        loss = linear_cross_entropy(leaves[0], leaves[1], inputs.fixed["label"], main_grad=sink).loss
-        grad_hidden, _ = torch.autograd.grad(loss, leaves, inputs.cotangents[0], allow_unused=True)
+        sink = chunked.MainGrad(buffer_VH, lambda: None)
+        loss = _called(lambda *given: chunked.linear_cross_entropy(*given, main_grad=sink).loss)(inputs)
+        wanted = list(inputs.leaves.values())
+        grad_hidden, _ = torch.autograd.grad(loss, wanted, inputs.cotangents["loss"], allow_unused=True)
         return [loss.detach(), grad_hidden, buffer_VH]
 
     return run
@@ -155,24 +136,21 @@ def _products(tokens: int, vocab: int, weight_VH: torch.Tensor) -> Callable[[Inp
     return run
 
 
-def _liger(options: Options) -> Variant:
+def _liger(options: Options, inputs: Inputs) -> Variant:
+    """Its loss is the mean of the tokens', which is other work than ours."""
     name = "Liger (mean only)"
-    reason = "no peer here: Liger runs on a GPU alone" if options.device != "cuda" else lacking("liger_kernel")
-    if reason:
-        return missing(name, reason)
+    if reason := lacking(options.device, "liger_kernel", "Liger"):
+        return Variant.missing(name, reason)
     functional: Any = importlib.import_module("liger_kernel.transformers.functional")
 
-    def both(inputs: Inputs) -> Tensors:
-        leaves = list(inputs.leaves.values())
-        loss = functional.liger_fused_linear_cross_entropy(*leaves, inputs.fixed["label"], reduction="mean")
-        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+    def mean(losses: Call, inputs: Inputs) -> Tensors:
+        loss, wanted = losses(inputs), list(inputs.leaves.values())
+        return [loss.detach(), *torch.autograd.grad(loss, wanted)]
 
-    return Variant(name=name, side=PEER, runs={BOTH: both}, truth=lambda inputs: _truth(inputs, mean=True))
-
-
-def _truth(inputs: Inputs, *, mean: bool = False) -> Tensors:
-    double = inputs.in_double()
-    leaves = list(double.leaves.values())
-    logit_NV = leaves[0] @ leaves[1].t()
-    loss = torch.nn.functional.cross_entropy(logit_NV, inputs.fixed["label"], reduction="mean" if mean else "none")
-    return [loss.detach(), *torch.autograd.grad(loss, leaves, None if mean else double.cotangents)]
+    theirs = _called(partial(functional.liger_fused_linear_cross_entropy, reduction="mean"))
+    return Variant(
+        name=name,
+        side=PEER,
+        runs={BOTH: partial(mean, theirs)},
+        truth=dict(zip(inputs.names, mean(lambda double: _dense(double).mean(), inputs.in_double()), strict=True)),
+    )

@@ -5,7 +5,6 @@ Legend: S queries and keys, B batch, H heads, K query-key width, V value width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,21 +12,12 @@ from typing import Any
 import torch
 
 from megacpp_mcore.bench.cases.peers import patched, with_engine
-from megacpp_mcore.bench.conditioning import EARLY, early_causal_terms
-from megacpp_mcore.bench.parity import AgainstTruth
-from megacpp_mcore.bench.problem import (
-    OURS,
-    PEER,
-    Draw,
-    Inputs,
-    Problem,
-    Tensors,
-    candidates,
-    differentiable,
-    floors,
-)
-from megacpp_mcore.bench.registry import Options
+from megacpp_mcore.bench.parity import AgainstTruth, in_double
+from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.bench.registry import OURS, PEER, Options
 from megacpp_mcore.model.flops import causal_pairs, product
+from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.ops.testing import EARLY, early_causal_terms
 
 LIMITS = {"bfloat16": 5e-3, "float32": 4e-6}
 """The largest error of a row; stock in bf16 is further off, and is the yardstick."""
@@ -35,75 +25,55 @@ LIMITS = {"bfloat16": 5e-3, "float32": 4e-6}
 PATCH = "mla-core-attention"
 
 
-def problems(options: Options) -> Iterator[Problem]:
-    """One problem."""
-    sizes = options.shape
-    B, S, H, K, V = (sizes[name] for name in ("B", "S", "heads", "qk", "v"))
-    scale, draw = K**-0.5, Draw(options)
-    widths = {"q": K, "k": K, "v": V}
-    leaves = {name: draw.normal(S, B, H, width).requires_grad_() for name, width in widths.items()}
+def problem(options: Options) -> Problem:
+    """Every implementation on one set of queries, keys and values."""
+    B, S, H, K, V = options.sizes("B", "S", "heads", "qk", "v")
+    draw, scale = Draw(options), K**-0.5
+    inputs = Inputs(
+        leaves=draw.leaves(q=draw.normal(S, B, H, K), k=draw.normal(S, B, H, K), v=draw.normal(S, B, H, V)),
+        cotangents={"o": draw.normal(S, B, H, V)},
+    )
 
-    def call(fn: Any, inputs: Inputs) -> Tensors:
-        return [fn(*inputs.leaves.values(), softmax_scale=scale)]
+    def attend(fn: Any, inputs: Inputs) -> torch.Tensor:
+        output: torch.Tensor = fn(*inputs.leaves.values(), softmax_scale=scale)
+        return output
 
-    needs = {"device": options.device, "dtype": options.dtype, "qk_dim": K, "v_dim": V}
+    def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
+        """In the gradient of the first queries everything cancels: they are measured against the terms that do."""
+        if name == "dq":
+            norm[:EARLY] = early_causal_terms([*inputs.leaves.values(), *inputs.cotangents.values()], scale)
+        return norm
+
     engine = with_engine(options.device)
-    stock = f"stock {'Transformer Engine' if engine else 'local'}"
-    attention = stock_core(options, engine)
-    seam = partial(_at_the_seam, attention)
-    yield Problem(
-        shape=sizes,
-        dtype=options.dtype,
-        inputs=Inputs(leaves=leaves, cotangents=(draw.normal(S, B, H, V),)),
+    stock, seam = f"stock {'Transformer Engine' if engine else 'local'}", partial(_seam, _stock_core(options, engine))
+    # q, k, v, o and a float32 log-sum-exp a row; backward reads those and the gradient of o, and writes three gradients.
+    forward = B * H * S * (draw.itemsize * (2 * K + 2 * V) + 4)
+    backward = forward + B * H * S * draw.itemsize * (2 * K + 2 * V)
+    work = product(B * H * causal_pairs(S) * (K + V))  # two products under the causal mask
+    return Problem(
+        inputs=inputs,
         variants=[
-            differentiable(stock, PEER, seam),
-            differentiable(f"patch {PATCH}", OURS, seam, around=partial(patched, PATCH)),
-            *candidates("mla", call, **needs),
+            Variant.of(stock, PEER, seam),
+            Variant.of(f"patch {PATCH}", OURS, seam, around=partial(patched, PATCH)),
+            *Variant.candidates("mla", options, attend, qk_dim=K, v_dim=V),
         ],
-        works=_floors(B * H, S, K, V, draw.itemsize, options.dtype),
-        judge=AgainstTruth(
-            partial(_truth, scale),
-            ("o", "dq", "dk", "dv"),
-            LIMITS[options.dtype],
-            yardstick=stock,
-            norms=partial(_norms, scale),
+        works=Floor.pair(work, forward, forward + backward, options.dtype),
+        check=AgainstTruth(
+            in_double(partial(attend, mla_attention), inputs), LIMITS[options.dtype], yardstick=stock, norms=norms
         ),
         stock=stock,
-    )  # fmt: skip
+    )
 
 
-def _truth(scale: float, inputs: Inputs) -> Tensors:
-    from megacpp_mcore.ops.mla.reference import mla_attention
-
-    double = inputs.in_double()
-    output = mla_attention(*double.leaves.values(), softmax_scale=scale)
-    return [output, *torch.autograd.grad(output, list(double.leaves.values()), double.cotangents)]
-
-
-def _norms(scale: float, name: str, norm: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """In the gradient of the first queries everything cancels: they are measured against the terms that do."""
-    if name == "dq":
-        norm = norm.clone()
-        norm[:EARLY] = early_causal_terms([*inputs.leaves.values(), *inputs.cotangents], scale)
-    return norm
-
-
-def _floors(rows: int, S: int, K: int, V: int, size: int, dtype: str) -> Any:
-    """Forward has 2 products under the causal mask; its backward twice that, as :mod:`megacpp_mcore.model.flops` counts."""
-    forward = rows * S * (size * (2 * K + 2 * V) + 4)  # q, k, v, o and a float32 log-sum-exp a row
-    backward = forward + rows * S * size * (V + 2 * K + V)  # those, the gradient of o, and three gradients
-    return floors(product(rows * causal_pairs(S) * (K + V)), forward, forward + backward, dtype)
-
-
-def _at_the_seam(attention: Any, inputs: Inputs) -> Tensors:
+def _seam(attention: Any, inputs: Inputs) -> torch.Tensor:
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
     run: Any = MultiLatentAttention._run_core_attention
-    q, k, v = inputs.leaves.values()
-    return [run(attention, q, k, v, None).view(inputs.cotangents[0].shape)]
+    output: torch.Tensor = run(attention, *inputs.leaves.values(), None)
+    return output.view(inputs.cotangents["o"].shape)
 
 
-def stock_core(options: Options, engine: bool) -> Any:
+def _stock_core(options: Options, engine: bool) -> Any:
     """What ``MultiLatentAttention._run_core_attention`` reads of its module: core attention, mask type, configuration."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -111,7 +81,7 @@ def stock_core(options: Options, engine: bool) -> Any:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    H, K, V = (options.shape[name] for name in ("heads", "qk", "v"))
+    H, K, V = options.sizes("heads", "qk", "v")
     config = MLATransformerConfig(
         num_layers=1,
         hidden_size=H * V,

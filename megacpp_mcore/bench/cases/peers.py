@@ -10,13 +10,25 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from megacpp_mcore.backends import probe_import
+from megacpp_mcore.bench.registry import Options
+
+MIX = ("mimo_x", "mimo_z", "mimo_o")
+MAMBA3_WEIGHTS = {
+    "dt_bias": "dt_bias", "b_bias": "B_bias", "c_bias": "C_bias", "b_norm_weight": "B_norm.weight",
+    "c_norm_weight": "C_norm.weight", "D": "D", **{name: name for name in MIX},
+}  # fmt: skip
+"""Mamba-3's weights between its projections, with mamba-ssm's names of them; the last three are MIMO's alone."""
 
 
-def lacking(module: str, name: str = "") -> str:
-    """Why the peer that needs ``module`` cannot run here; empty if it can. ``name`` is what people call it."""
+def lacking(device: str, module: str, name: str) -> str:
+    """Why the peer called ``name``, which needs ``module`` and a GPU, cannot run here; empty if it can."""
+    if device != "cuda":
+        return f"no peer here: {name} runs on a GPU alone"
     found = probe_import(module)
-    return "" if found.ok else f"no peer installed: {name or module.partition('.')[0]} ({found.reason})"
+    return "" if found.ok else f"no peer installed: {name} ({found.reason})"
 
 
 def with_engine(device: str) -> bool:
@@ -24,7 +36,7 @@ def with_engine(device: str) -> bool:
     return device == "cuda" and probe_import("transformer_engine.pytorch").ok
 
 
-def mamba3_module() -> Any:
+def mamba3_source() -> Any:
     """``mamba_ssm.modules.mamba3`` without the package's ``__init__``, which wants transformers and Mamba-1's extension.
 
     Raises:
@@ -46,12 +58,20 @@ def mamba_ssm_lacking(device: str, rank: int) -> str:
     if device != "cuda":
         return "no peer here: mamba-ssm runs on a GPU alone"
     try:
-        module = mamba3_module()
+        module = mamba3_source()
     except Exception as error:
         return f"no peer installed: mamba-ssm ({type(error).__name__}: {error})"
     if rank > 1 and module.mamba3_mimo_combined is None:
         return "no peer installed: mamba-ssm's MIMO kernels (they need tilelang)"
     return ""
+
+
+def mamba3_module(options: Options, width: int, expand: float, rank: int, **sizes: Any) -> Any:
+    """mamba-ssm's Mamba-3 on ``[B, S, width]``; ``sizes`` are other arguments of it."""
+    return mamba3_source().Mamba3(
+        width, expand=expand, is_mimo=rank > 1, mimo_rank=rank, device=options.device,
+        dtype=getattr(torch, options.dtype), **sizes,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a run's activation recompute does a second time, on the count of :mod:`megacpp_mcore.model.flops`; no torch.
+"""FLOPs that activation recompute adds to the count of :mod:`megacpp_mcore.model.flops`; no torch.
 
 Model FLOPs plus these are hardware FLOPs. Source: megatron-core 0.19.2 ``core/recompute.py`` (full),
 ``transformer/{attention,multi_latent_attention,transformer_layer,multi_token_prediction}.py``, ``transformer/moe`` and
@@ -119,7 +119,7 @@ class Recomputation:
 
 
 def recomputed(model: Model, counted: Step, how: Recomputation, chunks: Sequence[range] | None = None) -> Step:
-    """What the backward pass of ``counted`` computes again under ``how``, as ``forward`` work; nothing has ``backward``.
+    """Recomputed work of ``counted`` under ``how``, all of it as ``forward`` work.
 
     Args:
         model: what ``counted`` counts.
@@ -132,10 +132,10 @@ def recomputed(model: Model, counted: Step, how: Recomputation, chunks: Sequence
     """
     if how.granularity != "full":
         layers = tuple(
-            _again(model, part, counted.tokens, role, how)
+            _repeated_work(model, part, counted.tokens, role, how)
             for part, role in zip(counted.layers, model.roles, strict=True)
         )
-        mtp = tuple(_again(model, part, counted.tokens, grammar.FULL_ATTENTION, how) for part in counted.mtp)
+        mtp = tuple(_repeated_work(model, part, counted.tokens, grammar.FULL_ATTENTION, how) for part in counted.mtp)
         return Step(counted.tokens, layers, Families(), mtp)
     repeated = set(range(1, model.depth + 1))
     if how.method == "block":
@@ -158,7 +158,7 @@ _BUT_HEAD = tuple(name for name in _ALL if name != "head")
 
 
 def _forward(model: Model, tokens: int, part: Families, names: Sequence[str]) -> Families:
-    """What a repetition does of the families ``names`` in ``part``: their forward work, but no key is selected again.
+    """Forward work of the families ``names`` in ``part``, without the selection of keys, which is not recomputed.
 
     A recomputed Full layer recalls its first selection. Its indexer's projections run again, for the indexer's gradient.
     """
@@ -168,8 +168,8 @@ def _forward(model: Model, tokens: int, part: Families, names: Sequence[str]) ->
     return Families(**works)
 
 
-def _again(model: Model, part: Families, tokens: int, role: str | None, how: Recomputation) -> Families:
-    """What of one layer or MTP depth is repeated by modules of Megatron's and by families of ours."""
+def _repeated_work(model: Model, part: Families, tokens: int, role: str | None, how: Recomputation) -> Families:
+    """Work of one layer or MTP depth that Megatron's modules and our families recompute."""
     forward = partial(_forward, model, tokens, part)
     found = [forward(_FAMILIES_OF_OURS[name]) for name in how.own.on]
     if "core_attn" in how.modules:  # the indexer is inside of our core attention

@@ -37,7 +37,7 @@ _NONE = Step(1, (), Families(), ())
 
 
 def by_precision(model: Model, step: Step, plan: PrecisionPlan, *, tf32: bool = False) -> dict[str, Families]:
-    """``step`` split by the precision whose peak it is held against; nothing is lost.
+    """``step`` split by the precision whose peak applies; the parts sum to the whole.
 
     Args:
         model: what is counted.
@@ -158,7 +158,7 @@ def utilisation(
 
 
 def record(step: Step, again: Step = _NONE, used: Utilisation | None = None) -> dict[str, Any]:
-    """What a receipt keeps, as JSON takes it; counts are exact integers, in operations of the whole step.
+    """The receipt's record of a step, ready for JSON; counts are exact integers of the whole step.
 
     Args:
         step: the count.
@@ -184,7 +184,7 @@ def record(step: Step, again: Step = _NONE, used: Utilisation | None = None) -> 
 
 
 def _parts(parts: Mapping[str, tuple[Work, Work]], total: int) -> dict[str, dict[str, Any]]:
-    """Each part's work, what of it is recomputed, and its share of all model FLOPs."""
+    """Each part's work, its recomputed work, and its share of all model FLOPs."""
     return {
         name: {
             "forward": work.forward,
@@ -265,7 +265,7 @@ def page(model: Model, how: Recomputation | None = None, *, seq_length: int | No
 
 
 def _beside_stock(model: Model, step: Step, seq_length: int | None, host: str) -> list[str]:
-    """Megatron's figure beside ours, and the differences, largest first."""
+    """Megatron's figure, ours, and the differences, largest first."""
     found = sorted(flops_stock.differences(model, seq_length=seq_length, host=host), key=lambda each: -abs(each.flops))
     ours = step.total.training
     theirs = ours + sum(each.flops for each in found)

@@ -19,7 +19,7 @@ from megacpp_mcore.model.training import GPT, HYBRID
 
 @dataclass(frozen=True)
 class Difference:
-    """Why Megatron's count of training is another one, and by how much.
+    """One reason why Megatron's count of training differs, and by how much.
 
     Attributes:
         reason: in words.
@@ -83,7 +83,7 @@ def _on_gpt(model: Model, batch: int, sequence: int, ours: Step) -> list[Differe
 
 
 def _on_hybrid(model: Model, batch: int, sequence: int, ours: Step) -> list[Difference]:
-    """A hybrid of Mamba-2, gated delta net, expert and dense layers; MLA and sparse attention are none that it knows."""
+    """A hybrid of Mamba-2, gated delta net, expert and dense layers; Megatron does not count MLA and sparse attention."""
     tokens, families, hidden = batch * sequence, ours.families, model.hidden_size
     mamba, deltas = model.layers.count("M"), model.layers.count("R")
     as_mamba2 = mamba * _mamba2(tokens, hidden) - (families.mamba_projections + families.mamba_scan).training

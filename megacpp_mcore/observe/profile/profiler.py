@@ -44,7 +44,7 @@ def on_gpu() -> bool:
 
     from megacpp_mcore import cpu
 
-    in_lane = isinstance(torch.overrides._get_current_function_mode(), cpu.CpuDeviceMode)
+    in_lane = cpu.answers_here()
     return torch.cuda.is_available() and not in_lane
 
 

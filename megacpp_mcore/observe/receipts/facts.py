@@ -16,10 +16,10 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import megacpp_mcore
@@ -31,95 +31,73 @@ from megacpp_mcore.model.flops import report as flops_report
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts.claims import arithmetic
-from megacpp_mcore.observe.receipts.schema import RESIDENT
+from megacpp_mcore.observe.receipts.schema import RESIDENT, Facts
 from megacpp_mcore.policy import ALLOCATOR, CONNECTIONS, DISABLING, LaunchPolicy
 from megacpp_mcore.settings import PluginConfig
 
-ENVIRONMENT = (
-    CONNECTIONS,
-    ALLOCATOR,
-    "PYTORCH_ALLOC_CONF",
-    *DISABLING,
-    "CUDA_LAUNCH_BLOCKING",
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-    "NCCL_NVLS_ENABLE",
-    "NCCL_P2P_DISABLE",
-    "NCCL_GRAPH_REGISTER",
-    "NVTE_FLASH_ATTN",
-    "NVTE_FUSED_ATTN",
-    "NVTE_UNFUSED_ATTN",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-    "OMP_NUM_THREADS",
-    "MEGACPP_DISABLE_TE",
-    "MEGACPP_COMMIT",
-)
-"""The only environment variables whose values a receipt holds: none of them names a path, a person or a secret."""
-
 COMMIT = "MEGACPP_COMMIT"
 """Names the commit where the package does not lie in a git checkout."""
+ENVIRONMENT = (
+    CONNECTIONS, ALLOCATOR, "PYTORCH_ALLOC_CONF", *DISABLING, "CUDA_LAUNCH_BLOCKING", "NCCL_ALGO", "NCCL_PROTO",
+    "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_GRAPH_REGISTER", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "OMP_NUM_THREADS", "MEGACPP_DISABLE_TE", COMMIT,
+)  # fmt: skip
+"""The only environment variables whose values a receipt holds: none of them names a path, a person or a secret."""
 
 _DISTRIBUTIONS = (
-    "megatron-core",
-    "torch",
-    "transformer-engine",
-    "triton",
-    "mamba-ssm",
-    "tilelang",
-    "flash-attn",
-    "nvidia-cudnn-cu13",
+    "megatron-core", "torch", "transformer-engine", "triton", "mamba-ssm", "tilelang", "flash-attn", "nvidia-cudnn-cu13",
     "nvidia-nccl-cu13",
-)
+)  # fmt: skip
 _DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
-_NO_LAUNCHER = "the launcher did not start this run, and its policy is not known"
-
-
-@dataclass
-class Facts:
-    """Values by the path of their field, and why others are not known."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    unknown: dict[str, str] = field(default_factory=dict)
-
-    def put(self, path: str, value: Any, reason: str = "") -> None:
-        """Note a value, or why it is null."""
-        self.values[path] = value
-        if value is None:
-            self.unknown[path] = reason
-
-    def put_all(self, group: str, values: Mapping[str, Any]) -> None:
-        """Note the values of a group's fields."""
-        for name, value in values.items():
-            self.put(f"{group}.{name}", value)
-
-    def miss(self, path: str, reason: str) -> None:
-        """Note why a field, or all of a group, is not known."""
-        self.unknown[path] = reason
-
-    def attempt(self, path: str, learn: Callable[[Facts], None]) -> None:
-        """Let ``learn`` fill ``path``; observing must not end a run, so that an error is the reason for not knowing."""
-        try:
-            learn(self)
-        except Exception as error:
-            self.miss(path, f"{type(error).__name__}: {error}")
+_TE = probes.TRANSFORMER_ENGINE
+_STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_ARGUMENTS = {
+    "parallelism.world_size": "args.world_size",
+    "parallelism.tensor": "config.tensor_model_parallel_size",
+    "parallelism.pipeline": "config.pipeline_model_parallel_size",
+    "parallelism.virtual": "config.virtual_pipeline_model_parallel_size",
+    "parallelism.expert": "config.expert_model_parallel_size",
+    "parallelism.context": "config.context_parallel_size",
+    "parallelism.data": "args.data_parallel_size",
+    "parallelism.sequence_parallel": "config.sequence_parallel",
+    "batch.micro_batch_size": "args.micro_batch_size",
+    "batch.global_batch_size": "args.global_batch_size",
+    "batch.sequence_length": "args.seq_length",
+    "tokenizer.kind": "args.tokenizer_type",
+    "tokenizer.vocab_size": "args.padded_vocab_size",
+}
+"""Fields that are one of Megatron's arguments or a value of the model's config."""
+_EXPERTS = {
+    "routing.experts": "num_moe_experts",
+    "routing.top_k": "moe_router_topk",
+    "routing.capacity_factor": "moe_expert_capacity_factor",
+}
+"""Those of a model with experts."""
+_ROUTING = (
+    "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate", "moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk",
+    "moe_router_topk_scaling_factor", "moe_token_drop_policy", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+)  # fmt: skip
+_KERNELS = {"triton": "*", "inductor": "fxgraph/*/*"}
+"""One entry of each cache for a compiled kernel or graph, as Triton 3.6 and torch 2.11 lay them out."""
 
 
 def at_start(settings: PluginConfig | None, launched: LaunchPolicy | None) -> Facts:
     """What is known before there is a model."""
     facts = Facts()
-    world_size, local = (max(1, int(os.environ.get(name, "1"))) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    world_size, local_size = (max(1, int(os.environ.get(name, "1"))) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     facts.put("environment", {name: os.environ[name] for name in ENVIRONMENT if name in os.environ})
     facts.attempt("versions", lambda found: found.put("versions", _versions()))
     facts.attempt("commit", _commit)
-    facts.put_all("parallelism", {"world_size": world_size, "hosts": max(1, world_size // local)})
+    facts.put_all("parallelism", {"world_size": world_size, "hosts": max(1, world_size // local_size)})
     if launched is None:
         facts.put("compile.mode", settings.compile if settings is not None else "off")
-        for path in ("compile_warmup", "compile.reason", "compile.precompile", "experimental_taxes", "overlap"):
-            facts.miss(path, _NO_LAUNCHER)
+        chosen = ("compile_warmup", "compile.reason", "compile.precompile", "experimental_taxes", "overlap")
+        facts.miss("the launcher did not start this run, and its policy is not known", *chosen)
         return facts
-    chosen = launched.compile
-    facts.put("compile_warmup", chosen.warm_up)
-    facts.put_all("compile", {"mode": chosen.mode, "reason": chosen.reason, "precompile": chosen.precompile})
+    plan = launched.compile
+    facts.put("compile_warmup", plan.warm_up)
+    facts.put_all("compile", {"mode": plan.mode, "reason": plan.reason, "precompile": plan.precompile})
     facts.put("experimental_taxes", list(launched.taxes))
     facts.put("overlap", [dataclasses.asdict(each) for each in launched.overlaps])
     return facts
@@ -132,7 +110,7 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
     facts.attempt("model", lambda found: model.append(_model(found, args, config, settings, loop)))
     for path, learn in (
         ("device", lambda found: _device(found, chunks)),
-        ("parallelism", lambda found: found.put_all("parallelism", _read(args, config, _PARALLELISM))),
+        ("parallelism", lambda found: _arguments(found, args, config)),
         ("batch", lambda found: _batch(found, args)),
         ("data", lambda found: _data(found, args)),
         ("precision", lambda found: _precision(found, chunks, config)),
@@ -142,17 +120,12 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
         ("recompute", lambda found: found.put("recompute", str(_recomputation(config, settings)))),
     ):
         facts.attempt(path, learn)
-    if not model:
-        for path in ("family", "pattern", "flops", "indexer"):
-            if facts.values.get(path) is None:
-                facts.miss(path, facts.unknown["model"])
+    if model:
+        facts.attempt("indexer", lambda found: _indexer(found, model[0]))
+        facts.attempt("flops", lambda found: _flops(found, model[0], args, config, settings))
         return
-    facts.attempt("indexer", lambda found: _indexer(found, model[0]))
-    facts.attempt("flops", lambda found: _flops(found, model[0], args, config, settings))
-
-
-_KERNELS = {"triton": "*", "inductor": "fxgraph/*/*"}
-"""One entry of each cache for a compiled kernel or graph, as Triton 3.6 and torch 2.11 lay them out."""
+    missing = [path for path in ("family", "pattern", "flops", "indexer") if facts.values.get(path) is None]
+    facts.miss(facts.unknown["model"], *missing)
 
 
 def cache_files() -> dict[str, int]:
@@ -191,84 +164,52 @@ def _commit(facts: Facts) -> None:
     root = Path(megacpp_mcore.__file__).resolve().parent
     own = _git(root, "ls-files", "--error-unmatch", "__init__.py") is not None
     head = _git(root, "rev-parse", "HEAD") if own else None
-    if head is not None:
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
-        facts.put("commit", head + ("+changes" if changed else ""))
-        return
+    if head is not None and _git(root, "status", "--porcelain", "--untracked-files=no"):
+        head += "+changes"
     reason = f"the package lies in no git checkout and {COMMIT} is not set; its version is {megacpp_mcore.__version__}"
-    facts.put("commit", os.environ.get(COMMIT) or None, reason)
+    facts.put("commit", head or os.environ.get(COMMIT) or None, reason)
 
 
 def _git(folder: Path, *words: str) -> str | None:
     """What git prints in ``folder``; None if it fails or is not there."""
+    command = ["git", "-C", str(folder), *words]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _patches() -> list[dict[str, Any]]:
+    return [{name: record[name] for name in ("name", "state", "fingerprints")} for record in _applied()]
+
+
+def _applied() -> list[Mapping[str, Any]]:
+    """The patches that are not out."""
     from megacpp_mcore.patches.machinery import registry
 
-    return [
-        {name: record[name] for name in ("name", "state", "fingerprints")}
-        for record in registry.default().status()
-        if record["state"] != "not applied"
-    ]
+    return [record for record in registry.default().status() if record["state"] != "not applied"]
 
 
 # --- The run ----------------------------------------------------------------------------------------------------------
 
-_PARALLELISM = {
-    "world_size": "args.world_size",
-    "tensor": "config.tensor_model_parallel_size",
-    "pipeline": "config.pipeline_model_parallel_size",
-    "virtual": "config.virtual_pipeline_model_parallel_size",
-    "expert": "config.expert_model_parallel_size",
-    "context": "config.context_parallel_size",
-    "data": "args.data_parallel_size",
-    "sequence_parallel": "config.sequence_parallel",
-}
-_STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-_ROUTING = (
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_router_enable_expert_bias",
-    "moe_router_bias_update_rate",
-    "moe_router_score_function",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_topk_scaling_factor",
-    "moe_token_drop_policy",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-)
 
-
-def _read(args: Any, config: Any, paths: Mapping[str, str]) -> dict[str, Any]:
-    """Values of ``args.NAME`` and ``config.NAME``; one that is not set is 1, as of stages that are not virtual."""
-    holders = {"args": args, "config": config}
-    found = {}
-    for name, path in paths.items():
-        holder, _, attribute = path.partition(".")
-        value = attrgetter(attribute)(holders[holder])
-        found[name] = 1 if value is None else value
-    return found
+def _arguments(facts: Facts, args: Any, config: Any) -> None:
+    """What :data:`_ARGUMENTS` names; a size that is not set is 1, as of stages that are not virtual."""
+    holders = SimpleNamespace(args=args, config=config)
+    for path, where in _ARGUMENTS.items():
+        value = attrgetter(where)(holders)
+        facts.put(path, 1 if value is None and path.startswith("parallelism.") else value, f"{where} is not set")
 
 
 def _model(facts: Facts, args: Any, config: Any, settings: PluginConfig | None, loop: Loop) -> Model:
     """The model's definition, where the run's spec is one of ours."""
-    pattern = getattr(args, "hybrid_layer_pattern", None)
     facts.put("moe_enabled", config.num_moe_experts is not None)
     host = lowering.host_of(args.spec)
     if host is None:
         spec = "no spec" if not args.spec else f"the spec {'.'.join(args.spec)}"
         reason = f"the run has {spec}, none of this package: what it builds is not known here"
-        facts.put("pattern", pattern, reason)
+        facts.put("pattern", getattr(args, "hybrid_layer_pattern", None), reason)
         raise MegacppError(reason)
     if settings is not None:
         model = settings.model
@@ -276,8 +217,7 @@ def _model(facts: Facts, args: Any, config: Any, settings: PluginConfig | None, 
         model = lowering.matching_preset(loop.describe_model(host), host=host)
     facts.put("family", model.name.partition("_")[0].upper())
     facts.put("pattern", model.pattern)
-    parameters = sum(model.parameters().values())
-    definition = dataclasses.asdict(model)
+    definition, parameters = dataclasses.asdict(model), sum(model.parameters().values())
     facts.put_all(
         "model", {"name": model.name, "layers": model.layers, "parameters": parameters, "definition": definition}
     )
@@ -288,9 +228,8 @@ def _device(facts: Facts, chunks: Sequence[Any]) -> None:
     import torch
 
     kind = _device_type(chunks)
-    mode = facts.values.get("compile.mode", "off")
     facts.put("device", torch.cuda.get_device_name() if kind == "cuda" else f"CPU ({_processor()})")
-    facts.put("lane", f"{kind}_{'regional_compile' if mode == 'regional' else 'eager'}")
+    facts.put("lane", f"{kind}_{'regional_compile' if facts.values.get('compile.mode') == 'regional' else 'eager'}")
 
 
 def _device_type(chunks: Sequence[Any]) -> str:
@@ -307,18 +246,10 @@ def _processor() -> str:
 
 
 def _batch(facts: Facts, args: Any) -> None:
-    documents = (
-        "packed" if args.dataloader_inter_document_masking else "masked" if args.reset_attention_mask else "together"
-    )
-    values = {
-        "micro_batch_size": args.micro_batch_size,
-        "global_batch_size": args.global_batch_size,
-        "accumulation": args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
-        "sequence_length": args.seq_length,
-        "documents": documents,
-        "rampup": args.rampup_batch_size is not None,
-    }
-    facts.put_all("batch", values)
+    packed, masked = args.dataloader_inter_document_masking, args.reset_attention_mask
+    facts.put("batch.documents", "packed" if packed else "masked" if masked else "together")
+    facts.put("batch.accumulation", args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+    facts.put("batch.rampup", args.rampup_batch_size is not None)
 
 
 def _optimizer(args: Any) -> dict[str, Any]:
@@ -342,30 +273,25 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any) -> None:
         plan = precision.PLANS[precision.FP8_EXPERTS]
     else:
         plan = precision.PrecisionPlan(model_dtype=dtype, kernel_fp8="a precision file of the user")
-    for name in ("model_dtype", "kernel_fp8", "dispatch", "checkpoint_owner"):
-        facts.put(f"precision.{name}", getattr(plan, name))
+    facts.put_all("precision", dataclasses.asdict(plan))
     if plan.kernel_fp8 not in ("none", "experts"):
         facts.put("precision.dispatch", None, "Megatron's own FP8 decides it, and does not say")
         facts.put("precision.fp8_layers", None, "Megatron's own FP8 wraps every layer")
         return
-    in_fp8 = [
-        one.layer_number for one in _modules(chunks) if getattr(one, "in_fp8", False) and hasattr(one, "linear_fc1")
-    ]
-    facts.put("precision.fp8_layers", sorted(number for number in in_fp8 if number is not None))
+    experts = [one for one in _modules(chunks) if getattr(one, "in_fp8", False) and hasattr(one, "linear_fc1")]
+    facts.put("precision.fp8_layers", sorted(one.layer_number for one in experts if one.layer_number is not None))
 
 
 def _data(facts: Facts, args: Any) -> None:
     from megacpp_mcore.data.arguments import blends
     from megacpp_mcore.data.manifest import load_manifest
 
-    facts.put("tokenizer.kind", args.tokenizer_type, "the run names no tokenizer")
-    facts.put("tokenizer.vocab_size", args.padded_vocab_size)
     facts.put("data.fill_in_the_middle", bool(args.fim_data))
     named = blends(_data_words(args))
     if args.mock_data or not named:
         facts.put("data.kind", "mock" if args.mock_data else None, "the run names no dataset")
-        for path in ("data.checksum", "data.datasets", "tokenizer.checksum"):
-            facts.miss(path, "mock data has no files" if args.mock_data else "the run names no dataset")
+        why = "mock data has no files" if args.mock_data else "the run names no dataset"
+        facts.miss(why, "data.checksum", "data.datasets", "tokenizer.checksum")
         return
     facts.put("data.kind", "real")
     sums: dict[str, str | None] = {}
@@ -376,20 +302,16 @@ def _data(facts: Facts, args: Any) -> None:
             manifest = load_manifest(prefix)
         except MegacppError as error:
             sums[prefix] = None
-            facts.miss("data.checksum", str(error))
-            facts.miss("tokenizer.checksum", str(error))
+            facts.miss(str(error), "data.checksum", "tokenizer.checksum")
         else:
             sums[prefix] = manifest.files[".bin"]["sha256"]
             tokenizers.add(manifest.tokenizer["checksum"])
-    facts.put(
-        "data.datasets",
-        [{"name": Path(one).name, "weight": weight, "sha256": sums[one]} for one, weight in datasets],
-    )
+    rows = [{"name": Path(one).name, "weight": weight, "sha256": sums[one]} for one, weight in datasets]
+    facts.put("data.datasets", rows)
     if None not in sums.values():
         words = [word for blend in named for word in (blend.flag, *blend.words)]
         content = [sums.get(word.strip(), word) for word in words]  # weights, and datasets by what is in them
-        digest = hashlib.sha256(json.dumps([content, args.split]).encode()).hexdigest()
-        facts.put("data.checksum", digest)
+        facts.put("data.checksum", hashlib.sha256(json.dumps([content, args.split]).encode()).hexdigest())
         one = tokenizers.pop() if len(tokenizers) == 1 else None
         facts.put("tokenizer.checksum", one, "the datasets' manifests do not name one tokenizer")
 
@@ -397,32 +319,33 @@ def _data(facts: Facts, args: Any) -> None:
 def _data_words(args: Any) -> list[str]:
     """The words of a command line that name the run's datasets."""
     words: list[str] = []
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        if values := getattr(args, name, None):
-            words += [f"--{name.replace('_', '-')}", *map(str, values)]
-    for name in ("data_args_path", "per_split_data_args_path"):
+    for name in (
+        "data_path",
+        "train_data_path",
+        "valid_data_path",
+        "test_data_path",
+        "data_args_path",
+        "per_split_data_args_path",
+    ):
         if value := getattr(args, name, None):
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            words += [f"--{name.replace('_', '-')}", *map(str, [value] if isinstance(value, str) else value)]
     return words
 
 
 def _routing(facts: Facts, config: Any) -> None:
     if config.num_moe_experts is None:
-        facts.miss("routing", "the model has no experts")
+        facts.miss("the model has no experts", "routing")
         return
-    facts.put("routing.experts", config.num_moe_experts)
+    for path, name in _EXPERTS.items():
+        facts.put(path, getattr(config, name), "experts have no capacity, nothing is dropped")
     facts.put("routing.forced_balance", bool(config.moe_router_force_load_balancing))
-    facts.put(
-        "routing.capacity_factor", config.moe_expert_capacity_factor, "experts have no capacity, nothing is dropped"
-    )
     facts.put("routing.expert_input", "padded" if config.moe_pad_expert_input_to_capacity else "jagged")
     facts.put("routing.settings", {name: getattr(config, name) for name in _ROUTING})
-    facts.put("routing.top_k", config.moe_router_topk)
 
 
 def _indexer(facts: Facts, model: Model) -> None:
     if not {"F", "S"} & set(model.roles):
-        facts.miss("indexer", "the model has no sparse attention")
+        facts.miss("the model has no sparse attention", "indexer")
         return
     dsa = model.dsa
     facts.put_all("indexer", {"top_k": dsa.topk, "loss_coefficient": dsa.loss_coeff, "warmup_steps": dsa.warmup_steps})
@@ -439,7 +362,7 @@ def _flops(facts: Facts, model: Model, args: Any, config: Any, settings: PluginC
     from megacpp_mcore.arguments.chunks import model_chunks
 
     if facts.values.get("batch.documents") != "together":
-        facts.miss("flops", "documents are kept apart, and how long they were is not recorded")
+        facts.miss("documents are kept apart, and how long they were is not recorded", "flops")
         return
     step = flops.step(model, args.global_batch_size, seq_length=args.seq_length, vocab_size=args.padded_vocab_size)
     again = recomputed(model, step, _recomputation(config, settings), model_chunks(config))
@@ -448,18 +371,15 @@ def _flops(facts: Facts, model: Model, args: Any, config: Any, settings: PluginC
         kernel_fp8="experts" if facts.values["precision.kernel_fp8"] == "experts" else "none",
     )
     tf32 = bool(torch.backends.cuda.matmul.allow_tf32)
-    model_parts, more = (flops_report.by_precision(model, one, plan, tf32=tf32) for one in (step, again))
-    counted = flops_report.record(step, again)
-    counted["by_precision"] = {
+    parts, more = (flops_report.by_precision(model, one, plan, tf32=tf32) for one in (step, again))
+    by_precision = {
         name: {"model_flops": part.total.training, "hardware_flops": part.total.training + more[name].total.training}
-        for name, part in model_parts.items()
+        for name, part in parts.items()
     }
-    facts.put("flops", counted)
+    facts.put("flops", flops_report.record(step, again) | {"by_precision": by_precision})
 
 
 # --- What modules, buckets and the allocator say ----------------------------------------------------------------------
-
-_TE = probes.TRANSFORMER_ENGINE
 
 
 def bare(chunk: Any) -> Any:
@@ -491,21 +411,19 @@ def memory(chunks: Sequence[Any]) -> dict[str, Any]:
 
 def moe(chunks: Sequence[Any]) -> dict[str, Any]:
     """How the MoE layers of this rank are wired: who runs the shared expert, and which dispatchers there are."""
-    found: Mapping[str, set[Any]] = {"dispatchers": set(), "shared_expert_overlap": set(), "top_k": set()}
-    for module in _modules(chunks):
-        dispatcher = getattr(module, "token_dispatcher", None)
-        if dispatcher is not None:
-            found["dispatchers"].add(type(dispatcher).__name__)
-            found["shared_expert_overlap"].add(getattr(dispatcher, "shared_experts", None) is not None)
-            found["top_k"].add(module.router.topk)
-    return {name: sorted(values) for name, values in found.items()}
+    wired = [one for one in _modules(chunks) if getattr(one, "token_dispatcher", None) is not None]
+    shared = {getattr(one.token_dispatcher, "shared_experts", None) is not None for one in wired}
+    return {
+        "dispatchers": sorted({type(one.token_dispatcher).__name__ for one in wired}),
+        "shared_expert_overlap": sorted(shared),
+        "top_k": sorted({one.router.topk for one in wired}),
+    }
 
 
 def owner(module: Any) -> str:
     """``transformer_engine``, ``apex``, ``torch``, ``megatron`` or ``megacpp_mcore``: whose arithmetic an object is."""
     kinds = type(module).__mro__
-    tops = {kind.__module__.partition(".")[0] for kind in kinds}
-    if _TE in tops or any(kind.__name__.startswith("TE") for kind in kinds):
+    if any(kind.__module__.partition(".")[0] == _TE or kind.__name__.startswith("TE") for kind in kinds):
         return _TE
     first = type(module).__module__.partition(".")[0]
     return first if first in ("apex", "torch", "megacpp_mcore") else "megatron"
@@ -537,32 +455,26 @@ def _ddp(chunks: Sequence[Any]) -> dict[str, Any]:
     for chunk in chunks:
         for group, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
             for gradients in (bucket.grad_data for buffer in buffers for bucket in buffer.buckets):
-                found.append(
-                    {
-                        "group": group,
-                        "dtype": str(gradients.dtype).removeprefix("torch."),
-                        "elements": gradients.numel(),
-                        "bytes": gradients.numel() * gradients.element_size(),
-                    }
-                )
+                count, dtype = gradients.numel(), str(gradients.dtype).removeprefix("torch.")
+                size = count * gradients.element_size()
+                found.append({"group": group, "dtype": dtype, "elements": count, "bytes": size})
     overlaps = all(bool(chunk.ddp_config.overlap_grad_reduce) for chunk in chunks)
     return {"buckets": found, "overlap_grad_reduce": overlaps}
 
 
 def _parts(chunks: Sequence[Any]) -> list[dict[str, Any]]:
     """The classes of linear layers, norms, experts and routers, and whose they are."""
-    found: dict[tuple[str, str, str, str], list[int | str]] = {}
+    found: dict[tuple[str, str, str, str], dict[int | str, None]] = {}
     for number, name, module in _layers(chunks):
         if _computes(name, module) or name in ("experts", "router", "shared_experts", "mixer"):
-            kind = f"{type(module).__module__}.{type(module).__qualname__}"
-            numbers = found.setdefault((name, _requested(module, chunks), owner(module), kind), [])
-            where = "mtp" if number is None else number
-            if where not in numbers:
-                numbers.append(where)
-    return [
-        {"part": part, "requested": asked, "observed": whose, "implementation": kind, "layers": numbers}
-        for (part, asked, whose, kind), numbers in found.items()
-    ]
+            key = (name, _requested(module, chunks), owner(module), _class_name(module))
+            found.setdefault(key, {})["mtp" if number is None else number] = None
+    names = ("part", "requested", "observed", "implementation")
+    return [dict(zip(names, key, strict=True)) | {"layers": list(layers)} for key, layers in found.items()]
+
+
+def _class_name(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def _computes(name: str, module: Any) -> bool:
@@ -597,23 +509,19 @@ def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
             op = name if name == "experts" else "norm" if name.endswith("norm") else "linear"
             key = (op, number, _requested(module, chunks), _TE if owner(module) == _TE else "local")
             found.setdefault(key, set()).add(type(module).__name__)
-    for (op, number, asked, have), kinds in found.items():
-        classes = ", ".join(sorted(kinds))
+    present = probes.requirement(_TE)
+    for (op, number, asked, have), names in found.items():
+        classes = ", ".join(sorted(names))
+        why = f"{classes}: {'Megatron builds these classes itself' if present.ok else present.reason}"
         if asked != _TE or have == _TE:
             why = f"asked for by --transformer-impl: {classes}"
-        else:
-            present = probes.requirement(_TE)
-            why = f"{classes}: {'Megatron builds these classes itself' if present.ok else present.reason}"
         yield _record(op, number, asked, have, Speed.KERNEL if have == _TE else Speed.COMPILED, why)
 
 
 def _of_loss(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Stock's loss where there is a head, and no patch that notes what it does instead."""
-    from megacpp_mcore.patches.machinery import registry
-
     has_head = any(getattr(bare(chunk), "output_layer", None) is not None for chunk in chunks)
-    applied = {record["name"] for record in registry.default().status() if record["state"] != "not applied"}
-    if not has_head or "linear-cross-entropy" in applied:
+    if not has_head or "linear-cross-entropy" in {record["name"] for record in _applied()}:
         return
     config = bare(chunks[0]).config
     is_te = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"
@@ -626,14 +534,13 @@ def _of_optimizer(chunks: Sequence[Any], optimizer: Any) -> list[dict[str, Any]]
     """The classes that step the parameters, as Megatron chose them among what it could import."""
     found = {}
     for stepping in _stepping(optimizer):
-        whose = owner(stepping)
-        kind = f"{type(stepping).__module__}.{type(stepping).__qualname__}"
+        whose, name = owner(stepping), _class_name(stepping)
         slow = _device_type(chunks) == "cuda" and whose == "torch"
-        reason = f"{kind}, Megatron's choice among what it could import"
+        reason = f"{name}, Megatron's choice among what it could import"
         if slow:
             reason += f"; neither Transformer Engine nor Apex: {probes.apex_parts()['apex.optimizers'].reason}"
         speed = Speed.COMPILED if whose == "torch" else Speed.KERNEL
-        found[kind] = _record("optimizer", None, AUTO, whose, speed, reason, slower=slow)
+        found[name] = _record("optimizer", None, AUTO, whose, speed, reason, slower=slow)
     return list(found.values())
 
 

@@ -17,10 +17,11 @@ from megacpp_mcore.backends import observed
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.events import Listener, Log, Step
 from megacpp_mcore.observe.loop import Loop
+from megacpp_mcore.observe.receipts import facts as of_run
 from megacpp_mcore.observe.receipts.assemble import WARM_UP_STEPS, write
+from megacpp_mcore.observe.receipts.schema import Facts
 
 if TYPE_CHECKING:
-    from megacpp_mcore.observe.receipts.facts import Facts
     from megacpp_mcore.observe.routing import Routing
     from megacpp_mcore.policy import LaunchPolicy
     from megacpp_mcore.settings import PluginConfig
@@ -67,7 +68,7 @@ class ReceiptWriter(Listener):
         self._chunks: Sequence[Any] = ()
         self._failed: list[str] = []
         # The files in the caches of this host, before anything of this run compiles, its warm-up included.
-        self._caches = _cache_files() if os.environ.get("LOCAL_RANK", "0") == "0" else None
+        self._caches = of_run.cache_files() if os.environ.get("LOCAL_RANK", "0") == "0" else None
         observed.forget()  # of a run before in this process
         log.write(facts={"warm_up_steps": warm_up_steps, "notes": list(notes)})
 
@@ -77,11 +78,9 @@ class ReceiptWriter(Listener):
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Learn what the model and Megatron's arguments say, and write it."""
-        from megacpp_mcore.observe.receipts import facts as of_run
-
         self._chunks = chunks
+        self._facts = facts = of_run.at_start(self._settings, self._launched)
         known: dict[str, Any] = {}
-        facts = self._learn_start()
         facts.attempt("model", lambda found: of_run.of_model(found, chunks, self._settings, self._loop))
         facts.attempt("backends", lambda _: known.update(local=of_run.local(chunks, optimizer)))
         facts.attempt("routing", lambda _: known.update(moe=of_run.moe(chunks)))
@@ -103,11 +102,11 @@ class ReceiptWriter(Listener):
     def on_end(self, error: BaseException | None) -> None:
         """Write what is known in the end; on rank 0, assemble the receipt from what there is."""
         if self._facts is None:
-            facts = self._learn_start()
-            self._log.write(facts={"run": facts.values, "unknown": facts.unknown})
+            self._facts = of_run.at_start(self._settings, self._launched)
+            self._log.write(facts={"run": self._facts.values, "unknown": self._facts.unknown})
         self._write()
         if self._caches is not None:
-            now = _cache_files()
+            now = of_run.cache_files()
             added = {name: max(0, now[name] - count) for name, count in self._caches.items()}
             self._log.write(facts={"cache": {"files": self._caches, "added": added}})
         if self._log.rank == 0:
@@ -119,17 +118,8 @@ class ReceiptWriter(Listener):
                 logger.error("the receipt was not written: %s", problem)
         self._chunks = ()
 
-    def _learn_start(self) -> Facts:
-        if self._facts is None:
-            from megacpp_mcore.observe.receipts import facts as of_run
-
-            self._facts = of_run.at_start(self._settings, self._launched)
-        return self._facts
-
     def _write(self) -> None:
         """Write what has changed since the model stood: memory, the experts' tokens, and what patches run."""
-        from megacpp_mcore.observe.receipts import facts as of_run
-
         self._written = time.monotonic()
         known: dict[str, Any] = {"noted": observed.notes()}  # what patches do shows only as they do it
         if self._routes is not None:
@@ -141,12 +131,6 @@ class ReceiptWriter(Listener):
                 self._failed.append(f"the peaks of the memory are those of an earlier reading: {error!r}"[:500])
                 known["failed"] = self._failed
         self._log.write(facts=known)
-
-
-def _cache_files() -> dict[str, int]:
-    from megacpp_mcore.observe.receipts import facts as of_run
-
-    return of_run.cache_files()
 
 
 def _await(files: Sequence[Path]) -> None:

@@ -69,6 +69,11 @@ class IndexCache:
         self._sources = dict(sources)
         self._entries: dict[int, tuple[Selection, set[int]]] = {}
 
+    def assign(self, sources: Mapping[int, int]) -> None:
+        """Serve other Shared layers from now on; what is under way is dropped."""
+        self._sources = dict(sources)
+        self._entries.clear()
+
     def __len__(self) -> int:
         """How many Full layers have published what not all of their Shared layers have read."""
         return len(self._entries)

@@ -474,3 +474,51 @@ def dense_backward(
         gradients.put(rows, (grad_logit_BXT @ k_BTD).unflatten(1, q_BRHD.shape[1:3]), grad_w_BRH)
         gradients.k_BTD.baddbmm_(grad_logit_BXT.transpose(1, 2), q_BRHD.flatten(1, 2))
     return gradients.result(indexer)
+
+
+@torch.no_grad()
+def dense_grad(
+    q_SBHD: torch.Tensor,
+    k_SBD: torch.Tensor,
+    w_SBH: torch.Tensor,
+    query_SBAK: torch.Tensor,
+    key_SB1K: torch.Tensor,
+    *,
+    weight: torch.Tensor,
+    softmax_scale: float,
+    seq_idx_S: torch.Tensor | None = None,
+    reduce: Reduce | None = None,
+    query_chunk: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss of the dense warm-up and its gradients: KL of each query over every causal key of its document.
+
+    Source: DeepSeek-V3.2 report, equation 3.
+
+    Args:
+        q_SBHD, k_SBD, w_SBH: what the indexer's scores are made of.
+        query_SBAK, key_SB1K: the attention that it learns, absorbed.
+        weight: factor on the gradient of each query's divergence, a tensor of one.
+        softmax_scale: of the attention.
+        seq_idx_S: number of each row's document, the same for the whole batch; None: one document.
+        reduce: sums the target over the tensor-parallel ranks, in place.
+        query_chunk: as for :func:`select`.
+
+    Returns:
+        divergence_BS in the compute dtype, and dq_SBHD, dk_SBD and dw_SBH in the dtypes of q, k and w.
+
+    Raises:
+        ModelError: shapes or dtypes are not as described.
+    """
+    indexer, attention = Indexer(q_SBHD, k_SBD, w_SBH), Attention(query_SBAK, key_SB1K, softmax_scale, reduce)
+    rows, batch = q_SBHD.shape[:2]
+    rule = KeyRule.causal(rows, rows, q_SBHD.device)
+    if seq_idx_S is not None:
+        positions_S = torch.arange(rows, device=q_SBHD.device)
+        starts = torch.ones_like(seq_idx_S, dtype=torch.bool)
+        starts[1:] = seq_idx_S[1:] != seq_idx_S[:-1]
+        starts_S = torch.where(starts, positions_S, 0).cummax(0).values
+        rule = KeyRule.within(starts_S, positions_S + 1, positions_S)
+    divergence_BS = dense_divergence(indexer, attention, (None, rule), query_chunk=query_chunk)
+    weight_BS = weight.to(indexer.dtype).expand(batch, rows)
+    dq, dw, dk = dense_backward(indexer, attention, rule, weight_BS, query_chunk=query_chunk)
+    return divergence_BS, dq, dk, dw

@@ -65,7 +65,12 @@ class TargetSum:
 class _Token(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor, index_BSN: torch.Tensor, learn: Learn
+        ctx: Any,
+        q_SBHD: torch.Tensor,
+        k_TBD: torch.Tensor,
+        w_SBH: torch.Tensor,
+        index_BSN: torch.Tensor | None,
+        learn: Learn,
     ) -> torch.Tensor:
         ctx.save_for_backward(q_SBHD, k_TBD, w_SBH, index_BSN)
         ctx.learn = learn
@@ -78,13 +83,13 @@ class _Token(torch.autograd.Function):
 
 
 def training_token(
-    q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor, index_BSN: torch.Tensor, learn: Learn
+    q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor, index_BSN: torch.Tensor | None, learn: Learn
 ) -> torch.Tensor:
     """A zero whose backward pass trains the indexer.
 
     Args:
         q_SBHD, k_TBD, w_SBH: what the indexer's scores are made of.
-        index_BSN: what was selected by them.
+        index_BSN: what was selected by them; None where every key is attended to.
         learn: called in the backward pass with these four and the token's gradient, which is the factor that the schedule puts
             on the loss (a tensor of one); returns the gradients of q, k and w.
     """

@@ -1,13 +1,10 @@
-"""The held-out score of examples/score_heldout.py: which tokens are predicted, and how they are counted."""
+"""Held-out text: which tokens are predicted, and how they are counted."""
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -18,21 +15,7 @@ from hypothesis import strategies as st
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.data.score import byte_counts, entropy, unigram_bits_per_byte
 from megacpp_mcore.errors import DataError
-
-SCRIPT = Path(__file__).parents[2] / "examples" / "score_heldout.py"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("score_heldout", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["score_heldout"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-score_heldout = load()
+from megacpp_mcore.launch import heldout
 
 
 class Unigram(torch.nn.Module):
@@ -51,7 +34,7 @@ class Unigram(torch.nn.Module):
 
 @given(st.integers(2, 300), st.integers(1, 40))
 def test_every_token_but_the_first_is_a_label_once_after_its_predecessor(count: int, sequence: int) -> None:
-    windows = score_heldout.cut_windows(np.arange(count), sequence)
+    windows = heldout.cut_windows(np.arange(count), sequence)
     assert windows.inputs_WS.shape == windows.labels_WS.shape == windows.mask_WS.shape
     assert windows.inputs_WS.shape[1] == sequence
     assert windows.labels_WS[windows.mask_WS].tolist() == list(range(1, count))
@@ -63,16 +46,16 @@ def test_every_token_but_the_first_is_a_label_once_after_its_predecessor(count: 
 
 def test_too_few_tokens() -> None:
     with pytest.raises(DataError, match="found 1 tokens; expected at least 2"):
-        score_heldout.cut_windows(np.zeros(1, dtype=np.int64), 8)
+        heldout.cut_windows(np.zeros(1, dtype=np.int64), 8)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 100])
 def test_the_score_of_a_known_model(batch: int, capsys: pytest.CaptureFixture[str]) -> None:
     tokens = np.frombuffer(b"to be or not to be, that is the question", dtype=np.uint8).astype(np.int64)
-    windows = score_heldout.cut_windows(tokens, 8)
+    windows = heldout.cut_windows(tokens, 8)
     labels = tokens[1:]
     model = Unigram(labels)
-    score = score_heldout.score_windows(model, windows, batch)
+    score = heldout.score_windows(model, windows, batch)
     assert score.bytes == len(labels)
     assert score.value == pytest.approx(entropy(byte_counts(labels)), rel=1e-12)
     assert f"of {len(windows.inputs_WS)} windows" in capsys.readouterr().out
@@ -82,12 +65,12 @@ def test_ends_of_documents_cost_nats_and_are_no_bytes(tmp_path: Path) -> None:
     for name, text in (("a", "abab" * 9), ("b", "baba" * 9)):
         (tmp_path / f"{name}.txt").write_text(text)
     (prefix,) = prepare([tmp_path], str(tmp_path / "data"), progress=io.StringIO())
-    tokens = score_heldout.read_heldout(prefix, 0)
+    tokens = heldout.read_heldout(prefix, 0)
     assert tokens.size == 74
-    assert score_heldout.read_heldout(prefix, 5).tolist() == tokens[:5].tolist()
+    assert heldout.read_heldout(prefix, 5).tolist() == tokens[:5].tolist()
     assert entropy(byte_counts(tokens)) == pytest.approx(unigram_bits_per_byte(prefix), rel=1e-12)
-    windows = score_heldout.cut_windows(tokens, 16)
-    score = score_heldout.score_windows(Unigram(tokens), windows, 4)
+    windows = heldout.cut_windows(tokens, 16)
+    score = heldout.score_windows(Unigram(tokens), windows, 4)
     assert score.bytes == 71
     # 71 bytes of share 36/74 each, and two ends of share 2/74.
     nats = 71 * math.log(74 / 36) + 2 * math.log(74 / 2)

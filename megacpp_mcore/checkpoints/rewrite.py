@@ -1,0 +1,218 @@
+"""Rewrites a checkpoint in the format torch_dist, one entry at a time, without a model or a process group.
+
+Tensors are read, changed and written one by one; whatever else is in the checkpoint is copied as the bytes it is.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME, save_integrity_manifest
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+
+from megacpp_mcore.checkpoints.layout import AS_TORCH_DIST
+from megacpp_mcore.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+TRAIN_STATE = "train_state.pt"
+"""What Megatron-Bridge has in an iteration's folder and, as ``latest_train_state.pt``, beside it."""
+_METADATA = ".metadata"
+_COMMON = ShardedObject("common_state", None, (1,), (0,)).unique_key
+
+_BUCKETS = ".distributed.dp_group_idx_"
+"""In the names of an optimizer state that is saved as Megatron's flat buckets of parameters lie in memory."""
+
+Maker = Callable[[torch.Tensor], torch.Tensor]
+Changes = Mapping[str, Mapping[str, Maker | None]]
+"""An entry that does not stay as it is: the names of what takes its place, and what makes each of it (None: the entry)."""
+
+
+def rewrite(old: Path, new: Path, plan: Callable[[Source], Changes]) -> Path:
+    """Write the checkpoint ``old`` to the folder ``new``, with the changes that ``plan`` finds; returns the iteration's folder.
+
+    Args:
+        old: the folder of ``--save``, for its latest checkpoint, or the folder of one iteration.
+        new: not there yet; gets the iteration's folder and the tracker file, as ``--load`` wants them.
+        plan: says of a checkpoint what is to be changed.
+
+    Raises:
+        CheckpointError: ``old`` is no checkpoint; ``new`` is there, or cannot be written; or as ``plan`` raises it. Nothing is
+            left behind.
+    """
+    folder = _iteration_folder(old)
+    source = Source(folder)
+    unfinished = new.with_name(f"{new.name}.partial")
+    for path in (new, unfinished):
+        if path.exists():
+            raise CheckpointError(f"{path} is there already; name a folder that is not, or remove it")
+    try:
+        with warnings.catch_warnings():
+            # Of every read and write, that it goes on in one process: as it is meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            changes = plan(source)
+            target = unfinished / folder.name
+            target.mkdir(parents=True)
+            _write(target, source, changes)
+        _copy_rest(folder, target)
+        unfinished.rename(new)
+    except (OSError, CheckpointException) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise CheckpointError(f"{folder} cannot be rewritten to {new}: {cause(error)}") from error
+    return new / folder.name
+
+
+def _iteration_folder(old: Path) -> Path:
+    if (old / _METADATA).is_file():
+        return old.resolve()
+    tracker = old / TRACKER
+    try:
+        text = tracker.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise CheckpointError(
+            f"{old} is no checkpoint: it has neither {_METADATA} nor {TRACKER}; name the folder of --save, or one iter_… in it"
+        ) from error
+    folder = old / (f"iter_{int(text):07d}" if text.isdecimal() else text)
+    if any(folder.glob("mp_rank_*")):
+        raise CheckpointError(f"{folder} is in the format torch, which is cut as its run was; {AS_TORCH_DIST}")
+    if not (folder / _METADATA).is_file():
+        raise CheckpointError(
+            f"{folder}, which {tracker} names, has no {_METADATA}; restore it, or name another iteration"
+        )
+    return folder.resolve()
+
+
+class _Objects(DefaultLoadPlanner):
+    """Load planner that returns non-tensors as the file's bytes, without unpickling."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = value
+
+
+class Source(checkpoint.FileSystemReader):
+    """A checkpoint in the format torch_dist, read one entry at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+        self._common: io.BytesIO | None = None
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        try:
+            return super().read_metadata()
+        except Exception as error:  # torch unpickles it: anything
+            raise CheckpointError(
+                f"{self.folder / _METADATA} cannot be read ({error!r}); restore it from a copy, or convert another iteration"
+            ) from error
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """As torch's, once and not with every entry."""
+        return self._metadata
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all entries, tensors and objects."""
+        return tuple(self._metadata.state_dict_metadata)
+
+    def outline(self, name: str) -> torch.Tensor | None:
+        """A tensor without its values; None for what is no tensor."""
+        entry = self._metadata.state_dict_metadata[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+
+    def read(self, name: str, make: Maker | None = None) -> Any:
+        """``make`` of a whole tensor; without ``make`` the tensor itself, or the bytes of a non-tensor."""
+        if name == _COMMON and self._common is not None:
+            return self._common
+        outline = self.outline(name)
+        state: dict[str, Any] = {name: io.BytesIO() if outline is None else torch.empty_like(outline, device="cpu")}
+        checkpoint.load(state, storage_reader=self, planner=_Objects(), no_dist=True)
+        return state[name] if make is None else make(state[name])
+
+    def common(self) -> Any:
+        """What Megatron saves once for all ranks: its arguments, the iteration, the content metadata.
+
+        Raises:
+            CheckpointError: there is none, or it cannot be read.
+        """
+        try:
+            return torch.load(self.read(_COMMON), weights_only=True)
+        except (Exception, CheckpointException) as error:  # torch unpickles it: anything
+            raise CheckpointError(f"{self.folder} has no common state that can be read ({cause(error)})") from error
+
+    def replace_common(self, common: Any) -> None:
+        """Replace the common state that :meth:`common` read by ``common``."""
+        self._common = io.BytesIO()
+        torch.save(common, self._common)
+
+
+def refuse_flat_buckets(source: Source) -> None:
+    """Raise CheckpointError where the optimizer's state is in a format that has lost the parameters' shapes."""
+    if buckets := next((name for name in source.names if _BUCKETS in name), None):
+        raise CheckpointError(
+            f"{source.folder} holds the optimizer's state as flat buckets ({buckets}), in which no parameter's rows can be "
+            "told apart; with the version and in the parallelism that saved it, load and save it with "
+            "--dist-ckpt-optim-fully-reshardable, or without the optimizer with --no-save-optim, by --ckpt-convert-format "
+            "torch_dist --ckpt-convert-save OLD; then rewrite OLD/torch_dist"
+        )
+
+
+class _Lazy(DefaultSavePlanner):
+    """Save planner that computes each entry when it is written; until then there are outlines."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Any]]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.makers = makers
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self.makers[write_item.index.fqn]()
+
+
+def _write(target: Path, source: Source, changes: Changes) -> None:
+    outlines: dict[str, Any] = {}
+    makers: dict[str, Callable[[], Any]] = {}
+    for name in source.names:
+        outline = source.outline(name)
+        for new_name, make in changes.get(name, {name: None}).items():
+            outlines[new_name] = io.BytesIO() if outline is None else outline if make is None else make(outline)
+            makers[new_name] = partial(source.read, name, make)
+    writer = checkpoint.FileSystemWriter(target, thread_count=1)
+    checkpoint.save(outlines, storage_writer=writer, planner=_Lazy(makers), no_dist=True)
+
+
+def _copy_rest(folder: Path, target: Path) -> None:
+    """Copy what torch did not write: Megatron's marker, Bridge's files, a tokenizer; write the tracker beside ``target``."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.copytree(path, target / path.name)
+        elif path.name not in (_METADATA, INTEGRITY_FNAME) and path.suffix != ".distcp":
+            shutil.copy2(path, target / path.name)
+    if (folder / INTEGRITY_FNAME).exists():
+        save_integrity_manifest(str(target))
+    if (folder / TRAIN_STATE).exists():
+        shutil.copy2(folder / TRAIN_STATE, target.parent / f"latest_{TRAIN_STATE}")
+    iteration = folder.name.removeprefix("iter_")
+    (target.parent / TRACKER).write_text(str(int(iteration)) if iteration.isdecimal() else iteration, encoding="utf-8")
+
+
+def cause(error: BaseException) -> str:
+    """The root cause of an error that torch has wrapped, once for reading and once for writing."""
+    while isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return str(error) or repr(error)

@@ -1,0 +1,32 @@
+"""``megacpp-mcore advise index-cache``: which DSA layers of a trained model may share indices; imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.launch import advise, launcher
+from megacpp_mcore.launch import plan as launch_plan
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``advise`` to the command line."""
+    parser = subparsers.add_parser("advise", help="what a trained model says about its own schedule")
+    actions = parser.add_subparsers(dest="advise_action", required=True, metavar="ACTION")
+    words = "search for the DSA schedule with the fewest indexers whose held-out loss is that of the trained one"
+    action = actions.add_parser(
+        "index-cache",
+        help=words,
+        description=words + "; `checkpoint schedule` applies it",
+        usage="megacpp-mcore advise index-cache [OPTIONS] --heldout PREFIX -- MODEL-ARGUMENTS --load CHECKPOINTS",
+    )
+    action.add_argument("--device", choices=launch_plan.DEVICES, default="auto", help="as of `launch`")
+    advise.add_options(action)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``advise``; returns the exit status."""
+    options = [f"--{name}={getattr(args, name)}" for name in ("heldout", "tokens", "batch", "tolerance")]
+    command = [str(Path(advise.__file__)), *args.stock_command, *options]
+    return launcher.launch(command, device=args.device, recording=launcher.Recording(no_observe=True))

@@ -1,0 +1,160 @@
+"""Puts the CPU lane into this process and takes it out again; which arguments of Megatron a run on it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megacpp_mcore.cpu import torch_cuda
+from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.policy.compile import disabled_by
+from megacpp_mcore.util import flags
+
+REQUIRED_ARGUMENTS: tuple[tuple[str, ...], ...] = (
+    ("--distributed-backend", "gloo"),
+    ("--use-cpu-initialization",),
+    ("--transformer-impl", "local"),
+    ("--no-persist-layer-norm",),
+    ("--no-gradient-accumulation-fusion",),
+    ("--no-masked-softmax-fusion",),
+    ("--no-bias-dropout-fusion",),
+    ("--no-rope-fusion",),
+    ("--num-workers", "0"),
+)
+"""The Megatron arguments without which a CPU run cannot work, each a flag with its value, if it takes one."""
+
+ENVIRONMENT = {
+    # torch.compile would need a C++ compiler at run time, and Dynamo does not trace the stand-ins.
+    "TORCHDYNAMO_DISABLE": "1",
+    # Megatron insists on this one for TP and CP on GPUs older than Blackwell; it means nothing to a CPU.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+"""What the lane sets in the environment while it is installed."""
+
+_installed: CpuLane | None = None
+
+
+def missing_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return those of :data:`REQUIRED_ARGUMENTS` that ``arguments`` (Megatron's, without the script) does not hold.
+
+    ``--flag value`` and ``--flag=value`` count; a flag with another value is reported together with what was found.
+    """
+    given = flags.read(arguments)
+    missing = []
+    for flag, *values in REQUIRED_ARGUMENTS:
+        if flag not in given:
+            missing.append(" ".join((flag, *values)))
+        elif values and flags.first(given, flag) != values[0]:
+            missing.append(f"{flag} {values[0]} (found {flags.first(given, flag) or ''!r})")
+    return missing
+
+
+class CpuLane(contextlib.ExitStack):
+    """An installed lane, which puts every original back when it is closed or left, in reverse order.
+
+    One that cannot be put back does not keep the others from it; a torch function mode that is still active is such a one.
+
+    Attributes:
+        messages: the lines for the launcher to print. Each thing that was replaced is named in one of them: by its own name,
+            or, for the some sixty of ``torch.cuda``, by its module's.
+        dynamo_was_disabled: whether torch.compile was off before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        self.dynamo_was_disabled = bool(disabled_by(os.environ))
+
+    def replace(self, message: str, owner: Any, **values: Any) -> None:
+        """Set attributes of ``owner`` (a module or a class) for as long as the lane is there; ``message`` says what for."""
+        self.enter_context(mock.patch.multiple(owner, create=True, **values))
+        if message:
+            place = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+            self.messages.append(f"CPU lane: {', '.join(f'{place}.{name}' for name in values)} {message}")
+
+    remove = contextlib.ExitStack.close
+
+
+def install() -> CpuLane:
+    """Install the lane in this process and return it; imports megatron-core.
+
+    Raises:
+        LaunchError: if the lane is installed already, or if this process already uses a real GPU.
+    """
+    global _installed
+    if _installed is not None:
+        raise LaunchError("the CPU lane is already installed in this process; remove() the first one before another")
+    if torch.cuda.is_initialized():
+        raise LaunchError(
+            "this process already uses a real CUDA device, and the CPU lane would answer in its place; "
+            "install the lane before any CUDA call, or run with --device cuda"
+        )
+    lane = _installed = CpuLane()
+    lane.callback(_forget)
+    try:
+        _disable_dynamo(lane)
+        # Imports Megatron before the stand-ins, so that the names of torch.cuda that it copies at import are the originals.
+        from megacpp_mcore.cpu import megatron
+
+        torch_cuda.install(lane)
+        megatron.install(lane)
+    except BaseException:
+        lane.close()
+        raise
+    return lane
+
+
+def _forget() -> None:
+    global _installed
+    _installed = None
+
+
+def answers_here() -> bool:
+    """Whether CUDA devices that this thread names now become the CPU."""
+    return isinstance(torch.overrides._get_current_function_mode(), torch_cuda.CpuDeviceMode)
+
+
+def _disable_dynamo(lane: CpuLane) -> None:
+    """Set the environment, of which Dynamo reads its part when a function is decorated."""
+    lane.callback(_set_variables, {name: os.environ.get(name) for name in ENVIRONMENT})
+    os.environ |= ENVIRONMENT
+    settings = ", ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
+    if "torch._dynamo.config" in sys.modules:  # imported before: what is compiled by now asks the configuration
+        lane.enter_context(sys.modules["torch._dynamo.config"].patch(disable=True))
+        settings += ", torch._dynamo.config.disable=True"
+    lane.messages.append(f"CPU lane: {settings} (torch.compile runs its functions eagerly)")
+
+
+def _set_variables(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextlib.contextmanager
+def stepping_aside() -> Iterator[None]:
+    """For the duration, no part of an installed lane that Dynamo cannot trace: for functions of CPU tensors alone.
+
+    Does nothing without a lane, nor where another torch function mode is active, and leaves Dynamo disabled where it was so
+    before the lane.
+    """
+    if _installed is None or _installed.dynamo_was_disabled or not answers_here():
+        yield
+        return
+    from torch._dynamo import config as dynamo
+
+    variable = os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    no_gpu = mock.patch.object(torch.cuda, "is_available", bool)  # which says no
+    try:
+        with no_gpu, dynamo.patch(disable=False), torch.overrides._pop_mode_temporarily():
+            yield
+    finally:
+        _set_variables({"TORCHDYNAMO_DISABLE": variable})

@@ -1,0 +1,86 @@
+"""What of Megatron itself the CPU lane replaces; with importing this module Megatron is imported (megatron-core 0.19)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import logging
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from megatron.core.transformer.moe import experts, moe_utils
+from megatron.training import initialize
+
+from megacpp_mcore.cpu.torch_cuda import without_moving_the_generator
+
+if TYPE_CHECKING:
+    from megacpp_mcore.cpu.lane import CpuLane
+
+_RNG_LOGGER = "megatron.core.tensor_parallel.random"
+_RNG_WARNING = "CPU RNG state changed within GPU RNG context"
+
+
+def install(lane: CpuLane) -> None:
+    """Have ``lane`` replace all of it."""
+    _keep_the_warm_up_off_the_generator(lane)
+    _quiet_shared_generator_warning(lane)
+    _seed_experts_by_global_index(lane)
+    # Where Transformer Engine is installed the fp32 router would call its GEMM, which takes CUDA tensors only.
+    lane.replace("is None (the router multiplies with torch)", moe_utils, te_general_gemm=None)
+
+
+def _keep_the_warm_up_off_the_generator(lane: CpuLane) -> None:
+    """Keep the random inputs of Megatron's fused functions, which it runs once to compile them, out of the weights.
+
+    They are as large as micro-batch, sequence and tensor parallelism make them, and drawn after seeding and before the model
+    is built. With a GPU they move only the device's generator; here the two are one, and another micro-batch would be
+    another model (``training/initialize.py``).
+    """
+    message = "does not move the generator (weights do not depend on batches)"
+    warm_up = without_moving_the_generator(initialize._warmup_jit_function)
+    lane.replace(message, initialize, _warmup_jit_function=warm_up)
+
+
+def _quiet_shared_generator_warning(lane: CpuLane) -> None:
+    """Drop the tracker's warning about CPU state changes: the two generators are one here, so every fork would warn."""
+    logger = logging.getLogger(_RNG_LOGGER)
+
+    def keep(record: logging.LogRecord) -> bool:
+        return record.getMessage() != _RNG_WARNING
+
+    logger.addFilter(keep)
+    lane.callback(logger.removeFilter, keep)
+    lane.messages.append(f"CPU lane: a filter of {_RNG_LOGGER} drops its warning of {_RNG_WARNING!r}")
+
+
+def _seed_experts_by_global_index(lane: CpuLane) -> None:
+    """Give every expert of a ``SequentialMLP`` a seed of its own, made from its global index.
+
+    With ``--use-cpu-initialization`` Megatron draws all weights from one stream that is the same on every
+    expert-parallel rank, so that each rank would get the *same* experts. Here a layer draws one number from that
+    stream and each expert is drawn from a generator seeded with it plus the expert's global index: experts differ
+    from one another, and EP 1 and EP 2 start from the same model (``transformer/moe/experts.py``).
+    """
+    stock_init = experts.SequentialMLP.__init__
+    signature = inspect.signature(stock_init)
+
+    @functools.wraps(stock_init)
+    def seeded_init(*args: Any, **kwargs: Any) -> None:
+        arguments = signature.bind(*args, **kwargs).arguments
+        first = arguments["num_local_experts"] * arguments["pg_collection"].ep.rank()
+        indices = itertools.count(first)
+        layer_seed = int(torch.randint(2**48, (), device="cpu"))
+        stock_mlp = experts.MLP
+
+        def build_expert(*mlp_args: Any, **mlp_kwargs: Any) -> Any:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(layer_seed + next(indices))
+                return stock_mlp(*mlp_args, **mlp_kwargs)
+
+        with mock.patch.object(experts, "MLP", build_expert):
+            stock_init(*args, **kwargs)
+
+    message = "seeds experts by their global index (stock gives every EP rank the same ones)"
+    lane.replace(message, experts.SequentialMLP, __init__=seeded_init)

@@ -1,0 +1,271 @@
+"""What ``torch.cuda``, and torch where it is told of a CUDA device, answer on the CPU lane."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import resource
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megacpp_mcore.errors import LaunchError
+
+if TYPE_CHECKING:
+    from megacpp_mcore.cpu.lane import CpuLane
+
+
+def install(lane: CpuLane) -> None:
+    """Have ``lane`` replace all of it."""
+    generators = _generator_functions()
+    lane.replace("", torch.cuda, **_device_functions(), **_memory_functions(), **generators)
+    # Megatron uses both torch.cuda.get_rng_state and torch.cuda.random.get_rng_state.
+    lane.replace("", torch.cuda.random, **generators)
+    lane.replace("", torch.cuda.nvtx, **dict.fromkeys(("range_push", "range_pop", "mark"), _nothing))
+    lane.messages.append("CPU lane: torch.cuda, torch.cuda.random and torch.cuda.nvtx are answered by the CPU")
+    _send_devices_to_cpu(lane)
+    _accept_any_split_sizes(lane)
+    _keep_loaders_off_the_generator(lane)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+class _Stream:
+    """The one stream of the stand-in: what is put on it has already been done."""
+
+    cuda_stream = priority = 0
+    device = torch.device("cpu")
+    __init__ = wait_stream = wait_event = synchronize = _nothing
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
+        event.record(self)
+        return event
+
+
+class _Event:
+    """A point in wall-clock time, for what measures with ``elapsed_time``."""
+
+    seconds: float | None = None
+    __init__ = wait = synchronize = _nothing
+
+    def record(self, stream: Any = None) -> None:
+        self.seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: _Event) -> float:
+        """Return the milliseconds from this event to ``end_event``; unless both were recorded an error, as torch has it."""
+        if self.seconds is None or end_event.seconds is None:
+            raise RuntimeError("elapsed_time needs two recorded events; call record() on both first")
+        return (end_event.seconds - self.seconds) * 1e3
+
+
+def _local_world_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _device_functions() -> dict[str, Any]:
+    processors = os.cpu_count() or 1
+    properties = SimpleNamespace(
+        name="CPU stand-in for CUDA", major=0, minor=0, total_memory=_host_memory(), multi_processor_count=processors
+    )
+    stream = _Stream()
+    return dict.fromkeys(("init", "synchronize", "ipc_collect"), _nothing) | {
+        "set_device": lambda device: None,  # an object of its own: Dynamo has a rule for each function of torch
+        "set_stream": lambda stream: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": _local_world_size,
+        "current_device": lambda: int(os.environ.get("LOCAL_RANK", "0")),
+        "device": contextlib.nullcontext,
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_capability": lambda device=None: (0, 0),
+        "get_device_properties": lambda device=None: properties,
+        "is_bf16_supported": lambda including_emulation=True: including_emulation,
+        "Stream": _Stream,
+        "Event": _Event,
+        "stream": contextlib.nullcontext,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "is_current_stream_capturing": lambda: False,
+        "default_generators": (torch.default_generator,) * _local_world_size(),
+    }
+
+
+def _memory_functions() -> dict[str, Any]:
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        stats = {"allocation.all.current": 0, "allocation.all.peak": 0}  # the host's allocator keeps no count of blocks
+        for kind in ("allocated_bytes", "reserved_bytes", "active_bytes"):
+            stats |= {f"{kind}.all.current": _resident_bytes(), f"{kind}.all.peak": _peak_resident_bytes()}
+        return stats
+
+    def empty_cache() -> None:
+        # glibc keeps what was freed between blocks still in use: after some steps several times what the step needs.
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+            trim(0)
+
+    now = dict.fromkeys(
+        ("memory_allocated", "memory_reserved", "device_memory_used"), lambda device=None: _resident_bytes()
+    )
+    peak = dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda device=None: _peak_resident_bytes())
+    unneeded = dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing)
+    free = {"mem_get_info": lambda device=None: (_host_memory() - _resident_bytes(), _host_memory())}
+    return {**now, **peak, **unneeded, **free, "empty_cache": empty_cache, "memory_stats": memory_stats}
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _peak_resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _generator_functions() -> dict[str, Any]:
+    generator = torch.default_generator
+
+    def set_rng_state_all(new_states: Sequence[torch.Tensor]) -> None:
+        generator.set_state(new_states[-1])  # the devices of one host share the generator: all states are the same one
+
+    return {
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), lambda seed: generator.manual_seed(int(seed))),
+        **dict.fromkeys(("seed", "seed_all"), generator.seed),
+        "initial_seed": generator.initial_seed,
+        "get_rng_state": lambda device="cuda": generator.get_state(),
+        "get_rng_state_all": lambda: [generator.get_state() for _ in range(_local_world_size())],
+        "set_rng_state": lambda new_state, device="cuda": generator.set_state(new_state),
+        "set_rng_state_all": set_rng_state_all,
+    }
+
+
+def _cpu_for(device: Any) -> Any:
+    """Return the CPU for whatever names a CUDA device, and anything else unchanged."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return torch.device("cpu")
+    is_cuda = device.startswith("cuda") if isinstance(device, str) else getattr(device, "type", None) == "cuda"
+    return torch.device("cpu") if is_cuda else device
+
+
+def _tensor_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.Tensor.to(tensor, *(_cpu_for(arg) for arg in args[:1]), *args[1:], **_rewrite(kwargs))
+
+
+def _tensor_cuda(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
+    return torch.Tensor.to(tensor, device=torch.device("cpu"), **kwargs)
+
+
+def _tensor_type(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+    if dtype is None:
+        return torch.Tensor.type(tensor).replace("torch.", "torch.cuda.", 1)
+    if isinstance(dtype, str):
+        dtype = dtype.replace("torch.cuda.", "torch.", 1)
+    return torch.Tensor.type(tensor, dtype, **kwargs)
+
+
+def _rewrite(kwargs: dict[str, Any]) -> dict[str, Any]:
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": _cpu_for(kwargs["device"])}
+    if kwargs.get("pin_memory"):
+        kwargs = {**kwargs, "pin_memory": False}
+    return kwargs
+
+
+_METHODS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.to: _tensor_to,
+    torch.Tensor.cuda: _tensor_cuda,
+    torch.Tensor.type: _tensor_type,
+    torch.Tensor.pin_memory: lambda tensor, *_, **__: tensor,
+}
+
+
+class CpuDeviceMode(TorchFunctionMode):
+    """Sends to the CPU every torch call of this thread that names a CUDA device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``func``, or its stand-in, with CUDA devices replaced."""
+        if func in _METHODS:
+            return _METHODS[func](*args, **(kwargs or {}))
+        return func(*args, **_rewrite(kwargs or {}))
+
+
+def _send_devices_to_cpu(lane: CpuLane) -> None:
+    mode = CpuDeviceMode()
+    mode.__enter__()
+
+    def leave() -> None:
+        if torch.overrides._get_current_function_mode() is not mode:
+            raise LaunchError("another torch function mode was entered after the CPU lane; leave it before the lane")
+        mode.__exit__(None, None, None)
+
+    lane.callback(leave)
+    lane.messages.append(f"CPU lane: {__name__}.CpuDeviceMode sends CUDA devices named in torch calls to the CPU")
+    stock_backward = torch.autograd._engine_run_backward
+
+    @functools.wraps(stock_backward)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if torch.overrides._get_current_function_mode() is mode else mode:
+            return stock_backward(*args, **kwargs)
+
+    # A mode is off while it answers a call, and torch.autograd.backward is one: a checkpoint's inner backward pass.
+    lane.replace("keeps to that mode, too", torch.autograd, _engine_run_backward=run_backward)
+    # Its argument must be a real stream before a mode is asked.
+    lane.replace("does nothing", torch.Tensor, record_stream=_nothing)
+
+
+def _accept_any_split_sizes(lane: CpuLane) -> None:
+    """Let ``all_to_all_single`` take its split sizes as arrays or tensors: gloo's binding wants lists of ints."""
+    stock = torch.distributed.all_to_all_single
+
+    def as_list(sizes: Any) -> Any:
+        return sizes.tolist() if hasattr(sizes, "tolist") else sizes
+
+    @functools.wraps(stock)
+    def all_to_all_single(
+        output: Any,
+        input: Any,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *more: Any,
+        **options: Any,
+    ) -> Any:
+        return stock(output, input, as_list(output_split_sizes), as_list(input_split_sizes), *more, **options)
+
+    message = "takes split sizes of any kind (gloo wants lists)"
+    lane.replace(message, torch.distributed, all_to_all_single=all_to_all_single)
+
+
+def without_moving_the_generator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``function`` so that what it draws leaves the CPU generator as it was."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _keep_loaders_off_the_generator(lane: CpuLane) -> None:
+    """Keep the draw with which a DataLoader iterator starts from moving the generator that dropout uses.
+
+    A resumed run makes its iterators after it has restored the generator, an uninterrupted one before it trains. With
+    a GPU that draw moves only the host's generator; here the two are one, and a resumed run would not repeat.
+    """
+    loader = torch.utils.data.DataLoader
+    message = "does not move the generator (resumed runs repeat)"
+    lane.replace(message, loader, __iter__=without_moving_the_generator(loader.__iter__))

@@ -1,0 +1,114 @@
+"""A trained model on held-out text: loading it as stock Megatron does, and the nats of every token.
+
+A text is cut into contiguous windows of the model's sequence length, each predicted from what is before it *in its window*:
+every token but the very first is predicted exactly once, and none of them profits from more context than the model has.
+One process, since windows are not shared out; checked with megatron-core 0.19.2.
+
+Shapes: W windows, S sequence length, N tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megacpp_mcore.data.index import read_index
+from megacpp_mcore.data.manifest import verify
+from megacpp_mcore.data.score import BitsPerByte, count_bytes
+from megacpp_mcore.data.tokenizer import BYTE_EOD_ID, ByteTokenizer
+from megacpp_mcore.errors import DataError, LaunchError
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Contiguous windows: ``labels_WS[w, s]`` is the token after ``inputs_WS[w, s]``; ``mask_WS`` is 0 on padding."""
+
+    inputs_WS: NDArray[np.int64]
+    labels_WS: NDArray[np.int64]
+    mask_WS: NDArray[np.bool_]
+
+
+def cut_windows(tokens_N: NDArray[Any], sequence: int) -> Windows:
+    """Cut N tokens into windows in which each token but the first is a label exactly once; the last one is padded.
+
+    Raises:
+        DataError: fewer than two tokens.
+    """
+    if len(tokens_N) < 2:
+        raise DataError(f"found {len(tokens_N)} tokens; expected at least 2, one to predict the other from")
+    predicted = len(tokens_N) - 1
+    windows = math.ceil(predicted / sequence)
+
+    def fill(values: NDArray[Any]) -> NDArray[np.int64]:
+        padded = np.full(windows * sequence, BYTE_EOD_ID, dtype=np.int64)
+        padded[:predicted] = values
+        return padded.reshape(windows, sequence)
+
+    mask_WS = (np.arange(windows * sequence) < predicted).reshape(windows, sequence)
+    return Windows(fill(tokens_N[:-1]), fill(tokens_N[1:]), mask_WS)
+
+
+def read_heldout(prefix: str, limit: int) -> NDArray[Any]:
+    """The first ``limit`` tokens of a byte dataset (0: all), after checking it against its manifest."""
+    manifest = verify(prefix)
+    if manifest.tokenizer["checksum"] != ByteTokenizer().checksum():
+        raise DataError(
+            f"{prefix} was made with the tokenizer {manifest.tokenizer['kind']}; expected the byte tokenizer"
+        )
+    tokens_N = read_index(prefix).open_tokens()
+    return tokens_N[:limit] if limit else tokens_N
+
+
+def score_windows(model: Any, windows: Windows, batch: int, *, progress: bool = True) -> BitsPerByte:
+    """Run the model over all windows, ``batch`` at a time, and add up its per-token losses in fp64; print how far it is."""
+    import torch
+
+    device = next(model.parameters()).device
+    score = BitsPerByte()
+    sequence = windows.inputs_WS.shape[1]
+    for start in range(0, len(windows.inputs_WS), batch):
+        part = slice(start, start + batch)
+        inputs, labels = (
+            torch.from_numpy(values[part]).to(device) for values in (windows.inputs_WS, windows.labels_WS)
+        )
+        positions = torch.arange(sequence, device=device).expand(len(inputs), sequence)
+        with torch.no_grad():
+            nats_BS = model(inputs, positions, None, labels=labels)
+        mask_BS = windows.mask_WS[part]
+        kept = nats_BS.double().cpu().numpy()[mask_BS]
+        score.add(float(kept.sum()), count_bytes(windows.labels_WS[part][mask_BS]))
+        if progress:
+            print(
+                f"scored {min(start + batch, len(windows.inputs_WS))} of {len(windows.inputs_WS)} windows", flush=True
+            )
+    return score
+
+
+def load_model(args: Namespace) -> Any:
+    """Build the model and load its newest checkpoint, both through stock Megatron; returns it in evaluation mode.
+
+    Raises:
+        LaunchError: no checkpoint was loaded, or the run has more than one process.
+    """
+    from megatron.core.enums import ModelType
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.initialize import initialize_megatron
+    from megatron.training.training import setup_model_and_optimizer
+
+    if args.world_size != 1:
+        raise LaunchError(f"this script runs in {args.world_size} processes; expected 1")
+    initialize_megatron()
+    (model,), _, _ = setup_model_and_optimizer(
+        ModelType.encoder_or_decoder,
+        cfg_container=pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    if not args.iteration:
+        raise LaunchError(f"no checkpoint was loaded from --load {args.load}; expected one with trained weights")
+    return model.eval()

@@ -1,0 +1,91 @@
+"""The search for a DSA schedule: its rounds, that a schedule chosen is one that was built, and the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacpp_mcore.commands import cli
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.launch import advise, launcher
+from megacpp_mcore.launch.advise import Round, Schedules, report, search
+from megacpp_mcore.model import preset
+from tests import stock, tiny_run
+
+S, B = 24, 2
+
+
+def test_each_round_keeps_the_change_that_costs_least() -> None:
+    cost = {5: 100.0, 9: 3.0, 13: 1.0, 17: 2.0}
+    rounds = list(search([5, 9, 13, 17], lambda full: 10.0 + sum(cost[one] for one in set(cost) - full)))
+    assert [one.became_shared for one in rounds] == [None, 13, 17, 9]
+    assert [one.loss for one in rounds] == [10.0, 11.0, 13.0, 16.0]
+    assert rounds[-1].full == {5}
+    with pytest.raises(ModelError, match="no Full DSA layer"):
+        list(search([], lambda full: 0.0))
+
+
+OVERRIDES = {"seq_length": S, "dsa": {"topk": 4, "schedule": "-FF"}, "mtp": {"depth": 0}}
+
+
+def build(process: Path, schedule: str) -> Any:
+    built = stock.build({**OVERRIDES, "dsa": {"topk": 4, "schedule": schedule}}, preset("nam56r_tiny"), process)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return built.eval()
+
+
+def losses(model: Any) -> torch.Tensor:
+    tokens = torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        return model(tokens[:, :-1], torch.arange(S).expand(B, S), None, labels=tokens[:, 1:])
+
+
+def test_a_schedule_that_is_chosen_is_the_model_that_is_built_with_it(process: Path) -> None:
+    both, one = build(process, "-FF"), build(process, "-FS")
+    one.load_state_dict({name: value for name, value in both.state_dict().items() if name in one.state_dict()})
+    schedules = Schedules(both)
+    assert (schedules.full, schedules.text(frozenset({5, 9})), schedules.text(frozenset({5}))) == ([5, 9], "-FF", "-FS")
+    before = losses(both)
+    with schedules.chosen(frozenset({5})):
+        assert torch.equal(losses(both), losses(one))
+    assert torch.equal(losses(both), before)
+    assert not torch.equal(losses(one), before)
+
+
+def test_the_advice_is_the_last_schedule_within_the_tolerance(process: Path) -> None:
+    schedules = Schedules(build(process, "-FF"))
+    rounds = [Round(frozenset({5, 9}), None, 2.0), Round(frozenset({5}), 9, 2.001)]
+    *_, line, advice = report(schedules, rounds, 1e-3)
+    assert line.split() == ["-FS", "layer", "9", "Shared", "2.001000", "nats", "a", "token", "+0.0500%"]
+    assert advice == "advised: --schedule=-FS, 1 of 2 indexers"
+    assert "the schedule as it is" in list(report(schedules, rounds, 1e-4))[-1]
+
+
+def test_the_command_is_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr(launcher, "launch", lambda *given, **more: launched.append((given, more)) or 0)
+    words = ["advise", "index-cache", "--device", "cpu", "--heldout", "text", "--tokens", "9", "--", "--load", "x"]
+    assert cli.main(words) == 0
+    (((command,), more),) = launched
+    assert command[0] == advise.__file__
+    assert command[1:] == ["--load", "x", "--heldout=text", "--tokens=9", "--batch=8", "--tolerance=0.001"]
+    assert (more["device"], more["recording"]) == ("cpu", launcher.Recording(no_observe=True))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_checkpoint_is_searched(tmp_path: Path) -> None:
+    data = tiny_run.make_data(tmp_path)
+    words, saved = tiny_run.words(data, 2), str(tmp_path / "saved")
+    launch = ("megacpp_mcore", "launch", "--device", "cpu", "--no-observe", "--")
+    tiny_run.start(launch, [*words, "--save", saved, "--save-interval", "2"], data).finish()
+    search_ = ("megacpp_mcore", "advise", "index-cache", "--device", "cpu", "--heldout", str(data / "text"))
+    said = tiny_run.start((*search_, "--tokens", "2000", "--"), [*words, "--load", saved], data).finish()
+    assert said.count(f"{tiny_run.SCHEDULE}: ") == 1
+    assert "advised: " in said

@@ -1,0 +1,100 @@
+"""A sequence in pieces, with an inference context, gives what it gives at once; what a context cannot be is refused.
+
+Shape legend: S sequence, B batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.inference.utils import InferenceMode
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs.decode import LayerCache
+from megacpp_mcore.model import preset
+from tests import stock
+
+S, B = 24, 2
+
+
+@pytest.fixture(scope="module")
+def model(process: Path) -> Any:
+    """nam56r_tiny away from its initial values; a query sees a third of the keys before it."""
+    overrides = {"seq_length": S, "dsa": {"topk": 8}}
+    built = stock.build(overrides, preset("nam56r_tiny"), process)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return built.eval()
+
+
+def logits(model: Any, tokens: torch.Tensor, context: Any = None) -> torch.Tensor:
+    """Of every row given, ``[B, S, V]``."""
+    first = 0 if context is None else context.sequence_len_offset
+    positions = torch.arange(first, first + tokens.shape[1]).expand(B, -1)
+    with torch.no_grad(), InferenceMode.active():
+        return model(tokens, positions, None, inference_context=context, runtime_gather_output=True)
+
+
+def in_pieces(model: Any, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    context, found = StaticInferenceContext(B, S), []
+    context.config.materialize_only_last_token_logits = False
+    for piece in tokens.split(list(lengths), dim=1):
+        found.append(logits(model, piece, context))
+        context.sequence_len_offset += piece.shape[1]
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("lengths", [[S], [1] * S, [9] + [1] * (S - 9), [1, 10, 5, 8]])
+def test_pieces_give_what_the_whole_gives(model: Any, lengths: list[int]) -> None:
+    tokens = torch.randint(0, 256, (B, S), generator=torch.Generator().manual_seed(3))
+    whole, found = logits(model, tokens), in_pieces(model, tokens, lengths)
+    assert found.shape == whole.shape
+    error = (found - whole).square().mean(-1).sqrt() / whole.square().mean(-1).sqrt()
+    assert float(error.max()) < 2e-5
+
+
+def test_a_context_is_begun_anew(model: Any) -> None:
+    """Another sequence in a context that was reset is not told of the first."""
+    first, second = torch.randint(0, 256, (2, B, S), generator=torch.Generator().manual_seed(4))
+    context = StaticInferenceContext(B, S)
+    logits(model, first, context)
+    context.reset()
+    assert torch.equal(logits(model, second, context), logits(model, second, StaticInferenceContext(B, S)))
+
+
+def context(**changes: Any) -> SimpleNamespace:
+    common = {"sequence_len_offset": 0, "batch_size_offset": 0, "max_sequence_length": 8, "key_value_memory_dict": {}}
+    return SimpleNamespace(is_static_batching=lambda: True, **common | changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "says"),
+    [
+        (context(batch_size_offset=2), 1, "layer 3: batch_size_offset is 2"),
+        (context(), 9, "layer 3: the sequence has 9 rows and the context holds 8"),
+        (context(sequence_len_offset=4), 1, "layer 3 has seen 0 rows of this sequence and sequence_len_offset is 4"),
+        (SimpleNamespace(is_static_batching=lambda: False), 1, "layer 3 was given a SimpleNamespace"),
+    ],
+)
+def test_what_a_context_cannot_be(given: Any, rows: int, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        LayerCache(given, 3, rows)
+
+
+@pytest.mark.parametrize("number", [3, 5, 12])
+def test_a_step_that_was_left_out_is_refused(model: Any, number: int) -> None:
+    layer, held = model.decoder.layers[number - 1].self_attention, StaticInferenceContext(B, S)
+    layer(torch.randn(4, B, 128), None, inference_context=held)
+    held.sequence_len_offset = 5
+    with pytest.raises(
+        ModelError, match=f"layer {number} has seen 4 rows of this sequence and sequence_len_offset is 5"
+    ):
+        layer(torch.randn(1, B, 128), None, inference_context=held)

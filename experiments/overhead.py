@@ -26,17 +26,8 @@ from megacpp_mcore.observe.events import Listener
 from megacpp_mcore.observe.loop import Notifier
 
 LIMIT_MS = 1.0
-COLUMNS = (
-    "model",
-    "device",
-    "steps",
-    "listeners_ms",
-    "step_ms",
-    "torch",
-    "megatron-core",
-    "transformer-engine",
-    "commit",
-)
+PACKAGES = ("torch", "megatron-core", "transformer-engine")
+COLUMNS = ("model", "device", "steps", "listeners_ms", "step_ms", *PACKAGES, "commit")
 
 
 def main() -> int:
@@ -83,11 +74,10 @@ def main() -> int:
         sys.exit(f"training ended with status {status} after {len(marks)} of {args.steps} logged steps")
     half = args.steps // 2  # the first half has the start in it
     (from_ns, from_spent), (to_ns, to_spent) = marks[half - 1], marks[-1]
-    steps = args.steps - half
-    listeners, step = ((to_spent - from_spent) / steps / 1e6, (to_ns - from_ns) / steps / 1e6)
+    listeners, step = (took / (args.steps - half) / 1e6 for took in (to_spent - from_spent, to_ns - from_ns))
     print(f"listeners take {listeners:.2f} ms of a step of {step:.1f} ms, {listeners / step:.2%}")
     row = {"model": args.model, "device": device_name(args.device), "steps": args.steps}
-    table.append(row | {"listeners_ms": f"{listeners:.3f}", "step_ms": f"{step:.1f}"} | versions("transformer-engine"))
+    table.append(row | {"listeners_ms": f"{listeners:.3f}", "step_ms": f"{step:.1f}"} | versions(*PACKAGES))
     return int(listeners > LIMIT_MS)
 
 

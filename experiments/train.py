@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,11 @@ from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.bench.measure import device_name, versions
 from megacpp_mcore.bench.table import Table
 from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.model.training import GPT, Training
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.steps import Step, read_steps
+from megacpp_mcore.util import schema
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton")
 COLUMNS = (
@@ -56,7 +56,7 @@ class Arm:
     settings: Mapping[str, Any] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
-    words: Sequence[str] = ()
+    words: Sequence[Any] = ()
     host: str = GPT
     door: str = "launch"
     recipe: str = ""
@@ -66,9 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train every arm with every seed; 1 when a run fails, whose log is named."""
     args = _arguments(argv)
     content = yaml.safe_load(args.file.read_text(encoding="utf-8"))
-    arms = [
-        _arm(content, name, part or {}) for name, part in content["arms"].items() if not args.arms or name in args.arms
-    ]
+    named = args.arms or content["arms"]
+    arms = [_arm(content, name, part or {}) for name, part in content["arms"].items() if name in named]
     table, slots = Table(args.output, COLUMNS), _slots(args)
     jobs = [(arm, seed) for seed in args.seeds for arm in arms]
     failures: list[str] = []
@@ -91,11 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arm(content: Mapping[str, Any], name: str, part: Mapping[str, Any]) -> Arm:
-    known = [each.name for each in fields(Arm) if each.name != "name"]
-    if unknown := [key for key in part if key not in known]:
-        raise BenchmarkError(f"arm {name!r} has {', '.join(unknown)}; expected of {', '.join(known)}")
     both = {key: {**content.get(key, {}), **part.get(key, {})} for key in ("training", "settings")}
-    return Arm(name, **{**part, **both, "words": [*content.get("words", []), *part.get("words", [])]})
+    words = [*content.get("words", []), *part.get("words", [])]
+    return schema.build(Arm, {**part, **both, "name": name, "words": words}, f"arms.{name}")
 
 
 def _slots(args: argparse.Namespace) -> Slots:

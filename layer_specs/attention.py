@@ -432,7 +432,7 @@ class SparseMLASelfAttention(_Documents, _WholeRows, AbsorbedMLASelfAttention):
         inference_context: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As stock's, which refuses an inference context: with one, the latents so far are kept in it.
+        """As stock's, but accepts an inference context and caches the latents in it.
 
         Raises:
             ModelError: as :class:`megacpp_mcore.layer_specs.decode.LayerCache`.

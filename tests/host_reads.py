@@ -33,7 +33,7 @@ Counts = collections.Counter[str]
 def _reader() -> str:
     """The innermost function of Megatron's or of this package on the stack."""
     for frame in reversed(traceback.extract_stack()):
-        if any(source in frame.filename for source in SOURCES) and not frame.filename.endswith("/cpu.py"):
+        if any(source in frame.filename for source in SOURCES) and "/megacpp_mcore/cpu/" not in frame.filename:
             return frame.name
     return "elsewhere"
 

@@ -61,7 +61,7 @@ class LaunchFlag:
     obstacle: Callable[[Machine], str]
 
     def lowered(self, machine: Machine) -> tuple[str, ...]:
-        """The words of a run on ``machine``."""
+        """The flag's arguments for a run on ``machine``."""
         return self.off if self.obstacle(machine) else self.words
 
 
@@ -123,7 +123,7 @@ FLAGS = (
 
 
 def lowered(machine: Machine) -> tuple[str, ...]:
-    """The words of all flags for a run on ``machine``."""
+    """The arguments of all flags for a run on ``machine``."""
     return tuple(word for flag in FLAGS for word in flag.lowered(machine))
 
 

@@ -28,7 +28,7 @@ _MODULES = {GPT: "megacpp_mcore.layer_specs.nam56r", HYBRID: "megacpp_mcore.laye
 
 
 def host_of(spec: Sequence[str] | None) -> str | None:
-    """The host that the words of a ``--spec`` are for; None when the spec is not one of ours."""
+    """The host of a ``--spec`` value; None for a spec of others."""
     word = ".".join(spec or ())
     return next(
         (host for host, (_, name) in SPECS.items() if word in (f"megacpp_mcore.{name}", f"{_MODULES[host]}.{name}")),
@@ -38,7 +38,7 @@ def host_of(spec: Sequence[str] | None) -> str | None:
 
 @dataclass(frozen=True)
 class Argument:
-    """One stock argument a model asks for.
+    """One stock argument that a model requires.
 
     Attributes:
         words: what goes on the command line; empty when Megatron's default is the right value.

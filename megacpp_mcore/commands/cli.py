@@ -25,7 +25,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 2 when what the user asked for cannot be done.
+    """Run one command and return its exit status: 2 for a request that cannot be carried out.
 
     Args:
         argv: the arguments after the program's name; by default those of this process.

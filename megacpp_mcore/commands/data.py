@@ -49,7 +49,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the parsed ``args`` say and return the exit status.
+    """Carry out ``data``; returns the exit status.
 
     Raises:
         DataError: it cannot be done; the message says why.

@@ -33,37 +33,22 @@ def add_parser(subparsers: Any) -> None:
     actions = parser.add_subparsers(dest="action", required=True)
     show = actions.add_parser("show", help="the receipt of a run")
     show.add_argument("receipt", metavar="RUN", help="the folder of a run, or a receipt")
-    comparing = actions.add_parser(
-        "compare", help="what a claim about the speed of two runs may say; exit status 1 if there is none"
-    )
+    claim = "what a claim about the speed of two runs may say; exit status 1 if there is none"
+    comparing = actions.add_parser("compare", help=claim)
     comparing.add_argument("first", metavar="A", help="the baseline: the folder of a run, or a receipt")
     comparing.add_argument("second", metavar="B", help="what is compared with it")
-    comparing.add_argument(
-        "--varies",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help=f"the one difference that is meant: {', '.join(KEYS)}",
-    )
-    comparing.add_argument(
-        "--declare",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help=f"a disqualifier that both carry, to be said in the claim: {', '.join(DISQUALIFIERS)}",
-    )
-    comparing.add_argument(
-        "--noise",
-        type=float,
-        metavar="PERCENT",
-        help=f"by how much equal runs part, where that was measured (default: {100 * NOISE:.0f})",
-    )
+    for option, metavar, words in (
+        ("--varies", "KEY", f"the one difference that is meant: {', '.join(KEYS)}"),
+        ("--declare", "NAME", f"a disqualifier that both carry, to be said in the claim: {', '.join(DISQUALIFIERS)}"),
+    ):
+        comparing.add_argument(option, action="append", default=[], metavar=metavar, help=words)
+    noise = f"by how much equal runs part, where that was measured (default: {100 * NOISE:.0f})"
+    comparing.add_argument("--noise", type=float, metavar="PERCENT", help=noise)
     where = actions.add_parser("goodput", help="what the wall time of every rank went to")
     where.add_argument("run_folder", metavar="RUN", help="the folder of a run")
     page = actions.add_parser("html", help="one self-contained page about a run, or several side by side")
-    page.add_argument(
-        "runs", metavar="RUN", nargs="+", help="the folder of a run, or a receipt; the first is the baseline"
-    )
+    runs = "the folder of a run, or a receipt; the first is the baseline"
+    page.add_argument("runs", metavar="RUN", nargs="+", help=runs)
     page.add_argument("--output", metavar="FILE", default="report.html", help="where it is written (%(default)s)")
     actions.add_parser("fields", help="every field of a receipt: its kind and meaning, as a Markdown table")
     for action in (show, comparing, where):
@@ -71,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was asked for; return the exit status.
+    """Carry out ``report``; returns the exit status.
 
     Raises:
         DataError: there is no receipt, it is damaged, or a word is not known.
@@ -128,13 +113,9 @@ def _first_step(run: Path) -> list[str]:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    found = compare(
-        receipts.read(_found(args.first)),
-        receipts.read(_found(args.second)),
-        args.varies,
-        args.declare,
-        noise=None if args.noise is None else args.noise / 100,
-    )
+    first, second = (receipts.read(_found(word)) for word in (args.first, args.second))
+    noise = None if args.noise is None else args.noise / 100
+    found = compare(first, second, args.varies, args.declare, noise=noise)
     print(json.dumps(dataclasses.asdict(found), indent=1, ensure_ascii=False) if args.json else found.describe())
     return 0 if found.claim is not None else REFUSED
 

@@ -29,13 +29,9 @@ REQUIRED_ARGUMENTS: tuple[tuple[str, ...], ...] = (
 )
 """The Megatron arguments without which a CPU run cannot work, each a flag with its value, if it takes one."""
 
-ENVIRONMENT = {
-    # torch.compile would need a C++ compiler at run time, and Dynamo does not trace the stand-ins.
-    "TORCHDYNAMO_DISABLE": "1",
-    # Megatron insists on this one for TP and CP on GPUs older than Blackwell; it means nothing to a CPU.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-}
-"""What the lane sets in the environment while it is installed."""
+ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""What the lane sets in the environment while it is installed: torch.compile would need a C++ compiler at run time, and Dynamo
+does not trace the stand-ins; on the other one Megatron insists for TP and CP, and it means nothing to a CPU."""
 
 _installed: CpuLane | None = None
 

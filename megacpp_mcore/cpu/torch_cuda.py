@@ -38,6 +38,10 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
+def _local_world_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 class _Stream:
     """The one stream of the stand-in: what is put on it has already been done."""
 
@@ -68,10 +72,6 @@ class _Event:
         if self.seconds is None or end_event.seconds is None:
             raise RuntimeError("elapsed_time needs two recorded events; call record() on both first")
         return (end_event.seconds - self.seconds) * 1e3
-
-
-def _local_world_size() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _device_functions() -> dict[str, Any]:
@@ -165,10 +165,6 @@ def _tensor_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.Tensor.to(tensor, *(_cpu_for(arg) for arg in args[:1]), *args[1:], **_rewrite(kwargs))
 
 
-def _tensor_cuda(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
-    return torch.Tensor.to(tensor, device=torch.device("cpu"), **kwargs)
-
-
 def _tensor_type(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
     if dtype is None:
         return torch.Tensor.type(tensor).replace("torch.", "torch.cuda.", 1)
@@ -178,16 +174,13 @@ def _tensor_type(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
 
 
 def _rewrite(kwargs: dict[str, Any]) -> dict[str, Any]:
-    if kwargs.get("device") is not None:
-        kwargs = {**kwargs, "device": _cpu_for(kwargs["device"])}
-    if kwargs.get("pin_memory"):
-        kwargs = {**kwargs, "pin_memory": False}
-    return kwargs
+    changed = {"device": _cpu_for(kwargs.get("device")), "pin_memory": False}
+    return {name: changed.get(name, value) for name, value in kwargs.items()}
 
 
 _METHODS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.to: _tensor_to,
-    torch.Tensor.cuda: _tensor_cuda,
+    torch.Tensor.cuda: lambda tensor, device=None, non_blocking=False, **more: torch.Tensor.to(tensor, "cpu", **more),
     torch.Tensor.type: _tensor_type,
     torch.Tensor.pin_memory: lambda tensor, *_, **__: tensor,
 }

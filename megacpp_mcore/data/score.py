@@ -58,17 +58,12 @@ def entropy(counts: npt.NDArray[np.int64]) -> float:
     return float(-(share * np.log2(share)).sum()) + 0.0  # -0.0 for a single symbol
 
 
-def count_bytes(label_ids: npt.ArrayLike) -> int:
-    """Return how many of a byte model's labels (any shape) are bytes rather than specials."""
-    return int((np.asarray(label_ids) < BYTE_COUNT).sum())
-
-
 @dataclass
 class BitsPerByte:
     """A running score: nats summed over predicted tokens, and the text bytes that those tokens stand for.
 
     Only tokens whose loss is in ``nats`` may have their bytes in ``bytes``: the first token of a sequence is context,
-    not a prediction. For a byte model the bytes are :func:`count_bytes` of the labels with loss mask 1.
+    not a prediction. For a byte model the bytes are the sum of :func:`byte_counts` of the labels with loss mask 1.
     """
 
     nats: float = 0.0

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megacpp_mcore.data.index import read_index
 from megacpp_mcore.data.manifest import verify
-from megacpp_mcore.data.score import BitsPerByte, count_bytes
+from megacpp_mcore.data.score import BitsPerByte, byte_counts
 from megacpp_mcore.data.tokenizer import BYTE_EOD_ID, ByteTokenizer
 from megacpp_mcore.errors import DataError, LaunchError
 
@@ -81,7 +81,7 @@ def score_windows(model: Any, windows: Windows, batch: int, *, progress: bool = 
             nats_BS = model(inputs, positions, None, labels=labels)
         mask_BS = windows.mask_WS[part]
         kept = nats_BS.double().cpu().numpy()[mask_BS]
-        score.add(float(kept.sum()), count_bytes(windows.labels_WS[part][mask_BS]))
+        score.add(float(kept.sum()), int(byte_counts(windows.labels_WS[part][mask_BS]).sum()))
         if progress:
             print(
                 f"scored {min(start + batch, len(windows.inputs_WS))} of {len(windows.inputs_WS)} windows", flush=True

@@ -93,13 +93,12 @@ def plan(
     arguments, spec = split_spec(words)
     if spec is not None:
         _check_spec(script, spec, arguments, allowed_spec_prefixes)
-    chosen = Plan(script, tuple(arguments), spec, _resolve_device(device), nproc, tuple(patches))
+    resolved = _resolve_device(device, nproc, environment)
+    chosen = Plan(script, tuple(arguments), spec, resolved, nproc, tuple(patches))
     if chosen.has_own_spec:
         plugin_config.from_environment()  # what is wrong in that file is said before Megatron starts
     if chosen.device == "cpu":
         _check_cpu_arguments(arguments)
-    else:
-        _check_gpus(nproc, environment)
     return chosen
 
 
@@ -120,7 +119,7 @@ def _check_processes(nproc: int, environment: Mapping[str, str]) -> None:
         )
 
 
-_OWN_OPTIONS = (
+_OWN_OPTIONS = [
     "--observe",
     "--no-observe",
     "--record-steps",
@@ -128,7 +127,7 @@ _OWN_OPTIONS = (
     "--device",
     "--nproc",
     "--allow-spec-from",
-)
+]
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:
@@ -237,7 +236,8 @@ def _check_spec(script: Path | None, spec: tuple[str, str], arguments: Sequence[
         )
 
 
-def _resolve_device(device: str) -> str:
+def _resolve_device(device: str, nproc: int, environment: Mapping[str, str]) -> str:
+    """``cpu``, or ``cuda`` where there is a GPU for each process; torch would say "invalid device ordinal" in the last ones."""
     if device not in DEVICES:
         raise LaunchError(f"--device is {device!r}; expected one of {', '.join(DEVICES)}")
     if device == "cpu":
@@ -246,22 +246,15 @@ def _resolve_device(device: str) -> str:
 
     # Asks NVML. torch.cuda.is_available() asks the driver, which then reads CUDA_DEVICE_MAX_CONNECTIONS once and for all,
     # before the launch policy has set it.
-    available = torch.cuda.device_count() > 0
-    if device == "cuda" and not available:
+    there, needed = torch.cuda.device_count(), max(nproc, int(environment.get("LOCAL_WORLD_SIZE", "1")))
+    if device == "cuda" and there == 0:
         raise LaunchError("--device cuda was asked for, but torch sees no CUDA device; use --device cpu, or a GPU host")
-    return "cuda" if available else "cpu"
-
-
-def _check_gpus(nproc: int, environment: Mapping[str, str]) -> None:
-    """Refuse more processes on this host than it has GPUs; torch would say "invalid device ordinal" in the last ones."""
-    import torch
-
-    needed, there = max(nproc, int(environment.get("LOCAL_WORLD_SIZE", "1"))), torch.cuda.device_count()
-    if needed > there:
+    if there and needed > there:
         raise LaunchError(
             f"the launch asks for {needed} GPUs on this host, one a process, and torch sees {there}; take a smaller layout "
             "(tensor, pipeline, expert), more hosts, or open CUDA_VISIBLE_DEVICES"
         )
+    return "cuda" if there else "cpu"
 
 
 def _check_cpu_arguments(arguments: Sequence[str]) -> None:

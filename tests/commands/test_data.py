@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megacpp_mcore.commands import data as command
+from megacpp_mcore.data.tokenizer import ByteTokenizer
 from megacpp_mcore.errors import DataError
 
 
@@ -103,8 +104,17 @@ def test_skipped_files_are_told(tmp_path, prefix, capsys):
     assert re.search(r"20 documents.*1 skipped", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_ctrl_c_leaves_nothing_and_the_same_command_starts_anew(tmp_path, workers):
+def test_ctrl_c_leaves_nothing(tmp_path, prefix, monkeypatch, capsys):
+    def interrupted(self, text):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ByteTokenizer, "encode", interrupted)
+    assert data("prepare", str(tmp_path), "--output", prefix) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert not list(tmp_path.glob("data*"))
+
+
+def test_ctrl_c_ends_the_workers_and_the_same_command_starts_anew(tmp_path):
     texts, output = tmp_path / "texts", tmp_path / "out" / "data"
     texts.mkdir()
     for number in range(150):
@@ -119,7 +129,7 @@ def test_ctrl_c_leaves_nothing_and_the_same_command_starts_anew(tmp_path, worker
         "    sys.exit(cli.main(sys.argv[1:]))\n"
     )
     words = [sys.executable, str(tmp_path / "main.py"), "data", "prepare", str(texts), "--output", str(output)]
-    words += ["--workers", workers]
+    words += ["--workers", "2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(
         words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

@@ -39,6 +39,11 @@ def pristine(tmp_path_factory):
     return build(tmp_path_factory.mktemp("pristine") / "a")
 
 
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here is about losing power
+
+
 @pytest.fixture
 def prefix(pristine, tmp_path):
     for suffix in SUFFIXES:
@@ -86,21 +91,6 @@ def test_missing_and_truncated_files_are_named(prefix, suffix, kept):
             continue
         with pytest.raises(DataError, match=rf"data{re.escape(suffix)}.*expected"):
             check(prefix)
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_flipped_bits_are_found_from_the_first_to_the_last(prefix, suffix, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here is about losing power
-    last = os.path.getsize(prefix + suffix) - 1
-    places = [(offset, bit) for offset in (0, last) for bit in range(8)]
-    places += [(offset, n % 8) for n, offset in enumerate(np.linspace(1, last - 1, 80).astype(int).tolist())]
-    for offset, bit in places:
-        change_byte(prefix + suffix, offset, bit)
-        for check in (verify, check_training):
-            with pytest.raises(DataError, match=r"data\."):
-                check(prefix)
-        change_byte(prefix + suffix, offset, bit)
-    assert verify(prefix).documents == 6
 
 
 @pytest.mark.parametrize("suffixes", [(".bin",), (".idx",), (".bin", ".idx"), (".manifest.json",)])
@@ -199,11 +189,10 @@ def test_adoption_refuses_tokens_that_the_index_does_not_describe(prefix, size):
 @pytest.mark.parametrize("bounds", [(0, 2, 1, 2), (1, 1, 2, 2), (0, 1, 2, 3), (0, 1, 1, 1), (0, -1, 2, 2)])
 def test_adoption_refuses_document_bounds_that_do_not_rise_to_the_end(prefix, bounds):
     rebuild(prefix, [[5, 256], [7, 256]])
-    start = HEADER_BYTES + 2 * 12
-    content = bytearray(Path(prefix + ".idx").read_bytes()[:start])
+    content = bytearray(Path(prefix + ".idx").read_bytes()[: HEADER_BYTES + 2 * 12])
     struct.pack_into("<Q", content, 26, len(bounds))
     Path(prefix + ".idx").write_bytes(content + struct.pack("<4q", *bounds))
-    with pytest.raises(DataError, match="bounds that rise from 0 to 2"):
+    with pytest.raises(DataError, match=f"document bounds from {bounds[0]} to {bounds[-1]}, expected .* 0 to 2"):
         adopt(prefix)
 
 
@@ -262,7 +251,7 @@ def try_index(prefix: str, content: bytes) -> None:
     assert index.tokens == tokens.size
 
 
-_FUZZ = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_FUZZ = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 _U64 = st.one_of(
     st.integers(0, 20), st.integers(0, 2**64 - 1), st.sampled_from([2**31, 2**32, 2**62, 2**63, 2**64 - 1])
 )
@@ -277,36 +266,13 @@ def test_no_header_crashes_the_reader(prefix, version, code, sequences, bounds, 
     try_index(prefix, b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", version, code, sequences, bounds) + body)
 
 
-@_FUZZ
-@given(data=st.data())
-def test_no_mutation_crashes_the_reader_or_passes_verification(prefix, pristine, data):
-    whole = Path(pristine + ".idx").read_bytes()
-    content = bytearray(whole)
-    for _ in range(data.draw(st.integers(1, 4))):
-        kind = data.draw(st.sampled_from(["byte", "field", "cut", "insert"]))
-        at = data.draw(st.integers(0, max(len(content) - 1, 0)))
-        if kind == "byte" and content:
-            content[at] = data.draw(st.integers(0, 255))
-        elif kind == "field" and len(content) >= HEADER_BYTES + 8:
-            start = HEADER_BYTES + 4 * data.draw(st.integers(0, (len(content) - HEADER_BYTES) // 4 - 2))
-            content[start : start + 8] = struct.pack("<q", data.draw(st.integers(-(2**63), 2**63 - 1)))
-        elif kind == "cut":
-            del content[at : at + data.draw(st.integers(1, 40))]
-        elif kind == "insert":
-            content[at:at] = data.draw(st.binary(min_size=1, max_size=20))
-    try_index(prefix, bytes(content))
-    if bytes(content) != whole:
-        with pytest.raises(DataError):
-            verify_for_training([prefix], vocab_size=260)
-
-
 def damage(data: st.DataObject, content: bytearray) -> None:
-    """Cut, flip, swap, zero or double a part of a file."""
-    kind = data.draw(st.sampled_from(["cut", "flip", "swap", "zero", "double"]))
-    at, other = (data.draw(st.integers(0, len(content) - 1)) for _ in range(2))
+    """Cut, flip, swap, zero, double or overwrite a part of a file, which has a field of 8 bytes every 4."""
+    kind = data.draw(st.sampled_from(["cut", "flip", "swap", "zero", "double", "field", "insert"]))
+    at, other = (data.draw(st.integers(0, max(len(content) - 1, 0))) for _ in range(2))
     if kind == "cut":
-        del content[at:]
-    elif kind == "flip":
+        del content[at : data.draw(st.sampled_from([None, at + 4, at + 40]))]
+    elif kind == "flip" and content:
         content[at] ^= 1 << data.draw(st.integers(0, 7))
     elif kind == "swap":
         length = min(8, len(content) - max(at, other), abs(at - other))
@@ -314,8 +280,13 @@ def damage(data: st.DataObject, content: bytearray) -> None:
         content[at : at + length], content[other : other + length] = second, first
     elif kind == "zero":
         content[at : at + 8] = bytes(len(content[at : at + 8]))
-    else:
+    elif kind == "double":
         content += content[at:]
+    elif kind == "field":
+        start = (HEADER_BYTES + at - at % 4) % max(len(content) - 8, 1)
+        content[start : start + 8] = struct.pack("<q", data.draw(st.integers(-(2**63), 2**63 - 1)))
+    else:
+        content[at:at] = data.draw(st.binary(min_size=1, max_size=20))
 
 
 @_FUZZ
@@ -326,11 +297,13 @@ def test_every_damaged_file_is_in_the_list(prefix, pristine, data):
     for suffix in SUFFIXES:
         whole = Path(pristine + suffix).read_bytes()
         content = bytearray(whole)
-        if data.draw(st.booleans(), label=f"damage {suffix}"):
+        for _ in range(data.draw(st.sampled_from([0, 1, 3]), label=f"damage {suffix}")):
             damage(data, content)
         Path(prefix + suffix).write_bytes(content)
         if bytes(content) != whole:
             changed.append(suffix)
+        if suffix == ".idx":
+            try_index(prefix, bytes(content))
     manifest, problems = examine(prefix)
     messages = [str(problem) for problem in problems]
     if changed == [".manifest.json"] and not messages:  # white space at its end is no part of it
@@ -345,6 +318,10 @@ def test_every_damaged_file_is_in_the_list(prefix, pristine, data):
     if messages:
         with pytest.raises(DataError, match=re.escape(messages[0])):
             verify(prefix)
+        with pytest.raises(DataError, match=r"data\."):
+            check_training(prefix)
+    else:
+        check_training(prefix)
 
 
 @_FUZZ

@@ -11,7 +11,7 @@ import pytest
 
 from megacpp_mcore.data.manifest import adopt
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.data.score import BitsPerByte, count_bytes, unigram_bits_per_byte
+from megacpp_mcore.data.score import BitsPerByte, byte_counts, unigram_bits_per_byte
 from megacpp_mcore.errors import DataError
 
 
@@ -39,7 +39,7 @@ def test_a_unigram_model_that_pays_for_the_ends_scores_above_the_bound(tmp_path)
     tokens = np.fromfile(prefix + ".bin", dtype=np.uint16)
     share = np.bincount(tokens) / tokens.size
     score = BitsPerByte()
-    score.add(float(-np.log(share[tokens]).sum()), count_bytes(tokens))
+    score.add(float(-np.log(share[tokens]).sum()), int(byte_counts(tokens).sum()))
     assert score.bytes == 15
     assert score.value > unigram_bits_per_byte(prefix)
 

@@ -287,6 +287,24 @@ def test_damaged_data_stops_a_spec_of_ours_before_the_script_runs(tmp_path: Path
         launcher.launch([str(script), *words], device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("allowed", "says"),
+    [([], "our_specs.block comes from a package that is not"), (["our_specs"], "no_such_module_at_all")],
+)
+def test_a_spec_that_is_not_allowed_or_cannot_be_imported_stops_the_run(
+    allowed: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where Megatron would log the second and train a stock GPT."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "our_specs.py").write_text("print('imported')\nimport no_such_module_at_all\n")
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError('must not run')\n")
+    words = [str(script), "--spec", "our_specs.block", *CPU_ARGUMENTS]
+    with pytest.raises(SpecImportError, match=says):
+        launcher.launch(words, device="cpu", allowed_spec_prefixes=allowed)
+    assert ("imported\n" in capsys.readouterr().out) is bool(allowed)
+
+
 def test_patches_and_process_group_of_a_run_end_with_it(tmp_path: Path) -> None:
     import torch
 

@@ -72,7 +72,10 @@ class Built:
 
     def take_weights(self, other: Built) -> None:
         """Copy every parameter of another such layer."""
-        self.module.load_state_dict(dict(other.module.named_parameters()), strict=False)  # TE's have an extra state
+        weights = dict(other.module.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                parameter.copy_(weights[name])
 
     def variant(self, name: str, side: str) -> Variant:
         """The layer as a variant, with the gradients of its input and of every parameter."""

@@ -50,7 +50,7 @@ def differences(
 
 
 def _on_gpt(model: Model, batch: int, sequence: int, ours: Step) -> list[Difference]:
-    """A GPT of as many layers, each MLA and a feed-forward part, experts where ``--moe-layer-freq`` says so."""
+    """A GPT of as many layers, each MLA and a feed-forward part, experts by ``--moe-layer-freq``."""
     tokens, mla, depths, hidden = batch * sequence, model.mla, model.mtp.depth, model.hidden_size
     attention = flops.mla_projections(tokens, hidden, model.heads, mla).training
     widths = mla.qk_head_dim + mla.qk_pos_emb_head_dim + mla.v_head_dim

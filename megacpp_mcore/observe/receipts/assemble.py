@@ -117,7 +117,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     disqualifiers, unjudged = judge(Case(found.values, steps, tokens, window, _overlap(ranks)))
     notes = [
         *first.get("notes", ()),
-        *_later(later),
+        *_notes_of_later(later),
         *(f"rank {one.rank}: {failure}" for one in processes for failure in one.facts.get("failed", ())),
         *(f"rank {rank} is left out: {error}" for rank, error in damaged if rank < world_size),
         *doubts,
@@ -136,7 +136,7 @@ def _of_the_receipt(ranks: Mapping[int, Sequence[Start]]) -> tuple[list[Start], 
     return groups[index], groups[index + 1 :]
 
 
-def _how(processes: Sequence[Start]) -> str | None:
+def _ending(processes: Sequence[Start]) -> str | None:
     """How a start ended, by an error's name if there was one; None while a process has not ended, or has left nothing."""
     hows = [one.how for one in processes] + [None] * (processes[0].world_size - len(processes))
     return next((how for how in hows if how not in (None, FINISHED)), None if None in hows else FINISHED)
@@ -144,17 +144,17 @@ def _how(processes: Sequence[Start]) -> str | None:
 
 def _status(processes: Sequence[Start], later: Sequence[Sequence[Start]]) -> str:
     """An error's name if there was one, ``finished`` if all processes were, else ``running``, also if a later start is."""
-    how = _how(processes)
-    goes_on = how == FINISHED and later and _how(later[-1]) is None
+    how = _ending(processes)
+    goes_on = how == FINISHED and later and _ending(later[-1]) is None
     return RUNNING if how is None or goes_on else how
 
 
-def _later(later: Sequence[Sequence[Start]]) -> list[str]:
+def _notes_of_later(later: Sequence[Sequence[Start]]) -> list[str]:
     """What became of the starts after the one that the receipt is of."""
     if not later:
         return []
     began = datetime.datetime.fromtimestamp(min(one.began_ns for one in later[-1]) // 10**9, datetime.UTC).isoformat()
-    how, last = _how(later[-1]), f" (the last of {len(later)})" if len(later) > 1 else ""
+    how, last = _ending(later[-1]), f" (the last of {len(later)})" if len(later) > 1 else ""
     unfinished = "has not come to its first step yet, or was killed before"
     return [f"a start at {began} {unfinished if how is None else f'ended before its first step: {how}'}{last}"]
 

@@ -349,31 +349,31 @@ def compare(
     refusals += [*_own_refusals("A", both[0], declared), *_own_refusals("B", both[1], declared)]
     differences = {line.key: line for line in _differences(both)}
     speed, (memory, of_memory), (floor, steps) = _ratio(both, path), _memory(both), _noise(both, noise)
-    told = None if speed is None else _parts_more(speed, floor)
+    differs = None if speed is None else _differs(speed, floor)
     of_speed = f"{rate} not known" if speed is None else f"{speed:.2f}x {rate}"
     if not refusals and not varies and all(line.same is None for line in differences.values()):
-        ratios = [(of_speed, told)]
-        ratios += [(of_memory, _parts_more(memory, MEMORY_NOISE))] if memory is not None else []
+        ratios = [(of_speed, differs)]
+        ratios += [(of_memory, _differs(memory, MEMORY_NOISE))] if memory is not None else []
         refusals.append(_unexplained(ratios))
-    if told is False:
+    if differs is False:
         of_speed = f"no difference in {rate} that can be told from noise ({speed:.2f}x; floor {_percent(floor)})"
-    said = [of_speed, of_memory, *(f"varying {key}" for key in varies)]
+    clauses = [of_speed, of_memory, *(f"varying {key}" for key in varies)]
     for name, other in _SOFTWARE.items():
         if name in differences:
-            said.append(f"of {name} not known to be the same" if differences[name].same is None else other)
-    said += [f"both with {name}" for name in declared]
+            clauses.append(f"of {name} not known to be the same" if differences[name].same is None else other)
+    clauses += [f"both with {name}" for name in declared]
     if "experimental_taxes" in differences and differences["experimental_taxes"].same is False:
         losses = ["not known" if values["loss.last"] is None else f"{values['loss.last']:.4f}" for values in both]
-        said.append(f"the price of {differences['experimental_taxes'].describe()}")
-        said.append(f"last loss {losses[0]} in A, {losses[1]} in B")
+        clauses.append(f"the price of {differences['experimental_taxes'].describe()}")
+        clauses.append(f"last loss {losses[0]} in A, {losses[1]} in B")
     return Comparison(
         lines=lines,
         refusals=tuple(refusals),
-        claim=None if refusals else ", ".join(filter(None, said)),
+        claim=None if refusals else ", ".join(filter(None, clauses)),
         tokens_per_s_ratio=speed,
         allocated_memory_ratio=memory,
         noise_floor=floor,
-        told_from_noise=told,
+        told_from_noise=differs,
         step_times=steps,
         differences=tuple(differences.values()),
         varies=varies[0] if varies else None,
@@ -474,7 +474,7 @@ def _ratio(both: _Both, path: str) -> float | None:
     return second / first if first and second else None
 
 
-def _parts_more(ratio: float, floor: float) -> bool:
+def _differs(ratio: float, floor: float) -> bool:
     """Whether two part by more than ``floor``, whichever of them is the baseline."""
     return max(ratio, 1 / ratio) - 1 > floor
 
@@ -510,9 +510,9 @@ def _profiled(values: Mapping[str, Any]) -> bool | None:
 def _unexplained(ratios: Sequence[tuple[str, bool | None]]) -> str:
     """Why equal receipts allow no claim: of each ratio in words, whether it is more than equal runs part by."""
     apart, alike = (", ".join(words for words, more in ratios if bool(more) is which) for which in (True, False))
-    said = [f"{apart} differs by more than equal runs do, and neither receipt says why"] if apart else []
-    said += [f"{alike} is what equal runs part by"] if alike else []
-    return f"nothing that both receipts know differs: {'; '.join(said)}"
+    words = [f"{apart} differs by more than equal runs do, and neither receipt says why"] if apart else []
+    words += [f"{alike} is what equal runs part by"] if alike else []
+    return f"nothing that both receipts know differs: {'; '.join(words)}"
 
 
 def _noise(both: _Both, noise: float | None) -> tuple[float, str]:
@@ -522,18 +522,18 @@ def _noise(both: _Both, noise: float | None) -> tuple[float, str]:
     deviations over the root of their number.
     """
     floor, reason = (NOISE, "by which equal runs part") if noise is None else (noise, "as given")
-    errors, said = [], []
+    errors, words = [], []
     for values in both:
         steps, median, slow = (values[f"step_time.{name}"] for name in ("n", "p50_s", "p90_s"))
         if not steps or not median or slow is None:
-            said.append("not known")
+            words.append("not known")
             continue
         errors.append(math.sqrt(math.pi / 2 / steps) * (slow / median - 1) / _P90_DEVIATIONS)
-        said.append(f"median {median:.4g} s, 90th percentile {_percent(slow / median - 1)} above")
+        words.append(f"median {median:.4g} s, 90th percentile {_percent(slow / median - 1)} above")
     of_steps = STANDARD_ERRORS * math.hypot(*errors)
     if of_steps > floor:
         floor, reason = of_steps, f"{STANDARD_ERRORS:g} standard errors of these medians"
-    return floor, f"step times: A {said[0]}; B {said[1]}; floor {_percent(floor)}, {reason}"
+    return floor, f"step times: A {words[0]}; B {words[1]}; floor {_percent(floor)}, {reason}"
 
 
 def _percent(share: float) -> str:

@@ -10,11 +10,13 @@ import contextlib
 import enum
 import functools
 import importlib.util
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
+
+import psutil
 
 
 class Phase(enum.StrEnum):
@@ -121,17 +123,9 @@ class Clock:
 
 
 def process_age_ns() -> int:
-    """How long ago the kernel started this process, to its tick (10 ms); 0 where there is no /proc.
-
-    ``psutil.Process().create_time()`` rests on the boot time in whole seconds, and is off by up to one.
-    """
-    try:
-        with open("/proc/self/stat", "rb") as stream:
-            fields = stream.read().rpartition(b")")[2].split()  # after the name, which may hold anything
-    except OSError:
-        return 0
-    started = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")  # field 22 of proc_pid_stat(5)
-    return max(0, time.clock_gettime_ns(time.CLOCK_BOOTTIME) - started)
+    """Nanoseconds since the kernel started this process, to its tick (10 ms)."""
+    since_boot_s = psutil.Process().create_time() - psutil.boot_time()  # either alone may be off by half a second
+    return max(0, time.clock_gettime_ns(time.CLOCK_BOOTTIME) - round(since_boot_s * 1e9))
 
 
 # --- Compilation ------------------------------------------------------------------------------------------------------
@@ -145,15 +139,6 @@ def compilation_timed(clock: Clock) -> Iterator[None]:
     ``torch/_dynamo/callback.py``). Triton's hooks enclose the compilation of a kernel (Triton 3.6, ``knobs.runtime``), and its
     autotuner's benchmark of a configuration is wrapped; hooks that are there already are called, too.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_torch_compile(clock))
-        if importlib.util.find_spec("triton") is not None:
-            stack.enter_context(_triton(clock))
-        yield
-
-
-@contextlib.contextmanager
-def _torch_compile(clock: Clock) -> Iterator[None]:
     from torch._dynamo.callback import callback_handler
 
     def on_start(_: Any) -> None:
@@ -162,24 +147,26 @@ def _torch_compile(clock: Clock) -> Iterator[None]:
     def on_end(_: Any) -> None:
         clock.leave(Phase.COMPILE)
 
-    callback_handler.register_start_callback(on_start)
-    callback_handler.register_end_callback(on_end)
-    try:
+    with contextlib.ExitStack() as stack:
+        callback_handler.register_start_callback(on_start)
+        callback_handler.register_end_callback(on_end)
+        stack.callback(_discard, callback_handler.start_callbacks, on_start)
+        stack.callback(_discard, callback_handler.end_callbacks, on_end)
+        if importlib.util.find_spec("triton") is not None:
+            _time_triton(clock, stack)
         yield
-    finally:
-        # torch._dynamo.reset() forgets all callbacks.
-        for callbacks, mine in ((callback_handler.start_callbacks, on_start), (callback_handler.end_callbacks, on_end)):
-            if mine in callbacks:
-                callbacks.remove(mine)
 
 
-@contextlib.contextmanager
-def _triton(clock: Clock) -> Iterator[None]:
+def _discard(callbacks: list[Any], callback: Callable[[Any], None]) -> None:
+    with contextlib.suppress(ValueError):  # torch._dynamo.reset() forgets all callbacks
+        callbacks.remove(callback)
+
+
+def _time_triton(clock: Clock, stack: contextlib.ExitStack) -> None:
     from triton import knobs
     from triton.runtime.autotuner import Autotuner
 
-    hooks = knobs.runtime
-    before, after, bench = hooks.jit_cache_hook, hooks.jit_post_compile_hook, Autotuner._bench
+    before, after, bench = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook, Autotuner._bench
 
     def on_start(*args: Any, **kwargs: Any) -> Any:
         cached = before(*args, **kwargs) if before is not None else None
@@ -196,8 +183,9 @@ def _triton(clock: Clock) -> Iterator[None]:
         with clock.within(Phase.JIT):
             return bench(self, *args, **kwargs)
 
-    hooks.jit_cache_hook, hooks.jit_post_compile_hook, Autotuner._bench = on_start, on_end, tuned
-    try:
-        yield
-    finally:
-        hooks.jit_cache_hook, hooks.jit_post_compile_hook, Autotuner._bench = before, after, bench
+    for holder, name, hook in (
+        (knobs.runtime, "jit_cache_hook", on_start),
+        (knobs.runtime, "jit_post_compile_hook", on_end),
+        (Autotuner, "_bench", tuned),
+    ):
+        stack.enter_context(mock.patch.object(holder, name, hook))

@@ -6,12 +6,10 @@ Which steps a restart had to repeat is known only then, so that files hold phase
 from __future__ import annotations
 
 import logging
-import math
 import os
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megacpp_mcore.errors import DataError
@@ -44,9 +42,9 @@ class Goodput:
     """
 
     nanoseconds: Mapping[str, int]
-    starts: int
-    steps: int
-    steps_lost: int
+    starts: int = 0
+    steps: int = 0
+    steps_lost: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -58,6 +56,15 @@ class Goodput:
     def share(self) -> float:
         """The productive part of the wall time; 0.0 before there is any."""
         return self.nanoseconds[PRODUCTIVE] / self.wall_ns if self.wall_ns else 0.0
+
+    def __add__(self, other: Goodput) -> Goodput:
+        return Goodput(
+            {name: self.nanoseconds[name] + other.nanoseconds[name] for name in CLASSES},
+            self.starts + other.starts,
+            self.steps + other.steps,
+            self.steps_lost + other.steps_lost,
+            self.notes + other.notes,
+        )
 
     def record(self) -> dict[str, Any]:
         """A JSON-ready record, in seconds."""
@@ -83,13 +90,9 @@ class Recorder(Listener):
     def __init__(self, log: Log, *, with_losses: bool) -> None:
         self.log = log
         self._with_losses = with_losses
+        self._start = Start(log.path, log.number, log.rank, log.world_size, log.began_ns)
         self._earlier: list[Start] | None = None
-        self._before: Start | None = None
-        self._after_death = False
-        self._settled: _Sum | None = None
-        self._start = Start(
-            log.path, int(log.path.parent.name.partition("_")[2]), log.rank, log.world_size, log.began_ns
-        )
+        self._before: dict[int | None, Goodput] = {}
         self._note()
 
     def on_step(self, step: Step) -> None:
@@ -103,33 +106,22 @@ class Recorder(Listener):
     def so_far(self) -> Goodput:
         """What the wall time went to up to the last line, earlier starts included; one that is damaged is left out."""
         if self._earlier is None:
-            self._earlier = _readable(self.log, self._start.number)
-            self._before = self._earlier[-1] if self._earlier else None
-            self._after_death = _left_off_dead(self._earlier)
-        if self._settled is None or self._earlier:
-            self._settled = _sum(self._earlier, self._start.resumed_at)
-            if self._start.resumed_at is not None:
-                self._earlier = []  # what they lost is known for good
-        total = self._settled.copy()
-        total.add(self._start, self._before, self._after_death, None)
-        return total.goodput()
+            damaged: list[tuple[int, DataError]] = []
+            starts = events.read(self.log.run, damaged, rank=self.log.rank).get(self.log.rank, [])
+            self._earlier = [start for start in starts if start.number < self.log.number]
+            for _, error in damaged:
+                logger.warning("%s; the goodput that is shown is without it", error)
+        repeated_from = self._start.resumed_at
+        if repeated_from not in self._before:  # before the first step of this start, and since
+            self._before[repeated_from] = of_rank(self._earlier, repeated_from)
+        last = self._earlier[-1] if self._earlier else None
+        return self._before[repeated_from] + of_start(self._start, last, _left_off_dead(self._earlier), None)
 
     def _note(self, **fields: Any) -> None:
         phases = self.log.clock.take()
-        at = self.log.began_ns + self.log.clock.elapsed_ns()
-        self._start.add(self.log.write(at, phases=phases, **fields), keep=False)
-
-
-def _readable(log: Log, number: int) -> list[Start]:
-    """The starts of a log's rank before start ``number``."""
-    found: list[Start] = []
-    for other, rank, path in events.rank_files(log.run):
-        if rank == log.rank and other < number:
-            try:
-                found += events.read_file(path, other, rank)
-            except DataError as error:
-                logger.warning("%s; the goodput that is shown is without it", error)
-    return found
+        self._start.add(self.log.write(self.log.began_ns + self.log.clock.elapsed_ns(), phases=phases, **fields))
+        self._start.spans.clear()  # the sums are enough for this process
+        self._start.steps.clear()
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
@@ -145,10 +137,7 @@ def _left_off_dead(starts: Sequence[Start]) -> bool:
 
     A start that an error ended before its first step has nothing to go on with, and does not undo the death before it.
     """
-    for start in reversed(starts):
-        if start.how == FINISHED or _died(start):
-            return _died(start)
-    return False
+    return next((_died(start) for start in reversed(starts) if start.how == FINISHED or _died(start)), False)
 
 
 def class_of(phase: str, after_death: bool) -> str:
@@ -158,63 +147,37 @@ def class_of(phase: str, after_death: bool) -> str:
     return RECOVERY if phase == Phase.STARTUP and after_death else phase
 
 
-@dataclass
-class _Sum:
-    """What the time of several starts went to: nanoseconds by class; starts, and steps that were kept and lost."""
-
-    spent: Counter[str] = field(default_factory=Counter)
-    starts: int = 0
-    kept: int = 0
-    lost: int = 0
-
-    def copy(self) -> _Sum:
-        """One that can be added to."""
-        return _Sum(self.spent.copy(), self.starts, self.kept, self.lost)
-
-    def add(self, start: Start, before: Start | None, after_death: bool, repeated_from: int | None) -> None:
-        """Put every nanosecond of ``start`` into its class.
-
-        Args:
-            start: the start.
-            before: the one before it, if any.
-            after_death: whether it goes on with what a death ended.
-            repeated_from: the step from which a later start went on, the earliest of them; None: there is none.
-        """
-        if before is not None and after_death:
-            self.spent[DOWN] += max(0, start.began_ns - before.ended_ns)
-        repeated = [span for span in start.spans if is_repeated(span.step, repeated_from)]
-        repeated_ns = sum(span.phases.get(Phase.STEP, 0) for span in repeated)
-        self.spent.update({LOST: repeated_ns, PRODUCTIVE: start.done_ns - repeated_ns})
-        self.starts += 1
-        self.lost += len(repeated)
-        self.kept += start.done - len(repeated)
-        for name, nanoseconds in start.spent.items():
-            self.spent[class_of(name, after_death)] += nanoseconds
-        unknown_ns = start.ended_ns - start.began_ns - start.done_ns - sum(start.spent.values())
-        self.spent[LOST if start.done else class_of(Phase.STARTUP, after_death)] += max(0, unknown_ns)
-
-    def goodput(self, notes: Sequence[str] = ()) -> Goodput:
-        """The same for others."""
-        return Goodput({name: self.spent[name] for name in CLASSES}, self.starts, self.kept, self.lost, tuple(notes))
-
-
 def is_repeated(step: int | None, repeated_from: int | None) -> bool:
     """Whether a step was done again by a later start, the earliest of which went on from step ``repeated_from``."""
     return step is not None and repeated_from is not None and step > repeated_from
 
 
-def _sum(starts: Sequence[Start], repeated_from: int | None = None) -> _Sum:
-    """The sum of ``starts``, of which one that follows went on from step ``repeated_from``; None: none has done a step."""
-    total = _Sum()
-    for start, before, after_death, from_step in in_context(starts, repeated_from):
-        total.add(start, before, after_death, from_step)
-    return total
+def of_start(start: Start, before: Start | None, after_death: bool, repeated_from: int | None) -> Goodput:
+    """What the time of one start went to, and the time since the one before it if it goes on with what a death ended.
+
+    Args:
+        start: the start.
+        before: the one before it, if any.
+        after_death: whether it goes on with what a death ended.
+        repeated_from: the step from which a later start went on, the earliest of them; None: there is none.
+    """
+    spent: Counter[str] = Counter()
+    if before is not None and after_death:
+        spent[DOWN] = max(0, start.began_ns - before.ended_ns)
+    repeated = [span for span in start.spans if is_repeated(span.step, repeated_from)]
+    repeated_ns = sum(span.phases.get(Phase.STEP, 0) for span in repeated)
+    spent.update({LOST: repeated_ns, PRODUCTIVE: start.done_ns - repeated_ns})
+    for phase, nanoseconds in start.spent.items():
+        spent[class_of(phase, after_death)] += nanoseconds
+    unknown_ns = start.ended_ns - start.began_ns - start.done_ns - sum(start.spent.values())
+    spent[LOST if start.done else class_of(Phase.STARTUP, after_death)] += max(0, unknown_ns)
+    return Goodput({name: spent[name] for name in CLASSES}, 1, start.done - len(repeated), len(repeated))
 
 
 def in_context(
     starts: Sequence[Start], repeated_from: int | None = None
 ) -> list[tuple[Start, Start | None, bool, int | None]]:
-    """Each start, last first, with what its classes depend on: the arguments of :meth:`_Sum.add`."""
+    """Each start, last first, with what its classes depend on: the arguments of :func:`of_start`."""
     found = []
     for index in range(len(starts) - 1, -1, -1):
         start, before = starts[index], starts[index - 1] if index else None
@@ -224,21 +187,29 @@ def in_context(
     return found
 
 
-def of_starts(ranks: Mapping[int, Sequence[Start]], world_size: float = math.inf) -> dict[int, Goodput]:
-    """The goodput of every rank below ``world_size``; what higher ranks of an earlier start left is not counted."""
-    now_ns = time.time_ns()
-    return {
-        rank: _sum(starts).goodput(events.doubts(starts, now_ns)) for rank, starts in ranks.items() if rank < world_size
-    }
+def of_rank(starts: Sequence[Start], repeated_from: int | None = None) -> Goodput:
+    """The goodput of one rank's ``starts``, of which one that follows went on from step ``repeated_from``; None: none has."""
+    nothing = Goodput(dict.fromkeys(CLASSES, 0))
+    return sum((of_start(*one) for one in in_context(starts, repeated_from)), nothing)
 
 
-def read(run: str | os.PathLike[str], world_size: float = math.inf) -> dict[int, Goodput]:
+def of_starts(ranks: Mapping[int, Sequence[Start]]) -> dict[int, Goodput]:
+    """The goodput of every rank."""
+    found = {}
+    for rank, starts in ranks.items():
+        names = ", ".join(start.name for start in events.overlaps(starts))
+        note = f"{names} overlap: two trainings record in this folder, or their clocks differ or were set"
+        found[rank] = replace(of_rank(starts), notes=(note,) if names else ())
+    return found
+
+
+def read(run: str | os.PathLike[str]) -> dict[int, Goodput]:
     """The goodput of every rank that left a file in the run's folder, by rank.
 
     Raises:
         DataError: as :func:`megacpp_mcore.observe.events.read`.
     """
-    return of_starts(events.read(run), world_size)
+    return of_starts(events.read(run))
 
 
 def slowest(ranks: Mapping[int, Goodput]) -> int:

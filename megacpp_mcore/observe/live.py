@@ -6,8 +6,8 @@ The last rank does it, which is where Megatron has the losses and its writers, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import DataError
@@ -17,7 +17,7 @@ from megacpp_mcore.observe.clock import OF_A_STEP, Phase
 from megacpp_mcore.observe.events import Listener, Start, Step
 from megacpp_mcore.observe.goodput import PRODUCTIVE, Recorder
 from megacpp_mcore.observe.steps import kept
-from megacpp_mcore.util import schema as kinds
+from megacpp_mcore.util import schema
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.loop import Loop
@@ -27,20 +27,11 @@ PROGRESS, STOCK = "progress", "stock"
 
 _CLASSES = (PRODUCTIVE, *(phase for phase in OF_A_STEP if phase is not Phase.STEP))
 """The classes of time that tokens/s are about: the same as a receipt's step times."""
-SCALARS = (
-    "tokens_per_s",
-    "mfu",
-    "goodput",
-    "memory_allocated_bytes",
-    "memory_reserved_bytes",
-    "routing_entropy",
-    "routing_max_over_mean",
-    "dropped_share",
-    "index_overlap",
-)
-"""What is written to TensorBoard and W&B."""
 TAG = "observe/"
 """What our scalars' names begin with, so that none is Megatron's: that writes losses, gradient norm and learning rate."""
+
+Facts = tuple[Mapping[str, Any], Mapping[str, str]]
+"""What is known of the run by field of a receipt, and why other fields are not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,29 +69,28 @@ class Metrics:
     def line(self, step: Step, steps: int) -> str:
         """The progress line of ``step`` of a run of ``steps``."""
         allocated, reserved = (size / 2**30 for size in (self.memory_allocated_bytes, self.memory_reserved_bytes))
-        reason = self.mfu_reason.partition(";")[0]
-        return "  ".join(
-            [
-                f"step {self.step:>{len(str(steps))}}/{steps}",
-                *_losses(step.losses),
-                *([f"grad norm {step.grad_norm:.3f}"] if step.grad_norm is not None else []),
-                *([f"lr {step.learning_rate:.2e}"] if step.learning_rate is not None else []),
-                f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s is not None else "first of this start",
-                f"MFU {self.mfu:.1%}" if self.mfu is not None else f"no MFU ({reason})",
-                f"goodput {self.goodput:.1%}",
-                f"memory {allocated:.2f} of {reserved:.2f} GiB",
-                *([f"SKIPPED {self.skipped}"] if self.skipped else []),
-            ]
-        )
+        depths = sorted(name for name in step.losses if name.startswith("mtp_"))
+        parts = [f"step {step.step:>{len(str(steps))}}/{steps}"]
+        if "lm loss" in step.losses:
+            parts.append(f"loss {step.losses['lm loss']:.4f}")
+        parts += [f"{name.removesuffix(' loss')} {step.losses[name]:.4f}" for name in depths]
+        if step.grad_norm is not None:
+            parts.append(f"grad norm {step.grad_norm:.3f}")
+        if step.learning_rate is not None:
+            parts.append(f"lr {step.learning_rate:.2e}")
+        parts += [
+            f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s is not None else "first of this start",
+            f"MFU {self.mfu:.1%}" if self.mfu is not None else f"no MFU ({self.mfu_reason.partition(';')[0]})",
+            f"goodput {self.goodput:.1%}",
+            f"memory {allocated:.2f} of {reserved:.2f} GiB",
+        ]
+        return "  ".join([*parts, *([f"SKIPPED {self.skipped}"] if self.skipped else [])])
 
 
-def _losses(losses: Mapping[str, float]) -> Iterator[str]:
-    """The next token's, then each MTP depth's."""
-    if "lm loss" in losses:
-        yield f"loss {losses['lm loss']:.4f}"
-    for name in sorted(losses):
-        if name.startswith("mtp_"):
-            yield f"{name.removesuffix(' loss')} {losses[name]:.4f}"
+SCALARS = tuple(
+    field.name for field in fields(Metrics) if field.name not in ("step", "resumed_at", "skipped", "mfu_reason")
+)
+"""What is written to TensorBoard and W&B."""
 
 
 class Live(Listener):
@@ -109,7 +99,7 @@ class Live(Listener):
     Args:
         recorder: what records this rank's goodput; it has to come before this one.
         loop: the loop that trains.
-        facts: gives what is known of the run by field of a receipt, and why other fields are not known.
+        facts: gives what is known of the run.
         routes: what counts the experts' tokens; it has to come before this one, too. None: nothing does.
         console: ``progress`` or ``stock``: whether a line is printed below Megatron's.
     """
@@ -119,21 +109,17 @@ class Live(Listener):
         recorder: Recorder,
         loop: Loop,
         *,
-        facts: Callable[[], tuple[Mapping[str, Any], Mapping[str, str]]],
+        facts: Callable[[], Facts],
         routes: Routing | None = None,
         console: str = PROGRESS,
     ) -> None:
         self._recorder, self._loop, self._facts = recorder, loop, facts
         self._routes, self._console = routes, console
         self._skipped = 0
-        self._is_silent = False
         self._before: tuple[int, int] | None = None
-        self._work: _Work | None = None
 
     def on_step(self, step: Step) -> None:
         """Show the step, if Megatron logged it."""
-        if self._is_silent:
-            return
         self._skipped += step.skipped
         options = self._loop.arguments()
         if step.step % options.log_interval and self._before is not None:
@@ -151,10 +137,6 @@ class Live(Listener):
         if wandb is not None:
             wandb.log(scalars, step.step)
 
-    def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
-        """Show nothing more without the times."""
-        self._is_silent = self._is_silent or failed is self._recorder
-
     def _measure(self, step: Step) -> Metrics:
         """What is known of the steps since the last logged one."""
         import torch
@@ -165,9 +147,7 @@ class Live(Listener):
         if self._before is not None and in_steps > self._before[1]:
             rate = (step.tokens - self._before[0]) / (in_steps - self._before[1]) * 1e9
         self._before = (step.tokens, in_steps)
-        if self._work is None:
-            self._work = _work_of(*self._facts())
-        mfu, reason = self._work.mfu(rate)
+        mfu, reason = _mfu(self._facts(), rate)
         return Metrics(
             step=step.step,
             resumed_at=step.resumed_at,
@@ -182,80 +162,34 @@ class Live(Listener):
         )
 
 
-# --- MFU --------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Work:
-    """The FLOPs of a step of ``tokens`` tokens by precision, and what it runs on; or why that is not known."""
-
-    flops: Mapping[str, int]
-    tokens: int
-    devices: int
-    device: str
-    why_not: str = ""
-
-    def mfu(self, tokens_per_s: float | None) -> tuple[float | None, str]:
-        """The utilisation at a rate, or why there is none."""
-        if self.why_not:
-            return None, self.why_not
-        if tokens_per_s is None:
-            return None, "no step before it to measure from"
-        used = Utilisation(
-            step_time_s=self.tokens / tokens_per_s,
-            devices=self.devices,
-            model_flops=self.flops,
-            hardware_flops=self.flops,
-            peaks={name: peak(self.device, name) for name in self.flops},
-        )
-        return used.mfu, used.reason or ""
-
-
-def _work_of(known: Mapping[str, Any], unknown: Mapping[str, str]) -> _Work:
-    counted = known.get("flops")
-    if counted is None:
-        return _Work({}, 0, 1, "", unknown.get("flops", "the work of a step is not known"))
-    return _Work(
-        flops={name: one["model_flops"] for name, one in counted["by_precision"].items()},
-        tokens=counted["tokens"],
+def _mfu(facts: Facts, tokens_per_s: float | None) -> tuple[float | None, str]:
+    """The utilisation at a rate, or why there is none."""
+    known, unknown = facts
+    if (counted := known.get("flops")) is None:
+        return None, unknown.get("flops", "the work of a step is not known")
+    if tokens_per_s is None:
+        return None, "no step before it to measure from"
+    flops = {precision: one["model_flops"] for precision, one in counted["by_precision"].items()}
+    used = Utilisation(
+        step_time_s=counted["tokens"] / tokens_per_s,
         devices=known["parallelism.world_size"],
-        device=known["device"],
+        model_flops=flops,
+        hardware_flops=flops,
+        peaks={precision: peak(known["device"], precision) for precision in flops},
     )
-
-
-# --- Reading ----------------------------------------------------------------------------------------------------------
-
-_METRICS = kinds.record(
-    {
-        "step": kinds.SIZE,
-        "resumed_at": kinds.COUNT,
-        "skipped": kinds.COUNT,
-        "tokens_per_s": kinds.nullable(kinds.AMOUNT),
-        "mfu": kinds.nullable(kinds.AMOUNT),
-        "mfu_reason": kinds.TEXT,
-        "goodput": kinds.SHARE,
-        "memory_allocated_bytes": kinds.COUNT,
-        "memory_reserved_bytes": kinds.COUNT,
-    },
-    dict.fromkeys(
-        ("routing_entropy", "routing_max_over_mean", "dropped_share", "index_overlap"), kinds.nullable(kinds.AMOUNT)
-    ),
-)
+    return used.mfu, used.reason or ""
 
 
 def metrics_of(ranks: Mapping[int, Sequence[Start]]) -> list[Metrics]:
     """The logged steps in the starts of all ranks, ascending, without those that a restart rolled back.
 
     Raises:
-        DataError: one is not what a run writes.
+        DataError: one has not the fields that a run writes.
     """
-    starts = sorted((start.number, rank, start) for rank, starts in ranks.items() for start in starts if start.metrics)
     found = []
-    for _, _, start in starts:
-        for one in start.metrics:
-            try:
-                kinds.check(one, _METRICS)
-            except ValueError as error:
-                raise DataError(f"{start.path}: metrics of a step: {error}; restore the file, or delete it") from error
-            found.append(Metrics(**one))
+    for start in sorted((one for starts in ranks.values() for one in starts), key=lambda one: (one.number, one.rank)):
+        try:
+            found += [schema.build(Metrics, one) for one in start.metrics]
+        except schema.SchemaError as error:
+            raise DataError(f"{start.path}: metrics of a step: {error}; restore the file, or delete it") from error
     return kept(found)

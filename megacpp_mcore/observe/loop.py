@@ -1,9 +1,8 @@
 """The one seam to a training loop: listeners hear what the loop does while it happens; nothing else changes.
 
-:func:`observing` wraps the functions of ``megatron.training.training`` that the loop looks up by name, hands on what they are
+:class:`Loop` wraps the functions of ``megatron.training.training`` that the loop looks up by name, hands on what they are
 given and return, and puts them back. Written against megatron-core 0.19.2 and Megatron-LM core_v0.19.0; a function that is not
-there any more is an error before training starts. :class:`Loop` is what others have to know of the loop that trains;
-:mod:`megacpp_mcore.observe.loop_bridge` is that of Megatron-Bridge.
+there any more is an error before training starts. :mod:`megacpp_mcore.observe.loop_bridge` is the same of Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import inspect
 import logging
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -37,16 +35,18 @@ class Seam:
         module: where the loop looks it up.
         name: its name there, dotted for a method.
         phase: what the process is in while it runs, or None.
-        within: the phases in which that holds; anywhere if empty.
+        within: the phase in which alone that holds; None: any.
     """
 
     module: str
     name: str
     phase: Phase | None = None
-    within: frozenset[Phase] = frozenset()
+    within: Phase | None = None
 
 
 _TRAINING = "megatron.training.training"
+_FINALIZE = "maybe_finalize_async_save"
+BATCH = Seam("megatron.core.rerun_state_machine", "RerunDataIterator.__next__", Phase.DATA, Phase.STEP)
 STOCK = (
     Seam(_TRAINING, "setup_model_and_optimizer"),
     Seam(_TRAINING, "load_checkpoint", Phase.LOAD),
@@ -55,102 +55,76 @@ STOCK = (
     Seam(_TRAINING, "training_log"),
     Seam(_TRAINING, "save_checkpoint", Phase.SAVE),
     Seam(_TRAINING, "save_checkpoint_and_time", Phase.SAVE),
-    Seam(_TRAINING, "maybe_finalize_async_save", Phase.SAVE),
+    Seam(_TRAINING, _FINALIZE, Phase.SAVE),
     Seam(_TRAINING, "evaluate_and_print_results", Phase.EVALUATION),
-    Seam("megatron.core.rerun_state_machine", "RerunDataIterator.__next__", Phase.DATA, frozenset({Phase.STEP})),
+    BATCH,
 )
 """The functions of Megatron's own loop."""
 
+Handler = Callable[..., Any]
+"""Stands in for a function of the loop: called with the stock function and what that is given, returns what that returns."""
 
-class Loop(ABC):
-    """A loop that trains, as those see it who record a run."""
 
-    @abstractmethod
+class Loop:
+    """A loop that trains, as those see it who record a run: Megatron's own, where nothing is overridden."""
+
     def observing(self, clock: Clock, listeners: Sequence[Listener]) -> AbstractContextManager[None]:
         """Run the clock's phases by what the loop does in this process, and notify ``listeners``, until the context ends.
 
         Raises:
             LaunchError: the loop has not the functions that it has to have; nothing has been replaced.
         """
+        seams = _StockSeams(clock, listeners)
+        return replaced(STOCK, seams, seams.handlers())
 
-    @abstractmethod
     def arguments(self) -> Any:
         """What the run was given, by the names of stock Megatron's arguments; known once there is a model."""
-
-    @abstractmethod
-    def describe_model(self, host: str) -> tuple[object, ...]:
-        """What :func:`megacpp_mcore.arguments.lowering.matching_preset` knows the run's model by, built on ``host``."""
-
-    @abstractmethod
-    def writers(self) -> tuple[Any, Any]:
-        """TensorBoard's writer and W&B's run in this process, each None where there is none."""
-
-
-class StockLoop(Loop):
-    """Megatron's own."""
-
-    def observing(self, clock: Clock, listeners: Sequence[Listener]) -> AbstractContextManager[None]:
-        """See :func:`observing`."""
-        return observing(clock, listeners)
-
-    def arguments(self) -> Any:
-        """As Megatron has read them."""
         from megatron.training import get_args
 
         return get_args()
 
     def describe_model(self, host: str) -> tuple[object, ...]:
-        """The configuration that Megatron makes of its arguments."""
+        """What :func:`megacpp_mcore.arguments.lowering.matching_preset` knows the run's model by, built on ``host``."""
         from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
         described = (gpt_config_from_args if host == GPT else hybrid_config_from_args)(self.arguments())
         return (described.transformer, described)
 
     def writers(self) -> tuple[Any, Any]:
-        """Megatron's global ones."""
+        """TensorBoard's writer and W&B's run in this process, each None where there is none."""
         from megatron.training import get_tensorboard_writer, get_wandb_writer
 
         return get_tensorboard_writer(), get_wandb_writer()
 
 
 @contextlib.contextmanager
-def observing(clock: Clock, listeners: Sequence[Listener]) -> Iterator[None]:
-    """Run the clock's phases by what stock Megatron does in this process, and notify ``listeners``, until the context ends.
-
-    Raises:
-        LaunchError: Megatron has no function of one of the names; nothing has been replaced.
-    """
-    seams = _StockSeams(clock, listeners)
-    special = {
-        "setup_model_and_optimizer": seams.model,
-        "train": seams.loop,
-        "train_step": seams.step,
-        "training_log": seams.logged,
-        "maybe_finalize_async_save": seams.finalized,
-    }
-    with replaced(STOCK, seams, special):
-        yield
-
-
-@contextlib.contextmanager
-def replaced(seams: Sequence[Seam], notifier: Notifier, special: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+def replaced(seams: Sequence[Seam], notifier: Notifier, handlers: Mapping[str, Handler]) -> Iterator[None]:
     """Put functions that notify in the place of those of ``seams``, and those back when the context ends, of which it notifies.
 
     Args:
         seams: what is replaced.
         notifier: whose listeners hear of it.
-        special: what makes the replacement, by name; of the other seams, only the time is taken.
+        handlers: what stands in for a function, by its name; of the others, only the time is taken.
 
     Raises:
         LaunchError: a function is not there; nothing has been replaced.
     """
     with contextlib.ExitStack() as stack:
         stack.push(notifier.end)  # first, so that the listeners hear of a missing function, too
-        places = [(seam, *_resolve(seam)) for seam in seams]
-        for seam, holder, name, stock in places:
-            setattr(holder, name, special[seam.name](stock) if seam.name in special else notifier.timed(stock, seam))
+        for seam, (holder, name, stock) in [(seam, _resolve(seam)) for seam in seams]:
+            handler = handlers.get(seam.name) or notifier.timed(seam)
+            setattr(holder, name, _standing_in(stock, handler))
             stack.callback(setattr, holder, name, stock)
+        stack.callback(notifier.scalars.restore)
         yield
+
+
+def _standing_in(stock: Callable[..., Any], handler: Handler) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return handler(stock, *args, **kwargs)
+
+    return run
 
 
 def _resolve(seam: Seam) -> tuple[Any, str, Callable[..., Any]]:
@@ -173,69 +147,54 @@ class Notifier:
     """Notifies listeners of what happens in a loop; what stands in for the loop's functions calls it."""
 
     def __init__(self, clock: Clock, listeners: Sequence[Listener]) -> None:
-        self.clock = clock
+        self.clock, self.scalars = clock, ScalarTap()
         self._listeners = tuple(listeners)
         self._sound = list(listeners)
         self._step = 0
         self._resumed_at: int | None = None
 
-    def timed(self, stock: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
-        """``stock`` in the seam's phase."""
-        clock, phase, within = self.clock, seam.phase, seam.within
+    def timed(self, seam: Seam) -> Handler:
+        """A handler that runs the function in the seam's phase."""
 
-        @functools.wraps(stock)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if phase is None or (within and clock.phase not in within):
+        def run(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if seam.phase is None or (seam.within is not None and self.clock.phase is not seam.within):
                 return stock(*args, **kwargs)
-            clock.enter(phase)
-            try:
+            with self.clock.within(seam.phase):
                 return stock(*args, **kwargs)
-            finally:
-                clock.leave(phase)
 
         return run
-
-    def notify_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        """The model stands, a checkpoint is loaded."""
-        self.notify(lambda listener: listener.on_model(chunks, optimizer))
 
     def notify_begin(self, number: int) -> None:
         """Step ``number`` begins."""
         self._step = number
         self.notify(lambda listener: listener.on_step_begin(number))
 
-    def notify_step(self, given: Mapping[str, Any], scalars: Mapping[str, float], number: int, tokens: int) -> None:
+    def notify_step(self, given: Mapping[str, Any], number: int, tokens: int) -> None:
         """A step was logged.
 
         Args:
-            given: the arguments of ``training_log``, by name.
-            scalars: what it gave to a writer; of these, the auxiliary losses that it computes itself are wanted.
+            given: the arguments of ``training_log``, by name; the losses that it computes itself are in :attr:`scalars`.
             number: of the step, 1-based.
             tokens: trained on since step 0.
         """
+        if self._resumed_at is None:
+            self._resumed_at = number - 1
+        grad_norm, learning_rate = given["grad_norm"], given["learning_rate"]
         try:
-            step = self._step_of(given, scalars, number, tokens)
+            step = Step(
+                step=number,
+                resumed_at=self._resumed_at,
+                time_s=time.time(),
+                tokens=tokens,
+                losses=self.scalars.values | {name: float(value) for name, value in given["loss_dict"].items()},
+                grad_norm=None if grad_norm is None else float(grad_norm),
+                learning_rate=None if learning_rate is None else float(learning_rate),
+                skipped=bool(given["skipped_iter"]),
+            )
         except Exception:
             logger.exception("step %d is not recorded; training is not affected", number)
             return
         self.notify(lambda listener: listener.on_step(step))
-
-    def _step_of(self, given: Mapping[str, Any], scalars: Mapping[str, float], number: int, tokens: int) -> Step:
-        if self._resumed_at is None:
-            self._resumed_at = number - 1
-        losses = {name: float(value) for name, value in given["loss_dict"].items()}
-        losses |= {name: value for name, value in scalars.items() if name.endswith("loss") and name not in losses}
-        grad_norm, learning_rate = given["grad_norm"], given["learning_rate"]
-        return Step(
-            step=number,
-            resumed_at=self._resumed_at,
-            time_s=time.time(),
-            tokens=tokens,
-            losses=losses,
-            grad_norm=None if grad_norm is None else float(grad_norm),
-            learning_rate=None if learning_rate is None else float(learning_rate),
-            skipped=bool(given["skipped_iter"]),
-        )
 
     def notify(self, call: Callable[[Listener], None]) -> None:
         """Call those that have not failed; one that does hears of nothing more but the end: recording must not end training."""
@@ -259,7 +218,7 @@ class Notifier:
                 logger.exception("%s could not take in that %s failed", type(listener).__name__, type(failed).__name__)
 
     def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Everyone hears of the end, whatever happens to one; a status that a script exits with is no error."""
+        """Everyone hears of the end, whatever happens to one; a status of 0 that a script exits with is no error."""
         quiet = isinstance(error, SystemExit) and not error.code
         for listener in self._listeners:
             try:
@@ -270,107 +229,89 @@ class Notifier:
 
 
 class _StockSeams(Notifier):
-    """The functions that stand in for Megatron's."""
+    """What stands in for Megatron's functions."""
 
-    def model(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """``setup_model_and_optimizer``, which returns the model's chunks and the optimizer first."""
+    def handlers(self) -> dict[str, Handler]:
+        """Each by the name of its function."""
+        return {
+            "setup_model_and_optimizer": self._set_up,
+            "train": self._train,
+            "train_step": self._train_step,
+            "training_log": self._training_log,
+            _FINALIZE: self._finalize,
+        }
 
-        @functools.wraps(stock)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            made = stock(*args, **kwargs)
-            self.notify_model(made[0], made[1])
-            return made
+    def _set_up(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """It returns the model's chunks and the optimizer first."""
+        made = stock(*args, **kwargs)
+        self.notify(lambda listener: listener.on_model(made[0], made[1]))
+        return made
 
-        return run
+    def _train(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Start-up is over."""
+        self.clock.become(Phase.IDLE)
+        return stock(*args, **kwargs)
 
-    def loop(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """``train``: start-up is over."""
+    def _train_step(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Its number is one more than that of the iterations that are done."""
+        from megatron.training import get_args
 
-        @functools.wraps(stock)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.clock.become(Phase.IDLE)
+        self.notify_begin(get_args().curr_iteration + 1)
+        with self.clock.within(Phase.STEP):
             return stock(*args, **kwargs)
 
-        return run
-
-    def step(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """``train_step``, whose number is one more than that of the iterations that are done."""
+    def _finalize(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Called every step, which is part of a save only with ``--async-save``."""
         from megatron.training import get_args
 
-        @functools.wraps(stock)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.notify_begin(get_args().curr_iteration + 1)
-            with self.clock.within(Phase.STEP):
-                return stock(*args, **kwargs)
+        with self.clock.within(Phase.SAVE) if get_args().async_save else contextlib.nullcontext():
+            return stock(*args, **kwargs)
 
-        return run
-
-    def finalized(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """``maybe_finalize_async_save``, called every step, which is part of a save only with ``--async-save``."""
-        from megatron.training import get_args
-
-        @functools.wraps(stock)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self.clock.within(Phase.SAVE) if get_args().async_save else contextlib.nullcontext():
-                return stock(*args, **kwargs)
-
-        return run
-
-    def logged(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """``training_log``, and the scalars that it gives to the writer it asks for."""
+    def _training_log(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """It asks for the writer that it gives the auxiliary losses to, which are in none of its arguments."""
         from megatron.training import get_args, training
 
-        signature = inspect.signature(stock)
-
-        @functools.wraps(stock)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            get_writer, scalars = training.get_tensorboard_writer, Scalars()
-            with scalars:
-                training.get_tensorboard_writer = lambda: scalars.tapped(get_writer())
-                try:
-                    result = stock(*args, **kwargs)
-                finally:
-                    training.get_tensorboard_writer = get_writer
-            options = get_args()
-            tokens = options.consumed_train_samples * options.seq_length
-            self.notify_step(given, scalars.values, given["iteration"], tokens)
-            return result
-
-        return run
+        given = inspect.signature(stock).bind(*args, **kwargs).arguments
+        self.scalars.values = {}
+        writer = self.scalars.tap(training.get_tensorboard_writer())
+        with mock.patch.object(training, "get_tensorboard_writer", return_value=writer):
+            result = stock(*args, **kwargs)
+        options = get_args()
+        self.notify_step(given, given["iteration"], options.consumed_train_samples * options.seq_length)
+        return result
 
 
-class Scalars:
-    """The named numbers that a TensorBoard writer is given while this is entered; it stands in where there is no writer."""
+class ScalarTap:
+    """Notes the losses of a step that TensorBoard's writer is given; where there is no writer, it takes them itself."""
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
-        self._tapped: dict[int, Any] = {}
         self._restored = contextlib.ExitStack()
+        self._writer: Any = None
 
-    def __enter__(self) -> Scalars:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._restored.close()
-
-    def tapped(self, writer: Any) -> Any:
-        """``writer``, whose numbers are noted until the end; this object in place of None."""
+    def tap(self, writer: Any) -> Any:
+        """``writer``, whose losses are noted from now on; this object in place of None."""
         if writer is None:
             return self
-        if id(writer) not in self._tapped:
-            self._tapped[id(writer)] = writer
+        if writer is not self._writer:
+            self.restore()
             stock = writer.add_scalar
 
             def add_scalar(tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> None:
                 self.add_scalar(tag, scalar_value)
                 stock(tag, scalar_value, *args, **kwargs)
 
-            with contextlib.suppress(AttributeError):  # one that takes no attribute keeps its numbers to itself
-                self._restored.enter_context(mock.patch.object(writer, "add_scalar", add_scalar))
+            self._restored.enter_context(mock.patch.object(writer, "add_scalar", add_scalar))
+            self._writer = writer
         return writer
 
     def add_scalar(self, tag: str, scalar_value: Any, *_: Any, **__: Any) -> None:
-        """Note one named value."""
-        with contextlib.suppress(TypeError, ValueError):  # no number: the writer may know what it is
-            self.values[tag] = float(scalar_value)
+        """Note a loss."""
+        if tag.endswith("loss"):
+            with contextlib.suppress(TypeError, ValueError):  # no number: the writer may know what it is
+                self.values[tag] = float(scalar_value)
+
+    def restore(self) -> None:
+        """Leave the writer as it was."""
+        self._restored.close()
+        self._writer = None

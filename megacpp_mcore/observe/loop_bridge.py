@@ -7,7 +7,6 @@ Written against megatron-bridge 0.6.2. No torch at import.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Listener
-from megacpp_mcore.observe.loop import Loop, Notifier, Scalars, Seam, replaced
+from megacpp_mcore.observe.loop import BATCH, Handler, Loop, Notifier, Seam, replaced
 
 _BRIDGE = "megatron.bridge.training"
 _LOGGING = f"{_BRIDGE}.utils.train_utils"
@@ -32,7 +31,7 @@ SEAMS = (
     Seam(f"{_BRIDGE}.checkpointing", _FINALIZE, Phase.SAVE),
     Seam(f"{_BRIDGE}.train", "evaluate_and_print_results", Phase.EVALUATION),
     Seam(f"{_BRIDGE}.pretrain", "evaluate_and_print_results", Phase.EVALUATION),
-    Seam("megatron.core.rerun_state_machine", "RerunDataIterator.__next__", Phase.DATA, frozenset({Phase.STEP})),
+    BATCH,
 )
 """The functions of Bridge's loop for which there is no callback."""
 
@@ -55,20 +54,20 @@ class BridgeLoop(Loop):
     def observing(self, clock: Clock, listeners: Sequence[Listener]) -> Iterator[None]:
         """See :meth:`megacpp_mcore.observe.loop.Loop.observing`; of a run that logs no step, listeners hear of none."""
         seams = _BridgeSeams(clock, listeners)
-        special = {"training_log": seams.logged, _WRITER: seams.writer, _FINALIZE: seams.finalized}
-        with replaced(SEAMS, seams, special):
+
+        def on_model(context: Any) -> None:
+            self._state = context.state
+            seams.notify(lambda listener: listener.on_model(context.model, context.optimizer))
+
+        with replaced(SEAMS, seams, seams.handlers()):
             # Bridge takes no callback for data of whole epochs, whose number of steps it knows only later.
-            of_model = "on_data_init_start" if self._config.train.num_epochs is None else "on_train_start"
-            self._callbacks.register(of_model, functools.partial(self._notify_model, seams))
+            has_steps = self._config.train.num_epochs is None
+            self._callbacks.register("on_data_init_start" if has_steps else "on_train_start", on_model)
             self._callbacks.register("on_train_start", lambda _: clock.become(Phase.IDLE))
             self._callbacks.register(
                 "on_train_step_start", lambda context: seams.notify_begin(context.state.train_state.step + 1)
             )
             yield
-
-    def _notify_model(self, seams: Notifier, context: Any) -> None:
-        self._state = context.state
-        seams.notify_model(context.model, context.optimizer)
 
     def arguments(self) -> Any:
         """What the configuration says, by the names of stock arguments."""
@@ -118,16 +117,13 @@ def _datasets(data: Any) -> dict[str, list[str] | None]:
     splits = ("train_data_path", "valid_data_path", "test_data_path")
     found: dict[str, list[str] | None] = dict.fromkeys(("data_path", *splits))
     if data.data_path:
-        found["data_path"] = (
-            data.data_path.split() if isinstance(data.data_path, str) else list(map(str, data.data_path))
-        )
+        words = data.data_path.split() if isinstance(data.data_path, str) else data.data_path
+        found["data_path"] = list(map(str, words))
     elif data.blend is not None:
         found["data_path"] = _blend(data.blend)
     elif data.blend_per_split is not None:
-        found |= {
-            name: None if blend is None else _blend(blend)
-            for name, blend in zip(splits, data.blend_per_split, strict=True)
-        }
+        for name, blend in zip(splits, data.blend_per_split, strict=True):
+            found[name] = None if blend is None else _blend(blend)
     return found
 
 
@@ -140,51 +136,32 @@ def _blend(blend: tuple[Sequence[str], Sequence[float] | None]) -> list[str]:
 
 
 class _BridgeSeams(Notifier):
-    """The functions that stand in for Bridge's."""
+    """What stands in for Bridge's functions."""
 
-    def __init__(self, clock: Clock, listeners: Sequence[Listener]) -> None:
-        super().__init__(clock, listeners)
-        self._scalars = Scalars()
+    def handlers(self) -> dict[str, Handler]:
+        """Each by the name of its function."""
+        return {"training_log": self._training_log, _WRITER: self._build_writer, _FINALIZE: self._finalize}
 
-    def writer(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """``_build_moe_metric_writer``: the numbers that the writer is given are noted."""
+    def _build_writer(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.scalars.tap(stock(*args, **kwargs))
 
-        @functools.wraps(stock)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return self._scalars.tapped(stock(*args, **kwargs))
+    def _finalize(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Called every step, which is part of a save only if that is asynchronous."""
+        asynchronous = inspect.signature(stock).bind(*args, **kwargs).arguments["ckpt_cfg"].async_save
+        with self.clock.within(Phase.SAVE) if asynchronous else contextlib.nullcontext():
+            return stock(*args, **kwargs)
 
-        return run
-
-    def finalized(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """``maybe_finalize_async_save``, called every step, which is part of a save only if that is asynchronous."""
-        signature = inspect.signature(stock)
-
-        @functools.wraps(stock)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            asynchronous = signature.bind(*args, **kwargs).arguments["ckpt_cfg"].async_save
-            with self.clock.within(Phase.SAVE) if asynchronous else contextlib.nullcontext():
-                return stock(*args, **kwargs)
-
-        return run
-
-    def logged(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """``training_log``, and the indexer's loss, which Bridge adds up and neither logs nor clears."""
-        signature = inspect.signature(stock)
-
-        @functools.wraps(stock)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            config, state = given["config"], given["global_state"]
-            number = state.train_state.step
-            with Scalars() as self._scalars:
-                result = stock(*args, **kwargs)
-                if config.model.dsa_indexer_loss_coeff:
-                    _track_indexer(number, self._scalars.tapped(state.tensorboard_logger), state.wandb_logger)
-            tokens = state.train_state.consumed_train_samples * config.model.seq_length
-            self.notify_step(given, self._scalars.values, number, tokens)
-            return result
-
-        return run
+    def _training_log(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Bridge adds the indexer's loss up, and neither logs nor clears it."""
+        given = inspect.signature(stock).bind(*args, **kwargs).arguments
+        model, state = given["config"].model, given["global_state"]
+        number = state.train_state.step
+        self.scalars.values = {}
+        result = stock(*args, **kwargs)
+        if model.dsa_indexer_loss_coeff:
+            _track_indexer(number, self.scalars.tap(state.tensorboard_logger), state.wandb_logger)
+        self.notify_step(given, number, state.train_state.consumed_train_samples * model.seq_length)
+        return result
 
 
 def _track_indexer(step: int, writer: Any, wandb: Any) -> None:

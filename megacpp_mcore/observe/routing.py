@@ -10,15 +10,17 @@ Legend: T tokens, E experts, B batch, S queries, N selected keys.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe.events import Listener
+from megacpp_mcore.observe.events import HookErrors, Listener
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.events import Step
@@ -149,14 +151,12 @@ class Routing(Listener):
         ``routing_max_over_mean`` (worst layer), ``dropped_share``, ``index_overlap`` (mean); what is not known is left out."""
         self._routers: list[_Router] = []
         self._read: dict[str, Load] = {}
-        self._handles: list[Any] = []
-        self._indices: dict[int, Any] = {}
+        self._hooks = contextlib.ExitStack()
+        self._errors = HookErrors()
+        self._failed: str | None = None
+        self._indices: dict[int, tuple[Any, int]] = {}
         self._overlaps: dict[str, float] = {}
         self._sampling = False
-        self._broken = False
-        self._error: Exception | None = None
-        self._failed: str | None = None
-        self._restore: list[Callable[[], None]] = []
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Hook the routers, and the index caches of our sparse attention."""
@@ -172,9 +172,8 @@ class Routing(Listener):
                     layer = f"mtp {number}" if getattr(module, "is_mtp_layer", False) else str(number)
                     router = _Router(layer, bool(module.config.moe_pad_expert_input_to_capacity))
                     self._routers.append(router)
-                    self._handles.append(module.register_forward_hook(self._guarded(router.count)))
-                cache = getattr(module, "index_cache", None)
-                if isinstance(cache, IndexCache):
+                    self._hooks.callback(module.register_forward_hook(self._errors.guard(router.count)).remove)
+                if isinstance(cache := getattr(module, "index_cache", None), IndexCache):
                     caches[id(cache)] = cache
         for cache in caches.values():
             self._watch(cache)
@@ -186,7 +185,7 @@ class Routing(Listener):
 
     def on_step(self, step: Step) -> None:
         """Read the sums if it is time; raise the error of a hook, which must not end the step."""
-        self._raise_kept()
+        self._errors.raise_first()
         if step.step % self.interval == 0:
             self.read()
         self._sampling = False
@@ -194,51 +193,24 @@ class Routing(Listener):
 
     def on_end(self, error: BaseException | None) -> None:
         """Read what is left, unless an error left the device in a state unknown, and take the hooks away."""
-        self._unhook()
-        self._raise_kept()
+        self._hooks.close()
+        self._errors.raise_first()
         if error is None:
             self.read()
 
     def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
         """Take the hooks away if it is this one that failed, and what was counted: parts must not pass for the whole."""
-        if failed is not self:
-            return
-        self._failed = f"counting failed in step {step} on a rank: {type(error).__name__}: {error}".partition("\n")[0]
-        self._unhook()
-        self.latest.clear()
-        self._read, self._overlaps = {}, {}
-
-    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """``hook``, whose first error is kept for :meth:`on_step`; it is not called after one."""
-
-        def run(*args: Any) -> None:
-            if not self._broken:
-                try:
-                    hook(*args)
-                except Exception as error:
-                    self._broken, self._error = True, error
-
-        return run
-
-    def _raise_kept(self) -> None:
-        """Raise the error of a hook, once: its traceback holds what the hook was given, on the device, too."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for restore in self._restore:
-            restore()
-        self._handles, self._restore = [], []
+        if failed is self:
+            self._failed = f"counting failed in step {step} on a rank: {type(error).__name__}: {error}".partition("\n")[
+                0
+            ]
+            self._hooks.close()
+            self._routers, self._read, self._overlaps, self.latest = [], {}, {}, {}
 
     def read(self) -> None:
-        """Bring the sums to the host; the one point where this waits for the device. Nothing once this one has failed."""
+        """Bring the sums to the host; the one point where this waits for the device."""
         import torch
 
-        if self._failed is not None:
-            return
         uncounted = self._not_counted()
         counted = [one for one in self._routers if one.tokens_E is not None and one.layer not in uncounted]
         lists = torch.stack([router.tokens_E for router in counted]).tolist() if counted else []
@@ -248,7 +220,9 @@ class Routing(Listener):
             now[router.layer] = now[router.layer] + load if router.layer in now else load
         window = [load - self._read[layer] if layer in self._read else load for layer, load in now.items()]
         self._read = now
-        self._overlaps |= self._sampled_overlaps()
+        for one, other in itertools.pairwise(sorted(self._indices)):
+            rows_BRN, keys = self._indices[one]
+            self._overlaps[f"{one}-{other}"] = _overlap(rows_BRN, self._indices[other][0], keys)
         if any(load.asked for load in window):
             self.latest = _summary(window)
         if self._overlaps:
@@ -279,22 +253,13 @@ class Routing(Listener):
                 if rows is not None:
                     self._indices[layer] = (rows, selection.index.shape[1])
 
-        guarded = self._guarded(look)
+        guarded = self._errors.guard(look)
 
         def watched(layer: int, selection: Any) -> None:
             guarded(layer, selection)
             publish(layer, selection)
 
-        cache.publish = watched
-        self._restore.append(lambda: vars(cache).pop("publish", None))
-
-    def _sampled_overlaps(self) -> dict[str, float]:
-        """The overlap of each sampled Full layer with the one before it."""
-        found = {}
-        for one, other in itertools.pairwise(sorted(self._indices)):
-            rows_BRN, keys = self._indices[one]
-            found[f"{one}-{other}"] = _overlap(rows_BRN, self._indices[other][0], keys)
-        return found
+        self._hooks.enter_context(mock.patch.object(cache, "publish", watched))
 
 
 def _summary(window: Sequence[Load]) -> dict[str, float]:

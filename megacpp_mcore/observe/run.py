@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.observe.events import Listener, Log
 from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.live import Live
-from megacpp_mcore.observe.loop import Loop, Notifier, StockLoop
+from megacpp_mcore.observe.loop import Loop, Notifier
 from megacpp_mcore.observe.profile import Profiler, check_device
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
@@ -24,6 +23,7 @@ from megacpp_mcore.observe.start import FirstStep
 from megacpp_mcore.observe.steps import StepRecorder
 from megacpp_mcore.policy import LaunchPolicy
 from megacpp_mcore.settings import Observability, PluginConfig, parse_steps
+from megacpp_mcore.util import flags
 
 FOLDER = "observe"
 """The run's folder, in the one that it saves its checkpoints to."""
@@ -77,56 +77,36 @@ def choose(
             installed by now.
     """
     details = settings.observability if settings is not None else Observability()
-    details = dataclasses.replace(
-        details,
-        profile=details.profile if profile is None else profile,
-        profile_tool=profile_tool or details.profile_tool,
-    )
+    profile = details.profile if profile is None else profile
+    details = dataclasses.replace(details, profile=profile, profile_tool=profile_tool or details.profile_tool)
     if off and observe is not None:
         raise LaunchError(f"--observe {observe} and --no-observe were both given; leave one of them out")
     for option, path in (("--observe", observe), ("--record-steps", record_steps)):
         if path == "":
             raise LaunchError(f"{option} was given an empty path; expected one, or leave the option out")
-    saved = _value(arguments, "--save") or None
+    words = flags.read(arguments)
+    saved = flags.first(words, "--save")
     if off:
         folder, why = None, "--no-observe"
     elif observe is not None:
         folder, why = Path(observe), "--observe"
     elif not details.enabled:
         folder, why = None, "observability.enabled is false"
-    elif saved is not None:
+    elif saved:
         folder, why = Path(saved) / FOLDER, "beside its checkpoints; --observe names another folder"
     else:
         folder, why = None, "it saves no checkpoint; --observe DIR names a folder"
-    if details.profile is not None:
-        _refuse_late(details.profile, _value(arguments, "--train-iters"))
-        if folder is None:
+    if profile is not None:
+        first, _ = parse_steps(profile)
+        last = flags.whole(words, "--train-iters", LaunchError)
+        if last is not None and first > last:
             raise LaunchError(
-                f"steps {details.profile} are to be profiled, and nothing is recorded ({why}); add --observe DIR"
+                f"steps {profile} are to be profiled, and the run ends with step {last} (--train-iters); name steps that it has"
             )
+        if folder is None:
+            raise LaunchError(f"steps {profile} are to be profiled, and nothing is recorded ({why}); add --observe DIR")
         check_device(details.profile_tool)
     return Observation(folder, why, record_steps, settings, details)
-
-
-def _refuse_late(profile: str, train_iters: str | None) -> None:
-    """Raise LaunchError if the steps to profile are malformed, or all come after the run's last one."""
-    first, _ = parse_steps(profile)
-    if train_iters is not None and train_iters.isdecimal() and first > int(train_iters):
-        raise LaunchError(
-            f"steps {profile} are to be profiled, and the run ends with step {train_iters} (--train-iters); name steps that it "
-            "has"
-        )
-
-
-def _value(arguments: Sequence[str], flag: str) -> str | None:
-    """What stands after the last ``flag`` of an argument list; None without it."""
-    found = None
-    for word, after in itertools.pairwise([*arguments, ""]):
-        if word == flag:
-            found = after
-        elif word.startswith(flag + "="):
-            found = word.partition("=")[2]
-    return found
 
 
 @contextlib.contextmanager
@@ -143,7 +123,7 @@ def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | Non
         LaunchError: this Megatron has not the functions by which a run is observed.
     """
     clock = Clock(age_ns=clocks.process_age_ns())
-    loop = trained_by or StockLoop()
+    loop = trained_by or Loop()
     with contextlib.ExitStack() as stack:
         listeners: list[Listener] = []
         try:
@@ -162,19 +142,17 @@ def _listeners(
     chosen: Observation, launched: LaunchPolicy, clock: Clock, loop: Loop, stack: contextlib.ExitStack
 ) -> Iterator[Listener]:
     """What records the run, one after another; the receipt comes last, for it reads what the others have written."""
-    if chosen.record_steps is not None:
+    rank, world_size, details = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), chosen.details
+    is_last = rank == world_size - 1
+    if chosen.record_steps is not None and is_last:
         yield StepRecorder(chosen.record_steps)
     if chosen.folder is None:
         return
-    rank, world_size, details = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), chosen.details
     log = Log(chosen.folder, rank, world_size, clock, heartbeat_s=details.heartbeat_s)
     stack.callback(log.close)
-    is_last = rank == world_size - 1
     routes = Routing(details.interval)
     recorder = Recorder(log, with_losses=is_last)
-    yield recorder
-    yield FirstStep(log)
-    yield routes
+    yield from (recorder, FirstStep(log), routes)
     if details.profile is not None:  # of every rank, for the families differ by stage, and experts by rank
         first, last = parse_steps(details.profile)
         tool, trace = details.profile_tool, details.profile_trace

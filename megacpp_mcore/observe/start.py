@@ -7,6 +7,7 @@ import.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections import defaultdict
@@ -15,7 +16,7 @@ from typing import Any
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events
-from megacpp_mcore.observe.events import Listener, Log, Step
+from megacpp_mcore.observe.events import HookErrors, Listener, Log, Step
 from megacpp_mcore.util import schema as kinds
 
 _BRANCHES = ("self_attention", "mlp", "mixer")
@@ -33,9 +34,9 @@ class FirstStep(Listener):
         self._log = log
         self._chunks: Sequence[Any] = ()
         self._optimizer: Any = None
-        self._handles: list[Any] = []
+        self._hooks = contextlib.ExitStack()
+        self._errors = HookErrors()
         self._sums: dict[tuple[str, str], list[tuple[Any, int]]] = defaultdict(list)
-        self._error: Exception | None = None
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Remember them."""
@@ -43,20 +44,23 @@ class FirstStep(Listener):
 
     def on_step_begin(self, number: int) -> None:
         """Hook the layers, if this is step 1."""
+        from megatron.core.transformer.identity_op import IdentityOp
+
         if number != 1:
             return
         for label, _, layer in _layers(self._chunks):
-            self._handles.append(layer.register_forward_pre_hook(self._hook(label, "residual"), with_kwargs=True))
+            hook = layer.register_forward_pre_hook(self._hook(label, "residual"), with_kwargs=True)
+            self._hooks.callback(hook.remove)
             for name in _BRANCHES:
-                if (part := getattr(layer, name, None)) is not None and not _is_identity(part):
-                    self._handles.append(part.register_forward_hook(self._hook(label, "branch"), with_kwargs=True))
+                if not isinstance(part := getattr(layer, name, None), IdentityOp | None):
+                    hook = part.register_forward_hook(self._hook(label, "branch"), with_kwargs=True)
+                    self._hooks.callback(hook.remove)
 
     def on_step(self, step: Step) -> None:
         """Take the hooks away and write what they summed, and the gradients, which the optimizer leaves where they are."""
         if step.step == 1:
-            self._unhook()
-            if self._error is not None:
-                raise self._error
+            self._hooks.close()
+            self._errors.raise_first()
             self._log.write(first_step={"grad_norm": step.grad_norm, "parts": self._parts()})
         self._let_go()
 
@@ -70,31 +74,22 @@ class FirstStep(Listener):
         self._let_go()
 
     def _let_go(self) -> None:
-        self._unhook()
-        self._chunks, self._optimizer, self._error = (), None, None
+        self._hooks.close()
+        self._chunks, self._optimizer = (), None
         self._sums.clear()
 
-    def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
     def _hook(self, label: str, kind: str) -> Any:
-        """A hook that sums the squares of a layer's input or of a part's output; its first error waits for the step's end."""
+        """A hook that sums the squares of a layer's input or of a part's output."""
 
         def run(module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], output: Any = None) -> None:
             import torch
 
-            if not (module.training and torch.is_grad_enabled()) or self._error is not None:
-                return
-            try:
+            if module.training and torch.is_grad_enabled():
                 values = (inputs[0] if inputs else named["hidden_states"]) if kind == "residual" else output
                 values = values[0] if isinstance(values, tuple) else values
                 self._sums[label, kind].append((_norm(values.detach()), values.numel()))
-            except Exception as error:
-                self._error = error
 
-        return run
+        return self._errors.guard(run)
 
     def _parts(self) -> dict[str, dict[str, Any]]:
         """By part of the model: its family, the sums of squares, of branch and residual with their number of values."""
@@ -127,12 +122,6 @@ def _layers(chunks: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
                 yield from (("MTP", "MTP", one) for one in module.modules() if hasattr(one, "self_attention"))
             elif hasattr(module, "pre_process") and hasattr(module, "decoder"):
                 yield from ((str(layer.layer_number), family(layer), layer) for layer in module.decoder.layers)
-
-
-def _is_identity(part: Any) -> bool:
-    from megatron.core.transformer.identity_op import IdentityOp
-
-    return isinstance(part, IdentityOp)
 
 
 def _norm(values: Any) -> Any:
@@ -170,26 +159,28 @@ def _own_gradient(parameter: Any, optimizer: Any) -> Any:
     gradient = getattr(parameter, "main_grad", None)
     gradient = parameter.grad if gradient is None else gradient
     is_expert = not getattr(parameter, "allreduce", True)
-    tensor = (
-        parallel_state.get_expert_tensor_parallel_group if is_expert else parallel_state.get_tensor_model_parallel_group
-    )()
-    if gradient is None or not param_is_not_shared(parameter):
-        return None
-    if not param_is_not_tensor_parallel_duplicate(parameter, tensor):
-        return None
-    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
-    sharded = [one for one in optimizers if hasattr(one, "model_param_gbuf_map")]
-    if sharded:
-        owner = next((one for one in sharded if parameter in one.model_param_gbuf_map), None)
-        if owner is None:
-            return None
-        part = owner._get_model_param_range_map(parameter)["param"]
-        return gradient.view(-1)[part.start : part.end]
-    if getattr(parameter, "allreduce", True):
+    if is_expert:
+        group, replica = (
+            parallel_state.get_expert_tensor_parallel_group(),
+            parallel_state.get_expert_data_parallel_rank(),
+        )
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
         replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    else:  # an expert's
-        replica = parallel_state.get_expert_data_parallel_rank()
-    return gradient if replica == 0 else None
+    if gradient is None or not (
+        param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, group)
+    ):
+        return None
+    sharded = [
+        one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(one, "model_param_gbuf_map")
+    ]
+    if not sharded:
+        return gradient if replica == 0 else None
+    owner = next((one for one in sharded if parameter in one.model_param_gbuf_map), None)
+    if owner is None:
+        return None
+    part = owner._get_model_param_range_map(parameter)["param"]
+    return gradient.view(-1)[part.start : part.end]
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
@@ -216,7 +207,7 @@ def merged(ranks: Mapping[int, Sequence[events.Start]]) -> dict[str, dict[str, A
     are scaled to the norm that Megatron logged. Of several starts of a rank that did step 1, it is the last.
 
     Raises:
-        DataError: a record is damaged.
+        DataError: a record has not what a run writes.
     """
     last = {rank: start for rank, starts in ranks.items() for start in starts if start.first_step is not None}
     sums: dict[str, dict[str, Any]] = {}

@@ -29,17 +29,9 @@ COMMAND = ["--device", "cuda", "--", "pretrain_gpt.py", "--lr", "1e-3", "--data-
 def test_a_window_is_its_first_and_last_step() -> None:
     assert parse_steps("10-14") == (10, 14)
     assert parse_steps(" 3-3 ") == (3, 3)
-
-
-@pytest.mark.parametrize("text", ["", "10", "14-10", "0-4", "a-b", "1-2-3", "-1-4"])
-def test_another_window_is_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match="expected the first and the last, such as 10-14"):
-        parse_steps(text)
-
-
-def test_another_profiler_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="the profiler is 'perf'; expected torch or external"):
-        Profiler(tmp_path, 0, 1, 2, tool="perf")
+    for text in ("", "10", "14-10", "0-4", "a-b", "1-2-3", "-1-4"):
+        with pytest.raises(LaunchError, match=f"'{text}'"):
+            parse_steps(text)
 
 
 @pytest.fixture(params=["in the lane", "without a GPU", "on a GPU"])
@@ -69,50 +61,48 @@ def test_a_profiler_around_a_run_on_a_cpu_is_refused_before_it_trains(device: st
         if device == "on a GPU":
             assert make() == "external"
         else:
-            with pytest.raises(LaunchError, match="this run is on a CPU; profile it with --profile-tool torch"):
+            with pytest.raises(LaunchError, match="--profile-tool torch"):
                 make()
     assert choose(profile="2-3").details.profile_tool == "torch"
     assert choose(profile_tool="external").details.profile is None  # of no steps
+    with pytest.raises(LaunchError, match="'perf'; expected torch or external"):
+        Profiler(tmp_path, 0, 1, 2, tool="perf")
 
 
-def lines(text: str) -> list[list[str]]:
-    """The commands of a text, as a shell would split them."""
+def recipe(tool: str, *command: str, run: str = "run", first: int = 10, last: int = 14, **more: Any) -> list[list[str]]:
+    """The commands of a recipe, as a shell would split them."""
+    text = profile_recipes.recipe(tool, command, run=run, first=first, last=last, **more)
     return [shlex.split(line) for line in text.replace("\\\n", " ").splitlines()]
 
 
 def test_nsys_waits_for_the_window() -> None:
-    folder, command, stats = lines(
-        profile_recipes.recipe("nsys", COMMAND, run="my run", first=10, last=14, gpu_metrics=True)
-    )
+    folder, command, stats = recipe("nsys", *COMMAND, run="my run", gpu_metrics=True)
     assert folder == ["mkdir", "-p", "my run/profile/10-14"]
     launch = command.index("megacpp-mcore")
     assert command[:2] == ["nsys", "profile"]
-    assert {"--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--gpu-metrics-devices=all"} <= set(
-        command[:launch]
-    )
-    assert "--output=my run/profile/10-14/nsys" in command[:launch]
+    options = {"--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--gpu-metrics-devices=all"}
+    assert options | {"--output=my run/profile/10-14/nsys"} <= set(command[:launch])
     window = ["--observe", "my run", "--profile", "10-14", "--profile-tool", "external"]
     assert command[launch:] == ["megacpp-mcore", "launch", *window, *COMMAND]
     assert stats[-1] == "my run/profile/10-14/nsys.nsys-rep"
 
 
 def test_ncu_reads_the_counters_of_some_kernels_of_a_family() -> None:
-    text = profile_recipes.recipe("ncu", COMMAND, run="run", first=3, last=3, family="E")
-    command = lines(text)[1]
+    command = recipe("ncu", *COMMAND, family="E")[1]
     assert command[0] == "ncu"
     assert {"--profile-from-start=off", "--nvtx", "--nvtx-include=regex:megacpp::E[.].*/"} <= set(command)
     assert "--launch-count=200" in command  # each is run several times: a whole step would take hours
     (metrics,) = [word for word in command if word.startswith("--metrics=")]
-    assert "sm__pipe_tensor_cycles_active" in metrics
-    assert "sm__cycles_active" in metrics
+    assert {"sm__pipe_tensor_cycles_active", "sm__cycles_active"} <= {
+        word.split(".")[0] for word in metrics[10:].split(",")
+    }
     assert command[-len(COMMAND) :] == COMMAND
-    assert "--nvtx-include" not in profile_recipes.recipe("ncu", COMMAND, run="run", first=3, last=3)
+    assert not any(word.startswith("--nvtx-include") for word in recipe("ncu", *COMMAND)[1])
 
 
 def ranges_of(family: str) -> str:
     """The filter of ranges that Nsight Compute is given for a family."""
-    command = lines(profile_recipes.recipe("ncu", COMMAND, run="run", first=3, last=3, family=family))[1]
-    (found,) = [word for word in command if word.startswith("--nvtx-include=")]
+    (found,) = [word for word in recipe("ncu", *COMMAND, family=family)[1] if word.startswith("--nvtx-include=")]
     assert found.endswith("/")
     return found.removeprefix("--nvtx-include=").removesuffix("/")
 
@@ -122,7 +112,6 @@ def ranges_of(family: str) -> str:
     ("family", "of_it", "others"),
     [
         ("M", ["M.1", "M.12"], ["MTP.1", "ME.2", "AM.1", "E.1"]),
-        ("A", ["A.1"], ["AE.1", "AF.1", "M.1"]),
         ("AE", ["AE.3"], ["A.3", "E.3"]),
         ("MTP", ["MTP.1"], ["M.1"]),
     ],
@@ -136,52 +125,41 @@ def test_a_family_is_not_one_that_begins_like_it(find: Any, family: str, of_it: 
 def test_a_range_without_a_number_is_named_and_another_family_refused() -> None:
     assert ranges_of("head") == "megacpp::head"
     for family in ("X", "", "E.*", "M/1"):
-        with pytest.raises(LaunchError, match=r"the family is '.*'; expected letters of layers"):
+        with pytest.raises(LaunchError, match=re.escape(f"'{family}'")):
             ranges_of(family)
 
 
-def test_what_the_recipe_says_itself_is_refused() -> None:
-    with pytest.raises(LaunchError, match="--profile is among the words of the launch"):
-        profile_recipes.recipe("nsys", ["--profile", "1-2", *COMMAND], run="run", first=1, last=2)
-    with pytest.raises(LaunchError, match="the tool is 'vtune'; expected nsys or ncu"):
-        profile_recipes.recipe("vtune", COMMAND, run="run", first=1, last=2)
-    behind = [*COMMAND, "--profile"]  # Megatron's own
-    assert "--profile-step" not in profile_recipes.recipe("nsys", behind, run="run", first=1, last=2)
+def words(device: str) -> list[str]:
+    impl = "local" if device == "cpu" else "transformer_engine"
+    training = Training(device=device, precision="fp32" if device == "cpu" else "bf16", transformer_impl=impl)
+    return ["--", *lower(preset("nam56r_tiny"), Layout(), training)]
 
 
-def test_a_launch_that_would_be_refused_or_has_no_gpu_is_not_printed() -> None:
-    def recipe(*command: str, first: int = 10, run: str = "run") -> str:
-        return profile_recipes.recipe("nsys", command, run=run, first=first, last=14)
+@pytest.mark.parametrize(
+    ("tool", "command", "run", "named"),
+    [
+        ("nsys", ["--profile", "1-2", *COMMAND], "run", "--profile is among"),
+        ("vtune", COMMAND, "run", "'vtune'; expected nsys or ncu"),
+        ("nsys", ["--", "--train-iters", "3"], "run", "10-14 .* 3 "),
+        ("nsys", ["--"], "run", "--"),
+        ("nsys", ["--device", "cuda", "--"], "run", "--"),
+        ("nsys", COMMAND, "", "--observe"),
+        ("ncu", words("cpu"), "run", "--device cuda"),
+        ("ncu", ["--device", "cpu", "--", "--lr", "1"], "run", "--device cuda"),
+        ("ncu", ["--device=cpu", *COMMAND[2:]], "run", "--device cuda"),
+    ],
+)
+def test_a_launch_that_would_be_refused_or_has_no_gpu_is_not_printed(
+    tool: str, command: list[str], run: str, named: str
+) -> None:
+    with pytest.raises(LaunchError, match=named):
+        recipe(tool, *command, run=run)
 
-    late = "steps 10-14 are to be profiled, and the run ends with step 3"
-    with pytest.raises(LaunchError, match=late):
-        recipe("--", "--train-iters", "3")
-    assert "--train-iters 12" in recipe("--", "--train-iters", "12")
-    for nothing in ([], ["--"], ["--device", "cuda", "--"]):
-        with pytest.raises(LaunchError, match=r"no launch was given; expected, after a `--`, what follows"):
-            recipe(*nothing)
-    with pytest.raises(LaunchError, match="--observe was given an empty path"):
-        recipe(*COMMAND, run="")
 
-
-def test_arguments_for_a_cpu_are_refused() -> None:
-    def words(device: str) -> list[str]:
-        impl = "local" if device == "cpu" else "transformer_engine"
-        training = Training(device=device, precision="fp32" if device == "cpu" else "bf16", transformer_impl=impl)
-        return list(lower(preset("nam56r_tiny"), Layout(), training))
-
-    def recipe(*command: str) -> str:
-        return profile_recipes.recipe("ncu", command, run="run", first=10, last=10)
-
-    for of_cpu in (["--", *words("cpu")], ["--device", "cpu", "--", "--lr", "1"], ["--device=cpu", *COMMAND[2:]]):
-        with pytest.raises(LaunchError, match="the launch is one on a CPU, and nsys and ncu profile a GPU"):
-            recipe(*of_cpu)
+def test_what_can_run_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     of_both = ["--distributed-backend", "gloo", "--use-cpu-initialization"]  # a GPU trains with these, too
-    for of_gpu in (words("cuda"), [*words("cuda"), *of_both]):
-        assert "--profile 10-10" in recipe("--", *of_gpu)
-
-
-def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["--", "--train-iters", "12"], words("cuda"), [*words("cuda"), *of_both], [*COMMAND, "--profile"]):
+        assert recipe("ncu", *command)[1][-len(command) :] == command
     parser = argparse.ArgumentParser()
     profile_recipes.add_parser(parser.add_subparsers())
     args = parser.parse_args(["profile", "emit", "--tool", "nsys", "--steps", "5-6", "--observe", "run"])

@@ -82,4 +82,4 @@ def test_a_profiler_around_the_run_is_told_the_window_and_training_goes_on(tmp_p
     )
     profiled.train(tmp_path / "run", words, window="2-3", device="cuda", tool="external")
     assert not (tmp_path / "run" / "profile").exists()
-    assert len(profiled.read_steps(tmp_path / "run" / "recorded.jsonl")) == 4
+    assert len(profiled.read_steps(tmp_path / "run")) == 4

@@ -15,7 +15,7 @@ from typing import Any
 from megacpp_mcore.observe.events import Listener, Log
 from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.live import Live
-from megacpp_mcore.observe.loop import StockLoop
+from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.profile import Profiler
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
@@ -76,7 +76,7 @@ def main(run: str, console: str, words: list[str]) -> None:
             options: dict[str, Any] = {"tool": "torch", "trace": False, "routing": routes, "clock": log.clock}
             found.append(Profiler(Path(run), log.rank, 5, 6, **options))
         if log.rank == log.world_size - 1:
-            found.append(Live(recorder, StockLoop(), facts=receipt.facts, routes=routes, console=console))
+            found.append(Live(recorder, Loop(), facts=receipt.facts, routes=routes, console=console))
         return found
 
     if "fall-back" in FATE:

@@ -91,7 +91,7 @@ def observed(run: str, words: list[str], others: Others, *patches: str) -> None:
             receipt = ReceiptWriter(log, settings=settings, launched=launched, routes=routes, every_s=0)
             listeners = [recorder, routes, *others(log, recorder, routes, receipt), receipt]
             end_in_step_4()
-            with contextlib.closing(log), compilation_timed(clock), loop.observing(clock, listeners):
+            with contextlib.closing(log), compilation_timed(clock), loop.Loop().observing(clock, listeners):
                 runpy.run_module("megacpp_mcore.launch.pretrain", run_name="__main__")
 
 

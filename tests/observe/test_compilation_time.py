@@ -36,41 +36,28 @@ def test_torch_compile_forward_and_deferred_backward_are_told() -> None:
 
 
 @needs_triton
-def test_a_kernel_s_compilation_and_tuning_are_told_and_other_hooks_still_called() -> None:
+def test_a_kernel_s_compilation_and_tuning_are_told_and_other_hooks_still_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel that another's hook has from a cache is not compiled."""
     from triton import knobs
     from triton.runtime.autotuner import Autotuner
 
     clock = Clock()
     clock.become(Phase.STEP)
     seen: list[str] = []
-    bench = Autotuner._bench
-    knobs.runtime.jit_cache_hook = lambda *args, **kwargs: seen.append("before")
-    knobs.runtime.jit_post_compile_hook = lambda *args, **kwargs: seen.append("after")
-    try:
-        with compilation_timed(clock):
-            assert not knobs.runtime.jit_cache_hook(key="k")
-            assert clock.phase is Phase.JIT
-            knobs.runtime.jit_post_compile_hook(key="k")
-            assert clock.phase is Phase.STEP
-            assert Autotuner._bench is not bench
-        assert seen == ["before", "after"]
-        knobs.runtime.jit_cache_hook(key="k")
+    hooks, bench = knobs.runtime, Autotuner._bench
+    monkeypatch.setattr(hooks, "jit_cache_hook", lambda key: seen.append("before") or key == "cached")
+    monkeypatch.setattr(hooks, "jit_post_compile_hook", lambda key: seen.append("after"))
+    with compilation_timed(clock):
+        assert not hooks.jit_cache_hook(key="new")
+        assert clock.phase is Phase.JIT
+        hooks.jit_post_compile_hook(key="new")
         assert clock.phase is Phase.STEP
-    finally:
-        knobs.runtime.jit_cache_hook = knobs.runtime.jit_post_compile_hook = None
+        assert hooks.jit_cache_hook(key="cached")
+        assert clock.phase is Phase.STEP
+        assert Autotuner._bench is not bench
+    assert seen == ["before", "after", "before"]
+    hooks.jit_cache_hook(key="new")
+    assert clock.phase is Phase.STEP
     assert Autotuner._bench is bench
-
-
-@needs_triton
-def test_a_kernel_found_by_another_s_hook_is_not_compiled() -> None:
-    from triton import knobs
-
-    clock = Clock()
-    clock.become(Phase.STEP)
-    knobs.runtime.jit_cache_hook = lambda *args, **kwargs: True
-    try:
-        with compilation_timed(clock):
-            assert knobs.runtime.jit_cache_hook(key="k") is True
-            assert clock.phase is Phase.STEP
-    finally:
-        knobs.runtime.jit_cache_hook = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import math
 import os
 import random
 import signal
@@ -18,7 +18,7 @@ import pytest
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events, goodput
 from megacpp_mcore.observe.clock import Clock
-from megacpp_mcore.observe.events import Log, replace
+from megacpp_mcore.observe.events import Appender, Log, replace
 from tests.observe.recorded import SECOND, append, at, file_of, stepped, with_loss, write_start
 from tests.tiny_run import ROOT
 
@@ -70,8 +70,8 @@ def test_a_process_killed_at_any_moment_leaves_all_but_the_line_it_was_writing(t
         assert len(steps) - 1 <= reported[-1] <= len(steps)
         assert start.how is None
         assert abs(killed_ns - start.ended_ns) < SECOND
-    assert goodput.read(tmp_path)[0].starts == 20
-    assert goodput.read(tmp_path)[0].notes == ()
+    found = goodput.read(tmp_path)[0]
+    assert (found.starts, found.notes) == (20, ())
 
 
 def test_twenty_recorders_at_once_all_end_and_are_reported(tmp_path: Path) -> None:
@@ -89,29 +89,26 @@ def test_twenty_recorders_at_once_all_end_and_are_reported(tmp_path: Path) -> No
     both = events.overlaps(starts)
     assert len(both) > 1
     (note,) = goodput.read(tmp_path)[0].notes
-    assert all(start.name in note for start in both)
     (evidence,) = (
         one["evidence"] for one in receipts.read(tmp_path)["disqualifiers"] if one["name"] == "overlapping starts"
     )
-    assert all(start.name in evidence for start in both)
+    assert all(start.name in note and start.name in evidence for start in both)
 
 
 def test_a_start_never_opens_the_file_of_another(tmp_path: Path) -> None:
-    first = Log(tmp_path, 3, 8, Clock(), heartbeat_s=60)
-    second = Log(tmp_path, 3, 8, Clock(), heartbeat_s=60)
-    other = Log(tmp_path, 4, 8, Clock(), heartbeat_s=60)
-    assert [log.path for log in (first, second, other)] == [
-        file_of(tmp_path, 1, 3), file_of(tmp_path, 2, 3), file_of(tmp_path, 1, 4),
-    ]  # fmt: skip
-    for log in (first, second, other):
-        log.close()
+    logs = [Log(tmp_path, rank, 8, Clock(), heartbeat_s=60) for rank in (3, 3, 4)]
+    assert [log.path for log in logs] == [file_of(tmp_path, 1, 3), file_of(tmp_path, 2, 3), file_of(tmp_path, 1, 4)]
     file_of(tmp_path, 1, 3).unlink()  # a folder that somebody tidied up
-    third = Log(tmp_path, 3, 8, Clock(), heartbeat_s=60)
-    assert third.path == file_of(tmp_path, 3, 3)
-    third.close()
+    (tmp_path / "start_3").write_text("")  # and something else of that name
+    logs.append(Log(tmp_path, 3, 8, Clock(), heartbeat_s=60))
+    assert logs[-1].path == file_of(tmp_path, 4, 3)
+    for log in logs:
+        log.close()
+    with pytest.raises(DataError, match=str(file_of(tmp_path / "start_3", 1, 3))):
+        Log(tmp_path / "start_3", 3, 8, Clock())
 
 
-def test_a_heartbeat_is_a_line_where_nothing_else_is_written(tmp_path: Path) -> None:
+def test_a_heartbeat_is_a_line_with_nothing_but_its_time(tmp_path: Path) -> None:
     log = Log(tmp_path, 0, 1, Clock(), heartbeat_s=0.02)
     until = time.monotonic() + 30
     while len(log.path.read_text().splitlines()) < 4 and time.monotonic() < until:
@@ -125,44 +122,32 @@ def test_a_heartbeat_is_a_line_where_nothing_else_is_written(tmp_path: Path) -> 
     assert len(log.path.read_text().splitlines()) == len(lines)
 
 
-@pytest.mark.parametrize("written", [None, 20])
-def test_a_full_disk_ends_the_recording_and_not_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, written: int | None
-) -> None:
-    log = Log(tmp_path, 0, 1, Clock(), heartbeat_s=60)
-    log.write(x=1)
-    whole = os.write
+class Full(io.FileIO):
+    """A file on a disk with room for some bytes."""
 
-    def full(output: int, content: bytes) -> int:
-        if written is None:
+    room = 30
+
+    def write(self, content: Any) -> int:
+        if not self.room:
             raise OSError(28, "No space left on device")
-        return whole(output, content[:written])
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", full)
-        log.write(x=2)
-    log.write(x=3)
-    log.close()
-    (start,) = events.read(tmp_path)[0]
-    assert start.ended_ns >= start.began_ns
-    assert len(log.path.read_bytes().split(b"\n")) == 3
-    assert caplog.text.count("this process records nothing more there") == 1
-    assert ("20 of" if written else "No space left on device") in caplog.text
+        written = super().write(content[: self.room]) or 0
+        self.room -= written
+        return written
 
 
-@pytest.mark.parametrize("place", ["run", "run/start_1"])
-def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, place: str) -> None:
-    (tmp_path / place).parent.mkdir(exist_ok=True)
-    (tmp_path / place).write_text("")
-    if place == "run":
-        with pytest.raises(
-            DataError, match=r"run/start_1/rank_00000\.jsonl: .*expected a folder that can be written to"
-        ):
-            Log(tmp_path / "run", 0, 1, Clock())
-    else:
-        log = Log(tmp_path / "run", 0, 1, Clock())
-        assert log.path == file_of(tmp_path / "run", 2)
-        log.close()
+@pytest.mark.parametrize(("first", "why"), [(21, "9 of 21"), (30, "No space left")])
+def test_a_full_disk_ends_the_recording_and_not_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int, why: str
+) -> None:
+    """The line that did not fit stays torn, and nothing is written behind it, also when there is room again."""
+    path = tmp_path / "file"
+    appender = Appender(stream := Full(path, "xb"))
+    for size in (first, 21, 21):
+        appender.append({"x": "-" * (size - len('{"x": ""}\n'))})
+        stream.room += 100 * bool(caplog.text)
+    appender.close()
+    assert path.stat().st_size == 30
+    assert caplog.text.count(f"{path}: ") == caplog.text.count(why) == 1
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
@@ -171,20 +156,22 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, place: st
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        (at(2, {"step": -5}), r"phases\[step\] is -5000000000 \(int\)"),
-        (at(2, {"sleep": 5}), r"a key of phases is 'sleep' \(str\)"),
-        (at(2, {}, step="2", resumed_at=0), r"step is '2' \(str\)"),
-        (stepped(2, 1), "step is 1 after 1"),
+        ("no JSON", ""),
+        ("[" * 100_000 + "]" * 100_000, ""),
+        ("[]", r"it is \[\] \(list\)"),
+        ({"phases": {}}, "has no at"),
         ({"at": 10**20}, "at is 1000"),
-        ({"phases": {}}, "it has no at"),
-        (with_loss(stepped(2, 2)) | {"grad_norm": "much"}, r"grad_norm is 'much' \(str\)"),
-        (with_loss(stepped(2, 2)) | {"losses": {"lm loss": None}}, r"losses\[lm loss\] is None"),
-        (with_loss(stepped(2, 2)) | {"tokens": math.inf}, "tokens is inf"),
-        ({"at": 5, "facts": []}, r"facts is \[\] \(list\)"),
+        (at(2, {"sleep": 5}), "'sleep'"),
+        (at(2, {"step": -5}), r"phases\[step\] is -5000000000"),
+        (at(2, {}, step=2), "step 2 has no resumed_at"),
+        (with_loss(stepped(2, 2)) | {"grad_norm": "much"}, "grad_norm is 'much'"),
+        ({"at": 5, "facts": 7}, "facts is 7"),
     ],
 )
-def test_a_line_that_is_damaged_is_named_with_its_value(tmp_path: Path, line: dict[str, Any], named: str) -> None:
-    path = write_start(tmp_path, 1, 0, with_loss(stepped(1, 1)), line, stepped(3, 3))
+def test_a_line_that_is_damaged_is_named_with_its_number(tmp_path: Path, line: Any, named: str) -> None:
+    path = write_start(tmp_path, 1, 0, with_loss(stepped(1, 1)))
+    path.write_text(path.read_text() + (line if isinstance(line, str) else json.dumps(line)) + "\n")
+    append(path, stepped(3, 3))
     with pytest.raises(DataError, match=rf"{path}, line 3: .*{named}"):
         events.read(tmp_path)
     damaged: list[tuple[int, DataError]] = []
@@ -194,43 +181,17 @@ def test_a_line_that_is_damaged_is_named_with_its_value(tmp_path: Path, line: di
     assert (rank, "line 3" in str(error)) == (0, True)
 
 
-@pytest.mark.parametrize("text", ["no JSON", "[]", '"', "[" * 100_000 + "]" * 100_000, '{"began": 1}', '{"at": 3}'])
-def test_a_first_line_that_is_none_is_named(tmp_path: Path, text: str) -> None:
-    path = write_start(tmp_path, 1, 0)
-    path.write_text(text + "\n")
-    with pytest.raises(DataError, match=rf"{path}, line 1: "):
-        events.read(tmp_path)
-
-
-def test_a_torn_last_line_is_not_there(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_not_there_and_neither_is_what_no_rank_wrote(tmp_path: Path) -> None:
     path = write_start(tmp_path, 1, 0, stepped(1, 1))
+    path.with_name("rank_x.jsonl").write_text("?\n")
     for torn in ('{"at": 3', "\0\0\0", '{"at": 3}'):
         path.write_text(path.read_text().rpartition("\n")[0] + "\n" + torn)
         (start,) = events.read(tmp_path)[0]
         assert (start.done, start.ended_ns) == (1, SECOND)
     path.write_text('{"beg')
     assert events.read(tmp_path) == {}
-
-
-def test_names_and_files_that_are_none_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="expected the folder of a run that was observed"):
-        events.read(tmp_path)
-    (tmp_path / "goodput").mkdir()
-    with pytest.raises(DataError, match=r"an older version recorded it, whose receipt\.json can be named"):
-        events.read(tmp_path)
-    path = write_start(tmp_path, 1, 0)
-    odd = path.with_name("rank_x.jsonl")
-    odd.write_text("")
-    with pytest.raises(DataError, match=r"rank_x\.jsonl names no start and rank"):
-        events.read(tmp_path)
-    odd.unlink()
-    os.mkfifo(path.with_name("rank_00005.jsonl"))
-    with pytest.raises(DataError, match=r"rank_00005\.jsonl is no regular file"):
-        events.read(tmp_path)
-    path.with_name("rank_00005.jsonl").unlink()
-    path.rename(path.with_name("rank_00007.jsonl"))
-    with pytest.raises(DataError, match="rank is 0; expected the one in the name of the file"):
-        events.read(tmp_path)
+    with pytest.raises(DataError, match=str(tmp_path / "nowhere")):
+        events.read(tmp_path / "nowhere")
 
 
 def test_the_processes_of_a_start_are_those_that_were_there_together(tmp_path: Path) -> None:
@@ -249,14 +210,6 @@ def test_the_processes_of_a_start_are_those_that_were_there_together(tmp_path: P
     assert events.overlaps(events.read(tmp_path)[1]) == []
 
 
-def test_times_ahead_of_this_machine_s_clock_are_doubtful(tmp_path: Path) -> None:
-    ahead_s = time.time() + 3600
-    write_start(tmp_path, 1, 0, at(ahead_s), began=ahead_s - 5)
-    (note,) = goodput.read(tmp_path)[0].notes
-    assert note.startswith("start_1 ends 3")
-    assert "ahead of the clock of this machine" in note
-
-
 # --- Files that are replaced ------------------------------------------------------------------------------------------
 
 
@@ -269,14 +222,13 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
 
 
-@pytest.mark.parametrize("name", ["", "pipe", "folder", "loop", "file/below", "nowhere/file"])
+@pytest.mark.parametrize("name", ["pipe", "folder", "file/below", "nowhere/file"])
 def test_what_cannot_be_written_is_refused_and_nothing_is_left(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
-    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").write_text("as it was")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(DataError, match="expected"):
-        replace(tmp_path / name if name else Path(), "text")
+    with pytest.raises(DataError, match=str(tmp_path / name)):
+        replace(tmp_path / name, "text")
     assert sorted(tmp_path.iterdir()) == before
     assert (tmp_path / "file").read_text() == "as it was"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacpp_mcore.observe import goodput
-from megacpp_mcore.observe.clock import Clock, Phase, process_age_ns
+from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Log, Step
 from megacpp_mcore.observe.goodput import CLASSES, DOWN, LOST, PRODUCTIVE, RECOVERY
-from tests.observe.recorded import SECOND, append, at, stepped, write_start
+from tests.observe.recorded import SECOND, append, at, file_of, stepped, write_start
 
 
 class Time:
@@ -68,18 +72,19 @@ def test_a_phase_that_another_thread_did_not_leave_ends_with_what_it_was_in() ->
     thread.start()
     thread.join()
     time.go(1)
-    assert clock.phase is Phase.JIT
     clock.leave(Phase.STEP)
     clock.leave(Phase.JIT)
-    assert clock.phase is Phase.IDLE
     time.go(2)
     assert clock.take() == {Phase.JIT: SECOND, Phase.IDLE: 2 * SECOND}
 
 
-def test_the_age_of_this_process_is_known() -> None:
-    began = process_age_ns()
-    assert 0 < began < 3600 * SECOND
-    assert process_age_ns() >= began
+def test_the_age_of_a_process_is_known_to_the_kernel_s_tick() -> None:
+    code = (
+        "from megacpp_mcore.observe.clock import process_age_ns as age; import time; print(time.time() - age() / 1e9)"
+    )
+    before = time.time()
+    began = float(subprocess.check_output([sys.executable, "-c", code], text=True, env=os.environ))
+    assert before - 0.05 < began < before + 0.5  # psutil's own time of its start may be off by half a second
 
 
 def seconds_of(found: goodput.Goodput) -> dict[str, float]:
@@ -115,34 +120,6 @@ def test_a_death_and_a_restart(tmp_path: Path) -> None:
     assert found.wall_ns == 28 * SECOND
     assert (found.starts, found.steps, found.steps_lost) == (2, 4, 2)
     assert found.share == 7 / 28
-
-
-def test_a_pause_after_a_finished_start_is_none_of_the_run(tmp_path: Path) -> None:
-    ended = at(106, {"idle": 1}, how="finished")
-    write_start(tmp_path, 1, 0, stepped(105, 1, 1, startup=4), ended, began=100)
-    write_start(tmp_path, 2, 0, stepped(503, 2, 1, resumed_at=1, startup=2), at(503, {}, how="finished"), began=500)
-    assert seconds_of(goodput.read(tmp_path)[0]) == {"startup": 6, PRODUCTIVE: 2, "idle": 1}
-
-
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_start_that_never_trained_is_no_death_and_undoes_none(tmp_path: Path, trained: bool) -> None:
-    """A mistyped word, put right a minute later; with ``trained``, after a run that an error had ended."""
-    if trained:
-        ended = at(106, {"idle": 1}, how="ValueError")
-        write_start(tmp_path, 1, 0, stepped(105, 1, 1, startup=4), ended, began=100)
-    write_start(tmp_path, 2, 0, at(112, {"startup": 2}, how="SystemExit"), began=110)
-    write_start(tmp_path, 3, 0, stepped(175, 2, 1, resumed_at=1, startup=2), at(175, {}, how="finished"), began=172)
-    found = goodput.read(tmp_path)[0].nanoseconds
-    assert found[DOWN] == ((4 + 60) * SECOND if trained else 0)
-    assert found[RECOVERY] == (4 * SECOND if trained else 0)
-    assert found["startup"] == 4 * SECOND
-
-
-@pytest.mark.parametrize(("steps", "name"), [(0, "startup"), (1, LOST)])
-def test_a_run_that_is_dead_ends_with_its_last_sign_of_life(tmp_path: Path, steps: int, name: str) -> None:
-    write_start(tmp_path, 1, 0, *[stepped(101, 1)] * steps, at(109), began=100)
-    found = goodput.read(tmp_path)[0]
-    assert (found.wall_ns, found.nanoseconds[name]) == (9 * SECOND, (9 - steps) * SECOND)
 
 
 def record(
@@ -184,9 +161,9 @@ def test_the_recorder_writes_what_is_read_and_shows_the_same_so_far(tmp_path: Pa
 def test_a_damaged_file_of_an_earlier_start_keeps_nobody_from_recording(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    append(write_start(tmp_path, 1, 3, stepped(1, 1)), {"at": -1})
+    append(write_start(tmp_path, 1, 3, stepped(1, 1)), {"at": "?"})
     assert record(tmp_path, Time(), 2, 1).steps == 2
-    assert "at is -1" in caplog.text
+    assert f"{file_of(tmp_path, rank=3)}, line 3" in caplog.text
 
 
 def test_the_slowest_rank_is_the_one_the_others_wait_for(tmp_path: Path) -> None:
@@ -199,7 +176,6 @@ def test_the_slowest_rank_is_the_one_the_others_wait_for(tmp_path: Path) -> None
     assert goodput.slowest(ranks) == 1
     assert [ranks[rank].share for rank in (0, 1, 4, 10)] == [1.0, 0.8, 0.0, 0.9]
     assert goodput.slowest({4: ranks[4]}) == 4
-    assert list(goodput.read(tmp_path, world_size=2)) == [0, 1]
 
 
 # --- Against a model of the classes -----------------------------------------------------------------------------------

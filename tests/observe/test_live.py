@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +16,11 @@ import pytest
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events, goodput, live
+from megacpp_mcore.observe import loop as loops
 from megacpp_mcore.observe.clock import Clock, Phase
-from megacpp_mcore.observe.events import Listener, Log, Step
+from megacpp_mcore.observe.events import Log, Step
 from megacpp_mcore.observe.live import Live, Metrics, metrics_of
-from megacpp_mcore.observe.loop import Notifier, StockLoop
+from megacpp_mcore.observe.loop import Notifier
 from megacpp_mcore.observe.steps import read_steps
 from tests import tiny_run
 from tests.observe import page_run
@@ -103,14 +104,14 @@ class Loop:
         self, run: Path, monkeypatch: pytest.MonkeyPatch, console: str = "progress", facts: Any = FACTS, every: int = 1
     ) -> None:
         options = SimpleNamespace(train_iters=100, log_interval=every)
-        monkeypatch.setattr(StockLoop, "arguments", lambda _: options)
-        monkeypatch.setattr(StockLoop, "writers", lambda _: (None, None))
+        monkeypatch.setattr(loops.Loop, "arguments", lambda _: options)
+        monkeypatch.setattr(loops.Loop, "writers", lambda _: (None, None))
         self.now = 0
         self.run = run
         self.clock = Clock(now=lambda: self.now)
         self.log = Log(run, 0, 1, self.clock, heartbeat_s=3600)
         self.recorder = goodput.Recorder(self.log, with_losses=True)
-        self.live = Live(self.recorder, StockLoop(), facts=lambda: facts, console=console)
+        self.live = Live(self.recorder, loops.Loop(), facts=lambda: facts, console=console)
 
     def step(self, number: int, seconds: float, *, skipped: bool = False, saved: float = 0.0) -> None:
         """One step."""
@@ -146,25 +147,10 @@ def test_a_line_has_what_happened_since_the_line_before(
         "step   3/100  loss 2.0000  mtp_1 3.0000  grad norm 1.500  lr 1.00e-03  256 tokens/s  no MFU ("
     )
     assert shown.endswith("SKIPPED 1")
-
-
-def test_stock_prints_what_megatron_prints_and_all_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loop = Loop(tmp_path, monkeypatch, console="stock")
-    loop.step(1, 1.0)
+    silent = Loop(tmp_path / "stock", monkeypatch, console="stock")
+    silent.step(1, 1.0)
     assert capsys.readouterr().out == ""
-    assert len(loop.metrics()) == 1
-
-
-@pytest.mark.parametrize("failed", ["recorder", "another"])
-def test_nothing_is_shown_without_the_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failed: str
-) -> None:
-    loop = Loop(tmp_path, monkeypatch)
-    loop.live.on_failure(loop.recorder if failed == "recorder" else Listener(), LookupError(), 1)
-    loop.step(1, 1.0)
-    assert (capsys.readouterr().out == "") is (failed == "recorder")
+    assert len(silent.metrics()) == 1
 
 
 def test_a_live_line_that_fails_leaves_the_step_recorded(
@@ -172,11 +158,11 @@ def test_a_live_line_that_fails_leaves_the_step_recorded(
 ) -> None:
     loop = Loop(tmp_path, monkeypatch)
     notifier = Notifier(loop.clock, [loop.live, loop.recorder])
-    monkeypatch.setattr(StockLoop, "writers", lambda _: (SimpleNamespace(add_scalar=None), None))
+    monkeypatch.setattr(loops.Loop, "writers", lambda _: (SimpleNamespace(add_scalar=None), None))
     given = {"loss_dict": {"lm loss": 2.0}, "grad_norm": None, "learning_rate": None, "skipped_iter": 0}
     for number in (1, 2):
         notifier.notify_begin(number)
-        notifier.notify_step(given, {}, number, 512)
+        notifier.notify_step(given, number, 512)
     assert "Live failed in step 1" in caplog.text
     assert [step.step for step in read_steps(tmp_path)] == [1, 2]
 
@@ -211,19 +197,6 @@ def test_mfu_or_its_reason(
     assert ("MFU 10.0%" in found.line(read_steps(tmp_path)[-1], 9)) == (mfu is not None)
 
 
-def _seconds_a_step(work: Callable[[int], None], steps: int) -> float:
-    """The least of three medians, for the machine may be busy with something else."""
-    medians = []
-    for turn in range(3):
-        spent = []
-        for number in range(turn * steps + 1, (turn + 1) * steps + 1):
-            began = time.perf_counter()
-            work(number)
-            spent.append(time.perf_counter() - began)
-        medians.append(sorted(spent)[steps // 2])
-    return min(medians)
-
-
 def test_a_logged_step_costs_less_than_a_millisecond(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,12 +205,14 @@ def test_a_logged_step_costs_less_than_a_millisecond(
     write_start(tmp_path, 1, 0, *earlier, at(20_000, {}, how="finished"))
     loop = Loop(tmp_path, monkeypatch)
 
-    def one_step(number: int) -> None:
+    spent = []
+    for number in range(1, 151):
         step = Step(20_000 + number, 20_000, 0.0, 512 * number, {"lm loss": 2.0}, 1.0, 1e-3, False)
+        began = time.perf_counter()
         loop.recorder.on_step(step)
         loop.live.on_step(step)
-
-    assert _seconds_a_step(one_step, 50) < 1e-3
+        spent.append(time.perf_counter() - began)
+    assert sorted(spent)[len(spent) // 4] < 1e-3  # the machine may be busy with something else
     assert loop.recorder.so_far().steps == 20_150
 
 
@@ -250,8 +225,6 @@ def test_what_a_restart_rolled_back_is_not_shown_and_damage_is_named(tmp_path: P
     path = write_start(tmp_path, 2, 0, at(9, metrics=metrics | {"step": 3, "resumed_at": 2}), began=8)
     found = metrics_of(events.read(tmp_path))
     assert [(one.step, one.resumed_at) for one in found] == [(1, 0), (2, 0), (3, 2)]
-    append(path, at(10, metrics=metrics | {"goodput": 2}))
-    with pytest.raises(
-        DataError, match=rf"{path}: metrics of a step: goodput is 2 \(int\); expected a number from 0 to 1"
-    ):
+    append(path, at(10, metrics={"step": 4}))
+    with pytest.raises(DataError, match=rf"{path}: .* goodput, "):
         metrics_of(events.read(tmp_path))

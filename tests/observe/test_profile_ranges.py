@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +14,9 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Listener
 from megacpp_mcore.observe.profile import Profiler
-from megacpp_mcore.observe.profile import profiler as profiler_module
-from megacpp_mcore.observe.profile import table as tables
-from megacpp_mcore.observe.profile import trace as traces
 from megacpp_mcore.observe.profile.ranges import Ranges, named
-from megacpp_mcore.observe.steps import Step
 
 BUCKETS = {
     "start_grad_sync": "gradients",
@@ -32,24 +28,16 @@ OPTIMIZER = {"step": "optimizer", "zero_grad": "optimizer"}
 
 
 class Seen:
-    """Functions that note the ranges that are open while they run.
-
-    Args:
-        ranges: whose.
-        names: of the functions.
-    """
+    """Functions that note the ranges that are open while they run."""
 
     def __init__(self, ranges: Ranges, *names: str) -> None:
         self.open: dict[str, list[str]] = {}
         for name in names:
-            setattr(self, name, self._function(ranges, name))
+            setattr(self, name, functools.partial(self._run, ranges, name))
 
-    def _function(self, ranges: Ranges, name: str) -> Any:
-        def run(*values: int) -> int:
-            self.open[name] = [label for label, _ in ranges.open_now]
-            return sum(values)
-
-        return run
+    def _run(self, ranges: Ranges, name: str, *values: int) -> int:
+        self.open[name] = [label for label, _ in ranges.open_now]
+        return sum(values)
 
 
 def run_all(of: Any, names: Any) -> None:
@@ -95,35 +83,6 @@ def test_a_profiler_that_failed_leaves_no_window_open(tmp_path: Path) -> None:
     assert optimizer.step is step.__dict__["step"]
     profiler.on_end(None)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_window_is_opened_and_its_tables_are_made_in_a_phase_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, seen = Clock(), []
-    enter, read, page = profiler_module.compilation_timed, traces.read, tables.page
-
-    def noted(what: str, stock: Any) -> Any:
-        def run(*args: Any) -> Any:
-            seen.append((what, clock.phase))
-            return stock(*args)
-
-        return run
-
-    monkeypatch.setattr(profiler_module, "compilation_timed", noted("open", enter))
-    monkeypatch.setattr(traces, "read", noted("read", read))
-    monkeypatch.setattr(tables, "page", noted("page", page))
-    profiler = Profiler(tmp_path, 0, 1, 1, clock=clock)
-    profiler.on_model([torch.nn.Module()], SimpleNamespace())
-    clock.become(Phase.IDLE)
-    profiler.on_step_begin(1)
-    assert clock.phase is Phase.IDLE
-    with clock.within(Phase.STEP):
-        torch.ones(2) + 1
-    profiler.on_step(Step(1, 0, 0.0, 1, {}, None, None, skipped=False))
-    assert clock.phase is Phase.IDLE
-    assert seen == [("open", Phase.PROFILE), ("read", Phase.PROFILE), ("page", Phase.PROFILE)]
-    assert (tmp_path / "profile" / "1-1" / "table.txt").is_file()
 
 
 def test_what_stages_send_has_its_range(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,14 @@
 """A real tiny run is profiled: where its time belongs, under recompute, too, and that training does not notice.
 
-Run as a program this file is the run, on a GPU as well (tests/gpu/test_profile.py): ``RUN OPTIONS -- WORDS``.
+Run as a program this file is the run, on a GPU as well (tests/gpu/test_profile.py): ``FOLDER FAMILY COMMAND``.
 """
 
 from __future__ import annotations
 
+import gc
 import gzip
+import itertools
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ import pytest
 from megacpp_mcore.model import preset
 from megacpp_mcore.observe import events, goodput
 from megacpp_mcore.observe.steps import compare, read_steps
+from tests import tiny_run
 
-ROOT = Path(__file__).parents[2]
 STEPS = 4
 
 
@@ -37,23 +37,23 @@ def words(*extra: str, iterations: int = STEPS, **training: Any) -> list[str]:
     )
 
 
-def train(folder: Path, run_words: list[str], *, settings: str | None = None, **options: Any) -> str:
-    """Run this file as a program in ``folder`` and return what it printed; ``options`` are those of :func:`_main`."""
+def train(
+    folder: Path,
+    run_words: list[str],
+    *,
+    window: str | None = "2-3",
+    device: str = "cpu",
+    tool: str = "torch",
+    slow: str = "",
+    settings: str = "",
+) -> None:
+    """Run this file as a program, the steps ``window`` profiled, layers of the family ``slow`` slowed down."""
     folder.mkdir()
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]))),
-        "OMP_NUM_THREADS": "1",
-    }
-    environment.pop("MEGACPP_CONFIG", None)
-    if settings is not None:
-        (folder / "settings.yaml").write_text(settings)
-        environment["MEGACPP_CONFIG"] = str(folder / "settings.yaml")
-    command = [sys.executable, "-W", "ignore", __file__, str(folder), json.dumps({"window": "2-3"} | options)]
-    done = subprocess.run(
-        [*command, "--", *run_words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
+    (folder / "config.yaml").write_text("model: nam56r_tiny\n" + settings)
+    profile = () if window is None else ("--profile", window, "--profile-tool", tool)
+    options = ("--device", device, "--observe", str(folder), *profile)
+    program = ("tests.observe.test_profile_training", str(folder), slow, "launch", *options, "--")
+    tiny_run.start(program, run_words, folder).finish()
 
 
 def table(folder: Path, window: str = "2-3") -> dict[str, Any]:
@@ -65,27 +65,11 @@ def table(folder: Path, window: str = "2-3") -> dict[str, Any]:
 # --- the program --------------------------------------------------------------------------------------------------------
 
 
-def _main(
-    run: str,
-    *stock_words: str,
-    window: str | None,
-    device: str = "cpu",
-    slow: str | None = None,
-    trace: bool = False,
-    tool: str = "torch",
-) -> int:
-    """Train, the steps ``window`` profiled, layers of the family ``slow`` slowed down.
-
-    What the profiler must not change is noted in ``hooks.json``, and every step's losses in ``recorded.jsonl``.
-    """
-    import contextlib
-
+def _main(folder: str, slow: str, *arguments: str) -> int:
+    """Give ``arguments`` to the command line; what the profiler must not change is noted in ``hooks.json``."""
     from megacpp_mcore.commands import cli
-    from megacpp_mcore.observe import goodput, loop
-    from megacpp_mcore.observe.events import Listener, Log
-    from megacpp_mcore.observe.profile import Profiler
-    from megacpp_mcore.observe.routing import Routing
-    from megacpp_mcore.settings import parse_steps
+    from megacpp_mcore.observe import run
+    from megacpp_mcore.observe.events import Listener
 
     class Slow(Listener):
         """Makes every layer of a family do much more than it has to."""
@@ -114,7 +98,7 @@ def _main(
             self.found[f"in {number}"] = self._count()
 
         def on_end(self, error: Any) -> None:
-            (Path(run) / "hooks.json").write_text(json.dumps(self.found))
+            (Path(folder) / "hooks.json").write_text(json.dumps(self.found))
 
         def _count(self) -> list[int]:
             from megatron.core.pipeline_parallel import schedules
@@ -126,26 +110,10 @@ def _main(
             functions = sum(callable(value) for each in owned for value in vars(each).values())
             return [hooks, functions, id(schedules.forward_step)]
 
-    routing = Routing(interval=100)
-    after: list[Listener] = [Hooks(), *([Slow()] if slow else [])]
-    stock = loop.observing
-
-    def profilers(clock: Any) -> list[Listener]:
-        if window is None:
-            return []
-        first, last = parse_steps(window)
-        return [Profiler(Path(run), 0, first, last, routing=routing, trace=trace, tool=tool, clock=clock)]
-
-    @contextlib.contextmanager
-    def observing(clock: Any, others: Any) -> Any:
-        log = Log(run, 0, 1, clock)
-        recorder = goodput.Recorder(log, with_losses=False)
-        with contextlib.closing(log), stock(clock, [*others, recorder, routing, *profilers(clock), *after]):
-            yield
-
-    loop.observing = observing  # type: ignore[assignment]
-    record = str(Path(run) / "recorded.jsonl")
-    return cli.main(["launch", "--device", device, "--record-steps", record, "--", *stock_words])
+    gc.disable()  # the time of a collection would be that of the operator it falls into
+    stock = run._listeners
+    run._listeners = lambda *given: itertools.chain(stock(*given), [Hooks(), Slow()])
+    return cli.main(list(arguments))
 
 
 def _slow_down(module: Any) -> None:
@@ -155,10 +123,9 @@ def _slow_down(module: Any) -> None:
 
     def forward(hidden: Any, *args: Any, **kwargs: Any) -> Any:
         size, times = (8192, 40) if hidden.is_cuda else (640, 6)
+        dtype = torch.bfloat16 if hidden.is_cuda else torch.float32
         with torch.no_grad():
-            weight = torch.ones(
-                size, size, dtype=torch.bfloat16 if hidden.is_cuda else torch.float32, device=hidden.device
-            )
+            weight = torch.ones(size, size, dtype=dtype, device=hidden.device)
             for _ in range(times):
                 weight @ weight
         return stock(hidden, *args, **kwargs)
@@ -200,24 +167,17 @@ def test_the_time_of_the_steps_belongs_to_families(plain: Path) -> None:
     assert found["tensor_pipes"] == "not measured: no counters"
 
 
-def test_the_head_is_the_head_and_the_loss_of_every_depth(plain: Path) -> None:
-    names = {one["name"]: one["calls"] for one in table(plain)["families"]["head"]["top"]}
+def test_the_head_and_the_experts_work_are_of_the_window(plain: Path) -> None:
+    """The head is the loss of every depth, too."""
+    found = table(plain)
+    names = {one["name"]: one["calls"] for one in found["families"]["head"]["top"]}
     assert names["_VocabParallelCrossEntropy"] == 8  # two steps of two micro-batches, main loss and one depth
-
-
-def test_the_experts_work_is_told_from_the_routing(plain: Path) -> None:
-    work = table(plain)["sparse_work"]
-    model = preset("nam56r_tiny")
+    work, model = found["sparse_work"], preset("nam56r_tiny")
     layers = model.pattern.count("E")
     assert len(work["layers"]) == layers == 5
     steps, batch = 2, 2  # of the window, not of the run
-    assert work["tokens"] == steps * batch * model.seq_length * model.moe.topk * layers
-    assert work["rows"] == work["tokens"]
-    assert work["utilisation"] == 1
-
-
-def test_the_text_has_what_the_table_has(plain: Path) -> None:
-    found, text = table(plain), (plain / "profile" / "2-3" / "table.txt").read_text()
+    assert work["tokens"] == work["rows"] == steps * batch * model.seq_length * model.moe.topk * layers
+    text = (plain / "profile" / "2-3" / "table.txt").read_text()
     assert f"dominant: {found['dominant']}, " in text
     for label in (*found["families"], *found["layers"]):
         assert f"\n{label} " in text
@@ -229,14 +189,14 @@ def test_hooks_are_there_in_the_window_and_gone_after_it(plain: Path) -> None:
     during = {name: counts for name, counts in found.items() if name in ("in 2", "2", "in 3")}
     assert all(now > then for counts in during.values() for now, then in zip(counts[:2], before[:2], strict=True))
     assert all(counts[2] != before[2] for counts in during.values())
+    found.pop("in 1")  # those of the first step's statistics
     assert {name: counts for name, counts in found.items() if name not in during} == dict.fromkeys(
-        ("in 1", "1", "3", "in 4", "4"), before
+        ("1", "3", "in 4", "4"), before
     )
 
 
 def test_what_the_profiler_does_outside_of_steps_is_a_class_of_its_own(plain: Path) -> None:
-    lines = [json.loads(line) for _, _, file in events.rank_files(plain) for line in file.read_text().splitlines()]
-    spent = {line["step"]: line["phases"] for line in lines if "step" in line and "phases" in line}
+    spent = {span.step: span.phases for span in events.read(plain)[0][0].spans if span.step is not None}
     assert [number for number in spent if spent[number].get("profile")] == [2, 4]  # its start, and its tables
     assert spent[4]["profile"] / 1e9 >= table(plain)["read_s"] > 0
     assert goodput.read(plain)[0].record()["seconds"]["profile"] >= table(plain)["read_s"]
@@ -245,7 +205,7 @@ def test_what_the_profiler_does_outside_of_steps_is_a_class_of_its_own(plain: Pa
 
 def test_training_is_the_same_bit_for_bit(plain: Path, tmp_path: Path) -> None:
     train(tmp_path / "none", words(), window=None)
-    compared = compare(read_steps(plain / "recorded.jsonl"), read_steps(tmp_path / "none" / "recorded.jsonl"))
+    compared = compare(read_steps(plain), read_steps(tmp_path / "none"))
     assert compared.steps == (1, 2, 3, 4)
     assert {"lm loss", "mtp_1 loss", "grad norm"} <= set(compared.names)
     assert compared.equal
@@ -255,7 +215,7 @@ def test_training_is_the_same_bit_for_bit(plain: Path, tmp_path: Path) -> None:
 def test_a_slowed_family_is_dominant_and_what_our_recompute_repeats_is_where_it_was(
     plain: Path, tmp_path: Path
 ) -> None:
-    settings = "model: nam56r_tiny\nrecompute: [a, m, experts, r]\n"
+    settings = "recompute: [a, m, experts, r]\n"
     train(tmp_path / "run", words(), window="1-2", slow="E", settings=settings)
     found = table(tmp_path / "run", "1-2")
     assert table(plain)["dominant"] != "E"
@@ -275,7 +235,7 @@ def test_a_slowed_family_is_dominant_and_what_our_recompute_repeats_is_where_it_
 @pytest.mark.exhaustive
 def test_what_megatron_recomputes_is_where_it_was_and_a_trace_can_be_had(tmp_path: Path) -> None:
     full = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-    train(tmp_path / "run", words(*full), window="2-2", trace=True)
+    train(tmp_path / "run", words(*full), window="2-2", settings="observability: {profile_trace: true}\n")
     found = table(tmp_path / "run", "2-2")
     assert found["attributed_share"] >= 0.95
     for name in ("A", "M", "E", "R", "MTP"):
@@ -290,5 +250,4 @@ def test_what_megatron_recomputes_is_where_it_was_and_a_trace_can_be_had(tmp_pat
 
 
 if __name__ == "__main__":
-    separator = sys.argv.index("--")
-    sys.exit(_main(sys.argv[1], *sys.argv[separator + 1 :], **json.loads(sys.argv[2])))
+    sys.exit(_main(*sys.argv[1:]))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.moe import router as stock
 
 from megacpp_mcore.observe import routing
 from megacpp_mcore.observe.routing import Load, merged
@@ -108,81 +109,49 @@ def test_indices_are_sampled_in_a_step_that_is_read_and_once() -> None:
     assert "publish" not in vars(cache)
 
 
-def test_one_that_failed_counts_and_reads_no_more() -> None:
-    mine = routing.Routing(interval=1)
-    layer = torch.nn.Linear(1, 1)
-    called: list[str] = []
-    mine._handles.append(layer.register_forward_hook(lambda *_: called.append("hook")))
-    mine._restore.append(lambda: called.append("restored"))
-    mine.on_failure(routing.Routing(), LookupError(), 1)
-    layer(torch.ones(1))
-    assert called == ["hook"]
-    mine.on_failure(mine, LookupError(), 1)
-    layer(torch.ones(1))
-    assert called == ["hook", "restored"]
-    mine._routers.append(routing._Router("2", padded=False))
-    count(mine._routers[0], [[0.5, 0.5, 0.0]])
-    mine.on_end(None)
-    assert mine.record()["layers"] == {}
-    assert called == ["hook", "restored"]
-
-
 def a_step(number: int) -> Step:
     return Step(number, 0, 0.0, 8, {}, None, None, False)
 
 
-def test_a_hook_that_fails_ends_no_step() -> None:
-    """Its error is that of the step's end, and what was counted until then is not told: it would pass for all there was."""
-    listener = routing.Routing(interval=1)
-    router = routing._Router("2", padded=False)
-    listener._routers.append(router)
-    hook = listener._guarded(router.count)
-    module = SimpleNamespace(training=True, topk=2)
+class Router(torch.nn.Module):
+    """Stands for Megatron's."""
+
+    layer_number = 2
+    topk = 2
+    config = SimpleNamespace(moe_pad_expert_input_to_capacity=False)
+
+    def forward(self, probs: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return probs, chosen
+
+
+def test_a_hook_that_fails_ends_no_step_and_what_was_counted_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would pass for all there was. The error is that of the step's end, and holds nothing on the device after that."""
+    monkeypatch.setattr(stock, "TopKRouter", Router)
+    listener, module = routing.Routing(interval=1), Router()
+    listener.on_model([torch.nn.ModuleList([module])], None)
     probs = torch.tensor([[0.5, 0.5, 0.0]])
-    hook(module, (), (probs, probs > 0))
+    module(probs, probs > 0)
     listener.on_step(a_step(1))
-    listener._overlaps = {"1-5": 0.5}
     assert listener.latest
     assert listener.record()["layers"]
-    hook(module, (), (probs, probs[:, :2] > 0))
-    hook(module, (), (probs, probs > 0))
-    assert router.asked == 2  # none after the error
+    damaged = probs[:, :2] > 0
+    module(probs, damaged)
+    module(probs, probs > 0)  # nothing is counted after the error
+    known = weakref.ref(damaged)
     with pytest.raises(RuntimeError, match="must match") as caught:
         listener.on_step(a_step(2))
+    listener.on_failure(routing.Routing(), LookupError(), 2)  # of another
+    assert listener.record()["layers"]
     listener.on_failure(listener, caught.value, 2)
     listener.read()
     found = listener.record()
     assert (listener.latest, found["layers"], found["index_overlap"]) == ({}, {}, {})
     assert found["failed"].startswith("counting failed in step 2 on a rank: RuntimeError: ")
+    assert not module._forward_hooks
     listener.on_end(None)
-
-
-def test_the_hooks_of_a_model_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router and an index cache of a model; what their hooks raise ends no forward pass, and is let go of."""
-    from megatron.core.transformer.moe import router as stock
-
-    class Router(torch.nn.Module):
-        layer_number = 2
-        topk = 1
-        config = SimpleNamespace(moe_pad_expert_input_to_capacity=False)
-
-        def forward(self, probs: torch.Tensor) -> torch.Tensor:
-            return probs  # no pair, which the hook takes it for
-
-    monkeypatch.setattr(stock, "TopKRouter", Router)
-    listener = routing.Routing()
-    module = Router()
-    listener.on_model([torch.nn.ModuleList([module])], None)
-    probs = torch.ones(3, 2)
-    known = weakref.ref(probs)
-    module(probs)
-    with pytest.raises(ValueError, match="too many values"):
-        listener.on_step(a_step(1))
-    listener.on_step(a_step(2))
-    del probs
+    del damaged, caught
     gc.collect()
     assert known() is None
-    listener.on_end(None)
 
 
 def test_a_hook_that_failed_in_the_last_step_is_told_at_the_end() -> None:

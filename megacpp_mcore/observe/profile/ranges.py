@@ -16,6 +16,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -50,9 +51,7 @@ class Ranges:
     @property
     def open_now(self) -> list[tuple[str, Any]]:
         """Label and record of the ranges of this thread, outermost first."""
-        if not hasattr(self._of_thread, "ranges"):
-            self._of_thread.ranges = []
-        found: list[tuple[str, Any]] = self._of_thread.ranges
+        found: list[tuple[str, Any]] = self._of_thread.__dict__.setdefault("ranges", [])
         return found
 
     def open(self, label: str) -> None:
@@ -138,53 +137,42 @@ def _name_chunk(stack: contextlib.ExitStack, ranges: Ranges, chunk: Any) -> None
         if isinstance(decoder, torch.nn.Module) and hasattr(module, "pre_process"):
             _name_stages(stack, ranges, module, decoder)
             layers: Any = decoder.layers
-            for layer in layers:
-                _enclose(stack, ranges, layer, f"{family(layer)}/{layer.layer_number}")
-            norm = getattr(decoder, "final_layernorm", None)
-            if norm is not None:
-                _enclose(stack, ranges, norm, NORM)
+            parts = [(layer, f"{family(layer)}/{layer.layer_number}") for layer in layers]
+            for part, label in (*parts, (getattr(decoder, "final_layernorm", None), NORM)):
+                if part is not None:
+                    _hook(stack, part, functools.partial(ranges.open, label), functools.partial(ranges.close, label))
         elif isinstance(module, MultiTokenPredictionBlock):
             _name_depths(stack, ranges, module)
-
-
-def _enclose(stack: contextlib.ExitStack, ranges: Ranges, module: torch.nn.Module, label: str) -> None:
-    """A range around every call of ``module``."""
-    _hook(stack, module, lambda *_: ranges.open(label), lambda *_: ranges.close(label))
 
 
 def _name_stages(stack: contextlib.ExitStack, ranges: Ranges, model: torch.nn.Module, decoder: torch.nn.Module) -> None:
     """What comes before the stack of layers, between them, and after it."""
 
-    def leave(*_: Any) -> None:
+    def leave() -> None:
         if not ranges.in_forward_step:  # which the loss belongs to, too
             ranges.close_stages()
 
-    _hook(stack, model, lambda *_: ranges.begin_stage(EMBEDDING), leave)
-    _hook(
-        stack,
-        decoder,
-        lambda *_: ranges.begin_stage(BETWEEN_LAYERS),
-        lambda *_: ranges.begin_stage(HEAD),
-    )
+    _hook(stack, model, lambda: ranges.begin_stage(EMBEDDING), leave)
+    _hook(stack, decoder, lambda: ranges.begin_stage(BETWEEN_LAYERS), lambda: ranges.begin_stage(HEAD))
 
 
 def _name_depths(stack: contextlib.ExitStack, ranges: Ranges, block: MultiTokenPredictionBlock) -> None:
     """The depths of multi-token prediction; with a repeated layer they are calls of one module."""
     depth = 0
 
-    def begin(*_: Any) -> None:
+    def begin() -> None:
         nonlocal depth
         depth = 0
 
-    def enter(*_: Any) -> None:
+    def enter() -> None:
         nonlocal depth
         depth += 1
         ranges.open(f"{MTP}/{depth}")
 
-    _hook(stack, block, begin, lambda *_: None)
+    _hook(stack, block, begin, lambda: None)
     for module in block.modules():
         if isinstance(module, MultiTokenPredictionLayer):
-            _hook(stack, module, enter, lambda *_: ranges.close(f"{MTP}/{depth}"))
+            _hook(stack, module, enter, lambda: ranges.close(f"{MTP}/{depth}"))
 
 
 def _name_forward_step(stack: contextlib.ExitStack, ranges: Ranges) -> None:
@@ -201,18 +189,14 @@ def _name_forward_step(stack: contextlib.ExitStack, ranges: Ranges) -> None:
             ranges.close_stages()
             ranges.in_forward_step = False
 
-    schedules.forward_step = forward_step
-    stack.callback(setattr, schedules, "forward_step", stock)
+    stack.enter_context(mock.patch.object(schedules, "forward_step", forward_step))
 
 
 def _hook(
-    stack: contextlib.ExitStack, module: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]
+    stack: contextlib.ExitStack, module: torch.nn.Module, before: Callable[[], None], after: Callable[[], None]
 ) -> None:
-    for handle in (
-        module.register_forward_pre_hook(before, prepend=True),
-        module.register_forward_hook(after, always_call=True),
-    ):
-        stack.callback(handle.remove)
+    stack.callback(module.register_forward_pre_hook(lambda *_: before(), prepend=True).remove)
+    stack.callback(module.register_forward_hook(lambda *_: after(), always_call=True).remove)
 
 
 def _stand_in(stack: contextlib.ExitStack, ranges: Ranges, holder: Any, name: str, label: str) -> None:
@@ -220,7 +204,6 @@ def _stand_in(stack: contextlib.ExitStack, ranges: Ranges, holder: Any, name: st
     stock = getattr(holder, name, None)
     if stock is None:
         return
-    own = name in vars(holder)
 
     @functools.wraps(stock)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -230,5 +213,4 @@ def _stand_in(stack: contextlib.ExitStack, ranges: Ranges, holder: Any, name: st
         finally:
             ranges.close(label)
 
-    setattr(holder, name, run)
-    stack.callback(setattr, holder, name, stock) if own else stack.callback(delattr, holder, name)
+    stack.enter_context(mock.patch.object(holder, name, run))

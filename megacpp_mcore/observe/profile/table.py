@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,8 @@ from megacpp_mcore.observe.profile.attribution import (
     Place,
     attribute,
 )
-from megacpp_mcore.observe.profile.trace import Cover, Kernel, Trace
-from megacpp_mcore.observe.routing import Load, merged
+from megacpp_mcore.observe.profile.trace import Cover, Interval, Kernel, Trace
+from megacpp_mcore.observe.routing import Load
 
 EXPOSED, HIDDEN = "communication_exposed", "communication_hidden"
 COLUMNS = (FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER, OTHER, EXPOSED, HIDDEN)
@@ -32,6 +32,8 @@ UNATTRIBUTED = "unattributed"
 DEVICE_TIME, HOST_TIME = "device time of kernels", "self CPU time of operators"
 TOP = 10
 """Kernels that are named for each family."""
+CPU = "CPU"
+"""The ``device`` of a profile without a GPU."""
 
 _COMMUNICATION = re.compile(r"nccl|nvshmem|deep_ep|Memcpy PtoP", re.IGNORECASE)
 _NCCL = re.compile(r"nccl(?:Symk)?(?:Dev)?Kernel_?(?:Generic_)?([A-Za-z]+)")
@@ -49,265 +51,159 @@ def collective(kernel: str) -> str:
 
 
 @dataclass
-class Row:
-    """The time of one family, or of one layer.
-
-    Attributes:
-        ns: by column of :data:`COLUMNS`.
-        kernels: how many kernels, or calls of operators.
-        by_name: time and calls by the kernel's or operator's name.
-        host_ns: self time of the operators on the host.
-    """
+class _Row:
+    """The time of one family, or of one layer: nanoseconds by column, and with calls by the kernel's or operator's name."""
 
     ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0))
-    kernels: int = 0
     by_name: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     host_ns: int = 0
 
     @property
     def total_ns(self) -> int:
-        """Of all columns."""
         return sum(self.ns.values())
 
-    def add(self, column: str, name: str, ns: int, calls: int = 1) -> None:
-        """Add the time of ``calls`` calls."""
+    def add(self, column: str, name: str, ns: int, calls: int) -> None:
         self.ns[column] += ns
-        self.kernels += calls
-        entry = self.by_name[name]
-        entry[0] += ns
-        entry[1] += calls
+        time = self.by_name[name]
+        time[0] += ns
+        time[1] += calls
 
-    def top(self, count: int = TOP) -> list[dict[str, Any]]:
-        """The names with the most time."""
-        names = sorted(self.by_name.items(), key=lambda item: (-item[1][0], item[0]))[:count]
-        return [{"name": name, "ns": ns, "calls": calls} for name, (ns, calls) in names]
+    def record(self, whole_ns: int) -> dict[str, Any]:
+        return {
+            "total_ns": self.total_ns,
+            "share": self.total_ns / whole_ns if whole_ns else None,
+            **{f"{column}_ns": ns for column, ns in self.ns.items()},
+            "kernels": sum(calls for _, calls in self.by_name.values()),
+            "host_ns": self.host_ns,
+        }
 
-
-@dataclass
-class Communication:
-    """What one kind of collective cost: the time of its kernels, and the part in which nothing else ran."""
-
-    calls: int = 0
-    ns: int = 0
-    exposed_ns: int = 0
+    def top(self) -> list[dict[str, Any]]:
+        longest = sorted(self.by_name.items(), key=lambda item: (-item[1][0], item[0]))[:TOP]
+        return [{"name": name, "ns": ns, "calls": calls} for name, (ns, calls) in longest]
 
 
-@dataclass
-class Table:
-    """The time of the steps of a trace.
+class _Rows:
+    """The rows by family (``A``) and by layer (``A/3``)."""
 
-    Attributes:
-        unit: :data:`DEVICE_TIME` or :data:`HOST_TIME`.
-        steps: how many steps.
-        graphs: CUDA graphs that were instantiated in the window.
-        families, layers: rows by family (``A``) and by range (``A/3``).
-        collectives: by name.
-        communication_ns, hidden_ns: the time in which kernels of communication ran, simultaneous ones counted once, and the
-            part of it in which kernels computed, too.
-        window_ns: from the begin of each step to its end, and of the last one to the end of its last kernel.
-        busy_ns: the part of it in which the device did something; None without a device.
-        no_operator_ns: without a device, the part of it in which no operator ran on any thread of the host, so that it is in no
-            row: Python, and waiting. None with a device, whose part without work is the host-bound share.
-        streams: nanoseconds of computation and of communication on each stream of the device.
-    """
+    def __init__(self) -> None:
+        self.families: defaultdict[str, _Row] = defaultdict(_Row)
+        self.layers: defaultdict[str, _Row] = defaultdict(_Row)
 
-    unit: str
-    steps: int = 0
-    graphs: int = 0
-    families: dict[str, Row] = field(default_factory=lambda: defaultdict(Row))
-    layers: dict[str, Row] = field(default_factory=lambda: defaultdict(Row))
-    collectives: dict[str, Communication] = field(default_factory=lambda: defaultdict(Communication))
-    communication_ns: int = 0
-    hidden_ns: int = 0
-    window_ns: int = 0
-    busy_ns: int | None = None
-    no_operator_ns: int | None = None
-    streams: dict[int, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
-
-    @property
-    def total_ns(self) -> int:
-        """Of all families, and of what belongs to none."""
-        return sum(row.total_ns for row in self.families.values())
-
-    @property
-    def attributed_share(self) -> float | None:
-        """The share of :attr:`total_ns` that belongs to a family; None without any."""
-        lost = self.families[UNATTRIBUTED].total_ns if UNATTRIBUTED in self.families else 0
-        return 1 - lost / self.total_ns if self.total_ns else None
-
-    @property
-    def dominant(self) -> str | None:
-        """The family with the most time; None without any."""
-        known = {family: row.total_ns for family, row in self.families.items() if family != UNATTRIBUTED}
-        return max(known, key=lambda family: known[family]) if any(known.values()) else None
-
-    @property
-    def host_bound_share(self) -> float | None:
-        """The share of the window in which the device did nothing, as the host had given it nothing to do."""
-        return 1 - self.busy_ns / self.window_ns if self.busy_ns is not None and self.window_ns else None
+    def of(self, place: Place) -> tuple[_Row, _Row]:
+        label = place.label or UNATTRIBUTED
+        return self.families[label.partition("/")[0]], self.layers[label]
 
     def add(self, place: Place, column: str, name: str, ns: int, calls: int = 1) -> None:
-        """Add to the rows of a place."""
-        label = place.label or UNATTRIBUTED
-        self.families[label.partition("/")[0]].add(column, name, ns, calls)
-        self.layers[label].add(column, name, ns, calls)
-
-    def add_collective(self, name: str, ns: int, hidden_ns: int) -> None:
-        """Add one call of a collective."""
-        entry = self.collectives[name]
-        entry.calls += 1
-        entry.ns += ns
-        entry.exposed_ns += ns - hidden_ns
+        for row in self.of(place):
+            row.add(column, name, ns, calls)
 
     def record(self) -> dict[str, Any]:
-        """All of it, JSON-ready; rows with the most time first."""
+        total_ns = sum(row.total_ns for row in self.families.values())
+        families, layers = (
+            sorted(rows.items(), key=lambda item: (-item[1].total_ns, item[0])) for rows in (self.families, self.layers)
+        )
+        known = [name for name, row in families if name != UNATTRIBUTED and row.total_ns]
+        lost_ns = self.families[UNATTRIBUTED].total_ns if UNATTRIBUTED in self.families else 0
         return {
-            "unit": self.unit,
-            "total_ns": self.total_ns,
-            "attributed_share": self.attributed_share,
-            "dominant": self.dominant,
-            "window_ns": self.window_ns,
-            "busy_ns": self.busy_ns,
-            "host_bound_share": self.host_bound_share,
-            "no_operator_ns": self.no_operator_ns,
-            "communication_ns": self.communication_ns,
-            "hidden_ns": self.hidden_ns,
-            "hidden_share": self.hidden_ns / self.communication_ns if self.communication_ns else None,
-            "families": {name: self._row(row, top=True) for name, row in _sorted(self.families)},
-            "layers": {name: self._row(row, top=False) for name, row in _sorted(self.layers)},
-            "collectives": {name: vars(one) for name, one in sorted(self.collectives.items())},
-            "streams": {
-                str(stream): {"compute_ns": compute, "communication_ns": moved}
-                for stream, (compute, moved) in sorted(self.streams.items())
-            },
+            "total_ns": total_ns,
+            "attributed_share": 1 - lost_ns / total_ns if total_ns else None,
+            "dominant": known[0] if known else None,
+            "families": {name: row.record(total_ns) | {"top": row.top()} for name, row in families},
+            "layers": {name: row.record(total_ns) for name, row in layers},
         }
 
-    def _row(self, row: Row, *, top: bool) -> dict[str, Any]:
-        record: dict[str, Any] = {
-            "total_ns": row.total_ns,
-            "share": row.total_ns / self.total_ns if self.total_ns else None,
-            **{f"{column}_ns": ns for column, ns in row.ns.items()},
-            "kernels": row.kernels,
-            "host_ns": row.host_ns,
-        }
-        return record | {"top": row.top()} if top else record
+
+def table(trace: Trace) -> dict[str, Any]:
+    """The table of a trace, JSON-ready; rows with the most time first.
+
+    Returns:
+        ``unit`` (:data:`DEVICE_TIME` or :data:`HOST_TIME`); ``families`` and ``layers`` with the nanoseconds of each by
+        column of :data:`COLUMNS`, and ``host_ns``, the self time of its operators; ``total_ns`` of all families and
+        ``attributed_share`` of it; ``dominant``, the family with the most time; ``window_ns``, from the begin of each step to
+        its end, and of the last one to the end of its last kernel. Of a device: ``busy_ns`` of it, in which it did something,
+        and ``host_bound_share``, in which it did not; ``communication_ns``, in which kernels of communication ran, those
+        at the same time counted once, ``hidden_ns`` of it, in which kernels computed, too, ``hidden_share``, and
+        ``collectives`` by name. Of a host: ``no_operator_ns``, what the rows lack of the window: Python, and waiting.
+        What is not known is None.
+    """
+    found, rows = attribute(trace), _Rows()
+    times = _of_device(trace.kernels, found, rows) if trace.kernels else _of_host(found, rows)
+    for (place, _), (ns, _) in found.self_time.items():
+        for row in rows.of(place):
+            row.host_ns += ns
+    return times | rows.record()
 
 
-def _sorted(rows: Mapping[str, Row]) -> list[tuple[str, Row]]:
-    return sorted(rows.items(), key=lambda item: (-item[1].total_ns, item[0]))
+def _of_host(found: Attribution, rows: _Rows) -> dict[str, Any]:
+    for (place, name), (ns, calls) in found.self_time.items():
+        rows.add(place, place.phase, name, ns, calls)
+    window_ns = Cover(found.steps).total
+    in_operators_ns = sum(ns for ns, _ in found.self_time.values())
+    return _times(HOST_TIME, window_ns) | {"no_operator_ns": max(0, window_ns - in_operators_ns)}
 
 
-def table(trace: Trace) -> Table:
-    """The table of a trace."""
-    wanted = {kernel.operator for kernel in trace.kernels}
-    found = attribute(trace, wanted=wanted)
-    made = _of_device(trace.kernels, found) if trace.kernels else _of_host(found)
-    made.steps, made.graphs = len(found.steps), trace.graphs
-    for (place, _), work in found.self_time.items():
-        label = place.label or UNATTRIBUTED
-        made.families[label.partition("/")[0]].host_ns += work.ns
-        made.layers[label].host_ns += work.ns
-    return made
+def _times(unit: str, window_ns: int) -> dict[str, Any]:
+    unknown = dict.fromkeys(("busy_ns", "host_bound_share", "no_operator_ns", "hidden_share"))
+    return {"unit": unit, "window_ns": window_ns, "communication_ns": 0, "hidden_ns": 0, **unknown, "collectives": {}}
 
 
-def _of_host(found: Attribution) -> Table:
-    made = Table(HOST_TIME)
-    for (place, name), work in found.self_time.items():
-        made.add(place, place.phase, name, work.ns, work.calls)
+def _of_device(kernels: Sequence[Kernel], found: Attribution, rows: _Rows) -> dict[str, Any]:
     in_steps = Cover(found.steps)
-    made.window_ns = in_steps.total
-    made.no_operator_ns = in_steps.total - in_steps.common(Cover(found.operating))
-    return made
-
-
-def _of_device(kernels: Iterable[Kernel], found: Attribution) -> Table:
-    made = Table(DEVICE_TIME)
-    in_steps = Cover(found.steps)
-    compute: list[tuple[int, int]] = []
+    compute: list[Interval] = []
     moving: list[tuple[Kernel, Place]] = []
-    last = 0
     for kernel in kernels:
-        place = _place(kernel, found)
+        place = found.launches.get(kernel.launch)  # where it was launched, or else where its operator belongs
+        if place is None or place.label is None:
+            place = found.operators.get(kernel.operator, place)
         if place is None:
             if not in_steps.holds(kernel.start_ns):
                 continue  # of what lies between steps
             place = Place(None, OTHER)
-        last = max(last, kernel.end_ns)
-        moves = is_communication(kernel.name)
-        made.streams[kernel.stream][moves] += kernel.end_ns - kernel.start_ns
-        if moves:
+        if is_communication(kernel.name):
             moving.append((kernel, place))
-            continue
-        compute.append((kernel.start_ns, kernel.end_ns))
-        made.add(place, place.phase, kernel.name, kernel.end_ns - kernel.start_ns)
-    _add_communication(made, moving, Cover(compute))
+        else:
+            compute.append((kernel.start_ns, kernel.end_ns))
+            rows.add(place, place.phase, kernel.name, kernel.end_ns - kernel.start_ns)
+    computing = Cover(compute)
+    collectives: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"calls": 0, "ns": 0, "exposed_ns": 0})
+    for kernel, place in moving:
+        ns, name = kernel.end_ns - kernel.start_ns, collective(kernel.name)
+        hidden_ns = computing.within(kernel.start_ns, kernel.end_ns)
+        rows.add(place, EXPOSED, name, ns - hidden_ns)
+        rows.add(place, HIDDEN, name, hidden_ns, calls=0)
+        for field_, more in (("calls", 1), ("ns", ns), ("exposed_ns", ns - hidden_ns)):
+            collectives[name][field_] += more
+    together = [(kernel.start_ns, kernel.end_ns) for kernel, _ in moving]
+    communication = Cover(together)
     steps = sorted(found.steps)
     if steps:
-        steps[-1] = (steps[-1][0], max(steps[-1][1], last))
+        steps[-1] = (steps[-1][0], max(end for _, end in (*compute, *together, steps[-1])))
     window = Cover(steps)
-    made.window_ns = window.total
-    made.busy_ns = window.common(Cover((kernel.start_ns, kernel.end_ns) for kernel in kernels))
-    return made
-
-
-def _place(kernel: Kernel, found: Attribution) -> Place | None:
-    """Where a kernel was launched, or else where its operator belongs; None for neither."""
-    place = found.launches.get(kernel.launch)
-    if place is None or place.label is None:
-        return found.operators.get(kernel.operator, place)
-    return place
-
-
-def _add_communication(made: Table, moving: Iterable[tuple[Kernel, Place]], compute: Cover) -> None:
-    for kernel, place in moving:
-        ns = kernel.end_ns - kernel.start_ns
-        hidden = compute.within(kernel.start_ns, kernel.end_ns)
-        name = collective(kernel.name)
-        made.add(place, EXPOSED, name, ns - hidden)
-        made.add(place, HIDDEN, name, hidden, calls=0)
-        made.add_collective(name, ns, hidden)
-    together = Cover((kernel.start_ns, kernel.end_ns) for kernel, _ in moving)
-    made.communication_ns, made.hidden_ns = together.total, together.common(compute)
+    busy_ns = window.common(Cover((kernel.start_ns, kernel.end_ns) for kernel in kernels))
+    hidden_ns = communication.common(computing)
+    return _times(DEVICE_TIME, window.total) | {
+        "busy_ns": busy_ns,
+        "host_bound_share": 1 - busy_ns / window.total if window.total else None,
+        "communication_ns": communication.total,
+        "hidden_ns": hidden_ns,
+        "hidden_share": hidden_ns / communication.total if communication.total else None,
+        "collectives": dict(sorted(collectives.items())),
+    }
 
 
 # --- The experts' work ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Padding:
-    """How the rows of an expert are padded.
-
-    Attributes:
-        capacity_factor: rows of an expert over its even share, where every expert is padded to them; None: not padded so.
-        quantized: whether the rows of an expert are padded to a multiple that quantised kernels need.
-    """
-
-    capacity_factor: float | None = None
-    quantized: bool = False
-
-    @classmethod
-    def of_run(cls, config: Any, modules: Iterable[Any]) -> Padding:
-        """What a model's configuration and its experts say (megatron-core 0.19, ``TransformerConfig``, ``TEGroupedMLP``)."""
-        capacity = config.moe_expert_capacity_factor if config.moe_pad_expert_input_to_capacity else None
-        quantized = bool(config.moe_router_padding_for_quantization)
-        quantized = quantized or any(hasattr(module, "quantization_padding") for module in modules)
-        return cls(capacity_factor=capacity, quantized=quantized)
-
-
-def loads(record: Mapping[str, Any]) -> dict[str, Load]:
-    """The loads by layer in a record of :class:`megacpp_mcore.observe.routing.Routing`."""
-    return merged([record["layers"]])
-
-
 def sparse_work(
-    before: Mapping[str, Load], after: Mapping[str, Load], padding: Padding, *, micro_batches: int
+    before: Mapping[str, Load], after: Mapping[str, Load], config: Any, *, micro_batches: int, quantized: bool = False
 ) -> dict[str, Any]:
     """What the routers of one rank sent to the experts between two readings.
 
     Args:
         before, after: the running loads by layer.
-        padding: of the experts' rows.
+        config: the model's configuration (megatron-core 0.19, ``TransformerConfig``).
         micro_batches: how many there were.
+        quantized: whether an expert pads its rows to a multiple that quantised kernels need.
 
     Returns:
         ``tokens`` that experts got, ``rows`` that they computed (None where it is not known), ``utilisation`` (the one over
@@ -318,38 +214,31 @@ def sparse_work(
     window = {layer: load for layer, load in window.items() if load.asked}
     if not window:
         return {"why": "the run has no routers, or their tokens are not counted"}
-    layers = {layer: _layer_work(load, padding, micro_batches) for layer, load in window.items()}
-    rows = [one["rows"] for one in layers.values()]
-    tokens = sum(one["tokens"] for one in layers.values())
-    known = None if None in rows else sum(rows)
+    factor = config.moe_expert_capacity_factor if config.moe_pad_expert_input_to_capacity else None
+    quantized = quantized or bool(config.moe_router_padding_for_quantization)
+    layers: dict[str, dict[str, Any]] = {}
+    for layer, load in window.items():
+        tokens, experts = sum(load.tokens), len(load.tokens)
+        rows = None if quantized else tokens
+        if factor is not None:  # every expert is padded to the same rows
+            rows = math.ceil(load.asked / micro_batches / experts * factor) * experts * micro_batches
+        layers[layer] = {"tokens": tokens, "rows": rows, "dormant_share": load.tokens.count(0) / experts}
+    why = "rows are not padded"
+    if factor is not None:
+        why = f"every expert is padded to a capacity of {factor:g} times its even share"
+    elif quantized:
+        why = "padded for quantised kernels in every micro-batch, and only sums over micro-batches are counted"
+    all_tokens = sum(one["tokens"] for one in layers.values())
+    all_rows = None if factor is None and quantized else sum(one["rows"] for one in layers.values())
     return {
-        "tokens": tokens,
-        "rows": known,
-        "utilisation": tokens / known if known else None,
-        "rows_why": _why_rows(padding),
+        "tokens": all_tokens,
+        "rows": all_rows,
+        "utilisation": all_tokens / all_rows if all_rows else None,
+        "rows_why": why,
         "dormant_share": sum(one["dormant_share"] for one in layers.values()) / len(layers),
         "dropped_share": sum(load.dropped for load in window.values()) / sum(load.asked for load in window.values()),
         "layers": layers,
     }
-
-
-def _layer_work(load: Load, padding: Padding, micro_batches: int) -> dict[str, Any]:
-    tokens, experts = sum(load.tokens), len(load.tokens)
-    rows: int | None = tokens
-    if padding.capacity_factor is not None:
-        capacity = math.ceil(load.asked / micro_batches / experts * padding.capacity_factor)
-        rows = capacity * experts * micro_batches
-    elif padding.quantized:
-        rows = None
-    return {"tokens": tokens, "rows": rows, "dormant_share": load.tokens.count(0) / experts}
-
-
-def _why_rows(padding: Padding) -> str:
-    if padding.capacity_factor is not None:
-        return f"every expert is padded to a capacity of {padding.capacity_factor:g} times its even share"
-    if padding.quantized:
-        return "padded for quantised kernels in every micro-batch, and only sums over micro-batches are counted"
-    return "rows are not padded"
 
 
 # --- As text -----------------------------------------------------------------------------------------------------------
@@ -358,8 +247,6 @@ _HEADS = dict(
     zip(COLUMNS, ("forward", "recompute", "backward", "optimizer", "other", "comm exp.", "comm hid."), strict=True)
 )
 _WIDTH = 11
-CPU = "CPU"
-"""The ``device`` of a profile without a GPU, as the profiler writes it."""
 
 
 def page(profile: Mapping[str, Any]) -> str:
@@ -367,104 +254,66 @@ def page(profile: Mapping[str, Any]) -> str:
 
     What only a GPU has (streams, tensor pipes, a device that waits for its host) is not spoken of where a CPU trained.
     """
-    steps = max(1, profile["steps"][1] - profile["steps"][0] + 1)
-    columns = _columns(profile)
-    lines = [*_summary(profile), "", f"milliseconds a step, {profile['unit']}:", _head("family", columns)]
-    lines += [_line(name, row, steps, columns) for name, row in profile["families"].items()]
-    lines += _notes(profile, steps)
-    lines += ["", _head("layer", columns)]
-    lines += [_line(name, row, steps, columns) for name, row in profile["layers"].items()]
-    for name, row in profile["families"].items():
-        lines += ["", f"{name}: what takes longest (milliseconds a step, calls a step)"]
-        lines += [f"  {one['ns'] / 1e6 / steps:9.3f} {one['calls'] / steps:9.1f}  {one['name']}" for one in row["top"]]
-    return "\n".join(lines) + "\n"
-
-
-def _summary(profile: Mapping[str, Any]) -> list[str]:
     first, last = profile["steps"]
-    attributed, dominant = profile["attributed_share"], profile["dominant"]
+    steps, on_device = last - first + 1, profile["unit"] == DEVICE_TIME
+    # Collectives are kernels on a device; of a host's time they are no part.
+    columns = [column for column in COLUMNS if on_device or column not in (EXPOSED, HIDDEN)]
+
+    def a_step(ns: int) -> str:
+        return f"{ns / 1e6 / steps:.3f}"
+
+    def rows(what: str) -> list[str]:
+        heads = "".join(f"{_HEADS[column]:>{_WIDTH}}" for column in columns)
+        lines = [f"{what:<14}{'total':>{_WIDTH}}{'share':>8}{heads}"]
+        for name, row in profile["families" if what == "family" else "layers"].items():
+            cells = "".join(f"{a_step(row[f'{column}_ns']):>{_WIDTH}}" for column in columns)
+            share = "" if row["share"] is None else f"{row['share']:.1%}"
+            lines.append(f"{name:<14}{a_step(row['total_ns']):>{_WIDTH}}{share:>8}{cells}")
+        return lines
+
     lines = [
         f"profile of steps {first} to {last}, rank {profile['rank']}, {profile['device']}: "
         f"{profile['phase']} ({profile['phase_why']})"
     ]
-    if dominant is None:
-        return [*lines, "nothing was recorded"]
-    share = profile["families"][dominant]["share"]
-    return [
-        *lines,
-        f"dominant: {dominant}, {share:.1%}; {attributed:.1%} of {_whose(profile)} time belongs to a family",
-    ]
-
-
-def _whose(profile: Mapping[str, Any]) -> str:
-    """Of what the shares of the rows are."""
-    return "the kernels'" if profile["unit"] == DEVICE_TIME else "the operators'"
-
-
-def _columns(profile: Mapping[str, Any]) -> list[str]:
-    """Collectives are kernels on a device; of a host's time they are no part, and have lines of their own."""
-    of_kernels = () if profile["unit"] == DEVICE_TIME else (EXPOSED, HIDDEN)
-    return [column for column in COLUMNS if column not in of_kernels]
-
-
-def _head(what: str, columns: Sequence[str]) -> str:
-    return f"{what:<14}{'total':>{_WIDTH}}{'share':>8}" + "".join(f"{_HEADS[column]:>{_WIDTH}}" for column in columns)
-
-
-def _line(name: str, row: Mapping[str, Any], steps: int, columns: Sequence[str]) -> str:
-    share = "" if row["share"] is None else f"{row['share']:.1%}"
-    cells = "".join(f"{row[f'{column}_ns'] / 1e6 / steps:>{_WIDTH}.3f}" for column in columns)
-    return f"{name:<14}{row['total_ns'] / 1e6 / steps:>{_WIDTH}.3f}{share:>8}{cells}"
-
-
-def _notes(profile: Mapping[str, Any], steps: int) -> list[str]:
-    notes = ["", _step(profile, steps), *_no_operator(profile, steps), *_communication(profile, steps)]
-    notes.append(f"sparse work: {_sparse(profile['sparse_work'])}")
-    if not _is_cpu(profile):
-        notes.append(f"tensor pipes: {profile['tensor_pipes']}")
-    if UNATTRIBUTED in profile["families"]:
-        notes.append(f"{UNATTRIBUTED}: what lies in no range of the model, the optimizer, or the gradients' reduction")
-    return notes
-
-
-def _is_cpu(profile: Mapping[str, Any]) -> bool:
-    return bool(profile["device"] == CPU)
-
-
-def _step(profile: Mapping[str, Any], steps: int) -> str:
-    step = f"step: {profile['window_ns'] / 1e6 / steps:.3f} ms"
-    if _is_cpu(profile):
-        return step  # the host waits for nothing but itself
-    bound = profile["host_bound_share"]
-    known = "not measured: no kernel was recorded" if bound is None else f"{bound:.1%} (the device had nothing to do)"
-    return f"{step}; host-bound share: {known}"
-
-
-def _no_operator(profile: Mapping[str, Any], steps: int) -> list[str]:
-    """What the rows of a host lack of the step."""
-    outside, window = profile["no_operator_ns"], profile["window_ns"]
-    if outside is None or not window:
-        return []
-    return [
-        f"not in any operator (Python, waiting): {outside / 1e6 / steps:.3f} ms, {outside / window:.1%} of the step"
-    ]
-
-
-def _communication(profile: Mapping[str, Any], steps: int) -> list[str]:
-    if profile["unit"] != DEVICE_TIME:
-        return []  # threads of the host move data beside the operators
-    if not profile["communication_ns"]:
-        return ["communication: none"]
-    lines = [
-        f"communication: {profile['communication_ns'] / 1e6 / steps:.3f} ms a step, {profile['hidden_share']:.1%} hidden "
-        "behind computation (measured: intervals of streams)"
-    ]
-    for name, one in profile["collectives"].items():
-        lines.append(
-            f"  {name}: {one['calls'] / steps:.1f} calls, {one['ns'] / 1e6 / steps:.3f} ms, "
-            f"{one['exposed_ns'] / 1e6 / steps:.3f} ms exposed"
+    if (dominant := profile["dominant"]) is None:
+        lines.append("nothing was recorded")
+    else:
+        share, whose = profile["families"][dominant]["share"], "the kernels'" if on_device else "the operators'"
+        attributed = f"{profile['attributed_share']:.1%} of {whose} time belongs to a family"
+        lines.append(f"dominant: {dominant}, {share:.1%}; {attributed}")
+    lines += ["", f"milliseconds a step, {profile['unit']}:", *rows("family"), ""]
+    if profile["device"] == CPU:
+        lines.append(f"step: {a_step(profile['window_ns'])} ms")
+    else:
+        bound = profile["host_bound_share"]
+        known = (
+            "not measured: no kernel was recorded" if bound is None else f"{bound:.1%} (the device had nothing to do)"
         )
-    return lines
+        lines.append(f"step: {a_step(profile['window_ns'])} ms; host-bound share: {known}")
+    if (outside := profile["no_operator_ns"]) is not None and profile["window_ns"]:
+        share = outside / profile["window_ns"]
+        lines.append(f"not in any operator (Python, waiting): {a_step(outside)} ms, {share:.1%} of the step")
+    if profile["communication_ns"]:
+        lines.append(
+            f"communication: {a_step(profile['communication_ns'])} ms a step, {profile['hidden_share']:.1%} hidden behind "
+            "computation (measured: intervals of streams)"
+        )
+    elif on_device:
+        lines.append("communication: none")
+    lines += [
+        f"  {name}: {one['calls'] / steps:.1f} calls, {a_step(one['ns'])} ms, {a_step(one['exposed_ns'])} ms exposed"
+        for name, one in profile["collectives"].items()
+    ]
+    lines.append(f"sparse work: {_sparse(profile['sparse_work'])}")
+    if profile["device"] != CPU:
+        lines.append(f"tensor pipes: {profile['tensor_pipes']}")
+    if UNATTRIBUTED in profile["families"]:
+        lines.append(f"{UNATTRIBUTED}: what lies in no range of the model, the optimizer, or the gradients' reduction")
+    lines += ["", *rows("layer")]
+    for name, row in profile["families"].items():
+        lines += ["", f"{name}: what takes longest (milliseconds a step, calls a step)"]
+        lines += [f"  {a_step(one['ns']):>9} {one['calls'] / steps:9.1f}  {one['name']}" for one in row["top"]]
+    return "\n".join(lines) + "\n"
 
 
 def _sparse(work: Mapping[str, Any]) -> str:

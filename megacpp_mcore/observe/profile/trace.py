@@ -7,6 +7,7 @@ Nothing is read from a trace file: one of five steps of 250,000 kernels is gigab
 from __future__ import annotations
 
 import re
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -65,8 +66,6 @@ class Kernel(NamedTuple):
     start_ns: int
     end_ns: int
     name: str
-    device: int
-    stream: int
     operator: int
     launch: int
 
@@ -88,51 +87,31 @@ def read(events: Sequence[Any]) -> Trace:
     """The records of ``events``, as ``torch.autograd.profiler.profile.kineto_results.events()`` gives them.
 
     Of the calls of the CUDA runtime those are kept that launched something: the operator around a kernel is not enough, as
-    one that checkpoints encloses ranges of ours and launches that are in no operator of their own.
+    one that checkpoints encloses ranges of ours and launches that are in no operator of their own. What threads of the host
+    move between processes (gloo) is no operator's time, and left out.
     """
     from torch.autograd import DeviceType
 
-    trace, host, names = Trace(), DeviceType.CPU, _Names()
+    trace, host = Trace(), DeviceType.CPU
     for event in events:
         if event.device_type() != host and not event.is_user_annotation():
-            trace.kernels.append(_kernel(event, names))
+            start, name = event.start_ns(), sys.intern(event.name())  # millions of events have hundreds of names
+            operator, launch = event.linked_correlation_id(), event.correlation_id()
+            trace.kernels.append(Kernel(start, start + event.duration_ns(), name, operator, launch))
     launches = {kernel.launch for kernel in trace.kernels}
     for event in events:
-        if event.device_type() != host:
+        if event.device_type() != host or event.is_async() or event.start_thread_id() != event.end_thread_id():
             continue
-        name = names(event.name())
-        if event.is_async() or event.start_thread_id() != event.end_thread_id():
-            continue  # what threads of the host move between processes (gloo) is no operator's time
-        if not _LAUNCH.match(name):
-            trace.ops.append(_op(event, name))
-        elif name.startswith("cudaGraphInstantiate"):
+        name = sys.intern(event.name())
+        is_launch = _LAUNCH.match(name) is not None
+        if name.startswith("cudaGraphInstantiate"):
             trace.graphs += 1
-        elif event.correlation_id() in launches:
-            trace.ops.append(_op(event, name)._replace(launch=True))
+        elif not is_launch or event.correlation_id() in launches:
+            trace.ops.append(_op(event, name, is_launch))
     return trace
 
 
-class _Names(dict[str, str]):
-    """One string for all that are equal: millions of events have hundreds of names."""
-
-    def __call__(self, name: str) -> str:
-        return self.setdefault(name, name)
-
-
-def _kernel(event: Any, names: _Names) -> Kernel:
-    start = event.start_ns()
-    return Kernel(
-        start,
-        start + event.duration_ns(),
-        names(event.name()),
-        event.device_index(),
-        event.device_resource_id(),
-        event.linked_correlation_id(),
-        event.correlation_id(),
-    )
-
-
-def _op(event: Any, name: str) -> Op:
+def _op(event: Any, name: str, is_launch: bool) -> Op:
     start = event.start_ns()
     return Op(
         start,
@@ -144,6 +123,7 @@ def _op(event: Any, name: str) -> Op:
         event.fwd_thread_id(),
         event.correlation_id(),
         event.scope() == 0,  # at::RecordScope::FUNCTION; the node's own call is BACKWARD_FUNCTION
+        is_launch,
     )
 
 
@@ -191,6 +171,4 @@ class Cover:
 
     def _up_to(self, instant: int) -> int:
         place = bisect_right(self._starts, instant) - 1
-        if place < 0:
-            return 0
-        return self._before[place] + min(instant, self._ends[place]) - self._starts[place]
+        return 0 if place < 0 else self._before[place] + min(instant, self._ends[place]) - self._starts[place]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megacpp_mcore.backends import observed
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.events import Listener, Log, Step
-from megacpp_mcore.observe.loop import Loop, StockLoop
+from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts import facts as of_run
 from megacpp_mcore.observe.receipts.assemble import WARM_UP_STEPS, write
 from megacpp_mcore.observe.receipts.schema import Facts
@@ -62,7 +62,7 @@ class ReceiptWriter(Listener):
     ) -> None:
         self._log, self._every_s = log, every_s
         self._settings, self._launched, self._routes = settings, launched, routes
-        self._loop = loop or StockLoop()
+        self._loop = loop or Loop()
         self._written = -math.inf
         self._facts: Facts | None = None
         self._chunks: Sequence[Any] = ()

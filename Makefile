@@ -36,7 +36,7 @@ demo:
 	@$(SETUP); exec "$$python" examples/demo.py
 
 test:
-	@$(SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "not gpu and not exhaustive and not kernels" tests
+	@$(SETUP); exec "$$python" -m pytest -n 2 --dist loadfile --durations=40 -m "not gpu and not exhaustive and not kernels" tests
 
 # Triton keeps what it compiled, by source and version: the second time takes seconds.
 kernels:

@@ -18,7 +18,7 @@ SETUP = "$(BASE_PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 12))" 2
 help:
 	@echo "make demo       set everything up, train nam56r_tiny, show the loss curve"
 	@echo "make test       the CPU test suite (MEGATRON_LM=/path/to/Megatron-LM adds the tests on a checkout)"
-	@echo "make kernels    compile the GPU kernels for an H200, without one: nothing spilled, tensor cores used"
+	@echo "make kernels    the GPU kernels without a GPU: interpreted, and compiled for an H200 (nothing spilled, tensor cores used)"
 	@echo "make test-bridge  the tests that need Megatron-Bridge or nemo-run, in environments with them"
 	@echo "make test-exhaustive  every combination: patches by recompute, masks, schedules and layouts"
 	@echo "make lint       ruff, check and format; who imports whom"

@@ -157,6 +157,7 @@ def test_the_tolerance_fails_what_a_wrong_layout_does(laboratory: Laboratory) ->
         assert sentence.startswith(f"{name}, step {COMPARED}: ")
 
 
+@pytest.mark.exhaustive
 def test_a_stage_that_would_begin_with_a_shared_layer_is_refused(laboratory: Laboratory, tmp_path: Path) -> None:
     model = preset("nam56r_tiny")
     assert model.dsa.schedule == "-FS"
@@ -180,7 +181,7 @@ def test_a_stage_that_would_begin_with_a_shared_layer_is_refused(laboratory: Lab
     ("name", "optimizer"),
     [
         ("PP 2 × VPP 2", True),
-        ("EP 2", False),
+        pytest.param("EP 2", False, marks=pytest.mark.exhaustive),
         pytest.param("TP 2 with SP", False, marks=pytest.mark.exhaustive),
         pytest.param("TP 4 with SP", False, marks=pytest.mark.exhaustive),
     ],

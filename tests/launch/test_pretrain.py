@@ -193,7 +193,8 @@ def block(config):
 """
 
 
-@pytest.mark.parametrize("checkpoint_format", ["torch_dist", pytest.param("torch", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("checkpoint_format", ["torch_dist", "torch"])
 def test_resumed_run_repeats_the_uninterrupted_one(train: Train, tmp_path: Path, checkpoint_format: str) -> None:
     """With dropout on (Megatron's default 0.1), so that every generator state has to come back; by a spec of one word."""
     (tmp_path / "our_specs.py").write_text(SPEC)

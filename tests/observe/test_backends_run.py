@@ -140,6 +140,7 @@ def test_the_page_of_a_run_without_a_fall_back(native: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_transformer_engine_that_cannot_run_here_is_an_error(data: Path, tmp_path: Path) -> None:
     said = start(data, tmp_path / "run", *TE).finish(1)
     assert "'transformer_engine' was asked for by name for op transformer_impl and cannot run:" in said
@@ -178,6 +179,7 @@ def test_what_stock_has_in_transformer_engine_alone_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_triton(untritoned: tuple[Path, str]) -> None:
     """Dimensions that are odd for a kernel have their run in test_receipts; here Triton does not work for it."""
     run, said = untritoned

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.kernels
 @pytest.mark.parametrize("case", ["whole", "parts"])
 def test_parity_with_fp64(case: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -199,6 +199,7 @@ def test_no_triton(untritoned: tuple[Path, str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_falls_back_is_red_in_a_browser(
     disabled: Path, native: Path, untritoned: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -78,7 +78,7 @@ def test_twenty_recorders_at_once_all_end_and_are_reported(tmp_path: Path) -> No
     """Nobody waits for another, nobody is refused, and nobody writes to another's file; a receipt is disqualified."""
     from megacpp_mcore.observe import receipts
 
-    processes = [start_recorder(tmp_path, 6) for _ in range(20)]
+    processes = [start_recorder(tmp_path, 3) for _ in range(20)]
     for process in processes:
         process.communicate()
     assert [process.returncode for process in processes] == [0] * 20

@@ -113,7 +113,7 @@ def _gpt_arguments(model: Model) -> list[Argument]:
         _option("--max-position-embeddings", model.seq_length, "seq_length"),
         _option("--position-embedding-type", "rope"),
         _option("--rotary-base", int(model.rope_theta)),
-        # By fan-in, the model's own rule replaces what Megatron would draw (layer_specs/start.py).
+        # By fan-in, the model's own rule replaces what Megatron would draw (layer_specs/initial.py).
         _absent("--init-method-std", "init_method_std", 0.02)
         if model.start.std is None
         else _option("--init-method-std", model.start.std),

@@ -340,8 +340,9 @@ def _misfits(
         )
     if eod_id is not None and made_by.eod_id not in (None, eod_id):
         yield DataError(
-            f"{prefix}.bin ends its documents with id {made_by.eod_id}, and training uses {eod_id} as end of document; pass "
-            "the stock tokenizer flags that fit the dataset (megacpp-mcore data verify prints them), or prepare it again"
+            f"{prefix}.bin ends its documents with id {made_by.eod_id}, and training uses {eod_id} as end of document; name "
+            f"the dataset where the command is made (recipe emit --data {prefix}), or pass --null-tokenizer-eod-id "
+            f"{made_by.eod_id}; otherwise prepare it again with the tokenizer of training"
         )
 
 

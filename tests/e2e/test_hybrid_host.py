@@ -382,7 +382,16 @@ def test_in_virtual_pipeline_stages_both_hosts_train_the_same(tmp_path: Path) ->
     file.write_text(f"model: nam56r_tiny\noverrides: {STAGED}\n")
     layout, found = Layout(pipeline=2, virtual=2), []
     for host in (GPT, HYBRID):
-        command = words(with_overrides(TINY, STAGED), host, "--train-iters", "2", data=corpus(tmp_path), layout=layout)
+        command = words(
+            with_overrides(TINY, STAGED),
+            host,
+            "--train-iters",
+            "2",
+            "--lr-warmup-iters",
+            "1",
+            data=corpus(tmp_path),
+            layout=layout,
+        )
         found.append(launch(tmp_path, host, command, "--nproc", "2", config=file)[0])
     assert found[0] == found[1]
     assert list(found[0]) == [1, 2]

@@ -263,7 +263,7 @@ class SparseCoreAttention(MegatronModule):
             and self.config.dsa_indexer_loss_coeff
         ):
             q, k, w = self.indexer.forward_before_topk(x, qr)
-            learn = partial(self._learn_densely, query_SBHK.detach(), key_TB1K.detach(), seq_idx_BS)
+            learn = partial(self._dense_loss_gradients, query_SBHK.detach(), key_TB1K.detach(), seq_idx_BS)
             query_SBHK = DSAIndexerLossAutoScaler.apply(query_SBHK, training_token(q, k, w, None, learn))
         key_TBHK = key_TB1K.expand(-1, -1, query_SBHK.shape[2], -1)
         value_TBHV = key_TBHK[..., : self.value_dim]
@@ -275,7 +275,7 @@ class SparseCoreAttention(MegatronModule):
         """Whether this is a step of the dense warm-up."""
         return self.warmup_steps > 0 and steps.ended(self.training) < self.warmup_steps
 
-    def _learn_densely(
+    def _dense_loss_gradients(
         self,
         query_SBHK: torch.Tensor,
         key_TB1K: torch.Tensor,
@@ -286,7 +286,7 @@ class SparseCoreAttention(MegatronModule):
         _: None,
         scale: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As :meth:`_learn`, over every causal key; a chunk of queries at a time, and a row of the batch with documents."""
+        """As :meth:`_loss_gradients`, over every causal key, in chunks of queries; with documents, row by row of the batch."""
         rows, batch = q_SBHD.shape[:2]
         factor = scale * self.config.dsa_indexer_loss_coeff
         weight = factor if self.config.calculate_per_token_loss else factor / (rows * batch)

@@ -101,17 +101,18 @@ class Schedules:
             core.index_cache.assign({shared: one for shared, one in served_by.items() if shared != one})
 
 
-def report(schedules: Schedules, rounds: Sequence[Round], tolerance: float) -> Iterator[str]:
-    """A line a round, and the schedule with the fewest indexers whose loss is within ``tolerance`` (relative) of the start."""
-    start = rounds[0].loss
-    for one in rounds:
-        what = "as it is" if one.became_shared is None else f"layer {one.became_shared} Shared"
-        yield f"{schedules.text(one.full)}  {what:<18} {one.loss:.6f} nats a token  {one.loss / start - 1:+.4%}"
-    best = [one for one in rounds if one.loss <= start * (1 + tolerance)][-1]
+def describe(schedules: Schedules, one: Round, start: float) -> str:
+    """A round's schedule, its loss, and how far that is from the loss of the start."""
+    what = "as it is" if one.became_shared is None else f"layer {one.became_shared} Shared"
+    return f"{schedules.text(one.full)}  {what:<18} {one.loss:.6f} nats a token  {one.loss / start - 1:+.4%}"
+
+
+def advice(schedules: Schedules, rounds: Sequence[Round], tolerance: float) -> str:
+    """The schedule with the fewest indexers whose loss is within ``tolerance`` (relative) of the start."""
+    best = [one for one in rounds if one.loss <= rounds[0].loss * (1 + tolerance)][-1]
     if best is rounds[0]:
-        yield f"advised: the schedule as it is; every other raises the loss by more than {tolerance:.2%}"
-    else:
-        yield f"advised: --schedule={schedules.text(best.full)}, {len(best.full)} of {len(rounds[0].full)} indexers"
+        return f"advised: the schedule as it is; every other raises the loss by more than {tolerance:.2%}"
+    return f"advised: --schedule={schedules.text(best.full)}, {len(best.full)} of {len(rounds[0].full)} indexers"
 
 
 def _not_negative(text: str) -> float:
@@ -135,7 +136,6 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
 
 def main() -> None:
     """Search as ``sys.argv`` says."""
-    import torch
     from megatron.training.arguments import parse_and_validate_args
 
     from megacpp_mcore.launch.heldout import cut_windows, load_model, read_heldout, score_windows  # brings numpy
@@ -146,15 +146,15 @@ def main() -> None:
     schedules = Schedules(model)
 
     def loss(full: frozenset[int]) -> float:
-        with schedules.chosen(full), torch.no_grad():
+        with schedules.chosen(full):
             score = score_windows(model, windows, args.batch, progress=False)
         return score.nats / int(windows.mask_WS.sum())
 
-    rounds = []
+    rounds: list[Round] = []
     for one in search(schedules.full, loss):
         rounds.append(one)
-        print(f"{schedules.text(one.full)}: {one.loss:.6f} nats a token", flush=True)
-    print("\n".join(report(schedules, rounds, args.tolerance)), flush=True)
+        print(describe(schedules, one, rounds[0].loss), flush=True)
+    print(advice(schedules, rounds, args.tolerance), flush=True)
 
 
 if __name__ == "__main__":

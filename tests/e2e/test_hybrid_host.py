@@ -133,6 +133,26 @@ def test_losses_and_gradients_are_the_same_bit_for_bit(pair: tuple[Any, Any]) ->
     assert [name for name in gradients if not torch.equal(gradients[name], found_gradients[name])] == []
 
 
+def test_a_sequence_in_pieces_gives_what_it_gives_at_once(pair: tuple[Any, Any]) -> None:
+    """With an inference context, on both hosts."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+    from megatron.core.inference.utils import InferenceMode
+
+    tokens = torch.randint(0, 256, (B, S), generator=torch.Generator().manual_seed(4))
+    for model in pair:
+        context, found = StaticInferenceContext(B, S), []
+        context.config.materialize_only_last_token_logits = False
+        model.eval()
+        with torch.no_grad(), InferenceMode.active():
+            positions = torch.arange(S).expand(B, S)
+            whole = model(tokens, positions, None, runtime_gather_output=True)
+            for piece, where in zip(tokens.split([20, 1, 11], 1), positions.split([20, 1, 11], 1), strict=True):
+                found.append(model(piece, where, None, inference_context=context, runtime_gather_output=True))
+                context.sequence_len_offset += piece.shape[1]
+        model.train()
+        assert torch.allclose(torch.cat(found, 1), whole, rtol=1e-4, atol=1e-5)
+
+
 def test_full_recompute_changes_nothing(process: Path, pair: tuple[Any, Any]) -> None:
     """But that the gradients of the two MTP depths are added up in another order."""
     losses, gradients = losses_and_gradients(pair[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.launch import advise, launcher
-from megacpp_mcore.launch.advise import Round, Schedules, report, search
+from megacpp_mcore.launch.advise import Round, Schedules, advice, describe, search
 from megacpp_mcore.layer_specs import steps
 from megacpp_mcore.model import preset
 from tests import stock, tiny_run
@@ -76,10 +77,19 @@ def test_a_schedule_that_is_chosen_is_the_model_that_is_built_with_it(process: P
 def test_the_advice_is_the_last_schedule_within_the_tolerance(process: Path) -> None:
     schedules = Schedules(build(process, "-FF"))
     rounds = [Round(frozenset({5, 9}), None, 2.0), Round(frozenset({5}), 9, 2.001)]
-    *_, line, advice = report(schedules, rounds, 1e-3)
-    assert line.split() == ["-FS", "layer", "9", "Shared", "2.001000", "nats", "a", "token", "+0.0500%"]
-    assert advice == "advised: --schedule=-FS, 1 of 2 indexers"
-    assert "the schedule as it is" in list(report(schedules, rounds, 1e-4))[-1]
+    assert describe(schedules, rounds[1], 2.0).split() == [
+        "-FS",
+        "layer",
+        "9",
+        "Shared",
+        "2.001000",
+        "nats",
+        "a",
+        "token",
+        "+0.0500%",
+    ]
+    assert advice(schedules, rounds, 1e-3) == "advised: --schedule=-FS, 1 of 2 indexers"
+    assert "the schedule as it is" in advice(schedules, rounds, 1e-4)
 
 
 def test_the_command_is_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,5 +113,5 @@ def test_a_checkpoint_is_searched(dtype: tuple[str, ...], tmp_path: Path) -> Non
     tiny_run.start(launch, [*words, "--save", saved, "--save-interval", "2"], data).finish()
     search_ = ("megacpp_mcore", "advise", "index-cache", "--device", "cpu", "--heldout", str(data / "text"))
     said = tiny_run.start((*search_, "--tokens", "2000", "--"), [*words, "--load", saved], data).finish()
-    assert said.count(f"{tiny_run.SCHEDULE}: ") == 1
+    assert len(re.findall(rf"^{tiny_run.SCHEDULE}  as it is ", said, re.MULTILINE)) == 1
     assert "advised: " in said

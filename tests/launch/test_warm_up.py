@@ -189,6 +189,23 @@ def test_a_region_counts_its_graphs_and_has_room_for_more_than_dynamo_gives(
         assert torch.equal(region(torch.ones(2)), torch.full((2,), 2.0))  # those it has still run
 
 
+def test_a_prompt_of_another_length_is_no_graph(process: Any) -> None:
+    from megatron.core.inference.utils import InferenceMode
+
+    region = make_region(doubled)
+    with InferenceMode.active():
+        assert torch.equal(region(torch.ones(3)), torch.full((3,), 2.0))
+    assert region.graphs == 0
+    region(torch.ones(3))
+    assert region.graphs == 1
+
+
+def test_a_warm_up_compiles_what_selects_keys_whatever_the_step(build: Callable[..., Any]) -> None:
+    """With steps of dense attention first: the indexer's region is there when they end, and nobody says the step yet."""
+    model = build(compile="regional", backend=Graphs(), tiny={**TRUNK, "dsa": {**TRUNK["dsa"], "warmup_steps": 5}})
+    assert "indexer score" in train_stock(model)
+
+
 # --- copies -------------------------------------------------------------------------------------------------------------
 
 

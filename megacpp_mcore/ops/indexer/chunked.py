@@ -22,6 +22,7 @@ import torch
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import compute_dtype, require_float
 from megacpp_mcore.ops.indexer.reference import logits, score_block, selected_gradient, through_heads
+from megacpp_mcore.ops.packed.documents import document_starts
 from megacpp_mcore.ops.visibility import query_chunks
 
 BLOCK_ELEMENTS = 2**24
@@ -519,9 +520,7 @@ def dense_grad(
     rule = KeyRule.causal(rows, rows, q_SBHD.device)
     if seq_idx_S is not None:
         positions_S = torch.arange(rows, device=q_SBHD.device)
-        starts = torch.ones_like(seq_idx_S, dtype=torch.bool)
-        starts[1:] = seq_idx_S[1:] != seq_idx_S[:-1]
-        starts_S = torch.where(starts, positions_S, 0).cummax(0).values
+        starts_S = torch.where(document_starts(seq_idx_S[None], batch=1, rows=rows)[0], positions_S, 0).cummax(0).values
         rule = KeyRule.within(starts_S, positions_S + 1, positions_S)
     weight_BS = weight.to(indexer.dtype).expand(batch, rows)
     divergence_BS, dq, dw, dk = dense_backward(indexer, attention, rule, weight_BS, query_chunk=query_chunk)

@@ -99,6 +99,9 @@ class InProjection(MegatronModule):
         ModelError: the rows of a part cannot be cut.
     """
 
+    follows_transformer_impl = False
+    """A receipt names it as it is, not as a fall-back from Transformer Engine, which has no such layer."""
+
     def __init__(
         self,
         config: TransformerConfig,

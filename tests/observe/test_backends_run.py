@@ -111,14 +111,21 @@ def test_transformer_engine_that_is_disabled(disabled: Path, native: Path) -> No
     why = "MEGACPP_DISABLE_TE=1 disables Transformer Engine"
     ops = {"linear": NUMBERED | {None}, "norm": NUMBERED | {None}, "experts": set(model().layer_numbers("E"))}
     for op, layers in ops.items():
-        records, rows = of_op(found, op), [row for row in off if row.cells[0] == op]
+        records = [one for one in of_op(found, op) if one["requested"] != "auto"]
+        rows = [row for row in off if row.cells[0] == op]
         assert {(one["requested"], one["observed"]) for one in records} == {("transformer_engine", "local")}
         assert {one["layer"] for one in records} == layers == set().union(*(layers_in(row.cells[1]) for row in rows))
         assert {row.cells[3] for row in rows} == {"≠ local"}
         assert all(text.endswith(why) for text in [one["reason"] for one in records] + [row.cells[4] for row in rows])
-    parts = {one["part"]: f"≠ {one['observed']}" for one in found["parts"] if one["part"] not in CONTAINERS}
+    own = {one["layer"] for one in of_op(found, "linear") if one["requested"] == "auto"}
+    assert own == set(model().layer_numbers("M")) | set(model().layer_numbers("R"))  # their input projections
+    parts = {
+        one["part"]: f"≠ {one['observed']}"
+        for one in found["parts"]
+        if one["part"] not in CONTAINERS and one["requested"] != "auto"
+    }
     assert {row.cells[0]: row.cells[3] for row in off if row.cells[0] not in ops} == parts
-    assert {"linear_q_down_proj", "linear_fc1", "in_proj", "input_layernorm"} <= parts.keys()
+    assert {"linear_q_down_proj", "linear_fc1", "out_proj", "input_layernorm"} <= parts.keys()
     asked = [row for row in backend_rows(shown) if row.cells[2] == "transformer_engine" and not row.off]
     assert {row.cells[0] for row in asked} == CONTAINERS
     assert f"fall-back: {fall_back(found)}" in shown.text

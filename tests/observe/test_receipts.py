@@ -126,6 +126,8 @@ def _check_routing(found: dict[str, Any]) -> None:
 
 
 def _check_live_objects(found: dict[str, Any]) -> None:
+    own = {one["layer"] for one in found["backends"] if (one["op"], one["requested"]) == ("linear", "auto")}
+    assert own == {*model().layer_numbers("M"), *model().layer_numbers("R")}  # their input projections
     ops = {(one["op"], one["layer"]): one["observed"] for one in found["backends"]}
     assert {layer for op, layer in ops if op == "mamba3"} == set(model().layer_numbers("M"))
     assert {layer for op, layer in ops if op == "mla"} == {1, None}

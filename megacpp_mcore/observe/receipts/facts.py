@@ -483,6 +483,9 @@ def _computes(name: str, module: Any) -> bool:
 
 
 def _requested(module: Any, chunks: Sequence[Any]) -> str:
+    """``--transformer-impl``, unless the module says that this flag does not choose it."""
+    if not getattr(module, "follows_transformer_impl", True):
+        return AUTO
     config = getattr(module, "config", None) or bare(chunks[0]).config
     return str(config.transformer_impl)
 
@@ -513,7 +516,9 @@ def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     for (op, number, asked, have), names in found.items():
         classes = ", ".join(sorted(names))
         why = f"{classes}: {'Megatron builds these classes itself' if present.ok else present.reason}"
-        if asked != _TE or have == _TE:
+        if asked == AUTO:
+            why = f"{classes}, whatever --transformer-impl is"
+        elif asked != _TE or have == _TE:
             why = f"asked for by --transformer-impl: {classes}"
         yield _record(op, number, asked, have, Speed.KERNEL if have == _TE else Speed.COMPILED, why)
 

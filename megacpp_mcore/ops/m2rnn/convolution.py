@@ -230,7 +230,9 @@ def prepare_backward(
         else:
             x, x_s, dqk = k_SBK + b * k_b, k_s, dk_BHPK
         for head in tl.range(0, H, loop_unroll_factor=4):
-            da += tl.load(dqk + ((b * H + head) * P + t[:, None]) * K + c[None, :], mask=in_S[:, None], other=0.0)
+            da += tl.load(dqk + ((b * H + head) * P + t[:, None]) * K + c[None, :], mask=in_S[:, None], other=0.0).to(
+                tl.float32
+            )
         _convolve_backward(
             x, x_s, c, qk_weight, qk_bias, channel, channel, t, in_S, in_C, seq_BS, b, S, L, da,
             du_BSC, dweight_NCX, part, C, T, DOCUMENTS,

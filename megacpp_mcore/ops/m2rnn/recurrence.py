@@ -5,12 +5,13 @@ result lies in the registers where the next step's operand has to lie: from toke
 Each program writes its own rows' part of what is summed over rows or heads; nothing is added atomically, so that the same
 inputs give the same bits.
 
-Products. 16-bit inputs: each fp32 factor is cut into two bf16 parts (16 bits), and the three products that matter are summed;
-fp32 inputs: fp32 products on the ordinary cores.
+Products. On the chains each fp32 factor is cut into two bf16 parts (16 bits), and the three products that matter are summed;
+beside them, where nothing builds on the result, a factor is rounded once.
 
-Backward. The forward keeps one state in ``every`` tokens. ``advance`` makes those of every :func:`block` tokens of them, all
-spans side by side; ``reverse`` walks the blocks from the last to the first: eight steps forward with all states in registers,
-then eight steps back (the equations stand at :class:`megacpp_mcore.ops.m2rnn.reference.M2RNNChunked`).
+Backward (the equations stand at :class:`megacpp_mcore.ops.m2rnn.reference.M2RNNChunked`). The forward keeps one state in
+``every`` tokens. For one piece of the sequence after the other, from the last: ``advance`` runs its spans side by side, and
+writes every token's candidate c and every fourth state; ``reverse`` then has neither tanh nor a chain of products on its way
+forward through four tokens, and one product a token on its way back.
 
 Legend: B batch, S tokens, padded to a multiple of :data:`PADDING`, H heads, K rows of a state, V its columns, R row blocks of
 :data:`ROWS`. A padding token has k = v = q = 0 and f = 1: it changes no state and no gradient. ``f`` is negative, −f, where a
@@ -35,6 +36,12 @@ COLUMNS = 16
 
 PADDING = 8
 """Sequences are padded to a multiple of this many tokens."""
+
+PIECE = 512
+"""Tokens whose candidates the backward pass holds at a time, rounded up to whole spans."""
+
+CANDIDATES = torch.float16
+"""What candidates, numbers between −1 and 1, are kept in between the two passes back."""
 
 LOG2E_2 = tl.constexpr(2.8853900817779268)  # 2 log₂ e: exp(2x) = exp2(LOG2E_2 · x)
 
@@ -62,14 +69,17 @@ def _split(x, PART: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _multiply(x, M, M_high, M_low, add, PART: tl.constexpr, ASM: tl.constexpr):
-    """``x · M + add`` for the matrix M given whole and in parts; independent products, so that none waits for another."""
-    if PART is None:
-        return tl.dot(x, M, add, input_precision="ieee")
-    else:
-        high, low = _split(x, PART, ASM)
-        zero = _opaque_zeros(add, ASM)
-        return tl.dot(high, M_high, add) + (tl.dot(low, M_high, zero) + tl.dot(high, M_low, zero))
+def _multiply(x, M_high, M_low, add, PART: tl.constexpr, ASM: tl.constexpr):
+    """``x · M + add`` for the matrix M in parts; independent products, so that none waits for another."""
+    high, low = _split(x, PART, ASM)
+    zero = _opaque_zeros(add, ASM)
+    return _dot(high, M_high, PART, add) + (_dot(low, M_high, PART, zero) + _dot(high, M_low, PART, zero))
+
+
+@triton.jit
+def _dot(a, b, PART: tl.constexpr, add=None):
+    """A product whose factors are rounded to PART; exact for the parts of a split."""
+    return tl.dot(a.to(PART), b.to(PART), add, input_precision="ieee")
 
 
 @triton.jit
@@ -116,20 +126,17 @@ def _step(h, pre, f, ASM: tl.constexpr):
 
 @triton.jit
 def _load_transition(W, c, PART: tl.constexpr, SCALE: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """W [V, V] times SCALE, or its transpose; whole, and its two parts where the products are split."""
+    """W [V, V] times SCALE, or its transpose, in two parts."""
     if TRANSPOSED:
         M = tl.load(W + c[None, :] * c.shape[0] + c[:, None])
     else:
         M = tl.load(W + c[:, None] * c.shape[0] + c[None, :])
     M = M.to(tl.float32) * SCALE
-    if PART is None:
-        return M, M, M
-    else:
-        high = M.to(PART)
-        return M, high, (M - high.to(tl.float32)).to(PART)
+    high = M.to(PART)
+    return high, (M - high.to(tl.float32)).to(PART)
 
 
-@triton.jit(do_not_specialize=["S", "H", "span", "every"])
+@triton.jit(do_not_specialize=["S", "H", "start", "stop", "span", "every"])
 def advance(
     q_BSK,
     k_BSK,
@@ -139,11 +146,15 @@ def advance(
     entering_BHXKV,
     y_RBHSV,
     saved_BHEKV,
+    candidates_BHTKV,
     last_BHKV,
     S,
     H,
+    start,
+    stop,
     span,
     every,
+    entering_stride,
     K: tl.constexpr,
     V: tl.constexpr,
     ROWS: tl.constexpr,
@@ -151,76 +162,108 @@ def advance(
     ASM: tl.constexpr,
     ENTERING: tl.constexpr,
     READ: tl.constexpr,
-    LAST: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """Walk one row block through ``span`` tokens, program (batch · head, row block, span).
+    """Walk one row block through ``span`` tokens from ``start`` on, program (batch · head, row block, span).
 
-    ``entering`` holds the state before each span (None without ENTERING: 0). Writes y, each row block its part (READ), the
-    state before every ``every``-th token (SAVE), and the last state (LAST). ``span`` and ``every`` are multiples of 4; S too.
+    ``entering`` holds the state before each span (None without ENTERING: 0), ``entering_stride`` apart from head to head.
+    Writes the state before every ``every``-th token; and y, each row block its part, and the last state (READ), or else every
+    token's candidate. All numbers of tokens are multiples of 4; T and E count from ``start``.
     """
     bh, block, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     r, c = block * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
     batch, head = bh // H, bh % H
     SCALE: tl.constexpr = LOG2E_2 if ASM else 1.0
-    W, W_high, W_low = _load_transition(W_HVV + head * V * V, c, PART, SCALE, False)
+    W_high, W_low = _load_transition(W_HVV + head * V * V, c, PART, SCALE, False)
+    tile = r[:, None] * V + c[None, :]
     if ENTERING:
-        entering = entering_BHXKV + (bh * tl.num_programs(2) + part) * K * V
-        h = tl.load(entering + r[:, None] * V + c[None, :]).to(tl.float32)
+        h = tl.load(entering_BHXKV + bh * entering_stride + part * K * V + tile).to(tl.float32)
     else:
         h = tl.zeros([ROWS, V], tl.float32)
-    first = part * span
-    end = tl.minimum(first + span, S)
-    q_t = q_BSK + batch * S * K + r
+    first = start + part * span
+    end = tl.minimum(first + span, stop)
     k_t = k_BSK + batch * S * K + r
     v_t = v_BHSV + bh * S * V + c
     f_t = f_BHS + bh * S
-    y_t = v_t  # not written through
+    saved = saved_BHEKV + bh * tl.cdiv(stop - start, every) * K * V + tile
+    four = tl.arange(0, 4)[:, None]
+    q_t = q_BSK + batch * S * K + four * K + r[None, :]
     if READ:
-        y_t = y_RBHSV + ((block * tl.num_programs(0) + bh) * S) * V + c
-    saved = saved_BHEKV + bh * tl.cdiv(S, every) * K * V + r[:, None] * V + c[None, :]
-    # Four tokens at a time, the next four under way: a loop that Triton pipelines does not fetch scalars ahead.
-    q0, k0, v0, f0 = _load_token(q_t, k_t, v_t, f_t, first, K, V, READ)
-    q1, k1, v1, f1 = _load_token(q_t, k_t, v_t, f_t, first + 1, K, V, READ)
-    q2, k2, v2, f2 = _load_token(q_t, k_t, v_t, f_t, first + 2, K, V, READ)
-    q3, k3, v3, f3 = _load_token(q_t, k_t, v_t, f_t, first + 3, K, V, READ)
-    for t in range(first, end, 4):
-        if t % every == 0:
-            tl.store(saved + (t // every) * K * V, h)
-        n = tl.minimum(t + 4, end - 4)  # the last time, what is there already
-        qa, ka, va, fa = _load_token(q_t, k_t, v_t, f_t, n, K, V, READ)
-        qb, kb, vb, fb = _load_token(q_t, k_t, v_t, f_t, n + 1, K, V, READ)
-        qc, kc, vc, fc = _load_token(q_t, k_t, v_t, f_t, n + 2, K, V, READ)
-        qd, kd, vd, fd = _load_token(q_t, k_t, v_t, f_t, n + 3, K, V, READ)
-        h = _walk(h, q0, k0, v0, f0, W, W_high, W_low, y_t + t * V, PART, ASM, READ, DOCUMENTS)
-        h = _walk(h, q1, k1, v1, f1, W, W_high, W_low, y_t + t * V + V, PART, ASM, READ, DOCUMENTS)
-        h = _walk(h, q2, k2, v2, f2, W, W_high, W_low, y_t + t * V + 2 * V, PART, ASM, READ, DOCUMENTS)
-        h = _walk(h, q3, k3, v3, f3, W, W_high, W_low, y_t + t * V + 3 * V, PART, ASM, READ, DOCUMENTS)
-        q0, k0, v0, f0 = qa, ka, va, fa
-        q1, k1, v1, f1 = qb, kb, vb, fb
-        q2, k2, v2, f2 = qc, kc, vc, fc
-        q3, k3, v3, f3 = qd, kd, vd, fd
-    if LAST:
-        tl.store(last_BHKV + bh * K * V + r[:, None] * V + c[None, :], h)
-
-
-@triton.jit
-def _load_token(q_t, k_t, v_t, f_t, t, K: tl.constexpr, V: tl.constexpr, READ: tl.constexpr):
-    k, v, f = tl.load(k_t + t * K), tl.load(v_t + t * V), tl.load(f_t + t)
-    if READ:
-        return tl.load(q_t + t * K), k, v, f
+        out_t = y_RBHSV + ((block * tl.num_programs(0) + bh) * S + four) * V + c[None, :]
     else:
-        return k, k, v, f
+        out_t = candidates_BHTKV + (bh * (stop - start) * K + block * ROWS) * V
+    # Pipelined, but for what Triton does not fetch ahead: a warp's 16 numbers of two bytes, and one number for all.
+    k0, k1, k2, k3 = _load_four(k_t, first, K)
+    f0, f1, f2, f3 = _load_four(f_t, first, 1)
+    for t in tl.range(first, end, 4, num_stages=3):
+        if (t - start) % every == 0:
+            tl.store(saved + ((t - start) // every) * K * V, h)
+        v0, v1, v2, v3 = _load_four(v_t, t, V)
+        n = tl.minimum(t + 4, end - 4)  # the last time, what is there already
+        ka, kb, kc, kd = _load_four(k_t, n, K)
+        fa, fb, fc, fd = _load_four(f_t, n, 1)
+        h0, c0 = _next_state(h, k0, v0, f0, W_high, W_low, PART, ASM, DOCUMENTS)
+        h1, c1 = _next_state(h0, k1, v1, f1, W_high, W_low, PART, ASM, DOCUMENTS)
+        h2, c2 = _next_state(h1, k2, v2, f2, W_high, W_low, PART, ASM, DOCUMENTS)
+        h, c3 = _next_state(h2, k3, v3, f3, W_high, W_low, PART, ASM, DOCUMENTS)
+        if READ:
+            q = tl.load(q_t + t * K)
+            y = _pick(four, _dot(q, h0, PART), _dot(q, h1, PART), _dot(q, h2, PART), _dot(q, h, PART))
+            tl.store(out_t + t * V, y)
+        else:
+            out = out_t + (t - start) * K * V
+            _store_tile(out, c0)
+            _store_tile(out + K * V, c1)
+            _store_tile(out + 2 * K * V, c2)
+            _store_tile(out + 3 * K * V, c3)
+        k0, k1, k2, k3 = ka, kb, kc, kd
+        f0, f1, f2, f3 = fa, fb, fc, fd
+    if READ:
+        tl.store(last_BHKV + bh * K * V + tile, h)
 
 
 @triton.jit
-def _next_state(h, k, v, f, W, W_high, W_low, PART: tl.constexpr, ASM: tl.constexpr, DOCUMENTS: tl.constexpr):
+def _load_four(x, t, STEP: tl.constexpr):
+    at = x + t * STEP
+    return tl.load(at), tl.load(at + STEP), tl.load(at + 2 * STEP), tl.load(at + 3 * STEP)
+
+
+@triton.jit
+def _store_tile(at, x):
+    """Write a state's row block in the order in which a tensor-core product's result lies in a warp's registers."""
+    x = tl.permute(tl.reshape(x.to(at.dtype.element_ty), (2, 8, 2, 4, 2)), (1, 3, 2, 0, 4))
+    tl.store(at + tl.arange(0, 256), tl.reshape(x, (256,)))
+
+
+@triton.jit
+def _load_tile(at):
+    """What :func:`_store_tile` wrote."""
+    x = tl.permute(tl.reshape(tl.load(at + tl.arange(0, 256)), (8, 4, 2, 2, 2)), (3, 0, 2, 1, 4))
+    return tl.reshape(x, (16, 16))
+
+
+@triton.jit
+def _stack(x0, x1, x2, x3, PART: tl.constexpr):
+    """Four tiles, one below the other, ready for a product."""
+    x = tl.join(tl.join(x0.to(PART), x2.to(PART)), tl.join(x1.to(PART), x3.to(PART)))
+    x = tl.permute(x, (2, 3, 0, 1))
+    return tl.reshape(x, (4 * x0.shape[0], x0.shape[1]))
+
+
+@triton.jit
+def _pick(token, x0, x1, x2, x3):
+    """Of each token's product what is its own, a row or a column."""
+    return tl.where(token < 2, tl.where(token == 0, x0, x1), tl.where(token == 2, x2, x3))
+
+
+@triton.jit
+def _next_state(h, k, v, f, W_high, W_low, PART: tl.constexpr, ASM: tl.constexpr, DOCUMENTS: tl.constexpr):
     """One token: the state after it, and its candidate c."""
     h, f = _enter(h, f, DOCUMENTS)
     k = k.to(tl.float32)
     if ASM:
         k = k * LOG2E_2
-    pre = _multiply(h, W, W_high, W_low, k[:, None] * v.to(tl.float32)[None, :], PART, ASM)
+    pre = _multiply(h, W_high, W_low, k[:, None] * v.to(tl.float32)[None, :], PART, ASM)
     after, c = _step(h, pre, f, ASM)
     return after, c
 
@@ -234,18 +277,7 @@ def _enter(h, f, DOCUMENTS: tl.constexpr):
         return h, f
 
 
-@triton.jit
-def _walk(
-    h, q, k, v, f, W, W_high, W_low, y_t,
-    PART: tl.constexpr, ASM: tl.constexpr, READ: tl.constexpr, DOCUMENTS: tl.constexpr,
-):  # fmt: skip
-    h, _ = _next_state(h, k, v, f, W, W_high, W_low, PART, ASM, DOCUMENTS)
-    if READ:
-        tl.store(y_t, tl.sum(q.to(tl.float32)[:, None] * h, 0))
-    return h
-
-
-@triton.jit(do_not_specialize=["S", "H"])
+@triton.jit(do_not_specialize=["S", "H", "start", "stop"])
 def reverse(
     q_BSK,
     k_BSK,
@@ -254,81 +286,115 @@ def reverse(
     W_HVV,
     dy_BHSV,
     saved_BHEKV,
-    dlast_BHKV,
+    candidates_BHTKV,
     dq_BHSK,
     dk_BHSK,
     dv_RBHSV,
     df_RBHS,
     dW_RBHVV,
-    dh0_BHKV,
+    dh_BHKV,
     S,
     H,
+    start,
+    stop,
     K: tl.constexpr,
     V: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
     PART: tl.constexpr,
     ASM: tl.constexpr,
-    DLAST: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """Every gradient of one row block, program (batch · head, row block), from the states before every BLOCK-th token.
+    """Every gradient of one row block, from token ``stop`` back to ``start``; program (batch · head, row block).
 
-    Writes each head's dq and dk of its rows; dv, df and dW, each row block its part; and the gradient of the first state.
+    Reads the states before every fourth token and all candidates; T and E count from ``start``. Writes each head's dq and dk of
+    its rows; dv and df, each row block its part. Adds to dW, and leaves the gradient of the state before ``start`` in ``dh``,
+    where it found that of the state after ``stop``.
     """
     bh, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     r, c = block * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
     batch, head = bh // H, bh % H
-    SCALE: tl.constexpr = LOG2E_2 if ASM else 1.0
-    W, W_high, W_low = _load_transition(W_HVV + head * V * V, c, PART, SCALE, False)
-    WT, WT_high, WT_low = _load_transition(W_HVV + head * V * V, c, PART, 1.0, True)
+    WT_high, WT_low = _load_transition(W_HVV + head * V * V, c, PART, 1.0, True)
     tile = r[:, None] * V + c[None, :]
-    if DLAST:
-        dh = tl.load(dlast_BHKV + bh * K * V + tile).to(tl.float32)
-    else:
-        dh = tl.zeros([ROWS, V], tl.float32)
-    dW = tl.zeros([V, V], tl.float32)
-    q_t = q_BSK + batch * S * K + r
-    k_t = k_BSK + batch * S * K + r
-    v_t = v_BHSV + bh * S * V + c
+    dW_at = dW_RBHVV + (block * tl.num_programs(0) + bh) * V * V + c[:, None] * V + c[None, :]
+    dh, dW = tl.load(dh_BHKV + bh * K * V + tile), tl.load(dW_at)
     f_t = f_BHS + bh * S
+    q_t = q_BSK + batch * S * K + r
     dy_t = dy_BHSV + bh * S * V + c
-    saved = saved_BHEKV + bh * (S // BLOCK) * K * V + tile
-    dq_t = dq_BHSK + bh * S * K + r
-    dk_t = dk_BHSK + bh * S * K + r
-    dv_t = dv_RBHSV + ((block * tl.num_programs(0) + bh) * S) * V + c
-    df_t = df_RBHS + (block * tl.num_programs(0) + bh) * S
-    for e in range(0, S // BLOCK):
-        e = S // BLOCK - 1 - e
-        t = e * BLOCK
-        h = tl.load(saved + e * K * V)
-        states, candidates = (h,), ()
-        for i in tl.static_range(BLOCK):
-            k, v, f = tl.load(k_t + (t + i) * K), tl.load(v_t + (t + i) * V), tl.load(f_t + t + i)
-            h, candidate = _next_state(h, k, v, f, W, W_high, W_low, PART, ASM, DOCUMENTS)
-            states, candidates = states + (h,), candidates + (candidate,)  # type: ignore[assignment]  # noqa: RUF005
-        for i in tl.static_range(BLOCK - 1, -1, -1):
-            h, candidate = states[i + 1], candidates[i]
-            q, dy = tl.load(q_t + (t + i) * K).to(tl.float32), tl.load(dy_t + (t + i) * V).to(tl.float32)
-            k, v, f = tl.load(k_t + (t + i) * K), tl.load(v_t + (t + i) * V), tl.load(f_t + t + i)
-            k, v = k.to(tl.float32), v.to(tl.float32)
-            starts = f < 0
-            before, f = _enter(states[i], f, DOCUMENTS)
-            dh += q[:, None] * dy[None, :]
-            tl.store(dq_t + (t + i) * K, tl.sum(h * dy[None, :], 1))
-            tl.store(df_t + t + i, tl.sum(tl.sum(dh * (before - candidate), 1), 0))
-            dpre = dh * ((1.0 - f) * (1.0 - candidate * candidate))
-            tl.store(dk_t + (t + i) * K, tl.sum(dpre * v[None, :], 1))
-            tl.store(dv_t + (t + i) * V, tl.sum(dpre * k[:, None], 0))
-            if PART is None:
-                dW = tl.dot(tl.trans(before), dpre, dW, input_precision="ieee")
-            else:
-                dW = tl.dot(tl.trans(before.to(PART)), dpre.to(PART), dW)
-            dh = _multiply(dpre, WT, WT_high, WT_low, f * dh, PART, ASM)
-            if DOCUMENTS:
-                dh = tl.where(starts, 0.0, dh)
-    tl.store(dh0_BHKV + bh * K * V + tile, dh)
-    tl.store(dW_RBHVV + (block * tl.num_programs(0) + bh) * V * V + c[:, None] * V + c[None, :], dW)
+    c_t = candidates_BHTKV + ((bh * (stop - start) - start) * K + block * ROWS) * V
+    saved = saved_BHEKV + bh * ((stop - start) // 4) * K * V + tile
+    four = tl.arange(0, 4)
+    rows = tl.arange(0, 4 * ROWS)[None, :]
+    k_4 = k_BSK + batch * S * K + four[:, None] * K + block * ROWS + rows % ROWS
+    v_4 = bh * S * V + four[None, :] * V + c[:, None]
+    first = (block * tl.num_programs(0) + bh) * S
+    df_4 = df_RBHS + first + four
+    dv_4 = dv_RBHSV + (first + four[:, None]) * V + c[None, :]
+    dqk_4 = bh * S * K + four[None, :] * K + r[:, None]
+    # Pipelined, but for what Triton does not fetch ahead: a warp's 16 numbers of two bytes, and one number for all.
+    q0, q1, q2, q3 = _load_four(q_t, stop - 4, K)
+    f0, f1, f2, f3 = _load_four(f_t, stop - 4, 1)
+    for done in tl.range(0, stop - start, 4, num_stages=3):
+        t = stop - 4 - done
+        h = tl.load(saved + (t - start) // 4 * K * V)
+        c0, c1, c2, c3 = _load_tiles(c_t, t, K * V)
+        k = tl.load(k_4 + t * K, mask=four[:, None] == rows // ROWS, other=0.0)
+        v, dy = tl.load(v_BHSV + v_4 + t * V), tl.load(dy_BHSV + v_4 + t * V)
+        dy0, dy1, dy2, dy3 = _load_four(dy_t, t, V)
+        n = tl.maximum(t - 4, start)  # the last time, what is there already
+        qa, qb, qc, qd = _load_four(q_t, n, K)
+        fa, fb, fc, fd = _load_four(f_t, n, 1)
+        before0, h1, slope0, change0 = _mix(h, c0, f0, DOCUMENTS)
+        before1, h2, slope1, change1 = _mix(h1, c1, f1, DOCUMENTS)
+        before2, h3, slope2, change2 = _mix(h2, c2, f2, DOCUMENTS)
+        before3, h4, slope3, change3 = _mix(h3, c3, f3, DOCUMENTS)
+        befores = tl.trans(_stack(before0, before1, before2, before3, PART))
+        dh, dpre3, df3 = _back(dh, change3, slope3, q3, f3, dy3, WT_high, WT_low, PART, ASM, DOCUMENTS)
+        dh, dpre2, df2 = _back(dh, change2, slope2, q2, f2, dy2, WT_high, WT_low, PART, ASM, DOCUMENTS)
+        dh, dpre1, df1 = _back(dh, change1, slope1, q1, f1, dy1, WT_high, WT_low, PART, ASM, DOCUMENTS)
+        dh, dpre0, df0 = _back(dh, change0, slope0, q0, f0, dy0, WT_high, WT_low, PART, ASM, DOCUMENTS)
+        dq = _pick(four[None, :], _dot(h1, dy, PART), _dot(h2, dy, PART), _dot(h3, dy, PART), _dot(h4, dy, PART))
+        tl.store(dq_BHSK + dqk_4 + t * K, dq.to(dq_BHSK.dtype.element_ty))
+        dk = _pick(
+            four[None, :], _dot(dpre0, v, PART), _dot(dpre1, v, PART), _dot(dpre2, v, PART), _dot(dpre3, v, PART)
+        )  # fmt: skip
+        tl.store(dk_BHSK + dqk_4 + t * K, dk.to(dk_BHSK.dtype.element_ty))
+        dpre = _stack(dpre0, dpre1, dpre2, dpre3, PART)
+        tl.store(dv_4 + t * V, _dot(k, dpre, PART))
+        dW += _dot(befores, dpre, PART)
+        tl.store(df_4 + t, _pick(four, df0, df1, df2, df3))
+        q0, q1, q2, q3 = qa, qb, qc, qd
+        f0, f1, f2, f3 = fa, fb, fc, fd
+    tl.store(dh_BHKV + bh * K * V + tile, dh)
+    tl.store(dW_at, dW)
+
+
+@triton.jit
+def _load_tiles(tiles, t, SIZE: tl.constexpr):
+    at = tiles + t * SIZE
+    return _load_tile(at), _load_tile(at + SIZE), _load_tile(at + 2 * SIZE), _load_tile(at + 3 * SIZE)
+
+
+@triton.jit
+def _mix(h, c, f, DOCUMENTS: tl.constexpr):
+    """For a candidate known already: the state before a token, as it sees it; the state after it; what its gradient is
+    multiplied by for that of tanh's argument, and what for that of f."""
+    h, f = _enter(h, f, DOCUMENTS)
+    c = c.to(tl.float32)
+    new = (1.0 - f) * c
+    return h, f * h + new, (1.0 - f) - new * c, h - c
+
+
+@triton.jit
+def _back(
+    dh, change, slope, q, f, dy, WT_high, WT_low, PART: tl.constexpr, ASM: tl.constexpr, DOCUMENTS: tl.constexpr
+):  # fmt: skip
+    """One token back: the gradients of the state before it, of tanh's argument, and of f."""
+    dh += q.to(tl.float32)[:, None] * dy.to(tl.float32)[None, :]
+    dpre, df = dh * slope, tl.sum(dh * change)
+    if DOCUMENTS:
+        return tl.where(f < 0, 0.0, _multiply(dpre, WT_high, WT_low, tl.abs(f) * dh, PART, ASM)), dpre, df
+    else:
+        return _multiply(dpre, WT_high, WT_low, f * dh, PART, ASM), dpre, df
 
 
 class Read(NamedTuple):
@@ -345,7 +411,7 @@ class Read(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the recurrence leaves, all float32: dq and dk for each head, dv, df and dW for each row block."""
+    """What the recurrence leaves: each head's dq and dk, in their dtype; in float32 each row block's dv, df and dW, and dh0."""
 
     dq_BHPK: torch.Tensor
     dk_BHPK: torch.Tensor
@@ -356,17 +422,14 @@ class Gradients(NamedTuple):
 
 
 def products(dtype: torch.dtype) -> dict[str, Any]:
-    """How products of inputs of this dtype are taken: the dtype of their parts (None: whole, fp32), and whether by PTX."""
-    if dtype == torch.float32:
-        return {"PART": None, "ASM": False}
+    """How products of inputs of this dtype are taken: the dtype of their parts, and whether by PTX.
+
+    Raises:
+        ModelError: another dtype than the kernels take.
+    """
     if dtype not in (torch.bfloat16, torch.float16):
-        raise ModelError(f"inputs of {dtype}: the Triton kernels take bfloat16, float16 or float32; use the reference.")
+        raise ModelError(f"inputs of {dtype}: the Triton kernels take bfloat16 or float16; use the reference.")
     return {"PART": tl.bfloat16, "ASM": True}
-
-
-def block(dtype: torch.dtype) -> int:
-    """Tokens whose states the backward pass holds in registers: as many as leave none of them to be spilled."""
-    return 4 if dtype == torch.float32 else 8
 
 
 def forward(
@@ -394,7 +457,10 @@ def forward(
     (B, H, P, V), K = v.shape, q.shape[-1]
     y = f.new_empty(K // ROWS, B, H, P, V)
     saved, last = f.new_empty(B, H, triton.cdiv(P, every), K, V), f.new_empty(B, H, K, V)
-    _advance(Read(q, k, v, f), W_HVV, h0_BHKV, y, saved, last, P, every, documents)
+    advance[(B * H, K // ROWS, 1)](
+        q, k, v, f, W_HVV, h0_BHKV, y, saved, None, last, P, H, 0, P, P, every, K * V,
+        ENTERING=h0_BHKV is not None, READ=True, **_constants(v, K, documents),
+    )  # fmt: skip
     return y, saved, last
 
 
@@ -409,68 +475,31 @@ def backward(
 ) -> Gradients:
     """Every gradient, from what :func:`forward` was given and saved."""
     (B, H, P, V), K = read.v.shape, read.q.shape[-1]
-    held = block(read.v.dtype)
-    if every != held:
-        states = saved_BHEKV.new_empty(B, H, P // held, K, V)
-        _advance(read, W_HVV, saved_BHEKV, None, states, None, every, held, documents)
-        saved_BHEKV = states
     R, new = K // ROWS, saved_BHEKV.new_empty
+    dh = saved_BHEKV.new_zeros(B, H, K, V) if dlast_BHKV is None else dlast_BHKV.float().clone()
     grads = Gradients(
-        new(B, H, P, K), new(B, H, P, K), new(R, B, H, P, V), new(R, B, H, P), new(R, B, H, V, V), new(B, H, K, V)
+        read.q.new_empty(B, H, P, K),
+        read.q.new_empty(B, H, P, K),
+        new(R, B, H, P, V),
+        new(R, B, H, P),
+        saved_BHEKV.new_zeros(R, B, H, V, V),
+        dh,
     )
-    reverse[(B * H, R)](
-        *read,
-        W_HVV,
-        dy_BHPV,
-        saved_BHEKV,
-        None if dlast_BHKV is None else dlast_BHKV.contiguous(),
-        *grads,
-        P,
-        H,
-        K=K,
-        V=V,
-        ROWS=ROWS,
-        BLOCK=held,
-        DLAST=dlast_BHKV is not None,
-        DOCUMENTS=documents,
-        **products(read.v.dtype),
-        num_warps=1,
-        num_stages=1,
-    )
+    length = triton.cdiv(PIECE, every) * every
+    constants = _constants(read.v, K, documents)
+    for start in reversed(range(0, P, length)):
+        stop = min(start + length, P)
+        candidates = new(B, H, stop - start, K, V, dtype=CANDIDATES)
+        states = new(B, H, (stop - start) // 4, K, V)
+        entering = saved_BHEKV[:, :, start // every :]
+        advance[(B * H, R, triton.cdiv(stop - start, every))](
+            *read, W_HVV, entering, None, states, candidates, None, P, H, start, stop, every, 4, entering.stride(1),
+            ENTERING=True, READ=False, **constants,
+        )  # fmt: skip
+        reverse[(B * H, R)](*read, W_HVV, dy_BHPV, states, candidates, *grads, P, H, start, stop, **constants)
     return grads
 
 
-def _advance(
-    read: Read,
-    W_HVV: torch.Tensor,
-    entering: torch.Tensor | None,
-    y: torch.Tensor | None,
-    saved: torch.Tensor,
-    last: torch.Tensor | None,
-    span: int,
-    every: int,
-    documents: bool,
-) -> None:
-    (B, H, P, V), K = read.v.shape, read.q.shape[-1]
-    advance[(B * H, K // ROWS, triton.cdiv(P, span))](
-        *read,
-        W_HVV,
-        entering,
-        y,
-        saved,
-        last,
-        P,
-        H,
-        span,
-        every,
-        K=K,
-        V=V,
-        ROWS=ROWS,
-        ENTERING=entering is not None,
-        READ=y is not None,
-        LAST=last is not None,
-        DOCUMENTS=documents,
-        **products(read.v.dtype),
-        num_warps=1,
-        num_stages=1,
-    )
+def _constants(v: torch.Tensor, K: int, documents: bool) -> dict[str, Any]:
+    shapes = {"K": K, "V": v.shape[-1], "ROWS": ROWS, "DOCUMENTS": documents}
+    return shapes | products(v.dtype) | {"num_warps": 1, "num_stages": 1}

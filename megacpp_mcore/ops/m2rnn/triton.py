@@ -52,10 +52,10 @@ def m2rnn(
     return_final_state: bool = False,
     checkpoint_every: int = 64,
 ) -> tuple[torch.Tensor, M2RNNState | None]:
-    """Do what the reference of this name does, with its arguments; bfloat16, float16 or float32, rounded at fewer places.
+    """Do what the reference of this name does, with its arguments; in bfloat16 or float16. The factors of products
+    are rounded to bfloat16 in both, and twice as finely where states build on the result.
 
-    ``checkpoint_every`` is rounded up to a multiple of :data:`~megacpp_mcore.ops.m2rnn.recurrence.PADDING`; at that very number
-    the backward pass of 16-bit inputs has no states to recompute before it walks back.
+    ``checkpoint_every`` is rounded up to a multiple of :data:`~megacpp_mcore.ops.m2rnn.recurrence.PADDING`.
 
     Raises:
         ModelError: shapes that do not fit, a key dim that is none of :data:`KEY_DIMS`, a value dim other than 16, taps that

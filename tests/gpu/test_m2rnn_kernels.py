@@ -20,9 +20,10 @@ CASES = {
     "bf16, half of the heads": Case(B=1, S=777, H=22, ranks=2, documents=True),
     "bf16, a quarter of them": Case(B=3, S=130, H=11, ranks=4, state=True, checkpoint_every=8),
     "bf16, one token": Case(B=1, S=1, H=11, state=True),
-    "bf16, few states saved": Case(B=1, S=500, H=11, checkpoint_every=100),
+    "bf16, few states saved": Case(B=1, S=1200, H=11, checkpoint_every=100),
     "fp16": Case(B=1, S=333, H=11, dtype=torch.float16, documents=True, state=True),
     "bf16, two pieces": Case(B=1, S=601, H=11, documents=True, state=True),
+    "bf16, two row blocks": Case(B=1, S=130, H=5, K=32, documents=True),
     "one row block": Case(B=1, S=65, H=5, K=16, documents=True, state=True),
 }
 RMS = {torch.bfloat16: 5e-3, torch.float16: 1.5e-2}
@@ -70,7 +71,7 @@ def test_the_same_bits_each_time() -> None:
 
 
 def test_states_saved_more_often_give_the_same_bits() -> None:
-    case = Case(B=1, S=259, documents=True, state=True)
+    case = Case(B=1, S=601, documents=True, state=True)
     inputs = draw(case, "cuda")
     often = outcome(m2rnn, dataclasses.replace(case, checkpoint_every=8), inputs)
     for name, tensor in outcome(m2rnn, case, inputs).items():
@@ -87,8 +88,19 @@ def test_nan_stays_nan() -> None:
     assert torch.isnan(out[20:]).all()
 
 
+def test_a_nan_gate_at_the_start_of_a_document_stays_nan() -> None:
+    case = Case(B=1, S=64, H=4)
+    inputs = draw(case, "cuda")
+    inputs["seq_idx"] = (torch.arange(64, device="cuda") >= 20).int().unsqueeze(0)
+    with torch.no_grad():
+        inputs["leaves"]["u"][20, 0, sum(case.widths[:4])] = float("nan")
+    out = outcome(m2rnn, case, inputs)["out"]
+    assert torch.isfinite(out[:20]).all()
+    assert torch.isnan(out[20:]).all()
+
+
 def test_nothing_waits_and_a_graph_replays() -> None:
-    case = Case(S=256, documents=True)
+    case = Case(S=601, documents=True)
     inputs, others = draw(case, "cuda"), draw(case, "cuda", seed=1)
     expected = outcome(m2rnn, case, others | {"seq_idx": inputs["seq_idx"]})
     outcome(m2rnn, case, inputs)

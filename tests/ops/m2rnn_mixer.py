@@ -67,7 +67,7 @@ def draw(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
         leaves["W"] += 0.8 * torch.eye(V, device=device)
     if case.state:
         leaves |= {"h0": normal(B, H, K, V, dtype=fp32), "window0": normal(B, TAPS - 1, 2 * K + H * V)}
-    cotangents = [normal(S, B, H * V), normal(B, H, K, V, dtype=fp32), normal(B, TAPS - 1, 2 * K + H * V)]
+    cotangents = [normal(S, B, H * V), normal(B, H, V, K, dtype=fp32).mT, normal(B, TAPS - 1, 2 * K + H * V)]
     starts = torch.rand(B, S, generator=generator, device=device) < 8 / S
     seq_idx = starts.cumsum(1).to(torch.int32) if case.documents else None
     return {"leaves": leaves, "cotangents": [c.detach() for c in cotangents], "seq_idx": seq_idx}

@@ -16,6 +16,7 @@ import torch
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.m2rnn import reference as ref
 from megacpp_mcore.ops.testing import assert_parity
+from tests.ops.m2rnn_mixer import Case, draw, outcome
 from tests.ops.saved_tensors import saved_tensors
 
 NAMES = ("q", "k", "v", "W", "f", "h0")
@@ -306,3 +307,10 @@ def test_a_wrong_backward_fails_the_comparison() -> None:
     for wrong in (lost, 1.5 * expected, flipped):
         with pytest.raises(AssertionError, match="of its norm"):
             assert_parity(wrong, expected, rms=5e-3, name="dk")
+
+
+def test_the_kernels_refuse_a_dtype_before_anything_is_launched() -> None:
+    triton = pytest.importorskip("megacpp_mcore.ops.m2rnn.triton")
+    case = Case(B=1, S=3, H=2, dtype=torch.float32)
+    with pytest.raises(ModelError, match=r"torch\.float32"):
+        outcome(triton.m2rnn, case, draw(case))

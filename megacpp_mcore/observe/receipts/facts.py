@@ -505,7 +505,7 @@ def _resolved(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Linears, norms and experts of each layer, which ``--transformer-impl`` asks for; a record for each owner there."""
+    """Linears, norms and experts of each layer; a record for each way to ask and owner there."""
     found: dict[tuple[str, int | None, str, str], set[str]] = {}
     for number, name, module in _layers(chunks):
         if name == "experts" or _computes(name, module):

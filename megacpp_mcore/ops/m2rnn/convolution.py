@@ -159,7 +159,7 @@ def prepare(
             goes_on = tl.load(seq_BS + b * S + t, mask=before, other=0) == tl.load(
                 seq_BS + b * S + t - 1, mask=before, other=0
             )
-            f = tl.where(goes_on[:, None], f, -tl.maximum(f, 1.2e-38))
+            f = tl.where(goes_on[:, None], f, -tl.maximum(f, 1.2e-38, propagate_nan=tl.PropagateNan.ALL))
         tl.store(f_BHP + (b * H + h)[None, :] * P + t[:, None], f, mask=in_P[:, None] & in_H[None, :])
 
 

@@ -6,16 +6,16 @@ Each program writes its own rows' part of what is summed over rows or heads; not
 inputs give the same bits.
 
 Products. On the chains each fp32 factor is cut into two bf16 parts (16 bits), and the three products that matter are summed;
-beside them, where nothing builds on the result, a factor is rounded once.
+beside them, where nothing builds on the result, a factor is rounded once. The way back reads candidates of 11 bits.
 
 Backward (the equations stand at :class:`megacpp_mcore.ops.m2rnn.reference.M2RNNChunked`). The forward keeps one state in
 ``every`` tokens. For one piece of the sequence after the other, from the last: ``advance`` runs its spans side by side, and
 writes every token's candidate c and every fourth state; ``reverse`` then has neither tanh nor a chain of products on its way
 forward through four tokens, and one product a token on its way back.
 
-Legend: B batch, S tokens, padded to a multiple of :data:`PADDING`, H heads, K rows of a state, V its columns, R row blocks of
-:data:`ROWS`. A padding token has k = v = q = 0 and f = 1: it changes no state and no gradient. ``f`` is negative, −f, where a
-document begins and the state is set to 0.
+Legend: B batch, S tokens, padded to a multiple of :data:`PADDING` (P on the host), H heads, K rows of a state, V its columns,
+R row blocks of :data:`ROWS`, X spans, T tokens of a piece, E saved states. A padding token has k = v = q = 0 and f = 1: it
+changes no state and no gradient. ``f`` is negative, −f, where a document begins and the state is set to 0.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _load_transition(W, c, PART: tl.constexpr, SCALE: tl.constexpr, TRANSPOSED: 
     return high, (M - high.to(tl.float32)).to(PART)
 
 
-@triton.jit(do_not_specialize=["S", "H", "start", "stop", "span", "every"])
+@triton.jit(do_not_specialize=["S", "H", "start", "stop", "span", "every", "entering_stride"])
 def advance(
     q_BSK,
     k_BSK,
@@ -160,15 +160,13 @@ def advance(
     ROWS: tl.constexpr,
     PART: tl.constexpr,
     ASM: tl.constexpr,
-    ENTERING: tl.constexpr,
-    READ: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
     """Walk one row block through ``span`` tokens from ``start`` on, program (batch · head, row block, span).
 
-    ``entering`` holds the state before each span (None without ENTERING: 0), ``entering_stride`` apart from head to head.
-    Writes the state before every ``every``-th token; and y, each row block its part, and the last state (READ), or else every
-    token's candidate. All numbers of tokens are multiples of 4; T and E count from ``start``.
+    ``entering`` holds the state before each span (None: 0), ``entering_stride`` apart from head to head. Writes the state
+    before every ``every``-th token; and every token's candidate, or else (None) y, each row block its part, and the last state.
+    All numbers of tokens are multiples of 4; T and E count from ``start``.
     """
     bh, block, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     r, c = block * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
@@ -176,7 +174,7 @@ def advance(
     SCALE: tl.constexpr = LOG2E_2 if ASM else 1.0
     W_high, W_low = _load_transition(W_HVV + head * V * V, c, PART, SCALE, False)
     tile = r[:, None] * V + c[None, :]
-    if ENTERING:
+    if entering_BHXKV is not None:
         h = tl.load(entering_BHXKV + bh * entering_stride + part * K * V + tile).to(tl.float32)
     else:
         h = tl.zeros([ROWS, V], tl.float32)
@@ -188,7 +186,7 @@ def advance(
     saved = saved_BHEKV + bh * tl.cdiv(stop - start, every) * K * V + tile
     four = tl.arange(0, 4)[:, None]
     q_t = q_BSK + batch * S * K + four * K + r[None, :]
-    if READ:
+    if candidates_BHTKV is None:
         out_t = y_RBHSV + ((block * tl.num_programs(0) + bh) * S + four) * V + c[None, :]
     else:
         out_t = candidates_BHTKV + (bh * (stop - start) * K + block * ROWS) * V
@@ -206,7 +204,7 @@ def advance(
         h1, c1 = _next_state(h0, k1, v1, f1, W_high, W_low, PART, ASM, DOCUMENTS)
         h2, c2 = _next_state(h1, k2, v2, f2, W_high, W_low, PART, ASM, DOCUMENTS)
         h, c3 = _next_state(h2, k3, v3, f3, W_high, W_low, PART, ASM, DOCUMENTS)
-        if READ:
+        if candidates_BHTKV is None:
             q = tl.load(q_t + t * K)
             y = _pick(four, _dot(q, h0, PART), _dot(q, h1, PART), _dot(q, h2, PART), _dot(q, h, PART))
             tl.store(out_t + t * V, y)
@@ -218,7 +216,7 @@ def advance(
             _store_tile(out + 3 * K * V, c3)
         k0, k1, k2, k3 = ka, kb, kc, kd
         f0, f1, f2, f3 = fa, fb, fc, fd
-    if READ:
+    if candidates_BHTKV is None:
         tl.store(last_BHKV + bh * K * V + tile, h)
 
 
@@ -459,7 +457,7 @@ def forward(
     saved, last = f.new_empty(B, H, triton.cdiv(P, every), K, V), f.new_empty(B, H, K, V)
     advance[(B * H, K // ROWS, 1)](
         q, k, v, f, W_HVV, h0_BHKV, y, saved, None, last, P, H, 0, P, P, every, K * V,
-        ENTERING=h0_BHKV is not None, READ=True, **_constants(v, K, documents),
+        **_constants(v, K, documents),
     )  # fmt: skip
     return y, saved, last
 
@@ -476,7 +474,9 @@ def backward(
     """Every gradient, from what :func:`forward` was given and saved."""
     (B, H, P, V), K = read.v.shape, read.q.shape[-1]
     R, new = K // ROWS, saved_BHEKV.new_empty
-    dh = saved_BHEKV.new_zeros(B, H, K, V) if dlast_BHKV is None else dlast_BHKV.float().clone()
+    dh = saved_BHEKV.new_zeros(B, H, K, V)
+    if dlast_BHKV is not None:
+        dh.copy_(dlast_BHKV)
     grads = Gradients(
         read.q.new_empty(B, H, P, K),
         read.q.new_empty(B, H, P, K),
@@ -486,15 +486,15 @@ def backward(
         dh,
     )
     length = triton.cdiv(PIECE, every) * every
+    longest = min(length, P)
+    candidates, states = new(B, H, longest, K, V, dtype=CANDIDATES), new(B, H, longest // 4, K, V)
     constants = _constants(read.v, K, documents)
     for start in reversed(range(0, P, length)):
         stop = min(start + length, P)
-        candidates = new(B, H, stop - start, K, V, dtype=CANDIDATES)
-        states = new(B, H, (stop - start) // 4, K, V)
         entering = saved_BHEKV[:, :, start // every :]
         advance[(B * H, R, triton.cdiv(stop - start, every))](
             *read, W_HVV, entering, None, states, candidates, None, P, H, start, stop, every, 4, entering.stride(1),
-            ENTERING=True, READ=False, **constants,
+            **constants,
         )  # fmt: skip
         reverse[(B * H, R)](*read, W_HVV, dy_BHPV, states, candidates, *grads, P, H, start, stop, **constants)
     return grads

@@ -1,7 +1,8 @@
 """The M²RNN mixer between its two projections by Triton kernels: what :func:`megacpp_mcore.ops.m2rnn.reference.m2rnn` does.
 
 Forward, three launches: convolution, SiLU and forget gate (:mod:`megacpp_mcore.ops.m2rnn.convolution`); the recurrence
-(:mod:`megacpp_mcore.ops.m2rnn.recurrence`); skip, output gate and norm (:mod:`megacpp_mcore.ops.m2rnn.gate`). Backward, five.
+(:mod:`megacpp_mcore.ops.m2rnn.recurrence`); skip, output gate and norm (:mod:`megacpp_mcore.ops.m2rnn.gate`). Backward,
+three, and two for each piece of the sequence.
 Every sum is taken in one order: the same inputs give the same bits.
 
 Legend: S sequence, P the sequence padded (:data:`~megacpp_mcore.ops.m2rnn.recurrence.PADDING`), B batch, H heads, K key dim,
@@ -52,16 +53,18 @@ def m2rnn(
     return_final_state: bool = False,
     checkpoint_every: int = 64,
 ) -> tuple[torch.Tensor, M2RNNState | None]:
-    """Do what the reference of this name does, with its arguments; in bfloat16 or float16. The factors of products
-    are rounded to bfloat16 in both, and twice as finely where states build on the result.
+    """Do what the reference of this name does, with its arguments; in bfloat16 or float16. The factors of products have the 8
+    bits of bfloat16 in both, and 16 where states build on the result.
 
-    ``checkpoint_every`` is rounded up to a multiple of :data:`~megacpp_mcore.ops.m2rnn.recurrence.PADDING`.
+    ``checkpoint_every`` is rounded up to a multiple of :data:`~megacpp_mcore.ops.m2rnn.recurrence.PADDING`. Above
+    :data:`~megacpp_mcore.ops.m2rnn.recurrence.PIECE` it costs memory in the backward pass, which holds a piece of that length.
 
     Raises:
-        ModelError: shapes that do not fit, a key dim that is none of :data:`KEY_DIMS`, a value dim other than 16, taps that
-            differ between qk and v, or ``checkpoint_every`` below 1.
+        ModelError: another dtype, shapes that do not fit, a key dim that is none of :data:`KEY_DIMS`, a value dim other than
+            16, taps that differ between qk and v, or ``checkpoint_every`` below 1.
     """
     check_mixer(q_SBK, k_SBK, v_SBHV, g_SBHV, D, norm_weight)
+    recurrence.products(v_SBHV.dtype)  # refuses a dtype before anything is launched
     key_dim, (heads, value_dim) = q_SBK.shape[-1], v_SBHV.shape[-2:]
     if key_dim not in KEY_DIMS or value_dim != recurrence.COLUMNS:
         raise ModelError(

@@ -40,8 +40,8 @@ _M2RNN_TRITON = Support(
     dtypes=("bfloat16",),
     dims={"key_dim": Dim(one_of=(64,)), "value_dim": Dim(one_of=(16,))},
 )
-"""One warp has 16 rows of a state, whose 16 columns are a tensor core's depth. For fp16 its
-products have bf16's accuracy, and in fp32 it refuses its inputs: both take the reference."""
+"""One warp has 16 rows of a state, whose 16 columns are a tensor core's depth. Its factors are cut
+into parts of bf16: other dtypes take the reference."""
 
 
 def own_candidates() -> tuple[Candidate, ...]:

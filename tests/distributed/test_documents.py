@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 TOLERANCE = 1e-5
 """Relative, as in test_layouts."""
 TIE = 1e-3
-"""For the indexer's loss: on some processors a near tie in the selection of keys tips over in one step (seen: 6e-5)."""
+"""For the indexer's loss of one step: on some processors a near tie in the selection of keys tips over (seen: 6e-5)."""
 
 PACKED = ("--dataloader-inter-document-masking", "--eod-mask-loss", "--micro-batch-size", "1")
 """Of several samples a row is refused in these layouts; tests/e2e/test_data.py packs two."""
@@ -65,6 +65,7 @@ def check(laboratory: Laboratory, name: str, scalars: Sequence[str]) -> None:
     assert all(len(one.scalars[scalar]) == COMPARED for scalar in scalars)
     exact = [scalar for scalar in scalars if scalar != "indexer loss"]
     assert differing_scalars(one.scalars, other.scalars, TOLERANCE, exact) == []
+    assert len(differing_scalars(one.scalars, other.scalars, TOLERANCE, ["indexer loss"])) <= 1
     assert differing_scalars(one.scalars, other.scalars, TIE, ["indexer loss"]) == []
     expected, found = (
         {key: value for key, value in tensors_of(run, 1).items() if key.startswith(MOMENTUM)} for run in (one, other)

@@ -425,8 +425,8 @@ def products(dtype: torch.dtype) -> dict[str, Any]:
     Raises:
         ModelError: another dtype than the kernels take.
     """
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ModelError(f"inputs of {dtype}: the Triton kernels take bfloat16 or float16; use the reference.")
+    if dtype != torch.bfloat16:
+        raise ModelError(f"inputs of {dtype}: the Triton kernels take bfloat16; use the reference.")
     return {"PART": tl.bfloat16, "ASM": True}
 
 

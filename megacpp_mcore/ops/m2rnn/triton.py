@@ -53,8 +53,8 @@ def m2rnn(
     return_final_state: bool = False,
     checkpoint_every: int = 64,
 ) -> tuple[torch.Tensor, M2RNNState | None]:
-    """Do what the reference of this name does, with its arguments; in bfloat16 or float16. The factors of products have the 8
-    bits of bfloat16 in both, and 16 where states build on the result.
+    """Do what the reference of this name does, with its arguments, in bfloat16. The factors of products have its 8 bits, and 16
+    where states build on the result.
 
     ``checkpoint_every`` is rounded up to a multiple of :data:`~megacpp_mcore.ops.m2rnn.recurrence.PADDING`. Above
     :data:`~megacpp_mcore.ops.m2rnn.recurrence.PIECE` it costs memory in the backward pass, which holds a piece of that length.

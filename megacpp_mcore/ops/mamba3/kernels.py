@@ -8,7 +8,8 @@ The state axis is *interleaved* everywhere inside: columns 2i and 2i + 1 are pla
 halves is put in that order once, where B and C are normed.
 
 Tables: ``la`` [B, H, SP] the inclusive sum of log2 decays in a chunk, ``w`` and ``gamma`` [B, H, SP] of the reference's
-docstring, ``cos`` and ``sin`` [B, H, SP, A], ``bn`` and ``cn`` [B, G, R, SP, N] normed, states [B, H, SP / T + 1, P, N].
+docstring, ``turns`` [B, H, SP, 2A] the cosine and the sine of each angle side by side, ``bn`` and ``cn`` [B, G, R, SP, N]
+normed, states [B, H, SP / T + 1, P, N].
 Offsets between tokens of the model's own tensors [S, B, …] are given in units of 8 elements, so that the compiler knows
 their alignment.
 """
@@ -128,11 +129,27 @@ def _rows_over_ranks(x, R: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
-def _turned(ptr, bias_ptr, cos, sin, M: tl.constexpr, N: tl.constexpr):
+def _cos_sin_of(turns_ptr, N: tl.constexpr, A: tl.constexpr, L: tl.constexpr):
+    """The cosine and the sine of a chunk's angles, [1, L, N / 2] float32; 1 and 0 where nothing turns."""
+    n = tl.arange(0, N)
+    turns = tl.broadcast_to((n < 2 * A)[None, :], (L, N))
+    still = tl.broadcast_to(((n + 1) % 2)[None, :], (L, N)).to(turns_ptr.dtype.element_ty)
+    value = tl.load(turns_ptr + tl.arange(0, L)[:, None] * (2 * A) + n[None, :], mask=turns, other=still)
+    cos, sin = tl.split(tl.reshape(value.to(tl.float32), (L, N // 2, 2)))
+    return cos[None, :, :], sin[None, :, :]
+
+
+@triton.jit
+def _planes(value, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr):
+    """The two columns of each plane of [M, N], [R, L, N / 2] float32 each."""
+    return tl.split(tl.reshape(value.to(tl.float32), (R, L, N // 2, 2)))
+
+
+@triton.jit
+def _turned(ptr, bias_ptr, cos, sin, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr):
     """B or C of a chunk, [M, N] float32, with its bias and turned."""
-    value = tl.load(ptr).to(tl.float32) + tl.load(bias_ptr).to(tl.float32)
-    first, second = tl.split(tl.reshape(value, (M, N // 2, 2)))
-    return tl.reshape(tl.join(first * cos - second * sin, first * sin + second * cos), (M, N))
+    first, second = _planes(tl.load(ptr) + tl.load(bias_ptr), R, L, N)
+    return tl.reshape(tl.join(first * cos - second * sin, first * sin + second * cos), (R * L, N))
 
 
 @triton.jit
@@ -298,11 +315,11 @@ def turn_carries(total_ptr, restart_ptr, initial_ptr, carry_ptr,
 
 @triton.jit
 def tables_fwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, carry_ptr,
-               la_ptr, w_ptr, gamma_ptr, cos_ptr, sin_ptr, theta_ptr,
+               la_ptr, w_ptr, gamma_ptr, turns_ptr, theta_ptr,
                s_s, s_b, sA_s, sA_b, st_s, st_b, sa_s, sa_b, S, SP, NSEG, floor,
                H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, T: tl.constexpr, L: tl.constexpr,
                HEAVY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr):  # fmt: skip
-    """la, w, γ, cos θ, sin θ of a segment, and θ of the last token; programs (H, NSEG, B)."""
+    """la, w, γ, the turns of a segment, and θ of the last token; programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     bh = (b * H + h).to(tl.int64)
     t = seg * T + tl.arange(0, T)
@@ -327,15 +344,14 @@ def tables_fwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     carry = tl.load(carry_ptr + (bh * NSEG + seg) * A + i, mask=i < A, other=0.0)
     theta = tl.where(restarted > 0, sums, sums + carry[None, :])
     theta = theta - tl.floor(theta * (0.5 / PI)) * (2.0 * PI)
-    out = (bh * SP + t)[:, None] * A + i[None, :]
-    mask = tl.broadcast_to((i < A)[None, :], (T, AP))
     cos, sin = _cos_sin(theta)
-    tl.store(cos_ptr + out, cos.to(cos_ptr.dtype.element_ty), mask=mask)
-    tl.store(sin_ptr + out, sin.to(sin_ptr.dtype.element_ty), mask=mask)
+    turns = tl.reshape(tl.join(cos, sin), (T, 2 * AP)).to(turns_ptr.dtype.element_ty)
+    j = tl.arange(0, 2 * AP)
+    out = turns_ptr + (bh * SP + t)[:, None] * (2 * A) + j[None, :]
+    tl.store(out, turns, mask=tl.broadcast_to((j < 2 * A)[None, :], (T, 2 * AP)))
     if FINAL:
-        tl.store(
-            theta_ptr + bh * A + tl.broadcast_to(i[None, :], (T, AP)), theta, mask=mask & (t == S - 1)[:, None]
-        )  # fmt: skip
+        last = (i < A)[None, :] & (t == S - 1)[:, None]
+        tl.store(theta_ptr + bh * A + tl.broadcast_to(i[None, :], (T, AP)), theta, mask=last)
 
 
 # --- states between segments ------------------------------------------------------------------------------------------
@@ -351,7 +367,7 @@ def _decays(la_ptr, w_ptr, rows, L: tl.constexpr):
 
 
 @triton.jit
-def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, cos_ptr, sin_ptr, la_ptr, w_ptr,
+def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, turns_ptr, la_ptr, w_ptr,
                  k_ptr, q_ptr, state_ptr, keep_ptr, sx_s, sx_b, S, SP, NSEG,
                  H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
                  L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr,
@@ -362,19 +378,16 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, cos_ptr,
     M: tl.constexpr = L * R
     DT: tl.constexpr = x_ptr.dtype.element_ty
     bh = (b * H + h).to(tl.int64)
-    m, n, p, i = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P), tl.arange(0, N // 2)
+    m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
     token, rank = m % L, m // L
     t0 = seg * (CHUNKS * L)
     rows = (rank * SP + token)[:, None] * N + n[None, :]
     bias = h * (R * N) + rank[:, None] * N + n[None, :]
     mix = mx_ptr + h * (R * P) + rank[:, None] * P + p[None, :]
-    planes = token[:, None] * A + i[None, :]
-    turns = tl.broadcast_to((i < A)[None, :], (M, N // 2))
     tile = m[:, None] * N + n[None, :]
     x_rows = token[:, None] * (sx_s * 8) + p[None, :]
     bc = (b * G + h // (H // G)).to(tl.int64) * (R * SP * N) + t0 * N
-    cos_ptr += (bh * SP + t0) * A
-    sin_ptr += (bh * SP + t0) * A
+    turns_ptr += (bh * SP + t0) * (2 * A)
     x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
     la_ptr += bh * SP + t0
     w_ptr += bh * SP + t0
@@ -383,22 +396,20 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, cos_ptr,
     state = tl.zeros((P, N), tl.float32)
     kept = 1.0
     for _ in tl.range(CHUNKS):
-        cos = tl.load(cos_ptr + planes, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + planes, mask=turns, other=0.0).to(tl.float32)
-        q = _turned(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, M, N)
+        cos, sin = _cos_sin_of(turns_ptr, N, A, L)
+        q = _turned(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, R, L, N)
         tl.store(q_ptr + tile, q.to(DT))
-        k = _turned(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, M, N)
-        tl.store(k_ptr + tile, k.to(DT))
+        k = _turned(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, R, L, N).to(DT)
+        tl.store(k_ptr + tile, k)
         _, leave, keep = _decays(la_ptr, w_ptr, token, L)
         v = _tile(x_ptr + x_rows, (t0 + token < S)[:, None], EVEN)
         if MIMO:
             v = v * tl.load(mix).to(tl.float32)
-        state = tl.dot(v.to(DT).T, (k * leave[:, None]).to(DT), state * keep, input_precision=PRECISION)
+        state = tl.dot((v * leave[:, None]).to(DT).T, k, state * keep, input_precision=PRECISION)
         kept = kept * keep
         t0 += L
         bc += L * N
-        cos_ptr += L * A
-        sin_ptr += L * A
+        turns_ptr += L * (2 * A)
         x_ptr += L * (sx_s * 8)
         la_ptr += L
         w_ptr += L
@@ -410,7 +421,7 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, cos_ptr,
 
 
 @triton.jit
-def turn(bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, cos_ptr, sin_ptr, k_ptr, q_ptr, SP,
+def turn(bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, turns_ptr, k_ptr, q_ptr, SP,
          H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
          L: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
     """Keys and queries as :func:`turn_and_add` makes them. Programs (H, NSEG, B)."""
@@ -418,22 +429,19 @@ def turn(bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, cos_ptr, sin_ptr, k_ptr, q_ptr,
     M: tl.constexpr = L * R
     DT: tl.constexpr = k_ptr.dtype.element_ty
     bh = (b * H + h).to(tl.int64)
-    m, n, i = tl.arange(0, M), tl.arange(0, N), tl.arange(0, N // 2)
+    m, n = tl.arange(0, M), tl.arange(0, N)
     token, rank = m % L, m // L
     t0 = seg * (CHUNKS * L)
     rows = (rank * SP + token)[:, None] * N + n[None, :]
     bias = h * (R * N) + rank[:, None] * N + n[None, :]
-    planes = token[:, None] * A + i[None, :]
-    turns = tl.broadcast_to((i < A)[None, :], (M, N // 2))
     tile = m[:, None] * N + n[None, :]
     bc = (b * G + h // (H // G)).to(tl.int64) * (R * SP * N) + t0 * N
     table = bh * SP + t0
     for _ in tl.range(CHUNKS):
-        cos = tl.load(cos_ptr + table * A + planes, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + table * A + planes, mask=turns, other=0.0).to(tl.float32)
-        q = _turned(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, M, N)
+        cos, sin = _cos_sin_of(turns_ptr + table * (2 * A), N, A, L)
+        q = _turned(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, R, L, N)
         tl.store(q_ptr + table * (R * N) + tile, q.to(DT))
-        k = _turned(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, M, N)
+        k = _turned(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, R, L, N)
         tl.store(k_ptr + table * (R * N) + tile, k.to(DT))
         bc += L * N
         table += L
@@ -859,7 +867,7 @@ def borders(state_ptr, dstate_ptr, value_ptr, turn_ptr, BORDERS,
 
 
 @triton.jit
-def turn_back(k_ptr, dk_ptr, cos_ptr, sin_ptr, dbn_ptr, db_bias_ptr, value_ptr, dturn_ptr, SP,
+def turn_back(k_ptr, dk_ptr, turns_ptr, dbn_ptr, db_bias_ptr, value_ptr, dturn_ptr, SP,
               H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
               L: tl.constexpr):  # fmt: skip
     """From the gradients of keys (or queries) to those of normed B (or C), summed over a group's heads [B, G, R, SP, N], of the
@@ -867,34 +875,26 @@ def turn_back(k_ptr, dk_ptr, cos_ptr, sin_ptr, dbn_ptr, db_bias_ptr, value_ptr, 
     gradients, ``value`` [B, H, SP]. Programs (SP / L, G, B)."""
     chunk, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
-    # Rows so that a thread holds several tokens of one rank, and a warp few ranks: sums over tokens stay near.
-    Q: tl.constexpr = min(256 // N, L)
     m, n, i, one, r = tl.arange(0, M), tl.arange(0, N), tl.arange(0, N // 2), tl.arange(0, L), tl.arange(0, R)
-    token, rank = m % Q + Q * (m // (Q * R)), (m // Q) % R
-    tile = (rank * L + token)[:, None] * N + n[None, :]
-    planes = token[:, None] * A + i[None, :]
-    turns = tl.broadcast_to((i < A)[None, :], (M, N // 2))
+    token, rank = m % L, m // L
+    tile = m[:, None] * N + n[None, :]
     shown = tl.broadcast_to((i < A)[None, :], (L, N // 2))
-    dbn = tl.zeros((M, N), tl.float32)
+    dbn = tl.zeros((R, L, N), tl.float32)
     for head in range(H // G):
         h = g * (H // G) + head
         table = (b * H + h).to(tl.int64) * SP + chunk * L
-        cos = tl.load(cos_ptr + table * A + planes, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + table * A + planes, mask=turns, other=0.0).to(tl.float32)
-        first, second = tl.split(tl.reshape(tl.load(k_ptr + table * (R * N) + tile).to(tl.float32), (M, N // 2, 2)))
-        d_first, d_second = tl.split(
-            tl.reshape(tl.load(dk_ptr + table * (R * N) + tile).to(tl.float32), (M, N // 2, 2))
-        )  # fmt: skip
-        value = tl.sum(tl.reshape(tl.sum(first * d_first + second * d_second, 1), (L // Q, R, Q)), 1)
-        tl.store(value_ptr + table + one, tl.reshape(value, (L,)))
-        dturn = tl.sum(tl.reshape(first * d_second - second * d_first, (L // Q, R, Q, N // 2)), 1)
-        tl.store(dturn_ptr + table * A + one[:, None] * A + i[None, :], tl.reshape(dturn, (L, N // 2)), mask=shown)
-        back = tl.reshape(tl.join(d_first * cos + d_second * sin, d_second * cos - d_first * sin), (M, N))
+        cos, sin = _cos_sin_of(turns_ptr + table * (2 * A), N, A, L)
+        first, second = _planes(tl.load(k_ptr + table * (R * N) + tile), R, L, N)
+        d_first, d_second = _planes(tl.load(dk_ptr + table * (R * N) + tile), R, L, N)
+        tl.store(value_ptr + table + one, tl.sum(tl.sum(first * d_first + second * d_second, 0), 1))
+        dturn = tl.sum(first * d_second - second * d_first, 0)
+        tl.store(dturn_ptr + table * A + one[:, None] * A + i[None, :], dturn, mask=shown)
+        back = tl.reshape(tl.join(d_first * cos + d_second * sin, d_second * cos - d_first * sin), (R, L, N))
         dbn += back
         part = ((b * (SP // L) + chunk) * H + h).to(tl.int64) * (R * N) + r[:, None] * N + n[None, :]
-        tl.store(db_bias_ptr + part, tl.sum(tl.sum(tl.reshape(back, (L // Q, R, Q, N)), 0), 1))
+        tl.store(db_bias_ptr + part, tl.sum(back, 1))
     rows = (b * G + g).to(tl.int64) * (R * SP * N) + (rank * SP + chunk * L + token)[:, None] * N + n[None, :]
-    tl.store(dbn_ptr + rows, dbn)
+    tl.store(dbn_ptr + rows, tl.reshape(dbn, (M, N)))
 
 
 # --- gradients of the tables ------------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ ROWS = 64
 SEGMENT = 128
 """Tokens between two stored states, the least; no segment is shorter than a chunk."""
 
-_EIGHT_WARPS = ("turn_and_add", "scan_fwd", "scan_bwd_queries", "scan_bwd_keys", "turn_back")
-"""What takes eight warps for a state above 64, so that a program's tiles fit in the registers; all else takes four."""
+_EIGHT_WARPS = ("scan_fwd", "scan_bwd_queries", "scan_bwd_keys")
+"""What takes eight warps for a state above 64, so that a program's tiles fit in the registers."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,14 @@ class Plan:
 
     def launch(self, kernel: str) -> dict[str, int]:
         """How a kernel that works on chunks is launched. None overlaps its loads with the products: that was slower."""
-        return {"num_warps": 8 if self.N > 64 and kernel in _EIGHT_WARPS else 4, "num_stages": 1}
+        warps = 4
+        if self.N > 64 and kernel in _EIGHT_WARPS:
+            warps = 8
+        elif self.N <= 64 and kernel == "turn_back":
+            warps = 2  # more of its sums stay in a thread
+        options = {"num_warps": warps, "num_stages": 1}
+        # Four programs on a multiprocessor; the compiler would take the registers of three.
+        return options | {"maxnreg": 128} if kernel == "gate_bwd" else options
 
 
 class _Parameters(NamedTuple):
@@ -141,8 +148,7 @@ class _Tables(NamedTuple):
     la: torch.Tensor
     w: torch.Tensor
     gamma: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
+    turns: torch.Tensor
     theta_BHA: torch.Tensor
 
 
@@ -353,15 +359,15 @@ def _tables(
         **plan.sizes("H", "A", "AP", "NSEG", "PACKED"), BLOCK=32, INITIAL=initial_theta is not None,
     )  # fmt: skip
     la, w, gamma = torch.empty(3, B, H, SP, device=device).unbind()
-    cos, sin = torch.empty(2, B, H, SP, A, device=device, dtype=dtype).unbind()
+    turns = torch.empty(B, H, SP, 2 * A, device=device, dtype=dtype)
     theta = torch.empty(B, H, A, device=device)
     kernels.tables_fwd[plan.grid](
-        dd_dt, dd_A, trap, angles, dt_bias, seq_idx, carries, la, w, gamma, cos, sin, theta,
+        dd_dt, dd_A, trap, angles, dt_bias, seq_idx, carries, la, w, gamma, turns, theta,
         *_per_token(dd_dt), *_per_token(dd_A), *_per_token(trap), *_per_token(angles), plan.S, SP, segments,
         plan.A_floor, **plan.sizes("H", "A", "AP", "T", "L", "HEAVY", "PACKED"), FINAL=final,
     )  # fmt: skip
     bn, cn = normed
-    return _Tables(bn, cn, la, w, gamma, cos, sin, theta)
+    return _Tables(bn, cn, la, w, gamma, turns, theta)
 
 
 def _pass_states(
@@ -413,7 +419,7 @@ class _Scan(torch.autograd.Function):
         states = torch.empty(plan.B, plan.H, plan.segments + 1, plan.P, plan.N, device=x.device, dtype=x.dtype)
         keeps = torch.empty(plan.B, plan.H, plan.segments, device=x.device)
         kernels.turn_and_add[plan.grid](
-            x, tables.bn, tables.cn, parameters.b_bias, parameters.c_bias, parameters.mimo_x, tables.cos, tables.sin,
+            x, tables.bn, tables.cn, parameters.b_bias, parameters.c_bias, parameters.mimo_x, tables.turns,
             tables.la, tables.w, keys, queries, states, keeps, *_eighths(x), plan.S, plan.padded,
             plan.segments, **plan.sizes("H", "G", "R", "P", "N", "A", "L", "CHUNKS", "MIMO", "EVEN", "PRECISION"),
             **plan.launch("turn_and_add"),
@@ -507,7 +513,7 @@ def _backward(
 
     keys, queries, do = (_empty_rows(plan, x, width) for width in (N, N, P))
     kernels.turn[plan.grid](
-        tables.bn, tables.cn, parameters.b_bias, parameters.c_bias, tables.cos, tables.sin, keys, queries, SP,
+        tables.bn, tables.cn, parameters.b_bias, parameters.c_bias, tables.turns, keys, queries, SP,
         **plan.sizes("H", "G", "R", "N", "A", "L", "CHUNKS"), **plan.launch("turn"),
     )  # fmt: skip
     ungated = _empty_rows(plan, x, P)
@@ -529,12 +535,6 @@ def _backward(
     )  # fmt: skip
     dh0 = _pass_states(plan, dstates, keeps, dh, reverse=True)
 
-    dgamma, q_value, k_value = torch.empty(3, B, H, SP, device=device).unbind()
-    dqueries = _empty_rows(plan, x, N)
-    kernels.scan_bwd_queries[plan.grid](
-        x, keys, queries, do, parameters.mimo_x, tables.la, tables.w, tables.gamma, states, dqueries, dgamma,
-        *_eighths(x), S, SP, segments, **common, **plan.launch("scan_bwd_queries"),
-    )  # fmt: skip
     dkeys = _empty_rows(plan, x, N)
     dx = torch.empty(S, B, H, P, device=device, dtype=x.dtype)
     border_value = torch.empty(B, H, segments + 1, device=device)
@@ -544,6 +544,13 @@ def _backward(
             x, keys, queries, do, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma, dstates,
             dkeys, dx, dmimo_x, *_eighths(x), S, SP, segments, B, **common, **part, **plan.launch("scan_bwd_keys"),
         )  # fmt: skip
+    dgamma, q_value, k_value = torch.empty(3, B, H, SP, device=device).unbind()
+    # The last to read ``do``, a chunk at a time before it writes.
+    dqueries = do if N == P else _empty_rows(plan, x, N)
+    kernels.scan_bwd_queries[plan.grid](
+        x, keys, queries, do, parameters.mimo_x, tables.la, tables.w, tables.gamma, states, dqueries, dgamma,
+        *_eighths(x), S, SP, segments, **common, **plan.launch("scan_bwd_queries"),
+    )  # fmt: skip
     kernels.borders[(H, segments + 1, B)](
         states, dstates, border_value, border_turn, segments + 1, **plan.sizes("H", "P", "N", "A")
     )  # fmt: skip
@@ -557,7 +564,7 @@ def _backward(
         (keys, dkeys, dbn, db_bias, k_value, k_dturn), (queries, dqueries, dcn, dc_bias, q_value, q_dturn)
     ):  # fmt: skip
         kernels.turn_back[(chunks, G, B)](
-            rows, drows, tables.cos, tables.sin, dnormed, dbias, value, dturn, SP,
+            rows, drows, tables.turns, dnormed, dbias, value, dturn, SP,
             **plan.sizes("H", "G", "R", "N", "A", "L"), **plan.launch("turn_back"),
         )  # fmt: skip
     del keys, queries, dkeys, dqueries

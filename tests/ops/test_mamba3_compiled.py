@@ -13,16 +13,16 @@ import pytest
 pytest.importorskip("triton")
 
 from megacpp_mcore.ops.mamba3 import kernels
-from megacpp_mcore.ops.mamba3.triton import SEGMENT, Plan
+from megacpp_mcore.ops.mamba3.triton import ROWS, SEGMENT, Plan
 from tests.ops.sm90 import compiled
 
 pytestmark = [pytest.mark.kernels, pytest.mark.slow]
 
 INPUTS = ("x", "z", "y", "dy", "dx", "dz", "dd_dt", "dd_A", "trap", "angles", "ddd_dt", "ddd_A", "dtrap", "weight")
-ROWS = ("k", "q", "do", "dk", "dq", "state", "dstate")
+PER_HEAD = ("k", "q", "do", "dk", "dq", "state", "dstate")
 TABLES = ("bn", "cn", "b_bias", "c_bias", "mx", "mz", "mo", "turns")
 TYPES = (
-    {f"{name}_ptr": "*bf16" for name in INPUTS + ROWS}
+    {f"{name}_ptr": "*bf16" for name in INPUTS + PER_HEAD}
     | {f"{name}_ptr": "*fp16" for name in TABLES}
     | {"seq_ptr": "*i32", "restart_ptr": "*i32", "eps": "fp32", "floor": "fp32"}
 )
@@ -41,7 +41,7 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
 }
 """Compile-time arguments that do not follow from a call's sizes."""
 
-SIZES = [(4, 64), (1, 64)]
+SIZES = [(4, 64), (1, 64), (4, 128), (1, 128)]
 
 
 def _plan(rank: int, state: int, even: bool) -> Plan:
@@ -49,6 +49,13 @@ def _plan(rank: int, state: int, even: bool) -> Plan:
     return Plan(
         tokens, 2, 112, 64, 8, rank, state, state // 4, mimo=rank > 1, packed=True, heavy=False, A_floor=1e-4, eps=1e-5
     )  # fmt: skip
+
+
+def _chunks(names: list[str], plan: Plan, *, raw: bool) -> dict[str, str]:
+    """The types of what is read or written a chunk at a time."""
+    widths = {"k_desc": plan.N, "q_desc": plan.N, "dk_desc": plan.N, "dq_desc": plan.N, "do_desc": plan.P}
+    types = {name: f"tensordesc<bf16[{ROWS}, {width}]>" for name, width in widths.items() if name in names}
+    return types | {"y": f"tensordesc<bf16[{ROWS}, {plan.P}]>" if raw else "*bf16"}
 
 
 def _check(kernel: str, plan: Plan, folder: Path) -> None:
@@ -65,7 +72,8 @@ def _check(kernel: str, plan: Plan, folder: Path) -> None:
         run_time = {"NSEG"} if kernel not in ("turn_carries", "pass_states") else set()
         constants = {name: value for name, value in constants.items() if name not in run_time}
         pointers = {name: TYPES.get(name, "*fp32") for name in function.arg_names if name.endswith("_ptr")}
-        made = compiled(function, TYPES | pointers, constants, folder, **plan.launch(kernel))
+        types = TYPES | pointers | _chunks(function.arg_names, plan, raw=choice.get("RAW", False))
+        made = compiled(function, types, constants, folder, **plan.launch(kernel))
         assert made.spills == 0, (kernel, choice, made)
         assert bool(made.instructions["HGMMA"]) == (kernel in DOTS), (kernel, choice, made)
 

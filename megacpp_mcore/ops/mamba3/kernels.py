@@ -532,6 +532,32 @@ def _weights(la_q, la_k, w_k, gamma_k, at_q, at_k):
 
 
 @triton.jit
+def _values_and_weights(x_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, token, inside, SP,
+                        M: tl.constexpr, P: tl.constexpr, L: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr,
+                        QUERIES_DOWN: tl.constexpr):  # fmt: skip
+    """Of a chunk: the values [M, P] float32, what :func:`_decays` gives, and the weights [M, M] of queries by keys, or of keys
+    by queries.
+
+    The condition always holds. Loads under it are not pipelined, so that only what comes by descriptor is fetched a chunk
+    ahead: for more there is neither the memory nor the registers.
+    """
+    v = tl.zeros((M, P), tl.float32)
+    enter, leave, keep = tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32), 0.0
+    weights = tl.zeros((M, M), tl.float32)
+    if SP > 0:
+        enter, leave, keep = _decays(la_ptr, w_ptr, token, L)
+        v = _tile(x_ptr, inside, EVEN)
+        if MIMO:
+            v = v * tl.load(mx_ptr).to(tl.float32)
+        la, w, gamma = tl.load(la_ptr + token), tl.load(w_ptr + token), tl.load(gamma_ptr + token)
+        if QUERIES_DOWN:
+            weights = _weights(la[:, None], la[None, :], w[None, :], gamma[None, :], token[:, None], token[None, :])
+        else:
+            weights = _weights(la[None, :], la[:, None], w[:, None], gamma[:, None], token[None, :], token[:, None])
+    return v, enter, leave, keep, weights
+
+
+@triton.jit
 def _sum_tokens(x, sums, DT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
                 PRECISION: tl.constexpr):  # fmt: skip
     """Add the sum over tokens of [M, X] to ``sums`` [ROWS, X], a row a rank: a product with 0 and 1 on the tensor cores."""
@@ -540,8 +566,8 @@ def _sum_tokens(x, sums, DT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, ROW
 
 
 @triton.jit
-def scan_fwd(x_ptr, z_ptr, k_ptr, q_ptr, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr,
-             y_ptr, sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B,
+def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr,
+             y, sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B,
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
              L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
              EVEN: tl.constexpr, RAW: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -554,43 +580,36 @@ def scan_fwd(x_ptr, z_ptr, k_ptr, q_ptr, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, 
     m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
     token, rank, one = m % L, m // L, tl.arange(0, L)
     t0 = seg * (CHUNKS * L)
-    tile = m[:, None] * N + n[None, :]
     mix = h * (R * P) + rank[:, None] * P + p[None, :]
     x_rows = token[:, None] * (sx_s * 8) + p[None, :]
     z_rows = token[:, None] * (sz_s * 8) + p[None, :]
     y_rows = one[:, None] * (B * H * P) + p[None, :]
     table = bh * SP + t0
-    k_ptr += table * (R * N)
-    q_ptr += table * (R * N)
     x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
     z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * (sz_b * 8) + h * P
-    y_ptr += table * (R * P) if RAW else (t0.to(tl.int64) * B + b) * (H * P) + h * P
+    if not RAW:
+        y += (t0.to(tl.int64) * B + b) * (H * P) + h * P
     skip = tl.load(D_ptr + h).to(tl.float32)
     state = tl.load(state_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
     for chunk in tl.range(CHUNKS):
-        k, q = tl.load(k_ptr + chunk * (M * N) + tile), tl.load(q_ptr + chunk * (M * N) + tile)
         start = t0 + chunk * L
         row = table + chunk * L
-        enter, leave, keep = _decays(la_ptr + row, w_ptr + row, token, L)
+        first = (row * R).to(tl.int32)
+        k, q = k_desc.load([first, 0]), q_desc.load([first, 0])
         inside = (start + token < S)[:, None]
-        v = _tile(x_ptr + chunk * L * (sx_s * 8) + x_rows, inside, EVEN)
-        if MIMO:
-            v = v * tl.load(mx_ptr + mix).to(tl.float32)
-        v = v.to(DT)
-        held = state.to(DT)
-        state = tl.dot(
-            v.T, (k.to(tl.float32) * leave[:, None]).to(DT), state * keep, input_precision=PRECISION
+        x_at = x_ptr + chunk * L * (sx_s * 8) + x_rows
+        v, enter, leave, keep, weights = _values_and_weights(
+            x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, True
         )  # fmt: skip
+        held = state.to(DT)
+        state = tl.dot((v * leave[:, None]).to(DT).T, k, state * keep, input_precision=PRECISION)
+        v = v.to(DT)
         o = tl.dot(q, held.T, input_precision=PRECISION) * enter[:, None]
         scores = tl.dot(q, k.T, input_precision=PRECISION)
-        la, w, gamma = tl.load(la_ptr + row + token), tl.load(w_ptr + row + token), tl.load(gamma_ptr + row + token)
-        weights = _weights(
-            la[:, None], la[None, :], w[None, :], gamma[None, :], token[:, None], token[None, :]
-        )  # fmt: skip
         scores = scores * weights + tl.where(m[:, None] == m[None, :], skip, 0.0)
         o = tl.dot(scores.to(DT), v, o, input_precision=PRECISION)
         if RAW:
-            tl.store(y_ptr + chunk * (M * P) + m[:, None] * P + p[None, :], o.to(DT))
+            y.store([first, 0], o.to(DT))
         else:
             _, _, u, s = _gate(
                 z_ptr + chunk * L * (sz_s * 8) + z_rows, mz_ptr + mix, inside, MIMO, EVEN
@@ -598,12 +617,12 @@ def scan_fwd(x_ptr, z_ptr, k_ptr, q_ptr, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, 
             o = o.to(DT).to(tl.float32) * (u * s)
             if MIMO:
                 o = o * tl.load(mo_ptr + mix).to(tl.float32)
-            y = _over_ranks(o, R, L, P).to(DT)
-            out = y_ptr + chunk * L * B * (H * P) + y_rows
+            mixed = _over_ranks(o, R, L, P).to(DT)
+            out = y + chunk * L * B * (H * P) + y_rows
             if EVEN:
-                tl.store(out, y)
+                tl.store(out, mixed)
             else:
-                tl.store(out, y, mask=(start + one < S)[:, None])
+                tl.store(out, mixed, mask=(start + one < S)[:, None])
 
 
 @triton.jit
@@ -722,8 +741,8 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, y_ptr, mx_ptr, mz_ptr, mo_ptr, dz_ptr, do_ptr
 
 
 @triton.jit
-def scan_bwd_queries(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr,
-                     dq_ptr, dgamma_ptr, sx_s, sx_b, S, SP, NSEG,
+def scan_bwd_queries(x_ptr, k_desc, q_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr,
+                     dq_desc, dgamma_ptr, sx_s, sx_b, S, SP, NSEG,
                      H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
                      L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
                      EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -735,47 +754,37 @@ def scan_bwd_queries(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, la_ptr, w_ptr, gamma_p
     m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
     token, rank = m % L, m // L
     t0 = seg * (CHUNKS * L)
-    tile = m[:, None] * N + n[None, :]
     mix = h * (R * P) + rank[:, None] * P + p[None, :]
     x_rows = token[:, None] * (sx_s * 8) + p[None, :]
     table = bh * SP + t0
-    k_ptr += table * (R * N)
-    q_ptr += table * (R * N)
-    dq_ptr += table * (R * N)
-    do_ptr += table * (R * P)
     x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
     state = tl.load(state_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
     for chunk in tl.range(CHUNKS):
-        k, q = tl.load(k_ptr + chunk * (M * N) + tile), tl.load(q_ptr + chunk * (M * N) + tile)
-        do = tl.load(do_ptr + chunk * (M * P) + m[:, None] * P + p[None, :])
         start = t0 + chunk * L
         row = table + chunk * L
-        enter, leave, keep = _decays(la_ptr + row, w_ptr + row, token, L)
-        v = _tile(x_ptr + chunk * L * (sx_s * 8) + x_rows, (start + token < S)[:, None], EVEN)
-        if MIMO:
-            v = v * tl.load(mx_ptr + mix).to(tl.float32)
-        v = v.to(DT)
-        held = state.to(DT)
-        state = tl.dot(
-            v.T, (k.to(tl.float32) * leave[:, None]).to(DT), state * keep, input_precision=PRECISION
+        first = (row * R).to(tl.int32)
+        k, q, do = k_desc.load([first, 0]), q_desc.load([first, 0]), do_desc.load([first, 0])
+        inside = (start + token < S)[:, None]
+        x_at = x_ptr + chunk * L * (sx_s * 8) + x_rows
+        v, enter, leave, keep, weights = _values_and_weights(
+            x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, True
         )  # fmt: skip
+        held = state.to(DT)
+        state = tl.dot((v * leave[:, None]).to(DT).T, k, state * keep, input_precision=PRECISION)
+        v = v.to(DT)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         dweights = tl.dot(do, v.T, input_precision=PRECISION)
         dgamma = tl.sum(tl.where(token[:, None] == token[None, :], dweights * scores, 0.0), 1)
         tl.store(dgamma_ptr + row + tl.arange(0, L), _rows_over_ranks(dgamma, R, L))
-        la, w, gamma = tl.load(la_ptr + row + token), tl.load(w_ptr + row + token), tl.load(gamma_ptr + row + token)
-        weights = _weights(
-            la[:, None], la[None, :], w[None, :], gamma[None, :], token[:, None], token[None, :]
-        )  # fmt: skip
         dweights = (dweights * weights).to(DT)
         dq = tl.dot(do, held, input_precision=PRECISION) * enter[:, None]
         dq = tl.dot(dweights, k, dq, input_precision=PRECISION)
-        tl.store(dq_ptr + chunk * (M * N) + tile, dq.to(DT))
+        dq_desc.store([first, 0], dq.to(DT))
 
 
 @triton.jit
-def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, dstate_ptr,
-                  dk_ptr, dx_ptr, dmx_ptr, sx_s, sx_b, S, SP, NSEG, B,
+def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, dstate_ptr,
+                  dk_desc, dx_ptr, dmx_ptr, sx_s, sx_b, S, SP, NSEG, B,
                   H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
                   L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
                   EVEN: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -789,15 +798,10 @@ def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gam
     m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
     token, rank, one = m % L, m // L, tl.arange(0, L)
     t0 = seg * (CHUNKS * L)
-    tile = m[:, None] * N + n[None, :]
     mix = h * (R * P) + rank[:, None] * P + p[None, :]
     x_rows = token[:, None] * (sx_s * 8) + p[None, :]
     dx_rows = one[:, None] * (B * H * P) + p[None, :]
     table = bh * SP + t0
-    k_ptr += table * (R * N)
-    q_ptr += table * (R * N)
-    dk_ptr += table * (R * N)
-    do_ptr += table * (R * P)
     x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
     dx_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
     skip = tl.load(D_ptr + h).to(tl.float32)
@@ -805,32 +809,25 @@ def scan_bwd_keys(x_ptr, k_ptr, q_ptr, do_ptr, mx_ptr, D_ptr, la_ptr, w_ptr, gam
     dmx = tl.zeros((ROWS, P), tl.float32)
     for back in tl.range(CHUNKS):
         chunk = CHUNKS - 1 - back
-        k, q = tl.load(k_ptr + chunk * (M * N) + tile), tl.load(q_ptr + chunk * (M * N) + tile)
-        do = tl.load(do_ptr + chunk * (M * P) + m[:, None] * P + p[None, :])
         start = t0 + chunk * L
         row = table + chunk * L
-        enter, leave, keep = _decays(la_ptr + row, w_ptr + row, token, L)
+        first = (row * R).to(tl.int32)
+        k, q, do = k_desc.load([first, 0]), q_desc.load([first, 0]), do_desc.load([first, 0])
         inside = (start + token < S)[:, None]
         x_at = x_ptr + chunk * L * (sx_s * 8) + x_rows
-        v = _tile(x_at, inside, EVEN)
-        if MIMO:
-            v = v * tl.load(mx_ptr + mix).to(tl.float32)
+        v, enter, leave, keep, weights = _values_and_weights(
+            x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, False
+        )  # fmt: skip
         v = v.to(DT)
         held = dstate.to(DT)
-        dstate = tl.dot(
-            do.T, (q.to(tl.float32) * enter[:, None]).to(DT), dstate * keep, input_precision=PRECISION
-        )  # fmt: skip
-        # Keys are the rows here: the weights of queries stand across.
-        la, w, gamma = tl.load(la_ptr + row + token), tl.load(w_ptr + row + token), tl.load(gamma_ptr + row + token)
-        weights = _weights(
-            la[None, :], la[:, None], w[:, None], gamma[:, None], token[None, :], token[:, None]
-        )  # fmt: skip
+        entering = (do.to(tl.float32) * enter[:, None]).to(DT)
+        dstate = tl.dot(entering.T, q, dstate * keep, input_precision=PRECISION)
         if KEYS:
             dweights = tl.dot(v, do.T, input_precision=PRECISION)
             dweights = (dweights * weights).to(DT)
             dk = tl.dot(v, held, input_precision=PRECISION) * leave[:, None]
             dk = tl.dot(dweights, q, dk, input_precision=PRECISION)
-            tl.store(dk_ptr + chunk * (M * N) + tile, dk.to(DT))
+            dk_desc.store([first, 0], dk.to(DT))
         if VALUES:
             scores = tl.dot(k, q.T, input_precision=PRECISION)
             scores = (scores * weights + tl.where(m[:, None] == m[None, :], skip, 0.0)).to(DT)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.mamba3 import kernels
@@ -35,9 +36,6 @@ ROWS = 64
 
 SEGMENT = 128
 """Tokens between two stored states, the least; no segment is shorter than a chunk."""
-
-_EIGHT_WARPS = ("scan_fwd", "scan_bwd_queries", "scan_bwd_keys")
-"""What takes eight warps for a state above 64, so that a program's tiles fit in the registers."""
 
 
 @dataclass(frozen=True)
@@ -108,25 +106,25 @@ class Plan:
     @property
     def gates_in_scan(self) -> bool:
         """Whether the forward scan has registers left for the gate; otherwise a kernel of its own applies it."""
-        return self.N <= 64 and self.R > 1
+        return self.R > 1
 
     @property
     def key_parts(self) -> tuple[dict[str, bool], ...]:
-        """What each launch of ``scan_bwd_keys`` does: a state of 128, and SISO, need the registers for half of it."""
-        if self.gates_in_scan:
+        """What each launch of ``scan_bwd_keys`` does: a state of 128 needs the registers for half of it."""
+        if self.N <= 64:
             return ({"KEYS": True, "VALUES": True},)
         return ({"KEYS": True, "VALUES": False}, {"KEYS": False, "VALUES": True})
 
     def launch(self, kernel: str) -> dict[str, int]:
-        """How a kernel that works on chunks is launched. None overlaps its loads with the products: that was slower."""
-        warps = 4
-        if self.N > 64 and kernel in _EIGHT_WARPS:
-            warps = 8
-        elif self.N <= 64 and kernel == "turn_back":
-            warps = 2  # more of its sums stay in a thread
-        options = {"num_warps": warps, "num_stages": 1}
-        # Four programs on a multiprocessor; the compiler would take the registers of three.
-        return options | {"maxnreg": 128} if kernel == "gate_bwd" else options
+        """How a kernel that works on chunks is launched."""
+        options = {"num_warps": 4, "num_stages": 1}
+        if kernel == "turn_back" and self.N <= 64:
+            options["num_warps"] = 2  # more of its sums stay in a thread
+        elif kernel == "gate_bwd":
+            options["maxnreg"] = 128  # four programs on a multiprocessor; the compiler takes registers for three
+        elif kernel in ("scan_fwd", "scan_bwd_queries", "scan_bwd_keys"):
+            options["num_stages"] = 2  # the next chunk's rows come meanwhile
+        return options
 
 
 class _Parameters(NamedTuple):
@@ -455,6 +453,12 @@ def _empty_rows(plan: Plan, like: torch.Tensor, width: int) -> torch.Tensor:
     return torch.empty(plan.B, plan.H, plan.padded * plan.R, width, device=like.device, dtype=like.dtype)
 
 
+def _chunks(rows: torch.Tensor) -> TensorDescriptor[torch.Tensor]:
+    """Rows as the scan's kernels read them, a chunk at a time by the tensor memory accelerator."""
+    width = rows.shape[-1]
+    return TensorDescriptor.from_tensor(rows.view(-1, width), [ROWS, width])
+
+
 def _scan(
     plan: Plan,
     x: torch.Tensor,
@@ -469,8 +473,9 @@ def _scan(
     raw: bool,
 ) -> None:
     kernels.scan_fwd[plan.grid](
-        x, z, keys, queries, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, parameters.D, tables.la, tables.w,
-        tables.gamma, states, out, *_eighths(x), *_eighths(z), plan.S, plan.padded, plan.segments, plan.B,
+        x, z, _chunks(keys), _chunks(queries), parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, parameters.D,
+        tables.la, tables.w, tables.gamma, states, _chunks(out) if raw else out, *_eighths(x), *_eighths(z), plan.S,
+        plan.padded, plan.segments, plan.B,
         **plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "EVEN", "PRECISION"), RAW=raw,
         **plan.launch("scan_fwd"),
     )  # fmt: skip
@@ -535,26 +540,27 @@ def _backward(
     )  # fmt: skip
     dh0 = _pass_states(plan, dstates, keeps, dh, reverse=True)
 
+    chunks_of = [_chunks(t) for t in (keys, queries, do)]
     dkeys = _empty_rows(plan, x, N)
     dx = torch.empty(S, B, H, P, device=device, dtype=x.dtype)
     border_value = torch.empty(B, H, segments + 1, device=device)
     border_turn = torch.empty(B, H, segments + 1, A, device=device)
     for part in plan.key_parts:
         kernels.scan_bwd_keys[plan.grid](
-            x, keys, queries, do, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma, dstates,
-            dkeys, dx, dmimo_x, *_eighths(x), S, SP, segments, B, **common, **part, **plan.launch("scan_bwd_keys"),
+            x, *chunks_of, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma, dstates,
+            _chunks(dkeys), dx, dmimo_x, *_eighths(x), S, SP, segments, B, **common, **part, **plan.launch("scan_bwd_keys"),
         )  # fmt: skip
     dgamma, q_value, k_value = torch.empty(3, B, H, SP, device=device).unbind()
     # The last to read ``do``, a chunk at a time before it writes.
     dqueries = do if N == P else _empty_rows(plan, x, N)
     kernels.scan_bwd_queries[plan.grid](
-        x, keys, queries, do, parameters.mimo_x, tables.la, tables.w, tables.gamma, states, dqueries, dgamma,
+        x, *chunks_of, parameters.mimo_x, tables.la, tables.w, tables.gamma, states, _chunks(dqueries), dgamma,
         *_eighths(x), S, SP, segments, **common, **plan.launch("scan_bwd_queries"),
     )  # fmt: skip
     kernels.borders[(H, segments + 1, B)](
         states, dstates, border_value, border_turn, segments + 1, **plan.sizes("H", "P", "N", "A")
     )  # fmt: skip
-    del do
+    del do, chunks_of
 
     dbn, dcn = torch.empty(2, B, G, R, SP, N, device=device).unbind()
     chunks = SP // plan.chunk

@@ -32,6 +32,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.initial import Initializer, filled
+from megacpp_mcore.ops.slices import split
 
 ALIGNMENT = 8
 """Values: 16 bytes in bf16, what a vectorised load and a TMA descriptor want of an address and of a row's stride."""
@@ -215,7 +216,7 @@ class InProjection(MegatronModule):
 
 
 def _split(output_SBN: torch.Tensor, placed: tuple[Slot, ...]) -> dict[str, torch.Tensor]:
-    """The parts of ``output_SBN``, as views; one split, so that their gradients are put together in one copy."""
+    """The parts of ``output_SBN``, as views; one split, so that their gradients are put together in one copy, or in none."""
     sizes, names, end = [], [], 0
     for slot in placed:
         if slot.start > end:
@@ -227,4 +228,4 @@ def _split(output_SBN: torch.Tensor, placed: tuple[Slot, ...]) -> dict[str, torc
     if end < output_SBN.shape[-1]:
         sizes.append(output_SBN.shape[-1] - end)
         names.append("")
-    return {name: part for name, part in zip(names, output_SBN.split(sizes, dim=-1), strict=True) if name}
+    return {name: part for name, part in zip(names, split(output_SBN, sizes), strict=True) if name}

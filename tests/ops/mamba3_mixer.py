@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megacpp_mcore.ops.mamba3 import reference as ref
+from megacpp_mcore.ops.slices import split
 
 NAMES = ("z", "x", "b", "c", "dd_dt", "dd_A", "trap", "angles")
 
@@ -69,13 +70,13 @@ def make_tensors(case: Case, seed: int = 0, device: str = "cuda") -> dict[str, t
 
 def run(op: Callable[..., Any], case: Case, tensors: dict[str, torch.Tensor], **options: Any) -> list[torch.Tensor]:
     """The output and, where a state goes in, the last state."""
-    starts = [0]
-    for part in case.widths:
-        starts.append(starts[-1] + (part + 7) // 8 * 8)
-    parts = {
-        name: tensors["u"][..., start : start + part]
-        for name, start, part in zip(NAMES, starts[:-1], case.widths, strict=True)
-    }
+    slots = [
+        slot
+        for name, part in zip(NAMES, case.widths, strict=True)
+        for slot in ((name, part), ("", -part % 8))
+        if slot[1]
+    ]
+    parts = dict(zip((name for name, _ in slots), split(tensors["u"], [size for _, size in slots]), strict=True))
     rows = {name: parts[name].unflatten(-1, (case.H, case.P)) for name in "xz"}
     rows |= {name: parts[name].unflatten(-1, (case.G, case.R, case.N)) for name in "bc"}
     inputs = [rows.get(name, parts[name]) for name in ("x", "z", "b", "c", "dd_dt", "dd_A", "trap", "angles")]

@@ -28,12 +28,13 @@ TYPES = (
 )
 DOTS = ("turn_and_add", "add_gradients", "scan_fwd", "scan_bwd_queries", "scan_bwd_keys")
 OTHERS = ("turn", "gate_fwd", "gate_bwd", "turn_back", "borders", "norm_fwd", "norm_bwd", "tables_fwd", "tables_bwd",
-          "turn_totals", "turn_carries", "pass_states", "head_norm_fwd", "head_norm_bwd")  # fmt: skip
+          "angles_bwd", "turn_totals", "turn_carries", "pass_states", "head_norm_fwd", "head_norm_bwd")  # fmt: skip
 CHOICES: dict[str, list[dict[str, Any]]] = {
     "norm_fwd": [{"ROWS": 32}],
     "norm_bwd": [{"ROWS": 32}],
     "tables_fwd": [{"FINAL": True}],
     "tables_bwd": [{"FINAL": True, "INITIAL": True}],
+    "angles_bwd": [{"TOKENS": 8, "HEADS": 16}],
     "turn_carries": [{"BLOCK": 32, "INITIAL": True}],
     "pass_states": [{"BLOCK": 1024, "INITIAL": True, "REVERSE": reverse} for reverse in (False, True)],
     "head_norm_fwd": [{"ROWS": 16}],

@@ -17,6 +17,7 @@ from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.model import Mamba3
 from megacpp_mcore.model.flops import mamba_scan
 from megacpp_mcore.ops.mamba3.reference import mamba3
+from megacpp_mcore.ops.slices import split
 
 LIMITS = {"bfloat16": 1e-2, "float32": 2e-4}
 SUMMED = {"db_bias": 2.0, "dc_bias": 2.0}
@@ -43,7 +44,7 @@ def problem(options: Options) -> Problem:
 
     def scan(fn: Any, inputs: Inputs) -> torch.Tensor:
         weights = dict(inputs.leaves)
-        z, x, b, c, *rest = weights.pop("u").transpose(0, 1).split(widths, dim=-1)
+        z, x, b, c, *rest = split(weights.pop("u").transpose(0, 1), widths)
         z, x = (part.unflatten(-1, (H, P)) for part in (z, x))
         b, c = (part.unflatten(-1, (R, G, N)).transpose(2, 3) for part in (b, c))  # mamba-ssm has them rank by rank
         out_SBHP: torch.Tensor = fn(x, z, b, c, *rest, **weights, chunk_size=chunk, A_floor=1e-4, eps=1e-5)[0]

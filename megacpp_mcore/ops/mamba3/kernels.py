@@ -129,9 +129,10 @@ def _rows_over_ranks(x, R: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
-def _cos_sin_of(turns_ptr, N: tl.constexpr, A: tl.constexpr, L: tl.constexpr):
-    """The cosine and the sine of a chunk's angles, [1, L, N / 2] float32; 1 and 0 where nothing turns."""
-    n = tl.arange(0, N)
+def _cos_sin_of(turns_ptr, first, N: tl.constexpr, A: tl.constexpr, L: tl.constexpr):
+    """The cosine and the sine of a chunk's angles in N columns from ``first`` on, [1, L, N / 2] float32; 1 and 0 where nothing
+    turns."""
+    n = first + tl.arange(0, N)
     turns = tl.broadcast_to((n < 2 * A)[None, :], (L, N))
     still = tl.broadcast_to(((n + 1) % 2)[None, :], (L, N)).to(turns_ptr.dtype.element_ty)
     value = tl.load(turns_ptr + tl.arange(0, L)[:, None] * (2 * A) + n[None, :], mask=turns, other=still)
@@ -194,7 +195,7 @@ def norm_fwd(x_ptr, weight_ptr, y_ptr, s_s, s_b, s_g, s_r, S, SP, B, eps,
 
 
 @triton.jit
-def norm_bwd(x_ptr, weight_ptr, dy_ptr, dx_ptr, dw_ptr, s_s, s_b, s_g, s_r, S, SP, B, eps,
+def norm_bwd(x_ptr, weight_ptr, dy_ptr, dx_ptr, dw_ptr, s_s, s_b, s_g, s_r, sg_s, sg_b, sg_g, sg_r, S, SP, eps,
              G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """The way back of :func:`norm_fwd`: from ``dy`` [B, G, R, SP, N] to ``dx`` [S, B, G, R, N] and the weight's gradient, one
     part a program, ``dw`` [programs, N]."""
@@ -218,7 +219,9 @@ def norm_bwd(x_ptr, weight_ptr, dy_ptr, dx_ptr, dw_ptr, s_s, s_b, s_g, s_r, S, S
     d_first *= tl.load(weight_ptr + a).to(tl.float32)[None, :]
     d_second *= tl.load(weight_ptr + c).to(tl.float32)[None, :]
     mean = ((tl.sum(d_first * first, 1) + tl.sum(d_second * second, 1)) / N)[:, None]
-    out = dx_ptr + (t.to(tl.int64)[:, None] * B + b) * (G * R * N) + gr * N
+    out = (
+        dx_ptr + t.to(tl.int64)[:, None] * (sg_s * 8) + b.to(tl.int64) * (sg_b * 8) + (gr // R) * sg_g + (gr % R) * sg_r
+    )
     tl.store(out + a[None, :], (scale * (d_first - first * mean)).to(dx_ptr.dtype.element_ty), mask=inside)
     tl.store(out + c[None, :], (scale * (d_second - second * mean)).to(dx_ptr.dtype.element_ty), mask=inside)
 
@@ -396,7 +399,7 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, turns_pt
     state = tl.zeros((P, N), tl.float32)
     kept = 1.0
     for _ in tl.range(CHUNKS):
-        cos, sin = _cos_sin_of(turns_ptr, N, A, L)
+        cos, sin = _cos_sin_of(turns_ptr, 0, N, A, L)
         q = _turned(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, R, L, N)
         tl.store(q_ptr + tile, q.to(DT))
         k = _turned(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, R, L, N).to(DT)
@@ -438,7 +441,7 @@ def turn(bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, turns_ptr, k_ptr, q_ptr, SP,
     bc = (b * G + h // (H // G)).to(tl.int64) * (R * SP * N) + t0 * N
     table = bh * SP + t0
     for _ in tl.range(CHUNKS):
-        cos, sin = _cos_sin_of(turns_ptr + table * (2 * A), N, A, L)
+        cos, sin = _cos_sin_of(turns_ptr + table * (2 * A), 0, N, A, L)
         q = _turned(cn_ptr + bc + rows, c_bias_ptr + bias, cos, sin, R, L, N)
         tl.store(q_ptr + table * (R * N) + tile, q.to(DT))
         k = _turned(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, R, L, N)
@@ -633,7 +636,7 @@ def gate_fwd(z_ptr, y_ptr, mz_ptr, mo_ptr, out_ptr, sz_s, sz_b, S, SP, B,
 
     Rank by rank, in tiles [TOKENS, P], as :func:`gate_bwd` is."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    TOKENS: tl.constexpr = min(L, max(8, 32 // R))
+    TOKENS: tl.constexpr = min(L, max(4, 16 // R))
     one, p = tl.arange(0, TOKENS), tl.arange(0, P)
     t0 = seg * (CHUNKS * L)
     y_ptr += ((b * H + h).to(tl.int64) * SP + t0) * (R * P)
@@ -661,58 +664,74 @@ def gate_fwd(z_ptr, y_ptr, mz_ptr, mo_ptr, out_ptr, sz_s, sz_b, S, SP, B,
 
 
 @triton.jit
-def gate_bwd(x_ptr, z_ptr, dy_ptr, y_ptr, mx_ptr, mz_ptr, mo_ptr, dz_ptr, do_ptr, dmz_ptr, dmo_ptr, dD_ptr,
-             sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B,
+def _gate_inputs(z_ptr, dy_ptr, y_ptr, sz_s, sy_s, first, t0, S,
+                 R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, TOKENS: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """z, dy and every rank's y of TOKENS tokens of a segment, [TOKENS, P]."""
+    one, p = tl.arange(0, TOKENS), tl.arange(0, P)
+    t = first + one[:, None]
+    if EVEN:
+        z = tl.load(z_ptr + t * (sz_s * 8) + p[None, :])
+        dy = tl.load(dy_ptr + t * (sy_s * 8) + p[None, :])
+    else:
+        z = tl.load(z_ptr + t * (sz_s * 8) + p[None, :], mask=t0 + t < S, other=0.0)
+        dy = tl.load(dy_ptr + t * (sy_s * 8) + p[None, :], mask=t0 + t < S, other=0.0)
+    ys = ()
+    for rank in tl.static_range(R):
+        at = first // L * (R * L * P) + rank * (L * P) + first % L * P
+        ys = ys + (tl.load(y_ptr + at + one[:, None] * P + p[None, :]),)  # noqa: RUF005
+    return z, dy, ys
+
+
+@triton.jit
+def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, do_ptr, dz_ptr, dmz_ptr, dmo_ptr, dD_ptr,
+             sx_s, sx_b, sz_s, sz_b, sy_s, sy_b, sg_s, sg_b, S, SP, NSEG,
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, CHUNKS: tl.constexpr,
              MIMO: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """Back through the gate and the rank mix, from what they were applied to (``y`` of a RAW scan): its gradient ``do`` [B, H,
-    SP / L, M, P], dz, and parts (one a segment) of the gradients of mimo_z, mimo_o and D. Programs (H, NSEG, B).
+    """Back through the gate and the rank mix: in ``do`` [B, H, SP / L, M, P], from what they were applied to (of a RAW scan) to
+    its gradient; dz; and parts (one a segment) of the gradients of mimo_z, mimo_o and D. Programs (H, NSEG, B).
 
     Rank by rank, in tiles [TOKENS, P]: sums over ranks stay in a thread, and few registers are held."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    bh = (b * H + h).to(tl.int64)
-    TOKENS: tl.constexpr = min(L, max(8, 32 // R))
-    one, p = tl.arange(0, TOKENS), tl.arange(0, P)
     t0 = seg * (CHUNKS * L)
+    TOKENS: tl.constexpr = min(L, max(4, 16 // R))
+    one, p = tl.arange(0, TOKENS), tl.arange(0, P)
     tile = one[:, None] * P + p[None, :]
     mix = h * (R * P) + p
-    x_rows = one[:, None] * (sx_s * 8) + p[None, :]
-    z_rows = one[:, None] * (sz_s * 8) + p[None, :]
-    y_rows = one[:, None] * (B * H * P) + p[None, :]
-    y_ptr += (bh * SP + t0) * (R * P)
-    do_ptr += (bh * SP + t0) * (R * P)
+    dz_rows = one[:, None] * (sg_s * 8) + p[None, :]
+    do_ptr += ((b * H + h).to(tl.int64) * SP + t0) * (R * P)
     x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
     z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * (sz_b * 8) + h * P
-    dy_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
-    dz_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
+    dy_ptr += t0.to(tl.int64) * (sy_s * 8) + b.to(tl.int64) * (sy_b * 8) + h * P
+    dz_ptr += t0.to(tl.int64) * (sg_s * 8) + b.to(tl.int64) * (sg_b * 8) + h * P
     dmz = ()
     dmo = ()
     for _ in tl.static_range(R):
         dmz = dmz + (tl.zeros((TOKENS, P), tl.float32),)  # noqa: RUF005
         dmo = dmo + (tl.zeros((TOKENS, P), tl.float32),)  # noqa: RUF005
     dD = tl.zeros((TOKENS, P), tl.float32)
-    for step in tl.range(CHUNKS * L // TOKENS):
+    STEPS: tl.constexpr = CHUNKS * L // TOKENS
+    z, dy, ys = _gate_inputs(z_ptr, dy_ptr, do_ptr, sz_s, sy_s, 0, t0, S, R, P, L, TOKENS, EVEN)
+    for step in tl.range(STEPS):
         first = step * TOKENS
-        inside = (t0 + first + one < S)[:, None]
-        z = _tile(z_ptr + first * (sz_s * 8) + z_rows, inside, EVEN)
-        dy = _tile(dy_ptr + first * B * (H * P) + y_rows, inside, EVEN)
-        x = _tile(x_ptr + first * (sx_s * 8) + x_rows, inside, EVEN)
+        # The next tokens' inputs are on their way before anything is stored, which no load is moved across.
+        z_next, dy_next, ys_next = _gate_inputs(
+            z_ptr, dy_ptr, do_ptr, sz_s, sy_s, min(step + 1, STEPS - 1) * TOKENS, t0, S, R, P, L, TOKENS, EVEN
+        )  # fmt: skip
         dz = tl.zeros((TOKENS, P), tl.float32)
+        z, dy = z.to(tl.float32), dy.to(tl.float32)
+        x = _tile(x_ptr + (first + one[:, None]) * (sx_s * 8) + p[None, :], (t0 + first + one < S)[:, None], EVEN)
         dmz_sum = ()
         dmo_sum = ()
+        dos = ()
         for rank in tl.static_range(R):
-            here = first // L * (R * L * P) + rank * (L * P) + first % L * P + tile
-            y = tl.load(y_ptr + here).to(tl.float32)
+            y = ys[rank].to(tl.float32)
             if MIMO:
-                mx, mz, mo = (
-                    tl.load(mx_ptr + mix + rank * P).to(tl.float32)[None, :],
-                    tl.load(mz_ptr + mix + rank * P).to(tl.float32)[None, :],
-                    tl.load(mo_ptr + mix + rank * P).to(tl.float32)[None, :],
-                )
+                mx = tl.load(mx_ptr + mix + rank * P).to(tl.float32)[None, :]
+                mz = tl.load(mz_ptr + mix + rank * P).to(tl.float32)[None, :]
+                mixed = dy * tl.load(mo_ptr + mix + rank * P).to(tl.float32)[None, :]
                 u = z * mz
                 s = _sigmoid(u)
                 dmo_sum = dmo_sum + (dmo[rank] + dy * y * (u * s),)  # noqa: RUF005
-                mixed = dy * mo
                 du = mixed * y * (s * (1.0 + u * (1.0 - s)))
                 dmz_sum = dmz_sum + (dmz[rank] + du * z,)  # noqa: RUF005
                 dz += du * mz
@@ -723,15 +742,18 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, y_ptr, mx_ptr, mz_ptr, mo_ptr, dz_ptr, do_ptr
                 dz += dy * y * (s * (1.0 + z * (1.0 - s)))
                 do = dy * (z * s)
                 dD += do * x
-            tl.store(do_ptr + here, do.to(do_ptr.dtype.element_ty))
+            dos = dos + (do.to(do_ptr.dtype.element_ty),)  # noqa: RUF005
+        for rank in tl.static_range(R):
+            tl.store(do_ptr + first // L * (R * L * P) + rank * (L * P) + first % L * P + tile, dos[rank])
         if MIMO:
             dmz = dmz_sum
             dmo = dmo_sum
         dz = dz.to(dz_ptr.dtype.element_ty)
         if EVEN:
-            tl.store(dz_ptr + first * B * (H * P) + y_rows, dz)
+            tl.store(dz_ptr + first * (sg_s * 8) + dz_rows, dz)
         else:
-            tl.store(dz_ptr + first * B * (H * P) + y_rows, dz, mask=inside)
+            tl.store(dz_ptr + first * (sg_s * 8) + dz_rows, dz, mask=(t0 + first + one < S)[:, None])
+        z, dy, ys = z_next, dy_next, ys_next
     part = ((b * NSEG + seg) * H + h).to(tl.int64)
     tl.store(dD_ptr + part, tl.sum(tl.sum(dD, 1), 0))
     if MIMO:
@@ -784,7 +806,7 @@ def scan_bwd_queries(x_ptr, k_desc, q_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamm
 
 @triton.jit
 def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, dstate_ptr,
-                  dk_desc, dx_ptr, dmx_ptr, sx_s, sx_b, S, SP, NSEG, B,
+                  dk_desc, dx_ptr, dmx_ptr, sx_s, sx_b, sg_s, sg_b, S, SP, NSEG,
                   H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
                   L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
                   EVEN: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -800,10 +822,10 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
     t0 = seg * (CHUNKS * L)
     mix = h * (R * P) + rank[:, None] * P + p[None, :]
     x_rows = token[:, None] * (sx_s * 8) + p[None, :]
-    dx_rows = one[:, None] * (B * H * P) + p[None, :]
+    dx_rows = one[:, None] * (sg_s * 8) + p[None, :]
     table = bh * SP + t0
     x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
-    dx_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
+    dx_ptr += t0.to(tl.int64) * (sg_s * 8) + b.to(tl.int64) * (sg_b * 8) + h * P
     skip = tl.load(D_ptr + h).to(tl.float32)
     dstate = tl.load(dstate_ptr + (bh * (NSEG + 1) + seg + 1) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
     dmx = tl.zeros((ROWS, P), tl.float32)
@@ -838,7 +860,7 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
                 dmx = _sum_tokens(dv * _tile(x_at, inside, EVEN), dmx, DT, R, L, ROWS, PRECISION)
                 dv = dv * tl.load(mx_ptr + mix).to(tl.float32)
             dx = _over_ranks(dv, R, L, P).to(DT)
-            out = dx_ptr + chunk * L * B * (H * P) + dx_rows
+            out = dx_ptr + chunk * L * (sg_s * 8) + dx_rows
             if EVEN:
                 tl.store(out, dx)
             else:
@@ -866,44 +888,57 @@ def borders(state_ptr, dstate_ptr, value_ptr, turn_ptr, BORDERS,
 @triton.jit
 def turn_back(k_ptr, dk_ptr, turns_ptr, dbn_ptr, db_bias_ptr, value_ptr, dturn_ptr, SP,
               H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
-              L: tl.constexpr):  # fmt: skip
+              L: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """From the gradients of keys (or queries) to those of normed B (or C), summed over a group's heads [B, G, R, SP, N], of the
     bias (a part a chunk, [B, SP / L, H, R, N]) and of θ [B, H, SP, A], and to each token's product of the keys with their
-    gradients, ``value`` [B, H, SP]. Programs (SP / L, G, B)."""
-    chunk, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    gradients, ``value`` [N / COLUMNS, B, H, SP], a part a program's columns. Programs (SP / L, G · N / COLUMNS, B)."""
+    chunk, g, b = tl.program_id(0), tl.program_id(1) // (N // COLUMNS), tl.program_id(2)
     M: tl.constexpr = L * R
-    m, n, i, one, r = tl.arange(0, M), tl.arange(0, N), tl.arange(0, N // 2), tl.arange(0, L), tl.arange(0, R)
+    column = tl.program_id(1) % (N // COLUMNS) * COLUMNS
+    value_ptr += (column // COLUMNS).to(tl.int64) * (tl.num_programs(2) * H * SP)
+    m, n, i = tl.arange(0, M), column + tl.arange(0, COLUMNS), column // 2 + tl.arange(0, COLUMNS // 2)
+    one, r = tl.arange(0, L), tl.arange(0, R)
     token, rank = m % L, m // L
     tile = m[:, None] * N + n[None, :]
-    shown = tl.broadcast_to((i < A)[None, :], (L, N // 2))
-    dbn = tl.zeros((R, L, N), tl.float32)
+    shown = tl.broadcast_to((i < A)[None, :], (L, COLUMNS // 2))
+    dbn = tl.zeros((R, L, COLUMNS), tl.float32)
     for head in range(H // G):
         h = g * (H // G) + head
         table = (b * H + h).to(tl.int64) * SP + chunk * L
-        cos, sin = _cos_sin_of(turns_ptr + table * (2 * A), N, A, L)
-        first, second = _planes(tl.load(k_ptr + table * (R * N) + tile), R, L, N)
-        d_first, d_second = _planes(tl.load(dk_ptr + table * (R * N) + tile), R, L, N)
+        cos, sin = _cos_sin_of(turns_ptr + table * (2 * A), column, COLUMNS, A, L)
+        first, second = _planes(tl.load(k_ptr + table * (R * N) + tile), R, L, COLUMNS)
+        d_first, d_second = _planes(tl.load(dk_ptr + table * (R * N) + tile), R, L, COLUMNS)
         tl.store(value_ptr + table + one, tl.sum(tl.sum(first * d_first + second * d_second, 0), 1))
         dturn = tl.sum(first * d_second - second * d_first, 0)
         tl.store(dturn_ptr + table * A + one[:, None] * A + i[None, :], dturn, mask=shown)
-        back = tl.reshape(tl.join(d_first * cos + d_second * sin, d_second * cos - d_first * sin), (R, L, N))
+        back = tl.reshape(tl.join(d_first * cos + d_second * sin, d_second * cos - d_first * sin), (R, L, COLUMNS))
         dbn += back
         part = ((b * (SP // L) + chunk) * H + h).to(tl.int64) * (R * N) + r[:, None] * N + n[None, :]
         tl.store(db_bias_ptr + part, tl.sum(back, 1))
     rows = (b * G + g).to(tl.int64) * (R * SP * N) + (rank * SP + chunk * L + token)[:, None] * N + n[None, :]
-    tl.store(dbn_ptr + rows, tl.reshape(dbn, (M, N)))
+    tl.store(dbn_ptr + rows, tl.reshape(dbn, (M, COLUMNS)))
 
 
 # --- gradients of the tables ------------------------------------------------------------------------------------------
 
 
 @triton.jit
+def _in_parts(ptr, at, mask, stride, PARTS: tl.constexpr):
+    """The sum of what lies at ``at`` of each part; 0 outside of the mask."""
+    total = tl.load(ptr + at, mask=mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(ptr + part * stride + at, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
 def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, w_ptr, gamma_ptr,
                q_value_ptr, k_value_ptr, dgamma_ptr, q_dturn_ptr, k_dturn_ptr, border_value_ptr, border_turn_ptr, dtheta_ptr,
                ddd_dt_ptr, ddd_A_ptr, dtrap_ptr, dangle_ptr, ddt_bias_ptr, dinitial_ptr,
-               s_s, s_b, sA_s, sA_b, st_s, st_b, sa_s, sa_b, S, SP, NSEG, B, floor,
+               s_s, s_b, sA_s, sA_b, st_s, st_b, sa_s, sa_b, sg_s, sg_b, sgA_s, sgA_b, sgt_s, sgt_b, S, SP, NSEG, floor,
                H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, T: tl.constexpr,
-               HEAVY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr):  # fmt: skip
+               HEAVY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
+               PARTS: tl.constexpr):  # fmt: skip
     """From the gradients of the scan to those of its projections, [S, B, H]; programs (H, NSEG, B).
 
     With X_t = C_t·dC_t and Y_t = B_t·dB_t, what token pairs hand over across the border before token t, E_t, is the gradient
@@ -920,8 +955,9 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     columns = tl.broadcast_to((i < A)[None, :], (T, AP))
     at = bh * SP + t
     w, gamma, dgamma = tl.load(w_ptr + at), tl.load(gamma_ptr + at), tl.load(dgamma_ptr + at)
-    k_value = tl.load(k_value_ptr + at)
-    value = tl.load(q_value_ptr + at) - k_value
+    one_part = tl.num_programs(2).to(tl.int64) * H * SP
+    k_value = _in_parts(k_value_ptr, at, t < SP, one_part, PARTS)
+    value = _in_parts(q_value_ptr, at, t < SP, one_part, PARTS) - k_value
     # Between the borders, whose values are exact, the sums' rounding is spread evenly.
     place = bh * (NSEG + 1) + seg
     way = tl.arange(0, T).to(tl.float32) / T
@@ -935,9 +971,10 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
         has_before = has_before & (_starts(seq_ptr, b, t, S) == 0)
     before = at - 1
     w_before = tl.load(w_ptr + before, mask=has_before, other=0.0)
-    dw_before = tl.load(k_value_ptr + before, mask=has_before, other=0.0) - tl.load(
-        gamma_ptr + before, mask=has_before, other=0.0
-    ) * tl.load(dgamma_ptr + before, mask=has_before, other=0.0)
+    dw_before = _in_parts(k_value_ptr, before, has_before, one_part, PARTS)
+    dw_before -= tl.load(gamma_ptr + before, mask=has_before, other=0.0) * tl.load(
+        dgamma_ptr + before, mask=has_before, other=0.0
+    )
     dpending = tl.where(w_before > 0, dw_before / tl.where(w_before > 0, w_before, 1.0), 0.0)
     down = dgamma + dw
 
@@ -967,17 +1004,36 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     ddelta = lam * down + (1.0 - lam) * dpending - tl.maximum(rate, floor) * da + tl.sum(dtheta * turn, 1)
     v = tl.load(dd_dt_ptr + t.to(tl.int64) * s_s + b.to(tl.int64) * s_b + h, mask=inside, other=0.0).to(tl.float32)
     ddd_dt = tl.where(inside, ddelta * _sigmoid(v + tl.load(dt_bias_ptr + h).to(tl.float32)), 0.0)
-    out = (t.to(tl.int64) * B + b) * H + h
+    t, b = t.to(tl.int64), b.to(tl.int64)
     DT: tl.constexpr = ddd_dt_ptr.dtype.element_ty
-    tl.store(ddd_dt_ptr + out, ddd_dt.to(DT), mask=inside)
-    tl.store(ddd_A_ptr + out, tl.where(rate >= floor, -da * delta * slope, 0.0).to(DT), mask=inside)
-    tl.store(dtrap_ptr + out, (delta * (down - dpending) * lam * (1.0 - lam)).to(DT), mask=inside)
+    tl.store(ddd_dt_ptr + t * sg_s + b * sg_b + h, ddd_dt.to(DT), mask=inside)
+    ddd_A = tl.where(rate >= floor, -da * delta * slope, 0.0)
+    tl.store(ddd_A_ptr + t * sgA_s + b * sgA_b + h, ddd_A.to(DT), mask=inside)
+    dtrap = delta * (down - dpending) * lam * (1.0 - lam)
+    tl.store(dtrap_ptr + t * sgt_s + b * sgt_b + h, dtrap.to(DT), mask=inside)
     tl.store(ddt_bias_ptr + (b * NSEG + seg) * H + h, tl.sum(ddd_dt, 0))
     tl.store(dangle_ptr + planes, dtheta * delta[:, None], mask=columns)
     if INITIAL:
         first = tl.broadcast_to(i[None, :], (T, AP))
         restarts = columns & (t == 0)[:, None]
         tl.store(dinitial_ptr + bh * A + first, dtheta, mask=restarts)
+
+
+@triton.jit
+def angles_bwd(angles_ptr, dangle_ptr, out_ptr, sa_s, sa_b, sg_s, sg_b, S, SP,
+               H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
+    """The gradient of the angles' projection [S, B, A] from every head's part [B, H, SP, A]; programs (S / TOKENS, B)."""
+    b = tl.program_id(1)
+    t, i = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, AP)
+    inside = (t < S)[:, None] & (i < A)[None, :]
+    total = tl.zeros((TOKENS, AP), tl.float32)
+    for first in tl.range(0, H, HEADS):
+        h = first + tl.arange(0, HEADS)
+        part = ((b * H + h).to(tl.int64) * SP)[:, None, None] + t[None, :, None]
+        total += tl.sum(tl.load(dangle_ptr + part * A + i, mask=(h < H)[:, None, None] & inside[None], other=0.0), 0)
+    turn = _turns(angles_ptr, sa_s, sa_b, t, b, S, A, AP)
+    out = out_ptr + t.to(tl.int64)[:, None] * sg_s + b.to(tl.int64) * sg_b + i[None, :]
+    tl.store(out, (total * PI * (1.0 - turn * turn)).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 # --- the norm of each head --------------------------------------------------------------------------------------------

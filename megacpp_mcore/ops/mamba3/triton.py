@@ -12,7 +12,8 @@ the order in which programs run: the same inputs give the same bits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -30,12 +31,19 @@ from megacpp_mcore.ops.mamba3.reference import (
     mamba3_decay_and_gates,
     mamba3_rotate,
 )
+from megacpp_mcore.ops.slices import empty_gradients
 
 ROWS = 64
 """Rows of a chunk, tokens × ranks: what a tensor-core product of one warp group has."""
 
 SEGMENT = 128
 """Tokens between two stored states, the least; no segment is shorter than a chunk."""
+
+SCRATCH_BYTES = 2**28
+"""What the keys, like the three tensors of their size, may take on the way back, unless one row of the batch takes more."""
+
+COLUMNS = 64
+"""Of the state, at most, that one program turns back: its sums over a group's heads stay in registers."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,11 @@ class Plan:
 
     def sizes(self, *names: str) -> dict[str, Any]:
         """Compile-time arguments of kernels, by name; all of them if none is named."""
-        every = {name: getattr(self, name) for name in "HGRPNA"} | {
+        return {name: self._sizes[name] for name in names or self._sizes}
+
+    @cached_property
+    def _sizes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in "HGRPNA"} | {
             "AP": self.planes,
             "L": self.chunk,
             "T": self.segment,
@@ -100,13 +112,25 @@ class Plan:
             "HALF": self.mimo,
             "EVEN": self.S % self.chunk == 0 and self.padded == self.S,
             "PRECISION": "ieee",
+            "COLUMNS": min(self.N, COLUMNS),
+            "PARTS": self.parts,
         }
-        return {name: every[name] for name in names} if names else every
 
     @property
     def gates_in_scan(self) -> bool:
         """Whether the forward scan has registers left for the gate; otherwise a kernel of its own applies it."""
         return self.R > 1
+
+    @property
+    def batches(self) -> list[slice]:
+        """The rows of the batch that go back at a time."""
+        rows = max(1, SCRATCH_BYTES // (2 * self.H * self.padded * self.R * max(self.N, self.P)))
+        return [slice(first, min(first + rows, self.B)) for first in range(0, self.B, rows)]
+
+    @property
+    def parts(self) -> int:
+        """Programs that share the state axis of a chunk on the way back from keys and queries."""
+        return triton.cdiv(self.N, COLUMNS)
 
     @property
     def key_parts(self) -> tuple[dict[str, bool], ...]:
@@ -118,12 +142,14 @@ class Plan:
     def launch(self, kernel: str) -> dict[str, int]:
         """How a kernel that works on chunks is launched."""
         options = {"num_warps": 4, "num_stages": 1}
-        if kernel == "turn_back" and self.N <= 64:
+        if kernel == "turn_back":
             options["num_warps"] = 2  # more of its sums stay in a thread
         elif kernel == "gate_bwd":
-            options["maxnreg"] = 128  # four programs on a multiprocessor; the compiler takes registers for three
+            options["maxnreg"] = 80  # six programs on a multiprocessor; the compiler takes registers for five
         elif kernel in ("scan_fwd", "scan_bwd_queries", "scan_bwd_keys"):
             options["num_stages"] = 2  # the next chunk's rows come meanwhile
+            if kernel == "scan_bwd_queries" and self.N <= 64 and self.R > 1:
+                options["maxnreg"] = 168  # three programs on a multiprocessor
         return options
 
 
@@ -445,7 +471,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        return _backward(ctx, *(t if t is None else t.contiguous() for t in gradients))
+        return _backward(ctx, *gradients)
 
 
 def _empty_rows(plan: Plan, like: torch.Tensor, width: int) -> torch.Tensor:
@@ -485,34 +511,50 @@ def _backward(
     ctx: Any, dout: torch.Tensor | None, dh: torch.Tensor | None, dtheta: torch.Tensor | None
 ) -> tuple[Any, ...]:
     plan: Plan = ctx.plan
-    (
-        x,
-        z,
-        b,
-        c,
-        dd_dt,
-        dd_A,
-        trap,
-        angles,
-        dt_bias,
-        D,
-        b_bias,
-        c_bias,
-        b_norm,
-        c_norm,
-        *mix,
-        seq_idx,
-        theta0,
-        states,
-    ) = ctx.saved_tensors
-    gates = (dd_dt, dd_A, trap, angles)
+    inputs, (dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix) = ctx.saved_tensors[:8], ctx.saved_tensors[8:17]
+    seq_idx, theta0, states = ctx.saved_tensors[17:]
+    dout = inputs[0].new_zeros(inputs[0].shape) if dout is None else _aligned(dout, 2)
+    gradients = empty_gradients(*inputs)
+    parameters = _parameters(plan, dout.dtype, D, b_bias, c_bias, tuple(mix))
+    found = []
+    for rows in plan.batches:
+        some = replace(plan, B=rows.stop - rows.start)
+        by_token = ([t[:, rows] for t in inputs], [t[:, rows] for t in gradients], dout[:, rows])
+        by_row = [None if t is None else t[rows].contiguous() for t in (seq_idx, theta0, states, dh, dtheta)]
+        found.append(_backward_of_rows(some, parameters, dt_bias, (b_norm, c_norm), *by_token, *by_row))
+    *sums, dh0, dtheta0 = zip(*found, strict=True)
+    of_parameters = (dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix)
+    summed = [
+        None if parameter is None else torch.stack(parts).sum(0).to(parameter.dtype)
+        for parameter, parts in zip(of_parameters, sums, strict=True)
+    ]
+    starts = (None, None) if theta0 is None else (torch.cat(dh0), torch.cat(dtheta0))
+    return None, None, *gradients, *summed, None, *starts
+
+
+def _backward_of_rows(
+    plan: Plan,
+    parameters: _Parameters,
+    dt_bias: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor],
+    inputs: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    dout: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+    theta0: torch.Tensor | None,
+    states: Any,
+    dh: torch.Tensor | None,
+    dtheta: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Write the gradients of some rows of a batch; returns, float32, what they add to those of the parameters (dt_bias, D, the
+    two biases, the two norms, the three mixes), and the gradients of the state and the angle before the first token."""
+    x, z, b, c, *gates = inputs
+    dd_dt, dd_A, trap, angles = gates
+    dx, dz, db, dc, ddd_dt, ddd_A, dtrap, dangles = gradients
     documents = dd_dt if seq_idx is None else seq_idx
     S, B, H, G, R, P, N, A, SP = plan.S, plan.B, plan.H, plan.G, plan.R, plan.P, plan.N, plan.A, plan.padded
     segments, device = plan.segments, x.device
-    if dout is None:
-        dout = torch.zeros(S, B, H, P, device=device, dtype=x.dtype)
-    parameters = _parameters(plan, x.dtype, D, b_bias, c_bias, tuple(mix))
-    tables = _tables(plan, b, c, gates, dt_bias, (b_norm, c_norm), documents, theta0, final=False)
+    tables = _tables(plan, b, c, tuple(gates), dt_bias, norms, documents, theta0, final=False)
     common = plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "EVEN", "PRECISION")
     per_segment = (B, segments, H)
 
@@ -521,17 +563,14 @@ def _backward(
         tables.bn, tables.cn, parameters.b_bias, parameters.c_bias, tables.turns, keys, queries, SP,
         **plan.sizes("H", "G", "R", "N", "A", "L", "CHUNKS"), **plan.launch("turn"),
     )  # fmt: skip
-    ungated = _empty_rows(plan, x, P)
-    _scan(plan, x, z, keys, queries, parameters, tables, states, ungated, raw=True)
-    dz = torch.empty(S, B, H, P, device=device, dtype=z.dtype)
-    dmimo_z, dmimo_o, dmimo_x = (torch.empty(*per_segment, R, P, device=device) if plan.mimo else dz for _ in range(3))
+    _scan(plan, x, z, keys, queries, parameters, tables, states, do, raw=True)
+    dmimo_z, dmimo_o, dmimo_x = (torch.empty(*per_segment, R, P, device=device) if plan.mimo else do for _ in range(3))
     dD = torch.empty(per_segment, device=device)
     kernels.gate_bwd[plan.grid](
-        x, z, dout, ungated, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, dz, do, dmimo_z, dmimo_o, dD,
-        *_eighths(x), *_eighths(z), S, SP, segments, B, **plan.sizes("H", "R", "P", "L", "CHUNKS", "MIMO", "EVEN"),
-        **plan.launch("gate_bwd"),
+        x, z, dout, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, do, dz, dmimo_z, dmimo_o, dD,
+        *_eighths(x), *_eighths(z), *_eighths(dout), *_eighths(dz), S, SP, segments,
+        **plan.sizes("H", "R", "P", "L", "CHUNKS", "MIMO", "EVEN"), **plan.launch("gate_bwd"),
     )  # fmt: skip
-    del ungated
     dstates = torch.empty_like(states)
     keeps = torch.empty(B, H, segments, device=device)
     kernels.add_gradients[plan.grid](
@@ -542,15 +581,16 @@ def _backward(
 
     chunks_of = [_chunks(t) for t in (keys, queries, do)]
     dkeys = _empty_rows(plan, x, N)
-    dx = torch.empty(S, B, H, P, device=device, dtype=x.dtype)
     border_value = torch.empty(B, H, segments + 1, device=device)
     border_turn = torch.empty(B, H, segments + 1, A, device=device)
     for part in plan.key_parts:
         kernels.scan_bwd_keys[plan.grid](
             x, *chunks_of, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma, dstates,
-            _chunks(dkeys), dx, dmimo_x, *_eighths(x), S, SP, segments, B, **common, **part, **plan.launch("scan_bwd_keys"),
+            _chunks(dkeys), dx, dmimo_x, *_eighths(x), *_eighths(dx), S, SP, segments, **common, **part,
+            **plan.launch("scan_bwd_keys"),
         )  # fmt: skip
-    dgamma, q_value, k_value = torch.empty(3, B, H, SP, device=device).unbind()
+    dgamma = torch.empty(B, H, SP, device=device)
+    q_value, k_value = torch.empty(2, plan.parts, B, H, SP, device=device).unbind()
     # The last to read ``do``, a chunk at a time before it writes.
     dqueries = do if N == P else _empty_rows(plan, x, N)
     kernels.scan_bwd_queries[plan.grid](
@@ -569,56 +609,47 @@ def _backward(
     for rows, drows, dnormed, dbias, value, dturn in (
         (keys, dkeys, dbn, db_bias, k_value, k_dturn), (queries, dqueries, dcn, dc_bias, q_value, q_dturn)
     ):  # fmt: skip
-        kernels.turn_back[(chunks, G, B)](
+        kernels.turn_back[(chunks, G * plan.parts, B)](
             rows, drows, tables.turns, dnormed, dbias, value, dturn, SP,
-            **plan.sizes("H", "G", "R", "N", "A", "L"), **plan.launch("turn_back"),
+            **plan.sizes("H", "G", "R", "N", "A", "L", "COLUMNS"), **plan.launch("turn_back"),
         )  # fmt: skip
     del keys, queries, dkeys, dqueries
-    norms = [_norm_back(plan, t, w, dt) for t, w, dt in ((b, b_norm, dbn), (c, c_norm, dcn))]
+    dnorms = [_norm_back(plan, *one) for one in ((b, norms[0], dbn, db), (c, norms[1], dcn, dc))]
 
-    ddd_dt, ddd_A, dtrap = (torch.empty(S, B, H, device=device, dtype=t.dtype) for t in (dd_dt, dd_A, trap))
     if dh is not None:
         # What reads the last state is not turned with the tokens: its part of what crosses the last border is taken off.
         dtheta = (0.0 if dtheta is None else dtheta) - border_turn[:, :, -1]
     ddt_bias = torch.empty(per_segment, device=device)
-    dangles = torch.empty(B, H, SP, A, device=device)
+    dturned = torch.empty(B, H, SP, A, device=device)
     dtheta0 = torch.empty(B, H, A, device=device)
     kernels.tables_bwd[plan.grid](
         dd_dt, dd_A, trap, angles, dt_bias, documents, tables.w, tables.gamma, q_value, k_value, dgamma, q_dturn,
-        k_dturn, border_value, border_turn, dtheta0 if dtheta is None else dtheta, ddd_dt, ddd_A, dtrap, dangles, ddt_bias,
-        dtheta0,
-        *_per_token(dd_dt), *_per_token(dd_A), *_per_token(trap), *_per_token(angles), S, SP, segments, B,
-        plan.A_floor, **plan.sizes("H", "A", "AP", "T", "HEAVY", "PACKED"), FINAL=dtheta is not None,
+        k_dturn, border_value, border_turn, dtheta0 if dtheta is None else dtheta, ddd_dt, ddd_A, dtrap, dturned, ddt_bias,
+        dtheta0, *(stride for t in (*gates, ddd_dt, ddd_A, dtrap) for stride in _per_token(t)), S, SP, segments,
+        plan.A_floor, **plan.sizes("H", "A", "AP", "T", "HEAVY", "PACKED", "PARTS"), FINAL=dtheta is not None,
         INITIAL=theta0 is not None,
     )  # fmt: skip
-    slope_BSA = math.pi * (1 - torch.tanh(angles.float()).square()).transpose(0, 1)
-    dangles_SBA = (dangles.sum(1)[:, :S] * slope_BSA).transpose(0, 1).to(angles.dtype)
-
-    (db, db_norm), (dc, dc_norm) = norms
-    db_bias, dc_bias = (_to_model(t.sum((0, 1)), plan) for t in (db_bias, dc_bias))
-    mixes = [
-        t.sum((0, 1)).to(m.dtype) if m is not None else None
-        for t, m in zip((dmimo_x, dmimo_z, dmimo_o), mix, strict=True)
-    ]
-    return (
-        None, None, dx, dz, db, dc, ddd_dt, ddd_A, dtrap, dangles_SBA, ddt_bias.sum((0, 1)).to(dt_bias.dtype),
-        dD.sum((0, 1)).to(D.dtype), db_bias.to(b_bias.dtype), dc_bias.to(c_bias.dtype), db_norm, dc_norm, *mixes, None,
-        dh0 if theta0 is not None else None, dtheta0 if theta0 is not None else None,
+    kernels.angles_bwd[(triton.cdiv(S, 8), B)](
+        angles, dturned, dangles, *_per_token(angles), *_per_token(dangles), S, SP, **plan.sizes("H", "A", "AP"), TOKENS=8,
+        HEADS=16,
     )  # fmt: skip
+    biases = [_to_model(t.sum((0, 1)), plan) for t in (db_bias, dc_bias)]
+    mixes = [t.sum((0, 1)) if plan.mimo else dD.sum() for t in (dmimo_x, dmimo_z, dmimo_o)]
+    return ddt_bias.sum((0, 1)), dD.sum((0, 1)), *biases, *dnorms, *mixes, dh0, dtheta0
 
 
 def _norm_back(
-    plan: Plan, tensor: torch.Tensor, weight: torch.Tensor, dnormed: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of B or C before their norm, and of its weight."""
+    plan: Plan, tensor: torch.Tensor, weight: torch.Tensor, dnormed: torch.Tensor, gradient: torch.Tensor
+) -> torch.Tensor:
+    """Write the ``gradient`` of B or C before their norm; returns that of the norm's weight, float32."""
     tiles = triton.cdiv(plan.padded, 32)
-    dx = torch.empty(plan.S, plan.B, plan.G, plan.R, plan.N, device=tensor.device, dtype=tensor.dtype)
     dw = torch.empty(plan.B * plan.G * plan.R * tiles, plan.N, device=tensor.device)
     kernels.norm_bwd[(tiles, plan.G * plan.R, plan.B)](
-        tensor, weight, dnormed, dx, dw, *_eighths(tensor), tensor.stride(2), tensor.stride(3), plan.S, plan.padded,
-        plan.B, plan.eps, **plan.sizes("G", "R", "N", "HALF"), ROWS=32,
+        tensor, weight, dnormed, gradient, dw, *_eighths(tensor), tensor.stride(2), tensor.stride(3),
+        *_eighths(gradient), gradient.stride(2), gradient.stride(3), plan.S, plan.padded, plan.eps,
+        **plan.sizes("G", "R", "N", "HALF"), ROWS=32,
     )  # fmt: skip
-    return dx, dw.sum(0).to(weight.dtype)
+    return dw.sum(0)
 
 
 class _HeadNorm(torch.autograd.Function):

@@ -1,0 +1,69 @@
+"""A projection's output split into parts, and gradients that need no copy to become the whole's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.slices import empty_gradients, split
+
+SIZES = (4, 6, 2)
+
+
+class _Scaled(torch.autograd.Function):
+    """Each part times its place, counted from 1, with gradients where :func:`empty_gradients` puts them."""
+
+    @staticmethod
+    def forward(ctx: Any, storages: list[int], *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(*parts)
+        ctx.storages = storages
+        return tuple(part * (place + 1) for place, part in enumerate(parts))
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        made = empty_gradients(*ctx.saved_tensors)
+        for place, gradient in enumerate(made):
+            gradient.copy_(given[place] * (place + 1))
+        ctx.storages += [gradient.untyped_storage().data_ptr() for gradient in made]
+        return None, *made
+
+
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_gradients_side_by_side_are_the_wholes(rows_first: bool) -> None:
+    leaf = torch.randn(*((2, 5) if rows_first else (5, 2)), 12, requires_grad=True)
+    whole = leaf.transpose(0, 1) if rows_first else leaf
+    storages: list[int] = []
+    a, b, c = split(whole, SIZES)
+    outputs = _Scaled.apply(storages, a, b.unflatten(-1, (2, 3)).transpose(2, 3), c)
+    loss = sum((output * output).sum() for output in outputs)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    factor = torch.repeat_interleave(torch.tensor([1.0, 4.0, 9.0]), torch.tensor(SIZES))
+    torch.testing.assert_close(gradient, 2 * factor * leaf.detach())
+    assert set(storages) == {gradient.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("used", [(0,), (0, 1), (2, 0), (0, 1, 1, 2)])
+def test_any_use_of_the_parts_has_the_gradient_of_torchs_split(used: tuple[int, ...]) -> None:
+    whole = torch.randn(5, 2, 12, requires_grad=True)
+    gradients = []
+    for parts in (split(whole, SIZES), whole.split(SIZES, dim=-1)):
+        outputs = _Scaled.apply([], *(parts[place] for place in used))
+        gradients += torch.autograd.grad(sum((output.sin()).sum() for output in outputs), whole)
+    torch.testing.assert_close(*gradients)
+
+
+def test_parts_that_are_not_the_whole_are_contiguous() -> None:
+    whole = torch.randn(5, 2, 12)
+    a, b, _ = split(whole, SIZES)
+    for tensors in ([a, b], [a, a], [a.expand(5, 2, 4), b], [torch.randn(5, 2, 4), a]):
+        for tensor, made in zip(tensors, empty_gradients(*tensors), strict=True):
+            assert made.shape == tensor.shape
+            assert made.is_contiguous()
+
+
+def test_sizes_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ModelError, match="12"):
+        split(torch.randn(5, 2, 12), (4, 6))

@@ -31,7 +31,7 @@ _SDPA = Support(
 _MAMBA3_TRITON = Support(
     devices=("cuda",),
     dtypes=("bfloat16", "float16"),
-    dims={"head_dim": Dim(one_of=(64,)), "mimo_rank": Dim(one_of=(1, 4)), "state": Dim(one_of=(64,))},
+    dims={"head_dim": Dim(one_of=(64,)), "mimo_rank": Dim(one_of=(1, 4)), "state": Dim(one_of=(64, 128))},
 )
 """The sizes that its kernels are compiled for without a spill, and compared with the reference at."""
 

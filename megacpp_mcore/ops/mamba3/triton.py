@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -525,7 +525,7 @@ def _backward(
     *sums, dh0, dtheta0 = zip(*found, strict=True)
     of_parameters = (dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix)
     summed = [
-        None if parameter is None else torch.stack(parts).sum(0).to(parameter.dtype)
+        None if parameter is None else reduce(torch.add, parts).to(parameter.dtype)
         for parameter, parts in zip(of_parameters, sums, strict=True)
     ]
     starts = (None, None) if theta0 is None else (torch.cat(dh0), torch.cat(dtheta0))

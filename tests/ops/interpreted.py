@@ -25,7 +25,7 @@ CASES = {
 }
 
 
-def _take_scalars_of_one_element() -> None:
+def take_scalars_of_one_element() -> None:
     """The interpreter's loop bounds are arrays of one element, which NumPy 2.4 and later refuse as integers."""
     patch = interpreter._patch_lang_tensor
 
@@ -39,7 +39,7 @@ def _take_scalars_of_one_element() -> None:
 def main(name: str) -> None:
     """Fail unless every output and gradient is right, or not much further off than plain PyTorch's in float32."""
     case, rms = CASES[name]
-    _take_scalars_of_one_element()
+    take_scalars_of_one_element()
     part = tl.float32 if name == "whole" else tl.float16
     recurrence.products = lambda dtype: {"PART": part, "ASM": False}
     if name == "whole":

@@ -33,7 +33,15 @@ class Compiled:
     shared: int
 
 
-def compiled(kernel: Any, tensors: dict[str, str], constants: dict[str, Any], folder: Path, **options: int) -> Compiled:
+def compiled(
+    kernel: Any,
+    tensors: dict[str, str],
+    constants: dict[str, Any],
+    folder: Path,
+    *,
+    multiples: tuple[str, ...] = (),
+    **options: int,
+) -> Compiled:
     """Compile ``kernel`` as it ships: every pointer on 16 bytes.
 
     Args:
@@ -41,12 +49,15 @@ def compiled(kernel: Any, tensors: dict[str, str], constants: dict[str, Any], fo
         tensors: the type of each argument that is no constant, such as ``*bf16``; all others are i32.
         constants: the constants by name; None for a pointer that is not given.
         folder: where the binary is put.
+        multiples: the integers that are multiples of 16, which Triton looks at in a launch.
         options: ``num_warps``, ``num_stages``.
     """
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else tensors.get(name, "i32") for name in names}
     aligned = {
-        (place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if signature[name].startswith("*")
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if signature[name].startswith("*") or name in multiples
     }
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=values, attrs=aligned)

@@ -1,19 +1,18 @@
-"""Linear cross-entropy in chunks of the vocabulary: no tensor of tokens × vocabulary in either direction.
+"""Linear cross-entropy in chunks of the tokens: never more logits than one chunk's, in either direction.
 
-The forward pass keeps the log-sum-exp of each token, and the backward pass computes the logits once more: four matrix
-products instead of three. With the gradient of each token's loss at hand it is then right for any weighting of the
-tokens; the usual short cut, gradients already in the forward pass, presumes one weight for all.
+Each chunk's logits become losses and, in place, their own gradient, in between the matrix products: three of them where a
+``token_weight`` says how the gradient of the losses will be spread over the tokens. The forward pass then makes the gradients
+too, for those weights, and the backward pass multiplies them by the one factor that is missing. Where nobody says, the
+backward pass makes the logits once more, four products, and is right for any gradient of the losses.
 
-Vocabulary chunks, not token chunks: each row of the weight gets its whole gradient from one product, rounded once, and
-what is summed up in float32 is [N, H] in size, not [V, H].
-
-Shape legend: N tokens (all of the tensor-parallel group's), H hidden width, V vocabulary of this rank, C one chunk of it.
+Shape legend: N tokens (all of the tensor-parallel group's), C one chunk of them, H hidden width, V vocabulary of this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,16 +20,23 @@ from torch import distributed
 from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.linear_cross_entropy import softmax
 from megacpp_mcore.ops.linear_cross_entropy.reference import check_arguments
 
-LOGIT_CHUNK_BYTES = 2**25
-"""Wanted size of one [N, C] chunk of logits, in their own dtype: 2048 columns for 8192 tokens in 16 bits."""
+LOGIT_BYTES = {"cuda": 2**29, "cpu": 2**25}
+"""Wanted size of a chunk's logits: on a GPU 4096 tokens of 65,536 in 16 bits, as products of fewer are slower."""
 
-MIN_VOCAB_CHUNK = 512
-"""Fewer columns than this would make poor matrix products, however many the tokens."""
+TOKENS = 128
+"""Chunks are multiples of this many tokens: whole tiles of the products."""
 
-FLOAT_BLOCK_BYTES = 2**23
-"""Wanted size of the float32 copy of some rows of a chunk; small enough for the L2 cache of a data-centre GPU."""
+COLUMNS = 64
+"""Rows of logits are padded to a multiple of this many columns, which are never read: products and kernels want alignment."""
+
+ROUNDINGS = 8
+"""Chunks whose gradients of a 16-bit weight are summed up in 16 bits, where they are not added to a main_grad."""
+
+PROMISE = 1e-4
+"""How far the gradient of a token's loss may be from its weight times the factor, relative: rounding in float32, of all."""
 
 
 @dataclass(frozen=True)
@@ -74,25 +80,25 @@ class _Options:
     logit_scale: float
     shards: VocabShards | None
     main_grad: MainGrad | None
-    vocab_chunk: int | None
-    token_block: int | None
+    token_chunk: int | None
+    grad_enabled: bool
+
+    @property
+    def group(self) -> distributed.ProcessGroup | None:
+        """The tensor-parallel group, if there is one."""
+        return None if self.shards is None else self.shards.group
 
     def first_column(self, vocab: int) -> int:
         """The vocabulary entry that this rank's row 0 belongs to."""
         return 0 if self.shards is None else self.shards.group.rank() * vocab
 
-    def columns(self, tokens: int, weight_VH: torch.Tensor) -> list[slice]:
-        """The chunks of the vocabulary."""
-        fitting = LOGIT_CHUNK_BYTES // (tokens * weight_VH.element_size()) // 128 * 128
-        return _slices(weight_VH.shape[0], self.vocab_chunk or max(fitting, MIN_VOCAB_CHUNK))
-
-    def rows(self, tokens: int, columns: slice) -> list[slice]:
-        """The blocks of tokens whose part of a chunk is handled in float32 at once."""
-        return _slices(tokens, self.token_block or max(1, FLOAT_BLOCK_BYTES // 4 // (columns.stop - columns.start)))
-
-
-def _slices(total: int, length: int) -> list[slice]:
-    return [slice(first, min(first + length, total)) for first in range(0, total, length)]
+    def chunk(self, tokens: int, weight_VH: torch.Tensor) -> int:
+        """Tokens in a chunk: of about :data:`LOGIT_BYTES` and all alike."""
+        if self.token_chunk is not None:
+            return min(self.token_chunk, tokens)
+        row_bytes = weight_VH.shape[0] * weight_VH.element_size()
+        count = -(-tokens * row_bytes // LOGIT_BYTES["cuda" if weight_VH.is_cuda else "cpu"])
+        return min(-(-tokens // (count * TOKENS)) * TOKENS, tokens)
 
 
 def linear_cross_entropy(
@@ -105,19 +111,18 @@ def linear_cross_entropy(
     token_weight: torch.Tensor | None = None,
     shards: VocabShards | None = None,
     main_grad: MainGrad | None = None,
-    vocab_chunk: int | None = None,
-    token_block: int | None = None,
+    token_chunk: int | None = None,
 ) -> TokenLosses:
     """Cross-entropy of each token from hidden states, as ``reference.linear_cross_entropy`` defines it.
 
     Logits have the dtype of ``hidden``, as the product of a stock output layer has; maxima, sums of exponentials, losses
     and the softmax in the gradient are float32 (float64 inputs: float64). Differentiable once, in hidden, weight and
-    bias, for any gradient of the losses. Nothing waits for the device, and no shape depends on a value, so that a CUDA
-    graph can hold it.
+    bias. Nothing waits for the device, and no shape depends on a value, so that a CUDA graph can hold it; the same inputs
+    give the same bits.
 
     Communication and rounding are those of megatron-core 0.19 ``ColumnParallelLinear`` followed by
-    ``vocab_parallel_cross_entropy``: hidden is gathered in both passes (sequence parallel), maximum, sum and label's
-    logit are all-reduced, and the gradient of hidden is reduce-scattered or all-reduced in the dtype of hidden.
+    ``vocab_parallel_cross_entropy``: hidden is gathered (sequence parallel), maximum, sum and label's logit are
+    all-reduced, and the gradient of hidden is reduce-scattered or all-reduced in the dtype of hidden.
 
     Args:
         hidden: [..., H]; with ``shards.sequence_parallel`` this rank's part of axis 0.
@@ -125,25 +130,26 @@ def linear_cross_entropy(
         label: int64, the leading shape of the whole ``hidden``; entries are those of the whole vocabulary.
         bias_V: added to the logits, or None.
         logit_scale: factor on the logits.
-        token_weight: what the loss of each token will be multiplied by, up to one factor for all, or None: those of weight 0
-            have no gradient. The four products here need no more of it.
+        token_weight: what the loss of each token will be multiplied by, up to one factor for all, or None. It is a promise:
+            where gradients are enabled, a backward pass with anything else fails. float16, which cannot hold a gradient
+            before the factor (the loss scale) is known, gets its gradients in the backward pass and fails nothing.
         shards: the tensor-parallel group, or None for one rank.
         main_grad: where the gradient of the weight goes, or None to return it.
-        vocab_chunk: columns in a chunk, or None to choose. It changes the memory needed, and results by rounding only.
-        token_block: rows of a chunk to handle in float32 at once, or None to choose.
+        token_chunk: tokens in a chunk, or None to choose. It changes the memory needed, and results by rounding only.
 
     Returns:
         Losses, largest logits and their columns, each in the shape of ``label``.
 
     Raises:
-        ModelError: shapes, dtypes or chunk sizes are not as described.
+        ModelError: shapes, dtypes or the chunk size are not as described.
+        RuntimeError: in the backward pass, the gradient of the losses is not ``token_weight`` times one factor; on a GPU by an
+            assertion on the device, after which the process cannot use it any more.
     """
     check_arguments(hidden, weight_VH, label, bias_V, token_weight)
     _check_label(hidden, label, shards)
-    for name, size in (("vocab_chunk", vocab_chunk), ("token_block", token_block)):
-        if size is not None and size < 1:
-            raise ModelError(f"{name} is {size}, expected a positive number (or None to choose it)")
-    options = _Options(logit_scale, shards, main_grad, vocab_chunk, token_block)
+    if token_chunk is not None and token_chunk < 1:
+        raise ModelError(f"token_chunk is {token_chunk}, expected a positive number (or None to choose it)")
+    options = _Options(logit_scale, shards, main_grad, token_chunk, torch.is_grad_enabled())
     return TokenLosses(*_LinearCrossEntropy.apply(hidden, weight_VH, bias_V, label, token_weight, options))
 
 
@@ -168,36 +174,118 @@ class _LinearCrossEntropy(torch.autograd.Function):
         token_weight: torch.Tensor | None,
         options: _Options,
     ) -> tuple[torch.Tensor, ...]:
-        hidden_NH = _gathered(hidden, options.shards)
-        column_N = label.reshape(-1) - options.first_column(weight_VH.shape[0])
-        statistics = _Statistics(column_N, torch.promote_types(hidden.dtype, torch.float32))
-        for columns in options.columns(len(column_N), weight_VH):
-            logit_NC = _logits(hidden_NH, weight_VH, bias_V, columns, options.logit_scale)
-            statistics.add(logit_NC, columns, options.rows(len(column_N), columns))
-            del logit_NC  # before the next chunk is made
-        loss_N, logsumexp_N = statistics.finish(weight_VH.shape[0], options.shards)
-        outputs = tuple(out.view(label.shape) for out in (loss_N, statistics.peak_N, statistics.best_N))
-        ctx.save_for_backward(hidden, weight_VH, bias_V, column_N, logsumexp_N, token_weight)
-        ctx.options = options
+        head = _Head(hidden, weight_VH, bias_V, options)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        weight_N = None if token_weight is None else token_weight.reshape(-1).to(dtype)
+        factor_N = None
+        if weight_N is not None and options.grad_enabled and hidden.dtype != torch.float16:
+            factor_N = weight_N * options.logit_scale
+        gradients = None if factor_N is None else _Gradients(ctx.needs_input_grad, head, None)
+        label_N = label.reshape(-1) - options.first_column(weight_VH.shape[0])
+        loss_N, logsumexp_N, top_N = (torch.empty(len(label_N), dtype=dtype, device=label.device) for _ in range(3))
+        column_N = torch.empty_like(label_N)
+        for rows, logit_CV in head.chunks():
+            label_C, factor_C = label_N[rows], None if factor_N is None else factor_N[rows]
+            found = head.softmax.statistics(logit_CV, label_C, factor_C if options.group is None else None)
+            top_N[rows], column_N[rows] = found.top, found.column
+            loss_N[rows], logsumexp_N[rows] = found.losses(label_C, logit_CV.shape[1], options.group)
+            if gradients is not None:
+                if options.group is not None:
+                    head.softmax.gradient_(logit_CV, label_C, logsumexp_N[rows], factor_C)
+                gradients.add(logit_CV, rows)
+        if gradients is None:
+            ctx.save_for_backward(weight_N, hidden, weight_VH, bias_V, label_N, logsumexp_N)
+        else:
+            ctx.save_for_backward(weight_N, *gradients.finish(hidden))
+        ctx.options, ctx.is_early, ctx.dtype = options, gradients is not None, hidden.dtype
+        outputs = tuple(out.view(label.shape) for out in (loss_N, top_N, column_N))
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight_VH, bias_V, column_N, logsumexp_N, token_weight = ctx.saved_tensors
+        weight_N, *saved = ctx.saved_tensors
         options: _Options = ctx.options
-        gradients = _Gradients(ctx.needs_input_grad, _gathered(hidden, options.shards), weight_VH, bias_V, options)
-        grad_N = grad_loss.reshape(-1).to(logsumexp_N.dtype) * options.logit_scale
-        if token_weight is not None:
-            grad_N = grad_N.masked_fill_(token_weight.reshape(-1) == 0, 0.0)
-        for columns in options.columns(len(column_N), weight_VH):
-            logit_NC = _logits(gradients.hidden_NH, weight_VH, bias_V, columns, options.logit_scale)
-            blocks = options.rows(len(column_N), columns)
-            _logits_to_gradient(logit_NC, logsumexp_N, column_N - columns.start, grad_N, blocks)
-            gradients.add(logit_NC, columns)
-            del logit_NC
-        return (*gradients.finish(hidden), None, None, None)
+        main_grad = options.main_grad if ctx.needs_input_grad[1] else None
+        grad_N = grad_loss.reshape(-1)
+        if weight_N is not None:
+            grad_N = grad_N.masked_fill(weight_N == 0, 0.0)
+        if ctx.is_early:
+            factor_1 = _factor(grad_N, weight_N)
+            found = list(saved)
+            if main_grad is not None:
+                torch.addcmul(main_grad.buffer_VH, found[1], factor_1, out=main_grad.buffer_VH)
+                found[1] = None
+            found = [None if grad is None else _scaled(grad, factor_1, ctx.dtype) for grad in found]
+        else:
+            hidden, weight_VH, bias_V, label_N, logsumexp_N = saved
+            head = _Head(hidden, weight_VH, bias_V, options)
+            gradients = _Gradients(ctx.needs_input_grad, head, main_grad)
+            for rows, logit_CV in head.chunks():
+                factor_C = grad_N[rows] * options.logit_scale
+                head.softmax.gradient_(logit_CV, label_N[rows], logsumexp_N[rows], factor_C)
+                gradients.add(logit_CV, rows)
+            found = [None if grad is None else grad.to(ctx.dtype) for grad in gradients.finish(hidden)]
+        if main_grad is not None:
+            found[1] = main_grad.placeholder()
+        return (*found, None, None, None)
+
+
+def _factor(grad_N: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
+    """The one number, [1], that the weights are multiplied by in the gradient of the losses.
+
+    Not finite where any gradient is not: those that it is multiplied by say so then, as after an overflow of a loss scale.
+
+    Raises:
+        RuntimeError: there is no such number; on a GPU later, by an assertion on the device.
+    """
+    squares_1 = weight_N.square().sum(0, keepdim=True).clamp_(min=torch.finfo(weight_N.dtype).tiny)
+    factor_1 = (grad_N * weight_N).sum(0, keepdim=True) / squares_1
+    promised_N = weight_N * factor_1
+    is_kept = ((grad_N - promised_N).abs_() <= PROMISE * promised_N.abs()).all() | ~factor_1.isfinite()
+    torch._assert_async(
+        is_kept,
+        "linear_cross_entropy: the gradient of the losses is not token_weight times one factor, as was promised; pass the "
+        "weights that the losses are multiplied by, or none",
+    )
+    return factor_1
+
+
+def _scaled(gradient: torch.Tensor, factor_1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``gradient · factor``, rounded once."""
+    return torch.mul(gradient, factor_1, out=torch.empty_like(gradient, dtype=dtype))
+
+
+class _Head:
+    """The output layer of one call, and its logits chunk by chunk."""
+
+    def __init__(
+        self, hidden: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, options: _Options
+    ) -> None:
+        self.hidden_NH = _gathered(hidden, options.shards)
+        self.weight_VH, self.bias_V, self.options = weight_VH, bias_V, options
+        self.chunk = options.chunk(len(self.hidden_NH), weight_VH)
+
+    @property
+    def softmax(self) -> ModuleType:
+        """What goes through the logits: on a GPU a kernel, but for float64."""
+        if not self.hidden_NH.is_cuda or self.hidden_NH.dtype == torch.float64:
+            return softmax
+        from megacpp_mcore.ops.linear_cross_entropy import triton
+
+        return triton
+
+    def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Each chunk's tokens and their logits [C, V], which the next one's replace."""
+        tokens, vocab, scale = len(self.hidden_NH), self.weight_VH.shape[0], self.options.logit_scale
+        buffer_CV = self.hidden_NH.new_empty(self.chunk, -(-vocab // COLUMNS) * COLUMNS)[:, :vocab]
+        for first in range(0, tokens, self.chunk):
+            rows = slice(first, min(first + self.chunk, tokens))
+            logit_CV = buffer_CV[: rows.stop - first]
+            bias_V, beta = (logit_CV, 0.0) if self.bias_V is None else (self.bias_V, scale)
+            torch.addmm(bias_V, self.hidden_NH[rows], self.weight_VH.t(), beta=beta, alpha=scale, out=logit_CV)
+            yield rows, logit_CV
 
 
 def _gathered(hidden: torch.Tensor, shards: VocabShards | None) -> torch.Tensor:
@@ -209,144 +297,58 @@ def _gathered(hidden: torch.Tensor, shards: VocabShards | None) -> torch.Tensor:
     return hidden.reshape(-1, hidden.shape[-1])
 
 
-def _logits(
-    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, columns: slice, scale: float
-) -> torch.Tensor:
-    logit_NC = torch.mm(hidden_NH, weight_VH[columns].t())
-    if bias_V is not None:
-        logit_NC += bias_V[columns]
-    if scale != 1.0:
-        logit_NC *= scale
-    return logit_NC
-
-
-class _Statistics:
-    """Running maximum, its column, sum of exponentials below it, and the label's logit, of each token."""
-
-    def __init__(self, column_N: torch.Tensor, dtype: torch.dtype) -> None:
-        self.column_N = column_N
-        # The lowest finite number and not -inf: the difference of two -inf is NaN, should a whole chunk be masked.
-        self.peak_N = torch.full(column_N.shape, torch.finfo(dtype).min, dtype=dtype, device=column_N.device)
-        self.best_N = torch.zeros_like(column_N)
-        self.total_N = torch.zeros_like(self.peak_N)
-        self.picked_N = torch.zeros_like(self.peak_N)
-
-    def add(self, logit_NC: torch.Tensor, columns: slice, blocks: list[slice]) -> None:
-        """Take in the logits of ``columns``."""
-        top_N, index_N = logit_NC.max(dim=-1)
-        peak_N = torch.maximum(self.peak_N, top_N.to(self.peak_N.dtype))
-        self.best_N = torch.where(peak_N > self.peak_N, index_N + columns.start, self.best_N)
-        added_N = torch.empty_like(self.total_N)
-        for rows in blocks:  # nothing but what makes a chunk of wide numbers: the host launches each of these
-            torch.sum((logit_NC[rows] - peak_N[rows, None]).exp_(), dim=-1, out=added_N[rows])
-        self.total_N.mul_((self.peak_N - peak_N).exp_()).add_(added_N)
-        self.peak_N = peak_N
-        local_N, here_N = _position(self.column_N - columns.start, logit_NC.shape[1])
-        picked_N = logit_NC.gather(1, local_N[:, None])[:, 0].to(self.picked_N.dtype)
-        self.picked_N = torch.where(here_N, picked_N, self.picked_N)
-
-    def finish(self, vocab: int, shards: VocabShards | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss and log-sum-exp over the whole vocabulary of each token."""
-        peak_N = self.peak_N
-        if shards is not None:
-            peak_N = self.peak_N.clone()
-            distributed.all_reduce(peak_N, op=distributed.ReduceOp.MAX, group=shards.group)
-        # Relative to the maximum, so that a label that no rank holds leaves 0 behind, as it does in stock Megatron.
-        _, here_N = _position(self.column_N, vocab)
-        picked_N = torch.where(here_N, self.picked_N - peak_N, 0.0)
-        total_N = self.total_N * (self.peak_N - peak_N).exp_()
-        if shards is not None:
-            both = torch.stack((picked_N, total_N))
-            distributed.all_reduce(both, group=shards.group)
-            picked_N, total_N = both
-        log_total_N = total_N.log()
-        return log_total_N - picked_N, log_total_N + peak_N
-
-
-def _position(column_N: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each label's place among ``width`` columns, a valid one in any case, and whether it lies there."""
-    return column_N.clamp(0, width - 1), (column_N >= 0) & (column_N < width)
-
-
-def _logits_to_gradient(
-    logit_NC: torch.Tensor,
-    logsumexp_N: torch.Tensor,
-    column_N: torch.Tensor,
-    grad_N: torch.Tensor,
-    blocks: list[slice],
-) -> None:
-    """Replace the logits by their gradient ``grad · (softmax − onehot(label))``."""
-    local_N, here_N = _position(column_N, logit_NC.shape[1])
-    picked_N = logit_NC.gather(1, local_N[:, None])[:, 0]
-    # The label's entry whole, and rounded once, after the others have been written.
-    at_label_N = grad_N * ((picked_N - logsumexp_N).exp_() - here_N.to(grad_N.dtype))
-    for rows in blocks:
-        softmax_RC = (logit_NC[rows] - logsumexp_N[rows, None]).exp_()
-        torch.mul(softmax_RC, grad_N[rows, None], out=logit_NC[rows])
-    logit_NC.scatter_(1, local_N[:, None], at_label_N.to(logit_NC.dtype)[:, None])
-
-
 class _Gradients:
     """The gradients of hidden, weight and bias that are asked for, built up chunk by chunk."""
 
-    def __init__(
-        self,
-        needed: tuple[bool, ...],
-        hidden_NH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        bias_V: torch.Tensor | None,
-        options: _Options,
-    ) -> None:
-        self.hidden_NH, self.weight_VH, self.options = hidden_NH, weight_VH, options
+    def __init__(self, needed: tuple[bool, ...], head: _Head, main_grad: MainGrad | None) -> None:
+        self.head, hidden_NH = head, head.hidden_NH
         for_hidden, for_weight, for_bias = needed[:3]
-        self.main_grad = options.main_grad if for_weight else None
-        self.grad_weight_VH = torch.empty_like(weight_VH) if for_weight and self.main_grad is None else None
-        self.grad_bias_V = torch.empty_like(bias_V) if bias_V is not None and for_bias else None
-        # Two blocks, so that the first float32 one can go as soon as it is rounded.
-        tokens, width = hidden_NH.shape
-        self.rows = _slices(tokens, -(-tokens // 2)) if for_hidden else []
-        self.dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
-        self.blocks = [hidden_NH.new_zeros(rows.stop - rows.start, width, dtype=self.dtype) for rows in self.rows]
+        wide = torch.promote_types(hidden_NH.dtype, torch.float32)
+        self.grad_NH = hidden_NH.new_empty(hidden_NH.shape) if for_hidden else None
+        self.is_own = main_grad is None
+        self.total_VH: torch.Tensor | None = None
+        if for_weight and main_grad is not None:
+            self.total_VH = main_grad.buffer_VH
+        elif for_weight:
+            dtype = hidden_NH.dtype if len(hidden_NH) <= ROUNDINGS * head.chunk else wide
+            self.total_VH = torch.empty_like(head.weight_VH, dtype=dtype)
+        self.grad_V = None if head.bias_V is None or not for_bias else torch.zeros_like(head.bias_V, dtype=wide)
 
-    def add(self, grad_NC: torch.Tensor, columns: slice) -> None:
-        """Take in the gradient of the logits of ``columns``."""
-        for rows, block in zip(self.rows, self.blocks, strict=True):
-            _add_product(block, grad_NC[rows], self.weight_VH[columns])
-        if self.main_grad is not None:
-            _add_product(self.main_grad.buffer_VH[columns], grad_NC.t(), self.hidden_NH)
-        elif self.grad_weight_VH is not None:
-            torch.mm(grad_NC.t(), self.hidden_NH, out=self.grad_weight_VH[columns])
-        if self.grad_bias_V is not None:
-            self.grad_bias_V[columns] = grad_NC.sum(dim=0, dtype=self.dtype)
+    def add(self, grad_CV: torch.Tensor, rows: slice) -> None:
+        """Take in the gradient of the logits of the tokens ``rows``."""
+        if self.grad_NH is not None:
+            torch.mm(grad_CV, self.head.weight_VH, out=self.grad_NH[rows])
+        if self.total_VH is not None:
+            is_first = self.is_own and rows.start == 0
+            _add_product(self.total_VH, grad_CV.t(), self.head.hidden_NH[rows], is_first)
+        if self.grad_V is not None:
+            self.grad_V += grad_CV.sum(dim=0, dtype=self.grad_V.dtype)
 
     def finish(self, hidden: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of hidden (of this rank's part), weight and bias."""
-        grad_weight = self.grad_weight_VH if self.main_grad is None else self.main_grad.placeholder()
-        return self._of_hidden(hidden), grad_weight, self.grad_bias_V
+        """The gradients of ``hidden`` (this rank's part), weight and bias, the last two perhaps wider; None: not wanted here."""
+        return self._of_hidden(hidden), self.total_VH if self.is_own else None, self.grad_V
 
     def _of_hidden(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        if not self.blocks:
+        shards, grad_NH = self.head.options.shards, self.grad_NH
+        if grad_NH is None:
             return None
-        for index in range(len(self.blocks)):
-            self.blocks[index] = self.blocks[index].to(hidden.dtype)
-        grad_NH = self.blocks[0] if len(self.blocks) == 1 else torch.cat(self.blocks)
-        self.blocks.clear()
-        shards = self.options.shards
-        if shards is None:
-            return grad_NH.view(hidden.shape)
-        if shards.sequence_parallel:
+        if shards is not None and shards.sequence_parallel:
             grad = hidden.new_empty(hidden.shape)
             distributed.reduce_scatter_tensor(grad, grad_NH.view(-1, *hidden.shape[1:]), group=shards.group)
             return grad
-        distributed.all_reduce(grad_NH, group=shards.group)
+        if shards is not None:
+            distributed.all_reduce(grad_NH, group=shards.group)
         return grad_NH.view(hidden.shape)
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """``total += left @ right``, where the total may be wider than its operands."""
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, is_first: bool) -> None:
+    """``total += left @ right``, or ``=`` where it is the first; the total may be wider than its operands."""
+    beta = 0.0 if is_first else 1.0
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
+        total.addmm_(left, right, beta=beta)
     elif total.is_cuda and total.dtype == torch.float32:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)  # rounds nothing in between
+        torch.addmm(total, left, right, beta=beta, out_dtype=total.dtype, out=total)  # rounds nothing in between
+    elif is_first:
+        total.copy_(torch.mm(left, right))
     else:
         total += torch.mm(left, right)

@@ -1,0 +1,80 @@
+"""Softmax and cross-entropy of rows of logits in plain PyTorch, and what becomes of them where the vocabulary is spread.
+
+Legend: C tokens of a chunk, V vocabulary of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import distributed
+
+
+class Statistics(NamedTuple):
+    """What the losses of some tokens are made of, [C] each; float32 (float64 logits: float64).
+
+    Attributes:
+        top: the largest logit of this rank, no less than the lowest finite number.
+        column: the first column it stands in, int64.
+        total: the sum of the exponentials of all logits less ``top``.
+        picked: the label's logit less ``top``; 0 where the label is in no column of this rank.
+    """
+
+    top: torch.Tensor
+    column: torch.Tensor
+    total: torch.Tensor
+    picked: torch.Tensor
+
+    def losses(
+        self, label_C: torch.Tensor, vocab: int, group: distributed.ProcessGroup | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and log-sum-exp of each token over the vocabulary of all ranks.
+
+        A label that no rank has leaves 0 in place of its logit less the largest one, as it does in stock Megatron.
+        """
+        top, total, picked = self.top, self.total, self.picked
+        if group is not None:
+            top = top.clone()
+            distributed.all_reduce(top, op=distributed.ReduceOp.MAX, group=group)
+            lower = self.top - top
+            both = torch.stack((total * lower.exp(), torch.where(has(vocab, label_C), picked + lower, 0.0)))
+            distributed.all_reduce(both, group=group)
+            total, picked = both
+        log_total = total.log()
+        return log_total - picked, log_total + top
+
+
+def has(vocab: int, label_C: torch.Tensor) -> torch.Tensor:
+    """Whether a label is one of this rank's columns."""
+    return (label_C >= 0) & (label_C < vocab)
+
+
+def statistics(logit_CV: torch.Tensor, label_C: torch.Tensor, weight_C: torch.Tensor | None) -> Statistics:
+    """The statistics of each row; with weights the logits are replaced too, as by :func:`gradient_` on one rank.
+
+    Args:
+        logit_CV: columns next to each other.
+        label_C: int64; may lie outside of the columns.
+        weight_C: for :func:`gradient_`; None: logits stay.
+    """
+    dtype = torch.promote_types(logit_CV.dtype, torch.float32)
+    top, column = logit_CV.max(dim=-1)
+    # No less than the lowest finite number: the difference of two −∞ is NaN.
+    top = top.to(dtype).clamp_(min=torch.finfo(dtype).min)
+    total = (logit_CV - top[:, None]).exp_().sum(dim=-1)
+    here = has(logit_CV.shape[1], label_C)
+    picked = torch.where(here, logit_CV.gather(1, label_C.where(here, 0)[:, None])[:, 0] - top, 0.0)
+    if weight_C is not None:
+        gradient_(logit_CV, label_C, top + total.log(), weight_C)
+    return Statistics(top, column, total, picked)
+
+
+def gradient_(logit_CV: torch.Tensor, label_C: torch.Tensor, logsumexp_C: torch.Tensor, weight_C: torch.Tensor) -> None:
+    """Replace the logits by their gradient ``weight · (softmax − onehot(label))``, each rounded once."""
+    here = has(logit_CV.shape[1], label_C)
+    column_C1 = label_C.where(here, 0)[:, None]
+    at_label_C1 = (logit_CV.gather(1, column_C1) - logsumexp_C[:, None]).exp_() - here[:, None].to(weight_C.dtype)
+    softmax_CV = (logit_CV - logsumexp_C[:, None]).exp_()
+    torch.mul(softmax_CV, weight_C[:, None], out=logit_CV)
+    logit_CV.scatter_(1, column_C1, (at_label_C1 * weight_C[:, None]).to(logit_CV.dtype))

@@ -1,0 +1,115 @@
+"""The softmax of rows of logits by one Triton kernel: what :mod:`megacpp_mcore.ops.linear_cross_entropy.softmax` does.
+
+A program has a row and goes through it twice: for its maximum and sum of exponentials, and to write the gradient over the
+logits. As few rows are under way as keep the memory busy, so that the second read comes from the L2 cache.
+
+Legend: C tokens of a chunk, V vocabulary of this rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megacpp_mcore.ops.linear_cross_entropy.softmax import Statistics
+
+BLOCK = 8192
+"""Logits that a program reads at a time."""
+
+GROUP = 8
+"""Neighbouring logits that share one running maximum: the 16 bytes that a thread loads at once."""
+
+WARPS = 16
+"""Two programs of this size fill a multiprocessor."""
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+@triton.jit
+def _exp(x):
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def _load(row, column, V, stride):
+    """float32; −∞ beyond V, where a padded row may hold anything."""
+    x = tl.load(row + column, mask=column < stride, other=0.0).to(tl.float32)
+    return tl.where(column < V, x, float("-inf"))
+
+
+@triton.jit
+def softmax_rows(
+    logit_CV,
+    label_C,
+    top_C,
+    column_C,
+    total_C,
+    picked_C,
+    logsumexp_C,
+    weight_C,
+    V,
+    stride,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One row, ``stride`` from the next: its statistics, unless its log-sum-exp is given; its gradient, if a weight is."""
+    pid = tl.program_id(0)
+    row = logit_CV + pid.to(tl.int64) * stride
+    label = tl.load(label_C + pid)
+    here = (label >= 0) & (label < V)
+    label = tl.where(here, label, -1).to(tl.int32)
+    starts, within = tl.arange(0, BLOCK // GROUP) * GROUP, tl.arange(0, GROUP)
+    columns = starts[:, None] + within[None, :]
+    if logsumexp_C is None:
+        # From the lowest finite number on: the difference of two −∞ is NaN.
+        top = tl.full([BLOCK // GROUP], LOWEST, tl.float32)
+        total, found = tl.zeros_like(top), tl.zeros_like(starts)
+        for first in range(0, V, BLOCK):
+            x = _load(row, first + columns, V, stride)
+            peak = tl.maximum(top, tl.max(x, axis=1))
+            total = total * _exp(top - peak) + tl.sum(_exp(x - peak[:, None]), axis=1)
+            found = tl.where(peak > top, first, found)
+            top = peak
+        peak = tl.max(top, axis=0)
+        total = tl.sum(total * _exp(top - peak), axis=0)
+        # Of equal ones the first: the first group that has it, and there the first.
+        group = tl.min(tl.where(top == peak, found + starts, V), axis=0)
+        place = tl.min(tl.where(_load(row, group + within, V, stride) == peak, within, GROUP), axis=0)
+        picked = tl.load(row + tl.maximum(label, 0)).to(tl.float32)
+        tl.store(top_C + pid, peak)
+        tl.store(column_C + pid, (group + place % GROUP).to(tl.int64))
+        tl.store(total_C + pid, total)
+        tl.store(picked_C + pid, tl.where(here, picked - peak, 0.0))
+        logsumexp = peak + tl.log(total)
+        tl.debug_barrier()  # everybody has read the row
+    else:
+        logsumexp = tl.load(logsumexp_C + pid)
+    if weight_C is not None:
+        weight = tl.load(weight_C + pid)
+        for first in range(0, V, BLOCK):
+            column = first + columns
+            p = _exp(_load(row, column, V, stride) - logsumexp)
+            p = tl.where(column == label, p - 1.0, p) * weight
+            tl.store(row + column, p.to(logit_CV.dtype.element_ty), mask=column < stride)
+
+
+def statistics(logit_CV: torch.Tensor, label_C: torch.Tensor, weight_C: torch.Tensor | None) -> Statistics:
+    """Do what the function of this name in plain PyTorch does."""
+    found = Statistics(
+        *(logit_CV.new_empty(len(logit_CV), dtype=dtype) for dtype in (torch.float32, torch.int64)),
+        *(logit_CV.new_empty(len(logit_CV), dtype=torch.float32) for _ in range(2)),
+    )
+    _launch(logit_CV, label_C, *found, None, weight_C)
+    return found
+
+
+def gradient_(logit_CV: torch.Tensor, label_C: torch.Tensor, logsumexp_C: torch.Tensor, weight_C: torch.Tensor) -> None:
+    """Do what the function of this name in plain PyTorch does."""
+    _launch(logit_CV, label_C, None, None, None, None, logsumexp_C, weight_C)
+
+
+def _launch(logit_CV: torch.Tensor, *tensors: torch.Tensor | None) -> None:
+    rows, vocab = logit_CV.shape
+    softmax_rows[(rows,)](logit_CV, *tensors, vocab, logit_CV.stride(0), BLOCK=BLOCK, GROUP=GROUP, num_warps=WARPS)

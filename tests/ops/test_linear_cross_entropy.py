@@ -21,7 +21,7 @@ from megacpp_mcore.ops.testing import assert_parity
 from tests.ops.saved_tensors import saved_bytes
 
 NAMES = ("hidden", "weight", "bias")
-CHUNKS = ((None, None), (1, 1), (7, 5), (64, 1000))
+CHUNKS = (None, 1, 7, 1000)
 
 
 def draw(N: int, V: int, H: int = 24, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[torch.Tensor]:
@@ -63,10 +63,11 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor], **limit
 
 
 @pytest.mark.parametrize(("N", "V"), [(1, 1), (1, 37), (13, 200), (23, 129)])
-@pytest.mark.parametrize(("vocab_chunk", "token_block"), CHUNKS)
-def test_losses_and_gradients(N: int, V: int, vocab_chunk: int | None, token_block: int | None) -> None:
+@pytest.mark.parametrize("are_weights_known", [False, True])
+@pytest.mark.parametrize("token_chunk", CHUNKS)
+def test_losses_and_gradients(N: int, V: int, token_chunk: int | None, are_weights_known: bool) -> None:
     inputs = draw(N, V)
-    found = outcome(ours, inputs, vocab_chunk=vocab_chunk, token_block=token_block)
+    found = outcome(ours, inputs, token_chunk=token_chunk, token_weight=inputs[-1] * 3 if are_weights_known else None)
     expected = outcome(eager, inputs)
     assert_same(outcome(reference, inputs), expected, rms=1e-12) if V > 1 else None
     if V == 1:  # nothing to choose from: all is zero but for rounding
@@ -79,7 +80,7 @@ def test_gradcheck() -> None:
     hidden, weight, bias, label, _ = draw(5, 11, H=3)
 
     def op(*leaves: torch.Tensor) -> torch.Tensor:
-        options = {"logit_scale": 0.7, "vocab_chunk": 4, "token_block": 2}
+        options = {"logit_scale": 0.7, "token_chunk": 2}
         return linear_cross_entropy(leaves[0], leaves[1], label, bias_V=leaves[2], **options).loss
 
     assert torch.autograd.gradcheck(op, (hidden, weight, bias))
@@ -87,15 +88,17 @@ def test_gradcheck() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_is_as_good_as_eager(dtype: torch.dtype) -> None:
-    """2345 tokens, in chunks and blocks that do not divide anything."""
+    """2345 tokens, in chunks that do not divide anything; gradients as the backward and as the forward pass makes them."""
     low = draw(2345, 611, H=32, dtype=dtype)
     low[0], low[1] = ((tensor.detach() * 0.3).requires_grad_() for tensor in low[:2])  # logits of a common size
     high = [tensor.detach().double().requires_grad_() for tensor in low[:3]] + low[3:]
-    found = outcome(ours, low, vocab_chunk=100, token_block=333)
-    peers = outcome(eager, low)
-    assert [tensor.dtype for tensor in found] == [torch.float32, dtype, dtype, dtype]
+    peers, expected = outcome(eager, low), outcome(eager, high)
     rms = 1e-6 if dtype == torch.float32 else 5e-3
-    assert_same(found, outcome(eager, high), rms=rms, peers=peers, max_abs_factor=2)
+    for token_weight in (None, low[-1] * 4):
+        for token_chunk in (1200, 200):  # the gradient of the weight summed up in 16 bits, and in float32
+            found = outcome(ours, low, token_chunk=token_chunk, token_weight=token_weight)
+            assert [tensor.dtype for tensor in found] == [torch.float32, dtype, dtype, dtype]
+            assert_same(found, expected, rms=rms, peers=peers, max_abs_factor=2)
 
 
 @pytest.mark.parametrize(
@@ -128,31 +131,104 @@ def test_gradients_are_not_those_of_equal_weights() -> None:
     assert_same(found, outcome(eager, inputs), rms=1e-12)
 
 
-@pytest.mark.parametrize("vocab_chunk", [None, 7])
-def test_tokens_of_weight_0_have_their_loss_and_no_gradient(vocab_chunk: int | None) -> None:
-    """Whatever gradient arrives: with the one that the weights promise nothing is different from a call without them."""
-    *leaves, label, weight = draw(13, 40)
+@pytest.mark.parametrize("token_chunk", [None, 7])
+def test_tokens_of_weight_0_have_their_loss_and_no_gradient(token_chunk: int | None) -> None:
+    """Whatever gradient arrives for them."""
+    *leaves, label, _ = draw(13, 40)
     mask = (torch.arange(13) % 3 > 0).double()
-    hidden, weight_VH, bias = leaves
-    for op, sizes in ((truth.linear_cross_entropy, {}), (linear_cross_entropy, {"vocab_chunk": vocab_chunk})):
+    for op, sizes in ((truth.linear_cross_entropy, {}), (linear_cross_entropy, {"token_chunk": token_chunk})):
         results = []
-        for given, arriving in ((None, mask * weight), (mask, mask * weight), (mask, weight), (weight * mask, weight)):
-            found = op(hidden, weight_VH, label, bias_V=bias, token_weight=given, **sizes)
+        for given, arriving in ((None, mask), (mask, mask), (mask, torch.ones(13)), (mask, mask / mask)):
+            found = op(leaves[0], leaves[1], label, bias_V=leaves[2], token_weight=given, **sizes)
             loss = getattr(found, "loss", found)
-            results.append([loss.detach(), *torch.autograd.grad(loss, leaves, arriving)])
+            results.append([loss.detach(), *torch.autograd.grad(loss, leaves, arriving.double())])
         assert float(results[0][1][mask == 0].abs().max()) == 0.0
         assert float(results[0][1][mask != 0].abs().amin(0).max()) > 0.0
         assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
-def test_a_gradient_that_is_not_finite_stays_away_from_tokens_of_weight_0() -> None:
-    *leaves, label, weight = draw(13, 40)
-    mask = (torch.arange(13) % 3 > 0).double()
-    arriving = weight.masked_fill(mask == 0, float("nan"))
-    for op in (truth.linear_cross_entropy, linear_cross_entropy):
-        found = op(leaves[0], leaves[1], label, bias_V=leaves[2], token_weight=mask)
-        gradients = torch.autograd.grad(getattr(found, "loss", found), leaves, arriving)
-        assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+BROKEN = {
+    "one token": lambda weight: weight.index_fill(0, torch.tensor([4]), 7.0),
+    "its sign": lambda weight: torch.cat((weight[:1], -weight[1:])),
+    "one is forgotten": lambda weight: weight.index_fill(0, torch.tensor([4]), 0.0),
+    "little": lambda weight: weight * (1 + 1e-3 * (torch.arange(len(weight)) % 2)),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_gradient_that_is_not_what_the_weights_promise_is_refused(broken: str) -> None:
+    hidden, weight_VH, _, label, weight = draw(13, 40)
+    loss = linear_cross_entropy(hidden, weight_VH, label, token_weight=weight).loss
+    with pytest.raises(RuntimeError, match="is not token_weight times one factor"):
+        loss.backward(BROKEN[broken](weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_factor_that_the_weights_are_multiplied_by(dtype: torch.dtype) -> None:
+    """Tiny, none at all, as after an overflow; more than once; weights rounded on their way, and of any dtype."""
+    hidden, weight_VH, _, label, weight = draw(13, 40, dtype=dtype)
+    weight, leaves = weight.float(), (hidden, weight_VH)
+    loss = linear_cross_entropy(hidden, weight_VH, label, token_weight=weight).loss
+    plain = linear_cross_entropy(hidden, weight_VH, label).loss
+    for factor in (1e-9, -3.0, 2.0**30, 0.0):
+        found, expected = (
+            torch.autograd.grad(one, leaves, weight * factor, retain_graph=True) for one in (loss, plain)
+        )
+        for have, want in zip(found, expected, strict=True):
+            assert have.dtype == dtype
+            assert_parity(have, want, rms=1e-6 if dtype == torch.float32 else 1e-2)
+    for factor in (float("inf"), float("nan")):
+        assert not any(
+            bool(g.isfinite().any()) for g in torch.autograd.grad(loss, leaves, weight * factor, retain_graph=True)
+        )
+    mask = torch.arange(13) % 3 > 0
+    for given in (mask, mask.long(), mask * 5):
+        counted = linear_cross_entropy(hidden, weight_VH, label, token_weight=given).loss
+        for have, want in zip(
+            torch.autograd.grad(counted, leaves, mask * 0.5),
+            torch.autograd.grad(plain, leaves, mask * 0.5, True),
+            strict=True,
+        ):
+            assert_parity(have, want, rms=1e-6 if dtype == torch.float32 else 1e-2)
+
+
+def test_weights_that_are_all_0() -> None:
+    hidden, weight_VH, _, label, weight = draw(13, 40)
+    loss = linear_cross_entropy(hidden, weight_VH, label, token_weight=torch.zeros(13)).loss
+    assert not any(bool(gradient.any()) for gradient in torch.autograd.grad(loss, (hidden, weight_VH), weight))
+
+
+@pytest.mark.parametrize(
+    ("enabled", "dtype", "known", "forward", "backward"),
+    [
+        (True, torch.float32, True, 3, 0),
+        (True, torch.float32, False, 1, 3),
+        (True, torch.float16, True, 1, 3),  # which would lose small gradients before they are scaled
+        (False, torch.float32, True, 1, 0),
+    ],
+)
+def test_number_of_products(enabled: bool, dtype: torch.dtype, known: bool, forward: int, backward: int) -> None:
+    """Without gradients, as in an evaluation and in the first pass of activation recompute, one."""
+    hidden, weight_VH, _, label, weight = draw(13, 40, dtype=dtype)
+    found = []
+    with torch.set_grad_enabled(enabled):
+        with Products() as made:
+            loss = linear_cross_entropy(hidden, weight_VH, label, token_weight=weight if known else None).loss
+        found.append(made.count)
+    with Products() as made:
+        if enabled:
+            loss.backward(weight.float())
+    assert [*found, made.count] == [forward, backward]
+
+
+class Products(TorchDispatchMode):
+    """How many matrix products there are."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return func(*args, **(kwargs or {}))
 
 
 def test_logit_scale_is_a_factor_on_weight_and_bias() -> None:
@@ -170,7 +246,7 @@ def test_logit_scale_is_a_factor_on_weight_and_bias() -> None:
 def test_leading_axes() -> None:
     hidden, weight, bias, label, cotangent = draw(12, 30)
     flat = outcome(ours, [hidden, weight, bias, label, cotangent])
-    folded = linear_cross_entropy(hidden.view(4, 3, -1), weight, label.view(4, 3), bias_V=bias, vocab_chunk=7)
+    folded = linear_cross_entropy(hidden.view(4, 3, -1), weight, label.view(4, 3), bias_V=bias, token_chunk=7)
     assert folded.loss.shape == folded.top_logit.shape == folded.top_column.shape == (4, 3)
     gradients = torch.autograd.grad(folded.loss, (hidden, weight, bias), cotangent.view(3, 4).t().reshape(4, 3))
     other = torch.autograd.grad(
@@ -185,7 +261,7 @@ def test_labels_outside_of_the_vocabulary() -> None:
     """The loss is log-sum-exp less the maximum, its gradient the softmax's; other tokens do not notice."""
     inputs = draw(8, 30)
     inputs[3] = torch.tensor([-100, -1, 30, 10**6, 0, 29, 5, 5])
-    found = outcome(ours, inputs, vocab_chunk=7, token_block=3)
+    found = outcome(ours, inputs, token_chunk=3)
     assert_same(found, outcome(reference, inputs), rms=1e-12)
     logit = torch.nn.functional.linear(*inputs[:3])
     assert torch.allclose(found[0][:4], (logit.logsumexp(-1) - logit.amax(-1))[:4])
@@ -193,14 +269,14 @@ def test_labels_outside_of_the_vocabulary() -> None:
 
 
 def test_logits_far_apart() -> None:
-    """Logits of ±10⁴, and a whole chunk that is masked by −inf."""
+    """Logits of ±10⁴, and some that are masked by −inf."""
     inputs = draw(9, 40)
     inputs[0] = (inputs[0].detach() * 1e4).requires_grad_()
     bias = inputs[2].detach().clone()
     bias[:8] = -torch.inf
     inputs[2] = bias.requires_grad_()
     inputs[3] = inputs[3].clamp(min=8)
-    found, expected = outcome(ours, inputs, vocab_chunk=4), outcome(eager, inputs)
+    found, expected = outcome(ours, inputs, token_chunk=4), outcome(eager, inputs)
     for have, want in zip(found, expected, strict=True):
         assert torch.isfinite(have).all()
         assert torch.allclose(have, want, rtol=1e-10)
@@ -210,14 +286,14 @@ def test_nan_reaches_the_loss() -> None:
     hidden, weight, bias, label, _ = draw(6, 20)
     with torch.no_grad():
         hidden[2, 0] = torch.nan
-    loss = ours(hidden, weight, bias, label, vocab_chunk=7)
+    loss = ours(hidden, weight, bias, label, token_chunk=4)
     assert torch.isnan(loss).tolist() == [False, False, True, False, False, False]
 
 
-@pytest.mark.parametrize("vocab_chunk", [None, 1, 9])
-def test_largest_logit_and_its_column(vocab_chunk: int | None) -> None:
+@pytest.mark.parametrize("token_chunk", [None, 1, 9])
+def test_largest_logit_and_its_column(token_chunk: int | None) -> None:
     hidden, weight, bias, label, _ = draw(31, 40)
-    found = linear_cross_entropy(hidden, weight, label, bias_V=bias, vocab_chunk=vocab_chunk, token_block=4)
+    found = linear_cross_entropy(hidden, weight, label, bias_V=bias, token_chunk=token_chunk)
     top, column = torch.nn.functional.linear(hidden, weight, bias).max(-1)
     assert torch.equal(found.top_column, column)
     assert torch.allclose(found.top_logit, top, rtol=1e-12)
@@ -225,12 +301,13 @@ def test_largest_logit_and_its_column(vocab_chunk: int | None) -> None:
     assert not found.top_column.requires_grad
 
 
+@pytest.mark.parametrize("are_weights_known", [False, True])
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)])
-def test_frozen_inputs(frozen: tuple[int, ...]) -> None:
+def test_frozen_inputs(frozen: tuple[int, ...], are_weights_known: bool) -> None:
     inputs = draw(11, 30)
     expected = outcome(eager, inputs)[1:]
     leaves = [tensor.detach().clone().requires_grad_(index not in frozen) for index, tensor in enumerate(inputs[:3])]
-    ours(*leaves, inputs[3], vocab_chunk=7).backward(inputs[4])
+    ours(*leaves, inputs[3], token_chunk=7, token_weight=inputs[4] if are_weights_known else None).backward(inputs[4])
     for index, leaf in enumerate(leaves):
         if index in frozen:
             assert leaf.grad is None
@@ -238,8 +315,9 @@ def test_frozen_inputs(frozen: tuple[int, ...]) -> None:
             assert torch.allclose(leaf.grad, expected[index], rtol=1e-10)
 
 
+@pytest.mark.parametrize("are_weights_known", [False, True])
 @pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
-def test_main_grad_is_added_to(wide: torch.dtype) -> None:
+def test_main_grad_is_added_to(wide: torch.dtype, are_weights_known: bool) -> None:
     hidden, weight, bias, label, cotangent = draw(50, 60, dtype=torch.bfloat16)
     _, _, expected, _ = outcome(ours, [hidden, weight, bias, label, cotangent])
     buffer, calls = torch.ones(60, 24, dtype=wide), []
@@ -248,13 +326,14 @@ def test_main_grad_is_added_to(wide: torch.dtype) -> None:
         calls.append(buffer.clone())
         return torch.full_like(weight, 3.0)
 
-    loss = ours(hidden, weight, bias, label, main_grad=MainGrad(buffer, placeholder), vocab_chunk=16)
-    gradient = torch.autograd.grad(loss, weight, cotangent.float())[0]
+    given = {"main_grad": MainGrad(buffer, placeholder), "token_chunk": 16}
+    loss = ours(hidden, weight, bias, label, token_weight=cotangent if are_weights_known else None, **given)
+    gradient = torch.autograd.grad(loss, weight, cotangent.float() / 3)[0]
     assert torch.equal(gradient, torch.full_like(weight, 3.0))
     assert len(calls) == 1
     assert torch.equal(calls[0], buffer)
-    assert torch.allclose(buffer.float() - 1, expected.float(), rtol=2e-2, atol=2e-2)
-    # Twice the gradient after twice the pass, once the weight is frozen nothing.
+    assert torch.allclose(buffer.float() - 1, expected.float() / 3, rtol=2e-2, atol=2e-2)
+    # Once the weight is frozen nothing.
     ours(hidden, weight.detach(), bias, label, main_grad=MainGrad(buffer, placeholder)).sum().backward()
     assert len(calls) == 1
     assert torch.equal(calls[0], buffer)
@@ -273,14 +352,15 @@ class Produced(TorchDispatchMode):
         return out
 
 
-def test_no_tensor_of_tokens_times_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "LOGIT_CHUNK_BYTES", 2**14)
-    monkeypatch.setattr(chunked, "MIN_VOCAB_CHUNK", 16)
+@pytest.mark.parametrize("are_weights_known", [False, True])
+def test_no_tensor_of_tokens_times_vocabulary(monkeypatch: pytest.MonkeyPatch, are_weights_known: bool) -> None:
+    monkeypatch.setitem(chunked.LOGIT_BYTES, "cpu", 8 * 300 * 4)
+    monkeypatch.setattr(chunked, "TOKENS", 4)
     inputs = draw(200, 300, H=12, dtype=torch.float32)
     with Produced() as all_at_once:
         expected = outcome(eager, inputs)
     with Produced() as in_chunks:
-        found = outcome(ours, inputs)
+        found = outcome(ours, inputs, token_weight=inputs[-1] if are_weights_known else None)
     assert all_at_once.largest == 200 * 300
     assert in_chunks.largest == 300 * 12  # the weight
     assert_same(found, expected, rms=2e-6)
@@ -295,29 +375,32 @@ def test_what_is_kept_for_the_backward_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "size", "columns", "count"),
-    [(8192, 2, 2048, 4), (65536, 2, 512, 16), (8192, 4, 1024, 8), (1, 2, 8192, 1)],
+    ("tokens", "vocab", "device", "chunk"),
+    [
+        (8192, 65536, "cuda", 4096),
+        (8193, 65536, "cuda", 2816),
+        (24576, 65536, "cuda", 4096),
+        (8192, 8192, "cuda", 8192),
+        (8192, 65536, "cpu", 256),
+        (100, 65536, "cpu", 100),
+        (8192, 2**28, "cpu", 128),
+    ],
 )
-def test_chosen_chunks(tokens: int, size: int, columns: int, count: int) -> None:
-    options = chunked._Options(1.0, None, None, None, None)
-    weight = torch.empty(8192, 1, dtype={2: torch.bfloat16, 4: torch.float32}[size])
-    chunks = options.columns(tokens, weight)
-    assert len(chunks) == count
-    assert {chunk.stop - chunk.start for chunk in chunks} == {columns}
-    assert options.rows(tokens, chunks[0])[0].stop == min(tokens, 2**21 // columns)
+def test_chosen_chunks(tokens: int, vocab: int, device: str, chunk: int) -> None:
+    assert chunked.chunk_tokens(tokens, vocab, torch.bfloat16, torch.device(device)) == chunk
 
 
 def test_uninitialised_memory_is_never_read() -> None:
     inputs = draw(37, 90, dtype=torch.float32)
-    expected = outcome(ours, inputs, vocab_chunk=16, token_block=5)
+    calls = [{"token_chunk": 5}, {"token_chunk": 5, "token_weight": inputs[-1]}]
+    expected = [outcome(ours, inputs, **call) for call in calls]
     torch.use_deterministic_algorithms(True)  # torch.empty then holds NaN
     try:
         assert torch.isnan(torch.empty(8)).all()
-        found = outcome(ours, inputs, vocab_chunk=16, token_block=5)
+        found = [outcome(ours, inputs, **call) for call in calls]
     finally:
         torch.use_deterministic_algorithms(False)
-    for have, want in zip(found, expected, strict=True):
-        assert torch.equal(have, want)
+    assert all(torch.equal(*pair) for one in zip(found, expected, strict=True) for pair in zip(*one, strict=True))
 
 
 def test_a_second_derivative_is_refused() -> None:
@@ -341,8 +424,7 @@ def test_a_second_derivative_is_refused() -> None:
         ({"bias_V": torch.zeros(7, dtype=torch.float64)}, "as the weight has"),
         ({"token_weight": torch.ones(5)}, r"token_weight has shape \(5,\), expected \(4,\)"),
         ({"token_weight": torch.ones(4, requires_grad=True)}, "expected .* without a gradient"),
-        ({"vocab_chunk": 0}, "vocab_chunk is 0"),
-        ({"token_block": -1}, "token_block is -1"),
+        ({"token_chunk": 0}, "token_chunk is 0"),
     ],
 )
 def test_bad_arguments(change: dict[str, Any], message: str) -> None:
@@ -350,6 +432,6 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
     linear_cross_entropy(**good)
     with pytest.raises(ModelError, match=message):
         linear_cross_entropy(**{**good, **change})
-    if not {"vocab_chunk", "token_block"} & change.keys():
+    if "token_chunk" not in change:
         with pytest.raises(ModelError, match=message):
             truth.linear_cross_entropy(**{**good, **change})

@@ -32,8 +32,8 @@ TOKENS = 128
 COLUMNS = 64
 """Rows of logits are padded to a multiple of this many columns, which are never read: products and kernels want alignment."""
 
-ROUNDINGS = 8
-"""Chunks whose gradients of a 16-bit weight are summed up in 16 bits, where they are not added to a main_grad."""
+ROUNDINGS = 2
+"""Chunks whose gradients of a 16-bit weight may be summed up in 16 bits."""
 
 PROMISE = 1e-4
 """How far the gradient of a token's loss may be from its weight times the factor, relative: rounding in float32, of all."""
@@ -92,13 +92,11 @@ class _Options:
         """The vocabulary entry that this rank's row 0 belongs to."""
         return 0 if self.shards is None else self.shards.group.rank() * vocab
 
-    def chunk(self, tokens: int, weight_VH: torch.Tensor) -> int:
-        """Tokens in a chunk: of about :data:`LOGIT_BYTES` and all alike."""
-        if self.token_chunk is not None:
-            return min(self.token_chunk, tokens)
-        row_bytes = weight_VH.shape[0] * weight_VH.element_size()
-        count = -(-tokens * row_bytes // LOGIT_BYTES["cuda" if weight_VH.is_cuda else "cpu"])
-        return min(-(-tokens // (count * TOKENS)) * TOKENS, tokens)
+
+def chunk_tokens(tokens: int, vocab: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many tokens a chunk has: those of about :data:`LOGIT_BYTES`, and all chunks alike."""
+    count = -(-tokens * vocab * dtype.itemsize // LOGIT_BYTES[device.type])
+    return min(-(-tokens // (count * TOKENS)) * TOKENS, tokens)
 
 
 def linear_cross_entropy(
@@ -180,7 +178,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor_N = None
         if weight_N is not None and options.grad_enabled and hidden.dtype != torch.float16:
             factor_N = weight_N * options.logit_scale
-        gradients = None if factor_N is None else _Gradients(ctx.needs_input_grad, head, None)
+        gradients = None if factor_N is None else _Gradients(ctx.needs_input_grad, head, is_early=True)
         label_N = label.reshape(-1) - options.first_column(weight_VH.shape[0])
         loss_N, logsumexp_N, top_N = (torch.empty(len(label_N), dtype=dtype, device=label.device) for _ in range(3))
         column_N = torch.empty_like(label_N)
@@ -221,7 +219,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             hidden, weight_VH, bias_V, label_N, logsumexp_N = saved
             head = _Head(hidden, weight_VH, bias_V, options)
-            gradients = _Gradients(ctx.needs_input_grad, head, main_grad)
+            gradients = _Gradients(ctx.needs_input_grad, head, is_early=False)
             for rows, logit_CV in head.chunks():
                 factor_C = grad_N[rows] * options.logit_scale
                 head.softmax.gradient_(logit_CV, label_N[rows], logsumexp_N[rows], factor_C)
@@ -265,7 +263,9 @@ class _Head:
     ) -> None:
         self.hidden_NH = _gathered(hidden, options.shards)
         self.weight_VH, self.bias_V, self.options = weight_VH, bias_V, options
-        self.chunk = options.chunk(len(self.hidden_NH), weight_VH)
+        tokens, vocab = len(self.hidden_NH), weight_VH.shape[0]
+        chosen = options.token_chunk or chunk_tokens(tokens, vocab, hidden.dtype, hidden.device)
+        self.chunk = min(chosen, tokens)
 
     @property
     def softmax(self) -> ModuleType:
@@ -300,24 +300,29 @@ def _gathered(hidden: torch.Tensor, shards: VocabShards | None) -> torch.Tensor:
 class _Gradients:
     """The gradients of hidden, weight and bias that are asked for, built up chunk by chunk."""
 
-    def __init__(self, needed: tuple[bool, ...], head: _Head, main_grad: MainGrad | None) -> None:
-        self.head, hidden_NH = head, head.hidden_NH
+    def __init__(self, needed: tuple[bool, ...], head: _Head, is_early: bool) -> None:
+        """``is_early``: in the forward pass, where a factor is still to come and nothing goes into a main_grad yet."""
+        self.head, hidden_NH, options = head, head.hidden_NH, head.options
         for_hidden, for_weight, for_bias = needed[:3]
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
-        self.grad_NH = hidden_NH.new_empty(hidden_NH.shape) if for_hidden else None
-        self.is_own = main_grad is None
+        # What is multiplied by the factor and rounded then is not rounded before, but for what ranks send each other.
+        dtype = wide if is_early and options.shards is None else hidden_NH.dtype
+        self.grad_NH = hidden_NH.new_empty(hidden_NH.shape, dtype=dtype) if for_hidden else None
+        self.is_own = is_early or options.main_grad is None
         self.total_VH: torch.Tensor | None = None
-        if for_weight and main_grad is not None:
-            self.total_VH = main_grad.buffer_VH
-        elif for_weight:
-            dtype = hidden_NH.dtype if len(hidden_NH) <= ROUNDINGS * head.chunk else wide
+        if for_weight and self.is_own:
+            is_last_rounding = is_early == (options.main_grad is not None)
+            few = len(hidden_NH) <= ROUNDINGS * head.chunk
+            dtype = hidden_NH.dtype if is_last_rounding and few else wide
             self.total_VH = torch.empty_like(head.weight_VH, dtype=dtype)
+        elif for_weight and options.main_grad is not None:
+            self.total_VH = options.main_grad.buffer_VH
         self.grad_V = None if head.bias_V is None or not for_bias else torch.zeros_like(head.bias_V, dtype=wide)
 
     def add(self, grad_CV: torch.Tensor, rows: slice) -> None:
         """Take in the gradient of the logits of the tokens ``rows``."""
         if self.grad_NH is not None:
-            torch.mm(grad_CV, self.head.weight_VH, out=self.grad_NH[rows])
+            _add_product(self.grad_NH[rows], grad_CV, self.head.weight_VH, is_first=True)
         if self.total_VH is not None:
             is_first = self.is_own and rows.start == 0
             _add_product(self.total_VH, grad_CV.t(), self.head.hidden_NH[rows], is_first)
@@ -325,7 +330,7 @@ class _Gradients:
             self.grad_V += grad_CV.sum(dim=0, dtype=self.grad_V.dtype)
 
     def finish(self, hidden: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of ``hidden`` (this rank's part), weight and bias, the last two perhaps wider; None: not wanted here."""
+        """The gradients of ``hidden`` (this rank's part), weight and bias, these two perhaps wider; None: not wanted here."""
         return self._of_hidden(hidden), self.total_VH if self.is_own else None, self.grad_V
 
     def _of_hidden(self, hidden: torch.Tensor) -> torch.Tensor | None:

@@ -4,9 +4,10 @@ Activate: ``megacpp_mcore.patches.apply(["linear-cross-entropy"])``.
 Scope: GPTModel and HybridModel called with labels. The stock path stays, with one line in the log that says why, where
 something else needs the logits or owns their gradient: an inference engine, an ``output_processor``, the configuration
 logger, a loss or logit scale of the model's own, an output layer that is not exactly ColumnParallelLinear (the MXFP8 one,
-say) or has hooks, does not reduce its gradient, defers it (``defer_embedding_wgrad_compute``) or gathers its output over
-several ranks, a weight that is not a plain tensor or belongs to Megatron-FSDP or to sharded rematerialisation (GTP),
-Transformer Engine's cross-entropy, autocast. Without labels there is no loss, and stock runs without a word.
+say) or has hooks, does not reduce its gradient or defers it (``defer_embedding_wgrad_compute``), a weight that is not a plain
+tensor or belongs to Megatron-FSDP or to sharded rematerialisation (GTP), Transformer Engine's cross-entropy, autocast. Without
+labels there is no loss, and stock runs without a word. Refused is an output layer that gathers its output over several ranks:
+stock's loss counts a gathered logit once for each of them.
 Provenance: megatron-core 0.19.2 ``core/models/{gpt/gpt_model,hybrid/hybrid_model}.py``,
 ``core/models/common/language_module/language_module.py``, ``core/transformer/multi_token_prediction.py`` and
 ``core/tensor_parallel/layers.py``. At other commits upstream
@@ -239,7 +240,10 @@ def _of_layer(layer: Any, arguments: Mapping[str, Any]) -> str | None:
         return "the output layer has hooks, which get its logits or their gradient"
     gather = arguments.get("runtime_gather_output")
     if layer.tp_group.size() > 1 and (layer.gather_output if gather is None else gather):
-        return "the output layer gathers its output over the tensor-parallel ranks"
+        raise PatchError(
+            "linear-cross-entropy: the output layer gathers its logits over the tensor-parallel ranks, and Megatron's loss, "
+            "which takes them for one rank's part, would count each once a rank; leave parallel_output at True"
+        )
     if layer.config.defer_embedding_wgrad_compute:
         return "defer_embedding_wgrad_compute keeps the gradient of the logits"
     if layer.disable_grad_reduce or layer.explicit_expert_comm:

@@ -5,15 +5,23 @@ Shape legend: N tokens, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
-from megacpp_mcore.ops.linear_cross_entropy.chunked import MainGrad, linear_cross_entropy
+from megacpp_mcore.ops.linear_cross_entropy import reference
+from megacpp_mcore.ops.linear_cross_entropy.chunked import MainGrad, VocabShards, linear_cross_entropy
 from megacpp_mcore.ops.testing import assert_parity
 from tests.gpu.device import peak, replayed, without_waiting
 
+ROOT = Path(__file__).parents[2]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -35,14 +43,23 @@ def eager(hidden: torch.Tensor, weight: torch.Tensor, label: torch.Tensor) -> to
     return torch.nn.functional.cross_entropy(logit, label, reduction="none")
 
 
-def ours(hidden: torch.Tensor, weight: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return linear_cross_entropy(hidden, weight, label).loss
-
-
-def outcome(op: Callable[..., torch.Tensor], inputs: Inputs) -> list[torch.Tensor]:
+def outcome(op: Callable[..., torch.Tensor], inputs: Inputs, **options: Any) -> list[torch.Tensor]:
     hidden, weight, label, cotangent = inputs
-    loss = op(hidden, weight, label)
+    loss = op(hidden, weight, label, **options)
     return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight), cotangent.to(loss.dtype))]
+
+
+def ours(hidden: torch.Tensor, weight: torch.Tensor, label: torch.Tensor, **options: Any) -> torch.Tensor:
+    return linear_cross_entropy(hidden, weight, label, **options).loss
+
+
+def accumulated(inputs: Inputs, **options: Any) -> list[torch.Tensor]:
+    """As :func:`outcome`, with the weight's gradient in a main_grad."""
+    hidden, weight, label, cotangent = inputs
+    buffer = torch.zeros(weight.shape, device="cuda")
+    loss = ours(hidden, weight, label, main_grad=MainGrad(buffer, lambda: None), **options)
+    grad_hidden, _ = torch.autograd.grad(loss, (hidden, weight), cotangent, allow_unused=True)
+    return [loss.detach(), grad_hidden, buffer]
 
 
 def in_float64(inputs: Inputs) -> Inputs:
@@ -64,45 +81,141 @@ def assert_same(found: list[torch.Tensor], truth: list[torch.Tensor], peer: list
         assert_parity(have, want, rms=rms, dtype_peer=other, max_abs_factor=factor, name=name)
 
 
+def masked(inputs: Inputs) -> tuple[Inputs, torch.Tensor]:
+    """The inputs with the gradient that a loss mask and a factor for all tokens give, and that mask."""
+    *others, cotangent = inputs
+    mask = (cotangent > -1.3).float()
+    return (*others, mask * 0.37), mask
+
+
 @pytest.mark.parametrize(("dtype", "rms"), [(torch.float32, 5e-6), (torch.bfloat16, 5e-3), (torch.float16, 5e-3)])
-@pytest.mark.parametrize(("N", "H", "V"), [(2345, 320, 9001), (1, 64, 5000), (4096, 512, 16384)])
+@pytest.mark.parametrize(("N", "H", "V"), [(2345, 320, 9001), (1, 64, 5000), (4097, 512, 50257), (4096, 512, 16384)])
 def test_parity(N: int, H: int, V: int, dtype: torch.dtype, rms: float) -> None:
-    inputs = draw(N, H, V, dtype)
-    assert_same(outcome(ours, inputs), outcome(eager, in_float64(inputs)), outcome(eager, inputs), rms)
+    """Gradients as the backward pass makes them, and as the forward pass does; in one chunk and in several; the same twice."""
+    inputs, mask = masked(draw(N, H, V, dtype))
+    truth, peer = outcome(eager, in_float64(inputs)), outcome(eager, inputs)
+    for known in ({}, {"token_weight": mask}):
+        for chunk in (None, 1000):
+            options = {"token_chunk": chunk} | known
+            for run in (partial(outcome, ours), accumulated):
+                found = run(inputs, **options)
+                assert_same(found, truth, peer, rms)
+                assert all(map(torch.equal, found, run(inputs, **options)))
+
+
+def test_bias_scale_and_labels_outside() -> None:
+    """Labels of other ranks count as those of the largest logit here; statistics are those of the logits."""
+    hidden, weight, label, cotangent = draw(515, 320, 9001, torch.bfloat16)
+    bias = torch.randn(9001, device="cuda").bfloat16().requires_grad_()
+    label[::3] += 9001
+    label[1::7] = -100
+    weights = cotangent.abs()
+
+    def run(op: Callable[..., Any], double: bool, **options: Any) -> list[torch.Tensor]:
+        leaves = [leaf.detach().double().requires_grad_() if double else leaf for leaf in (hidden, weight, bias)]
+        loss = op(leaves[0], leaves[1], label, bias_V=leaves[2], logit_scale=0.5, **options)
+        loss = getattr(loss, "loss", loss)
+        return [loss.detach()[:, None], *torch.autograd.grad(loss, leaves, weights.to(loss.dtype) * 3)]
+
+    truth, peer = run(reference.linear_cross_entropy, True), run(reference.linear_cross_entropy, False)
+    for options in ({}, {"token_weight": weights}, {"token_weight": weights, "token_chunk": 100}):
+        found = run(linear_cross_entropy, False, **options)
+        for name, have, want, other in zip(("loss", "hidden", "weight", "bias"), found, truth, peer, strict=True):
+            assert_parity(have, want, rms=1e-2, dtype_peer=other, name=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_largest_logit_and_its_column(dtype: torch.dtype) -> None:
+    """Of equal ones the first, and what −∞ leaves."""
+    hidden, weight, label, _ = draw(700, 64, 9001, dtype)
+    with torch.no_grad():
+        weight[5000] = weight[17]
+        weight[:17] = 0
+    found = linear_cross_entropy(hidden, weight, label)
+    logit = torch.mm(hidden, weight.t())
+    assert torch.equal(found.top_logit, logit.amax(-1).float())
+    assert torch.equal(found.top_column, (logit == logit.amax(-1, keepdim=True)).int().argmax(-1))
+    bias = torch.zeros(9001, device="cuda", dtype=dtype)
+    bias[17:9000] = -torch.inf
+    found = linear_cross_entropy(hidden, weight, label.fill_(3), bias_V=bias)
+    assert bool(found.loss.isfinite().all())
+    assert bool(((found.top_column < 17) | (found.top_column == 9000)).all())
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_vocabulary_over_ranks(known: bool, tmp_path: Path) -> None:
+    """A group of one rank: statistics and gradient in two steps, with what ranks send each other in between."""
+    inputs, mask = masked(draw(2345, 320, 9001, torch.bfloat16))
+    options = {"token_weight": mask if known else None, "token_chunk": 1000}
+    expected = outcome(ours, inputs, **options)
+    distributed.init_process_group(
+        "nccl", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        for sequence_parallel in (False, True):
+            shards = VocabShards(distributed.group.WORLD, sequence_parallel)
+            found = outcome(ours, inputs, shards=shards, **options)
+            for have, want in zip(found, expected, strict=True):
+                assert_parity(
+                    have if have.dim() > 1 else have[:, None], want if want.dim() > 1 else want[:, None], rms=4e-3
+                )
+    finally:
+        distributed.destroy_process_group()
+
+
+BROKEN_PROMISE = """
+import torch
+from tests.gpu.test_linear_cross_entropy import draw, ours
+hidden, weight, label, cotangent = draw(64, 64, 512, torch.bfloat16)
+ours(hidden, weight, label, token_weight=torch.ones(64, device="cuda")).backward(cotangent)
+torch.cuda.synchronize()
+"""
+
+
+def test_a_gradient_that_is_not_what_the_weights_promise_ends_the_process() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", BROKEN_PROMISE], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode != 0
+    assert "is not token_weight times one factor" in ended.stderr
 
 
 def test_at_the_size_of_the_model() -> None:
-    """8192 × 3584 × 65536 in bfloat16: a fifth of stock's peak, the gradients counted in, and less with a main_grad."""
-    stock = 8192 * 65536 * (2 + 4)  # logits in bfloat16 and their copy in float32, which stock holds at once
-    inputs = draw(8192, 3584, 65536, torch.bfloat16)
-    hidden, weight, label, cotangent = inputs
-    buffer = torch.zeros(weight.shape, device="cuda")
-
-    def accumulate() -> None:
-        loss = linear_cross_entropy(hidden, weight, label, main_grad=MainGrad(buffer, lambda: None)).loss
-        torch.autograd.grad(loss, (hidden, weight), cotangent, allow_unused=True)
-
+    """8192 × 3584 × 65536 in bfloat16: what is held beside inputs and main_grad, the gradients that are returned counted in."""
+    inputs, mask = masked(draw(8192, 3584, 65536, torch.bfloat16))
+    known = {"token_weight": mask}
     outcome(ours, draw(64, 64, 64, torch.bfloat16))  # the libraries' workspaces
-    of_eager, of_ours = peak(lambda: outcome(eager, inputs)), peak(lambda: outcome(ours, inputs))
-    accumulated = peak(accumulate)
-    assert of_eager > stock
-    assert of_ours <= stock / 5
-    assert accumulated <= stock / 15
-    found, peer, truth = outcome(ours, inputs), outcome(eager, inputs), outcome(eager, in_float64(inputs))
-    assert_same(found, truth, peer, 5e-3)
-    assert_parity(buffer, truth[2], rms=5e-3, dtype_peer=peer[2], name="main_grad")
+    buffer = 4 * 65536 * 3584
+    assert peak(lambda: outcome(eager, inputs)) > 8192 * 65536 * (2 + 4)  # logits in bfloat16 and float32
+    assert peak(lambda: outcome(ours, inputs)) <= 1.1e9
+    assert peak(lambda: outcome(ours, inputs, **known)) <= 1.7e9
+    assert peak(lambda: accumulated(inputs)) - buffer <= 0.65e9
+    assert peak(lambda: accumulated(inputs, **known)) - buffer <= 1.2e9
+    peer, truth = outcome(eager, inputs), outcome(eager, in_float64(inputs))
+    for found in (
+        outcome(ours, inputs),
+        outcome(ours, inputs, **known),
+        accumulated(inputs),
+        accumulated(inputs, **known),
+    ):
+        assert_same(found, truth, peer, 5e-3)
 
 
-def test_nothing_waits_for_the_device() -> None:
-    inputs = draw(512, 128, 3000, torch.bfloat16)
-    outcome(ours, inputs)
+@pytest.mark.parametrize("known", [False, True])
+def test_nothing_waits_for_the_device(known: bool) -> None:
+    inputs, mask = masked(draw(512, 128, 3000, torch.bfloat16))
+    options = {"token_weight": mask} if known else {}
+    outcome(ours, inputs, **options)
     with without_waiting():
-        outcome(ours, inputs)
+        outcome(ours, inputs, **options)
+        accumulated(inputs, **options)
 
 
-def test_cuda_graph() -> None:
-    inputs = draw(512, 128, 3000, torch.bfloat16)
-    others = [tensor.detach().flip(0) for tensor in draw(512, 128, 3000, torch.bfloat16)]
-    captured = replayed(lambda: outcome(ours, inputs), inputs, others)
-    for have, want in zip(captured, outcome(ours, inputs), strict=True):
+@pytest.mark.parametrize("known", [False, True])
+def test_cuda_graph(known: bool) -> None:
+    inputs, mask = masked(draw(512, 128, 3000, torch.bfloat16))
+    others = [tensor.detach().flip(0) for tensor in inputs]
+    options = {"token_weight": mask} if known else {}
+    captured = replayed(lambda: outcome(ours, inputs, **options), (*inputs, mask), (*others, mask.flip(0)))
+    for have, want in zip(captured, outcome(ours, inputs, **options), strict=True):
         assert_parity(have, want, rms=5e-3)

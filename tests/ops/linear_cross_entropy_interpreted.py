@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from megacpp_mcore.ops.linear_cross_entropy import softmax, triton
+from megacpp_mcore.ops.linear_cross_entropy import eager, triton
 from megacpp_mcore.ops.testing import assert_parity
 from tests.ops.interpreted import take_scalars_of_one_element
 
@@ -34,7 +34,7 @@ def main() -> None:
     weight_C = torch.tensor([1.0, 0.0, -0.3, 2.0, 1.0, 1.0, 0.5, 1.0])
     for dtype, rms in ((torch.float32, 1e-6), (torch.float16, 5e-4)):
         outcomes = []
-        for module in (softmax, triton):
+        for module in (eager, triton):
             alone, given = rows(dtype), rows(dtype)
             found = module.statistics(alone, label_C, weight_C)
             again = module.statistics(given, label_C, None)
@@ -50,6 +50,12 @@ def main() -> None:
             assert_parity(getattr(ours, name)[:, None], getattr(stock, name)[:, None], rms=1e-6, name=name)
         for name, have, want in zip(("at once", "later"), actual, expected, strict=True):
             assert_parity(have, want, rms=rms, name=name)
+    gradient, total = torch.randn(5, 1000).half(), torch.randn(5, 1000)
+    for beta in (0.0, 1.0):
+        have, want = total.clone(), total.clone()
+        for module, out in ((triton, have), (eager, want)):
+            module.add_scaled_(out, gradient, torch.tensor([0.3]), beta)
+        assert_parity(have, want, rms=1e-6)
 
 
 if __name__ == "__main__":

@@ -425,6 +425,8 @@ def test_a_second_derivative_is_refused() -> None:
         ({"token_weight": torch.ones(5)}, r"token_weight has shape \(5,\), expected \(4,\)"),
         ({"token_weight": torch.ones(4, requires_grad=True)}, "expected .* without a gradient"),
         ({"token_chunk": 0}, "token_chunk is 0"),
+        ({"main_grad": MainGrad(torch.zeros(7, 6), lambda: None)}, r"shape \(7, 6\) and strides"),
+        ({"main_grad": MainGrad(torch.zeros(5, 7).t(), lambda: None)}, "expected a contiguous one"),
     ],
 )
 def test_bad_arguments(change: dict[str, Any], message: str) -> None:
@@ -432,6 +434,6 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
     linear_cross_entropy(**good)
     with pytest.raises(ModelError, match=message):
         linear_cross_entropy(**{**good, **change})
-    if "token_chunk" not in change:
+    if not {"token_chunk", "main_grad"} & change.keys():
         with pytest.raises(ModelError, match=message):
             truth.linear_cross_entropy(**{**good, **change})

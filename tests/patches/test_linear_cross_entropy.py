@@ -45,13 +45,13 @@ Outcome = dict[str, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks of the vocabulary and blocks of tokens at these sizes, none of which divides anything."""
+    """Several chunks of the tokens, which divide nothing."""
     for name, size in SMALL.items():
         monkeypatch.setattr(chunked, name, size)
     linear_cross_entropy._warn.cache_clear()
 
 
-SMALL = {"LOGIT_CHUNK_BYTES": 1, "MIN_VOCAB_CHUNK": 50, "FLOAT_BLOCK_BYTES": 4 * 50 * 9}
+SMALL = {"LOGIT_BYTES": {"cpu": 1}, "TOKENS": 9}
 
 
 def patched() -> contextlib.AbstractContextManager[Registry]:
@@ -359,12 +359,12 @@ def rank_of_two(rank: int, store: str) -> dict[str, Any]:
         return report
 
 
-def _gathered_head(model: Any) -> list[Any]:
-    """A head that gathers its output keeps its logits, and says so."""
+def _gathered_head(model: Any) -> str:
+    """What a head that gathers its logits is refused with."""
     model.output_layer.gather_output = True
-    with patched(), counted_losses() as made, mock.patch.object(linear_cross_entropy.logger, "warning") as log:
+    with patched(), pytest.raises(PatchError) as refusal:
         forward(model)
-    return [len(made), [call.args[0] for call in log.call_args_list]]
+    return str(refusal.value)
 
 
 WORKER = """
@@ -398,13 +398,10 @@ def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(error[-4000:] for _, error in ended)
-    for index, (output, _) in enumerate(ended):
+    for output, _ in ended:
         report = json.loads(output.splitlines()[-1])
         assert len(report) == 2 * len(TWO_RANKS) + 1
-        made, logged = report.pop("gathered")
-        assert made == 0
-        assert [line for line in logged if "gathers its output" in line] == logged
-        assert len(logged) == (1 if index == 0 else 0)
+        assert "gathers its logits over the tensor-parallel ranks" in report.pop("gathered")
         for name, (losses, compared, differences) in report.items():
             assert losses == 3, name
             assert compared > 30, name

@@ -20,7 +20,7 @@ from torch import distributed
 from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.linear_cross_entropy import softmax
+from megacpp_mcore.ops.linear_cross_entropy import eager
 from megacpp_mcore.ops.linear_cross_entropy.reference import check_arguments
 
 LOGIT_BYTES = {"cuda": 2**29, "cpu": 2**25}
@@ -145,6 +145,13 @@ def linear_cross_entropy(
     """
     check_arguments(hidden, weight_VH, label, bias_V, token_weight)
     _check_label(hidden, label, shards)
+    if main_grad is not None and (
+        main_grad.buffer_VH.shape != weight_VH.shape or not main_grad.buffer_VH.is_contiguous()
+    ):
+        raise ModelError(
+            f"main_grad has a buffer of shape {tuple(main_grad.buffer_VH.shape)} and strides {main_grad.buffer_VH.stride()}, "
+            f"expected a contiguous one of shape {tuple(weight_VH.shape)}, as the weight has"
+        )
     if token_chunk is not None and token_chunk < 1:
         raise ModelError(f"token_chunk is {token_chunk}, expected a positive number (or None to choose it)")
     options = _Options(logit_scale, shards, main_grad, token_chunk, torch.is_grad_enabled())
@@ -172,30 +179,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         token_weight: torch.Tensor | None,
         options: _Options,
     ) -> tuple[torch.Tensor, ...]:
-        head = _Head(hidden, weight_VH, bias_V, options)
+        head, between = _Head(hidden, weight_VH, bias_V, options), _implementation(hidden.device, hidden.dtype)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         weight_N = None if token_weight is None else token_weight.reshape(-1).to(dtype)
         factor_N = None
         if weight_N is not None and options.grad_enabled and hidden.dtype != torch.float16:
             factor_N = weight_N * options.logit_scale
-        gradients = None if factor_N is None else _Gradients(ctx.needs_input_grad, head, is_early=True)
+        gradients = None if factor_N is None else _Gradients(ctx.needs_input_grad, head, in_forward=True)
         label_N = label.reshape(-1) - options.first_column(weight_VH.shape[0])
         loss_N, logsumexp_N, top_N = (torch.empty(len(label_N), dtype=dtype, device=label.device) for _ in range(3))
         column_N = torch.empty_like(label_N)
         for rows, logit_CV in head.chunks():
             label_C, factor_C = label_N[rows], None if factor_N is None else factor_N[rows]
-            found = head.softmax.statistics(logit_CV, label_C, factor_C if options.group is None else None)
+            found = between.statistics(logit_CV, label_C, factor_C if options.group is None else None)
             top_N[rows], column_N[rows] = found.top, found.column
             loss_N[rows], logsumexp_N[rows] = found.losses(label_C, logit_CV.shape[1], options.group)
             if gradients is not None:
                 if options.group is not None:
-                    head.softmax.gradient_(logit_CV, label_C, logsumexp_N[rows], factor_C)
+                    between.gradient_(logit_CV, label_C, logsumexp_N[rows], factor_C)
                 gradients.add(logit_CV, rows)
         if gradients is None:
             ctx.save_for_backward(weight_N, hidden, weight_VH, bias_V, label_N, logsumexp_N)
         else:
             ctx.save_for_backward(weight_N, *gradients.finish(hidden))
-        ctx.options, ctx.is_early, ctx.dtype = options, gradients is not None, hidden.dtype
+        ctx.options, ctx.in_forward, ctx.dtype = options, gradients is not None, hidden.dtype
         outputs = tuple(out.view(label.shape) for out in (loss_N, top_N, column_N))
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
@@ -206,25 +213,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_N, *saved = ctx.saved_tensors
         options: _Options = ctx.options
         main_grad = options.main_grad if ctx.needs_input_grad[1] else None
+        between = _implementation(grad_loss.device, ctx.dtype)
         grad_N = grad_loss.reshape(-1)
         if weight_N is not None:
             grad_N = grad_N.masked_fill(weight_N == 0, 0.0)
-        if ctx.is_early:
+        if ctx.in_forward:
             factor_1 = _factor(grad_N, weight_N)
-            found = list(saved)
             if main_grad is not None:
-                torch.addcmul(main_grad.buffer_VH, found[1], factor_1, out=main_grad.buffer_VH)
-                found[1] = None
-            found = [None if grad is None else _scaled(grad, factor_1, ctx.dtype) for grad in found]
+                between.add_scaled_(main_grad.buffer_VH, saved[1], factor_1)
+                saved[1] = None
+            found = [None if gradient is None else torch.empty_like(gradient, dtype=ctx.dtype) for gradient in saved]
+            for out, gradient in zip(found, saved, strict=True):
+                if out is not None:
+                    between.add_scaled_(out, gradient, factor_1, beta=0.0)
         else:
             hidden, weight_VH, bias_V, label_N, logsumexp_N = saved
             head = _Head(hidden, weight_VH, bias_V, options)
-            gradients = _Gradients(ctx.needs_input_grad, head, is_early=False)
+            gradients = _Gradients(ctx.needs_input_grad, head, in_forward=False)
             for rows, logit_CV in head.chunks():
                 factor_C = grad_N[rows] * options.logit_scale
-                head.softmax.gradient_(logit_CV, label_N[rows], logsumexp_N[rows], factor_C)
+                between.gradient_(logit_CV, label_N[rows], logsumexp_N[rows], factor_C)
                 gradients.add(logit_CV, rows)
-            found = [None if grad is None else grad.to(ctx.dtype) for grad in gradients.finish(hidden)]
+            found = [None if gradient is None else gradient.to(ctx.dtype) for gradient in gradients.finish(hidden)]
         if main_grad is not None:
             found[1] = main_grad.placeholder()
         return (*found, None, None, None)
@@ -250,9 +260,13 @@ def _factor(grad_N: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
     return factor_1
 
 
-def _scaled(gradient: torch.Tensor, factor_1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``gradient · factor``, rounded once."""
-    return torch.mul(gradient, factor_1, out=torch.empty_like(gradient, dtype=dtype))
+def _implementation(device: torch.device, dtype: torch.dtype) -> ModuleType:
+    """What is done in between the products: by kernels on a GPU, but for float64."""
+    if device.type != "cuda" or dtype == torch.float64:
+        return eager
+    from megacpp_mcore.ops.linear_cross_entropy import triton
+
+    return triton
 
 
 class _Head:
@@ -266,15 +280,6 @@ class _Head:
         tokens, vocab = len(self.hidden_NH), weight_VH.shape[0]
         chosen = options.token_chunk or chunk_tokens(tokens, vocab, hidden.dtype, hidden.device)
         self.chunk = min(chosen, tokens)
-
-    @property
-    def softmax(self) -> ModuleType:
-        """What goes through the logits: on a GPU a kernel, but for float64."""
-        if not self.hidden_NH.is_cuda or self.hidden_NH.dtype == torch.float64:
-            return softmax
-        from megacpp_mcore.ops.linear_cross_entropy import triton
-
-        return triton
 
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Each chunk's tokens and their logits [C, V], which the next one's replace."""
@@ -300,21 +305,21 @@ def _gathered(hidden: torch.Tensor, shards: VocabShards | None) -> torch.Tensor:
 class _Gradients:
     """The gradients of hidden, weight and bias that are asked for, built up chunk by chunk."""
 
-    def __init__(self, needed: tuple[bool, ...], head: _Head, is_early: bool) -> None:
-        """``is_early``: in the forward pass, where a factor is still to come and nothing goes into a main_grad yet."""
+    def __init__(self, needed: tuple[bool, ...], head: _Head, in_forward: bool) -> None:
+        """``in_forward``: in the forward pass, where a factor is still to come and nothing goes into a main_grad yet."""
         self.head, hidden_NH, options = head, head.hidden_NH, head.options
         for_hidden, for_weight, for_bias = needed[:3]
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
         # What is multiplied by the factor and rounded then is not rounded before, but for what ranks send each other.
-        dtype = wide if is_early and options.shards is None else hidden_NH.dtype
+        dtype = wide if in_forward and options.shards is None else hidden_NH.dtype
         self.grad_NH = hidden_NH.new_empty(hidden_NH.shape, dtype=dtype) if for_hidden else None
-        self.is_own = is_early or options.main_grad is None
+        self.is_own = in_forward or options.main_grad is None
         self.total_VH: torch.Tensor | None = None
         if for_weight and self.is_own:
-            is_last_rounding = is_early == (options.main_grad is not None)
+            is_last_rounding = in_forward == (options.main_grad is not None)
             few = len(hidden_NH) <= ROUNDINGS * head.chunk
             dtype = hidden_NH.dtype if is_last_rounding and few else wide
-            self.total_VH = torch.empty_like(head.weight_VH, dtype=dtype)
+            self.total_VH = hidden_NH.new_empty(head.weight_VH.shape, dtype=dtype)
         elif for_weight and options.main_grad is not None:
             self.total_VH = options.main_grad.buffer_VH
         self.grad_V = None if head.bias_V is None or not for_bias else torch.zeros_like(head.bias_V, dtype=wide)

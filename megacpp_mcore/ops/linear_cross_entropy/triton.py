@@ -1,7 +1,7 @@
-"""The softmax of rows of logits by one Triton kernel: what :mod:`megacpp_mcore.ops.linear_cross_entropy.softmax` does.
+"""What linear cross-entropy does in between and behind its matrix products, by Triton kernels that wait for memory alone.
 
-A program has a row and goes through it twice: for its maximum and sum of exponentials, and to write the gradient over the
-logits. As few rows are under way as keep the memory busy, so that the second read comes from the L2 cache.
+The softmax: a program has a row and goes through it twice, for its maximum and sum of exponentials, and to write the gradient
+over the logits. As few rows are under way as keep the memory busy, so that the second read comes from the L2 cache.
 
 Legend: C tokens of a chunk, V vocabulary of this rank.
 """
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megacpp_mcore.ops.linear_cross_entropy.softmax import Statistics
+from megacpp_mcore.ops.linear_cross_entropy.eager import Statistics
 
 BLOCK = 8192
 """Logits that a program reads at a time."""
@@ -20,8 +20,11 @@ BLOCK = 8192
 GROUP = 8
 """Neighbouring logits that share one running maximum: the 16 bytes that a thread loads at once."""
 
-WARPS = 16
-"""Two programs of this size fill a multiprocessor."""
+WARPS = 32
+"""Two programs of this size fill a multiprocessor: 132 × 2 rows of 131 KB are under way in an H200."""
+
+SCALED = 2048
+"""Numbers that a program of ``add_scaled`` has."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -113,3 +116,19 @@ def gradient_(logit_CV: torch.Tensor, label_C: torch.Tensor, logsumexp_C: torch.
 def _launch(logit_CV: torch.Tensor, *tensors: torch.Tensor | None) -> None:
     rows, vocab = logit_CV.shape
     softmax_rows[(rows,)](logit_CV, *tensors, vocab, logit_CV.stride(0), BLOCK=BLOCK, GROUP=GROUP, num_warps=WARPS)
+
+
+@triton.jit
+def add_scaled(out, gradient, factor_1, size, BLOCK: tl.constexpr, BETA: tl.constexpr):
+    """``out = BETA · out + factor · gradient``."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(gradient + at, mask=at < size).to(tl.float32) * tl.load(factor_1)
+    if BETA:
+        x += tl.load(out + at, mask=at < size).to(tl.float32)
+    tl.store(out + at, x.to(out.dtype.element_ty), mask=at < size)
+
+
+def add_scaled_(out: torch.Tensor, gradient: torch.Tensor, factor_1: torch.Tensor, beta: float = 1.0) -> None:
+    """Do what the function of this name in plain PyTorch does, for contiguous tensors."""
+    size = out.numel()
+    add_scaled[(triton.cdiv(size, SCALED),)](out, gradient, factor_1, size, BLOCK=SCALED, BETA=beta != 0)

@@ -1,4 +1,4 @@
-"""Softmax and cross-entropy of rows of logits in plain PyTorch, and what becomes of them where the vocabulary is spread.
+"""What linear cross-entropy does in between and behind its matrix products, in plain PyTorch.
 
 Legend: C tokens of a chunk, V vocabulary of this rank.
 """
@@ -78,3 +78,11 @@ def gradient_(logit_CV: torch.Tensor, label_C: torch.Tensor, logsumexp_C: torch.
     softmax_CV = (logit_CV - logsumexp_C[:, None]).exp_()
     torch.mul(softmax_CV, weight_C[:, None], out=logit_CV)
     logit_CV.scatter_(1, column_C1, (at_label_C1 * weight_C[:, None]).to(logit_CV.dtype))
+
+
+def add_scaled_(out: torch.Tensor, gradient: torch.Tensor, factor_1: torch.Tensor, beta: float = 1.0) -> None:
+    """``out = beta · out + factor · gradient``, rounded once; beta is 0 or 1."""
+    if beta:
+        torch.addcmul(out, gradient, factor_1, out=out)
+    else:
+        torch.mul(gradient, factor_1, out=out)

@@ -25,7 +25,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import log_single_rank
 from megatron.training import global_vars
 
-from megacpp_mcore import patches
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.backends import Dispatcher
@@ -183,7 +182,7 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
     chunks = _chunks(model, config, run.text)
     gpt_host.check_layout(model, config, chunks)
     _check_symbols(model, chunks, layers, symbols)
-    patches.apply(gpt_host.PATCHES)
+    gpt_host.apply_patches()
     gpt_host.announce_policy(model, config, settings)
     gpt_host.prepare(model, config, run.sources)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)

@@ -57,7 +57,15 @@ def problem(options: Options) -> Problem:
             _liger(options, inputs),
             _variant("reference", OURS, _called(reference.linear_cross_entropy)),
             _variant("chunked", OURS, _called(lambda *given: chunked.linear_cross_entropy(*given).loss)),
-            Variant(name="chunked, main_grad", side=OURS, runs={BOTH: _into(torch.zeros_like(weight_VH).float())}),
+            *(
+                Variant(
+                    name=name, side=OURS, runs={BOTH: _into(torch.zeros_like(weight_VH).float(), are_weights_known)}
+                )
+                for name, are_weights_known in (
+                    ("chunked, main_grad", False),
+                    ("known weights, main_grad", True),
+                )
+            ),
             Variant(name="three dense products", side=BOUND, runs={BOTH: _products(tokens, vocab, weight_VH)}),
         ],
         works={BOTH: Floor(operations=operations, moved=moved, precision=PRECISIONS[options.dtype])},
@@ -106,15 +114,17 @@ def _stock(hidden: int, vocab: int) -> Iterator[Variant]:
     yield _variant("stock, fused cross-entropy", PEER, partial(losses, fused_vocab_parallel_cross_entropy))
 
 
-def _into(buffer_VH: torch.Tensor) -> Callable[[Inputs], Tensors]:
+def _into(buffer_VH: torch.Tensor, are_weights_known: bool) -> Callable[[Inputs], Tensors]:
     """As with fused accumulation: the weight's gradient is added to a float32 buffer that is there anyway.
 
-    The first call, which is the check of parity, finds it zero.
+    The first call, which is the check of parity, finds it zero. Known weights are the gradient of the losses itself.
     """
 
     def run(inputs: Inputs) -> Tensors:
-        sink = chunked.MainGrad(buffer_VH, lambda: None)
-        loss = _called(lambda *given: chunked.linear_cross_entropy(*given, main_grad=sink).loss)(inputs)
+        options: dict[str, Any] = {"main_grad": chunked.MainGrad(buffer_VH, lambda: None)}
+        if are_weights_known:
+            options["token_weight"] = inputs.cotangents["loss"]
+        loss = _called(lambda *given: chunked.linear_cross_entropy(*given, **options).loss)(inputs)
         wanted = list(inputs.leaves.values())
         grad_hidden, _ = torch.autograd.grad(loss, wanted, inputs.cotangents["loss"], allow_unused=True)
         return [loss.detach(), grad_hidden, buffer_VH]

@@ -179,11 +179,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         token_weight: torch.Tensor | None,
         options: _Options,
     ) -> tuple[torch.Tensor, ...]:
-        head, between = _Head(hidden, weight_VH, bias_V, options), _implementation(hidden.device, hidden.dtype)
+        head, kernels = _Head(hidden, weight_VH, bias_V, options), _implementation(hidden.device, hidden.dtype)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         weight_N = None if token_weight is None else token_weight.reshape(-1).to(dtype)
         factor_N = None
-        if weight_N is not None and options.grad_enabled and hidden.dtype != torch.float16:
+        is_differentiated = options.grad_enabled and any(ctx.needs_input_grad)
+        if weight_N is not None and is_differentiated and hidden.dtype != torch.float16:
             factor_N = weight_N * options.logit_scale
         gradients = None if factor_N is None else _Gradients(ctx.needs_input_grad, head, in_forward=True)
         label_N = label.reshape(-1) - options.first_column(weight_VH.shape[0])
@@ -191,12 +192,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         column_N = torch.empty_like(label_N)
         for rows, logit_CV in head.chunks():
             label_C, factor_C = label_N[rows], None if factor_N is None else factor_N[rows]
-            found = between.statistics(logit_CV, label_C, factor_C if options.group is None else None)
+            found = kernels.statistics(logit_CV, label_C, factor_C if options.group is None else None)
             top_N[rows], column_N[rows] = found.top, found.column
             loss_N[rows], logsumexp_N[rows] = found.losses(label_C, logit_CV.shape[1], options.group)
             if gradients is not None:
                 if options.group is not None:
-                    between.gradient_(logit_CV, label_C, logsumexp_N[rows], factor_C)
+                    kernels.gradient_(logit_CV, label_C, logsumexp_N[rows], factor_C)
                 gradients.add(logit_CV, rows)
         if gradients is None:
             ctx.save_for_backward(weight_N, hidden, weight_VH, bias_V, label_N, logsumexp_N)
@@ -213,26 +214,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_N, *saved = ctx.saved_tensors
         options: _Options = ctx.options
         main_grad = options.main_grad if ctx.needs_input_grad[1] else None
-        between = _implementation(grad_loss.device, ctx.dtype)
+        kernels = _implementation(grad_loss.device, ctx.dtype)
         grad_N = grad_loss.reshape(-1)
         if weight_N is not None:
             grad_N = grad_N.masked_fill(weight_N == 0, 0.0)
         if ctx.in_forward:
             factor_1 = _factor(grad_N, weight_N)
             if main_grad is not None:
-                between.add_scaled_(main_grad.buffer_VH, saved[1], factor_1)
+                kernels.add_scaled_(main_grad.buffer_VH, saved[1], factor_1)
                 saved[1] = None
             found = [None if gradient is None else torch.empty_like(gradient, dtype=ctx.dtype) for gradient in saved]
             for out, gradient in zip(found, saved, strict=True):
                 if out is not None:
-                    between.add_scaled_(out, gradient, factor_1, beta=0.0)
+                    kernels.add_scaled_(out, gradient, factor_1, beta=0.0)
         else:
             hidden, weight_VH, bias_V, label_N, logsumexp_N = saved
             head = _Head(hidden, weight_VH, bias_V, options)
             gradients = _Gradients(ctx.needs_input_grad, head, in_forward=False)
             for rows, logit_CV in head.chunks():
                 factor_C = grad_N[rows] * options.logit_scale
-                between.gradient_(logit_CV, label_N[rows], logsumexp_N[rows], factor_C)
+                kernels.gradient_(logit_CV, label_N[rows], logsumexp_N[rows], factor_C)
                 gradients.add(logit_CV, rows)
             found = [None if gradient is None else gradient.to(ctx.dtype) for gradient in gradients.finish(hidden)]
         if main_grad is not None:

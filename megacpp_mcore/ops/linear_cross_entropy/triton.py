@@ -95,7 +95,10 @@ def softmax_rows(
             column = first + columns
             p = _exp(_load(row, column, V, stride) - logsumexp)
             p = tl.where(column == label, p - 1.0, p) * weight
-            tl.store(row + column, p.to(logit_CV.dtype.element_ty), mask=column < stride)
+            p = p.to(logit_CV.dtype.element_ty)
+            tl.store(
+                row + column, p, mask=column < stride, eviction_policy="evict_first"
+            )  # rows to come need the cache
 
 
 def statistics(logit_CV: torch.Tensor, label_C: torch.Tensor, weight_C: torch.Tensor | None) -> Statistics:

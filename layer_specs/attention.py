@@ -171,7 +171,7 @@ class SparseCoreAttention(MegatronModule):
         self.shares = False  # whether a Full layer attends as a Shared one, which a search for a schedule tries
         if indexer is not None:
             self.indexer = build_module(indexer, config=config, pg_collection=pg_collection)
-            needs["dim"] = config.dsa_indexer_head_dim
+            needs |= {"dim": config.dsa_indexer_head_dim, "heads": config.dsa_indexer_n_heads}
             self.select_backend = dispatcher.request("indexer", layer=layer_number, **needs)
             self.grad_backend = dispatcher.request("indexer_grad", layer=layer_number, **needs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -43,6 +44,12 @@ _M2RNN_TRITON = Support(
 """One warp has 16 rows of a state, whose 16 columns are a tensor core's depth. Its factors are cut
 into parts of bf16: other dtypes take the reference."""
 
+_INDEXER_TRITON = Support(devices=("cuda",), dtypes=("bfloat16", "float16"), dims={"dim": Dim(one_of=(64,))})
+"""The width that its kernels are compiled for without a spill, and compared with the reference at; any number of heads."""
+
+_INDEXER_GRAD_TRITON = dataclasses.replace(_INDEXER_TRITON, dims={"dim": Dim(one_of=(64,)), "heads": Dim(largest=64)})
+"""One program has all heads of a query in its registers."""
+
 
 def own_candidates() -> tuple[Candidate, ...]:
     """The implementations of the model's ops in this package; none is imported before it is chosen."""
@@ -53,6 +60,17 @@ def own_candidates() -> tuple[Candidate, ...]:
             "mamba3", TRITON, Speed.KERNEL, _MAMBA3_TRITON, "megacpp_mcore.ops.mamba3.triton:mamba3", _GPU_TRITON
         ),
         _candidate("m2rnn", TRITON, Speed.KERNEL, _M2RNN_TRITON, "megacpp_mcore.ops.m2rnn.triton:m2rnn", _GPU_TRITON),
+        _candidate(
+            "indexer", TRITON, Speed.KERNEL, _INDEXER_TRITON, "megacpp_mcore.ops.indexer.triton:select", _GPU_TRITON
+        ),
+        _candidate(
+            "indexer_grad",
+            TRITON,
+            Speed.KERNEL,
+            _INDEXER_GRAD_TRITON,
+            "megacpp_mcore.ops.indexer.triton:indexer_grad",
+            _GPU_TRITON,
+        ),
         *(
             _candidate(
                 op, "reference", Speed.REFERENCE, _REFERENCE, f"megacpp_mcore.ops.{package}.reference:{function}"

@@ -254,6 +254,28 @@ def test_full_attention_is_fused_where_it_can_be(
     assert plain.reason.startswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("op", "needs", "name", "function"),
+    [
+        ("indexer", {"deterministic": True}, "triton", "select"),
+        ("indexer", {"dim": 128}, "reference", "select"),
+        ("indexer_grad", {}, "triton", "indexer_grad"),
+        ("indexer_grad", {"deterministic": True}, "triton", "indexer_grad"),
+        ("indexer_grad", {"heads": 65}, "reference", "indexer_grad"),
+        ("indexer_grad", {"dtype": "torch.float32"}, "reference", "indexer_grad"),
+    ],
+)
+def test_the_indexer_has_kernels(
+    monkeypatch: pytest.MonkeyPatch, op: str, needs: dict[str, Any], name: str, function: str
+) -> None:
+    pytest.importorskip("triton")
+    working = {name: lambda: ProbeResult(True) for name in (probes.CUDA, probes.TRITON)}
+    monkeypatch.setattr(probes, "REQUIREMENTS", working)
+    usual = {"device": "cuda", "dtype": "torch.bfloat16", "dim": 64, "heads": 32, "mask": True, "packed": True}
+    answer = Dispatcher().request(op, **usual | {"capturable": name != "reference"} | needs)
+    assert (answer.observed, answer.fn.__name__, answer.slower_than_best) == (name, function, name == "reference")
+
+
 def test_no_triton_is_tried_once_and_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     kernel = Candidate(name="fast", op="mla", speed=Speed.KERNEL, load=lambda: abs, requires=("triton",))

@@ -43,7 +43,7 @@ def problem(options: Options) -> Problem:
         inputs=inputs,
         variants=[
             Variant.of(STOCK, PEER, lambda inputs: _stock(inputs, N)),
-            *Variant.candidates("indexer", options, run, dim=D),
+            *Variant.candidates("indexer", options, run, dim=D, heads=H),
         ],
         works={FORWARD: floor},
         check=AgainstTruth(truth, SELECTED, rows=selected_scores),
@@ -68,7 +68,7 @@ def gradient_problem(options: Options) -> Problem:
     truth = dict(zip(LIMITS, (true_loss[None], *torch.autograd.grad(true_loss, double)), strict=True))
     moved = 2 * S * B * (H * D + D + H) * draw.itemsize + S * B * min(N, S) * 8
     operations = 6 * B * selected_pairs(S, N) * H * (D + 1)
-    ours = Variant.candidates("indexer_grad", options, run, dim=D)
+    ours = Variant.candidates("indexer_grad", options, run, dim=D, heads=H)
     return Problem(
         inputs=Inputs(leaves=leaves),
         variants=[

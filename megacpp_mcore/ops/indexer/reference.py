@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import compute_dtype, require_float
+from megacpp_mcore.ops.packed.documents import check_seq_idx
 from megacpp_mcore.ops.visibility import (
     SCORE_BLOCK_ELEMENTS,
     check_index,
@@ -46,7 +47,8 @@ def score_block(q_RBHD: torch.Tensor, k_TBD: torch.Tensor, w_RBH: torch.Tensor, 
     return weigh(logit_BRHT.relu_() if relu else logit_BRHT, w_BRH)
 
 
-def _check_indexer(q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor) -> None:
+def check_indexer(q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor) -> None:
+    """Raise ModelError unless shapes and dtypes are those of :func:`indexer_scores`."""
     require_float(q_SBHD=q_SBHD, k_TBD=k_TBD, w_SBH=w_SBH)
     q, k, w = tuple(q_SBHD.shape), tuple(k_TBD.shape), tuple(w_SBH.shape)
     if len(q) != 4 or len(k) != 3 or w != q[:3] or k[1:] != (q[1], q[3]) or 0 in k:
@@ -80,7 +82,7 @@ def indexer_scores(
     Raises:
         ModelError: shapes, dtypes or chunk are not as described.
     """
-    _check_indexer(q_SBHD, k_TBD, w_SBH)
+    check_indexer(q_SBHD, k_TBD, w_SBH)
     (num_queries, batch, heads, _), num_keys = q_SBHD.shape, k_TBD.shape[0]
     # One cast before the loop: autograd sums the chunks' gradients of k in this dtype, not in bfloat16.
     k_TBD = k_TBD.to(compute_dtype(q_SBHD, k_TBD, w_SBH))
@@ -122,7 +124,7 @@ def select(
     Raises:
         ModelError: topk is below 1, or shapes, dtypes or chunk are not as described.
     """
-    _check_indexer(q_SBHD, k_TBD, w_SBH)
+    check_indexer(q_SBHD, k_TBD, w_SBH)
     (num_queries, batch, heads, _), num_keys = q_SBHD.shape, k_TBD.shape[0]
     check_square(num_queries, num_keys)
     k_TBD = k_TBD.to(compute_dtype(q_SBHD, k_TBD, w_SBH))
@@ -137,7 +139,7 @@ def select(
 @torch.no_grad()
 def select_last(q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor, topk: int) -> torch.Tensor:
     """:func:`select` for the last S of T rows, as while decoding; one document a row of the batch."""
-    _check_indexer(q_SBHD, k_TBD, w_SBH)
+    check_indexer(q_SBHD, k_TBD, w_SBH)
     (num_queries, batch, heads, _), num_keys = q_SBHD.shape, k_TBD.shape[0]
     k_TBD, before = k_TBD.to(compute_dtype(q_SBHD, k_TBD, w_SBH)), num_keys - num_queries
     selected = []
@@ -154,6 +156,14 @@ def _check_scores(score_BST: torch.Tensor) -> tuple[int, int, int]:
         raise ModelError(f"score_BST has shape {tuple(score_BST.shape)}, expected a non-empty [B, S, T]")
     batch, num_queries, num_keys = score_BST.shape
     return batch, num_queries, num_keys
+
+
+def check_selection(topk: int, seq_idx_BS: torch.Tensor | None, *, batch: int, num_keys: int) -> None:
+    """Raise ModelError unless ``topk`` and the documents are those of :func:`causal_topk`."""
+    if topk < 1:
+        raise ModelError(f"topk is {topk}, expected at least 1; each query must attend to something")
+    if seq_idx_BS is not None:
+        check_seq_idx(seq_idx_BS, batch=batch, rows=num_keys)
 
 
 @torch.no_grad()
@@ -184,15 +194,9 @@ def causal_topk(
         raise ModelError(
             f"there are queries up to row {rows.stop} and {num_keys} keys, expected queries among the keys"
         )
-    if topk < 1:
-        raise ModelError(f"topk is {topk}, expected at least 1; each query must attend to something")
+    check_selection(topk, seq_idx_BS, batch=batch, num_keys=num_keys)
     visible = visible_keys(rows, num_keys, attention_mask=None, causal=True, device=score_BRT.device)
     if seq_idx_BS is not None:
-        if tuple(seq_idx_BS.shape) != (batch, num_keys) or seq_idx_BS.dtype != torch.int32:
-            raise ModelError(
-                f"seq_idx is {seq_idx_BS.dtype} {list(seq_idx_BS.shape)}, expected torch.int32 [B, S] = [{batch}, {num_keys}]: "
-                "the number of the document of every row"
-            )
         visible = visible & (seq_idx_BS[:, rows.start : rows.stop, None] == seq_idx_BS[:, None, :])
     # Adding 0 turns −0 into +0, which some sort kernels tell apart; the clamp keeps a visible −inf above the hidden.
     ranked_BRT = (score_BRT + 0.0).clamp_min(torch.finfo(score_BRT.dtype).min).masked_fill(~visible, float("-inf"))
@@ -305,11 +309,9 @@ def indexer_grad(
     Raises:
         ModelError: shapes, dtypes or chunk are not as described.
     """
-    _check_indexer(q_SBHD, k_TBD, w_SBH)
-    require_float(target_BSN=target_BSN)
+    check_indexer(q_SBHD, k_TBD, w_SBH)
+    check_gradient(q_SBHD, index_BSN, target_BSN)
     num_queries, batch = q_SBHD.shape[:2]
-    check_index(index_BSN, batch=batch, num_queries=num_queries)
-    _check_target(index_BSN, target_BSN)
     dtype = compute_dtype(q_SBHD, k_TBD, w_SBH)
     weight_BS = target_BSN.new_full((batch, num_queries), 1 / (batch * num_queries), dtype=dtype) * coefficient
 
@@ -323,6 +325,13 @@ def indexer_grad(
     chunks = query_chunks(num_queries, per_query, SCORE_BLOCK_ELEMENTS, query_chunk)
     divergence_BS, grad_q_SBHD, grad_k_TBD, grad_w_SBH = selected_gradient(q_SBHD, k_TBD, w_SBH, selected, chunks)
     return divergence_BS.mean(), grad_q_SBHD, grad_k_TBD, grad_w_SBH
+
+
+def check_gradient(q_SBHD: torch.Tensor, index_BSN: torch.Tensor, target_BSN: torch.Tensor) -> None:
+    """Raise ModelError unless selection and target are those of :func:`indexer_grad`."""
+    require_float(target_BSN=target_BSN)
+    check_index(index_BSN, batch=q_SBHD.shape[1], num_queries=len(q_SBHD))
+    _check_target(index_BSN, target_BSN)
 
 
 def _normalised(target: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,297 @@
+"""Triton kernels of the DSA indexer: scores of a chunk of queries, the best keys of each, and the gradient at those keys.
+
+Legend: S queries and keys, B batch, H indexer heads, D indexer head width, N selected keys of a query, R queries of a chunk,
+W places for keys in a chunk's rows.
+
+Scores are kept in float32 between the two kernels of the selection. Keys that a query may not select have −∞ there, and all
+others a finite number, but for NaN: that is +∞, the highest.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_HIDDEN = tl.constexpr(float("-inf"))
+
+_HIGHEST = tl.constexpr(3.4028234663852886e38)
+"""The highest finite number in float32, which stands for +∞; −∞ becomes the lowest."""
+
+_LOWEST_RANK = tl.constexpr(-0x7F800000)
+"""Of the lowest finite number."""
+
+_BY_VALUE = tl.constexpr(24)
+"""Steps of a search that may go by the scores' values; further ones halve the numbers of float32 between its bounds."""
+
+
+@triton.jit
+def _rank(x):
+    """An integer whose order is that of the numbers; −0 is not +0."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _value(rank):
+    return tl.where(rank < 0, rank ^ 0x7FFFFFFF, rank).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _negative(x):
+    """-1 where the sign is set, else 0: with a subtraction, a comparison that takes one instruction beside it."""
+    return x.to(tl.int32, bitcast=True) >> 31
+
+
+@triton.jit
+def _relu(x):
+    """``max(x, 0)`` that keeps a NaN."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit(do_not_specialize=["S", "first", "rows", "H"])
+def score_keys(
+    q_SBHD,
+    k_SBD,
+    w_SBH,
+    seq_BS,
+    score_BRW,
+    q_s,
+    q_b,
+    q_h,
+    k_s,
+    k_b,
+    w_s,
+    w_b,
+    w_h,
+    S,
+    first,
+    rows,
+    W,
+    H,
+    D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Scores of the keys for queries ``first`` to ``first + rows - 1``; program (tile of keys, tile of queries, batch).
+
+    The tiles that hold no key up to their queries are left as they are. W is a multiple of KEYS. ``x_s`` and the like are
+    strides. No sum is −0, since each begins at +0.
+    """
+    r, j = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES), tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    b, d = tl.program_id(2).to(tl.int64), tl.arange(0, D)
+    if tl.program_id(0) * KEYS > first + tl.program_id(1) * QUERIES + QUERIES - 1:
+        return
+    i, at, heads = tl.minimum(first + r, S - 1), tl.minimum(j, S - 1), H
+    seq = seq_BS
+    if seq_BS is not None:
+        seq += b * S
+        of_queries, of_keys = tl.load(seq + i), tl.load(seq + at)
+        apart = (tl.max(of_keys, 0) < tl.min(of_queries, 0)) | (tl.max(of_queries, 0) < tl.min(of_keys, 0))
+        heads = tl.where(apart, 0, H)
+    k = tl.load(k_SBD + b * k_b + at.to(tl.int64)[None, :] * k_s + d[:, None])
+    q_at = q_SBHD + b * q_b + i.to(tl.int64)[:, None] * q_s + d[None, :]
+    w_at = w_SBH + b * w_b + i.to(tl.int64) * w_s
+    score = tl.zeros([QUERIES, KEYS], tl.float32)
+    for h in tl.range(0, heads, num_stages=STAGES):
+        w = tl.load(w_at + h * w_h).to(tl.float32)
+        logit = tl.dot(tl.load(q_at + h * q_h), k)
+        score += w[:, None] * _relu(logit)
+    score = tl.where(score == score, tl.clamp(score, -_HIGHEST, _HIGHEST), float("inf"))
+    visible = j[None, :] <= i[:, None]
+    if seq_BS is not None:
+        visible = visible & (tl.load(seq + i)[:, None] == tl.load(seq + at)[None, :])
+    out = score_BRW + (b * rows + r).to(tl.int64)[:, None] * W + j[None, :]
+    tl.store(out, tl.where(visible, score, _HIDDEN), mask=(r < rows)[:, None])
+
+
+@triton.jit
+def _scores(row, start, end, BLOCK: tl.constexpr):
+    """BLOCK scores of a row from ``start`` on."""
+    j = start + tl.arange(0, BLOCK)
+    return tl.load(row + j, mask=j < end, other=_HIDDEN)
+
+
+@triton.jit(do_not_specialize=["S", "first", "rows", "N"])
+def take_best(
+    score_BRW,
+    index_BSN,
+    S,
+    first,
+    rows,
+    W,
+    N,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The N best of each row of scores, in ascending order, then -1; equals go to the lower key. Program (query, batch).
+
+    Which score is the lowest to take is found by a search between two numbers, kept as ranks: more than N keys have the lower
+    one or a better one, at most N the upper one or a better one. It ends when exactly N have, or when the two are neighbours:
+    then the keys with the lower one are equals, and the first of them are taken. Zero, the score of every key that no head
+    wants, is looked for at once. A row is read for each step, BLOCK scores at a time, and KEYS at a time when it is taken
+    from; it stays in the first cache.
+    """
+    r, b = rows - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i = first + r
+    row = score_BRW + (b * rows + r) * W
+    end = tl.multiple_of((i // KEYS + 1) * KEYS, KEYS)
+    read = tl.cdiv(end, BLOCK) * BLOCK
+    best, count = tl.full([BLOCK], _HIDDEN, tl.float32), tl.zeros([BLOCK], tl.int32)
+    for start in tl.range(0, end, BLOCK):
+        x = _scores(row, start, end, BLOCK)
+        best = tl.maximum(best, x)
+        count -= _negative(0.0 - x)
+    n_positive, n_seen = tl.sum(count, 0), N
+    lower, n_lower, upper, n_upper = 0, N, 1, n_positive
+    if n_positive > N:
+        lower, n_lower, upper, n_upper = 1, n_positive, _rank(tl.max(best, 0)) + 1, 0
+    elif n_positive < N:
+        count, count_seen = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+        for start in tl.range(0, end, BLOCK):
+            x = _scores(row, start, end, BLOCK)
+            count += _negative(x)
+            count_seen += _negative(x + _HIGHEST)
+        n_natural, n_seen = read + tl.sum(count, 0), read + tl.sum(count_seen, 0)
+        if n_seen <= N:
+            upper, n_upper = _LOWEST_RANK, N
+        elif n_natural < N:
+            lower, n_lower, upper, n_upper = _LOWEST_RANK, n_seen, 0, n_natural
+    step = 0
+    while (n_upper < N) & (upper - lower > 1):
+        low, high = _value(lower), _value(upper)
+        part = (n_lower - N + 0.5) / (n_lower - n_upper + 1)
+        between = _rank(low + (high - low) * tl.where(step % 3 == 0, 0.5, part))
+        between = tl.where(step < _BY_VALUE, between, lower + (upper - lower) // 2)
+        between = tl.minimum(tl.maximum(between, lower + 1), upper - 1)
+        at_least, count = _value(between), tl.zeros([BLOCK], tl.int32)
+        for start in tl.range(0, end, BLOCK):
+            count += _negative(_scores(row, start, end, BLOCK) - at_least)
+        n_between = read + tl.sum(count, 0)
+        if n_between > N:
+            lower, n_lower = between, n_between
+        else:
+            upper, n_upper = between, n_between
+        step += 1
+    wanted, take, equal_to = N - n_upper, _value(upper), _value(lower)
+    index = index_BSN + (b * S + i) * N
+    # Not two branches, with ties and without: ptxas 12.8, which Triton 3.6 has, then placed some ties one place too low.
+    n_above, n_equal = 0, 0
+    for start in tl.range(0, end, KEYS):
+        x = _scores(row, start, end, KEYS)
+        above, equal = (x >= take).to(tl.int32), (x == equal_to).to(tl.int32)
+        so_far = tl.cumsum(above + (equal << 16), 0)
+        equals = n_equal + (so_far >> 16) - equal
+        place = n_above + (so_far & 0xFFFF) - above + tl.minimum(equals, wanted)
+        taken = above + equal * (equals < wanted).to(tl.int32)
+        tl.store(index + place, start + tl.arange(0, KEYS), mask=taken > 0)
+        both = tl.sum(above + (equal << 16), 0)
+        n_above += both & 0xFFFF
+        n_equal += both >> 16
+    if n_seen < N:
+        for start in tl.range(0, N, KEYS):
+            n = start + tl.arange(0, KEYS)
+            tl.store(index + n, -1, mask=(n >= n_seen) & (n < N))
+
+
+@triton.jit
+def _add(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _scored(q, w, k, k_s, index, target, start, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK selected keys of a query from ``start`` on: their rows, which of them there are, the keys, the logits of all heads,
+    the scores (−∞ where there is no key) and the target."""
+    n = start + tl.arange(0, BLOCK)
+    at = tl.load(index + n, mask=n < N, other=-1)
+    valid = at >= 0
+    at = tl.maximum(at, 0).to(tl.int64)
+    keys = tl.load(k + at[:, None] * k_s + tl.arange(0, D)[None, :])
+    p = tl.load(target + n, mask=valid, other=0.0).to(tl.float32)
+    logit = tl.dot(keys, tl.trans(q))
+    score = tl.sum(_relu(logit) * w[None, :], 1)
+    return at, valid, keys, logit, tl.where(valid, score, float("-inf")), p
+
+
+@triton.jit(do_not_specialize=["S"])
+def learn(
+    q_SBHD,
+    k_TBD,
+    w_SBH,
+    index_BSN,
+    target_BSN,
+    weight,
+    units,
+    dq_SBHD,
+    dk_TBD,
+    dw_SBH,
+    divergence_BS,
+    q_s,
+    q_b,
+    q_h,
+    k_s,
+    k_b,
+    w_s,
+    w_b,
+    w_h,
+    S,
+    B,
+    H: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Divergence of a query, the gradients of its q and w, and what it adds to that of the keys; program (query, batch).
+
+    ``weight`` points to the factor on the gradients. dq, dk (zeros at first) and dw are contiguous; dk is float32, or, where
+    ``units`` points to how many make 1, int64: integers have the same sum in every order. HEADS is H rounded up to a power of
+    two. The gradient of the logits is a factor of products, in the dtype of q: before, it is scaled to 1024 at most, so that
+    float16 has it.
+    """
+    i, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    h, d = tl.arange(0, HEADS), tl.arange(0, D)
+    is_head = h < H
+    q = tl.load(q_SBHD + i * q_s + b * q_b + h[:, None] * q_h + d[None, :], mask=is_head[:, None], other=0.0)
+    w = tl.load(w_SBH + i * w_s + b * w_b + h * w_h, mask=is_head, other=0.0).to(tl.float32)
+    row = (b * S + i) * N
+    k, index, target = k_TBD + b * k_b, index_BSN + row, target_BSN + row
+    ONE: tl.constexpr = N <= BLOCK
+    if ONE:
+        at, valid, keys, logit, score, p = _scored(q, w, k, k_s, index, target, 0, N, D, BLOCK)
+    top, total, mass = float("-inf"), 0.0, 0.0
+    for start in tl.range(0, N, BLOCK):
+        if not ONE:
+            at, valid, keys, logit, score, p = _scored(q, w, k, k_s, index, target, start, N, D, BLOCK)
+        higher = tl.maximum(top, tl.max(score, 0))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        part, part_of_mass = tl.reduce((tl.exp(score - shift), p), 0, _add)
+        total, mass, top = total * tl.exp(top - shift) + part, mass + part_of_mass, higher
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.where(top == float("-inf"), 1.0, total)
+    mass_or_tiny = tl.maximum(mass, 1.1754943508222875e-38)
+    bound = tl.max(tl.abs(w), 0) / 1024
+    inverse = tl.where(bound > 1e-30, 1.0 / bound, bound)
+    factor = tl.where(mass == 0.0, 0.0, tl.load(weight))
+    to_dq = factor * bound
+    to_dk = to_dq if units is None else to_dq * tl.load(units)
+    divergence = 0.0
+    dq, dw = tl.zeros([D, HEADS], tl.float32), tl.zeros([HEADS], tl.float32)
+    for start in tl.range(0, N, BLOCK):
+        if not ONE:
+            at, valid, keys, logit, score, p = _scored(q, w, k, k_s, index, target, start, N, D, BLOCK)
+        p = p / mass_or_tiny
+        x = score - shift
+        divergence += tl.sum(tl.where(p > 0, p * tl.log(p), 0.0) - tl.where(valid, p * (x - tl.log(total)), 0.0), 0)
+        g = tl.where(valid, tl.exp(x) / total - p, 0.0)
+        dw += tl.sum(_relu(logit) * g[:, None], 0)
+        dlogit = tl.where(logit > 0, (g * inverse)[:, None] * w[None, :], 0.0).to(q.dtype)
+        dq = tl.dot(tl.trans(keys), dlogit, dq)
+        dk = (tl.dot(dlogit, q) * to_dk).to(dk_TBD.dtype.element_ty)
+        to = dk_TBD + (at[:, None] * B + b) * D + d[None, :]
+        tl.atomic_add(to, dk, mask=valid[:, None], sem="relaxed")
+    out = (i * B + b) * H
+    tl.store(divergence_BS + b * S + i, divergence)
+    tl.store(dw_SBH + out + h, dw * factor, mask=is_head)
+    tl.store(dq_SBHD + (out + h[:, None]) * D + d[None, :], tl.trans(dq) * to_dq, mask=is_head[:, None])

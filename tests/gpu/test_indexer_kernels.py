@@ -1,0 +1,216 @@
+"""The indexer's kernels on a GPU: the selection of keys against float64, the gradient's parity, no wait, CUDA graphs.
+
+Shape legend: S queries and keys, B batch, H indexer heads, D indexer head width, N selected keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megacpp_mcore.ops.indexer import reference
+from megacpp_mcore.ops.indexer import triton as fused
+from tests.gpu.device import peak, replayed, without_waiting
+from tests.ops.indexer_cases import assert_gradients, assert_selected, draw, draw_documents, draw_exact, draw_target
+
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Memory that is not written first reads as NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("topk", [1, 64, 256, 300])
+@pytest.mark.parametrize("S", [1, 63, 333, 1000, 4096])
+def test_selection(S: int, topk: int, documents: bool, dtype: torch.dtype) -> None:
+    inputs = draw(S, dtype=dtype, device="cuda")
+    seq_idx = draw_documents(S, device="cuda", each=400) if documents else None
+    assert_selected(fused.select(*inputs, topk, seq_idx), inputs, topk, seq_idx)
+
+
+@pytest.mark.parametrize("H", [1, 5, 64, 100])
+def test_selection_by_other_numbers_of_heads(H: int) -> None:
+    inputs = draw(777, B=3, H=H, device="cuda")
+    assert_selected(fused.select(*inputs, 100), inputs, 100)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("topk", [1, 64, 300, 5000])
+@pytest.mark.parametrize("H", [1, 3, 32])
+def test_ties_go_to_the_lower_key(H: int, topk: int, documents: bool) -> None:
+    """Scores without rounding: the selection is the reference's, bit for bit. With one head, nearly all of them are 0."""
+    inputs = draw_exact(1000, H=H, device="cuda")
+    seq_idx = draw_documents(1000, device="cuda", each=300) if documents else None
+    assert torch.equal(fused.select(*inputs, topk, seq_idx), reference.select(*inputs, topk, seq_idx))
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_scores_of_zero(sign: int) -> None:
+    """ReLU leaves nothing of any head: 0, or -0 for a negative weight."""
+    q, k, w = draw(700, device="cuda")
+    index_BSN = fused.select(-q.abs(), k.abs(), sign * w.abs(), 64)
+    expected = torch.arange(64, device="cuda", dtype=torch.int32).expand(700, 64)
+    visible = expected <= torch.arange(700, device="cuda")[:, None]
+    assert torch.equal(index_BSN, expected.where(visible, -1).expand(2, -1, -1))
+
+
+def test_infinities_and_nan() -> None:
+    q, k, w = draw_exact(500, H=3, device="cuda")
+    k[[30, 31, 90], 0, 0] = torch.tensor([float("nan"), float("inf"), float("-inf")], dtype=k.dtype, device="cuda")
+    for topk in (1, 2, 70):
+        assert torch.equal(fused.select(q, k, w, topk), reference.select(q, k, w, topk))
+
+
+def test_huge_scores_beside_small_ones() -> None:
+    """A search by value alone would need a hundred steps."""
+    q, k, w = draw(1000, H=3, device="cuda")
+    k[5:9] *= 1e30
+    expected = reference.select(q, k, w, 64)
+    same = (fused.select(q, k, w, 64) == expected).all(-1)
+    assert float(same.double().mean()) > 0.98
+
+
+def test_strided_inputs() -> None:
+    q, k, w = draw(333, device="cuda")
+    wide = torch.cat([q.flatten(2), k, w], dim=2)  # as one projection would write them
+    strided = (wide[..., :2048].unflatten(2, (32, 64)), wide[..., 2048:2112], wide[..., 2112:])
+    index = fused.select(q, k, w, 64)
+    assert torch.equal(fused.select(*strided, 64), index)
+    uneven = torch.cat([wide, w[..., :3]], dim=2)[..., :-3]  # rows that begin anywhere
+    strided = (uneven[..., :2048].unflatten(2, (32, 64)), uneven[..., 2048:2112], uneven[..., 2112:])
+    assert torch.equal(fused.select(*strided, 64), index)
+    columns = (
+        q.transpose(2, 3).contiguous().transpose(2, 3),
+        k.transpose(0, 2).contiguous().transpose(0, 2),
+        w.double(),
+    )
+    assert torch.equal(fused.select(*columns, 64), index)
+    target = draw_target(index)
+    dense, cut = (fused.indexer_grad(*inputs, index, target, 1.0) for inputs in ((q, k, w), strided))
+    for place in (0, 1, 3):
+        assert torch.equal(dense[place], cut[place])
+    assert cut[1].shape == q.shape
+
+
+def test_a_small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many chunks, and groups of the batch, give the same bits."""
+    inputs = draw(1500, B=3, device="cuda")
+    seq_idx = draw_documents(1500, B=3, device="cuda", each=500)
+    expected = fused.select(*inputs, 256, seq_idx)
+    monkeypatch.setattr(fused, "SCRATCH", 64 * 2000)
+    assert len(list(fused.chunks(1500, 3))) > 30
+    assert torch.equal(fused.select(*inputs, 256, seq_idx), expected)
+
+
+def test_65536_rows() -> None:
+    S = 65536
+    inputs = draw(S, B=1, H=4, device="cuda")
+    found = {}
+    used = peak(lambda: found.update(index=fused.select(*inputs, 256)))
+    assert used <= 4 * fused.SCRATCH + S * 256 * 4 + 2**20
+    index = found["index"]
+    for rows in (slice(0, 300), slice(30000, 30064), slice(S - 64, S)):
+        part = reference.score_block(inputs[0][rows].double(), inputs[1].double(), inputs[2][rows].double())
+        expected = reference.causal_topk(part, 256, first_row=rows.start)
+        same = (index[:, rows] == expected).all(-1)
+        assert float(same.double().mean()) > 0.95
+
+
+def test_the_same_selection_each_time() -> None:
+    inputs = draw(2000, device="cuda")
+    first = fused.select(*inputs, 256)
+    assert all(torch.equal(fused.select(*inputs, 256), first) for _ in range(50))
+
+
+@pytest.fixture(params=["any order", "deterministic"])
+def _order(request: pytest.FixtureRequest) -> None:
+    """What queries add to a key's gradient: in float32, and in integers."""
+    torch.use_deterministic_algorithms(request.param == "deterministic", warn_only=True)
+
+
+@pytest.mark.usefixtures("_order")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("S", "topk", "H"),
+    [
+        (1000, 256, 32),
+        (333, 300, 32),
+        (333, 64, 5),
+        (400, 100, 64),
+        (333, 600, 16),
+        (50, 1, 32),
+    ],
+)
+def test_gradient(S: int, topk: int, H: int, dtype: torch.dtype) -> None:
+    inputs = draw(S, H=H, dtype=dtype, device="cuda")
+    index = reference.select(*inputs, topk, draw_documents(S, device="cuda", each=300))
+    index[1, 5] = -1
+    target = draw_target(index)
+    found = fused.indexer_grad(*inputs, index, target, 700.0)
+    if topk > 1:
+        assert_gradients(found, inputs, index, target, 700.0)
+    assert torch.equal(found[1][7, 0], torch.zeros_like(found[1][7, 0]))
+    assert torch.equal(found[1][5, 1], torch.zeros_like(found[1][5, 1]))
+    assert torch.equal(found[3][7, 0], torch.zeros_like(found[3][7, 0]))
+
+
+@pytest.mark.usefixtures("_order")
+def test_gradient_of_a_key_that_every_query_selects() -> None:
+    inputs = draw(2000, device="cuda")
+    inputs[1][0] *= 4
+    index = reference.select(*inputs, 64)
+    index[..., 0] = 0
+    assert_gradients(
+        fused.indexer_grad(*inputs, index, draw_target(index), 1.0), inputs, index, draw_target(index), 1.0
+    )
+
+
+def test_the_same_gradient_each_time() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    inputs = draw(2000, device="cuda")
+    index = reference.select(*inputs, 256)
+    first = fused.indexer_grad(*inputs, index, draw_target(index), 1.0)
+    for _ in range(20):
+        found = fused.indexer_grad(*inputs, index, draw_target(index), 1.0)
+        assert all(torch.equal(have, want) for have, want in zip(found, first, strict=True))
+
+
+@pytest.mark.usefixtures("_order")
+def test_gradient_of_nan_is_nan() -> None:
+    q, k, w = draw(300, device="cuda")
+    index = reference.select(q, k, w, 64)
+    q[100, 0, 3] = float("nan")
+    loss, dq, dk, dw = fused.indexer_grad(q, k, w, index, draw_target(index), 1.0)
+    assert bool(loss.isnan())
+    assert bool(dq[100, 0, 4].isnan().all())
+    assert bool(dw[100, 0].isnan().all())
+    assert bool(dk[index[0, 100][index[0, 100] >= 0].long(), 0].isnan().all())
+    assert bool(dq[:100].isfinite().all())
+
+
+def test_nothing_waits_and_a_graph_replays() -> None:
+    inputs, others = draw(601, device="cuda"), draw(601, device="cuda", seed=1)
+    seq_idx, factor = draw_documents(601, device="cuda", each=200), torch.tensor(3.0, device="cuda")
+
+    def both() -> list[torch.Tensor]:
+        index = fused.select(*inputs, 64, seq_idx)
+        target = torch.where(index < 0, 0.0, index.sin().abs())
+        return [index, *fused.indexer_grad(*inputs, index, target, factor)]
+
+    both()
+    with without_waiting():
+        both()
+    captured = [tensor.clone() for tensor in replayed(both, inputs, others)]
+    # inputs hold the others' values now
+    for name, replay, tensor in zip(("index", "loss", "dq", "dk", "dw"), captured, both(), strict=True):
+        assert torch.equal(replay, tensor), name

@@ -1,0 +1,121 @@
+"""Inputs of the indexer's ops, and what a selection of keys and a gradient are held to.
+
+Shape legend: S queries and keys, B batch, H indexer heads, D indexer head width, N selected keys.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_grad, indexer_scores
+from megacpp_mcore.ops.testing import assert_parity, worst_row
+
+NEAR = 1e-5
+"""How far, relative to the largest score of a query, two scores may be apart for rounding to exchange them."""
+
+Tensors = list[torch.Tensor]
+
+
+def draw(
+    S: int,
+    B: int = 2,
+    H: int = 32,
+    D: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Tensors:
+    """q, k and w, normally distributed."""
+    generator = torch.Generator(device).manual_seed(seed)
+    shapes = ((S, B, H, D), (S, B, D), (S, B, H))
+    q, k, w = (torch.randn(shape, generator=generator, device=device) for shape in shapes)
+    return [tensor.to(dtype) for tensor in (q, k, w * (H * D) ** -0.5)]
+
+
+def draw_exact(
+    S: int,
+    B: int = 2,
+    H: int = 32,
+    D: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Tensors:
+    """q, k and w whose scores are small multiples of 1/4, of which many are equal, and which no summation rounds."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator, device=device).to(dtype)
+
+    return [integers(-1, 2, S, B, H, D), integers(-1, 2, S, B, D), integers(-2, 3, S, B, H) / 4]
+
+
+def draw_documents(S: int, B: int = 2, device: str = "cpu", each: int = 60) -> torch.Tensor:
+    """Numbers of documents ``[B, S]`` of about ``each`` rows."""
+    generator = torch.Generator(device).manual_seed(11)
+    starts = torch.rand(B, S, generator=generator, device=device) < 1 / each
+    return (2 * starts.cumsum(1)).int()
+
+
+def draw_target(index_BSN: torch.Tensor) -> torch.Tensor:
+    """A target that nobody may read where there is no key, and of which query 7 has none."""
+    generator = torch.Generator(index_BSN.device).manual_seed(5)
+    target = torch.randn(index_BSN.shape, generator=generator, device=index_BSN.device).exp()
+    target[0, 7] = 0.0
+    return target.masked_fill(index_BSN < 0, float("nan"))
+
+
+def assert_selected(
+    index_BSN: torch.Tensor, inputs: Tensors, topk: int, seq_idx_BS: torch.Tensor | None = None
+) -> None:
+    """Fail unless the selection is that of the scores in float64, but for keys whose scores are :data:`NEAR` each other."""
+    score_BSS = indexer_scores(*(tensor.double() for tensor in inputs))
+    expected_BSN = causal_topk(score_BSS, topk, seq_idx_BS)
+    assert index_BSN.dtype == torch.int32
+    assert index_BSN.shape == expected_BSN.shape
+    assert torch.equal(index_BSN >= 0, expected_BSN >= 0), "a query has another number of keys"
+    keys = score_BSS.shape[-1]
+    in_order = index_BSN.masked_fill(index_BSN < 0, keys).diff(dim=-1)
+    assert bool(((in_order > 0) | (index_BSN[..., 1:] < 0)).all()), "keys are out of order"
+    found, wanted = (_chosen(index, keys) for index in (index_BSN, expected_BSN))
+    exchanged = found != wanted
+    print(f"{int(exchanged.sum()) // 2} of {int(wanted.sum())} keys are exchanged")
+    top = score_BSS.abs().amax(-1)
+    for chosen in (found, wanted):
+        # Of what is in one selection alone, all scores are near each other.
+        rows = score_BSS.masked_fill(~(exchanged & chosen), 0.0)
+        other = score_BSS.masked_fill(~(exchanged & ~chosen), 0.0)
+        count = (exchanged & chosen).sum(-1)
+        assert bool(((rows.sum(-1) - other.sum(-1)).abs() <= NEAR * top * count.clamp_min(1)).all()), (
+            "a better key was passed over"
+        )
+
+
+def _chosen(index_BSN: torch.Tensor, keys: int) -> torch.Tensor:
+    chosen = torch.zeros((*index_BSN.shape[:2], keys + 1), dtype=torch.bool, device=index_BSN.device)
+    return chosen.scatter_(2, torch.where(index_BSN < 0, keys, index_BSN).long(), True)[..., :keys]
+
+
+def assert_gradients(
+    found: tuple[torch.Tensor, ...], inputs: Tensors, index_BSN: torch.Tensor, target_BSN: torch.Tensor, factor: float
+) -> None:
+    """Fail unless loss and gradients are those of the reference in float64.
+
+    A query that selects one key has no gradient but rounding: those of q and w are compared for the others. Beside
+    the reference, which computes in float32, the kernel's products have factors of 16 bits: three times the rounding of its
+    result is allowed.
+    """
+    double = [tensor.double() for tensor in inputs]
+    truth = indexer_grad(*double, index_BSN, target_BSN.double(), factor)
+    plain = indexer_grad(*inputs, index_BSN, target_BSN, factor)
+    several = ((index_BSN >= 0).sum(-1) > 1).T
+    for name, have, want, peer in zip(("loss", "dq", "dk", "dw"), found, truth, plain, strict=True):
+        assert have.dtype == peer.dtype
+        if name in ("dq", "dw"):
+            assert bool(have[~several].isfinite().all())
+            have, want, peer = have[several], want[several], peer[several]
+        if have.dim() == 0:
+            have, want, peer = have[None], want[None], peer[None]
+        rms = 1e-5 if name == "loss" else 5e-3
+        print(f"{name}: worst row {worst_row(have, want):.1e}, the reference's {worst_row(peer, want):.1e}")
+        assert_parity(have, want, rms=max(rms, 3 * worst_row(peer, want)), dtype_peer=peer, name=name)

@@ -50,6 +50,14 @@ _INDEXER_TRITON = Support(devices=("cuda",), dtypes=("bfloat16", "float16"), dim
 _INDEXER_GRAD_TRITON = dataclasses.replace(_INDEXER_TRITON, dims={"dim": Dim(one_of=(64,)), "heads": Dim(largest=64)})
 """One program has all heads of a query in its registers."""
 
+_SPARSE_MLA_TRITON = Support(
+    devices=("cuda",),
+    dtypes=("bfloat16", "float16"),
+    dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,))},
+)
+"""The widths that its kernels are compiled for without a spill, and compared with the reference at. Its sums have one order
+where ``torch.use_deterministic_algorithms`` asks for it, as every door does in deterministic mode."""
+
 
 def own_candidates() -> tuple[Candidate, ...]:
     """The implementations of the model's ops in this package; none is imported before it is chosen."""
@@ -69,6 +77,14 @@ def own_candidates() -> tuple[Candidate, ...]:
             Speed.KERNEL,
             _INDEXER_GRAD_TRITON,
             "megacpp_mcore.ops.indexer.triton:indexer_grad",
+            _GPU_TRITON,
+        ),
+        _candidate(
+            "sparse_mla",
+            TRITON,
+            Speed.KERNEL,
+            _SPARSE_MLA_TRITON,
+            "megacpp_mcore.ops.sparse_mla.triton:attend",
             _GPU_TRITON,
         ),
         *(

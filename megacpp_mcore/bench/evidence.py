@@ -70,14 +70,16 @@ class Evidence:
         return row
 
 
-def _on_h200(op: str, name: str) -> Evidence:
-    mine, reference = ({"benchmark": op, "work": "forward+backward", "variant": each} for each in (name, "reference"))
+def _on_h200(op: str, name: str, work: str = "forward+backward") -> Evidence:
+    mine, reference = ({"benchmark": op, "work": work, "variant": each} for each in (name, "reference"))
     return Evidence(table="experiments/results/bench_h200.csv", row=mine, than=reference)
 
 
 EVIDENCE: Mapping[tuple[str, str], Evidence] = {
-    (op, name): _on_h200(op, name) for op, name in (("mla", "sdpa"), ("mamba3", "triton"), ("m2rnn", "triton"))
-}
+    ("mla", "sdpa"): _on_h200("mla", "sdpa"),
+    ("indexer", "triton"): _on_h200("indexer", "triton", "forward"),
+    ("indexer_grad", "triton"): _on_h200("indexer_grad", "triton", "gradient"),
+} | {(op, "triton"): _on_h200(op, "triton") for op in ("sparse_mla", "mamba3", "m2rnn")}
 """By op and backend, the rows that say that it is the faster one."""
 
 POLICIES: Mapping[tuple[str, str], str] = {

@@ -257,6 +257,9 @@ def test_full_attention_is_fused_where_it_can_be(
 @pytest.mark.parametrize(
     ("op", "needs", "name", "function"),
     [
+        ("sparse_mla", {"deterministic": True}, "triton", "attend"),
+        ("sparse_mla", {"dtype": "torch.float32"}, "reference", "attend"),
+        ("sparse_mla", {"v_dim": 32}, "reference", "attend"),
         ("indexer", {"deterministic": True}, "triton", "select"),
         ("indexer", {"dim": 128}, "reference", "select"),
         ("indexer_grad", {}, "triton", "indexer_grad"),
@@ -265,15 +268,17 @@ def test_full_attention_is_fused_where_it_can_be(
         ("indexer_grad", {"dtype": "torch.float32"}, "reference", "indexer_grad"),
     ],
 )
-def test_the_indexer_has_kernels(
+def test_sparse_attention_has_kernels_where_it_can(
     monkeypatch: pytest.MonkeyPatch, op: str, needs: dict[str, Any], name: str, function: str
 ) -> None:
     pytest.importorskip("triton")
     working = {name: lambda: ProbeResult(True) for name in (probes.CUDA, probes.TRITON)}
     monkeypatch.setattr(probes, "REQUIREMENTS", working)
-    usual = {"device": "cuda", "dtype": "torch.bfloat16", "dim": 64, "heads": 32, "mask": True, "packed": True}
+    widths = {"qk_dim": 128, "v_dim": 64} if op == "sparse_mla" else {"dim": 64, "heads": 32}
+    usual = {"device": "cuda", "dtype": "torch.bfloat16", "mask": True, "packed": True} | widths
     answer = Dispatcher().request(op, **usual | {"capturable": name != "reference"} | needs)
     assert (answer.observed, answer.fn.__name__, answer.slower_than_best) == (name, function, name == "reference")
+    assert answer.fn.__module__.endswith(name)
 
 
 def test_no_triton_is_tried_once_and_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

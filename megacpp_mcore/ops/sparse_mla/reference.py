@@ -63,6 +63,19 @@ def check_index_values(index_BSN: torch.Tensor, num_keys: int) -> None:
         )
 
 
+def check_attention(
+    q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BSN: torch.Tensor, value_dim: int, validate: bool
+) -> None:
+    """Raise ModelError unless these are arguments of :func:`attend`."""
+    _check_query_and_latent(q_SBHK, kv_TBK)
+    num_queries, batch, _, width = q_SBHK.shape
+    check_index(index_BSN, batch=batch, num_queries=num_queries)
+    if not 1 <= value_dim <= width:
+        raise ModelError(f"value_dim is {value_dim}, expected 1..{width} (the width of kv); it is the latent's rank")
+    if validate:
+        check_index_values(index_BSN, len(kv_TBK))
+
+
 class _Attend(torch.autograd.Function):
     """Attention to selected keys, a chunk of queries at a time; only the inputs are kept for the backward pass."""
 
@@ -164,13 +177,8 @@ def attend(
     Raises:
         ModelError: shapes, dtypes, value_dim or chunk (or, with ``validate``, the values) are not as described.
     """
-    _check_query_and_latent(q_SBHK, kv_TBK)
-    (num_queries, batch, heads, width), num_keys = q_SBHK.shape, kv_TBK.shape[0]
-    check_index(index_BSN, batch=batch, num_queries=num_queries)
-    if not 1 <= value_dim <= width:
-        raise ModelError(f"value_dim is {value_dim}, expected 1..{width} (the width of kv); it is the latent's rank")
-    if validate:
-        check_index_values(index_BSN, num_keys)
+    check_attention(q_SBHK, kv_TBK, index_BSN, value_dim, validate)
+    num_queries, batch, heads, width = q_SBHK.shape
     per_query = batch * index_BSN.shape[2] * (width + heads)
     chunks = query_chunks(num_queries, per_query, GATHER_BLOCK_ELEMENTS, query_chunk)
     o_SBHV: torch.Tensor = _Attend.apply(q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim, sink, chunks)

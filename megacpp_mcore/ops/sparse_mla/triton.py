@@ -1,0 +1,175 @@
+"""Sparse MLA by Triton kernels, on a GPU: what :func:`megacpp_mcore.ops.sparse_mla.reference.attend` does.
+
+One launch forward for each :data:`HEADS` heads, and two backward. Output, gradient of the queries and sum of probabilities have
+one order of summing. The gradient of a key is summed over the queries that selected it by atomics in float32, in whatever order
+they come; under ``torch.use_deterministic_algorithms``, in integers, which have the same sum in any order.
+
+Legend: S queries, T keys, B batch, H heads, K width of a query or key, V of the latent value, N selected keys, P columns of the
+padded index.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.indexer.training import TargetSum
+from megacpp_mcore.ops.sparse_mla import kernels
+from megacpp_mcore.ops.sparse_mla.reference import check_attention
+
+WIDTHS = ((128, 64),)
+"""Widths of a query and of its value that the kernels are compiled for without a spill."""
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""Of queries and keys, the same for both."""
+
+HEADS = 64
+"""Heads of one launch, at most."""
+
+FORWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 2, "num_warps": 4}
+MEANS = FORWARD | {"STAGES": 1}
+BACKWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 3, "num_warps": 4}
+"""How the kernels are launched; forward and backward: what was fastest on an H200."""
+
+BITS = 61
+"""The integers of a deterministic sum stay below 2^61: two bits are left for rounding."""
+
+
+def attend(
+    q_SBHK: torch.Tensor,
+    kv_TBK: torch.Tensor,
+    index_BSN: torch.Tensor,
+    *,
+    softmax_scale: float,
+    value_dim: int,
+    sink: TargetSum | None = None,
+    query_chunk: int | None = None,
+    validate: bool = False,
+) -> torch.Tensor:
+    """Do what the reference of this name does, with its arguments, in bfloat16 or float16.
+
+    Probabilities and the gradients of scores are rounded to the inputs' dtype before they are multiplied by keys and queries;
+    all sums are in float32. Kept for the backward pass: the inputs, the output, and one number a query and head.
+
+    Args:
+        q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim, sink, validate: as there. What is not strided by multiples of 8
+            with its width innermost is copied.
+        query_chunk: of no effect: queries are not taken in chunks.
+
+    Raises:
+        ModelError: as there; or dtypes that differ or are none of :data:`DTYPES`, widths that are none of :data:`WIDTHS`, or a
+            scale that is not positive.
+    """
+    check_attention(q_SBHK, kv_TBK, index_BSN, value_dim, validate)
+    if q_SBHK.dtype != kv_TBK.dtype or q_SBHK.dtype not in DTYPES:
+        raise ModelError(
+            f"sparse MLA's kernels were given {q_SBHK.dtype} and {kv_TBK.dtype}; they take one of {DTYPES}, q and kv "
+            "alike: use the reference"
+        )
+    if (widths := (q_SBHK.shape[-1], value_dim)) not in WIDTHS:
+        raise ModelError(
+            f"sparse MLA's kernels were given widths {widths} of a query and of its value; they take one of {WIDTHS}: use the "
+            "reference"
+        )
+    if softmax_scale <= 0:
+        raise ModelError(
+            f"softmax_scale is {softmax_scale}; sparse MLA's kernels take a positive one: use the reference"
+        )
+    o_SBHV: torch.Tensor = SparseMLAKernels.apply(q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim, sink)
+    return o_SBHV
+
+
+class SparseMLAKernels(torch.autograd.Function):
+    """The launches, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_SBHK: torch.Tensor,
+        kv_TBK: torch.Tensor,
+        index_BSN: torch.Tensor,
+        softmax_scale: float,
+        value_dim: int,
+        sink: TargetSum | None,
+    ) -> torch.Tensor:
+        """The output, contiguous."""
+        (S, B, H, K), V = q_SBHK.shape, value_dim
+        q_SBHK, kv_TBK, index_BSP = _aligned(q_SBHK), _aligned(kv_TBK), _padded(index_BSN)
+        o_SBHV, lse_BSH = q_SBHK.new_empty(S, B, H, V), q_SBHK.new_empty(B, S, H, dtype=torch.float32)
+        for first in range(0, H, HEADS):
+            kernels.forward[(S, B)](
+                q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, softmax_scale, S, H, index_BSP.shape[2], first,
+                *_strides(q_SBHK), *_strides(kv_TBK), M=_rows(H - first, 64), V=V, R=K - V, **FORWARD,
+            )  # fmt: skip
+        ctx.save_for_backward(q_SBHK, kv_TBK, index_BSN, index_BSP, o_SBHV, lse_BSH)
+        ctx.softmax_scale, ctx.sink = softmax_scale, sink
+        return o_SBHV
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do_SBHV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of q and kv; the probabilities' sum over heads is added to the sink's."""
+        q_SBHK, kv_TBK, index_BSN, index_BSP, o_SBHV, lse_BSH = ctx.saved_tensors
+        (S, B, H, K), V = q_SBHK.shape, o_SBHV.shape[-1]
+        do_SBHV = _aligned(do_SBHV)
+        dq_SBHK = q_SBHK.new_empty(S, B, H, K)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        dkv_TBK = kv_TBK.new_zeros(kv_TBK.shape, dtype=torch.int64 if deterministic else torch.float32)
+        unit = _integer_scale(q_SBHK, kv_TBK, do_SBHV, ctx.softmax_scale) if deterministic else None
+        sum_BSN = None if ctx.sink is None else ctx.sink.accumulator(index_BSN, torch.float32)
+        mean_BSH = lse_BSH.new_empty(B, S, H)
+        for first in range(0, H, HEADS):
+            kernels.means[(S, B)](
+                q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, mean_BSH, ctx.softmax_scale, S, H,
+                index_BSP.shape[2], first, *_strides(q_SBHK), *_strides(kv_TBK), *_strides(do_SBHV),
+                M=_rows(H - first, 64), V=V, R=K - V, **MEANS,
+            )  # fmt: skip
+            kernels.backward[(S, B)](
+                q_SBHK, kv_TBK, index_BSP, mean_BSH, lse_BSH, do_SBHV, dq_SBHK, dkv_TBK, sum_BSN, unit, ctx.softmax_scale,
+                S, H, index_BSN.shape[2], index_BSP.shape[2], first, *_strides(q_SBHK), *_strides(kv_TBK),
+                *_strides(do_SBHV), M=_rows(H - first, 32), V=V, R=K - V, **BACKWARD,
+            )  # fmt: skip
+        if unit is not None:
+            dkv_TBK = dkv_TBK.double() / unit
+        return dq_SBHK, dkv_TBK.to(kv_TBK.dtype), None, None, None, None
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as the kernels are compiled for: rows that begin at multiples of 16 bytes."""
+    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in x.stride()[:-1])
+    return x if fits else x.contiguous()
+
+
+def _strides(x: torch.Tensor) -> list[int]:
+    return [stride // 8 for stride in x.stride()[:-1]]
+
+
+def _padded(index_BSN: torch.Tensor) -> torch.Tensor:
+    """The index in whole tiles of columns."""
+    missing = -index_BSN.shape[2] % kernels.KEYS
+    return torch.nn.functional.pad(index_BSN, (0, missing), value=-1) if missing else index_BSN.contiguous()
+
+
+def _rows(heads: int, second: int) -> int:
+    """Heads of a launch with ``heads`` left, rounded up to 16, the least that a tensor core takes, ``second``, or the most."""
+    return next(rows for rows in (16, second, HEADS) if rows >= min(heads, HEADS))
+
+
+def _integer_scale(
+    q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, do_SBHV: torch.Tensor, softmax_scale: float
+) -> torch.Tensor:
+    """The power of two, float32, with which no key's gradient can pass 2^:data:`BITS`; NaN or 0 where an input is not finite.
+
+    Each query and head adds at most ``|do| + |dx|·|q|``, where ``|dx| ≤ 2·|scale|·V·|do|·|kv|``. Typical sums are some 2^30
+    below the bound: their integers have as many bits, which is more than float32 has.
+    """
+    q, kv, do = (
+        torch.linalg.vector_norm(x, ord=math.inf, dtype=torch.float32).double() for x in (q_SBHK, kv_TBK, do_SBHV)
+    )
+    S, _, H, V = do_SBHV.shape
+    bound = S * H * do * (1 + 2 * abs(softmax_scale) * V * kv * q)
+    return torch.exp2(BITS - bound.clamp_min(2.0**-BITS).log2().ceil()).float()

@@ -1,0 +1,205 @@
+"""Sparse MLA's kernels on a GPU: parity with fp64, every gradient; the same bits; no wait for the device; CUDA graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megacpp_mcore.ops.indexer.training import TargetSum
+from megacpp_mcore.ops.sparse_mla.reference import attend as reference
+from megacpp_mcore.ops.sparse_mla.triton import attend
+from tests.gpu.device import peak, replayed, without_waiting
+from tests.ops.sparse_mla_case import Case, assert_same, draw, eager, outcome
+
+RMS = 5e-3
+
+CASES = {
+    "all heads": Case(S=1024),
+    "odd length": Case(S=2345, B=1),
+    "half of the heads": Case(S=515, H=28),
+    "a quarter of them": Case(S=515, H=14),
+    "three heads": Case(S=130, H=3, B=3),
+    "more heads than a launch takes": Case(S=300, H=100, N=64),
+    "ragged": Case(S=777, ragged=True),
+    "ragged, popular, strided, two layers": Case(S=515, ragged=True, popular=True, strided=True, layers=2),
+    "64 keys": Case(S=515, N=64, H=28, popular=True),
+    "20 keys": Case(S=515, N=20, ragged=True, layers=2),
+    "fewer queries than columns": Case(S=100),
+    "one token": Case(S=1, B=1, H=3),
+    "float16": Case(S=515, dtype=torch.float16, ragged=True, strided=True),
+    "float16, few heads": Case(S=515, H=14, dtype=torch.float16, popular=True),
+}
+WIDE = Case(S=4096, popular=True)
+
+
+@contextlib.contextmanager
+def ordered(wanted: bool = True) -> Iterator[None]:
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is not written first reads as NaN."""
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **how: new_empty(*args, **how).fill_(float("nan")))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_parity_with_fp64(case: Case) -> None:
+    inputs = draw(case, "cuda")
+    truth, plain = outcome(reference, case, inputs, torch.float64), outcome(eager, case, inputs)
+    for deterministic in (False, True):
+        with ordered(deterministic):
+            found = outcome(attend, case, inputs)
+        assert {name: tensor.dtype for name, tensor in found.items()} == {
+            name: torch.float32 if name == "p" else case.dtype for name in truth
+        }
+        assert found["o0"].is_contiguous()
+        assert_same(case, inputs, found, truth, plain, RMS)
+        blind_SB = (inputs["index"] < 0).all(-1).T
+        assert not any(found[name][blind_SB].count_nonzero() for name in ("o0", "dq0"))
+        assert not found["p"][inputs["index"] < 0].count_nonzero()
+
+
+def test_the_same_bits_each_time() -> None:
+    inputs = draw(WIDE, "cuda")
+    with ordered():
+        first = outcome(attend, WIDE, inputs)
+        for _ in range(20):
+            for name, tensor in outcome(attend, WIDE, inputs).items():
+                assert torch.equal(tensor, first[name]), name
+    for name, tensor in outcome(attend, WIDE, inputs).items():  # float sums of the keys' gradient have no fixed order
+        assert torch.equal(tensor, first[name]) or name == "dkv", name
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e6])
+def test_integer_sums_are_to_scale(size: float) -> None:
+    case = Case(S=515)
+    inputs = draw(case, "cuda")
+    inputs["do"] = [do * size for do in inputs["do"]]
+    truth, plain = outcome(reference, case, inputs, torch.float64), outcome(eager, case, inputs)
+    with ordered():
+        assert_same(case, inputs, outcome(attend, case, inputs), truth, plain, RMS)
+
+
+def test_strides_change_no_bit() -> None:
+    case = Case(S=515, strided=True)
+    inputs = draw(case, "cuda")
+    with ordered():
+        expected = outcome(attend, case, inputs)
+        for odd in (8, 3):  # 3: rows that begin at no multiple of 16 bytes, which are copied
+            wide = torch.zeros(case.S, case.B, case.H, case.K + odd, dtype=case.dtype, device="cuda")
+            wide[..., odd:] = inputs["q"][0]
+            leaves = [
+                wide[..., odd:].requires_grad_(),
+                inputs["kv"].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(),
+            ]
+            o = attend(*leaves, inputs["index"], softmax_scale=case.softmax_scale, value_dim=case.V)
+            dq, dkv = torch.autograd.grad(o, leaves, inputs["do"][0])
+            for name, tensor in (("o0", o), ("dq0", dq), ("dkv", dkv)):
+                assert torch.equal(tensor, expected[name]), name
+
+
+def test_an_expanded_gradient() -> None:
+    case = Case(S=130, H=14)
+    inputs = draw(case, "cuda")
+    kv = inputs["kv"].requires_grad_()
+    with ordered():
+        o = attend(inputs["q"][0], kv, inputs["index"], softmax_scale=case.softmax_scale, value_dim=case.V)
+        (expanded,) = torch.autograd.grad(o.sum(), [kv], retain_graph=True)
+        (whole,) = torch.autograd.grad(o, [kv], torch.ones_like(o))
+    assert torch.equal(expanded, whole)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_nan_stays_nan(deterministic: bool) -> None:
+    case = Case(S=300, N=20, H=14)
+    inputs = draw(case, "cuda")
+    inputs["kv"][7, 0, 100] = float("nan")
+    with ordered(deterministic):
+        found = outcome(attend, case, inputs)
+    hit_SB = (inputs["index"] == 7).any(-1).T.clone()
+    hit_SB[:, 1] = False
+    assert hit_SB.any()
+    for name in ("o0", "dq0"):
+        assert torch.isnan(found[name][hit_SB]).all()
+        assert torch.isfinite(found[name][~hit_SB]).all()
+    assert torch.isnan(found["dkv"][7, 0]).all()
+
+
+def test_very_negative_scores() -> None:
+    """Log-sum-exps far below the log of the least float, beside columns that select nothing."""
+    case = Case(S=200, ragged=True, H=14)
+    inputs = draw(case, "cuda")
+    inputs["q"][0].mul_(0.1)[..., 0] = 30.0
+    inputs["kv"].mul_(0.1)[..., 0] = -30 * case.K**0.5
+    truth, plain = outcome(reference, case, inputs, torch.float64), outcome(eager, case, inputs)
+    found = outcome(attend, case, inputs)
+    assert all(torch.isfinite(tensor).all() for tensor in found.values())
+    assert_same(case, inputs, {"o0": found["o0"]}, {"o0": truth["o0"]}, plain, RMS)
+
+
+def test_offsets_beyond_31_bits() -> None:
+    """The last queries of a long row attend as they do alone."""
+    case = Case(S=65_536 * 5, B=1, N=64)
+    q, do = (torch.randn(case.S, 1, 56, width, device="cuda", dtype=torch.bfloat16) for width in (128, 64))
+    assert q.numel() > 2**31
+    kv = torch.randn(case.S, 1, 128, device="cuda", dtype=torch.bfloat16)
+    index = torch.randint(case.S // 64, (1, case.S, 64), device="cuda", dtype=torch.int32)
+    index = index * 64 + torch.arange(64, device="cuda", dtype=torch.int32)
+    last = slice(-130, None)
+    found = []
+    for rows in (slice(None), last):
+        leaf = q[rows].detach().requires_grad_()
+        o = attend(leaf, kv, index[:, rows], softmax_scale=0.1, value_dim=64)
+        (dq,) = torch.autograd.grad(o, [leaf], do[rows])
+        found.append((o[last].detach(), dq[last]))
+    for whole, alone in zip(*found, strict=True):
+        assert torch.isfinite(alone).all()
+        assert torch.equal(whole, alone)
+
+
+def test_nothing_is_gathered() -> None:
+    inputs = draw(WIDE, "cuda")
+    outcome(attend, WIDE, inputs)
+    q, kv, do = inputs["q"][0], inputs["kv"], inputs["do"][0]
+    leaves = [q.requires_grad_(), kv.requires_grad_()]
+
+    def run() -> object:
+        o = attend(*leaves, inputs["index"], softmax_scale=0.1, value_dim=64, sink=TargetSum())
+        return torch.autograd.grad(o, leaves, do)
+
+    small = WIDE.B * WIDE.S * (4 * WIDE.H + 4 * WIDE.N + 10 * WIDE.K)  # lse, sums, and the keys' gradients
+    assert peak(run) < 1.02 * (do.nbytes + q.nbytes + small)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_nothing_waits_and_a_graph_replays(deterministic: bool) -> None:
+    case = Case(S=515, ragged=True)
+    inputs, others = draw(case, "cuda"), draw(case, "cuda", seed=1)
+    tensors = [[*drawn["q"], drawn["kv"], *drawn["do"]] for drawn in (inputs, others)]
+    with ordered(deterministic):
+        expected = outcome(attend, case, others | {"index": inputs["index"]})
+        with without_waiting():
+            outcome(attend, case, inputs)
+        captured = replayed(lambda: list(outcome(attend, case, inputs).values()), *tensors)
+    for (name, tensor), replay in zip(expected.items(), captured, strict=True):
+        if name != "dkv" or deterministic:
+            assert torch.equal(replay, tensor), name
+
+
+def test_layers_of_other_kinds_share_a_sum() -> None:
+    """The sum of probabilities does not depend on the order of layers but for rounding, nor on who adds."""
+    case = dataclasses.replace(WIDE, S=300, layers=2)
+    inputs = draw(case, "cuda")
+    calls = iter((reference, attend))
+    mixed = outcome(lambda *args, **how: next(calls)(*args, **how), case, inputs)["p"]
+    torch.testing.assert_close(mixed, outcome(attend, case, inputs)["p"], rtol=1e-4, atol=1e-6)

@@ -101,7 +101,7 @@ def _slots(args: argparse.Namespace) -> Slots:
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     for number in range(args.per_gpu * args.gpus):
         gpu = {"CUDA_VISIBLE_DEVICES": str(number % args.gpus)} if args.device == "cuda" and args.nproc == 1 else {}
-        slots.put({"MASTER_PORT": str(29600 + number), "OMP_NUM_THREADS": threads, **gpu})
+        slots.put({"OMP_NUM_THREADS": threads, **gpu})
     return slots
 
 

@@ -310,7 +310,7 @@ class SparseCoreAttention(MegatronModule):
         return dq, dk, dw
 
     def _decode(self, indexer: PositionedIndexer, cache: LayerCache, x: torch.Tensor, qr: torch.Tensor) -> Selection:
-        """The selection of the last rows among all rows so far, by the reference."""
+        """The selection of the last rows among all so far: of a first piece by the backend, of later ones by the reference."""
         with indexer.rows_from(cache.first_row):
             q, k, w = indexer.forward_before_topk(x, qr)
         keys = cache.extend(indexer_key=k)["indexer_key"]

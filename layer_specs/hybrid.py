@@ -182,7 +182,7 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
     chunks = _chunks(model, config, run.text)
     gpt_host.check_layout(model, config, chunks)
     _check_symbols(model, chunks, layers, symbols)
-    gpt_host.apply_patches()
+    gpt_host.apply_patches(settings)
     gpt_host.announce_policy(model, config, settings)
     gpt_host.prepare(model, config, run.sources)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)

@@ -67,8 +67,8 @@ loss that concern this model. The rest is about stock's DSAttention: without ``e
 schedule.
 """
 
-GPU_PATCHES = ("linear-cross-entropy",)
-"""What is faster, and smaller, on a GPU."""
+LOSS_PATCH = "linear-cross-entropy"
+"""What is faster, and smaller, on a GPU, unless ``speed_defaults.linear_cross_entropy`` is false."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
         model = lowering.matching_preset(sources)
     chunks = model_chunks(transformer)
     check_layout(model, transformer, chunks)
-    apply_patches()
+    apply_patches(settings)
     announce_policy(model, transformer, settings)
     prepare(model, transformer, sources)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
@@ -181,9 +181,11 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
     )
 
 
-def apply_patches() -> None:
+def apply_patches(settings: plugin_config.PluginConfig | None) -> None:
     """Apply what the model needs, and on a GPU what is faster there."""
-    patches.apply(PATCHES + (GPU_PATCHES if compute_device() == "cuda" else ()))
+    speed = settings.speed_defaults if settings is not None else plugin_config.SpeedDefaults()
+    with_loss = speed.linear_cross_entropy and compute_device() == "cuda"
+    patches.apply((*PATCHES, LOSS_PATCH) if with_loss else PATCHES)
 
 
 def prepare(model: Model, config: TransformerConfig, sources: Sequence[object]) -> None:

@@ -61,12 +61,14 @@ class SpeedDefaults:
             warm-up because of the E layers beside them.
         expandable_segments: whether the CUDA allocator grows segments, which keeps fragmentation down.
         cache_root: folder for the caches of compiled kernels (``triton`` and ``inductor`` in it); None: their own places.
+        linear_cross_entropy: whether, on GPUs, the patch of that name takes the place of Megatron's output layer and loss.
     """
 
     compile_warmup: bool = True
     precompile_static: bool = False
     expandable_segments: bool = True
     cache_root: str | None = None
+    linear_cross_entropy: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

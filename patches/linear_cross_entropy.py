@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.backends import Speed
 from megacpp_mcore.backends import observed as backends
+from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import PatchError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
@@ -184,10 +185,10 @@ def _with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         obstacle = _obstacle(self, arguments)
         if obstacle is not None:
-            _note("megatron", obstacle)
+            _note(self, "megatron", obstacle)
             _say_once(self, obstacle)
             return original(self, *args, **kwargs)
-        _note(_OP, "the patch linear-cross-entropy")
+        _note(self, _OP, "the patch linear-cross-entropy")
         mask = arguments.get("loss_mask")
         of_main = mask if _stock_script_runs() else None
         token = _running.set(_Run(self.output_layer, arguments["labels"], of_main, mask))
@@ -204,8 +205,10 @@ def _stock_script_runs() -> bool:
     return global_vars is not None and global_vars._GLOBAL_ARGS is not None
 
 
-def _note(observed: str, reason: str) -> None:
-    backends.note("loss", observed, reason, speed=Speed.COMPILED, requested=_OP)
+def _note(model: Any, observed: str, reason: str) -> None:
+    """Our model brings the patch by itself; at any other somebody asked for it."""
+    requested = backends.AUTO if hasattr(model.config, checkpoint_layout.KEY) else _OP
+    backends.note("loss", observed, reason, speed=Speed.COMPILED, requested=requested)
 
 
 def _obstacle(model: Any, arguments: Mapping[str, Any]) -> str | None:

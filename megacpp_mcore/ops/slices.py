@@ -1,4 +1,5 @@
-"""A projection's output split into parts, whose gradients become that of the whole without a copy where an op wrote them so.
+"""A projection's output split into parts, whose gradients become that of the whole without a copy where an op wrote them so;
+and strided tensors as kernels read them.
 
 Legend: S sequence, B batch, W values a token over all parts.
 """
@@ -9,14 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
 
 
 def split(whole_SBW: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """What ``whole_SBW.split(sizes, dim=-1)`` gives; its gradients are not put together again where they lie in one storage as
-    the parts do, which is how :func:`empty_gradients` makes them.
+    the parts do, which is how :func:`empty_gradients` makes them: the gradient of the whole is then a view of them.
 
     Raises:
         ModelError: the sizes do not add up to W.
@@ -36,9 +36,10 @@ class _Split(torch.autograd.Function):
         return parts
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         given = [gradient for gradient in gradients if gradient is not None]
+        if not given:
+            return None, None
         together = len({gradient.untyped_storage().data_ptr() for gradient in given}) == 1
         if together and [_layout(gradient) for gradient in given] == ctx.parts:
             return given[0].as_strided(*ctx.whole), None
@@ -75,6 +76,8 @@ def _make_a_whole(parts: list[torch.Tensor]) -> bool:
     """Whether tensors [S, B, …] of one storage share out the values of each token among them, with nothing left."""
     first = parts[0]
     rows, end = first.shape[0] * first.shape[1], 0
+    if not rows:
+        return False
     for part in sorted(parts, key=torch.Tensor.storage_offset):
         width = part.numel() // rows
         extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape[2:], part.stride()[2:], strict=True))
@@ -85,3 +88,20 @@ def _make_a_whole(parts: list[torch.Tensor]) -> bool:
     by_sequence, by_row = (first.shape[1] * end, end), (end, first.shape[0] * end)
     filled = first.untyped_storage().nbytes() == rows * end * first.element_size()
     return filled and first.stride()[:2] in (by_sequence, by_row)
+
+
+def aligned(tensor: torch.Tensor, inner: int = 1) -> torch.Tensor:
+    """The tensor itself if its last ``inner`` axes are contiguous and all else is a multiple of 8 elements apart, else a
+    contiguous copy."""
+    outer, expected = tensor.dim() - inner, 1
+    for size, stride in zip(reversed(tensor.shape[outer:]), reversed(tensor.stride()[outer:]), strict=True):
+        if stride != expected:
+            return tensor.contiguous()
+        expected *= size
+    fits = tensor.data_ptr() % 16 == 0 and not any(stride % 8 for stride in tensor.stride()[:outer])
+    return tensor if fits else tensor.contiguous()
+
+
+def eighths(tensor: torch.Tensor, axes: int = 2) -> list[int]:
+    """The strides of the first ``axes``, in units of 8 elements."""
+    return [stride // 8 for stride in tensor.stride()[:axes]]

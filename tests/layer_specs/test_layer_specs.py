@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megacpp_mcore import patches
+from megacpp_mcore import patches, settings
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
@@ -601,6 +601,22 @@ def test_the_spec_applies_what_recompute_needs_and_asks_stock_dsa_for_nothing(ma
     assert model.config.experimental_attention_variant is None
     assert (model.config.dsa_indexer_topk_freq or 1) == 1
     patches.verify()
+
+
+@pytest.mark.parametrize(("device", "wanted"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_the_loss_has_our_patch_on_gpus_unless_told_not_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, wanted: bool
+) -> None:
+    from megacpp_mcore.layer_specs import nam56r
+
+    file = tmp_path / "megacpp.yaml"
+    file.write_text("model: nam56r_tiny\n" + ("" if wanted else "speed_defaults: {linear_cross_entropy: false}\n"))
+    monkeypatch.setattr(nam56r, "compute_device", lambda: device)
+    patches.revert()
+    nam56r.apply_patches(settings.load(file))
+    applied = {record["name"] for record in patches.status() if record["state"] == "applied"}
+    assert applied - set(nam56r.PATCHES) == ({"linear-cross-entropy"} if device == "cuda" and wanted else set())
+    patches.revert()
 
 
 def test_the_logged_indexer_loss_is_the_mean_of_those_there_are(process: Path, tokens: torch.Tensor) -> None:

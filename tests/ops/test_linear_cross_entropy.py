@@ -192,6 +192,15 @@ def test_any_factor_that_the_weights_are_multiplied_by(dtype: torch.dtype) -> No
             assert_parity(have, want, rms=1e-6 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("scale", [1e-20, 3e19])
+def test_weights_whose_squares_float32_does_not_hold(scale: float) -> None:
+    hidden, weight_VH, _, label, weight = draw(13, 40, dtype=torch.float32)
+    loss = linear_cross_entropy(hidden, weight_VH, label, token_weight=weight.float() * scale).loss
+    found = torch.autograd.grad(loss, hidden, weight.float() * scale * 0.5)[0]
+    expected = torch.autograd.grad(linear_cross_entropy(hidden, weight_VH, label).loss, hidden, weight.float() * 0.5)[0]
+    assert_parity(found / scale, expected, rms=1e-5)
+
+
 def test_weights_that_are_all_0() -> None:
     hidden, weight_VH, _, label, weight = draw(13, 40)
     loss = linear_cross_entropy(hidden, weight_VH, label, token_weight=torch.zeros(13)).loss

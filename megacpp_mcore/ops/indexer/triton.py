@@ -79,7 +79,7 @@ def select(
 ) -> torch.Tensor:
     """Select as the reference's ``select`` does, from scores whose products of q and k have the dtype of q; sums are float32.
 
-    Inputs may be strided. The scores of at most :data:`SCRATCH` pairs are there at a time.
+    Inputs may be strided. The scores of at most :data:`SCRATCH` pairs, or of one tile's queries, are there at a time.
 
     Raises:
         ModelError: as the reference, and for sizes or dtypes that the kernels do not take.

@@ -95,7 +95,7 @@ class _Options:
 
 def chunk_tokens(tokens: int, vocab: int, dtype: torch.dtype, device: torch.device) -> int:
     """How many tokens a chunk has: those of about :data:`LOGIT_BYTES`, and all chunks alike."""
-    count = -(-tokens * vocab * dtype.itemsize // LOGIT_BYTES[device.type])
+    count = -(-tokens * vocab * dtype.itemsize // LOGIT_BYTES.get(device.type, LOGIT_BYTES["cpu"]))
     return min(-(-tokens // (count * TOKENS)) * TOKENS, tokens)
 
 
@@ -129,7 +129,8 @@ def linear_cross_entropy(
         bias_V: added to the logits, or None.
         logit_scale: factor on the logits.
         token_weight: what the loss of each token will be multiplied by, up to one factor for all, or None. It is a promise:
-            where gradients are enabled, a backward pass with anything else fails. float16, which cannot hold a gradient
+            where gradients are enabled, a backward pass with anything else fails, and so does one whose losses were rounded
+            to 16 bits on their way. float16, which cannot hold a gradient
             before the factor (the loss scale) is known, gets its gradients in the backward pass and fails nothing.
         shards: the tensor-parallel group, or None for one rank.
         main_grad: where the gradient of the weight goes, or None to return it.
@@ -249,8 +250,12 @@ def _factor(grad_N: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
     Raises:
         RuntimeError: there is no such number; on a GPU later, by an assertion on the device.
     """
-    squares_1 = weight_N.square().sum(0, keepdim=True).clamp_(min=torch.finfo(weight_N.dtype).tiny)
-    factor_1 = (grad_N * weight_N).sum(0, keepdim=True) / squares_1
+    tiny = torch.finfo(weight_N.dtype).tiny
+    largest_1 = weight_N.abs().amax(0, keepdim=True).clamp_(min=tiny)
+    unit_N = weight_N / largest_1  # whose squares neither vanish nor overflow
+    factor_1 = (
+        (grad_N * unit_N).sum(0, keepdim=True) / unit_N.square().sum(0, keepdim=True).clamp_(min=tiny) / largest_1
+    )
     promised_N = weight_N * factor_1
     is_kept = ((grad_N - promised_N).abs_() <= PROMISE * promised_N.abs()).all() | ~factor_1.isfinite()
     torch._assert_async(

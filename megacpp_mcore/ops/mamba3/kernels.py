@@ -21,27 +21,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megacpp_mcore.ops.assembly import INTERPRETED, exp2
+
 LOG2E = tl.constexpr(1.4426950408889634)
 PI = tl.constexpr(3.141592653589793)
 FORGET = tl.constexpr(-160.0)
 """The log2 decay that a document's first token adds to its own: 2^-160 is 0 in float32, so nothing before it is seen."""
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""Triton's interpreter knows no assembly."""
-
 
 # --- small parts ------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _exp2(u):
-    """2^u without the instructions that save results below 2^-126."""
-    if INTERPRETED:
-        return tl.exp2(u)
-    else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
-        )  # fmt: skip
 
 
 @triton.jit
@@ -50,7 +38,7 @@ def _sigmoid(u):
         return 1.0 / (1.0 + tl.exp2(u * -LOG2E))
     else:
         return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + _exp2(u * -LOG2E)], dtype=tl.float32, is_pure=True, pack=1
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + exp2(u * -LOG2E)], dtype=tl.float32, is_pure=True, pack=1
         )  # fmt: skip
 
 
@@ -181,7 +169,7 @@ def norm_fwd(x_ptr, weight_ptr, y_ptr, s_s, s_b, s_g, s_r, S, SP, B, eps,
     gr, b = tl.program_id(1), tl.program_id(2)
     i = tl.arange(0, N // 2)
     a, c = (i, i + N // 2) if HALF else (2 * i, 2 * i + 1)
-    row = x_ptr + t.to(tl.int64)[:, None] * (s_s * 8) + b.to(tl.int64) * (s_b * 8) + (gr // R) * s_g + (gr % R) * s_r
+    row = x_ptr + t.to(tl.int64)[:, None] * (s_s * 8) + b.to(tl.int64) * s_b * 8 + (gr // R) * s_g + (gr % R) * s_r
     inside = (t < S)[:, None]
     first = tl.load(row + a[None, :], mask=inside, other=0.0).to(tl.float32)
     second = tl.load(row + c[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -203,7 +191,7 @@ def norm_bwd(x_ptr, weight_ptr, dy_ptr, dx_ptr, dw_ptr, s_s, s_b, s_g, s_r, sg_s
     t = tile * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, N // 2)
     a, c = (i, i + N // 2) if HALF else (2 * i, 2 * i + 1)
-    row = x_ptr + t.to(tl.int64)[:, None] * (s_s * 8) + b.to(tl.int64) * (s_b * 8) + (gr // R) * s_g + (gr % R) * s_r
+    row = x_ptr + t.to(tl.int64)[:, None] * (s_s * 8) + b.to(tl.int64) * s_b * 8 + (gr // R) * s_g + (gr % R) * s_r
     inside = (t < S)[:, None]
     first = tl.load(row + a[None, :], mask=inside, other=0.0).to(tl.float32)
     second = tl.load(row + c[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -219,9 +207,7 @@ def norm_bwd(x_ptr, weight_ptr, dy_ptr, dx_ptr, dw_ptr, s_s, s_b, s_g, s_r, sg_s
     d_first *= tl.load(weight_ptr + a).to(tl.float32)[None, :]
     d_second *= tl.load(weight_ptr + c).to(tl.float32)[None, :]
     mean = ((tl.sum(d_first * first, 1) + tl.sum(d_second * second, 1)) / N)[:, None]
-    out = (
-        dx_ptr + t.to(tl.int64)[:, None] * (sg_s * 8) + b.to(tl.int64) * (sg_b * 8) + (gr // R) * sg_g + (gr % R) * sg_r
-    )
+    out = dx_ptr + t.to(tl.int64)[:, None] * (sg_s * 8) + b.to(tl.int64) * sg_b * 8 + (gr // R) * sg_g + (gr % R) * sg_r
     tl.store(out + a[None, :], (scale * (d_first - first * mean)).to(dx_ptr.dtype.element_ty), mask=inside)
     tl.store(out + c[None, :], (scale * (d_second - second * mean)).to(dx_ptr.dtype.element_ty), mask=inside)
 
@@ -365,7 +351,7 @@ def _decays(la_ptr, w_ptr, rows, L: tl.constexpr):
     """Of a chunk: what a token keeps of the state before it [M], what it hands to the one after [M], and what is kept [1]."""
     la, w = tl.load(la_ptr + rows), tl.load(w_ptr + rows)
     last = tl.load(la_ptr + L - 1)
-    enter, leave, keep = _exp2(la), _exp2(last - la) * w, tl.exp2(last)
+    enter, leave, keep = exp2(la), exp2(last - la) * w, tl.exp2(last)
     return enter, leave, keep
 
 
@@ -391,7 +377,7 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, turns_pt
     x_rows = token[:, None] * (sx_s * 8) + p[None, :]
     bc = (b * G + h // (H // G)).to(tl.int64) * (R * SP * N) + t0 * N
     turns_ptr += (bh * SP + t0) * (2 * A)
-    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
+    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * sx_b * 8 + h * P
     la_ptr += bh * SP + t0
     w_ptr += bh * SP + t0
     k_ptr += (bh * SP + t0) * (R * N)
@@ -531,7 +517,7 @@ def _weights(la_q, la_k, w_k, gamma_k, at_q, at_k):
 
     Arguments of queries and of keys broadcast against each other, so that the same serves both orientations.
     """
-    return tl.where(at_q > at_k, _exp2(la_q - la_k) * w_k, tl.where(at_q == at_k, gamma_k, 0.0))
+    return tl.where(at_q > at_k, exp2(la_q - la_k) * w_k, tl.where(at_q == at_k, gamma_k, 0.0))
 
 
 @triton.jit
@@ -588,8 +574,8 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr
     z_rows = token[:, None] * (sz_s * 8) + p[None, :]
     y_rows = one[:, None] * (B * H * P) + p[None, :]
     table = bh * SP + t0
-    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
-    z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * (sz_b * 8) + h * P
+    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * sx_b * 8 + h * P
+    z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * sz_b * 8 + h * P
     if not RAW:
         y += (t0.to(tl.int64) * B + b) * (H * P) + h * P
     skip = tl.load(D_ptr + h).to(tl.float32)
@@ -640,7 +626,7 @@ def gate_fwd(z_ptr, y_ptr, mz_ptr, mo_ptr, out_ptr, sz_s, sz_b, S, SP, B,
     one, p = tl.arange(0, TOKENS), tl.arange(0, P)
     t0 = seg * (CHUNKS * L)
     y_ptr += ((b * H + h).to(tl.int64) * SP + t0) * (R * P)
-    z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * (sz_b * 8) + h * P
+    z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * sz_b * 8 + h * P
     out_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
     for step in tl.range(CHUNKS * L // TOKENS):
         first = step * TOKENS
@@ -699,10 +685,10 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, do_ptr, dz_ptr, dmz_p
     mix = h * (R * P) + p
     dz_rows = one[:, None] * (sg_s * 8) + p[None, :]
     do_ptr += ((b * H + h).to(tl.int64) * SP + t0) * (R * P)
-    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
-    z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * (sz_b * 8) + h * P
-    dy_ptr += t0.to(tl.int64) * (sy_s * 8) + b.to(tl.int64) * (sy_b * 8) + h * P
-    dz_ptr += t0.to(tl.int64) * (sg_s * 8) + b.to(tl.int64) * (sg_b * 8) + h * P
+    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * sx_b * 8 + h * P
+    z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * sz_b * 8 + h * P
+    dy_ptr += t0.to(tl.int64) * (sy_s * 8) + b.to(tl.int64) * sy_b * 8 + h * P
+    dz_ptr += t0.to(tl.int64) * (sg_s * 8) + b.to(tl.int64) * sg_b * 8 + h * P
     dmz = ()
     dmo = ()
     for _ in tl.static_range(R):
@@ -779,7 +765,7 @@ def scan_bwd_queries(x_ptr, k_desc, q_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamm
     mix = h * (R * P) + rank[:, None] * P + p[None, :]
     x_rows = token[:, None] * (sx_s * 8) + p[None, :]
     table = bh * SP + t0
-    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
+    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * sx_b * 8 + h * P
     state = tl.load(state_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
     for chunk in tl.range(CHUNKS):
         start = t0 + chunk * L
@@ -824,8 +810,8 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
     x_rows = token[:, None] * (sx_s * 8) + p[None, :]
     dx_rows = one[:, None] * (sg_s * 8) + p[None, :]
     table = bh * SP + t0
-    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * (sx_b * 8) + h * P
-    dx_ptr += t0.to(tl.int64) * (sg_s * 8) + b.to(tl.int64) * (sg_b * 8) + h * P
+    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * sx_b * 8 + h * P
+    dx_ptr += t0.to(tl.int64) * (sg_s * 8) + b.to(tl.int64) * sg_b * 8 + h * P
     skip = tl.load(D_ptr + h).to(tl.float32)
     dstate = tl.load(dstate_ptr + (bh * (NSEG + 1) + seg + 1) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
     dmx = tl.zeros((ROWS, P), tl.float32)

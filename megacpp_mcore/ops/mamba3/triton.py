@@ -31,7 +31,7 @@ from megacpp_mcore.ops.mamba3.reference import (
     mamba3_decay_and_gates,
     mamba3_rotate,
 )
-from megacpp_mcore.ops.slices import empty_gradients
+from megacpp_mcore.ops.slices import aligned, eighths, empty_gradients
 
 ROWS = 64
 """Rows of a chunk, tokens × ranks: what a tensor-core product of one warp group has."""
@@ -276,25 +276,9 @@ def _check_kernels(plan: Plan, activation: str, *inputs: torch.Tensor) -> None:
         raise ModelError("inputs of float64: the Triton kernels compute in float32 at most; use the reference.")
 
 
-def _aligned(tensor: torch.Tensor, inner: int) -> torch.Tensor:
-    """The tensor itself if its last ``inner`` axes are contiguous and tokens a multiple of 8 elements apart, else a copy."""
-    expected = 1
-    for axis in range(tensor.dim() - 1, tensor.dim() - 1 - inner, -1):
-        if tensor.stride(axis) != expected:
-            return tensor.contiguous()
-        expected *= tensor.shape[axis]
-    if any(stride % 8 for stride in tensor.stride()[:2]) or tensor.data_ptr() % 16:
-        return tensor.contiguous()
-    return tensor
-
-
 def _per_token(tensor: torch.Tensor) -> tuple[int, int]:
     """The strides of tokens and of rows of a batch."""
     return tensor.stride(0), tensor.stride(1)
-
-
-def _eighths(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.stride(0) // 8, tensor.stride(1) // 8
 
 
 def _to_kernels(t: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -365,7 +349,7 @@ def _tables(
     for tensor, weight in ((b, weights[0]), (c, weights[1])):
         out = torch.empty(B, G, R, SP, N, device=device, dtype=dtype)
         kernels.norm_fwd[(triton.cdiv(SP, 32), G * R, B)](
-            tensor, weight, out, *_eighths(tensor), tensor.stride(2), tensor.stride(3), plan.S, SP, B, plan.eps,
+            tensor, weight, out, *eighths(tensor), tensor.stride(2), tensor.stride(3), plan.S, SP, B, plan.eps,
             **plan.sizes("G", "R", "N", "HALF"), ROWS=32,
         )  # fmt: skip
         normed.append(out)
@@ -433,8 +417,8 @@ class _Scan(torch.autograd.Function):
             h0,
             theta0,
         ) = inputs
-        x, z = _aligned(x, 2), _aligned(z, 2)
-        b, c = _aligned(b, 1), _aligned(c, 1)
+        x, z = aligned(x, 2), aligned(z, 2)
+        b, c = aligned(b, 1), aligned(c, 1)
         gates = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in (dd_dt, dd_A, trap, angles))
         documents = gates[0] if seq_idx is None else seq_idx
         parameters = _parameters(plan, x.dtype, D, b_bias, c_bias, tuple(mix))
@@ -444,7 +428,7 @@ class _Scan(torch.autograd.Function):
         keeps = torch.empty(plan.B, plan.H, plan.segments, device=x.device)
         kernels.turn_and_add[plan.grid](
             x, tables.bn, tables.cn, parameters.b_bias, parameters.c_bias, parameters.mimo_x, tables.turns,
-            tables.la, tables.w, keys, queries, states, keeps, *_eighths(x), plan.S, plan.padded,
+            tables.la, tables.w, keys, queries, states, keeps, *eighths(x), plan.S, plan.padded,
             plan.segments, **plan.sizes("H", "G", "R", "P", "N", "A", "L", "CHUNKS", "MIMO", "EVEN", "PRECISION"),
             **plan.launch("turn_and_add"),
         )  # fmt: skip
@@ -456,7 +440,7 @@ class _Scan(torch.autograd.Function):
             ungated = _empty_rows(plan, x, plan.P)
             _scan(plan, x, z, keys, queries, parameters, tables, states, ungated, raw=True)
             kernels.gate_fwd[plan.grid](
-                z, ungated, parameters.mimo_z, parameters.mimo_o, out, *_eighths(z), plan.S, plan.padded, plan.B,
+                z, ungated, parameters.mimo_z, parameters.mimo_o, out, *eighths(z), plan.S, plan.padded, plan.B,
                 **plan.sizes("H", "R", "P", "L", "CHUNKS", "MIMO", "EVEN"), **plan.launch("gate_fwd"),
             )  # fmt: skip
         ctx.plan = plan
@@ -500,7 +484,7 @@ def _scan(
 ) -> None:
     kernels.scan_fwd[plan.grid](
         x, z, _chunks(keys), _chunks(queries), parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, parameters.D,
-        tables.la, tables.w, tables.gamma, states, _chunks(out) if raw else out, *_eighths(x), *_eighths(z), plan.S,
+        tables.la, tables.w, tables.gamma, states, _chunks(out) if raw else out, *eighths(x), *eighths(z), plan.S,
         plan.padded, plan.segments, plan.B,
         **plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "EVEN", "PRECISION"), RAW=raw,
         **plan.launch("scan_fwd"),
@@ -511,9 +495,13 @@ def _backward(
     ctx: Any, dout: torch.Tensor | None, dh: torch.Tensor | None, dtheta: torch.Tensor | None
 ) -> tuple[Any, ...]:
     plan: Plan = ctx.plan
-    inputs, (dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix) = ctx.saved_tensors[:8], ctx.saved_tensors[8:17]
-    seq_idx, theta0, states = ctx.saved_tensors[17:]
-    dout = inputs[0].new_zeros(inputs[0].shape) if dout is None else _aligned(dout, 2)
+    saved = ctx.saved_tensors  # once: each reading unpacks what a checkpoint or an offload has packed
+    inputs, (dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix), (seq_idx, theta0, states) = (
+        saved[:8],
+        saved[8:17],
+        saved[17:],
+    )
+    dout = inputs[0].new_zeros(inputs[0].shape) if dout is None else aligned(dout, 2)
     gradients = empty_gradients(*inputs)
     parameters = _parameters(plan, dout.dtype, D, b_bias, c_bias, tuple(mix))
     found = []
@@ -568,7 +556,7 @@ def _backward_of_rows(
     dD = torch.empty(per_segment, device=device)
     kernels.gate_bwd[plan.grid](
         x, z, dout, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, do, dz, dmimo_z, dmimo_o, dD,
-        *_eighths(x), *_eighths(z), *_eighths(dout), *_eighths(dz), S, SP, segments,
+        *eighths(x), *eighths(z), *eighths(dout), *eighths(dz), S, SP, segments,
         **plan.sizes("H", "R", "P", "L", "CHUNKS", "MIMO", "EVEN"), **plan.launch("gate_bwd"),
     )  # fmt: skip
     dstates = torch.empty_like(states)
@@ -586,7 +574,7 @@ def _backward_of_rows(
     for part in plan.key_parts:
         kernels.scan_bwd_keys[plan.grid](
             x, *chunks_of, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma, dstates,
-            _chunks(dkeys), dx, dmimo_x, *_eighths(x), *_eighths(dx), S, SP, segments, **common, **part,
+            _chunks(dkeys), dx, dmimo_x, *eighths(x), *eighths(dx), S, SP, segments, **common, **part,
             **plan.launch("scan_bwd_keys"),
         )  # fmt: skip
     dgamma = torch.empty(B, H, SP, device=device)
@@ -595,7 +583,7 @@ def _backward_of_rows(
     dqueries = do if N == P else _empty_rows(plan, x, N)
     kernels.scan_bwd_queries[plan.grid](
         x, *chunks_of, parameters.mimo_x, tables.la, tables.w, tables.gamma, states, _chunks(dqueries), dgamma,
-        *_eighths(x), S, SP, segments, **common, **plan.launch("scan_bwd_queries"),
+        *eighths(x), S, SP, segments, **common, **plan.launch("scan_bwd_queries"),
     )  # fmt: skip
     kernels.borders[(H, segments + 1, B)](
         states, dstates, border_value, border_turn, segments + 1, **plan.sizes("H", "P", "N", "A")
@@ -645,8 +633,8 @@ def _norm_back(
     tiles = triton.cdiv(plan.padded, 32)
     dw = torch.empty(plan.B * plan.G * plan.R * tiles, plan.N, device=tensor.device)
     kernels.norm_bwd[(tiles, plan.G * plan.R, plan.B)](
-        tensor, weight, dnormed, gradient, dw, *_eighths(tensor), tensor.stride(2), tensor.stride(3),
-        *_eighths(gradient), gradient.stride(2), gradient.stride(3), plan.S, plan.padded, plan.eps,
+        tensor, weight, dnormed, gradient, dw, *eighths(tensor), tensor.stride(2), tensor.stride(3),
+        *eighths(gradient), gradient.stride(2), gradient.stride(3), plan.S, plan.padded, plan.eps,
         **plan.sizes("G", "R", "N", "HALF"), ROWS=32,
     )  # fmt: skip
     return dw.sum(0)

@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megacpp_mcore.ops.assembly import INTERPRETED, exp2
+
 KEYS = 64
 """Keys in one tile: the rows of one tensor-core product of four warps."""
 
@@ -25,20 +27,6 @@ FEW = tl.constexpr(192)
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Below every score. A maximum that begins with −inf would make NaN of a query that selects nothing."""
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""Triton's interpreter knows no assembly."""
-
-
-@triton.jit
-def _exp2(x):
-    """2^x without the instructions that save results below 2^-126."""
-    if INTERPRETED:
-        return tl.exp2(x)
-    else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )  # fmt: skip
 
 
 @triton.jit
@@ -116,7 +104,7 @@ def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s
         x = tl.where((key >= 0)[None, :], x, float("-inf"))
         before = top
         top = tl.maximum(before, tl.max(x, 1) * (scale * LOG2E))
-        p, shrink = _exp2(x * (scale * LOG2E) - top[:, None]), _exp2(before - top)
+        p, shrink = exp2(x * (scale * LOG2E) - top[:, None]), exp2(before - top)
         total = total * shrink + tl.sum(p, 1)
         o = tl.dot(p.to(k_l.dtype), k_l, o * shrink[:, None])
     o = tl.where(total[:, None] == 0, 0.0, o / total[:, None])  # a NaN is not 0
@@ -154,7 +142,7 @@ def means(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, do_ptr, mean_ptr, scale,
             key = tl.load(index_ptr + start + n).to(tl.int64)
             k_l, k_r = _load_halves(kv_ptr + key[:, None] * (kv_t * 8), (key >= 0)[:, None], V, R)
             x = tl.dot(q_r, tl.trans(k_r), tl.dot(q_l, tl.trans(k_l)))
-            p = tl.where((key >= 0)[None, :], _exp2(x * (scale * LOG2E) - lse[:, None]), 0.0)
+            p = tl.where((key >= 0)[None, :], exp2(x * (scale * LOG2E) - lse[:, None]), 0.0)
             mean += tl.sum(p * tl.dot(do, tl.trans(k_l)), 1)
     else:
         o = tl.load(o_ptr + ((s * B + b) * H + h[:, None]) * V + v[None, :], mask=mask, other=0.0)
@@ -191,7 +179,7 @@ def backward(q_ptr, kv_ptr, index_ptr, mean_ptr, lse_ptr, do_ptr, dq_ptr, dkv_pt
         seen = (key >= 0)[:, None]
         k_l, k_r = _load_halves(kv_ptr + key[:, None] * (kv_t * 8), seen, V, R)
         x = tl.dot(k_r, tl.trans(q_r), tl.dot(k_l, tl.trans(q_l)))
-        p = tl.where(seen, _exp2(x * (scale * LOG2E) - lse[None, :]), 0.0)
+        p = tl.where(seen, exp2(x * (scale * LOG2E) - lse[None, :]), 0.0)
         if sum_ptr is not None:  # no other program of a launch adds here, so that the order is one
             tl.atomic_add(sum_ptr + (b * S + s) * N + start + n, tl.sum(p, 1), mask=start + n < N, sem="relaxed")
         dx = (p * (tl.dot(k_l, tl.trans(do)) * scale - mean[None, :])).to(q_l.dtype)

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.indexer.training import TargetSum
+from megacpp_mcore.ops.slices import aligned, eighths
 from megacpp_mcore.ops.sparse_mla import kernels
 from megacpp_mcore.ops.sparse_mla.reference import check_attention
 
@@ -53,7 +54,8 @@ def attend(
     """Do what the reference of this name does, with its arguments, in bfloat16 or float16.
 
     Probabilities and the gradients of scores are rounded to the inputs' dtype before they are multiplied by keys and queries;
-    all sums are in float32. Kept for the backward pass: the inputs, the output, and one number a query and head.
+    all sums are in float32. Kept for the backward pass: the inputs, or copies where they were copied, the output, and one
+    number a query and head.
 
     Args:
         q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim, sink, validate: as there. What is not strided by multiples of 8
@@ -98,12 +100,12 @@ class SparseMLAKernels(torch.autograd.Function):
     ) -> torch.Tensor:
         """The output, contiguous."""
         (S, B, H, K), V = q_SBHK.shape, value_dim
-        q_SBHK, kv_TBK, index_BSP = _aligned(q_SBHK), _aligned(kv_TBK), _padded(index_BSN)
+        q_SBHK, kv_TBK, index_BSP = aligned(q_SBHK), aligned(kv_TBK), _padded(index_BSN)
         o_SBHV, lse_BSH = q_SBHK.new_empty(S, B, H, V), q_SBHK.new_empty(B, S, H, dtype=torch.float32)
         for first in range(0, H, HEADS):
             kernels.forward[(S, B)](
                 q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, softmax_scale, S, H, index_BSP.shape[2], first,
-                *_strides(q_SBHK), *_strides(kv_TBK), M=_rows(H - first, 64), V=V, R=K - V, **FORWARD,
+                *eighths(q_SBHK, 3), *eighths(kv_TBK), M=_rows(H - first, 64), V=V, R=K - V, **FORWARD,
             )  # fmt: skip
         ctx.save_for_backward(q_SBHK, kv_TBK, index_BSN, index_BSP, o_SBHV, lse_BSH)
         ctx.softmax_scale, ctx.sink = softmax_scale, sink
@@ -115,7 +117,7 @@ class SparseMLAKernels(torch.autograd.Function):
         """The gradients of q and kv; the probabilities' sum over heads is added to the sink's."""
         q_SBHK, kv_TBK, index_BSN, index_BSP, o_SBHV, lse_BSH = ctx.saved_tensors
         (S, B, H, K), V = q_SBHK.shape, o_SBHV.shape[-1]
-        do_SBHV = _aligned(do_SBHV)
+        do_SBHV = aligned(do_SBHV)
         dq_SBHK = q_SBHK.new_empty(S, B, H, K)
         deterministic = torch.are_deterministic_algorithms_enabled()
         dkv_TBK = kv_TBK.new_zeros(kv_TBK.shape, dtype=torch.int64 if deterministic else torch.float32)
@@ -125,27 +127,17 @@ class SparseMLAKernels(torch.autograd.Function):
         for first in range(0, H, HEADS):
             kernels.means[(S, B)](
                 q_SBHK, kv_TBK, index_BSP, o_SBHV, lse_BSH, do_SBHV, mean_BSH, ctx.softmax_scale, S, H,
-                index_BSP.shape[2], first, *_strides(q_SBHK), *_strides(kv_TBK), *_strides(do_SBHV),
+                index_BSP.shape[2], first, *eighths(q_SBHK, 3), *eighths(kv_TBK), *eighths(do_SBHV, 3),
                 M=_rows(H - first, 64), V=V, R=K - V, **MEANS,
             )  # fmt: skip
             kernels.backward[(S, B)](
                 q_SBHK, kv_TBK, index_BSP, mean_BSH, lse_BSH, do_SBHV, dq_SBHK, dkv_TBK, sum_BSN, unit, ctx.softmax_scale,
-                S, H, index_BSN.shape[2], index_BSP.shape[2], first, *_strides(q_SBHK), *_strides(kv_TBK),
-                *_strides(do_SBHV), M=_rows(H - first, 32), V=V, R=K - V, **BACKWARD,
+                S, H, index_BSN.shape[2], index_BSP.shape[2], first, *eighths(q_SBHK, 3), *eighths(kv_TBK),
+                *eighths(do_SBHV, 3), M=_rows(H - first, 32), V=V, R=K - V, **BACKWARD,
             )  # fmt: skip
         if unit is not None:
             dkv_TBK = dkv_TBK.double() / unit
         return dq_SBHK, dkv_TBK.to(kv_TBK.dtype), None, None, None, None
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as the kernels are compiled for: rows that begin at multiples of 16 bytes."""
-    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in x.stride()[:-1])
-    return x if fits else x.contiguous()
-
-
-def _strides(x: torch.Tensor) -> list[int]:
-    return [stride // 8 for stride in x.stride()[:-1]]
 
 
 def _padded(index_BSN: torch.Tensor) -> torch.Tensor:

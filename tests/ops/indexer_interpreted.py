@@ -12,7 +12,7 @@ import torch
 from megacpp_mcore.ops.indexer import reference
 from megacpp_mcore.ops.indexer import triton as fused
 from tests.ops.indexer_cases import assert_gradients, assert_selected, draw, draw_documents, draw_exact, draw_target
-from tests.ops.interpreted import take_scalars_of_one_element
+from tests.ops.interpreter import take_scalars_of_one_element
 
 FP16 = torch.float16
 

@@ -9,7 +9,7 @@ import torch
 
 from megacpp_mcore.ops.linear_cross_entropy import eager, triton
 from megacpp_mcore.ops.testing import assert_parity
-from tests.ops.interpreted import take_scalars_of_one_element
+from tests.ops.interpreter import take_scalars_of_one_element
 
 V = 1003
 LABELS = [0, 1002, 5, -1, V, 2**40, 7, 640]

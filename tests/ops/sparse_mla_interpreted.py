@@ -13,7 +13,7 @@ import triton.language as tl
 
 from megacpp_mcore.ops.sparse_mla import triton as fused
 from megacpp_mcore.ops.sparse_mla.reference import attend as reference
-from tests.ops.interpreted import take_scalars_of_one_element
+from tests.ops.interpreter import take_scalars_of_one_element
 from tests.ops.sparse_mla_case import Case, assert_same, draw, eager, outcome
 
 SMALL = {"S": 37, "H": 3, "K": 32, "V": 16, "N": 20}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +52,3 @@ def test_add_scaled(tmp_path: Path, out: str) -> None:
     )
     assert made.spills == 0, made
     assert made.instructions["LDG"] <= 8, made
-
-
-def test_parity_in_the_interpreter() -> None:
-    """In a process of its own, as Triton has to be imported for it."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.ops.linear_cross_entropy_interpreted"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,13 +1,7 @@
-"""The indexer's kernels on a CPU: Triton's interpreter in a process of its own, as Triton has to be imported for it; and what
-is decided before a kernel is launched.
-"""
+"""What is decided before a kernel of the indexer is launched."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,18 +12,6 @@ pytest.importorskip("triton")
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.indexer import triton as fused
 from tests.ops.indexer_cases import draw
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.slow
-@pytest.mark.kernels
-@pytest.mark.parametrize("case", ["rows", "pieces", "gradient"])
-def test_agrees_with_the_reference(case: str) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.ops.indexer_interpreted", case]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 40])

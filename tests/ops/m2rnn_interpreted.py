@@ -7,33 +7,21 @@ place of bfloat16, whose products the interpreter gets wrong, and goes back in t
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 import triton.language as tl
-from triton.runtime import interpreter
 
 from megacpp_mcore.ops.m2rnn import recurrence
 from megacpp_mcore.ops.m2rnn.reference import m2rnn as reference
 from megacpp_mcore.ops.m2rnn.triton import m2rnn
 from megacpp_mcore.ops.testing import assert_parity, worst_row
+from tests.ops.interpreter import take_scalars_of_one_element
 from tests.ops.m2rnn_mixer import Case, draw, outcome
 
 CASES = {
     "whole": (Case(B=1, S=11, H=1, K=16, dtype=torch.float32, documents=True, state=True, ranks=2), 1e-6),
     "parts": (Case(B=1, S=11, H=1, K=16, dtype=torch.float32, state=True, checkpoint_every=8), 4e-3),
 }
-
-
-def take_scalars_of_one_element() -> None:
-    """The interpreter's loop bounds are arrays of one element, which NumPy 2.4 and later refuse as integers."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
 
 
 def main(name: str) -> None:

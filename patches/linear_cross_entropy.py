@@ -206,8 +206,9 @@ def _stock_script_runs() -> bool:
 
 
 def _note(model: Any, observed: str, reason: str) -> None:
-    """Our model brings the patch by itself; at any other somebody asked for it."""
-    requested = backends.AUTO if hasattr(model.config, checkpoint_layout.KEY) else _OP
+    """Our model brings the patch by itself: where that cannot serve, nobody need have asked for it."""
+    by_itself = observed != _OP and hasattr(model.config, checkpoint_layout.KEY)
+    requested = backends.AUTO if by_itself else _OP
     backends.note("loss", observed, reason, speed=Speed.COMPILED, requested=requested)
 
 

@@ -1,6 +1,7 @@
 """linear-cross-entropy: the losses of the main head and of every MTP depth come from hidden states, not from logits.
 
-Activate: ``megacpp_mcore.patches.apply(["linear-cross-entropy"])``.
+Activate: applied by our specs on GPUs, unless ``speed_defaults.linear_cross_entropy`` is false; or
+``megacpp_mcore.patches.apply(["linear-cross-entropy"])``.
 Scope: GPTModel and HybridModel called with labels. The stock path stays, with one line in the log that says why, where
 something else needs the logits or owns their gradient: an inference engine, an ``output_processor``, the configuration
 logger, a loss or logit scale of the model's own, an output layer that is not exactly ColumnParallelLinear (the MXFP8 one,

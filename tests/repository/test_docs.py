@@ -347,7 +347,12 @@ ROWS = {
     "Mamba-3 SISO": ("mamba3_siso", "mamba-ssm SISO"),
     "M²RNN": ("m2rnn", "triton", "reference"),
     "16 experts": ("grouped_mlp", "torch._grouped_mm", "TE GroupedLinear"),
-    "output layer": ("linear_cross_entropy", "stock, fused cross-entropy", "known weights, main_grad"),
+    "output layer": (
+        "linear_cross_entropy",
+        "stock, fused cross-entropy",
+        "known weights, main_grad",
+        "chunked, main_grad",
+    ),
 }
 """A row's first words; the benchmark and the variants whose milliseconds it gives."""
 

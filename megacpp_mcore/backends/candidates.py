@@ -11,6 +11,7 @@ from typing import Any
 from megacpp_mcore.backends.dispatcher import Candidate, Speed
 from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON
 from megacpp_mcore.backends.support import Dim, Support
+from megacpp_mcore.te import imports
 
 LAYER_PARTS = "transformer_impl"
 """The op that stands for a layer's linears, norms and experts, called as Megatron's flag that asks for it."""
@@ -28,6 +29,9 @@ _SDPA = Support(
     deterministic=False,
 )
 """Of the kernels behind PyTorch's SDPA one takes any such width, masked or not; others are faster where they can run."""
+
+_TE_ATTENTION = dataclasses.replace(_SDPA, mask=False, packed=False)
+"""Its fused kernels do not take MLA's widths of 128 and 64 on Hopper, where it runs unfused: ``sdpa`` comes first."""
 
 _MAMBA3_TRITON = Support(
     devices=("cuda",),
@@ -58,11 +62,27 @@ _SPARSE_MLA_TRITON = Support(
 """The widths that its kernels are compiled for without a spill, and compared with the reference at. Its sums have one order
 where ``torch.use_deterministic_algorithms`` asks for it, as every door does in deterministic mode."""
 
+_E4M3 = ("float8_e4m3fn",)
+_DEEP_GEMM = Support(
+    devices=("cuda",), dtypes=_E4M3, dims={"inputs": Dim(multiple_of=128), "outputs": Dim(multiple_of=128)}
+)
+
 
 def own_candidates() -> tuple[Candidate, ...]:
     """The implementations of the model's ops in this package; none is imported before it is chosen."""
     return (
         _candidate("mla", "sdpa", Speed.KERNEL, _SDPA, "megacpp_mcore.ops.mla.sdpa:sdpa_attention", (CUDA,)),
+        dataclasses.replace(
+            _candidate(
+                "mla",
+                "te",
+                Speed.KERNEL,
+                _TE_ATTENTION,
+                "megacpp_mcore.te.attention:attend",
+                (CUDA, TRANSFORMER_ENGINE),
+            ),
+            probe=functools.partial(imports.feature, "attention"),
+        ),
         _candidate("mla", "reference", Speed.REFERENCE, _REFERENCE, "megacpp_mcore.ops.mla.reference:mla_attention"),
         _candidate(
             "mamba3", TRITON, Speed.KERNEL, _MAMBA3_TRITON, "megacpp_mcore.ops.mamba3.triton:mamba3", _GPU_TRITON
@@ -99,6 +119,19 @@ def own_candidates() -> tuple[Candidate, ...]:
                 ("m2rnn", "m2rnn", "m2rnn"),
             )
         ),
+    )
+
+
+def grouped_fp8_candidates() -> tuple[Candidate, ...]:
+    """The implementations of the grouped FP8 product, which no layer of the model asks for yet."""
+    path = "megacpp_mcore.ops.grouped_fp8"
+    kernel = _candidate(
+        "grouped_fp8", "deep_gemm", Speed.KERNEL, _DEEP_GEMM, f"{path}.deep_gemm:grouped_product", (CUDA,)
+    )
+    truth = dataclasses.replace(_REFERENCE, dtypes=_E4M3)
+    return (
+        dataclasses.replace(kernel, probe=lambda: _load(f"{path}.deep_gemm:probe")()),
+        _candidate("grouped_fp8", "reference", Speed.REFERENCE, truth, f"{path}.reference:grouped_product"),
     )
 
 

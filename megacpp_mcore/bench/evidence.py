@@ -87,6 +87,7 @@ POLICIES: Mapping[tuple[str, str], str] = {
         "Megatron's default (TransformerConfig.transformer_impl, core 0.19), and what FP8 experts need; not faster: "
         "1.004x the tokens/s of local, one run each (experiments/results/train_h200.csv), which is noise"
     ),
+    ("mla", "te"): "by name: sdpa covers every call that it covers, and comes first",
 }
 """By op and backend, why it is preferred without evidence that it is the faster one."""
 

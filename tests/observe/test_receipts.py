@@ -77,6 +77,7 @@ def test_a_finished_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert {**found, "written_at": ""} == {**written, "written_at": ""}
     assert set(found["unknown"]) == {
         "routing.capacity_factor", "profiler", "dominant_time", "throughput.mfu", "throughput.hfu",
+        "precision.dequantised",
     }  # fmt: skip
     assert (found["status"], found["family"], found["lane"]) == ("finished", "NAM56R", "cpu_eager")
     assert (found["compile_warmup"], found["compile"]["reason"]) == ("skipped", "user-disabled")

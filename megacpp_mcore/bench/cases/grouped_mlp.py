@@ -5,17 +5,16 @@ Legend: T rows (each token once per expert it is routed to), E experts, D hidden
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 import torch.nn.functional as F
 
-from megacpp_mcore.bench.cases.peers import lacking
+from megacpp_mcore.bench.cases.peers import ENGINE, lacking
 from megacpp_mcore.bench.parity import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Tensors, Variant
 from megacpp_mcore.bench.registry import OURS, PEER, Options
 from megacpp_mcore.model.flops import feed_forward
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp
+from megacpp_mcore.te import imports
 
 LIMITS = {"bfloat16": 5e-3, "float32": 1e-5}
 ROUNDED = 3e-2
@@ -75,13 +74,15 @@ def _grouped_mm(options: Options) -> Variant:
 
 def _engine(options: Options, inputs: Inputs, counts: list[int]) -> Variant:
     name = "TE GroupedLinear"
-    if reason := lacking(options.device, "transformer_engine.pytorch", "Transformer Engine"):
+    if reason := lacking(options.device, ENGINE, "Transformer Engine"):
         return Variant.missing(name, reason)
-    engine, dtype = importlib.import_module("transformer_engine.pytorch"), getattr(torch, options.dtype)
+    dtype = getattr(torch, options.dtype)
     linears = []
     for weight_EOI in (inputs.leaves["w1"], inputs.leaves["w2"]):
         experts, outputs, width = weight_EOI.shape
-        linear = engine.GroupedLinear(experts, width, outputs, bias=False, params_dtype=dtype, device=options.device)
+        linear = imports.entry("GroupedLinear")(
+            experts, width, outputs, bias=False, params_dtype=dtype, device=options.device
+        )
         with torch.no_grad():
             for number, weight in enumerate(weight_EOI):
                 getattr(linear, f"weight{number}").copy_(weight)

@@ -181,10 +181,9 @@ class SparseCoreAttention(MegatronModule):
         self.indexer = None
         self.shares = False  # whether a Full layer attends as a Shared one, which a search for a schedule tries
         if indexer is not None:
-            rotate = dispatcher.request(
-                "mla_projection", layer=layer_number, rope_dim=config.qk_pos_emb_head_dim, **needs
-            ).fn
-            self.indexer = build_module(indexer, config=config, pg_collection=pg_collection, rotate=rotate)
+            self.indexer = build_module(
+                indexer, config=config, pg_collection=pg_collection, dispatcher=dispatcher, layer_number=layer_number
+            )
             needs |= {"dim": config.dsa_indexer_head_dim, "heads": config.dsa_indexer_n_heads}
             self.select_backend = dispatcher.request("indexer", layer=layer_number, **needs)
             self.grad_backend = dispatcher.request("indexer_grad", layer=layer_number, **needs)
@@ -373,16 +372,29 @@ class SparseCoreAttention(MegatronModule):
 
 
 class PositionedIndexer(DSAIndexer):
-    """Stock's indexer with a position offset: its rows need not be the first of their sequence; rotates by the dispatcher's op.
+    """Stock's indexer with a position offset, for its rows need not be the first of their sequence, by the dispatcher's ops.
 
-    Args are those of the stock class; ``rotate`` is of the op ``mla_projection``.
+    Args are those of the stock class; ``dispatcher`` and ``layer_number`` come from the core attention.
     """
 
     _first_row = 0
 
-    def __init__(self, config: MLATransformerConfig, *args: Any, rotate: Callable[..., Any], **kwargs: Any) -> None:
+    def __init__(
+        self, config: MLATransformerConfig, *args: Any, dispatcher: Dispatcher, layer_number: int, **kwargs: Any
+    ) -> None:
         super().__init__(config, *args, **kwargs)
-        self.rotate = rotate
+        needs = {"layer": layer_number, "rope_dim": self.qk_pos_emb_head_dim, **backend_needs(config)}
+        self.rotate = dispatcher.request("mla_projection", **needs).fn
+        self.inputs = None
+        if (
+            self.index_head_dim == self.qk_pos_emb_head_dim
+            and not (config.dsa_indexer_k_norm_fp32 or config.dsa_indexer_rotate_activation)
+            and _takes_weights(config)
+        ):
+            inputs = dispatcher.request("indexer_inputs", **needs)
+            self.inputs = inputs.fn if inputs.observed != "reference" else None
+        norm_eps = config.dsa_indexer_k_norm_epsilon
+        self.norm_eps = config.layernorm_epsilon if norm_eps is None else norm_eps
 
     @contextlib.contextmanager
     def rows_from(self, first_row: int) -> Iterator[None]:
@@ -393,10 +405,42 @@ class PositionedIndexer(DSAIndexer):
         finally:
             self._first_row = 0
 
+    def forward_before_topk(
+        self, x: torch.Tensor, qr: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries ``[S, B, heads, dim]``, keys ``[S, B, dim]`` and weights of heads ``[S, B, heads]``.
+
+        By the op ``indexer_inputs``, which gives ``x`` and ``qr`` no gradient, or by stock's method.
+        """
+        modules = (self.linear_wq_b, self.linear_wk, self.k_norm, self.linear_weights_proj)
+        if self.inputs is None or _are_quantized(*modules):
+            stock: tuple[torch.Tensor, ...] = super().forward_before_topk(x, qr, *args, **kwargs)
+            return stock
+        for module in modules:
+            _wait_for_parameters(module)
+        if self.config.sequence_parallel:
+            x, qr = (gather_from_sequence_parallel_region(rows, group=self.pg_collection.tp) for rows in (x, qr))
+        made: tuple[torch.Tensor, ...] = self.inputs(
+            x,
+            qr,
+            self.linear_wq_b.weight,
+            self.linear_wk.weight,
+            self.k_norm.weight,
+            self.k_norm.bias,
+            self.linear_weights_proj.weight,
+            rotation_SR=self._rotation(len(x)),
+            eps=self.norm_eps,
+            scale=self.index_n_heads**-0.5 * self.softmax_scale,
+            interleaved=self.config.dsa_indexer_rope_interleaved,
+        )
+        return made
+
+    def _rotation(self, rows: int) -> torch.Tensor:
+        return _rotation(self.rotary_pos_emb, self._first_row + rows)[self._first_row :]
+
     def _apply_rope(self, x: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
         """``x [S, B, heads or 1, dim]``, its first values rotated; stock's rotates the rows as if they were the first."""
-        end = self._first_row + len(x)
-        rotation_SR = _rotation(self.rotary_pos_emb, end)[self._first_row :]
+        rotation_SR = self._rotation(len(x))
         rotary, plain = x.split([self.qk_pos_emb_head_dim, x.shape[-1] - self.qk_pos_emb_head_dim], dim=-1)
         rotated: torch.Tensor = self.rotate(
             rotary, rotation_SR=rotation_SR, interleaved=self.config.dsa_indexer_rope_interleaved
@@ -467,19 +511,11 @@ class _Projections:
         self.project = dispatcher.request("mla_projection", **needs).fn
         self.keys = dispatcher.request("mla_keys", **needs).fn
         self.latents = None
-        if self._are_downs_plain():
+        downs = (self.linear_q_down_proj, self.linear_kv_down_proj) if config.q_lora_rank is not None else ()
+        widths = [config.q_lora_rank, config.kv_lora_rank + config.qk_pos_emb_head_dim]
+        if [len(down.weight) for down in downs] == widths and _takes_weights(config):
             latents = dispatcher.request("mla_latents", query_latent_dim=config.q_lora_rank, **needs)
             self.latents = latents.fn if latents.observed != "reference" else None
-
-    def _are_downs_plain(self: Any) -> bool:
-        """Whether the down-projections and norms are those of the op ``mla_latents``, which takes their weights."""
-        config = self.config
-        if config.q_lora_rank is None or config.fp8 or config.fp4 or config.delay_wgrad_compute:
-            return False
-        if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
-            return False
-        widths = [config.q_lora_rank, config.kv_lora_rank + config.qk_pos_emb_head_dim]
-        return [len(down.weight) for down in (self.linear_q_down_proj, self.linear_kv_down_proj)] == widths
 
     def _up(
         self: Any, query_SBQ: torch.Tensor, key_SBL: torch.Tensor, rotary_SBR: torch.Tensor, rotation_SR: torch.Tensor
@@ -507,7 +543,7 @@ class _Projections:
         config = self.config
         if self.latents is not None:
             modules = (self.linear_q_down_proj, self.linear_kv_down_proj, self.q_layernorm, self.kv_layernorm)
-            if not any(getattr(module, "te_quant_params", None) for module in modules):
+            if not _are_quantized(*modules):
                 for module in modules:
                     _wait_for_parameters(module)
                 weights = (module.weight for module in modules)
@@ -533,6 +569,21 @@ class _Projections:
         up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
         query, _ = up(query_SBQ)
         return query.unflatten(-1, (self.num_attention_heads_per_partition, -1))
+
+
+def _takes_weights(config: MLATransformerConfig) -> bool:
+    """Whether an op may take the weights of projections and norms, in place of a call of the modules.
+
+    In FP8, or with gradients of weights that come later, Transformer Engine's modules do more than a product; the weights of
+    norms can be kept less one.
+    """
+    other = config.fp8 or config.fp4 or config.delay_wgrad_compute or config.layernorm_zero_centered_gamma
+    return config.normalization == "RMSNorm" and not other
+
+
+def _are_quantized(*modules: torch.nn.Module) -> bool:
+    """Whether a file of ``--te-precision-config-file`` names one of the modules."""
+    return any(getattr(module, "te_quant_params", None) is not None for module in modules)
 
 
 def _widths(config: MLATransformerConfig) -> dict[str, Any]:

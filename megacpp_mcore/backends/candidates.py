@@ -108,6 +108,7 @@ def own_candidates() -> tuple[Candidate, ...]:
                 ("mla_latents", "latents"),
                 ("mla_projection", "project"),
                 ("mla_keys", "keys_and_values"),
+                ("indexer_inputs", "indexer_inputs"),
             )
         ),
         *(
@@ -118,6 +119,7 @@ def own_candidates() -> tuple[Candidate, ...]:
                 ("mla_latents", "mla_projection", "latents"),
                 ("mla_projection", "mla_projection", "project"),
                 ("mla_keys", "mla_projection", "keys_and_values"),
+                ("indexer_inputs", "mla_projection", "indexer_inputs"),
                 ("sparse_mla", "sparse_mla", "attend"),
                 ("indexer", "indexer", "select"),
                 ("indexer_grad", "indexer", "indexer_grad"),

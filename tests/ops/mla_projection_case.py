@@ -59,12 +59,26 @@ def cases(
         "kv_norm_L": 1 + normal(width, scale=0.3),
     }
     yield Case("latents", "latents", {"hidden_SBD": normal(S, B, hidden)} | downs, {"eps": 1e-5})
+    weights = {
+        "q_up_XQ": normal(3 * width, 8, scale=0.5),
+        "k_down_RD": normal(width, hidden, scale=hidden**-0.5),
+        "k_norm_R": 1 + normal(width, scale=0.3),
+        "k_bias_R": normal(width),
+        "w_down_ND": normal(3, hidden, scale=hidden**-0.5),
+    }
+    given = {"hidden_SBD": normal(S, B, hidden), "latent_SBQ": normal(S, B, 8), "eps": 1e-5, "scale": 0.3}
+    for interleaved in (False, True):
+        yield Case("the indexer's inputs", "indexer_inputs", weights, given | turned | {"interleaved": interleaved})
 
 
 def outcome(fn: Callable[..., Any], case: Case, cast: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Outputs and gradients by name; ``cast``: what all leaves are cast to first."""
     leaves = {name: leaf.detach().to(cast or leaf.dtype).requires_grad_() for name, leaf in case.leaves.items()}
-    given = fn(**leaves, **case.others)
+    others = {
+        name: other.to(cast) if cast is not None and name in ("hidden_SBD", "latent_SBQ") else other
+        for name, other in case.others.items()
+    }
+    given = fn(**leaves, **others)
     outputs = [output for output in (given if isinstance(given, tuple) else (given,)) if output.numel()]
     dtype = next(iter(case.leaves.values())).dtype
     cotangents = [  # made of no random numbers, which a CUDA graph would not repeat

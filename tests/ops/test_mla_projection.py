@@ -76,6 +76,10 @@ def test_refusals(angle_SR: torch.Tensor) -> None:
         latents(hidden, downs[0], downs[1][:4], *downs[2:], 1e-5)
     with pytest.raises(ModelError, match=r"'torch\.bfloat16', 'torch\.float32'"):
         latents(hidden.bfloat16(), *downs, 1e-5)
+    weights = [torch.zeros(2 * R, 4), torch.zeros(R, 8), torch.ones(R), torch.zeros(R), torch.zeros(3, 8)]
+    how = {"rotation_SR": rotation_SR, "eps": 1e-5, "scale": 1.0}
+    with pytest.raises(ModelError, match=r"an indexer of 3 heads .* expected \(7, 2, 4\) and \[\(18, 4\)"):
+        reference.indexer_inputs(hidden, torch.zeros(S, B, 4), *weights, **how)
 
 
 def test_refusals_of_the_kernels(angle_SR: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from megacpp_mcore.ops.mla_projection import kernels, triton
 from tests.ops.sm90 import compiled
 
-FP32 = ("rotation_ptr", "dw_ptr")
+FP32 = ("rotation_ptr", "dnorm_ptr")
 THREE_A_PROCESSOR = 168
 """Registers of a thread, at most, so that three programs of four warps are on a multiprocessor at a time."""
 ABSORBED = {"C": 64, "K": 64, "R": 64, "INTERLEAVED": True, "TRANSPOSED": False}
@@ -24,6 +24,7 @@ ROTATED = ABSORBED | {"w_ptr": None}
 INDEXER = ROTATED | {"C": 0, "K": 0, "INTERLEAVED": False}
 NO_WEIGHT = {"x_ptr": None, "dw_ptr": None, "TILES": 1}
 KEYS = {"C": 64, "R": 64, "V": 64, "INTERLEAVED": True}
+INDEXER_KEYS = {"R": 64, "N": 32, "HEADS": 32, "INTERLEAVED": False}
 TILES = {"TILES": triton.TILES}
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "absorbed queries": ("project", ABSORBED, triton.PROJECT),
@@ -44,6 +45,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     ),
     "norms": ("norms", {"Q": 64, "L": 64, "R": 64}, triton.NORMS),
     "norms, backward": ("norms_backward", {"Q": 64, "L": 64, "R": 64}, triton.NORMS),
+    "indexer's keys": ("indexer_keys", INDEXER_KEYS, triton.NORMS),
+    "indexer's keys, backward": ("indexer_keys_backward", INDEXER_KEYS, triton.NORMS),
 }
 
 
@@ -56,7 +59,9 @@ def test_nothing_is_spilled(tmp_path: Path, variant: str, dtype: str) -> None:
     kernel, options = getattr(kernels, name), dict(launch)
     warps = options.pop("num_warps")
     tensors = {each: f"*{dtype}" for each in kernel.arg_names if each.endswith("_ptr")}
-    types = tensors | dict.fromkeys(FP32, "*fp32") | {"eps": "fp32"}
+    types = tensors | dict.fromkeys(FP32, "*fp32") | {"eps": "fp32", "scale": "fp32"}
+    if name != "indexer_keys_backward":  # there they are of an output
+        types["dw_ptr"] = "*fp32"
     made = compiled(kernel, types, constants | options, tmp_path, num_warps=warps)
     assert made.spills == 0, made
     assert made.registers <= THREE_A_PROCESSOR, made

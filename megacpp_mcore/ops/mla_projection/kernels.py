@@ -2,8 +2,8 @@
 the projection's gradient wants it.
 
 Legend: S tokens, B batch, T = S · B, H heads, C width of a head's content, K what a matrix makes of it, R width of the rotary
-part, V width of a value, Q and L ranks of the query's and the key's latent. Offsets between rows of the model's own tensors are
-given in units of 8 elements, so that the compiler knows their alignment.
+part, V width of a value, Q and L ranks of the query's and the key's latent, N heads of an indexer. Offsets between rows of the
+model's own tensors are given in units of 8 elements, so that the compiler knows their alignment.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment"
@@ -226,3 +226,67 @@ def norms_backward(x_ptr, q_w_ptr, k_w_ptr, dq_ptr, dk_ptr, dr_ptr, dx_ptr, dw_p
     r = tl.arange(0, R)[None, :]
     dr = tl.load(dr_ptr + t // B * (dr_s * 8) + t % B * (dr_b * 8) + r, mask=live, other=0.0)
     tl.store(dx_rows + Q + L + r, dr, mask=live)
+
+
+@triton.jit
+def _normed_pairs(x_rows, live, eps, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Pairs of rows of R values, less their mean and over their standard deviation; and one over that."""
+    first, second = _load_pairs(x_rows, live, R, INTERLEAVED)
+    mean = ((tl.sum(first, 1) + tl.sum(second, 1)) / R)[:, None]
+    first, second = first - mean, second - mean
+    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / R + eps)[:, None]
+    return first * scale, second * scale, scale
+
+
+@triton.jit
+def _vector(ptr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Pairs of one vector, as rows [1, R / 2]."""
+    return _load_pairs(ptr + tl.zeros([1, 1], tl.int32), tl.full([1, 1], 1, tl.int1), R, INTERLEAVED)
+
+
+@triton.jit(do_not_specialize=["eps", "scale", "T", "B"])
+def indexer_keys(x_ptr, norm_ptr, bias_ptr, rotation_ptr, k_ptr, w_ptr, eps, scale, T, B, R: tl.constexpr,
+                 N: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """k [T, R]: the first values of x [T, R + N], LayerNorm and rotated; w [T, N]: the others times ``scale``.
+
+    Grid: tiles of T.
+    """
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live, n, x_rows = (t < T)[:, None], tl.arange(0, HEADS)[None, :], x_ptr + t[:, None] * (R + N)
+    first, second, _ = _normed_pairs(x_rows, live, eps, R, INTERLEAVED)
+    norm_a, norm_b = _vector(norm_ptr, R, INTERLEAVED)
+    bias_a, bias_b = _vector(bias_ptr, R, INTERLEAVED)
+    first, second = first * norm_a + bias_a, second * norm_b + bias_b
+    cos, sin = _angles(rotation_ptr, t // B, live, R)
+    _store_pairs(k_ptr + t[:, None] * R, first * cos - second * sin, second * cos + first * sin, live, R, False)
+    w = tl.load(x_rows + R + n, mask=live & (n < N), other=0.0).to(tl.float32) * scale
+    tl.store(w_ptr + t[:, None] * N + n, w.to(w_ptr.dtype.element_ty), mask=live & (n < N))
+
+
+@triton.jit(do_not_specialize=["eps", "scale", "T", "B"])
+def indexer_keys_backward(x_ptr, norm_ptr, rotation_ptr, dk_ptr, dw_ptr, dx_ptr, dnorm_ptr, eps, scale, T, B,
+                          R: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+                          ROWS: tl.constexpr):  # fmt: skip
+    """dx [T, R + N]; and of each program its part of the gradients of norm and bias: dnorm [programs, 2, R].
+
+    Grid: tiles of T.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    t = tile * ROWS + tl.arange(0, ROWS)
+    live, n = (t < T)[:, None], tl.arange(0, HEADS)[None, :]
+    dx_rows = dx_ptr + t[:, None] * (R + N)
+    x_a, x_b, over = _normed_pairs(x_ptr + t[:, None] * (R + N), live, eps, R, INTERLEAVED)
+    first, second = _load_pairs(dk_ptr + t[:, None] * R, live, R, False)
+    cos, sin = _angles(rotation_ptr, t // B, live, R)
+    first, second = first * cos + second * sin, second * cos - first * sin
+    dnorm_rows = dnorm_ptr + tile * (2 * R) + tl.zeros([1, 1], tl.int32)
+    _store_pairs(dnorm_rows, tl.sum(first * x_a, 0)[None, :], tl.sum(second * x_b, 0)[None, :], None, R, INTERLEAVED)
+    _store_pairs(dnorm_rows + R, tl.sum(first, 0)[None, :], tl.sum(second, 0)[None, :], None, R, INTERLEAVED)
+    norm_a, norm_b = _vector(norm_ptr, R, INTERLEAVED)
+    first, second = first * norm_a, second * norm_b
+    mean = ((tl.sum(first, 1) + tl.sum(second, 1)) / R)[:, None]
+    along = ((tl.sum(first * x_a, 1) + tl.sum(second * x_b, 1)) / R)[:, None]
+    d_a, d_b = (first - mean - x_a * along) * over, (second - mean - x_b * along) * over
+    _store_pairs(dx_rows, d_a, d_b, live, R, INTERLEAVED)
+    dw = tl.load(dw_ptr + t[:, None] * N + n, mask=live & (n < N), other=0.0).to(tl.float32) * scale
+    tl.store(dx_rows + R + n, dw.to(dx_ptr.dtype.element_ty), mask=live & (n < N))

@@ -2,7 +2,7 @@
 
 Shape legend: S tokens, B batch, H heads (of this rank), D hidden, Q and L ranks of the query's and the key's latent, C width of
 a head's content, K what a matrix makes of it, R width of the rotary part, V width of a value, X values of a head: its content,
-and beside it a rotary part or a value.
+and beside it a rotary part or a value; N heads of the indexer.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), sections 2.1.2 (absorption) and 2.1.3 (decoupled rotary embedding); the order of rotated
 values is that of megatron-core 0.19 (``rope_utils.py``), with and without ``mla_rotary_interleaved``.
@@ -122,6 +122,46 @@ def keys_and_values(
     return k_SBHK, v_SBHV.contiguous()
 
 
+def indexer_inputs(
+    hidden_SBD: torch.Tensor,
+    latent_SBQ: torch.Tensor,
+    q_up_XQ: torch.Tensor,
+    k_down_RD: torch.Tensor,
+    k_norm_R: torch.Tensor,
+    k_bias_R: torch.Tensor,
+    w_down_ND: torch.Tensor,
+    *,
+    rotation_SR: torch.Tensor,
+    eps: float,
+    scale: float,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a DSA indexer's scores are made of, its heads rotated whole: queries, keys under a LayerNorm, and heads' weights.
+
+    Args:
+        hidden_SBD, latent_SBQ: the layer's input, normed, and the normed latents of its queries. Neither gets a gradient.
+        q_up_XQ: of the queries' projection, N · R rows.
+        k_down_RD, k_norm_R, k_bias_R: of the keys' projection and of their norm.
+        w_down_ND: of the weights' projection.
+        rotation_SR, interleaved: as in :func:`project`.
+        eps: of the norm.
+        scale: factor on the weights.
+
+    Returns:
+        ``[S, B, N, R]``, ``[S, B, R]`` and ``[S, B, N]``.
+
+    Raises:
+        ModelError: shapes or dtypes are not as described.
+    """
+    check_indexer_inputs(hidden_SBD, latent_SBQ, q_up_XQ, k_down_RD, k_norm_R, k_bias_R, w_down_ND, rotation_SR)
+    linear = torch.nn.functional.linear
+    hidden_SBD, rotary = hidden_SBD.detach(), k_norm_R.shape
+    q_SBNR = linear(latent_SBQ.detach(), q_up_XQ).unflatten(-1, (-1, *rotary))
+    k_SBR = torch.nn.functional.layer_norm(linear(hidden_SBD, k_down_RD), rotary, k_norm_R, k_bias_R, eps)
+    q_SBNR, k_SBR = _rotate(q_SBNR, rotation_SR, interleaved), _rotate(k_SBR.unsqueeze(2), rotation_SR, interleaved)
+    return q_SBNR, k_SBR.squeeze(2), linear(hidden_SBD, w_down_ND) * scale
+
+
 def _rotate(x_SBHR: torch.Tensor, rotation_SR: torch.Tensor, interleaved: bool) -> torch.Tensor:
     cos, sin = rotation_SR[:, None, None].to(x_SBHR.dtype).chunk(2, dim=-1)
     first, second = (x_SBHR[..., 0::2], x_SBHR[..., 1::2]) if interleaved else x_SBHR.chunk(2, dim=-1)
@@ -151,6 +191,33 @@ def check_latents(
         raise ModelError(
             f"hidden states, down-projections and norms are of {sorted(map(str, dtypes))}; expected one dtype"
         )
+
+
+def check_indexer_inputs(
+    hidden_SBD: torch.Tensor,
+    latent_SBQ: torch.Tensor,
+    q_up_XQ: torch.Tensor,
+    k_down_RD: torch.Tensor,
+    k_norm_R: torch.Tensor,
+    k_bias_R: torch.Tensor,
+    w_down_ND: torch.Tensor,
+    rotation_SR: torch.Tensor,
+) -> None:
+    """Raise ModelError unless these are arguments of :func:`indexer_inputs`."""
+    require_float(hidden_SBD=hidden_SBD)
+    weights = (q_up_XQ, k_down_RD, k_norm_R, k_bias_R, w_down_ND)
+    found, dtypes = [tuple(one.shape) for one in weights], {one.dtype for one in (hidden_SBD, latent_SBQ, *weights)}
+    (S, B, D), (heads, R, Q) = hidden_SBD.shape, (len(w_down_ND), len(k_norm_R), latent_SBQ.shape[-1])
+    expected = [(heads * R, Q), (R, D), (R,), (R,), (heads, D)]
+    if found != expected or tuple(latent_SBQ.shape) != (S, B, Q):
+        raise ModelError(
+            f"an indexer of {heads} heads on hidden states {(S, B, D)} has latents {tuple(latent_SBQ.shape)} and weights "
+            f"{found}; expected {(S, B, Q)} and {expected}"
+        )
+    if len(dtypes) > 1:
+        raise ModelError(f"an indexer's inputs and weights are of {sorted(map(str, dtypes))}; expected one dtype")
+    if _check_rotation(rotation_SR, S, R) != R:
+        raise ModelError(f"an indexer's keys have {R} values and the table {rotation_SR.shape[1]}; expected as many")
 
 
 def check_projection(x_SBHX: torch.Tensor, weight_HCK: torch.Tensor | None, rotation_SR: torch.Tensor | None) -> None:

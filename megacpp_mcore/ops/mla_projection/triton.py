@@ -17,7 +17,12 @@ from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.mla_projection import kernels
-from megacpp_mcore.ops.mla_projection.reference import check_keys, check_latents, check_projection
+from megacpp_mcore.ops.mla_projection.reference import (
+    check_indexer_inputs,
+    check_keys,
+    check_latents,
+    check_projection,
+)
 from megacpp_mcore.ops.slices import aligned, eighths
 
 WIDTHS = (64,)
@@ -96,6 +101,32 @@ def keys_and_values(
     return k_SBHK, v_SBHV
 
 
+def indexer_inputs(
+    hidden_SBD: torch.Tensor,
+    latent_SBQ: torch.Tensor,
+    q_up_XQ: torch.Tensor,
+    k_down_RD: torch.Tensor,
+    k_norm_R: torch.Tensor,
+    k_bias_R: torch.Tensor,
+    w_down_ND: torch.Tensor,
+    *,
+    rotation_SR: torch.Tensor,
+    eps: float,
+    scale: float,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do what the reference of this name does, by one product for keys and weights.
+
+    Raises:
+        ModelError: as there, and as :func:`project`.
+    """
+    tensors = (hidden_SBD, latent_SBQ, q_up_XQ, k_down_RD, k_norm_R, k_bias_R, w_down_ND)
+    check_indexer_inputs(*tensors, rotation_SR)
+    _check(hidden_SBD, len(k_norm_R))
+    q_SBNR, k_SBR, w_SBN = _IndexerInputs.apply(*tensors, rotation_SR, eps, scale, interleaved)
+    return q_SBNR, k_SBR, w_SBN
+
+
 class _Latents(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -148,33 +179,52 @@ class _Project(torch.autograd.Function):
         rotation_SR: torch.Tensor | None,
         interleaved: bool,
     ) -> torch.Tensor:
-        (S, B, H, X), R = x_SBHX.shape, 0 if rotation_SR is None else rotation_SR.shape[1]
         x_SBHX, weight, how = aligned(x_SBHX), *_matrices(weight_HCK)
-        K = X - R if weight is None else weight.shape[2]
-        y_SBHX = x_SBHX.new_empty(S, B, H, K + R)
-        ctx.how = {"C": X - R, "K": K, "R": R, "INTERLEAVED": interleaved, **how}
-        kernels.project[(H, triton.cdiv(S, PROJECT["TOKENS"]), B)](
-            x_SBHX, weight, rotation_SR, y_SBHX, S, *eighths(x_SBHX, 3), *_steps(weight), **ctx.how, **PROJECT
-        )
+        R = 0 if rotation_SR is None else rotation_SR.shape[1]
+        C = x_SBHX.shape[3] - R
+        ctx.how = {"C": C, "K": C if weight is None else weight.shape[2], "R": R, "INTERLEAVED": interleaved, **how}
         ctx.save_for_backward(None if weight is None else x_SBHX, weight, rotation_SR)
-        return y_SBHX
+        return _projected(x_SBHX, weight, rotation_SR, ctx.how)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_SBHX: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_SBHX, weight, rotation_SR = ctx.saved_tensors
-        (S, B, H, _), dy_SBHX = dy_SBHX.shape, aligned(dy_SBHX)
-        C, K, R = ctx.how["C"], ctx.how["K"], ctx.how["R"]
-        tiles = 1 if weight is None else TILES
-        pieces = triton.cdiv(S, tiles * BACKWARD["TOKENS"])
-        dx_SBHX = dy_SBHX.new_empty(S, B, H, C + R)
-        dw = None if weight is None else dy_SBHX.new_empty(B * pieces, H, C, K, dtype=torch.float32)
-        kernels.project_backward[(H, pieces, B)](
-            x_SBHX, weight, rotation_SR, dy_SBHX, dx_SBHX, dw, S,
-            *((0, 0, 0) if x_SBHX is None else eighths(x_SBHX, 3)), *_steps(weight), *eighths(dy_SBHX, 3),
-            **ctx.how, TILES=tiles, **BACKWARD,
-        )  # fmt: skip
-        return dx_SBHX, None if dw is None else dw.sum(0).to(weight.dtype), None, None
+        dx_SBHX, dw = _projected_back(x_SBHX, weight, rotation_SR, aligned(dy_SBHX), ctx.how)
+        return dx_SBHX, None if dw is None else dw.sum(0).to(dx_SBHX.dtype), None, None
+
+
+def _projected(
+    x_SBHX: torch.Tensor, weight: torch.Tensor | None, rotation_SR: torch.Tensor | None, how: dict[str, Any]
+) -> torch.Tensor:
+    S, B, H, _ = x_SBHX.shape
+    y_SBHX = x_SBHX.new_empty(S, B, H, how["K"] + how["R"])
+    kernels.project[(H, triton.cdiv(S, PROJECT["TOKENS"]), B)](
+        x_SBHX, weight, rotation_SR, y_SBHX, S, *eighths(x_SBHX, 3), *_steps(weight), **how, **PROJECT
+    )
+    return y_SBHX
+
+
+def _projected_back(
+    x_SBHX: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    rotation_SR: torch.Tensor | None,
+    dy_SBHX: torch.Tensor,
+    how: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradient of x, and pieces of that of the weight."""
+    S, B, H, _ = dy_SBHX.shape
+    C, K = how["C"], how["K"]
+    tiles = 1 if weight is None else TILES
+    pieces = triton.cdiv(S, tiles * BACKWARD["TOKENS"])
+    dx_SBHX = dy_SBHX.new_empty(S, B, H, C + how["R"])
+    dw = None if weight is None else dy_SBHX.new_empty(B * pieces, H, C, K, dtype=torch.float32)
+    kernels.project_backward[(H, pieces, B)](
+        x_SBHX, weight, rotation_SR, dy_SBHX, dx_SBHX, dw, S,
+        *((0, 0, 0) if x_SBHX is None else eighths(x_SBHX, 3)), *_steps(weight), *eighths(dy_SBHX, 3),
+        **how, TILES=tiles, **BACKWARD,
+    )  # fmt: skip
+    return dx_SBHX, dw
 
 
 class _KeysAndValues(torch.autograd.Function):
@@ -212,6 +262,62 @@ class _KeysAndValues(torch.autograd.Function):
             **ctx.how, TOKENS=tokens, HEADS=heads, **KEYS_BACKWARD,
         )  # fmt: skip
         return dkv_SBHX, dr_SBR, None, None, None
+
+
+class _IndexerInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_SBD: torch.Tensor,
+        latent_SBQ: torch.Tensor,
+        q_up_XQ: torch.Tensor,
+        k_down_RD: torch.Tensor,
+        k_norm_R: torch.Tensor,
+        k_bias_R: torch.Tensor,
+        w_down_ND: torch.Tensor,
+        rotation_SR: torch.Tensor,
+        eps: float,
+        scale: float,
+        interleaved: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        (S, B, _), R, N, linear = hidden_SBD.shape, len(k_norm_R), len(w_down_ND), torch.nn.functional.linear
+        ctx.whole = {"C": 0, "K": 0, "R": R, "INTERLEAVED": interleaved, "TRANSPOSED": False}
+        ctx.how = {"R": R, "N": N, "HEADS": triton.next_power_of_2(N), "INTERLEAVED": interleaved, **NORMS}
+        ctx.numbers = (eps, scale, S * B, B)
+        q_SBNR = _projected(linear(latent_SBQ, q_up_XQ).view(S, B, N, R), None, rotation_SR, ctx.whole)
+        x_SBX = linear(hidden_SBD, torch.cat([k_down_RD, w_down_ND]))
+        k_SBR, w_SBN = x_SBX.new_empty(S, B, R), x_SBX.new_empty(S, B, N)
+        kernels.indexer_keys[(triton.cdiv(S * B, NORMS["ROWS"]),)](
+            x_SBX, k_norm_R, k_bias_R, rotation_SR, k_SBR, w_SBN, *ctx.numbers, **ctx.how
+        )
+        ctx.save_for_backward(hidden_SBD, latent_SBQ, x_SBX, k_norm_R, rotation_SR)
+        return q_SBNR, k_SBR, w_SBN
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dq_SBNR: torch.Tensor, dk_SBR: torch.Tensor, dw_SBN: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden_SBD, latent_SBQ, x_SBX, k_norm_R, rotation_SR = ctx.saved_tensors
+        T, R = ctx.numbers[2], len(k_norm_R)
+        tiles = triton.cdiv(T, NORMS["ROWS"])
+        dx_SBX, dnorm = torch.empty_like(x_SBX), x_SBX.new_empty(tiles, 2, R, dtype=torch.float32)
+        kernels.indexer_keys_backward[(tiles,)](
+            x_SBX,
+            k_norm_R,
+            rotation_SR,
+            dk_SBR.contiguous(),
+            dw_SBN.contiguous(),
+            dx_SBX,
+            dnorm,
+            *ctx.numbers,
+            **ctx.how,
+        )
+        dq_SBNR, _ = _projected_back(None, None, rotation_SR, aligned(dq_SBNR), ctx.whole)
+        d_down = dx_SBX.view(T, -1).T @ hidden_SBD.reshape(T, -1)
+        d_up = dq_SBNR.view(T, -1).T @ latent_SBQ.reshape(T, -1)
+        dk_norm_R, dk_bias_R = dnorm.sum(0).to(k_norm_R.dtype)
+        return None, None, d_up, d_down[:R], dk_norm_R, dk_bias_R, d_down[R:], None, None, None, None
 
 
 def _matrices(weight_HCK: torch.Tensor | None) -> tuple[torch.Tensor | None, dict[str, bool]]:

@@ -517,14 +517,13 @@ class _Projections:
             latents = dispatcher.request("mla_latents", query_latent_dim=config.q_lora_rank, **needs)
             self.latents = latents.fn if latents.observed != "reference" else None
 
-    def _up(
-        self: Any, query_SBQ: torch.Tensor, key_SBL: torch.Tensor, rotary_SBR: torch.Tensor, rotation_SR: torch.Tensor
+    def _projected(
+        self: Any, hidden_SBD: torch.Tensor, inference_context: Any, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """From the latents to what the core attention takes."""
-        raise NotImplementedError
+        """What ``_up`` makes of latents, rotary part, rotations and ``weights``, and then the normed query latents.
 
-    def _projected(self: Any, hidden_SBD: torch.Tensor, inference_context: Any) -> tuple[torch.Tensor, ...]:
-        """What :meth:`_up` gives, and then the normed query latents; recomputed with ``--recompute-modules mla_up_proj``."""
+        ``_up`` is run again in the backward pass with ``--recompute-modules mla_up_proj``.
+        """
         length = self.rotary_pos_emb.get_rotary_seq_len(inference_context, None, hidden_SBD, self.config, None)
         query, key, rotary = self._latents(hidden_SBD)
         if self.config.sequence_parallel:  # no projection gathers what all heads share
@@ -532,7 +531,8 @@ class _Projections:
             if self.absorbs:
                 key = gather_from_sequence_parallel_region(key, group=self.tp_group)
         first = 0 if inference_context is None else inference_context.sequence_len_offset
-        arguments = (query, key, rotary, _rotation(self.rotary_pos_emb, length)[first : first + len(rotary)])
+        rotation_SR = _rotation(self.rotary_pos_emb, length)[first : first + len(rotary)]
+        arguments = (query, key, rotary, rotation_SR, *weights)
         if not self.recompute_up_proj:
             return *self._up(*arguments), query
         self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=self.config.fp8 or self.config.fp4)
@@ -661,17 +661,23 @@ class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASe
     """As :class:`FullMLASelfAttention`, with decoding; waits for the up-projection's weight if its gather is overlapped."""
 
     absorbs = True
+    _v_up_HVL: Any = None
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, *args: Any, inference_context: Any = None, **kwargs: Any
     ) -> tuple[torch.Tensor, ...]:
         """As stock's: absorbed queries, latent keys with rotary part, and the normed latents of the query."""
-        return self._projected(hidden_states, inference_context)
+        k_up_HCL, self._v_up_HVL = self._get_kv_up_weights()
+        return self._projected(hidden_states, inference_context, k_up_HCL)
 
     def _up(
-        self, query_SBQ: torch.Tensor, key_SBL: torch.Tensor, rotary_SBR: torch.Tensor, rotation_SR: torch.Tensor
+        self,
+        query_SBQ: torch.Tensor,
+        key_SBL: torch.Tensor,
+        rotary_SBR: torch.Tensor,
+        rotation_SR: torch.Tensor,
+        k_up_HCL: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        k_up_HCL, _ = self._get_kv_up_weights()
         query = self.project(self._queries(query_SBQ), weight_HCK=k_up_HCL, rotation_SR=rotation_SR)
         key, _ = self.keys(key_SBL.unsqueeze(2), rotary_SBR, rotation_SR=rotation_SR, value_dim=0)
         return query, key
@@ -710,10 +716,17 @@ class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASe
         return self.linear_proj(output)
 
     def _get_kv_up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As stock's, which reads the weight of a module that it never calls."""
+        """As stock's, which reads the weight of a module that it never calls: ``[H, C, L]`` and ``[H, V, L]``, parts of one."""
         _wait_for_parameters(self.linear_kv_up_proj)
-        weights: tuple[torch.Tensor, torch.Tensor] = super()._get_kv_up_weights()
-        return weights
+        by_head = self.linear_kv_up_proj.weight.unflatten(0, (self.num_attention_heads_per_partition, -1))
+        k_up_HCL, v_up_HVL = by_head.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
+        return k_up_HCL, v_up_HVL
+
+    def _get_v_up_weight(self) -> torch.Tensor:
+        """As stock's, which calls it once for each :meth:`get_query_key_value_tensors`: the other part of the same tensor."""
+        v_up_HVL: torch.Tensor = self._v_up_HVL
+        self._v_up_HVL = None  # a module that holds a part of a graph cannot be copied
+        return v_up_HVL
 
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"

@@ -31,8 +31,8 @@ WIDTHS = (64,)
 DTYPES = (torch.bfloat16, torch.float16)
 
 PROJECT: dict[str, int] = {"TOKENS": 128, "num_warps": 4}
-BACKWARD: dict[str, int] = {"TOKENS": 64, "num_warps": 4}
-TILES = 8
+BACKWARD: dict[str, int] = {"TOKENS": 32, "num_warps": 4}
+TILES = 16
 """Tiles of tokens whose gradients by a matrix one program sums."""
 
 KEYS: dict[str, int] = {"TOKENS": 64, "num_warps": 4}

@@ -75,11 +75,14 @@ def _on_h200(op: str, name: str, work: str = "forward+backward") -> Evidence:
     return Evidence(table="experiments/results/bench_h200.csv", row=mine, than=reference)
 
 
+OPS = ("mla_latents", "mla_projection", "mla_keys", "indexer_inputs", "sparse_mla", "mamba3", "m2rnn")
+"""Whose Triton kernels have rows of their own, forward and backward."""
+
 EVIDENCE: Mapping[tuple[str, str], Evidence] = {
     ("mla", "sdpa"): _on_h200("mla", "sdpa"),
     ("indexer", "triton"): _on_h200("indexer", "triton", "forward"),
     ("indexer_grad", "triton"): _on_h200("indexer_grad", "triton", "gradient"),
-} | {(op, "triton"): _on_h200(op, "triton") for op in ("sparse_mla", "mamba3", "m2rnn")}
+} | {(op, "triton"): _on_h200(op, "triton") for op in OPS}
 """By op and backend, the rows that say that it is the faster one."""
 
 POLICIES: Mapping[tuple[str, str], str] = {

@@ -42,7 +42,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.backends import Dispatcher, Resolution
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import steps
 from megacpp_mcore.layer_specs.decode import LayerCache, refuse_decoding
@@ -170,7 +170,7 @@ class SparseCoreAttention(MegatronModule):
         self.serves = distill == SERVED
         self.warmup_steps = warmup_steps
         needs = backend_needs(config)
-        self.project = dispatcher.request("mla_projection", layer=layer_number, **_widths(config), **needs).fn
+        self.projection_backend = dispatcher.request("mla_projection", layer=layer_number, **_widths(config), **needs)
         self.backend = dispatcher.request(
             "sparse_mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs
         )
@@ -217,7 +217,8 @@ class SparseCoreAttention(MegatronModule):
             ``[S, B, H * v_head_dim]``, after the value up-projection.
         """
         o_SBHV = self._attend(query, key, attention_mask, x.detach(), qr.detach(), cache)
-        return self.project(o_SBHV, weight_HCK=up_v_weight.mT).flatten(2)
+        output: torch.Tensor = self.projection_backend.fn(o_SBHV, weight_HCK=up_v_weight.mT)
+        return output.flatten(2)
 
     def _attend(
         self,
@@ -384,15 +385,14 @@ class PositionedIndexer(DSAIndexer):
     ) -> None:
         super().__init__(config, *args, **kwargs)
         needs = {"layer": layer_number, "rope_dim": self.qk_pos_emb_head_dim, **backend_needs(config)}
-        self.rotate = dispatcher.request("mla_projection", **needs).fn
-        self.inputs = None
+        self.rotation_backend = dispatcher.request("mla_projection", **needs)
+        self.inputs_backend = None
         if (
             self.index_head_dim == self.qk_pos_emb_head_dim
             and not (config.dsa_indexer_k_norm_fp32 or config.dsa_indexer_rotate_activation)
             and _takes_weights(config)
         ):
-            inputs = dispatcher.request("indexer_inputs", **needs)
-            self.inputs = inputs.fn if inputs.observed != "reference" else None
+            self.inputs_backend = dispatcher.request("indexer_inputs", **needs)
         norm_eps = config.dsa_indexer_k_norm_epsilon
         self.norm_eps = config.layernorm_epsilon if norm_eps is None else norm_eps
 
@@ -413,14 +413,12 @@ class PositionedIndexer(DSAIndexer):
         By the op ``indexer_inputs``, which gives ``x`` and ``qr`` no gradient, or by stock's method.
         """
         modules = (self.linear_wq_b, self.linear_wk, self.k_norm, self.linear_weights_proj)
-        if self.inputs is None or _are_quantized(*modules):
+        if self.inputs_backend is None or not _replaces_modules(self.inputs_backend, *modules):
             stock: tuple[torch.Tensor, ...] = super().forward_before_topk(x, qr, *args, **kwargs)
             return stock
-        for module in modules:
-            _wait_for_parameters(module)
         if self.config.sequence_parallel:
             x, qr = (gather_from_sequence_parallel_region(rows, group=self.pg_collection.tp) for rows in (x, qr))
-        made: tuple[torch.Tensor, ...] = self.inputs(
+        made: tuple[torch.Tensor, ...] = self.inputs_backend.fn(
             x,
             qr,
             self.linear_wq_b.weight,
@@ -442,7 +440,7 @@ class PositionedIndexer(DSAIndexer):
         """``x [S, B, heads or 1, dim]``, its first values rotated; stock's rotates the rows as if they were the first."""
         rotation_SR = self._rotation(len(x))
         rotary, plain = x.split([self.qk_pos_emb_head_dim, x.shape[-1] - self.qk_pos_emb_head_dim], dim=-1)
-        rotated: torch.Tensor = self.rotate(
+        rotated: torch.Tensor = self.rotation_backend.fn(
             rotary, rotation_SR=rotation_SR, interleaved=self.config.dsa_indexer_rope_interleaved
         )
         return torch.cat([rotated, plain], dim=-1) if plain.shape[-1] else rotated
@@ -508,14 +506,13 @@ class _Projections:
                 "rotary part of every row"
             )
         needs = {"layer": self.layer_number, **_widths(config), **backend_needs(config)}
-        self.project = dispatcher.request("mla_projection", **needs).fn
-        self.keys = dispatcher.request("mla_keys", **needs).fn
-        self.latents = None
+        self.projection_backend = dispatcher.request("mla_projection", **needs)
+        self.keys_backend = dispatcher.request("mla_keys", **needs)
+        self.latents_backend = None
         downs = (self.linear_q_down_proj, self.linear_kv_down_proj) if config.q_lora_rank is not None else ()
         widths = [config.q_lora_rank, config.kv_lora_rank + config.qk_pos_emb_head_dim]
         if [len(down.weight) for down in downs] == widths and _takes_weights(config):
-            latents = dispatcher.request("mla_latents", query_latent_dim=config.q_lora_rank, **needs)
-            self.latents = latents.fn if latents.observed != "reference" else None
+            self.latents_backend = dispatcher.request("mla_latents", query_latent_dim=config.q_lora_rank, **needs)
 
     def _projected(
         self: Any, hidden_SBD: torch.Tensor, inference_context: Any, *weights: torch.Tensor
@@ -541,13 +538,11 @@ class _Projections:
     def _latents(self: Any, hidden_SBD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The normed latents of queries and keys, and the keys' rotary part, of the rows of ``hidden_SBD``."""
         config = self.config
-        if self.latents is not None:
+        if self.latents_backend is not None:
             modules = (self.linear_q_down_proj, self.linear_kv_down_proj, self.q_layernorm, self.kv_layernorm)
-            if not _are_quantized(*modules):
-                for module in modules:
-                    _wait_for_parameters(module)
+            if _replaces_modules(self.latents_backend, *modules):
                 weights = (module.weight for module in modules)
-                made: tuple[torch.Tensor, ...] = self.latents(hidden_SBD, *weights, config.layernorm_epsilon)
+                made: tuple[torch.Tensor, ...] = self.latents_backend.fn(hidden_SBD, *weights, config.layernorm_epsilon)
                 return made
         query = hidden_SBD
         if config.q_lora_rank is not None:
@@ -581,9 +576,18 @@ def _takes_weights(config: MLATransformerConfig) -> bool:
     return config.normalization == "RMSNorm" and not other
 
 
-def _are_quantized(*modules: torch.nn.Module) -> bool:
-    """Whether a file of ``--te-precision-config-file`` names one of the modules."""
-    return any(getattr(module, "te_quant_params", None) is not None for module in modules)
+def _replaces_modules(backend: Resolution, *modules: torch.nn.Module) -> bool:
+    """Whether ``backend`` computes what ``modules`` would, with their weights, which are here then.
+
+    On the reference the modules are called themselves, and where a file of ``--te-precision-config-file`` names one of them.
+    """
+    if backend.observed == "reference":
+        return False
+    if any(getattr(module, "te_quant_params", None) is not None for module in modules):
+        return False
+    for module in modules:
+        _wait_for_parameters(module)
+    return True
 
 
 def _widths(config: MLATransformerConfig) -> dict[str, Any]:
@@ -651,10 +655,12 @@ class FullMLASelfAttention(_Documents, _WholeRows, _Projections, MLASelfAttentio
     def _up(
         self, query_SBQ: torch.Tensor, key_SBL: torch.Tensor, rotary_SBR: torch.Tensor, rotation_SR: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        query = self.project(self._queries(query_SBQ), rotation_SR=rotation_SR)
+        query = self.projection_backend.fn(self._queries(query_SBQ), rotation_SR=rotation_SR)
         kv, _ = self.linear_kv_up_proj(key_SBL)
         kv_SBHX = kv.unflatten(-1, (self.num_attention_heads_per_partition, -1))
-        return query, *self.keys(kv_SBHX, rotary_SBR, rotation_SR=rotation_SR, value_dim=self.config.v_head_dim)
+        return query, *self.keys_backend.fn(
+            kv_SBHX, rotary_SBR, rotation_SR=rotation_SR, value_dim=self.config.v_head_dim
+        )
 
 
 class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASelfAttention):
@@ -678,8 +684,8 @@ class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASe
         rotation_SR: torch.Tensor,
         k_up_HCL: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        query = self.project(self._queries(query_SBQ), weight_HCK=k_up_HCL, rotation_SR=rotation_SR)
-        key, _ = self.keys(key_SBL.unsqueeze(2), rotary_SBR, rotation_SR=rotation_SR, value_dim=0)
+        query = self.projection_backend.fn(self._queries(query_SBQ), weight_HCK=k_up_HCL, rotation_SR=rotation_SR)
+        key, _ = self.keys_backend.fn(key_SBL.unsqueeze(2), rotary_SBR, rotation_SR=rotation_SR, value_dim=0)
         return query, key
 
     def forward(

@@ -57,7 +57,8 @@ def keys(options: Options) -> Problem:
     leaves = {"kv_SBHX": draw.normal(S, B, H, K - R + V), "rotary_SBR": draw.normal(S, B, R)}
     needs = {"content_dim": K - R, "v_dim": V, "rope_dim": R}
     how = {"rotation_SR": _rotations(S, R, options.device), "value_dim": V}
-    return _problem("mla_keys", "keys_and_values", options, leaves, how, Work(), **needs)
+    rotation = 4 * S * B * R
+    return _problem("mla_keys", "keys_and_values", options, leaves, how, Work(rotation, rotation), **needs)
 
 
 def indexer_inputs(options: Options) -> Problem:

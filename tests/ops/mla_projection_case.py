@@ -23,7 +23,15 @@ class Case:
 
 
 def cases(
-    S: int, B: int, H: int, width: int = 64, hidden: int = 96, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+    S: int,
+    B: int,
+    H: int,
+    *,
+    width: int = 64,
+    hidden: int = 96,
+    indexer_heads: int = 32,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
 ) -> Iterator[Case]:
     """What A layers call, with every width ``width``; inputs as projections leave them, some in parts of wider tensors."""
     generator = torch.Generator(device).manual_seed(S)
@@ -60,11 +68,11 @@ def cases(
     }
     yield Case("latents", "latents", {"hidden_SBD": normal(S, B, hidden)} | downs, {"eps": 1e-5})
     weights = {
-        "q_up_XQ": normal(3 * width, 8, scale=0.5),
+        "q_up_XQ": normal(indexer_heads * width, 8, scale=0.5),
         "k_down_RD": normal(width, hidden, scale=hidden**-0.5),
         "k_norm_R": 1 + normal(width, scale=0.3),
         "k_bias_R": normal(width),
-        "w_down_ND": normal(3, hidden, scale=hidden**-0.5),
+        "w_down_ND": normal(indexer_heads, hidden, scale=hidden**-0.5),
     }
     given = {"hidden_SBD": normal(S, B, hidden), "latent_SBQ": normal(S, B, 8), "eps": 1e-5, "scale": 0.3}
     for interleaved in (False, True):

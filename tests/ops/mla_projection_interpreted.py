@@ -27,7 +27,7 @@ def main(name: str) -> None:
     for launch in (fused.PROJECT, fused.BACKWARD, fused.KEYS):
         launch["TOKENS"] = 16
     fused.NORMS["ROWS"], fused.ROWS = 16, 16
-    for case in cases(S=37, B=2, H=11, width=WIDTH, hidden=24, dtype=dtype):
+    for case in cases(S=37, B=2, H=11, width=WIDTH, hidden=24, indexer_heads=3, dtype=dtype):
         truth = outcome(getattr(reference, case.op), case, torch.float64)
         plain = outcome(getattr(reference, case.op), case)
         assert_same(case, outcome(getattr(fused, case.op), case), truth, plain, rms)

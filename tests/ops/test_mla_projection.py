@@ -41,7 +41,9 @@ def test_rotations_are_stocks(angle_SR: torch.Tensor, interleaved: bool, scale: 
 
 
 @pytest.mark.parametrize(
-    "case", list(cases(S=5, B=2, H=3, width=4, hidden=6, dtype=torch.float64)), ids=lambda case: case.name
+    "case",
+    list(cases(S=5, B=2, H=3, width=4, hidden=6, indexer_heads=3, dtype=torch.float64)),
+    ids=lambda case: case.name,
 )
 def test_gradients(case: Case) -> None:
     names = list(case.leaves)

@@ -68,6 +68,14 @@ _DEEP_GEMM = Support(
 )
 
 
+_MLA_PROJECTION_TRITON = Support(
+    devices=("cuda",),
+    dtypes=("bfloat16", "float16"),
+    dims=dict.fromkeys(("content_dim", "query_latent_dim", "latent_dim", "rope_dim", "v_dim"), Dim(one_of=(64,))),
+)
+"""The widths that its kernels are compiled for without a spill, and compared with the reference at; any number of heads."""
+
+
 def own_candidates() -> tuple[Candidate, ...]:
     """The implementations of the model's ops in this package; none is imported before it is chosen."""
     return (
@@ -109,9 +117,29 @@ def own_candidates() -> tuple[Candidate, ...]:
         ),
         *(
             _candidate(
+                op,
+                TRITON,
+                Speed.KERNEL,
+                _MLA_PROJECTION_TRITON,
+                f"megacpp_mcore.ops.mla_projection.triton:{function}",
+                _GPU_TRITON,
+            )
+            for op, function in (
+                ("mla_latents", "latents"),
+                ("mla_projection", "project"),
+                ("mla_keys", "keys_and_values"),
+                ("indexer_inputs", "indexer_inputs"),
+            )
+        ),
+        *(
+            _candidate(
                 op, "reference", Speed.REFERENCE, _REFERENCE, f"megacpp_mcore.ops.{package}.reference:{function}"
             )
             for op, package, function in (
+                ("mla_latents", "mla_projection", "latents"),
+                ("mla_projection", "mla_projection", "project"),
+                ("mla_keys", "mla_projection", "keys_and_values"),
+                ("indexer_inputs", "mla_projection", "indexer_inputs"),
                 ("sparse_mla", "sparse_mla", "attend"),
                 ("indexer", "indexer", "select"),
                 ("indexer_grad", "indexer", "indexer_grad"),

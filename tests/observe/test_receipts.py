@@ -133,6 +133,7 @@ def _check_live_objects(found: dict[str, Any]) -> None:
     assert {layer for op, layer in ops if op == "mamba3"} == set(model().layer_numbers("M"))
     assert {layer for op, layer in ops if op == "mla"} == {1, None}
     model_ops = {"mla", "sparse_mla", "indexer", "indexer_grad", "mamba3", "m2rnn"}
+    model_ops |= {"mla_latents", "mla_projection", "mla_keys", "indexer_inputs"}
     assert {observed for (op, _), observed in ops.items() if op in model_ops} == {"reference"}
     assert {op for op, _ in ops} == model_ops | {"linear", "norm", "experts", "loss", "optimizer"}
     assert {observed for (op, _), observed in ops.items() if op in ("linear", "norm", "experts")} == {"local"}

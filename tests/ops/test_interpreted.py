@@ -17,6 +17,7 @@ PROGRAMS = {
     "linear_cross_entropy": ("",),
     "m2rnn": ("whole", "parts"),
     "mamba3": ("mimo", "mimo_documents", "rank_2", "siso", "siso_documents"),
+    "mla_projection": ("whole", "halves"),
     "sparse_mla": ("whole", "halves", "many_heads"),
 }
 """The cases of ``tests/ops/<op>_interpreted.py``."""

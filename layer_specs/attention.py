@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.cuda_graphs import is_graph_warmup
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
     AbsorbedMLASelfAttention,
@@ -204,7 +205,7 @@ class SparseCoreAttention(MegatronModule):
         if self.is_warming_up():
             return self._attend_densely(query, key, attention_mask, x.detach(), qr.detach())
         if self.indexer is None or self.shares:
-            selection = self.index_cache.read(self.layer_number)
+            selection = self._shared()
             sink = selection.sink if self.serves else None
         elif cache is not None:
             selection, sink = self._decode(self.indexer, cache, x, qr), None
@@ -221,6 +222,16 @@ class SparseCoreAttention(MegatronModule):
         )
         output: torch.Tensor = o_SBHV.flatten(2)
         return output
+
+    def _shared(self) -> Selection:
+        """The selection of the Full layer; in the runs that Megatron makes to warm up for a CUDA graph, one of its shape.
+
+        Then the Full layer's graph is captured, but nothing has run it: there are no keys yet, and nobody takes targets.
+        """
+        if not is_graph_warmup():
+            return self.index_cache.read(self.layer_number)
+        coming = self.index_cache.peek(self.layer_number)
+        return Selection(torch.zeros_like(coming.index), sink=None if coming.sink is None else TargetSum())
 
     def _select(
         self,

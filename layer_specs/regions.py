@@ -195,15 +195,7 @@ class RegionPlan:
 
     def mtp(self, block: MultiTokenPredictionBlockSubmodules) -> MultiTokenPredictionBlockSubmodules:
         """Return the MTP block with its inner layer, of family A, under this plan."""
-        if not self:
-            return block
-        planned = copy.copy(block)
-        planned.layer_specs = []
-        for spec in block.layer_specs:
-            inner = self.spec(spec.submodules.mtp_model_layer, "A")
-            submodules = dataclasses.replace(spec.submodules, mtp_model_layer=inner)
-            planned.layer_specs.append(dataclasses.replace(spec, submodules=submodules))
-        return planned
+        return with_inner_layer(block, lambda layer: self.spec(layer, "A")) if self else block
 
     def apply(self, layer: TransformerLayer, letter: str) -> None:
         """Replace regions of a built layer by compiled ones, and then wrap in recompute what is to be recomputed."""
@@ -215,6 +207,18 @@ class RegionPlan:
             _recompute(layer.self_attention, "forward")
         if letter == "E" and recompute.experts:
             _recompute(layer.mlp.experts, "forward")
+
+
+def with_inner_layer(
+    block: MultiTokenPredictionBlockSubmodules, change: Callable[[ModuleSpec], ModuleSpec]
+) -> MultiTokenPredictionBlockSubmodules:
+    """A copy of the MTP block whose inner layers' specs are what ``change`` makes of them."""
+    changed = copy.copy(block)
+    changed.layer_specs = []
+    for spec in block.layer_specs:
+        submodules = dataclasses.replace(spec.submodules, mtp_model_layer=change(spec.submodules.mtp_model_layer))
+        changed.layer_specs.append(dataclasses.replace(spec, submodules=submodules))
+    return changed
 
 
 def _compile(module: torch.nn.Module, backend: str) -> None:

@@ -113,7 +113,9 @@ class GraphPlan:
         if not self:
             return layer
         regions = layer.params if layer.module is RegionLayer else {"family": self.letters[key], "plan": RegionPlan()}
-        return dataclasses.replace(layer, module=GraphLayer, params={**regions, "not_captured": self.eager.get(key, "")})
+        return dataclasses.replace(
+            layer, module=GraphLayer, params={**regions, "not_captured": self.eager.get(key, "")}
+        )
 
     def mtp(self, block: MultiTokenPredictionBlockSubmodules) -> MultiTokenPredictionBlockSubmodules:
         """Return the MTP block with its inner layer under this plan."""
@@ -146,7 +148,7 @@ def graph_plan(model: Model, config: TransformerConfig) -> GraphPlan:
     eager: dict[int | str, str] = {}
     for number, (letter, role) in enumerate(zip(model.layers, model.roles, strict=True), 1):
         if letter == "E":
-            eager[number] = "the host reads how many rows each expert gets"
+            eager[number] = "stock's experts wait for the host, and no others have been captured yet"
         elif letter == "A" and role != grammar.FULL_ATTENTION and model.dsa.warmup_steps:
             eager[number] = (
                 f"dense attention ends after dsa.warmup_steps ({model.dsa.warmup_steps}), in the middle of a run"

@@ -24,7 +24,7 @@ from megacpp_mcore.model.training import Recompute
 from tests import stock
 
 S, LENGTHS = 32, (5, 1, 14, 12)
-HOST_READS = "the host reads how many rows each expert gets"
+EXPERTS = "stock's experts wait for the host, and no others have been captured yet"
 
 
 def run(**changes: Any) -> Any:
@@ -37,12 +37,12 @@ def test_the_plan_names_what_is_captured_and_why_the_rest_is_not() -> None:
     quarter = preset("nam56r_quarter")
     assert graphs.graph_plan(quarter, run()).describe() == [
         "CUDA graphs (local) of layers A 1 5 9 13 MTP, M 3 7 11, R 12",
-        f"no CUDA graph of layers E 2 4 6 8 10: {HOST_READS}",
+        f"no CUDA graph of layers E 2 4 6 8 10: {EXPERTS}",
     ]
     warming = with_overrides(quarter, {"dsa": {"warmup_steps": 7}, "mtp": {"depth": 0}})
     assert graphs.graph_plan(warming, run()).describe() == [
         "CUDA graphs (local) of layers A 1, M 3 7 11, R 12",
-        f"no CUDA graph of layers E 2 4 6 8 10: {HOST_READS}",
+        f"no CUDA graph of layers E 2 4 6 8 10: {EXPERTS}",
         "no CUDA graph of layers A 5 9 13: dense attention ends after dsa.warmup_steps (7), in the middle of a run",
     ]
     without = graphs.graph_plan(quarter, run(cuda_graph_impl="none"))
@@ -54,13 +54,13 @@ def test_the_plan_names_what_is_captured_and_why_the_rest_is_not() -> None:
 @pytest.mark.parametrize(
     ("changes", "recompute", "device", "says"),
     [
-        ({"cuda_graph_impl": "transformer_engine"}, [], "cuda", "transformer_engine cannot hold .* pass --cuda-graph-impl local"),
+        ({"cuda_graph_impl": "transformer_engine"}, [], "cuda", "transformer_engine cannot hold .*; pass --cuda-graph-impl"),
         ({"cuda_graph_impl": "full_iteration"}, [], "cuda", "full_iteration cannot hold .* pass --cuda-graph-impl local"),
         ({}, [], "cpu", "are for a GPU; leave --cuda-graph-impl out"),
         ({"cuda_graph_modules": [CudaGraphModule.moe_router, CudaGraphModule.attn]}, [], "cuda", "attn moe_router names parts"),
         ({"transformer_impl": "local"}, [], "cuda", "the local norms do not"),
         ({}, ["m", "experts"], "cuda", "^nam56r: recompute: m is about layers that CUDA graphs hold"),
-        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, [], "cuda", "--recompute-modules core_attn"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, [], "cuda", "-modules core_attn is"),
     ],
 )  # fmt: skip
 def test_graphs_that_layers_cannot_be_given_are_refused(
@@ -79,7 +79,7 @@ def test_graphs_that_layers_can_be_given_are_not() -> None:
 
 
 class Recording:
-    """Runs a layer as Megatron's manager does around a capture: some runs whose results nobody wants, then the one that counts."""
+    """Runs a layer as Megatron's manager does around a capture: runs whose results nobody wants, then one that counts."""
 
     given: list[dict[str, Any]]
 
@@ -128,8 +128,13 @@ def test_a_captured_layer_is_given_tensors_and_what_surrounds_a_capture_leaves_n
     tokens = torch.randint(0, 256, (1, S + 1), generator=torch.Generator().manual_seed(3))
     first_rows = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     documents = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=first_rows, cu_seqlens_kv=first_rows, max_seqlen_q=14, max_seqlen_kv=14, tokens_per_sample=S
-    )  # fmt: skip
+        qkv_format="thd",
+        cu_seqlens_q=first_rows,
+        cu_seqlens_kv=first_rows,
+        max_seqlen_q=14,
+        max_seqlen_kv=14,
+        tokens_per_sample=S,
+    )
     told = {"packed_seq_params": documents} if packed else {}
     found = []
     for captured in (False, True):

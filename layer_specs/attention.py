@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.cuda_graphs import is_graph_warmup
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
     AbsorbedMLASelfAttention,
@@ -56,6 +57,7 @@ from megacpp_mcore.ops.indexer.training import TargetSum, training_token
 from megacpp_mcore.ops.mla import reference
 from megacpp_mcore.ops.mla_projection.reference import rotation_table
 from megacpp_mcore.ops.packed.documents import shared
+from megacpp_mcore.te.precision import IN_SCOPE
 
 
 class MLACoreAttention(MegatronModule):
@@ -233,7 +235,7 @@ class SparseCoreAttention(MegatronModule):
         if self.is_warming_up():
             return self._attend_densely(query, key, attention_mask, x, qr)
         if self.indexer is None or self.shares:
-            selection = self.index_cache.read(self.layer_number)
+            selection = self._shared()
             sink = selection.sink if self.serves else None
         elif cache is not None:
             selection, sink = self._decode(self.indexer, cache, x, qr), None
@@ -249,6 +251,16 @@ class SparseCoreAttention(MegatronModule):
             sink=sink,
         )
         return o_SBHV
+
+    def _shared(self) -> Selection:
+        """The selection of the Full layer; in the runs that Megatron makes to warm up for a CUDA graph, one of its shape.
+
+        Then the Full layer's graph is captured, but nothing has run it: there are no keys yet, and nobody takes targets.
+        """
+        if not is_graph_warmup():
+            return self.index_cache.read(self.layer_number)
+        coming = self.index_cache.peek(self.layer_number)
+        return Selection(torch.zeros_like(coming.index), sink=None if coming.sink is None else TargetSum())
 
     def _select(
         self,
@@ -579,11 +591,12 @@ def _takes_weights(config: MLATransformerConfig) -> bool:
 def _replaces_modules(backend: Resolution, *modules: torch.nn.Module) -> bool:
     """Whether ``backend`` computes what ``modules`` would, with their weights, which are here then.
 
-    On the reference the modules are called themselves, and where a file of ``--te-precision-config-file`` names one of them.
+    On the reference the modules are called themselves, and where one of them has a precision of its own: by a file of
+    ``--te-precision-config-file``, or in an FP8 scope.
     """
     if backend.observed == "reference":
         return False
-    if any(getattr(module, "te_quant_params", None) is not None for module in modules):
+    if any(getattr(one, "te_quant_params", None) is not None or getattr(one, IN_SCOPE, False) for one in modules):
         return False
     for module in modules:
         _wait_for_parameters(module)

@@ -181,6 +181,11 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
     else:
         model = lowering.matching_preset(run.sources, host=HYBRID)
     chunks = _chunks(model, config, run.text)
+    if config.cuda_graph_impl != "none":
+        raise ModelError(
+            f"{model.name}: no layer of HybridModel has been captured yet; leave --cuda-graph-impl out, or train on GPTModel "
+            "(--spec megacpp_mcore nam56r)"
+        )
     gpt_host.check_layout(model, config, chunks)
     _check_symbols(model, chunks, layers, symbols)
     gpt_host.apply_patches(settings)

@@ -38,6 +38,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.attention import attention_layer_spec, full_attention, sparse_attention
 from megacpp_mcore.layer_specs.documents import check_run
 from megacpp_mcore.layer_specs.experts import expert_layer_spec
+from megacpp_mcore.layer_specs.graphs import check_graphs, graph_plan
 from megacpp_mcore.layer_specs.initial import set_start
 from megacpp_mcore.layer_specs.mamba import mamba_layer_spec
 from megacpp_mcore.layer_specs.mtp import mtp_block
@@ -107,6 +108,9 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
     prepare(model, transformer, sources)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
     layers = chunk_layers(transformer, vp_stage)
+    if not vp_stage:
+        for line in graph_plan(model, transformer).describe():
+            print_rank_0(f"megacpp-mcore: {line}")
     log_single_rank(
         logger,
         logging.INFO,
@@ -123,13 +127,13 @@ def block_submodules(
     parts = parts_for(config)
     sources = grammar.source_layers(model.roles)
     index_cache = IndexCache({shared: full for shared, full in sources.items() if shared in layers})
-    plan = region_plan(plugin_config.from_environment(), config)
-    specs = [
-        plan.spec(layer_spec(model, config, number, parts, dispatcher, index_cache), model.layers[number - 1])
-        for number in layers
-    ]
+    plan, graphs = region_plan(plugin_config.from_environment(), config), graph_plan(model, config)
+    specs = []
+    for number in layers:
+        spec = layer_spec(model, config, number, parts, dispatcher, index_cache)
+        specs.append(graphs.spec(plan.spec(spec, model.layers[number - 1]), number))
     has_mtp = get_mtp_num_layers_to_build(config, vp_stage=vp_stage) > 0
-    mtp = plan.mtp(mtp_block(parts, dispatcher)) if has_mtp else None
+    mtp = graphs.mtp(plan.mtp(mtp_block(parts, dispatcher))) if has_mtp else None
     return HybridBlockSubmodules(layer_specs=specs, layer_norm=parts.norm, mtp=mtp)
 
 
@@ -242,7 +246,6 @@ def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, .
         (config.fp8, "--fp8-format would wrap every layer"),
         (config.fp4, "--fp4-format would wrap every layer"),
         (config.delay_wgrad_compute, "--delay-wgrad-compute"),
-        (config.cuda_graph_impl != "none", "--cuda-graph-impl"),
         (config.expert_tensor_parallel_size not in (None, 1), "--expert-tensor-parallel-size above 1"),
     ):
         if asked:
@@ -265,4 +268,5 @@ def check_layout(model: Model, config: TransformerConfig, chunks: tuple[range, .
             f"{lowering.pipeline_layout(grammar.parse(model.pattern).stages, model.mtp.depth)!r}"
         )
     grammar.check_chunks(model.name, model.roles, chunks)
+    check_graphs(model, config, plugin_config.from_environment())
     check_run(config)

@@ -217,14 +217,8 @@ class RegionPlan:
         """Return the MTP block with its inner layer, of family A, under this plan."""
         if not self:
             return block
-        planned = copy.copy(block)
-        planned.layer_specs = []
         outside = dataclasses.replace(self, fp8=None)  # an auxiliary head is in no FP8 scope
-        for spec in block.layer_specs:
-            inner = outside.spec(spec.submodules.mtp_model_layer, "A")
-            submodules = dataclasses.replace(spec.submodules, mtp_model_layer=inner)
-            planned.layer_specs.append(dataclasses.replace(spec, submodules=submodules))
-        return planned
+        return with_inner_layer(block, lambda layer: outside.spec(layer, "A"))
 
     def apply(self, layer: TransformerLayer, letter: str) -> None:
         """Replace linear layers, then regions by compiled ones; wrap in recompute, and around that in an FP8 scope."""
@@ -244,6 +238,18 @@ class RegionPlan:
             _recompute(layer.mlp.experts, "forward")
         if self.fp8 is not None and letter in self.fp8.fp8.letters:
             self.fp8.install(layer.mlp.shared_experts if letter == "E" else layer.self_attention, layer.layer_number)
+
+
+def with_inner_layer(
+    block: MultiTokenPredictionBlockSubmodules, change: Callable[[ModuleSpec], ModuleSpec]
+) -> MultiTokenPredictionBlockSubmodules:
+    """A copy of the MTP block whose inner layers' specs are what ``change`` makes of them."""
+    changed = copy.copy(block)
+    changed.layer_specs = []
+    for spec in block.layer_specs:
+        submodules = dataclasses.replace(spec.submodules, mtp_model_layer=change(spec.submodules.mtp_model_layer))
+        changed.layer_specs.append(dataclasses.replace(spec, submodules=submodules))
+    return changed
 
 
 def _compile(module: torch.nn.Module, backend: str) -> None:

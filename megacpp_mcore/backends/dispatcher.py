@@ -30,6 +30,7 @@ CHOSEN_ELSEWHERE = {
     "experts": "--transformer-impl and --moe-grouped-gemm",
     "loss": "the patch linear-cross-entropy",
     "optimizer": "--optimizer, and by what Megatron can import",
+    "cuda_graph": "--cuda-graph-impl",
 }
 """Ops that receipts name and the dispatcher does not choose for, and what does."""
 

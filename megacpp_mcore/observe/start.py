@@ -83,8 +83,10 @@ class FirstStep(Listener):
 
         def run(module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], output: Any = None) -> None:
             import torch
+            from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-            if module.training and torch.is_grad_enabled():
+            # Of a layer that CUDA graphs hold, the step's own runs and not those that capture it after them.
+            if module.training and torch.is_grad_enabled() and not is_graph_capturing():
                 values = (inputs[0] if inputs else named["hidden_states"]) if kind == "residual" else output
                 values = values[0] if isinstance(values, tuple) else values
                 self._sums[label, kind].append((_norm(values.detach()), values.numel()))

@@ -33,6 +33,9 @@ RECIPES = {
 }
 """Each recipe's class, and what says whether this machine can run it."""
 
+IN_SCOPE = "in_fp8_scope"
+"""The attribute of a linear layer in a scope: an op that takes its weight and multiplies by itself would not be in FP8."""
+
 HELD = re.compile(r"indexer|router|(^|\.)gate$|lora_|adapter")
 """Names of modules that stay in BF16 inside of a scope."""
 
@@ -236,7 +239,9 @@ class Scopes:
         group = common_group(inside.values())
         check_amax_group(group, inside.values(), f"layer {number}")
         for name, one in found.items():
-            if name not in inside:
+            if name in inside:
+                setattr(one, IN_SCOPE, True)
+            else:
                 _bind(one, lambda _: imports.entry("autocast")(enabled=False))
         _bind(module, lambda self_: self.group((number,), amax_group=group, training=self_.training))
         _counts["installed"] += 1

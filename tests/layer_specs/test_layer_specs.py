@@ -832,7 +832,7 @@ def test_documents_that_a_mask_alone_cannot_keep_apart_are_refused(process: Path
         ("fp8", "hybrid", "--fp8-format would wrap every layer"),
         ("fp4", "e2m1", "--fp4-format would wrap every layer"),
         ("delay_wgrad_compute", True, "--delay-wgrad-compute is not supported"),
-        ("cuda_graph_impl", "local", "--cuda-graph-impl is not supported"),
+        ("cuda_graph_impl", "local", "CUDA graphs are for a GPU"),
         ("expert_tensor_parallel_size", 2, "--expert-tensor-parallel-size above 1"),
         ("context_parallel_size", 2, "context parallelism is 2"),
         ("tensor_model_parallel_size", 3, "attention heads"),

@@ -18,6 +18,7 @@ import torch
 from torch.nn import Linear, Module, ModuleDict
 
 from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.layer_specs import attention
 from megacpp_mcore.model import preset
 from megacpp_mcore.te import imports, precision
 from megacpp_mcore.te.precision import FP8, Scopes
@@ -174,6 +175,14 @@ def test_a_layer_in_a_scope_and_what_is_held_in_bf16_inside() -> None:
     layer.eval()
     layer(torch.ones(16, 32))
     assert layer.linear_q.seen == [True, False]
+
+
+def test_no_op_takes_the_weight_of_a_layer_in_a_scope() -> None:
+    layer, kernel = Layer(), SimpleNamespace(observed="triton")
+    assert attention._replaces_modules(kernel, layer.linear_q)
+    scopes().install(layer, 3)
+    assert not attention._replaces_modules(kernel, layer.linear_q)
+    assert attention._replaces_modules(kernel, layer.indexer["linear_wk"])
 
 
 def test_a_layer_in_the_zone_is_not_touched() -> None:

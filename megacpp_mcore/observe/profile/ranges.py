@@ -139,7 +139,9 @@ def _name_chunk(stack: contextlib.ExitStack, ranges: Ranges, chunk: Any) -> None
             layers: Any = decoder.layers
             parts = [(layer, f"{family(layer)}/{layer.layer_number}") for layer in layers]
             for part, label in (*parts, (getattr(decoder, "final_layernorm", None), NORM)):
-                if part is not None:
+                if hasattr(part, "cudagraph_manager"):  # of whose replays Megatron runs no hooks, and refuses them
+                    _stand_in(stack, ranges, part, "run_captured", label)
+                elif part is not None:
                     _hook(stack, part, functools.partial(ranges.open, label), functools.partial(ranges.close, label))
         elif isinstance(module, MultiTokenPredictionBlock):
             _name_depths(stack, ranges, module)

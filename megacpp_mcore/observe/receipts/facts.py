@@ -551,6 +551,18 @@ def _of_loss(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     yield _record("loss", None, AUTO, _TE if is_te else "megatron", Speed.COMPILED, reason)
 
 
+def graphs(chunks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Which layers CUDA graphs were to hold, and do; none where none were asked for."""
+    found = []
+    for number, _, module in _layers(chunks):
+        if (why := getattr(module, "not_captured", None)) is not None:
+            runners = getattr(getattr(module, "cudagraph_manager", None), "cudagraph_runners", ())
+            held = sum(graph is not None for runner in runners for graph in (runner.fwd_graph, runner.bwd_graph))
+            asked, have = "none" if why else "local", "local" if held else "none"
+            found.append(_record("cuda_graph", number, asked, have, Speed.COMPILED, why or f"{held} graphs"))
+    return found
+
+
 def _of_optimizer(chunks: Sequence[Any], optimizer: Any) -> list[dict[str, Any]]:
     """The classes that step the parameters, as Megatron chose them among what it could import."""
     found = {}

@@ -121,7 +121,8 @@ class ReceiptWriter(Listener):
     def _write(self) -> None:
         """Write what has changed since the model stood: memory, the experts' tokens, and what patches run."""
         self._written = time.monotonic()
-        known: dict[str, Any] = {"noted": observed.notes()}  # what patches do shows only as they do it
+        # What patches do shows only as they do it, and what graphs hold once they have been captured.
+        known: dict[str, Any] = {"noted": [*observed.notes(), *of_run.graphs(self._chunks)]}
         if self._routes is not None:
             known["routing"] = self._routes.record()
         if self._chunks:

@@ -124,6 +124,14 @@ class IndexCache:
         self._note(layer, selection)
         return selection
 
+    def peek(self, layer: int) -> Selection:
+        """What Shared layer ``layer`` is going to read; it stays there, and no recompute will ask for it.
+
+        Raises:
+            ModelError: as :meth:`read`.
+        """
+        return self._entry(layer)[0]
+
     def _note(self, layer: int, selection: Selection) -> None:
         """Remember for a recompute of any checkpointed function that is under way for the first time."""
         for run in _RUNS.stack:
@@ -131,6 +139,13 @@ class IndexCache:
                 run.passed.append((self, layer, selection))
 
     def _take(self, layer: int) -> Selection:
+        selection, readers = self._entry(layer)
+        readers.discard(layer)
+        if not readers:
+            del self._entries[self._sources[layer]]
+        return selection
+
+    def _entry(self, layer: int) -> tuple[Selection, set[int]]:
         full = self._sources[layer]
         selection, readers = self._entries.get(full, (None, set()))
         if selection is None or layer not in readers:
@@ -140,10 +155,7 @@ class IndexCache:
                 "(tensor_parallel.checkpoint, te_checkpoint), or recomputed while the patch dsa-index-cache is not applied; "
                 "run the layers of a model chunk in their order, and leave that patch in place"
             )
-        readers.discard(layer)
-        if not readers:
-            del self._entries[full]
-        return selection
+        return selection, readers
 
     def _repeat(self, layer: int, first: Iterator[_Passed]) -> Selection:
         cache, recorded, selection = next(first, (None, None, None))

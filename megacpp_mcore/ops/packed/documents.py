@@ -29,12 +29,15 @@ def shared[Made](tensor: torch.Tensor, form: Hashable, make: Callable[[], Made])
 
     The result is attached to the tensor's storage: the copies of a tensor that activation recompute hands to a layer share
     it, and it is freed with it. A tensor that was written to since has its forms made anew.
+    What is captured in a CUDA graph makes its own.
 
     Args:
         tensor: one that Megatron makes for every micro-batch, or that was made from such a one.
         form: what is made, with everything else that it depends on.
         make: it must not hold memory of ``tensor`` itself, which would then never be freed.
     """
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return make()
     held = vars(tensor.untyped_storage()).setdefault(_SHARED, {})
     key = (form, tensor.storage_offset(), tensor.shape, tensor.stride())
     version = 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,162 @@
+"""Which layers CUDA graphs hold, what a graph is given, and which runs are refused; the graphs themselves are in tests/gpu.
+
+Shape legend: S sequence, B batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.enums import CudaGraphModule
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs import graphs
+from megacpp_mcore.model import preset, with_overrides
+from megacpp_mcore.model.training import Recompute
+from tests import stock
+
+S, LENGTHS = 32, (5, 1, 14, 12)
+EXPERTS = "stock's experts wait for the host, and no others have been captured yet"
+
+
+def run(**changes: Any) -> Any:
+    """The configuration of a run on a GPU that asks for graphs."""
+    asked = {"cuda_graph_impl": "local", "cuda_graph_modules": [], "transformer_impl": "transformer_engine"}
+    return SimpleNamespace(**{**asked, "recompute_granularity": None, "recompute_modules": None, **changes})
+
+
+def test_the_plan_names_what_is_captured_and_why_the_rest_is_not() -> None:
+    quarter = preset("nam56r_quarter")
+    assert graphs.graph_plan(quarter, run()).describe() == [
+        "CUDA graphs (local) of layers A 1 5 9 13 MTP, M 3 7 11, R 12",
+        f"no CUDA graph of layers E 2 4 6 8 10: {EXPERTS}",
+    ]
+    warming = with_overrides(quarter, {"dsa": {"warmup_steps": 7}, "mtp": {"depth": 0}})
+    assert graphs.graph_plan(warming, run()).describe() == [
+        "CUDA graphs (local) of layers A 1, M 3 7 11, R 12",
+        f"no CUDA graph of layers E 2 4 6 8 10: {EXPERTS}",
+        "no CUDA graph of layers A 5 9 13: dense attention ends after dsa.warmup_steps (7), in the middle of a run",
+    ]
+    without = graphs.graph_plan(quarter, run(cuda_graph_impl="none"))
+    layer = SimpleNamespace()
+    assert not without.describe()
+    assert without.spec(layer, 1) is layer  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "recompute", "device", "says"),
+    [
+        ({"cuda_graph_impl": "transformer_engine"}, [], "cuda", "transformer_engine cannot hold .*; pass --cuda-graph-impl"),
+        ({"cuda_graph_impl": "full_iteration"}, [], "cuda", "full_iteration cannot hold .* pass --cuda-graph-impl local"),
+        ({}, [], "cpu", "are for a GPU; leave --cuda-graph-impl out"),
+        ({"cuda_graph_modules": [CudaGraphModule.moe_router, CudaGraphModule.attn]}, [], "cuda", "attn moe_router names parts"),
+        ({"transformer_impl": "local"}, [], "cuda", "the local norms do not"),
+        ({}, ["m", "experts"], "cuda", "^nam56r: recompute: m is about layers that CUDA graphs hold"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, [], "cuda", "-modules core_attn is"),
+    ],
+)  # fmt: skip
+def test_graphs_that_layers_cannot_be_given_are_refused(
+    changes: dict[str, Any], recompute: list[str], device: str, says: str
+) -> None:
+    settings: Any = SimpleNamespace(recompute=Recompute(**dict.fromkeys(recompute, True)))
+    with mock.patch.object(graphs, "compute_device", return_value=device), pytest.raises(ModelError, match=says):
+        graphs.check_graphs(preset("nam56r"), run(**changes), settings)
+
+
+def test_graphs_that_layers_can_be_given_are_not() -> None:
+    settings: Any = SimpleNamespace(recompute=Recompute(experts=True))
+    with mock.patch.object(graphs, "compute_device", return_value="cuda"):
+        graphs.check_graphs(preset("nam56r"), run(cuda_graph_modules=[CudaGraphModule.attn]), settings)
+    graphs.check_graphs(preset("nam56r"), run(cuda_graph_impl="none", transformer_impl="local"), None)
+
+
+class Recording:
+    """Runs a layer as Megatron's manager does around a capture: runs whose results nobody wants, then one that counts."""
+
+    given: list[dict[str, Any]]
+
+    def __init__(self, _: Any) -> None:
+        pass
+
+    def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert not args
+        self.given.append(kwargs)
+        hidden_SBD = torch.zeros_like(kwargs["hidden_states"]).requires_grad_()
+        cuda_graphs._set_warmup_start()
+        try:
+            for _ in range(2):
+                output, _ = torch.nn.Module.__call__(layer, **kwargs | {"hidden_states": hidden_SBD})
+                torch.autograd.grad(output, hidden_SBD, torch.zeros_like(output))
+        finally:
+            cuda_graphs._set_warmup_end()
+        return torch.nn.Module.__call__(layer, **kwargs)
+
+
+@pytest.fixture
+def build(process: Path) -> Callable[..., Any]:
+    """Builds equal models, with or without layers that are run as captured ones are."""
+
+    def make(*, captured: bool) -> Any:
+        plan = graphs.graph_plan(preset("nam56r_tiny"), run()) if captured else graphs.GraphPlan()
+        with (
+            mock.patch("megacpp_mcore.layer_specs.nam56r.graph_plan", return_value=plan),
+            mock.patch.object(graphs, "CudaGraphManager", Recording),
+        ):
+            overrides = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
+            model = stock.build(overrides, preset("nam56r_tiny"), process)
+        stock.loss_scale(1.0)
+        return model.train()
+
+    return make
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_captured_layer_is_given_tensors_and_what_surrounds_a_capture_leaves_no_trace(
+    build: Callable[..., Any], packed: bool
+) -> None:
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    Recording.given = []
+    tokens = torch.randint(0, 256, (1, S + 1), generator=torch.Generator().manual_seed(3))
+    first_rows = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    documents = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=first_rows,
+        cu_seqlens_kv=first_rows,
+        max_seqlen_q=14,
+        max_seqlen_kv=14,
+        tokens_per_sample=S,
+    )
+    told = {"packed_seq_params": documents} if packed else {}
+    found = []
+    for captured in (False, True):
+        model = build(captured=captured)
+        DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
+        losses = model(
+            tokens[:, :-1], torch.arange(S)[None], None, labels=tokens[:, 1:], loss_mask=torch.ones(1, S), **told
+        )
+        losses.mean().backward()
+        logged = DSAIndexerLossLoggingHelper.tracker["values"].clone()
+        found.append([losses, logged, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for plain, recorded in zip(*found, strict=True):
+        assert torch.equal(plain, recorded)
+    assert len(Recording.given) == 7 + 2  # A 1 5 9, M 3 7 11, R 12, and MTP at two depths
+    for kwargs in Recording.given:
+        tensors = {name: value for name, value in kwargs.items() if value is not None}
+        assert sorted(tensors) == (["attention_mask", "hidden_states"] if packed else ["hidden_states"])
+        assert not packed or (tensors["attention_mask"].dtype, tensors["attention_mask"].shape) == (torch.int32, (1, S))
+
+
+def test_a_layer_that_decodes_is_not_replayed(build: Callable[..., Any]) -> None:
+    Recording.given = []
+    layer = build(captured=True).decoder.layers[2]
+    assert layer._should_call_local_cudagraph(hidden_states=None, inference_context=None)
+    assert not layer._should_call_local_cudagraph(hidden_states=None, inference_context=object())

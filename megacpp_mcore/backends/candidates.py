@@ -15,6 +15,10 @@ from megacpp_mcore.backends.support import Dim, Support
 LAYER_PARTS = "transformer_impl"
 """The op that stands for a layer's linears, norms and experts, called as Megatron's flag that asks for it."""
 
+EXPERTS, OWN_EXPERTS, STOCK_EXPERTS = "experts", "megacpp_mcore", "stock"
+"""The op that stands for the modules of an E layer's routed experts, and its two candidates: this package's, which run one of
+the ops ``routed_mlp`` and ``grouped_mlp``, and those that ``--transformer-impl`` and ``--moe-grouped-gemm`` give."""
+
 _REFERENCE = Support(capturable=False)
 """The references run on anything. No CUDA graph has been tried with them."""
 
@@ -97,7 +101,13 @@ def own_candidates() -> tuple[Candidate, ...]:
                 ("indexer_grad", "indexer", "indexer_grad"),
                 ("mamba3", "mamba3", "mamba3"),
                 ("m2rnn", "m2rnn", "m2rnn"),
+                ("routed_mlp", "grouped_mlp", "routed_mlp"),
+                ("grouped_mlp", "grouped_mlp", "grouped_mlp"),
             )
+        ),
+        _candidate(EXPERTS, OWN_EXPERTS, Speed.KERNEL, Support(), "megacpp_mcore.layer_specs.experts:own_experts"),
+        _candidate(
+            EXPERTS, STOCK_EXPERTS, Speed.COMPILED, Support(), "megacpp_mcore.layer_specs.experts:stock_experts"
         ),
     )
 

@@ -27,7 +27,6 @@ AUTO = "auto"
 CHOSEN_ELSEWHERE = {
     "linear": "--transformer-impl",
     "norm": "--transformer-impl",
-    "experts": "--transformer-impl and --moe-grouped-gemm",
     "loss": "the patch linear-cross-entropy",
     "optimizer": "--optimizer, and by what Megatron can import",
 }
@@ -163,13 +162,17 @@ class Dispatcher:
             BackendError: the op or name is unknown, the named candidate cannot run or does not cover the needs, or
                 nothing covers them; with the reasons.
         """
-        requested = name or self._requests.get(op, AUTO)
+        requested = name or self.requested(op)
         self._known(op, requested)
         key = (op, layer, requested, *sorted((need, repr(value)) for need, value in needs.items()))
         with self._lock:
             if key not in self._resolutions:
                 self._resolutions[key] = self._resolve(op, requested, layer, needs)
             return self._resolutions[key]
+
+    def requested(self, op: str) -> str:
+        """The name that the mapping given to the dispatcher has for ``op``, or ``auto``."""
+        return self._requests.get(op, AUTO)
 
     def observed_backends(self) -> list[dict[str, Any]]:
         """One JSON-ready record a resolution so far, in the order in which they were made."""

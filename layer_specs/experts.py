@@ -245,7 +245,7 @@ class StackedExperts(MegatronModule):
         self.backend = dispatcher.request(
             "routed_mlp" if self.takes_tokens else "grouped_mlp",
             hidden=config.hidden_size,
-            expert_width=config.moe_ffn_hidden_size,
+            ffn=config.moe_ffn_hidden_size,
             **backend_needs(config),
         )
         recompute = config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules

@@ -62,6 +62,9 @@ _SPARSE_MLA_TRITON = Support(
 """The widths that its kernels are compiled for without a spill, and compared with the reference at. Its sums have one order
 where ``torch.use_deterministic_algorithms`` asks for it, as every door does in deterministic mode."""
 
+_EXPERTS_TRITON = Support(devices=("cuda",), dtypes=("bfloat16",), dims={"hidden": _EIGHTS, "ffn": _EIGHTS})
+"""PyTorch's grouped product, which is most of it, has a kernel for bfloat16 alone, and rows of multiples of 16 bytes."""
+
 
 def own_candidates() -> tuple[Candidate, ...]:
     """The implementations of the model's ops in this package; none is imported before it is chosen."""
@@ -93,6 +96,12 @@ def own_candidates() -> tuple[Candidate, ...]:
         ),
         *(
             _candidate(
+                op, TRITON, Speed.KERNEL, _EXPERTS_TRITON, f"megacpp_mcore.ops.grouped_mlp.triton:{op}", _GPU_TRITON
+            )
+            for op in ("grouped_mlp", "routed_mlp")
+        ),
+        *(
+            _candidate(
                 op, "reference", Speed.REFERENCE, _REFERENCE, f"megacpp_mcore.ops.{package}.reference:{function}"
             )
             for op, package, function in (
@@ -101,8 +110,8 @@ def own_candidates() -> tuple[Candidate, ...]:
                 ("indexer_grad", "indexer", "indexer_grad"),
                 ("mamba3", "mamba3", "mamba3"),
                 ("m2rnn", "m2rnn", "m2rnn"),
-                ("routed_mlp", "grouped_mlp", "routed_mlp"),
                 ("grouped_mlp", "grouped_mlp", "grouped_mlp"),
+                ("routed_mlp", "grouped_mlp", "routed_mlp"),
             )
         ),
         _candidate(EXPERTS, OWN_EXPERTS, Speed.KERNEL, Support(), "megacpp_mcore.layer_specs.experts:own_experts"),

@@ -151,6 +151,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         _benchmark("m2rnn", OP, "m2rnn", "the M²RNN recurrence", "rnn_heads key_dim value_dim checkpoint_every"),
         _benchmark("grouped_mlp", OP, "grouped_mlp", "routed experts, two matrices each, rows sorted by expert",
                    "experts routed hidden expert_width"),
+        _benchmark("routed_mlp", OP, "routed_mlp", "the same with the gather of tokens' rows and the sum of each token's",
+                   "experts routed hidden expert_width", "grouped_mlp:routed_problem"),
         _benchmark("linear_cross_entropy", OP, "linear_cross_entropy",
                    "output layer and its loss; stock's, and with the patch of this name", "hidden vocab"),
         _layer("layer_a_full", "A" + grammar.FULL_ATTENTION, "A layer, full MLA"),

@@ -1,0 +1,45 @@
+"""A program: one case of the routed experts' kernels under Triton's interpreter, on a CPU, against float64.
+
+Run with TRITON_INTERPRET=1, which Triton reads as it is imported. PyTorch's grouped products are its own ones for a CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from megacpp_mcore.ops.grouped_mlp import reference
+from megacpp_mcore.ops.grouped_mlp import triton as fused
+from tests.ops.grouped_mlp_case import Case, assert_same, draw, outcome, outcome_of_rows
+from tests.ops.interpreter import take_scalars_of_one_element
+
+CASES = {
+    "even": (Case(T=37, D=40, F=24, dtype=torch.float32), 1e-6),
+    "lone": (Case(T=37, D=40, F=24, E=5, routing="lone", dtype=torch.float32, activation="gelu_tanh"), 1e-6),
+    "halves": (Case(T=37, D=40, F=24, E=7, topk=1, dtype=torch.float16, prob_dtype=torch.float16), 2e-3),
+    "blocks": (Case(T=70, D=8, F=16, E=6, topk=4, routing="skewed", dtype=torch.float32), 1e-6),
+}
+
+
+def main(name: str) -> None:
+    """Fail unless every result is right, of tokens and of rows; and unless a token of too few or many experts is NaN."""
+    case, rms = CASES[name]
+    take_scalars_of_one_element()
+    fused.DTYPES = (case.dtype,)
+    if name == "blocks":
+        fused.TILE = 32  # several blocks of tokens, parts of a row and of its width
+    inputs = draw(case)
+    truth = outcome(reference.routed_mlp, case, inputs, torch.float64)
+    assert_same(outcome(fused.routed_mlp, case, inputs), truth, rms, inputs["routing"])
+    rows = outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64)
+    assert_same(outcome_of_rows(fused.grouped_mlp, case, inputs), rows, rms)
+    inputs["routing"][3], inputs["routing"][-1] = True, False
+    found = outcome(fused.routed_mlp, case, inputs)
+    for tensor in (found["y"], found["dx"]):
+        assert tensor[[3, -1]].isnan().all()
+        assert tensor.isfinite().any()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

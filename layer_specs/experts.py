@@ -31,12 +31,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from megatron.training import global_vars
 
-from megacpp_mcore.backends import Dispatcher, Resolution
-from megacpp_mcore.backends.candidates import EXPERTS, OWN_EXPERTS, STOCK_EXPERTS
+from megacpp_mcore.backends import STOCK, Dispatcher, Resolution
+from megacpp_mcore.backends.candidates import EXPERTS
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs import router
 from megacpp_mcore.layer_specs.initial import drawn_by_input_size
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs
-from megacpp_mcore.layer_specs.regions import recomputed
 from megacpp_mcore.model.precision import ALIGNMENT, in_bf16_zone
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispa
     run in FP8, but for the model's first and last layer. The shared expert, which every token passes, stays in BF16.
 
     Raises:
-        ModelError: as :func:`choose_experts`, or the tokens' dispatcher needs a package that is not installed.
+        BackendError, ModelError: as :func:`choose_experts`, or the tokens' dispatcher needs a package that is not installed.
     """
     flex, package = config.moe_token_dispatcher_type == "flex", "deep_ep"
     if flex and config.moe_flex_dispatcher_backend == "deepep" and importlib.util.find_spec(package) is None:
@@ -65,16 +65,22 @@ def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispa
     mlp: Any = get_moe_module_spec_for_backend(
         backend=parts.backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
-    chosen = choose_experts(config, dispatcher)
     submodules = _drawn_by_input_size(mlp.keywords["submodules"])
     if config.quant_recipe is not None:
         submodules = dataclasses.replace(submodules, experts=_fp8_experts(submodules.experts))
-    submodules = dataclasses.replace(submodules, experts=chosen.fn(submodules.experts, dispatcher))
+    experts = choose_experts(config, dispatcher)
+    needs = backend_needs(config) | {"dtype": torch.float32, "experts": config.num_moe_experts}
+    routing = dispatcher.request_or_stock("router", router.stock_alone(config), **needs)
+    submodules = dataclasses.replace(
+        submodules,
+        experts=experts.fn(submodules.experts, dispatcher),
+        router=routing.fn if routing.observed == STOCK else partial(router.Router, route=routing.fn),
+    )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=parts.norm,
-            mlp=partial(ExpertsLayer, submodules=submodules, chosen=chosen),
+            mlp=partial(ExpertsLayer, submodules=submodules, backends=(experts, routing)),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -84,21 +90,12 @@ def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispa
 
 
 def choose_experts(config: TransformerConfig, dispatcher: Dispatcher) -> Resolution:
-    """Whose routed experts a run has; stock's where the run asks for something that stock alone can do, and that is the reason.
+    """Whose routed experts a run has; stock's where it asks for something that stock alone can do.
 
     Raises:
-        ModelError: ours are asked for by name, and such a thing, too.
+        BackendError: ours are asked for by name, and such a thing, too.
     """
-    requested, why = dispatcher.requested(EXPERTS), stock_alone(config)
-    if why is None or requested == STOCK_EXPERTS:
-        return dispatcher.request(EXPERTS)
-    if requested == OWN_EXPERTS:
-        raise ModelError(
-            f"backends asks for {EXPERTS}: {OWN_EXPERTS}, and the run for {why}, which stock's experts alone can do; leave one "
-            "of them out"
-        )
-    stock = dispatcher.request(EXPERTS, STOCK_EXPERTS)
-    return dataclasses.replace(stock, requested=requested, reason=f"the run asks for {why}, which ours cannot do")
+    return dispatcher.request_or_stock(EXPERTS, stock_alone(config))
 
 
 def stock_alone(config: TransformerConfig) -> str | None:
@@ -107,6 +104,8 @@ def stock_alone(config: TransformerConfig) -> str | None:
     optimizer = getattr(arguments, "optimizer", "adam")
     offloaded = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(config.offload_modules or ())
     flex = config.moe_flex_dispatcher_backend if config.moe_token_dispatcher_type == "flex" else "deepep"
+    # Our kernels keep no activation; their reference, which other dtypes have, keeps what autograd does.
+    kept = config.params_dtype != torch.bfloat16 and "moe_act" in (config.recompute_modules or ())
     for asked, what in (
         (config.quant_recipe is not None, "FP8 experts (--te-precision-config-file)"),
         (config.fp8 or config.fp4, "FP8 or FP4 in every layer"),
@@ -131,6 +130,7 @@ def stock_alone(config: TransformerConfig) -> str | None:
         (config.fine_grained_activation_offloading and offloaded, f"offloaded {', '.join(sorted(offloaded))}"),
         (config.init_model_with_meta_device, "--init-model-with-meta-device"),
         (optimizer not in _ELEMENTWISE, f"--optimizer {optimizer}, which takes matrices one by one"),
+        (config.recompute_granularity == "selective" and kept, f"--recompute-modules moe_act in {config.params_dtype}"),
     ):
         if asked:
             return what
@@ -156,12 +156,14 @@ class ExpertsLayer(MoELayer):
     Then there is no dispatcher: routing decides which experts see a token, and their output is a sum over them already.
 
     Args:
-        chosen: whose routed experts ``submodules`` has; for receipts.
+        backends: whose routed experts and router ``submodules`` has; for receipts.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, chosen: Resolution, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *args: Any, backends: tuple[Resolution, Resolution], **kwargs: Any
+    ) -> None:
         super().__init__(config, *args, **kwargs)
-        self.chosen = chosen
+        self.experts_backend, self.router_backend = backends
         self.takes_tokens = isinstance(self.experts, StackedExperts) and self.experts.takes_tokens
         self._routing_TE: torch.Tensor | None = None
         if self.takes_tokens:
@@ -248,11 +250,6 @@ class StackedExperts(MegatronModule):
             ffn=config.moe_ffn_hidden_size,
             **backend_needs(config),
         )
-        recompute = config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
-        # Kernels keep no activation anyway. Of the reference, which is one function, all is computed again.
-        self.function = (
-            recomputed(self.backend.fn) if recompute and self.backend.observed == "reference" else self.backend.fn
-        )
 
     def forward(
         self, hidden_TD: torch.Tensor, routed: torch.Tensor, probs: torch.Tensor
@@ -269,9 +266,8 @@ class StackedExperts(MegatronModule):
         """
         if self.takes_tokens:
             topk = self.config.moe_router_topk
-            return self.function(hidden_TD, routed, probs, self.weight1, self.weight2, topk=topk), None
-        rows_N = routed.to(hidden_TD.device, non_blocking=True)
-        return self.function(hidden_TD, rows_N, self.weight1, self.weight2, probs), None
+            return self.backend.fn(hidden_TD, routed, probs, self.weight1, self.weight2, topk=topk), None
+        return self.backend.fn(hidden_TD, routed, self.weight1, self.weight2, probs), None
 
     def backward_dw(self) -> None:
         """Do nothing: gradients of weights are never delayed here."""
@@ -292,7 +288,7 @@ class StackedExperts(MegatronModule):
         if (metadata or {}).get("singleton_local_shards"):
             raise ModelError(
                 "the checkpoint is to have singleton_local_shards, and these experts are saved as shards of one tensor; leave "
-                f"it out, or write backends: {{{EXPERTS}: {STOCK_EXPERTS}}}"
+                f"it out, or write backends: {{{EXPERTS}: {STOCK}}}"
             )
         first, count = self.ep_group.rank() * self.num_local_experts, self.ep_group.size() * self.num_local_experts
         axis, replica = len(sharded_offsets), (0, 0, self.dp_group.rank())

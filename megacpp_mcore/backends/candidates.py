@@ -8,16 +8,16 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.backends.dispatcher import Candidate, Speed
+from megacpp_mcore.backends.dispatcher import STOCK, Candidate, Speed
 from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON
 from megacpp_mcore.backends.support import Dim, Support
 
 LAYER_PARTS = "transformer_impl"
 """The op that stands for a layer's linears, norms and experts, called as Megatron's flag that asks for it."""
 
-EXPERTS, OWN_EXPERTS, STOCK_EXPERTS = "experts", "megacpp_mcore", "stock"
-"""The op that stands for the modules of an E layer's routed experts, and its two candidates: this package's, which run one of
-the ops ``routed_mlp`` and ``grouped_mlp``, and those that ``--transformer-impl`` and ``--moe-grouped-gemm`` give."""
+EXPERTS, OWN_EXPERTS = "experts", "megacpp_mcore"
+"""The op that stands for the modules of an E layer's routed experts, and its candidate that runs one of the ops ``routed_mlp``
+and ``grouped_mlp``; ``stock`` is what ``--transformer-impl`` and ``--moe-grouped-gemm`` give."""
 
 _REFERENCE = Support(capturable=False)
 """The references run on anything. No CUDA graph has been tried with them."""
@@ -65,6 +65,9 @@ where ``torch.use_deterministic_algorithms`` asks for it, as every door does in 
 _EXPERTS_TRITON = Support(devices=("cuda",), dtypes=("bfloat16",), dims={"hidden": _EIGHTS, "ffn": _EIGHTS})
 """PyTorch's grouped product, which is most of it, has a kernel for bfloat16 alone, and rows of multiples of 16 bytes."""
 
+_ROUTER_TRITON = Support(devices=("cuda",), dtypes=("float32",), dims={"experts": Dim(largest=256)})
+"""Of its logits, which a router has in float32. One program has all experts of a token."""
+
 
 def own_candidates() -> tuple[Candidate, ...]:
     """The implementations of the model's ops in this package; none is imported before it is chosen."""
@@ -100,6 +103,9 @@ def own_candidates() -> tuple[Candidate, ...]:
             )
             for op in ("grouped_mlp", "routed_mlp")
         ),
+        _candidate(
+            "router", TRITON, Speed.KERNEL, _ROUTER_TRITON, "megacpp_mcore.ops.router.triton:route", _GPU_TRITON
+        ),
         *(
             _candidate(
                 op, "reference", Speed.REFERENCE, _REFERENCE, f"megacpp_mcore.ops.{package}.reference:{function}"
@@ -112,12 +118,12 @@ def own_candidates() -> tuple[Candidate, ...]:
                 ("m2rnn", "m2rnn", "m2rnn"),
                 ("grouped_mlp", "grouped_mlp", "grouped_mlp"),
                 ("routed_mlp", "grouped_mlp", "routed_mlp"),
+                ("router", "router", "route"),
             )
         ),
         _candidate(EXPERTS, OWN_EXPERTS, Speed.KERNEL, Support(), "megacpp_mcore.layer_specs.experts:own_experts"),
-        _candidate(
-            EXPERTS, STOCK_EXPERTS, Speed.COMPILED, Support(), "megacpp_mcore.layer_specs.experts:stock_experts"
-        ),
+        _candidate(EXPERTS, STOCK, Speed.COMPILED, Support(), "megacpp_mcore.layer_specs.experts:stock_experts"),
+        _candidate("router", STOCK, Speed.COMPILED, Support(), "megatron.core.transformer.moe.router:TopKRouter"),
     )
 
 

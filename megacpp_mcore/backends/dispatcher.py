@@ -7,6 +7,7 @@ covers the request; where that is of a slower class than one made for the same d
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
 import threading
@@ -23,6 +24,8 @@ from megacpp_mcore.util.nearest import nearest
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+STOCK = "stock"
+"""The name of the candidate that is Megatron's own module, of the ops that have one."""
 
 CHOSEN_ELSEWHERE = {
     "linear": "--transformer-impl",
@@ -162,7 +165,7 @@ class Dispatcher:
             BackendError: the op or name is unknown, the named candidate cannot run or does not cover the needs, or
                 nothing covers them; with the reasons.
         """
-        requested = name or self.requested(op)
+        requested = name or self._requests.get(op, AUTO)
         self._known(op, requested)
         key = (op, layer, requested, *sorted((need, repr(value)) for need, value in needs.items()))
         with self._lock:
@@ -170,9 +173,29 @@ class Dispatcher:
                 self._resolutions[key] = self._resolve(op, requested, layer, needs)
             return self._resolutions[key]
 
-    def requested(self, op: str) -> str:
-        """The name that the mapping given to the dispatcher has for ``op``, or ``auto``."""
-        return self._requests.get(op, AUTO)
+    def request_or_stock(self, op: str, why: str | None, **needs: Any) -> Resolution:
+        """Resolve ``op`` as :meth:`request` does, but where the run asks for something that stock alone can do, to stock.
+
+        Args:
+            op: one that has the candidate :data:`STOCK`.
+            why: what the run asks for, which is then the reason; None: nothing.
+            needs: as there.
+
+        Raises:
+            BackendError: as there, or another candidate is asked for by name, and such a thing, too.
+        """
+        requested = self._requests.get(op, AUTO)
+        if why is None or requested == STOCK:
+            return self.request(op, **needs)
+        if requested != AUTO:
+            raise BackendError(
+                f"backends asks for {op}: {requested}, and the run for {why}, which {STOCK} alone can do; leave one out"
+            )
+        with self._lock:
+            made = self._by_name(op, STOCK, None, needs)
+            reason = f"the run asks for {why}, which {STOCK} alone can do"
+            made = dataclasses.replace(made, requested=AUTO, reason=reason)
+            return self._resolutions.setdefault((op, why), made)
 
     def observed_backends(self) -> list[dict[str, Any]]:
         """One JSON-ready record a resolution so far, in the order in which they were made."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megacpp_mcore.backends.candidates import EXPERTS, OWN_EXPERTS, STOCK_EXPERTS
+from megacpp_mcore.backends import STOCK
+from megacpp_mcore.backends.candidates import EXPERTS, OWN_EXPERTS
 from tests.distributed.comparing import differing_scalars, differing_tensors
 from tests.distributed.runs import MAIN, ONE, RESUMED, Laboratory
 
@@ -35,7 +36,7 @@ def laboratory(tmp_path: Path) -> Iterator[Experts]:
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [(OWN_EXPERTS, STOCK_EXPERTS), pytest.param(STOCK_EXPERTS, OWN_EXPERTS, marks=pytest.mark.exhaustive)],
+    [(OWN_EXPERTS, STOCK), pytest.param(STOCK, OWN_EXPERTS, marks=pytest.mark.exhaustive)],
 )
 def test_a_run_goes_on_with_the_others_experts(laboratory: Experts, first: str, then: str) -> None:
     """Losses, gradient norm, and every tensor of the last checkpoint; the norm alone is summed in another order."""
@@ -55,7 +56,7 @@ def test_state_in_the_order_of_the_others_experts_is_refused(laboratory: Experts
     """Megatron's default format of a distributed optimizer: flat buffers, which are as long, and in another order."""
     laboratory.choose(OWN_EXPERTS)
     laboratory.main()
-    laboratory.choose(STOCK_EXPERTS)
+    laboratory.choose(STOCK)
     with pytest.raises(AssertionError, match=r"backend megacpp_mcore\), which the run, with stock, has in another"):
         laboratory.resumed()
     assert laboratory.compared(ONE).scalars["lm loss"]  # --no-load-optim

@@ -106,6 +106,8 @@ def own_candidates() -> tuple[Candidate, ...]:
         _candidate(
             "router", TRITON, Speed.KERNEL, _ROUTER_TRITON, "megacpp_mcore.ops.router.triton:route", _GPU_TRITON
         ),
+        # Before the reference of its class, which ``auto`` then passes over.
+        _candidate("router", STOCK, Speed.REFERENCE, Support(), "megatron.core.transformer.moe.router:TopKRouter"),
         *(
             _candidate(
                 op, "reference", Speed.REFERENCE, _REFERENCE, f"megacpp_mcore.ops.{package}.reference:{function}"
@@ -123,7 +125,6 @@ def own_candidates() -> tuple[Candidate, ...]:
         ),
         _candidate(EXPERTS, OWN_EXPERTS, Speed.KERNEL, Support(), "megacpp_mcore.layer_specs.experts:own_experts"),
         _candidate(EXPERTS, STOCK, Speed.COMPILED, Support(), "megacpp_mcore.layer_specs.experts:stock_experts"),
-        _candidate("router", STOCK, Speed.COMPILED, Support(), "megatron.core.transformer.moe.router:TopKRouter"),
     )
 
 

@@ -79,7 +79,16 @@ EVIDENCE: Mapping[tuple[str, str], Evidence] = {
     ("mla", "sdpa"): _on_h200("mla", "sdpa"),
     ("indexer", "triton"): _on_h200("indexer", "triton", "forward"),
     ("indexer_grad", "triton"): _on_h200("indexer_grad", "triton", "gradient"),
-} | {(op, "triton"): _on_h200(op, "triton") for op in ("sparse_mla", "mamba3", "m2rnn")}
+    ("experts", "megacpp_mcore"): Evidence(
+        table="experiments/results/bench_h200.csv",
+        row={
+            "benchmark": "layer_e",
+            "work": "forward+backward",
+            "variant": "ours (experts megacpp_mcore, router triton, routed_mlp triton)",
+        },
+        than={"benchmark": "layer_e", "work": "forward+backward", "variant": "stock MoELayer"},
+    ),
+} | {(op, "triton"): _on_h200(op, "triton") for op in ("sparse_mla", "mamba3", "m2rnn", "router")}
 """By op and backend, the rows that say that it is the faster one."""
 
 POLICIES: Mapping[tuple[str, str], str] = {

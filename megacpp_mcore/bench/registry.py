@@ -153,6 +153,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
                    "experts routed hidden expert_width"),
         _benchmark("routed_mlp", OP, "routed_mlp", "the same with the gather of tokens' rows and the sum of each token's",
                    "experts routed hidden expert_width", "grouped_mlp:routed_problem"),
+        _benchmark("router", OP, "router", "from logits to probabilities, routing and losses", "experts routed"),
         _benchmark("linear_cross_entropy", OP, "linear_cross_entropy",
                    "output layer and its loss; stock's, and with the patch of this name", "hidden vocab"),
         _layer("layer_a_full", "A" + grammar.FULL_ATTENTION, "A layer, full MLA"),

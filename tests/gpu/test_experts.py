@@ -9,7 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, preset
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe.steps import read_steps
-from megacpp_mcore.ops.router import reference
 from megacpp_mcore.ops.router import triton as fused
 from tests import stock
 from tests.gpu.device import peak, replayed, without_waiting
+from tests.ops.router_case import CASES, Case, compared
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
@@ -177,39 +177,9 @@ def test_memory_is_not_above_stocks(pair: tuple[Any, Any]) -> None:
     assert ours <= theirs
 
 
-@pytest.mark.parametrize(
-    ("tokens", "batch", "experts", "topk"), [(8192, 2, 16, 4), (1035, 3, 16, 4), (77, 1, 6, 2), (40, 1, 100, 8)]
-)
-def test_the_routers_kernels(tokens: int, batch: int, experts: int, topk: int) -> None:
-    generator = torch.Generator("cuda").manual_seed(3)
-    logits = torch.randn(tokens, experts, device="cuda", generator=generator)
-    logits[3], logits[5, :3] = 0.0, 1.25  # ties
-    bias = 0.1 * torch.randn(experts, device="cuda", generator=generator)
-    shapes = ((tokens, experts), (batch, experts), ())
-    cotangents = [torch.randn(shape, device="cuda", generator=generator) for shape in shapes]
-    found, single, truth = (
-        _routed(route, logits.to(dtype), bias, cotangents, topk=topk, batch=batch)
-        for route, dtype in (
-            (fused.route, torch.float32),
-            (reference.route, torch.float32),
-            (reference.route, torch.float64),
-        )
-    )
-    for name in ("routing_TE", "load_E", "best_BE"):
-        assert torch.equal(found[name], single[name]), name
-    for name in ("probs_TE", "score_BE", "squared", "dlogits"):
-        error = float((found[name].double() - truth[name]).norm() / truth[name].norm())
-        assert error < 2e-6, (name, error)
-
-
-def _routed(
-    route: Any, logits: torch.Tensor, bias: torch.Tensor, cotangents: Sequence[torch.Tensor], **values: int
-) -> Any:
-    logits = logits.clone().requires_grad_()
-    routed = route(logits, bias, **values)
-    differentiable = [routed.probs_TE, routed.score_BE, routed.squared]
-    (gradient,) = torch.autograd.grad(differentiable, logits, [one.to(logits.dtype) for one in cotangents])
-    return {name: value.detach() for name, value in routed._asdict().items()} | {"dlogits": gradient}
+@pytest.mark.parametrize("case", [*CASES, Case(8192, 2, 16, 4)])
+def test_the_routers_kernels(case: Case) -> None:
+    compared(fused.route, case, torch.device("cuda"))
 
 
 # --- Training -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tests.tiny_run import make_data, model
 
 TE = ("--transformer-impl", "transformer_engine", "--no-persist-layer-norm")
 NUMBERED = set(range(1, len(model().layers) + 1))
-CONTAINERS = {"router", "experts", "shared_experts"}
+CONTAINERS = {"router", "shared_experts"}
 """Parts that stock has one class of, whoever computes the linear layers in them."""
 PAINTED = """(e => (e.style.color = '{}', document.body.append(e), getComputedStyle(e).color))
   (document.createElement('i'))"""

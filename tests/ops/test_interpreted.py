@@ -18,6 +18,7 @@ PROGRAMS = {
     "linear_cross_entropy": ("",),
     "m2rnn": ("whole", "parts"),
     "mamba3": ("mimo", "mimo_documents", "rank_2", "siso", "siso_documents"),
+    "router": ("",),
     "sparse_mla": ("whole", "halves", "many_heads"),
 }
 """The cases of ``tests/ops/<op>_interpreted.py``."""

@@ -58,7 +58,8 @@ class Router(TopKRouter):
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Logits ``[S, B, E]`` in fp32, stock's to the last bit."""
-        if input.dtype == self.weight.dtype == torch.bfloat16 and input.is_cuda and self.bias is None:
+        on_gpu = input.is_cuda and self.weight.is_cuda  # stock brings a weight there that is not
+        if on_gpu and input.dtype == self.weight.dtype == torch.bfloat16 and self.bias is None:
             logits: torch.Tensor = Gating.apply(input, self.weight, None, torch.float32)
             return logits
         return super().gating(input)

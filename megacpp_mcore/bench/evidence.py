@@ -88,13 +88,17 @@ EVIDENCE: Mapping[tuple[str, str], Evidence] = {
         },
         than={"benchmark": "layer_e", "work": "forward+backward", "variant": "stock MoELayer"},
     ),
-} | {(op, "triton"): _on_h200(op, "triton") for op in ("sparse_mla", "mamba3", "m2rnn", "router")}
+} | {(op, "triton"): _on_h200(op, "triton") for op in ("sparse_mla", "mamba3", "m2rnn")}
 """By op and backend, the rows that say that it is the faster one."""
 
 POLICIES: Mapping[tuple[str, str], str] = {
     ("transformer_impl", "transformer_engine"): (
         "Megatron's default (TransformerConfig.transformer_impl, core 0.19), and what FP8 experts need; not faster: "
         "1.004x the tokens/s of local, one run each (experiments/results/train_h200.csv), which is noise"
+    ),
+    ("router", "triton"): (
+        "one kernel each way in place of what stock launches one after another; it is in the rows of layer_e, and has no row of "
+        "its own yet"
     ),
 }
 """By op and backend, why it is preferred without evidence that it is the faster one."""

@@ -9,7 +9,17 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.grouped_mlp import reference
 from megacpp_mcore.ops.grouped_mlp.triton import grouped_mlp, routed_mlp
 from tests.gpu.device import peak, replayed, without_waiting
-from tests.ops.grouped_mlp_case import LEAVES, Case, assert_same, draw, eager, outcome, outcome_of_rows, sorted_rows
+from tests.ops.grouped_mlp_case import (
+    LEAVES,
+    Case,
+    assert_same,
+    draw,
+    eager,
+    eager_rows,
+    outcome,
+    outcome_of_rows,
+    sorted_rows,
+)
 
 RMS = 5e-3
 CASES = {
@@ -43,14 +53,15 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parity_with_fp64(case: Case) -> None:
     inputs = draw(case, "cuda")
     truth = outcome(reference.routed_mlp, case, inputs, torch.float64)
-    plain = {} if case.prob_dtype != torch.float32 else outcome(eager, case, inputs)
+    plain = outcome(eager, case, inputs)
     found = outcome(routed_mlp, case, inputs)
     assert {name: tensor.dtype for name, tensor in found.items()} == {
         name: case.prob_dtype if name == "dprobs" else case.dtype for name in truth
     }
     assert_same(found, truth, RMS, inputs["routing"], plain)
     truth = outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64)
-    assert_same(outcome_of_rows(grouped_mlp, case, inputs), truth, RMS)
+    plain = outcome_of_rows(eager_rows, case, inputs)
+    assert_same(outcome_of_rows(grouped_mlp, case, inputs), truth, RMS, plain=plain)
 
 
 def test_rows_without_probabilities_and_counts_on_the_host() -> None:
@@ -59,8 +70,9 @@ def test_rows_without_probabilities_and_counts_on_the_host() -> None:
     token, counts = sorted_rows(inputs)
     x, w1, w2 = inputs["x"][token], inputs["w1"], inputs["w2"]
     truth = reference.grouped_mlp(x.double(), counts, w1.double(), w2.double(), None)
+    plain = eager_rows(x, counts, w1, w2, x.new_ones(len(x)), activation="gelu")
     for where in (counts, counts.cpu()):
-        assert_same({"y": grouped_mlp(x, where, w1, w2, None)}, {"y": truth}, RMS)
+        assert_same({"y": grouped_mlp(x, where, w1, w2, None)}, {"y": truth}, RMS, plain={"y": plain})
     with pytest.raises(ModelError, match="sum to T = 303"):
         grouped_mlp(x, counts.cpu() + 1, w1, w2, None)
 
@@ -132,7 +144,7 @@ def test_rows_of_counts_on_the_device_replay() -> None:
 
 
 def test_peak_memory() -> None:
-    """All gradients and the output, the first product and its gradient, and one tensor of all rows at the model's width."""
+    """All gradients and the output, the first product and its gradient, and the sums' rows, at the model's width."""
     inputs = draw(MODEL, "cuda")
     leaves = [inputs[name].requires_grad_() for name in LEAVES]
     x, probs, w1, w2 = leaves

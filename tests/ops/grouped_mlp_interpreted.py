@@ -28,7 +28,8 @@ def main(name: str) -> None:
     take_scalars_of_one_element()
     fused.DTYPES = (case.dtype,)
     if name == "blocks":
-        fused.TILE = 32  # several blocks of tokens, parts of a row and of its width
+        for tile in (fused.FORWARD, fused.BACKWARD, fused.WEIGHTS):
+            tile.update({"BM": 16, "BN": 8, "BK": 16} | ({"SPLIT": 2} if "SPLIT" in tile else {}))
     inputs = draw(case)
     truth = outcome(reference.routed_mlp, case, inputs, torch.float64)
     assert_same(outcome(fused.routed_mlp, case, inputs), truth, rms, inputs["routing"])

@@ -1,8 +1,8 @@
-"""Routed experts on a GPU: PyTorch's grouped products, and Triton kernels for all that lies between them.
+"""Routed experts on a GPU, by Triton kernels, and PyTorch's grouped product where nothing else is to be done beside it.
 
 :func:`grouped_mlp` and :func:`routed_mlp` do what the reference's functions of these names do. The host waits for nothing and
 knows no count; a CUDA graph can hold them. Kept for the backward pass: the inputs, the first product, and two numbers a row.
-The activation is computed a second time there, and so is each token's copy for each of its experts.
+The activation is computed a second time there. There is never a copy of a token for each of its experts.
 
 Legend: T tokens, E experts, K experts of each token, R rows (T × K), D model width, F expert width.
 """
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import require_float
@@ -33,17 +34,26 @@ the host waits."""
 MULTIPLE = 8
 """Of widths: rows of a grouped product begin at multiples of 16 bytes."""
 
-TILE = 4096
-"""Elements that a program has at a time."""
 
-WARPS = 4
+FORWARD: dict[str, int] = {"BM": 128, "BN": 256, "BK": 64, "SPLIT": 4, "STAGES": 4, "num_warps": 8}
+BACKWARD: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "SPLIT": 8, "STAGES": 3, "num_warps": 4}
+WEIGHTS: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 4}
+"""How the products are launched: what was fastest on an H200 at the widths of NAM56R."""
 
 
 class Places(NamedTuple):
-    """Which rows are whose: where each expert's end, int32; the rows of each token, int32; each row's probability, float32."""
+    """Which rows are whose, all int32 but the last, which is float32.
+
+    Attributes:
+        end_E: where each expert's rows end.
+        row_TK: the rows of each token.
+        token_R: the token of each row.
+        prob_R: its probability.
+    """
 
     end_E: torch.Tensor
     row_TK: torch.Tensor
+    token_R: torch.Tensor
     prob_R: torch.Tensor
 
 
@@ -75,7 +85,9 @@ def grouped_mlp(
     _check_kernels(x_RD, w1_EFD, w2_EDF)
     if tokens_per_expert_E.device.type == "cpu":
         check_counts(tokens_per_expert_E.tolist(), x_RD.shape[0])
-    end_E = tokens_per_expert_E.cumsum(0, dtype=torch.int32).to(x_RD.device, non_blocking=True)
+    end_E = (
+        tokens_per_expert_E.cumsum(0, dtype=torch.int32).to(x_RD.device, non_blocking=True).clamp_(max=x_RD.shape[0])
+    )
     y_RD: torch.Tensor = GroupedMLP.apply(x_RD, end_E, w1_EFD, w2_EDF, probs_R, activation)
     return y_RD
 
@@ -141,10 +153,10 @@ class GroupedMLP(torch.autograd.Function):
         """The output."""
         x_RD, w1_EFD, w2_EDF = x_RD.contiguous(), w1_EFD.contiguous(), w2_EDF.contiguous()
         prob_R = None if probs_R is None else probs_R.contiguous()
-        h_RF = product(x_RD, w1_EFD.transpose(1, 2), end_E)
+        h_RF, a_RF = hidden(x_RD, None, end_E, w1_EFD, prob_R, activation)
         ctx.save_for_backward(x_RD, end_E, w1_EFD, w2_EDF, prob_R, h_RF)
         ctx.activation = activation
-        return product(activated(h_RF, prob_R, activation), w2_EDF.transpose(1, 2), end_E)
+        return torch._grouped_mm(a_RF, w2_EDF.transpose(1, 2), offs=end_E)
 
     @staticmethod
     @once_differentiable
@@ -152,16 +164,16 @@ class GroupedMLP(torch.autograd.Function):
         """The gradients of x, w1, w2 and the probabilities."""
         x_RD, end_E, w1_EFD, w2_EDF, prob_R, h_RF = ctx.saved_tensors
         dy_RD = dy_RD.contiguous()
-        da_RF = product(dy_RD, w2_EDF, end_E)
-        a_RF, dh_RF, dprob_R = activated_backward(h_RF, prob_R, da_RF, ctx.activation)
-        dw2_EDF = product(dy_RD.t(), a_RF, end_E) if ctx.needs_input_grad[3] else None
-        dx_RD = product(dh_RF, w1_EFD, end_E) if ctx.needs_input_grad[0] else None
-        dw1_EFD = product(dh_RF.t(), x_RD, end_E) if ctx.needs_input_grad[2] else None
-        return dx_RD, None, dw1_EFD, dw2_EDF, dprob_R, None
+        a_RF, dh_RF, dprob_PR = hidden_gradient(dy_RD, None, end_E, w2_EDF, prob_R, h_RF, ctx.activation)
+        dw2_EDF = weight_gradient(dy_RD, None, a_RF, end_E, tokens_left=True) if ctx.needs_input_grad[3] else None
+        dx_RD = torch._grouped_mm(dh_RF, w1_EFD, offs=end_E) if ctx.needs_input_grad[0] else None
+        dw1_EFD = weight_gradient(x_RD, None, dh_RF, end_E, tokens_left=False) if ctx.needs_input_grad[2] else None
+        dprobs_R = None if prob_R is None else dprob_PR.sum(0).to(prob_R.dtype)
+        return dx_RD, None, dw1_EFD, dw2_EDF, dprobs_R, None
 
 
 class RoutedMLP(torch.autograd.Function):
-    """Tokens, with the copies for their experts and the sums over them."""
+    """Tokens, with the rows for their experts and the sums over them."""
 
     @staticmethod
     def forward(
@@ -175,70 +187,130 @@ class RoutedMLP(torch.autograd.Function):
         activation: str,
     ) -> torch.Tensor:
         """The output."""
-        w1_EFD, w2_EDF, routing_TE = w1_EFD.contiguous(), w2_EDF.contiguous(), routing_TE.contiguous()
+        x_TD, w1_EFD, w2_EDF = x_TD.contiguous(), w1_EFD.contiguous(), w2_EDF.contiguous()
+        routing_TE = routing_TE.contiguous()
         places = placed(routing_TE, probs_TE, topk)
-        h_RF = product(rows_of(x_TD, places.row_TK), w1_EFD.transpose(1, 2), places.end_E)
+        h_RF, a_RF = hidden(x_TD, places.token_R, places.end_E, w1_EFD, places.prob_R, activation)
         ctx.save_for_backward(x_TD, routing_TE, w1_EFD, w2_EDF, h_RF, *places)
         ctx.activation, ctx.probs_dtype = activation, probs_TE.dtype
-        y_RD = product(activated(h_RF, places.prob_R, activation), w2_EDF.transpose(1, 2), places.end_E)
-        return summed(y_RD, places.row_TK)
+        return summed(torch._grouped_mm(a_RF, w2_EDF.transpose(1, 2), offs=places.end_E), places.row_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of x, the probabilities, w1 and w2."""
-        x_TD, routing_TE, w1_EFD, w2_EDF, h_RF, *maps = ctx.saved_tensors
-        end_E, row_TK, prob_R = places = Places(*maps)
-        dy_RD = rows_of(dy_TD, row_TK)
-        da_RF = product(dy_RD, w2_EDF, end_E)
-        a_RF, dh_RF, dprob_R = activated_backward(h_RF, prob_R, da_RF, ctx.activation)
-        dw2_EDF = product(dy_RD.t(), a_RF, end_E) if ctx.needs_input_grad[4] else None
-        del dy_RD, da_RF, a_RF  # their memory is that of what follows
+        x_TD, routing_TE, w1_EFD, w2_EDF, h_RF, end_E, row_TK, token_R, prob_R = ctx.saved_tensors
+        dy_TD = dy_TD.contiguous()
+        a_RF, dh_RF, dprob_PR = hidden_gradient(dy_TD, token_R, end_E, w2_EDF, prob_R, h_RF, ctx.activation)
+        dw2_EDF = weight_gradient(dy_TD, token_R, a_RF, end_E, tokens_left=True) if ctx.needs_input_grad[4] else None
+        del a_RF  # its memory is that of what follows
         dprobs_TE = torch.empty_like(routing_TE, dtype=ctx.probs_dtype)
-        dx_TD = summed(product(dh_RF, w1_EFD, end_E), row_TK, (routing_TE, dprob_R, dprobs_TE))
-        dw1_EFD = product(dh_RF.t(), rows_of(x_TD, places.row_TK), end_E) if ctx.needs_input_grad[3] else None
+        dx_RD = torch._grouped_mm(dh_RF, w1_EFD, offs=end_E)
+        dx_TD = summed(dx_RD, row_TK, (routing_TE, dprob_PR, dprobs_TE))
+        del dx_RD
+        dw1_EFD = weight_gradient(x_TD, token_R, dh_RF, end_E, tokens_left=False) if ctx.needs_input_grad[3] else None
         return dx_TD, None, dprobs_TE, dw1_EFD, dw2_EDF, None, None
-
-
-def product(left: torch.Tensor, right: torch.Tensor, end_E: torch.Tensor) -> torch.Tensor:
-    """Each expert's rows [R, ·] times its matrix [E, ·, ·], or where both have R, the sum over its rows [E, ·, ·]."""
-    if left.shape[-1] == 0:  # refused as strides of no alignment
-        return left.new_zeros(end_E.shape[0], left.shape[0], right.shape[1])
-    return torch._grouped_mm(left, right, offs=end_E)
 
 
 def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int) -> Places:
     """The rows of every token."""
-    (T, E), device = routing_TE.shape, routing_TE.device
+    T, E = routing_TE.shape
     experts = triton.next_power_of_2(E)
-    tokens = max(16, min(64, TILE // experts))
+    tokens = max(16, min(64, 4096 // experts))
     blocks = triton.cdiv(T, tokens)
-    places = Places(
-        torch.zeros(E, dtype=torch.int32, device=device) if T == 0 else routing_TE.new_empty(E, dtype=torch.int32),
-        routing_TE.new_empty(T, topk, dtype=torch.int32),
-        routing_TE.new_empty(T * topk, dtype=torch.float32),
+    end_E, row_TK, token_R = (
+        routing_TE.new_empty(*shape, dtype=torch.int32) for shape in ((E,), (T, topk), (T * topk,))
     )
-    if T:
-        count_BE = routing_TE.new_empty(blocks, E, dtype=torch.int32)
-        shape = {"TOKENS": tokens, "EXPERTS": experts, "num_warps": WARPS}
-        kernels.count[(blocks,)](routing_TE, count_BE, T, E, **shape)
-        kernels.place[(blocks,)](
-            routing_TE, probs_TE.contiguous(), count_BE, *places, T, E, blocks, K=topk, SLOTS=triton.next_power_of_2(topk),
-            SPAN=tokens, **shape,
-        )  # fmt: skip
+    places = Places(end_E, row_TK, token_R, token_R.new_empty(T * topk, dtype=torch.float32))
+    if not T:
+        end_E.zero_()
+        return places
+    count_BE = routing_TE.new_empty(blocks, E, dtype=torch.int32)
+    shape = {"TOKENS": tokens, "EXPERTS": experts, "num_warps": 4}
+    kernels.count[(blocks,)](routing_TE, count_BE, T, E, **shape)
+    kernels.place[(blocks,)](
+        routing_TE, probs_TE.contiguous(), count_BE, *places, T, E, blocks, K=topk, SLOTS=triton.next_power_of_2(topk),
+        SPAN=tokens, **shape,
+    )  # fmt: skip
     return places
 
 
-def rows_of(x_TD: torch.Tensor, row_TK: torch.Tensor) -> torch.Tensor:
-    """Each token at each of its rows."""
-    (T, D), K = x_TD.shape, row_TK.shape[1]
-    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    x_RD = x_TD.new_empty(T * K, D)
-    if T:
-        kernels.spread[(T,)](
-            x_TD, row_TK, x_RD, x_TD.stride(0), D=D, K=K, BLOCK=min(TILE, triton.next_power_of_2(D)), num_warps=WARPS
-        )
-    return x_RD
+def hidden(
+    x: torch.Tensor,
+    token_R: torch.Tensor | None,
+    end_E: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    prob_R: torch.Tensor | None,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first product, of rows or of the tokens that they are, and its activation times each row's probability."""
+    R, (E, F, D) = (x if token_R is None else token_R).shape[0], w1_EFD.shape
+    h_RF, a_RF = x.new_empty(R, F), x.new_empty(R, F)
+    w_tiles = TensorDescriptor.from_tensor(w1_EFD.view(E * F, D), [FORWARD["BN"], FORWARD["BK"]])
+    _product(
+        x, token_R, w_tiles, end_E, prob_R, h_RF, a_RF, None, None, MODE=kernels.ACTIVATE.value, OUTER_FIRST=True,
+        activation=activation, tile=FORWARD,
+    )  # fmt: skip
+    return h_RF, a_RF
+
+
+def hidden_gradient(
+    dy: torch.Tensor,
+    token_R: torch.Tensor | None,
+    end_E: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    prob_R: torch.Tensor | None,
+    h_RF: torch.Tensor,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What :func:`hidden` gave behind the activation; the gradients of the first product and of the probabilities, in parts."""
+    (E, D, F), R = w2_EDF.shape, h_RF.shape[0]
+    a_RF, dh_RF = torch.empty_like(h_RF), torch.empty_like(h_RF)
+    dprob_PR = h_RF.new_empty(triton.cdiv(F, BACKWARD["BN"]), R, dtype=torch.float32)
+    w_tiles = TensorDescriptor.from_tensor(w2_EDF.view(E * D, F), [BACKWARD["BK"], BACKWARD["BN"]])
+    _product(
+        dy, token_R, w_tiles, end_E, prob_R, h_RF, a_RF, dh_RF, dprob_PR, MODE=kernels.BACKWARD.value,
+        OUTER_FIRST=False, activation=activation, tile=BACKWARD,
+    )  # fmt: skip
+    return a_RF, dh_RF, dprob_PR
+
+
+def _product(
+    x: torch.Tensor,
+    token_R: torch.Tensor | None,
+    w_tiles: TensorDescriptor,
+    end_E: torch.Tensor,
+    prob_R: torch.Tensor | None,
+    h_RF: torch.Tensor,
+    *outputs: torch.Tensor | None,
+    activation: str,
+    tile: dict[str, int],
+    **constants: Any,
+) -> None:
+    (R, F), E = h_RF.shape, end_E.shape[0]
+    if not R:
+        return
+    x_tiles = TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]) if token_R is None else None
+    kernels.product[((triton.cdiv(R, tile["BM"]) + E) * triton.cdiv(F, tile["BN"]),)](
+        x, x_tiles, w_tiles, token_R, end_E, prob_R, h_RF, *outputs, x.stride(0), E, R, INNER=x.shape[1], OUTER=F,
+        TANH=activation == "gelu_tanh", EXPERTS=triton.next_power_of_2(E), **constants, **tile,
+    )  # fmt: skip
+
+
+def weight_gradient(
+    x: torch.Tensor, token_R: torch.Tensor | None, h_RF: torch.Tensor, end_E: torch.Tensor, *, tokens_left: bool
+) -> torch.Tensor:
+    """Each expert's sum over its rows of ``x``, or of the tokens that they are, times ``h``: [E, D, F], or [E, F, D]."""
+    E, (R, F), D = end_E.shape[0], h_RF.shape, x.shape[1]
+    M, N = (D, F) if tokens_left else (F, D)
+    if not R:
+        return x.new_zeros(E, M, N)
+    dw_EMN = x.new_empty(E, M, N)
+    h_tiles = TensorDescriptor.from_tensor(h_RF, [WEIGHTS["BK"], WEIGHTS["BN" if tokens_left else "BM"]])
+    kernels.weight_gradient[(triton.cdiv(M, WEIGHTS["BM"]) * triton.cdiv(N, WEIGHTS["BN"]), E)](
+        x, token_R, h_tiles, end_E, dw_EMN, x.stride(0), M=M, N=N, TOKENS_LEFT=tokens_left, **WEIGHTS
+    )
+    return dw_EMN
 
 
 def summed(
@@ -246,38 +318,12 @@ def summed(
     row_TK: torch.Tensor,
     probabilities: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
 ) -> torch.Tensor:
-    """Each token's sum over its rows; with routing and the gradients of the rows' probabilities, those of all are written."""
-    D, (T, K) = y_RD.shape[1], row_TK.shape
-    y_TD, E = y_RD.new_empty(T, D), 1 if probabilities[0] is None else probabilities[0].shape[1]
+    """Each token's sum over its rows; with routing and the gradients of the rows' probabilities in parts, those of all."""
+    (R, D), (T, K), (routing_TE, dprob_PR, _) = y_RD.shape, row_TK.shape, probabilities
+    y_TD, E = y_RD.new_empty(T, D), 1 if routing_TE is None else routing_TE.shape[1]
     if T:
         kernels.combine[(T,)](
-            y_RD, row_TK, y_TD, *probabilities, E, D=D, K=K, BLOCK=min(TILE, triton.next_power_of_2(D)),
-            EXPERTS=triton.next_power_of_2(E), num_warps=WARPS,
+            y_RD, row_TK, y_TD, *probabilities, E, R, D=D, K=K, P=0 if dprob_PR is None else dprob_PR.shape[0],
+            BLOCK=min(4096, triton.next_power_of_2(D)), EXPERTS=triton.next_power_of_2(E), num_warps=4,
         )  # fmt: skip
     return y_TD
-
-
-def _tile(activation: str, F: int) -> dict[str, Any]:
-    block = min(1024, triton.next_power_of_2(F))
-    return {"F": F, "TANH": activation == "gelu_tanh", "ROWS": TILE // block, "BLOCK": block, "num_warps": WARPS}
-
-
-def activated(h_RF: torch.Tensor, prob_R: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """The second product's left side."""
-    (R, F), a_RF = h_RF.shape, torch.empty_like(h_RF)
-    tile = _tile(activation, F)
-    if R:
-        kernels.activate[(triton.cdiv(R, tile["ROWS"]),)](h_RF, prob_R, a_RF, R, **tile)
-    return a_RF
-
-
-def activated_backward(
-    h_RF: torch.Tensor, prob_R: torch.Tensor | None, da_RF: torch.Tensor, activation: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The second product's left side; the gradients of the first product, which replaces ``da_RF``, and of probabilities."""
-    (R, F), a_RF = h_RF.shape, torch.empty_like(h_RF)
-    dprob_R = None if prob_R is None else torch.empty_like(prob_R)
-    tile = _tile(activation, F)
-    if R:
-        kernels.activate_backward[(triton.cdiv(R, tile["ROWS"]),)](h_RF, prob_R, da_RF, a_RF, da_RF, dprob_R, R, **tile)
-    return a_RF, da_RF, dprob_R

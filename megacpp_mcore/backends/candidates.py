@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megacpp_mcore.backends.dispatcher import Candidate, Speed
-from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON
+from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON, hopper
 from megacpp_mcore.backends.support import Dim, Support
 
 LAYER_PARTS = "transformer_impl"
@@ -61,6 +61,8 @@ where ``torch.use_deterministic_algorithms`` asks for it, as every door does in 
 _EXPERTS_TRITON = Support(devices=("cuda",), dtypes=("bfloat16",), dims={"hidden": _EIGHTS, "ffn": _EIGHTS})
 """PyTorch's grouped product, which is most of it, has a kernel for bfloat16 alone, and rows of multiples of 16 bytes."""
 
+_EXPERTS_FP8 = dataclasses.replace(_EXPERTS_TRITON, dims={"hidden": Dim(multiple_of=16), "ffn": Dim(multiple_of=16)})
+
 
 def own_candidates() -> tuple[Candidate, ...]:
     """The implementations of the model's ops in this package; none is imported before it is chosen."""
@@ -93,6 +95,16 @@ def own_candidates() -> tuple[Candidate, ...]:
         *(
             _candidate(
                 op, TRITON, Speed.KERNEL, _EXPERTS_TRITON, f"megacpp_mcore.ops.grouped_mlp.triton:{op}", _GPU_TRITON
+            )
+            for op in ("grouped_mlp", "routed_mlp")
+        ),
+        *(
+            dataclasses.replace(
+                _candidate(
+                    op, "triton_fp8", Speed.KERNEL, _EXPERTS_FP8, f"megacpp_mcore.ops.grouped_mlp.fp8:{op}", _GPU_TRITON
+                ),
+                probe=hopper,
+                by_name=True,
             )
             for op in ("grouped_mlp", "routed_mlp")
         ),

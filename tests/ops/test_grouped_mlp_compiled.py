@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.grouped_mlp import kernels
+from megacpp_mcore.ops.grouped_mlp import fp8, kernels
 from megacpp_mcore.ops.grouped_mlp.triton import BACKWARD, FORWARD, WEIGHTS, grouped_mlp, routed_mlp
 from tests.ops.grouped_mlp_case import Case, draw
 from tests.ops.sm90 import compiled
@@ -88,6 +88,45 @@ def test_gradients_of_weights(tmp_path: Path, left: bool, gathered: bool) -> Non
     )  # fmt: skip
     assert made.spills == 0, made
     assert made.instructions["HGMMA"], made
+
+
+ROW = {"ROWS": 1, "BLOCK": 4096}
+WIDTH = {"F": F, "ROWS": 4, "BLOCK": 1024}
+FP8_LAUNCHES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "tokens": ("scale_rows", ROW | {"W": D, "COPIES": K}, 4),
+    "w1": ("scale_rows", ROW | {"W": D, "COPIES": 1, "row_NC": None}, 4),
+    "w2": ("scale_rows", {"W": F, "COPIES": 1, "row_NC": None, "ROWS": 4, "BLOCK": 1024}, 4),
+    "columns": ("scale_columns", _without(fp8.COLUMNS), fp8.COLUMNS["num_warps"]),
+    "activate, erf": ("activate", WIDTH | {"TANH": False}, 4),
+    "activate, tanh": ("activate", WIDTH | {"TANH": True}, 4),
+    "backward, erf": ("activate_backward", WIDTH | {"TANH": False}, 8),
+    "backward, tanh": ("activate_backward", WIDTH | {"TANH": True}, 8),
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "constants", "warps"), FP8_LAUNCHES.values(), ids=FP8_LAUNCHES.keys())
+def test_fp8(tmp_path: Path, kernel: str, constants: dict[str, Any], warps: int) -> None:
+    types = dict.fromkeys(("x_NW", "w_ENW", "h_RF", "a_RF", "da_RF"), "*bf16") | {"row_NC": "*i32"}
+    types |= dict.fromkeys(("values", "values_EWN"), "*fp8e4nv")
+    types |= dict.fromkeys(("scales", "scale_EW", "prob_R", "dprob_R"), "*fp32")
+    made = compiled(getattr(fp8, kernel), types, constants, tmp_path, multiples=("N", "W"), num_warps=warps)
+    assert made.spills == 0, made
+    assert made.registers <= 128, made
+
+
+def test_fp8_needs_a_gpu_that_has_it() -> None:
+    inputs = draw(Case())
+    x, routing, probs, w1, w2 = (inputs[name] for name in ("x", "routing", "probs", "w1", "w2"))
+    for call in (
+        lambda: fp8.routed_mlp(x, routing, probs, w1, w2, topk=3),
+        lambda: fp8.grouped_mlp(x, torch.tensor([25] * 8), w1, w2, None),
+    ):
+        with pytest.raises(
+            ModelError, match=r"\(9, 0\) \(Hopper\), and x is on cpu: no GPU; take the experts in bfloat16"
+        ):
+            call()
 
 
 def test_refusals() -> None:

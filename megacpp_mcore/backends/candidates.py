@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megacpp_mcore.backends.dispatcher import STOCK, Candidate, Speed
-from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON
+from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON, hopper
 from megacpp_mcore.backends.support import Dim, Support
 
 LAYER_PARTS = "transformer_impl"
@@ -65,6 +65,8 @@ where ``torch.use_deterministic_algorithms`` asks for it, as every door does in 
 _EXPERTS_TRITON = Support(devices=("cuda",), dtypes=("bfloat16",), dims={"hidden": _EIGHTS, "ffn": _EIGHTS})
 """PyTorch's grouped product, which is most of it, has a kernel for bfloat16 alone, and rows of multiples of 16 bytes."""
 
+_EXPERTS_FP8 = dataclasses.replace(_EXPERTS_TRITON, dims={"hidden": Dim(multiple_of=16), "ffn": Dim(multiple_of=16)})
+
 _ROUTER_TRITON = Support(devices=("cuda",), dtypes=("float32",), dims={"experts": Dim(largest=256)})
 """Of its logits, which a router has in float32. One program has all experts of a token."""
 
@@ -108,6 +110,16 @@ def own_candidates() -> tuple[Candidate, ...]:
         ),
         # Before the reference of its class, which ``auto`` then passes over.
         _candidate("router", STOCK, Speed.REFERENCE, Support(), "megatron.core.transformer.moe.router:TopKRouter"),
+        *(
+            dataclasses.replace(
+                _candidate(
+                    op, "triton_fp8", Speed.KERNEL, _EXPERTS_FP8, f"megacpp_mcore.ops.grouped_mlp.fp8:{op}", _GPU_TRITON
+                ),
+                probe=hopper,
+                by_name=True,
+            )
+            for op in ("grouped_mlp", "routed_mlp")
+        ),
         *(
             _candidate(
                 op, "reference", Speed.REFERENCE, _REFERENCE, f"megacpp_mcore.ops.{package}.reference:{function}"

@@ -58,6 +58,7 @@ class Candidate:
         support: what it covers.
         requires: what this machine must have, of :data:`megacpp_mcore.backends.probes.REQUIREMENTS`.
         probe: whatever else has to be tried once before it can run.
+        by_name: whether it runs only where it is asked for by name, because it gives up accuracy.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Candidate:
     support: Support = field(default_factory=Support)
     requires: tuple[str, ...] = ()
     probe: Callable[[], ProbeResult] | None = None
+    by_name: bool = False
 
     def __post_init__(self) -> None:
         for name in self.requires:
@@ -248,6 +250,8 @@ class Dispatcher:
         passed_over: list[str] = []
         best: Speed | None = None  # of those made for this device, here or not
         for candidate in sorted(self._candidates[op].values(), key=lambda one: -one.speed):
+            if candidate.by_name:
+                continue
             if not candidate.support.is_for(needs.get("device")):
                 passed_over.append(f"{candidate.name} is for {' or '.join(candidate.support.devices)}")
                 continue

@@ -88,7 +88,7 @@ EVIDENCE: Mapping[tuple[str, str], Evidence] = {
         },
         than={"benchmark": "layer_e", "work": "forward+backward", "variant": "stock MoELayer"},
     ),
-} | {(op, "triton"): _on_h200(op, "triton") for op in ("sparse_mla", "mamba3", "m2rnn")}
+} | {(op, "triton"): _on_h200(op, "triton") for op in ("sparse_mla", "mamba3", "m2rnn", "grouped_mlp", "routed_mlp")}
 """By op and backend, the rows that say that it is the faster one."""
 
 POLICIES: Mapping[tuple[str, str], str] = {
@@ -97,7 +97,7 @@ POLICIES: Mapping[tuple[str, str], str] = {
         "1.004x the tokens/s of local, one run each (experiments/results/train_h200.csv), which is noise"
     ),
     ("router", "triton"): (
-        "one kernel each way in place of what stock launches one after another; it is in the rows of layer_e, and has no row of "
+        "one kernel each way in place of what stock launches one after another; it is in the rows of layer_e, and has none of "
         "its own yet"
     ),
 }
@@ -106,7 +106,7 @@ POLICIES: Mapping[tuple[str, str], str] = {
 
 def lacking(candidates: Iterable[Candidate]) -> list[tuple[str, str]]:
     """The backends that ``auto`` may prefer to a slower class and that have neither evidence nor a policy."""
-    every = list(candidates)
+    every = [candidate for candidate in candidates if not candidate.by_name]
     slowest = {op: min(one.speed for one in every if one.op == op) for op in {one.op for one in every}}
     preferred = [(one.op, one.name) for one in every if one.speed > slowest[one.op]]
     return [which for which in preferred if which not in EVIDENCE and which not in POLICIES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import subprocess
@@ -67,6 +68,17 @@ def test_auto_takes_the_fastest_and_probes_once() -> None:
     assert answers[0].fn(1) == 129
     assert (kernel.probes, kernel.loaded) == (1, 2)
     assert [row["layer"] for row in made.observed_backends()] == [1, 2]
+
+
+def test_auto_does_not_take_what_runs_by_name_alone() -> None:
+    exact = Counted().candidate("exact", Speed.COMPILED)
+    rough = dataclasses.replace(Counted().candidate("rough", Speed.KERNEL), by_name=True)
+    made = Dispatcher({}, [rough, exact])
+    answer = made.request("mla")
+    assert (answer.observed, answer.slower_than_best) == ("exact", False)
+    assert made.request("mla", "rough").observed == "rough"
+    with pytest.raises(BackendError, match="no backend can run op mla"):
+        Dispatcher({}, [rough]).request("mla")
 
 
 def test_auto_that_is_slower_than_the_best_present_warns_once_and_is_marked(caplog: pytest.LogCaptureFixture) -> None:

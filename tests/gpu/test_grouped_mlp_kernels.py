@@ -6,10 +6,20 @@ import pytest
 import torch
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.grouped_mlp import reference
+from megacpp_mcore.ops.grouped_mlp import fp8, reference
 from megacpp_mcore.ops.grouped_mlp.triton import grouped_mlp, routed_mlp
 from tests.gpu.device import peak, replayed, without_waiting
-from tests.ops.grouped_mlp_case import LEAVES, Case, assert_same, draw, eager, outcome, outcome_of_rows, sorted_rows
+from tests.ops.grouped_mlp_case import (
+    LEAVES,
+    Case,
+    assert_same,
+    draw,
+    eager,
+    eager_rows,
+    outcome,
+    outcome_of_rows,
+    sorted_rows,
+)
 
 RMS = 5e-3
 CASES = {
@@ -39,18 +49,72 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, empty)
 
 
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != fp8.CAPABILITY,
+    reason="FP8 experts need Hopper",
+)
+QUANTIZED = (0.02, 0.1)
+"""RMS error of all of a result in FP8: a value of E4M3 is off by 2.6 % (rms); three to five operands meet in each."""
+ROW = 0.3
+"""And of its worst row, at most: a row that is left out is off by 1."""
+
+
+def _same_in_fp8(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    for name, expected in truth.items():
+        whole = float((found[name].double() - expected).norm() / expected.norm())
+        assert QUANTIZED[0] < whole < QUANTIZED[1], (name, whole)
+    assert_same(found, truth, ROW)
+
+
+@hopper
+@pytest.mark.parametrize("name", ["natural skew", "all to the same four", "one token's expert, and some without"])
+def test_fp8(name: str) -> None:
+    case = CASES[name]
+    inputs = draw(case, "cuda")
+    found = outcome(fp8.routed_mlp, case, inputs)
+    _same_in_fp8(found, outcome(reference.routed_mlp, case, inputs, torch.float64))
+    for each, tensor in outcome(fp8.routed_mlp, case, inputs).items():
+        assert torch.equal(tensor, found[each]), each
+    found = outcome_of_rows(fp8.grouped_mlp, case, inputs)
+    _same_in_fp8(found, outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64))
+    dropped = dict(found, y=found["y"].index_fill(0, torch.tensor([5], device="cuda"), 0))
+    with pytest.raises(AssertionError, match=r"y: row \(5,\)"):
+        _same_in_fp8(dropped, outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64))
+
+
+@hopper
+def test_fp8_does_not_wait_and_a_graph_replays() -> None:
+    case = CASES["natural skew"]
+    inputs, others = draw(case, "cuda"), draw(case, "cuda", seed=1)
+    given = [[drawn[name] for name in (*LEAVES, "dy", "routing")] for drawn in (inputs, others)]
+    expected = outcome(fp8.routed_mlp, case, others)
+    with without_waiting():
+        outcome(fp8.routed_mlp, case, inputs)
+    captured = replayed(lambda: list(outcome(fp8.routed_mlp, case, inputs).values()), *given)
+    for (name, tensor), replay in zip(expected.items(), captured, strict=True):
+        assert torch.equal(replay, tensor), name
+
+
+@hopper
+def test_fp8_refuses_other_widths() -> None:
+    case = CASES["odd numbers"]
+    with pytest.raises(ModelError, match=r"F, D = \[40, 72\]; they take multiples of 16"):
+        outcome(fp8.routed_mlp, case, draw(case, "cuda"))
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_parity_with_fp64(case: Case) -> None:
     inputs = draw(case, "cuda")
     truth = outcome(reference.routed_mlp, case, inputs, torch.float64)
-    plain = {} if case.prob_dtype != torch.float32 else outcome(eager, case, inputs)
+    plain = outcome(eager, case, inputs)
     found = outcome(routed_mlp, case, inputs)
     assert {name: tensor.dtype for name, tensor in found.items()} == {
         name: case.prob_dtype if name == "dprobs" else case.dtype for name in truth
     }
     assert_same(found, truth, RMS, inputs["routing"], plain)
     truth = outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64)
-    assert_same(outcome_of_rows(grouped_mlp, case, inputs), truth, RMS)
+    plain = outcome_of_rows(eager_rows, case, inputs)
+    assert_same(outcome_of_rows(grouped_mlp, case, inputs), truth, RMS, plain=plain)
 
 
 def test_rows_without_probabilities_and_counts_on_the_host() -> None:
@@ -59,8 +123,9 @@ def test_rows_without_probabilities_and_counts_on_the_host() -> None:
     token, counts = sorted_rows(inputs)
     x, w1, w2 = inputs["x"][token], inputs["w1"], inputs["w2"]
     truth = reference.grouped_mlp(x.double(), counts, w1.double(), w2.double(), None)
+    plain = eager_rows(x, counts, w1, w2, x.new_ones(len(x)), activation="gelu")
     for where in (counts, counts.cpu()):
-        assert_same({"y": grouped_mlp(x, where, w1, w2, None)}, {"y": truth}, RMS)
+        assert_same({"y": grouped_mlp(x, where, w1, w2, None)}, {"y": truth}, RMS, plain={"y": plain})
     with pytest.raises(ModelError, match="sum to T = 303"):
         grouped_mlp(x, counts.cpu() + 1, w1, w2, None)
 
@@ -132,7 +197,7 @@ def test_rows_of_counts_on_the_device_replay() -> None:
 
 
 def test_peak_memory() -> None:
-    """All gradients and the output, the first product and its gradient, and one tensor of all rows at the model's width."""
+    """All gradients and the output, the first product and its gradient, and the sums' rows, at the model's width."""
     inputs = draw(MODEL, "cuda")
     leaves = [inputs[name].requires_grad_() for name in LEAVES]
     x, probs, w1, w2 = leaves

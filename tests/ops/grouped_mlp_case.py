@@ -111,6 +111,21 @@ def eager(
     return y
 
 
+def eager_rows(
+    x: torch.Tensor,
+    counts: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    probs: torch.Tensor,
+    *,
+    activation: str,
+) -> torch.Tensor:
+    """The same for ``grouped_mlp``: rows are tokens of one expert."""
+    expert = torch.arange(len(counts), device=x.device).repeat_interleave(counts)
+    routing = torch.nn.functional.one_hot(expert, len(counts)).bool()
+    return eager(x, routing, probs[:, None] * routing, w1, w2, topk=1, activation=activation)
+
+
 def assert_same(
     found: dict[str, torch.Tensor],
     truth: dict[str, torch.Tensor],

@@ -11,42 +11,122 @@ import torch
 pytest.importorskip("triton")
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.grouped_mlp import kernels
-from megacpp_mcore.ops.grouped_mlp.triton import WARPS, grouped_mlp, routed_mlp
+from megacpp_mcore.ops.grouped_mlp import fp8, kernels
+from megacpp_mcore.ops.grouped_mlp.triton import BACKWARD, FORWARD, WEIGHTS, grouped_mlp, routed_mlp
 from tests.ops.grouped_mlp_case import Case, draw
 from tests.ops.sm90 import compiled
 
-BF16 = dict.fromkeys(("x_TD", "x_RD", "y_RD", "y_TD", "h_RF", "a_RF", "da_RF", "dh_RF"), "*bf16")
-FP32 = dict.fromkeys(("probs_TE", "prob_R", "dprob_R", "dprobs_TE"), "*fp32")
-TYPES = BF16 | FP32 | {"routing_TE": "*i1"} | dict.fromkeys(("count_BE", "end_E", "row_TK"), "*i32")
+BF16 = dict.fromkeys(("x", "y_RD", "y_TD", "h_RF", "y_RF", "dh_RF", "dw"), "*bf16")
+FP32 = dict.fromkeys(("probs_TE", "prob_R", "dprob_PR", "dprobs_TE"), "*fp32")
+INT32 = dict.fromkeys(("count_BE", "end_E", "row_TK", "token_R"), "*i32")
+TYPES = BF16 | FP32 | INT32 | {"routing_TE": "*i1"}
 
-TOKENS = {"TOKENS": 64, "EXPERTS": 16}
-ROW = {"D": 3584, "K": 4, "BLOCK": 4096}
-WIDTH = {"F": 896, "ROWS": 4, "BLOCK": 1024}
-NO_GRADIENT = dict.fromkeys(("routing_TE", "dprob_R", "dprobs_TE"))
-LAUNCHES: dict[str, tuple[str, dict[str, Any], int]] = {
+D, F, E, K = 3584, 896, 16, 4
+TOKENS = {"TOKENS": 64, "EXPERTS": E}
+SUM = {"D": D, "K": K, "BLOCK": 4096}
+NO_GRADIENT = dict.fromkeys(("routing_TE", "dprob_PR", "dprobs_TE")) | {"P": 0, "EXPERTS": 1}
+INNER = {"INNER": D, "OUTER": F, "EXPERTS": E}
+ABSENT = dict.fromkeys(("dh_RF", "dprob_PR"))
+SMALL: dict[str, tuple[str, dict[str, Any], int]] = {
     "count": ("count", TOKENS, 40),
-    "place": ("place", TOKENS | {"K": 4, "SLOTS": 4, "SPAN": 64}, 128),
-    "spread": ("spread", ROW, 40),
-    "combine": ("combine", ROW | NO_GRADIENT | {"EXPERTS": 1}, 64),
-    "combine, backward": ("combine", ROW | {"EXPERTS": 16}, 64),
-    "activate, erf": ("activate", WIDTH | {"TANH": False}, 64),
-    "activate, tanh": ("activate", WIDTH | {"TANH": True}, 64),
-    "activate, no probabilities": ("activate", WIDTH | {"TANH": False, "prob_R": None}, 64),
-    "backward, erf": ("activate_backward", WIDTH | {"TANH": False}, 128),
-    "backward, tanh": ("activate_backward", WIDTH | {"TANH": True}, 128),
-    "backward, no probabilities": ("activate_backward", WIDTH | {"TANH": False, "prob_R": None, "dprob_R": None}, 128),
+    "place": ("place", TOKENS | {"K": K, "SLOTS": K, "SPAN": 64}, 128),
+    "combine": ("combine", SUM | NO_GRADIENT, 64),
+    "combine, backward": ("combine", SUM | {"P": 7, "EXPERTS": E}, 64),
 }
-"""The kernel, its constants at the sizes of NAM56R, and the most registers: as few as let enough programs keep the memory busy."""
+"""The kernel, its constants at the sizes of NAM56R, and the most registers."""
+
+
+def _tensor(rows: int, columns: int) -> str:
+    return f"tensordesc<bf16[{rows},{columns}]>"
+
+
+def _without(tile: dict[str, int]) -> dict[str, int]:
+    return {name: value for name, value in tile.items() if name != "num_warps"}
 
 
 @pytest.mark.kernels
 @pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "constants", "registers"), LAUNCHES.values(), ids=LAUNCHES.keys())
-def test_nothing_is_spilled(tmp_path: Path, kernel: str, constants: dict[str, Any], registers: int) -> None:
-    made = compiled(getattr(kernels, kernel), TYPES, constants, tmp_path, multiples=("stride", "R"), num_warps=WARPS)
+@pytest.mark.parametrize(("kernel", "constants", "registers"), SMALL.values(), ids=SMALL.keys())
+def test_what_waits_for_memory(tmp_path: Path, kernel: str, constants: dict[str, Any], registers: int) -> None:
+    made = compiled(getattr(kernels, kernel), TYPES, constants, tmp_path, num_warps=4)
     assert made.spills == 0, made
     assert made.registers <= registers, made
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("tanh", [False, True])
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("backward", [False, True])
+def test_products(tmp_path: Path, backward: bool, gathered: bool, tanh: bool) -> None:
+    tile = BACKWARD if backward else FORWARD
+    constants = (
+        INNER | _without(tile) | ({} if backward else ABSENT) | ({"x_tiles": None} if gathered else {"token_R": None})
+    )
+    constants |= {
+        "MODE": (kernels.BACKWARD if backward else kernels.ACTIVATE).value,
+        "OUTER_FIRST": not backward,
+        "TANH": tanh,
+    }
+    weights = (tile["BK"], tile["BN"]) if backward else (tile["BN"], tile["BK"])
+    types = TYPES | {"w_tiles": _tensor(*weights), "x_tiles": _tensor(tile["BM"], tile["BK"])}
+    made = compiled(kernels.product, types, constants, tmp_path, multiples=("stride", "R"), num_warps=tile["num_warps"])
+    assert made.spills == 0, made
+    assert made.instructions["HGMMA"], made
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("left", [False, True])
+def test_gradients_of_weights(tmp_path: Path, left: bool, gathered: bool) -> None:
+    constants = _without(WEIGHTS) | {"M": D if left else F, "N": F if left else D, "TOKENS_LEFT": left}
+    types = TYPES | {"h_tiles": _tensor(WEIGHTS["BK"], WEIGHTS["BN" if left else "BM"])}
+    made = compiled(
+        kernels.weight_gradient, types, constants | ({} if gathered else {"token_R": None}), tmp_path,
+        multiples=("stride",), num_warps=WEIGHTS["num_warps"],
+    )  # fmt: skip
+    assert made.spills == 0, made
+    assert made.instructions["HGMMA"], made
+
+
+ROW = {"ROWS": 1, "BLOCK": 4096}
+WIDTH = {"F": F, "ROWS": 4, "BLOCK": 1024}
+FP8_LAUNCHES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "tokens": ("scale_rows", ROW | {"W": D, "COPIES": K}, 4),
+    "w1": ("scale_rows", ROW | {"W": D, "COPIES": 1, "row_NC": None}, 4),
+    "w2": ("scale_rows", {"W": F, "COPIES": 1, "row_NC": None, "ROWS": 4, "BLOCK": 1024}, 4),
+    "columns": ("scale_columns", _without(fp8.COLUMNS), fp8.COLUMNS["num_warps"]),
+    "activate, erf": ("activate", WIDTH | {"TANH": False}, 4),
+    "activate, tanh": ("activate", WIDTH | {"TANH": True}, 4),
+    "backward, erf": ("activate_backward", WIDTH | {"TANH": False}, 8),
+    "backward, tanh": ("activate_backward", WIDTH | {"TANH": True}, 8),
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "constants", "warps"), FP8_LAUNCHES.values(), ids=FP8_LAUNCHES.keys())
+def test_fp8(tmp_path: Path, kernel: str, constants: dict[str, Any], warps: int) -> None:
+    types = dict.fromkeys(("x_NW", "w_ENW", "h_RF", "a_RF", "da_RF"), "*bf16") | {"row_NC": "*i32"}
+    types |= dict.fromkeys(("values", "values_EWN"), "*fp8e4nv")
+    types |= dict.fromkeys(("scales", "scale_EW", "prob_R", "dprob_R"), "*fp32")
+    made = compiled(getattr(fp8, kernel), types, constants, tmp_path, multiples=("N", "W"), num_warps=warps)
+    assert made.spills == 0, made
+    assert made.registers <= 128, made
+
+
+def test_fp8_needs_a_gpu_that_has_it() -> None:
+    inputs = draw(Case())
+    x, routing, probs, w1, w2 = (inputs[name] for name in ("x", "routing", "probs", "w1", "w2"))
+    for call in (
+        lambda: fp8.routed_mlp(x, routing, probs, w1, w2, topk=3),
+        lambda: fp8.grouped_mlp(x, torch.tensor([25] * 8), w1, w2, None),
+    ):
+        with pytest.raises(
+            ModelError, match=r"\(9, 0\) \(Hopper\), and x is on cpu: no GPU; take the experts in bfloat16"
+        ):
+            call()
 
 
 def test_refusals() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {
-    "grouped_mlp": ("even", "lone", "halves", "blocks"),
+    "grouped_mlp": ("even", "lone", "halves", "blocks", "fp8"),
     "indexer": ("rows", "pieces", "gradient"),
     "linear_cross_entropy": ("",),
     "m2rnn": ("whole", "parts"),

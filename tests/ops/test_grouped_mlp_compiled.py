@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.grouped_mlp import fp8, kernels
-from megacpp_mcore.ops.grouped_mlp.triton import BACKWARD, EXPERTS, FORWARD, WEIGHTS, grouped_mlp, routed_mlp
+from megacpp_mcore.ops.grouped_mlp.triton import BACKWARD, EXPERTS, FORWARD, WEIGHTS, grouped_mlp, packed, routed_mlp
 from tests.ops.grouped_mlp_case import Case, draw
 from tests.ops.sm90 import compiled
 
@@ -129,6 +129,16 @@ def test_fp8_needs_a_gpu_that_has_it() -> None:
             ModelError, match=r"\(9, 0\) \(Hopper\), and x is on cpu: no GPU; take the experts in bfloat16"
         ):
             call()
+
+
+def test_what_is_copied() -> None:
+    whole = torch.arange(80.0).view(10, 8)
+    assert packed(whole) is whole
+    for part in (whole[:, :4], whole.T, whole.flatten()[3:67].view(8, 8)):
+        copy = packed(part)
+        assert torch.equal(copy, part)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 16 == 0
 
 
 def test_refusals() -> None:

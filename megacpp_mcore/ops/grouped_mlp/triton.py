@@ -32,7 +32,6 @@ DTYPES = (torch.bfloat16,)
 """Of tokens and weights. PyTorch's grouped product has a kernel for it alone; in other dtypes it loops over counts, for which
 the host waits."""
 
-
 EXPERTS = 256
 """At most: one program has a number for each."""
 
@@ -91,7 +90,7 @@ def grouped_mlp(
     Products are rounded to bfloat16, what they sum is not.
 
     Args:
-        x_RD, w1_EFD, w2_EDF: as there; what is not contiguous is copied.
+        x_RD, w1_EFD, w2_EDF: as there; what is not contiguous, or begins at no multiple of 16 bytes, is copied.
         tokens_per_expert_E: counts that lie on the host are checked; those on the device are not read there, so that rows
             beyond their sum have undefined results. A CUDA graph needs them on the device.
         probs_R, activation: as there.
@@ -118,7 +117,8 @@ def routed_mlp(
     Products are rounded to bfloat16, sums over a token's experts once.
 
     Args:
-        x_TD, probs_TE, w1_EFD, w2_EDF, topk, activation: as there; what is not contiguous is copied.
+        x_TD, probs_TE, w1_EFD, w2_EDF, topk, activation: as there; what is not contiguous, or begins at no multiple of 16
+            bytes, is copied.
         routing_TE: as there, but that no value is read on the host: a token without exactly ``topk`` experts has NaN as output
             and as gradient, and so may others then.
 
@@ -187,6 +187,12 @@ def _check_kernels(x: torch.Tensor, w1_EFD: torch.Tensor, w2_EDF: torch.Tensor, 
         )
 
 
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if it is contiguous and begins at a multiple of 16 bytes, as copies of tiles have to; else a copy."""
+    fits = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
+
+
 class GroupedMLP(torch.autograd.Function):
     """Rows that are sorted already."""
 
@@ -202,7 +208,7 @@ class GroupedMLP(torch.autograd.Function):
         products: Products,
     ) -> torch.Tensor:
         """The output."""
-        x_RD, w1_EFD, w2_EDF = x_RD.contiguous(), w1_EFD.contiguous(), w2_EDF.contiguous()
+        x_RD, w1_EFD, w2_EDF = packed(x_RD), packed(w1_EFD), packed(w2_EDF)
         prob_R = None if probs_R is None else probs_R.contiguous()
         rows = Rows(end_E, None, None, prob_R)
         h_RF, left = products.hidden(x_RD, rows, w1_EFD, activation)
@@ -215,7 +221,7 @@ class GroupedMLP(torch.autograd.Function):
     def backward(ctx: Any, dy_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of x, w1, w2 and the probabilities."""
         x_RD, end_E, w1_EFD, w2_EDF, prob_R, h_RF = ctx.saved_tensors
-        dy_RD, rows, products = dy_RD.contiguous(), Rows(end_E, None, None, prob_R), ctx.products
+        dy_RD, rows, products = packed(dy_RD), Rows(end_E, None, None, prob_R), ctx.products
         a_RF, dh_RF, dprob_PR, left = products.hidden_gradient(dy_RD, rows, w2_EDF, h_RF, ctx.activation)
         dw2_EDF = weight_gradient(dy_RD, rows, a_RF, tokens_left=True) if ctx.needs_input_grad[3] else None
         dx_RD = products.input_gradient(left, w1_EFD, rows) if ctx.needs_input_grad[0] else None
@@ -240,7 +246,7 @@ class RoutedMLP(torch.autograd.Function):
         products: Products,
     ) -> torch.Tensor:
         """The output."""
-        x_TD, w1_EFD, w2_EDF = x_TD.contiguous(), w1_EFD.contiguous(), w2_EDF.contiguous()
+        x_TD, w1_EFD, w2_EDF = packed(x_TD), packed(w1_EFD), packed(w2_EDF)
         routing_TE = routing_TE.contiguous()
         rows = placed(routing_TE, probs_TE, topk)
         h_RF, left = products.hidden(x_TD, rows, w1_EFD, activation)
@@ -253,7 +259,7 @@ class RoutedMLP(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of x, the probabilities, w1 and w2."""
         x_TD, routing_TE, w1_EFD, w2_EDF, h_RF, *places = ctx.saved_tensors
-        dy_TD, rows, products = dy_TD.contiguous(), Rows(*places), ctx.products
+        dy_TD, rows, products = packed(dy_TD), Rows(*places), ctx.products
         a_RF, dh_RF, dprob_PR, left = products.hidden_gradient(dy_TD, rows, w2_EDF, h_RF, ctx.activation)
         dw2_EDF = weight_gradient(dy_TD, rows, a_RF, tokens_left=True) if ctx.needs_input_grad[4] else None
         del a_RF  # its memory is that of what follows

@@ -62,8 +62,10 @@ _SPARSE_MLA_TRITON = Support(
 """The widths that its kernels are compiled for without a spill, and compared with the reference at. Its sums have one order
 where ``torch.use_deterministic_algorithms`` asks for it, as every door does in deterministic mode."""
 
-_EXPERTS_TRITON = Support(devices=("cuda",), dtypes=("bfloat16",), dims={"hidden": _EIGHTS, "ffn": _EIGHTS})
-"""PyTorch's grouped product, which is most of it, has a kernel for bfloat16 alone, and rows of multiples of 16 bytes."""
+_EXPERTS_TRITON = Support(
+    devices=("cuda",), dtypes=("bfloat16",), dims={"hidden": _EIGHTS, "ffn": _EIGHTS, "experts": Dim(largest=256)}
+)
+"""PyTorch's grouped product, of which it has two, has a kernel for bfloat16 alone, and rows of multiples of 16 bytes."""
 
 _EXPERTS_FP8 = dataclasses.replace(_EXPERTS_TRITON, dims={"hidden": Dim(multiple_of=16), "ffn": Dim(multiple_of=16)})
 

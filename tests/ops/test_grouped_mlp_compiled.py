@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.grouped_mlp import fp8, kernels
-from megacpp_mcore.ops.grouped_mlp.triton import BACKWARD, FORWARD, WEIGHTS, grouped_mlp, routed_mlp
+from megacpp_mcore.ops.grouped_mlp.triton import BACKWARD, EXPERTS, FORWARD, WEIGHTS, grouped_mlp, packed, routed_mlp
 from tests.ops.grouped_mlp_case import Case, draw
 from tests.ops.sm90 import compiled
 
@@ -25,11 +25,11 @@ D, F, E, K = 3584, 896, 16, 4
 TOKENS = {"TOKENS": 64, "EXPERTS": E}
 SUM = {"D": D, "K": K, "BLOCK": 4096}
 NO_GRADIENT = dict.fromkeys(("routing_TE", "dprob_PR", "dprobs_TE")) | {"P": 0, "EXPERTS": 1}
-INNER = {"INNER": D, "OUTER": F, "EXPERTS": E}
 ABSENT = dict.fromkeys(("dh_RF", "dprob_PR"))
 SMALL: dict[str, tuple[str, dict[str, Any], int]] = {
     "count": ("count", TOKENS, 40),
     "place": ("place", TOKENS | {"K": K, "SLOTS": K, "SPAN": 64}, 128),
+    "place, most experts": ("place", {"K": 8, "SLOTS": 8, "TOKENS": 16, "EXPERTS": EXPERTS, "SPAN": 16}, 255),
     "combine": ("combine", SUM | NO_GRADIENT, 64),
     "combine, backward": ("combine", SUM | {"P": 7, "EXPERTS": E}, 64),
 }
@@ -55,14 +55,14 @@ def test_what_waits_for_memory(tmp_path: Path, kernel: str, constants: dict[str,
 
 @pytest.mark.kernels
 @pytest.mark.slow
+@pytest.mark.parametrize("widths", [(D, F), (72, 40)])
 @pytest.mark.parametrize("tanh", [False, True])
 @pytest.mark.parametrize("gathered", [True, False])
 @pytest.mark.parametrize("backward", [False, True])
-def test_products(tmp_path: Path, backward: bool, gathered: bool, tanh: bool) -> None:
+def test_products(tmp_path: Path, backward: bool, gathered: bool, tanh: bool, widths: tuple[int, int]) -> None:
     tile = BACKWARD if backward else FORWARD
-    constants = (
-        INNER | _without(tile) | ({} if backward else ABSENT) | ({"x_tiles": None} if gathered else {"token_R": None})
-    )
+    constants: dict[str, Any] = {"INNER": widths[0], "OUTER": widths[1], "EXPERTS": E}
+    constants |= _without(tile) | ({} if backward else ABSENT) | ({"x_tiles": None} if gathered else {"token_R": None})
     constants |= {
         "MODE": (kernels.BACKWARD if backward else kernels.ACTIVATE).value,
         "OUTER_FIRST": not backward,
@@ -70,21 +70,23 @@ def test_products(tmp_path: Path, backward: bool, gathered: bool, tanh: bool) ->
     }
     weights = (tile["BK"], tile["BN"]) if backward else (tile["BN"], tile["BK"])
     types = TYPES | {"w_tiles": _tensor(*weights), "x_tiles": _tensor(tile["BM"], tile["BK"])}
-    made = compiled(kernels.product, types, constants, tmp_path, multiples=("stride", "R"), num_warps=tile["num_warps"])
+    made = compiled(kernels.product, types, constants, tmp_path, multiples=("R",), num_warps=tile["num_warps"])
     assert made.spills == 0, made
     assert made.instructions["HGMMA"], made
 
 
 @pytest.mark.kernels
 @pytest.mark.slow
+@pytest.mark.parametrize("widths", [(D, F), (72, 40)])
 @pytest.mark.parametrize("gathered", [True, False])
 @pytest.mark.parametrize("left", [False, True])
-def test_gradients_of_weights(tmp_path: Path, left: bool, gathered: bool) -> None:
-    constants = _without(WEIGHTS) | {"M": D if left else F, "N": F if left else D, "TOKENS_LEFT": left}
+def test_gradients_of_weights(tmp_path: Path, left: bool, gathered: bool, widths: tuple[int, int]) -> None:
+    M, N = widths if left else reversed(widths)
+    constants = _without(WEIGHTS) | {"M": M, "N": N, "TOKENS_LEFT": left}
     types = TYPES | {"h_tiles": _tensor(WEIGHTS["BK"], WEIGHTS["BN" if left else "BM"])}
     made = compiled(
         kernels.weight_gradient, types, constants | ({} if gathered else {"token_R": None}), tmp_path,
-        multiples=("stride",), num_warps=WEIGHTS["num_warps"],
+        num_warps=WEIGHTS["num_warps"],
     )  # fmt: skip
     assert made.spills == 0, made
     assert made.instructions["HGMMA"], made
@@ -129,6 +131,16 @@ def test_fp8_needs_a_gpu_that_has_it() -> None:
             call()
 
 
+def test_what_is_copied() -> None:
+    whole = torch.arange(80.0).view(10, 8)
+    assert packed(whole) is whole
+    for part in (whole[:, :4], whole.T, whole.flatten()[3:67].view(8, 8)):
+        copy = packed(part)
+        assert torch.equal(copy, part)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 16 == 0
+
+
 def test_refusals() -> None:
     inputs = draw(Case())
     x, routing, probs, w1, w2 = (inputs[name] for name in ("x", "routing", "probs", "w1", "w2"))
@@ -139,6 +151,10 @@ def test_refusals() -> None:
         grouped_mlp(x, counts, w1.half(), w2, None)
     with pytest.raises(ModelError, match=r"F, D = \[90, 64\]; they take multiples of 8"):
         routed_mlp(x, routing, probs, w1[:, :90], w2[..., :90], topk=3)
+    with pytest.raises(ModelError, match="257 experts; they take up to 256"):
+        grouped_mlp(
+            x, torch.zeros(257, dtype=torch.int32), w1[:1].expand(257, -1, -1), w2[:1].expand(257, -1, -1), None
+        )
     with pytest.raises(ModelError, match="sum to T = 200"):
         grouped_mlp(x, counts + 1, w1, w2, None)
     with pytest.raises(ModelError, match=r"\[T, E\]"):

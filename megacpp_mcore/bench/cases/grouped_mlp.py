@@ -108,9 +108,9 @@ def routed_problem(options: Options) -> Problem:
 
 
 def _ours(op: str, options: Options, call: Callable[[Any, Inputs], Any]) -> Iterator[Variant]:
-    D, width = options.sizes("hidden", "expert_width")
+    E, D, width = options.sizes("experts", "hidden", "expert_width")
     limits = {"triton": ROUNDED, "triton_fp8": QUANTIZED}
-    for variant in Variant.candidates(op, options, call, hidden=D, ffn=width):
+    for variant in Variant.candidates(op, options, call, hidden=D, ffn=width, experts=E):
         yield dataclasses.replace(variant, limit=limits.get(variant.name))
 
 

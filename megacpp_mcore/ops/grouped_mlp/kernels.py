@@ -236,7 +236,6 @@ def product(
     y_RF,
     dh_RF,
     dprob_PR,
-    stride,
     E,
     R,
     INNER: tl.constexpr,
@@ -257,7 +256,7 @@ def product(
     :data:`BACKWARD`: the product is the gradient of such a ``y``; ``y`` again, the gradient of ``h``, and that of the
     probabilities as a sum for each tile of columns.
 
-    Rows are the tokens of ``token_R``, ``stride`` apart, or without it, tiles of themselves.
+    Rows are the tokens of ``token_R``, or without it, tiles of themselves.
     """
     expert, start, end, column = _tile(end_E, E, OUTER, BM, BN, EXPERTS)
     if expert >= E:
@@ -267,7 +266,7 @@ def product(
     at = None
     if token_R is not None:
         token = tl.load(token_R + row, mask=row < end, other=0)
-        at = x + token.to(tl.int64)[:, None] * stride + inner[None, :]
+        at = x + token.to(tl.int64)[:, None] * INNER + inner[None, :]
     total = tl.zeros([BM, BN], tl.float32)
     for k in tl.range(0, INNER, BK, num_stages=STAGES):
         if token_R is None:
@@ -295,7 +294,6 @@ def weight_gradient(
     h_tiles,
     end_E,
     dw,
-    stride,
     M: tl.constexpr,
     N: tl.constexpr,
     TOKENS_LEFT: tl.constexpr,
@@ -332,7 +330,7 @@ def weight_gradient(
             upcoming = row + BK
         else:
             upcoming = tl.load(token_R + row + BK, mask=row + BK < end, other=0)
-        at = x + token.to(tl.int64)[:, None] * stride + x_column[None, :]
+        at = x + token.to(tl.int64)[:, None] * (M if TOKENS_LEFT else N) + x_column[None, :]
         tokens = tl.load(at, mask=(row < end)[:, None] & wide[None, :], other=0.0)
         if TOKENS_LEFT:
             total = tl.dot(tokens.T, h_tiles.load([start, right_column]), total)

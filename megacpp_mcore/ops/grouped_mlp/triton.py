@@ -32,11 +32,13 @@ DTYPES = (torch.bfloat16,)
 """Of tokens and weights. PyTorch's grouped product has a kernel for it alone; in other dtypes it loops over counts, for which
 the host waits."""
 
+EXPERTS = 256
+"""At most: one program has a number for each."""
 
 FORWARD: dict[str, int] = {"BM": 128, "BN": 256, "BK": 64, "SPLIT": 4, "STAGES": 4, "num_warps": 8}
 BACKWARD: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "SPLIT": 8, "STAGES": 3, "num_warps": 4}
 WEIGHTS: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 4}
-"""How the products are launched: what was fastest on an H200 at the widths of NAM56R."""
+"""How the products are launched: among the fastest on an H200 at the widths of NAM56R, and compared with float64 there."""
 
 
 class Rows(NamedTuple):
@@ -88,14 +90,14 @@ def grouped_mlp(
     Products are rounded to bfloat16, what they sum is not.
 
     Args:
-        x_RD, w1_EFD, w2_EDF: as there; what is not contiguous is copied.
+        x_RD, w1_EFD, w2_EDF: as there; what is not contiguous, or begins at no multiple of 16 bytes, is copied.
         tokens_per_expert_E: counts that lie on the host are checked; those on the device are not read there, so that rows
             beyond their sum have undefined results. A CUDA graph needs them on the device.
         probs_R, activation: as there.
 
     Raises:
-        ModelError: as there, but for counts on the device; or dtypes that are not of :data:`DTYPES`, or widths that are no
-            multiples of 8, as rows of a grouped product begin at multiples of 16 bytes.
+        ModelError: as there, but for counts on the device; or dtypes that are not of :data:`DTYPES`, widths that are no
+            multiples of 8, as rows of a grouped product begin at multiples of 16 bytes, or more than :data:`EXPERTS`.
     """
     return run_grouped(x_RD, tokens_per_expert_E, w1_EFD, w2_EDF, probs_R, activation, BF16)
 
@@ -115,7 +117,8 @@ def routed_mlp(
     Products are rounded to bfloat16, sums over a token's experts once.
 
     Args:
-        x_TD, probs_TE, w1_EFD, w2_EDF, topk, activation: as there; what is not contiguous is copied.
+        x_TD, probs_TE, w1_EFD, w2_EDF, topk, activation: as there; what is not contiguous, or begins at no multiple of 16
+            bytes, is copied.
         routing_TE: as there, but that no value is read on the host: a token without exactly ``topk`` experts has NaN as output
             and as gradient, and so may others then.
 
@@ -178,6 +181,16 @@ def _check_kernels(x: torch.Tensor, w1_EFD: torch.Tensor, w2_EDF: torch.Tensor, 
             f"the experts' kernels were given widths F, D = {list(w1_EFD.shape[1:])}; they take multiples of {multiple}: use "
             "the reference"
         )
+    if w1_EFD.shape[0] > EXPERTS:
+        raise ModelError(
+            f"the experts' kernels were given {w1_EFD.shape[0]} experts; they take up to {EXPERTS}: use the reference"
+        )
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if it is contiguous and begins at a multiple of 16 bytes, as copies of tiles have to; else a copy."""
+    fits = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
 class GroupedMLP(torch.autograd.Function):
@@ -195,7 +208,7 @@ class GroupedMLP(torch.autograd.Function):
         products: Products,
     ) -> torch.Tensor:
         """The output."""
-        x_RD, w1_EFD, w2_EDF = x_RD.contiguous(), w1_EFD.contiguous(), w2_EDF.contiguous()
+        x_RD, w1_EFD, w2_EDF = packed(x_RD), packed(w1_EFD), packed(w2_EDF)
         prob_R = None if probs_R is None else probs_R.contiguous()
         rows = Rows(end_E, None, None, prob_R)
         h_RF, left = products.hidden(x_RD, rows, w1_EFD, activation)
@@ -208,7 +221,7 @@ class GroupedMLP(torch.autograd.Function):
     def backward(ctx: Any, dy_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of x, w1, w2 and the probabilities."""
         x_RD, end_E, w1_EFD, w2_EDF, prob_R, h_RF = ctx.saved_tensors
-        dy_RD, rows, products = dy_RD.contiguous(), Rows(end_E, None, None, prob_R), ctx.products
+        dy_RD, rows, products = packed(dy_RD), Rows(end_E, None, None, prob_R), ctx.products
         a_RF, dh_RF, dprob_PR, left = products.hidden_gradient(dy_RD, rows, w2_EDF, h_RF, ctx.activation)
         dw2_EDF = weight_gradient(dy_RD, rows, a_RF, tokens_left=True) if ctx.needs_input_grad[3] else None
         dx_RD = products.input_gradient(left, w1_EFD, rows) if ctx.needs_input_grad[0] else None
@@ -233,7 +246,7 @@ class RoutedMLP(torch.autograd.Function):
         products: Products,
     ) -> torch.Tensor:
         """The output."""
-        x_TD, w1_EFD, w2_EDF = x_TD.contiguous(), w1_EFD.contiguous(), w2_EDF.contiguous()
+        x_TD, w1_EFD, w2_EDF = packed(x_TD), packed(w1_EFD), packed(w2_EDF)
         routing_TE = routing_TE.contiguous()
         rows = placed(routing_TE, probs_TE, topk)
         h_RF, left = products.hidden(x_TD, rows, w1_EFD, activation)
@@ -246,7 +259,7 @@ class RoutedMLP(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of x, the probabilities, w1 and w2."""
         x_TD, routing_TE, w1_EFD, w2_EDF, h_RF, *places = ctx.saved_tensors
-        dy_TD, rows, products = dy_TD.contiguous(), Rows(*places), ctx.products
+        dy_TD, rows, products = packed(dy_TD), Rows(*places), ctx.products
         a_RF, dh_RF, dprob_PR, left = products.hidden_gradient(dy_TD, rows, w2_EDF, h_RF, ctx.activation)
         dw2_EDF = weight_gradient(dy_TD, rows, a_RF, tokens_left=True) if ctx.needs_input_grad[4] else None
         del a_RF  # its memory is that of what follows
@@ -314,7 +327,7 @@ def _product(
     (R, F), E = outputs[0].shape, rows.end_E.shape[0]
     x_tiles = TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]) if rows.token_R is None else None
     kernels.product[((triton.cdiv(R, tile["BM"]) + E) * triton.cdiv(F, tile["BN"]),)](
-        x, x_tiles, w_tiles, rows.token_R, rows.end_E, rows.prob_R, *outputs, x.stride(0), E, R, INNER=x.shape[1],
+        x, x_tiles, w_tiles, rows.token_R, rows.end_E, rows.prob_R, *outputs, E, R, INNER=x.shape[1],
         OUTER=F, TANH=activation == "gelu_tanh", EXPERTS=triton.next_power_of_2(E), **constants, **tile,
     )  # fmt: skip
 
@@ -339,7 +352,7 @@ def weight_gradient(x: torch.Tensor, rows: Rows, h_RF: torch.Tensor, *, tokens_l
     dw_EMN = x.new_empty(E, M, N)
     h_tiles = TensorDescriptor.from_tensor(h_RF, [WEIGHTS["BK"], WEIGHTS["BN" if tokens_left else "BM"]])
     kernels.weight_gradient[(triton.cdiv(M, WEIGHTS["BM"]) * triton.cdiv(N, WEIGHTS["BN"]), E)](
-        x, rows.token_R, h_tiles, rows.end_E, dw_EMN, x.stride(0), M=M, N=N, TOKENS_LEFT=tokens_left, **WEIGHTS
+        x, rows.token_R, h_tiles, rows.end_E, dw_EMN, M=M, N=N, TOKENS_LEFT=tokens_left, **WEIGHTS
     )
     return dw_EMN
 

@@ -1,9 +1,10 @@
 """A: MLA core attention, sparse (DSA) core attention with shared indices, and the ModuleSpecs of their layers.
 
-The projections, norms and rotary embedding are stock: full MLA rides on ``MLASelfAttention``, sparse MLA on
-``AbsorbedMLASelfAttention``, the indexer's projections on ``DSAIndexer`` (megatron-core 0.19). Ours is what happens between.
+The projections and norms are stock: full MLA rides on ``MLASelfAttention``, sparse MLA on ``AbsorbedMLASelfAttention``, the
+indexer's projections on ``DSAIndexer`` (megatron-core 0.19). Ours is what happens between.
 
-Shape legend: S queries, T keys, B batch, H heads (of this rank), K query/key dim, V value dim, D hidden, N top-k.
+Shape legend: S queries, T keys, B batch, H heads (of this rank), K query/key dim, V value dim, D hidden, N top-k, Q and L ranks
+of the query's and the key's latent, R width of a rotary part.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
     AbsorbedMLASelfAttention,
@@ -39,7 +42,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.backends import Dispatcher, Resolution
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import steps
 from megacpp_mcore.layer_specs.decode import LayerCache, refuse_decoding
@@ -51,6 +54,8 @@ from megacpp_mcore.ops.indexer.chunked import dense_grad
 from megacpp_mcore.ops.indexer.reference import select_last
 from megacpp_mcore.ops.indexer.training import TargetSum, training_token
 from megacpp_mcore.ops.mla import reference
+from megacpp_mcore.ops.mla_projection.reference import rotation_table
+from megacpp_mcore.ops.packed.documents import shared
 
 
 class MLACoreAttention(MegatronModule):
@@ -126,10 +131,15 @@ class SparseCoreAttention(MegatronModule):
     there, which stock's ``training_log`` reads after the step's last backward pass: it is logged in the step it belongs to.
     Source: DeepSeek-V3.2 report; index cache and multi-layer distillation arXiv 2603.12201.
 
+    Attributes:
+        consumes_absorbed_v_up_projection: read by the stock class, which leaves the up-projection of the values to its core.
+
     Args:
         indexer: spec of the indexer for a Full layer, None for a Shared layer.
         distill, warmup_steps: as in :class:`megacpp_mcore.model.DSA`. The others are those the stock class passes.
     """
+
+    consumes_absorbed_v_up_projection = True
 
     def __init__(
         self,
@@ -160,6 +170,7 @@ class SparseCoreAttention(MegatronModule):
         self.serves = distill == SERVED
         self.warmup_steps = warmup_steps
         needs = backend_needs(config)
+        self.projection_backend = dispatcher.request("mla_projection", layer=layer_number, **_widths(config), **needs)
         self.backend = dispatcher.request(
             "sparse_mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs
         )
@@ -170,7 +181,9 @@ class SparseCoreAttention(MegatronModule):
         self.indexer = None
         self.shares = False  # whether a Full layer attends as a Shared one, which a search for a schedule tries
         if indexer is not None:
-            self.indexer = build_module(indexer, config=config, pg_collection=pg_collection)
+            self.indexer = build_module(
+                indexer, config=config, pg_collection=pg_collection, dispatcher=dispatcher, layer_number=layer_number
+            )
             needs |= {"dim": config.dsa_indexer_head_dim, "heads": config.dsa_indexer_n_heads}
             self.select_backend = dispatcher.request("indexer", layer=layer_number, **needs)
             self.grad_backend = dispatcher.request("indexer_grad", layer=layer_number, **needs)
@@ -184,6 +197,7 @@ class SparseCoreAttention(MegatronModule):
         *,
         x: torch.Tensor,
         qr: torch.Tensor,
+        up_v_weight: torch.Tensor,
         cache: LayerCache | None = None,
         **_: Any,
     ) -> torch.Tensor:
@@ -195,23 +209,38 @@ class SparseCoreAttention(MegatronModule):
             value: None, as the stock class passes it.
             attention_mask: what :class:`_Documents` puts in its place: the documents, int32 ``[B, S]``, or None.
             x: the layer's input ``[S, B, D]`` (a slice of S under sequence parallelism).
-            qr: normed query latents ``[S, B, q_lora_rank]`` (likewise).
+            qr: normed query latents ``[S, B, Q]`` (likewise).
+            up_v_weight: of the values' up-projection, ``[H, v_head_dim, V]``.
             cache: of an inference context; ``key`` are the latents so far. It keeps them, and the indexer's keys.
 
         Returns:
-            ``[S, B, H * V]`` latents, before the value up-projection.
+            ``[S, B, H * v_head_dim]``, after the value up-projection.
         """
+        o_SBHV = self._attend(query, key, attention_mask, x.detach(), qr.detach(), cache)
+        output: torch.Tensor = self.projection_backend.fn(o_SBHV, weight_HCK=up_v_weight.mT)
+        return output.flatten(2)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        cache: LayerCache | None,
+    ) -> torch.Tensor:
+        """The latents ``[S, B, H, V]`` that the heads find; ``x`` and ``qr`` are detached."""
         if self.is_warming_up():
-            return self._attend_densely(query, key, attention_mask, x.detach(), qr.detach())
+            return self._attend_densely(query, key, attention_mask, x, qr)
         if self.indexer is None or self.shares:
             selection = self.index_cache.read(self.layer_number)
             sink = selection.sink if self.serves else None
         elif cache is not None:
             selection, sink = self._decode(self.indexer, cache, x, qr), None
         else:
-            query, selection = self._select(self.indexer, query, attention_mask, x.detach(), qr.detach())
+            query, selection = self._select(self.indexer, query, attention_mask, x, qr)
             sink = selection.sink
-        o_SBHV = self.backend.fn(
+        o_SBHV: torch.Tensor = self.backend.fn(
             query,
             key.squeeze(2),
             selection.index,
@@ -219,8 +248,7 @@ class SparseCoreAttention(MegatronModule):
             value_dim=self.value_dim,
             sink=sink,
         )
-        output: torch.Tensor = o_SBHV.flatten(2)
-        return output
+        return o_SBHV
 
     def _select(
         self,
@@ -267,9 +295,7 @@ class SparseCoreAttention(MegatronModule):
             query_SBHK = DSAIndexerLossAutoScaler.apply(query_SBHK, training_token(q, k, w, None, learn))
         key_TBHK = key_TB1K.expand(-1, -1, query_SBHK.shape[2], -1)
         value_TBHV = key_TBHK[..., : self.value_dim]
-        return _causal(self.dense_backend.fn, query_SBHK, key_TBHK, value_TBHV, self.softmax_scale, seq_idx_BS).flatten(
-            2
-        )
+        return _causal(self.dense_backend.fn, query_SBHK, key_TBHK, value_TBHV, self.softmax_scale, seq_idx_BS)
 
     def is_warming_up(self) -> bool:
         """Whether this is a step of the dense warm-up."""
@@ -347,9 +373,28 @@ class SparseCoreAttention(MegatronModule):
 
 
 class PositionedIndexer(DSAIndexer):
-    """Stock's indexer with a position offset: its rows need not be the first of their sequence."""
+    """Stock's indexer with a position offset, for its rows need not be the first of their sequence, by the dispatcher's ops.
+
+    Args are those of the stock class; ``dispatcher`` and ``layer_number`` come from the core attention.
+    """
 
     _first_row = 0
+
+    def __init__(
+        self, config: MLATransformerConfig, *args: Any, dispatcher: Dispatcher, layer_number: int, **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        needs = {"layer": layer_number, "rope_dim": self.qk_pos_emb_head_dim, **backend_needs(config)}
+        self.rotation_backend = dispatcher.request("mla_projection", **needs)
+        self.inputs_backend = None
+        if (
+            self.index_head_dim == self.qk_pos_emb_head_dim
+            and not (config.dsa_indexer_k_norm_fp32 or config.dsa_indexer_rotate_activation)
+            and _takes_weights(config)
+        ):
+            self.inputs_backend = dispatcher.request("indexer_inputs", **needs)
+        norm_eps = config.dsa_indexer_k_norm_epsilon
+        self.norm_eps = config.layernorm_epsilon if norm_eps is None else norm_eps
 
     @contextlib.contextmanager
     def rows_from(self, first_row: int) -> Iterator[None]:
@@ -360,13 +405,45 @@ class PositionedIndexer(DSAIndexer):
         finally:
             self._first_row = 0
 
-    def _apply_rope(self, x: torch.Tensor, rotary_pos_emb: torch.Tensor, mscale: float, **options: Any) -> torch.Tensor:
-        """As stock's, which rotates the rows as if they were the first."""
-        if self._first_row:
-            found = self.rotary_pos_emb(self._first_row + x.shape[0])
-            rotary_pos_emb = (found if isinstance(found, torch.Tensor) else found[0])[self._first_row :]
-        rotated: torch.Tensor = super()._apply_rope(x, rotary_pos_emb, mscale, **options)
-        return rotated
+    def forward_before_topk(
+        self, x: torch.Tensor, qr: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries ``[S, B, heads, dim]``, keys ``[S, B, dim]`` and weights of heads ``[S, B, heads]``.
+
+        By the op ``indexer_inputs``, which gives ``x`` and ``qr`` no gradient, or by stock's method.
+        """
+        modules = (self.linear_wq_b, self.linear_wk, self.k_norm, self.linear_weights_proj)
+        if self.inputs_backend is None or not _replaces_modules(self.inputs_backend, *modules):
+            stock: tuple[torch.Tensor, ...] = super().forward_before_topk(x, qr, *args, **kwargs)
+            return stock
+        if self.config.sequence_parallel:
+            x, qr = (gather_from_sequence_parallel_region(rows, group=self.pg_collection.tp) for rows in (x, qr))
+        made: tuple[torch.Tensor, ...] = self.inputs_backend.fn(
+            x,
+            qr,
+            self.linear_wq_b.weight,
+            self.linear_wk.weight,
+            self.k_norm.weight,
+            self.k_norm.bias,
+            self.linear_weights_proj.weight,
+            rotation_SR=self._rotation(len(x)),
+            eps=self.norm_eps,
+            scale=self.index_n_heads**-0.5 * self.softmax_scale,
+            interleaved=self.config.dsa_indexer_rope_interleaved,
+        )
+        return made
+
+    def _rotation(self, rows: int) -> torch.Tensor:
+        return _rotation(self.rotary_pos_emb, self._first_row + rows)[self._first_row :]
+
+    def _apply_rope(self, x: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+        """``x [S, B, heads or 1, dim]``, its first values rotated; stock's rotates the rows as if they were the first."""
+        rotation_SR = self._rotation(len(x))
+        rotary, plain = x.split([self.qk_pos_emb_head_dim, x.shape[-1] - self.qk_pos_emb_head_dim], dim=-1)
+        rotated: torch.Tensor = self.rotation_backend.fn(
+            rotary, rotation_SR=rotation_SR, interleaved=self.config.dsa_indexer_rope_interleaved
+        )
+        return torch.cat([rotated, plain], dim=-1) if plain.shape[-1] else rotated
 
 
 def _whole_rows(linear: ColumnParallelLinear, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
@@ -389,6 +466,138 @@ class _WholeRows:
         linear = self.linear_kv_down_proj  # type: ignore[attr-defined]
         if isinstance(linear, ColumnParallelLinear) and self.config.sequence_parallel:  # type: ignore[attr-defined]
             linear.register_forward_hook(_whole_rows)
+
+
+def _rotation(rotary: torch.nn.Module, rows: int) -> torch.Tensor:
+    """The rotations ``[rows, R]`` of a sequence's first rows, made once of each table of stock's module."""
+    found = rotary(rows)
+    angle_S11R, scale = (found, 1.0) if isinstance(found, torch.Tensor) else found
+
+    def make() -> torch.Tensor:
+        with torch.inference_mode(False):  # a run that decodes first may train later
+            return rotation_table(angle_S11R[:, 0, 0], scale)
+
+    return shared(angle_S11R, ("rotation", scale), make)
+
+
+class _Projections:
+    """Mixin for stock MLA: what is between the projections and the core attention, by the dispatcher's ops.
+
+    Stock's own method rotates in some ten passes over queries and keys, and copies them twice more.
+
+    Attributes:
+        absorbs: whether attention is over latents.
+
+    Args are those of the stock class; ``dispatcher`` comes from the spec.
+
+    Raises:
+        ModelError: the configuration asks for another rotary embedding than MLA's.
+    """
+
+    absorbs = False
+
+    def __init__(self: Any, *args: Any, dispatcher: Dispatcher, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.config
+        if config.rotary_percent != 1 or config.rotary_interleaved or config.context_parallel_size > 1:
+            raise ModelError(
+                f"rotary_percent is {config.rotary_percent}, rotary_interleaved {config.rotary_interleaved}, "
+                f"context_parallel_size {config.context_parallel_size}; expected 1, False and 1: A layers rotate the whole "
+                "rotary part of every row"
+            )
+        needs = {"layer": self.layer_number, **_widths(config), **backend_needs(config)}
+        self.projection_backend = dispatcher.request("mla_projection", **needs)
+        self.keys_backend = dispatcher.request("mla_keys", **needs)
+        self.latents_backend = None
+        downs = (self.linear_q_down_proj, self.linear_kv_down_proj) if config.q_lora_rank is not None else ()
+        widths = [config.q_lora_rank, config.kv_lora_rank + config.qk_pos_emb_head_dim]
+        if [len(down.weight) for down in downs] == widths and _takes_weights(config):
+            self.latents_backend = dispatcher.request("mla_latents", query_latent_dim=config.q_lora_rank, **needs)
+
+    def _projected(
+        self: Any, hidden_SBD: torch.Tensor, inference_context: Any, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """What ``_up`` makes of latents, rotary part, rotations and ``weights``, and then the normed query latents.
+
+        ``_up`` is run again in the backward pass with ``--recompute-modules mla_up_proj``.
+        """
+        length = self.rotary_pos_emb.get_rotary_seq_len(inference_context, None, hidden_SBD, self.config, None)
+        query, key, rotary = self._latents(hidden_SBD)
+        if self.config.sequence_parallel:  # no projection gathers what all heads share
+            rotary = gather_from_sequence_parallel_region(rotary, group=self.tp_group)
+            if self.absorbs:
+                key = gather_from_sequence_parallel_region(key, group=self.tp_group)
+        first = 0 if inference_context is None else inference_context.sequence_len_offset
+        rotation_SR = _rotation(self.rotary_pos_emb, length)[first : first + len(rotary)]
+        arguments = (query, key, rotary, rotation_SR, *weights)
+        if not self.recompute_up_proj:
+            return *self._up(*arguments), query
+        self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=self.config.fp8 or self.config.fp4)
+        return *self.qkv_up_checkpoint.checkpoint(self._up, *arguments), query
+
+    def _latents(self: Any, hidden_SBD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The normed latents of queries and keys, and the keys' rotary part, of the rows of ``hidden_SBD``."""
+        config = self.config
+        if self.latents_backend is not None:
+            modules = (self.linear_q_down_proj, self.linear_kv_down_proj, self.q_layernorm, self.kv_layernorm)
+            if _replaces_modules(self.latents_backend, *modules):
+                weights = (module.weight for module in modules)
+                made: tuple[torch.Tensor, ...] = self.latents_backend.fn(hidden_SBD, *weights, config.layernorm_epsilon)
+                return made
+        query = hidden_SBD
+        if config.q_lora_rank is not None:
+            query, _ = self.linear_q_down_proj(hidden_SBD)
+            if query.shape[-1] != config.q_lora_rank:
+                query = gather_from_tensor_model_parallel_region(query, group=self.tp_group)
+                if config.sequence_parallel:
+                    query = scatter_to_sequence_parallel_region(query, group=self.tp_group)
+            query = self.q_layernorm(query)
+        key, _ = self.linear_kv_down_proj(hidden_SBD)
+        widths = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+        if key.shape[-1] != sum(widths):  # without sequence parallelism: see _WholeRows
+            key = gather_from_tensor_model_parallel_region(key, group=self.tp_group)
+        key, rotary = key.split(widths, dim=-1)
+        return query, self.kv_layernorm(key), rotary
+
+    def _queries(self: Any, query_SBQ: torch.Tensor) -> torch.Tensor:
+        """``[S, B, H, K]``, before rotation."""
+        up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
+        query, _ = up(query_SBQ)
+        return query.unflatten(-1, (self.num_attention_heads_per_partition, -1))
+
+
+def _takes_weights(config: MLATransformerConfig) -> bool:
+    """Whether an op may take the weights of projections and norms, in place of a call of the modules.
+
+    In FP8, or with gradients of weights that come later, Transformer Engine's modules do more than a product; the weights of
+    norms can be kept less one.
+    """
+    other = config.fp8 or config.fp4 or config.delay_wgrad_compute or config.layernorm_zero_centered_gamma
+    return config.normalization == "RMSNorm" and not other
+
+
+def _replaces_modules(backend: Resolution, *modules: torch.nn.Module) -> bool:
+    """Whether ``backend`` computes what ``modules`` would, with their weights, which are here then.
+
+    On the reference the modules are called themselves, and where a file of ``--te-precision-config-file`` names one of them.
+    """
+    if backend.observed == "reference":
+        return False
+    if any(getattr(module, "te_quant_params", None) is not None for module in modules):
+        return False
+    for module in modules:
+        _wait_for_parameters(module)
+    return True
+
+
+def _widths(config: MLATransformerConfig) -> dict[str, Any]:
+    """What the ops between projections and core attention have to cover."""
+    return {
+        "content_dim": config.qk_head_dim,
+        "latent_dim": config.kv_lora_rank,
+        "rope_dim": config.qk_pos_emb_head_dim,
+        "v_dim": config.v_head_dim,
+    }
 
 
 class _Documents:
@@ -428,12 +637,56 @@ class _Documents:
         return super().forward(hidden_states, seq_idx_BS, *args, **kwargs)  # type: ignore[misc]
 
 
-class FullMLASelfAttention(_Documents, _WholeRows, MLASelfAttention):
-    """Stock MLA with :class:`_Documents` and :class:`_WholeRows`."""
+class FullMLASelfAttention(_Documents, _WholeRows, _Projections, MLASelfAttention):
+    """Stock MLA with :class:`_Documents`, :class:`_WholeRows` and :class:`_Projections`."""
+
+    def get_query_key_value_tensors(
+        self, hidden_states: torch.Tensor, *args: Any, inference_context: Any = None, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        """As stock's: query, key, value, and the normed latents of the query, which stock hands to DSA alone."""
+        if self.cache_mla_latents:  # of dynamic batching
+            stock: tuple[torch.Tensor | None, ...] = super().get_query_key_value_tensors(
+                hidden_states, *args, inference_context=inference_context, **kwargs
+            )
+            return stock
+        query, key, value, query_latents = self._projected(hidden_states, inference_context)
+        return query, key, value, query_latents, None
+
+    def _up(
+        self, query_SBQ: torch.Tensor, key_SBL: torch.Tensor, rotary_SBR: torch.Tensor, rotation_SR: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        query = self.projection_backend.fn(self._queries(query_SBQ), rotation_SR=rotation_SR)
+        kv, _ = self.linear_kv_up_proj(key_SBL)
+        kv_SBHX = kv.unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        return query, *self.keys_backend.fn(
+            kv_SBHX, rotary_SBR, rotation_SR=rotation_SR, value_dim=self.config.v_head_dim
+        )
 
 
-class SparseMLASelfAttention(_Documents, _WholeRows, AbsorbedMLASelfAttention):
+class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASelfAttention):
     """As :class:`FullMLASelfAttention`, with decoding; waits for the up-projection's weight if its gather is overlapped."""
+
+    absorbs = True
+    _v_up_HVL: Any = None
+
+    def get_query_key_value_tensors(
+        self, hidden_states: torch.Tensor, *args: Any, inference_context: Any = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """As stock's: absorbed queries, latent keys with rotary part, and the normed latents of the query."""
+        k_up_HCL, self._v_up_HVL = self._get_kv_up_weights()
+        return self._projected(hidden_states, inference_context, k_up_HCL)
+
+    def _up(
+        self,
+        query_SBQ: torch.Tensor,
+        key_SBL: torch.Tensor,
+        rotary_SBR: torch.Tensor,
+        rotation_SR: torch.Tensor,
+        k_up_HCL: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        query = self.projection_backend.fn(self._queries(query_SBQ), weight_HCK=k_up_HCL, rotation_SR=rotation_SR)
+        key, _ = self.keys_backend.fn(key_SBL.unsqueeze(2), rotary_SBR, rotation_SR=rotation_SR, value_dim=0)
+        return query, key
 
     def forward(
         self,
@@ -455,23 +708,31 @@ class SparseMLASelfAttention(_Documents, _WholeRows, AbsorbedMLASelfAttention):
         query, latents, query_latents = self.get_query_key_value_tensors(
             hidden_states, inference_context=inference_context
         )
-        o_SBHV = self.core_attention(
+        output = self.core_attention(
             query,
             cache.extend(latents=latents)["latents"],
             None,
             None,
             x=hidden_states,
             qr=query_latents,
+            up_v_weight=self._get_v_up_weight(),
             cache=cache,
-        ).unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        )
         self.qkv_up_checkpoint = None  # of --recompute-modules mla_up_proj; nothing is computed again
-        return self.linear_proj(torch.einsum("sbhv,hdv->sbhd", o_SBHV, self._get_v_up_weight()).flatten(2))
+        return self.linear_proj(output)
 
     def _get_kv_up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As stock's, which reads the weight of a module that it never calls."""
+        """As stock's, which reads the weight of a module that it never calls: ``[H, C, L]`` and ``[H, V, L]``, parts of one."""
         _wait_for_parameters(self.linear_kv_up_proj)
-        weights: tuple[torch.Tensor, torch.Tensor] = super()._get_kv_up_weights()
-        return weights
+        by_head = self.linear_kv_up_proj.weight.unflatten(0, (self.num_attention_heads_per_partition, -1))
+        k_up_HCL, v_up_HVL = by_head.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
+        return k_up_HCL, v_up_HVL
+
+    def _get_v_up_weight(self) -> torch.Tensor:
+        """As stock's, which calls it once for each :meth:`get_query_key_value_tensors`: the other part of the same tensor."""
+        v_up_HVL: torch.Tensor = self._v_up_HVL
+        self._v_up_HVL = None  # a module that holds a part of a graph cannot be copied
+        return v_up_HVL
 
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
@@ -497,7 +758,7 @@ def full_attention(parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
     """Full MLA: the stock class with our core attention."""
     return ModuleSpec(
         module=FullMLASelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={"attn_mask_type": AttnMaskType.causal, "dispatcher": dispatcher},
         submodules=MLASelfAttentionSubmodules(
             linear_q_down_proj=parts.down_linear,
             linear_q_up_proj=parts.column_linear,
@@ -526,7 +787,7 @@ def sparse_attention(
     )
     return ModuleSpec(
         module=SparseMLASelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={"attn_mask_type": AttnMaskType.causal, "dispatcher": dispatcher},
         submodules=AbsorbedMLASelfAttentionSubmodules(
             linear_q_down_proj=parts.down_linear,
             linear_q_up_proj=parts.column_linear,

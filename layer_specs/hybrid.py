@@ -173,6 +173,7 @@ def _slots(config: TransformerConfig, layers: range, symbols: str) -> HybridStac
     """The spec of each slot for one model chunk, the layers numbered ``layers`` (1-based), after every check of the run."""
     run = _run(config)
     settings = plugin_config.from_environment()
+    gpt_host.configure_engine(settings)
     if settings is not None:
         model = settings.model
         origin = f" of {settings.path} ({plugin_config.VARIABLE})"

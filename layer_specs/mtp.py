@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
@@ -17,21 +18,34 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.layer_specs.attention import full_attention
 from megacpp_mcore.layer_specs.parts import Parts
+from megacpp_mcore.te import imports
+
+FUSED_NORM = {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
+"""Where the norm's weight is inside of TELayerNormColumnParallelLinear, and the name that checkpoints have for it."""
 
 
 def mtp_block(parts: Parts, dispatcher: Dispatcher) -> MultiTokenPredictionBlockSubmodules:
-    """One MTP layer, applied at every depth (``mtp_use_repeated_layer``): ``[norm(emb); norm(h)]`` → D → block → norm."""
+    """One MTP layer, applied at every depth (``mtp_use_repeated_layer``): ``[norm(emb); norm(h)]`` → D → block → norm.
+
+    With ``transformer_engine: {mtp: true}`` the feed-forward's norm is inside of its first linear layer. LayerNormMLP is not
+    used: it has GELU in its tanh form alone, and the model's is erf.
+
+    Raises:
+        BackendError: that is asked for, and Transformer Engine is not there.
+    """
+    fused = imports.features().mtp and imports.entry("TELayerNormColumnParallelLinear")
     block = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=parts.norm,
             self_attention=full_attention(parts, dispatcher),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=parts.norm,
+            pre_mlp_layernorm=IdentityOp if fused else parts.norm,
+            sharded_state_dict_keys_map=FUSED_NORM if fused else {},
             mlp=partial(
                 MLP.as_mlp_submodule,
                 submodules=MLPSubmodules(
-                    linear_fc1=parts.column_linear,
+                    linear_fc1=fused or parts.column_linear,
                     linear_fc2=parts.row_linear,
                     activation_func=parts.backend.activation_func(),
                 ),

@@ -48,6 +48,7 @@ from megacpp_mcore.model import Layout, Model
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.ops.indexer.cache import IndexCache
 from megacpp_mcore.patches.dsa_index_cache import SAVED_LOSSES
+from megacpp_mcore.te import imports
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
     transformer = getattr(config, "transformer", config)
     sources = (transformer, config)
     settings = plugin_config.from_environment()
+    configure_engine(settings)
     if settings is not None:
         model = settings.model
         lowering.check_arguments(model, sources, f" of {settings.path} ({plugin_config.VARIABLE})")
@@ -156,6 +158,14 @@ def layer_spec(
     full = role == grammar.FULL_INDEX
     sparse = sparse_attention(parts, dispatcher, index_cache, model.dsa, full=full)
     return attention_layer_spec(parts, sparse)
+
+
+def configure_engine(settings: plugin_config.PluginConfig | None) -> None:
+    """Set what of Transformer Engine this process may use, as the file of the run says."""
+    if settings is None:
+        imports.configure(None)
+    else:
+        imports.configure(settings.transformer_engine, str(settings.path))
 
 
 def announce_policy(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:

@@ -29,6 +29,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import logging
 import os
 import shutil
 import sys
@@ -46,6 +47,8 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.utils import log_single_rank
+from megatron.training import global_vars
 
 from megacpp_mcore import cpu
 from megacpp_mcore.errors import LaunchError, ModelError
@@ -57,6 +60,11 @@ from megacpp_mcore.ops.indexer.reference import score_block, select
 from megacpp_mcore.ops.mamba3.reference import mamba3, mix_segment
 from megacpp_mcore.policy import EXPLICIT, CompilePolicy
 from megacpp_mcore.settings import PluginConfig
+from megacpp_mcore.te import linear as te_linear
+from megacpp_mcore.te import quantized
+from megacpp_mcore.te.precision import Scopes, scopes_of
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "inductor"
 """The backend of ``torch.compile`` that compiles regions."""
@@ -129,10 +137,11 @@ def region(name: str, function: Callable[..., Any], backend: str, width: int | N
     return _REGIONS.setdefault((name, backend, width), Region(name, function, backend))
 
 
-def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+def recomputed(function: Callable[..., Any], *, by_engine: bool = False) -> Callable[..., Any]:
     """Return ``function`` under Megatron's checkpoint, which keeps for the backward pass the arguments that need gradients.
 
-    A call without gradients, or with no argument that needs one, runs ``function`` directly.
+    A call without gradients, or with no argument that needs one, runs ``function`` directly. Under ``by_engine`` the checkpoint
+    is Transformer Engine's, which repeats an FP8 scope with the scales that it had.
     """
 
     @functools.wraps(function)
@@ -147,18 +156,25 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
             found = kept | dict(zip(moving, tensors, strict=True))
             return function(*(found[i] for i in range(len(args))), **{name: found[name] for name in kwargs})
 
-        return megatron_random.checkpoint(call, False, *(values[name] for name in moving))
+        tensors = [values[name] for name in moving]
+        if by_engine:
+            from megatron.core.extensions.transformer_engine import te_checkpoint  # which a patch may have replaced
+            from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+            tracker = megatron_random.get_cuda_rng_tracker
+            return te_checkpoint(call, False, tracker, get_tensor_model_parallel_group(), *tensors)
+        return megatron_random.checkpoint(call, False, *tensors)
 
     return run
 
 
-def _recompute(module: torch.nn.Module, name: str) -> None:
+def _recompute(module: torch.nn.Module, name: str, *, by_engine: bool = False) -> None:
     """Replace the method ``name`` of ``module`` by its recomputed version."""
     method = getattr(module, name)
     if isinstance(method, types.MethodType):
-        setattr(module, name, types.MethodType(recomputed(method.__func__), module))
+        setattr(module, name, types.MethodType(recomputed(method.__func__, by_engine=by_engine), module))
     else:  # a region, which reads no module
-        setattr(module, name, recomputed(method))
+        setattr(module, name, recomputed(method, by_engine=by_engine))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
@@ -173,13 +189,17 @@ class RegionPlan:
     Attributes:
         backend: the backend that compiles regions; None compiles nothing.
         recompute: what the backward pass computes again.
+        fp8: the FP8 scopes of trunk layers; None without.
+        linear: whether dense linear layers are replaced by Transformer Engine's.
     """
 
     backend: str | None = None
     recompute: Recompute = field(default_factory=Recompute)
+    fp8: Scopes | None = None
+    linear: bool = False
 
     def __bool__(self) -> bool:
-        return self.backend is not None or bool(self.recompute.on)
+        return self.backend is not None or bool(self.recompute.on) or self.fp8 is not None or self.linear
 
     def spec(self, layer: ModuleSpec, letter: str) -> ModuleSpec:
         """Return the spec of a layer of family ``letter`` under this plan, or ``layer`` itself if nothing is planned.
@@ -199,22 +219,31 @@ class RegionPlan:
             return block
         planned = copy.copy(block)
         planned.layer_specs = []
+        outside = dataclasses.replace(self, fp8=None)  # an auxiliary head is in no FP8 scope
         for spec in block.layer_specs:
-            inner = self.spec(spec.submodules.mtp_model_layer, "A")
+            inner = outside.spec(spec.submodules.mtp_model_layer, "A")
             submodules = dataclasses.replace(spec.submodules, mtp_model_layer=inner)
             planned.layer_specs.append(dataclasses.replace(spec, submodules=submodules))
         return planned
 
     def apply(self, layer: TransformerLayer, letter: str) -> None:
-        """Replace regions of a built layer by compiled ones, and then wrap in recompute what is to be recomputed."""
+        """Replace linear layers, then regions by compiled ones; wrap in recompute, and around that in an FP8 scope."""
+        if self.linear:
+            done = te_linear.report(te_linear.replace(layer))
+            log_single_rank(logger, logging.INFO, f"megacpp-mcore: layer {layer.layer_number}: linear layers: {done}")
         if self.backend is not None:
             for module in layer.modules():
                 _compile(module, self.backend)
         recompute = self.recompute
         if {"A": recompute.a, "M": recompute.m, "R": recompute.r}.get(letter):
-            _recompute(layer.self_attention, "forward")
+            in_scope = (
+                self.fp8 is not None and letter in self.fp8.fp8.letters and not self.fp8.in_zone(layer.layer_number)
+            )
+            _recompute(layer.self_attention, "forward", by_engine=in_scope)
         if letter == "E" and recompute.experts:
             _recompute(layer.mlp.experts, "forward")
+        if self.fp8 is not None and letter in self.fp8.fp8.letters:
+            self.fp8.install(layer.mlp.shared_experts if letter == "E" else layer.self_attention, layer.layer_number)
 
 
 def _compile(module: torch.nn.Module, backend: str) -> None:
@@ -266,6 +295,16 @@ def region_plan(settings: PluginConfig | None, config: TransformerConfig) -> Reg
     if settings is None:
         return RegionPlan()
     _check_recompute(settings.recompute, config)
+    features, source = settings.transformer_engine, str(settings.path)
+    if features.linear and config.transformer_impl != "local":
+        raise ModelError(
+            f"{source}: transformer_engine: {{linear: true}} replaces Megatron's local linear layers, and the run has "
+            f"--transformer-impl {config.transformer_impl}, whose are Transformer Engine's; leave it out, or use local"
+        )
+    rows = _rows(config) if settings.fp8.recipe is not None else None
+    scopes = scopes_of(settings.fp8, config, rows=rows, source=source)
+    if scopes is not None or config.quant_recipe is not None:
+        quantized.watch()
     backend = BACKEND if settings.compile == "regional" else None
     compiler = os.environ.get("CXX", "g++")
     if backend == "inductor" and cpu.answers_here() and shutil.which(compiler) is None:
@@ -273,7 +312,16 @@ def region_plan(settings: PluginConfig | None, config: TransformerConfig) -> Reg
             f"{settings.path}: compile is regional, and for a CPU that needs a C++ compiler: no {compiler} was found; "
             "install one, name it in CXX, or write compile: off"
         )
-    return RegionPlan(backend=backend, recompute=settings.recompute)
+    return RegionPlan(backend=backend, recompute=settings.recompute, fp8=scopes, linear=features.linear)
+
+
+def _rows(config: TransformerConfig) -> int | None:
+    """Rows of a micro-batch on this rank; None where no stock script runs."""
+    arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
+    if arguments is None:
+        return None
+    cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return int(arguments.seq_length * arguments.micro_batch_size // cut)
 
 
 def _check_recompute(recompute: Recompute, config: TransformerConfig) -> None:

@@ -13,6 +13,8 @@ Its keys::
     speed_defaults: {expandable_segments: false}     # see SpeedDefaults
     experimental_taxes: {anomaly_detection: true}    # what costs speed; all off (see ExperimentalTaxes)
     observability: {policy: json}                    # see Observability
+    transformer_engine: {attention: false}           # what of it may be used (megacpp_mcore.te.imports.Features)
+    fp8: {recipe: block}                             # dense products in FP8 (megacpp_mcore.te.precision.FP8)
 
 or, for a stock DSA model under the patch dsa-index-cache, this one alone::
 
@@ -38,6 +40,8 @@ from megacpp_mcore.errors import BackendError, ConfigFileError, LaunchError, Mod
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.model.pattern import FULL_INDEX, SHARED_INDEX
 from megacpp_mcore.model.training import Recompute
+from megacpp_mcore.te.imports import Features
+from megacpp_mcore.te.precision import FP8, RECIPES
 from megacpp_mcore.util import schema
 from megacpp_mcore.util.nearest import nearest
 
@@ -125,7 +129,13 @@ PROFILE_TOOLS = ("torch", "external")
 """``torch``: torch's profiler and the tables. ``external``: NVTX ranges and the start and stop of the CUDA profiler API, for
 Nsight Systems or Nsight Compute around the run (two profilers in one process would take each other's events)."""
 _GROUPS: Mapping[str, type] = MappingProxyType(
-    {"speed_defaults": SpeedDefaults, "experimental_taxes": ExperimentalTaxes, "observability": Observability}
+    {
+        "speed_defaults": SpeedDefaults,
+        "experimental_taxes": ExperimentalTaxes,
+        "observability": Observability,
+        "transformer_engine": Features,
+        "fp8": FP8,
+    }
 )
 _KEYS = ("model", "overrides", "backends", _INDEX_CACHE, "compile", "recompute", "max_documents", *_GROUPS)
 
@@ -142,7 +152,7 @@ class PluginConfig:
         compile: one of :data:`COMPILE_MODES`.
         recompute: what is computed again in the backward pass.
         max_documents: the most documents that a packed row may hold; None: as many as its length suggests.
-        speed_defaults, experimental_taxes, observability: the groups of those names.
+        speed_defaults, experimental_taxes, observability, transformer_engine, fp8: the groups of those names.
         given: ``group.key``, or ``compile`` and ``recompute``, of what the file itself says.
     """
 
@@ -156,6 +166,8 @@ class PluginConfig:
     speed_defaults: SpeedDefaults = SpeedDefaults()
     experimental_taxes: ExperimentalTaxes = ExperimentalTaxes()
     observability: Observability = Observability()
+    transformer_engine: Features = field(default_factory=Features)
+    fp8: FP8 = field(default_factory=FP8)
     given: frozenset[str] = frozenset()
 
 
@@ -336,6 +348,8 @@ def _group(file: Path, content: Mapping[str, Any], key: str, kind: type) -> Any:
             raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected at most {LONGEST_BEAT_S:g} seconds")
         if name in ("profile", "profile_tool") and value is not None:
             _check_profile(f"{file}: {key}.{name}", name, value)
+        if name == "recipe" and value is not None and value not in RECIPES:
+            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected {', '.join(RECIPES)} or null")
         if name == "policy" and value not in ("text", "json"):
             raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected text or json")
         if name == "console" and value not in CONSOLES:

@@ -11,6 +11,7 @@ from typing import Any
 from megacpp_mcore.backends.dispatcher import STOCK, Candidate, Speed
 from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON, hopper
 from megacpp_mcore.backends.support import Dim, Support
+from megacpp_mcore.te import imports
 
 LAYER_PARTS = "transformer_impl"
 """The op that stands for a layer's linears, norms and experts, called as Megatron's flag that asks for it."""
@@ -32,6 +33,9 @@ _SDPA = Support(
     deterministic=False,
 )
 """Of the kernels behind PyTorch's SDPA one takes any such width, masked or not; others are faster where they can run."""
+
+_TE_ATTENTION = dataclasses.replace(_SDPA, mask=False, packed=False)
+"""Its fused kernels do not take MLA's widths of 128 and 64 on Hopper, where it runs unfused: ``sdpa`` comes first."""
 
 _MAMBA3_TRITON = Support(
     devices=("cuda",),
@@ -72,11 +76,35 @@ _EXPERTS_FP8 = dataclasses.replace(_EXPERTS_TRITON, dims={"hidden": Dim(multiple
 _ROUTER_TRITON = Support(devices=("cuda",), dtypes=("float32",), dims={"experts": Dim(largest=256)})
 """Of its logits, which a router has in float32. One program has all experts of a token."""
 
+_E4M3 = ("float8_e4m3fn",)
+_DEEP_GEMM = Support(
+    devices=("cuda",), dtypes=_E4M3, dims={"inputs": Dim(multiple_of=128), "outputs": Dim(multiple_of=128)}
+)
+
+
+_MLA_PROJECTION_TRITON = Support(
+    devices=("cuda",),
+    dtypes=("bfloat16", "float16"),
+    dims=dict.fromkeys(("content_dim", "query_latent_dim", "latent_dim", "rope_dim", "v_dim"), Dim(one_of=(64,))),
+)
+"""The widths that its kernels are compiled for without a spill, and compared with the reference at; any number of heads."""
+
 
 def own_candidates() -> tuple[Candidate, ...]:
     """The implementations of the model's ops in this package; none is imported before it is chosen."""
     return (
         _candidate("mla", "sdpa", Speed.KERNEL, _SDPA, "megacpp_mcore.ops.mla.sdpa:sdpa_attention", (CUDA,)),
+        dataclasses.replace(
+            _candidate(
+                "mla",
+                "te",
+                Speed.KERNEL,
+                _TE_ATTENTION,
+                "megacpp_mcore.te.attention:attend",
+                (CUDA, TRANSFORMER_ENGINE),
+            ),
+            probe=functools.partial(imports.feature, "attention"),
+        ),
         _candidate("mla", "reference", Speed.REFERENCE, _REFERENCE, "megacpp_mcore.ops.mla.reference:mla_attention"),
         _candidate(
             "mamba3", TRITON, Speed.KERNEL, _MAMBA3_TRITON, "megacpp_mcore.ops.mamba3.triton:mamba3", _GPU_TRITON
@@ -124,9 +152,29 @@ def own_candidates() -> tuple[Candidate, ...]:
         ),
         *(
             _candidate(
+                op,
+                TRITON,
+                Speed.KERNEL,
+                _MLA_PROJECTION_TRITON,
+                f"megacpp_mcore.ops.mla_projection.triton:{function}",
+                _GPU_TRITON,
+            )
+            for op, function in (
+                ("mla_latents", "latents"),
+                ("mla_projection", "project"),
+                ("mla_keys", "keys_and_values"),
+                ("indexer_inputs", "indexer_inputs"),
+            )
+        ),
+        *(
+            _candidate(
                 op, "reference", Speed.REFERENCE, _REFERENCE, f"megacpp_mcore.ops.{package}.reference:{function}"
             )
             for op, package, function in (
+                ("mla_latents", "mla_projection", "latents"),
+                ("mla_projection", "mla_projection", "project"),
+                ("mla_keys", "mla_projection", "keys_and_values"),
+                ("indexer_inputs", "mla_projection", "indexer_inputs"),
                 ("sparse_mla", "sparse_mla", "attend"),
                 ("indexer", "indexer", "select"),
                 ("indexer_grad", "indexer", "indexer_grad"),
@@ -139,6 +187,19 @@ def own_candidates() -> tuple[Candidate, ...]:
         ),
         _candidate(EXPERTS, OWN_EXPERTS, Speed.KERNEL, Support(), "megacpp_mcore.layer_specs.experts:own_experts"),
         _candidate(EXPERTS, STOCK, Speed.COMPILED, Support(), "megacpp_mcore.layer_specs.experts:stock_experts"),
+    )
+
+
+def grouped_fp8_candidates() -> tuple[Candidate, ...]:
+    """The implementations of the grouped FP8 product, which no layer of the model asks for yet."""
+    path = "megacpp_mcore.ops.grouped_fp8"
+    kernel = _candidate(
+        "grouped_fp8", "deep_gemm", Speed.KERNEL, _DEEP_GEMM, f"{path}.deep_gemm:grouped_product", (CUDA,)
+    )
+    truth = dataclasses.replace(_REFERENCE, dtypes=_E4M3)
+    return (
+        dataclasses.replace(kernel, probe=lambda: _load(f"{path}.deep_gemm:probe")()),
+        _candidate("grouped_fp8", "reference", Speed.REFERENCE, truth, f"{path}.reference:grouped_product"),
     )
 
 

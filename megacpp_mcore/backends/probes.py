@@ -4,43 +4,24 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
-from megacpp_mcore.errors import BackendError
+from megacpp_mcore.te import imports
+from megacpp_mcore.te.imports import DISABLE_TE, TRANSFORMER_ENGINE
+from megacpp_mcore.te.imports import disabled as te_disabled
+from megacpp_mcore.util.probe import ProbeResult, probe_import
 
-DISABLE_TE = "MEGACPP_DISABLE_TE"
-"""The environment variable that takes Transformer Engine away from whatever this package chooses: 1 or 0."""
+__all__ = [
+    "APEX_PARTS", "CUDA", "DISABLE_TE", "REQUIREMENTS", "TRANSFORMER_ENGINE", "TRITON", "ProbeResult", "apex_parts",
+    "probe_import", "requirement", "te_disabled",
+]  # fmt: skip
 
-TRANSFORMER_ENGINE = "transformer_engine"
 TRITON = "triton"
 CUDA = "cuda"
 
 APEX_PARTS = ("amp_C", "apex.optimizers", "fused_weight_gradient_mlp_cuda")
 """What NVIDIA Apex brings when built from source with its extensions; nothing else that is called apex has them."""
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """Whether something can be used on this machine; ``reason`` says why not."""
-
-    ok: bool
-    reason: str = ""
-
-
-def te_disabled() -> str:
-    """Why Transformer Engine is disabled although it may be installed; empty if it is not disabled.
-
-    Raises:
-        BackendError: the variable has a value that is neither yes nor no.
-    """
-    value = os.environ.get(DISABLE_TE, "")
-    if value not in ("", "0", "1"):
-        raise BackendError(f"{DISABLE_TE} is {value!r}; expected 1 (no Transformer Engine), 0 or nothing")
-    return f"{DISABLE_TE}=1 disables Transformer Engine" if value == "1" else ""
 
 
 def requirement(name: str) -> ProbeResult:
@@ -53,18 +34,6 @@ def requirement(name: str) -> ProbeResult:
 @functools.cache
 def _probed(name: str) -> ProbeResult:
     return REQUIREMENTS[name]()
-
-
-def probe_import(module: str) -> ProbeResult:
-    """Import ``module`` (torch first: extensions link against it) and say why that failed, if it did."""
-    try:
-        if importlib.util.find_spec(module.partition(".")[0]) is None:
-            return ProbeResult(False, f"{module.partition('.')[0]} is not installed")
-        importlib.import_module("torch")
-        importlib.import_module(module)
-    except Exception as error:
-        return ProbeResult(False, f"importing {module} failed: {error!r}")
-    return ProbeResult(True)
 
 
 @functools.cache
@@ -108,7 +77,7 @@ def hopper() -> ProbeResult:
 
 REQUIREMENTS: Mapping[str, Callable[[], ProbeResult]] = MappingProxyType(
     {
-        TRANSFORMER_ENGINE: functools.partial(probe_import, "transformer_engine.pytorch"),
+        TRANSFORMER_ENGINE: imports.available,
         TRITON: _triton,
         CUDA: _cuda,
     }

@@ -9,7 +9,7 @@ from megacpp_mcore.backends.candidates import own_candidates
 from megacpp_mcore.backends.dispatcher import CHOSEN_ELSEWHERE, Candidate
 from megacpp_mcore.backends.support import DTYPES
 
-_SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "e4m3"}
 
 
 def rows(candidates: Iterable[Candidate] | None = None) -> list[dict[str, Any]]:

@@ -25,10 +25,13 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 import megacpp_mcore
-from megacpp_mcore.backends import table
+from megacpp_mcore import settings
+from megacpp_mcore.backends import own_candidates, table
+from megacpp_mcore.backends.candidates import grouped_fp8_candidates
 from megacpp_mcore.backends.probes import TRANSFORMER_ENGINE, te_disabled
 from megacpp_mcore.errors import BackendError
 from megacpp_mcore.policy.values import TF32_DRIVER, TF32_TORCH
+from megacpp_mcore.te import imports, specs
 
 WORKS, OFF, ABSENT, BROKEN, IMPOSTOR = "works", "off", "absent", "broken", "impostor"
 TIME_LIMIT_S = 180.0
@@ -118,6 +121,17 @@ details["file"] = package_info.__file__
 import megatron.core.models.gpt.gpt_model, megatron.core.optimizer, megatron.training.arguments
 """
 
+# Importing says nothing: on a GPU one grouped call is run, and compared with plain PyTorch.
+_DEEP_GEMM = """
+import torch, deep_gemm
+from megacpp_mcore.ops.grouped_fp8 import deep_gemm as adapter
+version = getattr(deep_gemm, "__version__", None)
+details["deep_gemm"] = adapter.record()
+found = adapter.probe()
+if torch.cuda.is_available() and not found.ok:
+    raise SystemExit(found.reason + "; no backend that auto takes needs it")
+"""
+
 # As the recipes import it: that says which of Bridge's many conditions is not met.
 _BRIDGE = """
 from megacpp_mcore.nemo_recipes import bridge
@@ -147,7 +161,7 @@ COMPONENTS: tuple[Component, ...] = (
     ),
     Component("mamba-ssm", "mamba_ssm", _plain("mamba_ssm.modules.mamba3"), ("mamba-ssm",)),
     Component("tilelang", "tilelang", _plain("tilelang"), ("tilelang",)),
-    Component("deep_gemm", "deep_gemm", _plain("deep_gemm"), ("sgl-deep-gemm", "deep-gemm")),
+    Component("deep_gemm", "deep_gemm", _DEEP_GEMM, ("sgl-deep-gemm", "deep-gemm")),
     Component("torchao", "torchao", _plain("torchao"), ("torchao",)),
     Component(
         "transformers",
@@ -378,10 +392,18 @@ def add_parser(subparsers: Any) -> None:
     )
 
 
+def _engine() -> str:
+    """What each feature of Transformer Engine is built from here, under the file of ``MEGACPP_CONFIG`` if there is one."""
+    if (file := settings.from_environment()) is not None:
+        imports.configure(file.transformer_engine, str(file.path))
+    return f"features of Transformer Engine {imports.version() or '(not installed)'}:\n{specs.text()}"
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the findings, or the backends; returns 1 when training would fail on one of the findings."""
     if args.backends:
-        print(json.dumps(table.rows(), indent=2) if args.json else table.text())
+        known = [*own_candidates(), *grouped_fp8_candidates()]
+        print(json.dumps(table.rows(known), indent=2) if args.json else f"{table.text(known)}\n\n{_engine()}")
         return 0
     findings = examine(time_limit_s=args.time_limit)
     print(as_json(findings) if args.json else as_text(findings))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.te import quantized
 
 
 def require_float(**tensors: torch.Tensor) -> None:
-    """Raise ModelError unless every tensor (given under its own name) has a floating-point dtype."""
+    """Raise ModelError unless every tensor (given under its own name) has a floating-point dtype and is not quantised."""
+    quantized.refuse(**tensors)
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise ModelError(f"{name} has dtype {tensor.dtype}, expected a floating-point dtype; cast it first")

@@ -185,10 +185,12 @@ def nccl(run: Run, lookup: Lookup) -> tuple[Value, ...]:
 def caches(lookup: Lookup, speed: SpeedDefaults) -> tuple[Value, ...]:
     """Decide the folders of compiled kernels."""
     in_temporary = "regions that Inductor has compiled; by default in the temporary folder"
-    rows = (
+    rows: tuple[tuple[str, str, str], ...] = (
         ("TRITON_CACHE_DIR", "triton", "kernels that Triton has compiled; by default ~/.triton/cache"),
         ("TORCHINDUCTOR_CACHE_DIR", "inductor", in_temporary),
     )
+    if speed.cache_root or lookup.asked("DG_JIT_CACHE_DIR") is not None:
+        rows += (("DG_JIT_CACHE_DIR", "deep_gemm", "kernels that DeepGEMM has compiled; by default ~/.deep_gemm"),)
     found = []
     for name, folder, note in rows:
         wanted = f"{speed.cache_root}/{folder}" if speed.cache_root else None

@@ -257,7 +257,7 @@ def test_support_of_several_needs_and_of_one_that_is_none() -> None:
 def test_full_attention_is_fused_where_it_can_be(
     monkeypatch: pytest.MonkeyPatch, needs: dict[str, Any], reason: str
 ) -> None:
-    working = {name: lambda: ProbeResult(True) for name in (probes.CUDA, probes.TRITON)}
+    working = {name: lambda: ProbeResult(True) for name in (probes.CUDA, probes.TRITON, probes.TRANSFORMER_ENGINE)}
     monkeypatch.setattr(probes, "REQUIREMENTS", working)
     fused = Dispatcher().request("mla", device="cuda", dtype="torch.bfloat16", qk_dim=128, v_dim=64, mask=True)
     assert (fused.observed, fused.fn.__module__) == ("sdpa", "megacpp_mcore.ops.mla.sdpa")
@@ -288,7 +288,7 @@ def test_ops_have_kernels_where_they_can(
     monkeypatch: pytest.MonkeyPatch, op: str, needs: dict[str, Any], name: str, function: str
 ) -> None:
     pytest.importorskip("triton")
-    working = {name: lambda: ProbeResult(True) for name in (probes.CUDA, probes.TRITON)}
+    working = {name: lambda: ProbeResult(True) for name in (probes.CUDA, probes.TRITON, probes.TRANSFORMER_ENGINE)}
     monkeypatch.setattr(probes, "REQUIREMENTS", working)
     widths = {"qk_dim": 128, "v_dim": 64, "dim": 64, "heads": 32, "hidden": 3584, "ffn": 896}
     usual = {"device": "cuda", "dtype": "torch.bfloat16", "mask": True, "packed": True} | widths

@@ -231,6 +231,33 @@ def test_sparse_mla_with_every_key_is_full_mla(process: Path) -> None:
     close(fewer[:4], full(x_SBD, causal_mask())[0][:4])
 
 
+def test_ops_in_place_of_projections_and_norms_do_what_these_do(model: Any, tokens: torch.Tensor) -> None:
+    from megacpp_mcore.ops.mla_projection.reference import indexer_inputs, latents
+
+    run(model, tokens).sum().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    replaced = []
+    for name, module in model.named_modules():
+        for holder, op, called in (
+            ("latents_backend", latents, ("linear_q_down_proj", "linear_kv_down_proj", "q_layernorm", "kv_layernorm")),
+            ("inputs_backend", indexer_inputs, ("linear_wq_b", "linear_wk", "k_norm", "linear_weights_proj")),
+        ):
+            if getattr(module, holder, None) is not None:
+                setattr(module, holder, dataclasses.replace(getattr(module, holder), observed="another", fn=op))
+                for each in called:
+                    getattr(module, each).register_forward_pre_hook(
+                        lambda *_, each=each: pytest.fail(f"{each} was called")
+                    )
+                replaced.append(name.rpartition(".")[2])
+    assert set(replaced) == {"self_attention", "indexer"}
+    run(model, tokens).sum().backward()
+    for name, found in gradients(model).items():
+        assert (found is None) == (expected[name] is None), name
+        if found is not None:
+            close(found.flatten(), expected[name].flatten(), 1e-5)
+
+
 def test_expert_layer_is_the_weighted_sum_of_its_experts(still: Any, definition: Model) -> None:
     moe = layer(still, FAMILIES["E"]).mlp
     x_SBD = random(S, B, D)

@@ -6,6 +6,7 @@ Shape legend: S sequence, B batch.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from megacpp_mcore.errors import LaunchError, ModelError
 from megacpp_mcore.model import preset, with_overrides
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.ops.testing import assert_parity
+from megacpp_mcore.settings import PluginConfig
 from tests import stock
 
 S, B = 32, 2
@@ -271,12 +273,11 @@ def test_the_activation_of_experts_is_refused_beside_them() -> None:
     """Megatron takes the module for grouped experts alone, which need a GPU's kernels: so the check by itself."""
     from megacpp_mcore.layer_specs.regions import region_plan
 
-    config: Any = SimpleNamespace(recompute_granularity="selective", recompute_modules=["moe_act"])
-    settings: Any = SimpleNamespace(recompute=Recompute(experts=True), compile="off")
+    config: Any = SimpleNamespace(recompute_granularity="selective", recompute_modules=["moe_act"], quant_recipe=None)
+    settings = PluginConfig(Path("run.yaml"), "nam56r_tiny", preset("nam56r_tiny"), recompute=Recompute(experts=True))
     with pytest.raises(ModelError, match="recompute asks for experts, and --recompute-modules moe_act for a part"):
         region_plan(settings, config)
-    settings.recompute = Recompute(m=True)
-    assert region_plan(settings, config).recompute.m
+    assert region_plan(dataclasses.replace(settings, recompute=Recompute(m=True)), config).recompute.m
 
 
 def test_megatrons_own_recompute_of_something_else_stands_beside_it(

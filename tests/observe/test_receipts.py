@@ -77,6 +77,7 @@ def test_a_finished_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert {**found, "written_at": ""} == {**written, "written_at": ""}
     assert set(found["unknown"]) == {
         "routing.capacity_factor", "profiler", "dominant_time", "throughput.mfu", "throughput.hfu",
+        "precision.dequantised",
     }  # fmt: skip
     assert (found["status"], found["family"], found["lane"]) == ("finished", "NAM56R", "cpu_eager")
     assert (found["compile_warmup"], found["compile"]["reason"]) == ("skipped", "user-disabled")
@@ -132,6 +133,7 @@ def _check_live_objects(found: dict[str, Any]) -> None:
     assert {layer for op, layer in ops if op == "mamba3"} == set(model().layer_numbers("M"))
     assert {layer for op, layer in ops if op == "mla"} == {1, None}
     model_ops = {"mla", "sparse_mla", "indexer", "indexer_grad", "mamba3", "m2rnn", "routed_mlp"}
+    model_ops |= {"mla_latents", "mla_projection", "mla_keys", "indexer_inputs"}
     assert {observed for (op, _), observed in ops.items() if op in model_ops} == {"reference"}
     assert {op for op, _ in ops} == model_ops | {"linear", "norm", "experts", "router", "loss", "optimizer"}
     assert {observed for (op, _), observed in ops.items() if op in ("linear", "norm")} == {"local"}

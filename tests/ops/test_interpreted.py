@@ -19,6 +19,7 @@ PROGRAMS = {
     "m2rnn": ("whole", "parts"),
     "mamba3": ("mimo", "mimo_documents", "rank_2", "siso", "siso_documents"),
     "router": ("",),
+    "mla_projection": ("whole", "halves"),
     "sparse_mla": ("whole", "halves", "many_heads"),
 }
 """The cases of ``tests/ops/<op>_interpreted.py``."""

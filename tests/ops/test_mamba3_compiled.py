@@ -56,7 +56,7 @@ def _chunks(names: list[str], plan: Plan, *, raw: bool) -> dict[str, str]:
     """The types of what is read or written a chunk at a time."""
     widths = {"k_desc": plan.N, "q_desc": plan.N, "dk_desc": plan.N, "dq_desc": plan.N, "do_desc": plan.P}
     types = {name: f"tensordesc<bf16[{ROWS}, {width}]>" for name, width in widths.items() if name in names}
-    return types | {"y": f"tensordesc<bf16[{ROWS}, {plan.P}]>" if raw else "*bf16"}
+    return types | ({"o_desc": f"tensordesc<bf16[{ROWS}, {plan.P}]>"} if raw else {})
 
 
 def _check(kernel: str, plan: Plan, folder: Path) -> None:
@@ -65,7 +65,11 @@ def _check(kernel: str, plan: Plan, folder: Path) -> None:
     if kernel == "scan_bwd_keys":
         choices = list(plan.key_parts)
     elif kernel == "scan_fwd":
-        choices = [{"RAW": True}] + ([{"RAW": False}] if plan.gates_in_scan else [])
+        choices = [{"RAW": True, "GATED": False, "y_ptr": None}]
+        if plan.gates_in_scan:
+            choices.append(
+                {"RAW": plan.keeps_ungated, "GATED": True} | ({} if plan.keeps_ungated else {"o_desc": None})
+            )
     every = plan.sizes() | {"PN": plan.P * plan.N}
     for choice in choices:
         constants = {name: value for name, value in every.items() if name in function.arg_names} | choice

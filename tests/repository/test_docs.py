@@ -29,6 +29,8 @@ from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import hybrid, preset
 from megacpp_mcore.model.recipes import RECIPES
+from megacpp_mcore.te.imports import Features
+from megacpp_mcore.te.precision import FP8
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -235,6 +237,13 @@ def test_the_groups_of_the_launch_page_are_those_of_the_file() -> None:
     } | {"max_documents": "null"}
     overlaps = {name for name, *_ in table(PAGES["launch.md"], "Overlap")}
     assert overlaps == {one.name for one in policy.overlap_contract(policy.Run(device="cuda"), None)}
+
+
+@pytest.mark.parametrize(("heading", "kind"), [("Switches", Features), ("FP8 scopes", FP8)])
+def test_the_groups_of_the_page_of_transformer_engine_are_those_of_the_file(heading: str, kind: type) -> None:
+    rows = table(PAGES["transformer-engine.md"], heading)
+    shown = {key: default for keys, default, _ in rows for key in re.findall(r"`(\w+)`", keys)}
+    assert shown == {each.name: str(yaml.safe_dump(each.default)).splitlines()[0] for each in dataclasses.fields(kind)}
 
 
 def test_the_names_of_the_compile_page_are_the_codes() -> None:

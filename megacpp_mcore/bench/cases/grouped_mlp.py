@@ -17,12 +17,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megacpp_mcore.bench.cases.peers import lacking
+from megacpp_mcore.bench.cases.peers import ENGINE, lacking
 from megacpp_mcore.bench.parity import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Tensors, Variant
 from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.model.flops import feed_forward
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
+from megacpp_mcore.te import imports
 
 LIMITS = {"bfloat16": 5e-3, "float32": 1e-5}
 ROUNDED = 3e-2
@@ -133,7 +134,7 @@ def _grouped_mm(options: Options) -> Variant:
 
 def _engine(options: Options, inputs: Inputs, counts: list[int]) -> Variant:
     name = "TE GroupedLinear"
-    if reason := lacking(options.device, "transformer_engine.pytorch", "Transformer Engine"):
+    if reason := lacking(options.device, ENGINE, "Transformer Engine"):
         return Variant.missing(name, reason)
     engine = _Engine(options, inputs)
 
@@ -189,11 +190,11 @@ class _Engine:
     """TE's linears of the experts with their activation; the gradient of each matrix of weights is one tensor an expert."""
 
     def __init__(self, options: Options, inputs: Inputs) -> None:
-        engine, self.dtype = importlib.import_module("transformer_engine.pytorch"), getattr(torch, options.dtype)
+        self.dtype = getattr(torch, options.dtype)
         self.linears = []
         for weight_EOI in (inputs.leaves["w1"], inputs.leaves["w2"]):
             self.experts, outputs, width = weight_EOI.shape
-            linear = engine.GroupedLinear(
+            linear = imports.entry("GroupedLinear")(
                 self.experts, width, outputs, bias=False, params_dtype=self.dtype, device=options.device
             )
             with torch.no_grad():

@@ -14,7 +14,9 @@ import torch
 
 from megacpp_mcore.backends import probe_import
 from megacpp_mcore.bench.registry import Options
+from megacpp_mcore.te import imports
 
+ENGINE = "transformer_engine.pytorch"
 MIX = ("mimo_x", "mimo_z", "mimo_o")
 MAMBA3_WEIGHTS = {
     "dt_bias": "dt_bias", "b_bias": "B_bias", "c_bias": "C_bias", "b_norm_weight": "B_norm.weight",
@@ -27,13 +29,13 @@ def lacking(device: str, module: str, name: str) -> str:
     """Why the peer called ``name``, which needs ``module`` and a GPU, cannot run here; empty if it can."""
     if device != "cuda":
         return f"no peer here: {name} runs on a GPU alone"
-    found = probe_import(module)
+    found = imports.available() if module == ENGINE else probe_import(module)
     return "" if found.ok else f"no peer installed: {name} ({found.reason})"
 
 
 def with_engine(device: str) -> bool:
     """Whether stock is measured with Transformer Engine's layers, which need a GPU, or with Megatron's own."""
-    return device == "cuda" and probe_import("transformer_engine.pytorch").ok
+    return device == "cuda" and imports.available().ok
 
 
 def mamba3_source() -> Any:

@@ -53,6 +53,7 @@ _FACTS = kinds.named({
     "noted?": [schema.BACKEND],
     "local?": {"backends": [schema.BACKEND], "parts": [schema.PART], "overlap_grad_reduce": "flag?",
                "buckets": kinds.nullable(kinds.named([schema.BUCKET]))},
+    "fp8?": {"scopes": "map of count", "dequantised": "count?"},
     "memory?": {"kind": "text", "allocated_peak_bytes": "count", "reserved_peak_bytes": "count"},
     "moe?": {"shared_expert_overlap": "list of flag", "dispatchers": "list of text", "top_k": "list of count"},
     "routing?": {"layers": {"*": schema.LOAD}, "router_dtypes": "map of text", "index_overlap": "map of share",
@@ -106,6 +107,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     }
     _layers(found, processes)
     _memory(found, processes)
+    _fp8(found, processes)
     _moe(found, processes)
     _cache(found, processes, window)
     _time(found, tokens, window)
@@ -328,6 +330,19 @@ def _memory(found: Facts, processes: Sequence[Start]) -> None:
         peaks = {name: max(one[name] for one in known) for name in ("allocated_peak_bytes", "reserved_peak_bytes")}
         ranks = [one["allocated_peak_bytes"] for one in known]
         found.put_all("memory", {"kind": known[0]["kind"], **peaks, "ranks": ranks})
+
+
+def _fp8(found: Facts, processes: Sequence[Start]) -> None:
+    """Scopes and dequantised tensors, summed over the ranks that left them."""
+    known = _known(processes, "fp8")
+    scopes = (
+        {name: sum(one["scopes"].get(name, 0) for one in known) for name in sorted(known[0]["scopes"])}
+        if known
+        else None
+    )
+    found.put("precision.fp8_scopes", scopes, "no rank left it")
+    counted = [one["dequantised"] for one in known if one["dequantised"] is not None]
+    found.put("precision.dequantised", sum(counted) if counted else None, "nothing of the run is quantised")
 
 
 def _moe(found: Facts, processes: Sequence[Start]) -> None:

@@ -137,6 +137,8 @@ def _fallen_back(case: Case) -> str:
     if not {"linear", "norm"} & {one["op"] for one in backends}:  # whose records say it of every layer
         asked = "asked for transformer_engine and is"
         found += [f"{one['part']} {asked} {one['implementation']}" for one in filter(is_off_part, parts)]
+    if times := case.values.get("precision.dequantised"):
+        found.append(f"a quantised tensor was dequantised {times} times")
     return "; ".join([*found[:3], *([f"and {len(found) - 3} more"] if len(found) > 3 else [])])
 
 

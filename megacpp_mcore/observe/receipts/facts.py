@@ -113,7 +113,7 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
         ("parallelism", lambda found: _arguments(found, args, config)),
         ("batch", lambda found: _batch(found, args)),
         ("data", lambda found: _data(found, args)),
-        ("precision", lambda found: _precision(found, chunks, config)),
+        ("precision", lambda found: _precision(found, chunks, config, settings)),
         ("optimizer", lambda found: found.put("optimizer", _optimizer(args))),
         ("patches", lambda found: found.put("patches", _patches())),
         ("routing", lambda found: _routing(found, config)),
@@ -262,7 +262,7 @@ def _optimizer(args: Any) -> dict[str, Any]:
     }
 
 
-def _precision(facts: Facts, chunks: Sequence[Any], config: Any) -> None:
+def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: PluginConfig | None) -> None:
     """The configured plan in its four fields, and the layers whose experts were built for FP8."""
     dtype = _DTYPES.get(str(config.params_dtype), str(config.params_dtype))
     if config.fp8:
@@ -273,8 +273,13 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any) -> None:
         plan = precision.PLANS[precision.FP8_EXPERTS]
     else:
         plan = precision.PrecisionPlan(model_dtype=dtype, kernel_fp8="a precision file of the user")
+    if settings is not None and settings.fp8.recipe is not None:
+        also = f"; {plan.kernel_fp8}" if plan.kernel_fp8 != "none" else ""
+        plan = dataclasses.replace(plan, kernel_fp8=f"{settings.fp8.label}{also}", dispatch="refuse")
+        if set(settings.fp8.letters.lower()) & set(settings.recompute.on):
+            plan = dataclasses.replace(plan, checkpoint_owner="transformer_engine")
     facts.put_all("precision", dataclasses.asdict(plan))
-    if plan.kernel_fp8 not in ("none", "experts"):
+    if plan.kernel_fp8.startswith(("megatron", "a precision file")):
         facts.put("precision.dispatch", None, "Megatron's own FP8 decides it, and does not say")
         facts.put("precision.fp8_layers", None, "Megatron's own FP8 wraps every layer")
         return
@@ -364,6 +369,9 @@ def _flops(facts: Facts, model: Model, args: Any, config: Any, settings: PluginC
     if facts.values.get("batch.documents") != "together":
         facts.miss("documents are kept apart, and how long they were is not recorded", "flops")
         return
+    if settings is not None and settings.fp8.recipe is not None:
+        facts.miss("the share of dense products in FP8 scopes is not counted", "flops")
+        return
     step = flops.step(model, args.global_batch_size, seq_length=args.seq_length, vocab_size=args.padded_vocab_size)
     again = recomputed(model, step, _recomputation(config, settings), model_chunks(config))
     plan = precision.PrecisionPlan(
@@ -407,6 +415,14 @@ def memory(chunks: Sequence[Any]) -> dict[str, Any]:
         "allocated_peak_bytes": int(torch.cuda.max_memory_allocated()),
         "reserved_peak_bytes": int(torch.cuda.max_memory_reserved()),
     }
+
+
+def fp8() -> dict[str, Any]:
+    """The FP8 scopes that this process has entered, and how often a quantised tensor was dequantised (None: not counted)."""
+    from megacpp_mcore.te import quantized
+    from megacpp_mcore.te.precision import counts
+
+    return {"scopes": counts(), "dequantised": quantized.count()}
 
 
 def moe(chunks: Sequence[Any]) -> dict[str, Any]:

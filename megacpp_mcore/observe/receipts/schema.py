@@ -148,13 +148,18 @@ FIELDS: tuple[Field, ...] = (
     _F("tokenizer.vocab_size", "count", "rows of the embedding, padding included", compare="real_data"),
     # how it was computed
     _F("precision.model_dtype", "text", "parameters and activations, as configured", "model dtype", compare="precision"),
-    _F("precision.kernel_fp8", "text", "whose matrix products run in FP8, as configured: `none`, `experts`, or "
-       "Megatron's own", "FP8 kernels", shown=True, compare="precision"),
+    _F("precision.kernel_fp8", "text", "whose matrix products run in FP8, as configured: `none`, `experts`, a recipe "
+       "with its families of layers (`blanket`: all that can), or Megatron's own", "FP8 kernels", shown=True,
+       compare="precision"),
     _F("precision.dispatch", "text", "what a module does that was named for FP8 and cannot, as configured: `none` "
        "or `refuse`", compare="precision"),
     _F("precision.checkpoint_owner", "text", "whose function recomputes activations, as configured", compare="precision"),
     _F("precision.fp8_layers", "list of count", "layers whose experts were built to run in FP8, as observed",
        compare="precision"),
+    _F("precision.fp8_scopes", "map of count", "FP8 scopes that all ranks entered, those that stayed in BF16, and those "
+       "entered while a CUDA graph was captured"),
+    _F("precision.dequantised", "count", "times that a quantised tensor was dequantised, over all ranks: 0, or FP8 is not what "
+       "it says"),
     _F("compile_warmup", "explicit|skipped", "whether regions were to be compiled before step 1, as the launch policy chose",
        "compile warm-up", shown=True, compare="compile_policy"),
     _F("compile.mode", "off|regional", "`off` or `regional`, as configured", "compile", compare="compile_policy"),

@@ -130,6 +130,7 @@ class ReceiptWriter(Listener):
             except Exception as error:  # after another error the device may not answer, and the last peaks stay
                 self._failed.append(f"the peaks of the memory are those of an earlier reading: {error!r}"[:500])
                 known["failed"] = self._failed
+            known["fp8"] = of_run.fp8()
         self._log.write(facts=known)
 
 

@@ -162,17 +162,38 @@ def _tile(ptr, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _columns_of_planes(N: tl.constexpr, HALF: tl.constexpr):
+    """Where the model has the two columns of each plane."""
+    i = tl.arange(0, N // 2)
+    if HALF:
+        return i, i + N // 2
+    else:
+        return 2 * i, 2 * i + 1
+
+
+@triton.jit
+def _model_planes(row, inside, ROWS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr):
+    """The two columns of each plane of rows of B or C as the model has them, [ROWS, N / 2] float32 each."""
+    if HALF:
+        i = tl.arange(0, N // 2)[None, :]
+        first = tl.load(row + i, mask=inside, other=0.0)
+        second = tl.load(row + i + N // 2, mask=inside, other=0.0)
+    else:
+        both = tl.load(row + tl.arange(0, N)[None, :], mask=inside, other=0.0)
+        first, second = tl.split(tl.reshape(both, (ROWS, N // 2, 2)))
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
 def norm_fwd(x_ptr, weight_ptr, y_ptr, s_s, s_b, s_g, s_r, S, SP, B, eps,
              G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """RMSNorm of B or C, [S, B, G, R, N] to the table [B, G, R, SP, N]; programs (SP / ROWS, G·R, B)."""
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     gr, b = tl.program_id(1), tl.program_id(2)
-    i = tl.arange(0, N // 2)
-    a, c = (i, i + N // 2) if HALF else (2 * i, 2 * i + 1)
+    a, c = _columns_of_planes(N, HALF)
     row = x_ptr + t.to(tl.int64)[:, None] * (s_s * 8) + b.to(tl.int64) * s_b * 8 + (gr // R) * s_g + (gr % R) * s_r
     inside = (t < S)[:, None]
-    first = tl.load(row + a[None, :], mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(row + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    first, second = _model_planes(row, inside, ROWS, N, HALF)
     scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / N + eps)[:, None]
     first = first * scale * tl.load(weight_ptr + a).to(tl.float32)[None, :]
     second = second * scale * tl.load(weight_ptr + c).to(tl.float32)[None, :]
@@ -189,12 +210,10 @@ def norm_bwd(x_ptr, weight_ptr, dy_ptr, dx_ptr, dw_ptr, s_s, s_b, s_g, s_r, sg_s
     part a program, ``dw`` [programs, N]."""
     tile, gr, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t = tile * ROWS + tl.arange(0, ROWS)
-    i = tl.arange(0, N // 2)
-    a, c = (i, i + N // 2) if HALF else (2 * i, 2 * i + 1)
+    a, c = _columns_of_planes(N, HALF)
     row = x_ptr + t.to(tl.int64)[:, None] * (s_s * 8) + b.to(tl.int64) * s_b * 8 + (gr // R) * s_g + (gr % R) * s_r
     inside = (t < S)[:, None]
-    first = tl.load(row + a[None, :], mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(row + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    first, second = _model_planes(row, inside, ROWS, N, HALF)
     n = tl.arange(0, N)
     plane = (b.to(tl.int64) * (G * R) + gr) * SP * N
     dy = tl.load(dy_ptr + plane + t[:, None] * N + n[None, :], mask=inside, other=0.0)
@@ -208,8 +227,13 @@ def norm_bwd(x_ptr, weight_ptr, dy_ptr, dx_ptr, dw_ptr, s_s, s_b, s_g, s_r, sg_s
     d_second *= tl.load(weight_ptr + c).to(tl.float32)[None, :]
     mean = ((tl.sum(d_first * first, 1) + tl.sum(d_second * second, 1)) / N)[:, None]
     out = dx_ptr + t.to(tl.int64)[:, None] * (sg_s * 8) + b.to(tl.int64) * sg_b * 8 + (gr // R) * sg_g + (gr % R) * sg_r
-    tl.store(out + a[None, :], (scale * (d_first - first * mean)).to(dx_ptr.dtype.element_ty), mask=inside)
-    tl.store(out + c[None, :], (scale * (d_second - second * mean)).to(dx_ptr.dtype.element_ty), mask=inside)
+    d_first = (scale * (d_first - first * mean)).to(dx_ptr.dtype.element_ty)
+    d_second = (scale * (d_second - second * mean)).to(dx_ptr.dtype.element_ty)
+    if HALF:
+        tl.store(out + a[None, :], d_first, mask=inside)
+        tl.store(out + c[None, :], d_second, mask=inside)
+    else:
+        tl.store(out + n[None, :], tl.reshape(tl.join(d_first, d_second), (ROWS, N)), mask=inside)
 
 
 @triton.jit
@@ -556,12 +580,12 @@ def _sum_tokens(x, sums, DT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, ROW
 
 @triton.jit
 def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr,
-             y, sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B,
+             y_ptr, o_desc, sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B,
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
              L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
-             EVEN: tl.constexpr, RAW: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """The output of a segment, y [S, B, H, P], from the state before it; with RAW what the gate is applied to, one for every
-    rank, y [B, H, SP / L, M, P]. Programs (H, NSEG, B)."""
+             EVEN: tl.constexpr, RAW: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The output of a segment from the state before it: GATED, y [S, B, H, P]; RAW, what the gate is applied to, one for every
+    rank, o [B, H, SP / L, M, P]; or both. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     DT: tl.constexpr = x_ptr.dtype.element_ty
@@ -576,8 +600,8 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr
     table = bh * SP + t0
     x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * sx_b * 8 + h * P
     z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * sz_b * 8 + h * P
-    if not RAW:
-        y += (t0.to(tl.int64) * B + b) * (H * P) + h * P
+    if GATED:
+        y_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
     skip = tl.load(D_ptr + h).to(tl.float32)
     state = tl.load(state_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
     for chunk in tl.range(CHUNKS):
@@ -598,8 +622,8 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr
         scores = scores * weights + tl.where(m[:, None] == m[None, :], skip, 0.0)
         o = tl.dot(scores.to(DT), v, o, input_precision=PRECISION)
         if RAW:
-            y.store([first, 0], o.to(DT))
-        else:
+            o_desc.store([first, 0], o.to(DT))
+        if GATED:
             _, _, u, s = _gate(
                 z_ptr + chunk * L * (sz_s * 8) + z_rows, mz_ptr + mix, inside, MIMO, EVEN
             )  # fmt: skip
@@ -607,7 +631,7 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr
             if MIMO:
                 o = o * tl.load(mo_ptr + mix).to(tl.float32)
             mixed = _over_ranks(o, R, L, P).to(DT)
-            out = y + chunk * L * B * (H * P) + y_rows
+            out = y_ptr + chunk * L * B * (H * P) + y_rows
             if EVEN:
                 tl.store(out, mixed)
             else:
@@ -669,12 +693,13 @@ def _gate_inputs(z_ptr, dy_ptr, y_ptr, sz_s, sy_s, first, t0, S,
 
 
 @triton.jit
-def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, do_ptr, dz_ptr, dmz_ptr, dmo_ptr, dD_ptr,
+def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, y_ptr, do_ptr, dz_ptr, dmz_ptr, dmo_ptr, dD_ptr,
              sx_s, sx_b, sz_s, sz_b, sy_s, sy_b, sg_s, sg_b, S, SP, NSEG,
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, CHUNKS: tl.constexpr,
              MIMO: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """Back through the gate and the rank mix: in ``do`` [B, H, SP / L, M, P], from what they were applied to (of a RAW scan) to
-    its gradient; dz; and parts (one a segment) of the gradients of mimo_z, mimo_o and D. Programs (H, NSEG, B).
+    """Back through the gate and the rank mix: from what they were applied to, ``y`` [B, H, SP / L, M, P] of a RAW scan, to its
+    gradient ``do``, which may lie in the same place; dz; and parts (one a segment) of the gradients of mimo_z, mimo_o and D.
+    Programs (H, NSEG, B).
 
     Rank by rank, in tiles [TOKENS, P]: sums over ranks stay in a thread, and few registers are held."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -684,6 +709,7 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, do_ptr, dz_ptr, dmz_p
     tile = one[:, None] * P + p[None, :]
     mix = h * (R * P) + p
     dz_rows = one[:, None] * (sg_s * 8) + p[None, :]
+    y_ptr += ((b * H + h).to(tl.int64) * SP + t0) * (R * P)
     do_ptr += ((b * H + h).to(tl.int64) * SP + t0) * (R * P)
     x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * sx_b * 8 + h * P
     z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * sz_b * 8 + h * P
@@ -696,12 +722,12 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, do_ptr, dz_ptr, dmz_p
         dmo = dmo + (tl.zeros((TOKENS, P), tl.float32),)  # noqa: RUF005
     dD = tl.zeros((TOKENS, P), tl.float32)
     STEPS: tl.constexpr = CHUNKS * L // TOKENS
-    z, dy, ys = _gate_inputs(z_ptr, dy_ptr, do_ptr, sz_s, sy_s, 0, t0, S, R, P, L, TOKENS, EVEN)
+    z, dy, ys = _gate_inputs(z_ptr, dy_ptr, y_ptr, sz_s, sy_s, 0, t0, S, R, P, L, TOKENS, EVEN)
     for step in tl.range(STEPS):
         first = step * TOKENS
         # The next tokens' inputs are on their way before anything is stored, which no load is moved across.
         z_next, dy_next, ys_next = _gate_inputs(
-            z_ptr, dy_ptr, do_ptr, sz_s, sy_s, min(step + 1, STEPS - 1) * TOKENS, t0, S, R, P, L, TOKENS, EVEN
+            z_ptr, dy_ptr, y_ptr, sz_s, sy_s, min(step + 1, STEPS - 1) * TOKENS, t0, S, R, P, L, TOKENS, EVEN
         )  # fmt: skip
         dz = tl.zeros((TOKENS, P), tl.float32)
         z, dy = z.to(tl.float32), dy.to(tl.float32)

@@ -4,9 +4,9 @@ Legend: B batch, S sequence, H heads, P head dim, G groups, N state, R MIMO rank
 
 The sequence is cut into segments. One pass turns B and C and sums what every segment adds to the state, a short second one
 carries the state from segment to segment, and a third computes all segments side by side from the states before them. The
-backward pass does the same in reverse for the gradient of the state. Nothing is kept between them but the inputs and the
-states; keys, queries and the gradient of the scan's output are made anew, per head, in the dtype of ``x``. No sum depends on
-the order in which programs run: the same inputs give the same bits.
+backward pass does the same in reverse for the gradient of the state. Nothing is kept between them but the inputs, the states
+and, at rank 1, what the gate is applied to; keys, queries and the gradient of the scan's output are made anew, per head, in the
+dtype of ``x``. No sum depends on the order in which programs run: the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -64,32 +64,32 @@ class Plan:
     A_floor: float
     eps: float
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Tokens of a chunk."""
         return ROWS // self.R
 
-    @property
+    @cached_property
     def segment(self) -> int:
         """Tokens of a segment."""
         return max(SEGMENT, self.chunk)
 
-    @property
+    @cached_property
     def segments(self) -> int:
         """How many there are."""
-        return triton.cdiv(self.S, self.segment)
+        return -(-self.S // self.segment)
 
-    @property
+    @cached_property
     def padded(self) -> int:
         """S, rounded up to whole segments."""
         return self.segments * self.segment
 
-    @property
+    @cached_property
     def planes(self) -> int:
         """A, rounded up to a power of two."""
         return triton.next_power_of_2(self.A)
 
-    @property
+    @cached_property
     def grid(self) -> tuple[int, int, int]:
         """A program for each head of each segment."""
         return self.H, self.segments, self.B
@@ -119,7 +119,12 @@ class Plan:
     @property
     def gates_in_scan(self) -> bool:
         """Whether the forward scan has registers left for the gate; otherwise a kernel of its own applies it."""
-        return self.R > 1
+        return self.R > 1 or self.N <= 64
+
+    @property
+    def keeps_ungated(self) -> bool:
+        """Whether what the gate is applied to waits for the way back: at rank 1 it is no larger than the output."""
+        return self.R == 1
 
     @property
     def batches(self) -> list[slice]:
@@ -127,10 +132,10 @@ class Plan:
         rows = max(1, SCRATCH_BYTES // (2 * self.H * self.padded * self.R * max(self.N, self.P)))
         return [slice(first, min(first + rows, self.B)) for first in range(0, self.B, rows)]
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """Programs that share the state axis of a chunk on the way back from keys and queries."""
-        return triton.cdiv(self.N, COLUMNS)
+        return -(-self.N // COLUMNS)
 
     @property
     def key_parts(self) -> tuple[dict[str, bool], ...]:
@@ -144,6 +149,8 @@ class Plan:
         options = {"num_warps": 4, "num_stages": 1}
         if kernel == "turn_back":
             options["num_warps"] = 2  # more of its sums stay in a thread
+        elif kernel in ("turn_totals", "tables_fwd", "tables_bwd"):
+            options["num_warps"] = max(1, self.segment // 32)  # a token a thread
         elif kernel == "gate_bwd":
             options["maxnreg"] = 80  # six programs on a multiprocessor; the compiler takes registers for five
         elif kernel in ("scan_fwd", "scan_bwd_queries", "scan_bwd_keys"):
@@ -360,7 +367,7 @@ def _tables(
     restarts = torch.empty(B, segments, device=device, dtype=torch.int32)
     kernels.turn_totals[plan.grid](
         dd_dt, dt_bias, angles, seq_idx, totals, restarts, *_per_token(dd_dt), *_per_token(angles), plan.S, segments,
-        **plan.sizes("H", "A", "AP", "T", "PACKED"),
+        **plan.sizes("H", "A", "AP", "T", "PACKED"), **plan.launch("turn_totals"),
     )  # fmt: skip
     kernels.turn_carries[(H, B)](
         totals, restarts, totals if initial_theta is None else initial_theta, carries,
@@ -373,6 +380,7 @@ def _tables(
         dd_dt, dd_A, trap, angles, dt_bias, seq_idx, carries, la, w, gamma, turns, theta,
         *_per_token(dd_dt), *_per_token(dd_A), *_per_token(trap), *_per_token(angles), plan.S, SP, segments,
         plan.A_floor, **plan.sizes("H", "A", "AP", "T", "L", "HEAVY", "PACKED"), FINAL=final,
+        **plan.launch("tables_fwd"),
     )  # fmt: skip
     bn, cn = normed
     return _Tables(bn, cn, la, w, gamma, turns, theta)
@@ -434,11 +442,10 @@ class _Scan(torch.autograd.Function):
         )  # fmt: skip
         h = _pass_states(plan, states, keeps, h0, reverse=False)
         out = torch.empty(plan.S, plan.B, plan.H, plan.P, device=x.device, dtype=x.dtype)
-        if plan.gates_in_scan:
-            _scan(plan, x, z, keys, queries, parameters, tables, states, out, raw=False)
-        else:
-            ungated = _empty_rows(plan, x, plan.P)
-            _scan(plan, x, z, keys, queries, parameters, tables, states, ungated, raw=True)
+        ungated = _empty_rows(plan, x, plan.P) if plan.keeps_ungated or not plan.gates_in_scan else None
+        gated = out if plan.gates_in_scan else None
+        _scan(plan, x, z, keys, queries, parameters, tables, states, gated, ungated)
+        if not plan.gates_in_scan:
             kernels.gate_fwd[plan.grid](
                 z, ungated, parameters.mimo_z, parameters.mimo_o, out, *eighths(z), plan.S, plan.padded, plan.B,
                 **plan.sizes("H", "R", "P", "L", "CHUNKS", "MIMO", "EVEN"), **plan.launch("gate_fwd"),
@@ -448,7 +455,8 @@ class _Scan(torch.autograd.Function):
         if not final:
             ctx.mark_non_differentiable(h, tables.theta_BHA)
         ctx.save_for_backward(
-            x, z, b, c, *gates, dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix, seq_idx, theta0, states
+            x, z, b, c, *gates, dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix, seq_idx, theta0, states,
+            ungated if plan.keeps_ungated else None,
         )  # fmt: skip
         return out, h, tables.theta_BHA
 
@@ -478,16 +486,16 @@ def _scan(
     parameters: _Parameters,
     tables: _Tables,
     states: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    raw: bool,
+    gated: torch.Tensor | None,
+    ungated: torch.Tensor | None,
 ) -> None:
+    """The scan's output after the gate, before it, or both: where there is room for it."""
     kernels.scan_fwd[plan.grid](
         x, z, _chunks(keys), _chunks(queries), parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, parameters.D,
-        tables.la, tables.w, tables.gamma, states, _chunks(out) if raw else out, *eighths(x), *eighths(z), plan.S,
-        plan.padded, plan.segments, plan.B,
-        **plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "EVEN", "PRECISION"), RAW=raw,
-        **plan.launch("scan_fwd"),
+        tables.la, tables.w, tables.gamma, states, gated, None if ungated is None else _chunks(ungated), *eighths(x),
+        *eighths(z), plan.S, plan.padded, plan.segments, plan.B,
+        **plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "EVEN", "PRECISION"), RAW=ungated is not None,
+        GATED=gated is not None, **plan.launch("scan_fwd"),
     )  # fmt: skip
 
 
@@ -496,7 +504,7 @@ def _backward(
 ) -> tuple[Any, ...]:
     plan: Plan = ctx.plan
     saved = ctx.saved_tensors  # once: each reading unpacks what a checkpoint or an offload has packed
-    inputs, (dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix), (seq_idx, theta0, states) = (
+    inputs, (dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix), (seq_idx, theta0, states, ungated) = (
         saved[:8],
         saved[8:17],
         saved[17:],
@@ -506,9 +514,9 @@ def _backward(
     parameters = _parameters(plan, dout.dtype, D, b_bias, c_bias, tuple(mix))
     found = []
     for rows in plan.batches:
-        some = replace(plan, B=rows.stop - rows.start)
+        some = plan if rows.stop - rows.start == plan.B else replace(plan, B=rows.stop - rows.start)
         by_token = ([t[:, rows] for t in inputs], [t[:, rows] for t in gradients], dout[:, rows])
-        by_row = [None if t is None else t[rows].contiguous() for t in (seq_idx, theta0, states, dh, dtheta)]
+        by_row = [None if t is None else t[rows].contiguous() for t in (seq_idx, theta0, states, ungated, dh, dtheta)]
         found.append(_backward_of_rows(some, parameters, dt_bias, (b_norm, c_norm), *by_token, *by_row))
     *sums, dh0, dtheta0 = zip(*found, strict=True)
     of_parameters = (dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix)
@@ -531,6 +539,7 @@ def _backward_of_rows(
     seq_idx: torch.Tensor | None,
     theta0: torch.Tensor | None,
     states: Any,
+    ungated: torch.Tensor | None,
     dh: torch.Tensor | None,
     dtheta: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
@@ -551,11 +560,13 @@ def _backward_of_rows(
         tables.bn, tables.cn, parameters.b_bias, parameters.c_bias, tables.turns, keys, queries, SP,
         **plan.sizes("H", "G", "R", "N", "A", "L", "CHUNKS"), **plan.launch("turn"),
     )  # fmt: skip
-    _scan(plan, x, z, keys, queries, parameters, tables, states, do, raw=True)
+    if ungated is None:
+        ungated = do  # a tile is read before its gradient is written
+        _scan(plan, x, z, keys, queries, parameters, tables, states, None, ungated)
     dmimo_z, dmimo_o, dmimo_x = (torch.empty(*per_segment, R, P, device=device) if plan.mimo else do for _ in range(3))
     dD = torch.empty(per_segment, device=device)
     kernels.gate_bwd[plan.grid](
-        x, z, dout, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, do, dz, dmimo_z, dmimo_o, dD,
+        x, z, dout, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, ungated, do, dz, dmimo_z, dmimo_o, dD,
         *eighths(x), *eighths(z), *eighths(dout), *eighths(dz), S, SP, segments,
         **plan.sizes("H", "R", "P", "L", "CHUNKS", "MIMO", "EVEN"), **plan.launch("gate_bwd"),
     )  # fmt: skip
@@ -615,7 +626,7 @@ def _backward_of_rows(
         k_dturn, border_value, border_turn, dtheta0 if dtheta is None else dtheta, ddd_dt, ddd_A, dtrap, dturned, ddt_bias,
         dtheta0, *(stride for t in (*gates, ddd_dt, ddd_A, dtrap) for stride in _per_token(t)), S, SP, segments,
         plan.A_floor, **plan.sizes("H", "A", "AP", "T", "HEAVY", "PACKED", "PARTS"), FINAL=dtheta is not None,
-        INITIAL=theta0 is not None,
+        INITIAL=theta0 is not None, **plan.launch("tables_bwd"),
     )  # fmt: skip
     kernels.angles_bwd[(triton.cdiv(S, 8), B)](
         angles, dturned, dangles, *_per_token(angles), *_per_token(dangles), S, SP, **plan.sizes("H", "A", "AP"), TOKENS=8,

@@ -1,0 +1,140 @@
+"""Between MLA's projections and its core attention: latents, absorbed queries, keys and values, and the indexer's inputs.
+
+Legend: S tokens, B batch, H heads, D hidden, Q and L ranks of the query's and the key's latent, C width of a head's content, R
+of its rotary part, V of a value, N heads of the indexer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from megacpp_mcore.bench.parity import AgainstTruth
+from megacpp_mcore.bench.problem import BOTH, FORWARD, Draw, Floor, Inputs, Problem, Tensors, Variant
+from megacpp_mcore.bench.registry import Options
+from megacpp_mcore.model.flops import Work, product
+from megacpp_mcore.ops.mla_projection import reference
+
+LIMITS = {"bfloat16": 5e-3, "float32": 2e-6}
+"""The largest error of a row."""
+
+EPS = 1e-5
+
+
+def latents(options: Options) -> Problem:
+    """Both down-projections and norms of the latents."""
+    (B, S, D), (Q, L, R) = options.sizes("B", "S", "hidden"), options.sizes("query_latent", "latent", "rope")
+    draw = Draw(options)
+    leaves = {
+        "hidden_SBD": draw.normal(S, B, D),
+        "q_down_QD": draw.normal(Q, D, scale=D**-0.5),
+        "kv_down_XD": draw.normal(L + R, D, scale=D**-0.5),
+        "q_norm_Q": 1 + draw.normal(Q, scale=0.1),
+        "kv_norm_L": 1 + draw.normal(L, scale=0.1),
+    }
+    needs = {"query_latent_dim": Q, "latent_dim": L, "rope_dim": R}
+    return _problem("mla_latents", "latents", options, leaves, {"eps": EPS}, product(S * B * D * (Q + L + R)), **needs)
+
+
+def absorbed(options: Options) -> Problem:
+    """Queries that absorb the up-projection of keys, rotated."""
+    (B, S, H), (K, L, R) = options.sizes("B", "S", "heads"), options.sizes("qk", "latent", "rope")
+    draw = Draw(options)
+    leaves = {"x_SBHX": draw.normal(S, B, H, K), "weight_HCK": draw.normal(H, K - R, L, scale=L**-0.5)}
+    needs = {"content_dim": K - R, "latent_dim": L, "rope_dim": R}
+    how = {"rotation_SR": _rotations(S, R, options.device)}
+    return _problem("mla_projection", "project", options, leaves, how, product(S * B * H * (K - R) * L), **needs)
+
+
+def keys(options: Options) -> Problem:
+    """Keys and values of full MLA, out of one projection and the rotary part that all heads share."""
+    (B, S, H), (K, V, R) = options.sizes("B", "S", "heads"), options.sizes("qk", "v", "rope")
+    draw = Draw(options)
+    leaves = {"kv_SBHX": draw.normal(S, B, H, K - R + V), "rotary_SBR": draw.normal(S, B, R)}
+    needs = {"content_dim": K - R, "v_dim": V, "rope_dim": R}
+    how = {"rotation_SR": _rotations(S, R, options.device), "value_dim": V}
+    rotation = 4 * S * B * R
+    return _problem("mla_keys", "keys_and_values", options, leaves, how, Work(rotation, rotation), **needs)
+
+
+def indexer_inputs(options: Options) -> Problem:
+    """Queries, keys and weights of heads of the indexer; hidden states and latents get no gradient."""
+    (B, S, D), (N, R, Q) = (
+        options.sizes("B", "S", "hidden"),
+        options.sizes("indexer_heads", "indexer_dim", "query_latent"),
+    )
+    draw = Draw(options)
+    leaves = {
+        "q_up_XQ": draw.normal(N * R, Q, scale=Q**-0.5),
+        "k_down_RD": draw.normal(R, D, scale=D**-0.5),
+        "k_norm_R": 1 + draw.normal(R, scale=0.1),
+        "k_bias_R": draw.normal(R, scale=0.1),
+        "w_down_ND": draw.normal(N, D, scale=D**-0.5),
+    }
+    how = {
+        "hidden_SBD": draw.normal(S, B, D),
+        "latent_SBQ": draw.normal(S, B, Q),
+        "rotation_SR": _rotations(S, R, options.device),
+        "eps": EPS,
+        "scale": (N * R) ** -0.5,
+    }
+    forward = product(S * B * (Q * N * R + D * (R + N))).forward
+    work = Work(forward, forward)  # one of the two operands gets a gradient
+    return _problem("indexer_inputs", "indexer_inputs", options, leaves, how, work, rope_dim=R)
+
+
+def _rotations(rows: int, width: int, device: str) -> torch.Tensor:
+    half = torch.arange(width // 2, device=device) / (width // 2)
+    return reference.rotation_table((torch.arange(rows, device=device)[:, None] * 500_000.0**-half).repeat(1, 2))
+
+
+def _problem(
+    op: str,
+    function: str,
+    options: Options,
+    leaves: Mapping[str, torch.Tensor],
+    how: Mapping[str, Any],
+    work: Work,
+    **needs: int,
+) -> Problem:
+    """Every backend of ``op``. Leaves and all else are the named arguments of its function."""
+
+    draw = Draw(options, seed=2)
+
+    def call(fn: Any, inputs: Inputs) -> Tensors:
+        dtype = next(iter(inputs.leaves.values())).dtype
+        others = {  # in float64 as leaves are
+            name: value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == draw.dtype else value
+            for name, value in how.items()
+        }
+        made = fn(**inputs.leaves, **others)
+        return made if isinstance(made, tuple) else (made,)
+
+    def both(forward: Callable[[Inputs], Tensors], inputs: Inputs) -> Tensors:
+        made = forward(inputs)
+        found = torch.autograd.grad(made, list(inputs.leaves.values()), list(inputs.cotangents.values()))
+        return [*(one.detach() for one in made), *found]
+
+    truth = partial(call, getattr(reference, function))
+    without = Inputs(leaves={name: leaf.requires_grad_() for name, leaf in leaves.items()})
+    cotangents = {f"output {i}": draw.normal(*one.shape) for i, one in enumerate(truth(without))}
+    inputs = Inputs(leaves=without.leaves, cotangents=cotangents)
+    read = sum(leaf.numel() for leaf in leaves.values())
+    read += sum(value.numel() for value in how.values() if isinstance(value, torch.Tensor))
+    written = sum(cotangent.numel() for cotangent in inputs.cotangents.values())
+    forward, gradients = (read + written) * draw.itemsize, sum(leaf.numel() for leaf in leaves.values()) * draw.itemsize
+    variants = [  # the reference first, whose errors are the yardstick
+        replace(one, runs=one.runs and {**one.runs, BOTH: partial(both, one.runs[FORWARD])})
+        for one in reversed([*Variant.candidates(op, options, call, **needs)])
+    ]
+    expected = dict(zip(inputs.names, both(truth, inputs.in_double()), strict=True))
+    return Problem(
+        inputs=inputs,
+        variants=[Variant.missing("stock", "no peer: stock does this in some ten operations of PyTorch's"), *variants],
+        works=Floor.pair(work, forward, forward + written * draw.itemsize + gradients, options.dtype),
+        check=AgainstTruth(expected, LIMITS[options.dtype], outputs=len(cotangents), yardstick="reference"),
+    )

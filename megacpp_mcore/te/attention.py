@@ -1,0 +1,121 @@
+"""DotProductAttention on Megatron's layout and on heads first, and what it is not asked to do.
+
+Shape legend: S queries, T keys, B batch, H heads, G groups of shared keys and values (H is a multiple), K query-key width,
+V value width. Rotary embedding is applied before the call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.te import imports
+
+CANNOT: Mapping[str, str] = MappingProxyType(
+    {
+        "attention_mask": "a mask of its own shape, which leaves its unfused kernel alone",
+        "seq_idx": "documents as a number of each row: it takes packed rows with cumulative lengths",
+        "window": "the local window of sparse layers, a mask that depends on the selection",
+        "selected": "keys that a router or an indexer has selected",
+        "softcap": "a soft cap of the scores, before 2.20",
+    }
+)
+"""What a layer may need and this wrapper does not do, with why; whoever needs one of these takes another backend."""
+
+
+def lacking(**needs: Any) -> str | None:
+    """Why a call with ``needs`` (of :data:`CANNOT`, None or 0: not needed) cannot run here; None if it can.
+
+    Raises:
+        ModelError: a need is none of these.
+    """
+    for name in needs:
+        if name not in CANNOT:
+            raise ModelError(f"{name} is no need that attention of Transformer Engine knows; of {', '.join(CANNOT)}")
+    asked = [f"{name}: {CANNOT[name]}" for name, value in needs.items() if _is_needed(value)]
+    return "; ".join(asked) or None
+
+
+def _is_needed(value: Any) -> bool:
+    return value is not None and not (isinstance(value, int | float) and value == 0)
+
+
+def attend(
+    q_SBHK: torch.Tensor,
+    k_TBGK: torch.Tensor,
+    v_TBGV: torch.Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+    **needs: Any,
+) -> torch.Tensor:
+    """``softmax(scale · q kᵀ) v`` by head, as Transformer Engine chooses its kernel: fused, or unfused where none covers it.
+
+    float32 has no fused kernel there, and is computed by its unfused one.
+
+    Args:
+        q_SBHK, k_TBGK, v_TBGV: sequence first; G divides H.
+        softmax_scale: factor on q·k before the softmax.
+        causal: whether query i sees keys 0..i only (needs S == T).
+        needs: of :data:`CANNOT`, None where not needed.
+
+    Returns:
+        o_SBHV in the dtype of q.
+
+    Raises:
+        ModelError: the shapes do not fit.
+        BackendError: a need is not covered, or Transformer Engine is not there.
+    """
+    return _run(q_SBHK, k_TBGK, v_TBGV, "sbhd", softmax_scale, causal, needs)
+
+
+def attend_heads_first(
+    q_BHSK: torch.Tensor,
+    k_BGTK: torch.Tensor,
+    v_BGTV: torch.Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+    **needs: Any,
+) -> torch.Tensor:
+    """:func:`attend` on ``[B, H, S, K]``, as ``scaled_dot_product_attention`` has it; returns o_BHSV."""
+    q_BSHK, k_BTGK, v_BTGV = (one.transpose(1, 2) for one in (q_BHSK, k_BGTK, v_BGTV))
+    return _run(q_BSHK, k_BTGK, v_BTGV, "bshd", softmax_scale, causal, needs).transpose(1, 2)
+
+
+def _run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, scale: float, causal: bool, needs: dict[str, Any]
+) -> torch.Tensor:
+    if why := lacking(**needs):
+        raise BackendError(f"attention of Transformer Engine cannot do {why}; name another backend, or auto")
+    shapes, rows = [tuple(one.shape) for one in (q, k, v)], layout.index("s")
+    fits = all(len(shape) == 4 for shape in shapes) and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
+    if not fits or q.shape[1 - rows] != k.shape[1 - rows] or q.shape[2] % k.shape[2]:
+        raise ModelError(
+            f"q, k, v have shapes {shapes[0]}, {shapes[1]}, {shapes[2]} in {layout}; expected the same batch and query-key "
+            "width, and heads of q that are a multiple of the groups of k and v"
+        )
+    if causal and q.shape[rows] != k.shape[rows]:
+        raise ModelError(f"{q.shape[rows]} causal queries and {k.shape[rows]} keys; expected as many")
+    attention = _module(q.shape[2], k.shape[2], q.shape[3], v.shape[3], layout, scale, causal)
+    output: torch.Tensor = attention(q, k, v)
+    return output.view(*q.shape[:3], v.shape[3])
+
+
+@functools.cache
+def _module(heads: int, groups: int, qk: int, v: int, layout: str, scale: float, causal: bool) -> Any:
+    """One module without parameters for every call with these sizes."""
+    return imports.entry("DotProductAttention")(
+        num_attention_heads=heads,
+        kv_channels=qk if qk == v else (qk, v),
+        num_gqa_groups=groups,
+        attention_dropout=0.0,
+        qkv_format=layout,
+        attn_mask_type="causal" if causal else "no_mask",
+        softmax_scale=scale,
+    )

@@ -1,0 +1,171 @@
+"""The import firewall of Transformer Engine: availability, switches, and every entry point that this package uses.
+
+Importing this module imports neither torch nor Transformer Engine. No other module of the package names one of its modules;
+Megatron's own wrappers of it (``megatron.core.extensions``) are Megatron's, and import it by themselves.
+
+Read against Transformer Engine 2.17 to 2.20. Of the entry points below none was renamed among these; an entry that is, gets
+its older place as one more path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megacpp_mcore.errors import BackendError
+from megacpp_mcore.util.nearest import nearest
+from megacpp_mcore.util.probe import ProbeResult, probe_import
+
+DISABLE_TE = "MEGACPP_DISABLE_TE"
+"""The environment variable that takes Transformer Engine away from whatever this package chooses: 1 or 0."""
+
+TRANSFORMER_ENGINE = "transformer_engine"
+
+_PYTORCH, _RECIPE = "transformer_engine.pytorch", "transformer_engine.common.recipe"
+_MEGATRON = "megatron.core.extensions.transformer_engine"
+
+ENTRIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "Linear": (f"{_PYTORCH}:Linear",),
+        "LayerNormLinear": (f"{_PYTORCH}:LayerNormLinear",),
+        "LayerNormMLP": (f"{_PYTORCH}:LayerNormMLP",),
+        "GroupedLinear": (f"{_PYTORCH}:GroupedLinear",),
+        "DotProductAttention": (f"{_PYTORCH}:DotProductAttention",),
+        "moe_permute_with_probs": (f"{_PYTORCH}:moe_permute_with_probs",),
+        "moe_permute_and_pad_with_probs": (f"{_PYTORCH}:moe_permute_and_pad_with_probs",),
+        "moe_unpermute": (f"{_PYTORCH}:moe_unpermute",),
+        "autocast": (f"{_PYTORCH}:autocast",),
+        "is_fp8_available": (f"{_PYTORCH}:is_fp8_available",),
+        "is_fp8_block_scaling_available": (f"{_PYTORCH}:is_fp8_block_scaling_available",),
+        "is_mxfp8_available": (f"{_PYTORCH}:is_mxfp8_available",),
+        "TransformerEngineBaseModule": (f"{_PYTORCH}.module.base:TransformerEngineBaseModule",),
+        "QuantizedTensorStorage": (f"{_PYTORCH}:QuantizedTensorStorage",),
+        "TELayerNormColumnParallelLinear": (f"{_MEGATRON}:TELayerNormColumnParallelLinear",),
+        "DelayedScaling": (f"{_RECIPE}:DelayedScaling",),
+        "Float8CurrentScaling": (f"{_RECIPE}:Float8CurrentScaling",),
+        "Float8BlockScaling": (f"{_RECIPE}:Float8BlockScaling",),
+        "MXFP8BlockScaling": (f"{_RECIPE}:MXFP8BlockScaling",),
+        "TEColumnParallelLinear": (f"{_MEGATRON}:TEColumnParallelLinear",),
+        "TERowParallelLinear": (f"{_MEGATRON}:TERowParallelLinear",),
+    }
+)
+"""Every entry point by its name here: ``module:attribute``, the first that is there. Megatron's are its wrappers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """What of Transformer Engine a run may use, or is to use; each may be given under ``transformer_engine``.
+
+    Attributes:
+        enabled: whether any of it; false is ``MEGACPP_DISABLE_TE=1`` for this run.
+        attention: whether the backend ``te`` of the op ``mla`` may be chosen.
+        experts: whether GroupedLinear may run experts for this package's ops.
+        permute: whether its permutation kernels may bring tokens to expert order for this package's ops.
+        block: whether :class:`megacpp_mcore.te.block.Block` may be built.
+        mtp: whether the feed-forward of the MTP block has its norm inside of the first linear layer. Checkpoints stay.
+        linear: whether dense linear layers of a model built with ``--transformer-impl local`` are replaced.
+    """
+
+    enabled: bool = True
+    attention: bool = True
+    experts: bool = True
+    permute: bool = True
+    block: bool = True
+    mtp: bool = False
+    linear: bool = False
+
+
+FEATURES = tuple(field.name for field in dataclasses.fields(Features) if field.name != "enabled")
+
+_switches: dict[str, Any] = {"features": Features(), "source": ""}
+
+
+def configure(features: Features | None, source: str = "") -> None:
+    """Set the switches of this process; ``source`` is where they are from, for messages. None: the defaults."""
+    _switches.update(features=features or Features(), source=source)
+
+
+def features() -> Features:
+    """The switches of this process."""
+    found: Features = _switches["features"]
+    return found
+
+
+def disabled() -> str:
+    """Why Transformer Engine is disabled although it may be installed; empty if it is not disabled.
+
+    Raises:
+        BackendError: the environment variable has a value that is neither yes nor no.
+    """
+    value = os.environ.get(DISABLE_TE, "")
+    if value not in ("", "0", "1"):
+        raise BackendError(f"{DISABLE_TE} is {value!r}; expected 1 (no Transformer Engine), 0 or nothing")
+    if value == "1":
+        return f"{DISABLE_TE}=1 disables Transformer Engine"
+    if not features().enabled:
+        return f"transformer_engine: {{enabled: false}} in {_switches['source']} disables Transformer Engine"
+    return ""
+
+
+def available() -> ProbeResult:
+    """Whether Transformer Engine works here and is not disabled; never raises for what is (not) installed."""
+    reason = disabled()
+    return ProbeResult(False, reason) if reason else _installed()
+
+
+@functools.cache
+def _installed() -> ProbeResult:
+    """Whether its PyTorch part imports: a bare ``transformer-engine``, which has no compiled part, is as good as none."""
+    return probe_import(_PYTORCH)
+
+
+def feature(name: str) -> ProbeResult:
+    """Whether the feature ``name`` of :data:`FEATURES` is switched on and Transformer Engine works here.
+
+    Raises:
+        BackendError: there is no such feature.
+    """
+    if name not in FEATURES:
+        raise BackendError(f"there is no feature of Transformer Engine called {name!r}; {nearest(name, FEATURES)}")
+    if not getattr(features(), name):
+        where = _switches["source"] or "the defaults"
+        return ProbeResult(False, f"transformer_engine: {{{name}: false}} in {where}")
+    return available()
+
+
+def entry(name: str) -> Any:
+    """The entry point called ``name`` in :data:`ENTRIES`.
+
+    Raises:
+        BackendError: Transformer Engine is disabled, does not work here, or this version lacks the entry point.
+    """
+    found = available()
+    if not found.ok:
+        raise BackendError(f"{name} of Transformer Engine cannot be used: {found.reason}")
+    return _entry(name)
+
+
+@functools.cache
+def _entry(name: str) -> Any:
+    for path in ENTRIES[name]:
+        module, _, attribute = path.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError):
+            continue
+    raise BackendError(f"Transformer Engine {version()} has no {name} at {' or '.join(ENTRIES[name])}; 2.17 to 2.20 do")
+
+
+def version() -> str | None:
+    """The installed version as its distribution states it, None without one; imports nothing."""
+    try:
+        return importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,164 @@
+"""Replacement of dense linear layers by Transformer Engine's in a built model: a list of what stays, and a report.
+
+A whitelist of kinds, then a pinned list of exclusions by name and by role: what is too small to win, shared with another
+module, or owned by a wrapper stays as it is. Parameters are handed over, not copied: names, values, attributes and checkpoints
+of a replaced layer are those it had.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from megacpp_mcore.errors import BackendError
+from megacpp_mcore.te import imports
+
+EXCLUDED: tuple[tuple[str, str], ...] = (
+    (r"structure", "structure embedding"),
+    (r"embedding|output_layer|lm_head", "token embedding or output head, which may be tied"),
+    (r"(^|[._])mod_?router|depth_router", "router over depth (MoD)"),
+    (r"router|(^|\.)gate$", "router of experts"),
+    (r"(^|[._])(mhc|hyper_?connection)", "score projection of hyper-connections"),
+    (r"n_?gram|engram", "projection of n-gram hashes"),
+    (r"lora_|(^|[._])adapter", "adapter"),
+    (r"indexer", "indexer, which selects keys"),
+    (r"(^|[._])experts\.", "routed expert, whose products are grouped"),
+)
+"""Patterns of module names that stay, each with what it is; searched in the whole dotted name."""
+
+ALIGNMENT = 16
+"""What both widths of a layer have to be a multiple of, or its products cannot run in FP8."""
+
+_OWNERS = ("LoRA", "Adapter", "Wrapper", "Parametrized")
+"""Parts of class names of modules that own a linear layer inside of them."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one linear layer; ``why`` is empty if it is replaced."""
+
+    name: str
+    kind: str
+    why: str = ""
+
+    @property
+    def swap(self) -> bool:
+        """Whether it is replaced."""
+        return not self.why
+
+
+def plan(model: torch.nn.Module) -> list[Decision]:
+    """What :func:`replace` would do with each linear layer of ``model``, in the order of its modules. Changes nothing."""
+    tied = _tied(model)
+    return [
+        Decision(name, type(module).__name__, _why_not(model, name, module, tied))
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | ColumnParallelLinear | RowParallelLinear)
+    ]
+
+
+def replace(model: torch.nn.Module) -> list[Decision]:
+    """Replace every layer that :func:`plan` names, in place.
+
+    Returns:
+        The plan that was carried out.
+
+    Raises:
+        BackendError: the feature is off, or Transformer Engine is not there; nothing was changed.
+    """
+    if not (found := imports.feature("linear")).ok:
+        raise BackendError(f"linear layers cannot be replaced by Transformer Engine's: {found.reason}")
+    decisions = plan(model)
+    made = {one.name: _made(model.get_submodule(one.name)) for one in decisions if one.swap}
+    for name, module in made.items():
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, module)
+    return decisions
+
+
+def report(decisions: Sequence[Decision]) -> str:
+    """One line: how many were replaced, and the names of the others by why they stay."""
+    left: dict[str, list[str]] = defaultdict(list)
+    for one in decisions:
+        if not one.swap:
+            left[one.why].append(one.name)
+    swapped = sum(one.swap for one in decisions)
+    return "; ".join([f"{swapped} of {len(decisions)} replaced", *(f"{', '.join(v)}: {k}" for k, v in left.items())])
+
+
+def _tied(model: torch.nn.Module) -> dict[int, list[str]]:
+    """The names under which each parameter is found, by identity."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return names
+
+
+def _why_not(model: torch.nn.Module, name: str, module: Any, tied: dict[int, list[str]]) -> str:
+    for pattern, role in EXCLUDED:
+        if re.search(pattern, name, re.IGNORECASE):
+            return role
+    if not name:
+        return "the model itself"
+    owners = (type(one).__name__ for one in _parents(model, name))
+    if owner := next((one for one in owners if any(part in one for part in _OWNERS)), None):
+        return f"owned by {owner}"
+    if type(module).forward not in (torch.nn.Linear.forward, ColumnParallelLinear.forward, RowParallelLinear.forward):
+        return f"{type(module).__name__} has a forward pass of its own"
+    if isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear:
+        return f"{type(module).__name__} is a class of its own"
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        return "hooks are registered on it"
+    if module.weight is None:
+        return "its weight is another module's"
+    if others := [one for one in tied[id(module.weight)] if one != f"{name}.weight"]:
+        return f"tied with {', '.join(others)}"
+    if any(width % ALIGNMENT for width in module.weight.shape):
+        return f"widths {tuple(module.weight.shape)} are not multiples of {ALIGNMENT}"
+    if getattr(module, "gather_output", False) or not getattr(module, "input_is_parallel", True):
+        return "it gathers its output or scatters its input, which Transformer Engine's does not"
+    if getattr(module, "disable_grad_reduce", False):
+        return "its input gradient is summed elsewhere, and Transformer Engine's sums it"
+    return ""
+
+
+def _parents(model: torch.nn.Module, name: str) -> Iterator[torch.nn.Module]:
+    parts = name.split(".")[:-1]
+    for length in range(len(parts) + 1):
+        yield model.get_submodule(".".join(parts[:length]))
+
+
+def _made(module: Any) -> Any:
+    """Transformer Engine's layer with the parameters of ``module``."""
+    if isinstance(module, torch.nn.Linear):
+        made = imports.entry("Linear")(
+            module.in_features,
+            module.out_features,
+            bias=module.bias is not None,
+            params_dtype=module.weight.dtype,
+            device="meta",
+        )
+    else:
+        is_column = isinstance(module, ColumnParallelLinear)
+        made = imports.entry("TEColumnParallelLinear" if is_column else "TERowParallelLinear")(
+            module.input_size,
+            module.output_size,
+            config=module.config,
+            init_method=lambda weight: None,
+            bias=module.bias is not None,
+            skip_bias_add=module.skip_bias_add,
+            is_expert=module.is_expert,
+            tp_group=module.tp_group,
+            **({"gather_output": False} if is_column else {"input_is_parallel": True}),
+        )
+    for name in ("weight", "bias"):
+        if getattr(module, name, None) is not None:
+            made.register_parameter(name, getattr(module, name))
+    made.train(module.training)
+    return made

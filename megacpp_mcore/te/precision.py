@@ -1,0 +1,341 @@
+"""FP8 scopes of a run: which layers' dense products take FP8 operands, with which scales, and who recomputes them.
+
+A scope is one entry of Transformer Engine's ``autocast`` around a module of one layer, or around a group of layers. It is never
+entered twice: a second scope inside of the first would change recipe and reduction in silence. A group that touches the BF16
+zone, the first and last layers, is BF16 whole. Evaluation is BF16. Inside of a scope the indexer and what else must not be FP8
+run in a hole (:data:`HELD`). Embeddings, heads, MTP, R layers and routers are in no scope; M's projections, in a blanket one.
+
+``delayed`` scaling keeps a history of maxima for each tensor and rolls all of them at the end of each scope: it is as long as
+the process has scopes, times :attr:`FP8.history`, and so covers that many micro-batches. ``current`` and ``block`` keep nothing
+from call to call. Source: Transformer Engine 2.17 to 2.20, ``pytorch/quantization.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.model.precision import ALIGNMENT, is_experts_recipe
+from megacpp_mcore.te import imports
+
+RECIPES = {
+    "delayed": ("DelayedScaling", "is_fp8_available"),
+    "current": ("Float8CurrentScaling", "is_fp8_available"),
+    "block": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
+    "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
+}
+"""Each recipe's class, and what says whether this machine can run it."""
+
+HELD = re.compile(r"indexer|router|(^|\.)gate$|lora_|adapter")
+"""Names of modules that stay in BF16 inside of a scope."""
+
+_RECOMPUTE = "use recompute: [a] of this package's file, which Transformer Engine carries out inside of the scope"
+_HOPPER = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8:
+    """The FP8 of dense products; each may be given under ``fp8``. Routed experts have a file of their own (docs/fp8.md).
+
+    Attributes:
+        recipe: ``delayed``, ``current``, ``block`` or ``mxfp8`` (Blackwell alone); None: no FP8 here.
+        attention: whether the projections of A layers run in it.
+        shared_experts: whether those of the shared experts of E layers do.
+        blanket: whether the projections of M layers do, too: everything that can. Receipts say so.
+        first, last: how many layers at each end stay in BF16, at least 1.
+        history: micro-batches that the maxima of ``delayed`` are kept for.
+    """
+
+    recipe: str | None = None
+    attention: bool = True
+    shared_experts: bool = True
+    blanket: bool = False
+    first: int = 1
+    last: int = 1
+    history: int = 16
+
+    @property
+    def letters(self) -> str:
+        """The families of layers that have a scope."""
+        return "A" * self.attention + "E" * self.shared_experts + "M" * self.blanket
+
+    @property
+    def label(self) -> str:
+        """As receipts name it."""
+        if self.recipe is None:
+            return "none"
+        named = {"A": "attention", "E": "shared experts", "M": "Mamba projections"}
+        return f"{'blanket ' * self.blanket}{self.recipe}: {', '.join(named[letter] for letter in self.letters)}"
+
+
+_active: list[str] = []
+_counts: Counter[str] = Counter()
+
+
+def counts() -> dict[str, int]:
+    """Scopes entered in this process so far, those of groups left in BF16, and those inside of a CUDA graph's capture."""
+    return {name: _counts[name] for name in ("entered", "bf16", "captured")}
+
+
+def check_machine(recipe: str) -> None:
+    """Refuse a recipe that is not known, that this Transformer Engine lacks, or that this GPU cannot run.
+
+    Raises:
+        ModelError: the recipe is none, or is not for this GPU.
+        BackendError: Transformer Engine is not there, or has no such recipe.
+    """
+    import torch
+
+    if recipe not in RECIPES:
+        raise ModelError(f"the FP8 recipe is {recipe!r}; expected {', '.join(RECIPES)}")
+    kind, asks = RECIPES[recipe]
+    if recipe == "mxfp8" and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == _HOPPER:
+        raise ModelError(
+            f"the FP8 recipe is mxfp8, and {torch.cuda.get_device_name()} is a Hopper, which has no products of blocks of 32 "
+            "with scales of their own; use block, current or delayed"
+        )
+    imports.entry(kind)
+    can, why = imports.entry(asks)(return_reason=True)
+    if not can:
+        raise ModelError(f"the FP8 recipe is {recipe}, which this machine cannot run: {why}; use BF16, or another GPU")
+
+
+def check_run(fp8: FP8, config: Any, *, rows: int | None = None) -> None:
+    """Refuse what contradicts the scopes, before anything is built.
+
+    Args:
+        fp8: what the run asks for.
+        config: Megatron's TransformerConfig.
+        rows: of a micro-batch on this rank, where that is known.
+
+    Raises:
+        ModelError: one of Megatron's flags says otherwise, or a size does not fit.
+    """
+    import torch
+
+    selective = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
+    whole = config.recompute_granularity == "full"
+    for found, what, remedy in (
+        (not fp8.letters, "no family of layers is named", "name attention or shared_experts"),
+        (min(fp8.first, fp8.last) < 1, f"the BF16 zone is {fp8.first} and {fp8.last} layers", "keep 1 or more at each end"),
+        (fp8.history < 1, f"the history is {fp8.history}", "keep 1 micro-batch or more"),
+        (config.params_dtype != torch.bfloat16, f"parameters are {config.params_dtype}", "train in bf16"),
+        (config.fp8, "--fp8-format wraps every layer in a scope of Megatron's", "leave it out"),
+        (config.fp4, "--fp4-format wraps every layer in a scope of Megatron's", "leave it out"),
+        (config.first_last_layers_bf16, "--first-last-layers-bf16 is about Megatron's scopes", "use fp8.first and fp8.last"),
+        (config.tp_only_amax_red, "--tp-only-amax-red is about Megatron's scopes", "leave it out"),
+        (config.transformer_impl != "transformer_engine" or imports.disabled(), "layers are not Transformer Engine's",
+         "use --transformer-impl transformer_engine, and do not disable it"),
+        (fp8.shared_experts and config.moe_shared_expert_overlap,
+         "--moe-shared-expert-overlap runs the shared expert in parts, outside of its scope",
+         "leave it out, or shared_experts"),
+        (fp8.attention and "mla_up_proj" in selective,
+         "--recompute-modules mla_up_proj has Megatron repeat a part of a scope outside of it, in BF16", _RECOMPUTE),
+        (fp8.recipe == "delayed" and (whole or bool(selective & {"moe", "shared_experts"})),
+         "--recompute-granularity has Megatron repeat a scope whose scales have changed since", _RECOMPUTE),
+        (config.quant_recipe is not None and not is_experts_recipe(config.quant_recipe),
+         "--te-precision-config-file has scopes of its own", "leave it out, or use the file of FP8 experts"),
+        (rows is not None and rows % ALIGNMENT, f"a micro-batch has {rows} rows on a rank", f"expected a multiple of "
+         f"{ALIGNMENT}: change sequence length, micro-batch or tensor parallelism"),
+    ):  # fmt: skip
+        if found:
+            raise ModelError(f"fp8: {{recipe: {fp8.recipe}}} cannot be, for {what}; {remedy}")
+
+
+class Scopes:
+    """The FP8 scopes of a model's layers.
+
+    Args:
+        fp8: what the run asks for; its recipe is not None.
+        depth: layers of the whole model, of which the ends are the BF16 zone.
+    """
+
+    def __init__(self, fp8: FP8, depth: int) -> None:
+        self.fp8, self.depth = fp8, depth
+
+    def in_zone(self, number: int) -> bool:
+        """Whether layer ``number`` (from 1, over all pipeline stages) stays in BF16."""
+        return number <= self.fp8.first or number > self.depth - self.fp8.last
+
+    @functools.cached_property
+    def recipe(self) -> Any:
+        """Transformer Engine's recipe, made at the first entry, when all scopes are known."""
+        kind = imports.entry(RECIPES[str(self.fp8.recipe)][0])
+        return kind(amax_history_len=self.fp8.history * max(1, _counts["installed"])) if self.keeps_state else kind()
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether scales depend on earlier calls, so that recompute has to bring them back."""
+        return self.fp8.recipe == "delayed"
+
+    @contextlib.contextmanager
+    def group(self, numbers: Iterable[int], *, amax_group: Any = None, training: bool = True) -> Iterator[bool]:
+        """One scope around layers ``numbers``; gives whether it is FP8. BF16 whole if one is in the zone, or in evaluation.
+
+        Args:
+            numbers: of the layers, from 1 over all pipeline stages.
+            amax_group: the ranks over which maxima are reduced (:func:`check_amax_group`).
+            training: whether the layers are in training.
+
+        Raises:
+            ModelError: a scope is entered inside of another, or delayed scaling is recomputed by another than
+                Transformer Engine.
+        """
+        import torch
+
+        numbers = tuple(numbers)
+        name = f"layers {', '.join(map(str, numbers))}"
+        if _active:
+            raise ModelError(
+                f"the FP8 scope of {name} was entered inside of that of {_active[-1]}; enter one scope, around the group"
+            )
+        if not training or any(map(self.in_zone, numbers)):
+            _counts["bf16"] += 1
+            yield False
+            return
+        if self.keeps_state and (not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1):
+            raise ModelError(
+                f"the FP8 scope of {name} was entered by a recompute, under delayed scaling, whose scales it would change; "
+                "recompute is Transformer Engine's then (te_checkpoint inside of the scope), or take a recipe without history"
+            )
+        _active.append(name)
+        try:
+            _counts["entered"] += 1
+            _counts["captured"] += torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            with imports.entry("autocast")(enabled=True, recipe=self.recipe, amax_reduction_group=amax_group):
+                yield True
+        finally:
+            _active.pop()
+
+    def install(self, module: Any, number: int) -> tuple[str, ...]:
+        """Have every call of ``module``, of layer ``number``, run in a scope; its held modules run in BF16 inside of it.
+
+        Returns:
+            Names of the linear layers in FP8; none in the zone, where nothing is changed.
+
+        Raises:
+            ModelError: there is nothing of Transformer Engine in it, or a width is not a multiple of 16.
+        """
+        if self.in_zone(number):
+            return ()
+        kind = imports.entry("TransformerEngineBaseModule")
+        found = {name: one for name, one in module.named_modules() if isinstance(one, kind) and is_product(one)}
+        inside = {name: one for name, one in found.items() if not HELD.search(name)}
+        if not inside:
+            raise ModelError(
+                f"layer {number}: {type(module).__name__} has no linear layer of Transformer Engine to run in FP8"
+            )
+        check_widths(number, inside)
+        group = common_group(inside.values())
+        check_amax_group(group, inside.values(), f"layer {number}")
+        for name, one in found.items():
+            if name not in inside:
+                _bind(one, lambda _: imports.entry("autocast")(enabled=False))
+        _bind(module, lambda self_: self.group((number,), amax_group=group, training=self_.training))
+        _counts["installed"] += 1
+        return tuple(inside)
+
+
+def is_product(module: Any) -> bool:
+    """Whether a module of Transformer Engine has a weight matrix."""
+    return any(parameter.dim() == 2 for parameter in module.parameters(recurse=False))
+
+
+def check_widths(number: int, modules: dict[str, Any]) -> None:
+    """Refuse matrices whose rows or columns, on this rank, are not multiples of 16.
+
+    Raises:
+        ModelError: one of them has such a width.
+    """
+    for name, module in modules.items():
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() == 2 and any(width % ALIGNMENT for width in parameter.shape):
+                raise ModelError(
+                    f"layer {number}: {name} is {tuple(parameter.shape)} on a rank, and an FP8 product needs multiples of "
+                    f"{ALIGNMENT}; change the width or the tensor parallelism, or leave the family out of fp8"
+                )
+
+
+# --- Who owns a tensor, and whose maxima are reduced ------------------------------------------------------------------
+
+
+def owners(module: Any) -> frozenset[int]:
+    """The ranks that hold a part, or a copy cut by sequence, of the module's weights: of tensor parallelism and of FSDP2."""
+    import torch
+
+    if not torch.distributed.is_initialized():
+        return frozenset((0,))
+    ranks = {torch.distributed.get_rank()}
+    group = _tensor_parallel(module)
+    if group is not None:
+        ranks.update(torch.distributed.get_process_group_ranks(group))
+    for parameter in module.parameters(recurse=False):
+        if (mesh := getattr(parameter, "device_mesh", None)) is not None:
+            ranks.update(mesh.mesh.flatten().tolist())
+    return frozenset(ranks)
+
+
+def common_group(modules: Iterable[Any]) -> Any:
+    """The group to reduce over for modules that tensor parallelism alone cuts: theirs; None without it."""
+    return next((group for group in map(_tensor_parallel, modules) if group is not None and group.size() > 1), None)
+
+
+def _tensor_parallel(module: Any) -> Any:
+    return getattr(module, "_tp_group", None) or getattr(module, "tp_group", None)
+
+
+def check_amax_group(group: Any, modules: Iterable[Any], where: str) -> None:
+    """Refuse a group for the maxima that is not the ranks that own the weights of ``modules``; None stands for this rank.
+
+    Raises:
+        ModelError: it is another; with both.
+    """
+    import torch
+
+    expected: frozenset[int] = frozenset().union(*map(owners, modules))
+    if group is None:
+        found = frozenset((torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,))
+    else:
+        found = frozenset(torch.distributed.get_process_group_ranks(group))
+    if found != expected:
+        raise ModelError(
+            f"{where}: maxima would be reduced over ranks {sorted(found)}, and the weights are owned by ranks "
+            f"{sorted(expected)}; pass the group of the owners, or the scales are of other tensors"
+        )
+
+
+def _bind(module: Any, scope: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:
+    """Run the module's forward pass, as it is now, in ``scope`` of the module; a deep copy has its own."""
+    function = module.forward.__func__
+
+    @functools.wraps(function)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with scope(self):
+            return function(self, *args, **kwargs)
+
+    module.forward = types.MethodType(forward, module)
+
+
+def scopes_of(fp8: FP8, config: Any, *, rows: int | None = None, source: str = "") -> Scopes | None:
+    """The scopes of a run, checked against machine and flags; None without FP8.
+
+    Raises:
+        ModelError, BackendError: as :func:`check_run` and :func:`check_machine`; ``source`` is named.
+    """
+    if fp8.recipe is None:
+        if fp8 != FP8():
+            raise ModelError(f"{source}: fp8 has no recipe, and {fp8} asks for FP8; name one of {', '.join(RECIPES)}")
+        return None
+    try:
+        check_run(fp8, config, rows=rows)
+        check_machine(fp8.recipe)
+    except (ModelError, BackendError) as error:
+        raise type(error)(f"{source}: {error}") from error
+    return Scopes(fp8, config.num_layers)

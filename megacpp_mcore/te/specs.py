@@ -1,0 +1,37 @@
+"""Feature to class: what a switched-on feature of Transformer Engine is built from, None where it is off or not there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megacpp_mcore.te import imports
+
+CLASSES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "attention": ("attention", "DotProductAttention"),
+        "block_qkv": ("block", "LayerNormLinear"),
+        "block_attention": ("block", "DotProductAttention"),
+        "block_output": ("block", "Linear"),
+        "block_feed_forward": ("block", "LayerNormMLP"),
+        "linear": ("linear", "Linear"),
+        "experts": ("experts", "GroupedLinear"),
+    }
+)
+"""Each slot with the feature that it belongs to and its entry point (:data:`megacpp_mcore.te.imports.ENTRIES`)."""
+
+
+def specs() -> dict[str, type | None]:
+    """Every slot of :data:`CLASSES` with its class; None: build your own there."""
+    return {
+        slot: imports.entry(name) if imports.feature(feature).ok else None for slot, (feature, name) in CLASSES.items()
+    }
+
+
+def text() -> str:
+    """One line a slot for people: the class, or why there is none."""
+    found, lines = specs(), []
+    for slot, (feature, name) in CLASSES.items():
+        said = name if found[slot] is not None else f"none: {imports.feature(feature).reason}"
+        lines.append(f"{slot:20}{said}")
+    return "\n".join(lines)

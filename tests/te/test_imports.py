@@ -1,0 +1,177 @@
+"""The import firewall: nothing of Transformer Engine is imported where it is off, and nothing raises where it is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.backends import Dispatcher, te_disabled
+from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
+from megacpp_mcore.errors import BackendError, ConfigFileError
+from megacpp_mcore.settings import load
+from megacpp_mcore.te import imports, specs
+from megacpp_mcore.util.probe import ProbeResult
+from tests import stock
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(imports.DISABLE_TE, raising=False)
+    cached = imports._installed
+    cached.cache_clear()
+    imports.configure(None)
+    yield
+    imports.configure(None)
+    cached.cache_clear()
+
+
+# Everything of the package is imported, and a model is built as a TE machine would, with the importing modules noted.
+_HOOK = """
+import importlib, json, os, pkgutil, sys
+os.environ["MEGACPP_DISABLE_TE"] = "1"
+found = set()
+
+class Hook:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "transformer_engine":
+            frame = sys._getframe(1)
+            while frame.f_globals.get("__name__", "").startswith(("importlib", "_frozen")):
+                frame = frame.f_back
+            found.add(frame.f_globals["__name__"])
+        return None
+
+sys.meta_path.insert(0, Hook())
+import megacpp_mcore
+skipped = []
+for module in pkgutil.walk_packages(megacpp_mcore.__path__, "megacpp_mcore."):
+    if module.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ImportError as error:
+        skipped.append(f"{module.name}: {error}")
+from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
+from megacpp_mcore.te import imports, specs
+assert not imports.available().ok and not any(specs.specs().values())
+made = layer_parts_candidates(transformer_engine=lambda: "te", local=lambda: "local")
+assert Dispatcher(candidates=made).request(LAYER_PARTS, "transformer_engine", device="cuda").fn() == "local"
+Dispatcher().request("mla", device="cuda", dtype="bfloat16", qk_dim=64, v_dim=64)
+print(json.dumps([sorted(found), skipped]))
+"""
+
+
+def test_with_the_variable_no_module_of_ours_imports_it() -> None:
+    found, skipped = stock.printed(_HOOK)
+    assert [one for one in found if one.startswith("megacpp_mcore")] == []
+    # What megatron.core imports by itself, whatever this package does; a longer list is worth a look.
+    assert {one.rpartition(".")[0].partition(".")[0] for one in found} <= {"megatron", "torch"}
+    assert "megatron.core.utils" in found or "megatron.core.extensions.transformer_engine" in found
+    # Nothing but modules of environments that are not this one's.
+    assert all("bridge" in one or "nemo" in one for one in skipped), skipped
+
+
+def test_a_bare_package_is_as_good_as_none(tmp_path: Path) -> None:
+    """``pip install transformer-engine`` without its PyTorch part: the package imports, and swallows what its part raises."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("try:\n    from . import pytorch\nexcept ImportError:\n    pass\n")
+    code = (
+        "import json\nfrom megacpp_mcore.te import imports, specs\nfrom megacpp_mcore.errors import BackendError\n"
+        "try:\n    imports.entry('Linear')\nexcept BackendError as error:\n    said = str(error)\n"
+        "print(json.dumps([imports.available().ok, said, [one for one in specs.specs().values() if one]]))"
+    )
+    is_there, said, classes = stock.printed(code, first=tmp_path)
+    assert (is_there, classes) == (False, [])
+    assert said.startswith("Linear of Transformer Engine cannot be used: importing transformer_engine.pytorch failed")
+
+
+def test_availability_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(imports, "probe_import", lambda name: (asked.append(name), ProbeResult(True))[1])
+    assert [imports.available().ok for _ in range(3)] == [True] * 3
+    assert asked == ["transformer_engine.pytorch"]
+    monkeypatch.setenv(imports.DISABLE_TE, "1")  # the switch is read each time
+    assert imports.available() == ProbeResult(False, "MEGACPP_DISABLE_TE=1 disables Transformer Engine")
+    monkeypatch.setenv(imports.DISABLE_TE, "yes")
+    with pytest.raises(BackendError, match="MEGACPP_DISABLE_TE is 'yes'; expected 1"):
+        imports.available()
+
+
+def test_an_entry_point_that_this_version_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "_installed", lambda: ProbeResult(True))
+    monkeypatch.setattr(imports, "ENTRIES", {"Renamed": ("math:gone", "math:floor"), "Gone": ("math:gone",)})
+    imports._entry.cache_clear()
+    assert imports.entry("Renamed")(1.5) == 1
+    with pytest.raises(BackendError, match="has no Gone at math:gone"):
+        imports.entry("Gone")
+    imports._entry.cache_clear()
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "megacpp.yaml"
+    file.write_text(f"model: nam56r_tiny\n{text}\n")
+    return file
+
+
+def test_the_key_of_the_file_is_the_variable_for_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "_installed", lambda: ProbeResult(True))
+    settings = load(write(tmp_path, "transformer_engine: {enabled: false}"))
+    imports.configure(settings.transformer_engine, str(settings.path))
+    reason = f"transformer_engine: {{enabled: false}} in {settings.path} disables Transformer Engine"
+    assert (te_disabled(), imports.available().reason) == (reason, reason)
+    made = layer_parts_candidates(transformer_engine=lambda: "te", local=lambda: "local")
+    assert Dispatcher(candidates=made).request(LAYER_PARTS, "transformer_engine", device="cuda").fn() == "local"
+
+
+@pytest.mark.parametrize("name", imports.FEATURES)
+def test_a_feature_of_its_own(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "_installed", lambda: ProbeResult(True))
+    settings = load(write(tmp_path, f"transformer_engine: {{{name}: false}}"))
+    imports.configure(settings.transformer_engine, "a file")
+    assert imports.feature(name) == ProbeResult(False, f"transformer_engine: {{{name}: false}} in a file")
+    assert imports.available().ok
+    assert all(imports.feature(other).ok for other in ("attention", "experts", "permute", "block") if other != name)
+    with pytest.raises(BackendError, match="no feature of Transformer Engine called 'atention'; did you mean"):
+        imports.feature("atention")
+
+
+def test_off_by_default_is_what_changes_a_model() -> None:
+    assert [name for name in imports.FEATURES if not getattr(imports.Features(), name)] == ["mtp", "linear"]
+    assert set(specs.specs()) == set(specs.CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("transformer_engine: {atention: true}", "transformer_engine"),
+        ("transformer_engine: {attention: 1}", "true or false"),
+        ("fp8: {recipe: blockwise}", "fp8.recipe is 'blockwise'; expected delayed, current, block, mxfp8 or null"),
+        ("fp8: {recipe: block, first: 0}", "fp8.first is 0; expected a number above 0"),
+        ("fp8: {attention: 'yes'}", "true or false"),
+    ],
+)
+def test_what_the_file_may_not_say(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigFileError, match=said):
+        load(write(tmp_path, text))
+
+
+def test_the_fused_norm_of_mtp_needs_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And keeps the names of checkpoints: the norm's weight is found where it is, and saved as what it was."""
+    with stock.cpu_lane():
+        from megatron.core.transformer.identity_op import IdentityOp
+
+        from megacpp_mcore.layer_specs import parts
+        from megacpp_mcore.layer_specs.mtp import FUSED_NORM, mtp_block
+
+        imports.configure(imports.Features(mtp=True), "a file")
+        with pytest.raises(BackendError, match="TELayerNormColumnParallelLinear of Transformer Engine cannot be used"):
+            mtp_block(parts._local_parts(), Dispatcher())
+        monkeypatch.setattr(imports, "entry", lambda name: type(name, (), {}))
+        (layer,) = mtp_block(parts._local_parts(), Dispatcher()).layer_specs
+        inner = layer.submodules.mtp_model_layer.submodules
+        assert inner.pre_mlp_layernorm is IdentityOp
+        assert inner.sharded_state_dict_keys_map == FUSED_NORM
+        assert inner.mlp.keywords["submodules"].linear_fc1.__name__ == "TELayerNormColumnParallelLinear"

@@ -1,0 +1,343 @@
+"""The rules of FP8 scopes: what they enter and what raises, without a GPU; what they compute is in tests/gpu/test_te.py.
+
+In place of Transformer Engine's ``autocast`` stands a context manager that notes its arguments; nothing is computed in FP8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn import Linear, Module, ModuleDict
+
+from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.model import preset
+from megacpp_mcore.te import imports, precision
+from megacpp_mcore.te.precision import FP8, Scopes
+from megacpp_mcore.util.probe import ProbeResult
+from tests import stock
+
+
+class Engine(Module):
+    """Stands where a linear layer of Transformer Engine does in a model."""
+
+    def __init__(self, outputs: int = 32, inputs: int = 32, group: Any = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(outputs, inputs))
+        self._tp_group = group
+        self.seen: list[bool] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(bool(ENTERED) and ENTERED[-1]["enabled"])
+        return x @ self.weight.T
+
+
+ENTERED: list[dict[str, Any]] = []
+NOTED: list[dict[str, Any]] = []
+
+
+@contextlib.contextmanager
+def autocast(**arguments: Any) -> Iterator[None]:
+    ENTERED.append(arguments)
+    NOTED.append(arguments)
+    try:
+        yield
+    finally:
+        ENTERED.pop()
+
+
+@pytest.fixture(autouse=True)
+def entries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    known: dict[str, Any] = {
+        "autocast": autocast,
+        "TransformerEngineBaseModule": Engine,
+        **{kind: SimpleNamespace for kind, _ in precision.RECIPES.values()},
+        **{asks: lambda return_reason: (True, "") for _, asks in precision.RECIPES.values()},
+    }
+
+    def entry(name: str) -> Any:
+        if name not in known:
+            raise BackendError(f"Transformer Engine 2.16 has no {name}")
+        return known[name]
+
+    monkeypatch.setattr(imports, "entry", entry)
+    monkeypatch.setattr(imports, "_installed", lambda: ProbeResult(True))
+    NOTED.clear()
+    return known
+
+
+def scopes(recipe: str = "block", depth: int = 6, **values: Any) -> Scopes:
+    return Scopes(FP8(recipe=recipe, **values), depth)
+
+
+# --- Groups -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("numbers", "is_fp8"), [((2, 3), True), ((1, 2), False), ((5, 6), False), ((4,), True)])
+def test_a_group_that_touches_the_zone_is_bf16_whole(numbers: tuple[int, ...], is_fp8: bool) -> None:
+    with scopes().group(numbers) as in_fp8:
+        assert in_fp8 is is_fp8
+    assert len(NOTED) == is_fp8
+
+
+def test_the_zone_is_as_wide_as_asked_for() -> None:
+    wide = scopes(first=2, last=3)
+    assert [number for number in range(1, 7) if not wide.in_zone(number)] == [3]
+
+
+def test_a_scope_is_entered_once() -> None:
+    both = scopes()
+    with both.group((2, 3)):
+        with (
+            pytest.raises(ModelError, match=r"scope of layers 3 was entered inside of that of layers 2, 3; enter one"),
+            both.group([3]),
+        ):
+            pass
+        with pytest.raises(ModelError, match="entered inside of that"), scopes("current").group([3]):
+            pass
+    with both.group((3,)):  # and the first is left when it ends, by an error, too
+        pass
+    with pytest.raises(ZeroDivisionError), both.group((3,)):
+        raise ZeroDivisionError
+    with both.group((3,)):
+        pass
+    before = precision.counts()["entered"]
+    with both.group((3,)):
+        pass
+    assert precision.counts()["entered"] == before + 1
+
+
+def test_evaluation_is_bf16() -> None:
+    with scopes().group((3,), training=False) as in_fp8:
+        assert not in_fp8
+    assert NOTED == []
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block", "current"])
+def test_delayed_scaling_is_recomputed_by_its_owner_alone(recipe: str) -> None:
+    """Megatron's function runs the first forward pass without gradients, torch's the second in the backward pass."""
+    from torch.utils.checkpoint import checkpoint
+
+    model, scope = Engine(), scopes(recipe)
+    x = torch.ones(16, 32, requires_grad=True)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with scope.group((3,)):
+            return model(x)
+
+    for reentrant in (True, False):
+        refused = pytest.raises(ModelError, match="entered by a recompute, under delayed scaling")
+        with refused if recipe == "delayed" else contextlib.nullcontext():
+            checkpoint(run, x, use_reentrant=reentrant).sum().backward()
+
+
+def test_the_history_of_delayed_scaling_covers_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all scopes of the process, for the end of each rolls every history."""
+    monkeypatch.setattr(precision, "_counts", Counter())
+    delayed, other_chunk = scopes("delayed", history=4), scopes("delayed", history=4)
+    for number, chunk in ((2, delayed), (3, delayed), (4, other_chunk)):
+        chunk.install(Layer(), number)
+    assert delayed.recipe.amax_history_len == 12
+    assert vars(scopes("block").recipe) == {}
+
+
+# --- What is installed --------------------------------------------------------------------------------------------------
+
+
+class Layer(Module):
+    """An attention layer: two projections, and an indexer with one of its own."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__()
+        self.linear_proj = Engine(**sizes)
+        self.linear_q = Engine()
+        self.indexer = ModuleDict({"linear_wk": Engine()})
+        self.norm, self.plain = torch.nn.LayerNorm(32), Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear_proj(self.linear_q(x) + self.indexer["linear_wk"](x))
+
+
+def test_a_layer_in_a_scope_and_what_is_held_in_bf16_inside() -> None:
+    layer = Layer()
+    assert scopes().install(layer, 3) == ("linear_proj", "linear_q")
+    layer(torch.ones(16, 32))
+    engines = {name: one.seen for name, one in layer.named_modules() if isinstance(one, Engine)}
+    assert engines == {"linear_proj": [True], "linear_q": [True], "indexer.linear_wk": [False]}
+    layer.eval()
+    layer(torch.ones(16, 32))
+    assert layer.linear_q.seen == [True, False]
+
+
+def test_a_layer_in_the_zone_is_not_touched() -> None:
+    layer = Layer()
+    assert scopes().install(layer, 6) == ()
+    assert "forward" not in vars(layer)
+
+
+def test_a_deep_copy_has_its_own_parameters() -> None:
+    import copy
+
+    layer = Layer()
+    scopes().install(layer, 3)
+    other = copy.deepcopy(layer)
+    other(torch.ones(16, 32))
+    assert (layer.linear_q.seen, other.linear_q.seen) == ([], [True])
+
+
+def test_a_width_that_is_no_multiple_of_16() -> None:
+    with pytest.raises(ModelError, match=r"layer 3: linear_proj is \(40, 32\) on a rank, .* multiples of 16"):
+        scopes().install(Layer(outputs=40), 3)
+
+
+def test_a_layer_without_transformer_engine() -> None:
+    with pytest.raises(ModelError, match="layer 3: Linear has no linear layer of Transformer Engine"):
+        scopes().install(Linear(32, 32), 3)
+
+
+# --- Owners -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[dict[str, Any]]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    groups = {"tp": torch.distributed.new_group([0, 1]), "dp": torch.distributed.new_group([0, 2])}
+    yield groups | {"world": torch.distributed.group.WORLD}
+    torch.distributed.destroy_process_group()
+
+
+def test_the_ranks_that_own_a_weight(four_ranks: dict[str, Any]) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    assert precision.owners(Engine()) == {0}
+    assert precision.owners(Engine(group=four_ranks["tp"])) == {0, 1}
+    sharded = Engine()
+    mesh = DeviceMesh("cpu", [0, 2])
+    sharded.weight = torch.nn.Parameter(distribute_tensor(torch.ones(32, 32), mesh, [Shard(0)], src_data_rank=None))
+    assert precision.owners(sharded) == {0, 2}
+
+
+@pytest.mark.parametrize("name", ["dp", "world", None])
+def test_maxima_are_reduced_over_the_owners_and_no_others(four_ranks: dict[str, Any], name: str | None) -> None:
+    modules = [Engine(group=four_ranks["tp"]), Engine(group=four_ranks["tp"])]
+    precision.check_amax_group(four_ranks["tp"], modules, "layer 3")
+    precision.check_amax_group(None, [Engine()], "layer 3")
+    with pytest.raises(
+        ModelError, match=r"layer 3: maxima would be reduced over ranks \[.*\], .* owned by ranks \[0, 1\]"
+    ):
+        precision.check_amax_group(name and four_ranks[name], modules, "layer 3")
+
+
+def test_the_scope_of_a_layer_reduces_over_its_tensor_parallel_group(four_ranks: dict[str, Any]) -> None:
+    layer = Layer(group=four_ranks["tp"])
+    scopes().install(layer, 3)
+    layer(torch.ones(16, 32))
+    assert NOTED[0]["amax_reduction_group"] is four_ranks["tp"]
+
+
+def test_modules_of_one_scope_with_other_owners(four_ranks: dict[str, Any]) -> None:
+    layer = Layer(group=four_ranks["tp"])
+    layer.linear_q._tp_group = four_ranks["dp"]
+    with pytest.raises(ModelError, match=r"owned by ranks \[0, 1, 2\]"):
+        scopes().install(layer, 3)
+
+
+# --- Bad input ----------------------------------------------------------------------------------------------------------
+
+CLEAN: dict[str, Any] = {
+    "params_dtype": torch.bfloat16, "fp8": None, "fp4": None, "first_last_layers_bf16": False, "tp_only_amax_red": False,
+    "transformer_impl": "transformer_engine", "moe_shared_expert_overlap": False, "recompute_granularity": None,
+    "recompute_modules": None, "quant_recipe": None, "num_layers": 6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked", "said"),
+    [
+        ({"fp8": "hybrid"}, {}, "--fp8-format wraps every layer"),
+        ({"fp4": "e2m1"}, {}, "--fp4-format wraps every layer"),
+        ({"first_last_layers_bf16": True}, {}, "--first-last-layers-bf16"),
+        ({"tp_only_amax_red": True}, {}, "--tp-only-amax-red"),
+        ({"params_dtype": torch.float32}, {}, "parameters are torch.float32; train in bf16"),
+        ({"transformer_impl": "local"}, {}, "layers are not Transformer Engine's"),
+        ({"moe_shared_expert_overlap": True}, {}, "--moe-shared-expert-overlap"),
+        ({"recompute_granularity": "full"}, {"recipe": "delayed"}, "has Megatron repeat a scope whose scales"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, {}, "mla_up_proj has Megatron"),
+        ({"quant_recipe": SimpleNamespace(matchers=[], configs={})}, {}, "--te-precision-config-file has scopes"),
+        ({}, {"attention": False, "shared_experts": False}, "no family of layers is named"),
+    ],
+)
+def test_flags_that_contradict_the_scopes(flags: dict[str, Any], asked: dict[str, Any], said: str) -> None:
+    precision.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN), rows=4096)
+    with pytest.raises(ModelError, match=said):
+        precision.check_run(FP8(**{"recipe": "block", **asked}), SimpleNamespace(**CLEAN | flags))
+
+
+def test_rows_that_are_no_multiple_of_16() -> None:
+    with pytest.raises(ModelError, match="a micro-batch has 4100 rows on a rank; expected a multiple of 16"):
+        precision.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN), rows=4100)
+
+
+def test_stateless_scaling_may_be_repeated_by_megatron_around_whole_layers() -> None:
+    precision.check_run(FP8(recipe="block"), SimpleNamespace(**CLEAN | {"recompute_granularity": "full"}))
+
+
+def test_a_machine_that_cannot(entries: dict[str, Any]) -> None:
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+        mock.patch("torch.cuda.get_device_name", return_value="NVIDIA H200"),
+    ):
+        with pytest.raises(ModelError, match=r"mxfp8, and NVIDIA H200 is a Hopper, .* use block, current or delayed"):
+            precision.check_machine("mxfp8")
+        precision.check_machine("block")
+    with pytest.raises(ModelError, match="the FP8 recipe is 'e4m3'; expected delayed, current, block, mxfp8"):
+        precision.check_machine("e4m3")
+    entries["is_fp8_available"] = lambda return_reason: (False, "Device compute capability 8.9 or higher required")
+    with pytest.raises(ModelError, match="recipe is current, which this machine cannot run: Device compute capability"):
+        precision.check_machine("current")
+    del entries["Float8BlockScaling"]
+    with pytest.raises(BackendError, match=r"2\.16 has no Float8BlockScaling"):
+        precision.check_machine("block")
+
+
+def test_the_error_names_the_file_and_a_file_without_recipe_asks_for_nothing() -> None:
+    config = SimpleNamespace(**CLEAN)
+    assert precision.scopes_of(FP8(), config) is None
+    with pytest.raises(ModelError, match=r"run\.yaml: fp8 has no recipe"):
+        precision.scopes_of(FP8(blanket=True), config, source="run.yaml")
+    with pytest.raises(ModelError, match=r"run\.yaml: fp8: .* --fp8-format"):
+        precision.scopes_of(FP8(recipe="block"), SimpleNamespace(**CLEAN | {"fp8": "e4m3"}), source="run.yaml")
+    made = precision.scopes_of(FP8(recipe="block"), config)
+    assert made is not None
+    assert made.depth == 6
+
+
+def test_blanket_is_an_option_of_its_own_and_marks_the_receipt() -> None:
+    assert FP8(recipe="block").letters == "AE"
+    assert FP8(recipe="block").label == "block: attention, shared experts"
+    blanket = FP8(recipe="delayed", blanket=True)
+    assert blanket.letters == "AEM"
+    assert blanket.label == "blanket delayed: attention, shared experts, Mamba projections"
+
+
+def test_the_run_of_a_stock_script_is_refused_before_a_layer_is_built(tmp_path: Path) -> None:
+    from megacpp_mcore.layer_specs.regions import region_plan
+    from megacpp_mcore.settings import load
+
+    file = tmp_path / "megacpp.yaml"
+    file.write_text("model: nam56r_tiny\nfp8: {recipe: block}\n")
+    with stock.cpu_lane():
+        config = stock.model_config(stock.cpu_words(preset("nam56r_tiny"))).transformer
+        with pytest.raises(ModelError, match=r"megacpp.yaml: fp8: .* train in bf16"):
+            region_plan(load(file), config)

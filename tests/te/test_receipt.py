@@ -1,0 +1,69 @@
+"""What a receipt says of FP8 scopes and of dequantised tensors."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megacpp_mcore.observe.receipts import facts as of_run
+from megacpp_mcore.settings import load
+from megacpp_mcore.te import quantized
+
+assemble = import_module("megacpp_mcore.observe.receipts.assemble")  # the package has a function of this name
+CONFIG = SimpleNamespace(params_dtype="torch.bfloat16", fp8=None, fp8_recipe=None, quant_recipe=None)
+
+
+def precision_of(folder: Path, text: str) -> dict[str, Any]:
+    file = folder / "megacpp.yaml"
+    file.write_text(f"model: nam56r_tiny\n{text}\n")
+    facts = of_run.Facts()
+    of_run._precision(facts, [], CONFIG, load(file))
+    return {path.partition(".")[2]: value for path, value in facts.values.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "kernel_fp8", "dispatch", "owner"),
+    [
+        ("fp8: {}", "none", "none", "megatron"),
+        ("fp8: {recipe: block}", "block: attention, shared experts", "refuse", "megatron"),
+        (
+            "fp8: {recipe: current, shared_experts: false}\nrecompute: [a]",
+            "current: attention",
+            "refuse",
+            "transformer_engine",
+        ),
+        (
+            "fp8: {recipe: delayed, blanket: true}",
+            "blanket delayed: attention, shared experts, Mamba projections",
+            "refuse",
+            "megatron",
+        ),
+    ],
+)
+def test_the_plan_of_a_run_with_scopes(tmp_path: Path, text: str, kernel_fp8: str, dispatch: str, owner: str) -> None:
+    found = precision_of(tmp_path, text)
+    assert (found["kernel_fp8"], found["dispatch"], found["checkpoint_owner"]) == (kernel_fp8, dispatch, owner)
+
+
+def test_ranks_are_summed_and_one_that_did_not_count_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = {"scopes": {"entered": 3, "bf16": 2, "captured": 0}, "dequantised": 0}
+    other = {"scopes": {"entered": 4, "bf16": 0, "captured": 1}, "dequantised": None}
+    monkeypatch.setattr(assemble, "_known", lambda processes, name: processes)
+    facts = assemble.Facts()
+    assemble._fp8(facts, [one, other])
+    assert facts.values["precision.fp8_scopes"] == {"bf16": 2, "captured": 1, "entered": 7}
+    assert facts.values["precision.dequantised"] == 0
+    nothing = assemble.Facts()
+    assemble._fp8(nothing, [other])
+    assert nothing.unknown["precision.dequantised"] == "nothing of the run is quantised"
+
+
+def test_a_process_that_does_not_watch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGACPP_DISABLE_TE", "1")  # also where Megatron has imported it
+    assert of_run.fp8()["dequantised"] is None
+    quantized.watch()
+    assert of_run.fp8()["dequantised"] is None

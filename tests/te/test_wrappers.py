@@ -1,0 +1,144 @@
+"""What the wrappers refuse before they reach Transformer Engine, and how a QKV weight is cut; parity: tests/gpu/test_te.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.te import attention, block, experts, imports, permute
+from megacpp_mcore.util.probe import ProbeResult
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a machine with Transformer Engine, none of whose entry points a refused call may reach."""
+
+    def entry(name: str) -> Any:
+        raise AssertionError(f"{name} was reached")
+
+    monkeypatch.setattr(imports, "_installed", lambda: ProbeResult(True))
+    monkeypatch.setattr(imports, "entry", entry)
+    return
+
+
+# --- Attention ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_attention_cannot_do_is_said() -> None:
+    rows = torch.zeros(1, 4, dtype=torch.int32)
+    assert attention.lacking(seq_idx=None, attention_mask=None, softcap=0.0) is None
+    assert attention.lacking(seq_idx=rows) == f"seq_idx: {attention.CANNOT['seq_idx']}"
+    assert attention.lacking(softcap=50.0, window=(4, 0), selected=rows).count(";") == 2
+    with pytest.raises(ModelError, match="rope is no need"):
+        attention.lacking(rope=1)
+
+
+@pytest.mark.parametrize("need", ["attention_mask", "seq_idx"])
+def test_attention_refuses_what_it_cannot_do(there: None, need: str) -> None:
+    qkv = [torch.zeros(4, 1, 2, 8) for _ in range(3)]
+    with pytest.raises(BackendError, match=f"cannot do {need}"):
+        attention.attend(*qkv, softmax_scale=1.0, **{need: torch.zeros(1, 4)})
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "said"),
+    [
+        ((4, 1, 3, 8), (4, 1, 2, 8), (4, 1, 2, 8), "a multiple of the groups"),
+        ((4, 1, 2, 8), (4, 1, 2, 4), (4, 1, 2, 8), "a multiple of the groups"),
+        ((4, 2, 2, 8), (4, 1, 2, 8), (4, 1, 2, 8), "a multiple of the groups"),
+        ((4, 1, 2, 8), (5, 1, 2, 8), (5, 1, 2, 8), "4 causal queries and 5 keys"),
+    ],
+)
+def test_shapes_of_attention(there: None, q: Any, k: Any, v: Any, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        attention.attend(torch.zeros(q), torch.zeros(k), torch.zeros(v), softmax_scale=1.0)
+    first = [torch.zeros(one).permute(1, 2, 0, 3) for one in (q, k, v)]
+    with pytest.raises(ModelError, match=said):
+        attention.attend_heads_first(*first, softmax_scale=1.0)
+
+
+def test_the_dispatcher_goes_on_where_attention_does_not_cover(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "_installed", lambda: ProbeResult(True))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    needs = {"device": "cuda", "dtype": "bfloat16", "qk_dim": 128, "v_dim": 64}
+    assert Dispatcher({"mla": "te"}).request("mla", **needs).fn is attention.attend
+    assert Dispatcher().request("mla", **needs).observed == "sdpa"  # never by itself where ours covers the call
+    with pytest.raises(
+        BackendError, match=r"'te' was asked for by name for op mla .* does not keep packed documents apart"
+    ):
+        Dispatcher({"mla": "te"}).request("mla", packed=True, **needs)
+    imports.configure(imports.Features(attention=False), "a file")
+    try:
+        with pytest.raises(BackendError, match=r"attention: false\} in a file"):
+            Dispatcher({"mla": "te"}).request("mla", **needs)
+    finally:
+        imports.configure(None)
+
+
+# --- Block --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_qkv_weight_is_cut_by_segment(ranks: int) -> None:
+    """The heads of all ranks together are the heads of the whole, each segment in order."""
+    sizes = block.split_sizes(heads=8, groups=4, width=2)
+    weight = torch.arange(32)[:, None] * torch.ones(1, 3)
+    cuts = [block.tensor_parallel_rows(weight, sizes, rank, ranks) for rank in range(ranks)]
+    assert [len(part) for part in cuts[0]] == [16 // ranks, 8 // ranks, 8 // ranks]
+    whole = [torch.cat([cut[segment] for cut in cuts]) for segment in range(3)]
+    assert torch.equal(torch.cat(whole), weight)
+    with pytest.raises(ModelError, match=r"32 rows is to be cut .* over 3 ranks"):
+        block.tensor_parallel_rows(weight, sizes, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"hidden": 30, "heads": 4}, "expected each to be a multiple of the next"),
+        ({"hidden": 32, "heads": 4, "groups": 3}, "expected each to be a multiple of the next"),
+        ({"hidden": 32, "heads": 4, "activation": "gelu_fast"}, "expected gelu or one of gelu_tanh, relu"),
+    ],
+)
+def test_a_block_that_cannot_be(there: None, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        block.Block(ffn=64, **arguments)
+
+
+# --- Permutation and experts --------------------------------------------------------------------------------------------
+
+
+def test_permutation_refuses_what_it_cannot_bring_to_order(there: None) -> None:
+    hidden, routing, probs = torch.zeros(4, 8), torch.zeros(4, 3, dtype=torch.bool), torch.zeros(4, 3)
+    with pytest.raises(ModelError, match="none of 4 tokens goes to an expert"):
+        permute.permute(hidden, routing, probs)
+    with pytest.raises(ModelError, match=r"shapes \(5, 8\), \(4, 3\), \(4, 3\)"):
+        permute.permute(torch.zeros(5, 8), routing, probs)
+    with pytest.raises(ModelError, match="a multiple of 0"):
+        permute.permute(hidden, ~routing, probs, align=0)
+
+
+def test_experts_refuse_what_does_not_fit(there: None) -> None:
+    x, w1, w2 = torch.zeros(4, 8), torch.zeros(2, 6, 8), torch.zeros(2, 8, 6)
+    with pytest.raises(ModelError, match=r"rows of the experts are \[3, 2\]; expected 2 numbers that sum to 4"):
+        experts.grouped_mlp(x, torch.tensor([3, 2]), w1, w2, None)
+    with pytest.raises(ModelError, match=r"\(2, 6, 8\), \(2, 6, 8\)"):
+        experts.grouped_mlp(x, torch.tensor([2, 2]), w1, w1, None)
+    with pytest.raises(ModelError, match="activation is 'swiglu'; expected one of gelu, gelu_tanh"):
+        experts.grouped_mlp(x, torch.tensor([2, 2]), w1, w2, None, activation="swiglu")
+
+
+def test_without_transformer_engine_each_says_why() -> None:
+    x, counts, w = torch.zeros(4, 8), torch.tensor([4]), torch.zeros(1, 8, 8)
+    for call in (
+        lambda: experts.grouped_mlp(x, counts, w, w, None),
+        lambda: permute.permute(x, torch.ones(4, 1, dtype=torch.bool), torch.ones(4, 1)),
+        lambda: block.Block(32, 4, 64),
+        lambda: attention.attend(*[torch.zeros(4, 1, 2, 8)] * 3, softmax_scale=1.0),
+    ):
+        with pytest.raises(BackendError, match="cannot be used: transformer_engine is not installed"):
+            call()

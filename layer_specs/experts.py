@@ -1,72 +1,373 @@
-"""E: the ModuleSpec of a mixture-of-experts layer, hosted by stock MoELayer; ``MoESubmodules.experts`` is the swap point.
+"""E: a mixture-of-experts layer: stock's MoELayer with the routed experts of this package, or with stock's own.
 
-Shape legend: T rows routed to this rank's experts, expert by expert; N experts of this rank; D hidden.
+Stock keeps a matrix of an expert as a parameter of its own, and runs the experts on rows that its dispatcher has permuted. Ours
+are one parameter a matrix, which a grouped product reads as it lies; where no expert parallelism divides them, they are given
+the tokens as they come, with their routing, and nothing is permuted or read by the host. Initial values and distributed
+checkpoints are stock's.
+
+Shape legend: S sequence, B batch, T tokens or rows routed to this rank's experts, N experts of this rank, E all experts,
+D hidden, F expert width.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.extensions.transformer_engine import Fp8Padding, Fp8Unpadding
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+from megatron.training import global_vars
 
+from megacpp_mcore.backends import STOCK, Dispatcher, Resolution
+from megacpp_mcore.backends.candidates import EXPERTS
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs import router
 from megacpp_mcore.layer_specs.initial import drawn_by_input_size
-from megacpp_mcore.layer_specs.parts import Parts
+from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 from megacpp_mcore.model.precision import ALIGNMENT, in_bf16_zone
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
 
-def expert_layer_spec(config: TransformerConfig, parts: Parts) -> ModuleSpec:
-    """One E layer: norm, router + grouped experts + shared expert, residual; no sequence mixer.
+_ELEMENTWISE = ("adam", "sgd", "lion")
+"""Optimizers that see no shape in a parameter; others take one with three axes for no matrix (megatron-core 0.19.2,
+``optimizer/emerging_optimizers.py``)."""
+
+
+def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
+    """One E layer: norm, router + routed experts + shared expert, residual; no sequence mixer.
 
     With a file of per-module precision in ``config`` (:data:`megacpp_mcore.model.precision.EXPERTS_FILE`), the routed experts
     run in FP8, but for the model's first and last layer. The shared expert, which every token passes, stays in BF16.
+
+    Raises:
+        BackendError, ModelError: as :func:`choose_experts`, or the tokens' dispatcher needs a package that is not installed.
     """
+    flex, package = config.moe_token_dispatcher_type == "flex", "deep_ep"
+    if flex and config.moe_flex_dispatcher_backend == "deepep" and importlib.util.find_spec(package) is None:
+        raise ModelError(
+            f"--moe-token-dispatcher-type flex sends tokens by {package}, which is not installed; install it, or pass "
+            "--moe-token-dispatcher-type alltoall"
+        )
     mlp: Any = get_moe_module_spec_for_backend(
         backend=parts.backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    )
+    submodules = _drawn_by_input_size(mlp.keywords["submodules"])
+    if config.quant_recipe is not None:
+        submodules = dataclasses.replace(submodules, experts=_fp8_experts(submodules.experts))
+    experts = choose_experts(config, dispatcher)
+    needs = backend_needs(config) | {"dtype": torch.float32, "experts": config.num_moe_experts}
+    routing = dispatcher.request_or_stock("router", router.stock_alone(config), **needs)
+    submodules = dataclasses.replace(
+        submodules,
+        experts=experts.fn(submodules.experts, dispatcher),
+        router=routing.fn if routing.observed == STOCK else partial(router.Router, route=routing.fn),
     )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=parts.norm,
-            mlp=_drawn_by_input_size(mlp if config.quant_recipe is None else _with_fp8_experts(mlp)),
+            mlp=partial(ExpertsLayer, submodules=submodules, backends=(experts, routing)),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def _drawn_by_input_size(mlp: partial[Any]) -> partial[Any]:
-    """``mlp``, a builder of a MoELayer, with output matrices initialized by the fan-in of the unsharded input."""
-    stock = mlp.keywords["submodules"]
+# --- Whose modules ------------------------------------------------------------------------------------------------------
 
-    def drawn(experts: partial[Any]) -> partial[Any]:
+
+def choose_experts(config: TransformerConfig, dispatcher: Dispatcher) -> Resolution:
+    """Whose routed experts a run has; stock's where it asks for something that stock alone can do.
+
+    Raises:
+        BackendError: ours are asked for by name, and such a thing, too.
+    """
+    return dispatcher.request_or_stock(EXPERTS, stock_alone(config))
+
+
+def stock_alone(config: TransformerConfig) -> str | None:
+    """What a run asks of its experts that only stock's can do, or None."""
+    arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
+    optimizer = getattr(arguments, "optimizer", "adam")
+    offloaded = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(config.offload_modules or ())
+    flex = config.moe_flex_dispatcher_backend if config.moe_token_dispatcher_type == "flex" else "deepep"
+    # Our kernels keep no activation; their reference, which other dtypes have, keeps what autograd does.
+    kept = config.params_dtype != torch.bfloat16 and "moe_act" in (config.recompute_modules or ())
+    for asked, what in (
+        (config.quant_recipe is not None, "FP8 experts (--te-precision-config-file)"),
+        (config.fp8 or config.fp4, "FP8 or FP4 in every layer"),
+        (config.activation_func is not torch.nn.functional.gelu, "another activation than GELU"),
+        (config.use_te_activation_func, "--use-te-activation-func"),
+        (config.gated_linear_unit, "gated experts"),
+        (config.add_bias_linear, "biases (without --disable-bias-linear)"),
+        (config.activation_func_clamp_value is not None, "--activation-func-clamp-value"),
+        (config.moe_apply_probs_on_input, "--moe-apply-probs-on-input"),
+        (config.moe_latent_size is not None, "--moe-latent-size"),
+        (config.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor"),
+        (config.moe_expert_rank_capacity_factor is not None, "--moe-expert-rank-capacity-factor"),
+        (config.moe_pad_expert_input_to_capacity, "--moe-pad-expert-input-to-capacity"),
+        (config.moe_router_padding_for_quantization, "--moe-router-padding-for-quantization"),
+        (flex != "deepep", f"--moe-flex-dispatcher-backend {flex}, which pads rows"),
+        (config.expert_tensor_parallel_size not in (None, 1), "--expert-tensor-parallel-size above 1"),
+        (config.expert_gtp_weight_remat_size > 1, "expert weights cut over data-parallel ranks"),
+        (config.moe_single_grouped_weight, "--moe-single-grouped-weight"),
+        (config.use_transformer_engine_op_fuser, "--use-transformer-engine-op-fuser"),
+        (config.delay_wgrad_compute, "--delay-wgrad-compute"),
+        (config.overlap_dispatch_backward_with_experts_wgrad, "--overlap-dispatch-backward-with-experts-wgrad"),
+        (config.fine_grained_activation_offloading and offloaded, f"offloaded {', '.join(sorted(offloaded))}"),
+        (config.init_model_with_meta_device, "--init-model-with-meta-device"),
+        (optimizer not in _ELEMENTWISE, f"--optimizer {optimizer}, which takes matrices one by one"),
+        (config.recompute_granularity == "selective" and kept, f"--recompute-modules moe_act in {config.params_dtype}"),
+    ):
+        if asked:
+            return what
+    return None
+
+
+def own_experts(stock: ExpertsBuilder, dispatcher: Dispatcher) -> ExpertsBuilder:
+    """A builder of :class:`StackedExperts` that start as the experts of ``stock``."""
+    return partial(StackedExperts, stock=stock, dispatcher=dispatcher)
+
+
+def stock_experts(stock: ExpertsBuilder, _: Dispatcher) -> ExpertsBuilder:
+    """``stock``: the experts of ``--transformer-impl`` and ``--moe-grouped-gemm``."""
+    return stock
+
+
+# --- The layer ----------------------------------------------------------------------------------------------------------
+
+
+class ExpertsLayer(MoELayer):
+    """Stock's MoELayer that hands tokens to its experts as they come, where these take them so.
+
+    Then there is no dispatcher: routing decides which experts see a token, and their output is a sum over them already.
+
+    Args:
+        backends: whose routed experts and router ``submodules`` has; for receipts.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, backends: tuple[Resolution, Resolution], **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.experts_backend, self.router_backend = backends
+        self.takes_tokens = isinstance(self.experts, StackedExperts) and self.experts.takes_tokens
+        self._routing_TE: torch.Tensor | None = None
+        if self.takes_tokens:
+            self.token_dispatcher = None
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Set the 1-based layer number over all pipeline stages, as TransformerLayer does; FP8 experts are told, too."""
+        super().set_layer_number(layer_number)
+        if isinstance(self.experts, FP8Experts):
+            self.experts.set_layer_number(layer_number)
+
+    def preprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the routing ``[T, E]`` until the experts run."""
+        if not self.takes_tokens:
+            return super().preprocess(hidden_states, probs, routing_map)
+        self._routing_TE = routing_map
+        return hidden_states, probs
+
+    def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send every token to the ranks of its experts, if there is another rank."""
+        return (hidden_states, probs) if self.takes_tokens else super().dispatch(hidden_states, probs)
+
+    def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The routed experts' output, of tokens ``[S, B, D]`` summed over their experts already."""
+        if not self.takes_tokens:
+            return super().routed_experts_compute(hidden_states, probs)
+        routing_TE, self._routing_TE = self._routing_TE, None
+        output_TD, _ = self.experts(hidden_states.flatten(0, -2), routing_TE, probs)
+        return output_TD.view_as(hidden_states), None
+
+    def combine(self, output: torch.Tensor) -> torch.Tensor:
+        """Bring every token's rows back, if they were sent."""
+        return output if self.takes_tokens else super().combine(output)
+
+    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
+        """Add the shared expert's output."""
+        if not self.takes_tokens:
+            return super().postprocess(output, shared_expert_output)
+        return output if shared_expert_output is None else output + shared_expert_output
+
+
+# --- Our experts --------------------------------------------------------------------------------------------------------
+
+
+class StackedExperts(MegatronModule):
+    """The routed experts of this rank, one parameter a matrix: ``weight1 [N, F, D]`` and ``weight2 [N, D, F]``.
+
+    They start as stock's experts do, bit for bit: those are built, and stacked. Distributed checkpoints have stock's keys and
+    shards, one an expert. A plain ``state_dict`` (``--ckpt-format torch``) has the two parameters under their own names.
+
+    Args:
+        num_local_experts: N.
+        config: of the run.
+        stock: builds stock's experts.
+        dispatcher: chooses the function that runs them.
+        pg_collection: process groups.
+        name: of the module in the model.
+    """
+
+    follows_transformer_impl = False  # read for receipts: the dispatcher chooses them
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        stock: ExpertsBuilder,
+        dispatcher: Dispatcher,
+        pg_collection: ProcessGroupCollection,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.ep_group, self.dp_group = pg_collection.ep, pg_collection.expt_dp
+        self.num_local_experts = num_local_experts
+        drawn = stock(num_local_experts, config, pg_collection=pg_collection, name=name)
+        self.weight1, self.weight2 = (_stacked(matrices) for matrices in expert_matrices(drawn))
+        # Overlapped with the tokens' way to other ranks, the shared expert is run by the dispatcher.
+        self.takes_tokens = self.ep_group.size() == 1 and not config.moe_shared_expert_overlap
+        self.backend = dispatcher.request(
+            "routed_mlp" if self.takes_tokens else "grouped_mlp",
+            hidden=config.hidden_size,
+            ffn=config.moe_ffn_hidden_size,
+            **backend_needs(config),
+        )
+
+    def forward(
+        self, hidden_TD: torch.Tensor, routed: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run every expert on its tokens.
+
+        Args:
+            hidden_TD: tokens, or, where tokens are dispatched, rows expert by expert.
+            routed: bool ``[T, E]``, which experts a token goes to; or how many rows each expert has ``[N]``.
+            probs: of the routing, ``[T, E]`` or ``[T]``.
+
+        Returns:
+            ``[T, D]``, each token's sum over its experts, or each row's output, times its probability; no bias.
+        """
+        if self.takes_tokens:
+            topk = self.config.moe_router_topk
+            return self.backend.fn(hidden_TD, routed, probs, self.weight1, self.weight2, topk=topk), None
+        return self.backend.fn(hidden_TD, routed, self.weight1, self.weight2, probs), None
+
+    def backward_dw(self) -> None:
+        """Do nothing: gradients of weights are never delayed here."""
+
+    def get_extra_state(self) -> None:
+        """Nothing, under the key that :meth:`sharded_state_dict` gives what stock's linear layers have beside their weights."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take what stock's linear layers saved beside their weights: states of FP8, of which these experts have none."""
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """The keys and shards of stock's experts (megatron-core 0.19.2, ``transformer/moe/experts.py``), one an expert."""
+        if (metadata or {}).get("singleton_local_shards"):
+            raise ModelError(
+                "the checkpoint is to have singleton_local_shards, and these experts are saved as shards of one tensor; leave "
+                f"it out, or write backends: {{{EXPERTS}: {STOCK}}}"
+            )
+        first, count = self.ep_group.rank() * self.num_local_experts, self.ep_group.size() * self.num_local_experts
+        axis, replica = len(sharded_offsets), (0, 0, self.dp_group.rank())
+        places = [(*sharded_offsets, (axis, first + index, count)) for index in range(self.num_local_experts)]
+        state: ShardedStateDict = {f"{prefix}_extra_state": []}
+        for name, linear in (("weight1", "linear_fc1"), ("weight2", "linear_fc2")):
+            key = f"{prefix}experts.{linear}."
+            build = partial(_by_expert, places)
+            state[f"{prefix}{name}"] = ShardedTensorFactory(
+                f"{key}weight", self._parameters[name], build, torch.stack, replica
+            )
+            state[f"{prefix}_extra_state"] += [
+                make_sharded_object_for_checkpoint(None, f"{key}_extra_state", offsets, replica) for offsets in places
+            ]
+        return state
+
+
+def expert_matrices(experts: Any) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """The first and the second matrices of stock's experts, expert by expert: ``[F, D]`` and ``[D, F]``."""
+    numbers = range(experts.num_local_experts)
+    if isinstance(experts, TEGroupedMLP):
+        one, two = (
+            [getattr(linear, f"weight{number}") for number in numbers]
+            for linear in (experts.linear_fc1, experts.linear_fc2)
+        )
+        return one, two
+    alone = experts.local_experts
+    return [one.linear_fc1.weight for one in alone], [one.linear_fc2.weight for one in alone]
+
+
+def _stacked(matrices: list[torch.nn.Parameter]) -> torch.nn.Parameter:
+    """One parameter of all matrices, with the attributes by which Megatron reduces and cuts them."""
+    stacked = torch.nn.Parameter(torch.stack([matrix.detach() for matrix in matrices]))
+    stacked.__dict__.update(matrices[0].__dict__)
+    if getattr(stacked, "partition_dim", -1) >= 0:
+        stacked.partition_dim += 1  # type: ignore[attr-defined]  # behind the axis of experts
+    return stacked
+
+
+@torch.no_grad()
+def _by_expert(
+    places: list[tuple[tuple[int, int, int], ...]],
+    key: str,
+    stacked: torch.Tensor,
+    replica_id: Any,
+    flattened_range: slice | None,
+) -> list[ShardedTensor]:
+    """The shards of a stacked parameter, or of an optimizer's state of it; ``places`` has the offsets of each expert."""
+    if flattened_range is not None:
+        raise ModelError(
+            f"{key}: an expert of stacked ones has no part of a flattened shard; save with --dist-ckpt-optim-fully-reshardable"
+        )
+    return [
+        ShardedTensor.from_rank_offsets(key, matrix, *offsets, replica_id=replica_id, prepend_axis_num=len(offsets))
+        for matrix, offsets in zip(stacked.unbind(), places, strict=True)
+    ]
+
+
+# --- Stock's experts ----------------------------------------------------------------------------------------------------
+
+
+def _drawn_by_input_size(stock: MoESubmodules) -> MoESubmodules:
+    """``stock`` with output matrices initialized by the fan-in of the unsharded input."""
+
+    def drawn(experts: Any) -> partial[Any]:
         linears = experts.keywords["submodules"]
         ours = dataclasses.replace(linears, linear_fc2=drawn_by_input_size(linears.linear_fc2))
         return partial(experts, submodules=ours)
 
-    submodules = dataclasses.replace(stock, experts=drawn(stock.experts), shared_experts=drawn(stock.shared_experts))
-    return partial(mlp, submodules=submodules)
+    return dataclasses.replace(stock, experts=drawn(stock.experts), shared_experts=drawn(stock.shared_experts))
 
 
-def _with_fp8_experts(mlp: partial[Any]) -> partial[Any]:
-    """``mlp``, stock's builder of a MoELayer, with :class:`FP8Experts` in place of stock's grouped experts."""
-    stock = mlp.keywords["submodules"]
-    linears: GroupedMLPSubmodules = stock.experts.keywords["submodules"]
+def _fp8_experts(stock: Any) -> partial[FP8Experts]:
+    """A builder of :class:`FP8Experts` from that of stock's grouped experts."""
+    linears: GroupedMLPSubmodules = stock.keywords["submodules"]
     ours = dataclasses.replace(
         linears, linear_fc1=fp8_linear(linears.linear_fc1), linear_fc2=fp8_linear(linears.linear_fc2)
     )
-    return partial(
-        NumberedMoELayer, submodules=dataclasses.replace(stock, experts=partial(FP8Experts, submodules=ours))
-    )
+    return partial(FP8Experts, submodules=ours)
 
 
 def fp8_linear(stock: Any) -> Any:
@@ -81,15 +382,6 @@ def fp8_linear(stock: Any) -> Any:
         stock.finish_init(self, quantization_config if self.in_fp8 else None)
 
     return type(f"FP8{stock.__name__}", (stock,), {"in_fp8": True, "finish_init": finish_init})
-
-
-class NumberedMoELayer(MoELayer):
-    """Stock MoELayer that also passes the layer number to the experts; stock passes it to the router alone."""
-
-    def set_layer_number(self, layer_number: int) -> None:
-        """Set the 1-based layer number over all pipeline stages, as TransformerLayer does."""
-        super().set_layer_number(layer_number)
-        self.experts.set_layer_number(layer_number)
 
 
 class FP8Experts(TEGroupedMLP):

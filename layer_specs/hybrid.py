@@ -107,7 +107,7 @@ class NAM56RStack(HybridStack):
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """Stock's, once the checkpoint's layout is marked or checked."""
-        checkpoint_layout.mark_or_check(metadata)
+        checkpoint_layout.mark_or_check(metadata, getattr(self.config, checkpoint_layout.EXPERTS_KEY, None))
         state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return state
 

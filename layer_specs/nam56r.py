@@ -37,7 +37,7 @@ from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.attention import attention_layer_spec, full_attention, sparse_attention
 from megacpp_mcore.layer_specs.documents import check_run
-from megacpp_mcore.layer_specs.experts import expert_layer_spec
+from megacpp_mcore.layer_specs.experts import choose_experts, expert_layer_spec
 from megacpp_mcore.layer_specs.graphs import check_graphs, graph_plan
 from megacpp_mcore.layer_specs.initial import set_start
 from megacpp_mcore.layer_specs.mamba import mamba_layer_spec
@@ -125,6 +125,10 @@ def block_submodules(
 ) -> HybridBlockSubmodules:
     """The specs of the layers numbered ``layers`` (1-based), the final norm, and MTP where it belongs."""
     parts = parts_for(config)
+    if (
+        "E" in model.layers
+    ):  # also where this chunk has none: its rank may be the one that writes a checkpoint's metadata
+        setattr(config, checkpoint_layout.EXPERTS_KEY, choose_experts(config, dispatcher).observed)
     sources = grammar.source_layers(model.roles)
     index_cache = IndexCache({shared: full for shared, full in sources.items() if shared in layers})
     plan, graphs = region_plan(plugin_config.from_environment(), config), graph_plan(model, config)
@@ -152,7 +156,7 @@ def layer_spec(
     if letter == "R":
         return recurrent_layer_spec(model, parts, dispatcher)
     if letter == "E":
-        return expert_layer_spec(config, parts)
+        return expert_layer_spec(config, parts, dispatcher)
     if role == grammar.FULL_ATTENTION:
         return attention_layer_spec(parts, full_attention(parts, dispatcher))
     full = role == grammar.FULL_INDEX

@@ -142,6 +142,7 @@ def build(
     *extra: str,
     precision: str = "fp32",
     seed: int = 1234,
+    backends: Mapping[str, str] | None = None,
 ) -> Any:
     """The GPTModel that stock builds for ``preset`` with ``overrides`` (through MEGACPP_CONFIG); needs :func:`one_process`."""
     import yaml
@@ -152,7 +153,8 @@ def build(
 
     destroy_moe_metrics_tracker()  # stock sizes it by the first model of the process
     file = folder / "megacpp.yaml"
-    file.write_text(yaml.safe_dump({"model": preset.name, "overrides": dict(overrides)}))
+    settings = {"model": preset.name, "overrides": dict(overrides), "backends": dict(backends or {})}
+    file.write_text(yaml.safe_dump(settings))
     words = cpu_words(with_overrides(preset, overrides), None, *extra, precision=precision)
     with mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}):
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -188,7 +190,7 @@ def family(layer: Any) -> str:
     kinds = {(MLASelfAttention, AbsorbedMLASelfAttention): "A", Mamba3Mixer: "M", M2RNNMixer: "R", IdentityOp: "E"}
     (letter,) = [letter for kind, letter in kinds.items() if isinstance(layer.self_attention, kind)]
     expected_mlp = MoELayer if letter == "E" else IdentityOp
-    assert type(layer.mlp) is expected_mlp, f"layer {layer.layer_number} has the MLP {type(layer.mlp).__name__}"
+    assert isinstance(layer.mlp, expected_mlp), f"layer {layer.layer_number} has the MLP {type(layer.mlp).__name__}"
     return letter
 
 

@@ -17,7 +17,7 @@ None of these imports torch before something is probed or chosen.
 from __future__ import annotations
 
 from megacpp_mcore.backends.candidates import own_candidates
-from megacpp_mcore.backends.dispatcher import AUTO, Candidate, Dispatcher, Resolution, Speed
+from megacpp_mcore.backends.dispatcher import AUTO, STOCK, Candidate, Dispatcher, Resolution, Speed
 from megacpp_mcore.backends.probes import APEX_PARTS, DISABLE_TE, ProbeResult, apex_parts, probe_import, te_disabled
 from megacpp_mcore.backends.support import Dim, Support
 
@@ -25,6 +25,7 @@ __all__ = [
     "APEX_PARTS",
     "AUTO",
     "DISABLE_TE",
+    "STOCK",
     "Candidate",
     "Dim",
     "Dispatcher",

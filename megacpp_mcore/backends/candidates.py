@@ -8,13 +8,17 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.backends.dispatcher import Candidate, Speed
-from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON
+from megacpp_mcore.backends.dispatcher import STOCK, Candidate, Speed
+from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON, hopper
 from megacpp_mcore.backends.support import Dim, Support
 from megacpp_mcore.te import imports
 
 LAYER_PARTS = "transformer_impl"
 """The op that stands for a layer's linears, norms and experts, called as Megatron's flag that asks for it."""
+
+EXPERTS, OWN_EXPERTS = "experts", "megacpp_mcore"
+"""The op that stands for the modules of an E layer's routed experts, and its candidate that runs one of the ops ``routed_mlp``
+and ``grouped_mlp``; ``stock`` is what ``--transformer-impl`` and ``--moe-grouped-gemm`` give."""
 
 _REFERENCE = Support(capturable=False)
 """The references run on anything. No CUDA graph has been tried with them."""
@@ -61,6 +65,16 @@ _SPARSE_MLA_TRITON = Support(
 )
 """The widths that its kernels are compiled for without a spill, and compared with the reference at. Its sums have one order
 where ``torch.use_deterministic_algorithms`` asks for it, as every door does in deterministic mode."""
+
+_EXPERTS_TRITON = Support(
+    devices=("cuda",), dtypes=("bfloat16",), dims={"hidden": _EIGHTS, "ffn": _EIGHTS, "experts": Dim(largest=256)}
+)
+"""PyTorch's grouped product, of which it has two, has a kernel for bfloat16 alone, and rows of multiples of 16 bytes."""
+
+_EXPERTS_FP8 = dataclasses.replace(_EXPERTS_TRITON, dims={"hidden": Dim(multiple_of=16), "ffn": Dim(multiple_of=16)})
+
+_ROUTER_TRITON = Support(devices=("cuda",), dtypes=("float32",), dims={"experts": Dim(largest=256)})
+"""Of its logits, which a router has in float32. One program has all experts of a token."""
 
 _E4M3 = ("float8_e4m3fn",)
 _DEEP_GEMM = Support(
@@ -117,6 +131,27 @@ def own_candidates() -> tuple[Candidate, ...]:
         ),
         *(
             _candidate(
+                op, TRITON, Speed.KERNEL, _EXPERTS_TRITON, f"megacpp_mcore.ops.grouped_mlp.triton:{op}", _GPU_TRITON
+            )
+            for op in ("grouped_mlp", "routed_mlp")
+        ),
+        _candidate(
+            "router", TRITON, Speed.KERNEL, _ROUTER_TRITON, "megacpp_mcore.ops.router.triton:route", _GPU_TRITON
+        ),
+        # Before the reference of its class, which ``auto`` then passes over.
+        _candidate("router", STOCK, Speed.REFERENCE, Support(), "megatron.core.transformer.moe.router:TopKRouter"),
+        *(
+            dataclasses.replace(
+                _candidate(
+                    op, "triton_fp8", Speed.KERNEL, _EXPERTS_FP8, f"megacpp_mcore.ops.grouped_mlp.fp8:{op}", _GPU_TRITON
+                ),
+                probe=hopper,
+                by_name=True,
+            )
+            for op in ("grouped_mlp", "routed_mlp")
+        ),
+        *(
+            _candidate(
                 op,
                 TRITON,
                 Speed.KERNEL,
@@ -145,8 +180,13 @@ def own_candidates() -> tuple[Candidate, ...]:
                 ("indexer_grad", "indexer", "indexer_grad"),
                 ("mamba3", "mamba3", "mamba3"),
                 ("m2rnn", "m2rnn", "m2rnn"),
+                ("grouped_mlp", "grouped_mlp", "grouped_mlp"),
+                ("routed_mlp", "grouped_mlp", "routed_mlp"),
+                ("router", "router", "route"),
             )
         ),
+        _candidate(EXPERTS, OWN_EXPERTS, Speed.KERNEL, Support(), "megacpp_mcore.layer_specs.experts:own_experts"),
+        _candidate(EXPERTS, STOCK, Speed.COMPILED, Support(), "megacpp_mcore.layer_specs.experts:stock_experts"),
     )
 
 

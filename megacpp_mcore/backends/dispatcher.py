@@ -7,6 +7,7 @@ covers the request; where that is of a slower class than one made for the same d
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
 import threading
@@ -23,11 +24,12 @@ from megacpp_mcore.util.nearest import nearest
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+STOCK = "stock"
+"""The name of the candidate that is Megatron's own module, of the ops that have one."""
 
 CHOSEN_ELSEWHERE = {
     "linear": "--transformer-impl",
     "norm": "--transformer-impl",
-    "experts": "--transformer-impl and --moe-grouped-gemm",
     "loss": "the patch linear-cross-entropy",
     "optimizer": "--optimizer, and by what Megatron can import",
     "cuda_graph": "--cuda-graph-impl",
@@ -57,6 +59,7 @@ class Candidate:
         support: what it covers.
         requires: what this machine must have, of :data:`megacpp_mcore.backends.probes.REQUIREMENTS`.
         probe: whatever else has to be tried once before it can run.
+        by_name: whether it runs only where it is asked for by name, because it gives up accuracy.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Candidate:
     support: Support = field(default_factory=Support)
     requires: tuple[str, ...] = ()
     probe: Callable[[], ProbeResult] | None = None
+    by_name: bool = False
 
     def __post_init__(self) -> None:
         for name in self.requires:
@@ -172,6 +176,30 @@ class Dispatcher:
                 self._resolutions[key] = self._resolve(op, requested, layer, needs)
             return self._resolutions[key]
 
+    def request_or_stock(self, op: str, why: str | None, **needs: Any) -> Resolution:
+        """Resolve ``op`` as :meth:`request` does, but where the run asks for something that stock alone can do, to stock.
+
+        Args:
+            op: one that has the candidate :data:`STOCK`.
+            why: what the run asks for, which is then the reason; None: nothing.
+            needs: as there.
+
+        Raises:
+            BackendError: as there, or another candidate is asked for by name, and such a thing, too.
+        """
+        requested = self._requests.get(op, AUTO)
+        if why is None or requested == STOCK:
+            return self.request(op, **needs)
+        if requested != AUTO:
+            raise BackendError(
+                f"backends asks for {op}: {requested}, and the run for {why}, which {STOCK} alone can do; leave one out"
+            )
+        with self._lock:
+            made = self._by_name(op, STOCK, None, needs)
+            reason = f"the run asks for {why}, which {STOCK} alone can do"
+            made = dataclasses.replace(made, requested=AUTO, reason=reason)
+            return self._resolutions.setdefault((op, why), made)
+
     def observed_backends(self) -> list[dict[str, Any]]:
         """One JSON-ready record a resolution so far, in the order in which they were made."""
         with self._lock:
@@ -223,6 +251,8 @@ class Dispatcher:
         passed_over: list[str] = []
         best: Speed | None = None  # of those made for this device, here or not
         for candidate in sorted(self._candidates[op].values(), key=lambda one: -one.speed):
+            if candidate.by_name:
+                continue
             if not candidate.support.is_for(needs.get("device")):
                 passed_over.append(f"{candidate.name} is for {' or '.join(candidate.support.devices)}")
                 continue

@@ -67,6 +67,14 @@ def _cuda() -> ProbeResult:
     return ProbeResult(is_there, "" if is_there else "torch sees no CUDA device")
 
 
+def hopper() -> ProbeResult:
+    """A GPU of compute capability 9.0, for which alone PyTorch 2.11 has grouped FP8 products with scales of rows."""
+    capability = importlib.import_module("torch").cuda.get_device_capability()
+    return ProbeResult(
+        capability == (9, 0), "" if capability == (9, 0) else f"the GPU is {capability}, not Hopper (9, 0)"
+    )
+
+
 REQUIREMENTS: Mapping[str, Callable[[], ProbeResult]] = MappingProxyType(
     {
         TRANSFORMER_ENGINE: imports.available,

@@ -108,18 +108,18 @@ class Variant:
 
     @classmethod
     def candidates(cls, op: str, options: Options, call: Callable[..., Any], **needs: Any) -> Iterator[Variant]:
-        """Ours: every backend of ``op`` that ``auto`` could choose, those that cannot run here with the reason.
+        """Ours: every backend of ``op`` but stock's module, those that cannot run here with the reason.
 
         Args:
             op: an op of the dispatcher.
             options: device and dtype.
             call: from a backend's function and the inputs to the output.
-            needs: what the backend has to cover besides, as in a request.
+            needs: what the backend has to cover besides, or instead, as in a request.
 
         Raises:
             BenchmarkError: no backend of that op is known.
         """
-        known = [candidate for candidate in backends.own_candidates() if candidate.op == op]
+        known = [one for one in backends.own_candidates() if one.op == op and one.name != backends.STOCK]
         if not known:
             raise BenchmarkError(f"op {op!r} has no backend; name what is measured in the benchmark itself")
         for candidate in known:

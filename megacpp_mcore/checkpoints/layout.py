@@ -14,6 +14,8 @@ LAYOUT = 2
 """That of megacpp-mcore 0.2 (docs/model.md): each part of a projection by itself, biases and rank mixes with one axis."""
 KEY = "megacpp_layout"
 """Its name in the content metadata; 0.1.0 wrote none."""
+EXPERTS_KEY = "megacpp_experts"
+"""The name there of the backend ``experts`` of the model that was saved; absent, it was ``stock``."""
 LOADED_FROM = "megacpp_loaded_from"
 """The name under which the patch checkpoint-layout notes there the folder of a checkpoint that is being loaded."""
 AS_TORCH_DIST = (
@@ -22,20 +24,24 @@ AS_TORCH_DIST = (
 )
 
 
-def mark_or_check(metadata: dict[str, Any] | None) -> None:
+def mark_or_check(metadata: dict[str, Any] | None, experts: str | None) -> None:
     """Mark the metadata of a checkpoint to be saved; check that of one to be loaded.
 
     Args:
         metadata: what ``sharded_state_dict`` is given; None where it is called for no checkpoint.
+        experts: whose routed experts the model has; None: it has none.
 
     Raises:
-        CheckpointError: the checkpoint to be loaded has no layout, or another; nothing has been loaded.
+        CheckpointError: the checkpoint to be loaded has no layout, or another; or the state of a distributed optimizer in the
+            order of other experts' parameters; nothing has been loaded.
     """
     if metadata is None:
         return
     folder = metadata.get(LOADED_FROM)
     if folder is None:
         metadata[KEY] = LAYOUT
+        if experts is not None:
+            metadata[EXPERTS_KEY] = experts
         return
     found = metadata.get(KEY)
     if found is None:
@@ -48,6 +54,23 @@ def mark_or_check(metadata: dict[str, Any] | None) -> None:
             f"the checkpoint {folder} has {KEY} {found}, expected {LAYOUT}; load it with the version of megacpp-mcore that "
             "saved it"
         )
+    saved = metadata.get(EXPERTS_KEY, "stock")
+    flat = metadata.get("distrib_optim_sharding_type") == "dp_reshardable"
+    if experts not in (None, saved) and flat and _loads_optimizer():
+        # Flat buffers of all parameters one after another: ours and stock's are as long, and in another order.
+        raise CheckpointError(
+            f"the checkpoint {folder} has the distributed optimizer's state in the order of the experts' parameters (backend "
+            f"{saved}), which the run, with {experts}, has in another; write backends: {{experts: {saved}}}, or save it so "
+            "once with --dist-ckpt-optim-fully-reshardable, or load without the optimizer's state (--no-load-optim)"
+        )
+
+
+def _loads_optimizer() -> bool:
+    """Whether the stock script of this process loads an optimizer's state; where none runs it is not known, and it does."""
+    from megatron.training import global_vars
+
+    arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
+    return arguments is None or not (arguments.no_load_optim or arguments.finetune)
 
 
 def check_version(prefix: str, version: int | None) -> None:

@@ -75,7 +75,9 @@ SLOTS = (
         False,
         "Mamba-3 takes the slot of Mamba-2, as a TransformerLayer: stock has no Mamba-3 mixer",
     ),
-    Slot("E", "E", "moe_layer", "mixture of experts", True, "stock MoELayer"),
+    Slot(
+        "E", "E", "moe_layer", "mixture of experts", True, "stock MoELayer; its router and its routed experts are ours"
+    ),
     Slot(
         "G",
         "R",

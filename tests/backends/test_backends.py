@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import subprocess
@@ -67,6 +68,17 @@ def test_auto_takes_the_fastest_and_probes_once() -> None:
     assert answers[0].fn(1) == 129
     assert (kernel.probes, kernel.loaded) == (1, 2)
     assert [row["layer"] for row in made.observed_backends()] == [1, 2]
+
+
+def test_auto_does_not_take_what_runs_by_name_alone() -> None:
+    exact = Counted().candidate("exact", Speed.COMPILED)
+    rough = dataclasses.replace(Counted().candidate("rough", Speed.KERNEL), by_name=True)
+    made = Dispatcher({}, [rough, exact])
+    answer = made.request("mla")
+    assert (answer.observed, answer.slower_than_best) == ("exact", False)
+    assert made.request("mla", "rough").observed == "rough"
+    with pytest.raises(BackendError, match="no backend can run op mla"):
+        Dispatcher({}, [rough]).request("mla")
 
 
 def test_auto_that_is_slower_than_the_best_present_warns_once_and_is_marked(caplog: pytest.LogCaptureFixture) -> None:
@@ -266,15 +278,19 @@ def test_full_attention_is_fused_where_it_can_be(
         ("indexer_grad", {"deterministic": True}, "triton", "indexer_grad"),
         ("indexer_grad", {"heads": 65}, "reference", "indexer_grad"),
         ("indexer_grad", {"dtype": "torch.float32"}, "reference", "indexer_grad"),
+        ("routed_mlp", {"deterministic": True}, "triton", "routed_mlp"),
+        ("routed_mlp", {"ffn": 100}, "reference", "routed_mlp"),
+        ("grouped_mlp", {}, "triton", "grouped_mlp"),
+        ("grouped_mlp", {"dtype": "torch.float16"}, "reference", "grouped_mlp"),
     ],
 )
-def test_sparse_attention_has_kernels_where_it_can(
+def test_ops_have_kernels_where_they_can(
     monkeypatch: pytest.MonkeyPatch, op: str, needs: dict[str, Any], name: str, function: str
 ) -> None:
     pytest.importorskip("triton")
     working = {name: lambda: ProbeResult(True) for name in (probes.CUDA, probes.TRITON, probes.TRANSFORMER_ENGINE)}
     monkeypatch.setattr(probes, "REQUIREMENTS", working)
-    widths = {"qk_dim": 128, "v_dim": 64} if op == "sparse_mla" else {"dim": 64, "heads": 32}
+    widths = {"qk_dim": 128, "v_dim": 64, "dim": 64, "heads": 32, "hidden": 3584, "ffn": 896}
     usual = {"device": "cuda", "dtype": "torch.bfloat16", "mask": True, "packed": True} | widths
     answer = Dispatcher().request(op, **usual | {"capturable": name != "reference"} | needs)
     assert (answer.observed, answer.fn.__name__, answer.slower_than_best) == (name, function, name == "reference")

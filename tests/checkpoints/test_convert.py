@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -260,14 +262,31 @@ def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_metadata_of_a_save_is_marked_and_that_of_a_load_is_checked() -> None:
     metadata: dict[str, Any] = {"dp_cp_group": None}
-    checkpoint_layout.mark_or_check(metadata)
+    checkpoint_layout.mark_or_check(metadata, None)
     assert metadata == {"dp_cp_group": None, "megacpp_layout": 2}
-    checkpoint_layout.mark_or_check(None)
-    checkpoint_layout.mark_or_check({"megacpp_loaded_from": "/old", "megacpp_layout": 2})
+    checkpoint_layout.mark_or_check(metadata, "megacpp_mcore")
+    assert metadata["megacpp_experts"] == "megacpp_mcore"
+    checkpoint_layout.mark_or_check(None, None)
+    checkpoint_layout.mark_or_check({"megacpp_loaded_from": "/old", "megacpp_layout": 2}, None)
     with pytest.raises(CheckpointError, match=r"`megacpp-mcore checkpoint convert /old NEW`"):
-        checkpoint_layout.mark_or_check({"megacpp_loaded_from": "/old"})
+        checkpoint_layout.mark_or_check({"megacpp_loaded_from": "/old"}, None)
     with pytest.raises(CheckpointError, match="has megacpp_layout 3, expected 2"):
-        checkpoint_layout.mark_or_check({"megacpp_loaded_from": "/old", "megacpp_layout": 3})
+        checkpoint_layout.mark_or_check({"megacpp_loaded_from": "/old", "megacpp_layout": 3}, None)
+
+
+def test_flat_state_in_the_order_of_other_experts_is_refused() -> None:
+    loaded = {"megacpp_loaded_from": "/old", "megacpp_layout": 2}
+    flat = loaded | {"distrib_optim_sharding_type": "dp_reshardable"}
+    with pytest.raises(
+        CheckpointError, match=r"backends: \{experts: stock\}, or save it so once with --dist-ckpt-optim"
+    ):
+        checkpoint_layout.mark_or_check(flat, "megacpp_mcore")
+    checkpoint_layout.mark_or_check(flat, "stock")
+    checkpoint_layout.mark_or_check(flat | {"megacpp_experts": "megacpp_mcore"}, "megacpp_mcore")
+    checkpoint_layout.mark_or_check(loaded | {"distrib_optim_sharding_type": "fully_reshardable"}, "megacpp_mcore")
+    without = SimpleNamespace(no_load_optim=True, finetune=False)
+    with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", without):
+        checkpoint_layout.mark_or_check(flat, "megacpp_mcore")
 
 
 def test_a_folder_is_noted_where_its_metadata_is_read(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import yaml
 from megacpp_mcore import patches
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.backends import STOCK, Dispatcher
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID, Training
@@ -144,7 +145,10 @@ def build(model: Model, precision: str, folder: Path, monkeypatch: pytest.Monkey
 
     base = preset("nam56r_tiny")
     file = folder / "megacpp.yaml"
-    file.write_text(yaml.safe_dump({"model": base.name, "overrides": overrides.differences(model, base)}))
+    chosen = {"experts": STOCK}  # which has products to count in BF16, too
+    file.write_text(
+        yaml.safe_dump({"model": base.name, "overrides": overrides.differences(model, base), "backends": chosen})
+    )
     monkeypatch.setenv(plugin_config.VARIABLE, str(file))
     destroy_moe_metrics_tracker()
     config = stock.model_config(words_of(model, precision, ALONE))
@@ -210,7 +214,8 @@ def pair(process: None) -> tuple[Any, Any]:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     built = []
     for one in (config, without):
-        submodules = expert_layer_spec(one, parts_for(one)).submodules.mlp.keywords["submodules"]
+        spec = expert_layer_spec(one, parts_for(one), Dispatcher({"experts": STOCK}))
+        submodules = spec.submodules.mlp.keywords["submodules"]
         built.append(submodules.experts(16, one, pg_collection=groups, name="decoder.layers.1.mlp.experts"))
     ours, plain = built
     ours.set_layer_number(2)

@@ -21,6 +21,7 @@ import torch
 import yaml
 
 from megacpp_mcore.arguments.lowering import check_arguments, lower, mismatches
+from megacpp_mcore.backends import STOCK, Dispatcher
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import Layout, Model, precision, preset, with_overrides
@@ -303,7 +304,8 @@ def layer(process: Path) -> Iterator[Callable[[int], Any]]:
 
         def build(number: int, quant_recipe: Any = recipe) -> Any:
             config.quant_recipe = quant_recipe
-            spec = experts.expert_layer_spec(config, parts)
+            asked = {} if quant_recipe is not None else {"experts": STOCK}
+            spec = experts.expert_layer_spec(config, parts, Dispatcher(asked))
             built = build_module(spec, config=config, layer_number=number, pg_collection=groups)
             for (
                 name,
@@ -368,12 +370,11 @@ def test_experts_that_were_given_no_fp8_do_not_run_in_bf16(layer: Callable[..., 
         run(experts)
 
 
-def test_without_the_file_the_layer_is_stocks(layer: Callable[..., Any]) -> None:
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    assert type(layer(2, quant_recipe=None).mlp) is MoELayer
-    assert isinstance(layer(2).mlp, MoELayer)
-    assert type(layer(2).mlp.shared_experts) is type(layer(2, quant_recipe=None).mlp.shared_experts)
+def test_the_file_is_the_reason_for_stocks_experts(layer: Callable[..., Any]) -> None:
+    found, plain = layer(2).mlp, layer(2, quant_recipe=None).mlp
+    assert (found.experts_backend.requested, found.experts_backend.observed) == ("auto", STOCK)
+    assert "FP8 experts (--te-precision-config-file)" in found.experts_backend.reason
+    assert type(found.shared_experts) is type(plain.shared_experts)
 
 
 # --- The page ---------------------------------------------------------------------------------------------------------

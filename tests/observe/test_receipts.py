@@ -132,13 +132,14 @@ def _check_live_objects(found: dict[str, Any]) -> None:
     ops = {(one["op"], one["layer"]): one["observed"] for one in found["backends"]}
     assert {layer for op, layer in ops if op == "mamba3"} == set(model().layer_numbers("M"))
     assert {layer for op, layer in ops if op == "mla"} == {1, None}
-    model_ops = {"mla", "sparse_mla", "indexer", "indexer_grad", "mamba3", "m2rnn"}
+    model_ops = {"mla", "sparse_mla", "indexer", "indexer_grad", "mamba3", "m2rnn", "routed_mlp"}
     model_ops |= {"mla_latents", "mla_projection", "mla_keys", "indexer_inputs"}
     assert {observed for (op, _), observed in ops.items() if op in model_ops} == {"reference"}
-    assert {op for op, _ in ops} == model_ops | {"linear", "norm", "experts", "loss", "optimizer"}
-    assert {observed for (op, _), observed in ops.items() if op in ("linear", "norm", "experts")} == {"local"}
+    assert {op for op, _ in ops} == model_ops | {"linear", "norm", "experts", "router", "loss", "optimizer"}
+    assert {observed for (op, _), observed in ops.items() if op in ("linear", "norm")} == {"local"}
     assert (ops["loss", None], ops["optimizer", None]) == ("megatron", "torch")
-    assert {layer for op, layer in ops if op == "experts"} == set(model().layer_numbers("E"))
+    for number in model().layer_numbers("E"):
+        assert (ops["experts", number], ops["router", number]) == ("megacpp_mcore", "stock")
     parts = {one["part"]: one for one in found["parts"]}
     assert parts["experts"]["layers"] == list(model().layer_numbers("E"))
     assert {"linear_q_down_proj", "in_proj", "out_proj", "input_layernorm"} <= parts.keys()

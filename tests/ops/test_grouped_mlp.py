@@ -1,4 +1,4 @@
-"""grouped_mlp against one token at a time, in fp64, and against Megatron's own experts.
+"""grouped_mlp and routed_mlp against one token at a time, in fp64, and against Megatron's own experts.
 
 Shape legend: T tokens, E experts, D model width, F expert width.
 """
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp
+from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
 from megacpp_mcore.ops.testing import assert_parity
 
 COUNTS = {
@@ -202,3 +202,68 @@ def test_refuses(case):
     arguments, options, message = bad_calls()[case]
     with pytest.raises(ModelError, match=message):
         grouped_mlp(*arguments, **options)
+
+
+def draw_routed(T=9, E=5, topk=3, D=5, F=6, dtype=torch.float64):
+    """Tokens, routing of which the last expert has no part, and what :func:`draw` has besides."""
+    x, w1, w2, _ = draw([T] + [0] * (E - 1), D, F, dtype)
+    generator = torch.Generator().manual_seed(2)
+    scores = torch.rand(T, E - 1, dtype=torch.float64, generator=generator)
+    routing = torch.zeros(T, E, dtype=torch.bool).scatter_(1, scores.topk(topk).indices, True)
+    probs = torch.rand(T, E, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+    return x, routing, probs, w1, w2
+
+
+def routed_truth(x, routing, probs, w1, w2, activation):
+    return torch.stack(
+        [
+            sum(w2[e] @ (probs[t, e] * gelu(w1[e] @ x[t], activation)) for e in routing[t].nonzero()[:, 0])
+            for t in range(len(x))
+        ]
+    )
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("topk", [1, 3, 4])
+def test_routed_matches_one_token_at_a_time(topk, activation):
+    x, routing, probs, w1, w2 = draw_routed(topk=topk)
+    leaves = (x, probs, w1, w2)
+    actual = routed_mlp(x, routing, probs, w1, w2, topk=topk, activation=activation)
+    expected = routed_truth(x, routing, probs, w1, w2, activation)
+    assert_parity(actual, expected, rms=1e-12, name="y")
+    cotangent = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    have, want = torch.autograd.grad(actual, leaves, cotangent), torch.autograd.grad(expected, leaves, cotangent)
+    for name, a, e in zip(("x", "probs", "w1", "w2"), have, want, strict=True):
+        assert_parity(a, e, rms=1e-11, name=f"d{name}")
+    assert not have[1][~routing].count_nonzero()
+    assert not any(gradient[-1].count_nonzero() for gradient in have[2:])
+
+
+def test_routed_gradcheck():
+    x, routing, probs, w1, w2 = draw_routed(T=3, E=3, topk=2, D=3, F=2)
+    assert torch.autograd.gradcheck(lambda a, p, b, c: routed_mlp(a, routing, p, b, c, topk=2), [x, probs, w1, w2])
+
+
+def bad_routed_calls():
+    x, routing, probs, w1, w2 = (t.detach() for t in draw_routed())
+    fewer, more = routing.clone(), routing.clone()
+    fewer[4] = False
+    more[2] = True
+    return {
+        "integers": ((x, routing.long(), probs, w1, w2), {}, r"torch\.int64 .* expected torch\.bool"),
+        "experts first": ((x, routing.T, probs, w1, w2), {}, r"\[T, E\] = \[9, 5\]"),
+        "probabilities of rows": ((x, routing, probs[:, 0], w1, w2), {}, "probs have shape"),
+        "no expert": ((x, routing, probs, w1, w2), {"topk": 0}, "expected 1 to E = 5"),
+        "another topk": ((x, routing, probs, w1, w2), {"topk": 2}, "9 of 9 tokens"),
+        "dropped": ((x, fewer, probs, w1, w2), {}, "1 of 9 .* token 4 with 0"),
+        "too many": ((x, more, probs, w1, w2), {}, "token 2 with 5"),
+        "w2 transposed": ((x, routing, probs, w1, w2.transpose(1, 2)), {}, "out, in"),
+        "activation": ((x, routing, probs, w1, w2), {"activation": "relu"}, "gelu_tanh"),
+    }
+
+
+@pytest.mark.parametrize("case", bad_routed_calls())
+def test_routed_refuses(case):
+    arguments, options, message = bad_routed_calls()[case]
+    with pytest.raises(ModelError, match=message):
+        routed_mlp(*arguments, **{"topk": 3} | options)

@@ -13,10 +13,12 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {
+    "grouped_mlp": ("even", "lone", "halves", "blocks", "fp8"),
     "indexer": ("rows", "pieces", "gradient"),
     "linear_cross_entropy": ("",),
     "m2rnn": ("whole", "parts"),
     "mamba3": ("mimo", "mimo_documents", "rank_2", "siso", "siso_documents"),
+    "router": ("",),
     "mla_projection": ("whole", "halves"),
     "sparse_mla": ("whole", "halves", "many_heads"),
 }

@@ -355,7 +355,7 @@ ROWS = {
     "Mamba-3 MIMO": ("mamba3", "triton", "reference"),
     "Mamba-3 SISO": ("mamba3_siso", "mamba-ssm SISO"),
     "M²RNN": ("m2rnn", "triton", "reference"),
-    "16 experts": ("grouped_mlp", "torch._grouped_mm", "TE GroupedLinear"),
+    "E layer": ("layer_e", "stock MoELayer", "ours (experts megacpp_mcore, router triton, routed_mlp triton)"),
     "output layer": (
         "linear_cross_entropy",
         "stock, fused cross-entropy",

@@ -1,9 +1,18 @@
-"""Routed experts, rows sorted by expert: ours, Transformer Engine's GroupedLinear, and PyTorch's grouped products.
+"""Routed experts: ours, Transformer Engine's GroupedLinear, and PyTorch's grouped products.
 
-Legend: T rows (each token once per expert it is routed to), E experts, D hidden, F expert width.
+On rows that are sorted by expert; and on tokens with their routing, where stock gathers the tokens' rows and sums each token's.
+
+Legend: T rows (of sorted rows: each token once per expert it is routed to; of routed tokens: tokens), E experts, D hidden,
+F expert width.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +20,19 @@ import torch.nn.functional as F
 from megacpp_mcore.bench.cases.peers import ENGINE, lacking
 from megacpp_mcore.bench.parity import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Tensors, Variant
-from megacpp_mcore.bench.registry import OURS, PEER, Options
+from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.model.flops import feed_forward
-from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp
+from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
 from megacpp_mcore.te import imports
 
 LIMITS = {"bfloat16": 5e-3, "float32": 1e-5}
 ROUNDED = 3e-2
-"""For peers, which round the hidden activation to the dtype of their inputs."""
+"""For all that round the hidden activation to the dtype of their inputs: all but the reference."""
+QUANTIZED = 0.3
+"""For products in FP8: a probability's gradient can be small beside the products that it is the sum of."""
+
+SKEW = 0.3
+"""Standard deviation of the experts' biases, beside scores of one."""
 
 
 def problem(options: Options) -> Problem:
@@ -41,6 +55,10 @@ def problem(options: Options) -> Problem:
         x, w1, w2, probs = inputs.leaves.values()
         return grouped_mlp(x, inputs.fixed["counts"], w1, w2, probs)
 
+    def ours(backend: Any, inputs: Inputs) -> Any:
+        x, w1, w2, probs = inputs.leaves.values()
+        return backend(x, inputs.fixed["counts"], w1, w2, probs)
+
     weights, rows = 2 * E * D * width * draw.itemsize, T * D * draw.itemsize
     return Problem(
         shape={**options.shape, "T": T},
@@ -48,11 +66,53 @@ def problem(options: Options) -> Problem:
         variants=[
             _grouped_mm(options),
             _engine(options, inputs, counts_E.tolist()),
-            Variant.of("reference", OURS, reference),
+            *_ours("grouped_mlp", options, ours),
         ],
         works=Floor.pair(feed_forward(T, D, width), weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
         check=AgainstTruth(in_double(reference, inputs), LIMITS[options.dtype]),
     )
+
+
+def routed_problem(options: Options) -> Problem:
+    """Every implementation on one set of tokens, routed as scores with a bias for each expert route them."""
+    E, K, D, width = options.sizes("experts", "routed", "hidden", "expert_width")
+    T, draw = options.shape["B"] * options.shape["S"], Draw(options)
+    score_TE = draw.normal(T, E, dtype=torch.float32) + draw.normal(E, scale=SKEW, dtype=torch.float32)
+    routing_TE = torch.zeros_like(score_TE, dtype=torch.bool).scatter_(1, score_TE.topk(K).indices, True)
+    probs_TE = score_TE.sigmoid() * routing_TE
+    inputs = Inputs(
+        leaves=draw.leaves(
+            x=draw.normal(T, D),
+            probs=probs_TE / probs_TE.sum(1, keepdim=True),
+            w1=draw.normal(E, width, D, scale=D**-0.5),
+            w2=draw.normal(E, D, width, scale=width**-0.5),
+        ),
+        cotangents={"y": draw.normal(T, D)},
+        fixed={"routing": routing_TE},
+    )
+
+    def ours(backend: Any, inputs: Inputs) -> Any:
+        x, probs, w1, w2 = inputs.leaves.values()
+        return backend(x, inputs.fixed["routing"], probs, w1, w2, topk=K)
+
+    weights, rows = 2 * E * D * width * draw.itemsize, T * D * draw.itemsize
+    return Problem(
+        shape=options.shape,
+        inputs=inputs,
+        variants=[
+            *_stock(options, inputs),
+            *_ours("routed_mlp", options, ours),
+        ],
+        works=Floor.pair(feed_forward(T * K, D, width), weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
+        check=AgainstTruth(in_double(partial(ours, routed_mlp), inputs), LIMITS[options.dtype]),
+    )
+
+
+def _ours(op: str, options: Options, call: Callable[[Any, Inputs], Any]) -> Iterator[Variant]:
+    E, D, width = options.sizes("experts", "hidden", "expert_width")
+    limits = {"triton": ROUNDED, "triton_fp8": QUANTIZED}
+    for variant in Variant.candidates(op, options, call, hidden=D, ffn=width, experts=E):
+        yield dataclasses.replace(variant, limit=limits.get(variant.name))
 
 
 def _grouped_mm(options: Options) -> Variant:
@@ -76,32 +136,77 @@ def _engine(options: Options, inputs: Inputs, counts: list[int]) -> Variant:
     name = "TE GroupedLinear"
     if reason := lacking(options.device, ENGINE, "Transformer Engine"):
         return Variant.missing(name, reason)
-    dtype = getattr(torch, options.dtype)
-    linears = []
-    for weight_EOI in (inputs.leaves["w1"], inputs.leaves["w2"]):
-        experts, outputs, width = weight_EOI.shape
-        linear = imports.entry("GroupedLinear")(
-            experts, width, outputs, bias=False, params_dtype=dtype, device=options.device
-        )
-        with torch.no_grad():
-            for number, weight in enumerate(weight_EOI):
-                getattr(linear, f"weight{number}").copy_(weight)
-        linears.append(linear)
-    weights = [getattr(linear, f"weight{number}") for linear in linears for number in range(len(counts))]
+    engine = _Engine(options, inputs)
 
     def call(inputs: Inputs) -> torch.Tensor:
-        hidden = (F.gelu(linears[0](inputs.leaves["x"], counts)) * inputs.leaves["probs"][:, None]).to(dtype)
-        output: torch.Tensor = linears[1](hidden, counts)
-        return output
+        return engine(inputs.leaves["x"], inputs.leaves["probs"], counts)
 
     def differentiated(inputs: Inputs) -> Tensors:
-        return [inputs.leaves["x"], inputs.leaves["probs"], *weights]
+        return [inputs.leaves["x"], inputs.leaves["probs"], *engine.weights]
 
     def results(found: Tensors) -> Tensors:
         """The gradient of each matrix of weights is one tensor an expert."""
         if len(found) == 1:
             return found
         y, dx, dprobs, *gradients = found
-        return [y, dx, *(torch.stack(gradients[start:][: len(counts)]) for start in (0, len(counts))), dprobs]
+        return [y, dx, *engine.stacked(gradients), dprobs]
 
     return Variant.of(name, PEER, call, leaves=differentiated, results=results, limit=ROUNDED)
+
+
+def _stock(options: Options, inputs: Inputs) -> Iterator[Variant]:
+    """Megatron's permutation around TE's linears, as its alltoall dispatcher and TEGroupedMLP have it without parallelism."""
+    T, K = inputs.leaves["x"].shape[0], options.shape["routed"]
+    reason = lacking(options.device, "transformer_engine.pytorch", "Transformer Engine")
+    for fused in (False, True):
+        name = f"stock TEGroupedMLP{', fused permutation' if fused else ''}"
+        if reason:
+            yield Variant.missing(name, reason)
+            continue
+        yield _permuted(name, _Engine(options, inputs), T * K, fused)
+
+
+def _permuted(name: str, engine: _Engine, rows: int, fused: bool) -> Variant:
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+
+    def call(inputs: Inputs) -> torch.Tensor:
+        x, probs, routing = inputs.leaves["x"], inputs.leaves["probs"], inputs.fixed["routing"]
+        counts = routing.sum(0).tolist()  # the host waits, as it does in stock
+        row, prob, places, *_ = moe_utils.permute(x, routing, probs=probs, num_out_tokens=rows, fused=fused)
+        y = moe_utils.unpermute(engine(row, prob, counts), places, x.shape, routing_map=routing, fused=fused)
+        output: torch.Tensor = y
+        return output
+
+    def differentiated(inputs: Inputs) -> Tensors:
+        return [inputs.leaves["x"], inputs.leaves["probs"], *engine.weights]
+
+    def results(found: Tensors) -> Tensors:
+        return found if len(found) == 1 else [*found[:3], *engine.stacked(found[3:])]
+
+    return Variant.of(name, PEER, call, leaves=differentiated, results=results, limit=ROUNDED)
+
+
+class _Engine:
+    """TE's linears of the experts with their activation; the gradient of each matrix of weights is one tensor an expert."""
+
+    def __init__(self, options: Options, inputs: Inputs) -> None:
+        self.dtype = getattr(torch, options.dtype)
+        self.linears = []
+        for weight_EOI in (inputs.leaves["w1"], inputs.leaves["w2"]):
+            self.experts, outputs, width = weight_EOI.shape
+            linear = imports.entry("GroupedLinear")(
+                self.experts, width, outputs, bias=False, params_dtype=self.dtype, device=options.device
+            )
+            with torch.no_grad():
+                for number, weight in enumerate(weight_EOI):
+                    getattr(linear, f"weight{number}").copy_(weight)
+            self.linears.append(linear)
+        self.weights = [getattr(linear, f"weight{number}") for linear in self.linears for number in range(self.experts)]
+
+    def __call__(self, x: torch.Tensor, probs: torch.Tensor, counts: list[int]) -> Any:
+        hidden = (F.gelu(self.linears[0](x, counts)) * probs[:, None]).to(self.dtype)
+        return self.linears[1](hidden, counts)
+
+    def stacked(self, gradients: Tensors) -> list[torch.Tensor]:
+        """The gradients of its weights as one tensor for each matrix."""
+        return [torch.stack(list(gradients[start:][: self.experts])) for start in (0, self.experts)]

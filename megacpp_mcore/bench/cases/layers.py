@@ -25,7 +25,8 @@ from unittest import mock
 
 import torch
 
-from megacpp_mcore.backends import Dispatcher, own_candidates
+from megacpp_mcore.backends import STOCK, Dispatcher, own_candidates
+from megacpp_mcore.backends.candidates import EXPERTS
 from megacpp_mcore.bench.cases import peers
 from megacpp_mcore.bench.cases.peers import patched
 from megacpp_mcore.bench.parity import YARDSTICK_LIMIT, AgainstTruth
@@ -299,6 +300,34 @@ def _with_stock_core(plan: Plan, ours: Built) -> Variant:
     return theirs.variant("stock core attention", PEER)
 
 
+def _stock_moe(plan: Plan, ours: Built) -> Variant:
+    """The layer with stock's router, dispatcher and experts, whose matrices are parameters of their own."""
+    from megacpp_mcore.layer_specs.experts import expert_matrices
+
+    theirs = _build(plan, {EXPERTS: STOCK, "router": STOCK})
+    first, second = expert_matrices(theirs.module.mlp.experts)
+    by_name = dict(theirs.module.named_parameters())
+    # Of each parameter of ours: those of theirs that it is, or is a stack of.
+    parts = {
+        name: {"mlp.experts.weight1": first, "mlp.experts.weight2": second}.get(name) or [by_name[name]]
+        for name, _ in ours.module.named_parameters()
+    }
+    with torch.no_grad():
+        for name, weight in ours.module.named_parameters():
+            for part, value in zip(parts[name], weight if len(parts[name]) > 1 else [weight], strict=True):
+                part.copy_(value)
+
+    def results(found: Tensors) -> Tensors:
+        """Output and gradients in the order of ours."""
+        if len(found) == 1:
+            return found
+        gradients = dict(zip(map(id, by_name.values()), found[2:], strict=True))
+        given = [[gradients[id(part)] for part in each] for each in parts.values()]
+        return [*found[:2], *(torch.stack(each) if len(each) > 1 else each[0] for each in given)]
+
+    return Variant.of("stock MoELayer", PEER, theirs.run, leaves=theirs.leaves, results=results)
+
+
 def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
     """mamba-ssm's module between our norm and residual; only its output and its input's gradient are compared."""
     ssm, width = plan.model.mamba3, plan.model.hidden_size
@@ -360,6 +389,6 @@ layer_a_full = partial(_problem, "A", grammar.FULL_ATTENTION, _with_stock_core)
 layer_a_full_dsa = partial(_problem, "A", grammar.FULL_INDEX, _none("stock's DSA keeps no indices for Shared layers"))
 layer_a_shared_dsa = partial(_problem, "A", grammar.SHARED_INDEX, _none("stock has no layer that shares indices"))
 layer_m = partial(_problem, "M", None, _mamba_ssm)
-layer_e = partial(_problem, "E", None, _none("ours is stock's MoELayer; its experts' peers are in grouped_mlp"))
+layer_e = partial(_problem, "E", None, _stock_moe)
 layer_r = partial(_problem, "R", None, _none("no package has this layer; the recurrence's peer is in m2rnn"))
 mtp_block = partial(_problem, "mtp", None, _with_stock_core)

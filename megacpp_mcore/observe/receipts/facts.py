@@ -426,11 +426,15 @@ def fp8() -> dict[str, Any]:
 
 
 def moe(chunks: Sequence[Any]) -> dict[str, Any]:
-    """How the MoE layers of this rank are wired: who runs the shared expert, and which dispatchers there are."""
-    wired = [one for one in _modules(chunks) if getattr(one, "token_dispatcher", None) is not None]
-    shared = {getattr(one.token_dispatcher, "shared_experts", None) is not None for one in wired}
+    """How the MoE layers of this rank are wired: who runs the shared expert, and which dispatchers there are.
+
+    A layer of ours has none where its experts take the tokens as they come.
+    """
+    wired = [one for one in _modules(chunks) if hasattr(one, "token_dispatcher")]
+    dispatchers = [one.token_dispatcher for one in wired]
+    shared = {getattr(one, "shared_experts", None) is not None for one in dispatchers}
     return {
-        "dispatchers": sorted({type(one.token_dispatcher).__name__ for one in wired}),
+        "dispatchers": sorted({"none" if one is None else type(one).__name__ for one in dispatchers}),
         "shared_expert_overlap": sorted(shared),
         "top_k": sorted({one.router.topk for one in wired}),
     }
@@ -524,7 +528,8 @@ def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Linears, norms and experts of each layer; a record for each way to ask and owner there."""
     found: dict[tuple[str, int | None, str, str], set[str]] = {}
     for number, name, module in _layers(chunks):
-        if name == "experts" or _computes(name, module):
+        of_stock = name == "experts" and getattr(module, "follows_transformer_impl", True)
+        if of_stock or _computes(name, module):
             op = name if name == "experts" else "norm" if name.endswith("norm") else "linear"
             key = (op, number, _requested(module, chunks), _TE if owner(module) == _TE else "local")
             found.setdefault(key, set()).add(type(module).__name__)

@@ -1,6 +1,7 @@
-"""Plain-PyTorch truth of the grouped experts, a loop over their runs of tokens; no layer is wired to it yet.
+"""Plain-PyTorch truth of the routed experts, a loop over each one's rows: rows sorted by expert, or tokens with their routing.
 
-Shape legend: T tokens (each once per expert it is routed to), E experts (of this rank), D model width, F expert width.
+Shape legend: T tokens (in :func:`grouped_mlp` each once per expert it is routed to), R rows of :func:`routed_mlp`, T × topk,
+E experts (of this rank), D model width, F expert width.
 """
 
 from __future__ import annotations
@@ -22,36 +23,52 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _check(
-    x_TD: torch.Tensor,
-    tokens_per_expert_E: torch.Tensor,
-    w1_EFD: torch.Tensor,
-    w2_EDF: torch.Tensor,
-    probs_T: torch.Tensor | None,
-) -> list[int]:
-    """Return the tokens of each expert as integers, or raise ModelError."""
-    named = {"x_TD": x_TD, "w1_EFD": w1_EFD, "w2_EDF": w2_EDF} | ({} if probs_T is None else {"probs_T": probs_T})
-    require_float(**named)
+def check_weights(x_TD: torch.Tensor, w1_EFD: torch.Tensor, w2_EDF: torch.Tensor) -> None:
+    """Raise ModelError unless both matrices of every expert fit each other and the rows of x."""
     x, w1, w2 = tuple(x_TD.shape), tuple(w1_EFD.shape), tuple(w2_EDF.shape)
     if len(x) != 2 or len(w1) != 3 or w2 != (w1[0], w1[2], w1[1]) or w1[2] != x[1] or w1[0] == 0:
         raise ModelError(
             f"x, w1, w2 have shapes {x}, {w1}, {w2}, expected [T, D], [E, F, D], [E, D, F] with the same D, E and F "
             "and at least one expert; each weight is [out, in], as in torch.nn.Linear"
         )
+
+
+def check_activation(activation: str) -> None:
+    """Raise ModelError unless this is the name of an activation."""
+    if activation not in ACTIVATIONS:
+        raise ModelError(
+            f"activation is {activation!r}, expected one of {sorted(ACTIVATIONS)}; gated ones have no entry"
+        )
+
+
+def check_rows(
+    x_TD: torch.Tensor,
+    tokens_per_expert_E: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    probs_T: torch.Tensor | None,
+) -> None:
+    """Raise ModelError unless the arguments of :func:`grouped_mlp` fit each other; reads no value."""
+    named = {"x_TD": x_TD, "w1_EFD": w1_EFD, "w2_EDF": w2_EDF} | ({} if probs_T is None else {"probs_T": probs_T})
+    require_float(**named)
+    check_weights(x_TD, w1_EFD, w2_EDF)
+    x, E = tuple(x_TD.shape), w1_EFD.shape[0]
     if probs_T is not None and tuple(probs_T.shape) != x[:1]:
         raise ModelError(f"probs have shape {tuple(probs_T.shape)}, expected [T] = [{x[0]}], one for each row of x")
     counts_E = tokens_per_expert_E
-    if counts_E.is_floating_point() or counts_E.dtype == torch.bool or tuple(counts_E.shape) != w1[:1]:
+    if counts_E.is_floating_point() or counts_E.dtype == torch.bool or tuple(counts_E.shape) != (E,):
         raise ModelError(
-            f"tokens_per_expert is {counts_E.dtype} {list(counts_E.shape)}, expected integers of shape [E] = [{w1[0]}]"
+            f"tokens_per_expert is {counts_E.dtype} {list(counts_E.shape)}, expected integers of shape [E] = [{E}]"
         )
-    counts: list[int] = counts_E.tolist()
-    if min(counts) < 0 or sum(counts) != x[0]:
+
+
+def check_counts(counts: list[int], rows: int) -> None:
+    """Raise ModelError unless the counts are those of so many rows."""
+    if min(counts) < 0 or sum(counts) != rows:
         raise ModelError(
-            f"tokens_per_expert is {counts} (sum {sum(counts)}), expected non-negative counts that sum to T = {x[0]}; "
+            f"tokens_per_expert is {counts} (sum {sum(counts)}), expected non-negative counts that sum to T = {rows}; "
             "x must hold exactly the routed tokens, sorted by expert and without padding"
         )
-    return counts
 
 
 def grouped_mlp(
@@ -84,11 +101,10 @@ def grouped_mlp(
     Raises:
         ModelError: shapes, dtypes, counts or the activation are not as described.
     """
-    if activation not in ACTIVATIONS:
-        raise ModelError(
-            f"activation is {activation!r}, expected one of {sorted(ACTIVATIONS)}; gated ones have no entry"
-        )
-    counts = _check(x_TD, tokens_per_expert_E, w1_EFD, w2_EDF, probs_T)
+    check_activation(activation)
+    check_rows(x_TD, tokens_per_expert_E, w1_EFD, w2_EDF, probs_T)
+    counts: list[int] = tokens_per_expert_E.tolist()
+    check_counts(counts, x_TD.shape[0])
     dtype = compute_dtype(x_TD, w1_EFD, w2_EDF, *([] if probs_T is None else [probs_T]))
     probs = [None] * len(counts) if probs_T is None else probs_T.to(dtype).split(counts)
     outputs = []
@@ -99,3 +115,67 @@ def grouped_mlp(
             h_tF = h_tF * prob_t[:, None]
         outputs.append(F.linear(h_tF, w2_DF.to(dtype)))
     return torch.cat(outputs).to(x_TD.dtype)
+
+
+def check_routing(
+    x_TD: torch.Tensor, routing_TE: torch.Tensor, probs_TE: torch.Tensor, w1_EFD: torch.Tensor, topk: int
+) -> None:
+    """Raise ModelError unless routing, probabilities and topk fit the tokens and experts; reads no value."""
+    T, E = x_TD.shape[0], w1_EFD.shape[0]
+    if routing_TE.dtype != torch.bool or tuple(routing_TE.shape) != (T, E):
+        raise ModelError(
+            f"routing is {routing_TE.dtype} {list(routing_TE.shape)}, expected torch.bool of shape [T, E] = [{T}, {E}]"
+        )
+    if tuple(probs_TE.shape) != (T, E):
+        raise ModelError(f"probs have shape {list(probs_TE.shape)}, expected [T, E] = [{T}, {E}], as routing has")
+    if not 1 <= topk <= E:
+        raise ModelError(f"topk is {topk}, expected 1 to E = {E}: the experts of each token")
+
+
+def routed_mlp(
+    x_TD: torch.Tensor,
+    routing_TE: torch.Tensor,
+    probs_TE: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    *,
+    topk: int,
+    activation: str = "gelu",
+) -> torch.Tensor:
+    """Run every token through its experts: ``y = Σ_e (prob_e · act(x w1_eᵀ)) w2_eᵀ`` over the experts it is routed to.
+
+    Computed in float32 (float64 inputs: in float64), differentiable in x, probs, w1 and w2. The same as
+    :func:`grouped_mlp` between a gather of the tokens' rows and a sum of each token's: what megatron-core 0.19
+    ``transformer/moe/moe_utils.py`` does with ``permute``, ``TEGroupedMLP`` and ``unpermute``, without dropped tokens.
+
+    Args:
+        x_TD: tokens in any order; T may be 0.
+        routing_TE: bool, which experts each token goes to: topk of them, no more and no less.
+        probs_TE: routing probabilities, of any float dtype; those of experts that a token is not routed to are not read and
+            have a gradient of zero.
+        w1_EFD, w2_EDF, activation: as :func:`grouped_mlp` has them.
+        topk: experts of each token.
+
+    Returns:
+        y_TD in the dtype of x.
+
+    Raises:
+        ModelError: shapes, dtypes, the activation or a token's number of experts are not as described.
+    """
+    check_activation(activation)
+    require_float(x_TD=x_TD, probs_TE=probs_TE, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
+    check_weights(x_TD, w1_EFD, w2_EDF)
+    check_routing(x_TD, routing_TE, probs_TE, w1_EFD, topk)
+    experts_T = routing_TE.sum(1)
+    if (wrong := (experts_T != topk).nonzero()).numel():
+        first = int(wrong[0])
+        raise ModelError(
+            f"{wrong.shape[0]} of {x_TD.shape[0]} tokens have another number of experts than topk = {topk}, the first one is "
+            f"token {first} with {int(experts_T[first])}; route every token to exactly topk experts and drop none"
+        )
+    dtype = compute_dtype(x_TD, w1_EFD, w2_EDF, probs_TE)
+    routing_ET = routing_TE.T
+    token_R = routing_ET.nonzero()[:, 1]
+    x_RD, probs_R = x_TD.to(dtype)[token_R], probs_TE.to(dtype).T[routing_ET]
+    y_RD = grouped_mlp(x_RD, routing_TE.sum(0), w1_EFD, w2_EDF, probs_R, activation=activation)
+    return torch.zeros_like(x_TD, dtype=dtype).index_add(0, token_R, y_RD).to(x_TD.dtype)

@@ -1,0 +1,64 @@
+"""The router of an E layer, from logits to probabilities, routing and losses, against stock's functions.
+
+Legend: S sequence, B batch, T tokens (S × B), E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megacpp_mcore.bench.parity import AgainstTruth, in_double
+from megacpp_mcore.bench.problem import BOTH, FORWARD, Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.bench.registry import PEER, Options
+from megacpp_mcore.ops.router.reference import Routed, route
+
+LIMIT = 1e-5
+"""Logits are float32 whatever the model is in."""
+
+LOSS = 1e-4
+"""Weight of both losses."""
+
+
+def problem(options: Options) -> Problem:
+    """Every implementation on one set of logits."""
+    B, S, E, topk = options.sizes("B", "S", "experts", "routed")
+    draw = Draw(options)
+    bias_E = draw.normal(E, scale=0.1, dtype=torch.float32)
+    inputs = Inputs(
+        leaves=draw.leaves(logits=draw.normal(S * B, E, dtype=torch.float32)),
+        cotangents={"probs": draw.normal(S * B, E, dtype=torch.float32)},
+    )
+
+    def run(fn: Any, inputs: Inputs) -> torch.Tensor:
+        """Probabilities, to all of which the losses are added, so that one output needs all."""
+        routed = fn(inputs.leaves["logits"], bias_E, topk=topk, batch=B)
+        losses = (routed.score_BE * routed.best_BE).sum() / S**2 + routed.squared / S
+        output: torch.Tensor = routed.probs_TE + LOSS * losses
+        return output
+
+    moved = S * B * E * (4 + 4 + 1)
+    floors = (Floor(operations=0, moved=moved * times, precision="fp32") for times in (1, 3))
+    return Problem(
+        inputs=inputs,
+        variants=[
+            Variant.of("stock's functions", PEER, lambda inputs: run(_stock, inputs)),
+            *Variant.candidates("router", options, run, dtype=torch.float32, experts=E),
+        ],
+        works=dict(zip((FORWARD, BOTH), floors, strict=True)),
+        check=AgainstTruth(in_double(lambda inputs: run(route, inputs), inputs), LIMIT),
+    )
+
+
+def _stock(logits_TE: torch.Tensor, bias_E: torch.Tensor, *, topk: int, batch: int) -> Routed:
+    """What stock's TopKRouter calls one after another (megatron-core 0.19.2, ``transformer/moe/router.py``)."""
+    from megatron.core.transformer.moe import moe_utils
+
+    probs_TE, routing_TE = moe_utils.topk_routing_with_score_function(
+        logits_TE, topk, score_function="sigmoid", expert_bias=bias_E
+    )
+    best_TE, score_TE = moe_utils.compute_routing_scores_for_aux_loss(logits_TE, topk, "sigmoid")
+    best_BE, score_BE = (each.unflatten(0, (-1, batch)).sum(0) for each in (best_TE, score_TE))
+    squared = moe_utils.z_loss_func(logits_TE, 1.0) * logits_TE.shape[0]
+    return Routed(probs_TE, routing_TE, routing_TE.sum(0), best_BE, score_BE, squared)

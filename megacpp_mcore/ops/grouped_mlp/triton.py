@@ -1,0 +1,374 @@
+"""Routed experts on a GPU, by Triton kernels, and PyTorch's grouped product where nothing else is to be done beside it.
+
+:func:`grouped_mlp` and :func:`routed_mlp` do what the reference's functions of these names do. The host waits for nothing and
+knows no count; a CUDA graph can hold them. Kept for the backward pass: the inputs, the first product, and two numbers a row.
+The activation is computed a second time there. There is never a copy of a token for each of its experts.
+
+Legend: T tokens, E experts, K experts of each token, R rows (T × K), D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.checks import require_float
+from megacpp_mcore.ops.grouped_mlp import kernels
+from megacpp_mcore.ops.grouped_mlp.reference import (
+    check_activation,
+    check_counts,
+    check_routing,
+    check_rows,
+    check_weights,
+)
+
+DTYPES = (torch.bfloat16,)
+"""Of tokens and weights. PyTorch's grouped product has a kernel for it alone; in other dtypes it loops over counts, for which
+the host waits."""
+
+EXPERTS = 256
+"""At most: one program has a number for each."""
+
+FORWARD: dict[str, int] = {"BM": 128, "BN": 256, "BK": 64, "SPLIT": 4, "STAGES": 4, "num_warps": 8}
+BACKWARD: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "SPLIT": 8, "STAGES": 3, "num_warps": 4}
+WEIGHTS: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 4}
+"""How the products are launched: among the fastest on an H200 at the widths of NAM56R, and compared with float64 there."""
+
+
+class Rows(NamedTuple):
+    """Which rows are whose, all int32 but the last, which is float32.
+
+    Attributes:
+        end_E: where each expert's rows end.
+        row_TK: the rows of each token; None if rows are given instead of tokens.
+        token_R: the token of each row; None likewise.
+        prob_R: the probability of each row; None for 1.
+    """
+
+    end_E: torch.Tensor
+    row_TK: torch.Tensor | None
+    token_R: torch.Tensor | None
+    prob_R: torch.Tensor | None
+
+
+class Products(NamedTuple):
+    """The products of one precision, in the order in which they run.
+
+    Attributes:
+        multiple: what widths have to be a multiple of.
+        hidden: from x, rows, w1 and the activation's name to the first product, and the left side of the second one.
+        output: from that side, w2 and rows to the second product.
+        hidden_gradient: from the gradient of that, rows, w2, the first product and the activation's name to: what was
+            activated, the gradients of the first product and in parts of the probabilities, and the left side of the last one.
+        input_gradient: from that side, w1 and rows to the gradient of the rows.
+    """
+
+    multiple: int
+    hidden: Callable[..., tuple[torch.Tensor, Any]]
+    output: Callable[[Any, torch.Tensor, Rows], torch.Tensor]
+    hidden_gradient: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]]
+    input_gradient: Callable[[Any, torch.Tensor, Rows], torch.Tensor]
+
+
+def grouped_mlp(
+    x_RD: torch.Tensor,
+    tokens_per_expert_E: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    probs_R: torch.Tensor | None,
+    *,
+    activation: str = "gelu",
+) -> torch.Tensor:
+    """Do what the reference of this name does, with its arguments, in bfloat16.
+
+    Products are rounded to bfloat16, what they sum is not.
+
+    Args:
+        x_RD, w1_EFD, w2_EDF: as there; what is not contiguous, or begins at no multiple of 16 bytes, is copied.
+        tokens_per_expert_E: counts that lie on the host are checked; those on the device are not read there, so that rows
+            beyond their sum have undefined results. A CUDA graph needs them on the device.
+        probs_R, activation: as there.
+
+    Raises:
+        ModelError: as there, but for counts on the device; or dtypes that are not of :data:`DTYPES`, widths that are no
+            multiples of 8, as rows of a grouped product begin at multiples of 16 bytes, or more than :data:`EXPERTS`.
+    """
+    return run_grouped(x_RD, tokens_per_expert_E, w1_EFD, w2_EDF, probs_R, activation, BF16)
+
+
+def routed_mlp(
+    x_TD: torch.Tensor,
+    routing_TE: torch.Tensor,
+    probs_TE: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    *,
+    topk: int,
+    activation: str = "gelu",
+) -> torch.Tensor:
+    """Do what the reference of this name does, with its arguments, in bfloat16.
+
+    Products are rounded to bfloat16, sums over a token's experts once.
+
+    Args:
+        x_TD, probs_TE, w1_EFD, w2_EDF, topk, activation: as there; what is not contiguous, or begins at no multiple of 16
+            bytes, is copied.
+        routing_TE: as there, but that no value is read on the host: a token without exactly ``topk`` experts has NaN as output
+            and as gradient, and so may others then.
+
+    Raises:
+        ModelError: as there, but for a token's number of experts; or as :func:`grouped_mlp` does.
+    """
+    return run_routed(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation, BF16)
+
+
+def run_grouped(
+    x_RD: torch.Tensor,
+    tokens_per_expert_E: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    probs_R: torch.Tensor | None,
+    activation: str,
+    products: Products,
+) -> torch.Tensor:
+    """:func:`grouped_mlp` by ``products``."""
+    check_activation(activation)
+    check_rows(x_RD, tokens_per_expert_E, w1_EFD, w2_EDF, probs_R)
+    _check_kernels(x_RD, w1_EFD, w2_EDF, products.multiple)
+    if tokens_per_expert_E.device.type == "cpu":
+        check_counts(tokens_per_expert_E.tolist(), x_RD.shape[0])
+    end_E = tokens_per_expert_E.cumsum(0, dtype=torch.int32).to(x_RD.device, non_blocking=True)
+    end_E.clamp_(max=x_RD.shape[0])
+    y_RD: torch.Tensor = GroupedMLP.apply(x_RD, end_E, w1_EFD, w2_EDF, probs_R, activation, products)
+    return y_RD
+
+
+def run_routed(
+    x_TD: torch.Tensor,
+    routing_TE: torch.Tensor,
+    probs_TE: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    topk: int,
+    activation: str,
+    products: Products,
+) -> torch.Tensor:
+    """:func:`routed_mlp` by ``products``."""
+    check_activation(activation)
+    require_float(x_TD=x_TD, probs_TE=probs_TE, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
+    check_weights(x_TD, w1_EFD, w2_EDF)
+    check_routing(x_TD, routing_TE, probs_TE, w1_EFD, topk)
+    _check_kernels(x_TD, w1_EFD, w2_EDF, products.multiple)
+    y_TD: torch.Tensor = RoutedMLP.apply(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation, products)
+    return y_TD
+
+
+def _check_kernels(x: torch.Tensor, w1_EFD: torch.Tensor, w2_EDF: torch.Tensor, multiple: int) -> None:
+    dtypes = [x.dtype, w1_EFD.dtype, w2_EDF.dtype]
+    if len(set(dtypes)) > 1 or x.dtype not in DTYPES:
+        raise ModelError(
+            f"the experts' kernels were given {', '.join(map(str, dtypes))} as x, w1 and w2; they take one of {DTYPES}, all "
+            "three alike: use the reference"
+        )
+    if any(width % multiple for width in w1_EFD.shape[1:]):
+        raise ModelError(
+            f"the experts' kernels were given widths F, D = {list(w1_EFD.shape[1:])}; they take multiples of {multiple}: use "
+            "the reference"
+        )
+    if w1_EFD.shape[0] > EXPERTS:
+        raise ModelError(
+            f"the experts' kernels were given {w1_EFD.shape[0]} experts; they take up to {EXPERTS}: use the reference"
+        )
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if it is contiguous and begins at a multiple of 16 bytes, as copies of tiles have to; else a copy."""
+    fits = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
+
+
+class GroupedMLP(torch.autograd.Function):
+    """Rows that are sorted already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_RD: torch.Tensor,
+        end_E: torch.Tensor,
+        w1_EFD: torch.Tensor,
+        w2_EDF: torch.Tensor,
+        probs_R: torch.Tensor | None,
+        activation: str,
+        products: Products,
+    ) -> torch.Tensor:
+        """The output."""
+        x_RD, w1_EFD, w2_EDF = packed(x_RD), packed(w1_EFD), packed(w2_EDF)
+        prob_R = None if probs_R is None else probs_R.contiguous()
+        rows = Rows(end_E, None, None, prob_R)
+        h_RF, left = products.hidden(x_RD, rows, w1_EFD, activation)
+        ctx.save_for_backward(x_RD, end_E, w1_EFD, w2_EDF, prob_R, h_RF)
+        ctx.activation, ctx.products = activation, products
+        return products.output(left, w2_EDF, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of x, w1, w2 and the probabilities."""
+        x_RD, end_E, w1_EFD, w2_EDF, prob_R, h_RF = ctx.saved_tensors
+        dy_RD, rows, products = packed(dy_RD), Rows(end_E, None, None, prob_R), ctx.products
+        a_RF, dh_RF, dprob_PR, left = products.hidden_gradient(dy_RD, rows, w2_EDF, h_RF, ctx.activation)
+        dw2_EDF = weight_gradient(dy_RD, rows, a_RF, tokens_left=True) if ctx.needs_input_grad[3] else None
+        dx_RD = products.input_gradient(left, w1_EFD, rows) if ctx.needs_input_grad[0] else None
+        dw1_EFD = weight_gradient(x_RD, rows, dh_RF, tokens_left=False) if ctx.needs_input_grad[2] else None
+        dprobs_R = None if prob_R is None else dprob_PR.sum(0).to(prob_R.dtype)
+        return dx_RD, None, dw1_EFD, dw2_EDF, dprobs_R, None, None
+
+
+class RoutedMLP(torch.autograd.Function):
+    """Tokens, with the rows for their experts and the sums over them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        routing_TE: torch.Tensor,
+        probs_TE: torch.Tensor,
+        w1_EFD: torch.Tensor,
+        w2_EDF: torch.Tensor,
+        topk: int,
+        activation: str,
+        products: Products,
+    ) -> torch.Tensor:
+        """The output."""
+        x_TD, w1_EFD, w2_EDF = packed(x_TD), packed(w1_EFD), packed(w2_EDF)
+        routing_TE = routing_TE.contiguous()
+        rows = placed(routing_TE, probs_TE, topk)
+        h_RF, left = products.hidden(x_TD, rows, w1_EFD, activation)
+        ctx.save_for_backward(x_TD, routing_TE, w1_EFD, w2_EDF, h_RF, *rows)
+        ctx.activation, ctx.probs_dtype, ctx.products = activation, probs_TE.dtype, products
+        return summed(products.output(left, w2_EDF, rows), rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of x, the probabilities, w1 and w2."""
+        x_TD, routing_TE, w1_EFD, w2_EDF, h_RF, *places = ctx.saved_tensors
+        dy_TD, rows, products = packed(dy_TD), Rows(*places), ctx.products
+        a_RF, dh_RF, dprob_PR, left = products.hidden_gradient(dy_TD, rows, w2_EDF, h_RF, ctx.activation)
+        dw2_EDF = weight_gradient(dy_TD, rows, a_RF, tokens_left=True) if ctx.needs_input_grad[4] else None
+        del a_RF  # its memory is that of what follows
+        dprobs_TE = torch.empty_like(routing_TE, dtype=ctx.probs_dtype)
+        dx_TD = summed(products.input_gradient(left, w1_EFD, rows), rows, (routing_TE, dprob_PR, dprobs_TE))
+        dw1_EFD = weight_gradient(x_TD, rows, dh_RF, tokens_left=False) if ctx.needs_input_grad[3] else None
+        return dx_TD, None, dprobs_TE, dw1_EFD, dw2_EDF, None, None, None
+
+
+def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int) -> Rows:
+    """The rows of every token."""
+    T, E = routing_TE.shape
+    experts = triton.next_power_of_2(E)
+    tokens = max(16, min(64, 4096 // experts))
+    blocks = triton.cdiv(T, tokens)
+    end_E, row_TK, token_R = (
+        routing_TE.new_empty(*shape, dtype=torch.int32) for shape in ((E,), (T, topk), (T * topk,))
+    )
+    rows = Rows(end_E, row_TK, token_R, token_R.new_empty(T * topk, dtype=torch.float32))
+    if not T:
+        end_E.zero_()
+        return rows
+    count_BE = routing_TE.new_empty(blocks, E, dtype=torch.int32)
+    shape = {"TOKENS": tokens, "EXPERTS": experts, "num_warps": 4}
+    kernels.count[(blocks,)](routing_TE, count_BE, T, E, **shape)
+    kernels.place[(blocks,)](
+        routing_TE, probs_TE.contiguous(), count_BE, *rows, T, E, blocks, K=topk, SLOTS=triton.next_power_of_2(topk),
+        SPAN=tokens, **shape,
+    )  # fmt: skip
+    return rows
+
+
+def _hidden(x: torch.Tensor, rows: Rows, w1_EFD: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    (E, F, D), R = w1_EFD.shape, (x if rows.token_R is None else rows.token_R).shape[0]
+    h_RF, a_RF = x.new_empty(R, F), x.new_empty(R, F)
+    if R:
+        w_tiles = TensorDescriptor.from_tensor(w1_EFD.view(E * F, D), [FORWARD["BN"], FORWARD["BK"]])
+        outputs = h_RF, a_RF, None, None
+        _product(x, rows, w_tiles, outputs, activation, FORWARD, MODE=kernels.ACTIVATE.value, OUTER_FIRST=True)
+    return h_RF, a_RF
+
+
+def _hidden_gradient(
+    dy: torch.Tensor, rows: Rows, w2_EDF: torch.Tensor, h_RF: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    (E, D, F), R = w2_EDF.shape, h_RF.shape[0]
+    a_RF, dh_RF = torch.empty_like(h_RF), torch.empty_like(h_RF)
+    dprob_PR = h_RF.new_empty(triton.cdiv(F, BACKWARD["BN"]), R, dtype=torch.float32)
+    if R:
+        w_tiles = TensorDescriptor.from_tensor(w2_EDF.view(E * D, F), [BACKWARD["BK"], BACKWARD["BN"]])
+        outputs = h_RF, a_RF, dh_RF, dprob_PR
+        _product(dy, rows, w_tiles, outputs, activation, BACKWARD, MODE=kernels.BACKWARD.value, OUTER_FIRST=False)
+    return a_RF, dh_RF, dprob_PR, dh_RF
+
+
+def _product(
+    x: torch.Tensor,
+    rows: Rows,
+    w_tiles: TensorDescriptor,
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    activation: str,
+    tile: dict[str, int],
+    **constants: Any,
+) -> None:
+    (R, F), E = outputs[0].shape, rows.end_E.shape[0]
+    x_tiles = TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]) if rows.token_R is None else None
+    kernels.product[((triton.cdiv(R, tile["BM"]) + E) * triton.cdiv(F, tile["BN"]),)](
+        x, x_tiles, w_tiles, rows.token_R, rows.end_E, rows.prob_R, *outputs, E, R, INNER=x.shape[1],
+        OUTER=F, TANH=activation == "gelu_tanh", EXPERTS=triton.next_power_of_2(E), **constants, **tile,
+    )  # fmt: skip
+
+
+def _output(a_RF: torch.Tensor, w2_EDF: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return torch._grouped_mm(a_RF, w2_EDF.transpose(1, 2), offs=rows.end_E)
+
+
+def _input_gradient(dh_RF: torch.Tensor, w1_EFD: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return torch._grouped_mm(dh_RF, w1_EFD, offs=rows.end_E)
+
+
+BF16 = Products(8, _hidden, _output, _hidden_gradient, _input_gradient)
+
+
+def weight_gradient(x: torch.Tensor, rows: Rows, h_RF: torch.Tensor, *, tokens_left: bool) -> torch.Tensor:
+    """Each expert's sum over its rows of ``x``, or of the tokens that they are, times ``h``: [E, D, F], or [E, F, D]."""
+    E, (R, F), D = rows.end_E.shape[0], h_RF.shape, x.shape[1]
+    M, N = (D, F) if tokens_left else (F, D)
+    if not R:
+        return x.new_zeros(E, M, N)
+    dw_EMN = x.new_empty(E, M, N)
+    h_tiles = TensorDescriptor.from_tensor(h_RF, [WEIGHTS["BK"], WEIGHTS["BN" if tokens_left else "BM"]])
+    kernels.weight_gradient[(triton.cdiv(M, WEIGHTS["BM"]) * triton.cdiv(N, WEIGHTS["BN"]), E)](
+        x, rows.token_R, h_tiles, rows.end_E, dw_EMN, M=M, N=N, TOKENS_LEFT=tokens_left, **WEIGHTS
+    )
+    return dw_EMN
+
+
+def summed(
+    y_RD: torch.Tensor,
+    rows: Rows,
+    probabilities: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
+) -> torch.Tensor:
+    """Each token's sum over its rows; with routing and the gradients of the rows' probabilities in parts, those of all."""
+    assert rows.row_TK is not None, "rows are not of tokens"
+    (R, D), (T, K), (routing_TE, dprob_PR, _) = y_RD.shape, rows.row_TK.shape, probabilities
+    y_TD, E = y_RD.new_empty(T, D), 1 if routing_TE is None else routing_TE.shape[1]
+    if T:
+        kernels.combine[(T,)](
+            y_RD, rows.row_TK, y_TD, *probabilities, E, R, D=D, K=K, P=0 if dprob_PR is None else dprob_PR.shape[0],
+            BLOCK=min(4096, triton.next_power_of_2(D)), EXPERTS=triton.next_power_of_2(E), num_warps=4,
+        )  # fmt: skip
+    return y_TD

@@ -1,0 +1,89 @@
+"""The router by Triton kernels: what :func:`~megacpp_mcore.ops.router.reference.route` computes, in one launch each way.
+
+Legend: as in :mod:`megacpp_mcore.ops.router.reference`.
+
+Selection is exact: scores are PyTorch's own sigmoid, which its kernel and Triton's round differently, and the bias is added to
+them once. Sums have one order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch.autograd.function import once_differentiable
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.router import kernels
+from megacpp_mcore.ops.router.reference import TINY, Routed, check
+
+TOKENS = 64
+"""Of one program: for 8192 tokens, as many programs as an H200 has multiprocessors."""
+
+WARPS = 4
+
+
+def route(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *, topk: int, batch: int) -> Routed:
+    """Do what the reference of this name does, with its arguments, in float32.
+
+    Raises:
+        ModelError: as there, or the logits are not float32.
+    """
+    check(logits_TE, bias_E, topk, batch)
+    if logits_TE.dtype != torch.float32:
+        raise ModelError(
+            f"the router's kernels were given logits of {logits_TE.dtype}; they take float32: use the reference"
+        )
+    return Routed(*Route.apply(logits_TE.contiguous(), bias_E, topk, batch))
+
+
+class Route(torch.autograd.Function):
+    """The kernels, each way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TE: torch.Tensor, bias_E: torch.Tensor | None, topk: int, batch: int
+    ) -> tuple[torch.Tensor, ...]:
+        """What :class:`Routed` has."""
+        T, E = logits_TE.shape
+        score_TE, probs_TE = torch.sigmoid(logits_TE), torch.empty_like(logits_TE)
+        routing_TE = torch.empty_like(logits_TE, dtype=torch.bool)
+        grid, shape = _launch(T, E, batch)
+        sums_PBC = logits_TE.new_empty(grid[0], batch, 4 * E)
+        if T:
+            kernels.route[grid](
+                logits_TE, score_TE, bias_E, probs_TE, routing_TE, sums_PBC, T // batch, batch, K=topk, **shape
+            )
+        sums_BC = sums_PBC.sum(0)
+        load_BE, best_BE, score_BE, squared_BE = sums_BC.unflatten(1, (4, E)).unbind(1)
+        load_E = load_BE.sum(0)
+        ctx.save_for_backward(logits_TE, score_TE, routing_TE)
+        ctx.batch = batch
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(routing_TE, load_E, best_BE)
+        return probs_TE, routing_TE, load_E, best_BE, score_BE, squared_BE[:, 0].sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dprobs_TE: torch.Tensor | None, *others: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None, None, None]:
+        """The gradient of the logits."""
+        logits_TE, score_TE, routing_TE = ctx.saved_tensors
+        dscore_BE, dsquared = others[-2:]
+        given = [None if one is None else one.contiguous() for one in (dprobs_TE, dscore_BE, dsquared)]
+        (T, E), dlogits_TE = logits_TE.shape, torch.empty_like(logits_TE)
+        grid, shape = _launch(T, E, ctx.batch)
+        if T:
+            kernels.route_backward[grid](
+                logits_TE, score_TE, routing_TE, *given, dlogits_TE, T // ctx.batch, ctx.batch, **shape
+            )
+        return dlogits_TE, None, None, None
+
+
+def _launch(T: int, E: int, batch: int) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The grid, and what both kernels are compiled for."""
+    tokens = max(1, TOKENS * 16 // max(16, triton.next_power_of_2(E)))
+    shape = {"E": E, "EXPERTS": triton.next_power_of_2(E), "TINY": TINY, "TOKENS": tokens, "num_warps": WARPS}
+    return (triton.cdiv(T // batch, tokens), batch), shape

@@ -1,0 +1,62 @@
+"""Our routed experts and stock's: one checkpoint, optimizer included, and a refusal where its order is another."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megacpp_mcore.backends import STOCK
+from megacpp_mcore.backends.candidates import EXPERTS, OWN_EXPERTS
+from tests.distributed.comparing import differing_scalars, differing_tensors
+from tests.distributed.runs import MAIN, ONE, RESUMED, Laboratory
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-6
+
+
+class Experts(Laboratory):
+    """Runs whose experts are said."""
+
+    def choose(self, experts: str) -> None:
+        """Whose experts the next runs have."""
+        options = yaml.safe_load(self.config.read_text())
+        self.config.write_text(yaml.safe_dump({**options, "backends": {EXPERTS: experts}}))
+
+
+@pytest.fixture
+def laboratory(tmp_path: Path) -> Iterator[Experts]:
+    yield Experts(tmp_path, words=("--use-distributed-optimizer",))
+    shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(OWN_EXPERTS, STOCK), pytest.param(STOCK, OWN_EXPERTS, marks=pytest.mark.exhaustive)],
+)
+def test_a_run_goes_on_with_the_others_experts(laboratory: Experts, first: str, then: str) -> None:
+    """Losses, gradient norm, and every tensor of the last checkpoint; the norm alone is summed in another order."""
+    laboratory.words += ("--dist-ckpt-optim-fully-reshardable",)
+    laboratory.choose(first)
+    whole = laboratory.main()
+    laboratory.choose(then)
+    resumed = laboratory.resumed()
+    later = {
+        name: {step: values[step] for step in range(RESUMED + 1, MAIN + 1)} for name, values in whole.scalars.items()
+    }
+    assert differing_scalars(later, resumed.scalars, TOLERANCE) == []
+    assert differing_tensors(whole.tensors(MAIN), resumed.tensors(MAIN), TOLERANCE) == []
+
+
+def test_state_in_the_order_of_the_others_experts_is_refused(laboratory: Experts) -> None:
+    """Megatron's default format of a distributed optimizer: flat buffers, which are as long, and in another order."""
+    laboratory.choose(OWN_EXPERTS)
+    laboratory.main()
+    laboratory.choose(STOCK)
+    with pytest.raises(AssertionError, match=r"backend megacpp_mcore\), which the run, with stock, has in another"):
+        laboratory.resumed()
+    assert laboratory.compared(ONE).scalars["lm loss"]  # --no-load-optim

@@ -1,0 +1,215 @@
+"""E layers on a GPU: ours beside stock's with Transformer Engine, no host wait, a CUDA graph, and training across both.
+
+Shape legend: S sequence, B batch, T tokens (S × B), D hidden, N experts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.backends import STOCK, Dispatcher
+from megacpp_mcore.data.tokenizer import tokenizer_words
+from megacpp_mcore.model import Layout, Model, preset
+from megacpp_mcore.model.training import Training
+from megacpp_mcore.observe.steps import read_steps
+from megacpp_mcore.ops.router import triton as fused
+from tests import stock
+from tests.gpu.device import peak, replayed, without_waiting
+from tests.ops.router_case import CASES, Case, compared
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
+)
+
+S, B, D = 513, 2, 3584
+
+
+def words_of(model: Model, *extra: str, **values: Any) -> list[str]:
+    given: dict[str, Any] = {"data": ("--mock-data",), "tokenizer": tokenizer_words(model), "extra": extra} | values
+    return list(lower(model, Layout(), Training(precision="bf16", **given)))
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Megatron's process groups for one process on the GPU."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("experts") / "store"), 1)
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = torch.full((1,), 1.0, device="cuda")
+    yield
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    destroy_moe_metrics_tracker()
+    random.get_cuda_rng_tracker().reset()
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def build(backends: Mapping[str, str]) -> Any:
+    """The MoE layer of layer 2 of nam56r_quarter, from one seed."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import random
+
+    from megacpp_mcore.layer_specs.experts import expert_layer_spec
+    from megacpp_mcore.layer_specs.initial import set_start
+    from megacpp_mcore.layer_specs.parts import parts_for
+
+    model = preset("nam56r_quarter")
+    config = stock.model_config(words_of(model, "--no-gradient-accumulation-fusion")).transformer
+    set_start(model, config)
+    torch.manual_seed(1234)  # a router is drawn on the host
+    random.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    spec = expert_layer_spec(config, parts_for(config), Dispatcher(backends)).submodules.mlp
+    layer = spec(config=config, layer_number=2, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+    layer.set_layer_number(2)
+    layer.router.expert_bias += 0.02 * torch.randn(16, device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+    return layer.bfloat16().cuda().train()
+
+
+@pytest.fixture(scope="module")
+def pair(process: None) -> tuple[Any, Any]:
+    """Ours, and stock's."""
+    ours, theirs = build({}), build({"experts": STOCK, "router": STOCK})
+    assert [type(layer.experts).__name__ for layer in (ours, theirs)] == ["StackedExperts", "TEGroupedMLP"]
+    assert [type(layer.router).__name__ for layer in (ours, theirs)] == ["Router", "TopKRouter"]
+    assert (ours.experts.backend.observed, ours.router_backend.observed) == ("triton", "triton")
+    return ours, theirs
+
+
+def draw(seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and a gradient of the output."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    hidden, gradient = (torch.randn(S, B, D, device="cuda", generator=generator).bfloat16() for _ in range(2))
+    return hidden.requires_grad_(), gradient
+
+
+def outcome(layer: Any, hidden: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
+    """Output, and gradients of input, router, both matrices of all experts, and the shared expert."""
+    from megacpp_mcore.layer_specs.experts import StackedExperts, expert_matrices
+
+    experts, shared = layer.experts, layer.shared_experts
+    stacked = isinstance(experts, StackedExperts)
+    first, second = ([experts.weight1], [experts.weight2]) if stacked else expert_matrices(experts)
+    leaves = [hidden, layer.router.weight, shared.linear_fc1.weight, shared.linear_fc2.weight, *first, *second]
+    output, _ = layer(hidden)
+    found = torch.autograd.grad(output, leaves, gradient)
+    if stacked:
+        return [output.detach(), *found]
+    return [output.detach(), *found[:4], torch.stack(found[4:20]), torch.stack(found[20:])]
+
+
+NAMES = ("output", "hidden", "router", "shared fc1", "shared fc2", "first", "second")
+
+
+def test_initial_values_are_transformer_engines_bit_for_bit(pair: tuple[Any, Any]) -> None:
+    from megacpp_mcore.layer_specs.experts import expert_matrices
+
+    ours, theirs = pair
+    for stacked, matrices in zip(
+        (ours.experts.weight1, ours.experts.weight2), expert_matrices(theirs.experts), strict=True
+    ):
+        assert torch.equal(stacked, torch.stack(list(matrices)))
+    assert torch.equal(ours.router.weight, theirs.router.weight)
+
+
+def test_parity_with_stocks(pair: tuple[Any, Any]) -> None:
+    """Routing to the last bit; all else as far apart as two roundings to bfloat16 are."""
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
+
+    hidden, gradient = draw()
+    found, logged, counted = [], [], []
+    for layer in pair:
+        destroy_moe_metrics_tracker()
+        layer.router.local_tokens_per_expert.zero_()
+        found.append(outcome(layer, hidden, gradient))
+        logged.append({name: entry.values.clone() for name, entry in get_moe_metrics_tracker()._metrics.items()})
+        counted.append(layer.router.local_tokens_per_expert.clone())
+    with torch.no_grad():
+        (probs, routing), (other_probs, other_routing) = (layer.router(hidden) for layer in pair)
+    assert torch.equal(routing, other_routing)
+    assert torch.equal(*counted)
+    torch.testing.assert_close(probs, other_probs, rtol=1e-6, atol=1e-8)
+    assert logged[0].keys() == logged[1].keys() == {"z_loss", "seq_load_balancing_loss"}
+    for name, values in logged[1].items():
+        torch.testing.assert_close(logged[0][name], values, rtol=1e-5, atol=0, msg=name)
+    apart = {
+        name: float((one.double() - two.double()).norm() / two.double().norm())
+        for name, one, two in zip(NAMES, *found, strict=True)
+    }
+    print(apart)
+    assert max(apart.values()) < 1e-2
+
+
+def test_nothing_waits_and_a_graph_replays(pair: tuple[Any, Any]) -> None:
+    ours, _ = pair
+    hidden, gradient = draw()
+    outcome(ours, hidden, gradient)  # compiles
+    with without_waiting():
+        outcome(ours, hidden, gradient)
+    others = draw(8)
+    expected = outcome(ours, *others)
+    found = replayed(lambda: outcome(ours, hidden, gradient), (hidden, gradient), others)
+    for name, one, other in zip(NAMES, found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
+
+
+def test_memory_is_not_above_stocks(pair: tuple[Any, Any]) -> None:
+    hidden, gradient = draw()
+    ours, theirs = (peak(lambda layer=layer: outcome(layer, hidden, gradient)) for layer in pair)
+    print(f"ours {ours / 2**20:.0f} MiB, stock's {theirs / 2**20:.0f} MiB")
+    assert ours <= theirs
+
+
+@pytest.mark.parametrize("case", [*CASES, Case(8192, 2, 16, 4)])
+def test_the_routers_kernels(case: Case) -> None:
+    compared(fused.route, case, torch.device("cuda"))
+
+
+# --- Training -----------------------------------------------------------------------------------------------------------
+
+STEPS, SAVED = 10, 5
+
+
+def train(folder: Path, experts: str, *extra: str) -> list[float]:
+    """Losses of nam56r_tiny through the stock loop, with the distributed optimizer."""
+    folder.mkdir()
+    record, file = folder / "steps", folder / "megacpp.yaml"
+    model = preset("nam56r_tiny")
+    file.write_text(yaml.safe_dump({"model": model.name, "backends": {"experts": experts}}))
+    whole = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable", "--ckpt-format", "torch_dist")
+    words = words_of(
+        model, *whole, *extra, micro_batch_size=4, global_batch_size=8, train_iters=STEPS, learning_rate=1e-3
+    )
+    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
+    done = subprocess.run(
+        [*command, "--record-steps", str(record), "--", *words], cwd=stock.ROOT, capture_output=True, text=True,
+        env=os.environ | {plugin_config.VARIABLE: str(file)}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return [step.losses["lm loss"] for step in read_steps(record)]
+
+
+def test_a_run_goes_on_with_transformer_engines_experts(tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    ours = train(tmp_path / "ours", "megacpp_mcore", "--save", saved, "--save-interval", str(SAVED))
+    theirs = train(tmp_path / "theirs", STOCK, "--load", saved, "--ckpt-step", str(SAVED))
+    assert len(theirs) == STEPS - SAVED
+    assert theirs[0] == pytest.approx(ours[SAVED], rel=1e-4)
+    assert theirs == pytest.approx(ours[SAVED:], rel=5e-3)

@@ -1,0 +1,221 @@
+"""The routed experts' kernels on a GPU: parity with fp64, every gradient; the same bits; nothing waits; CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.grouped_mlp import fp8, reference
+from megacpp_mcore.ops.grouped_mlp.triton import grouped_mlp, routed_mlp
+from tests.gpu.device import peak, replayed, without_waiting
+from tests.ops.grouped_mlp_case import (
+    LEAVES,
+    Case,
+    assert_same,
+    draw,
+    eager,
+    eager_rows,
+    outcome,
+    outcome_of_rows,
+    sorted_rows,
+)
+
+RMS = 5e-3
+CASES = {
+    "natural skew": Case(T=2345, D=512, F=896, E=16, topk=4, routing="skewed"),
+    "all to the same four": Case(T=515, D=256, F=128, E=16, topk=4, routing="same"),
+    "one token's expert, and some without": Case(T=301, D=256, F=128, E=16, topk=4, routing="lone"),
+    "odd numbers": Case(T=101, D=72, F=40, E=5, topk=3, activation="gelu_tanh"),
+    "one expert": Case(T=33, D=64, F=64, E=1, topk=1),
+    "one token": Case(T=1, D=64, F=64, E=7, topk=2),
+    "many experts, probabilities in bfloat16": Case(T=777, D=128, F=64, E=100, topk=6, prob_dtype=torch.bfloat16),
+    "wide": Case(T=64, D=5000, F=2056, E=4, topk=2),
+}
+MODEL = Case(T=8192, D=3584, F=896, E=16, topk=4, routing="skewed")
+"""A layer of NAM56R."""
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is not written first reads as NaN."""
+    for owner, name in ((torch.Tensor, "new_empty"), (torch, "empty_like")):
+        plain = getattr(owner, name)
+
+        def empty(*args: object, plain: object = plain, **how: object) -> torch.Tensor:
+            made = plain(*args, **how)  # type: ignore[operator]
+            return made.fill_(float("nan") if made.is_floating_point() else -(2**30))
+
+        monkeypatch.setattr(owner, name, empty)
+
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != fp8.CAPABILITY,
+    reason="FP8 experts need Hopper",
+)
+QUANTIZED = (0.02, 0.1)
+"""RMS error of all of a result in FP8: a value of E4M3 is off by 2.6 % (rms); three to five operands meet in each."""
+ROW = 0.3
+"""And of its worst row, at most: a row that is left out is off by 1."""
+
+
+def _same_in_fp8(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    for name, expected in truth.items():
+        whole = float((found[name].double() - expected).norm() / expected.norm())
+        assert QUANTIZED[0] < whole < QUANTIZED[1], (name, whole)
+    assert_same(found, truth, ROW)
+
+
+@hopper
+@pytest.mark.parametrize("name", ["natural skew", "all to the same four", "one token's expert, and some without"])
+def test_fp8(name: str) -> None:
+    case = CASES[name]
+    inputs = draw(case, "cuda")
+    found = outcome(fp8.routed_mlp, case, inputs)
+    _same_in_fp8(found, outcome(reference.routed_mlp, case, inputs, torch.float64))
+    for each, tensor in outcome(fp8.routed_mlp, case, inputs).items():
+        assert torch.equal(tensor, found[each]), each
+    found = outcome_of_rows(fp8.grouped_mlp, case, inputs)
+    _same_in_fp8(found, outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64))
+    dropped = dict(found, y=found["y"].index_fill(0, torch.tensor([5], device="cuda"), 0))
+    with pytest.raises(AssertionError, match=r"y: row \(5,\)"):
+        _same_in_fp8(dropped, outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64))
+
+
+@hopper
+def test_fp8_does_not_wait_and_a_graph_replays() -> None:
+    case = CASES["natural skew"]
+    inputs, others = draw(case, "cuda"), draw(case, "cuda", seed=1)
+    given = [[drawn[name] for name in (*LEAVES, "dy", "routing")] for drawn in (inputs, others)]
+    expected = outcome(fp8.routed_mlp, case, others)
+    with without_waiting():
+        outcome(fp8.routed_mlp, case, inputs)
+    captured = replayed(lambda: list(outcome(fp8.routed_mlp, case, inputs).values()), *given)
+    for (name, tensor), replay in zip(expected.items(), captured, strict=True):
+        assert torch.equal(replay, tensor), name
+
+
+@hopper
+def test_fp8_refuses_other_widths() -> None:
+    case = CASES["odd numbers"]
+    with pytest.raises(ModelError, match=r"F, D = \[40, 72\]; they take multiples of 16"):
+        outcome(fp8.routed_mlp, case, draw(case, "cuda"))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_parity_with_fp64(case: Case) -> None:
+    inputs = draw(case, "cuda")
+    truth = outcome(reference.routed_mlp, case, inputs, torch.float64)
+    plain = outcome(eager, case, inputs)
+    found = outcome(routed_mlp, case, inputs)
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        name: case.prob_dtype if name == "dprobs" else case.dtype for name in truth
+    }
+    assert_same(found, truth, RMS, inputs["routing"], plain)
+    truth = outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64)
+    plain = outcome_of_rows(eager_rows, case, inputs)
+    assert_same(outcome_of_rows(grouped_mlp, case, inputs), truth, RMS, plain=plain)
+
+
+def test_rows_without_probabilities_and_counts_on_the_host() -> None:
+    case = CASES["odd numbers"]
+    inputs = draw(case, "cuda")
+    token, counts = sorted_rows(inputs)
+    x, w1, w2 = inputs["x"][token], inputs["w1"], inputs["w2"]
+    truth = reference.grouped_mlp(x.double(), counts, w1.double(), w2.double(), None)
+    plain = eager_rows(x, counts, w1, w2, x.new_ones(len(x)), activation="gelu")
+    for where in (counts, counts.cpu()):
+        assert_same({"y": grouped_mlp(x, where, w1, w2, None)}, {"y": truth}, RMS, plain={"y": plain})
+    with pytest.raises(ModelError, match="sum to T = 303"):
+        grouped_mlp(x, counts.cpu() + 1, w1, w2, None)
+
+
+def test_no_row_at_all() -> None:
+    case = Case(T=16, D=64, F=64, E=4, topk=2)
+    inputs = draw(case, "cuda")
+    inputs |= {name: inputs[name][:0] for name in ("x", "dy", "routing", "probs")}
+    for found in (outcome(routed_mlp, case, inputs), outcome_of_rows(grouped_mlp, case, inputs)):
+        assert found["y"].shape == (0, 64)
+        assert not any(found[name].count_nonzero() for name in ("dw1", "dw2"))
+
+
+def test_a_token_of_another_number_of_experts_is_nan() -> None:
+    case = CASES["natural skew"]
+    inputs = draw(case, "cuda")
+    inputs["routing"][7], inputs["routing"][-1] = True, False
+    found = outcome(routed_mlp, case, inputs)
+    assert all(found[name][[7, -1]].isnan().all() for name in ("y", "dx"))
+
+
+def test_strides_change_no_bit() -> None:
+    case = CASES["odd numbers"]
+    inputs = draw(case, "cuda")
+    strided = dict(inputs)
+    strided["x"] = torch.cat([inputs["x"], inputs["x"]], 1)[:, case.D :]
+    strided["dy"] = torch.cat([inputs["dy"].new_zeros(3), inputs["dy"].flatten()])[3:].view_as(inputs["dy"])
+    for name in ("routing", "probs", "w1", "w2"):
+        strided[name] = inputs[name].transpose(0, 1).contiguous().transpose(0, 1)
+    expected = outcome(routed_mlp, case, inputs)
+    for name, tensor in outcome(routed_mlp, case, strided).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_the_same_bits_each_time() -> None:
+    inputs = draw(MODEL, "cuda")
+    first = outcome(routed_mlp, MODEL, inputs)
+    for _ in range(5):
+        for name, tensor in outcome(routed_mlp, MODEL, inputs).items():
+            assert torch.equal(tensor, first[name]), name
+
+
+def test_nothing_waits_and_a_graph_replays() -> None:
+    case = CASES["natural skew"]
+    inputs, others = draw(case, "cuda"), draw(case, "cuda", seed=1)
+    given = [[drawn[name] for name in (*LEAVES, "dy", "routing")] for drawn in (inputs, others)]
+    expected = outcome(routed_mlp, case, others)
+    with without_waiting():
+        outcome(routed_mlp, case, inputs)
+    captured = replayed(lambda: list(outcome(routed_mlp, case, inputs).values()), *given)
+    for (name, tensor), replay in zip(expected.items(), captured, strict=True):
+        assert torch.equal(replay, tensor), name
+
+
+def test_rows_of_counts_on_the_device_replay() -> None:
+    x, w1, w2, dy = (draw(Case(), "cuda")[name] for name in ("x", "w1", "w2", "dy"))
+    counts, others = (torch.tensor(c, device="cuda") for c in ([25] * 8, [0, 1, 100, 7, 0, 92, 0, 0]))
+
+    def run() -> list[torch.Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in (x, w1, w2)]
+        y = grouped_mlp(leaves[0], counts, *leaves[1:], None)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    with without_waiting():
+        run()
+    captured = [tensor.clone() for tensor in replayed(run, [counts], [others])]
+    for replay, tensor in zip(captured, run(), strict=True):
+        assert torch.equal(replay, tensor)
+
+
+def test_peak_memory() -> None:
+    """All gradients and the output, the first product and its gradient, and the sums' rows, at the model's width."""
+    inputs = draw(MODEL, "cuda")
+    leaves = [inputs[name].requires_grad_() for name in LEAVES]
+    x, probs, w1, w2 = leaves
+
+    def run() -> object:
+        y = routed_mlp(x, inputs["routing"], probs, w1, w2, topk=MODEL.topk)
+        return torch.autograd.grad(y, leaves, inputs["dy"])
+
+    run()
+    rows = MODEL.T * MODEL.topk * x.element_size()
+    bound = w1.nbytes + w2.nbytes + 2 * x.nbytes + rows * (MODEL.D + 2 * MODEL.F)
+    assert peak(run) < 1.02 * bound
+
+
+def test_refusals() -> None:
+    inputs = draw(Case(), "cuda")
+    x, routing, probs, w1, w2 = (inputs[name] for name in ("x", "routing", "probs", "w1", "w2"))
+    with pytest.raises(ModelError, match=r"torch\.float16.* use the reference"):
+        routed_mlp(x.half(), routing, probs, w1.half(), w2.half(), topk=3)
+    with pytest.raises(ModelError, match="multiples of 8"):
+        routed_mlp(x, routing, probs, w1[:, :90].contiguous(), w2[..., :90].contiguous(), topk=3)

@@ -1,0 +1,178 @@
+"""E layers with our experts and router beside stock's modules: same values, same gradients, and who is chosen when.
+
+Shape legend: S sequence, B batch, N experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megacpp_mcore.backends import STOCK, Dispatcher
+from megacpp_mcore.backends.candidates import EXPERTS, OWN_EXPERTS
+from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.model import preset
+from tests import stock
+
+S, B = 32, 2
+OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one micro-batch gave."""
+
+    model: Any
+    losses_BS: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    logged: Mapping[str, torch.Tensor]
+    tokens_per_expert: torch.Tensor
+
+
+def outcome(folder: Path, backends: Mapping[str, str]) -> Outcome:
+    """Losses of the same model, its gradients, and the matrices of each layer's experts as one tensor."""
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    from megacpp_mcore.layer_specs.experts import StackedExperts, expert_matrices
+
+    model = stock.build(OVERRIDES, preset("nam56r_tiny"), folder, backends=backends).train()
+    stock.loss_scale(1.0)
+    bias_N = torch.tensor([0.1, -0.05, 0.0, 0.2])
+    routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+    for router in routers:
+        router.expert_bias += bias_N
+    tokens = torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(3))
+    mask = ~torch.ones(S, S, dtype=torch.bool).tril()[None, None]
+    losses_BS = model(
+        tokens[:, :-1], torch.arange(S).expand(B, S), mask, labels=tokens[:, 1:], loss_mask=torch.ones(B, S)
+    )
+    losses_BS.mean().backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if ".mlp.experts." not in name}
+    for number, layer in enumerate(model.decoder.layers, 1):
+        experts = getattr(layer.mlp, "experts", None)
+        if isinstance(experts, StackedExperts):
+            gradients |= {f"{number} first": experts.weight1.grad, f"{number} second": experts.weight2.grad}
+        elif experts is not None:
+            first, second = (torch.stack([one.grad for one in each]) for each in expert_matrices(experts))
+            gradients |= {f"{number} first": first, f"{number} second": second}
+    logged = {name: entry.values.clone() for name, entry in get_moe_metrics_tracker()._metrics.items()}
+    counted = torch.stack([router.local_tokens_per_expert for router in routers])
+    return Outcome(model, losses_BS.detach(), gradients, logged, counted)
+
+
+@pytest.fixture(scope="module")
+def truth(process: Path) -> Outcome:
+    return outcome(process, {EXPERTS: STOCK, "router": STOCK})
+
+
+def test_experts_are_stocks_bit_for_bit(process: Path, truth: Outcome) -> None:
+    """Initial values, losses, and the gradient of every parameter, in fp32 on a CPU."""
+    found = outcome(process, {})
+    experts, theirs = (one.model.decoder.layers[1].mlp.experts for one in (found, truth))
+    assert (type(experts).__name__, type(theirs).__name__) == ("StackedExperts", "SequentialMLP")
+    assert found.model.decoder.layers[1].mlp.token_dispatcher is None
+    for index, expert in enumerate(theirs.local_experts):
+        assert torch.equal(experts.weight1[index], expert.linear_fc1.weight)
+        assert torch.equal(experts.weight2[index], expert.linear_fc2.weight)
+        assert experts.weight1.allreduce is expert.linear_fc1.weight.allreduce
+    assert torch.equal(found.losses_BS, truth.losses_BS)
+    assert found.gradients.keys() == truth.gradients.keys()
+    assert [name for name in truth.gradients if not torch.equal(found.gradients[name], truth.gradients[name])] == []
+    assert {name: values.tolist() for name, values in found.logged.items()} == {
+        name: values.tolist() for name, values in truth.logged.items()
+    }
+
+
+def test_the_router_is_stocks_to_rounding(process: Path, truth: Outcome) -> None:
+    """Its decisions to the last bit: tokens that go to other experts are counted."""
+    found = outcome(process, {"router": "reference"})
+    assert type(found.model.decoder.layers[1].mlp.router).__name__ == "Router"
+    assert torch.equal(found.tokens_per_expert, truth.tokens_per_expert)
+    torch.testing.assert_close(found.losses_BS, truth.losses_BS, rtol=1e-6, atol=0)
+    assert found.logged.keys() == truth.logged.keys() >= {"z_loss", "seq_load_balancing_loss"}
+    for name, values in truth.logged.items():
+        torch.testing.assert_close(found.logged[name], values, rtol=2e-6, atol=0, msg=name)
+    for name, gradient in truth.gradients.items():
+        assert float((found.gradients[name] - gradient).norm()) <= 2e-6 * float(gradient.norm()), name
+
+
+def test_an_evaluation_counts_and_logs_nothing(process: Path) -> None:
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    model = stock.build(OVERRIDES, preset("nam56r_tiny"), process, backends={"router": "reference"}).eval()
+    moe = model.decoder.layers[1].mlp
+    with torch.no_grad():
+        moe(torch.randn(S, B, 128, generator=torch.Generator().manual_seed(0)))
+    assert not get_moe_metrics_tracker()._metrics
+    assert not moe.router.local_tokens_per_expert.any()
+
+
+# --- who is chosen ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(process: Path) -> Any:
+    return stock.model_config(stock.cpu_words(preset("nam56r_tiny"))).transformer
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("quant_recipe", object(), "FP8 experts"),
+        ("moe_expert_capacity_factor", 1.0, "--moe-expert-capacity-factor"),
+        ("activation_func", torch.nn.functional.silu, "another activation than GELU"),
+        ("gated_linear_unit", True, "gated experts"),
+        ("add_bias_linear", True, "biases"),
+        ("use_transformer_engine_op_fuser", True, "--use-transformer-engine-op-fuser"),
+    ],
+)
+def test_what_stock_alone_can_do_is_stocks_and_the_reason(config: Any, field: str, value: Any, says: str) -> None:
+    from megacpp_mcore.layer_specs.experts import choose_experts
+
+    assert choose_experts(config, Dispatcher()).observed == OWN_EXPERTS
+    setattr(config, field, value)
+    chosen = choose_experts(config, Dispatcher())
+    assert (chosen.requested, chosen.observed) == ("auto", STOCK)
+    assert chosen.reason.startswith(f"the run asks for {says}")
+    assert choose_experts(config, Dispatcher({EXPERTS: STOCK})).reason == "asked for by name"
+    with pytest.raises(BackendError, match=f"experts: {OWN_EXPERTS}, and the run for {says}"):
+        choose_experts(config, Dispatcher({EXPERTS: OWN_EXPERTS}))
+
+
+def test_an_optimizer_that_wants_matrices_has_stocks(config: Any) -> None:
+    from megacpp_mcore.layer_specs.experts import choose_experts
+
+    with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace(optimizer="muon")):
+        assert "--optimizer muon" in choose_experts(config, Dispatcher()).reason
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("moe_router_score_function", "softmax", "--moe-router-score-function softmax"),
+        ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"], "aux_loss seq_aux_loss"),
+        ("moe_router_fusion", True, "--moe-router-fusion"),
+    ],
+)
+def test_a_router_that_stock_alone_has(config: Any, field: str, value: Any, says: str) -> None:
+    from megacpp_mcore.layer_specs.router import stock_alone
+
+    assert stock_alone(config) is None
+    setattr(config, field, value)
+    assert says in str(stock_alone(config))
+
+
+def test_a_dispatcher_that_is_not_installed_is_named(config: Any) -> None:
+    from megacpp_mcore.layer_specs.experts import expert_layer_spec
+    from megacpp_mcore.layer_specs.parts import parts_for
+
+    config.moe_token_dispatcher_type = "flex"
+    with pytest.raises(ModelError, match="flex sends tokens by deep_ep, which is not installed"):
+        expert_layer_spec(config, parts_for(config), Dispatcher())

@@ -1,0 +1,73 @@
+"""A program: one case of the routed experts' kernels under Triton's interpreter, on a CPU, against float64.
+
+Run with TRITON_INTERPRET=1, which Triton reads as it is imported. PyTorch's grouped products are its own ones for a CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from megacpp_mcore.ops.grouped_mlp import fp8, reference
+from megacpp_mcore.ops.grouped_mlp import triton as fused
+from tests.ops.grouped_mlp_case import Case, assert_same, draw, outcome, outcome_of_rows
+from tests.ops.interpreter import take_scalars_of_one_element
+
+CASES = {
+    "even": (Case(T=37, D=40, F=24, dtype=torch.float32), 1e-6),
+    "lone": (Case(T=37, D=40, F=24, E=5, routing="lone", dtype=torch.float32, activation="gelu_tanh"), 1e-6),
+    "halves": (Case(T=37, D=40, F=24, E=7, topk=1, dtype=torch.float16, prob_dtype=torch.float16), 2e-3),
+    "blocks": (Case(T=70, D=8, F=16, E=6, topk=4, routing="skewed", dtype=torch.float32), 1e-6),
+}
+
+
+def scaled() -> None:
+    """Fail unless the kernels of FP8 scale each row to E4M3's largest value, and results are right but for its rounding.
+
+    Scaled numbers stay float32: Triton's interpreter rounds some wrongly to E4M3, and PyTorch multiplies them on a GPU alone.
+    """
+    case = Case(T=37, D=48, F=32, dtype=torch.float32)
+    fused.DTYPES, fp8.E4M3 = (case.dtype,), torch.float32
+    fp8.ELEMENTS = 32  # parts of a row
+    fp8.COLUMNS.update({"BN": 32, "BW": 16})
+
+    def product(left: fp8.Scaled, right: fp8.Scaled, rows: fused.Rows) -> torch.Tensor:
+        for side in (left, right):
+            torch.testing.assert_close(side.values.abs().amax(-1), torch.full_like(side.scale, 448.0))
+        whole = [side.values * side.scale[..., None] for side in (left, right)]
+        return torch._grouped_mm(whole[0], whole[1].transpose(1, 2), offs=rows.end_E)
+
+    fp8.product, fp8._check_device = product, lambda x: None
+    inputs = draw(case)
+    truth = outcome(reference.routed_mlp, case, inputs, torch.float64)
+    assert_same(outcome(fp8.routed_mlp, case, inputs), truth, 2e-6, inputs["routing"])
+    rows = outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64)
+    assert_same(outcome_of_rows(fp8.grouped_mlp, case, inputs), rows, 2e-6)
+
+
+def main(name: str) -> None:
+    """Fail unless every result is right, of tokens and of rows; and unless a token of too few or many experts is NaN."""
+    take_scalars_of_one_element()
+    if name == "fp8":
+        scaled()
+        return
+    case, rms = CASES[name]
+    fused.DTYPES = (case.dtype,)
+    if name == "blocks":
+        for tile in (fused.FORWARD, fused.BACKWARD, fused.WEIGHTS):
+            tile.update({"BM": 16, "BN": 8, "BK": 16} | ({"SPLIT": 2} if "SPLIT" in tile else {}))
+    inputs = draw(case)
+    truth = outcome(reference.routed_mlp, case, inputs, torch.float64)
+    assert_same(outcome(fused.routed_mlp, case, inputs), truth, rms, inputs["routing"])
+    rows = outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64)
+    assert_same(outcome_of_rows(fused.grouped_mlp, case, inputs), rows, rms)
+    inputs["routing"][3], inputs["routing"][-1] = True, False
+    found = outcome(fused.routed_mlp, case, inputs)
+    for tensor in (found["y"], found["dx"]):
+        assert tensor[[3, -1]].isnan().all()
+        assert tensor.isfinite().any()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -248,11 +248,12 @@ class RoutedMLP(torch.autograd.Function):
         """The output."""
         x_TD, w1_EFD, w2_EDF = packed(x_TD), packed(w1_EFD), packed(w2_EDF)
         routing_TE = routing_TE.contiguous()
-        rows = placed(routing_TE, probs_TE, topk)
+        rows, row_TK = placed(routing_TE, probs_TE, topk)
         h_RF, left = products.hidden(x_TD, rows, w1_EFD, activation)
         ctx.save_for_backward(x_TD, routing_TE, w1_EFD, w2_EDF, h_RF, *rows)
         ctx.activation, ctx.probs_dtype, ctx.products = activation, probs_TE.dtype, products
-        return summed(products.output(left, w2_EDF, rows), rows)
+        y_RD = products.output(left, w2_EDF, rows)
+        return summed(y_RD, row_TK)
 
     @staticmethod
     @once_differentiable
@@ -264,13 +265,15 @@ class RoutedMLP(torch.autograd.Function):
         dw2_EDF = weight_gradient(dy_TD, rows, a_RF, tokens_left=True) if ctx.needs_input_grad[4] else None
         del a_RF  # its memory is that of what follows
         dprobs_TE = torch.empty_like(routing_TE, dtype=ctx.probs_dtype)
-        dx_TD = summed(products.input_gradient(left, w1_EFD, rows), rows, (routing_TE, dprob_PR, dprobs_TE))
+        dx_RD = products.input_gradient(left, w1_EFD, rows)
+        dx_TD = summed(dx_RD, places[1], (routing_TE, dprob_PR, dprobs_TE))
+        del dx_RD
         dw1_EFD = weight_gradient(x_TD, rows, dh_RF, tokens_left=False) if ctx.needs_input_grad[3] else None
         return dx_TD, None, dprobs_TE, dw1_EFD, dw2_EDF, None, None, None
 
 
-def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int) -> Rows:
-    """The rows of every token."""
+def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int) -> tuple[Rows, torch.Tensor]:
+    """Which rows are whose; and of that, the rows of every token."""
     T, E = routing_TE.shape
     experts = triton.next_power_of_2(E)
     tokens = max(16, min(64, 4096 // experts))
@@ -281,7 +284,7 @@ def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int) -> Rows:
     rows = Rows(end_E, row_TK, token_R, token_R.new_empty(T * topk, dtype=torch.float32))
     if not T:
         end_E.zero_()
-        return rows
+        return rows, row_TK
     count_BE = routing_TE.new_empty(blocks, E, dtype=torch.int32)
     shape = {"TOKENS": tokens, "EXPERTS": experts, "num_warps": 4}
     kernels.count[(blocks,)](routing_TE, count_BE, T, E, **shape)
@@ -289,7 +292,7 @@ def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int) -> Rows:
         routing_TE, probs_TE.contiguous(), count_BE, *rows, T, E, blocks, K=topk, SLOTS=triton.next_power_of_2(topk),
         SPAN=tokens, **shape,
     )  # fmt: skip
-    return rows
+    return rows, row_TK
 
 
 def _hidden(x: torch.Tensor, rows: Rows, w1_EFD: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -359,16 +362,15 @@ def weight_gradient(x: torch.Tensor, rows: Rows, h_RF: torch.Tensor, *, tokens_l
 
 def summed(
     y_RD: torch.Tensor,
-    rows: Rows,
+    row_TK: torch.Tensor,
     probabilities: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
 ) -> torch.Tensor:
     """Each token's sum over its rows; with routing and the gradients of the rows' probabilities in parts, those of all."""
-    assert rows.row_TK is not None, "rows are not of tokens"
-    (R, D), (T, K), (routing_TE, dprob_PR, _) = y_RD.shape, rows.row_TK.shape, probabilities
+    (R, D), (T, K), (routing_TE, dprob_PR, _) = y_RD.shape, row_TK.shape, probabilities
     y_TD, E = y_RD.new_empty(T, D), 1 if routing_TE is None else routing_TE.shape[1]
     if T:
         kernels.combine[(T,)](
-            y_RD, rows.row_TK, y_TD, *probabilities, E, R, D=D, K=K, P=0 if dprob_PR is None else dprob_PR.shape[0],
+            y_RD, row_TK, y_TD, *probabilities, E, R, D=D, K=K, P=0 if dprob_PR is None else dprob_PR.shape[0],
             BLOCK=min(4096, triton.next_power_of_2(D)), EXPERTS=triton.next_power_of_2(E), num_warps=4,
         )  # fmt: skip
     return y_TD

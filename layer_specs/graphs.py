@@ -23,14 +23,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
+from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.backends.candidates import OWN_EXPERTS
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.documents import documents
+from megacpp_mcore.layer_specs.experts import choose_experts
 from megacpp_mcore.layer_specs.parts import compute_device, implementation
 from megacpp_mcore.layer_specs.regions import RegionLayer, RegionPlan, with_inner_layer
 from megacpp_mcore.model import Model
@@ -78,8 +84,12 @@ class GraphLayer(RegionLayer):
     ) -> Any:
         """Run the layer's graph, or in step 1 what it is going to hold.
 
-        It is given the documents themselves, which are all that it reads of a mask or of packed sequences.
+        It is given the documents themselves, which are all that it reads of a mask or of packed sequences; an E layer reads of
+        both how many rows a sample has.
         """
+        if isinstance(self.self_attention, IdentityOp):
+            samples = packed_seq_params and PackedSeqParams(tokens_per_sample=packed_seq_params.tokens_per_sample)
+            return super().__call__(hidden_states=hidden_states, packed_seq_params=samples, **kwargs)
         cut = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         seq_idx_BS = documents(
             self.config,
@@ -90,6 +100,10 @@ class GraphLayer(RegionLayer):
             packed_seq_params=packed_seq_params,
         )
         return super().__call__(hidden_states=hidden_states, attention_mask=seq_idx_BS, **kwargs)
+
+
+class GraphExpertLayer(GraphLayer, MoETransformerLayer):
+    """An E layer: stock's class keeps what its router has logged while Megatron captures it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +126,10 @@ class GraphPlan:
         """Return the spec of layer ``key`` under this plan, or ``layer`` itself without graphs; regions stay as planned."""
         if not self:
             return layer
-        regions = layer.params if layer.module is RegionLayer else {"family": self.letters[key], "plan": RegionPlan()}
-        return dataclasses.replace(
-            layer, module=GraphLayer, params={**regions, "not_captured": self.eager.get(key, "")}
-        )
+        letter = self.letters[key]
+        regions = layer.params if layer.module is RegionLayer else {"family": letter, "plan": RegionPlan()}
+        module = GraphExpertLayer if letter == "E" else GraphLayer
+        return dataclasses.replace(layer, module=module, params={**regions, "not_captured": self.eager.get(key, "")})
 
     def mtp(self, block: MultiTokenPredictionBlockSubmodules) -> MultiTokenPredictionBlockSubmodules:
         """Return the MTP block with its inner layer under this plan."""
@@ -140,15 +154,18 @@ class GraphPlan:
         return ", ".join(f"{letter} {' '.join(numbers)}" for letter, numbers in families.items())
 
 
-def graph_plan(model: Model, config: TransformerConfig) -> GraphPlan:
+def graph_plan(
+    model: Model, config: TransformerConfig, dispatcher: Dispatcher, settings: PluginConfig | None
+) -> GraphPlan:
     """Return what is captured of ``model``; nothing unless the run asks for graphs."""
     if config.cuda_graph_impl == "none":
         return GraphPlan()
+    experts = _why_not_experts(config, dispatcher, settings) if "E" in model.layers else ""
     letters: dict[int | str, str] = dict(enumerate(model.layers, 1))
     eager: dict[int | str, str] = {}
     for number, (letter, role) in enumerate(zip(model.layers, model.roles, strict=True), 1):
-        if letter == "E":
-            eager[number] = "stock's experts wait for the host, and no others have been captured yet"
+        if letter == "E" and experts:
+            eager[number] = experts
         elif letter == "A" and role != grammar.FULL_ATTENTION and model.dsa.warmup_steps:
             eager[number] = (
                 f"dense attention ends after dsa.warmup_steps ({model.dsa.warmup_steps}), in the middle of a run"
@@ -156,6 +173,18 @@ def graph_plan(model: Model, config: TransformerConfig) -> GraphPlan:
     if model.mtp.depth:
         letters[MTP] = "A"
     return GraphPlan(letters=letters, eager=eager)
+
+
+def _why_not_experts(config: TransformerConfig, dispatcher: Dispatcher, settings: PluginConfig | None) -> str:
+    """Why E layers are not captured, or nothing: experts that take tokens as they come read nothing on the host."""
+    if CudaGraphModule.attn in config.cuda_graph_modules:
+        return "--cuda-graph-modules attn"
+    if settings is not None and settings.recompute.experts:
+        return "recompute: experts"
+    is_divided = config.expert_model_parallel_size > 1 or config.moe_shared_expert_overlap
+    if is_divided or choose_experts(config, dispatcher).observed != OWN_EXPERTS:
+        return "the host reads how many rows each expert gets"
+    return ""
 
 
 def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig | None) -> None:

@@ -109,7 +109,7 @@ def nam56r(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
     layers = chunk_layers(transformer, vp_stage)
     if not vp_stage:
-        for line in graph_plan(model, transformer).describe():
+        for line in graph_plan(model, transformer, dispatcher, settings).describe():
             print_rank_0(f"megacpp-mcore: {line}")
     log_single_rank(
         logger,
@@ -131,7 +131,8 @@ def block_submodules(
         setattr(config, checkpoint_layout.EXPERTS_KEY, choose_experts(config, dispatcher).observed)
     sources = grammar.source_layers(model.roles)
     index_cache = IndexCache({shared: full for shared, full in sources.items() if shared in layers})
-    plan, graphs = region_plan(plugin_config.from_environment(), config), graph_plan(model, config)
+    settings = plugin_config.from_environment()
+    plan, graphs = region_plan(settings, config), graph_plan(model, config, dispatcher, settings)
     specs = []
     for number in layers:
         spec = layer_spec(model, config, number, parts, dispatcher, index_cache)

@@ -129,8 +129,7 @@ def test_a_receipt_says_which_layers_were_captured(trained: dict[tuple[str, bool
         row["layer"]: row["reason"] for row in rows if (row["requested"], row["observed"]) == ("local", "local")
     }
     # A forward and a backward graph a layer; MTP's layer is applied at two depths.
-    assert captured == dict.fromkeys((1, 3, 5, 7, 9, 11, 12), "2 graphs") | {None: "4 graphs"}
-    assert {row["layer"] for row in rows if row["observed"] == "none"} == {2, 4, 6, 8, 10}
+    assert captured == dict.fromkeys(range(1, 13), "2 graphs") | {None: "4 graphs"}
 
 
 def test_a_backend_that_no_graph_can_hold_ends_the_run_before_its_first_step(corpus: str, tmp_path: Path) -> None:

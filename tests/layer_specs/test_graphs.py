@@ -17,35 +17,50 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.enums import CudaGraphModule
 
+from megacpp_mcore.backends.candidates import OWN_EXPERTS
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import graphs
-from megacpp_mcore.model import preset, with_overrides
+from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.model.training import Recompute
 from tests import stock
 
 S, LENGTHS = 32, (5, 1, 14, 12)
-EXPERTS = "stock's experts wait for the host, and no others have been captured yet"
+HOST_READS = "the host reads how many rows each expert gets"
 
 
 def run(**changes: Any) -> Any:
     """The configuration of a run on a GPU that asks for graphs."""
     asked = {"cuda_graph_impl": "local", "cuda_graph_modules": [], "transformer_impl": "transformer_engine"}
-    return SimpleNamespace(**{**asked, "recompute_granularity": None, "recompute_modules": None, **changes})
+    whole = {"expert_model_parallel_size": 1, "moe_shared_expert_overlap": False}
+    return SimpleNamespace(**{**asked, **whole, "recompute_granularity": None, "recompute_modules": None, **changes})
+
+
+def plan(
+    model: Model, recompute: Recompute | None = None, experts: str = OWN_EXPERTS, **changes: Any
+) -> graphs.GraphPlan:
+    dispatcher: Any = None
+    settings: Any = SimpleNamespace(recompute=recompute or Recompute())
+    with mock.patch.object(graphs, "choose_experts", return_value=SimpleNamespace(observed=experts)):
+        return graphs.graph_plan(model, run(**changes), dispatcher, settings)
 
 
 def test_the_plan_names_what_is_captured_and_why_the_rest_is_not() -> None:
     quarter = preset("nam56r_quarter")
-    assert graphs.graph_plan(quarter, run()).describe() == [
-        "CUDA graphs (local) of layers A 1 5 9 13 MTP, M 3 7 11, R 12",
-        f"no CUDA graph of layers E 2 4 6 8 10: {EXPERTS}",
-    ]
+    assert plan(quarter).describe() == ["CUDA graphs (local) of layers A 1 5 9 13 MTP, E 2 4 6 8 10, M 3 7 11, R 12"]
     warming = with_overrides(quarter, {"dsa": {"warmup_steps": 7}, "mtp": {"depth": 0}})
-    assert graphs.graph_plan(warming, run()).describe() == [
+    assert plan(warming, expert_model_parallel_size=2).describe() == [
         "CUDA graphs (local) of layers A 1, M 3 7 11, R 12",
-        f"no CUDA graph of layers E 2 4 6 8 10: {EXPERTS}",
+        f"no CUDA graph of layers E 2 4 6 8 10: {HOST_READS}",
         "no CUDA graph of layers A 5 9 13: dense attention ends after dsa.warmup_steps (7), in the middle of a run",
     ]
-    without = graphs.graph_plan(quarter, run(cuda_graph_impl="none"))
+    for why, others in (
+        (HOST_READS, plan(quarter, experts="stock")),
+        (HOST_READS, plan(quarter, moe_shared_expert_overlap=True)),
+        ("recompute: experts", plan(quarter, Recompute(experts=True))),
+        ("--cuda-graph-modules attn", plan(quarter, cuda_graph_modules=[CudaGraphModule.attn])),
+    ):
+        assert others.eager == dict.fromkeys((2, 4, 6, 8, 10), why)
+    without = plan(quarter, cuda_graph_impl="none")
     layer = SimpleNamespace()
     assert not without.describe()
     assert without.spec(layer, 1) is layer  # type: ignore[arg-type]
@@ -105,13 +120,15 @@ def build(process: Path) -> Callable[..., Any]:
     """Builds equal models, with or without layers that are run as captured ones are."""
 
     def make(*, captured: bool) -> Any:
-        plan = graphs.graph_plan(preset("nam56r_tiny"), run()) if captured else graphs.GraphPlan()
+        planned = plan(preset("nam56r_tiny")) if captured else graphs.GraphPlan()
         with (
-            mock.patch("megacpp_mcore.layer_specs.nam56r.graph_plan", return_value=plan),
+            mock.patch("megacpp_mcore.layer_specs.nam56r.graph_plan", return_value=planned),
             mock.patch.object(graphs, "CudaGraphManager", Recording),
         ):
             overrides = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
             model = stock.build(overrides, preset("nam56r_tiny"), process)
+        for layer in model.decoder.layers:
+            layer.config.cuda_graph_impl = "local" if captured else "none"
         stock.loss_scale(1.0)
         return model.train()
 
@@ -148,11 +165,16 @@ def test_a_captured_layer_is_given_tensors_and_what_surrounds_a_capture_leaves_n
         found.append([losses, logged, *(p.grad for p in model.parameters() if p.grad is not None)])
     for plain, recorded in zip(*found, strict=True):
         assert torch.equal(plain, recorded)
-    assert len(Recording.given) == 7 + 2  # A 1 5 9, M 3 7 11, R 12, and MTP at two depths
-    for kwargs in Recording.given:
-        tensors = {name: value for name, value in kwargs.items() if value is not None}
-        assert sorted(tensors) == (["attention_mask", "hidden_states"] if packed else ["hidden_states"])
-        assert not packed or (tensors["attention_mask"].dtype, tensors["attention_mask"].shape) == (torch.int32, (1, S))
+    assert len(Recording.given) == 12 + 2  # MTP at two depths
+    for number, kwargs in enumerate(Recording.given, 1):
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        assert given.pop("hidden_states").shape == (S, 1, 128)
+        if packed and number in (2, 4, 6, 8, 10):
+            assert given.pop("packed_seq_params") == PackedSeqParams(tokens_per_sample=S)
+        elif packed:
+            documents_BS = given.pop("attention_mask")
+            assert (documents_BS.dtype, documents_BS.shape) == (torch.int32, (1, S))
+        assert not given
 
 
 def test_a_layer_that_decodes_is_not_replayed(build: Callable[..., Any]) -> None:

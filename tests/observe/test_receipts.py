@@ -7,8 +7,6 @@ import copy
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -298,9 +296,3 @@ def test_disqualifiers_of_steps_and_what_cannot_be_judged(tmp_path: Path) -> Non
     assert [one["name"] for one in compare.judge(compare.Case(lost, steps, tokens_of(steps), window))[1]] == [
         "capacity drop"
     ]
-
-
-@pytest.mark.parametrize("module", ["commands.report", "observe.page"])
-def test_no_torch_is_needed_to_read(module: str) -> None:
-    code = f"import sys, megacpp_mcore.{module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -203,15 +203,3 @@ def test_steps_without_time_have_no_speed(tmp_path: Path) -> None:
     assert found["step_time"]["p50_s"] is None
     assert "took no time" in (why_unknown("throughput.tokens_per_s", found["unknown"]) or "")
     assert "tokens/s" in report_command.describe(found)
-
-
-def test_time_and_operations_are_two_answers(tmp_path: Path) -> None:
-    run = write_run(tmp_path)
-    found = receipts.read(run)
-    assert (found["dominant_time"], found["dominant_flops"]) == ("expert", "head")
-    assert found["shares"]["source"].startswith("profile")
-    (run / FILES[-1]).unlink()
-    found = receipts.read(run)
-    assert (found["dominant_time"], found["dominant_flops"]) == (None, "head")
-    assert why_unknown("dominant_time", found["unknown"]) == "the run was not profiled"
-    assert found["shares"]["source"].startswith("audited count")

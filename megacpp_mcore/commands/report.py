@@ -46,9 +46,8 @@ def add_parser(subparsers: Any) -> None:
     comparing.add_argument("--noise", type=float, metavar="PERCENT", help=noise)
     where = actions.add_parser("goodput", help="what the wall time of every rank went to")
     where.add_argument("run_folder", metavar="RUN", help="the folder of a run")
-    page = actions.add_parser("html", help="one self-contained page about a run, or several side by side")
-    runs = "the folder of a run, or a receipt; the first is the baseline"
-    page.add_argument("runs", metavar="RUN", nargs="+", help=runs)
+    page = actions.add_parser("html", help="one self-contained page about a run")
+    page.add_argument("run_or_receipt", metavar="RUN", help="the folder of a run, or a receipt")
     page.add_argument("--output", metavar="FILE", default="report.html", help="where it is written (%(default)s)")
     actions.add_parser("fields", help="every field of a receipt: its kind and meaning, as a Markdown table")
     for action in (show, comparing, where):
@@ -139,7 +138,7 @@ def _goodput(args: argparse.Namespace) -> int:
 def _html(args: argparse.Namespace) -> int:
     from megacpp_mcore.observe import page
 
-    events.replace(Path(args.output), page.html([_found(word) for word in args.runs]))
+    events.replace(Path(args.output), page.html(_found(args.run_or_receipt)))
     print(f"page: {args.output}")
     return 0
 

@@ -328,7 +328,7 @@ def test_a_run_that_an_error_ends_and_a_fall_back(
     assert why.endswith(f"kernel does not cover this: head_dim {model().mamba3.head_dim} is not a multiple of 1024")
     evidence = fall_back(found)
     assert evidence == f"op mamba3 in layers 3, 7, 11 runs on reference, slower than the best for this device: {why}"
-    off = check_off(check_self_contained(page.html([tmp_path])))
+    off = check_off(check_self_contained(page.html(tmp_path)))
     assert [row.cells for row in off] == [["mamba3", "3, 7, 11", "auto", "slower: reference", why]]
     assert report("show", str(tmp_path)) == 0
     assert "fall-back: op mamba3" in capsys.readouterr().out
@@ -372,7 +372,7 @@ def test_what_falls_back_is_red_in_a_browser(
     with browser.running(program) as chromium:
         for run, any_off in ((disabled, True), (untritoned[0], True), (finished[0], False)):
             file = tmp_path / f"{run.name}.html"
-            file.write_text(page.html([run]), encoding="utf-8")
+            file.write_text(page.html(run), encoding="utf-8")
             chromium.show(file, 1280)
             red, text = chromium.ask(PAINTED.format("var(--bad)")), chromium.ask(PAINTED.format("inherit"))
             assert red != text

@@ -106,7 +106,7 @@ def read_all(run: Path) -> str:
         report_command.describe(found).encode()
         said.extend([*found["unknown"].values(), *found["notes"], page.read(run).missing])
 
-    for read in (receipt, lambda: page.html([run]).encode(), lambda: goodput.read(run), lambda: start.read(run)):
+    for read in (receipt, lambda: page.html(run).encode(), lambda: goodput.read(run), lambda: start.read(run)):
         try:
             read()
         except DataError as error:
@@ -150,7 +150,7 @@ def test_damage_anywhere_in_a_receipt_is_refused_or_shown(tmp_path: Path) -> Non
         file.write_text(json.dumps(damaged(receipt, path, damage)))
         try:
             found = receipts.read(file)
-            page.html([file]).encode()
+            page.html(file).encode()
             report_command.describe(found).encode()
         except DataError:
             refused += 1

@@ -24,11 +24,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 2 for a request that cannot be carried out.
-
-    Args:
-        argv: the arguments after the program's name; by default those of this process.
-    """
+    """Run one command and return its exit status: 2 for a request that cannot be carried out."""
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
         with contextlib.nullcontext() if args.command in ("launch", "advise") else imports.quiet():

@@ -146,11 +146,6 @@ def _html(args: argparse.Namespace) -> int:
 def sign_of_life(place: Path, receipt: Mapping[str, Any], now_ns: int) -> str:
     """The line with the age of the last heartbeat, by which a live run differs from a killed one: both are ``running``.
 
-    Args:
-        place: the run's folder, where every process leaves its signs of life; or a receipt, which has only its own age.
-        receipt: what was read there.
-        now_ns: the time, in nanoseconds since the epoch.
-
     Raises:
         DataError: the receipt's own time is no time.
     """

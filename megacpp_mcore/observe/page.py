@@ -50,16 +50,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Addition:
-    """What a page says beyond what the run recorded.
-
-    Attributes:
-        title: the page's heading; empty: the run's name.
-        lead: a sentence below it.
-        figures: figure and label of further tiles, which come first.
-        levels: horizontal lines in the plot of the losses, in nats.
-        loss_note: a sentence below that plot.
-        tables: title, head and rows of further tables.
-    """
+    """What a page says beyond what the run recorded."""
 
     title: str = ""
     lead: str = ""
@@ -128,17 +119,7 @@ _Row = tuple[bool, str, str, str, str, str]
 
 @dataclass
 class Run:
-    """One run, and what the template shows of it.
-
-    Attributes:
-        name: what the page calls it.
-        receipt: its receipt.
-        ranks: its starts by rank; empty where only a receipt is there.
-        spent: its goodput by rank, likewise.
-        metrics: the logged steps.
-        missing: why there is nothing but the receipt.
-        addition: what is added.
-    """
+    """One run, and what the template shows of it; where only a receipt is there, ``missing`` says so."""
 
     name: str
     receipt: Mapping[str, Any]
@@ -360,15 +341,7 @@ class _Curve(NamedTuple):
 
 
 def _chart(part: str, summary: str, curves: Sequence[_Curve], *, small: bool = False, **looks: Any) -> Markup | None:
-    """A plot for every width of the window, or a table without matplotlib; None without a point.
-
-    Args:
-        part: its ``data-part``.
-        summary: what it shows, in words.
-        curves: what is drawn.
-        small: whether it is one of many.
-        looks: as of :func:`_svg`.
-    """
+    """A plot for every width of the window, or a table without matplotlib; None without a point."""
     curves = [one._replace(points=_thin(one.points)) for one in curves if one.points]
     if not curves:
         return None

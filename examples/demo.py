@@ -477,7 +477,7 @@ def write_page(
         ),
         tables=(model_table(), ("Versions", ("part", "version"), list(versions().items()))),
     )
-    text = page.html([plan.record], addition)
+    text = page.html(plan.record, addition)
     for target in (plan.folder, output):
         (target / "index.html").write_text(text, encoding="utf-8")
 

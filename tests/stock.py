@@ -9,7 +9,6 @@ import contextlib
 import io
 import json
 import os
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, with_overrides
 from megacpp_mcore.model.training import Training
+from tests import forks
 
 if TYPE_CHECKING:
     from megacpp_mcore.patches.machinery.record import Patch
@@ -104,9 +104,7 @@ def patched(*patches: Patch) -> Iterator[Registry]:
 def printed(code: str, *words: str, first: Path | None = None) -> Any:
     """The JSON of the last line that ``code`` prints in a Python of its own, with ``first`` before all on its path."""
     path = os.pathsep.join([str(root) for root in (first, ROOT) if root is not None])
-    command = [sys.executable, "-W", "ignore", "-c", code, *words]
-    environment = os.environ | {"PYTHONPATH": path}
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    ended = forks.run(["-c", code, *words], env=os.environ | {"PYTHONPATH": path})
     assert ended.returncode == 0, ended.stderr[-4000:]
     return json.loads(ended.stdout.splitlines()[-1])
 

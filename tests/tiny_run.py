@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from megacpp_mcore.model.training import Training
+from tests import forks
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 300
@@ -56,7 +56,7 @@ def words(data: Path, steps: int, *extra: str, layout: Layout | None = None) -> 
 class Running:
     """A process that was started; what it prints goes to a file, as what outlives a killed one would hold a pipe open."""
 
-    process: subprocess.Popen[bytes]
+    process: forks.Program | subprocess.Popen[bytes]
     log: Path
 
     def finish(self, status: int = 0) -> str:
@@ -87,12 +87,5 @@ def start(program: Sequence[str], arguments: Sequence[str], data: Path | None, f
     options = "" if data is None else str(data / "config.yaml")
     ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FATE": fate, settings.VARIABLE: options}
     with tempfile.NamedTemporaryFile(suffix=".log", delete=False) as log:
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", *program, *arguments],
-            cwd=ROOT,
-            env=os.environ | ours | more,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    return Running(process, Path(log.name))
+        output = Path(log.name)
+    return Running(forks.start(["-m", *program, *arguments], output, env=os.environ | ours | more), output)

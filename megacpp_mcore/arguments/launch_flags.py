@@ -23,16 +23,7 @@ LOG_INTERVAL = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Properties of a run that decide which flags it gets.
-
-    Attributes:
-        device: ``cuda`` or ``cpu``.
-        has_engine: whether the layers are Transformer Engine's.
-        has_moe: whether there are experts.
-        processes: of the whole run.
-        replicas: data-parallel replicas.
-        idle_parameters: why some parameters never get a gradient; empty when all do.
-    """
+    """Properties of a run that decide which flags it gets; ``idle_parameters``: why some get no gradient."""
 
     device: str
     has_engine: bool

@@ -69,10 +69,6 @@ def _absent(flag: str, field: str, expected: Any) -> Argument:
 def model_arguments(model: Model, host: str = GPT) -> tuple[Argument, ...]:
     """Every stock argument that is part of the model itself, in a fixed order; of HybridModel's pattern, its words alone.
 
-    Args:
-        model: what is to be trained.
-        host: :data:`GPT` or :data:`HYBRID`.
-
     Raises:
         ModelError: there is no such host.
     """

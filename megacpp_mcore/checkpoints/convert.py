@@ -37,9 +37,6 @@ class Converted:
 def convert(old: Path, new: Path) -> Converted:
     """Write the checkpoint ``old`` in today's layout to the folder ``new``.
 
-    Args:
-        old, new: as of :func:`megacpp_mcore.checkpoints.rewrite.rewrite`.
-
     Raises:
         CheckpointError: ``old`` is no checkpoint of 0.1.0, or cannot be converted; otherwise as that function.
     """

@@ -14,7 +14,6 @@ import megacpp_mcore
 from megacpp_mcore.commands import advise, checkpoint, doctor, imports, patch, recipe
 from megacpp_mcore.commands import bench as bench_command
 from megacpp_mcore.commands import data as data_command
-from megacpp_mcore.commands import profile as profile_recipes
 from megacpp_mcore.commands import report as report_command
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.launch import launcher
@@ -25,11 +24,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 2 for a request that cannot be carried out.
-
-    Args:
-        argv: the arguments after the program's name; by default those of this process.
-    """
+    """Run one command and return its exit status: 2 for a request that cannot be carried out."""
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
         with contextlib.nullcontext() if args.command in ("launch", "advise") else imports.quiet():
@@ -78,7 +73,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     command = next((word for word in argv if not word.startswith("-")), None)
     head, tail = list(argv), []
-    if command in ("launch", "profile", "advise") and "--" in argv:
+    if command in ("launch", "advise") and "--" in argv:
         head, tail = list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])
     args, unknown = parser.parse_known_args(head)
     if unknown and command == "launch":
@@ -105,7 +100,6 @@ def _parser() -> argparse.ArgumentParser:
         ("recipe", recipe.add_parser, recipe.run),
         ("data", data_command.add_parser, data_command.run),
         ("patch", patch.add_parser, patch.run),
-        ("profile", profile_recipes.add_parser, profile_recipes.run),
         ("report", report_command.add_parser, report_command.run),
         ("bench", bench_command.add_parser, bench_command.run),
         ("checkpoint", checkpoint.add_parser, checkpoint.run),

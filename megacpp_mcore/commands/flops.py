@@ -6,19 +6,17 @@ import argparse
 import dataclasses
 import json
 
-from megacpp_mcore.arguments.lowering import SPECS
 from megacpp_mcore.model import Model
 from megacpp_mcore.model.flops import count as flops
 from megacpp_mcore.model.flops import report as flops_report
 from megacpp_mcore.model.flops.recompute import MODULES, Recomputation, recomputed
-from megacpp_mcore.model.training import GPT, Recompute
+from megacpp_mcore.model.training import Recompute
 
 _FAMILIES = tuple(each.name for each in dataclasses.fields(Recompute))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``recipe flops``; recompute is spelled as in Megatron and in our file."""
-    parser.add_argument("--host", choices=tuple(SPECS), default=GPT, help="whose count by Megatron is put beside ours")
     parser.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sequence (default: the model's)")
     parser.add_argument("--recompute-granularity", choices=("full", "selective"), help="as in Megatron")
     parser.add_argument("--recompute-method", choices=("uniform", "block"), help="as in Megatron")
@@ -38,6 +36,6 @@ def printed(model: Model, args: argparse.Namespace) -> str:
     """
     how = Recomputation.of_run(args, Recompute(**dict.fromkeys(args.recompute, True)))
     if not args.json:
-        return flops_report.page(model, how, seq_length=args.seq_length, host=args.host)
+        return flops_report.page(model, how, seq_length=args.seq_length)
     step = flops.step(model, seq_length=args.seq_length)
     return json.dumps(flops_report.record(step, recomputed(model, step, how)), indent=2)

@@ -64,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
     show = actions.add_parser("show", help="the whole definition of a model, its layers and parameter counts, as JSON")
     show.add_argument("name")
     _add_set(show, "values of the model to show it with")
-    counted = actions.add_parser("flops", help="FLOPs by family, beside Megatron's own count and why they differ")
+    counted = actions.add_parser("flops", help="FLOPs of a training step by family, and what recompute adds")
     counted.add_argument("name")
     _add_set(counted, "values of the model to count")
     flops_command.add_arguments(counted)

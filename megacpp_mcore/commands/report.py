@@ -46,9 +46,8 @@ def add_parser(subparsers: Any) -> None:
     comparing.add_argument("--noise", type=float, metavar="PERCENT", help=noise)
     where = actions.add_parser("goodput", help="what the wall time of every rank went to")
     where.add_argument("run_folder", metavar="RUN", help="the folder of a run")
-    page = actions.add_parser("html", help="one self-contained page about a run, or several side by side")
-    runs = "the folder of a run, or a receipt; the first is the baseline"
-    page.add_argument("runs", metavar="RUN", nargs="+", help=runs)
+    page = actions.add_parser("html", help="one self-contained page about a run")
+    page.add_argument("run_or_receipt", metavar="RUN", help="the folder of a run, or a receipt")
     page.add_argument("--output", metavar="FILE", default="report.html", help="where it is written (%(default)s)")
     actions.add_parser("fields", help="every field of a receipt: its kind and meaning, as a Markdown table")
     for action in (show, comparing, where):
@@ -139,18 +138,13 @@ def _goodput(args: argparse.Namespace) -> int:
 def _html(args: argparse.Namespace) -> int:
     from megacpp_mcore.observe import page
 
-    events.replace(Path(args.output), page.html([_found(word) for word in args.runs]))
+    events.replace(Path(args.output), page.html(_found(args.run_or_receipt)))
     print(f"page: {args.output}")
     return 0
 
 
 def sign_of_life(place: Path, receipt: Mapping[str, Any], now_ns: int) -> str:
     """The line with the age of the last heartbeat, by which a live run differs from a killed one: both are ``running``.
-
-    Args:
-        place: the run's folder, where every process leaves its signs of life; or a receipt, which has only its own age.
-        receipt: what was read there.
-        now_ns: the time, in nanoseconds since the epoch.
 
     Raises:
         DataError: the receipt's own time is no time.

@@ -77,10 +77,6 @@ def _check_rates(given: flags.Flags) -> None:
 def _find(tokenizer: HuggingFaceTokenizer, named: Mapping[str, str]) -> dict[str, int]:
     """The ids of the tokens that the dataset puts between the parts of a document, by token.
 
-    Args:
-        tokenizer: of the run.
-        named: token by the flag that names it.
-
     Raises:
         DataError: a token that the tokenizer does not know, two that are one, an end of document that is not the
             tokenizer's, or a tokenizer that puts tokens of its own around every text, and so around every part.

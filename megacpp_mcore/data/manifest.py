@@ -251,10 +251,6 @@ def examine(
     Checked are the manifest; of both files size and SHA-256; in the index the header, the token type, lengths, pointers and
     document bounds, and whether they describe the ``.bin`` and are the manifest's; of the tokens that their ids are in the
     vocabulary and that every document has its end. What a damage makes unreadable is left out, not guessed.
-
-    Args:
-        prefix: path without suffix.
-        advance: called with every number of bytes read of the ``.bin``.
     """
     problems: list[DataError] = []
     manifest, path = None, prefix + ".bin"

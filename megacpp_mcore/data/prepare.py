@@ -120,9 +120,6 @@ def prepare(
         skip_errors: list undecodable files and lines in the manifest instead of raising.
         progress: where progress is shown; default stderr.
 
-    Returns:
-        The prefixes of the datasets written.
-
     Raises:
         DataError: the inputs, the settings or the output folder do not allow it.
     """

@@ -39,15 +39,7 @@ _RUN_ID = "megacpp-mcore-"
 
 @dataclass(frozen=True)
 class Recording:
-    """What a launch records, as the command line says it (:func:`megacpp_mcore.observe.run.choose`).
-
-    Attributes:
-        observe: the run's folder; by default beside the checkpoints that it saves.
-        no_observe: whether nothing is to be recorded there.
-        record_steps: a file to append every step's losses to.
-        profile: the first and the last step to profile, such as ``10-14``.
-        profile_tool: ``torch`` or ``external``.
-    """
+    """What a launch records, as the command line says it (:func:`megacpp_mcore.observe.run.choose`)."""
 
     observe: str | None = None
     no_observe: bool = False

@@ -33,16 +33,7 @@ STOCK_LOOP = "megacpp_mcore.launch.pretrain"
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch, read and checked: what runs, with which arguments, where.
-
-    Attributes:
-        script: the stock script, or None for the stock loop of the wheel.
-        arguments: Megatron's, ``--spec`` as the two words that Megatron wants.
-        spec: module and attribute named by ``--spec``.
-        device: ``cpu`` or ``cuda``.
-        nproc: processes to start; 1 is this one.
-        patches: to apply besides those that a launch applies anyway.
-    """
+    """One launch, read and checked: what runs, with which arguments, where."""
 
     script: Path | None
     arguments: tuple[str, ...]

@@ -170,12 +170,6 @@ class Appender:
 class Log:
     """This process's file of the run in folder ``run``, which it creates, and its heartbeat.
 
-    Args:
-        run: the run's folder, made where it is missing.
-        rank, world_size: of this process.
-        clock: the process's clock.
-        heartbeat_s: seconds between two heartbeats, by which readers know when a killed process died.
-
     Raises:
         DataError: no file can be created there.
     """

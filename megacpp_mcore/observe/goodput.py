@@ -82,9 +82,7 @@ class Goodput:
 class Recorder(Listener):
     """Writes to this process's log, after every step, the nanoseconds by phase since the line before, and how it ended.
 
-    Args:
-        log: the process's log.
-        with_losses: whether the steps' losses are written, too: where this is the last rank, on which Megatron has them.
+    The last rank, on which Megatron has the losses, writes those of every step, too.
     """
 
     def __init__(self, log: Log, *, with_losses: bool) -> None:

@@ -101,11 +101,6 @@ class Loop:
 def replaced(seams: Sequence[Seam], notifier: Notifier, handlers: Mapping[str, Handler]) -> Iterator[None]:
     """Put functions that notify in the place of those of ``seams``, and those back when the context ends, of which it notifies.
 
-    Args:
-        seams: what is replaced.
-        notifier: whose listeners hear of it.
-        handlers: what stands in for a function, by its name; of the others, only the time is taken.
-
     Raises:
         LaunchError: a function is not there; nothing has been replaced.
     """

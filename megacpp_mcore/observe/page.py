@@ -1,4 +1,4 @@
-"""The page of ``report html``: one self-contained file about a run, or several side by side. No torch.
+"""The page of ``report html``: one self-contained file about a run. No torch.
 
 ``page.html`` is its Jinja2 template, which escapes all that comes from files. matplotlib (the extra ``report``) draws
 curves as SVG in the page's own colours, light and dark, for a wide window and for a phone; without it they are tables.
@@ -14,7 +14,6 @@ import itertools
 import math
 import os
 import re
-import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from megacpp_mcore.observe.goodput import CLASSES, DOWN, LOST, PRODUCTIVE, Goodp
 from megacpp_mcore.observe.live import Metrics, metrics_of
 from megacpp_mcore.observe.receipts import schema
 from megacpp_mcore.observe.receipts.assemble import recorded, tokens_of
-from megacpp_mcore.observe.receipts.claims import Comparison, compare, is_off, is_off_part
+from megacpp_mcore.observe.receipts.claims import is_off, is_off_part
 from megacpp_mcore.observe.steps import kept
 
 _ORDER = (
@@ -51,16 +50,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Addition:
-    """What a page says beyond what the run recorded.
-
-    Attributes:
-        title: the page's heading; empty: the run's name.
-        lead: a sentence below it.
-        figures: figure and label of further tiles, which come first.
-        levels: horizontal lines in the plot of the losses, in nats.
-        loss_note: a sentence below that plot.
-        tables: title, head and rows of further tables.
-    """
+    """What a page says beyond what the run recorded."""
 
     title: str = ""
     lead: str = ""
@@ -70,32 +60,19 @@ class Addition:
     tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = ()
 
 
-def html(runs: Sequence[str | os.PathLike[str]], addition: Addition = Addition()) -> str:
-    """The page about ``runs``, each the folder of a run, or a receipt.
-
-    Args:
-        runs: at least one; the first is what the others are compared with.
-        addition: what is added, to the page of a single run.
+def html(path: str | os.PathLike[str], addition: Addition = Addition()) -> str:
+    """The page about the run in a folder, or of a receipt.
 
     Raises:
-        DataError: there is no run, a run has no receipt, or a file is damaged.
+        DataError: there is no receipt, or it is damaged.
     """
-    if not runs:
-        raise DataError("0 runs for one page; expected 1 or more")
-    found = [read(run) for run in runs]
-    if len({run.name for run in found}) < len(found):
-        for number, (path, run) in enumerate(zip(runs, found, strict=True), 1):
-            run.name = f"{os.fspath(path)} ({number})"
-    alone = len(found) == 1
-    if alone:
-        found[0].addition = addition
+    run = read(path)
+    run.addition = addition
     return _template().render(
-        title=addition.title or ("" if alone else "Runs: ") + ", ".join(run.name for run in found),
-        alone=alone,
-        runs=found,
-        fields=schema.labelled(found[0].values),
-        comparisons=[(run, *_compared(found[0], run)) for run in found[1:]],
+        run=run,
+        title=addition.title or run.name,
         addition=addition,
+        fields=schema.labelled(run.values),
         classes=CLASSES,
         in_words=schema.in_words,
     )
@@ -142,17 +119,7 @@ _Row = tuple[bool, str, str, str, str, str]
 
 @dataclass
 class Run:
-    """One run, and what the template shows of it.
-
-    Attributes:
-        name: what the page calls it.
-        receipt: its receipt.
-        ranks: its starts by rank; empty where only a receipt is there.
-        spent: its goodput by rank, likewise.
-        metrics: the logged steps.
-        missing: why there is nothing but the receipt.
-        addition: what is added.
-    """
+    """One run, and what the template shows of it; where only a receipt is there, ``missing`` says so."""
 
     name: str
     receipt: Mapping[str, Any]
@@ -357,31 +324,6 @@ def _utc(since_epoch_ns: int) -> str:
     return datetime.datetime.fromtimestamp(since_epoch_ns // 10**9, datetime.UTC).isoformat(timespec="seconds")
 
 
-# --- Comparisons ------------------------------------------------------------------------------------------------------
-
-
-def _compared(first: Run, second: Run) -> tuple[Comparison, list[tuple[bool | None, str]], str]:
-    """A comparison, the lines that refuse the claim with their names, and the command that allows one."""
-    found = compare(first.receipt, second.receipt)
-    names = (first.name, second.name)
-    lines: list[tuple[bool | None, str]] = [(line.same, line.describe(names)) for line in found.lines if not line.same]
-    shown = {f"{line.question} {line.describe()}" for line in found.lines}
-    lines += [(False, refusal) for refusal in found.refusals if refusal not in shown]
-    return found, lines, "" if found.claim is not None else _declaring(first, second, found)
-
-
-def _declaring(first: Run, second: Run, refused: Comparison) -> str:
-    """The command that allows a claim by declaring what differs, and what both are disqualified by; empty: none does."""
-    one, other = ({each["name"] for each in run.values["disqualifiers"]} for run in (first, second))
-    both = [name for name in schema.DISQUALIFIERS if name in one & other]
-    for varies in ([], *([line.key] for line in refused.lines if line.same is False)):
-        if compare(first.receipt, second.receipt, varies, both).claim is not None:
-            options = [("--varies", key) for key in varies] + [("--declare", name) for name in both]
-            words = ["megacpp-mcore", "report", "compare", "A", "B", *(word for pair in options for word in pair)]
-            return shlex.join(words)
-    return ""
-
-
 # --- Charts -----------------------------------------------------------------------------------------------------------
 
 _COLOURS = (*(f"c{number}" for number in range(1, 7)), *CLASSES, "ink", "dim", "line")
@@ -399,15 +341,7 @@ class _Curve(NamedTuple):
 
 
 def _chart(part: str, summary: str, curves: Sequence[_Curve], *, small: bool = False, **looks: Any) -> Markup | None:
-    """A plot for every width of the window, or a table without matplotlib; None without a point.
-
-    Args:
-        part: its ``data-part``.
-        summary: what it shows, in words.
-        curves: what is drawn.
-        small: whether it is one of many.
-        looks: as of :func:`_svg`.
-    """
+    """A plot for every width of the window, or a table without matplotlib; None without a point."""
     curves = [one._replace(points=_thin(one.points)) for one in curves if one.points]
     if not curves:
         return None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe.steps import read_steps
+from tests import forks
 from tests.saved import as_saved_by_0_1_0, objects_in, tensors_in
 
 pytestmark = pytest.mark.slow
@@ -44,13 +43,10 @@ def launch(folder: Path, name: str, *extra: str) -> tuple[int, dict[int, dict[st
     )
     recorded = folder / f"{name}.steps"
     options = ["--device", "cpu", "--no-observe", "--record-steps", str(recorded)]
-    done = subprocess.run(
-        [sys.executable, "-m", "megacpp_mcore", "launch", *options, "--", *lower(MODEL, Layout(), training)],
+    done = forks.run(
+        ["-m", "megacpp_mcore", "launch", *options, "--", *lower(MODEL, Layout(), training)],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGACPP_CONFIG": str(config)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     read = {step.step: {**step.losses, "norm": step.grad_norm or 0.0} for step in read_steps(recorded)}
     return done.returncode, read, done.stdout + done.stderr

@@ -200,7 +200,7 @@ def test_a_batch_is_spread_over_replicas_and_not_over_stages(
 def test_flops_are_counted_for_a_model_a_recipe_and_a_changed_model(capsys: pytest.CaptureFixture[str]) -> None:
     page = recipe(capsys, "flops", "nam56r")
     assert page.splitlines()[0] == "nam56r, one sequence of 4096 tokens, recompute: none"
-    assert "Megatron's own count on the gpt host: 45.551 GFLOP a token, 2.18 × ours" in page
+    assert "model FLOPs (MFU): 20.853 GFLOP a token of training, nothing recomputed" in page
     assert recipe(capsys, "flops", "nam56r_pretrain_8gpu_h200_bf16") == page
     whole = json.loads(recipe(capsys, "flops", "nam56r", "--json"))
     changed = json.loads(recipe(capsys, "flops", "nam56r", "--set", "moe.topk=1", "--json"))

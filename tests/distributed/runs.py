@@ -1,6 +1,6 @@
 """Training runs for the layout tests: one small model of all four families, fp32 or fp64, real processes over gloo.
 
-Every run is ``megacpp-mcore launch`` in a subprocess. What a run leaves is the record of its steps, its output and its
+Every run is ``megacpp-mcore launch`` in a process a rank. What a run leaves is the record of its steps, its output and its
 checkpoints.
 """
 
@@ -9,9 +9,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +23,10 @@ from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe.steps import read_steps
+from tests import forks
 from tests.saved import tensors_in
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 180
 MICRO_BATCH, GLOBAL_BATCH = 2, 8
 PADDED_TO = 128
 MAIN, RESUMED, COMPARED = 4, 2, 4
@@ -202,11 +199,9 @@ class Laboratory:
 
     def _run(self, name: str, folder: Path, saved: Path, words: Sequence[str], processes: int) -> Run:
         recorded = folder / "steps.jsonl"
-        command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cpu", "--nproc", str(processes)]
-        command += ["--observe", str(folder / "observe")]
-        command += ["--record-steps", str(recorded), "--"]
-        command += [str(ROOT / "tests" / "distributed" / "double.py")] * self.double + list(words)
-        status, output = execute(command, self.config)
+        options = ["--observe", str(folder / "observe"), "--record-steps", str(recorded), "--"]
+        options += [str(ROOT / "tests" / "distributed" / "double.py")] * self.double
+        status, output = launch([*options, *words], self.config, processes)
         assert status == 0, f"run {name!r} ended with status {status}:\n{output[-8000:]}"
         return Run(output, saved, read_scalars(recorded))
 
@@ -231,26 +226,11 @@ def words_for(model: Model) -> list[str]:
     return list(lowering.lower(model, Layout(), training))
 
 
-def execute(command: Sequence[str], config: Path) -> tuple[int, str]:
-    """Run ``command`` from the repository's root; return status and output. Whatever it started ends with it."""
+def launch(words: Sequence[str], config: Path, processes: int = 1) -> tuple[int, str]:
+    """``megacpp-mcore launch --device cpu`` with ``words``, in as many processes as torchrun would start; status and output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGACPP_CONFIG": str(config)}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise AssertionError(f"{command} was still running after {TIMEOUT_SECONDS} s:\n{output[-8000:]}") from None
-    return process.returncode, output
+    command = ["-m", "megacpp_mcore", "launch", "--device", "cpu", *words]
+    return forks.run_ranks(command, processes, env=environment)
 
 
 def read_scalars(file: Path) -> dict[str, dict[int, float]]:

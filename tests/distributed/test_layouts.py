@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +34,7 @@ from tests.distributed.runs import (
     WITHOUT_SP,
     Laboratory,
     Run,
-    execute,
+    launch,
     words_for,
     write_config,
 )
@@ -163,8 +162,7 @@ def test_a_stage_that_would_begin_with_a_shared_layer_is_refused(laboratory: Lab
     assert model.dsa.schedule == "-FS"
     words = words_for(model)
     words[words.index("--pipeline-model-parallel-size") + 1] = "2"
-    command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cpu", "--nproc", "2", "--", *words]
-    status, output = execute(command, write_config(tmp_path / "model.yaml", {}))
+    status, output = launch(["--", *words], write_config(tmp_path / "model.yaml", {}), 2)
     assert status != 0
     assert "error: nam56r_tiny: with model chunks 1–6, 7–12, the first sparse layer of a chunk would be" in output
     assert "layer 9. " in output

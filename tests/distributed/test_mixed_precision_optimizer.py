@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import io
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID, Training
 from tests.distributed.comparing import assert_same_bytes
-from tests.distributed.runs import Run, execute, read_scalars, write_config
+from tests.distributed.runs import Run, launch, read_scalars, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
@@ -97,9 +96,8 @@ class Runs:
                 extra=("--clip-grad", "1e6", *words, *save),
             )
             steps = folder / "steps.jsonl"
-            command = [sys.executable, "-m", "megacpp_mcore", "launch", "--device", "cpu", "--nproc", str(processes)]
-            command += ["--record-steps", str(steps), "--", *lower(MODEL, layout, training, host)]
-            status, output = execute(command, self.config)
+            command = ["--record-steps", str(steps), "--", *lower(MODEL, layout, training, host)]
+            status, output = launch(command, self.config, processes)
             assert status == 0, f"run {name!r} ended with status {status}:\n{output[-8000:]}"
             self.made[name] = Run(output, folder / "saved", read_scalars(steps))
         return self.made[name]

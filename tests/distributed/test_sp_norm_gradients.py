@@ -7,8 +7,6 @@ gradients, whole and of every rank.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests import forks
+
 pytestmark = pytest.mark.exhaustive
 
 ROOT = Path(__file__).parents[2]
 HIDDEN, HEADS, VOCABULARY, SEQUENCE, BATCH, MICROBATCHES, LAYERS = 32, 4, 64, 16, 2, 2, 4
-TIMEOUT_SECONDS = 240
 TOLERANCE = 1e-5
 
 
@@ -198,9 +197,11 @@ def _whole(gradient: torch.Tensor, axis: int | None) -> torch.Tensor:
     return torch.stack(parts) if axis is None else torch.cat(parts, dim=axis)
 
 
-def main(folder: Path, rank: int, world: int, tensor: int, virtual: int, names: Sequence[str]) -> None:
-    """Be rank ``rank`` of a run; writes ``case → parameter → gradient`` of this rank's stages."""
+def main(folder: Path, tensor: int, virtual: int, names: Sequence[str]) -> None:
+    """Be one rank of a run; writes ``case → parameter → gradient`` of this rank's stages."""
     from megacpp_mcore import cpu
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     cpu.install()
     from megatron.core import parallel_state
@@ -234,22 +235,9 @@ def run(folder: Path, *, tensor: int, pipeline: int = 1, virtual: int = 0, names
     folder.mkdir()
     world = tensor * pipeline
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    processes = []
-    for rank in range(world):
-        with open(folder / f"{rank}.log", "w") as log:
-            words = [str(folder), str(rank), str(world), str(tensor), str(virtual), *names]
-            command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.test_sp_norm_gradients", *words]
-            settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "cwd": ROOT}
-            processes.append(subprocess.Popen(command, env=environment, start_new_session=True, **settings))
-    try:
-        codes = [process.wait(TIMEOUT_SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    said = "\n".join((folder / f"{rank}.log").read_text()[-3000:] for rank in range(world))
-    assert codes == [0] * world, said
+    words = ["-m", "tests.distributed.test_sp_norm_gradients", str(folder), str(tensor), str(virtual), *names]
+    status, said = forks.run_ranks(words, world, env=environment)
+    assert status == 0, said[-6000:]
     merged: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
     for rank in range(world):
         for name, found in torch.load(folder / f"{rank}.pt", weights_only=True).items():
@@ -331,5 +319,4 @@ def test_under_pipeline_parallelism(virtual: int, one: Any, tmp_path: Path) -> N
 
 
 if __name__ == "__main__":
-    place, ranks, names = Path(sys.argv[1]), [int(word) for word in sys.argv[2:6]], sys.argv[6:]
-    main(place, ranks[0], ranks[1], ranks[2], ranks[3], names)
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

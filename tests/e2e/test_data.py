@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset
 from megacpp_mcore.model.training import Training
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
@@ -50,9 +50,7 @@ def words(*data: str, extra: tuple[str, ...] = ()) -> list[str]:
 def python(*command: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("MEGACPP_CONFIG", None)
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    return forks.run(command, env=environment)
 
 
 def launch(*data: str, extra: tuple[str, ...] = ()) -> tuple[list[str], list[str], str]:

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from megacpp_mcore.data.corpus import find_stdlib_sources
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset
 from megacpp_mcore.model.training import Training
+from tests import forks
 from tests.trees import HOOKED, commit, copy_sources, git, link_copy
 
 ROOT = Path(__file__).parents[2]
@@ -37,8 +37,7 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 def _python(*words: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("MEGACPP_CONFIG", None)  # a file about some other model
-    command = [sys.executable, *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return forks.run(words, env=environment)
 
 
 def _words(data: Path) -> list[str]:

@@ -9,8 +9,6 @@ import argparse
 import importlib
 import io
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +26,7 @@ from megacpp_mcore.errors import ArgumentMismatchError, CheckpointError, ModelEr
 from megacpp_mcore.model import Layout, Model, hybrid, preset, with_overrides
 from megacpp_mcore.model.training import GPT, HYBRID, Training
 from megacpp_mcore.observe.steps import read_steps
-from tests import stock
+from tests import forks, stock
 from tests.saved import tensors_in
 
 ROOT = Path(__file__).parents[2]
@@ -331,10 +329,8 @@ def launch(
     steps = folder / f"{name}.steps"
     options = ("--device", "cpu", "--record-steps", str(steps), *options)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGACPP_CONFIG": str(config or "")}
-    done = subprocess.run(
-        [sys.executable, "-m", "megacpp_mcore", "launch", *options, "--", *([str(script)] if script else []), *command],
-        cwd=folder, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    launched = ["-m", "megacpp_mcore", "launch", *options, "--", *([str(script)] if script else []), *command]
+    done = forks.run(launched, cwd=folder, env=environment)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-4000:]
     return {step.step: {**step.losses, "norm": step.grad_norm or 0.0} for step in read_steps(steps)}, output

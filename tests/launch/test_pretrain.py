@@ -6,8 +6,6 @@ import functools
 import itertools
 import os
 import re
-import subprocess
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from megacpp_mcore import cpu
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.launch import plan as launch_plan
+from tests import forks
 from tests.data import test_arguments as test_data_arguments
 from tests.saved import tensors_in
 
@@ -95,17 +94,12 @@ def train(tmp_path: Path) -> Train:
         options = f"device='cpu', nproc={nproc}, allowed_spec_prefixes={allow!r}, recording=Recording(no_observe=True)"
         call = "import sys; from megacpp_mcore.launch.launcher import Recording, launch; "
         call += f"sys.exit(launch({command!r}, {options}))"
-        done = subprocess.run(
-            [sys.executable, "-c", call],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(tmp_path), *inherited))},
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == status, done.stdout[-4000:]
-        return Run(done.stdout)
+        output = tmp_path / "output"
+        output.unlink(missing_ok=True)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(tmp_path), *inherited))}
+        found = forks.start(["-c", call], output, cwd=tmp_path, env=environment).wait(300)
+        assert found == status, output.read_text()[-4000:]
+        return Run(output.read_text())
 
     return run
 

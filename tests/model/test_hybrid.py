@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +13,9 @@ from hypothesis import strategies as st
 
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.arguments.lowering import lower, mismatches, model_arguments
-from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError, PatternError, SpecImportError
 from megacpp_mcore.launch import plan as launch_plan
-from megacpp_mcore.model import PRESETS, Layout, Model, hybrid, preset, with_overrides
+from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
 from megacpp_mcore.model.hybrid import MTP_BLOCK, SLOTS, contradictions, from_hybrid, plan, to_hybrid
 from megacpp_mcore.model.pattern import Pattern, parse
 from megacpp_mcore.model.training import GPT, HYBRID, Training
@@ -276,14 +273,6 @@ def test_whose_host_a_spec_is_for(words: list[str] | None, host: str | None) -> 
     assert lowering.host_of(words) == host
 
 
-def test_recipe_emit_writes_the_command_of_either_host(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["recipe", "emit", "nam56r_tiny", "--host", "hybrid"]) == 0
-    printed = capsys.readouterr().out.replace("\\\n", "")
-    assert " -- pretrain_hybrid.py " in printed
-    assert "--hybrid-layer-pattern +EMEDEMEDEMG/+-" in printed
-    assert printed.split()[-3:] == ["--spec", "megacpp_mcore", "nam56r_hybrid"]
-
-
 # --- the launcher ------------------------------------------------------------------------------------------------------
 
 
@@ -317,11 +306,3 @@ def test_a_hybrid_launch_is_planned(script: str | None, tmp_path: Path) -> None:
     found = launch_plan.plan(words, device="cpu", environment={})
     assert found.spec == ("megacpp_mcore", "nam56r_hybrid")
     assert found.has_own_spec
-
-
-def test_no_torch_is_imported() -> None:
-    code = "import sys, megacpp_mcore.model.hybrid, megacpp_mcore.arguments.lowering, megacpp_mcore as m; "
-    code += "print({'torch', 'megatron', 'numpy'} & set(sys.modules), 'nam56r_hybrid' in dir(m))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["set()", "True"]
-    assert hybrid.MTP_BLOCK == "+-"

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacpp_mcore.errors import ModelError, PatternError
-from megacpp_mcore.model import pattern
 from megacpp_mcore.model.pattern import (
     attention_roles,
     check_chunks,
@@ -46,23 +42,6 @@ def test_print_inverts_parse(text: str) -> None:
     parsed = parse(text)
     assert str(parsed) == text
     assert parse(str(parsed)) == parsed
-
-
-@settings(deadline=None)
-@given(st.lists(letters, min_size=1, max_size=4), st.lists(letters, max_size=3))
-def test_parse_inverts_print(stages: list[str], mtp: list[str]) -> None:
-    made = pattern.Pattern(stages=tuple(stages), mtp=tuple(mtp))
-    assert parse(str(made)) == made
-
-
-@settings(deadline=None)
-@given(letters, st.characters().filter(lambda c: c not in "AMER|/"), letters)
-def test_an_unknown_character_is_named_with_its_place(before: str, character: str, after: str) -> None:
-    with pytest.raises(PatternError) as raised:
-        parse(before + character + after)
-    message = str(raised.value)
-    assert f"character {character!r} at position {len(before) + 1} is not known" in message
-    assert "allowed are A, M, E, R, '|'" in message
 
 
 @settings(deadline=None)
@@ -240,12 +219,3 @@ def test_uniform_chunks_cover_every_layer_once(pipeline: int, virtual: int, dept
     chunks = uniform_chunks(depth, pipeline, virtual)
     assert [number for chunk in chunks for number in chunk] == list(range(1, depth + 1))
     assert {len(chunk) for chunk in chunks} == {depth // (pipeline * virtual)}
-
-
-@pytest.mark.parametrize(
-    "module", ["model.pattern", "model", "arguments.lowering", "settings", "commands.recipe", "errors"]
-)
-def test_definition_modules_import_no_torch(module: str) -> None:
-    code = f"import sys, megacpp_mcore.{module}; print([m for m in ('torch', 'megatron', 'numpy') if m in sys.modules])"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == "[]"

@@ -20,7 +20,7 @@ from megacpp_mcore.observe.profile import Profiler
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
 from tests import tiny_run
-from tests.observe.receipt_run import FATE, add_better_backend, observed
+from tests.observe.receipt_run import FATE, Faulty, add_better_backend, observed
 
 
 def train(data: Path, run: Path, steps: int, *extra: str, fate: str = "", console: str = "progress") -> str:
@@ -71,7 +71,7 @@ class Writers(Listener):
 
 def main(run: str, console: str, words: list[str]) -> None:
     def others(log: Log, recorder: Recorder, routes: Routing, receipt: ReceiptWriter) -> list[Listener]:
-        found: list[Listener] = [Writers(run)] if "writers" in FATE else []
+        found: list[Listener] = [Faulty(), *([Writers(run)] if "writers" in FATE else [])]
         if "profile" in FATE:
             options: dict[str, Any] = {"tool": "torch", "trace": False, "routing": routes, "clock": log.clock}
             found.append(Profiler(Path(run), log.rank, 5, 6, **options))

@@ -38,18 +38,3 @@ def test_the_commands_of_the_page(capsys: pytest.CaptureFixture[str], monkeypatc
     printed = capsys.readouterr().out
     assert "no claim" in printed
     assert "precision" in printed.partition("no claim")[2]
-
-
-@pytest.mark.parametrize(
-    ("noise", "said"),
-    [
-        ([], "no difference in tokens/s that can be told from noise (0.96x; floor 7 %)"),
-        (["--noise", "2"], "no difference in tokens/s that can be told from noise (0.96x; floor 4.3 %)"),
-    ],
-)
-def test_a_claim_says_what_noise_explains_that_was_measured_or_is_in_the_steps(
-    noise: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["report", "compare", *map(str, RECEIPTS), "--varies", "precision", *noise]) == 0
-    (claim,) = [line for line in capsys.readouterr().out.splitlines() if "claim" in line.split(":")[0]]
-    assert said in claim

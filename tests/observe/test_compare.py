@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import math
@@ -15,11 +14,9 @@ import pytest
 from megacpp_mcore.commands.report import REFUSED
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe import page
 from megacpp_mcore.observe.receipts import read, schema
-from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, SEVEN, compare
+from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, compare
 from tests.observe.recorded import write_start
-from tests.observe.test_page import Reader
 from tests.observe.test_receipts import report
 
 Changes = dict[str, Any]
@@ -78,14 +75,6 @@ def receipt(**changes: Any) -> dict[str, Any]:
     found = schema.Facts(values, reasons).receipt("a test")
     schema.validate(found)
     return found
-
-
-def test_the_checklist_begins_with_the_seven_of_the_reviewer() -> None:
-    found = compare(receipt(), receipt())
-    assert tuple(line.key for line in found.lines) == KEYS
-    assert SEVEN == (
-        "pattern", "routed_experts", "sequence_length", "compile_policy", "topology", "real_data", "cache_state",
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -314,7 +303,7 @@ def test_a_profile_that_cannot_be_read_is_no_profile_that_was_not_there(tmp_path
     assert [line.describe() for line in found.differences][1:] == ["profile: not known (to A)"]
 
 
-# --- The command, and the page ------------------------------------------------------------------------------------------
+# --- The command -------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_s_status_and_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -338,45 +327,3 @@ def test_the_command_s_status_and_words(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "b").write_text("{}")
     with pytest.raises(DataError, match=r"schema is None .*; expected 2"):
         report("compare", *files)
-
-
-def side_by_side(tmp_path: Path, names: tuple[str, str], *changes: Changes) -> str:
-    """The text of the page about two receipts, each in a folder of its own."""
-    files = []
-    for name, one in zip(names, changes, strict=True):
-        files.append(tmp_path / name / "receipt.json")
-        files[-1].parent.mkdir(exist_ok=True)
-        files[-1].write_text(json.dumps(receipt(**copy.deepcopy(one))))
-    return " ".join(Reader(page.html(files)).text.split())
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "options"),
-    [
-        ({}, FP8, "--varies precision"),
-        (MOCK, {**MOCK, "recompute": "none"}, "--declare 'mock data'"),
-        (MOCK, {**MOCK, "cache__state": "cold"}, "--varies cache_state --declare 'mock data'"),
-        ({}, {"parallelism__world_size": 2, "ranks__expected": 2, "ranks__found": [0, 1]}, "--varies topology"),
-        ({}, {**FP8, "cache__state": "cold"}, None),
-        ({}, {"precision__kernel_fp8": None}, None),
-        ({}, MOCK, None),
-        ({}, {**FP8, "step_time__n": 3}, None),
-        ({}, {"recompute": "none"}, None),
-        ({}, {}, None),
-    ],
-)
-def test_the_page_names_the_command_that_declares_what_differs(
-    tmp_path: Path, first: Changes, second: Changes, options: str | None
-) -> None:
-    text = side_by_side(tmp_path, ("one", "other"), first, second)
-    assert "A is one, B is other; step times:" in text
-    if options is None:
-        assert "compare A B" not in text
-    else:
-        assert f"There is a claim where that is declared: megacpp-mcore report compare A B {options}." in text
-
-
-def test_names_that_are_the_words_themselves_are_not_explained(tmp_path: Path) -> None:
-    text = side_by_side(tmp_path, ("A", "B"), {}, {})
-    assert "A is A" not in text
-    assert re.search(r"no claim ?step times: A median", text)

@@ -1,13 +1,8 @@
-"""The progress line and the writers' scalars: of a real run, and piece by piece."""
+"""The progress line and what it is made of, piece by piece; of a real run they are in test_real_runs.py."""
 
 from __future__ import annotations
 
-import itertools
-import json
-import re
 import time
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,80 +10,16 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import events, goodput, live
+from megacpp_mcore.observe import events, goodput
 from megacpp_mcore.observe import loop as loops
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Log, Step
 from megacpp_mcore.observe.live import Live, Metrics, metrics_of
 from megacpp_mcore.observe.loop import Notifier
 from megacpp_mcore.observe.steps import read_steps
-from tests import tiny_run
-from tests.observe import page_run
 from tests.observe.recorded import append, at, stepped, write_start
 
-STEPS = 5
 SECOND = 1_000_000_000
-
-
-@pytest.mark.slow
-def test_a_real_run(tmp_path: Path) -> None:
-    data = tiny_run.make_data(tmp_path)
-    run = tmp_path / "run"
-    said = page_run.train(data, run, STEPS, "--eval-interval", "3", "--eval-iters", "1", fate="writers")
-    recorded = {step.step: step for step in read_steps(run)}
-
-    _check_console(said, recorded)
-    metrics = metrics_of(events.read(run))
-    assert [one.step for one in metrics] == list(range(1, STEPS + 1))
-    assert [one.tokens_per_s is None for one in metrics] == [True] + [False] * (STEPS - 1)
-    assert all(one.mfu is None and one.mfu_reason for one in metrics)
-    assert "no datasheet peak is known" in metrics[-1].mfu_reason
-    assert all(0 < one.goodput < 1 and one.memory_allocated_bytes > 2**20 for one in metrics)
-    assert metrics[0].routing_entropy is None
-    assert 0 < (metrics[-1].routing_entropy or 0) < 1
-    assert 0 < (metrics[-1].index_overlap or 0) < 1
-    _check_scalars(run, recorded)
-    _check_rates(run, metrics, recorded)
-
-
-def _check_rates(run: Path, metrics: Sequence[Metrics], recorded: dict[int, Step]) -> None:
-    """Against what the last rank noted between two steps: their time without evaluation and checkpoints."""
-    spent = {span.step: span.phases for span in events.read(run)[0][0].spans if span.step is not None}
-    assert spent[4]["evaluation"] > 0  # after step 3
-    assert goodput.read(run)[0].nanoseconds["evaluation"] >= spent[4]["evaluation"]
-    for before, one in itertools.pairwise(metrics):
-        in_step = sum(spent[one.step].get(name, 0) for name in ("step", "data", "idle", "compile", "jit"))
-        tokens = recorded[one.step].tokens - recorded[before.step].tokens
-        assert one.tokens_per_s == pytest.approx(tokens / in_step * 1e9, rel=1e-9)
-
-
-def _check_console(said: str, recorded: dict[int, Step]) -> None:
-    """Ours stands below Megatron's own line of the same step."""
-    lines = said.splitlines()
-    ours = {number: line for number, line in enumerate(lines) if line.startswith("step ")}
-    assert [line.split("/")[0] for line in ours.values()] == [f"step {number}" for number in recorded]
-    for number, step in zip(ours, recorded.values(), strict=True):
-        assert f"loss {step.losses['lm loss']:.4f}  mtp_1 {step.losses['mtp_1 loss']:.4f}" in lines[number]
-        assert f"grad norm {step.grad_norm:.3f}" in lines[number]
-        assert "goodput" in lines[number]
-        assert len(lines[number]) < 240
-        stock = re.findall(r"iteration +(\d+)/ +5 \|.* lm loss: (\S+) \|", "\n".join(lines[:number]))[-1]
-        assert int(stock[0]) == step.step
-        if step.step != 2:  # whose line is the mean of two steps
-            assert float(stock[1]) == pytest.approx(step.losses["lm loss"], rel=1e-6)
-    assert "validation loss at iteration 3" in said
-
-
-def _check_scalars(run: Path, recorded: dict[int, Step]) -> None:
-    scalars = [json.loads(line) for line in (run / "scalars.jsonl").read_text().splitlines()]
-    ours = {f"{live.TAG}{name}" for name in live.SCALARS} - {f"{live.TAG}mfu"}
-    for writer in ("tensorboard", "wandb"):
-        written = Counter((one["tag"], one["step"]) for one in scalars if one["writer"] == writer)
-        assert {tag for tag, _ in written if tag.startswith(live.TAG)} == ours
-        assert all(count == 1 for (tag, _), count in written.items() if tag.startswith(live.TAG))
-        assert {step for tag, step in written if tag == f"{live.TAG}goodput"} == set(recorded)
-        for tag in ("lm loss", "mtp_1 loss", "indexer loss", "grad-norm", "learning-rate"):
-            assert {step for name, step in written if name == tag} == set(recorded), (writer, tag)
 
 
 # --- Piece by piece ---------------------------------------------------------------------------------------------------

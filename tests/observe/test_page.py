@@ -1,4 +1,4 @@
-"""The page about runs: of real ones, in a real browser; and that what files say cannot break it."""
+"""The page about a run: of a real one, in a real browser; and that what files say cannot break it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.commands import cli
-from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import goodput, page, receipts
 from megacpp_mcore.observe.receipts import schema
 from tests import browser, tiny_run
@@ -34,18 +33,17 @@ PARTS = (
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run that was killed in step 4 and went on from step 3 with a fall-back, profiled; and a plain one."""
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed in step 4 and went on from step 3 with a fall-back, profiled."""
     folder = tmp_path_factory.mktemp("page")
     data = tiny_run.make_data(folder)
-    killed, plain = folder / "killed", folder / "plain"
+    run = folder / "killed"
     save: tuple[str, ...] = ("--save", str(folder / "saved"), "--save-interval", "3", "--ckpt-format", "torch_dist")
     save += ("--eval-interval", "5", "--eval-iters", "1")
-    page_run.train(data, killed, STEPS, *save, fate="kill")
+    page_run.train(data, run, STEPS, *save, fate="kill")
     time.sleep(0.5)
-    page_run.train(data, killed, STEPS, *save, "--load", str(folder / "saved"), fate="fall-back profile")
-    page_run.train(data, plain, 5)
-    return killed, plain
+    page_run.train(data, run, STEPS, *save, "--load", str(folder / "saved"), fate="fall-back profile")
+    return run
 
 
 @dataclass
@@ -117,9 +115,8 @@ def backend_rows(found: Reader) -> list[Row]:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_the_page_of_a_killed_run_with_a_fall_back(runs: tuple[Path, Path]) -> None:
-    killed, _ = runs
-    found = check_self_contained(page.html([killed]))
+def test_the_page_of_a_killed_run_with_a_fall_back(killed: Path) -> None:
+    found = check_self_contained(page.html(killed))
     assert set(PARTS) | {"disqualifiers", "receipts"} <= found.parts()
     receipt = receipts.read(killed)
     for expected in (
@@ -135,8 +132,7 @@ def test_the_page_of_a_killed_run_with_a_fall_back(runs: tuple[Path, Path]) -> N
         *(f"[{name}]" for name in goodput.CLASSES if name not in ("down", "evaluation")),
     ):
         assert expected in found.text, expected
-    for run in runs:
-        check_timeline(run)
+    check_timeline(killed)
 
 
 def check_timeline(run: Path) -> None:
@@ -148,27 +144,9 @@ def check_timeline(run: Path) -> None:
     assert all(before.end <= after.begin for before, after in itertools.pairwise(spans))
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_two_runs_side_by_side(runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "out.html"
-    assert cli.main(["report", "html", str(runs[1]), str(runs[0]), "--output", str(output)]) == 0
-    assert str(output) in capsys.readouterr().out
-    text = output.read_text(encoding="utf-8")
-    found = check_self_contained(text)
-    assert {"comparison", "receipts", "disqualifiers"} <= found.parts()
-    assert "May killed be compared with plain?" in found.text
-    assert re.search(r"B is killed; step times: A median .* s.*; B median .* s.*; floor \S+ %", found.text)
-    assert "B is disqualified by fall-back" in found.text
-    assert "no claim" in found.text
-    assert text.count('data-part="loss-plot"') == 2
-    assert re.search(r'<tr><th class="wide">model</th>', text)
-    assert re.search(r'<tr class="differs"><th class="wide">disqualifiers</th>', text)
-
-
 @pytest.mark.parametrize("name", ["bf16", "fp8_experts"])
 def test_a_receipt_alone(name: str) -> None:
-    found = check_self_contained(page.html([RECEIPTS / f"nam56r_quarter_h200_{name}.json"]))
+    found = check_self_contained(page.html(RECEIPTS / f"nam56r_quarter_h200_{name}.json"))
     assert found.text.count("Not here: only the receipt is here, not the folder of the run.") == 4
     assert "receipt put together 20" in found.text
     assert "started" not in found.text
@@ -195,12 +173,10 @@ BOXES = """Object.fromEntries([...document.querySelectorAll('[data-part]')].map(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_every_part_is_painted(
-    chromium: browser.Browser, runs: tuple[Path, Path], tmp_path: Path, width: int, dark: bool
-) -> None:
+def test_every_part_is_painted(chromium: browser.Browser, killed: Path, tmp_path: Path, width: int, dark: bool) -> None:
     """Every part has its own room in the window and something in it; nothing is fetched, nothing complains."""
     file = tmp_path / "page.html"
-    file.write_text(page.html([runs[0]]), encoding="utf-8")
+    file.write_text(page.html(killed), encoding="utf-8")
     chromium.show(file, width, dark=dark)
     assert chromium.errors == []
     assert chromium.requests == [file.as_uri()]
@@ -224,24 +200,6 @@ def test_every_part_is_painted(
         assert len(counts) >= 4, (name, "is blank")
     paper = chromium.ask("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(19, 21, 24)") == dark
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_two_runs_fit_on_a_phone(chromium: browser.Browser, runs: tuple[Path, Path], tmp_path: Path) -> None:
-    file = tmp_path / "two.html"
-    file.write_text(page.html(runs), encoding="utf-8")
-    for width in (390, 1280):
-        chromium.show(file, width)
-        assert (chromium.errors, chromium.requests) == ([], [file.as_uri()])
-        assert chromium.ask("document.documentElement.scrollWidth") == width
-        first, second = chromium.ask(
-            "[...document.querySelectorAll('.side tbody tr:nth-child(2) td')].map(e => e.getBoundingClientRect().toJSON())"
-        )
-        assert first["right"] <= second["left"]  # side by side on a phone, too
-        assert abs(first["top"] - second["top"]) < 2
-        box = chromium.ask(BOXES)["loss-plot"]
-        assert len(chromium.colours(chromium.screenshot(), {"loss-plot": box})["loss-plot"]) > 4
 
 
 # --- What files say ---------------------------------------------------------------------------------------------------
@@ -274,17 +232,16 @@ def test_markup_in_the_files_of_a_run_is_text(tmp_path: Path, monkeypatch: pytes
     addition = page.Addition(
         NASTY, NASTY, [(NASTY, NASTY)], [page.Level(2, NASTY)], NASTY, [(NASTY, [NASTY], [[NASTY]])]
     )
-    for paths in (["one"], ["one", "two"]):
-        text = page.html(paths, addition)
-        found = Reader(text)
-        assert "<script" not in text
-        assert "<img" not in text
-        assert "<b>one" not in text
-        assert "src" not in {name for name, _ in found.attributes}
-        assert NASTY in found.text
+    text = page.html("one", addition)
+    found = Reader(text)
+    assert "<script" not in text
+    assert "<img" not in text
+    assert "<b>one" not in text
+    assert "src" not in {name for name, _ in found.attributes}
+    assert NASTY in found.text
 
 
-# --- What is left of a run, and said of several ------------------------------------------------------------------------
+# --- What is left of a run -----------------------------------------------------------------------------------------------
 
 
 def run_of(run: Path) -> Path:
@@ -295,10 +252,12 @@ def run_of(run: Path) -> Path:
     return run
 
 
-def test_a_page_of_the_smallest_run(tmp_path: Path) -> None:
+def test_a_page_of_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It says when the run began and when its receipt was made, and calls the classes as the command does."""
-    text = page.html([run_of(tmp_path)])
-    found = check_self_contained(text)
+    output = tmp_path / "out.html"
+    assert cli.main(["report", "html", str(run_of(tmp_path)), "--output", str(output)]) == 0
+    assert capsys.readouterr().out == f"page: {output}\n"
+    found = check_self_contained(output.read_text(encoding="utf-8"))
     assert "started 2023-11-14T22:13:20+00:00 · receipt put together 20" in found.text
     assert {"loss-plot", "time-plot", "goodput-bar"} <= found.parts()
     for words in (
@@ -311,7 +270,7 @@ def test_a_page_of_the_smallest_run(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_named_and_the_receipt_is_shown(tmp_path: Path) -> None:
     write_start(run_of(tmp_path), 2, 0, {"at": -1}, began=1_700_000_010)
-    found = check_self_contained(page.html([tmp_path]))
+    found = check_self_contained(page.html(tmp_path))
     assert found.text.count("start_2/rank_00000.jsonl, line 2: at is -1") >= 4
     assert {"goodput", "loss", "receipts", "figures"} <= found.parts()
 
@@ -334,7 +293,7 @@ def test_the_timeline_is_the_goodput(tmp_path: Path) -> None:
     assert (20, 22, "startup") in spans
     assert [span[:2] for span in spans if span[2] == "lost_steps"] == [(25, 27), (27, 30), (54, 55)]
     assert [span[:2] for span in spans if span[2] == "down"] == [(30, 41), (42, 50)]
-    text = Reader(page.html([tmp_path])).text
+    text = Reader(page.html(tmp_path)).text
     assert "resumed at 2" in text
     assert "restarted from step 2" in text
     assert "1 step was done again after a restart (faint)." in text
@@ -377,15 +336,10 @@ def test_charts_are_of_the_page_and_of_whole_steps() -> None:
 
 def test_without_matplotlib_there_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "can_draw", lambda: False)
-    found = check_self_contained(page.html([run_of(tmp_path)]))
-    assert "<svg" not in page.html([tmp_path])
+    found = check_self_contained(page.html(run_of(tmp_path)))
+    assert "<svg" not in page.html(tmp_path)
     assert [row.cells for row in found.rows if row.part == "loss-plot"] == [["next token", "1", "3"]]
     assert len(Reader(drawn([(float(x), 1.0) for x in range(500)])).rows) == 12
-
-
-def test_there_is_something_to_show() -> None:
-    with pytest.raises(DataError, match="0 runs"):
-        page.html([])
 
 
 def test_every_class_of_time_has_a_colour_and_a_word() -> None:

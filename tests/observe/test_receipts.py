@@ -1,4 +1,4 @@
-"""Receipts of real runs on the CPU lane, also of those that die; the schema; and what is made of a folder's files."""
+"""Receipts: what is made of the files in a folder, the schema, and what disqualifies a run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import copy
 import json
 import math
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,7 @@ import pytest
 
 from megacpp_mcore.commands import report as report_command
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.model import Layout, flops
-from megacpp_mcore.observe import events, page, receipts
+from megacpp_mcore.observe import events, receipts
 from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.observe.events import Log, Step
 from megacpp_mcore.observe.goodput import Recorder
@@ -26,130 +22,8 @@ from megacpp_mcore.observe.receipts import claims as compare
 from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.observe.receipts import schema as receipt_schema
 from megacpp_mcore.observe.receipts.assemble import Window, measure, percentile, tokens_of
-from tests import tiny_run
 from tests.observe.recorded import SECOND, at, file_of, stepped, write_start
-from tests.observe.test_page import backend_rows, check_self_contained
-from tests.tiny_run import ROOT, Running, make_data, model
-
-STEPS = 6
-
-
-STOCK_MOE = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 64 --seq-length 64 --num-experts 4 "
-    "--moe-router-topk 2 --moe-expert-capacity-factor 0.5 --moe-pad-expert-input-to-capacity --moe-token-dispatcher-type "
-    "alltoall --moe-router-force-load-balancing --disable-bias-linear --micro-batch-size 1 --global-batch-size 2 --lr 0.001 "
-    f"--train-iters {STEPS} --log-interval 1 --eval-iters 0 --eval-interval {STEPS} --transformer-impl local "
-    "--no-masked-softmax-fusion --no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion "
-    "--no-persist-layer-norm --distributed-backend gloo --use-cpu-initialization --num-workers 0 --tokenizer-type "
-    "NullTokenizer --vocab-size 256 --mock-data"
-).split()
-"""A stock GPT with experts."""
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_data(tmp_path_factory.mktemp("receipts"))
-
-
-def start(data: Path, run: Path, *extra: str, fate: str = "", layout: Layout | None = None, **more: str) -> Running:
-    """One process of a run with a receipt."""
-    more = {"A_SECRET": "not for a receipt"} | more
-    words = tiny_run.words(data, STEPS, *extra, layout=layout)
-    return tiny_run.start(("tests.observe.receipt_run", str(run)), words, data, fate, **more)
-
-
-def train(data: Path, run: Path, *extra: str, fate: str = "", status: int = 0) -> dict[str, Any]:
-    start(data, run, *extra, fate=fate).finish(status)
-    return receipts.read(run)
-
-
-@pytest.mark.slow
-def test_a_finished_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every field that a CPU run can have is there, and says what happened.
-
-    A listener of the test's own fails in step 4, and neither training nor anyone else's record is affected. Nor is the receipt
-    by a mistyped start after it.
-    """
-    found = train(data, tmp_path / "run", fate="fault")
-    failure = "rank 0: Faulty failed in step 4 and recorded nothing more: LookupError: a listener's own error"
-    assert failure in found["notes"]
-    written = json.loads((tmp_path / "run" / "receipt.json").read_text())
-    assert {**found, "written_at": ""} == {**written, "written_at": ""}
-    assert set(found["unknown"]) == {
-        "routing.capacity_factor", "profiler", "dominant_time", "throughput.mfu", "throughput.hfu",
-        "precision.dequantised",
-    }  # fmt: skip
-    assert (found["status"], found["family"], found["lane"]) == ("finished", "NAM56R", "cpu_eager")
-    assert (found["compile_warmup"], found["compile"]["reason"]) == ("skipped", "user-disabled")
-    assert found["experimental_taxes"] == []
-    assert found["ranks"] == {"expected": 1, "found": [0]}
-    assert found["batch"]["effective_tokens"] == 2 * 256
-    assert (found["loss"]["first_step"], found["loss"]["last_step"]) == (1, STEPS)
-    assert found["loss"]["last"] < found["loss"]["first"] < 7
-    assert found["memory"]["kind"] == "resident set"
-    assert "A_SECRET" not in found["environment"]
-    assert "not for a receipt" not in json.dumps(found)
-    assert set(found["environment"]) <= set(receipt_facts.ENVIRONMENT)
-    assert (found["disqualifiers"], found["unjudged"]) == ([], [])
-
-    assert found["step_time"]["n"] == STEPS - 3
-    counted = flops.step(model(), 2, vocab_size=384).total.training
-    assert found["flops"]["model_flops"] == counted
-    rate = found["throughput"]["tflops_per_s_per_device"]
-    assert rate == pytest.approx(counted / found["step_time"]["p50_s"] / 1e12)
-    assert sum(found["shares"]["groups"].values()) == pytest.approx(1)
-    assert found["dominant_flops"] == max(found["shares"]["groups"], key=found["shares"]["groups"].__getitem__)
-    assert found["shares"]["source"].startswith("audited count")
-
-    _check_routing(found)
-    _check_live_objects(found)
-    assert report("show", str(tmp_path / "run")) == 0
-    assert "mamba3 auto → reference" in capsys.readouterr().out
-
-    again = train(data, tmp_path / "run", "--no-such-flag", status=2)
-    (note,) = (note for note in again["notes"] if "ended before its first step: SystemExit" in note)
-    same = {"written_at": "", "goodput": {}}
-    assert {**again, **same, "notes": [one for one in again["notes"] if one != note]} == {**found, **same}
-    assert again["goodput"]["starts"] == 2
-
-
-def _check_routing(found: dict[str, Any]) -> None:
-    layers = found["routing"]["layers"]
-    assert [int(layer) for layer in layers] == list(model().layer_numbers("E"))
-    for layer in layers.values():
-        assert sum(layer["tokens_per_expert"]) == layer["asked"] == STEPS * 512 * 2
-        assert layer["dropped"] == 0
-        assert 0 < layer["entropy"] < 1 < layer["max_over_mean"]
-    assert found["routing"]["router_dtypes"] == ["float32"]
-    assert found["routing"]["shared_expert_overlap"] is False
-    first, second = (number for number, role in enumerate(model().roles, 1) if role == "F")
-    assert 0 < found["indexer"]["overlap"][f"{first}-{second}"] < 1
-
-
-def _check_live_objects(found: dict[str, Any]) -> None:
-    own = {one["layer"] for one in found["backends"] if (one["op"], one["requested"]) == ("linear", "auto")}
-    assert own == {*model().layer_numbers("M"), *model().layer_numbers("R")}  # their input projections
-    ops = {(one["op"], one["layer"]): one["observed"] for one in found["backends"]}
-    assert {layer for op, layer in ops if op == "mamba3"} == set(model().layer_numbers("M"))
-    assert {layer for op, layer in ops if op == "mla"} == {1, None}
-    model_ops = {"mla", "sparse_mla", "indexer", "indexer_grad", "mamba3", "m2rnn", "routed_mlp"}
-    model_ops |= {"mla_latents", "mla_projection", "mla_keys", "indexer_inputs"}
-    assert {observed for (op, _), observed in ops.items() if op in model_ops} == {"reference"}
-    assert {op for op, _ in ops} == model_ops | {"linear", "norm", "experts", "router", "loss", "optimizer"}
-    assert {observed for (op, _), observed in ops.items() if op in ("linear", "norm")} == {"local"}
-    assert (ops["loss", None], ops["optimizer", None]) == ("megatron", "torch")
-    for number in model().layer_numbers("E"):
-        assert (ops["experts", number], ops["router", number]) == ("megacpp_mcore", "stock")
-    parts = {one["part"]: one for one in found["parts"]}
-    assert parts["experts"]["layers"] == list(model().layer_numbers("E"))
-    assert {"linear_q_down_proj", "in_proj", "out_proj", "input_layernorm"} <= parts.keys()
-    (bucket,) = found["ddp"]["buckets"]
-    assert bucket["dtype"] == "float32"
-    assert bucket["bytes"] == 4 * bucket["elements"]
-    assert bucket["elements"] >= found["model"]["parameters"]
-    names = {patch["name"] for patch in found["patches"]}
-    assert {"mtp-shared-block", "spec-import"} <= names
-    assert all(patch["fingerprints"] for patch in found["patches"])
+from tests.tiny_run import ROOT
 
 
 def report(*words: str) -> int:
@@ -166,66 +40,6 @@ def changed(receipt: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     (fresh[group] if group else fresh)[name] = value
     fresh["unknown"].pop(path, None)
     return fresh
-
-
-@pytest.mark.slow
-def test_a_run_that_an_error_ends_and_a_fall_back(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = train(data, tmp_path, fate="error fall-back", status=1)
-    assert (found["status"], found["loss"]["last_step"]) == ("ArithmeticError", 3)
-    assert found["routing"]["layers"]["2"]["asked"] == 2 * 512 * 2
-    slower = [one for one in found["backends"] if one["slower_than_best"]]
-    assert {one["layer"] for one in slower} == set(model().layer_numbers("M"))
-    (why,) = {one["reason"] for one in slower}
-    assert why.endswith(f"kernel does not cover this: head_dim {model().mamba3.head_dim} is not a multiple of 1024")
-    (evidence,) = (one["evidence"] for one in found["disqualifiers"] if one["name"] == "fall-back")
-    assert evidence == f"op mamba3 in layers 3, 7, 11 runs on reference, slower than the best for this device: {why}"
-    off = [row for row in backend_rows(check_self_contained(page.html([tmp_path]))) if row.off]
-    assert [row.cells for row in off] == [["mamba3", "3, 7, 11", "auto", "slower: reference", why]]
-    assert report("show", str(tmp_path)) == 0
-    assert "fall-back: op mamba3" in capsys.readouterr().out
-    refusals = compare.compare(found, found, declared=["fall-back"]).refusals
-    assert "A has not finished: its status is ArithmeticError" in refusals
-    assert not any("fall-back" in refusal for refusal in refusals)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_stock_model_is_disqualified_by_capacity_forced_balance_and_mock_data(data: Path, tmp_path: Path) -> None:
-    """Our spec refuses these; a baseline without it does not."""
-    tiny_run.start(("tests.observe.receipt_run", str(tmp_path)), STOCK_MOE, None).finish()
-    found = receipts.read(tmp_path)
-    assert [one["name"] for one in found["disqualifiers"]] == ["mock data", "forced balance", "capacity drop"]
-    assert [one["name"] for one in found["unjudged"]] == ["indexer untrained"]
-    assert found["pattern"] is None
-    assert "no spec, none of this package" in (receipt_schema.why_unknown("pattern", found["unknown"]) or "")
-    assert found["routing"]["expert_input"] == "padded"
-    assert (found["routing"]["top_k"], found["routing"]["experts"]) == (2, 4)
-    for layer in found["routing"]["layers"].values():
-        assert layer["dropped"] > 0
-        assert sum(layer["tokens_per_expert"]) + layer["dropped"] == layer["asked"] == STEPS * 128 * 2
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_the_parts_of_two_ranks_make_one_receipt(data: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    layout = Layout(expert=2)
-    ranks = [start(data, tmp_path, layout=layout, RANK=rank, LOCAL_RANK=rank, **shared) for rank in ("0", "1")]
-    for running in ranks:
-        running.finish()
-    found = receipts.read(tmp_path)
-    assert json.loads((tmp_path / "receipt.json").read_text())["status"] == found["status"] == "finished"
-    assert found["ranks"] == {"expected": 2, "found": [0, 1]}
-    assert (found["parallelism"]["expert"], found["parallelism"]["data"], found["parallelism"]["hosts"]) == (2, 2, 1)
-    assert len(found["memory"]["ranks"]) == 2
-    for layer in found["routing"]["layers"].values():
-        assert sum(layer["tokens_per_expert"]) == layer["asked"] == STEPS * 512 * 2
-    assert {bucket["group"] for bucket in found["ddp"]["buckets"]} == {"dense", "expert"}
 
 
 # --- A folder's files, written by hand --------------------------------------------------------------------------------
@@ -482,9 +296,3 @@ def test_disqualifiers_of_steps_and_what_cannot_be_judged(tmp_path: Path) -> Non
     assert [one["name"] for one in compare.judge(compare.Case(lost, steps, tokens_of(steps), window))[1]] == [
         "capacity drop"
     ]
-
-
-@pytest.mark.parametrize("module", ["commands.report", "observe.page"])
-def test_no_torch_is_needed_to_read(module: str) -> None:
-    code = f"import sys, megacpp_mcore.{module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

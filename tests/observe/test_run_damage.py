@@ -106,7 +106,7 @@ def read_all(run: Path) -> str:
         report_command.describe(found).encode()
         said.extend([*found["unknown"].values(), *found["notes"], page.read(run).missing])
 
-    for read in (receipt, lambda: page.html([run]).encode(), lambda: goodput.read(run), lambda: start.read(run)):
+    for read in (receipt, lambda: page.html(run).encode(), lambda: goodput.read(run), lambda: start.read(run)):
         try:
             read()
         except DataError as error:
@@ -150,7 +150,7 @@ def test_damage_anywhere_in_a_receipt_is_refused_or_shown(tmp_path: Path) -> Non
         file.write_text(json.dumps(damaged(receipt, path, damage)))
         try:
             found = receipts.read(file)
-            page.html([file]).encode()
+            page.html(file).encode()
             report_command.describe(found).encode()
         except DataError:
             refused += 1
@@ -203,15 +203,3 @@ def test_steps_without_time_have_no_speed(tmp_path: Path) -> None:
     assert found["step_time"]["p50_s"] is None
     assert "took no time" in (why_unknown("throughput.tokens_per_s", found["unknown"]) or "")
     assert "tokens/s" in report_command.describe(found)
-
-
-def test_time_and_operations_are_two_answers(tmp_path: Path) -> None:
-    run = write_run(tmp_path)
-    found = receipts.read(run)
-    assert (found["dominant_time"], found["dominant_flops"]) == ("expert", "head")
-    assert found["shares"]["source"].startswith("profile")
-    (run / FILES[-1]).unlink()
-    found = receipts.read(run)
-    assert (found["dominant_time"], found["dominant_flops"]) == (None, "head")
-    assert why_unknown("dominant_time", found["unknown"]) == "the run was not profiled"
-    assert found["shares"]["source"].startswith("audited count")

@@ -25,6 +25,7 @@ from megacpp_mcore.patches.machinery.record import Patch
 from megacpp_mcore.patches.machinery.registry import Registry, default, fingerprint
 from megacpp_mcore.patches.machinery.sources import SourceTree
 from megacpp_mcore.patches.machinery.symbols import Refusal, digest
+from tests import forks
 from tests.patches.throwaway import ONE, USER, VERSION, Modules, adding, broken, patch, registry, states
 from tests.trees import HOOKED, commit, copy_modules, copy_sources, git, wheel_root
 
@@ -446,10 +447,7 @@ except ModuleNotFoundError:
 
 def python(root: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:
     settings = {"PYTHONPATH": os.pathsep.join([str(root), str(ROOT)]), "CUDA_VISIBLE_DEVICES": "", "RANK": "0"}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *words],
-        cwd=root, env=os.environ | settings, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    return forks.run(["-c", textwrap.dedent(code), *words], cwd=root, env=os.environ | settings)
 
 
 # megatron.training imports megatron.core from its own inside, and the hook then finds it half imported.

@@ -283,20 +283,6 @@ def test_losses_and_all_gradients_are_stocks(
     assert differing(expected, found) == []
 
 
-def test_it_trains(patched: None) -> None:
-    model = gpt().train()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    means = []
-    for _ in range(12):
-        optimizer.zero_grad()
-        loss = losses_of(model, mask=documents(S)).mean()
-        loss.backward()
-        optimizer.step()
-        means.append(float(loss))
-    assert means[0] > 4.5  # ln 128 = 4.85
-    assert means[-1] < 0.75 * means[0]
-
-
 def attention(*extra: str, **changes: Any) -> Any:
     return gpt("--num-layers", "1", *extra, **changes).decoder.layers[0].self_attention
 

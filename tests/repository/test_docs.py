@@ -54,6 +54,8 @@ OTHERS = {
     "git",
     "mapfile",
     "mkdir",
+    "ncu",
+    "nsys",
     "pip",
     "python",
     "sbatch",
@@ -98,7 +100,7 @@ esac
     "make": 'case "$*" in *bridge) echo "$DOC_TOOLS/nothing" ;; *nemo-run) echo "$DOC_TOOLS/nothing" ;; esac',
     "python": 'exec "$DOC_PYTHON" "$@"',
     "sbatch": 'bash -n "$1"',
-    **dict.fromkeys(("nemo", "nothing", "pip", "torchrun"), ":"),
+    **dict.fromkeys(("ncu", "nemo", "nothing", "nsys", "pip", "torchrun"), ":"),
 }
 """Programs that a session finds before any other."""
 

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step: the audited count, what recompute adds, and stock's own count. No torch."""
+"""Floating-point operations of a training step: the audited count and what recompute adds. No torch."""
 
 from megacpp_mcore.model.flops.count import (
     Batch,

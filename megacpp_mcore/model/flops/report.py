@@ -1,4 +1,4 @@
-"""The audited count for people and receipts: tables by family, MFU and HFU against named peaks, stock's figure; no torch.
+"""The audited count for people and receipts: tables by family, MFU and HFU against named peaks; no torch.
 
 *Model FLOPs* are what the mathematics takes, and MFU (model FLOPs utilisation) is about them alone. *Hardware FLOPs* are
 these and what activation recompute repeats, and HFU is about those. Both terms: PaLM (arXiv 2204.02311), appendix B.
@@ -15,22 +15,18 @@ router, a recurrence in fp32) is held against the peak of the model's dtype: bei
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from typing import Any
 
-from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import Model
 from megacpp_mcore.model.flops import count as flops
-from megacpp_mcore.model.flops import stock as flops_stock
 from megacpp_mcore.model.flops.count import Families, Step, Work
-from megacpp_mcore.model.flops.peaks import Peak, peak
+from megacpp_mcore.model.flops.peaks import Peak
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.model.precision import PrecisionPlan, expert_layers
-from megacpp_mcore.model.training import GPT
 
 _NAMES = tuple(field.name for field in dataclasses.fields(Families))
 _NONE = Step(1, (), Families(), ())
@@ -93,80 +89,24 @@ class Utilisation:
         return self._share(self.hardware_flops)
 
     @property
-    def floor_s(self) -> float | None:
-        """Seconds that the model FLOPs take at the peaks; None without a peak."""
-        return self._floor(self.model_flops)
-
-    @property
     def tflops_per_device(self) -> float:
         """Model TFLOP/s of one device, over all precisions."""
         return sum(self.model_flops.values()) / self.step_time_s / self.devices / 1e12
 
-    def _floor(self, work: Mapping[str, int]) -> float | None:
+    def _share(self, work: Mapping[str, int]) -> float | None:
         seconds = 0.0
         for precision, count in work.items():
             rate = self.peaks[precision].flops_per_s
             if rate is None:
                 return None
             seconds += count / rate
-        return seconds / self.devices
-
-    def _share(self, work: Mapping[str, int]) -> float | None:
-        floor = self._floor(work)
-        return None if floor is None else floor / self.step_time_s
+        return seconds / self.devices / self.step_time_s
 
 
-def utilisation(
-    model: Model,
-    step: Step,
-    *,
-    step_time_s: float,
-    device: str,
-    plan: PrecisionPlan,
-    devices: int = 1,
-    again: Step = _NONE,
-    tf32: bool = False,
-) -> Utilisation:
-    """The utilisation of ``devices`` times ``device`` in a step.
-
-    Args:
-        model: what is trained.
-        step: the count of the whole step, all micro-batches and data-parallel replicas of it.
-        step_time_s: its time in seconds.
-        device: the name that CUDA gives it, such as ``NVIDIA H200``.
-        plan: the run's precision.
-        devices: how many there are.
-        again: what is recomputed (:func:`megacpp_mcore.model.flops.recompute.recomputed`); by default nothing.
-        tf32: as in :func:`by_precision`.
-
-    Raises:
-        ModelError: a time or a number of devices that is not positive.
-    """
-    if not (math.isfinite(step_time_s) and step_time_s > 0) or devices < 1:
-        raise ModelError(
-            f"a step of {step_time_s} s on {devices} devices; expected a positive, finite time and at least one device"
-        )
-    work = {name: part.total.training for name, part in by_precision(model, step, plan, tf32=tf32).items()}
-    more = {name: part.total.training for name, part in by_precision(model, again, plan, tf32=tf32).items()}
-    return Utilisation(
-        step_time_s=step_time_s,
-        devices=devices,
-        model_flops=work,
-        hardware_flops={name: work[name] + more[name] for name in work},
-        peaks={name: peak(device, name) for name in work},
-    )
-
-
-def record(step: Step, again: Step = _NONE, used: Utilisation | None = None) -> dict[str, Any]:
-    """The receipt's record of a step, ready for JSON; counts are exact integers of the whole step.
-
-    Args:
-        step: the count.
-        again: what is recomputed.
-        used: how well the devices were used; None leaves that part out.
-    """
+def record(step: Step, again: Step = _NONE) -> dict[str, Any]:
+    """The receipt's record of a step, of which ``again`` is recomputed; counts are exact integers of the whole step."""
     total = step.total.training
-    found: dict[str, Any] = {
+    return {
         "counting": "one multiply-add is two operations; contractions only; backward included",
         "tokens": step.tokens,
         "model_flops": total,
@@ -178,9 +118,6 @@ def record(step: Step, again: Step = _NONE, used: Utilisation | None = None) -> 
         ),
         "mtp_depths": list(_parts(_depths(step, again), total).values()),
     }
-    if used is not None:
-        found["utilisation"] = _used(used)
-    return found
 
 
 def _parts(parts: Mapping[str, tuple[Work, Work]], total: int) -> dict[str, dict[str, Any]]:
@@ -203,27 +140,6 @@ def _depths(step: Step, again: Step) -> dict[str, tuple[Work, Work]]:
     return {f"mtp depth {depth}": (part.total, repeated.total) for depth, (part, repeated) in pairs}
 
 
-def _used(used: Utilisation) -> dict[str, Any]:
-    return {
-        "step_time_s": used.step_time_s,
-        "devices": used.devices,
-        "model_tflops_per_s_per_device": used.tflops_per_device,
-        "floor_s": used.floor_s,
-        "mfu": used.mfu,
-        "hfu": used.hfu,
-        "missing": used.reason,
-        "precisions": {
-            name: {
-                "model_flops": used.model_flops[name],
-                "hardware_flops": used.hardware_flops[name],
-                "peak": found.name,
-                "peak_flops_per_s": found.flops_per_s,
-            }
-            for name, found in used.peaks.items()
-        },
-    }
-
-
 def table(step: Step, again: Step = _NONE) -> str:
     """One line a family of the trunk, then one an MTP depth, then the total, per token; shares are of model FLOPs."""
     rows = {name: (getattr(step.trunk, name), getattr(again.trunk, name)) for name in _NAMES}
@@ -237,15 +153,8 @@ def table(step: Step, again: Step = _NONE) -> str:
     return "\n".join(lines)
 
 
-def page(model: Model, how: Recomputation | None = None, *, seq_length: int | None = None, host: str = GPT) -> str:
-    """What ``megacpp-mcore recipe flops`` prints: ours by family, and Megatron's figure with each reason for the difference.
-
-    Args:
-        model: the model.
-        how: what a run recomputes; None: nothing.
-        seq_length: tokens of a sequence; None takes the model's.
-        host: stock's model that the run's arguments describe, ``gpt`` or ``hybrid``.
-    """
+def page(model: Model, how: Recomputation | None = None, *, seq_length: int | None = None) -> str:
+    """What ``megacpp-mcore recipe flops`` prints of a sequence of ``model``, and of what a run with ``how`` recomputes."""
     how = how or Recomputation()
     step = flops.step(model, seq_length=seq_length)
     again = recomputed(model, step, how)
@@ -258,21 +167,8 @@ def page(model: Model, how: Recomputation | None = None, *, seq_length: int | No
             f"model FLOPs (MFU): {_gflop(step, step.total.training)} GFLOP a token of training, nothing recomputed",
             f"hardware FLOPs (HFU): {_gflop(step, step.total.training + again.total.training)}, recompute included",
             "embedding: a look-up, no matrix product; element-wise work is not counted",
-            "",
-            *_beside_stock(model, step, seq_length, host),
         ]
     )
-
-
-def _beside_stock(model: Model, step: Step, seq_length: int | None, host: str) -> list[str]:
-    """Megatron's figure, ours, and the differences, largest first."""
-    found = sorted(flops_stock.differences(model, seq_length=seq_length, host=host), key=lambda each: -abs(each.flops))
-    ours = step.total.training
-    theirs = ours + sum(each.flops for each in found)
-    return [
-        f"Megatron's own count on the {host} host: {_gflop(step, theirs)} GFLOP a token, {theirs / ours:.2f} × ours; MFLOP:",
-        *(f"{each.flops / step.tokens / 1e6:+12.2f}  {each.reason}" for each in found),
-    ]
 
 
 def _gflop(step: Step, count: int) -> str:

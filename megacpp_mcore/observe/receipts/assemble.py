@@ -552,26 +552,20 @@ def write(run: str | os.PathLike[str]) -> Path:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The receipt in a file, or of a run's folder; checked.
-
-    Of a folder in which nothing can be read it is the one that was written there last, which says so.
+    """The receipt of a run's folder; checked. Of what holds no start, a copy of a receipt, it is that file.
 
     Raises:
         DataError: there is none, or it is not as the schema says.
     """
-    place, expected = Path(path), "a receipt, or the folder of a run that was observed"
-    note = ""
-    if place.is_dir():
-        try:
-            receipt = assemble(place)
-            schema.validate(receipt, str(path))
-            return receipt
-        except DataError as error:
-            place /= RECEIPT
-            if not place.exists():
-                raise
-            note = f"this is {RECEIPT} as it was written last, for none can be assembled: {error}"
-    receipt = load(place, expected, "name the folder of its run, from which it is assembled anew")
+    place = Path(path)
+    if any(place.glob("start_*")):
+        receipt = assemble(place)
+    else:
+        place = place / RECEIPT if place.is_dir() else place
+        receipt = load(
+            place,
+            "a receipt, or the folder of a run that was observed",
+            "name the folder of its run, from which it is assembled anew",
+        )
     schema.validate(receipt, str(place))
-    receipt["notes"] += [kinds.printable(note)] if note else []
     return receipt

@@ -202,7 +202,6 @@ _QUESTIONS = {
 _BESIDE = tuple(field.path for field in FIELDS if field.compare == BESIDE)
 KEYS = tuple(_QUESTIONS)
 """The keys of the checklist, the seven of the reviewer first; their fields have them as ``compare``."""
-SEVEN = KEYS[:7]
 _SOFTWARE = {"commit": "of another commit", "environment": "of another environment", "versions": "of other versions"}
 """What may have changed anything, and how a claim says that it differs."""
 _OF_KIND = {"CUDA allocator": "peak allocated memory", RESIDENT: "peak resident set"}

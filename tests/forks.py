@@ -1,0 +1,218 @@
+"""Python programs in forks of a process that has imported torch: its import takes longer than what most of them do.
+
+``run`` and ``start`` take the words behind ``python`` (``-m MODULE …``, ``-c CODE …``, ``FILE …``). A program has its own
+session, environment, path and files, imports Megatron and this package itself, and ends as any other; warnings are off. Where
+Python's own start matters, or what is imported, ``subprocess`` starts it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import itertools
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+_LIBRARIES = (
+    "torch._inductor.compile_fx", "torch.distributed._symmetric_memory", "torch.distributed.checkpoint",
+    "torch.distributed.rpc", "torch.distributed.tensor.experimental", "torch.export", "torch.nn.attention.flex_attention",
+    "torch.testing", "torch.utils.cpp_extension", "jinja2", "networkx", "psutil", "yaml",
+)  # fmt: skip
+"""What Megatron imports, without Megatron: a checkout's may come first, and the CPU lane has to come before it."""
+
+
+class Program:
+    """A program that was started, as ``subprocess.Popen`` has it: a session of its own, whose processes are its group."""
+
+    def __init__(self, pid: int, status: Path) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._status, self._ended = status, os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """The status, negative where a signal ended it; None: it runs."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The status, once there is one; TimeoutExpired if there is none after ``timeout`` seconds."""
+        if self.returncode is None:
+            if not select.select([self._ended], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+            while not self._status.exists():  # it is written as soon as it has ended
+                time.sleep(0.001)
+            self.returncode = int(self._status.read_text())
+            os.close(self._ended)
+        return self.returncode
+
+
+def start(
+    words: Sequence[str],
+    output: Path,
+    *,
+    cwd: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+    error: Path | None = None,
+) -> Program | subprocess.Popen[bytes]:
+    """Start a program whose output goes to the file ``output``, and its errors to ``error``, or there, too."""
+    words, env, error = list(map(str, words)), dict(os.environ if env is None else env), error or output
+    if Path("/dev/nvidiactl").exists():  # CUDA does not stand a fork
+        with output.open("ab") as out, error.open("ab") as err:
+            return subprocess.Popen(
+                [sys.executable, "-W", "ignore", *words],
+                cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
+            )  # fmt: skip
+    folder, server = _server()
+    status = folder / f"{next(_numbers)}.status"
+    files = {"cwd": str(cwd), "output": str(output), "error": str(error), "status": str(status)}
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps({"words": words, "env": env, **files}) + "\n")
+    server.stdin.flush()
+    if not (pid := server.stdout.readline()):
+        raise AssertionError(f"the process that forks has ended: {(folder / 'error').read_text()[-2000:]}")
+    return Program(int(pid), status)
+
+
+def run(
+    words: Sequence[str], *, cwd: Path = ROOT, env: Mapping[str, str] | None = None, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; after ``timeout`` seconds it is killed, with all that it started."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder, "output"), Path(folder, "error")
+        program = start(words, files[0], cwd=cwd, env=env, error=files[1])
+        try:
+            program.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess(words, program.wait(), *(file.read_text() for file in files))
+
+
+def run_ranks(
+    words: Sequence[str], count: int, *, env: Mapping[str, str], cwd: Path = ROOT, timeout: float = 180
+) -> tuple[int, str]:
+    """Run a program in ``count`` processes as torchrun does: the status of the first that fails, or 0, and what all printed.
+
+    Where one fails, or after ``timeout`` seconds, the others are killed.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, str(rank)) for rank in range(count)]
+        programs = []
+        for rank, file in enumerate(files):
+            of_rank = {name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            programs.append(start(words, file, cwd=cwd, env={**env, **of_rank}))
+        until = time.monotonic() + timeout
+        while None in [program.poll() for program in programs] and time.monotonic() < until:
+            if any(program.returncode for program in programs):
+                break
+            time.sleep(0.02)
+        failed = [program.returncode for program in programs if program.returncode]
+        for program in programs:
+            if program.returncode is None:
+                os.killpg(program.pid, signal.SIGKILL)
+                failed.append(program.wait())
+        return next(iter(failed), 0), "\n".join(file.read_text(errors="replace") for file in files)
+
+
+_numbers = itertools.count()
+
+
+@functools.cache
+def _server() -> tuple[Path, subprocess.Popen[str]]:
+    folder = tempfile.TemporaryDirectory(prefix="forks-")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with Path(folder.name, "error").open("wb") as error:
+        server = subprocess.Popen(
+            [sys.executable, "-P", "-W", "ignore", __file__],
+            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=error, text=True,
+        )  # fmt: skip
+
+    def end() -> None:
+        server.communicate()  # after the last request it ends
+        folder.cleanup()
+
+    atexit.register(end)
+    return Path(folder.name), server
+
+
+# --- The process that forks ---------------------------------------------------------------------------------------------
+
+
+def _serve() -> dict[str, Any] | None:
+    """Fork a keeper for every request, which waits for the program; the request, in the process that is to be it, else None."""
+    for library in _LIBRARIES:
+        __import__(library)
+    gc.freeze()  # else a program goes through all of it when it ends
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
+    for line in sys.stdin:
+        if os.fork():
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        request: dict[str, Any] = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            return request
+        os.write(1, f"{pid}\n".encode())
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        written = Path(request["status"]).with_suffix(".new")
+        written.write_text(str(status))
+        written.rename(request["status"])
+        os._exit(0)
+    return None
+
+
+def _become(request: Mapping[str, Any]) -> None:
+    """Run the program of a request in this process, as Python would."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    for number, path, how in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, request["output"], flags),
+        (2, request["error"], flags),
+    ):
+        file = os.open(path, how, 0o644)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    first, *words = request["words"]
+    paths = [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
+    if first == "-m":
+        sys.path[:0] = [request["cwd"], *paths]
+        sys.argv = words
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        return
+    program = Path(first)
+    if first == "-c":
+        program = Path(request["status"]).with_suffix(".py")
+        program.write_text(words.pop(0))
+    sys.path[:0] = ["" if first == "-c" else str(program.parent), *paths]
+    sys.argv = [first, *words]
+    runpy.run_path(str(program), run_name="__main__")
+
+
+if __name__ == "__main__":
+    asked = _serve()
+    if asked is not None:
+        _become(asked)

@@ -1,0 +1,420 @@
+"""Real runs on the CPU lane, three for all tests but the exhaustive ones: receipt, page, progress lines and writers' scalars.
+
+One trains to its end, while a listener of the test's own fails; one asks for Transformer Engine, which is disabled; one has a
+better backend that cannot run, and an error ends it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacpp_mcore.backends import probes
+from megacpp_mcore.model import Layout, flops
+from megacpp_mcore.observe import events, goodput, live, page, receipts
+from megacpp_mcore.observe.events import Step
+from megacpp_mcore.observe.live import Metrics, metrics_of
+from megacpp_mcore.observe.receipts import claims, facts, schema
+from megacpp_mcore.observe.steps import read_steps
+from tests import browser, forks, tiny_run
+from tests.observe import page_run
+from tests.observe.test_page import Reader, Row, backend_rows, check_self_contained
+from tests.observe.test_receipts import report
+from tests.tiny_run import Running, make_data, model
+
+pytestmark = pytest.mark.slow
+
+STEPS = 6
+STOCK_MOE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 64 --seq-length 64 --num-experts 4 "
+    "--moe-router-topk 2 --moe-expert-capacity-factor 0.5 --moe-pad-expert-input-to-capacity --moe-token-dispatcher-type "
+    "alltoall --moe-router-force-load-balancing --disable-bias-linear --micro-batch-size 1 --global-batch-size 2 --lr 0.001 "
+    f"--train-iters {STEPS} --log-interval 1 --eval-iters 0 --eval-interval {STEPS} --transformer-impl local "
+    "--no-masked-softmax-fusion --no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion "
+    "--no-persist-layer-norm --distributed-backend gloo --use-cpu-initialization --num-workers 0 --tokenizer-type "
+    "NullTokenizer --vocab-size 256 --mock-data"
+).split()
+"""A stock GPT with experts."""
+TE = ("--transformer-impl", "transformer_engine", "--no-persist-layer-norm")
+NUMBERED = set(range(1, len(model().layers) + 1))
+CONTAINERS = {"router", "shared_experts"}
+"""Parts that stock has one class of, whoever computes the linear layers in them."""
+PAINTED = """(e => (e.style.color = '{}', document.body.append(e), getComputedStyle(e).color))
+  (document.createElement('i'))"""
+OBSERVED = """[...document.querySelectorAll('[data-part=backends] td[data-label=observed]')].map(
+  e => getComputedStyle(e).color)"""
+"""The colour of the observed backend, row by row."""
+AS_ASKED = "Everything runs as it was asked for, and nothing slower than what is there."
+
+
+def start(data: Path, run: Path, *extra: str, fate: str = "", **more: str) -> Running:
+    """One process of a run with a receipt."""
+    more = {"A_SECRET": "not for a receipt"} | more
+    return tiny_run.start(
+        ("tests.observe.receipt_run", str(run)), tiny_run.words(data, STEPS, *extra), data, fate, **more
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def finished(data: Path) -> tuple[Path, str]:
+    """A run in which a listener fails, and what it printed."""
+    run, evaluation = data / "finished", ("--eval-interval", "3", "--eval-iters", "1")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("A_SECRET", "not for a receipt")
+        return run, page_run.train(data, run, STEPS, *evaluation, fate="fault writers")
+
+
+@pytest.fixture(scope="module")
+def disabled(data: Path) -> Path:
+    """A run that asks for Transformer Engine, which is disabled."""
+    environment: dict[str, Any] = {probes.DISABLE_TE: "1"}
+    start(data, data / "disabled", *TE, **environment).finish()
+    return data / "disabled"
+
+
+@pytest.fixture(scope="module")
+def untritoned(data: Path) -> tuple[Path, str]:
+    """A run with a better backend that requires Triton, which has no driver; and what the run printed.
+
+    Triton that is not even installed ends in Megatron's own import (``transformer/moe/ops/paged_stash.py``).
+    """
+    said = start(data, data / "no-triton", fate="no-triton", CUDA_VISIBLE_DEVICES="").finish()
+    return data / "no-triton", said
+
+
+def test_a_finished_run(finished: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Every field that a CPU run can have is there, and says what happened; what failed affects nobody else's record."""
+    run, _ = finished
+    found = receipts.read(run)
+    failure = "rank 0: Faulty failed in step 4 and recorded nothing more: LookupError: a listener's own error"
+    assert failure in found["notes"]
+    written = json.loads((run / "receipt.json").read_text())
+    assert {**found, "written_at": ""} == {**written, "written_at": ""}
+    assert set(found["unknown"]) == {
+        "routing.capacity_factor", "profiler", "dominant_time", "throughput.mfu", "throughput.hfu",
+        "precision.dequantised",
+    }  # fmt: skip
+    assert (found["status"], found["family"], found["lane"]) == ("finished", "NAM56R", "cpu_eager")
+    assert (found["compile_warmup"], found["compile"]["reason"]) == ("skipped", "user-disabled")
+    assert found["experimental_taxes"] == []
+    assert found["ranks"] == {"expected": 1, "found": [0]}
+    assert found["batch"]["effective_tokens"] == 2 * 256
+    assert (found["loss"]["first_step"], found["loss"]["last_step"]) == (1, STEPS)
+    assert found["loss"]["last"] < found["loss"]["first"] < 7
+    assert found["memory"]["kind"] == "resident set"
+    assert "A_SECRET" not in found["environment"]
+    assert "not for a receipt" not in json.dumps(found)
+    assert set(found["environment"]) <= set(facts.ENVIRONMENT)
+    assert (found["disqualifiers"], found["unjudged"]) == ([], [])
+
+    assert found["step_time"]["n"] == STEPS - 3
+    counted = flops.step(model(), 2, vocab_size=384).total.training
+    assert found["flops"]["model_flops"] == counted
+    rate = found["throughput"]["tflops_per_s_per_device"]
+    assert rate == pytest.approx(counted / found["step_time"]["p50_s"] / 1e12)
+    assert sum(found["shares"]["groups"].values()) == pytest.approx(1)
+    assert found["dominant_flops"] == max(found["shares"]["groups"], key=found["shares"]["groups"].__getitem__)
+    assert found["shares"]["source"].startswith("audited count")
+
+    _check_routing(found)
+    _check_live_objects(found)
+    assert report("show", str(run)) == 0
+    assert "mamba3 auto → reference" in capsys.readouterr().out
+
+
+def _check_routing(found: dict[str, Any]) -> None:
+    layers = found["routing"]["layers"]
+    assert [int(layer) for layer in layers] == list(model().layer_numbers("E"))
+    for layer in layers.values():
+        assert sum(layer["tokens_per_expert"]) == layer["asked"] == STEPS * 512 * 2
+        assert layer["dropped"] == 0
+        assert 0 < layer["entropy"] < 1 < layer["max_over_mean"]
+    assert found["routing"]["router_dtypes"] == ["float32"]
+    assert found["routing"]["shared_expert_overlap"] is False
+    first, second = (number for number, role in enumerate(model().roles, 1) if role == "F")
+    assert 0 < found["indexer"]["overlap"][f"{first}-{second}"] < 1
+
+
+def _check_live_objects(found: dict[str, Any]) -> None:
+    own = {one["layer"] for one in found["backends"] if (one["op"], one["requested"]) == ("linear", "auto")}
+    assert own == {*model().layer_numbers("M"), *model().layer_numbers("R")}  # their input projections
+    ops = {(one["op"], one["layer"]): one["observed"] for one in found["backends"]}
+    assert {layer for op, layer in ops if op == "mamba3"} == set(model().layer_numbers("M"))
+    assert {layer for op, layer in ops if op == "mla"} == {1, None}
+    model_ops = {"mla", "sparse_mla", "indexer", "indexer_grad", "mamba3", "m2rnn", "routed_mlp"}
+    model_ops |= {"mla_latents", "mla_projection", "mla_keys", "indexer_inputs"}
+    assert {observed for (op, _), observed in ops.items() if op in model_ops} == {"reference"}
+    assert {op for op, _ in ops} == model_ops | {"linear", "norm", "experts", "router", "loss", "optimizer"}
+    assert {observed for (op, _), observed in ops.items() if op in ("linear", "norm")} == {"local"}
+    assert (ops["loss", None], ops["optimizer", None]) == ("megatron", "torch")
+    for number in model().layer_numbers("E"):
+        assert (ops["experts", number], ops["router", number]) == ("megacpp_mcore", "stock")
+    parts = {one["part"]: one for one in found["parts"]}
+    assert parts["experts"]["layers"] == list(model().layer_numbers("E"))
+    assert {"linear_q_down_proj", "in_proj", "out_proj", "input_layernorm"} <= parts.keys()
+    (bucket,) = found["ddp"]["buckets"]
+    assert bucket["dtype"] == "float32"
+    assert bucket["bytes"] == 4 * bucket["elements"]
+    assert bucket["elements"] >= found["model"]["parameters"]
+    names = {patch["name"] for patch in found["patches"]}
+    assert {"mtp-shared-block", "spec-import"} <= names
+    assert all(patch["fingerprints"] for patch in found["patches"])
+
+
+def test_what_is_shown_while_it_trains(finished: tuple[Path, str]) -> None:
+    run, said = finished
+    recorded = {step.step: step for step in read_steps(run)}
+    _check_console(said, recorded)
+    metrics = metrics_of(events.read(run))
+    assert [one.step for one in metrics] == list(range(1, STEPS + 1))
+    assert [one.tokens_per_s is None for one in metrics] == [True] + [False] * (STEPS - 1)
+    assert all(one.mfu is None and one.mfu_reason for one in metrics)
+    assert "no datasheet peak is known" in metrics[-1].mfu_reason
+    assert all(0 < one.goodput < 1 and one.memory_allocated_bytes > 2**20 for one in metrics)
+    assert metrics[0].routing_entropy is None
+    assert 0 < (metrics[-1].routing_entropy or 0) < 1
+    assert 0 < (metrics[-1].index_overlap or 0) < 1
+    _check_scalars(run, recorded)
+    _check_rates(run, metrics, recorded)
+
+
+def _check_rates(run: Path, metrics: Sequence[Metrics], recorded: dict[int, Step]) -> None:
+    """Against what the last rank noted between two steps: their time without evaluation and checkpoints."""
+    spent = {span.step: span.phases for span in events.read(run)[0][0].spans if span.step is not None}
+    assert spent[4]["evaluation"] > 0  # after step 3
+    assert goodput.read(run)[0].nanoseconds["evaluation"] >= spent[4]["evaluation"]
+    for before, one in itertools.pairwise(metrics):
+        in_step = sum(spent[one.step].get(name, 0) for name in ("step", "data", "idle", "compile", "jit"))
+        tokens = recorded[one.step].tokens - recorded[before.step].tokens
+        assert one.tokens_per_s == pytest.approx(tokens / in_step * 1e9, rel=1e-9)
+
+
+def _check_console(said: str, recorded: dict[int, Step]) -> None:
+    """Ours stands below Megatron's own line of the same step."""
+    lines = said.splitlines()
+    ours = {number: line for number, line in enumerate(lines) if line.startswith("step ")}
+    assert [line.split("/")[0] for line in ours.values()] == [f"step {number}" for number in recorded]
+    for number, step in zip(ours, recorded.values(), strict=True):
+        assert f"loss {step.losses['lm loss']:.4f}  mtp_1 {step.losses['mtp_1 loss']:.4f}" in lines[number]
+        assert f"grad norm {step.grad_norm:.3f}" in lines[number]
+        assert "goodput" in lines[number]
+        assert len(lines[number]) < 240
+        stock = re.findall(r"iteration +(\d+)/ +6 \|.* lm loss: (\S+) \|", "\n".join(lines[:number]))[-1]
+        assert int(stock[0]) == step.step
+        if step.step != 2:  # whose line is the mean of two steps
+            assert float(stock[1]) == pytest.approx(step.losses["lm loss"], rel=1e-6)
+    assert "validation loss at iteration 3" in said
+
+
+def _check_scalars(run: Path, recorded: dict[int, Step]) -> None:
+    scalars = [json.loads(line) for line in (run / "scalars.jsonl").read_text().splitlines()]
+    ours = {f"{live.TAG}{name}" for name in live.SCALARS} - {f"{live.TAG}mfu"}
+    for writer in ("tensorboard", "wandb"):
+        written = Counter((one["tag"], one["step"]) for one in scalars if one["writer"] == writer)
+        assert {tag for tag, _ in written if tag.startswith(live.TAG)} == ours
+        assert all(count == 1 for (tag, _), count in written.items() if tag.startswith(live.TAG))
+        assert {step for tag, step in written if tag == f"{live.TAG}goodput"} == set(recorded)
+        for tag in ("lm loss", "mtp_1 loss", "indexer loss", "grad-norm", "learning-rate"):
+            assert {step for name, step in written if name == tag} == set(recorded), (writer, tag)
+
+
+# --- Backends that are not what was asked for -------------------------------------------------------------------------
+
+
+def of_op(receipt: dict[str, Any], op: str) -> list[dict[str, Any]]:
+    return [one for one in receipt["backends"] if one["op"] == op]
+
+
+def fall_back(receipt: dict[str, Any]) -> str:
+    (evidence,) = (one["evidence"] for one in receipt["disqualifiers"] if one["name"] == "fall-back")
+    return str(evidence)
+
+
+def page_of(run: Path) -> Reader:
+    """The page that the command writes about ``run``, read."""
+    output = run.with_suffix(".html")
+    assert report("html", str(run), "--output", str(output)) == 0
+    return check_self_contained(output.read_text(encoding="utf-8"))
+
+
+def layers_in(cell: str) -> set[int | None]:
+    """The layers that a cell such as ``1–3, 5, mtp`` names; None: MTP."""
+    found: set[int | None] = set()
+    for word in cell.split(", "):
+        first, _, last = word.partition("–")
+        found |= {None} if word == "mtp" else set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def check_off(found: Reader) -> list[Row]:
+    """The rows in red, which the page counts and puts first, and which its alert goes with."""
+    rows = backend_rows(found)
+    off = [row for row in rows if row.off]
+    assert rows[: len(off)] == off
+    assert f"{len(off)} not as requested, or slower than what is there." in found.text
+    assert AS_ASKED not in found.text
+    assert "disqualifiers" in found.parts()
+    assert "Do not use this run's speed" in found.text
+    assert not [row for row in rows if not row.off and row.cells[3].startswith(("≠", "slower"))]
+    return off
+
+
+def test_transformer_engine_that_is_disabled(disabled: Path, finished: tuple[Path, str]) -> None:
+    """The run was asked for Transformer Engine and trains on native classes; receipt and page say both, and why."""
+    found, other = receipts.read(disabled), receipts.read(finished[0])
+    assert (found["status"], found["environment"][probes.DISABLE_TE]) == ("finished", "1")
+    assert other["loss"] == found["loss"]
+    assert "asked for transformer_engine and runs on local" in fall_back(found)
+    shown = page_of(disabled)
+    off = check_off(shown)
+    assert {row.cells[2] for row in off} == {"transformer_engine"}
+    why = "MEGACPP_DISABLE_TE=1 disables Transformer Engine"
+    ops = {"linear": NUMBERED | {None}, "norm": NUMBERED | {None}}
+    for op, layers in ops.items():
+        records = [one for one in of_op(found, op) if one["requested"] != "auto"]
+        rows = [row for row in off if row.cells[0] == op]
+        assert {(one["requested"], one["observed"]) for one in records} == {("transformer_engine", "local")}
+        assert {one["layer"] for one in records} == layers == set().union(*(layers_in(row.cells[1]) for row in rows))
+        assert {row.cells[3] for row in rows} == {"≠ local"}
+        assert all(text.endswith(why) for text in [one["reason"] for one in records] + [row.cells[4] for row in rows])
+    parts = {
+        one["part"]: f"≠ {one['observed']}"
+        for one in found["parts"]
+        if one["part"] not in CONTAINERS and one["requested"] != "auto"
+    }
+    assert {row.cells[0]: row.cells[3] for row in off if row.cells[0] not in ops} == parts
+    assert {"linear_q_down_proj", "linear_fc1", "out_proj", "input_layernorm"} <= parts.keys()
+    asked = [row for row in backend_rows(shown) if row.cells[2] == "transformer_engine" and not row.off]
+    assert {row.cells[0] for row in asked} == CONTAINERS
+    assert f"fall-back: {fall_back(found)}" in shown.text
+
+
+def test_the_page_of_a_run_without_a_fall_back(finished: tuple[Path, str]) -> None:
+    found = page_of(finished[0])
+    rows = backend_rows(found)
+    assert not [row for row in rows if row.off]
+    assert not [row for row in rows if row.cells[3].startswith(("≠", "slower"))]
+    assert AS_ASKED in found.text
+    assert "disqualifiers" not in found.parts()
+    assert "fall-back" not in found.text
+    assert [row.cells[1:] for row in rows if row.cells[0] == "mamba3"] == [
+        ["3, 7, 11", "auto", "reference", "triton is for cuda"]
+    ]
+    assert {row.cells[1] for row in rows if row.cells[0] in ("loss", "optimizer")} == {"run"}
+
+
+def test_a_run_that_an_error_ends_and_a_fall_back(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(data, tmp_path, fate="error fall-back patched").finish(1)
+    found = receipts.read(tmp_path)
+    assert (found["status"], found["loss"]["last_step"]) == ("ArithmeticError", 3)
+    assert found["routing"]["layers"]["2"]["asked"] == 2 * 512 * 2
+    (loss,) = of_op(found, "loss")
+    assert (loss["requested"], loss["observed"]) == ("linear_cross_entropy", "linear_cross_entropy")
+    slower = [one for one in found["backends"] if one["slower_than_best"]]
+    assert {one["layer"] for one in slower} == set(model().layer_numbers("M"))
+    (why,) = {one["reason"] for one in slower}
+    assert why.endswith(f"kernel does not cover this: head_dim {model().mamba3.head_dim} is not a multiple of 1024")
+    evidence = fall_back(found)
+    assert evidence == f"op mamba3 in layers 3, 7, 11 runs on reference, slower than the best for this device: {why}"
+    off = check_off(check_self_contained(page.html(tmp_path)))
+    assert [row.cells for row in off] == [["mamba3", "3, 7, 11", "auto", "slower: reference", why]]
+    assert report("show", str(tmp_path)) == 0
+    assert "fall-back: op mamba3" in capsys.readouterr().out
+    refusals = claims.compare(found, found, declared=["fall-back"]).refusals
+    assert "A has not finished: its status is ArithmeticError" in refusals
+    assert not any("fall-back" in refusal for refusal in refusals)
+
+
+@pytest.mark.exhaustive
+def test_transformer_engine_that_cannot_run_here_is_an_error(data: Path, tmp_path: Path) -> None:
+    said = start(data, tmp_path / "run", *TE).finish(1)
+    assert "'transformer_engine' was asked for by name for op transformer_impl and cannot run:" in said
+
+
+@pytest.mark.exhaustive
+def test_no_triton(untritoned: tuple[Path, str]) -> None:
+    """Dimensions that are odd for a kernel have their run above; here Triton does not work for it."""
+    run, said = untritoned
+    assert said.count("op mamba3 runs on reference, slower than the best for this device") == 1
+    found = receipts.read(run)
+    rows = of_op(found, "mamba3")
+    assert {row["layer"] for row in rows} == set(model().layer_numbers("M"))
+    assert {(row["requested"], row["observed"], row["slower_than_best"]) for row in rows} == {
+        ("auto", "reference", True)
+    }
+    (reason,) = {row["reason"] for row in rows}
+    assert reason.startswith("triton is for cuda; kernel is not there: triton has no driver for this machine: ")
+    assert f"slower than the best for this device: {reason}" in fall_back(found)
+    shown = page_of(run)
+    assert [row.cells for row in check_off(shown)] == [["mamba3", "3, 7, 11", "auto", "slower: reference", reason]]
+    assert "fall-back: op mamba3 in layers 3, 7, 11 runs on reference" in shown.text
+
+
+@pytest.mark.exhaustive
+def test_what_falls_back_is_red_in_a_browser(
+    disabled: Path, finished: tuple[Path, str], untritoned: tuple[Path, str], tmp_path: Path
+) -> None:
+    program = browser.find()
+    if program is None:
+        pytest.skip(f"no browser: none of {', '.join(browser.NAMES)} is on PATH; {browser.VARIABLE} may name one")
+    with browser.running(program) as chromium:
+        for run, any_off in ((disabled, True), (untritoned[0], True), (finished[0], False)):
+            file = tmp_path / f"{run.name}.html"
+            file.write_text(page.html(run), encoding="utf-8")
+            chromium.show(file, 1280)
+            red, text = chromium.ask(PAINTED.format("var(--bad)")), chromium.ask(PAINTED.format("inherit"))
+            assert red != text
+            rows = backend_rows(Reader(file.read_text(encoding="utf-8")))
+            colours = chromium.ask(OBSERVED)
+            assert [colour == red for colour in colours] == [row.off for row in rows]
+            assert (red in colours) == any_off
+
+
+# --- Other runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+def test_a_stock_model_is_disqualified_by_capacity_forced_balance_and_mock_data(tmp_path: Path) -> None:
+    """Our spec refuses these; a baseline without it does not."""
+    tiny_run.start(("tests.observe.receipt_run", str(tmp_path)), STOCK_MOE, None).finish()
+    found = receipts.read(tmp_path)
+    assert [one["name"] for one in found["disqualifiers"]] == ["mock data", "forced balance", "capacity drop"]
+    assert [one["name"] for one in found["unjudged"]] == ["indexer untrained"]
+    assert found["pattern"] is None
+    assert "no spec, none of this package" in (schema.why_unknown("pattern", found["unknown"]) or "")
+    assert found["routing"]["expert_input"] == "padded"
+    assert (found["routing"]["top_k"], found["routing"]["experts"]) == (2, 4)
+    for layer in found["routing"]["layers"].values():
+        assert layer["dropped"] > 0
+        assert sum(layer["tokens_per_expert"]) + layer["dropped"] == layer["asked"] == STEPS * 128 * 2
+
+
+@pytest.mark.exhaustive
+def test_the_parts_of_two_ranks_make_one_receipt(data: Path, tmp_path: Path) -> None:
+    words = tiny_run.words(data, STEPS, layout=Layout(expert=2))
+    environment = os.environ | {"PYTHONPATH": str(tiny_run.ROOT), "MEGACPP_CONFIG": str(data / "config.yaml")}
+    status, said = forks.run_ranks(["-m", "tests.observe.receipt_run", str(tmp_path), *words], 2, env=environment)
+    assert status == 0, said[-4000:]
+    found = receipts.read(tmp_path)
+    assert json.loads((tmp_path / "receipt.json").read_text())["status"] == found["status"] == "finished"
+    assert found["ranks"] == {"expected": 2, "found": [0, 1]}
+    assert (found["parallelism"]["expert"], found["parallelism"]["data"], found["parallelism"]["hosts"]) == (2, 2, 1)
+    assert len(found["memory"]["ranks"]) == 2
+    for layer in found["routing"]["layers"].values():
+        assert sum(layer["tokens_per_expert"]) == layer["asked"] == STEPS * 512 * 2
+    assert {bucket["group"] for bucket in found["ddp"]["buckets"]} == {"dense", "expert"}

@@ -184,7 +184,7 @@ def test_both_hosts_mark_what_they_save_and_refuse_what_0_1_0_saved(pair: tuple[
         groups = {"dp_cp_group": model.pg_collection.dp_cp}
         metadata = dict(groups)
         model.sharded_state_dict(metadata=metadata)
-        assert metadata == {**groups, "megacpp_layout": 2}
+        assert metadata == {**groups, "megacpp_layout": 2, "megacpp_experts": "megacpp_mcore"}
         model.sharded_state_dict(metadata={**metadata, "megacpp_loaded_from": "/now"})
         with pytest.raises(CheckpointError, match="run `megacpp-mcore checkpoint convert /old NEW`"):
             model.sharded_state_dict(metadata={**groups, "megacpp_loaded_from": "/old"})
@@ -199,9 +199,7 @@ def test_both_hosts_mark_what_they_save_and_refuse_what_0_1_0_saved(pair: tuple[
 
 
 def test_the_layers_are_what_the_plan_says(pair: tuple[Any, Any]) -> None:
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    from megacpp_mcore.layer_specs import attention, mamba, recurrent
+    from megacpp_mcore.layer_specs import attention, experts, mamba, recurrent
 
     kinds = {
         "+": attention.FullMLASelfAttention,
@@ -213,7 +211,7 @@ def test_the_layers_are_what_the_plan_says(pair: tuple[Any, Any]) -> None:
     symbols = hybrid.plan(SMALL).symbols
     assert [layer.layer_number for layer in layers] == list(range(1, SMALL.depth + 1))
     for symbol, layer in zip(symbols, layers, strict=True):
-        part, kind = (layer.mlp, MoELayer) if symbol == "E" else (layer.self_attention, kinds[symbol])
+        part, kind = (layer.mlp, experts.ExpertsLayer) if symbol == "E" else (layer.self_attention, kinds[symbol])
         assert type(part) is kind
     cores = {
         layer.layer_number: layer.self_attention.core_attention for layer in layers if layer.layer_number in (5, 9)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.backends import Dispatcher, probes
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.te import attention, block, experts, imports, permute
 from megacpp_mcore.util.probe import ProbeResult
@@ -64,7 +64,7 @@ def test_shapes_of_attention(there: None, q: Any, k: Any, v: Any, said: str) -> 
 
 def test_the_dispatcher_goes_on_where_attention_does_not_cover(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(imports, "_installed", lambda: ProbeResult(True))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(probes, "_probed", lambda name: ProbeResult(True))
     needs = {"device": "cuda", "dtype": "bfloat16", "qk_dim": 128, "v_dim": 64}
     assert Dispatcher({"mla": "te"}).request("mla", **needs).fn is attention.attend
     assert Dispatcher().request("mla", **needs).observed == "sdpa"  # never by itself where ours covers the call

@@ -188,6 +188,11 @@ def mla_up_projections(tokens: int, heads: int, mla: MLA, *, absorbed: bool) -> 
     return product(tokens * (queries + keys_and_values))
 
 
+def mla_value_up_projection(tokens: int, heads: int, mla: MLA) -> Work:
+    """The part of :func:`mla_projections` from an absorbed core's latents to its values."""
+    return product(tokens * mla.kv_lora_rank * heads * mla.v_head_dim)
+
+
 def full_core(pairs: int, heads: int, mla: MLA) -> Work:
     """Softmax attention of full MLA: scores and weighted values."""
     return product(pairs * heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim + mla.v_head_dim))

@@ -172,8 +172,13 @@ def _repeated_work(model: Model, part: Families, tokens: int, role: str | None, 
     """Work of one layer or MTP depth that Megatron's modules and our families recompute."""
     forward = partial(_forward, model, tokens, part)
     found = [forward(_FAMILIES_OF_OURS[name]) for name in how.own.on]
-    if "core_attn" in how.modules:  # the indexer is inside of our core attention
+    if (
+        "core_attn" in how.modules
+    ):  # the indexer is inside of our core attention, and so is the values' projection there
         found.append(forward(("attention_core", "indexer")))
+        if role in (grammar.FULL_INDEX, grammar.SHARED_INDEX):
+            up = flops.mla_value_up_projection(tokens, model.heads, model.mla)
+            found.append(Families(attention_projections=Work(up.forward)))
     if "mla_up_proj" in how.modules and role is not None:
         absorbed = role != grammar.FULL_ATTENTION
         up = flops.mla_up_projections(tokens, model.heads, model.mla, absorbed=absorbed)

@@ -57,7 +57,6 @@ from megacpp_mcore.ops.indexer.training import TargetSum, training_token
 from megacpp_mcore.ops.mla import reference
 from megacpp_mcore.ops.mla_projection.reference import rotation_table
 from megacpp_mcore.ops.packed.documents import shared
-from megacpp_mcore.te.precision import IN_SCOPE
 
 
 class MLACoreAttention(MegatronModule):
@@ -591,12 +590,11 @@ def _takes_weights(config: MLATransformerConfig) -> bool:
 def _replaces_modules(backend: Resolution, *modules: torch.nn.Module) -> bool:
     """Whether ``backend`` computes what ``modules`` would, with their weights, which are here then.
 
-    On the reference the modules are called themselves, and where one of them has a precision of its own: by a file of
-    ``--te-precision-config-file``, or in an FP8 scope.
+    On the reference the modules are called themselves, and where a file of ``--te-precision-config-file`` names one of them.
     """
     if backend.observed == "reference":
         return False
-    if any(getattr(one, "te_quant_params", None) is not None or getattr(one, IN_SCOPE, False) for one in modules):
+    if any(getattr(module, "te_quant_params", None) is not None for module in modules):
         return False
     for module in modules:
         _wait_for_parameters(module)

@@ -36,7 +36,7 @@ from megacpp_mcore.backends.candidates import EXPERTS
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import router
 from megacpp_mcore.layer_specs.initial import drawn_by_input_size
-from megacpp_mcore.layer_specs.parts import Parts, backend_needs
+from megacpp_mcore.layer_specs.parts import Parts, backend_needs, compute_device
 from megacpp_mcore.model.precision import ALIGNMENT, in_bf16_zone
 
 if TYPE_CHECKING:
@@ -95,7 +95,11 @@ def choose_experts(config: TransformerConfig, dispatcher: Dispatcher) -> Resolut
     Raises:
         BackendError: ours are asked for by name, and such a thing, too.
     """
-    return dispatcher.request_or_stock(EXPERTS, stock_alone(config))
+    why = stock_alone(config)
+    no_kernel = compute_device() == "cuda" and config.params_dtype != torch.bfloat16
+    if why is None and no_kernel and dispatcher.is_automatic(EXPERTS):
+        why = f"kernels in {config.params_dtype}"
+    return dispatcher.request_or_stock(EXPERTS, why)
 
 
 def stock_alone(config: TransformerConfig) -> str | None:
@@ -129,6 +133,10 @@ def stock_alone(config: TransformerConfig) -> str | None:
         (config.overlap_dispatch_backward_with_experts_wgrad, "--overlap-dispatch-backward-with-experts-wgrad"),
         (config.fine_grained_activation_offloading and offloaded, f"offloaded {', '.join(sorted(offloaded))}"),
         (config.init_model_with_meta_device, "--init-model-with-meta-device"),
+        (
+            getattr(arguments, "use_megatron_fsdp", False),
+            "--use-megatron-fsdp, whose checkpoints number experts by name",
+        ),
         (optimizer not in _ELEMENTWISE, f"--optimizer {optimizer}, which takes matrices one by one"),
         (config.recompute_granularity == "selective" and kept, f"--recompute-modules moe_act in {config.params_dtype}"),
     ):
@@ -248,6 +256,7 @@ class StackedExperts(MegatronModule):
             "routed_mlp" if self.takes_tokens else "grouped_mlp",
             hidden=config.hidden_size,
             ffn=config.moe_ffn_hidden_size,
+            experts=num_local_experts,
             **backend_needs(config),
         )
 

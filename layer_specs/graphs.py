@@ -46,6 +46,9 @@ from megacpp_mcore.settings import PluginConfig
 IMPLEMENTATION = "local"
 """The ``--cuda-graph-impl`` of layers that say themselves whether they are captured."""
 
+NOT_REPEATED = ("core_attn", "mlp", "moe", "shared_experts")
+"""The ``--recompute-modules`` that Megatron does not compute again where a CUDA graph holds them, nor ``moe`` beside any."""
+
 MTP = "MTP"
 """The layer that multi-token prediction applies at every depth, among the trunk's numbers."""
 
@@ -67,8 +70,8 @@ class GraphLayer(RegionLayer):
         """Make none yet: stock's constructor calls this before it knows what the layer is."""
 
     def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether a graph runs: in training, and in what evaluates between steps; not while decoding."""
-        if any(kwargs.get(name) is not None for name in ("inference_context", "inference_params")):
+        """Whether a graph runs: in training alone, for it counts tokens, logs losses and has dropout, as a step does."""
+        if not (self.training and torch.is_grad_enabled()):
             return False
         called: bool = super()._should_call_local_cudagraph(*args, **kwargs)
         return called
@@ -199,7 +202,7 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
     families = settings.recompute.on if settings is not None else ()
     recomputed = [f"recompute: {name}" for name in families if name != "experts"]
     if config.recompute_granularity == "selective":
-        recomputed += [f"--recompute-modules {name}" for name in config.recompute_modules or () if name == "core_attn"]
+        recomputed += [f"--recompute-modules {name}" for name in config.recompute_modules or () if name in NOT_REPEATED]
     for wrong, what in (
         (
             config.cuda_graph_impl != IMPLEMENTATION,
@@ -220,6 +223,11 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
             bool(recomputed),
             f"{', '.join(recomputed)} is about layers that CUDA graphs hold, where Megatron computes nothing again; leave one "
             "of them out",
+        ),
+        (
+            settings is not None and settings.fp8.recipe is not None,
+            "FP8 scopes have not been captured: after a replay Megatron updates their scales under its own FP8 alone; leave "
+            "fp8 or --cuda-graph-impl out",
         ),
     ):
         if wrong:

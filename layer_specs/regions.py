@@ -238,6 +238,8 @@ class RegionPlan:
             _recompute(layer.mlp.experts, "forward")
         if self.fp8 is not None and letter in self.fp8.fp8.letters:
             self.fp8.install(layer.mlp.shared_experts if letter == "E" else layer.self_attention, layer.layer_number)
+            if letter == "A" and not self.fp8.in_zone(layer.layer_number):
+                layer.self_attention.latents_backend = None  # it would take the weights; the modules run, in FP8
 
 
 def with_inner_layer(

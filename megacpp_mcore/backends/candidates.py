@@ -71,7 +71,9 @@ _EXPERTS_TRITON = Support(
 )
 """PyTorch's grouped product, of which it has two, has a kernel for bfloat16 alone, and rows of multiples of 16 bytes."""
 
-_EXPERTS_FP8 = dataclasses.replace(_EXPERTS_TRITON, dims={"hidden": Dim(multiple_of=16), "ffn": Dim(multiple_of=16)})
+_EXPERTS_FP8 = dataclasses.replace(
+    _EXPERTS_TRITON, dims=dict(_EXPERTS_TRITON.dims) | dict.fromkeys(("hidden", "ffn"), Dim(multiple_of=16))
+)
 
 _ROUTER_TRITON = Support(devices=("cuda",), dtypes=("float32",), dims={"experts": Dim(largest=256)})
 """Of its logits, which a router has in float32. One program has all experts of a token."""

@@ -200,6 +200,10 @@ class Dispatcher:
             made = dataclasses.replace(made, requested=AUTO, reason=reason)
             return self._resolutions.setdefault((op, why), made)
 
+    def is_automatic(self, op: str) -> bool:
+        """Whether no backend of ``op`` was asked for by name."""
+        return self._requests.get(op, AUTO) == AUTO
+
     def observed_backends(self) -> list[dict[str, Any]]:
         """One JSON-ready record a resolution so far, in the order in which they were made."""
         with self._lock:

@@ -17,6 +17,7 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megacpp_mcore.errors import BackendError
+from megacpp_mcore.model.precision import ALIGNMENT
 from megacpp_mcore.te import imports
 
 EXCLUDED: tuple[tuple[str, str], ...] = (
@@ -31,9 +32,6 @@ EXCLUDED: tuple[tuple[str, str], ...] = (
     (r"(^|[._])experts\.", "routed expert, whose products are grouped"),
 )
 """Patterns of module names that stay, each with what it is; searched in the whole dotted name."""
-
-ALIGNMENT = 16
-"""What both widths of a layer have to be a multiple of, or its products cannot run in FP8."""
 
 _OWNERS = ("LoRA", "Adapter", "Wrapper", "Parametrized")
 """Parts of class names of modules that own a linear layer inside of them."""

@@ -33,9 +33,6 @@ RECIPES = {
 }
 """Each recipe's class, and what says whether this machine can run it."""
 
-IN_SCOPE = "in_fp8_scope"
-"""The attribute of a linear layer in a scope: an op that takes its weight and multiplies by itself would not be in FP8."""
-
 HELD = re.compile(r"indexer|router|(^|\.)gate$|lora_|adapter")
 """Names of modules that stay in BF16 inside of a scope."""
 
@@ -240,7 +237,9 @@ class Scopes:
         check_amax_group(group, inside.values(), f"layer {number}")
         for name, one in found.items():
             if name in inside:
-                setattr(one, IN_SCOPE, True)
+                # Megatron marks a step's first micro-batch under its own FP8 alone; without it, and without this, Transformer
+                # Engine would multiply by the first quantised copy of the weight for ever.
+                one.disable_parameter_transpose_cache = True
             else:
                 _bind(one, lambda _: imports.entry("autocast")(enabled=False))
         _bind(module, lambda self_: self.group((number,), amax_group=group, training=self_.training))

@@ -22,6 +22,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import graphs
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.model.training import Recompute
+from megacpp_mcore.te.precision import FP8
 from tests import stock
 
 S, LENGTHS = 32, (5, 1, 14, 12)
@@ -81,13 +82,20 @@ def test_the_plan_names_what_is_captured_and_why_the_rest_is_not() -> None:
 def test_graphs_that_layers_cannot_be_given_are_refused(
     changes: dict[str, Any], recompute: list[str], device: str, says: str
 ) -> None:
-    settings: Any = SimpleNamespace(recompute=Recompute(**dict.fromkeys(recompute, True)))
+    settings: Any = SimpleNamespace(recompute=Recompute(**dict.fromkeys(recompute, True)), fp8=FP8())
     with mock.patch.object(graphs, "compute_device", return_value=device), pytest.raises(ModelError, match=says):
         graphs.check_graphs(preset("nam56r"), run(**changes), settings)
 
 
+def test_graphs_beside_fp8_scopes_are_refused() -> None:
+    settings: Any = SimpleNamespace(recompute=Recompute(), fp8=FP8(recipe="block"))
+    refused = pytest.raises(ModelError, match="leave fp8 or --cuda-graph-impl out")
+    with mock.patch.object(graphs, "compute_device", return_value="cuda"), refused:
+        graphs.check_graphs(preset("nam56r"), run(), settings)
+
+
 def test_graphs_that_layers_can_be_given_are_not() -> None:
-    settings: Any = SimpleNamespace(recompute=Recompute(experts=True))
+    settings: Any = SimpleNamespace(recompute=Recompute(experts=True), fp8=FP8())
     with mock.patch.object(graphs, "compute_device", return_value="cuda"):
         graphs.check_graphs(preset("nam56r"), run(cuda_graph_modules=[CudaGraphModule.attn]), settings)
     graphs.check_graphs(preset("nam56r"), run(cuda_graph_impl="none", transformer_impl="local"), None)
@@ -177,8 +185,11 @@ def test_a_captured_layer_is_given_tensors_and_what_surrounds_a_capture_leaves_n
         assert not given
 
 
-def test_a_layer_that_decodes_is_not_replayed(build: Callable[..., Any]) -> None:
-    Recording.given = []
+def test_a_graph_is_for_training_alone(build: Callable[..., Any]) -> None:
     layer = build(captured=True).decoder.layers[2]
-    assert layer._should_call_local_cudagraph(hidden_states=None, inference_context=None)
-    assert not layer._should_call_local_cudagraph(hidden_states=None, inference_context=object())
+    assert layer._should_call_local_cudagraph(hidden_states=None)
+    with torch.no_grad():
+        assert not layer._should_call_local_cudagraph(hidden_states=None)
+    assert not layer.eval()._should_call_local_cudagraph(hidden_states=None), (
+        "it would count and log an evaluation's tokens"
+    )

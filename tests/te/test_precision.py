@@ -18,7 +18,7 @@ import torch
 from torch.nn import Linear, Module, ModuleDict
 
 from megacpp_mcore.errors import BackendError, ModelError
-from megacpp_mcore.layer_specs import attention
+from megacpp_mcore.layer_specs.regions import RegionPlan
 from megacpp_mcore.model import preset
 from megacpp_mcore.te import imports, precision
 from megacpp_mcore.te.precision import FP8, Scopes
@@ -172,17 +172,19 @@ def test_a_layer_in_a_scope_and_what_is_held_in_bf16_inside() -> None:
     layer(torch.ones(16, 32))
     engines = {name: one.seen for name, one in layer.named_modules() if isinstance(one, Engine)}
     assert engines == {"linear_proj": [True], "linear_q": [True], "indexer.linear_wk": [False]}
+    assert layer.linear_q.disable_parameter_transpose_cache, "or a weight would be quantised once for ever"
     layer.eval()
     layer(torch.ones(16, 32))
     assert layer.linear_q.seen == [True, False]
 
 
-def test_no_op_takes_the_weight_of_a_layer_in_a_scope() -> None:
-    layer, kernel = Layer(), SimpleNamespace(observed="triton")
-    assert attention._replaces_modules(kernel, layer.linear_q)
-    scopes().install(layer, 3)
-    assert not attention._replaces_modules(kernel, layer.linear_q)
-    assert attention._replaces_modules(kernel, layer.indexer["linear_wk"])
+@pytest.mark.parametrize(("number", "latents"), [(3, None), (1, "the op")])
+def test_no_op_takes_the_weights_of_modules_in_a_scope(number: int, latents: str | None) -> None:
+    mixer: Any = SimpleNamespace(latents_backend="the op")
+    layer: Any = SimpleNamespace(layer_number=number, self_attention=mixer)
+    with mock.patch.object(Scopes, "install"):
+        RegionPlan(fp8=scopes()).apply(layer, "A")
+    assert mixer.latents_backend == latents
 
 
 def test_a_layer_in_the_zone_is_not_touched() -> None:

@@ -49,6 +49,14 @@ def test_the_plan_of_a_run_with_scopes(tmp_path: Path, text: str, kernel_fp8: st
     assert (found["kernel_fp8"], found["dispatch"], found["checkpoint_owner"]) == (kernel_fp8, dispatch, owner)
 
 
+def test_experts_in_fp8_by_name_are_not_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = SimpleNamespace(backend=SimpleNamespace(observed="triton_fp8"))
+    monkeypatch.setattr(of_run, "_modules", lambda chunks: iter([experts]))
+    facts = of_run.Facts()
+    of_run._precision(facts, [], CONFIG, None)
+    assert facts.values["precision.kernel_fp8"] == "products of the experts' rows by triton_fp8"
+
+
 def test_ranks_are_summed_and_one_that_did_not_count_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     one = {"scopes": {"entered": 3, "bf16": 2, "captured": 0}, "dequantised": 0}
     other = {"scopes": {"entered": 4, "bf16": 0, "captured": 1}, "dequantised": None}

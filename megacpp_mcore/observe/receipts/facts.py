@@ -278,6 +278,11 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
         plan = dataclasses.replace(plan, kernel_fp8=f"{settings.fp8.label}{also}", dispatch="refuse")
         if set(settings.fp8.letters.lower()) & set(settings.recompute.on):
             plan = dataclasses.replace(plan, checkpoint_owner="transformer_engine")
+    if any(getattr(getattr(one, "backend", None), "observed", "") == "triton_fp8" for one in _modules(chunks)):
+        also = f"; {plan.kernel_fp8}" if plan.kernel_fp8 != "none" else ""
+        plan = dataclasses.replace(
+            plan, kernel_fp8=f"products of the experts' rows by triton_fp8{also}", dispatch="refuse"
+        )
     facts.put_all("precision", dataclasses.asdict(plan))
     if plan.kernel_fp8.startswith(("megatron", "a precision file")):
         facts.put("precision.dispatch", None, "Megatron's own FP8 decides it, and does not say")
@@ -374,9 +379,13 @@ def _flops(facts: Facts, model: Model, args: Any, config: Any, settings: PluginC
         return
     step = flops.step(model, args.global_batch_size, seq_length=args.seq_length, vocab_size=args.padded_vocab_size)
     again = recomputed(model, step, _recomputation(config, settings), model_chunks(config))
+    kernel_fp8 = facts.values["precision.kernel_fp8"]
+    if "triton_fp8" in kernel_fp8:
+        facts.miss("the experts' gradients of weights are not in FP8, and are not counted apart", "flops")
+        return
     plan = precision.PrecisionPlan(
         model_dtype=facts.values["precision.model_dtype"],
-        kernel_fp8="experts" if facts.values["precision.kernel_fp8"] == "experts" else "none",
+        kernel_fp8="experts" if kernel_fp8 == "experts" else "none",
     )
     tf32 = bool(torch.backends.cuda.matmul.allow_tf32)
     parts, more = (flops_report.by_precision(model, one, plan, tf32=tf32) for one in (step, again))

@@ -24,7 +24,6 @@ TANH_SCALE = tl.constexpr(1.5957691216057308)
 """2 · √(2/π)."""
 TANH_CUBE = tl.constexpr(0.044715)
 
-PLAIN = tl.constexpr(0)
 ACTIVATE = tl.constexpr(1)
 BACKWARD = tl.constexpr(2)
 """What follows a product."""
@@ -206,9 +205,7 @@ def _finish(
         inside = (row < end)[:, None] & (columns < OUTER)[None, :]
         at = row.to(tl.int64)[:, None] * OUTER + columns[None, :]
         dprob = tl.zeros([BM], tl.float32)
-        if MODE == PLAIN:
-            tl.store(y_RF + at, total.to(y_RF.dtype.element_ty), mask=inside)
-        elif MODE == ACTIVATE:
+        if MODE == ACTIVATE:
             rounded = total.to(h_RF.dtype.element_ty)
             tl.store(h_RF + at, rounded, mask=inside)
             h = rounded.to(tl.float32)
@@ -252,7 +249,7 @@ def product(
 ):
     """Rows times the matrix of their expert, [OUTER, INNER] or [INNER, OUTER], and what follows by MODE.
 
-    :data:`PLAIN`: ``y`` is the product. :data:`ACTIVATE`: ``h`` is, and ``y`` its activation times the row's probability.
+    :data:`ACTIVATE`: ``h`` is the product, and ``y`` its activation times the row's probability.
     :data:`BACKWARD`: the product is the gradient of such a ``y``; ``y`` again, the gradient of ``h``, and that of the
     probabilities as a sum for each tile of columns.
 

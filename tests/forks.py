@@ -206,7 +206,8 @@ def _become(request: Mapping[str, Any]) -> None:
     program = Path(first)
     if first == "-c":
         program = Path(request["status"]).with_suffix(".py")
-        program.write_text(words.pop(0))
+        # As with Python's own -c there is no file, which a process that the program spawns would run once more.
+        program.write_text(f"del __file__\n{words.pop(0)}")
     sys.path[:0] = ["" if first == "-c" else str(program.parent), *paths]
     sys.argv = [first, *words]
     runpy.run_path(str(program), run_name="__main__")

@@ -246,7 +246,9 @@ def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False)
         call = partial(_call, module)
     made = dispatcher.observed_backends()
     names = ", ".join(dict.fromkeys(f"{one['op']} {one['observed']}" for one in made))
-    return Built(module, call, names or "stock's modules", all(one["observed"] == REFERENCE for one in made))
+    # What chooses modules computes nothing itself.
+    computing = [one["observed"] for one in made if one["op"] != EXPERTS and one["observed"] != STOCK]
+    return Built(module, call, names or "stock's modules", all(one == REFERENCE for one in computing))
 
 
 def _call(module: Any, hidden_SBD: torch.Tensor) -> torch.Tensor:

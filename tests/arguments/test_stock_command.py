@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -143,7 +142,7 @@ WORDS = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12).fil
 FLAGS = st.from_regex(r"--[a-z][a-z-]{0,8}", fullmatch=True)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.dictionaries(FLAGS, st.lists(WORDS, max_size=3), max_size=5),
     st.dictionaries(st.from_regex("[A-Z_]{1,8}", fullmatch=True), WORDS, max_size=3),
@@ -154,14 +153,6 @@ def test_yaml_and_shell_quoting_are_reversible(options: dict[str, list[str]], en
     assert stock_command.parse(stock_command.as_yaml(command)) == command
     split = shlex.split(stock_command.as_cli(command).replace(" \\\n", " "))
     assert split[len(split) - len(words) :] == list(words)
-
-
-def test_the_yaml_keeps_environment_and_arguments_apart() -> None:
-    content = yaml.safe_load(stock_command.as_yaml(RUN))
-    assert content["env"] == dict(RUN.env)
-    assert content["arguments"]["--switch"] is True
-    assert content["arguments"]["--spec"] == ["a", "b"]
-    assert content["arguments"]["--data-path"] == DATA_VARIABLE
 
 
 GOOD = stock_command.as_yaml(changed(env={}, arguments=("--lr", "1")))
@@ -219,12 +210,6 @@ def test_a_value_is_the_text_that_is_written() -> None:
     found = stock_command.parse(GOOD + lines + "\n  --last: True").options()
     assert found.pop("--last") == ()
     assert [words[0] for words in found.values()] == ["1", *texts[:-2], "true", ""]
-
-
-def test_words_that_yaml_has_other_ideas_about_survive() -> None:
-    words = ("true", "null", "~", "", "010", "1:30", "<<", "=", "no", "1_0", "!!int", "*a", "&a", "- x", "# x", "a: b")
-    command = changed(arguments=("--x", *words), env={"TRUE": "true", "NO": "no"})
-    assert stock_command.parse(stock_command.as_yaml(command)) == command
 
 
 @pytest.mark.parametrize(
@@ -381,37 +366,6 @@ def test_a_launch_on_more_gpus_than_there_are_names_both(monkeypatch: pytest.Mon
     started = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
     with pytest.raises(LaunchError, match="asks for 4 GPUs on this host"):
         launch_plan.plan(["--x"], device="cuda", environment=started)
-
-
-ONE_GPU = """
-import torch
-torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
-"""
-"""A ``sitecustomize.py``: every Python that finds it sees one GPU."""
-
-
-@pytest.mark.slow
-def test_the_printed_command_for_more_gpus_than_there_are_ends_in_a_sentence(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """As it is printed, under the real torchrun and on a checkout whose script must not begin."""
-    (tmp_path / "sitecustomize.py").write_text(ONE_GPU)
-    (tmp_path / "pretrain_gpt.py").write_text("raise AssertionError('must not run')\n")
-    command = emit(capsys, "nam56r", "--expert", "2", "--via", LAUNCH)
-    assert command.startswith("torchrun --nproc-per-node 2 -m megacpp_mcore launch --device cuda -- ")
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
-        "MEGATRON_LM": str(tmp_path),
-        "DATA_PREFIX": "x",
-    }
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode != 0
-    sentence = "error: the launch asks for 2 GPUs on this host, one a process, and torch sees 1; take a smaller layout"
-    assert sentence in done.stderr
-    assert "must not run" not in done.stderr
 
 
 @pytest.mark.slow

@@ -187,13 +187,6 @@ def test_a_run_of_two_processes_goes_on(runs: Runs, name: str) -> None:
         assert torch.equal(tensors[prefix + key].to(value.dtype), value), key
 
 
-def test_a_run_of_two_processes_goes_on_from_buckets(runs: Runs) -> None:
-    """Compared with names: what a checkpoint has between the parameters of a bucket is whatever was in memory."""
-    source = runs.run("DP 2 in buckets", BUCKETS, processes=2)
-    named = runs.run("DP 2 from buckets", FULLY, processes=2, load=source)
-    assert_goes_on(runs.run("DP 2", FULLY, processes=2), named)
-
-
 def test_two_processes_train_what_one_does_and_go_on_with_its_checkpoint(runs: Runs) -> None:
     """DP 2 from the start, with either optimizer, and from one process's checkpoint: the sum of two gradients is the same."""
     one = runs.whole("distributed")

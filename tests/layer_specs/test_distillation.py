@@ -174,17 +174,6 @@ def test_two_full_layers_learn_from_their_own_shared_layers(make: Callable[..., 
     assert far_apart(found[OWN][5], found[SERVED][5]) > 0.05
 
 
-def test_nothing_but_the_indexer_depends_on_whom_it_learns_from(make: Callable[..., Any]) -> None:
-    """Not a bit of any other gradient, which the loss does not reach."""
-    gradients = []
-    for distill in (OWN, SERVED):
-        model = make(distill)
-        in_flight(model)
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        assert torch.equal(gradient, gradients[1][name]) != (".indexer." in name), name
-
-
 @pytest.mark.parametrize("distill", [OWN, SERVED])
 def test_layers_that_nobody_learns_from_are_asked_for_no_target(make: Callable[..., Any], distill: str) -> None:
     model = make(distill)

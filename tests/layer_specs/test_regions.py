@@ -5,7 +5,6 @@ Shape legend: S sequence, B batch.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -19,7 +18,6 @@ import pytest
 import torch
 import yaml
 
-from megacpp_mcore import cpu
 from megacpp_mcore.errors import LaunchError, ModelError
 from megacpp_mcore.model import preset, with_overrides
 from megacpp_mcore.model.training import Recompute
@@ -211,14 +209,6 @@ def check_gradients(found: dict[str, torch.Tensor], truth: dict[str, torch.Tenso
         assert_parity(found[name], gradient, rms=1e-4, name=name)
 
 
-def test_the_check_of_gradients_can_fail(plain: dict[str, Any]) -> None:
-    broken = dict(plain["gradients"])
-    name = next(iter(broken))
-    broken[name] = broken[name] * 1.001
-    with pytest.raises(AssertionError, match=name):
-        check_gradients(broken, plain["gradients"])
-
-
 def test_a_recomputed_function_runs_twice_only_under_gradients(process: Path) -> None:
     from megacpp_mcore.layer_specs.regions import recomputed
 
@@ -280,13 +270,6 @@ def test_the_activation_of_experts_is_refused_beside_them() -> None:
     assert region_plan(dataclasses.replace(settings, recompute=Recompute(m=True)), config).recompute.m
 
 
-def test_megatrons_own_recompute_of_something_else_stands_beside_it(
-    build: Callable[..., Any], plain: dict[str, Any]
-) -> None:
-    words = ["--recompute-granularity", "selective", "--recompute-modules", "shared_experts"]
-    check_gradients(two_micro_batches(build(*words, recompute=["m"])), plain["gradients"])
-
-
 # --- what it asks for ---------------------------------------------------------------------------------------------------
 
 
@@ -308,36 +291,3 @@ def test_an_untreated_spec_is_what_it_was() -> None:
     assert plan.spec(spec, "M").module is RegionLayer
     with pytest.raises(ModelError, match=r"family M is a .*Linear"):
         plan.spec(ModuleSpec(module=torch.nn.Linear), "M")
-
-
-def test_the_lane_steps_aside_and_returns(process: Path) -> None:
-    assert torch.cuda.is_available()
-    with contextlib.suppress(KeyError), cpu.stepping_aside():
-        assert not torch.cuda.is_available()
-        assert "TORCHDYNAMO_DISABLE" not in os.environ
-        assert torch.overrides._get_current_function_mode() is None
-        raise KeyError("out")
-    # What a user has disabled stays so.
-    with mock.patch.object(cpu.lane._installed, "dynamo_was_disabled", True), cpu.stepping_aside():
-        assert (os.environ["TORCHDYNAMO_DISABLE"], cpu.answers_here(), torch.cuda.is_available()) == ("1", True, True)
-    assert (os.environ["TORCHDYNAMO_DISABLE"], cpu.answers_here(), torch.cuda.is_available()) == ("1", True, True)
-
-
-class _Allocates(torch.autograd.Function):
-    """Asks for CUDA memory in its backward pass, as Megatron's gathers do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return torch.ones(gradient.shape, device="cuda") + torch.zeros(gradient.shape, device=0)
-
-
-def test_the_lane_answers_inside_a_checkpoints_backward_pass(process: Path) -> None:
-    from megacpp_mcore.layer_specs.regions import recomputed
-
-    x = torch.rand(3, requires_grad=True)
-    recomputed(_Allocates.apply)(x).sum().backward()
-    assert torch.equal(x.grad, torch.ones(3))

@@ -115,14 +115,9 @@ def selective(*modules: str) -> tuple[str, ...]:
 CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "full": ((*FULL, "uniform", "--recompute-num-layers", "1"), ()),
     "block": ((*FULL, "block", "--recompute-num-layers", "5"), ()),
-    "core_attn": (selective("core_attn"), ()),
-    "mla_up_proj": (selective("mla_up_proj"), ()),
-    "mlp": (selective("mlp"), ()),
-    "moe": (selective("moe"), ()),
-    "shared": (selective("shared_experts"), ()),
+    "core_attn and mlp": (selective("core_attn", "mlp"), ()),
     "nested": (selective("moe", "shared_experts"), ()),
-    "a": ((), ("a",)),
-    "m and r": ((), ("m", "r")),
+    "a, m and r": ((), ("a", "m", "r")),
     "experts beside stock's": (selective("shared_experts", "mla_up_proj"), ("experts",)),
 }
 

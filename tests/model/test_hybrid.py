@@ -136,26 +136,6 @@ def test_megatron_reads_the_pattern_as_it_is_meant(name: str) -> None:
 # --- the plan ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_says_of_each_symbol_whose_it_is_and_why() -> None:
-    found = plan(TINY)
-    assert {slot.symbol: slot.native for slot in found.slots} == {
-        "+": True, "D": True, "M": False, "E": True, "G": False, "+-": True,
-    }  # fmt: skip
-    lines = found.describe()
-    assert [line.split(" (")[0] for line in lines] == ["+ ×1", "D ×2", "M ×3", "E ×5", "G ×1", "+- ×1"]
-    assert all(
-        f"{'native' if slot.native else 'ours'}: {slot.why}" in line for slot, line in zip(SLOTS, lines, strict=True)
-    )
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        found.text = "M"  # type: ignore[misc]
-
-
-def test_the_plan_holds_what_the_model_uses() -> None:
-    model = with_overrides(TINY, {"pattern": "AEM", "depth": 3, "dsa": {"schedule": "-"}, "mtp": {"depth": 0}})
-    assert [slot.symbol for slot in plan(model).slots] == ["+", "M", "E"]
-    assert plan(model).text == plan(model).symbols == "+EM"
-
-
 def test_the_slots_are_fields_of_stocks_own() -> None:
     from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
     from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
@@ -194,10 +174,6 @@ def test_each_contradiction_of_a_pattern_is_said_with_the_pattern_to_give(text: 
     assert "--hybrid-layer-pattern '+EMEDEMEDEMG/+-'" in found
 
 
-def test_stages_are_not_the_models_affair() -> None:
-    assert contradictions(TINY, "+EM|EDEME|DEMG/+-") == []
-
-
 # --- words -------------------------------------------------------------------------------------------------------------
 
 
@@ -225,11 +201,6 @@ def test_the_pattern_carries_the_stages_and_no_other_word_does() -> None:
         lower(TINY, Layout(pipeline=3), CUDA, HYBRID)
 
 
-def test_a_host_that_is_not_known() -> None:
-    with pytest.raises(ModelError, match="the host is 'bert'; expected one of gpt, hybrid"):
-        lower(TINY, Layout(), CUDA, "bert")
-
-
 def described(model: Model) -> SimpleNamespace:
     asked = {argument.field: argument.expected for argument in model_arguments(model, HYBRID)}
     return SimpleNamespace(**asked, vocab_size=model.vocab_size, hybrid_layer_pattern=plan(model).text)
@@ -253,12 +224,6 @@ def test_every_mismatch_is_listed_at_once() -> None:
     assert [line.split(":")[0].strip() for line in lines[1:5]] == [
         "hidden_size", "experimental_attention_variant", "moe_layer_freq", "hybrid_layer_pattern",
     ]  # fmt: skip
-
-
-def test_gptmodel_takes_no_hybrid_pattern() -> None:
-    """Stock would start the output projections from other weights, and say nothing."""
-    (argument,) = [argument for argument in model_arguments(TINY) if argument.field == "is_hybrid_model"]
-    assert (argument.expected, argument.remedy) == (False, "without --hybrid-layer-pattern")
 
 
 @pytest.mark.parametrize(

@@ -94,23 +94,6 @@ def test_each_problem_is_said_and_what_to_do(install: Install, versions: dict[st
     assert str(refused.value) == found
 
 
-@pytest.mark.parametrize("without", [*((name,) for name in MODULES), MODULES])
-def test_what_bridge_imports_and_is_not_there_is_named(install: Install, without: tuple[str, ...]) -> None:
-    install(without=without)
-    assert bridge.problem() == (
-        f"Megatron-Bridge needs {', '.join(without)}, not installed here; {bridge.INSTALLATION}"
-    )
-
-
-def test_the_installation_itself_is_asked() -> None:
-    """Without anything made up: of what is installed here and what is not."""
-    assert bridge._version("pytest") == pytest.__version__
-    assert bridge._version("no-such-package-as-this") is None
-    assert bridge._found("packaging.version")
-    assert not bridge._found("packaging.no_such_module")
-    assert not bridge._found("no_such_package.module")
-
-
 def overridden(**sizes: object) -> list[str]:
     return [f"model.{name}={value}" for name, value in sizes.items()]
 

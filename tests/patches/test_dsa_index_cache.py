@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import re
-import subprocess
 import sys
 import threading
 import weakref
@@ -36,7 +34,6 @@ from tests import stock
 
 pytestmark = pytest.mark.exhaustive
 
-ROOT = Path(__file__).parents[2]
 B, S, N, VOCAB, LAYERS = 2, 32, 8, 64, 6
 TOLERANCE = 1e-6
 """Relative, of the norm of each gradient's difference; everything is fp32."""
@@ -463,23 +460,6 @@ def test_two_models_of_one_configuration_and_an_evaluation_between(patched: Regi
     assert [name for name in vars(config) if "topk_holder" in name] == []
 
 
-def test_a_rebuilt_model(patched: Registry, schedule: Callable[[str], None]) -> None:
-    config = transformer_config(**RECOMPUTE["full, layer by layer"])
-    schedule("{schedule: FSSSSS}")
-    old = build(config)
-    abandoned = forward(old, 5)
-    schedule("{schedule: FFSSFS}")
-    new = build(config)
-    assert [layer.source_layer for layer in dsa_layers(new).values()] == [1, 2, 2, 2, 5, 5]
-    spy = Spy()
-    with spy.watching(new):
-        found = in_flight(new, (0, 1), lambda: None)
-    abandoned.backward()
-    patched.revert()
-    sources = sources_of("FFSSFS")
-    assert differing(reference_gradients(spy.first, sources, 2), found, sources) == []
-
-
 @pytest.mark.parametrize("recompute", ["none", "full, layer by layer"])
 @pytest.mark.parametrize("how", ["periodic", "repeated", "file"])
 def test_mtp_layers_share_among_themselves(
@@ -809,23 +789,6 @@ class TestCache:
         assert len(cache) == 0
         assert (cache.readers(1), cache.readers(3)) == (1, 0)
 
-    def test_nested(self) -> None:
-        """The inner function is a new one in each run of the outer one, as autograd makes it."""
-        cache = IndexCache({2: 1})
-        inner: list[Recomputed] = []
-
-        def outer() -> str:
-            inner.append(Recomputed(lambda: cache.read(2).index))
-            return inner[-1]()
-
-        cache.publish(1, Selection("a"))
-        run = Recomputed(outer)
-        assert run() == "a"
-        cache.publish(1, Selection("b"))
-        assert run() == "a"
-        assert [one() for one in inner] == ["a", "a"]
-        assert cache.read(2).index == "b"
-
     def test_a_failed_run_leaves_no_trace(self) -> None:
         cache = IndexCache({2: 1})
 
@@ -862,25 +825,3 @@ class TestCache:
         assert seen() is not None
         del run
         assert seen() is None
-
-
-@pytest.mark.slow
-def test_on_the_checkout(megatron_lm: Path) -> None:
-    """The tests of gradients and of identity, with the checkout's Megatron in the wheel's place."""
-    chosen = "stock_is_wrong or (in_flight and file and full) or (mtp and layer)"
-    script = "import sys, pytest, megatron.core; print(megatron.core.__file__); sys.exit(pytest.main(sys.argv[1:]))"
-    here = str(Path(__file__).relative_to(ROOT))
-    environment = {**os.environ, "PYTHONPATH": f"{megatron_lm}{os.pathsep}{ROOT}"}
-    for name in [name for name in environment if name.startswith("PYTEST")]:
-        del environment[name]
-    done = subprocess.run(
-        [sys.executable, "-c", script, "-q", "-p", "no:cacheprovider", "-p", "no:xdist", here, "-k", chosen],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert str(megatron_lm) in done.stdout.splitlines()[0]
-    assert re.search(r"\b14 passed", done.stdout), done.stdout

@@ -143,16 +143,6 @@ def test_a_reload_of_a_patched_module_is_seen(modules: Modules) -> None:
     assert reg.revert() == ("one",)
 
 
-def test_a_requirement_has_to_be_named(modules: Modules) -> None:
-    a, b = modules(a=ONE, b=ONE)
-    reg, install = hook_of(patch("on-b", f"{a}:f", requires=("b",)), patch("b", f"{b}:f"))
-    with pytest.raises(PatchError, match="on-b requires b"):
-        install("on-b")
-    install("on-b", "b")
-    assert load(a, b) == [102, 102]
-    reg.revert()
-
-
 def test_others_may_apply_and_revert(modules: Modules) -> None:
     a, b, c = modules(a=ONE, b=ONE, c=ONE)
     reg, install = hook_of(patch("a", f"{a}:f"), patch("b", f"{b}:f", f"{c}:f"))
@@ -169,37 +159,6 @@ def test_others_may_apply_and_revert(modules: Modules) -> None:
     reg.verify()
     assert set(reg.revert()) == {"a", "b"}
     assert load(a, b, c) == [2, 2, 2]
-
-
-def test_what_is_armed_is_taken(modules: Modules) -> None:
-    a, b = modules(a=ONE, b=ONE)
-    same, not_a = patch("same", f"{a}:f"), patch("not-a", f"{b}:f", conflicts=("a",))
-    reg, install = hook_of(patch("a", f"{a}:f"), same, not_a)
-    install("a")
-    for name, words in (("not-a", "not-a conflicts with a"), ("same", "same and a both change")):
-        with pytest.raises(PatchError, match=words):
-            reg.apply([name])
-    importlib.import_module(a)
-    with pytest.raises(PatchError, match="same and a both change"):
-        reg.apply(["same"])
-    reg.revert()
-
-
-def test_imports_made_while_building_are_seen(modules: Modules) -> None:
-    """Building one replacement imports a module that another patch waits for."""
-    a, b = modules(a=ONE, b=ONE)
-
-    def make(original: Any) -> Any:
-        importlib.import_module(b)
-        return adding(100)(original)
-
-    reg, install = hook_of(patch("a", f"{a}:f", make=make), patch("b", f"{b}:f"))
-    install("a", "b")
-    assert load(a) == [102]
-    assert states(reg) == {"a": "applied", "b": "applied"}
-    assert load(b) == [102]
-    reg.verify()
-    reg.revert()
 
 
 def test_two_threads_that_import_a_module_each(modules: Modules) -> None:
@@ -264,31 +223,6 @@ def test_every_problem_is_found_before_anything_is_imported_or_changed(modules: 
         install("fine", "unheard", seal="0" * 16)
 
 
-def test_patches_that_cannot_go_together(modules: Modules) -> None:
-    a, b = modules(a="class C:\n    def m(self):\n        return 1\n", b=ONE)
-    reg, install = hook_of(
-        patch("class", f"{a}:C"), patch("method", f"{a}:C.m"), patch("not-class", f"{b}:f", conflicts=("class",))
-    )
-    with pytest.raises(PatchError, match=r"(?s)method and class both change .*C.m.*not-class conflicts with class"):
-        install("class", "method", "not-class")
-    assert set(states(reg).values()) == {"not applied"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"version": "0.0.9"}, rf"megacpp-mcore 0.0.9, and {megacpp_mcore.__version__}"),
-        ({"seal": "0" * 16}, "another copy of megacpp-mcore"),
-    ],
-)
-def test_another_copy(modules: Modules, fields: dict[str, str], words: str) -> None:
-    (a,) = modules(a=ONE)
-    reg, install = hook_of(patch("one", f"{a}:f"))
-    with pytest.raises(PatchError, match=words):
-        install("one", **fields)
-    assert states(reg) == {"one": "not applied"}
-
-
 def test_a_half_imported_target_is_refused(modules: Modules) -> None:
     a, holder, *_ = modules(a="import PKG.core\n" + ONE, holder="", core="import PKG.holder\nPKG.holder.install()\n")
     reg, install = hook_of(patch("one", f"{a}:f"))
@@ -329,18 +263,6 @@ def test_the_end_of_a_process_tells_what_never_came(modules: Modules, capsys: py
     capsys.readouterr()
     hook._tell_what_never_came()
     assert capsys.readouterr().err == ""
-    reg.revert()
-
-
-def test_an_import_that_fails_leaves_the_patch_waiting(modules: Modules) -> None:
-    (a,) = modules(a=ONE + "raise ImportError('not today')\n")
-    reg, install = hook_of(patch("one", f"{a}:f"))
-    install("one")
-    with pytest.raises(ImportError, match="not today"):
-        importlib.import_module(a)
-    assert states(reg) == {"one": "armed"}
-    modules(a=ONE + "# another day, and another size\n")
-    assert load(a) == [102]
     reg.revert()
 
 
@@ -417,29 +339,6 @@ def test_definitions_under_conditions_and_what_is_missing(tmp_path: Path) -> Non
         with pytest.raises(Refusal, match=words) as caught:
             tree.texts(target)
         assert caught.value.state == state
-
-
-def test_modules_are_found_as_the_import_system_finds_them(tmp_path: Path) -> None:
-    files = ("one/space/early", "two/space/late", "one/space/pkg/x", "two/space/pkg/__init__", "two/space/pkg/y")
-    for name in files:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / f"{name}.py").write_text("")
-    tree = SourceTree((tmp_path / "one", tmp_path / "two"))
-    code = f"""
-import sys, importlib
-sys.path[:0] = [{str(tmp_path / "one")!r}, {str(tmp_path / "two")!r}]
-for name in ("space.early", "space.late", "space.pkg", "space.pkg.y"):
-    print(importlib.import_module(name).__file__)
-try:
-    importlib.import_module("space.pkg.x")
-except ModuleNotFoundError:
-    print("none")
-"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    ours = [str(tree.file(name)) for name in ("space.early", "space.late", "space.pkg", "space.pkg.y")]
-    assert [*ours, "none"] == found
-    with pytest.raises(Refusal, match=r"space\.pkg\.x"):
-        tree.file("space.pkg.x")
 
 
 # --- real trees, hooked, in a Python of their own ----------------------------------------------------------------------

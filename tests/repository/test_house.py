@@ -61,29 +61,6 @@ def test_forbidden_words(pattern: str) -> None:
     assert hits == []
 
 
-def test_the_search_finds_what_it_is_for() -> None:
-    samples = [
-        "torch.load(f, weights_only=" + "False)",
-        "pickle" + ".load(f)",
-        "np.load(f, allow_pickle = " + "True)",
-        "yaml" + ".load(f)",
-        "run(c, shell=" + "True)",
-        "x = ev" + "al('1')",
-        "ex" + "ec('1')",
-        "os" + ".system('ls')",
-        "x = 1  # type: " + "ignore",
-        "pytest.skip" + "()",
-        "@pytest.mark.x" + "fail",
-        "@fl" + "aky",
-        "if " + "False:",
-    ]
-    for pattern, sample in zip(FORBIDDEN, samples, strict=True):
-        assert re.search(pattern, sample), (pattern, sample)
-    allowed = ["yaml.safe_load(f)", "model.eval()", "self.exec(1)", "x = 1  # type: ignore[attr-defined]"]
-    assert not [sample for sample in allowed for pattern in FORBIDDEN if re.search(pattern, sample)]
-    assert len(files(".py")) > 20
-
-
 def asserts(text: str) -> list[int]:
     """The lines of the ``assert`` statements of a module, with a message or without."""
     return [node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Assert)]
@@ -99,14 +76,6 @@ def test_no_assert_in_the_package() -> None:
     ]
     assert hits == []
     assert asserts("def f(x):\n    assert x\n    assert x, 'no'\n    x.assert_it()") == [2, 3]
-
-
-def test_a_spec_name_is_no_submodule() -> None:
-    import megacpp_mcore
-
-    for name in megacpp_mcore._SPECS:
-        assert not (ROOT / "megacpp_mcore" / f"{name}.py").exists()
-        assert not (ROOT / "megacpp_mcore" / name).exists()
 
 
 @pytest.mark.parametrize("folder", ["layer_specs", "patches", "nemo_recipes"])

@@ -24,22 +24,14 @@ COEFFICIENT = 0.1
 FULL, SHARED = 1, (5, 9)
 
 
-def full(method: str, layers: int) -> tuple[str, ...]:
-    return ("--recompute-granularity", "full", "--recompute-method", method, "--recompute-num-layers", str(layers))
-
-
-def selective(module: str) -> tuple[str, ...]:
-    return ("--recompute-granularity", "selective", "--recompute-modules", module)
-
-
 RECOMPUTE = {
     "none": (),
-    "core_attn": selective("core_attn"),
-    "mla_up_proj": selective("mla_up_proj"),
-    "every layer": full("uniform", 1),
-    "three layers a checkpoint": full("uniform", 3),
-    "the Full layer alone": full("block", 1),
-    "the Full and one Shared layer": full("block", 5),
+    "core_attn": stock.selective_recompute("core_attn"),
+    "mla_up_proj": stock.selective_recompute("mla_up_proj"),
+    "every layer": stock.full_recompute("uniform", 1),
+    "three layers a checkpoint": stock.full_recompute("uniform", 3),
+    "the Full layer alone": stock.full_recompute("block", 1),
+    "the Full and one Shared layer": stock.full_recompute("block", 5),
 }
 
 
@@ -50,13 +42,7 @@ def make(process: Path) -> Callable[..., Any]:
     def build(distill: str, *words: str, schedule: str = "FSS") -> Any:
         dsa = {"topk": TOPK, "schedule": schedule, "loss_coeff": COEFFICIENT, "distill": distill}
         overrides = {"seq_length": S, "dsa": dsa, "mtp": {"depth": 0}}
-        model = stock.build(overrides, preset("nam56r_tiny"), process, *words)
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-        stock.loss_scale(1.0)
-        return model.train()
+        return stock.stirred(stock.build(overrides, preset("nam56r_tiny"), process, *words), 0.1)
 
     return build
 

@@ -26,7 +26,6 @@ from tests.host_reads import host_reads
 S, D, EOD = 32, 128, 256
 LENGTHS = [5, 1, 14, 12]
 FAMILIES = {"A": 1, "F": 5, "M": 3, "R": 12}
-RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +34,11 @@ def make(process: Path) -> Callable[..., Any]:
 
     def build(*words: str, mtp_depth: int = 0) -> Any:
         overrides = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": mtp_depth}}
-        model = stock.build(overrides, preset("nam56r_tiny"), process, *words)
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        model = stock.stirred(stock.build(overrides, preset("nam56r_tiny"), process, *words))
         for layer in model.decoder.layers:  # every layer has a configuration of its own where its checkpoint differs
             layer.config.dsa_indexer_loss_coeff = 0.0
             layer.config.moe_aux_loss_coeff = layer.config.moe_z_loss_coeff = 0.0
-        stock.loss_scale(1.0)
-        return model.train()
+        return model
 
     return build
 
@@ -128,7 +122,8 @@ def test_documents_of_a_row_are_as_if_each_were_alone(plain: Any, way: str) -> N
 def test_full_recompute_tells_documents_apart_too(make: Callable[..., Any], plain: Any) -> None:
     tokens = draw_tokens()
     truth, found = (
-        gradients(model, losses(model, tokens, **packed(tokens)).sum()) for model in (plain, make(*RECOMPUTE))
+        gradients(model, losses(model, tokens, **packed(tokens)).sum())
+        for model in (plain, make(*stock.full_recompute()))
     )
     assert truth.keys() == found.keys()
     for name, tensor in truth.items():

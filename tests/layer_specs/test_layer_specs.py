@@ -46,13 +46,7 @@ def make(process: Path) -> Callable[..., Any]:
 
     def build(*words: str, mtp_depth: int = 2) -> Any:
         overrides = {**OVERRIDES, "mtp": {"depth": mtp_depth}}
-        model = stock.build(overrides, preset("nam56r_tiny"), process, *words)
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-        stock.loss_scale(1.0)
-        return model.train()
+        return stock.stirred(stock.build(overrides, preset("nam56r_tiny"), process, *words))
 
     return build
 
@@ -300,14 +294,6 @@ def test_no_layer_sees_the_future(still: Any, kind: str, changed: int) -> None:
     assert sees_the_past is (kind != "E" and changed < S - 1)
 
 
-def test_rows_of_a_batch_never_meet(still: Any) -> None:
-    tokens = torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(5))
-    other = tokens.clone()
-    other[1] = (other[1] + 1) % 256
-    with torch.no_grad():
-        assert torch.allclose(run(still, tokens)[0], run(still, other)[0], atol=1e-5)
-
-
 # --- index cache -------------------------------------------------------------------------------------------------------
 
 
@@ -461,21 +447,13 @@ def test_the_stock_schedule_weighs_every_loss_by_the_number_of_micro_batches(
         assert_parity(found[1][name], gradient, rms=1e-4, name=name)
 
 
-def full(method: str, layers: int) -> tuple[str, ...]:
-    return ("--recompute-granularity", "full", "--recompute-method", method, "--recompute-num-layers", str(layers))
-
-
-def selective(module: str) -> tuple[str, ...]:
-    return ("--recompute-granularity", "selective", "--recompute-modules", module)
-
-
 RECOMPUTE = {
-    **{name: selective(name) for name in ("mla_up_proj", "moe", "shared_experts", "core_attn")},
-    "every layer": full("uniform", 1),
-    "Full and Shared in two checkpoints": full("uniform", 6),
-    "Full and Shared in one checkpoint": full("uniform", 12),
-    "all layers up to the Full one": full("block", 5),
-    "all layers up to the Shared one": full("block", 9),
+    **{name: stock.selective_recompute(name) for name in ("mla_up_proj", "moe", "shared_experts", "core_attn")},
+    "every layer": stock.full_recompute("uniform", 1),
+    "Full and Shared in two checkpoints": stock.full_recompute("uniform", 6),
+    "Full and Shared in one checkpoint": stock.full_recompute("uniform", 12),
+    "all layers up to the Full one": stock.full_recompute("block", 5),
+    "all layers up to the Shared one": stock.full_recompute("block", 9),
 }
 ATTENDED_TWICE = {
     "core_attn": "FS",

@@ -16,10 +16,9 @@ from unittest import mock
 
 import pytest
 import torch
-import yaml
 
 from megacpp_mcore.errors import LaunchError, ModelError
-from megacpp_mcore.model import preset, with_overrides
+from megacpp_mcore.model import preset
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.settings import PluginConfig
@@ -46,31 +45,11 @@ def build(process: Path) -> Callable[..., Any]:
         backend: Any = "aot_eager",
         tiny: Any = OVERRIDES,
     ) -> Any:
-        from megatron.core.process_groups_config import ProcessGroupCollection
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-        from megatron.training.models.gpt import GPTModelBuilder
-
         from megacpp_mcore.layer_specs import regions
 
-        destroy_moe_metrics_tracker()
-        file = process / "megacpp.yaml"
-        content = {"model": "nam56r_tiny", "overrides": tiny, "compile": compile, "recompute": list(recompute)}
-        file.write_text(yaml.safe_dump(content))
-        stock_words = stock.cpu_words(with_overrides(preset("nam56r_tiny"), tiny), None, *words)
-        with (
-            mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}),
-            mock.patch.object(regions, "BACKEND", backend),
-        ):
-            model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-            groups = ProcessGroupCollection.use_mpu_process_groups()
-            model = GPTModelBuilder(stock.model_config(stock_words)).build_model(groups)
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-        stock.loss_scale(1.0)
-        return model.train()
+        asked = {"compile": compile, "recompute": list(recompute)}
+        with mock.patch.object(regions, "BACKEND", backend):
+            return stock.stirred(stock.build(tiny, preset("nam56r_tiny"), process, *words, **asked))
 
     return make
 
@@ -240,20 +219,20 @@ def test_a_recomputed_function_runs_twice_only_under_gradients(process: Path) ->
     [
         (
             ["m"],
-            ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
+            stock.full_recompute(),
             "full",
         ),
-        (["experts"], ["--recompute-granularity", "selective", "--recompute-modules", "moe"], "moe for a part"),
+        (["experts"], stock.selective_recompute("moe"), "moe for a part"),
         (
             ["a"],
-            ["--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj"],
+            stock.selective_recompute("mla_up_proj"),
             "mla_up_proj for a part",
         ),
-        (["a"], ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"], "core_attn for a part"),
+        (["a"], stock.selective_recompute("core_attn"), "core_attn for a part"),
     ],
 )
 def test_what_megatron_recomputes_already_is_refused(
-    build: Callable[..., Any], recompute: list[str], words: list[str], names: str
+    build: Callable[..., Any], recompute: list[str], words: tuple[str, ...], names: str
 ) -> None:
     with pytest.raises(ModelError, match=names):
         build(*words, recompute=recompute)

@@ -122,45 +122,6 @@ def test_the_module_keeps_its_own_loader_and_can_be_read_and_reloaded(modules: M
     assert sys.modules[a] is module
 
 
-def test_a_reload_of_a_patched_module_is_seen(modules: Modules) -> None:
-    """In a patch that still waits for a module: its rest is not put beside a part that is gone."""
-    a, b = modules(a="class Model:\n    def f(self, x):\n        return x + 1\n", b=ONE)
-    reg, install = hook_of(patch("one", f"{a}:Model.f", f"{b}:f"))
-    install("one")
-    model = importlib.import_module(a)
-    patched_model = model.Model
-    assert patched_model().f(1) == 102
-    importlib.reload(model)
-    assert model.Model().f(1) == 2
-    assert states(reg) == {"one": "lost"}
-    for action in (lambda: install("one"), reg.verify, reg.revert):
-        with pytest.raises(PatchError, match=r"Model\.f, which meanwhile holds something else"):
-            action()
-    with pytest.raises(PatchError, match=r"(?s)start the process anew.*The patches one are in place, if only in part"):
-        importlib.import_module(b)
-    assert load(b) == [2]
-    model.Model = patched_model  # who kept it can put it back
-    assert reg.revert() == ("one",)
-
-
-def test_others_may_apply_and_revert(modules: Modules) -> None:
-    a, b, c = modules(a=ONE, b=ONE, c=ONE)
-    reg, install = hook_of(patch("a", f"{a}:f"), patch("b", f"{b}:f", f"{c}:f"))
-    reg.apply(["a"])
-    install("a", "b")
-    assert states(reg) == {"a": "applied", "b": "armed"}
-    assert reg.revert(["b"]) == ()  # disarmed
-    assert load(a, b) == [102, 2]
-    install("b")
-    # Somebody asks for what waits: importing c applies it, which is what was asked for.
-    assert c not in sys.modules
-    assert set(reg.apply(["a", "b"]).already) == {"a", "b"}
-    assert load(a, b, c) == [102, 102, 102]
-    reg.verify()
-    assert set(reg.revert()) == {"a", "b"}
-    assert load(a, b, c) == [2, 2, 2]
-
-
 def test_two_threads_that_import_a_module_each(modules: Modules) -> None:
     wait = "import sys\nsys.modules['PKG.meet'].barrier.wait(30)\n"
     meet, a, b = modules(meet="", a=ONE + wait, b=ONE + wait)
@@ -174,32 +135,6 @@ def test_two_threads_that_import_a_module_each(modules: Modules) -> None:
         thread.join(30)
         assert not thread.is_alive()
     assert load(a, b) == [102, 102]
-    reg.revert()
-
-
-def test_a_thread_that_applies_and_one_that_imports_do_not_wait_for_each_other(modules: Modules) -> None:
-    """One thread builds a replacement, which imports slow, while the other is inside of the import of slow."""
-    a, slow, meet = modules(
-        a=ONE, slow=ONE + "import sys\nm = sys.modules['PKG.meet']\nm.inside.set()\nassert m.go.wait(30)\n", meet=""
-    )
-    events: Any = importlib.import_module(meet)
-    events.inside, events.go = threading.Event(), threading.Event()
-
-    def make(original: Any) -> Any:
-        events.go.set()
-        importlib.import_module(slow)
-        return adding(100)(original)
-
-    reg, install = hook_of(patch("a", f"{a}:f", make=make), patch("slow", f"{slow}:f"))
-    install("a", "slow")
-    threads = [threading.Thread(target=importlib.import_module, args=(name,), daemon=True) for name in (slow, a)]
-    threads[0].start()
-    assert events.inside.wait(30)
-    threads[1].start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    assert load(a, slow) == [102, 102]
     reg.revert()
 
 

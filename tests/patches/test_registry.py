@@ -8,7 +8,6 @@ import itertools
 import json
 import logging
 import sys
-import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -373,16 +372,3 @@ def test_the_seal_covers_what_the_records_do(modules: Modules) -> None:
         patch("one", f"{a}:f", f"{a}:g"),
     ]
     assert len({registry(one).seal(["one"]) for one in (plain, *others)}) == 6
-
-
-def test_threads_apply_once(hosts: Hosts) -> None:
-    before, reg = state(*hosts), registry(patch("one", f"{hosts[0].__name__}:double"))
-    results: list[tuple[str, ...]] = []
-    threads = [threading.Thread(target=lambda: results.append(reg.apply(["one"]).applied)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(results) == [()] * 7 + [("one",)]
-    reg.revert()
-    assert state(*hosts) == before

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -156,15 +155,6 @@ def test_rows_are_added_to_a_table_that_the_first_ones_make(tmp_path: Path) -> N
     path.write_text("")
     Table(path, ("a", "b")).append({"a": 1, "b": 2})
     assert path.read_text() == "a,b\n1,2\n"
-
-
-@pytest.mark.parametrize("content", [b"a,b\n1,2\n3", b"a,b\n1,2\n3,4", b"a,b", b"a,c\n1,2\n", b"a,b\n\xff\n"])
-def test_no_row_is_added_to_what_is_no_whole_table_of_these_columns(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_bytes(content)
-    with pytest.raises(BenchmarkError, match=r"rows\.csv"):
-        Table(path, ("a", "b"))
-    assert path.read_bytes() == content
 
 
 SDPA = "mla / forward / sdpa"
@@ -379,24 +369,3 @@ def test_rows_name_what_they_were_measured_with(tmp_path: Path, monkeypatch: pyt
     assert measure.device_name("cpu") == "aarch64"
     facts.write_text("processor\t: 0\nmodel\t\t: 85\nmodel name\t: Some CPU @ 2.0GHz\nprocessor\t: 1\n")
     assert measure.device_name("cpu") == "Some CPU @ 2.0GHz"
-
-
-def test_mamba_ssm_is_found_twice_and_its_mimo_kernels_are_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megacpp_mcore.bench.cases import peers
-
-    folder = tmp_path / "mamba_ssm" / "modules"
-    folder.mkdir(parents=True)
-    (tmp_path / "mamba_ssm" / "__init__.py").write_text("raise ImportError('the package itself is not to be imported')")
-    (folder / "mamba3.py").write_text("mamba3_mimo_combined = None\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("mamba_ssm", "mamba_ssm.modules", "mamba_ssm.modules.mamba3"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that they go back, or out, afterwards
-        monkeypatch.delitem(sys.modules, name)
-    found = [peers.mamba3_source() for _ in range(2)]
-    assert found[0] is found[1]
-    assert found[0].__file__ == str(folder / "mamba3.py")
-    assert peers.mamba_ssm_lacking("cuda", rank=1) == ""
-    assert "tilelang" in peers.mamba_ssm_lacking("cuda", rank=4)
-    assert "GPU alone" in peers.mamba_ssm_lacking("cpu", rank=1)

@@ -593,20 +593,6 @@ def test_fp32_parameters_keep_dtype_and_bits_under_a_cast(model: Any, kind: str,
         assert not torch.equal(after[name], after[name].bfloat16().float())
 
 
-@pytest.mark.parametrize("kind", FP32)
-def test_fp32_parameters_follow_a_device(model: Any, kind: str) -> None:
-    mixer = layer(model, FAMILIES[kind]).self_attention
-    names = [name for name, _ in mixer.named_parameters()]
-    mixer.to(device="meta", dtype=torch.bfloat16)
-    moved = dict(mixer.named_parameters())
-    assert list(moved) == names
-    assert {parameter.device.type for parameter in moved.values()} == {"meta"}
-    assert {name for name, parameter in moved.items() if parameter.dtype == torch.float32} == FP32[kind]
-    mixer.to_empty(device="cpu")
-    assert {parameter.device.type for parameter in mixer.parameters()} == {"cpu"}
-    assert {name for name, parameter in mixer.named_parameters() if parameter.dtype == torch.float32} == FP32[kind]
-
-
 def test_a_bf16_run_keeps_them_in_fp32_and_draws_the_same_values(
     process: Path, built: Any, tokens: torch.Tensor
 ) -> None:

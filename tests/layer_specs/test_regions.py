@@ -188,32 +188,6 @@ def check_gradients(found: dict[str, torch.Tensor], truth: dict[str, torch.Tenso
         assert_parity(found[name], gradient, rms=1e-4, name=name)
 
 
-def test_a_recomputed_function_runs_twice_only_under_gradients(process: Path) -> None:
-    from megacpp_mcore.layer_specs.regions import recomputed
-
-    calls = []
-
-    @recomputed
-    def product(x: torch.Tensor, scale: float, *, y: torch.Tensor) -> torch.Tensor:
-        calls.append(torch.is_grad_enabled())
-        return (x * y * scale).tanh()
-
-    x, y = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
-    product(x, 2.0, y=y).sum().backward()
-    assert calls == [False, True]
-    truth = torch.autograd.grad((x * y * 2.0).tanh().sum(), (x, y))
-    assert torch.equal(x.grad, truth[0])
-    assert torch.equal(y.grad, truth[1])
-    calls.clear()
-    with mock.patch("megatron.core.tensor_parallel.random.checkpoint", side_effect=AssertionError("entered")):
-        with torch.no_grad():
-            product(x, 2.0, y=y)
-        product(x.detach(), 2.0, y=y.detach())
-        with pytest.raises(AssertionError, match="entered"):
-            product(x, 2.0, y=y)
-    assert len(calls) == 2
-
-
 @pytest.mark.parametrize(
     ("recompute", "words", "names"),
     [

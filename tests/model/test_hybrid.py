@@ -16,7 +16,7 @@ from megacpp_mcore.arguments.lowering import lower, mismatches, model_arguments
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError, PatternError, SpecImportError
 from megacpp_mcore.launch import plan as launch_plan
 from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
-from megacpp_mcore.model.hybrid import MTP_BLOCK, SLOTS, contradictions, from_hybrid, plan, to_hybrid
+from megacpp_mcore.model.hybrid import MTP_BLOCK, contradictions, from_hybrid, plan, to_hybrid
 from megacpp_mcore.model.pattern import Pattern, parse
 from megacpp_mcore.model.training import GPT, HYBRID, Training
 
@@ -47,17 +47,6 @@ def test_there_and_back_is_where_it_began(drawn: tuple[Pattern, tuple[str | None
 
 
 SYMBOLS = "+DMEG"
-
-
-@given(st.lists(st.text(SYMBOLS, min_size=1, max_size=8), min_size=1, max_size=4), st.integers(0, 3))
-def test_back_and_there_is_the_same_text(stages: list[str], depths: int) -> None:
-    text = "|".join(stages) + "/+-" * depths
-    found = from_hybrid(text)
-    roles = tuple(
-        None if letter != "A" else "F" if number in found.sparse else "-"
-        for number, letter in enumerate(found.layers, start=1)
-    )
-    assert to_hybrid(found.pattern, roles) == text
 
 
 @given(st.text("+DMEG|/-*AR x", max_size=12))
@@ -134,15 +123,6 @@ def test_megatron_reads_the_pattern_as_it_is_meant(name: str) -> None:
 
 
 # --- the plan ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_slots_are_fields_of_stocks_own() -> None:
-    from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
-    from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
-
-    fields = {field.name for field in dataclasses.fields(HybridStackSubmodules)}
-    assert {slot.attribute for slot in SLOTS} - {None} <= fields
-    assert {symbol for slot in SLOTS for symbol in slot.symbol} <= Symbols.VALID_LAYERS
 
 
 def test_stages_are_those_of_the_layout_or_of_the_pattern() -> None:

@@ -166,16 +166,6 @@ def test_stages_are_looked_at_unless_an_override_draws_them(tmp_path: Path) -> N
             run.check_stages(tiny, Layout(expert=3), overrides, None)
 
 
-def test_replicas_share_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    train = SimpleNamespace(global_batch_size=8, micro_batch_size=2)
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    run.check_batches(SimpleNamespace(train=train), Layout(pipeline=2))
-    with pytest.raises(
-        LaunchError, match=r"global batch of 8 is not a multiple of the micro-batch \(2\) × 8 data-parallel"
-    ):
-        run.check_batches(SimpleNamespace(train=train), Layout(expert=8))
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_warm_up_has_the_shapes_that_layers_will_see(
     monkeypatch: pytest.MonkeyPatch, sequence_parallel: bool

@@ -133,17 +133,6 @@ def test_masked_key_and_blind_query_are_exactly_zero():
         assert gradient.abs().sum() > 0
 
 
-def test_gradcheck():
-    inputs = draw(5, 5, H=2, K=3, V=2)
-    masked = torch.zeros(2, 1, 5, 5, dtype=torch.bool)
-    masked[1, 0, 3] = True
-
-    def attend(*inputs):
-        return mla_attention(*inputs, softmax_scale=SCALE, attention_mask=masked, query_chunk=2)
-
-    assert torch.autograd.gradcheck(attend, inputs)
-
-
 def test_no_score_is_kept_for_backward():
     S, B, H = 48, 2, 4
     inputs = draw(S, S, B=B, H=H, K=6, V=4)

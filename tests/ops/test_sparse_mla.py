@@ -184,16 +184,6 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(output, inputs)
 
 
-def test_probabilities_sum_to_the_heads_of_all_layers():
-    q, kv = draw(9, 9)
-    index, sink = draw_index(2, 9, 4), TargetSum(layers=2)
-    outputs = [attend(q, kv, index, sink=sink), attend(q * 2, kv, index, sink=sink)]
-    sum(outputs).sum().backward()
-    p = sink.take()
-    assert not p.requires_grad
-    torch.testing.assert_close(p.sum(-1), torch.full((2, 9), 6.0, dtype=torch.float64))
-
-
 def test_the_forward_pass_computes_no_target():
     q, kv = draw(9, 9)
     sink = TargetSum()

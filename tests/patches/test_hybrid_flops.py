@@ -135,14 +135,6 @@ def test_the_indexers_loss_decides_on_its_backward(counts: tuple[Count, Count]) 
     assert sparse - untrained == flops.indexer(TOKENS, CAUSAL, SELECTED, **sizes).backward > 0
 
 
-def test_queries_without_a_latent(counts: tuple[Count, Count]) -> None:
-    upstream, ours = counts
-    args = hybrid("+", q_lora_rank=None)
-    projections = flops.mla_projections(TOKENS, 32, 4, WIDTHS, query_latent=False).training
-    assert ours(args, BATCH) - upstream(args, BATCH) == projections + PLUS - PROJECTIONS
-    assert projections == 6 * TOKENS * (32 * 4 * 12 + 32 * (10 + 4) + 10 * 4 * (8 + 6) + 4 * 6 * 32)
-
-
 # --- packed sequences --------------------------------------------------------------------------------------------------
 
 

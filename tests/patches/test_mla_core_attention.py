@@ -382,18 +382,6 @@ def test_stock_refuses_what_it_refuses(patched: None) -> None:
     assert_parity(found, mla_attention(*step, softmax_scale=K**-0.5, causal=False).flatten(2), rms=2e-6)
 
 
-def test_a_module_that_was_changed_is_called(patched: None) -> None:
-    layer, inputs = attention(), draw(dtype=torch.float32)
-    layer.core_attention.forward = lambda *_, **__: "replaced"
-    with said() as lines:
-        assert run(layer, inputs) == "replaced"
-    assert lines[0].endswith("its forward was replaced")
-    layer.core_attention = torch.nn.Identity()  # no module of stock's own: nothing to say
-    with said() as lines, pytest.raises(TypeError, match="Identity"):
-        run(layer, inputs)
-    assert lines == []
-
-
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_deterministic_run_asks_for_no_kernel_that_is_not(patched: None, deterministic: bool) -> None:
     layer = attention()
@@ -501,15 +489,6 @@ def test_unfused_goes_to_sdpa(engine: Engine, mask_type: str, monkeypatch: pytes
     assert lines == [
         "mla-core-attention: TEDotProductAttention runs MATH of PyTorch's SDPA: at widths 12/6 Transformer Engine is unfused"
     ]
-
-
-def test_asked_anew_for_evaluation_and_other_lengths(engine: Engine) -> None:
-    layer = te_attention(engine)
-    for training, length in ((True, S), (False, S), (True, S + 1), (True, S)):
-        run(layer.train(training), draw(length, length, torch.float32))
-    assert [(params.is_training, params.max_seqlen_q) for params in engine.asked] == [
-        (True, S), (False, S), (True, S + 1)
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

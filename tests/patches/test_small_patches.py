@@ -113,16 +113,6 @@ def test_a_failing_module_keeps_its_cause(
         upstream_import(["angry_spec.block"])
 
 
-def test_module_specs_that_name_a_path_are_built(applied: Callable[[Any], None]) -> None:
-    utilities = importlib.import_module("megatron.core.transformer.spec_utils")
-    applied(spec_import)
-    spec = utilities.ModuleSpec(module=("fractions", "Fraction"), params={"numerator": 3})
-    assert utilities.build_module(spec, denominator=4) == importlib.import_module("fractions").Fraction(3, 4)
-    missing = utilities.ModuleSpec(module=("fractions", "Nothing"))
-    with pytest.raises(SpecImportError, match="Nothing"):
-        utilities.build_module(missing)
-
-
 # --- dataset-helpers ---------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from megacpp_mcore.arguments.lowering import lower, mismatches, model_arguments
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError, PatternError, SpecImportError
 from megacpp_mcore.launch import plan as launch_plan
 from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
-from megacpp_mcore.model.hybrid import MTP_BLOCK, contradictions, from_hybrid, plan, to_hybrid
+from megacpp_mcore.model.hybrid import MTP_BLOCK, SLOTS, contradictions, from_hybrid, plan, to_hybrid
 from megacpp_mcore.model.pattern import Pattern, parse
 from megacpp_mcore.model.training import GPT, HYBRID, Training
 
@@ -123,6 +123,18 @@ def test_megatron_reads_the_pattern_as_it_is_meant(name: str) -> None:
 
 
 # --- the plan ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_says_of_each_symbol_whose_it_is_and_why() -> None:
+    found = plan(TINY)
+    assert {slot.symbol: slot.native for slot in found.slots} == {
+        "+": True, "D": True, "M": False, "E": True, "G": False, "+-": True,
+    }  # fmt: skip
+    lines = found.describe()
+    assert [line.split(" (")[0] for line in lines] == ["+ ×1", "D ×2", "M ×3", "E ×5", "G ×1", "+- ×1"]
+    assert all(
+        f"{'native' if slot.native else 'ours'}: {slot.why}" in line for slot, line in zip(SLOTS, lines, strict=True)
+    )
 
 
 def test_stages_are_those_of_the_layout_or_of_the_pattern() -> None:

@@ -13,7 +13,6 @@ import gc
 import re
 import sys
 import threading
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -707,17 +706,6 @@ def test_transformer_engine_checkpoint_is_handed_a_function_that_remembers(
 class TestCache:
     """The cache alone; indices are any object."""
 
-    def test_each_reader_reads_once(self) -> None:
-        cache = IndexCache({2: 1, 3: 1, 5: 4})
-        cache.publish(1, first := Selection("a"))
-        assert cache.read(3) is first
-        assert cache.read(2) is first
-        assert len(cache) == 0
-        with pytest.raises(ModelError, match="layer 2 shares the indices of layer 1"):
-            cache.read(2)
-        cache.publish(6, Selection("nobody's"))
-        assert len(cache) == 0
-
     def test_forward_passes_that_interleave_are_found_out(self) -> None:
         cache = IndexCache({2: 1})
         cache.publish(1, Selection("of one micro-batch"))
@@ -725,19 +713,6 @@ class TestCache:
         cache.read(2)
         with pytest.raises(ModelError, match="has not published any for this micro-batch"):
             cache.read(2)
-
-    def test_recompute_reads_what_the_first_run_read(self) -> None:
-        cache = IndexCache({2: 1})
-        runs = []
-        for name in "ab":
-            cache.publish(1, Selection(name))
-            run = Recomputed(lambda: cache.read(2).index)
-            assert run() == name
-            runs.append(run)
-        cache.publish(1, Selection("c"))
-        assert [run() for run in runs] == ["a", "b"]
-        assert [run() for run in runs] == ["a", "b"]  # retain_graph
-        assert cache.read(2).index == "c"
 
     def test_recompute_in_a_thread_of_its_own(self) -> None:
         """As on a GPU, whose backward passes run in another thread than the forward passes."""
@@ -758,36 +733,6 @@ class TestCache:
         again()
         assert seen == ["a", "b"]
         assert [passed[2].index for passed in again._passed or ()] == ["b", "b"]
-
-    def test_a_recomputed_full_layer_recalls_its_first_selection(self) -> None:
-        """Also one that serves nobody, and in a checkpoint inside of a checkpoint."""
-        cache = IndexCache({2: 1})
-        names, seen = iter("abcd"), []
-
-        def full(layer: int) -> None:
-            selection = cache.recall(layer)
-            if selection is None:
-                selection = Selection(next(names))
-                cache.publish(layer, selection)
-            seen.append(selection.index)
-
-        inner: list[Recomputed] = []
-
-        def outer() -> None:
-            full(1)
-            inner.append(Recomputed(lambda: full(3)))
-            inner[-1]()
-            seen.append(cache.read(2).index)
-
-        run = Recomputed(outer)
-        run()
-        assert cache.recall(1) is None
-        run()
-        inner[0]()
-        inner[1]()
-        assert seen == ["a", "b", "a", "a", "b", "a", "b", "b"]
-        assert len(cache) == 0
-        assert (cache.readers(1), cache.readers(3)) == (1, 0)
 
     def test_a_failed_run_leaves_no_trace(self) -> None:
         cache = IndexCache({2: 1})
@@ -813,15 +758,3 @@ class TestCache:
                 ModelError, match=rf"sparse layer {layers[1]} where the first run had layer {layers[0]}"
             ):
                 run()
-
-    def test_indices_die_with_the_function(self) -> None:
-        cache = IndexCache({2: 1})
-        index = torch.zeros(1)
-        cache.publish(1, Selection(index))
-        seen = weakref.ref(index)
-        run = Recomputed(lambda: cache.read(2) and None)
-        run()
-        del index
-        assert seen() is not None
-        del run
-        assert seen() is None

@@ -30,6 +30,7 @@ from megacpp_mcore.ops.indexer.cache import IndexCache, Recomputed, Selection
 from megacpp_mcore.patches.dsa_index_cache import PATCH
 from megacpp_mcore.patches.machinery.registry import Registry
 from tests import stock
+from tests.distributed.comparing import differing_tensors
 
 pytestmark = pytest.mark.exhaustive
 
@@ -277,8 +278,7 @@ def differing(
     dropped = {name for name in expected if ".indexer." in name and layer_of(name) in set(shared)}
     assert {layer_of(name) for name in dropped} == set(shared)
     assert found.keys() == expected.keys() - dropped
-    off = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in found}
-    return [f"{name}: off by {ratio:.1e}" for name, ratio in off.items() if not ratio <= TOLERANCE]
+    return differing_tensors({name: expected[name] for name in found}, found, TOLERANCE)
 
 
 def sources_of(roles: str) -> dict[str, str]:
@@ -309,27 +309,17 @@ def empty_tracker() -> None:
     DSAIndexerLossLoggingHelper.tracker["values"] = torch.zeros(LAYERS)
 
 
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with stock.one_process(tmp_path_factory.mktemp("index-cache") / "store"):
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-        stock.loss_scale(1.0)
-        empty_tracker()
-        yield
-
-
 @pytest.fixture
-def patched(process: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+def patched(process: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
     """The patch, applied; no file."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    stock.loss_scale(1.0)
+    empty_tracker()
     monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
-    registry = Registry([PATCH])
-    registry.apply([PATCH.name])
-    try:
+    with stock.patched(PATCH) as registry:
         yield registry
-    finally:
-        registry.revert()
 
 
 @pytest.fixture
@@ -541,7 +531,6 @@ def test_checkpoints_have_no_holes(patched: Registry) -> None:
 def test_logged_loss_is_the_mean_over_full_layers(patched: Registry) -> None:
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Helper
 
-    empty_tracker()
     model = build(transformer_config(**RECOMPUTE["full, layer by layer"], **PERIODIC))
     for micro_batches in (2, 3):  # two iterations: the second one begins anew
         for number in range(micro_batches):
@@ -560,7 +549,6 @@ def test_logged_loss_is_the_mean_over_full_layers(patched: Registry) -> None:
     patched.apply([PATCH.name])
     Helper.track_indexer_metrics(1.0, 1, None, None, nothing := {})
     assert nothing == {}
-    empty_tracker()
 
 
 def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
@@ -569,7 +557,6 @@ def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
 
     from megacpp_mcore.layer_specs.nam56r import prepare
 
-    empty_tracker()
     Helper.save_loss_to_tracker(torch.tensor(3.0), 1, LAYERS)
     config = transformer_config(layers=2 * LAYERS)
     prepare(preset("nam56r_tiny"), config, (config,))
@@ -577,7 +564,6 @@ def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
         Helper.save_loss_to_tracker(torch.tensor(loss), layer, 2 * LAYERS)
     Helper.track_indexer_metrics(1.0, 1, None, None, logged := {})
     assert logged["indexer loss"].item() == pytest.approx(6.0)
-    empty_tracker()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,16 +16,12 @@ from tests.optimizers import build, trained
 if TYPE_CHECKING:
     import torch
 
+pytestmark = pytest.mark.usefixtures("process")
+
 KINDS = ("plain", "distributed")
 MAIN = {"plain": "fp32_param", "distributed": "param"}
 """What upstream calls main parameters in the checkpoint."""
 MIXED = {"a": "bfloat16", "b": "float32", "c": "bfloat16", "d": "float32", "e": "bfloat16"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with stock.one_process(tmp_path_factory.mktemp("mixed") / "store"):
-        yield
 
 
 def saved(model: Any, optimizer: Any, kind: str) -> dict[str, torch.Tensor]:

@@ -30,6 +30,7 @@ from megacpp_mcore.patches import mla_core_attention
 from megacpp_mcore.patches.machinery.registry import Registry
 from megacpp_mcore.patches.mla_core_attention import PATCH
 from tests import stock
+from tests.distributed.comparing import differing_tensors
 
 B, S, H, K, V, VOCABULARY = 2, 37, 4, 12, 6, 128
 MATH = SDPBackend.MATH
@@ -207,30 +208,16 @@ def cores(model: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def stocks_own_forward_of(*modules: Any) -> Iterator[None]:
+def stocks_own_forward(model: Any) -> Iterator[None]:
+    """Hooks keep the core attention modules with stock's own forward method."""
     seen: list[Any] = []
-    hooks = [module.register_forward_hook(lambda core, *_: seen.append(core)) for module in modules]
+    hooks = [module.register_forward_hook(lambda core, *_: seen.append(core)) for module in cores(model)]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-    assert set(seen) == set(modules)
-
-
-@contextlib.contextmanager
-def stocks_own_forward(model: Any) -> Iterator[None]:
-    """Hooks keep the core attention modules with stock's own forward method."""
-    with stocks_own_forward_of(*cores(model)):
-        yield
-
-
-def differing(expected: Outcome, found: Outcome, tolerance: float = 3e-6) -> list[str]:
-    assert found.keys() == expected.keys()
-    off = {name: float((found[name] - value).norm()) for name, value in expected.items()}
-    return [
-        f"{name}: off by {error:.2e}" for name, error in off.items() if not error <= tolerance * expected[name].norm()
-    ]
+    assert set(seen) == set(cores(model))
 
 
 def documents(length: int) -> torch.Tensor:
@@ -275,7 +262,7 @@ def test_losses_and_all_gradients_are_stocks(
         found = outcome(model, length, mask)
     assert not stocks.called
     assert lines == [expected_line]
-    assert differing(expected, found) == []
+    assert differing_tensors(expected, found, 3e-6) == []
 
 
 def attention(*extra: str, **changes: Any) -> Any:
@@ -303,33 +290,6 @@ def test_a_query_that_sees_nothing_gets_zero_and_in_stock_the_mean(patched: None
     mask[:, :, 5] = True
     assert torch.equal(run(layer, inputs, mask)[5], torch.zeros(B, H * V))
     assert_parity(layer.core_attention(*inputs, mask)[5], inputs[2].mean(0).flatten(1), rms=1e-5)
-
-
-def test_bfloat16(patched: None) -> None:
-    layer, low = attention(), draw(dtype=torch.bfloat16)
-    high = [tensor.detach().double().requires_grad_() for tensor in low]
-    truth = mla_attention(*high, softmax_scale=K**-0.5).flatten(2)
-    found, peer = run(layer, low), layer.core_attention(*low, None)
-    assert found.dtype == torch.bfloat16
-    assert_parity(found, truth, rms=5e-3, dtype_peer=peer, max_abs_factor=2.0)
-    for have, want, other in zip(gradients(found, low), gradients(truth, high), gradients(peer, low), strict=True):
-        # The first query sees one key: its gradient is rounding.
-        assert_parity(have[1:], want[1:], rms=5e-3, dtype_peer=other[1:])
-
-
-def test_no_scores_are_held(patched: None) -> None:
-    """2 × 4 heads × 1536² scores are 75 MB in float32; what autograd keeps is far less."""
-    from megacpp_mcore.ops.mla import reference
-    from tests.ops.saved_tensors import saved_bytes
-
-    length = 1536
-    inputs = draw(length, length, torch.float32)
-    layer, scores = attention(), 4 * B * H * length * length
-    with mock.patch.object(reference, "SCORE_BLOCK_ELEMENTS", 2**16):
-        held = saved_bytes(lambda: run(layer, inputs))
-    with stocks_own_forward_of(layer.core_attention):
-        assert saved_bytes(lambda: run(layer, inputs)) > scores
-    assert held < scores / 10
 
 
 def seeded(compute: Callable[[], torch.Tensor]) -> torch.Tensor:

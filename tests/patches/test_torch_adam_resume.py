@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +10,9 @@ from megacpp_mcore.patches.torch_adam_resume import PATCH
 from tests import stock
 from tests.optimizers import accumulate, build, trained
 
+pytestmark = pytest.mark.usefixtures("process")
+
 DTYPES = {"a": "bfloat16", "b": "bfloat16"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with stock.one_process(tmp_path_factory.mktemp("adam") / "store"):
-        yield
 
 
 def distributed(optimizer: Any) -> Any:

@@ -104,14 +104,14 @@ def test_after_the_last_step_of_it_keys_are_selected(make: Callable[..., Any]) -
     assert not torch.allclose(losses, trained(make({"topk": 4, "warmup_steps": 2}, step=1))[0], rtol=1e-3)
 
 
-@pytest.mark.parametrize("words", [stock.full_recompute(), stock.selective_recompute("core_attn")])
-def test_recompute_changes_nothing(make: Callable[..., Any], words: tuple[str, ...]) -> None:
+def test_recompute_changes_nothing(make: Callable[..., Any]) -> None:
     losses, gradients = trained(make({"topk": 4, "warmup_steps": 2}))
-    again, others = trained(make({"topk": 4, "warmup_steps": 2}, *words))
-    assert torch.equal(losses, again)
-    assert gradients.keys() == others.keys()
-    for name, gradient in gradients.items():
-        assert float((others[name] - gradient).norm()) <= 1e-6 * float(gradient.norm()) + 1e-9, name
+    for words in (stock.full_recompute(), stock.selective_recompute("core_attn")):
+        again, others = trained(make({"topk": 4, "warmup_steps": 2}, *words))
+        assert torch.equal(losses, again)
+        assert gradients.keys() == others.keys()
+        for name, gradient in gradients.items():
+            assert float((others[name] - gradient).norm()) <= 1e-6 * float(gradient.norm()) + 1e-9, name
 
 
 def test_documents_per_token_loss_and_the_factor_of_the_schedule(make: Callable[..., Any]) -> None:

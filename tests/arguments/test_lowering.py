@@ -135,11 +135,6 @@ def test_training_plans_that_are_not_known(values: dict[str, str]) -> None:
         Training(device="cpu")
 
 
-def test_a_layout_that_does_not_fit_is_refused_before_any_word() -> None:
-    with pytest.raises(ModelError, match="layer 29"):
-        lower(preset("nam56r"), Layout(pipeline=2), Training())
-
-
 # --- the real parser ---------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
@@ -339,19 +334,13 @@ def test_a_run_that_cuts_other_stages_than_the_pattern_marks_is_refused(process:
         nam56r.check_layout(staged, config, model_chunks(config))
 
 
-@pytest.mark.parametrize(
-    ("extra", "world_size", "says"),
-    [
-        (["--pipeline-model-parallel-size", "3"], 3, r"first sparse layer of a chunk would be Shared: layer 9\b.*'-FF'"),
-        (["--context-parallel-size", "2"], 2, "context parallelism is 2"),
-    ],
-)  # fmt: skip
-def test_runs_whose_layout_cannot_hold_the_model(process: Path, extra: list[str], world_size: int, says: str) -> None:
+def test_a_run_whose_stages_cannot_hold_the_model_is_refused(process: Path) -> None:
     from megacpp_mcore.arguments.chunks import model_chunks
     from megacpp_mcore.layer_specs import nam56r
 
-    config = stock.model_config([*stock.cpu_words(preset("nam56r_tiny")), *extra], world_size).transformer
-    with pytest.raises(ModelError, match=says):
+    words = [*stock.cpu_words(preset("nam56r_tiny")), "--pipeline-model-parallel-size", "3"]
+    config = stock.model_config(words, 3).transformer
+    with pytest.raises(ModelError, match=r"first sparse layer of a chunk would be Shared: layer 9\b.*'-FF'"):
         nam56r.check_layout(preset("nam56r_tiny"), config, model_chunks(config))
 
 
@@ -359,9 +348,7 @@ def test_runs_whose_layout_cannot_hold_the_model(process: Path, extra: list[str]
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_builds_on_meta_as_it_is_counted(
-    process: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_preset_builds_on_meta_as_it_is_counted(process: Path, name: str) -> None:
     model = preset(name)
     built = stock.build_on_meta(model)
     assert {parameter.device.type for parameter in built.parameters()} == {"meta"}
@@ -370,13 +357,7 @@ def test_every_preset_builds_on_meta_as_it_is_counted(
     assert "".join(map(stock.family, layers)) == model.layers
     roles = [role_of(layer) for layer in layers]
     assert roles == list(model.roles)
-    counts = stock.parameters_by_part(built)
-    with capsys.disabled():
-        print(f"\n{name}: {sum(counts.values()):,} parameters; " + ", ".join(f"{k} {v:,}" for k, v in counts.items()))
-    assert counts == model.parameters()
-    if name == "nam56r":
-        assert [model.layers.count(letter) for letter in "AEMR"] == [13, 22, 13, 4]
-        assert 4.45e9 < sum(counts.values()) < 4.55e9
+    assert stock.parameters_by_part(built) == model.parameters()
     assert len(built.mtp.layers) == 1
     assert built.decoder.final_layernorm is not None
 

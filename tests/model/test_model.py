@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -135,57 +134,6 @@ def test_wrong_types(tiny: Model, overrides: dict[str, Any], says: str) -> None:
 def test_values_that_make_no_model(tiny: Model, overrides: dict[str, Any], says: str) -> None:
     with pytest.raises((ModelError, PatternError), match=says):
         with_overrides(tiny, overrides)
-
-
-@settings(deadline=None)
-@given(
-    pattern=st.text(alphabet="AMER", min_size=1, max_size=8),
-    depth=st.integers(-1, 20),
-    hidden=st.integers(-1, 6).map(lambda n: 80 * n),
-    groups=st.integers(0, 5),
-    head_dim=st.sampled_from([8, 16, 20, 24]),
-    schedule=st.text(alphabet="-FS", min_size=1, max_size=4),
-    experts=st.integers(0, 5),
-    topk=st.integers(0, 5),
-    mtp=st.integers(-1, 3),
-)
-def test_overrides_construct_or_raise(
-    pattern: str,
-    depth: int,
-    hidden: int,
-    groups: int,
-    head_dim: int,
-    schedule: str,
-    experts: int,
-    topk: int,
-    mtp: int,
-) -> None:
-    overrides = {
-        "pattern": pattern,
-        "depth": depth,
-        "hidden_size": hidden,
-        "mamba3": {"groups": groups, "head_dim": head_dim},
-        "dsa": {"schedule": schedule},
-        "moe": {"experts": experts, "topk": topk},
-        "mtp": {"depth": mtp},
-    }
-    layers = "".join(pattern[i % len(pattern)] for i in range(max(depth, 0)))
-    roles = "".join(schedule[i % len(schedule)] for i in range(layers.count("A")))
-    is_legal = (
-        min(depth, hidden, groups, topk) > 0
-        and topk <= experts
-        and mtp >= 0
-        and not (roles and (len(schedule) > len(roles) or roles.lstrip("-")[:1] == "S"))
-        and not ("M" in layers and (2 * hidden % head_dim or (2 * hidden // head_dim) % groups))
-    )
-    if not is_legal:
-        with pytest.raises((ModelError, PatternError)):
-            with_overrides(preset("nam56r_tiny"), overrides)
-        return
-    model = with_overrides(preset("nam56r_tiny"), overrides)
-    assert model.layers == layers
-    assert all(count >= 0 for count in model.parameters().values())
-    assert dataclasses.replace(model) == model
 
 
 def test_there_is_no_such_preset() -> None:

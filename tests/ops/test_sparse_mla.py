@@ -113,17 +113,6 @@ def test_padding_in_any_column_and_blind_rows():
     assert dkv.isfinite().all()
 
 
-def test_every_key_selected_equals_dense_absorbed_attention():
-    q, kv = inputs = draw(11, 11)
-    index = draw_index(2, 11, 11)
-    actual, p = attend(q, kv, index, query_chunk=4), probabilities(q, kv, index)
-    shared_TBHK = kv[:, :, None].expand(-1, -1, 3, -1)
-    dense = mla_attention(q, shared_TBHK, shared_TBHK[..., :4], softmax_scale=SCALE)
-    assert_same_attention(actual, dense, inputs)
-    target = dense_attention_target(q, kv, softmax_scale=SCALE, query_chunk=3)
-    assert_parity(p, target.gather(-1, index.clamp_min(0).long()).masked_fill(index < 0, 0.0), rms=1e-12, name="p")
-
-
 def test_absorption_equals_attention_with_explicit_up_projections():
     """The algebra of MLA from outside: one side never forms a per-head key, the other never forms an absorbed query."""
     S, B, H, C, R, P, V = 13, 2, 3, 5, 2, 4, 6
@@ -173,17 +162,6 @@ def test_odd_length_in_low_precision(dtype, rms):
     assert_parity(dkv, want_dkv, rms=rms, name="dkv")
 
 
-def test_gradcheck():
-    inputs = draw(5, 5, H=2, K=4)
-    index = draw_index(2, 5, 3)
-    index[1, 3] = -1
-
-    def output(q, kv):
-        return reference.attend(q, kv, index, softmax_scale=SCALE, value_dim=3, query_chunk=2)
-
-    assert torch.autograd.gradcheck(output, inputs)
-
-
 def test_the_forward_pass_computes_no_target():
     q, kv = draw(9, 9)
     sink = TargetSum()
@@ -221,27 +199,6 @@ def test_neither_scores_nor_gathered_keys_are_kept():
     gathered = kv.detach()[index.clamp_min(0).long(), torch.arange(B)[:, None, None]].requires_grad_()
     naive = saved_bytes(lambda: torch.einsum("sbhk,bsnk->bshn", q, gathered).softmax(-1))
     assert naive >= B * S * N * H * q.itemsize > kept
-
-
-@pytest.mark.parametrize("damage", ["key dropped from one row", "wrong key in one row", "scale", "sign of one head"])
-def test_parity_notices(damage):
-    q, kv = (t.detach() for t in draw(31, 31))
-    index = draw_index(2, 31, 12)
-    expected = attend(q, kv, index)
-    other = index.clone()
-    if damage == "key dropped from one row":
-        other[1, 30, 3] = -1
-        wrong = attend(q, kv, other)
-    elif damage == "wrong key in one row":
-        other[1, 30, 3] = next(key for key in range(31) if key not in index[1, 30].tolist())
-        wrong = attend(q, kv, other)
-    elif damage == "scale":
-        wrong = expected * 1.01
-    else:
-        wrong = expected.clone()
-        wrong[:, :, 1] *= -1
-    with pytest.raises(AssertionError):
-        assert_parity(wrong, expected, rms=5e-3, name="o")
 
 
 def bad_calls():

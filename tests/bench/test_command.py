@@ -1,20 +1,18 @@
-"""``megacpp-mcore bench``: the registry is complete, rows are compared fairly, ``auto`` prefers nothing without rows."""
+"""``megacpp-mcore bench``: the registry is complete, rows are compared fairly."""
 
 from __future__ import annotations
 
 import csv
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megacpp_mcore.backends import Candidate, Speed, own_candidates
-from megacpp_mcore.backends.candidates import EXPERTS, layer_parts_candidates
-from megacpp_mcore.bench import against, evidence
+from megacpp_mcore.backends import own_candidates
+from megacpp_mcore.backends.candidates import EXPERTS
+from megacpp_mcore.bench import against
 from megacpp_mcore.bench.registry import BENCHMARKS, LAYER, OP
 from megacpp_mcore.bench.table import (
     BYTES_PER_SECOND,
@@ -29,7 +27,6 @@ from megacpp_mcore.bench.table import (
 from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe.receipts.claims import NOISE
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = ("--device", "cpu", "--size", "tiny")
@@ -225,83 +222,6 @@ def test_rows_of_other_conditions_are_refused(condition: str) -> None:
     beside = against.compare([other, row(work="both")], [row(ms="9.0"), row(work="both")], 0.1)
     assert (beside.compared, beside.slower) == (1, [])
     assert f"{SDPA}: not compared, {condition} is same and was another" in beside.lines
-
-
-# --- what auto may prefer -----------------------------------------------------------------------------------------------
-
-
-def every_candidate() -> list[Candidate]:
-    unused: Callable[..., Any] = dict
-    return [*own_candidates(), *layer_parts_candidates(transformer_engine=unused, local=unused)]
-
-
-def test_auto_prefers_no_backend_without_committed_rows() -> None:
-    assert evidence.lacking(every_candidate()) == []
-
-
-def test_a_backend_without_rows_is_noticed() -> None:
-    quick = Candidate(name="quick", op="mamba3", speed=Speed.KERNEL, load=lambda: dict)
-    assert evidence.lacking([*every_candidate(), quick]) == [("mamba3", "quick")]
-
-
-def test_the_rows_say_that_it_is_the_better_one() -> None:
-    known = {(candidate.op, candidate.name) for candidate in every_candidate()}
-    assert evidence.EVIDENCE.keys() | evidence.POLICIES.keys() <= known
-    assert not evidence.EVIDENCE.keys() & evidence.POLICIES.keys()
-    gains = {which: found.gain(ROOT) for which, found in evidence.EVIDENCE.items()}
-    assert min(gains.values()) > 1 + NOISE
-    assert gains["mla", "sdpa"] == pytest.approx(118.8611 / 3.3495)  # sdpa beside the reference, in one run
-
-
-WHOLE = {
-    "variant": "sdpa",
-    "ms": "2.0",
-    "shape": "S=8",
-    "dtype": "bfloat16",
-    "device": "NVIDIA H200",
-    "commit": "abc1234",
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"ms": ""}, "has no ms"),
-        ({"variant": "other"}, "{'variant': 'sdpa'} has no ms"),
-        ({"device": "x86_64"}, "device 'x86_64'"),
-        ({"commit": ""}, "has no commit"),
-        ({"shape": ""}, "has no shape"),
-        ({"shape": "S=4"}, "shape is 'S=4' and 'S=8'"),
-        ({"dtype": "float32"}, "dtype is 'float32' and 'bfloat16'"),
-        ({"device": "NVIDIA H100"}, "device is 'NVIDIA H100' and 'NVIDIA H200'"),
-        ({"commit": "abc9999"}, "commit is 'abc9999' and 'abc1234'"),
-        ({"parity": "FAILS: worst row o"}, "parity 'FAILS: worst row o'"),
-        ({"parity": "is the reference"}, "parity 'is the reference'"),
-        ({"parity": ""}, "parity ''"),
-        ({"ms": "3.985"}, "1.004x apart; expected more than 1.07x"),
-        ({"ms": "3.74"}, "1.07x apart; expected more than 1.07x"),
-        ({"ms": "9.0"}, "0.4444x apart"),
-        ({"ms": "nan"}, "nanx apart"),
-    ],
-)
-def test_rows_that_prove_nothing_are_refused(tmp_path: Path, change: dict[str, str], says: str) -> None:
-    found = evidence.Evidence(table="rows.csv", row={"variant": "sdpa"}, than={"variant": "stock"})
-
-    def write(*rows: dict[str, str]) -> None:
-        with (tmp_path / "rows.csv").open("w", newline="") as sink:
-            writer = csv.DictWriter(sink, [*rows[0]])
-            writer.writeheader()
-            writer.writerows(rows)
-
-    stock = WHOLE | {"variant": "stock", "ms": "4.0", "parity": "stock"}
-    write(stock, WHOLE | {"parity": "green"} | change)
-    with pytest.raises(BenchmarkError, match=re.escape(says)):
-        found.gain(tmp_path)
-    write(stock, WHOLE | {"parity": "green"})
-    assert found.gain(tmp_path) == 2.0
-    write({name: value for name, value in stock.items() if name != "parity"}, WHOLE)  # nothing says that they are right
-    with pytest.raises(BenchmarkError, match="parity None"):
-        found.gain(tmp_path)
 
 
 # --- a real run ---------------------------------------------------------------------------------------------------------

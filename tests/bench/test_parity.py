@@ -187,6 +187,18 @@ def test_with_a_stock_named_no_other_peer_is_compared_with(outcome: Measured) ->
     assert by_variant(outcome(*variants[1:], stock="stock"))["right"]["against"] == ""
 
 
+def test_a_replay_is_compared_with_replays_alone(outcome: Measured) -> None:
+    replay = dataclasses.replace(times(2, "replay", OURS), is_captured=True)
+    found = by_variant(outcome(times(2, "peer", PEER), times(2, "called", OURS), replay))
+    assert (found["called"]["against"], found["replay"]["against"]) == ("peer", "")
+    assert (found["replay"]["parity"], found["replay"]["ms"] != "", found["replay"]["peak_bytes"]) == (
+        "green",
+        True,
+        "",
+    )
+    assert times(2, "ours (mla sdpa)", OURS).captured().name == "ours, CUDA graph (mla sdpa)"
+
+
 def test_a_bound_is_timed_and_compared_with_nothing(outcome: Measured) -> None:
     bound = Variant(name="bound", side=BOUND, runs={BOTH: lambda inputs: None})
     found = by_variant(outcome(bound, times(2, "ours", OURS)))

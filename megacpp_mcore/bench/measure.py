@@ -65,6 +65,33 @@ def median_ms(call: Callable[[], Any], device: str, seconds: float) -> tuple[flo
     return statistics.median(times), len(times)
 
 
+class Captured:
+    """A piece of work as a CUDA graph: captured at its first call, after a few calls that compile and tune, and replayed since.
+
+    What it gives are the graph's own tensors, which the next call writes anew.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._results: Any = None
+
+    def __call__(self, *given: Any) -> Any:
+        """Replay it; ``given`` are those of the first call, every time."""
+        if self._graph is None:
+            apart = torch.cuda.Stream()
+            apart.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(apart):
+                for _ in range(FEWEST):
+                    self._call(*given)
+            torch.cuda.current_stream().wait_stream(apart)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._results = self._call(*given)
+        self._graph.replay()
+        return self._results
+
+
 def peak_bytes(call: Callable[[], Any], device: str) -> int | None:
     """Peak bytes above what was allocated before the call, its results included; None on the CPU, which does not count."""
     if device == "cpu":

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megacpp_mcore import backends
+from megacpp_mcore.bench.measure import Captured
 from megacpp_mcore.bench.registry import OURS, PEER, Options
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import Work
@@ -70,6 +71,8 @@ class Variant:
         truth: the truth where it has another one than the problem, because it does other work; no speed-up is over it then.
         limit: the largest error of a row, where it has another one than the problem.
         is_reference: whether the truth is made by this very program, so that their agreement proves nothing.
+        is_captured: whether ``runs`` are replays of CUDA graphs: they take no memory of their own, and are compared with
+            other replays alone.
     """
 
     name: str
@@ -81,6 +84,13 @@ class Variant:
     truth: Mapping[str, torch.Tensor] | None = None
     limit: float | None = None
     is_reference: bool = False
+    is_captured: bool = False
+
+    def captured(self) -> Variant:
+        """This one as CUDA graphs, a graph a piece of work: what the device takes, and no time of the host."""
+        runs = {work: Captured(run) for work, run in self.runs.items()}
+        name, opening, rest = self.name.partition(" (")
+        return dataclasses.replace(self, name=f"{name}, CUDA graph{opening}{rest}", runs=runs, is_captured=True)
 
     @classmethod
     def missing(cls, name: str, reason: str, side: str = PEER) -> Variant:

@@ -123,7 +123,7 @@ def _attempt(problem: Problem, variant: Variant, work: str, options: Options) ->
         if verdict.right is False:
             return Result(verdict=verdict)
         call = partial(variant.runs[work], problem.inputs)
-        peak = measure.peak_bytes(call, options.device)
+        peak = None if variant.is_captured else measure.peak_bytes(call, options.device)
         ms, repeats = measure.median_ms(call, options.device, options.seconds)
         return Result(verdict=verdict, ms=ms, peak=peak, repeats=repeats)
     except torch.cuda.OutOfMemoryError:
@@ -180,7 +180,11 @@ def _comparison(problem: Problem, variant: Variant, work: str, results: Results)
     theirs = {
         peer.name: results[peer.name][work]
         for peer in problem.variants
-        if peer.side == PEER and peer.truth is None and problem.stock in ("", peer.name) and work in results[peer.name]
+        if peer.side == PEER
+        and peer.truth is None
+        and peer.is_captured == variant.is_captured
+        and problem.stock in ("", peer.name)
+        and work in results[peer.name]
     }
     times = {name: peer.ms for name, peer in theirs.items() if peer.ms is not None and peer.verdict.right}
     if times and mine.verdict.right:

@@ -19,7 +19,7 @@ from megacpp_mcore.bench import measure, runner
 from megacpp_mcore.bench.cases import dsa_indexer_memory, layers
 from megacpp_mcore.bench.parity import AgainstTruth
 from megacpp_mcore.bench.problem import BOTH, FORWARD, Floor, Inputs, Problem, Variant
-from megacpp_mcore.bench.registry import BENCHMARKS, OURS, PEER, TINY, Options
+from megacpp_mcore.bench.registry import BENCHMARKS, BOUND, OURS, PEER, TINY, Options
 from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.ops.m2rnn.reference import m2rnn
@@ -179,6 +179,31 @@ def test_a_speed_up_is_beside_a_peer_that_is_right_too(outcome: Measured) -> Non
     assert found["wrong peer"]["parity"].startswith("FAILS")
     assert found["unloved one"]["note"] == "left out"
     assert (found["right"]["ms"] != "", found["right"]["speed_up"], found["right"]["against"]) == (True, "", "")
+
+
+def test_with_a_stock_named_no_other_peer_is_compared_with(outcome: Measured) -> None:
+    variants = (times(2, "stock", PEER), times(2, "other", PEER), times(2, "right", OURS))
+    assert by_variant(outcome(*variants, stock="stock"))["right"]["against"] == "stock"
+    assert by_variant(outcome(*variants[1:], stock="stock"))["right"]["against"] == ""
+
+
+def test_a_replay_is_compared_with_replays_alone(outcome: Measured) -> None:
+    replay = dataclasses.replace(times(2, "replay", OURS), is_captured=True)
+    found = by_variant(outcome(times(2, "peer", PEER), times(2, "called", OURS), replay))
+    assert (found["called"]["against"], found["replay"]["against"]) == ("peer", "")
+    assert (found["replay"]["parity"], found["replay"]["ms"] != "", found["replay"]["peak_bytes"]) == (
+        "green",
+        True,
+        "",
+    )
+    assert times(2, "ours (mla sdpa)", OURS).captured().name == "ours, CUDA graph (mla sdpa)"
+
+
+def test_a_bound_is_timed_and_compared_with_nothing(outcome: Measured) -> None:
+    bound = Variant(name="bound", side=BOUND, runs={BOTH: lambda inputs: None})
+    found = by_variant(outcome(bound, times(2, "ours", OURS)))
+    assert (found["bound"]["parity"], found["bound"]["ms"] != "") == ("no parity: a bound", True)
+    assert found["ours"]["against"] == ""
 
 
 def stops(side: str, error: Exception) -> Variant:

@@ -133,7 +133,8 @@ def test_a_receipt_says_which_layers_were_captured(trained: dict[tuple[str, bool
 
 
 def test_a_backend_that_no_graph_can_hold_ends_the_run_before_its_first_step(corpus: str, tmp_path: Path) -> None:
-    run = begin(tmp_path / "run", corpus, SIZES, *GRAPHS, backends={"mamba3": "reference"})
+    sizes, _ = CASES["whole"]
+    run = begin(tmp_path / "run", corpus, sizes, *GRAPHS, backends={"mamba3": "reference"})
     assert run.wait() != 0
     log = (tmp_path / "run" / "log").read_text()
     assert "reference" in log

@@ -103,10 +103,13 @@ def _problem(letter: str, role: str | None, peer: Callable[[Plan, Built], Varian
     inputs = Inputs(leaves={"hidden": hidden}, cotangents={"out": draw.normal(*shape)})
     weights = sum(parameter.numel() * parameter.element_size() for parameter in ours.module.parameters())
     rows = hidden.numel() * hidden.element_size()
+    variants = [peer(plan, ours), ours.variant(f"ours ({ours.backends})", OURS)]
+    if options.device == "cuda" and not ours.is_reference:  # the references ask the host
+        variants.append(variants[-1].captured())
     return Problem(
         shape={"model": model.name, **options.shape},
         inputs=inputs,
-        variants=[peer(plan, ours), ours.variant(f"ours ({ours.backends})", OURS)],
+        variants=variants,
         works=Floor.pair(_work(plan), weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
         check=AgainstTruth(*_truth_and_limits(plan, ours, inputs)),
     )

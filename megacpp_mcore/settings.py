@@ -205,10 +205,11 @@ class IndexSchedule:
         return "".join(FULL_INDEX if i in (self.full or ()) else SHARED_INDEX for i in range(layers))
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, where YAML would silently keep the last."""
+class UniqueKeys(yaml.constructor.BaseConstructor):
+    """Mixin for a YAML loader: refuses a key given twice, where YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of a node."""
         seen: set[str] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -216,7 +217,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 problem = "is given twice" if isinstance(key, str) else "is not a name"
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} {problem}", key_node.start_mark)
             seen.add(key)
-        return super().construct_mapping(node, deep)
+        made: dict[Any, Any] = super().construct_mapping(node, deep)
+        return made
+
+
+class _UniqueKeyLoader(UniqueKeys, yaml.SafeLoader):
+    """SafeLoader with :class:`UniqueKeys`."""
 
 
 def load(path: str | os.PathLike[str]) -> PluginConfig:

@@ -140,9 +140,12 @@ def build(
     *extra: str,
     precision: str = "fp32",
     seed: int = 1234,
-    backends: Mapping[str, str] | None = None,
+    **settings: Any,
 ) -> Any:
-    """The GPTModel that stock builds for ``preset`` with ``overrides`` (through MEGACPP_CONFIG); needs :func:`one_process`."""
+    """The GPTModel that stock builds for ``preset`` with ``overrides``, and the file's other ``settings``.
+
+    Needs :func:`one_process`.
+    """
     import yaml
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -151,13 +154,34 @@ def build(
 
     destroy_moe_metrics_tracker()  # stock sizes it by the first model of the process
     file = folder / "megacpp.yaml"
-    settings = {"model": preset.name, "overrides": dict(overrides), "backends": dict(backends or {})}
-    file.write_text(yaml.safe_dump(settings))
+    file.write_text(yaml.safe_dump({"model": preset.name, "overrides": dict(overrides), **settings}))
     words = cpu_words(with_overrides(preset, overrides), None, *extra, precision=precision)
     with mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}):
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         return GPTModelBuilder(model_config(words)).build_model(groups)
+
+
+def stirred(model: Any, scale: float = 0.05) -> Any:
+    """The model, to be trained, with every weight away from its initial value: ones, zeros and identities hide mistakes."""
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    loss_scale(1.0)
+    return model.train()
+
+
+def full_recompute(method: str = "uniform", layers: int = 1) -> tuple[str, ...]:
+    """The words that have Megatron compute whole layers again."""
+    return ("--recompute-granularity", "full", "--recompute-method", method, "--recompute-num-layers", str(layers))
+
+
+def selective_recompute(*modules: str) -> tuple[str, ...]:
+    """The words that have Megatron compute modules again."""
+    return ("--recompute-granularity", "selective", "--recompute-modules", *modules)
 
 
 def build_on_meta(model: Model) -> Any:

@@ -26,10 +26,10 @@ def wheel_root() -> Path:
 
 
 def copy_sources(source: Path, target: Path) -> Path:
-    """Copy Megatron's Python files, and commit them."""
+    """Copy Megatron's Python files with what Python compiled of them, and commit the former."""
 
     def not_python(folder: str, names: list[str]) -> list[str]:
-        return [n for n in names if n == "__pycache__" or not (n.endswith(".py") or os.path.isdir(f"{folder}/{n}"))]
+        return [n for n in names if not (n.endswith((".py", ".pyc")) or os.path.isdir(f"{folder}/{n}"))]
 
     for part in ("core", "training"):
         shutil.copytree(source / "megatron" / part, target / "megatron" / part, ignore=not_python)
@@ -97,7 +97,7 @@ def git(root: Path, *words: str, given: bytes | None = None) -> str:
 
 def commit(root: Path) -> None:
     """Commit everything."""
-    git(root, "add", "-A", "-f")
+    git(root, "add", "-A", "-f", ":!*/__pycache__/*")
     git(root, "commit", "-q", "--no-verify", "--allow-empty", "-m", "as it came")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.settings import UniqueKeys
 from megacpp_mcore.util import flags
 
 DATA_VARIABLE = "${DATA_PREFIX:?set it to the prefix of a prepared dataset}"
@@ -263,69 +264,34 @@ def parse(text: str) -> StockCommand:
         LaunchError: it is not YAML, a key is not known, missing or given twice, or a value is no word.
     """
     try:
-        content = _read(yaml.compose(text, Loader=yaml.BaseLoader))
+        content = _Words(text).get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise LaunchError(f"not valid YAML: {error}") from error
     known = {one.name for one in fields(StockCommand)}
     if not isinstance(content, dict) or set(content) != known:
-        given = sorted(content) if isinstance(content, dict) else _kind(content)
+        given = sorted(content) if isinstance(content, dict) else repr(content)
         raise LaunchError(
             f"found {given}; expected the keys {', '.join(sorted(known))}, as `recipe emit --as yaml` writes"
         )
     for name in ("env", "arguments"):
         if not isinstance(content[name], dict):
-            raise LaunchError(f"{name} is {_kind(content[name])}; expected a mapping of names")
+            raise LaunchError(f"{name} is {content[name]!r}; expected a mapping of names")
+    scalars: dict[str, Any] = {name: _word(content[name], name) for name in ("recipe", "device", "via", "script")}
+    scalars |= {name: _count(content[name], name) for name in ("nodes", "processes_per_node")}
     return StockCommand(
-        recipe=_word(content["recipe"], "recipe"),
-        device=_word(content["device"], "device"),
-        via=_word(content["via"], "via"),
-        script=_word(content["script"], "script"),
-        nodes=_count(content["nodes"], "nodes"),
-        processes_per_node=_count(content["processes_per_node"], "processes_per_node"),
+        **scalars,
         env={name: _word(value, f"env.{name}") for name, value in content["env"].items()},
         arguments=tuple(_words_of(content["arguments"])),
     )
 
 
-@dataclass(frozen=True)
-class _Plain:
-    """A scalar without quotes that YAML would not read as text."""
+class _Words(UniqueKeys, yaml.BaseLoader):
+    """Takes every scalar as it is written, but for truth values and null without quotes."""
 
-    text: str
-
-
-_PLAIN = ("true", "false", "null", "~", "")
-
-
-_DEPTH = 3  # arguments, a flag's list, its words; also keeps aliases of aliases from growing without end
-
-
-def _read(node: yaml.Node | None, depth: int = 0) -> Any:
-    """The value of a YAML node, scalars as they are written; :class:`_Plain` for a boolean or null.
-
-    Raises:
-        LaunchError: a key is given twice or is no text, a tag asks for another type, or it nests deeper than a run does.
-    """
-    if node is None:
-        return _Plain("")
-    line = node.start_mark.line + 1
-    if depth > _DEPTH:
-        raise LaunchError(f"line {line} nests deeper than a run does; expected flags with a value or a list of values")
-    if node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"):
-        raise LaunchError(f"line {line} has the tag {node.tag!r}; leave it out, values are taken as they are written")
-    if isinstance(node, yaml.SequenceNode):
-        return [_read(each, depth + 1) for each in node.value]
-    if isinstance(node, yaml.ScalarNode):
-        is_plain = node.style is None and node.value.lower() in _PLAIN
-        return _Plain(node.value) if is_plain else node.value
-    found: dict[str, Any] = {}
-    for key, value in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            raise LaunchError(f"line {key.start_mark.line + 1} has a key that is no name; expected a text")
-        if key.value in found:
-            raise LaunchError(f"the key {key.value!r} is given twice (line {key.start_mark.line + 1}); give it once")
-        found[key.value] = _read(value, depth + 1)
-    return found
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        plain = {"true": True, "false": False, "null": None, "~": None, "": None}
+        text = super().construct_scalar(node)
+        return plain.get(text.lower(), text) if node.style is None else text
 
 
 def _words_of(arguments: Mapping[str, Any]) -> Iterable[str]:
@@ -333,9 +299,7 @@ def _words_of(arguments: Mapping[str, Any]) -> Iterable[str]:
         if not flag.startswith("--"):
             raise LaunchError(f"arguments has {flag!r}; expected a flag with its dashes, such as --lr")
         yield flag
-        if isinstance(value, _Plain) and value.text.lower() == "true":
-            continue
-        for word in value if isinstance(value, list) else [value]:
+        for word in [] if value is True else value if isinstance(value, list) else [value]:
             found = _word(word, f"arguments.{flag}")
             if found.startswith("--"):
                 raise LaunchError(f"arguments.{flag} is {found!r}, which is a flag; give it a line of its own")
@@ -343,22 +307,13 @@ def _words_of(arguments: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _word(value: Any, where: str) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, _Plain) and value.text.lower() == "false":
-        raise LaunchError(f"{where} is {value.text}; leave the line out to switch it off")
-    raise LaunchError(f"{where} is {_kind(value)}; expected a text or a number")
+    if not isinstance(value, str):
+        raise LaunchError(f"{where} is {value!r}; expected a text or a number; a flag that is off has no line")
+    return value
 
 
 def _count(value: Any, name: str) -> int:
     """A decimal integer in plain notation; ``010`` and ``1_0`` are refused."""
     if not isinstance(value, str) or not _COUNT.fullmatch(value):
-        raise LaunchError(f"{name} is {_kind(value)}; expected a whole number, 1 or more")
+        raise LaunchError(f"{name} is {value!r}; expected a whole number, 1 or more")
     return int(value)
-
-
-def _kind(value: Any) -> str:
-    """The name of a value's type in messages."""
-    if isinstance(value, _Plain):
-        return value.text or "empty"
-    return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(value)

@@ -2,5 +2,5 @@
 
 :mod:`~.registry` names them with their sizes, :mod:`~.cases` has what each compares, built of the parts of :mod:`~.problem`.
 :mod:`~.runner` asks :mod:`~.parity` about each variant, has :mod:`~.measure` time those that are right, and fills the
-:mod:`~.table`, which :mod:`~.against` compares with a committed one. :mod:`~.evidence` says why ``auto`` prefers a backend.
+:mod:`~.table`, which :mod:`~.against` compares with a committed one.
 """

@@ -13,9 +13,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.machinery
-import itertools
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -50,8 +48,6 @@ class Hook:
         self._watched: set[str] = set()
         # Modules whose code has run to its end while the import system still calls them unfinished.
         self._ran: set[str] = set()
-        self._turn = threading.Lock()
-        self._calls = itertools.count(1)
 
     def install(self, file: str, names: Sequence[str], *, version: str, seal: str) -> None:
         """Check all named patches; then arm them, and apply what is imported already.
@@ -125,22 +121,14 @@ class Hook:
     def _advance(self) -> None:
         """Apply all edits of armed patches whose modules have run; on failure take back all that this hook applied.
 
-        Nobody waits here, as who waits may be in the middle of an import that the other one needs: who finds another thread
-        at it leaves it to that one, which looks again when it is done.
+        Nothing is imported under the registry's lock, so that two threads that import a module each do not wait for each other.
         """
-        call = next(self._calls)
-        while self._turn.acquire(blocking=False):
-            try:
-                pending = self._registry.pending.items()
-                due = [name for name, edits in pending if any(self._imported(edit.module) for edit in edits)]
-                self._registry.apply(due, imported=self._imported)
-            except Exception as error:
-                self._undo(error)
-            finally:
-                self._turn.release()
-            if (latest := next(self._calls)) == call + 1:
-                return
-            call = latest
+        try:
+            pending = self._registry.pending.items()
+            due = [name for name, edits in pending if any(self._imported(edit.module) for edit in edits)]
+            self._registry.apply(due, imported=self._imported)
+        except Exception as error:
+            self._undo(error)
 
     def _undo(self, error: Exception) -> None:
         """Revert and disarm everything of this hook, and raise; whoever applied since what was reverted keeps it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from megacpp_mcore.arguments import launch_flags, lowering
+from megacpp_mcore.arguments import launch_flags
 from megacpp_mcore.arguments.lowering import (
     GPT,
     HYBRID,
@@ -95,12 +94,6 @@ def test_the_vocabulary_may_be_padded_and_no_other() -> None:
     assert found.startswith("vocab_size: found 384, expected 260, or 512 with padding")
 
 
-def test_every_field_is_asked_once() -> None:
-    for model in PRESETS.values():
-        fields = [argument.field for argument in model_arguments(model)]
-        assert len(fields) == len(set(fields))
-
-
 def test_every_field_of_megatrons_configuration_is_asked_for_or_known_not_to_be_the_models() -> None:
     """Of a field that a new Megatron brings, read whether it changes the model: then ask for it in lowering, or list it."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -129,38 +122,9 @@ def test_all_contradictions_are_listed_at_once() -> None:
     assert "recipe emit nam56r_tiny" in lines[4]
 
 
-def test_fields_are_looked_up_in_order() -> None:
-    model = preset("nam56r_tiny")
-    assert mismatches(model, [SimpleNamespace(hidden_size=256), matching(model)]) != []
-    assert mismatches(model, [matching(model), SimpleNamespace(hidden_size=256)]) == []
-
-
-@pytest.mark.parametrize(
-    ("found", "expected", "same"),
-    [
-        ([0, 1], [0, 1], True), ((0, 1), [0, 1], True), ([0, 1], [1, 0], False), (1, [1], False),
-        (["a"], "a", True), (["a", "a"], "a", False), (None, None, True), (0, None, False),
-        (None, False, True), (0, False, False), (1, True, False), (True, 1, False), (2, 2.0, True),
-        (len, "len", True), (len, "gelu", False),
-    ],
-)  # fmt: skip
-def test_when_two_values_are_the_same(found: Any, expected: Any, same: bool) -> None:
-    assert lowering._same(found, expected) is same
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_run_that_names_no_model_gets_the_preset_it_describes(name: str) -> None:
     assert matching_preset([matching(preset(name))]) is preset(name)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_run_near_a_preset_is_refused_with_what_is_missing(name: str) -> None:
-    source = matching(preset(name))
-    source.init_method_std = 0.5
-    with pytest.raises(ArgumentMismatchError) as raised:
-        matching_preset([source])
-    assert f"contradict {name} in 1 place:" in str(raised.value)
-    assert "init_method_std: found 0.5, expected 0.02 (without --init-method-std)" in str(raised.value)
 
 
 @pytest.mark.parametrize("values", [{"device": "tpu"}, {"precision": "fp16"}, {"transformer_impl": "apex"}])
@@ -169,11 +133,6 @@ def test_training_plans_that_are_not_known(values: dict[str, str]) -> None:
         Training(**values)
     with pytest.raises(ModelError, match="CPU lane has no Transformer Engine"):
         Training(device="cpu")
-
-
-def test_a_layout_that_does_not_fit_is_refused_before_any_word() -> None:
-    with pytest.raises(ModelError, match="layer 29"):
-        lower(preset("nam56r"), Layout(pipeline=2), Training())
 
 
 # --- the real parser ---------------------------------------------------------------------------------------------------
@@ -255,12 +214,6 @@ def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:
     assert launch_words(processes=2, model=untrained) == one | {"--use-distributed-optimizer"}
     dense = with_overrides(preset("nam56r_tiny"), {"pattern": "AMR", "depth": 3, "dsa": {"schedule": "-"}})
     assert "--moe-permute-fusion" not in launch_words(model=dense)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_accepted_and_found_again(process: Path, name: str) -> None:
-    config = stock.model_config(stock.cpu_words(preset(name)))
-    assert matching_preset([config.transformer, config]) is preset(name)
 
 
 def test_every_flag_and_every_remedy_is_one_of_megatron(process: Path) -> None:
@@ -381,19 +334,13 @@ def test_a_run_that_cuts_other_stages_than_the_pattern_marks_is_refused(process:
         nam56r.check_layout(staged, config, model_chunks(config))
 
 
-@pytest.mark.parametrize(
-    ("extra", "world_size", "says"),
-    [
-        (["--pipeline-model-parallel-size", "3"], 3, r"first sparse layer of a chunk would be Shared: layer 9\b.*'-FF'"),
-        (["--context-parallel-size", "2"], 2, "context parallelism is 2"),
-    ],
-)  # fmt: skip
-def test_runs_whose_layout_cannot_hold_the_model(process: Path, extra: list[str], world_size: int, says: str) -> None:
+def test_a_run_whose_stages_cannot_hold_the_model_is_refused(process: Path) -> None:
     from megacpp_mcore.arguments.chunks import model_chunks
     from megacpp_mcore.layer_specs import nam56r
 
-    config = stock.model_config([*stock.cpu_words(preset("nam56r_tiny")), *extra], world_size).transformer
-    with pytest.raises(ModelError, match=says):
+    words = [*stock.cpu_words(preset("nam56r_tiny")), "--pipeline-model-parallel-size", "3"]
+    config = stock.model_config(words, 3).transformer
+    with pytest.raises(ModelError, match=r"first sparse layer of a chunk would be Shared: layer 9\b.*'-FF'"):
         nam56r.check_layout(preset("nam56r_tiny"), config, model_chunks(config))
 
 
@@ -401,9 +348,7 @@ def test_runs_whose_layout_cannot_hold_the_model(process: Path, extra: list[str]
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_builds_on_meta_as_it_is_counted(
-    process: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_preset_builds_on_meta_as_it_is_counted(process: Path, name: str) -> None:
     model = preset(name)
     built = stock.build_on_meta(model)
     assert {parameter.device.type for parameter in built.parameters()} == {"meta"}
@@ -412,13 +357,7 @@ def test_every_preset_builds_on_meta_as_it_is_counted(
     assert "".join(map(stock.family, layers)) == model.layers
     roles = [role_of(layer) for layer in layers]
     assert roles == list(model.roles)
-    counts = stock.parameters_by_part(built)
-    with capsys.disabled():
-        print(f"\n{name}: {sum(counts.values()):,} parameters; " + ", ".join(f"{k} {v:,}" for k, v in counts.items()))
-    assert counts == model.parameters()
-    if name == "nam56r":
-        assert [model.layers.count(letter) for letter in "AEMR"] == [13, 22, 13, 4]
-        assert 4.45e9 < sum(counts.values()) < 4.55e9
+    assert stock.parameters_by_part(built) == model.parameters()
     assert len(built.mtp.layers) == 1
     assert built.decoder.final_layernorm is not None
 
@@ -433,23 +372,3 @@ def role_of(layer: Any) -> str | None:
         return "S" if core.indexer is None else "F"
     assert isinstance(core, MLACoreAttention)
     return "-"
-
-
-def test_the_callable_refuses_before_anything_is_built(process: Path) -> None:
-    import torch
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.models.gpt import GPTModelBuilder
-
-    words = [*stock.cpu_words(preset("nam56r_tiny")), "--hidden-size", "256"]
-    config = stock.model_config(words)
-    allocated = torch.cuda.memory_allocated()
-    with pytest.raises(ArgumentMismatchError, match="hidden_size: found 256, expected 128"):
-        GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
-    assert torch.cuda.memory_allocated() - allocated < 2**24
-
-
-def test_words_survive_a_shell() -> None:
-    words = lower(preset("nam56r_tiny"), Layout(), Training(extra=("--save", "a b")))
-    assert shlex.split(shlex.join(words)) == list(words)
-    assert words[-3:] == ("--spec", "megacpp_mcore", "nam56r")
-    assert dataclasses.is_dataclass(Training)

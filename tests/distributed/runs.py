@@ -29,7 +29,7 @@ from tests.saved import tensors_in
 ROOT = Path(__file__).parents[2]
 MICRO_BATCH, GLOBAL_BATCH = 2, 8
 PADDED_TO = 128
-MAIN, RESUMED, COMPARED = 4, 2, 4
+MAIN, RESUMED, COMPARED = 4, 2, 3
 """Steps: of the run that all start from, at which it is resumed, and of the runs that are compared."""
 
 OVERRIDES: Mapping[str, Any] = {

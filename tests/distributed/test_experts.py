@@ -17,6 +17,7 @@ from tests.distributed.runs import MAIN, ONE, RESUMED, Laboratory
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-6
+SMALL = {"pattern": "AE", "depth": 2, "dsa": {"schedule": "-"}, "mtp": {"depth": 0}, "seq_length": 64}
 
 
 class Experts(Laboratory):
@@ -30,7 +31,7 @@ class Experts(Laboratory):
 
 @pytest.fixture
 def laboratory(tmp_path: Path) -> Iterator[Experts]:
-    yield Experts(tmp_path, words=("--use-distributed-optimizer",))
+    yield Experts(tmp_path, overrides=SMALL, words=("--use-distributed-optimizer",))
     shutil.rmtree(tmp_path)
 
 
@@ -48,7 +49,8 @@ def test_a_run_goes_on_with_the_others_experts(laboratory: Experts, first: str, 
     later = {
         name: {step: values[step] for step in range(RESUMED + 1, MAIN + 1)} for name, values in whole.scalars.items()
     }
-    assert differing_scalars(later, resumed.scalars, TOLERANCE) == []
+    assert {"lm loss", "z_loss", "grad norm"} < later.keys()
+    assert differing_scalars(later, resumed.scalars, TOLERANCE, [*later]) == []
     assert differing_tensors(whole.tensors(MAIN), resumed.tensors(MAIN), TOLERANCE) == []
 
 

@@ -143,15 +143,6 @@ def test_the_optimizer_of_a_checkpoint_has_each_parameter_under_its_name(runs: R
         assert_same_bytes({key: saved["plain"][key] for key in keys}, {key: saved["distributed"][key] for key in keys})
 
 
-def test_both_optimizers_train_the_same(runs: Runs) -> None:
-    plain, distributed = (runs.whole(name) for name in OPTIMIZERS)
-    for name in plain.scalars.keys() - {"grad norm"}:
-        assert plain.scalars[name] == distributed.scalars[name], name
-    for step, norm in plain.scalars["grad norm"].items():
-        assert distributed.scalars["grad norm"][step] == pytest.approx(norm, rel=1e-6)
-    assert_same_bytes(parameters(plain.tensors(STEPS)), parameters(distributed.tensors(STEPS)))
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_resumed_run_goes_on(runs: Runs, optimizer: str) -> None:
     whole = runs.whole(optimizer)
@@ -185,13 +176,6 @@ def test_a_run_of_two_processes_goes_on(runs: Runs, name: str) -> None:
     tensors, prefix = whole.tensors(STEPS), MAIN["distributed"]
     for key, value in parameters(tensors).items():
         assert torch.equal(tensors[prefix + key].to(value.dtype), value), key
-
-
-def test_a_run_of_two_processes_goes_on_from_buckets(runs: Runs) -> None:
-    """Compared with names: what a checkpoint has between the parameters of a bucket is whatever was in memory."""
-    source = runs.run("DP 2 in buckets", BUCKETS, processes=2)
-    named = runs.run("DP 2 from buckets", FULLY, processes=2, load=source)
-    assert_goes_on(runs.run("DP 2", FULLY, processes=2), named)
 
 
 def test_two_processes_train_what_one_does_and_go_on_with_its_checkpoint(runs: Runs) -> None:

@@ -48,12 +48,8 @@ OVERRIDES = {"seq_length": S, "dsa": {"topk": 4, "schedule": "-FF"}, "mtp": {"de
 
 
 def build(process: Path, schedule: str) -> Any:
-    built = stock.build({**OVERRIDES, "dsa": {"topk": 4, "schedule": schedule}}, preset("nam56r_tiny"), process)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in built.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return built.eval()
+    overrides = {**OVERRIDES, "dsa": {"topk": 4, "schedule": schedule}}
+    return stock.stirred(stock.build(overrides, preset("nam56r_tiny"), process)).eval()
 
 
 def losses(model: Any) -> torch.Tensor:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,13 +21,13 @@ from megacpp_mcore.errors import (
     ConfigFileError,
     DataError,
     LaunchError,
-    PatchError,
     SpecImportError,
 )
 from megacpp_mcore.launch import launcher
 from megacpp_mcore.launch import plan as launch_plan
 from megacpp_mcore.model import preset
 from megacpp_mcore.observe import events
+from tests import forks
 
 CPU_ARGUMENTS = [word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words]
 
@@ -53,10 +51,6 @@ def test_spec_becomes_two_words(words: str, expected: str) -> None:
     assert arguments == expected.split()
     assert spec is not None
     assert list(spec) == arguments[arguments.index("--spec") + 1 :][:2]
-
-
-def test_no_spec_is_left_alone() -> None:
-    assert launch_plan.split_spec(["--lr", "1"]) == (["--lr", "1"], None)
 
 
 @pytest.mark.parametrize(
@@ -123,12 +117,6 @@ def test_spec_outside_the_allow_list_is_refused(spec: str) -> None:
     with pytest.raises(SpecImportError, match="--allow-spec-from " + spec.split(".")[0]):
         plan("--spec", spec, *CPU_ARGUMENTS)
     assert plan("--spec", spec, *CPU_ARGUMENTS, allowed_spec_prefixes=[spec.rpartition(".")[0]]).spec is not None
-
-
-def test_unknown_patches_are_refused_with_near_names() -> None:
-    assert plan(*CPU_ARGUMENTS, patches=["dsa-index-cache"]).patches == ("dsa-index-cache",)
-    with pytest.raises(PatchError, match="there is no patch 'dsa-index-cach'; did you mean 'dsa-index-cache'"):
-        plan(*CPU_ARGUMENTS, patches=["dsa-index-cach"])
 
 
 def test_cpu_arguments_are_all_named_at_once() -> None:
@@ -252,28 +240,6 @@ def test_exit_status_passes_through_and_is_recorded(statement: str, status: int,
     assert [start.how for start in events.read(tmp_path / "run")[0]] == [how]
 
 
-def test_recording_and_its_words_say_the_same() -> None:
-    parser = argparse.ArgumentParser()
-    launcher.Recording.add_arguments(parser)
-    for recording in (
-        launcher.Recording(),
-        launcher.Recording(no_observe=True, record_steps=""),
-        launcher.Recording(observe="run", record_steps="steps", profile="1-2", profile_tool="external"),
-    ):
-        assert launcher.Recording.read(parser.parse_args(recording.words())) == recording
-
-
-def test_other_ranks_say_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "nothing.py"
-    script.touch()
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
-        monkeypatch.setenv(name, value)
-    assert launcher.launch([str(script), *CPU_ARGUMENTS], device="cpu") == 0
-    assert capsys.readouterr().out == ""
-
-
 def test_damaged_data_stops_a_spec_of_ours_before_the_script_runs(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise AssertionError('must not run')\n")
@@ -377,14 +343,13 @@ def test_no_process_outlives_a_launch(tmp_path: Path, sent: signal.Signals) -> N
         "pathlib.Path(__file__).with_name(os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(120)\n"
     )
     call = f"import sys\nfrom megacpp_mcore.launch.launcher import launch\nsys.exit(launch({[str(script), *CPU_ARGUMENTS]}, "
-    parent = subprocess.Popen([sys.executable, "-c", call + "device='cpu', nproc=2))"], stderr=subprocess.PIPE)
+    parent = forks.start(["-c", call + "device='cpu', nproc=2))"], tmp_path / "output")
     files = [tmp_path / "0", tmp_path / "1"]
     deadline = time.monotonic() + 60
     while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
         time.sleep(0.1)
-    parent.send_signal(sent)
-    parent.communicate(timeout=60)
-    assert parent.returncode == (128 + signal.SIGINT if sent == signal.SIGINT else -signal.SIGKILL)
+    os.kill(parent.pid, sent)
+    assert parent.wait(60) == (128 + signal.SIGINT if sent == signal.SIGINT else -signal.SIGKILL)
     left = [int(file.read_text()) for file in files]
     while any(map(_runs, left)) and time.monotonic() < deadline:
         time.sleep(0.1)

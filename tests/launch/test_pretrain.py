@@ -160,13 +160,6 @@ def test_wheel_fills_in_the_middle_as_the_checkout_script_does(
 
 
 @pytest.mark.exhaustive
-def test_tensor_parallel_run_trains(train: Train) -> None:
-    losses = train("--mock-data", "--tensor-model-parallel-size", "2", "--bf16", nproc=2).losses
-    assert len(losses) == ITERATIONS
-    assert losses[-1] < losses[0] - 0.2
-
-
-@pytest.mark.exhaustive
 def test_expert_parallel_run_starts_from_distinct_experts(train: Train, tmp_path: Path) -> None:
     frozen = ["--lr", "0", "--train-iters", "1", "--eval-iters", "0", "--lr-decay-iters", "1"]
     save = ["--ckpt-format", "torch_dist", "--save", str(tmp_path / "out"), "--save-interval", "1"]

@@ -5,7 +5,6 @@ Shape legend: S sequence, B batch.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from argparse import Namespace
@@ -17,7 +16,6 @@ import pytest
 import torch
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.policy import EXPLICIT, SKIPPED, CompilePolicy
 from tests.layer_specs import test_regions
 from tests.layer_specs.test_regions import FAMILIES, REGIONS, B, Graphs, S, losses_BS
@@ -83,19 +81,6 @@ def test_a_warm_up_compiles_all_and_leaves_no_trace(build: Callable[..., Any], r
     assert graphs.count == warmed
     assert float(tracker["values"].sum()) > 0  # a step's loss is found there
     assert "(no regions)" in train_stock(model)  # named is what this one has compiled
-
-
-def test_a_batch_of_one_compiles_nothing_after_its_warm_up(build: Callable[..., Any]) -> None:
-    """The embedding of one sample has other strides than the layers' outputs."""
-    graphs = Graphs()
-    model = build(compile="regional", backend=graphs, tiny=TRUNK)
-    train_stock(model, micro_batch_size=1)
-    warmed = graphs.count
-    assert warmed > 0
-    tokens = test_regions.tokens(1)[:1]
-    given = {"labels": tokens[:, 1:], "loss_mask": torch.ones(1, S)}
-    model(tokens[:, :-1], torch.arange(S)[None], None, **given).mean().backward()
-    assert graphs.count == warmed
 
 
 @pytest.mark.parametrize(
@@ -189,52 +174,10 @@ def test_a_region_counts_its_graphs_and_has_room_for_more_than_dynamo_gives(
         assert torch.equal(region(torch.ones(2)), torch.full((2,), 2.0))  # those it has still run
 
 
-def test_a_prompt_of_another_length_is_no_graph(process: Any) -> None:
-    from megatron.core.inference.utils import InferenceMode
-
-    region = make_region(doubled)
-    with InferenceMode.active():
-        assert torch.equal(region(torch.ones(3)), torch.full((3,), 2.0))
-    assert region.graphs == 0
-    region(torch.ones(3))
-    assert region.graphs == 1
-
-
 def test_a_warm_up_compiles_what_selects_keys_whatever_the_step(build: Callable[..., Any]) -> None:
     """With steps of dense attention first: the indexer's region is there when they end, and nobody says the step yet."""
     model = build(compile="regional", backend=Graphs(), tiny={**TRUNK, "dsa": {**TRUNK["dsa"], "warmup_steps": 5}})
     assert "indexer score" in train_stock(model)
-
-
-# --- copies -------------------------------------------------------------------------------------------------------------
-
-
-def copied(module: Any) -> Any:
-    """A deep copy that shares process groups, which torch cannot copy, and has its parameters set to others."""
-    groups = [value for part in module.modules() for value in vars(part).values() if "ProcessGroup" in str(type(value))]
-    found = copy.deepcopy(module, {id(group): group for group in groups})
-    with torch.no_grad():
-        for parameter in found.parameters():
-            parameter.mul_(0.5)
-    return found
-
-
-@pytest.mark.parametrize("compile", ["off", "regional"])
-def test_a_copy_of_a_treated_module_runs_with_its_own_parameters(build: Callable[..., Any], compile: str) -> None:
-    model = build(compile=compile, backend=Graphs(), recompute=FAMILIES, tiny=TRUNK)
-    truth = build(tiny=TRUNK)
-    x_SBD = torch.randn(S, B, 128, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    for number, name in ((3, "input_layernorm"), (3, "self_attention"), (12, "self_attention")):
-        treated, plain = (getattr(each.decoder.layers[number - 1], name) for each in (model, truth))
-        results = []
-        for module in (treated, plain):
-            mine = copied(module)
-            output = mine(x_SBD) if name == "input_layernorm" else mine(x_SBD, attention_mask=None)[0]
-            output.square().sum().backward()
-            results.append([output, *(p.grad for p in mine.parameters())])
-            assert all(p.grad is None for p in module.parameters())
-        for found, expected in zip(*results, strict=True):
-            assert_parity(found, expected, rms=1e-4)
 
 
 # --- several segments ---------------------------------------------------------------------------------------------------
@@ -279,23 +222,3 @@ def check_as_off(
 def test_several_segments_compiled_are_as_several_plain_ones(build: Callable[..., Any]) -> None:
     """Segments of 12, 12 and 8 rows: a first, a middle and a shorter last one."""
     check_as_off(build, "aot_eager", {**test_regions.OVERRIDES, "mtp": {"depth": 1}}, S, cut=12, of_gradients=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_segments_of_1024_rows_compiled_are_as_plain_ones(build: Callable[..., Any]) -> None:
-    """The segments of a real run, by the compiler of a real run: 1024, 1024 and 152 rows.
-
-    Inductor adds in another order than torch: 2200 steps of R's recurrence were seen to make 1.6e-4 of it in a gradient.
-    """
-    if test_regions.compiler() is None:
-        pytest.skip("no C++ compiler for Inductor on this machine")
-    rows = 2200
-    check_as_off(
-        build,
-        "inductor",
-        {"seq_length": rows, "dsa": {"topk": 64}, "mtp": {"depth": 1}},
-        rows,
-        cut=None,
-        of_gradients=1e-3,
-    )

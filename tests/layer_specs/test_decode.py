@@ -28,12 +28,7 @@ S, B = 24, 2
 def model(process: Path) -> Any:
     """nam56r_tiny away from its initial values; a query sees a third of the keys before it."""
     overrides = {"seq_length": S, "dsa": {"topk": 8}}
-    built = stock.build(overrides, preset("nam56r_tiny"), process)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in built.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return built.eval()
+    return stock.stirred(stock.build(overrides, preset("nam56r_tiny"), process)).eval()
 
 
 def logits(model: Any, tokens: torch.Tensor, context: Any = None) -> torch.Tensor:

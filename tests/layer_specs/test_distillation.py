@@ -24,25 +24,6 @@ COEFFICIENT = 0.1
 FULL, SHARED = 1, (5, 9)
 
 
-def full(method: str, layers: int) -> tuple[str, ...]:
-    return ("--recompute-granularity", "full", "--recompute-method", method, "--recompute-num-layers", str(layers))
-
-
-def selective(module: str) -> tuple[str, ...]:
-    return ("--recompute-granularity", "selective", "--recompute-modules", module)
-
-
-RECOMPUTE = {
-    "none": (),
-    "core_attn": selective("core_attn"),
-    "mla_up_proj": selective("mla_up_proj"),
-    "every layer": full("uniform", 1),
-    "three layers a checkpoint": full("uniform", 3),
-    "the Full layer alone": full("block", 1),
-    "the Full and one Shared layer": full("block", 5),
-}
-
-
 @pytest.fixture(scope="module")
 def make(process: Path) -> Callable[..., Any]:
     """Builds equal models with every weight away from its initial value."""
@@ -50,13 +31,7 @@ def make(process: Path) -> Callable[..., Any]:
     def build(distill: str, *words: str, schedule: str = "FSS") -> Any:
         dsa = {"topk": TOPK, "schedule": schedule, "loss_coeff": COEFFICIENT, "distill": distill}
         overrides = {"seq_length": S, "dsa": dsa, "mtp": {"depth": 0}}
-        model = stock.build(overrides, preset("nam56r_tiny"), process, *words)
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-        stock.loss_scale(1.0)
-        return model.train()
+        return stock.stirred(stock.build(overrides, preset("nam56r_tiny"), process, *words), 0.1)
 
     return build
 
@@ -135,15 +110,22 @@ def far_apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     return max(float((one.double() - other.double()).norm() / other.double().norm()) for one, other in pairs)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("distill", [OWN, SERVED])
+@pytest.mark.parametrize(
+    ("distill", "recompute"),
+    [
+        (OWN, ()),
+        (SERVED, ()),
+        (OWN, stock.full_recompute()),
+        (SERVED, stock.full_recompute("block", 5)),  # the Full and one Shared layer
+    ],
+)
 def test_the_indexer_learns_the_mean_attention_of_the_layers_it_serves(
-    make: Callable[..., Any], distill: str, recompute: str
+    make: Callable[..., Any], distill: str, recompute: tuple[str, ...]
 ) -> None:
     """Gradient and logged loss, with two micro-batches in flight; and nothing is selected twice."""
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
-    model = make(distill, *RECOMPUTE[recompute])
+    model = make(distill, *recompute)
     given, calls = watch(model), watch_op(core(model, FULL), "select_backend")
     attended = watch_op(core(model, FULL), "backend")
     DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
@@ -172,17 +154,6 @@ def test_two_full_layers_learn_from_their_own_shared_layers(make: Callable[..., 
         }
     assert all(torch.equal(one, other) for one, other in zip(found[OWN][1], found[SERVED][1], strict=True))
     assert far_apart(found[OWN][5], found[SERVED][5]) > 0.05
-
-
-def test_nothing_but_the_indexer_depends_on_whom_it_learns_from(make: Callable[..., Any]) -> None:
-    """Not a bit of any other gradient, which the loss does not reach."""
-    gradients = []
-    for distill in (OWN, SERVED):
-        model = make(distill)
-        in_flight(model)
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        assert torch.equal(gradient, gradients[1][name]) != (".indexer." in name), name
 
 
 @pytest.mark.parametrize("distill", [OWN, SERVED])

@@ -26,7 +26,6 @@ from tests.host_reads import host_reads
 S, D, EOD = 32, 128, 256
 LENGTHS = [5, 1, 14, 12]
 FAMILIES = {"A": 1, "F": 5, "M": 3, "R": 12}
-RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +34,11 @@ def make(process: Path) -> Callable[..., Any]:
 
     def build(*words: str, mtp_depth: int = 0) -> Any:
         overrides = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": mtp_depth}}
-        model = stock.build(overrides, preset("nam56r_tiny"), process, *words)
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        model = stock.stirred(stock.build(overrides, preset("nam56r_tiny"), process, *words))
         for layer in model.decoder.layers:  # every layer has a configuration of its own where its checkpoint differs
             layer.config.dsa_indexer_loss_coeff = 0.0
             layer.config.moe_aux_loss_coeff = layer.config.moe_z_loss_coeff = 0.0
-        stock.loss_scale(1.0)
-        return model.train()
+        return model
 
     return build
 
@@ -125,23 +119,11 @@ def test_documents_of_a_row_are_as_if_each_were_alone(plain: Any, way: str) -> N
         torch.testing.assert_close(mine[name], truth, rtol=1e-3, atol=1e-4 * scale, msg=lambda t, n=name: f"{n}: {t}")
 
 
-@pytest.mark.parametrize("way", [None, *WAYS])
-def test_a_document_does_not_depend_on_the_one_before(plain: Any, way: str | None) -> None:
-    tokens, other = draw_tokens(), draw_tokens(4)
-    first = sum(LENGTHS[:3])
-    other[:, first:] = tokens[:, first:]
-    with torch.no_grad():
-        before, after = (losses(plain, each, **(WAYS[way](each) if way else {})) for each in (tokens, other))
-    difference = float(
-        ((before - after) / before)[:, first:].abs().max()
-    )  # experts have other numbers of rows: other rounding
-    assert (difference < 1e-5) if way else (difference > 1e-3)
-
-
 def test_full_recompute_tells_documents_apart_too(make: Callable[..., Any], plain: Any) -> None:
     tokens = draw_tokens()
     truth, found = (
-        gradients(model, losses(model, tokens, **packed(tokens)).sum()) for model in (plain, make(*RECOMPUTE))
+        gradients(model, losses(model, tokens, **packed(tokens)).sum())
+        for model in (plain, make(*stock.full_recompute()))
     )
     assert truth.keys() == found.keys()
     for name, tensor in truth.items():
@@ -193,25 +175,6 @@ def test_masks_make_nobody_wait_but_the_first(make: Callable[..., Any]) -> None:
         assert reads_of(model, **masked(draw_tokens())) == without | {"seq_idx_from_mask": 1, "_masked_documents": 1}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("words", [(), RECOMPUTE], ids=["", "full recompute"])
-def test_documents_are_made_once_a_micro_batch(make: Callable[..., Any], way: str, words: tuple[str, ...]) -> None:
-    """By the first layer that asks, in the forward pass; a recomputed layer is given copies of its tensors."""
-    model, tokens = make(*words), draw_tokens()
-    maker = {"masked": "seq_idx_from_mask", "packed": "seq_idx_from_cu_seqlens"}[way]
-    made = mock.Mock(wraps=getattr(layer_documents(), maker))
-    with mock.patch.object(layer_documents(), maker, made):
-        for micro_batch in (1, 2):
-            gradients(model, losses(model, tokens, **WAYS[way](tokens)).sum())
-            assert made.call_count == micro_batch
-
-
-def layer_documents() -> Any:
-    from megacpp_mcore.layer_specs import documents
-
-    return documents
-
-
 def test_a_mask_is_checked_after_the_first_one_too(make: Callable[..., Any]) -> None:
     model, tokens = make(), draw_tokens()
     with reset_by(True):
@@ -220,18 +183,6 @@ def test_a_mask_is_checked_after_the_first_one_too(make: Callable[..., Any]) -> 
         wrong["attention_mask"][0, 0, 9, 7] ^= True
         with pytest.raises(ModelError, match=r"attention_mask\[0, 0, 9, 7\] is masked"):
             losses(model, tokens, **wrong)
-
-
-def test_a_mask_that_is_written_to_is_read_anew(plain: Any) -> None:
-    """A buffer that holds one micro-batch's mask after the other."""
-    tokens, other = draw_tokens(), draw_tokens().clamp(max=255)
-    told = masked(tokens)
-    with torch.no_grad():
-        before = losses(plain, tokens, **told)
-        told["attention_mask"].copy_(masked(other)["attention_mask"])
-        after = losses(plain, tokens, **told)
-        assert torch.equal(after, losses(plain, tokens, **masked(other)))
-    assert not torch.allclose(before, after, atol=1e-3)
 
 
 def test_a_mask_with_documents_of_a_run_that_has_none_is_refused(make: Callable[..., Any]) -> None:
@@ -392,8 +343,3 @@ def test_packed_samples_that_would_be_balanced_together_are_refused() -> None:
         {"moe_router_load_balancing_type": "aux_loss"},
     ):
         check(PACKED, CUT | change)
-
-
-def test_runs_of_up_to_two_chunks_may_mask() -> None:
-    check({}, {})
-    check({}, {"pipeline_model_parallel_size": 2})

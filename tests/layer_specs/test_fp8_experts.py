@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -61,15 +60,6 @@ def test_a_recipe_differs_from_its_bf16_twin_by_the_file_alone(stem: str, host: 
     assert (*found[:at], *found[at + 2 :]) == plain
     assert "--fp8-format" not in found
     assert {"--bf16", "--moe-grouped-gemm"} <= set(found)
-
-
-def test_the_plans_have_their_four_fields() -> None:
-    assert {name: dataclasses.astuple(plan) for name, plan in precision.PLANS.items()} == {
-        "bf16": ("bf16", "none", "none", "megatron"),
-        "fp32": ("fp32", "none", "none", "megatron"),
-        "bf16_fp8_experts": ("bf16", "experts", "refuse", "megatron"),
-    }
-    assert [name for name, plan in precision.PLANS.items() if plan.file is not None] == ["bf16_fp8_experts"]
 
 
 @pytest.mark.parametrize(
@@ -390,11 +380,3 @@ def test_the_page_has_the_plans_and_the_files_own_words() -> None:
     assert block is not None
     assert yaml.safe_load(block[1]) == _content()
     assert all(name in page for name in RECIPES if name.endswith("_fp8_experts"))
-
-
-def test_a_recipe_config_is_told_from_others_without_megatron() -> None:
-    content = _content()
-    matcher = SimpleNamespace(**{"pattern": content["matchers"]["experts"]["pattern"], "config_key": "fp8_blockwise"})
-    assert precision.is_experts_recipe(SimpleNamespace(configs=content["configs"], matchers=[matcher]))
-    assert not precision.is_experts_recipe(SimpleNamespace(configs=content["configs"], matchers=[object()]))
-    assert not precision.is_experts_recipe(SimpleNamespace(configs={}, matchers=[matcher]))

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import math
 import re
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ import torch
 from megacpp_mcore import patches, settings
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import Model, preset, with_overrides
-from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
 from megacpp_mcore.ops.testing import assert_parity
 from tests import stock
 
@@ -48,13 +46,7 @@ def make(process: Path) -> Callable[..., Any]:
 
     def build(*words: str, mtp_depth: int = 2) -> Any:
         overrides = {**OVERRIDES, "mtp": {"depth": mtp_depth}}
-        model = stock.build(overrides, preset("nam56r_tiny"), process, *words)
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-        stock.loss_scale(1.0)
-        return model.train()
+        return stock.stirred(stock.build(overrides, preset("nam56r_tiny"), process, *words))
 
     return build
 
@@ -302,48 +294,7 @@ def test_no_layer_sees_the_future(still: Any, kind: str, changed: int) -> None:
     assert sees_the_past is (kind != "E" and changed < S - 1)
 
 
-def test_rows_of_a_batch_never_meet(still: Any) -> None:
-    tokens = torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(5))
-    other = tokens.clone()
-    other[1] = (other[1] + 1) % 256
-    with torch.no_grad():
-        assert torch.allclose(run(still, tokens)[0], run(still, other)[0], atol=1e-5)
-
-
 # --- index cache -------------------------------------------------------------------------------------------------------
-
-
-class TestIndexCache:
-    """What micro-batches that follow one another leave; recompute is in test_dsa_index_cache.py."""
-
-    @pytest.fixture
-    def cache(self) -> IndexCache:
-        return IndexCache({9: 5, 13: 5, 25: 21})
-
-    def test_nothing_is_kept_when_all_have_read(self, cache: IndexCache) -> None:
-        index = torch.zeros(1)
-        alive = weakref.ref(index)
-        cache.publish(5, Selection(index))
-        cache.read(9)
-        del index
-        assert alive() is not None
-        cache.read(13)
-        assert alive() is None
-
-    def test_a_layer_reads_only_once_while_others_wait(self, cache: IndexCache) -> None:
-        cache.publish(5, Selection(torch.zeros(1)))
-        cache.read(9)
-        with pytest.raises(ModelError, match="layer 9 shares"):
-            cache.read(9)
-        cache.read(13)
-
-    def test_an_aborted_pass_leaves_nothing_to_the_next(self, cache: IndexCache) -> None:
-        cache.publish(5, Selection(torch.zeros(1)))
-        cache.read(9)
-        fresh = Selection(torch.ones(1))
-        cache.publish(5, fresh)
-        assert cache.read(9) is fresh
-        assert cache.read(13) is fresh
 
 
 def recorded(core: Any) -> list[torch.Tensor]:
@@ -379,21 +330,6 @@ def test_a_shared_layer_without_its_full_layer_raises(still: Any, tokens: torch.
     run(still, tokens)
     with pytest.raises(ModelError, match="has not published any for this micro-batch"):
         shared(hidden_states=x_SBD, attention_mask=causal_mask())
-
-
-def test_models_of_one_process_do_not_share_indices(process: Path, model: Any) -> None:
-    rebuilt = stock.build(OVERRIDES, preset("nam56r_tiny"), process)
-    layer(model, FAMILIES["F"])(hidden_states=random(S, B, D), attention_mask=causal_mask())
-    with pytest.raises(ModelError, match="has not published"):
-        layer(rebuilt, FAMILIES["S"])(hidden_states=random(S, B, D), attention_mask=causal_mask())
-
-
-def test_a_deeper_model_can_be_built_after_a_shallow_one(process: Path, built: Any, tokens: torch.Tensor) -> None:
-    deeper = stock.build(
-        {**OVERRIDES, "depth": 24, "dsa": {"topk": 8, "schedule": "-FS-FF"}}, preset("nam56r_tiny"), process
-    )
-    run(deeper, tokens).sum().backward()
-    assert layer(deeper, 21).self_attention.core_attention.indexer.linear_wk.weight.grad.abs().sum() > 0
 
 
 # --- the stack ---------------------------------------------------------------------------------------------------------
@@ -511,21 +447,13 @@ def test_the_stock_schedule_weighs_every_loss_by_the_number_of_micro_batches(
         assert_parity(found[1][name], gradient, rms=1e-4, name=name)
 
 
-def full(method: str, layers: int) -> tuple[str, ...]:
-    return ("--recompute-granularity", "full", "--recompute-method", method, "--recompute-num-layers", str(layers))
-
-
-def selective(module: str) -> tuple[str, ...]:
-    return ("--recompute-granularity", "selective", "--recompute-modules", module)
-
-
 RECOMPUTE = {
-    **{name: selective(name) for name in ("mla_up_proj", "moe", "shared_experts", "core_attn")},
-    "every layer": full("uniform", 1),
-    "Full and Shared in two checkpoints": full("uniform", 6),
-    "Full and Shared in one checkpoint": full("uniform", 12),
-    "all layers up to the Full one": full("block", 5),
-    "all layers up to the Shared one": full("block", 9),
+    **{name: stock.selective_recompute(name) for name in ("mla_up_proj", "moe", "shared_experts", "core_attn")},
+    "every layer": stock.full_recompute("uniform", 1),
+    "Full and Shared in two checkpoints": stock.full_recompute("uniform", 6),
+    "Full and Shared in one checkpoint": stock.full_recompute("uniform", 12),
+    "all layers up to the Full one": stock.full_recompute("block", 5),
+    "all layers up to the Shared one": stock.full_recompute("block", 9),
 }
 ATTENDED_TWICE = {
     "core_attn": "FS",
@@ -645,21 +573,6 @@ def test_the_loss_has_our_patch_on_gpus_unless_told_not_to(
     patches.revert()
 
 
-def test_the_logged_indexer_loss_is_the_mean_of_those_there_are(process: Path, tokens: torch.Tensor) -> None:
-    """Over the layers that run the indexer, not over all layers, and over micro-batches."""
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
-    model = stock.build({**OVERRIDES, "dsa": {"topk": 8, "schedule": "-FF"}}, preset("nam56r_tiny"), process)
-    DSAIndexerLossLoggingHelper.track_indexer_metrics(1.0, 0, None)
-    for batch in (tokens, tokens.flip(1), tokens):
-        run(model.train(), batch).mean().backward()
-    sums = DSAIndexerLossLoggingHelper.tracker["values"].clone()
-    logged: dict[str, torch.Tensor] = {}
-    DSAIndexerLossLoggingHelper.track_indexer_metrics(1 / 3, 1, None, None, logged)
-    assert torch.count_nonzero(sums) == 2
-    assert torch.allclose(logged["indexer loss"], sums.sum() / 2 / 3)
-
-
 # --- fp32 parameters ---------------------------------------------------------------------------------------------------
 
 FP32 = {"M": {"dt_bias", "D", "b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o"}, "R": {"W", "A_log", "dt_bias", "D"}}
@@ -678,30 +591,6 @@ def test_fp32_parameters_keep_dtype_and_bits_under_a_cast(model: Any, kind: str,
         assert after[name] is before[name][0]
         assert torch.equal(after[name], before[name][1])
         assert not torch.equal(after[name], after[name].bfloat16().float())
-
-
-@pytest.mark.parametrize("kind", FP32)
-def test_fp32_parameters_follow_a_device(model: Any, kind: str) -> None:
-    mixer = layer(model, FAMILIES[kind]).self_attention
-    names = [name for name, _ in mixer.named_parameters()]
-    mixer.to(device="meta", dtype=torch.bfloat16)
-    moved = dict(mixer.named_parameters())
-    assert list(moved) == names
-    assert {parameter.device.type for parameter in moved.values()} == {"meta"}
-    assert {name for name, parameter in moved.items() if parameter.dtype == torch.float32} == FP32[kind]
-    mixer.to_empty(device="cpu")
-    assert {parameter.device.type for parameter in mixer.parameters()} == {"cpu"}
-    assert {name for name, parameter in mixer.named_parameters() if parameter.dtype == torch.float32} == FP32[kind]
-
-
-@pytest.mark.parametrize("kind", FP32)
-def test_fp32_gradients_stay_with_their_parameters(model: Any, tokens: torch.Tensor, kind: str) -> None:
-    mixer = layer(model, FAMILIES[kind]).self_attention
-    run(model, tokens).mean().backward()
-    before = {name: getattr(mixer, name).grad.clone() for name in FP32[kind]}
-    mixer.bfloat16()
-    assert all(torch.equal(getattr(mixer, name).grad, gradient) for name, gradient in before.items())
-    assert mixer.in_proj.weight.grad.dtype == torch.bfloat16
 
 
 def test_a_bf16_run_keeps_them_in_fp32_and_draws_the_same_values(
@@ -760,19 +649,6 @@ def test_every_matrix_is_drawn_by_fan_in(built: Any) -> None:
         assert abs(float(drawn.std()) / expected - 1) < 6 / math.sqrt(2 * drawn.numel()), name
     assert len(seen) == 9
     assert abs(float(built.embedding.word_embeddings.weight.std()) - 1) < 0.05
-
-
-def test_a_start_of_one_standard_deviation_is_stocks(process: Path) -> None:
-    start = {"std": 0.02, "embedding_std": 0.02, "head_gain": 1.0}
-    model = stock.build({**OVERRIDES, "start": start}, preset("nam56r_tiny"), process)
-    for weight, std in (
-        (layer(model, FAMILIES["M"]).self_attention.out_proj.weight, 0.02 / math.sqrt(2 * 12)),
-        (layer(model, FAMILIES["E"]).mlp.experts.weight2, 0.02 / math.sqrt(2 * 12)),
-        (layer(model, FAMILIES["A"]).self_attention.linear_q_up_proj.weight, 0.02),
-        (model.output_layer.weight, 0.02),
-        (model.embedding.word_embeddings.weight, 0.02),
-    ):
-        assert abs(float(weight.std()) / std - 1) < 6 / math.sqrt(2 * weight.numel())
 
 
 # --- weight decay ------------------------------------------------------------------------------------------------------

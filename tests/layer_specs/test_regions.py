@@ -5,7 +5,6 @@ Shape legend: S sequence, B batch.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -17,11 +16,9 @@ from unittest import mock
 
 import pytest
 import torch
-import yaml
 
-from megacpp_mcore import cpu
 from megacpp_mcore.errors import LaunchError, ModelError
-from megacpp_mcore.model import preset, with_overrides
+from megacpp_mcore.model import preset
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.settings import PluginConfig
@@ -48,31 +45,11 @@ def build(process: Path) -> Callable[..., Any]:
         backend: Any = "aot_eager",
         tiny: Any = OVERRIDES,
     ) -> Any:
-        from megatron.core.process_groups_config import ProcessGroupCollection
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-        from megatron.training.models.gpt import GPTModelBuilder
-
         from megacpp_mcore.layer_specs import regions
 
-        destroy_moe_metrics_tracker()
-        file = process / "megacpp.yaml"
-        content = {"model": "nam56r_tiny", "overrides": tiny, "compile": compile, "recompute": list(recompute)}
-        file.write_text(yaml.safe_dump(content))
-        stock_words = stock.cpu_words(with_overrides(preset("nam56r_tiny"), tiny), None, *words)
-        with (
-            mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}),
-            mock.patch.object(regions, "BACKEND", backend),
-        ):
-            model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-            groups = ProcessGroupCollection.use_mpu_process_groups()
-            model = GPTModelBuilder(stock.model_config(stock_words)).build_model(groups)
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-        stock.loss_scale(1.0)
-        return model.train()
+        asked = {"compile": compile, "recompute": list(recompute)}
+        with mock.patch.object(regions, "BACKEND", backend):
+            return stock.stirred(stock.build(tiny, preset("nam56r_tiny"), process, *words, **asked))
 
     return make
 
@@ -211,59 +188,25 @@ def check_gradients(found: dict[str, torch.Tensor], truth: dict[str, torch.Tenso
         assert_parity(found[name], gradient, rms=1e-4, name=name)
 
 
-def test_the_check_of_gradients_can_fail(plain: dict[str, Any]) -> None:
-    broken = dict(plain["gradients"])
-    name = next(iter(broken))
-    broken[name] = broken[name] * 1.001
-    with pytest.raises(AssertionError, match=name):
-        check_gradients(broken, plain["gradients"])
-
-
-def test_a_recomputed_function_runs_twice_only_under_gradients(process: Path) -> None:
-    from megacpp_mcore.layer_specs.regions import recomputed
-
-    calls = []
-
-    @recomputed
-    def product(x: torch.Tensor, scale: float, *, y: torch.Tensor) -> torch.Tensor:
-        calls.append(torch.is_grad_enabled())
-        return (x * y * scale).tanh()
-
-    x, y = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
-    product(x, 2.0, y=y).sum().backward()
-    assert calls == [False, True]
-    truth = torch.autograd.grad((x * y * 2.0).tanh().sum(), (x, y))
-    assert torch.equal(x.grad, truth[0])
-    assert torch.equal(y.grad, truth[1])
-    calls.clear()
-    with mock.patch("megatron.core.tensor_parallel.random.checkpoint", side_effect=AssertionError("entered")):
-        with torch.no_grad():
-            product(x, 2.0, y=y)
-        product(x.detach(), 2.0, y=y.detach())
-        with pytest.raises(AssertionError, match="entered"):
-            product(x, 2.0, y=y)
-    assert len(calls) == 2
-
-
 @pytest.mark.parametrize(
     ("recompute", "words", "names"),
     [
         (
             ["m"],
-            ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
+            stock.full_recompute(),
             "full",
         ),
-        (["experts"], ["--recompute-granularity", "selective", "--recompute-modules", "moe"], "moe for a part"),
+        (["experts"], stock.selective_recompute("moe"), "moe for a part"),
         (
             ["a"],
-            ["--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj"],
+            stock.selective_recompute("mla_up_proj"),
             "mla_up_proj for a part",
         ),
-        (["a"], ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"], "core_attn for a part"),
+        (["a"], stock.selective_recompute("core_attn"), "core_attn for a part"),
     ],
 )
 def test_what_megatron_recomputes_already_is_refused(
-    build: Callable[..., Any], recompute: list[str], words: list[str], names: str
+    build: Callable[..., Any], recompute: list[str], words: tuple[str, ...], names: str
 ) -> None:
     with pytest.raises(ModelError, match=names):
         build(*words, recompute=recompute)
@@ -278,13 +221,6 @@ def test_the_activation_of_experts_is_refused_beside_them() -> None:
     with pytest.raises(ModelError, match="recompute asks for experts, and --recompute-modules moe_act for a part"):
         region_plan(settings, config)
     assert region_plan(dataclasses.replace(settings, recompute=Recompute(m=True)), config).recompute.m
-
-
-def test_megatrons_own_recompute_of_something_else_stands_beside_it(
-    build: Callable[..., Any], plain: dict[str, Any]
-) -> None:
-    words = ["--recompute-granularity", "selective", "--recompute-modules", "shared_experts"]
-    check_gradients(two_micro_batches(build(*words, recompute=["m"])), plain["gradients"])
 
 
 # --- what it asks for ---------------------------------------------------------------------------------------------------
@@ -308,36 +244,3 @@ def test_an_untreated_spec_is_what_it_was() -> None:
     assert plan.spec(spec, "M").module is RegionLayer
     with pytest.raises(ModelError, match=r"family M is a .*Linear"):
         plan.spec(ModuleSpec(module=torch.nn.Linear), "M")
-
-
-def test_the_lane_steps_aside_and_returns(process: Path) -> None:
-    assert torch.cuda.is_available()
-    with contextlib.suppress(KeyError), cpu.stepping_aside():
-        assert not torch.cuda.is_available()
-        assert "TORCHDYNAMO_DISABLE" not in os.environ
-        assert torch.overrides._get_current_function_mode() is None
-        raise KeyError("out")
-    # What a user has disabled stays so.
-    with mock.patch.object(cpu.lane._installed, "dynamo_was_disabled", True), cpu.stepping_aside():
-        assert (os.environ["TORCHDYNAMO_DISABLE"], cpu.answers_here(), torch.cuda.is_available()) == ("1", True, True)
-    assert (os.environ["TORCHDYNAMO_DISABLE"], cpu.answers_here(), torch.cuda.is_available()) == ("1", True, True)
-
-
-class _Allocates(torch.autograd.Function):
-    """Asks for CUDA memory in its backward pass, as Megatron's gathers do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return torch.ones(gradient.shape, device="cuda") + torch.zeros(gradient.shape, device=0)
-
-
-def test_the_lane_answers_inside_a_checkpoints_backward_pass(process: Path) -> None:
-    from megacpp_mcore.layer_specs.regions import recomputed
-
-    x = torch.rand(3, requires_grad=True)
-    recomputed(_Allocates.apply)(x).sum().backward()
-    assert torch.equal(x.grad, torch.ones(3))

@@ -10,7 +10,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,19 +17,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.model import MLA, Mamba3, Model, flops, preset, with_overrides
+from megacpp_mcore.model import Model, flops, preset, with_overrides
 from megacpp_mcore.model.flops import Work
-from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp
-from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_grad, indexer_scores
-from megacpp_mcore.ops.linear_cross_entropy.reference import linear_cross_entropy
-from megacpp_mcore.ops.m2rnn.reference import causal_convolution, m2rnn_chunked
-from megacpp_mcore.ops.mamba3.reference import mamba3
-from megacpp_mcore.ops.mla.reference import mla_attention
-from megacpp_mcore.ops.sparse_mla.reference import attend
+from megacpp_mcore.ops.indexer.reference import causal_topk
 from tests import stock
-
-ROOT = Path(__file__).parents[2]
-WIDTHS = MLA(q_lora_rank=6, kv_lora_rank=12, qk_head_dim=10, qk_pos_emb_head_dim=4, v_head_dim=7)
 
 
 def _in_place_baddbmm(self_shape: Any, a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
@@ -66,166 +56,6 @@ def test_pairs_are_those_of_the_mask_and_of_the_selection(sequence: int, topk: i
     assert flops.causal_pairs(sequence) == int(mask.sum())
     index = causal_topk(torch.randn(1, sequence, sequence), topk)
     assert flops.selected_pairs(sequence, topk) == int((index >= 0).sum())
-
-
-# --- reference ops -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chunk", [None, 4, 5])
-def test_full_core(chunk: int | None) -> None:
-    """The reference multiplies each chunk of queries with all keys up to the chunk's end."""
-    batch, sequence, heads = 2, 13, 3
-    k, v = WIDTHS.qk_head_dim + WIDTHS.qk_pos_emb_head_dim, WIDTHS.v_head_dim
-    q, key, value = leaves((sequence, batch, heads, k), (sequence, batch, heads, k), (sequence, batch, heads, v))
-    forward, _ = counted(lambda: mla_attention(q, key, value, softmax_scale=1.0, query_chunk=chunk))
-    size = chunk or sequence
-    ends = [min(start + size, sequence) for start in range(0, sequence, size)]
-    dense = sum((end - start) * end for start, end in zip([0, *ends], ends, strict=False))
-    ours = flops.full_core(batch * flops.causal_pairs(sequence), heads, WIDTHS)
-    assert Fraction(forward, ours.forward) == Fraction(dense, flops.causal_pairs(sequence))
-    if chunk is None:
-        assert Fraction(forward, ours.forward) == Fraction(2 * sequence, sequence + 1)
-
-
-@pytest.mark.parametrize("sequence", [4, 13])
-def test_full_core_backward(sequence: int) -> None:
-    """Twice the forward, and the checkpoint computes the scores again, not the last product."""
-    heads, k, v = 3, WIDTHS.qk_head_dim + WIDTHS.qk_pos_emb_head_dim, WIDTHS.v_head_dim
-    inputs = leaves((sequence, 2, heads, k), (sequence, 2, heads, k), (sequence, 2, heads, v))
-    dense = flops.full_core(2 * sequence**2, heads, WIDTHS)
-    forward, backward = counted(lambda: mla_attention(*inputs, softmax_scale=1.0))
-    assert (forward, backward) == (dense.forward, dense.backward + Fraction(k, k + v) * dense.forward)
-
-
-@pytest.mark.parametrize("topk", [2, 4, 20])
-def test_sparse_core(topk: int) -> None:
-    """The reference gathers min(topk, S) keys for every query, also where fewer are visible."""
-    batch, sequence, heads, v = 2, 11, 3, WIDTHS.kv_lora_rank
-    width = v + WIDTHS.qk_pos_emb_head_dim
-    q, kv = leaves((sequence, batch, heads, width), (sequence, batch, width))
-    index = causal_topk(torch.randn(batch, sequence, sequence), topk)
-    forward, backward = counted(lambda: attend(q, kv, index, softmax_scale=1.0, value_dim=v))
-    pairs = flops.selected_pairs(sequence, topk)
-    ours = flops.sparse_core(batch * pairs, heads, WIDTHS)
-    gathered = sequence * min(topk, sequence)
-    assert Fraction(forward, ours.forward) == Fraction(gathered, pairs)
-    recomputed = Fraction(width, width + v) * forward
-    assert backward == Fraction(gathered, pairs) * ours.backward + recomputed
-
-
-def test_indexer_scores() -> None:
-    """The reference scores all S × S pairs, and its gradient too is dense; ours is causal, and selected."""
-    batch, sequence, heads, width, latent, hidden = 2, 12, 3, 5, 6, 8
-    q, k, w = leaves((sequence, batch, heads, width), (sequence, batch, width), (sequence, batch, heads))
-    forward, backward = counted(lambda: indexer_scores(q, k, w))
-    sizes = {"hidden": hidden, "q_lora_rank": latent, "heads": heads, "head_dim": width}
-    pairs = batch * sequence**2
-    without = flops.indexer(batch * sequence, 0, 0, **sizes)
-    dense = flops.indexer(batch * sequence, pairs, pairs, **sizes)
-    assert forward == dense.forward - without.forward
-    recomputed = Fraction(width, width + 1) * forward
-    assert backward == dense.backward - without.backward + recomputed
-    causal = flops.indexer(batch * sequence, batch * flops.causal_pairs(sequence), None, **sizes)
-    assert Fraction(forward, causal.forward - without.forward) == Fraction(2 * sequence, sequence + 1)
-    assert causal.backward == 0
-
-
-def test_indexer_gradient() -> None:
-    """Scores of the selected pairs once more, then ours, but for a product of one term with each weight."""
-    batch, sequence, heads, width, topk = 2, 12, 3, 5, 4
-    inputs = leaves((sequence, batch, heads, width), (sequence, batch, width), (sequence, batch, heads))
-    index = causal_topk(torch.randn(batch, sequence, sequence), topk)
-    with counter() as count:
-        indexer_grad(*inputs, index, torch.rand(index.shape), 1.0)
-    gathered = batch * sequence * topk
-    sizes = {"hidden": 8, "q_lora_rank": 6, "heads": heads, "head_dim": width}
-    without = flops.indexer(batch * sequence, 0, 0, **sizes)
-    ours = flops.indexer(batch * sequence, gathered, gathered, **sizes)
-    again = ours.forward - without.forward
-    assert count.get_total_flops() == again + ours.backward - without.backward - 2 * gathered * heads
-
-
-def test_indexer_projections() -> None:
-    """Detached inputs: the gradient of each weight, and nothing else."""
-    tokens, hidden, latent, heads, width = 10, 8, 6, 3, 5
-    x, qr = torch.randn(tokens, hidden), torch.randn(tokens, latent)
-    wq, wk, ww = leaves((latent, heads * width), (hidden, width), (hidden, heads))
-    forward, backward = counted(lambda: (qr @ wq).sum() + (x @ wk).sum() + (x @ ww).sum())
-    ours = flops.indexer(tokens, 0, 0, hidden=hidden, q_lora_rank=latent, heads=heads, head_dim=width)
-    assert (forward, backward) == (ours.forward, ours.backward)
-
-
-@pytest.mark.parametrize("rank", [1, 2, 4])
-@pytest.mark.parametrize("sequence", [16, 21])
-def test_mamba_scan(rank: int, sequence: int) -> None:
-    """Equal as they are: the last chunk is padded on both sides."""
-    batch, heads = 2, 4
-    ssm = Mamba3(head_dim=6, groups=2, state=8, mimo_rank=rank, chunk=8)
-    x, z, b, c, dt, a, trap, angles = leaves(
-        (sequence, batch, heads, 6), (sequence, batch, heads, 6),
-        (sequence, batch, 2, rank, 8), (sequence, batch, 2, rank, 8),
-        *[(sequence, batch, heads)] * 3, (sequence, batch, ssm.angles),
-    )  # fmt: skip
-    names = ("mimo_x", "mimo_z", "mimo_o")
-    mixes = dict(zip(names, leaves(*[(heads, rank, 6)] * 3), strict=True)) if rank > 1 else {}
-    weights = dict(zip(("b_norm_weight", "c_norm_weight"), leaves((8,), (8,)), strict=True))
-    biases = dict(zip(("b_bias", "c_bias"), leaves((heads, rank, 8), (heads, rank, 8)), strict=True))
-    scalars = dict(zip(("dt_bias", "D"), leaves((heads,), (heads,)), strict=True))
-    forward, backward = counted(
-        lambda: mamba3(
-            x, z, b, c, dt, a, trap, angles,
-            **scalars, **biases, **weights, **mixes, chunk_size=8, A_floor=1e-4, eps=1e-5,
-        )[0]
-    )  # fmt: skip
-    ours = flops.mamba_scan(batch, sequence, heads, ssm)
-    assert (forward, backward) == (ours.forward, ours.backward)
-
-
-def _recurrence(batch: int, sequence: int, heads: int, k: int, v: int) -> list[torch.Tensor]:
-    return [
-        *leaves((batch, sequence, 1, k), (batch, sequence, 1, k), (batch, sequence, heads, v), (heads, v, v)),
-        torch.rand(batch, sequence, heads, requires_grad=True),
-    ]
-
-
-def test_recurrence_in_chunks() -> None:
-    """Its own backward runs ``h W`` again, and three products of an outer product's gradient (dk and dv) instead of one."""
-    batch, sequence, heads, k, v = 2, 7, 3, 5, 4
-    inputs = _recurrence(batch, sequence, heads, k, v)
-    forward, backward = counted(lambda: m2rnn_chunked(*inputs, checkpoint_every=3))
-    ours = flops.m2rnn_recurrence(batch * sequence, heads, k, v)
-    one = 2 * batch * sequence * heads * k * v  # a product of one value for each entry of the state
-    assert forward == ours.forward == one * (v + 1)
-    assert backward == ours.backward + one * v + one
-
-
-@pytest.mark.parametrize("counts", [[4, 0, 9], [0, 0, 13]])
-def test_routed_experts(counts: list[int]) -> None:
-    x, first, second = leaves((13, 6), (3, 5, 6), (3, 6, 5))
-    forward, backward = counted(lambda: grouped_mlp(x, torch.tensor(counts), first, second, None))
-    ours = flops.feed_forward(13, 6, 5)
-    assert (forward, backward) == (ours.forward, ours.backward)
-
-
-def test_head_and_loss() -> None:
-    """The loss itself is element-wise."""
-    hidden, weight = leaves((13, 6), (11, 6))
-    found = counted(lambda: linear_cross_entropy(hidden, weight, torch.arange(13) % 11))
-    assert found == dataclasses.astuple(flops.product(13 * 6 * 11))
-
-
-def test_gated_feed_forward() -> None:
-    x, up, gate, down = leaves((13, 6), (6, 5), (6, 5), (5, 6))
-    assert counted(lambda: ((x @ up) * (x @ gate).sigmoid()) @ down) == dataclasses.astuple(
-        flops.feed_forward(13, 6, 5, gated=True)
-    )
-
-
-def test_convolution() -> None:
-    """Forward is equal; torch's formula for the backward of a depthwise convolution multiplies by the channels once more."""
-    x, weight, bias = leaves((2, 9, 6), (6, 4), (6,))
-    forward, _ = counted(lambda: causal_convolution(x, weight, bias))
-    assert forward == flops.depthwise_convolution(2 * 9, 6, 4).forward
 
 
 # --- a model that stock Megatron built ---------------------------------------------------------------------------------

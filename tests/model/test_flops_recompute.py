@@ -9,14 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from megacpp_mcore.errors import ModelError
@@ -57,7 +54,7 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
 
     @functools.cache
     def count(words: tuple[str, ...] = (), own: tuple[str, ...] = ()) -> int:
-        model = _build(folder, words, own)
+        model = stock.build(OVERRIDES, preset("nam56r_tiny"), folder, *words, recompute=list(own)).train()
         stock.loss_scale(1.0)
         counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: _in_place_baddbmm})
         counter.mod_tracker = _NoModules()  # type: ignore[assignment]
@@ -68,22 +65,6 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
 
     with stock.one_process(folder / "store"):
         yield count
-
-
-def _build(folder: Path, words: Sequence[str], own: Sequence[str]) -> Any:
-    """As ``stock.build``, with ``recompute`` in the file."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-    from megatron.training.models.gpt import GPTModelBuilder
-
-    destroy_moe_metrics_tracker()
-    file = folder / "megacpp.yaml"
-    file.write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": OVERRIDES, "recompute": list(own)}))
-    with mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}):
-        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-        config = stock.model_config(stock.cpu_words(SMALL, None, *words))
-        return GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups()).train()
 
 
 PADDING = 4
@@ -105,25 +86,13 @@ def surplus(again: flops.Step) -> int:
     return found + padded * flops.product(STEP.tokens * PADDING * SMALL.hidden_size).forward
 
 
-FULL = ("--recompute-granularity", "full", "--recompute-method")
-
-
-def selective(*modules: str) -> tuple[str, ...]:
-    return ("--recompute-granularity", "selective", "--recompute-modules", *modules)
-
-
 CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "full": ((*FULL, "uniform", "--recompute-num-layers", "1"), ()),
-    "block": ((*FULL, "block", "--recompute-num-layers", "5"), ()),
-    "core_attn": (selective("core_attn"), ()),
-    "mla_up_proj": (selective("mla_up_proj"), ()),
-    "mlp": (selective("mlp"), ()),
-    "moe": (selective("moe"), ()),
-    "shared": (selective("shared_experts"), ()),
-    "nested": (selective("moe", "shared_experts"), ()),
-    "a": ((), ("a",)),
-    "m and r": ((), ("m", "r")),
-    "experts beside stock's": (selective("shared_experts", "mla_up_proj"), ("experts",)),
+    "full": (stock.full_recompute(), ()),
+    "block": (stock.full_recompute("block", 5), ()),
+    "core_attn and mlp": (stock.selective_recompute("core_attn", "mlp"), ()),
+    "nested": (stock.selective_recompute("moe", "shared_experts"), ()),
+    "a, m and r": ((), ("a", "m", "r")),
+    "experts beside stock's": (stock.selective_recompute("shared_experts", "mla_up_proj"), ("experts",)),
 }
 
 

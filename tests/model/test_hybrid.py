@@ -49,17 +49,6 @@ def test_there_and_back_is_where_it_began(drawn: tuple[Pattern, tuple[str | None
 SYMBOLS = "+DMEG"
 
 
-@given(st.lists(st.text(SYMBOLS, min_size=1, max_size=8), min_size=1, max_size=4), st.integers(0, 3))
-def test_back_and_there_is_the_same_text(stages: list[str], depths: int) -> None:
-    text = "|".join(stages) + "/+-" * depths
-    found = from_hybrid(text)
-    roles = tuple(
-        None if letter != "A" else "F" if number in found.sparse else "-"
-        for number, letter in enumerate(found.layers, start=1)
-    )
-    assert to_hybrid(found.pattern, roles) == text
-
-
 @given(st.text("+DMEG|/-*AR x", max_size=12))
 def test_a_text_is_taken_as_it_is_or_refused(text: str) -> None:
     try:
@@ -146,23 +135,6 @@ def test_the_plan_says_of_each_symbol_whose_it_is_and_why() -> None:
     assert all(
         f"{'native' if slot.native else 'ours'}: {slot.why}" in line for slot, line in zip(SLOTS, lines, strict=True)
     )
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        found.text = "M"  # type: ignore[misc]
-
-
-def test_the_plan_holds_what_the_model_uses() -> None:
-    model = with_overrides(TINY, {"pattern": "AEM", "depth": 3, "dsa": {"schedule": "-"}, "mtp": {"depth": 0}})
-    assert [slot.symbol for slot in plan(model).slots] == ["+", "M", "E"]
-    assert plan(model).text == plan(model).symbols == "+EM"
-
-
-def test_the_slots_are_fields_of_stocks_own() -> None:
-    from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
-    from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
-
-    fields = {field.name for field in dataclasses.fields(HybridStackSubmodules)}
-    assert {slot.attribute for slot in SLOTS} - {None} <= fields
-    assert {symbol for slot in SLOTS for symbol in slot.symbol} <= Symbols.VALID_LAYERS
 
 
 def test_stages_are_those_of_the_layout_or_of_the_pattern() -> None:
@@ -194,10 +166,6 @@ def test_each_contradiction_of_a_pattern_is_said_with_the_pattern_to_give(text: 
     assert "--hybrid-layer-pattern '+EMEDEMEDEMG/+-'" in found
 
 
-def test_stages_are_not_the_models_affair() -> None:
-    assert contradictions(TINY, "+EM|EDEME|DEMG/+-") == []
-
-
 # --- words -------------------------------------------------------------------------------------------------------------
 
 
@@ -225,11 +193,6 @@ def test_the_pattern_carries_the_stages_and_no_other_word_does() -> None:
         lower(TINY, Layout(pipeline=3), CUDA, HYBRID)
 
 
-def test_a_host_that_is_not_known() -> None:
-    with pytest.raises(ModelError, match="the host is 'bert'; expected one of gpt, hybrid"):
-        lower(TINY, Layout(), CUDA, "bert")
-
-
 def described(model: Model) -> SimpleNamespace:
     asked = {argument.field: argument.expected for argument in model_arguments(model, HYBRID)}
     return SimpleNamespace(**asked, vocab_size=model.vocab_size, hybrid_layer_pattern=plan(model).text)
@@ -253,12 +216,6 @@ def test_every_mismatch_is_listed_at_once() -> None:
     assert [line.split(":")[0].strip() for line in lines[1:5]] == [
         "hidden_size", "experimental_attention_variant", "moe_layer_freq", "hybrid_layer_pattern",
     ]  # fmt: skip
-
-
-def test_gptmodel_takes_no_hybrid_pattern() -> None:
-    """Stock would start the output projections from other weights, and say nothing."""
-    (argument,) = [argument for argument in model_arguments(TINY) if argument.field == "is_hybrid_model"]
-    assert (argument.expected, argument.remedy) == (False, "without --hybrid-layer-pattern")
 
 
 @pytest.mark.parametrize(

@@ -81,23 +81,9 @@ def test_refusals(text: str, character: str, position: int, says: str) -> None:
     assert says in str(raised.value)
 
 
-@pytest.mark.parametrize("found", [None, 7, ["A"], b"A"])
-def test_only_strings_are_patterns(found: object) -> None:
-    with pytest.raises(PatternError, match=f"found {type(found).__name__}"):
-        parse(found)  # type: ignore[arg-type]
-
-
 def test_an_empty_pattern_is_refused() -> None:
     with pytest.raises(PatternError, match="empty"):
         parse("")
-
-
-@settings(deadline=None)
-@given(letters, st.integers(1, 60))
-def test_tiling_repeats_the_letters(text: str, depth: int) -> None:
-    tiled = parse(text).layers(depth)
-    assert len(tiled) == depth
-    assert all(tiled[i] == text[i % len(text)] for i in range(depth))
 
 
 @settings(deadline=None)
@@ -117,14 +103,6 @@ def test_the_depth_is_positive(depth: int) -> None:
         parse("AE").layers(depth)
 
 
-def test_mtp_parts_are_no_trunk_layers() -> None:
-    parsed = parse("AEME/A/A")
-    assert parsed.stages == ("AEME",)
-    assert parsed.mtp == ("A", "A")
-    assert parsed.layers(8) == "AEMEAEME"
-    assert not parsed.staged
-
-
 def test_the_52_layers_of_nam56r(layers: str) -> None:
     numbers = {letter: [i for i, found in enumerate(layers, 1) if found == letter] for letter in "AEMR"}
     assert numbers["A"] == list(range(1, 50, 4))
@@ -140,24 +118,12 @@ def test_dsa_and_index_cache_of_nam56r(roles: tuple[str | None, ...]) -> None:
     assert source_layers(roles) == {9: 5, 13: 5, 25: 21, 29: 21, 41: 37, 45: 37}
 
 
-def test_a_shared_layer_reads_the_nearest_full_layer_even_across_full_mla() -> None:
-    assert source_layers(attention_roles("AAAAA", "FS-SF")) == {2: 1, 4: 1}
-
-
 @pytest.mark.parametrize(("schedule", "layer"), [("S", 1), ("-S", 5), ("--SF", 9)])
 def test_a_shared_layer_needs_a_full_one_below(schedule: str, layer: int) -> None:
     with pytest.raises(PatternError, match=rf"layer {layer} is Shared \('S'\) with no Full"):
         attention_roles(parse(NAM56R).layers(52), schedule)
     with pytest.raises(PatternError, match="layer 2 is Shared"):
         source_layers((None, "S"))
-
-
-@settings(deadline=None)
-@given(st.text(alphabet="-FS", max_size=3), st.characters().filter(lambda c: c not in "-FS"))
-def test_an_unknown_role_is_named_with_its_place(before: str, character: str) -> None:
-    with pytest.raises(PatternError) as raised:
-        attention_roles("A" * 8, before + character)
-    assert f"character {character!r} at position {len(before) + 1} is not known" in str(raised.value)
 
 
 def test_schedules_that_do_not_fit() -> None:

@@ -94,23 +94,6 @@ def test_each_problem_is_said_and_what_to_do(install: Install, versions: dict[st
     assert str(refused.value) == found
 
 
-@pytest.mark.parametrize("without", [*((name,) for name in MODULES), MODULES])
-def test_what_bridge_imports_and_is_not_there_is_named(install: Install, without: tuple[str, ...]) -> None:
-    install(without=without)
-    assert bridge.problem() == (
-        f"Megatron-Bridge needs {', '.join(without)}, not installed here; {bridge.INSTALLATION}"
-    )
-
-
-def test_the_installation_itself_is_asked() -> None:
-    """Without anything made up: of what is installed here and what is not."""
-    assert bridge._version("pytest") == pytest.__version__
-    assert bridge._version("no-such-package-as-this") is None
-    assert bridge._found("packaging.version")
-    assert not bridge._found("packaging.no_such_module")
-    assert not bridge._found("no_such_package.module")
-
-
 def overridden(**sizes: object) -> list[str]:
     return [f"model.{name}={value}" for name, value in sizes.items()]
 
@@ -181,16 +164,6 @@ def test_stages_are_looked_at_unless_an_override_draws_them(tmp_path: Path) -> N
     for overrides in ([], ["model.pipeline_model_parallel_layout=Et*9|t*3mL"]):
         with pytest.raises(ModelError, match="experts"):
             run.check_stages(tiny, Layout(expert=3), overrides, None)
-
-
-def test_replicas_share_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    train = SimpleNamespace(global_batch_size=8, micro_batch_size=2)
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    run.check_batches(SimpleNamespace(train=train), Layout(pipeline=2))
-    with pytest.raises(
-        LaunchError, match=r"global batch of 8 is not a multiple of the micro-batch \(2\) × 8 data-parallel"
-    ):
-        run.check_batches(SimpleNamespace(train=train), Layout(expert=8))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

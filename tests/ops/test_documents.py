@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend
 from megacpp_mcore.errors import DataError, ModelError
 from megacpp_mcore.ops.indexer.reference import indexer_loss, indexer_scores, select
 from megacpp_mcore.ops.indexer.training import TargetSum
-from megacpp_mcore.ops.m2rnn.reference import causal_convolution, m2rnn, m2rnn_chunked, m2rnn_sequential
-from megacpp_mcore.ops.mamba3.reference import mamba3, mamba3_angles
+from megacpp_mcore.ops.m2rnn.reference import m2rnn, m2rnn_chunked, m2rnn_sequential
+from megacpp_mcore.ops.mamba3.reference import mamba3
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.mla.sdpa import sdpa_attention
 from megacpp_mcore.ops.packed.documents import (
@@ -132,14 +132,6 @@ def test_mamba3_of_a_document_does_not_change_with_another_one_by_a_bit() -> Non
     assert not torch.equal(before[:13], after[:13])
 
 
-def test_angles_begin_at_zero_in_every_document() -> None:
-    angles, dt = draw({"a": (1, 9, 2), "b": (1, 9, H)}, 3).values()
-    seq_idx = torch.tensor([[4, 4, 4, 7, 9, 9, 9, 9, 9]]).int()  # numbers need not be consecutive, only differ
-    found = mamba3_angles(angles, dt, seq_idx)
-    for cut in (slice(0, 3), slice(3, 4), slice(4, 9)):
-        torch.testing.assert_close(found[:, cut], mamba3_angles(angles[:, cut], dt[:, cut]), rtol=1e-12, atol=1e-12)
-
-
 # --- R -----------------------------------------------------------------------------------------------------------------
 
 
@@ -231,21 +223,7 @@ def test_the_mixer_of_r_may_be_cut_anywhere(documents: bool, cut: int) -> None:
         torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-10)
 
 
-@_PROPERTY
-@given(lengths=LENGTHS, kernel=st.integers(1, 5))
-def test_the_convolution_of_r(lengths: list[int], kernel: int) -> None:
-    def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
-        return causal_convolution(tokens["x"], shared["weight"], shared["bias"], seq_idx)
-
-    tokens = draw({"x": (2, sum(lengths), P)}, 0)
-    check_separate(compute, tokens, draw({"weight": (P, kernel), "bias": (P,)}, 1), lengths)
-
-
 # --- A -----------------------------------------------------------------------------------------------------------------
-
-
-def mask_of(seq_idx: torch.Tensor | None) -> torch.Tensor | None:
-    return None if seq_idx is None else other_documents(seq_idx)
 
 
 @_PROPERTY
@@ -421,21 +399,6 @@ def test_forms_are_shared_by_copies_and_made_anew_after_a_write() -> None:
     assert storage() is None
 
 
-def test_empty_sequences_have_no_row() -> None:
-    assert seq_idx_from_cu_seqlens(torch.tensor([0, 2, 2, 5]), 5).tolist() == [[0, 0, 2, 2, 2]]
-
-
-@_PROPERTY
-@given(lengths=LENGTHS)
-def test_a_segmented_sum_is_the_sum_of_each_segment(lengths: list[int]) -> None:
-    seq_idx, values = number(lengths), torch.randn(2, sum(lengths), 3, dtype=torch.float64)
-    found = segmented_cumsum(values, document_starts(seq_idx, batch=2, rows=sum(lengths)))
-    for row in range(2):
-        for document in seq_idx[row].unique():
-            inside = seq_idx[row] == document
-            torch.testing.assert_close(found[row, inside], values[row, inside].cumsum(0), rtol=1e-12, atol=1e-12)
-
-
 def test_no_nan_of_one_document_reaches_the_sums_of_the_next() -> None:
     values = torch.tensor([[1.0, float("nan"), 2.0, 3.0]])
     assert segmented_cumsum(values, torch.tensor([[False, False, True, False]]))[0, 2:].tolist() == [2.0, 5.0]
@@ -480,11 +443,6 @@ def test_lengths_that_do_not_fit_the_rows_are_refused(numbers: list[int]) -> Non
         seq_idx_from_cu_seqlens(wrong, 5)
     with pytest.raises(ModelError, match=message):
         seq_idx_from_cu_seqlens(right, 5, of_keys=wrong)
-
-
-def test_long_lists_of_lengths_are_abridged() -> None:
-    with pytest.raises(ModelError, match=r"cu_seqlens is \[0, 1, 2, 3, 4, 5, 6, 7, …, 19\], expected"):
-        seq_idx_from_cu_seqlens(torch.arange(20), 5)
 
 
 def test_keys_of_other_documents_are_refused() -> None:

@@ -112,11 +112,6 @@ def test_scores_in_low_precision_are_fp32(dtype):
     assert_parity(actual, expected, rms=1e-6, name="score")
 
 
-def test_scores_gradcheck():
-    inputs = draw(5, 4, H=2, D=3)
-    assert torch.autograd.gradcheck(lambda *t: indexer_scores(*t, query_chunk=2), inputs)
-
-
 def test_nothing_with_heads_and_keys_is_kept():
     S, B, H = 48, 2, 4
     q, k, w = inputs = draw(S, S, B=B, H=H, D=5)
@@ -182,14 +177,6 @@ def test_selection_is_the_topk_of_the_scores(query_chunk, packed):
     assert torch.equal(index, loop_topk(loop_scores(*inputs), 5, visible))
 
 
-def test_selection_reads_strided_inputs():
-    q, k, w = (t.detach() for t in draw(23, 23))
-    wide = torch.cat([q.flatten(2), k, w], dim=2)  # as one projection would write them
-    strided = (wide[..., :15].unflatten(2, (3, 5)), wide[..., 15:20], wide[..., 20:])
-    assert not any(t.is_contiguous() for t in strided)
-    assert torch.equal(select(*strided, 5), select(q, k, w, 5))
-
-
 def test_no_more_scores_at_a_time_than_the_scratch_holds(monkeypatch):
     """A chunk's scores with their heads fit the bound, and the selection is the same."""
     S, B, H = 64, 2, 3
@@ -204,10 +191,6 @@ def test_no_more_scores_at_a_time_than_the_scratch_holds(monkeypatch):
     assert torch.equal(select(*inputs, 7, run_block=block), whole)
     assert len(seen) == 5  # 13 queries of 384 numbers each
     assert max(seen) <= 5000
-
-
-def test_topk_gives_no_gradient():
-    assert not causal_topk(draw_scores(1, 4), 2).requires_grad
 
 
 @pytest.mark.parametrize("topk", [1, 3, 20])
@@ -254,32 +237,6 @@ def test_dense_loss_matches_loop():
         assert torch.equal(have[~visible], torch.zeros_like(have[~visible]))
 
 
-def test_dense_loss_is_the_sparse_loss_over_every_key():
-    score, target = draw_scores(2, 9), draw_target((2, 9, 9))
-    index = causal_topk(score, 9)
-    selected = target.gather(-1, index.clamp_min(0).long())
-    torch.testing.assert_close(
-        indexer_loss(score, index, selected), indexer_loss_dense(score, target), rtol=1e-12, atol=0
-    )
-
-
-def test_loss_is_zero_only_for_the_same_distribution():
-    score = draw_scores(2, 9)
-    index = causal_topk(score, 4)
-    chosen = score.detach().gather(-1, index.clamp_min(0).long())
-    same = 7.0 * chosen.exp()  # any positive scale of the same distribution
-    assert indexer_loss(score, index, same).abs() < 1e-14
-    (gradient,) = torch.autograd.grad(indexer_loss(score, index, same), score)
-    assert gradient.abs().max() < 1e-14
-    other = same.clone()
-    other[1, 6, 2] *= 1.1
-    assert indexer_loss(score, index, other) > 1e-6
-    everywhere = 3.0 * score.detach().exp()
-    assert indexer_loss_dense(score, everywhere).abs() < 1e-14
-    everywhere[0, 8, 3] *= 1.1
-    assert indexer_loss_dense(score, everywhere) > 1e-6
-
-
 def test_padding_never_leaks():
     score = draw_scores(1, 6)
     index = causal_topk(score, 4)
@@ -294,43 +251,6 @@ def test_padding_never_leaks():
     (gradient,) = torch.autograd.grad(nothing, score)
     assert float(nothing.detach()) == 0.0
     assert torch.equal(gradient, torch.zeros_like(gradient))
-
-
-def test_zero_target_mass_contributes_nothing():
-    score = draw_scores(1, 6)
-    index = causal_topk(score, 4)
-    target = draw_target(index.shape)
-    target[0, 4] = 0.0
-    (gradient,) = torch.autograd.grad(indexer_loss(score, index, target), score)
-    assert torch.equal(gradient[0, 4], torch.zeros(6, dtype=torch.float64))
-    assert gradient[0, 5].abs().sum() > 0
-
-
-def test_target_gets_no_gradient():
-    score = draw_scores(1, 6)
-    index = causal_topk(score, 4)
-    target = draw_target(index.shape).requires_grad_()
-    assert torch.autograd.grad(indexer_loss(score, index, target), target, allow_unused=True) == (None,)
-
-
-def test_losses_gradcheck():
-    score = draw_scores(2, 5)
-    masked = torch.zeros(2, 1, 5, 5, dtype=torch.bool)
-    masked[1, 0, 3] = True
-    index = blinded(causal_topk(score, 3))
-    sparse, dense = draw_target(index.shape), draw_target((2, 5, 5))
-    assert torch.autograd.gradcheck(lambda s: indexer_loss(s, index, sparse), [score])
-    assert torch.autograd.gradcheck(lambda s: indexer_loss_dense(s, dense, attention_mask=masked), [score])
-
-
-def test_loss_trains_every_indexer_input():
-    inputs = draw(9, 9)
-    score = indexer_scores(*inputs, query_chunk=4)
-    index = causal_topk(score, 4)
-    loss = indexer_loss(score, index, draw_target(index.shape))
-    for name, gradient in zip("qkw", torch.autograd.grad(loss, inputs), strict=True):
-        assert gradient.isfinite().all()
-        assert gradient.abs().sum() > 0, f"the loss does not reach {name}"
 
 
 # --- the gradient as an op ------------------------------------------------------------------------------------------------
@@ -357,18 +277,6 @@ def test_gradient_is_that_of_the_loss(query_chunk, coefficient):
     assert torch.equal(found[0][5, 1], torch.zeros_like(found[0][5, 1]))
 
 
-def test_gradient_against_finite_differences():
-    inputs = [t.detach() for t in draw(7, 7, H=2, D=3)]
-    index = causal_topk(indexer_scores(*inputs), 3)
-    target = draw_target(index.shape)
-    _, *found = indexer_grad(*inputs, index, target, 1.0)
-    for number, gradient in enumerate(found):
-        direction = torch.randn(gradient.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-        moved = [[*inputs[:number], inputs[number] + step * direction, *inputs[number + 1 :]] for step in (1e-6, -1e-6)]
-        up, down = (indexer_grad(*tensors, index, target, 1.0)[0] for tensors in moved)
-        torch.testing.assert_close((gradient * direction).sum(), (up - down) / 2e-6, rtol=1e-7, atol=1e-10)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_in_low_precision(dtype):
     low = [t.detach() for t in draw(777, 777, B=1, H=2, D=8, dtype=dtype)]
@@ -383,22 +291,6 @@ def test_gradient_in_low_precision(dtype):
         # Query 0 selects one key: its gradient is 0 up to rounding. In fp32 autograd over all keys has 3.6e-5 (of w, whose
         # gradient sums terms that cancel).
         assert_parity(have[1:], want[1:], rms=4e-5 if dtype == torch.float32 else 5e-3, name=f"d{name}")
-
-
-@pytest.mark.parametrize("damage", ["dropped row", "scale", "flipped sign of a head weight"])
-def test_parity_notices(damage):
-    q, k, w = (t.detach() for t in draw(31, 31))
-    expected = indexer_scores(q, k, w)
-    if damage == "dropped row":
-        wrong = expected.clone()
-        wrong[1, 30] = 0
-    elif damage == "scale":
-        wrong = indexer_scores(q, k, w * 1.01)
-    else:
-        w[30, 1, 0] *= -1
-        wrong = indexer_scores(q, k, w)
-    with pytest.raises(AssertionError):
-        assert_parity(wrong, expected, rms=5e-3, name="score")
 
 
 def bad_calls():

@@ -5,18 +5,13 @@ Shape legend: S queries, T keys, B batch, H heads, K query-key width, V value wi
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
-from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.mla.sdpa import sdpa_attention
 from megacpp_mcore.ops.testing import assert_parity
-from megacpp_mcore.ops.visibility import query_chunks
 from tests.ops.saved_tensors import saved_bytes
 
 SCALE = 0.3
@@ -105,22 +100,6 @@ def test_not_causal_and_more_or_fewer_keys(S, T):
     assert_parity(actual, loop_truth(*inputs, ~masked[:, 0]), rms=1e-12, name="masked o")
 
 
-@pytest.mark.parametrize("op", [mla_attention, partial(sdpa_attention, backend=SDPBackend.MATH)])
-def test_strided_parts_of_a_projection(op):
-    """Query, key and value as parts of one tensor's rows: nothing need be made contiguous before, and o is."""
-    inputs, whole = draw(7, 7), torch.zeros(7, 2, 3, 16 + 8, dtype=torch.float64)
-    parts = [whole[..., :6], whole[..., 8:14], whole[..., 16:20]]
-    for part, tensor in zip(parts, inputs, strict=True):
-        part.copy_(tensor.detach())
-    strided = [part.requires_grad_() for part in (part.detach() for part in parts)]
-    assert not any(part.is_contiguous() for part in strided)
-    actual, expected = op(*strided, softmax_scale=SCALE), op(*inputs, softmax_scale=SCALE)
-    assert actual.is_contiguous()
-    assert torch.equal(actual, expected)
-    for have, want in zip(gradients(actual, strided), gradients(expected, inputs), strict=True):
-        assert torch.equal(have, want)
-
-
 @pytest.mark.parametrize("op", [mla_attention, sdpa_attention])
 def test_refuses_documents_that_do_not_fit(op):
     q, k, v = draw(7, 7)
@@ -139,15 +118,6 @@ def test_sdpa_refuses_documents_beside_a_mask():
             sdpa_attention(q, k, v, softmax_scale=SCALE, seq_idx=documents, **more)
 
 
-def test_future_is_invisible_bit_for_bit():
-    q, k, v = (t.detach() for t in draw(8, 8))
-    before = mla_attention(q, k, v, softmax_scale=SCALE)
-    k[5:], v[5:] = 1e6, -1e6
-    after = mla_attention(q, k, v, softmax_scale=SCALE)
-    assert torch.equal(before[:5], after[:5])
-    assert not torch.equal(before[5:], after[5:])
-
-
 def test_masked_key_and_blind_query_are_exactly_zero():
     inputs = draw(6, 6)
     masked = torch.zeros(2, 1, 6, 6, dtype=torch.bool)
@@ -163,32 +133,6 @@ def test_masked_key_and_blind_query_are_exactly_zero():
         assert gradient.abs().sum() > 0
 
 
-def test_gradcheck():
-    inputs = draw(5, 5, H=2, K=3, V=2)
-    masked = torch.zeros(2, 1, 5, 5, dtype=torch.bool)
-    masked[1, 0, 3] = True
-
-    def attend(*inputs):
-        return mla_attention(*inputs, softmax_scale=SCALE, attention_mask=masked, query_chunk=2)
-
-    assert torch.autograd.gradcheck(attend, inputs)
-
-
-def test_same_gradients_under_full_recompute():
-    inputs = draw(9, 9)
-    plain = gradients(mla_attention(*inputs, softmax_scale=SCALE, query_chunk=4), inputs)
-
-    def attend(*inputs):
-        return mla_attention(*inputs, softmax_scale=SCALE, query_chunk=4)
-
-    # Megatron's full recompute is re-entrant: the chunks' own checkpoints then run inside its backward pass.
-    output = checkpoint(attend, *inputs, use_reentrant=True)
-    cotangent = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    output.backward(cotangent)
-    for tensor, want in zip(inputs, plain, strict=True):
-        assert torch.equal(tensor.grad, want)
-
-
 def test_no_score_is_kept_for_backward():
     S, B, H = 48, 2, 4
     inputs = draw(S, S, B=B, H=H, K=6, V=4)
@@ -198,32 +142,6 @@ def test_no_score_is_kept_for_backward():
     q, k, v = inputs
     naive = saved_bytes(lambda: torch.einsum("bhst,tbhv->sbhv", torch.einsum("sbhk,tbhk->bhst", q, k).softmax(-1), v))
     assert naive >= B * H * S * S * q.itemsize > kept
-
-
-def test_query_chunks_cover_and_keep_to_the_budget():
-    for num_queries in (1, 5, 64):
-        for per_query in (1, 7, 1000):
-            chunks = query_chunks(num_queries, per_query, 70, None)
-            assert [i for rows in chunks for i in rows] == list(range(num_queries))
-            assert all(len(rows) == 1 or len(rows) * per_query <= 70 for rows in chunks)
-    assert [len(rows) for rows in query_chunks(7, 1, 1, 3)] == [3, 3, 1]
-
-
-@pytest.mark.parametrize("damage", ["key dropped from one row", "scale", "sign of one head"])
-def test_parity_notices(damage):
-    q, k, v = (t.detach() for t in draw(31, 31))
-    expected = mla_attention(q, k, v, softmax_scale=SCALE)
-    masked = torch.zeros(2, 1, 31, 31, dtype=torch.bool)
-    masked[1, 0, 30, 17] = True
-    wrong = expected.clone()
-    if damage == "key dropped from one row":
-        wrong = mla_attention(q, k, v, softmax_scale=SCALE, attention_mask=masked)
-    elif damage == "scale":
-        wrong = mla_attention(q, k, v, softmax_scale=SCALE * 1.05)
-    else:
-        wrong[:, :, 1] *= -1
-    with pytest.raises(AssertionError):
-        assert_parity(wrong, expected, rms=5e-3, name="o")
 
 
 def bad_calls():

@@ -64,11 +64,6 @@ def test_parts_that_are_not_the_whole_are_contiguous() -> None:
             assert made.is_contiguous()
 
 
-def test_no_tokens_make_no_whole() -> None:
-    parts = torch.empty(0, 2, 12).split(SIZES, dim=-1)
-    assert [tuple(made.shape) for made in empty_gradients(*parts)] == [(0, 2, size) for size in SIZES]
-
-
 class _Dropped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
@@ -83,11 +78,6 @@ def test_parts_without_any_gradient_give_the_whole_none() -> None:
     whole, other = torch.randn(5, 2, 12, requires_grad=True), torch.ones(3, requires_grad=True)
     (_Dropped.apply(split(whole, SIZES)[0]).sum() + (other * whole.sum()).sum()).backward()
     torch.testing.assert_close(whole.grad, torch.full_like(whole, 3.0))
-
-
-def test_it_is_differentiable_twice() -> None:
-    whole = torch.randn(5, 2, 12, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda x: split(x, SIZES)[1].pow(3), whole)
 
 
 def test_sizes_that_do_not_add_up_are_refused() -> None:

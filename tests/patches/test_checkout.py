@@ -20,7 +20,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import megacpp_mcore
 from megacpp_mcore.errors import CheckoutError, PatchError
 from megacpp_mcore.patches.machinery import git as git_module
 from megacpp_mcore.patches.machinery import hook_line
@@ -72,6 +71,15 @@ def three(root: Path) -> Registry:
 
 def clean(root: Path) -> bool:
     return git(root, "status", "--porcelain") == ""
+
+
+IMPORT_PROBLEMS = Checkout._import_problems
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Python is started at each change to see whether it finds this package."""
+    monkeypatch.setattr(Checkout, "_import_problems", lambda self: [])
 
 
 # --- in and out --------------------------------------------------------------------------------------------------------
@@ -198,21 +206,6 @@ def test_a_file_that_a_line_cannot_follow_is_refused(tree: Path, content: bytes)
     with pytest.raises(PatchError, match=r"__init__.py is not Python that a line can be added to"):
         Checkout(tree, three(tree)).apply(["timers"])
     assert (tree / HOOKED).read_bytes() == content
-
-
-def test_a_link_to_the_file_stays_a_link(tree: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere.py"
-    (tree / HOOKED).rename(elsewhere)
-    (tree / HOOKED).symlink_to(elsewhere)
-    commit(tree)
-    before = elsewhere.read_bytes()
-    lm = Checkout(tree, three(tree))
-    lm.apply(["timers"])
-    assert (tree / HOOKED).is_symlink()
-    assert elsewhere.read_bytes() != before
-    lm.revert()
-    assert elsewhere.read_bytes() == before
-    assert clean(tree)
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------------
@@ -480,58 +473,40 @@ def test_a_damaged_line(tree: Path, damage: Callable[[bytes], bytes]) -> None:
 
 
 def test_names_conflicts_and_requirements(tree: Path) -> None:
-    registry = Registry(
-        [
-            patch_of(tree, "timers", TARGETS["timers"]),
-            patch_of(tree, "not-timers", TARGETS["identity"], conflicts=("timers",)),
-            patch_of(tree, "on-timers", TARGETS["builder"], requires=("timers",)),
-            patch_of(tree, "class", "megatron.core.timers:Timers"),
-        ]
-    )
-    lm, before = Checkout(tree, registry), snapshot(tree)
+    """As in a process (test_registry.py); and a patch that another one on the line requires is not taken out."""
+    not_timers = patch_of(tree, "not-timers", TARGETS["identity"], conflicts=("timers",))
+    on_timers = patch_of(tree, "on-timers", TARGETS["builder"], requires=("timers",))
+    lm = Checkout(tree, Registry([patch_of(tree, "timers", TARGETS["timers"]), not_timers, on_timers]))
+    before = snapshot(tree)
     for names, words in (
         (["timer"], "there is no patch 'timer'; did you mean 'timers'"),
         ([], "no patch was named; there are: timers, not-timers"),
         (["timers", "not-timers"], "not-timers conflicts with timers: choose one of them"),
         (["on-timers"], "on-timers requires timers: name it as well"),
-        (["timers", "class"], "class and timers both change megatron.core.timers:Timers or a part of it"),
     ):
         with pytest.raises(PatchError, match=words):
             lm.apply(names)
     assert snapshot(tree) == before
     lm.apply(["timers", "on-timers"])
     hooked = snapshot(tree)
-    for names, words in ((["not-timers"], "conflicts"), (["class"], "both change")):
-        with pytest.raises(PatchError, match=words):
-            lm.apply(names)
     with pytest.raises(PatchError, match="on-timers requires timers"):
         lm.revert(["timers"])
-    for change in (lambda: lm.revert(["timer"]), lambda: lm.verify(["timer"]), lambda: lm.status(["timer"])):
-        with pytest.raises(PatchError, match="there is no patch 'timer'"):
-            change()
     with pytest.raises(PatchError, match="not-timers is not applied"):
         lm.verify(["not-timers"])
     assert snapshot(tree) == hooked
 
 
-def test_whether_the_package_can_be_imported_is_told(tree: Path) -> None:
+def test_whether_the_package_can_be_imported_is_told(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checkout, "_import_problems", IMPORT_PROBLEMS)
     lm = Checkout(tree, three(tree))
-    assert lm.apply(["timers"]).notices == ()
-    assert lm.verify() == ("timers",)
     (tree / "megacpp_mcore.py").write_text("__version__ = '9'\n")  # a module of that name, first on the path
     says = rf"a Python started in {tree} cannot import megacpp_mcore \(ModuleNotFoundError"
-    for names in (["identity"], ["timers"]):  # the second is there already
-        (notice,) = lm.apply(names).notices
-        assert re.search(says, notice)
+    (notice,) = lm.apply(["identity"]).notices
+    assert re.search(says, notice)
     with pytest.raises(PatchError, match=says):
         lm.verify()
     (tree / "megacpp_mcore.py").unlink()
-    package = tree / "megacpp_mcore" / "patches"
-    package.mkdir(parents=True)
-    (package.parent / "__init__.py").write_text("__version__ = '9'\n")
-    (package / "hook.py").write_text("")
-    with pytest.raises(PatchError, match=rf"imports megacpp-mcore 9, expected {megacpp_mcore.__version__}"):
-        lm.verify()
+    assert lm.verify() == ("identity",)
 
 
 # --- deaths and company ------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megacpp_mcore.patches import dsa_graph_safety, dsa_indexer_memory
 from megacpp_mcore.patches.dsa_graph_safety import PATCH
 from tests import stock
 from tests.dsa_layer import DSA, Recorder, dsa_attention, dsa_config, layer_inputs, run_layer
@@ -153,19 +152,6 @@ def test_a_captured_layer_never_waits_and_gives_stocks_bytes(process: Path, vari
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_with_dsa_indexer_memory_it_never_waits_either(process: Path, variant: str) -> None:
-    stock.loss_scale(1.0)
-    recorder = HostRecorder()
-    with stock.patched(PATCH, dsa_indexer_memory.PATCH):
-        eager = layer_results(variant)
-        with capture():
-            results = layer_results(variant, recorder)
-    assert recorder.waits == set()
-    for ours, theirs in zip(results, eager, strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_an_unset_loss_scale_is_one_and_is_not_kept(process: Path) -> None:
     scaler = dsa().DSAIndexerLossAutoScaler
 
@@ -262,16 +248,6 @@ def test_packed_positions_are_stocks(process: Path, cu_seqlens: list[int], cp_si
     assert recorder.waits == set()
 
 
-def test_lengths_that_cannot_be_cut_are_refused_in_eager_mode(process: Path) -> None:
-    module = importlib.import_module(f"{DSA}_layout")
-    arguments = (torch.tensor([0, 6, 12]), 2, 0, torch.device("cpu"), 6)
-    with stock.patched(PATCH):
-        with pytest.raises(ValueError, match="per-rank packed sequence lengths divisible by 2"):
-            module.build_packed_allgather_cp_local_positions(*arguments)
-        with capture():
-            assert module.build_packed_allgather_cp_local_positions(*arguments).shape == (6,)
-
-
 @pytest.mark.parametrize("cu_seqlens", CU_SEQLENS, ids=str)
 @pytest.mark.parametrize("cp_size", [1, 2])
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -301,48 +277,3 @@ def test_packed_rotation_is_stocks(
     assert captured.waits == set()
     for have, want in zip(ours, expected, strict=True):
         assert torch.equal(have, want)
-
-
-def test_the_scatter_of_stock_needs_no_patch(process: Path) -> None:
-    masking = importlib.import_module(f"{DSA}_masking")
-    index = torch.tensor([[[0, 2, -1], [-1, -1, -1], [1, 3, 2]]])
-    mask, recorder = torch.full((1, 3, 4), float("-inf")), HostRecorder()
-    with recorder:
-        masking.scatter_topk_into_index_mask(mask, index, seq_chunk_size=2)
-    assert recorder.waits == set()
-    assert (mask[0] == 0).tolist() == [[True, False, True, False], [False] * 4, [False, True, True, True]]
-
-
-def test_the_recorder_sees_what_a_capture_refuses() -> None:
-    x = torch.arange(4.0)
-    for wait in (
-        lambda: x.sum().item(),
-        lambda: bool((x > 0).all()),
-        lambda: x[x > 1],
-        lambda: x.nonzero(),
-        lambda: torch.tensor(1.0, device=x.device),
-        lambda: x.tolist(),
-        lambda: x.cpu(),
-        lambda: x.numpy(),
-        lambda: torch.equal(x, x),
-        lambda: x.masked_select(x > 1),
-        lambda: torch.repeat_interleave(x, torch.tensor([1, 2, 0, 1])),
-    ):
-        recorder = HostRecorder()
-        with recorder:
-            wait()
-        assert recorder.waits
-    with HostRecorder() as quiet:
-        x.masked_fill(x > 1, 0.0)[torch.arange(2)].sum()
-    assert quiet.waits == set()
-
-
-# --- the patch itself --------------------------------------------------------------------------------------------------
-
-
-def test_without_a_gpu_nothing_is_captured() -> None:
-    assert dsa_graph_safety.capturing() is False
-    with capture():
-        assert dsa_graph_safety.capturing() is True
-        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
-            assert dsa_graph_safety.capturing() is False

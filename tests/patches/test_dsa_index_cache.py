@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import re
-import subprocess
 import sys
 import threading
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,10 +30,10 @@ from megacpp_mcore.ops.indexer.cache import IndexCache, Recomputed, Selection
 from megacpp_mcore.patches.dsa_index_cache import PATCH
 from megacpp_mcore.patches.machinery.registry import Registry
 from tests import stock
+from tests.distributed.comparing import differing_tensors
 
 pytestmark = pytest.mark.exhaustive
 
-ROOT = Path(__file__).parents[2]
 B, S, N, VOCAB, LAYERS = 2, 32, 8, 64, 6
 TOLERANCE = 1e-6
 """Relative, of the norm of each gradient's difference; everything is fp32."""
@@ -281,8 +278,7 @@ def differing(
     dropped = {name for name in expected if ".indexer." in name and layer_of(name) in set(shared)}
     assert {layer_of(name) for name in dropped} == set(shared)
     assert found.keys() == expected.keys() - dropped
-    off = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in found}
-    return [f"{name}: off by {ratio:.1e}" for name, ratio in off.items() if not ratio <= TOLERANCE]
+    return differing_tensors({name: expected[name] for name in found}, found, TOLERANCE)
 
 
 def sources_of(roles: str) -> dict[str, str]:
@@ -313,27 +309,17 @@ def empty_tracker() -> None:
     DSAIndexerLossLoggingHelper.tracker["values"] = torch.zeros(LAYERS)
 
 
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with stock.one_process(tmp_path_factory.mktemp("index-cache") / "store"):
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-        stock.loss_scale(1.0)
-        empty_tracker()
-        yield
-
-
 @pytest.fixture
-def patched(process: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+def patched(process: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
     """The patch, applied; no file."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    stock.loss_scale(1.0)
+    empty_tracker()
     monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
-    registry = Registry([PATCH])
-    registry.apply([PATCH.name])
-    try:
+    with stock.patched(PATCH) as registry:
         yield registry
-    finally:
-        registry.revert()
 
 
 @pytest.fixture
@@ -463,23 +449,6 @@ def test_two_models_of_one_configuration_and_an_evaluation_between(patched: Regi
     assert [name for name in vars(config) if "topk_holder" in name] == []
 
 
-def test_a_rebuilt_model(patched: Registry, schedule: Callable[[str], None]) -> None:
-    config = transformer_config(**RECOMPUTE["full, layer by layer"])
-    schedule("{schedule: FSSSSS}")
-    old = build(config)
-    abandoned = forward(old, 5)
-    schedule("{schedule: FFSSFS}")
-    new = build(config)
-    assert [layer.source_layer for layer in dsa_layers(new).values()] == [1, 2, 2, 2, 5, 5]
-    spy = Spy()
-    with spy.watching(new):
-        found = in_flight(new, (0, 1), lambda: None)
-    abandoned.backward()
-    patched.revert()
-    sources = sources_of("FFSSFS")
-    assert differing(reference_gradients(spy.first, sources, 2), found, sources) == []
-
-
 @pytest.mark.parametrize("recompute", ["none", "full, layer by layer"])
 @pytest.mark.parametrize("how", ["periodic", "repeated", "file"])
 def test_mtp_layers_share_among_themselves(
@@ -562,7 +531,6 @@ def test_checkpoints_have_no_holes(patched: Registry) -> None:
 def test_logged_loss_is_the_mean_over_full_layers(patched: Registry) -> None:
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Helper
 
-    empty_tracker()
     model = build(transformer_config(**RECOMPUTE["full, layer by layer"], **PERIODIC))
     for micro_batches in (2, 3):  # two iterations: the second one begins anew
         for number in range(micro_batches):
@@ -581,7 +549,6 @@ def test_logged_loss_is_the_mean_over_full_layers(patched: Registry) -> None:
     patched.apply([PATCH.name])
     Helper.track_indexer_metrics(1.0, 1, None, None, nothing := {})
     assert nothing == {}
-    empty_tracker()
 
 
 def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
@@ -590,7 +557,6 @@ def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
 
     from megacpp_mcore.layer_specs.nam56r import prepare
 
-    empty_tracker()
     Helper.save_loss_to_tracker(torch.tensor(3.0), 1, LAYERS)
     config = transformer_config(layers=2 * LAYERS)
     prepare(preset("nam56r_tiny"), config, (config,))
@@ -598,7 +564,6 @@ def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
         Helper.save_loss_to_tracker(torch.tensor(loss), layer, 2 * LAYERS)
     Helper.track_indexer_metrics(1.0, 1, None, None, logged := {})
     assert logged["indexer loss"].item() == pytest.approx(6.0)
-    empty_tracker()
 
 
 @pytest.mark.parametrize(
@@ -727,17 +692,6 @@ def test_transformer_engine_checkpoint_is_handed_a_function_that_remembers(
 class TestCache:
     """The cache alone; indices are any object."""
 
-    def test_each_reader_reads_once(self) -> None:
-        cache = IndexCache({2: 1, 3: 1, 5: 4})
-        cache.publish(1, first := Selection("a"))
-        assert cache.read(3) is first
-        assert cache.read(2) is first
-        assert len(cache) == 0
-        with pytest.raises(ModelError, match="layer 2 shares the indices of layer 1"):
-            cache.read(2)
-        cache.publish(6, Selection("nobody's"))
-        assert len(cache) == 0
-
     def test_forward_passes_that_interleave_are_found_out(self) -> None:
         cache = IndexCache({2: 1})
         cache.publish(1, Selection("of one micro-batch"))
@@ -745,19 +699,6 @@ class TestCache:
         cache.read(2)
         with pytest.raises(ModelError, match="has not published any for this micro-batch"):
             cache.read(2)
-
-    def test_recompute_reads_what_the_first_run_read(self) -> None:
-        cache = IndexCache({2: 1})
-        runs = []
-        for name in "ab":
-            cache.publish(1, Selection(name))
-            run = Recomputed(lambda: cache.read(2).index)
-            assert run() == name
-            runs.append(run)
-        cache.publish(1, Selection("c"))
-        assert [run() for run in runs] == ["a", "b"]
-        assert [run() for run in runs] == ["a", "b"]  # retain_graph
-        assert cache.read(2).index == "c"
 
     def test_recompute_in_a_thread_of_its_own(self) -> None:
         """As on a GPU, whose backward passes run in another thread than the forward passes."""
@@ -778,53 +719,6 @@ class TestCache:
         again()
         assert seen == ["a", "b"]
         assert [passed[2].index for passed in again._passed or ()] == ["b", "b"]
-
-    def test_a_recomputed_full_layer_recalls_its_first_selection(self) -> None:
-        """Also one that serves nobody, and in a checkpoint inside of a checkpoint."""
-        cache = IndexCache({2: 1})
-        names, seen = iter("abcd"), []
-
-        def full(layer: int) -> None:
-            selection = cache.recall(layer)
-            if selection is None:
-                selection = Selection(next(names))
-                cache.publish(layer, selection)
-            seen.append(selection.index)
-
-        inner: list[Recomputed] = []
-
-        def outer() -> None:
-            full(1)
-            inner.append(Recomputed(lambda: full(3)))
-            inner[-1]()
-            seen.append(cache.read(2).index)
-
-        run = Recomputed(outer)
-        run()
-        assert cache.recall(1) is None
-        run()
-        inner[0]()
-        inner[1]()
-        assert seen == ["a", "b", "a", "a", "b", "a", "b", "b"]
-        assert len(cache) == 0
-        assert (cache.readers(1), cache.readers(3)) == (1, 0)
-
-    def test_nested(self) -> None:
-        """The inner function is a new one in each run of the outer one, as autograd makes it."""
-        cache = IndexCache({2: 1})
-        inner: list[Recomputed] = []
-
-        def outer() -> str:
-            inner.append(Recomputed(lambda: cache.read(2).index))
-            return inner[-1]()
-
-        cache.publish(1, Selection("a"))
-        run = Recomputed(outer)
-        assert run() == "a"
-        cache.publish(1, Selection("b"))
-        assert run() == "a"
-        assert [one() for one in inner] == ["a", "a"]
-        assert cache.read(2).index == "b"
 
     def test_a_failed_run_leaves_no_trace(self) -> None:
         cache = IndexCache({2: 1})
@@ -850,37 +744,3 @@ class TestCache:
                 ModelError, match=rf"sparse layer {layers[1]} where the first run had layer {layers[0]}"
             ):
                 run()
-
-    def test_indices_die_with_the_function(self) -> None:
-        cache = IndexCache({2: 1})
-        index = torch.zeros(1)
-        cache.publish(1, Selection(index))
-        seen = weakref.ref(index)
-        run = Recomputed(lambda: cache.read(2) and None)
-        run()
-        del index
-        assert seen() is not None
-        del run
-        assert seen() is None
-
-
-@pytest.mark.slow
-def test_on_the_checkout(megatron_lm: Path) -> None:
-    """The tests of gradients and of identity, with the checkout's Megatron in the wheel's place."""
-    chosen = "stock_is_wrong or (in_flight and file and full) or (mtp and layer)"
-    script = "import sys, pytest, megatron.core; print(megatron.core.__file__); sys.exit(pytest.main(sys.argv[1:]))"
-    here = str(Path(__file__).relative_to(ROOT))
-    environment = {**os.environ, "PYTHONPATH": f"{megatron_lm}{os.pathsep}{ROOT}"}
-    for name in [name for name in environment if name.startswith("PYTEST")]:
-        del environment[name]
-    done = subprocess.run(
-        [sys.executable, "-c", script, "-q", "-p", "no:cacheprovider", "-p", "no:xdist", here, "-k", chosen],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert str(megatron_lm) in done.stdout.splitlines()[0]
-    assert re.search(r"\b14 passed", done.stdout), done.stdout

@@ -16,13 +16,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.indexer import chunked, reference
-from megacpp_mcore.ops.indexer.chunked import Attention, Indexer, KeyRule
 from megacpp_mcore.ops.indexer.deferred import DeferredScores
-from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_loss, indexer_loss_dense, indexer_scores
-from megacpp_mcore.ops.indexer.training import TargetSum
-from megacpp_mcore.ops.sparse_mla.reference import attend, dense_attention_target
 from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.patches.dsa_indexer_memory import PATCH
 from tests import stock
@@ -209,15 +204,6 @@ def test_odd_lengths_and_topk_beyond_the_keys(S: int, T: int, count: int, sparse
         compare_with_stock(case(S, T, shared_key=shared_key), count, sparse, selection("bounds", S, T))
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-def test_packed_queries_without_a_batch_dimension(sparse: bool) -> None:
-    inputs = case(37, 37, B=1)
-    inputs.query, inputs.key = inputs.query.squeeze(1), inputs.key.squeeze(1)
-    with patched(), mock.patch.object(dsa(), "compute_dsa_indexer_loss", side_effect=AssertionError):
-        loss_and_gradients(inputs, 6, sparse, **selection("packed", 37, 37))  # it is in scope
-    compare_with_stock(inputs, 6, sparse, selection("packed", 37, 37))
-
-
 def compare_with_stock(inputs: Any, count: int, sparse: bool, options: dict[str, Any]) -> None:
     """In float64 the same but for the rounding of the results to float32, in float32 as near to that as stock is."""
     score = topk(inputs, count, **_topk_options(options))[0]
@@ -272,46 +258,6 @@ def test_tensor_parallel_ranks_sum_their_targets() -> None:
     torch.testing.assert_close(loss, whole[1], rtol=1e-5, atol=0)
     for ours, theirs in zip(gradients, whole[2], strict=True):
         assert_parity(ours, theirs, rms=3e-4)
-
-
-# --- equal to the reference ops ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("query_chunk", [1, 4, None])
-def test_the_op_is_the_reference_and_its_autograd(sparse: bool, query_chunk: int | None) -> None:
-    """In float64: divergences of each row, selection and all three gradients, of Σ weight · divergence."""
-    S, B = 29, 2
-    inputs = case(S, S, dtype=torch.float64)
-    q, k, w = leaves = [tensor.requires_grad_() for tensor in (inputs.q, inputs.k, inputs.weights)]
-    key = inputs.key[:, :, :1]
-    score = indexer_scores(q, k, w)
-    index = causal_topk(score, 5)
-    if sparse:
-        query, sink = inputs.query.clone().requires_grad_(), TargetSum()
-        attend(query, key[:, :, 0], index, softmax_scale=SCALE, value_dim=4, sink=sink).sum().backward()
-        loss = indexer_loss(score, index, sink.take())
-    else:
-        loss = indexer_loss_dense(score, dense_attention_target(inputs.query, key[:, :, 0], softmax_scale=SCALE))
-    expected = torch.autograd.grad(loss, leaves)
-
-    indexer, attention = Indexer(q, k, w), Attention(inputs.query, key, SCALE)
-    rule = KeyRule.causal(S, S, q.device)
-    best, ours = chunked.select(indexer, 5, rule, query_chunk=query_chunk)
-    assert_same_selection(ours, index, score.detach().masked_fill(~rule.valid(range(S)), float("-inf")))
-    best = score.detach().gather(-1, index.clamp_min(0).long())  # ties may have gone to other keys
-    weight = torch.full((B, S), 1 / (B * S), dtype=torch.float64)
-    if sparse:
-        divergence = chunked.sparse_divergence(attention, best, index, rule, query_chunk=query_chunk)
-        gradients = chunked.sparse_backward(indexer, attention, index, rule, weight, query_chunk=query_chunk)
-    else:
-        divergence = chunked.dense_divergence(indexer, attention, (rule, rule), query_chunk=query_chunk)
-        again, *gradients = chunked.dense_backward(indexer, attention, rule, weight, query_chunk=query_chunk)
-        assert torch.equal(again, divergence)
-    # A logarithm of at least EPSILON is all that tells the two losses apart.
-    torch.testing.assert_close(divergence.mean(), loss.detach(), rtol=1e-7, atol=0)
-    for name, have, want in zip("qkw", (gradients[0], gradients[2], gradients[1]), expected, strict=True):
-        assert_parity(have, want, rms=1e-10, name=name)
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------
@@ -381,19 +327,6 @@ def test_deferred_scores_are_a_tensor_once_they_are_read() -> None:
     scores += 1  # stock's compute_dsa_indexer_loss adds its mask so
     assert torch.equal(scores, source * 2 + 1)
     assert calls == [1]
-
-
-def test_deferred_scores_refuse_changed_inputs() -> None:
-    source, calls = torch.ones(1, 3, 4), []
-    scores, read = deferred(source, calls), deferred(source, calls)
-    read.clone()
-    source.add_(1)
-    assert float(read.sum()) == 24
-    with pytest.raises(ModelError, match=r"changed in place.*clone"):
-        scores.clone()
-    assert calls == [1]
-    with torch.inference_mode():
-        assert float(deferred(torch.ones(1, 1, 1), calls).sum()) == 2
 
 
 # --- what is left to stock ---------------------------------------------------------------------------------------------
@@ -473,6 +406,3 @@ def test_a_stock_layer_trains_the_same(process: Path, sparse: bool, masked: bool
     for have, want in zip(ours, theirs, strict=True):
         assert want.abs().sum() > 0
         assert_parity(have, want, rms=3e-4)
-
-
-# --- the patch itself --------------------------------------------------------------------------------------------------

@@ -122,86 +122,6 @@ def test_the_module_keeps_its_own_loader_and_can_be_read_and_reloaded(modules: M
     assert sys.modules[a] is module
 
 
-def test_a_reload_of_a_patched_module_is_seen(modules: Modules) -> None:
-    """In a patch that still waits for a module: its rest is not put beside a part that is gone."""
-    a, b = modules(a="class Model:\n    def f(self, x):\n        return x + 1\n", b=ONE)
-    reg, install = hook_of(patch("one", f"{a}:Model.f", f"{b}:f"))
-    install("one")
-    model = importlib.import_module(a)
-    patched_model = model.Model
-    assert patched_model().f(1) == 102
-    importlib.reload(model)
-    assert model.Model().f(1) == 2
-    assert states(reg) == {"one": "lost"}
-    for action in (lambda: install("one"), reg.verify, reg.revert):
-        with pytest.raises(PatchError, match=r"Model\.f, which meanwhile holds something else"):
-            action()
-    with pytest.raises(PatchError, match=r"(?s)start the process anew.*The patches one are in place, if only in part"):
-        importlib.import_module(b)
-    assert load(b) == [2]
-    model.Model = patched_model  # who kept it can put it back
-    assert reg.revert() == ("one",)
-
-
-def test_a_requirement_has_to_be_named(modules: Modules) -> None:
-    a, b = modules(a=ONE, b=ONE)
-    reg, install = hook_of(patch("on-b", f"{a}:f", requires=("b",)), patch("b", f"{b}:f"))
-    with pytest.raises(PatchError, match="on-b requires b"):
-        install("on-b")
-    install("on-b", "b")
-    assert load(a, b) == [102, 102]
-    reg.revert()
-
-
-def test_others_may_apply_and_revert(modules: Modules) -> None:
-    a, b, c = modules(a=ONE, b=ONE, c=ONE)
-    reg, install = hook_of(patch("a", f"{a}:f"), patch("b", f"{b}:f", f"{c}:f"))
-    reg.apply(["a"])
-    install("a", "b")
-    assert states(reg) == {"a": "applied", "b": "armed"}
-    assert reg.revert(["b"]) == ()  # disarmed
-    assert load(a, b) == [102, 2]
-    install("b")
-    # Somebody asks for what waits: importing c applies it, which is what was asked for.
-    assert c not in sys.modules
-    assert set(reg.apply(["a", "b"]).already) == {"a", "b"}
-    assert load(a, b, c) == [102, 102, 102]
-    reg.verify()
-    assert set(reg.revert()) == {"a", "b"}
-    assert load(a, b, c) == [2, 2, 2]
-
-
-def test_what_is_armed_is_taken(modules: Modules) -> None:
-    a, b = modules(a=ONE, b=ONE)
-    same, not_a = patch("same", f"{a}:f"), patch("not-a", f"{b}:f", conflicts=("a",))
-    reg, install = hook_of(patch("a", f"{a}:f"), same, not_a)
-    install("a")
-    for name, words in (("not-a", "not-a conflicts with a"), ("same", "same and a both change")):
-        with pytest.raises(PatchError, match=words):
-            reg.apply([name])
-    importlib.import_module(a)
-    with pytest.raises(PatchError, match="same and a both change"):
-        reg.apply(["same"])
-    reg.revert()
-
-
-def test_imports_made_while_building_are_seen(modules: Modules) -> None:
-    """Building one replacement imports a module that another patch waits for."""
-    a, b = modules(a=ONE, b=ONE)
-
-    def make(original: Any) -> Any:
-        importlib.import_module(b)
-        return adding(100)(original)
-
-    reg, install = hook_of(patch("a", f"{a}:f", make=make), patch("b", f"{b}:f"))
-    install("a", "b")
-    assert load(a) == [102]
-    assert states(reg) == {"a": "applied", "b": "applied"}
-    assert load(b) == [102]
-    reg.verify()
-    reg.revert()
-
-
 def test_two_threads_that_import_a_module_each(modules: Modules) -> None:
     wait = "import sys\nsys.modules['PKG.meet'].barrier.wait(30)\n"
     meet, a, b = modules(meet="", a=ONE + wait, b=ONE + wait)
@@ -215,32 +135,6 @@ def test_two_threads_that_import_a_module_each(modules: Modules) -> None:
         thread.join(30)
         assert not thread.is_alive()
     assert load(a, b) == [102, 102]
-    reg.revert()
-
-
-def test_a_thread_that_applies_and_one_that_imports_do_not_wait_for_each_other(modules: Modules) -> None:
-    """One thread builds a replacement, which imports slow, while the other is inside of the import of slow."""
-    a, slow, meet = modules(
-        a=ONE, slow=ONE + "import sys\nm = sys.modules['PKG.meet']\nm.inside.set()\nassert m.go.wait(30)\n", meet=""
-    )
-    events: Any = importlib.import_module(meet)
-    events.inside, events.go = threading.Event(), threading.Event()
-
-    def make(original: Any) -> Any:
-        events.go.set()
-        importlib.import_module(slow)
-        return adding(100)(original)
-
-    reg, install = hook_of(patch("a", f"{a}:f", make=make), patch("slow", f"{slow}:f"))
-    install("a", "slow")
-    threads = [threading.Thread(target=importlib.import_module, args=(name,), daemon=True) for name in (slow, a)]
-    threads[0].start()
-    assert events.inside.wait(30)
-    threads[1].start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    assert load(a, slow) == [102, 102]
     reg.revert()
 
 
@@ -262,31 +156,6 @@ def test_every_problem_is_found_before_anything_is_imported_or_changed(modules: 
     assert not {a, b} & set(sys.modules)
     with pytest.raises(PatchError, match="no patch 'unheard'"):
         install("fine", "unheard", seal="0" * 16)
-
-
-def test_patches_that_cannot_go_together(modules: Modules) -> None:
-    a, b = modules(a="class C:\n    def m(self):\n        return 1\n", b=ONE)
-    reg, install = hook_of(
-        patch("class", f"{a}:C"), patch("method", f"{a}:C.m"), patch("not-class", f"{b}:f", conflicts=("class",))
-    )
-    with pytest.raises(PatchError, match=r"(?s)method and class both change .*C.m.*not-class conflicts with class"):
-        install("class", "method", "not-class")
-    assert set(states(reg).values()) == {"not applied"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"version": "0.0.9"}, rf"megacpp-mcore 0.0.9, and {megacpp_mcore.__version__}"),
-        ({"seal": "0" * 16}, "another copy of megacpp-mcore"),
-    ],
-)
-def test_another_copy(modules: Modules, fields: dict[str, str], words: str) -> None:
-    (a,) = modules(a=ONE)
-    reg, install = hook_of(patch("one", f"{a}:f"))
-    with pytest.raises(PatchError, match=words):
-        install("one", **fields)
-    assert states(reg) == {"one": "not applied"}
 
 
 def test_a_half_imported_target_is_refused(modules: Modules) -> None:
@@ -329,18 +198,6 @@ def test_the_end_of_a_process_tells_what_never_came(modules: Modules, capsys: py
     capsys.readouterr()
     hook._tell_what_never_came()
     assert capsys.readouterr().err == ""
-    reg.revert()
-
-
-def test_an_import_that_fails_leaves_the_patch_waiting(modules: Modules) -> None:
-    (a,) = modules(a=ONE + "raise ImportError('not today')\n")
-    reg, install = hook_of(patch("one", f"{a}:f"))
-    install("one")
-    with pytest.raises(ImportError, match="not today"):
-        importlib.import_module(a)
-    assert states(reg) == {"one": "armed"}
-    modules(a=ONE + "# another day, and another size\n")
-    assert load(a) == [102]
     reg.revert()
 
 
@@ -417,29 +274,6 @@ def test_definitions_under_conditions_and_what_is_missing(tmp_path: Path) -> Non
         with pytest.raises(Refusal, match=words) as caught:
             tree.texts(target)
         assert caught.value.state == state
-
-
-def test_modules_are_found_as_the_import_system_finds_them(tmp_path: Path) -> None:
-    files = ("one/space/early", "two/space/late", "one/space/pkg/x", "two/space/pkg/__init__", "two/space/pkg/y")
-    for name in files:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / f"{name}.py").write_text("")
-    tree = SourceTree((tmp_path / "one", tmp_path / "two"))
-    code = f"""
-import sys, importlib
-sys.path[:0] = [{str(tmp_path / "one")!r}, {str(tmp_path / "two")!r}]
-for name in ("space.early", "space.late", "space.pkg", "space.pkg.y"):
-    print(importlib.import_module(name).__file__)
-try:
-    importlib.import_module("space.pkg.x")
-except ModuleNotFoundError:
-    print("none")
-"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    ours = [str(tree.file(name)) for name in ("space.early", "space.late", "space.pkg", "space.pkg.y")]
-    assert [*ours, "none"] == found
-    with pytest.raises(Refusal, match=r"space\.pkg\.x"):
-        tree.file("space.pkg.x")
 
 
 # --- real trees, hooked, in a Python of their own ----------------------------------------------------------------------

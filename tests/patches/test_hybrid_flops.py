@@ -20,7 +20,6 @@ import yaml
 
 from megacpp_mcore import patches
 from megacpp_mcore.model import MLA, flops, preset, with_overrides
-from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.patches.hybrid_flops import PATCH, _audited_count
 from megacpp_mcore.patches.machinery.registry import Registry
 from tests import stock
@@ -134,14 +133,6 @@ def test_the_indexers_loss_decides_on_its_backward(counts: tuple[Count, Count]) 
     untrained = ours(hybrid("D", dsa_indexer_loss_coeff=None), BATCH)
     assert dense - sparse == flops.indexer(TOKENS, CAUSAL, CAUSAL, **sizes).training - INDEXER > 0
     assert sparse - untrained == flops.indexer(TOKENS, CAUSAL, SELECTED, **sizes).backward > 0
-
-
-def test_queries_without_a_latent(counts: tuple[Count, Count]) -> None:
-    upstream, ours = counts
-    args = hybrid("+", q_lora_rank=None)
-    projections = flops.mla_projections(TOKENS, 32, 4, WIDTHS, query_latent=False).training
-    assert ours(args, BATCH) - upstream(args, BATCH) == projections + PLUS - PROJECTIONS
-    assert projections == 6 * TOKENS * (32 * 4 * 12 + 32 * (10 + 4) + 10 * 4 * (8 + 6) + 4 * 6 * 32)
 
 
 # --- packed sequences --------------------------------------------------------------------------------------------------
@@ -310,24 +301,6 @@ def test_packed_documents_of_stock_sparse_attention_count_by_their_lengths(
     assert ours(args, len(ROWS), **sums) - upstream(args, len(ROWS), **sums) == layer.training
 
 
-def test_documents_of_an_evaluation_are_left_out(
-    counts: tuple[Count, Count], packed: Callable[[Namespace], dict[str, float]]
-) -> None:
-    """The loop's own sums would hold them, in the next iteration."""
-    from megatron.training import training
-
-    _, ours = counts
-    args = hybrid("MD", dsa_indexer_topk=TOPK)
-    expected = ours(args, len(ROWS), **(sums := packed(args)))
-    with torch.no_grad():
-        training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 5, 64], dtype=torch.int32))
-    for row in ROWS:
-        training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, *itertools.accumulate(row)], dtype=torch.int32))
-    tokens, _ = training.consume_seqlen_stats_in_iteration()
-    assert tokens == SEQUENCE + sum(map(sum, ROWS))
-    assert ours(args, len(ROWS), **sums) == expected
-
-
 def test_without_a_file_the_arguments_name_the_preset(
     counts: tuple[Count, Count], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,8 +318,3 @@ def test_without_a_file_the_arguments_name_the_preset(
 def test_other_specs_are_upstreams(counts: tuple[Count, Count], spec: list[str] | None) -> None:
     upstream, ours = counts
     assert ours(hybrid("M*", spec=spec), BATCH) == upstream(hybrid("M*", spec=spec), BATCH)
-
-
-def test_the_schedule_is_that_of_the_model() -> None:
-    """What the tests above rest on: the tiny model has each kind of A layer."""
-    assert set(TINY.roles) == {None, grammar.FULL_ATTENTION, grammar.FULL_INDEX, grammar.SHARED_INDEX}

@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
+import itertools
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,7 +30,8 @@ from megacpp_mcore.ops.linear_cross_entropy import chunked
 from megacpp_mcore.patches import linear_cross_entropy
 from megacpp_mcore.patches.linear_cross_entropy import PATCH, LazyLogits
 from megacpp_mcore.patches.machinery.registry import Registry
-from tests import stock
+from tests import forks, stock
+from tests.distributed.comparing import differing_tensors
 
 pytestmark = pytest.mark.exhaustive
 
@@ -174,14 +174,6 @@ def outcome(model: Any) -> Outcome:
     return found | {name: gradient.clone() for name, gradient in gradients.items() if gradient is not None}
 
 
-def differing(expected: Outcome, found: Outcome, tolerance: float = TOLERANCE) -> list[str]:
-    assert found.keys() == expected.keys()
-    off = {name: float((found[name] - value).norm()) for name, value in expected.items()}
-    return [
-        f"{name}: off by {error:.2e}" for name, error in off.items() if not error <= tolerance * expected[name].norm()
-    ]
-
-
 @contextlib.contextmanager
 def counted_losses(masks: list[torch.Tensor | None] | None = None) -> Iterator[list[torch.Tensor]]:
     """The losses that came from lazy logits, and in ``masks`` the loss mask that each was handed."""
@@ -225,7 +217,7 @@ def test_losses_and_all_gradients(process: Path, build: Callable[..., Any], vari
     assert found["losses"].shape == (B, S)
     assert found["losses"].dtype == torch.float32
     assert found["losses"].is_contiguous()
-    assert differing(expected, found) == []
+    assert differing_tensors(expected, found, TOLERANCE) == []
     assert [name for name, _ in model.named_parameters() if name not in found] == []
 
 
@@ -239,9 +231,9 @@ def test_evaluation_and_frozen_heads(process: Path) -> None:
             found = forward(model)
     assert len(made) == 3
     assert not found.requires_grad
-    assert differing({"losses": plain}, {"losses": found}) == []
+    assert differing_tensors({"losses": plain}, {"losses": found}, TOLERANCE) == []
     with patched():
-        assert differing(expected, outcome(model.train())) == []
+        assert differing_tensors(expected, outcome(model.train()), TOLERANCE) == []
 
 
 def test_bias_and_labels_that_no_rank_holds(process: Path) -> None:
@@ -265,7 +257,7 @@ def test_bias_and_labels_that_no_rank_holds(process: Path) -> None:
         gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         results.append({"losses": losses.detach(), **gradients})
     assert "output_layer.bias" in results[0]
-    assert differing(*results) == []
+    assert differing_tensors(*results, TOLERANCE) == []
 
 
 @pytest.mark.parametrize("first", ["ours", "theirs"])
@@ -287,8 +279,8 @@ def test_composes_with_mtp_shared_block(process: Path, first: str) -> None:
         made = stack.enter_context(counted_losses())
         found = outcome(model)
     assert len(made) == 3
-    assert differing(expected, found, 2e-5) == []
-    assert differing(plain, found, 1e-3) != []
+    assert differing_tensors(expected, found, 2e-5) == []
+    assert differing_tensors(plain, found, 1e-3) != []
 
 
 @pytest.mark.parametrize("build", [gpt, hybrid])
@@ -308,104 +300,54 @@ def test_the_op_is_handed_the_mask_that_its_losses_are_multiplied_by(
     assert torch.equal(of_main, mask.t()) if script else of_main is None
 
 
-def test_the_mask_changes_no_bit_where_losses_are_multiplied_by_it(process: Path) -> None:
-    from megatron.core.pipeline_parallel.schedules import custom_backward
-
-    mask = (torch.rand(B, S, generator=torch.Generator().manual_seed(4)) < 0.9).float()
-    model, results = gpt(), []
-    for script in (False, True):
-        model.zero_grad(set_to_none=True)
-        with stock_script(script), patched():
-            losses = forward(model, loss_mask=mask)
-        custom_backward((losses * mask).sum(), None)
-        results.append([losses.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-
-
 def stock_script(runs: bool) -> contextlib.AbstractContextManager[Any]:
     return mock.patch("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace() if runs else None)
 
 
 # --- tensor parallelism ------------------------------------------------------------------------------------------------
 
-TWO_RANKS = {
-    "sequence parallel": {"sequence_parallel": True},
-    "all-reduced": {},
-    "sequence parallel, tied": {"sequence_parallel": True, "tied": True},
-    "sequence parallel, frozen": {"sequence_parallel": True, "mtp_detach_heads": True},
-}
-
-
-def rank_of_two(rank: int, store: str) -> dict[str, Any]:
-    """What one of two tensor-parallel ranks finds different from stock in the same layout."""
-    with stock.cpu_lane():
-        from megatron.core import parallel_state
-
-        distributed = torch.distributed
-        distributed.init_process_group("gloo", store=distributed.FileStore(store, 2), rank=rank, world_size=2)
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-        report: dict[str, Any] = {}
-        for name, settings in TWO_RANKS.items():
-            for build in (gpt, hybrid):
-                model = build(tensor_model_parallel_size=2, **settings)
-                expected = outcome(model)
-                with patched(), counted_losses() as made:
-                    found = outcome(model)
-                report[f"{name}, {build.__name__}"] = [len(made), len(found), differing(expected, found)]
-        report["gathered"] = _gathered_head(gpt(tensor_model_parallel_size=2))
-        distributed.barrier()
-        parallel_state.destroy_model_parallel()
-        distributed.destroy_process_group()
-        return report
-
-
-def _gathered_head(model: Any) -> str:
-    """What a head that gathers its logits is refused with."""
-    model.output_layer.gather_output = True
-    with patched(), pytest.raises(PatchError) as refusal:
-        forward(model)
-    return str(refusal.value)
-
-
-WORKER = """
-import json, sys
-from tests.patches import test_linear_cross_entropy as tests
-from megacpp_mcore.ops.linear_cross_entropy import chunked
-for name, size in tests.SMALL.items():
-    setattr(chunked, name, size)
-print(json.dumps(tests.rank_of_two(int(sys.argv[1]), sys.argv[2])))
-"""
+TWO_RANKS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"sequence_parallel": True},
+    {"sequence_parallel": True, "tied": True},
+    {"sequence_parallel": True, "mtp_detach_heads": True},
+)
 
 
 @pytest.mark.slow
 def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", WORKER]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=ROOT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        ended = [rank.communicate(timeout=180) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(error[-4000:] for _, error in ended)
-    for output, _ in ended:
-        report = json.loads(output.splitlines()[-1])
-        assert len(report) == 2 * len(TWO_RANKS) + 1
-        assert "gathers its logits over the tensor-parallel ranks" in report.pop("gathered")
-        for name, (losses, compared, differences) in report.items():
-            assert losses == 3, name
-            assert compared > 30, name
-            assert differences == [], name
+    words = ["-m", "tests.patches.test_linear_cross_entropy", str(tmp_path / "store")]
+    status, said = forks.run_ranks(words, 2, env=environment)
+    assert status == 0, said[-4000:]
+
+
+def main(store: str) -> None:
+    """Be one of two tensor-parallel ranks: losses and gradients are stock's in the same layout."""
+    for name, size in SMALL.items():
+        setattr(chunked, name, size)
+    with stock.cpu_lane():
+        from megatron.core import parallel_state
+
+        distributed = torch.distributed
+        rank = int(os.environ["RANK"])
+        distributed.init_process_group("gloo", store=distributed.FileStore(store, 2), rank=rank, world_size=2)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        for settings, build in itertools.product(TWO_RANKS, (gpt, hybrid)):
+            model = build(tensor_model_parallel_size=2, **settings)
+            expected = outcome(model)
+            with patched(), counted_losses() as made:
+                found = outcome(model)
+            assert len(made) == 3, (settings, build)
+            assert len(found) > 30, (settings, build)
+            assert differing_tensors(expected, found, TOLERANCE) == [], (settings, build)
+        model = gpt(tensor_model_parallel_size=2)
+        model.output_layer.gather_output = True
+        with patched(), pytest.raises(PatchError, match="gathers its logits over the tensor-parallel ranks"):
+            forward(model)
+        distributed.barrier()
+        parallel_state.destroy_model_parallel()
+        distributed.destroy_process_group()
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------
@@ -463,10 +405,10 @@ def test_main_grad(process: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, f
     # Stock's placeholder is uninitialised unless the embedding adds to it; ours is zero.
     of_stock, ours = (result.pop(name, None) for result in results)
     assert len(made) == 3
-    assert differing(*results) == []
+    assert differing_tensors(*results, TOLERANCE) == []
     assert float((results[1]["main_grad"] - 1).norm()) > 0.1
     if tied:
-        assert differing({name: of_stock}, {name: ours}) == []
+        assert differing_tensors({name: of_stock}, {name: ours}, TOLERANCE) == []
         assert torch.count_nonzero(ours) > 0
     elif flagged:
         assert torch.count_nonzero(ours) == 0
@@ -604,18 +546,6 @@ def lazy(process: Path) -> LazyLogits:
     return LazyLogits(layer, torch.randn(S, B, H), layer.weight)
 
 
-def test_lazy_logits_answer_what_stock_asks(lazy: LazyLogits) -> None:
-    logits = lazy._layer(lazy._hidden_SBH)[0]
-    labels = torch.zeros(S, B, dtype=torch.int64)
-    half = lazy * 0.5
-    assert [lazy.size(axis) for axis in (0, 1, 2, -1)] == [S, B, V, V]
-    assert torch.allclose(half.losses(labels, None), torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1) * 0.5, labels.flatten(), reduction="none").view(S, B), rtol=1e-5)  # fmt: skip
-    assert torch.equal(torch.argmax(half, dim=-1), logits.argmax(-1))
-    assert torch.allclose(half.max(dim=-1)[0], logits.amax(-1) * 0.5, rtol=1e-5)
-    assert torch.equal(half.max(dim=-1)[1], logits.argmax(-1))
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -632,12 +562,5 @@ def test_lazy_logits_refuse_what_nobody_foresaw(lazy: LazyLogits, use: Callable[
         use(lazy)
 
 
-def test_lazy_logits_have_no_attributes_of_tensors(lazy: LazyLogits) -> None:
-    with pytest.raises(AttributeError, match="left no logits for 'float'"):
-        lazy.float()
-    assert not hasattr(lazy, "transpose")
-    with pytest.raises(TypeError):
-        lazy + 1  # type: ignore[operator]
-
-
-# --- the patch itself --------------------------------------------------------------------------------------------------
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -8,7 +8,6 @@ import itertools
 import json
 import logging
 import sys
-import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +15,7 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.errors import PatchError
-from megacpp_mcore.patches.machinery.checkout import Checkout
-from megacpp_mcore.patches.machinery.registry import Applied, default, fingerprint
+from megacpp_mcore.patches.machinery.registry import Applied, fingerprint
 from tests.patches.throwaway import ONE, VERSION, Modules, adding, broken, patch, registry, states
 
 HOST = """
@@ -231,23 +229,6 @@ def test_names_requirements_and_conflicts(hosts: Hosts, caplog: pytest.LogCaptur
         registry(patch("one", f"{name}:double", requires=("x",)))
 
 
-def test_a_module_that_was_imported_anew_is_noticed(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    host, _ = hosts
-    before, name = state(*hosts), host.__name__
-    reg = registry(patch("one", f"{name}:double"))
-    reg.apply(["one"])
-    with monkeypatch.context() as context:
-        context.delitem(sys.modules, name)
-        assert importlib.import_module(name).double(1) == 2
-        assert states(reg) == {"one": "lost"}
-        with pytest.raises(PatchError, match=f"one was applied to {name}:double, which meanwhile holds something else"):
-            reg.apply(["one"])
-    assert sys.modules[name] is host
-    assert states(reg) == {"one": "applied"}
-    reg.revert()
-    assert state(*hosts) == before
-
-
 def test_a_method_that_a_reload_put_back_is_noticed(hosts: Hosts) -> None:
     """The module stays the same, and holds new classes; what was patched is the old one."""
     host, _ = hosts
@@ -391,35 +372,3 @@ def test_the_seal_covers_what_the_records_do(modules: Modules) -> None:
         patch("one", f"{a}:f", f"{a}:g"),
     ]
     assert len({registry(one).seal(["one"]) for one in (plain, *others)}) == 6
-
-
-def test_threads_apply_once(hosts: Hosts) -> None:
-    before, reg = state(*hosts), registry(patch("one", f"{hosts[0].__name__}:double"))
-    results: list[tuple[str, ...]] = []
-    threads = [threading.Thread(target=lambda: results.append(reg.apply(["one"]).applied)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(results) == [()] * 7 + [("one",)]
-    reg.revert()
-    assert state(*hosts) == before
-
-
-def test_what_an_import_applies_meanwhile_is_not_applied_again(
-    modules: Modules, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where a checkout is hooked: its line applies patches while a launch imports what it is to patch."""
-    (late,) = modules(late=f"{ONE}\nimport builtins\nbuiltins.late_hook()\n")
-    monkeypatch.setattr("builtins.late_hook", lambda: reg.apply(["one"]), raising=False)
-    reg = registry(patch("one", f"{late}:f"))
-    assert reg.apply(["one"]) == Applied((), ("one",))
-    assert sys.modules[late].f(1) == 102
-    reg.revert()
-
-
-def test_the_default_registry_is_sound() -> None:
-    reg = default()
-    assert default() is reg
-    assert Checkout.installed(reg).unfit() == []
-    assert set(states(reg).values()) == {"not applied"}

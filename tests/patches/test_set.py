@@ -11,18 +11,13 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from megacpp_mcore.errors import PatchError
-from megacpp_mcore.patches.machinery.checkout import Checkout
 from megacpp_mcore.patches.machinery.record import NOT_MEASURED, WORDS, Patch
 from megacpp_mcore.patches.machinery.registry import default
-from megacpp_mcore.patches.machinery.sources import SourceTree
 from tests import stock
-from tests.trees import copy_modules, edit, wheel_root
 
 NAMES = [patch.name for patch in default().patches]
 
@@ -103,56 +98,3 @@ def go_round_in(first: Path | None, subsets: str) -> str:
 def test_alone_and_all_but_one(tree: str, request: pytest.FixtureRequest) -> None:
     first = request.getfixturevalue("megatron_lm") if tree == "checkout" else None
     assert go_round_in(first, "[*ALONE, *ALL_BUT_ONE]") == {"wheel": "0.19.2", "checkout": "0.19.1"}[tree]
-
-
-EDITS = [(patch.name, index) for patch in default().patches for index in range(len(patch.edits))]
-
-
-@pytest.fixture(scope="module", params=["wheel", "checkout"])
-def sources(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of all targets as the wheel has them, and as the checkout has them."""
-    root = wheel_root() if request.param == "wheel" else request.getfixturevalue("megatron_lm")
-    modules = {module for patch in default().patches for module in patch.modules}
-    copy = copy_modules(root, tmp_path_factory.mktemp("set") / "lm", modules)
-    assert SourceTree((copy,)).version() == {"wheel": "0.19.2", "checkout": "0.19.1"}[request.param]
-    return copy
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "index"), EDITS)
-def test_an_edited_target_is_named_and_nothing_is_changed(sources: Path, name: str, index: int) -> None:
-    """One line more in a copy of the target's source: that patch is refused, and with it all that were asked for."""
-    target = default().select([name])[0].edits[index].target
-    module, _, path = target.partition(":")
-    file = next(
-        candidate
-        for candidate in (
-            sources / f"{module.replace('.', '/')}.py",
-            sources / module.replace(".", "/") / "__init__.py",
-        )
-        if candidate.exists()
-    )
-    content = file.read_bytes()
-    try:
-        edit(file, with_one_line_more(content, path).encode())
-        before = (sources / "megatron" / "core" / "__init__.py").read_bytes()
-        with pytest.raises(PatchError) as raised:
-            Checkout(sources).apply(NAMES, allow_dirty=True)
-        assert f"{name}: the source of {target} in megatron-core" in str(raised.value)
-        assert [other for other in NAMES if f"{other}: " in str(raised.value)] == [name]
-        assert (sources / "megatron" / "core" / "__init__.py").read_bytes() == before
-    finally:
-        edit(file, content)
-
-
-def with_one_line_more(content: bytes, path: str) -> str:
-    """The source with ``pass`` as the last statement of the function or class ``path``."""
-    import ast
-
-    text = content.decode()
-    node: Any = ast.parse(text)
-    for part in path.split("."):
-        node = next(child for child in ast.walk(node) if getattr(child, "name", None) == part)
-    lines = text.splitlines(keepends=True)
-    indent = " " * node.body[-1].col_offset
-    return "".join([*lines[: node.end_lineno], f"{indent}pass\n", *lines[node.end_lineno :]])

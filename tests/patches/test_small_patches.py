@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -20,8 +19,6 @@ from megacpp_mcore.errors import LaunchError, SpecImportError
 from megacpp_mcore.patches import dataset_helpers, sp_norm_gradients, spec_import
 from megacpp_mcore.patches.machinery.registry import Registry
 from tests import stock
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -116,26 +113,6 @@ def test_a_failing_module_keeps_its_cause(
         upstream_import(["angry_spec.block"])
 
 
-def test_a_lazy_attribute_is_found(applied: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("lazy_spec")
-    vars(module)["__getattr__"] = lambda name: f"the {name}"
-    monkeypatch.setitem(sys.modules, "lazy_spec", module)
-    with pytest.raises(KeyError):
-        upstream_import(["lazy_spec", "block"])
-    applied(spec_import)
-    assert upstream_import(["lazy_spec", "block"]) == "the block"
-
-
-def test_module_specs_that_name_a_path_are_built(applied: Callable[[Any], None]) -> None:
-    utilities = importlib.import_module("megatron.core.transformer.spec_utils")
-    applied(spec_import)
-    spec = utilities.ModuleSpec(module=("fractions", "Fraction"), params={"numerator": 3})
-    assert utilities.build_module(spec, denominator=4) == importlib.import_module("fractions").Fraction(3, 4)
-    missing = utilities.ModuleSpec(module=("fractions", "Nothing"))
-    with pytest.raises(SpecImportError, match="Nothing"):
-        utilities.build_module(missing)
-
-
 # --- dataset-helpers ---------------------------------------------------------------------------------------------------
 
 
@@ -223,22 +200,6 @@ def test_no_helper_and_no_makefile_is_said(
     with pytest.raises(LaunchError, match=r"no Makefile .* reinstall megatron-core"):
         compile_helpers()
     assert made == []
-
-
-def test_a_helper_older_than_its_source_is_made_again(
-    applied: Callable[[Any], None], made: list[list[str]], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    applied(dataset_helpers)
-    library = folder / f"helpers_cpp{importlib.machinery.EXTENSION_SUFFIXES[0]}"
-    library.touch()
-    (folder / "Makefile").touch()
-    monkeypatch.delitem(sys.modules, dataset_helpers.HELPER, raising=False)
-    os.utime(library, (1, 1))
-    compile_helpers()
-    assert made == [["make", "-C", str(folder)]]
-    os.utime(library)
-    compile_helpers()
-    assert len(made) == 1
 
 
 def test_every_rank_has_the_helper_before_it_is_needed(
@@ -358,15 +319,3 @@ def test_a_captured_schedule_is_refused(summed: list[str], monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(LaunchError, match=r"config\.finalize_model_grads_func"):
         schedule(model=chunk)
-
-
-def test_a_failing_schedule_leaves_earlier_gradients(summed: list[str]) -> None:
-    chunk = Chunk()
-    train(chunk)
-
-    def fail(**_: Any) -> None:
-        raise RuntimeError("out of data")
-
-    with stock.cpu_lane(), pytest.raises(RuntimeError, match="out of data"):
-        sp_norm_gradients._complete_gradients(fail)(model=chunk)
-    assert chunk.gradient == [2.0, 2.0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +10,9 @@ from megacpp_mcore.patches.torch_adam_resume import PATCH
 from tests import stock
 from tests.optimizers import accumulate, build, trained
 
+pytestmark = pytest.mark.usefixtures("process")
+
 DTYPES = {"a": "bfloat16", "b": "bfloat16"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with stock.one_process(tmp_path_factory.mktemp("adam") / "store"):
-        yield
 
 
 def distributed(optimizer: Any) -> Any:
@@ -58,39 +53,3 @@ def test_upstream_fails_without_the_patch() -> None:
         distributed(build(DTYPES, distributed=True)[1]).state_dict()
     with pytest.raises(KeyError, match="step"):
         hand_over(trained(DTYPES, distributed=True), trained(DTYPES, distributed=True))
-
-
-def test_without_the_patch_one_count_serves_all() -> None:
-    """And is taken further by each: after one more step of four parameters the count of 1 is one of 5."""
-    model, optimizer = trained(DTYPES, distributed=True)
-    found = distributed(optimizer)
-    found.load_state_dict(found.state_dict())
-    accumulate(model, 7)
-    optimizer.step()
-    assert [float(state["step"]) for state in found.optimizer.state.values()] == [5.0] * 4
-
-
-def test_the_state_before_the_first_step_is_adams_own() -> None:
-    with stock.patched(PATCH):
-        _, optimizer = build(DTYPES, distributed=True)
-        found = distributed(optimizer)
-        assert {group["step"] for group in found.state_dict()["optimizer"]["param_groups"]} == {0.0}
-        mains = [main for group in found.optimizer.param_groups for main in group["params"]]
-        assert [found.optimizer.state[main]["exp_avg"].tolist() for main in mains] == [
-            [0.0] * len(main) for main in mains
-        ]
-
-
-def test_another_optimizer_is_upstreams() -> None:
-    import torch
-
-    class Other(torch.optim.AdamW):
-        pass
-
-    with stock.patched(PATCH):
-        _, optimizer = build(DTYPES, distributed=True)
-        found = distributed(optimizer)
-        found.optimizer = Other(found.optimizer.param_groups)
-        with pytest.raises(AssertionError):
-            found.state_dict()
-        assert not found.optimizer.state

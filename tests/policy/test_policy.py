@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import launch_flags
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model import Layout, preset
 from megacpp_mcore.model.precision import EXPERTS_FILE, FP8_EXPERTS
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe.receipts import facts as receipt_facts
@@ -33,7 +30,6 @@ from megacpp_mcore.policy import (
     overlap_contract,
     resolve,
 )
-from megacpp_mcore.policy import values as policy_values
 
 TURN_COMPILE_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 GPU = Run(device="cuda", world_size=8, precision="bf16", parameters=4_500_000_000, has_moe=True)
@@ -111,23 +107,6 @@ def test_the_bytes_of_a_gradient_are_megatrons(words: str, size: int) -> None:
     assert read(*words.split()).grad_bytes == size
 
 
-def test_experts_are_the_models_where_there_is_one() -> None:
-    dense = with_overrides(preset("nam56r_tiny"), {"pattern": "AM", "depth": 4, "dsa": {"schedule": "-"}})
-    experts = ["--num-experts", "4"]
-    assert read(*experts).has_moe
-    assert not Run.from_arguments(experts, device="cuda", world_size=1, model=dense).has_moe
-    assert Run.from_arguments([], device="cuda", world_size=1, model=preset("nam56r_tiny")).has_moe
-
-
-def test_only_a_spec_of_this_package_makes_arguments_a_preset() -> None:
-    words = lower(preset("nam56r_tiny"), Layout(), Training())
-    at = words.index("--spec")
-    assert read(*words).families == "AMER"
-    assert read(*words[:at], "--spec", "megacpp_mcore.nam56r").parameters == read(*words).parameters
-    stock = read(*words[:at], *words[at + 3 :])
-    assert (stock.families, stock.parameters, stock.has_moe) == ("", None, True)
-
-
 def test_a_process_holds_its_share_of_the_experts_and_all_of_the_rest() -> None:
     model = preset("nam56r")
     whole = sum(model.parameters().values())
@@ -180,21 +159,6 @@ def test_who_disables_dynamo_disables_the_warm_up_and_is_told(tmp_path: Path, na
     assert resolve(dense, environment={name: "1"}).warnings == ()
     turned_off = settings(tmp_path, "compile: regional\nspeed_defaults: {compile_warmup: false}\n")
     assert resolve(dense, settings=turned_off, environment={}).compile.reason == "user-disabled"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [*TURN_COMPILE_OFF, None])
-def test_these_variables_are_what_torch_looks_at(name: str | None) -> None:
-    code = """
-import torch
-seen = []
-torch.compile(lambda x: x + 1, backend=lambda graph, inputs: seen.append(1) or graph.forward)(torch.ones(1))
-print(len(seen))
-"""
-    environment = {key: text for key, text in os.environ.items() if key not in TURN_COMPILE_OFF}
-    environment |= {} if name is None else {name: "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ("1" if name is None else "0")
 
 
 # --- sources and contradictions -----------------------------------------------------------------------------------------
@@ -258,20 +222,6 @@ def test_the_allocator() -> None:
         assert resolve(graphs, environment=asked | {"NCCL_GRAPH_REGISTER": "0"}).value(name).warning == ""
     renamed = resolve(GPU, environment={"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
     assert (renamed.value("PYTORCH_ALLOC_CONF").source, renamed.environment().get(name)) == (USER, None)
-
-
-@pytest.mark.parametrize(("torch", "refused"), [((2, 10), True), ((2, 11), False), ((3, 0), False)])
-def test_user_buffers_and_growing_segments(
-    monkeypatch: pytest.MonkeyPatch, torch: tuple[int, int], refused: bool
-) -> None:
-    monkeypatch.setattr(policy_values, "installed_torch", lambda: torch)
-    buffers = dataclasses.replace(GPU, nccl_user_buffers=True)
-    ours = resolve(buffers, environment={}).value(policy.ALLOCATOR)
-    assert ours.value == (None if refused else "expandable_segments:True")
-    for name, says in ((policy.ALLOCATOR, "Megatron stops"), (policy.NEW_ALLOCATOR, "cannot be registered")):
-        theirs = resolve(buffers, environment={name: "expandable_segments:True"}).value(name)
-        assert (says in theirs.warning) is refused
-        assert bool(theirs.warning) is refused
 
 
 def test_speed_defaults_are_the_users_word(tmp_path: Path) -> None:
@@ -428,37 +378,6 @@ def test_no_setting_of_connections_lets_everything_overlap() -> None:
 )
 def test_what_stands_against_an_overlap_is_said(changes: dict[str, Any], name: str, reason: str) -> None:
     assert reason in reasons(dataclasses.replace(ALL, **changes), "1")[name]
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"bucket_elements": 10_000_000, "grad_bytes": 2}, "19.1 MiB"),
-        ({"parameters": 60_000_000, "num_buckets": 4}, "28.6 MiB"),
-        # Megatron's default bucket grows with the replicas; with those of context parallelism, which share a reduction.
-        ({"world_size": 400, "parameters": 300_000_000}, "200000000 elements holds all 150000000"),
-        ({"world_size": 800, "context": 2, "parameters": 300_000_000}, "400000000 elements"),
-        ({"world_size": 4, "parameters": 70_000_000}, "40000000 elements holds all 35000000"),
-        # Stages and experts share the elements.
-        (
-            {"parameters": 160_000_000, "bucket_elements": 50_000_000, "expert": 1, "pipeline": 2},
-            "holds all 40000000 of",
-        ),
-        (
-            {"parameters": 160_000_000, "bucket_elements": 50_000_000, "expert_parameters": 120_000_000},
-            "holds all 35000000 of",
-        ),
-        ({"bucket_elements": 10_000_000}, None),
-        ({"world_size": 200, "parameters": 300_000_000}, None),
-        ({"parameters": 160_000_000, "bucket_elements": 50_000_000, "expert": 1}, None),
-    ],
-)
-def test_the_size_of_a_bucket(changes: dict[str, Any], reason: str | None) -> None:
-    run = dataclasses.replace(ALL, **changes)
-    if reason is None:
-        assert "gradient reduce" in possible(run, "1")
-    else:
-        assert reason in reasons(run, "1")["gradient reduce"]
 
 
 # --- the text, the file, the launch -------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -26,11 +25,8 @@ import yaml
 from megacpp_mcore import policy
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.commands import cli
-from megacpp_mcore.errors import ModelError
-from megacpp_mcore.model import hybrid, preset
+from megacpp_mcore.model import preset
 from megacpp_mcore.model.recipes import RECIPES
-from megacpp_mcore.te.imports import Features
-from megacpp_mcore.te.precision import FP8
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -126,13 +122,6 @@ def missing(expected: Sequence[str], printed: str) -> list[str]:
     return absent
 
 
-def test_the_check_of_what_is_printed_can_fail() -> None:
-    assert missing(["a … c", "…", "d"], "a b c\nx\nd\n") == []
-    assert missing(["d", "a b c"], "a b c\nd\n") == ["a b c"]
-    assert missing(["a"], "a b") == ["a"]
-    assert expectations("```sh\nx\n```\n\n```text\ny\n```\n\n```sh\nz\n```\nwords\n```text\nno\n```\n") == {0: ["y"]}
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The corpus that the pages make, made once."""
@@ -181,20 +170,6 @@ def test_the_commands_run(page: str, corpus: Path, tmp_path: Path) -> None:
 # --- what the pages say, beside their commands ---------------------------------------------------------------------------
 
 
-def test_the_settings_of_the_pattern_page_are_those_that_it_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = PAGES["extending.md"]
-    (shown,) = blocks(page, "yaml")
-    (line,) = (line for block in blocks(page, "sh") for line in block.splitlines() if "--settings" in line)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(plugin_config.VARIABLE, raising=False)
-    assert cli.main(shlex.split(line.partition(" > ")[0])[1:]) == 0
-    assert yaml.safe_load((tmp_path / "mine.yaml").read_text()) == yaml.safe_load(shown)
-    (tmp_path / "shown.yaml").write_text(shown)
-    assert plugin_config.load(tmp_path / "shown.yaml").model.layers == "AMEAMAR"
-
-
 def test_the_model_card_is_the_models(capsys: pytest.CaptureFixture[str]) -> None:
     """After a change of a model: megacpp-mcore recipe list --markdown > docs/model-card.md"""
     assert cli.main(["recipe", "list", "--markdown"]) == 0
@@ -241,26 +216,6 @@ def test_the_groups_of_the_launch_page_are_those_of_the_file() -> None:
     assert overlaps == {one.name for one in policy.overlap_contract(policy.Run(device="cuda"), None)}
 
 
-@pytest.mark.parametrize(("heading", "kind"), [("Switches", Features), ("FP8 scopes", FP8)])
-def test_the_groups_of_the_page_of_transformer_engine_are_those_of_the_file(heading: str, kind: type) -> None:
-    rows = table(PAGES["transformer-engine.md"], heading)
-    shown = {key: default for keys, default, _ in rows for key in re.findall(r"`(\w+)`", keys)}
-    assert shown == {each.name: str(yaml.safe_dump(each.default)).splitlines()[0] for each in dataclasses.fields(kind)}
-
-
-def test_the_names_of_the_compile_page_are_the_codes() -> None:
-    from megacpp_mcore.layer_specs import regions
-
-    page = PAGES["compile.md"]
-    assert [row[0].strip("`") for row in table(page, "Warm-up")] == list(policy.REASONS)
-    families = [each.name for each in dataclasses.fields(plugin_config.Recompute)]
-    assert [row[0].strip("`") for row in table(page, "Recompute by family")] == families
-    documented = [(name.strip("`"), layers) for name, layers, _ in table(page, "Regions")]
-    described = re.findall(r"^(\w[\w ]*?\w) {2,}((?:[AMER] ?)+) {2,}\w", regions.__doc__ or "", re.MULTILINE)
-    assert len(documented) > 2
-    assert documented == [(name, layers.strip()) for name, layers in described]
-
-
 def test_the_figures_of_the_compile_page_are_measured() -> None:
     with (ROOT / "experiments" / "results" / "regional_h200.csv").open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if (row["recompute"], row["tax"]) == ("none", "none")]
@@ -268,19 +223,6 @@ def test_the_figures_of_the_compile_page_are_measured() -> None:
     shown = table(PAGES["compile.md"], "What it gave")
     assert len(shown) == 4
     assert shown == [[row[column] or "none" for column in columns] for row in rows]
-
-
-def test_the_symbols_of_the_hybrid_page_are_the_codes() -> None:
-    shown = {
-        symbol.strip("`"): (letter, field.strip("`"), who)
-        for symbol, letter, field, who in table(PAGES["hybrid.md"], "Symbols")[:6]
-    }
-    assert list(shown) == [slot.symbol for slot in hybrid.SLOTS]
-    for slot in hybrid.SLOTS:
-        letter, field, who = shown[slot.symbol]
-        assert letter[0] == slot.letter or letter == "one MTP depth"
-        assert field == (slot.attribute or "none")
-        assert who.startswith("native: " if slot.native else "ours: ")
 
 
 def rendered(node: ast.expr) -> str | None:
@@ -311,23 +253,6 @@ def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
     assert "a message that nobody wrote" not in known
 
 
-def test_the_refusal_that_the_fp8_page_quotes_is_the_real_one() -> None:
-    from megacpp_mcore.layer_specs.nam56r import check_layout
-
-    (quoted,) = blocks(PAGES["fp8.md"], "text")
-    settings = {
-        **{"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1},
-        **{"virtual_pipeline_model_parallel_size": None, "sequence_parallel": False, "context_parallel_size": 1},
-        **{"expert_tensor_parallel_size": 1, "delay_wgrad_compute": False, "cuda_graph_impl": "none", "fp4": None},
-    }
-    for format_ in ("e4m3", "hybrid"):
-        with pytest.raises(ModelError) as caught:
-            check_layout(preset("nam56r"), SimpleNamespace(fp8=format_, **settings), ())  # type: ignore[arg-type]
-        assert str(caught.value) == quoted.strip()
-    with pytest.raises(ModelError, match="--fp4-format"):
-        check_layout(preset("nam56r"), SimpleNamespace(fp8=None, **settings | {"fp4": "e2m1"}), ())  # type: ignore[arg-type]
-
-
 def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     assert sorted(["README.md", *re.findall(r"[\w-]+\.md", str(site["nav"]))]) == sorted(PAGES)
@@ -339,14 +264,6 @@ def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere() -> Non
             assert linked.exists(), (name, target)
             headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
             assert not anchor or anchor in {re.sub(r"[^\w]+", "-", one.lower()).strip("-") for one in headings}, target
-
-
-def test_files_that_the_pages_name_exist() -> None:
-    named = {
-        word for page in PAGES.values() for word in re.findall(r"`((?:examples|megacpp_mcore)/[\w/]+\.\w+)`", page)
-    }
-    assert {"examples/block_family.py", "examples/patch_only.sh", "examples/own_pattern.sh"} <= named
-    assert [word for word in named if not (ROOT / word).is_file()] == []
 
 
 ROWS = {

@@ -31,13 +31,6 @@ import resource, runpy, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 runpy.run_path(sys.argv.pop(), run_name="__main__")
 """
-WITHOUT_A_HOME = """
-import pathlib, runpy, sys
-def expanduser(self):
-    raise RuntimeError("Could not determine home directory.")
-pathlib.Path.expanduser = expanduser
-runpy.run_path(sys.argv.pop(), run_name="__main__")
-"""
 
 
 @pytest.fixture
@@ -73,18 +66,7 @@ def test_a_home_that_is_no_folder(script: Path) -> None:
     assert said.endswith("; set XDG_CACHE_HOME to a writable folder\n")
 
 
-def test_no_home_at_all(script: Path) -> None:
-    said = message("-c", WITHOUT_A_HOME, str(script), without=("XDG_CACHE_HOME",))
-    assert said.startswith("no home folder is known (Could not determine home directory.)")
-    assert said.endswith("; set XDG_CACHE_HOME to a writable folder\n")
-
-
 def test_no_room_for_the_environment(script: Path, tmp_path: Path) -> None:
     said = message("-c", WITHOUT_ROOM, str(script), XDG_CACHE_HOME=str(tmp_path))
     assert re.search(rf"^{tmp_path}/megacpp-mcore/venv-\w+ cannot be made \(.*File too large", said, re.MULTILINE)
     assert said.endswith("; make room there, or set XDG_CACHE_HOME to another writable folder\n")
-
-
-def test_a_folder_that_venv_refuses(script: Path, tmp_path: Path) -> None:
-    said = message(str(script), XDG_CACHE_HOME=str(tmp_path / "with:colon"))
-    assert re.search(r"with:colon/megacpp-mcore/venv-\w+ cannot be made \(.*PATH separator", said)

@@ -172,6 +172,7 @@ def test_lock_files_pin_everything_that_they_need() -> None:
     assert not set(demo) & set(dev)
 
 
+@pytest.mark.exhaustive
 def test_the_environment_is_made_once_and_anew_when_half_made(tmp_path: Path) -> None:
     """The real script, two callers at a time, with a lock file that asks for nothing (so that no network is needed)."""
     (tmp_path / "demo.txt").write_text("-r more.txt\n")

@@ -2,7 +2,7 @@
 
 Pieces of work: ``forward`` (scores and top-k), ``loss`` (forward with the KL loss, of selected keys alone or of all), ``train``
 (loss, and its backward pass). Bytes are the peak above what was allocated before the call, so they hold outputs and
-temporaries; those computed are the same counted by hand (:func:`stock_bytes`; :func:`our_bytes` is a bound). The floor is what
+temporaries; those computed are stock's, counted by hand (:func:`stock_bytes`). The floor is what
 no implementation can do without: outputs for memory; for time the greater of inputs and outputs, and of the multiply-adds of
 causal pairs at the GPU's rate for products of the inputs' dtype (both sides compute in float32). Where stock runs out of
 memory there is nothing to agree with: the row says so, and what its ratio is of.
@@ -24,11 +24,10 @@ import torch
 from megacpp_mcore.bench.cases.indexer import SELECTED, selected_scores
 from megacpp_mcore.bench.cases.peers import patched
 from megacpp_mcore.bench.parity import judged
-from megacpp_mcore.bench.problem import PRECISIONS, Floor, Problem, Variant, Verdict
+from megacpp_mcore.bench.problem import PRECISIONS, Draw, Floor, Problem, Variant, Verdict
 from megacpp_mcore.bench.registry import OURS, PEER, Options
 from megacpp_mcore.bench.table import IS_STOCK, NO_STOCK
 from megacpp_mcore.model.flops import causal_pairs, selected_pairs
-from megacpp_mcore.ops.indexer.chunked import BLOCK_ELEMENTS
 from megacpp_mcore.ops.testing import row_errors, worst_row
 
 WORKS = {
@@ -95,28 +94,18 @@ def stock_bytes(shape: Shape, work: str) -> int:
     return forward if work == "forward" else max(forward, (4 * shape.A + 2) * pairs)
 
 
-def our_bytes(shape: Shape, work: str, sparse: bool) -> int:
-    """Bound of ours: three blocks, what is linear in S (float32 keys, gradient of k, the selection's scores), and outputs."""
-    heads = max(shape.H, shape.A) if work != "forward" and not sparse else shape.H
-    blocks = 3 * 4 * min(BLOCK_ELEMENTS, shape.B * heads * shape.S * shape.S)
-    numbers = shape.D + shape.N + (shape.K if work != "forward" else 0) + (shape.D if work == "train" else 0)
-    return blocks + 4 * shape.S * shape.B * numbers + shape.outputs(work)
-
-
-def draw(shape: Shape, device: str, dtype: torch.dtype, seed: int) -> Any:
+def draw(shape: Shape, options: Options) -> Any:
     """Random inputs, causal bounds and the leaves that get gradients."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device=device, dtype=torch.float32).to(dtype)
-
-    S, B, scale = shape.S, shape.B, (shape.H * shape.D) ** -0.5
-    leaves = (normal(S, B, shape.H, shape.D), normal(S, B, shape.H) * scale, normal(S, B, shape.D))
+    S, B, drawn = shape.S, shape.B, Draw(options, seed=0)
+    scale = (shape.H * shape.D) ** -0.5
+    q, w = drawn.normal(S, B, shape.H, shape.D), drawn.normal(S, B, shape.H, scale=scale)
+    leaves = drawn.leaves(q=q, w=w, k=drawn.normal(S, B, shape.D))
+    starts, ends = torch.zeros(S, dtype=torch.int64), torch.arange(1, S + 1)
     return SimpleNamespace(
-        leaves=tuple(leaf.requires_grad_() for leaf in leaves),
-        query=normal(S, B, shape.A, shape.K),
-        key=normal(S, B, 1, shape.K).expand(-1, -1, shape.A, -1),
-        bounds=(torch.zeros(S, dtype=torch.int64, device=device), torch.arange(1, S + 1, device=device)),
+        leaves=tuple(leaves.values()),
+        query=drawn.normal(S, B, shape.A, shape.K),
+        key=drawn.normal(S, B, 1, shape.K).expand(-1, -1, shape.A, -1),
+        bounds=(starts.to(options.device), ends.to(options.device)),
     )
 
 
@@ -149,21 +138,19 @@ def run(
 
 def problem(options: Options) -> Problem:
     """Each piece of work, with the sparse and with the dense loss."""
-    dtype, (V, R) = getattr(torch, options.dtype), options.sizes("latent", "rope")
     S, B, H, D, A, N = options.sizes("S", "B", "indexer_heads", "indexer_dim", "heads", "topk")
-    shape = Shape(S, B, H, D, A, V + R, N, dtype.itemsize)
-    inputs = draw(shape, options.device, dtype, seed=0)
+    shape = Shape(S, B, H, D, A, sum(options.sizes("latent", "rope")), N, Draw(options).itemsize)
+    inputs = draw(shape, options)
     runs = {name: partial(run, shape, work=work, sparse=sparse) for name, (work, sparse) in WORKS.items()}
-    computed: dict[tuple[str, str], int] = {}
-    works: dict[str, Floor] = {}
-    for name, (work, sparse) in WORKS.items():
-        computed |= {(STOCK, name): stock_bytes(shape, work), (PATCHED, name): our_bytes(shape, work, sparse)}
-        works[name] = Floor(
+    works = {
+        name: Floor(
             operations=shape.operations(work, sparse),
             moved=shape.inputs(work) + shape.outputs(work),
             precision=PRECISIONS[options.dtype],
             result=shape.outputs(work),
         )
+        for name, (work, sparse) in WORKS.items()
+    }
     return Problem(
         inputs=inputs,
         variants=[
@@ -173,7 +160,7 @@ def problem(options: Options) -> Problem:
         works=works,
         check=AgainstStock(shape, inputs),
         stock=STOCK,
-        computed=computed,
+        computed={(STOCK, name): stock_bytes(shape, work) for name, (work, _) in WORKS.items()},
     )
 
 

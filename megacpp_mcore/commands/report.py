@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import events, goodput, receipts, start
+from megacpp_mcore.observe import events, goodput, receipts
 from megacpp_mcore.observe.receipts import schema
 from megacpp_mcore.observe.receipts.assemble import RECEIPT
 from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, compare
@@ -94,21 +94,13 @@ def _show(args: argparse.Namespace) -> int:
         return 0
     status, *others = describe(receipt).splitlines()
     alive = [sign_of_life(place, receipt, time.time_ns())] if receipt["status"] == RUNNING else []
-    print("\n".join([status, *alive, *others, *_first_step(place)]))
+    print("\n".join([status, *alive, *others]))
     return 0
 
 
 def _fields(args: argparse.Namespace) -> int:
     print(schema.table())
     return 0
-
-
-def _first_step(run: Path) -> list[str]:
-    """The first step by family, from the run's folder; empty for a receipt alone."""
-    try:
-        return start.describe(start.read(run)) if run.is_dir() else []
-    except DataError as error:  # which hides no receipt
-        return [f"{'step 1':18}not known: {error}"]
 
 
 def _compare(args: argparse.Namespace) -> int:

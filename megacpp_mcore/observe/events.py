@@ -288,7 +288,7 @@ _FIRST = kinds.record(
 _LINE = kinds.record(
     {"at": kinds.NANOSECONDS},
     {"phases": kinds.map_of(kinds.NANOSECONDS, _PHASE), "step": kinds.SIZE, "resumed_at": kinds.COUNT, "how": kinds.TEXT,
-     "facts": kinds.MAP, "metrics": kinds.MAP, "first_step": kinds.MAP},
+     "facts": kinds.MAP, "metrics": kinds.MAP},
     more=True,
 )  # fmt: skip
 
@@ -310,7 +310,6 @@ class Start:
         steps: its steps with their losses, which the last rank writes.
         metrics: what was shown of its logged steps.
         facts: what it knows of the run, the last value of every key.
-        first_step: sums of step 1; None where it did not do it.
     """
 
     path: Path
@@ -329,7 +328,6 @@ class Start:
     steps: list[Step] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    first_step: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.ended_ns = max(self.ended_ns, self.began_ns)
@@ -353,7 +351,6 @@ class Start:
         if "metrics" in line:
             self.metrics.append(line["metrics"])
         self.facts |= line.get("facts", {})
-        self.first_step = line.get("first_step", self.first_step)
         if self.how is None:  # what is written after it is of no time of the run
             self.how = line.get("how")
             self.ended_ns = line["at"] if self.how is not None else max(self.ended_ns, line["at"])

@@ -15,7 +15,7 @@ import pytest
 
 from megacpp_mcore.commands import report as report_command
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import goodput, page, receipts, routing, start
+from megacpp_mcore.observe import goodput, page, receipts, routing
 from megacpp_mcore.observe.events import FINISHED
 from megacpp_mcore.observe.receipts.schema import flatten, why_unknown
 from tests.observe.recorded import at, file_of, stepped, with_loss, write_start
@@ -55,14 +55,12 @@ def write_run(run: Path) -> Path:
         "steps": [3, 3], "phase": "steady", "rank": 0, "unit": "time", "dominant": "E", "trigger": "steps",
         "hidden_share": 0.75, "graph_recaptures": 0, "families": {"E": {"share": 0.6}, "A": {"share": 0.3}},
     }  # fmt: skip
-    parts = {"1": {"family": "A", "branch": [8, 2], "residual": [4, 4], "gradient": 9}}
     for rank in (0, 1):
         steps = [stepped(100 + number, number, data=0.1) for number in (1, 2, 3)]
         again = [stepped(118 + number, number, resumed_at=2) for number in (3, 4, 5, 6)]
         if rank:
             steps, again = ([with_loss(step, 3 - step["step"] / 10) for step in one] for one in (steps, again))
-        first = at(100.5, first_step={"grad_norm": 1.0, "parts": parts})
-        write_start(run, 1, rank, *steps, first, at(100.6, metrics=metrics), at(110), began=100, world_size=2)
+        write_start(run, 1, rank, *steps, at(100.6, metrics=metrics), at(110), began=100, world_size=2)
         shown = at(126, metrics=metrics | {"step": 4, "resumed_at": 2})
         ended = at(127, {}, how=FINISHED)
         write_start(run, 2, rank, *again, at(125, facts=known), shown, ended, began=120, world_size=2)
@@ -106,7 +104,7 @@ def read_all(run: Path) -> str:
         report_command.describe(found).encode()
         said.extend([*found["unknown"].values(), *found["notes"], page.read(run).missing])
 
-    for read in (receipt, lambda: page.html(run).encode(), lambda: goodput.read(run), lambda: start.read(run)):
+    for read in (receipt, lambda: page.html(run).encode(), lambda: goodput.read(run)):
         try:
             read()
         except DataError as error:

@@ -43,7 +43,6 @@ class Recording:
 
     observe: str | None = None
     no_observe: bool = False
-    record_steps: str | None = None
     profile: str | None = None
     profile_tool: str | None = None
 
@@ -53,10 +52,6 @@ class Recording:
         for option, more in {
             "--observe": {"metavar": "DIR", "help": "record the run in DIR (default: beside its checkpoints)"},
             "--no-observe": {"action": "store_true", "help": "record nothing of the run"},
-            "--record-steps": {
-                "metavar": "FILE",
-                "help": "append every step's losses to FILE, unrounded, a line of JSON each",
-            },
             "--profile": {"metavar": "FIRST-LAST", "help": "profile these steps by block family, such as 10-14"},
             "--profile-tool": {
                 "choices": ("torch", "external"),

@@ -41,7 +41,7 @@ def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[s
     stock = ["pretrain_gpt.py", "--device", "x", "--", "--spec", "megacpp_mcore.nam56r", "--traceback"]
     options = ["--device", "cpu", "--nproc", "2", "--allow-spec-from", "mine"]
     options += ["--patch", "linear-cross-entropy", "--patch", "dsa-graph-safety"]
-    options += ["--record-steps", "steps.jsonl", "--observe", "here"]
+    options += ["--observe", "here"]
     assert cli.main(["launch", *options, "--", *stock]) == 7
     ((command, given),) = launched
     assert command == stock
@@ -50,7 +50,7 @@ def test_launch_hands_on_everything_after_the_dashes(launched: list[tuple[list[s
         "nproc": 2,
         "allowed_spec_prefixes": ("megacpp_mcore", "megatron", "mine"),
         "patches": ["linear-cross-entropy", "dsa-graph-safety"],
-        "recording": launcher.Recording(observe="here", record_steps="steps.jsonl"),
+        "recording": launcher.Recording(observe="here"),
     }
 
 

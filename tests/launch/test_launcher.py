@@ -257,8 +257,8 @@ def test_recording_and_its_words_say_the_same() -> None:
     launcher.Recording.add_arguments(parser)
     for recording in (
         launcher.Recording(),
-        launcher.Recording(no_observe=True, record_steps=""),
-        launcher.Recording(observe="run", record_steps="steps", profile="1-2", profile_tool="external"),
+        launcher.Recording(no_observe=True),
+        launcher.Recording(observe="run", profile="1-2", profile_tool="external"),
     ):
         assert launcher.Recording.read(parser.parse_args(recording.words())) == recording
 

@@ -48,7 +48,6 @@ def test_the_folder_of_a_run(words: list[str], options: dict[str, Any], folder: 
     [
         ([], {"observe": "here", "off": True}, "--observe here and --no-observe"),
         ([], {"observe": ""}, "--observe "),
-        ([], {"record_steps": ""}, "--record-steps "),
         (["--train-iters", "99"], {"observe": "here", "profile": "100-200"}, "100-200 .* 99"),
         ([], {"profile": "1-2"}, "1-2 .*--observe DIR"),
         ([], {"observe": "here", "profile": ""}, "''"),
@@ -144,17 +143,10 @@ def test_whatever_ends_the_making_of_listeners_is_recorded(
     assert not [path for path in opened if path.startswith(str(tmp_path))]
 
 
-@pytest.mark.parametrize("place", ["run", "run/steps"])
-def test_what_cannot_be_written_is_refused_before_training(
-    tmp_path: Path, launched: policy.LaunchPolicy, place: str
-) -> None:
-    if place == "run":
-        (tmp_path / place).write_text("")
-    else:
-        (tmp_path / place).mkdir(parents=True)
-    steps = str(tmp_path / place) if place != "run" else None
-    chosen = run.choose([], observe=str(tmp_path / "run"), record_steps=steps)
-    with pytest.raises(DataError, match=str(tmp_path / place)), run.observed(chosen, launched):
+def test_what_cannot_be_written_is_refused_before_training(tmp_path: Path, launched: policy.LaunchPolicy) -> None:
+    (tmp_path / "run").write_text("")
+    chosen = run.choose([], observe=str(tmp_path / "run"))
+    with pytest.raises(DataError, match=str(tmp_path / "run")), run.observed(chosen, launched):
         raise AssertionError("it records there")
 
 

@@ -147,7 +147,7 @@ def _listeners(
     if details.profile is not None:  # of every rank, for the families differ by stage, and experts by rank
         first, last = parse_steps(details.profile)
         tool, trace = details.profile_tool, details.profile_trace
-        yield Profiler(log.run, rank, first, last, tool=tool, trace=trace, routing=routes, clock=clock)
+        yield Profiler(log.run, rank, first, last, tool=tool, trace=trace, clock=clock)
     receipt = ReceiptWriter(log, settings=chosen.settings, launched=launched, routes=routes, loop=loop)
     if is_last:
         yield Live(recorder, loop, facts=receipt.facts, routes=routes, console=details.console)

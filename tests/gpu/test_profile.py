@@ -55,7 +55,6 @@ def test_the_time_of_kernels_belongs_to_families(tmp_path: Path, impl: str) -> N
     # Transformer Engine's Triton kernels may compile at any step: they are specialised to the tokens that experts get.
     if impl == "local":
         assert found["phase"] == "steady", found["phase_why"]
-    assert found["sparse_work"]["tokens"] > 0
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])

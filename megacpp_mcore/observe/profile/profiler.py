@@ -16,7 +16,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from megacpp_mcore.observe.clock import Clock, Phase, compilation_timed
 from megacpp_mcore.observe.events import Listener, replace
 from megacpp_mcore.observe.profile import table as tables
 from megacpp_mcore.observe.profile import trace as traces
-from megacpp_mcore.observe.routing import Load, Routing, merged
 from megacpp_mcore.settings import PROFILE_TOOLS
 
 if TYPE_CHECKING:
@@ -72,7 +71,6 @@ class Profiler(Listener):
         tool: one of :data:`~megacpp_mcore.settings.PROFILE_TOOLS`.
         trace: whether ``trace.json.gz`` is written, too, for a trace viewer. It is large: about 300 bytes an event before and
             20 after compression.
-        routing: the listener that counts tokens by expert, for the sparse work; None: it is not counted.
         clock: the process's, on which opening the window and making its tables is :attr:`Phase.PROFILE`; None: nobody asks.
 
     Raises:
@@ -88,18 +86,16 @@ class Profiler(Listener):
         *,
         tool: str = INTERNAL,
         trace: bool = False,
-        routing: Routing | None = None,
         clock: Clock | None = None,
     ) -> None:
         check_device(tool)
         self._folder, self._rank = Path(run) / FOLDER, rank
         self._first, self._last = first, last
-        self._tool, self._trace, self._routing = tool, trace, routing
+        self._tool, self._trace = tool, trace
         self._clock = clock or Clock()
         self._chunks: Sequence[Any] = ()
         self._optimizer: Any = None
         self._window: _Window | None = None
-        self._loads_before: Mapping[str, Load] = {}
         self._steps_before = 0
         self._done = False
 
@@ -111,7 +107,6 @@ class Profiler(Listener):
         """Open the window at its first step, and the range of each step in it."""
         if self._window is None and not self._done and self._first <= number <= self._last:
             with self._clock.within(Phase.PROFILE):
-                self._loads_before = self._loads()
                 self._window = _Window(number, self._chunks, self._optimizer, self._tool)
         if self._window is None:
             self._steps_before += 1
@@ -136,12 +131,6 @@ class Profiler(Listener):
         """Take away what is open if it is this one that failed."""
         if failed is self and self._window is not None:
             self._close(write=False)
-
-    def _loads(self) -> dict[str, Load]:
-        if self._routing is None:
-            return {}
-        self._routing.read()
-        return merged([self._routing.record()["layers"]])
 
     def _close(self, *, write: bool = True) -> None:
         """Close the window and write what it saw, in a phase of its own: it is no part of the run's steps."""
@@ -196,7 +185,6 @@ class Profiler(Listener):
         )
         return {
             "schema": SCHEMA,
-            "trigger": "observability.profile",
             "rank": self._rank,
             "steps": [window.first, window.last],
             "phase": phase,
@@ -204,25 +192,8 @@ class Profiler(Listener):
             "device": window.device or tables.CPU,
             "problem": problem if window.device is not None and not trace.kernels else None,
             **found,
-            "sparse_work": self._sparse_work(window),
-            "tensor_pipes": "not measured: no counters",
-            "graph_recaptures": trace.graphs if window.device is not None else None,
             "events": len(events),
         }
-
-    def _sparse_work(self, window: _Window) -> dict[str, Any]:
-        if self._routing is None:
-            return {"why": "the run's routing is not counted"}
-        from megatron.core.num_microbatches_calculator import get_num_microbatches
-
-        return tables.sparse_work(
-            self._loads_before,
-            self._loads(),
-            self._chunks[0].config,
-            micro_batches=get_num_microbatches() * (window.last - window.first + 1),
-            # Transformer Engine's experts have a module for it (megatron-core 0.19, ``TEGroupedMLP``).
-            quantized=any(hasattr(one, "quantization_padding") for chunk in self._chunks for one in chunk.modules()),
-        )
 
 
 class _Window:

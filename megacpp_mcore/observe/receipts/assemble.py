@@ -462,8 +462,7 @@ def _read_profile(found: Facts, run: Path, world_size: int) -> dict[str, Any] | 
         found.unknown.setdefault("profiler", NOT_PROFILED)
         return None
     found.put("profiler.step_range", best["steps"])
-    names = ("trigger", "phase", "graph_recaptures")
-    found.put_all("profiler", {name: best.get(name) for name in names}, "the profile does not say")
+    found.put("profiler.phase", best["phase"])
     why = "there was no communication, or no device to see it hidden"
     found.put("profiler.hidden_share", best.get("hidden_share"), why)
     return best

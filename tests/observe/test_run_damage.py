@@ -41,19 +41,16 @@ def write_run(run: Path) -> Path:
     known = {
         "run": facts, "warm_up_steps": 1, "notes": [], "unknown": {"commit": "no checkout"}, "failed": ["a listener"],
         "noted": [backend], "memory": MEMORY, "cache": {"files": {"triton": 3}, "added": {"triton": 0}},
-        "moe": {"dispatchers": ["Dispatcher"], "shared_expert_overlap": [False], "top_k": [2]},
-        "routing": {"layers": {"2": routing.Load((3, 5), 8).record()}, "router_dtypes": {"2": "float32"},
-                    "index_overlap": {"1-4": 0.5}, "not_counted": {"4": routing.CAPTURED}},
-        "local": {"backends": [backend], "parts": RECEIPT["parts"][:1], "buckets": RECEIPT["ddp"]["buckets"][:1],
-                  "overlap_grad_reduce": False},
+        "routing": {"layers": {"2": routing.Load((3, 5), 8).record()}, "not_counted": {"4": routing.CAPTURED}},
+        "local": {"backends": [backend], "grad_reduce_dtype": ["float32"]},
     }  # fmt: skip
     metrics = {
         "step": 1, "resumed_at": 0, "skipped": 0, "tokens_per_s": 5.0, "mfu": None, "mfu_reason": "why", "goodput": 0.5,
-        "memory_allocated_bytes": 5, "memory_reserved_bytes": 9, "routing_entropy": 0.9, "index_overlap": 0.5,
+        "memory_allocated_bytes": 5, "memory_reserved_bytes": 9, "routing_entropy": 0.9,
     }  # fmt: skip
     table = {
-        "steps": [3, 3], "phase": "steady", "rank": 0, "unit": "time", "dominant": "E", "trigger": "steps",
-        "hidden_share": 0.75, "graph_recaptures": 0, "families": {"E": {"share": 0.6}, "A": {"share": 0.3}},
+        "steps": [3, 3], "phase": "steady", "rank": 0, "unit": "time", "dominant": "E",
+        "hidden_share": 0.75, "families": {"E": {"share": 0.6}, "A": {"share": 0.3}},
     }  # fmt: skip
     for rank in (0, 1):
         steps = [stepped(100 + number, number, data=0.1) for number in (1, 2, 3)]
@@ -141,7 +138,7 @@ def test_damage_anywhere_is_read_or_refused(tmp_path: Path, name: str) -> None:
 
 def test_damage_anywhere_in_a_receipt_is_refused_or_shown(tmp_path: Path) -> None:
     file, receipt = tmp_path / "receipt.json", copy.deepcopy(RECEIPT)
-    receipt |= {name: receipt[name][:1] for name in ("backends", "parts", "patches", "overlap")}
+    receipt |= {name: receipt[name][:1] for name in ("backends", "patches", "overlap")}
     receipt["routing"]["layers"] = dict(list(receipt["routing"]["layers"].items())[:1])
     refused = 0
     for path, damage in random.Random(SEED).sample(list(itertools.product(nodes(receipt), DAMAGE)), 4 * SAMPLE):

@@ -39,25 +39,15 @@ PROFILES = "profile"
 RECEIPT = "receipt.json"
 _COMPILING = (Phase.COMPILE, Phase.JIT)
 _OF_LETTER = {"A": "attention", "M": "mamba", "R": "recurrent", "E": "expert"}
-_LANE_CLASSES = {
-    "dense_attention": ("attention", "dense_ffn", "head", "mtp"),
-    "expert": ("expert",),
-    "mamba_recurrent": ("mamba", "recurrent"),
-}
-_COUNTED = tuple(
-    f"routing.{name}" for name in ("layers", "entropy", "max_over_mean", "dropped_tokens", "router_dtypes")
-)
+_COUNTED = tuple(f"routing.{name}" for name in ("layers", "entropy", "max_over_mean", "dropped_tokens"))
 """What routers counted."""
 _FACTS = kinds.named({
     "run?": "map", "unknown?": "map of text", "warm_up_steps?": "count", "notes?": "list of text", "failed?": "list of text",
     "noted?": [schema.BACKEND],
-    "local?": {"backends": [schema.BACKEND], "parts": [schema.PART], "overlap_grad_reduce": "flag?",
-               "buckets": kinds.nullable(kinds.named([schema.BUCKET]))},
+    "local?": {"backends": [schema.BACKEND], "grad_reduce_dtype": kinds.nullable(kinds.named("list of text"))},
     "fp8?": {"scopes": "map of count", "dequantised": "count?"},
     "memory?": {"kind": "text", "allocated_peak_bytes": "count", "reserved_peak_bytes": "count"},
-    "moe?": {"shared_expert_overlap": "list of flag", "dispatchers": "list of text", "top_k": "list of count"},
-    "routing?": {"layers": {"*": schema.LOAD}, "router_dtypes": "map of text", "index_overlap": "map of share",
-                 "not_counted?": "map of text", "failed?": "text?", "...": ""},
+    "routing?": {"layers": {"*": schema.LOAD}, "not_counted?": "map of text", "failed?": "text?", "...": ""},
     "cache?": {"files": "map of count", "added": "map of count"},
 })  # fmt: skip
 """What a rank knows of its start; ``run`` has the fields of a receipt by path."""
@@ -301,7 +291,7 @@ def _known(processes: Sequence[Start], name: str) -> list[Any]:
 
 
 def _layers(found: Facts, processes: Sequence[Start]) -> None:
-    """Backends and parts of all pipeline stages, each once, and rank 0's buckets."""
+    """Backends of all pipeline stages, each once, and the dtype of rank 0's gradient buckets."""
     known = _known(processes, "local")
     if not known:
         return
@@ -309,19 +299,8 @@ def _layers(found: Facts, processes: Sequence[Start]) -> None:
     backends = {json.dumps(record, sort_keys=True): record for one in records for record in one}
     rows = sorted(backends.values(), key=itemgetter("op", "observed"))
     found.put("backends", sorted(rows, key=lambda one: math.inf if one["layer"] is None else one["layer"]))
-    parts: dict[tuple[str, ...], dict[str, Any]] = {}
-    for one in (part for local in known for part in local["parts"]):
-        merged = parts.setdefault(tuple(value for name, value in one.items() if name != "layers"), one | {"layers": []})
-        layers = {*merged["layers"], *one["layers"]}
-        merged["layers"] = sorted(layers, key=lambda layer: (isinstance(layer, str), layer))
-    found.put("parts", list(parts.values()))
-    buckets = known[0]["buckets"]
-    if buckets is None:
-        found.miss("something else than Megatron's DistributedDataParallel holds the gradients", "ddp")
-        return
-    dtypes = sorted({bucket["dtype"] for bucket in buckets})
-    overlap = known[0]["overlap_grad_reduce"]
-    found.put_all("ddp", {"buckets": buckets, "grad_reduce_dtype": dtypes, "overlap_grad_reduce": overlap})
+    reason = "something else than Megatron's DistributedDataParallel holds the gradients"
+    found.put("ddp.grad_reduce_dtype", known[0]["grad_reduce_dtype"], reason)
 
 
 def _memory(found: Facts, processes: Sequence[Start]) -> None:
@@ -346,39 +325,22 @@ def _fp8(found: Facts, processes: Sequence[Start]) -> None:
 
 
 def _moe(found: Facts, processes: Sequence[Start]) -> None:
-    """The routers' loads over all ranks, and how the layers are wired."""
+    """The routers' loads over all ranks."""
     if not found.values.get("moe_enabled"):
         return
-    wired, records = _known(processes, "moe"), _known(processes, "routing")
-    names = ("dispatchers", "shared_expert_overlap", "top_k")
-    dispatchers, shared, top_k = (sorted({each for one in wired for each in one[name]}) for name in names)
-    found.put("routing.dispatchers", dispatchers)
-    found.put(
-        "routing.shared_expert_overlap",
-        shared[0] if len(shared) == 1 else None,
-        "no rank has MoE layers, or they differ",
-    )
-    if top_k:  # which is configured, too
-        found.put("routing.top_k", top_k[0] if len(top_k) == 1 else None, "the routers differ")
     uncounted = _why_uncounted(processes)
     if uncounted is not None:
-        found.miss(uncounted, *_COUNTED, "indexer.overlap")
+        found.miss(uncounted, *_COUNTED)
         return
-    pairs: dict[str, list[float]] = {}
-    for pair, share in (one for record in records for one in record["index_overlap"].items()):
-        pairs.setdefault(pair, []).append(share)
-    unsampled = "no two Full layers of one rank were sampled in a step with more tokens than top-k"
-    found.put("indexer.overlap", {pair: fmean(shares) for pair, shares in pairs.items()} or None, unsampled)
+    records = _known(processes, "routing")
     not_counted = {layer: why for record in records for layer, why in record.get("not_counted", {}).items()}
     merged = routing.merged(record["layers"] for record in records)
     loads = {layer: load for layer, load in merged.items() if layer not in not_counted}
     why = "; ".join(f"layer {layer}: {why}" for layer, why in not_counted.items())
     if not why and not any(load.asked for load in loads.values()):
-        loads, records, why = {}, [], "no router was observed up to a reading"
+        loads, why = {}, "no router was observed up to a reading"
     found.miss(why or "there is one expert", *_COUNTED)
-    dtypes = sorted({name for one in records for name in one["router_dtypes"].values()})
-    layers = {layer: load.record() for layer, load in loads.items()}
-    found.put_all("routing", {"router_dtypes": dtypes or None, "layers": layers or None})
+    found.put("routing.layers", {layer: load.record() for layer, load in loads.items()} or None)
     if not why:
         entropies = [load.entropy for load in loads.values() if load.entropy is not None]
         peaks = [load.max_over_mean for load in loads.values() if load.max_over_mean is not None]
@@ -503,7 +465,7 @@ def _shares(found: Facts, profile: Mapping[str, Any] | None) -> None:
     why_no_count = unknown.get("flops", "the work of a step is not known")
     found.miss(why_no_count, "dominant_flops")
     found.miss(unknown.get("profiler", "the profile recorded nothing"), "dominant_time")
-    found.miss(f"no profile, and no count: {why_no_count}", "shares", "attention_share", "lane_class")
+    found.miss(f"no profile, and no count: {why_no_count}", "shares", "attention_share")
     shares: dict[str, float] = {}
     if counted is not None:
         shares = {group: sum(counted["families"][name]["share"] for name in of) for group, of in FAMILIES.items()}
@@ -517,10 +479,8 @@ def _shares(found: Facts, profile: Mapping[str, Any] | None) -> None:
         found.put("shares.source", source)
     if shares:
         shares = {group: min(1.0, share) for group, share in shares.items()}
-        classes = {name: sum(shares.get(group, 0.0) for group in groups) for name, groups in _LANE_CLASSES.items()}
         found.put("shares.groups", shares)
         found.put("attention_share", shares.get("attention", 0.0))
-        found.put("lane_class", max(classes, key=lambda name: classes[name]))
 
 
 def _amdahl(values: Mapping[str, Any]) -> list[str]:

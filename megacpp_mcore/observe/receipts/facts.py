@@ -30,7 +30,6 @@ from megacpp_mcore.model import Model, flops, precision
 from megacpp_mcore.model.flops import report as flops_report
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.observe.loop import Loop
-from megacpp_mcore.observe.receipts.claims import arithmetic
 from megacpp_mcore.observe.receipts.schema import RESIDENT, Facts
 from megacpp_mcore.policy import ALLOCATOR, CONNECTIONS, DISABLING, LaunchPolicy
 from megacpp_mcore.settings import PluginConfig
@@ -409,7 +408,7 @@ def bare(chunk: Any) -> Any:
 def local(chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
     """What the modules, the optimizer and the gradient buffers of this rank say."""
     rows = [*_resolved(chunks), *_of_classes(chunks), *_of_loss(chunks), *_of_optimizer(chunks, optimizer)]
-    return {"backends": rows, "parts": _parts(chunks), **_ddp(chunks)}
+    return {"backends": rows, "grad_reduce_dtype": _grad_reduce_dtype(chunks)}
 
 
 def memory(chunks: Sequence[Any]) -> dict[str, Any]:
@@ -432,21 +431,6 @@ def fp8() -> dict[str, Any]:
     from megacpp_mcore.te.precision import counts
 
     return {"scopes": counts(), "dequantised": quantized.count()}
-
-
-def moe(chunks: Sequence[Any]) -> dict[str, Any]:
-    """How the MoE layers of this rank are wired: who runs the shared expert, and which dispatchers there are.
-
-    A layer of ours has none where its experts take the tokens as they come.
-    """
-    wired = [one for one in _modules(chunks) if hasattr(one, "token_dispatcher")]
-    dispatchers = [one.token_dispatcher for one in wired]
-    shared = {getattr(one, "shared_experts", None) is not None for one in dispatchers}
-    return {
-        "dispatchers": sorted({"none" if one is None else type(one).__name__ for one in dispatchers}),
-        "shared_expert_overlap": sorted(shared),
-        "top_k": sorted({one.router.topk for one in wired}),
-    }
 
 
 def owner(module: Any) -> str:
@@ -475,40 +459,18 @@ def _layers(chunks: Sequence[Any]) -> Iterator[tuple[int | None, str, Any]]:
                 yield number, name.rpartition(".")[2], module
 
 
-def _ddp(chunks: Sequence[Any]) -> dict[str, Any]:
-    """The gradient buckets as they are in memory, and whether their DDP is configured to overlap; None where something else
-    than Megatron's DDP reduces."""
+def _grad_reduce_dtype(chunks: Sequence[Any]) -> list[str] | None:
+    """The dtypes of the gradient buckets as they are in memory; None where something else than Megatron's DDP reduces."""
     if not all(hasattr(chunk, "buffers") and hasattr(chunk, "expert_parallel_buffers") for chunk in chunks):
-        return {"buckets": None, "overlap_grad_reduce": None}
-    found = []
-    for chunk in chunks:
-        for group, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
-            for gradients in (bucket.grad_data for buffer in buffers for bucket in buffer.buckets):
-                count, dtype = gradients.numel(), str(gradients.dtype).removeprefix("torch.")
-                size = count * gradients.element_size()
-                found.append({"group": group, "dtype": dtype, "elements": count, "bytes": size})
-    overlaps = all(bool(chunk.ddp_config.overlap_grad_reduce) for chunk in chunks)
-    return {"buckets": found, "overlap_grad_reduce": overlaps}
-
-
-def _parts(chunks: Sequence[Any]) -> list[dict[str, Any]]:
-    """The classes of linear layers, norms, experts and routers, and whose they are."""
-    found: dict[tuple[str, str, str, str], dict[int | str, None]] = {}
-    for number, name, module in _layers(chunks):
-        if _computes(name, module) or name in ("experts", "router", "shared_experts", "mixer"):
-            key = (name, _requested(module, chunks), owner(module), _class_name(module))
-            found.setdefault(key, {})["mtp" if number is None else number] = None
-    names = ("part", "requested", "observed", "implementation")
-    return [dict(zip(names, key, strict=True)) | {"layers": list(layers)} for key, layers in found.items()]
-
-
-def _class_name(thing: Any) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+        return None
+    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return sorted({str(one.grad_data.dtype).removeprefix("torch.") for buffer in buffers for one in buffer.buckets})
 
 
 def _computes(name: str, module: Any) -> bool:
     """Whether it is a linear layer or a norm; where a layer has none, Megatron puts a module that does nothing."""
-    return arithmetic(name) and type(module).__name__ != "IdentityOp"
+    is_one = name.startswith("linear_") or name.endswith(("_proj", "norm"))
+    return is_one and type(module).__name__ != "IdentityOp"
 
 
 def _requested(module: Any, chunks: Sequence[Any]) -> str:
@@ -581,7 +543,7 @@ def _of_optimizer(chunks: Sequence[Any], optimizer: Any) -> list[dict[str, Any]]
     """The classes that step the parameters, as Megatron chose them among what it could import."""
     found = {}
     for stepping in _stepping(optimizer):
-        whose, name = owner(stepping), _class_name(stepping)
+        whose, name = owner(stepping), f"{type(stepping).__module__}.{type(stepping).__qualname__}"
         slow = _device_type(chunks) == "cuda" and whose == "torch"
         reason = f"{name}, Megatron's choice among what it could import"
         if slow:

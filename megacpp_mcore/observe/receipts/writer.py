@@ -83,7 +83,6 @@ class ReceiptWriter(Listener):
         known: dict[str, Any] = {}
         facts.attempt("model", lambda found: of_run.of_model(found, chunks, self._settings, self._loop))
         facts.attempt("backends", lambda _: known.update(local=of_run.local(chunks, optimizer)))
-        facts.attempt("routing", lambda _: known.update(moe=of_run.moe(chunks)))
         self._log.write(facts={**known, "run": facts.values, "unknown": facts.unknown})
 
     def on_step(self, step: Step) -> None:

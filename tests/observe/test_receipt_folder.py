@@ -25,7 +25,16 @@ ENDED = at(0, {}, how=FINISHED)
 def facts(moe_enabled: bool = False, **more: Any) -> dict[str, Any]:
     """The line of what a rank knows; ``more`` as the writer names it."""
     known = {"moe_enabled": moe_enabled, "environment": {}}
-    return at(0, facts={"warm_up_steps": 1, "notes": [], "run": known, "unknown": {}, **more})
+    return at(0, facts={"warm_up_steps": 1, "notes": [], "unknown": {}, **known, **more})
+
+
+def of_cache(files: int, added: int) -> dict[str, Any]:
+    return {"cache.files": {"triton": files}, "cache.added": {"triton": added}}
+
+
+def of_memory(peak: int, reserved: int) -> dict[str, Any]:
+    peaks = {"memory.allocated_peak_bytes": peak, "memory.reserved_peak_bytes": reserved}
+    return {"memory.kind": "CUDA allocator", **peaks}
 
 
 def write_rank(
@@ -38,10 +47,7 @@ def write_rank(
         steps = [with_loss(step, 3.0 - step["step"] / 10) for step in steps]
     write_start(
         run, number, rank, *steps,
-        facts(
-            memory={"kind": "CUDA allocator", "allocated_peak_bytes": peak, "reserved_peak_bytes": peak + 50},
-            cache={"files": {"triton": 3}, "added": {"triton": added}},
-        ),
+        facts(**of_memory(peak, peak + 50), **of_cache(3, added)),
         at(number, {}, how=how), began=number, world_size=world_size,
     )  # fmt: skip
 
@@ -112,7 +118,7 @@ def test_caches_that_had_everything_are_warm_and_unused_ones_are_not(run: Path) 
     write_rank(run, 1, 300, 0, {})
     assert receipts.read(run)["cache"]["state"] == "warm"
     for rank in (0, 1):
-        write_start(run, 2, rank, facts(cache={"files": {"triton": 3}, "added": {"triton": 9}}),
+        write_start(run, 2, rank, facts(**of_cache(3, 9)),
                     stepped(9, 1), ENDED, began=8, world_size=2)  # fmt: skip
     assert receipts.read(run)["cache"]["state"] == "unused"  # what came meanwhile is another process's
 
@@ -153,11 +159,11 @@ def test_starts_that_came_to_no_step_leave_the_receipt_of_the_one_before(
 def test_of_starts_that_all_did_no_step_it_is_the_last_with_a_model(tmp_path: Path) -> None:
     """One runs out of memory in its first step, so that it is tried with a smaller batch, and then mistyped."""
     for number, known in ((1, {"batch.global_batch_size": 8}), (2, {"batch.global_batch_size": 4})):
-        line = facts(run={"moe_enabled": False, "environment": {}, **known})
+        line = facts(**known)
         write_start(tmp_path, number, 0, line, at(number, {}, how="MemoryError"), began=number)
     found = receipts.read(tmp_path)
     assert (found["status"], found["batch"]["global_batch_size"], found["notes"]) == ("MemoryError", 4, [])
-    write_start(tmp_path, 3, 0, at(3, facts={"run": {"environment": {}}}), at(4, {}, how="SystemExit"), began=3)
+    write_start(tmp_path, 3, 0, at(3, facts={"environment": {}}), at(4, {}, how="SystemExit"), began=3)
     found = receipts.read(tmp_path)
     assert (found["status"], found["batch"]["global_batch_size"], len(found["notes"])) == ("MemoryError", 4, 1)
 
@@ -284,9 +290,8 @@ class Training:
             known.put("moe_enabled", False)
             known.put("batch.global_batch_size", peak)
 
-        memory = {"kind": "CUDA allocator", "allocated_peak_bytes": peak, "reserved_peak_bytes": peak}
         monkeypatch.setattr(receipt_facts, "of_model", of_model)
-        monkeypatch.setattr(receipt_facts, "memory", lambda _: memory)
+        monkeypatch.setattr(receipt_facts, "memory", lambda _: of_memory(peak, peak))
         self.log = Log(run, 0, 1, Clock(), heartbeat_s=60)
         self.recorder = Recorder(self.log, with_losses=True)
         self.writer = receipts.ReceiptWriter(self.log, every_s=every_s)

@@ -27,7 +27,7 @@ DAMAGE: tuple[Any, ...] = (None, "text", -1, math.nan, math.inf, [], {}, True, G
 SEED, SAMPLE = 1, 80
 FILES = ("start_1/rank_00000.jsonl", "start_2/rank_00000.jsonl", "start_2/rank_00001.jsonl",
          "profile/3-3/rank_00000/table.json")  # fmt: skip
-MEMORY = {"kind": "CUDA allocator", "allocated_peak_bytes": 5, "reserved_peak_bytes": 9}
+PEAK = "memory.allocated_peak_bytes"
 
 
 def write_run(run: Path) -> Path:
@@ -39,10 +39,11 @@ def write_run(run: Path) -> Path:
               "model.definition": {"depth": 2}, "routing.forced_balance": False}  # fmt: skip
     backend = RECEIPT["backends"][0]
     known = {
-        "run": facts, "warm_up_steps": 1, "notes": [], "unknown": {"commit": "no checkout"}, "failed": ["a listener"],
-        "noted": [backend], "memory": MEMORY, "cache": {"files": {"triton": 3}, "added": {"triton": 0}},
+        **facts, "warm_up_steps": 1, "notes": [], "unknown": {"commit": "no checkout"}, "failed": ["a listener"],
+        "noted": [backend], "memory.kind": "CUDA allocator", PEAK: 5, "memory.reserved_peak_bytes": 9,
+        "cache.files": {"triton": 3}, "cache.added": {"triton": 0},
         "routing": {"layers": {"2": routing.Load((3, 5), 8).record()}, "not_counted": {"4": routing.CAPTURED}},
-        "local": {"backends": [backend], "grad_reduce_dtype": ["float32"]},
+        "backends": [backend], "ddp.grad_reduce_dtype": ["float32"],
     }  # fmt: skip
     metrics = {
         "step": 1, "resumed_at": 0, "skipped": 0, "tokens_per_s": 5.0, "mfu": None, "mfu_reason": "why", "goodput": 0.5,
@@ -168,7 +169,7 @@ def change(file: Path, has: str, **values: Any) -> None:
 
 def test_a_damaged_rank_does_not_lose_the_receipt(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    change(file_of(run, 2, 1), "facts", memory=MEMORY | {"allocated_peak_bytes": "much"})
+    change(file_of(run, 2, 1), "facts", **{PEAK: "much"})
     stale = write_start(run, 1, 7, {"at": -1}, world_size=8)
     found = json.loads(receipts.write(run).read_text(encoding="utf-8"))
     assert (found["status"], found["ranks"]) == ("running", {"expected": 2, "found": [0]})
@@ -184,7 +185,7 @@ def test_a_damaged_rank_does_not_lose_the_receipt(tmp_path: Path) -> None:
 
 def test_a_fact_that_no_field_can_hold_is_unknown(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    change(file_of(run, 2, 0), "facts", run={"parallelism.tensor": 0, "device": "\x1b[31mred\ud800"})
+    change(file_of(run, 2, 0), "facts", **{"parallelism.tensor": 0, "device": "\x1b[31mred\ud800"})
     found = receipts.read(run)
     assert found["unknown"]["parallelism.tensor"] == "parallelism.tensor is 0 (int); expected a whole number, 1 or more"
     assert found["device"] == r"\x1b[31mred\ud800"

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -41,16 +41,6 @@ _COMPILING = (Phase.COMPILE, Phase.JIT)
 _OF_LETTER = {"A": "attention", "M": "mamba", "R": "recurrent", "E": "expert"}
 _COUNTED = tuple(f"routing.{name}" for name in ("layers", "entropy", "max_over_mean", "dropped_tokens"))
 """What routers counted."""
-_FACTS = kinds.named({
-    "run?": "map", "unknown?": "map of text", "warm_up_steps?": "count", "notes?": "list of text", "failed?": "list of text",
-    "noted?": [schema.BACKEND],
-    "local?": {"backends": [schema.BACKEND], "grad_reduce_dtype": kinds.nullable(kinds.named("list of text"))},
-    "fp8?": {"scopes": "map of count", "dequantised": "count?"},
-    "memory?": {"kind": "text", "allocated_peak_bytes": "count", "reserved_peak_bytes": "count"},
-    "routing?": {"layers": {"*": schema.LOAD}, "not_counted?": "map of text", "failed?": "text?", "...": ""},
-    "cache?": {"files": "map of count", "added": "map of count"},
-})  # fmt: skip
-"""What a rank knows of its start; ``run`` has the fields of a receipt by path."""
 _SIZES = kinds.named("list of size")
 _TABLE = kinds.named({
     "steps": kinds.plain("the first and the last step", lambda both: _SIZES.accepts(both) and len(both) == 2), "rank": "count",
@@ -82,8 +72,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     world_size = processes[0].world_size
     ranks = {rank: starts for rank, starts in ranks.items() if rank < world_size}  # an earlier start may have had more
     first = processes[0].facts
-    found = Facts({"environment": {}, **first.get("run", {})}, dict(first.get("unknown", {})))
-    found.drop_doubtful()
+    found = _merged(processes)
     steps = kept([step for start in recorded(ranks) for step in start])
     tokens = tokens_of(steps)
     window = measure(processes, first.get("warm_up_steps", WARM_UP_STEPS), _profiled(Path(run)))
@@ -94,12 +83,10 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
         "written_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "ranks.expected": world_size,
         "ranks.found": [one.rank for one in processes],
+        "environment": first.get("environment", {}),
     }
-    _layers(found, processes)
-    _memory(found, processes)
-    _fp8(found, processes)
     _moe(found, processes)
-    _cache(found, processes, window)
+    _cache(found, window)
     _time(found, tokens, window)
     _losses(found, steps)
     doubts = _goodput(found, ranks)
@@ -123,7 +110,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
 def _of_the_receipt(ranks: Mapping[int, Sequence[Start]]) -> tuple[list[Start], list[list[Start]]]:
     """The processes of the last start that did a step, or else came to a model, or else of the last; and the starts after."""
     groups = events.grouped(ranks)
-    came_to = (lambda one: one.done > 0, lambda one: "moe_enabled" in one.facts.get("run", ()), lambda one: True)
+    came_to = (lambda one: one.done > 0, lambda one: "moe_enabled" in one.facts, lambda one: True)
     index = next(index for has in came_to for index in reversed(range(len(groups))) if any(map(has, groups[index])))
     return groups[index], groups[index + 1 :]
 
@@ -285,43 +272,56 @@ def _goodput(found: Facts, ranks: Mapping[int, Sequence[Start]]) -> list[str]:
 # --- What processes know ----------------------------------------------------------------------------------------------
 
 
+def _sums(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    names = sorted({name for one in counts for name in one})
+    return {name: sum(one.get(name, 0) for one in counts) for name in names}
+
+
+def _each_once(lists: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The backends of all pipeline stages, by layer."""
+    backends = {json.dumps(record, sort_keys=True): record for one in lists for record in one}
+    rows = sorted(backends.values(), key=itemgetter("op", "observed"))
+    return sorted(rows, key=lambda one: math.inf if one["layer"] is None else one["layer"])
+
+
+_OF_ALL: Mapping[str, Callable[[Any], Any]] = {
+    "backends": _each_once,
+    "memory.allocated_peak_bytes": max,
+    "memory.reserved_peak_bytes": max,
+    "precision.fp8_scopes": _sums,
+    "precision.dequantised": sum,
+    "cache.files": _sums,
+    "cache.added": _sums,
+}
+"""What makes one value of those of all ranks; the other fields are rank 0's."""
+_FACTS = kinds.named(
+    {f"{path}?": kinds.nullable(schema.BY_PATH[path].expected) for path in _OF_ALL}
+    | {
+        "warm_up_steps?": "count", "notes?": "list of text", "failed?": "list of text", "unknown?": "map of text",
+        "routing?": {"layers": {"*": schema.LOAD}, "not_counted?": "map of text", "failed?": "text?", "...": ""},
+        "noted?": [schema.BACKEND], "...": "",
+    }
+)  # fmt: skip
+"""What a rank knows of its start: fields of a receipt by path, and what the receipt's other fields are made of."""
+
+
 def _known(processes: Sequence[Start], name: str) -> list[Any]:
     """What each process that knows ``name`` knows of it."""
-    return [one.facts[name] for one in processes if name in one.facts]
+    return [one.facts[name] for one in processes if one.facts.get(name) is not None]
 
 
-def _layers(found: Facts, processes: Sequence[Start]) -> None:
-    """Backends of all pipeline stages, each once, and the dtype of rank 0's gradient buckets."""
-    known = _known(processes, "local")
-    if not known:
-        return
-    records = [*_known(processes, "noted"), *(local["backends"] for local in known)]
-    backends = {json.dumps(record, sort_keys=True): record for one in records for record in one}
-    rows = sorted(backends.values(), key=itemgetter("op", "observed"))
-    found.put("backends", sorted(rows, key=lambda one: math.inf if one["layer"] is None else one["layer"]))
-    reason = "something else than Megatron's DistributedDataParallel holds the gradients"
-    found.put("ddp.grad_reduce_dtype", known[0]["grad_reduce_dtype"], reason)
-
-
-def _memory(found: Facts, processes: Sequence[Start]) -> None:
-    known = _known(processes, "memory")
-    if known:
-        peaks = {name: max(one[name] for one in known) for name in ("allocated_peak_bytes", "reserved_peak_bytes")}
-        ranks = [one["allocated_peak_bytes"] for one in known]
-        found.put_all("memory", {"kind": known[0]["kind"], **peaks, "ranks": ranks})
-
-
-def _fp8(found: Facts, processes: Sequence[Start]) -> None:
-    """Scopes and dequantised tensors, summed over the ranks that left them."""
-    known = _known(processes, "fp8")
-    scopes = (
-        {name: sum(one["scopes"].get(name, 0) for one in known) for name in sorted(known[0]["scopes"])}
-        if known
-        else None
-    )
-    found.put("precision.fp8_scopes", scopes, "no rank left it")
-    counted = [one["dequantised"] for one in known if one["dequantised"] is not None]
-    found.put("precision.dequantised", sum(counted) if counted else None, "nothing of the run is quantised")
+def _merged(processes: Sequence[Start]) -> Facts:
+    """What the processes of a start know by field, and why other fields are not known."""
+    first = processes[0].facts
+    found = Facts({path: first[path] for path in schema.BY_PATH if path in first}, dict(first.get("unknown", {})))
+    for one in processes:
+        if "backends" in one.facts:  # and what patches noted as they ran
+            one.facts["backends"] = [*one.facts.get("noted", ()), *one.facts["backends"]]
+    found.values |= {path: merge(known) for path, merge in _OF_ALL.items() if (known := _known(processes, path))}
+    found.put("memory.ranks", _known(processes, "memory.allocated_peak_bytes") or None)
+    found.put("precision.dequantised", found.values.get("precision.dequantised"), "nothing of the run is quantised")
+    found.drop_doubtful()
+    return found
 
 
 def _moe(found: Facts, processes: Sequence[Start]) -> None:
@@ -365,21 +365,16 @@ def _why_uncounted(processes: Sequence[Start]) -> str | None:
     return None
 
 
-def _cache(found: Facts, processes: Sequence[Start], window: Window) -> None:
+def _cache(found: Facts, window: Window) -> None:
     """Whether the caches of compiled kernels had what the run needed; those of all hosts together."""
-    known = _known(processes, "cache")
-    if not known:
+    files, added = (found.values.get(f"cache.{name}") for name in ("files", "added"))
+    if files is None or added is None:
         found.miss("the run has not ended, or was killed: what it added to the caches was not counted", "cache")
         return
-    files, added = (
-        {cache: sum(one[name].get(cache, 0) for one in known) for one in known for cache in one[name]}
-        for name in ("files", "added")
-    )
     state = "cold" if any(added.values()) else "warm" if any(files.values()) else None
     if not window.compiled_ns:
         state = "unused"  # what came meanwhile is another process's
     found.put("cache.state", state, "the caches are empty before and after")
-    found.put_all("cache", {"files": files, "added": added})
 
 
 # --- Profiles, speed and shares ---------------------------------------------------------------------------------------

@@ -405,10 +405,12 @@ def bare(chunk: Any) -> Any:
     return chunk
 
 
-def local(chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
-    """What the modules, the optimizer and the gradient buffers of this rank say."""
+def of_objects(facts: Facts, chunks: Sequence[Any], optimizer: Any) -> None:
+    """Add to ``facts`` what the modules, the optimizer and the gradient buffers of this rank say."""
     rows = [*_resolved(chunks), *_of_classes(chunks), *_of_loss(chunks), *_of_optimizer(chunks, optimizer)]
-    return {"backends": rows, "grad_reduce_dtype": _grad_reduce_dtype(chunks)}
+    facts.put("backends", rows)
+    reason = "something else than Megatron's DistributedDataParallel holds the gradients"
+    facts.put("ddp.grad_reduce_dtype", _grad_reduce_dtype(chunks), reason)
 
 
 def memory(chunks: Sequence[Any]) -> dict[str, Any]:
@@ -419,9 +421,9 @@ def memory(chunks: Sequence[Any]) -> dict[str, Any]:
     import torch
 
     return {
-        "kind": "CUDA allocator" if _device_type(chunks) == "cuda" else RESIDENT,
-        "allocated_peak_bytes": int(torch.cuda.max_memory_allocated()),
-        "reserved_peak_bytes": int(torch.cuda.max_memory_reserved()),
+        "memory.kind": "CUDA allocator" if _device_type(chunks) == "cuda" else RESIDENT,
+        "memory.allocated_peak_bytes": int(torch.cuda.max_memory_allocated()),
+        "memory.reserved_peak_bytes": int(torch.cuda.max_memory_reserved()),
     }
 
 
@@ -430,7 +432,7 @@ def fp8() -> dict[str, Any]:
     from megacpp_mcore.te import quantized
     from megacpp_mcore.te.precision import counts
 
-    return {"scopes": counts(), "dequantised": quantized.count()}
+    return {"precision.fp8_scopes": counts(), "precision.dequantised": quantized.count()}
 
 
 def owner(module: Any) -> str:

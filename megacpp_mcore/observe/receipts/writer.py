@@ -80,10 +80,9 @@ class ReceiptWriter(Listener):
         """Learn what the model and Megatron's arguments say, and write it."""
         self._chunks = chunks
         self._facts = facts = of_run.at_start(self._settings, self._launched)
-        known: dict[str, Any] = {}
         facts.attempt("model", lambda found: of_run.of_model(found, chunks, self._settings, self._loop))
-        facts.attempt("backends", lambda _: known.update(local=of_run.local(chunks, optimizer)))
-        self._log.write(facts={**known, "run": facts.values, "unknown": facts.unknown})
+        facts.attempt("backends", lambda found: of_run.of_objects(found, chunks, optimizer))
+        self._log.write(facts={**facts.values, "unknown": facts.unknown})
 
     def on_step(self, step: Step) -> None:
         """Write what changes, if it is time; after the first step at once, for only then this start has something to lose."""
@@ -102,12 +101,12 @@ class ReceiptWriter(Listener):
         """Write what is known in the end; on rank 0, assemble the receipt from what there is."""
         if self._facts is None:
             self._facts = of_run.at_start(self._settings, self._launched)
-            self._log.write(facts={"run": self._facts.values, "unknown": self._facts.unknown})
+            self._log.write(facts={**self._facts.values, "unknown": self._facts.unknown})
         self._write()
         if self._caches is not None:
             now = of_run.cache_files()
             added = {name: max(0, now[name] - count) for name, count in self._caches.items()}
-            self._log.write(facts={"cache": {"files": self._caches, "added": added}})
+            self._log.write(facts={"cache.files": self._caches, "cache.added": added})
         if self._log.rank == 0:
             if error is None:  # the others may hang after an error
                 _await([self._log.path.with_name(f"rank_{rank:05d}.jsonl") for rank in range(1, self._log.world_size)])
@@ -126,11 +125,11 @@ class ReceiptWriter(Listener):
             known["routing"] = self._routes.record()
         if self._chunks:
             try:
-                known["memory"] = of_run.memory(self._chunks)
+                known |= of_run.memory(self._chunks)
             except Exception as error:  # after another error the device may not answer, and the last peaks stay
                 self._failed.append(f"the peaks of the memory are those of an earlier reading: {error!r}"[:500])
                 known["failed"] = self._failed
-            known["fp8"] = of_run.fp8()
+            known |= of_run.fp8()
         self._log.write(facts=known)
 
 

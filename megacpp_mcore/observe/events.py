@@ -109,38 +109,11 @@ class Listener:
 # --- Writing ----------------------------------------------------------------------------------------------------------
 
 
-class Appender:
-    """Appends JSON lines to a file opened unbuffered, each in one write to the operating system.
-
-    A write that fails, as on a full disk, ends what is recorded there with a warning, and not the run.
-    """
-
-    def __init__(self, stream: io.FileIO) -> None:
-        self._stream = stream
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Write ``record`` as a line; nothing once a write has failed."""
-        line = json.dumps(record).encode() + b"\n"
-        if self._stream.closed:
-            return
-        try:
-            if (written := self._stream.write(line)) < len(line):
-                raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes were written")
-        except OSError as error:
-            path, why = self._stream.name, error.strerror
-            logger.warning("%s: %s; this process records nothing more there, and training goes on", path, why)
-            self.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        try:
-            self._stream.close()
-        except OSError as error:  # a network file system says only now that it could not write
-            logger.warning("%s: %s; what was recorded last may be missing", self._stream.name, error.strerror)
-
-
 class Log:
     """This process's file of the run in folder ``run``, which it creates, and its heartbeat.
+
+    Each line is one write to the operating system. One that fails, as on a full disk, ends what is recorded with a warning, and
+    not the run.
 
     Raises:
         DataError: no file can be created there.
@@ -151,11 +124,11 @@ class Log:
     ) -> None:
         self.run, self.rank, self.world_size, self.clock = Path(run), rank, world_size, clock
         self.began_ns = time.time_ns() - clock.age_ns()
-        self.number, stream = _create(self.run, rank)
-        self.path, self._file = Path(stream.name), Appender(stream)
+        self.number, self._file = _create(self.run, rank)
+        self.path = Path(self._file.name)
         self._lock, self._ended = threading.Lock(), threading.Event()
         first = {"began": self.began_ns, "rank": rank, "world_size": world_size}
-        self._file.append(first | {"host": socket.gethostname(), "pid": os.getpid(), "heartbeat_s": heartbeat_s})
+        self._append(first | {"host": socket.gethostname(), "pid": os.getpid(), "heartbeat_s": heartbeat_s})
         self._thread = threading.Thread(target=self._beat, args=(heartbeat_s,), name="heartbeat", daemon=True)
         with contextlib.suppress(RuntimeError):  # no more threads: there is a line at every step all the same
             self._thread.start()
@@ -163,8 +136,7 @@ class Log:
     def write(self, at: int | None = None, **fields: Any) -> dict[str, Any]:
         """Write a line of ``fields``, at a time since the epoch or now, and return it."""
         line = {"at": self.began_ns + self.clock.age_ns() if at is None else at, **fields}
-        with self._lock:
-            self._file.append(line)
+        self._append(line)
         return line
 
     def close(self) -> None:
@@ -172,7 +144,27 @@ class Log:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(1.0)
-        self._file.close()
+        self._close()
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        """Write a line; nothing once a write has failed."""
+        content = json.dumps(line).encode() + b"\n"
+        with self._lock:
+            if self._file.closed:
+                return
+            try:
+                if (written := self._file.write(content)) < len(content):
+                    raise OSError(errno.ENOSPC, f"{written} of {len(content)} bytes were written")
+            except OSError as error:
+                why = f"{error.strerror}; this process records nothing more there, and training goes on"
+                logger.warning("%s: %s", self.path, why)
+                self._close()
+
+    def _close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:  # a network file system says only now that it could not write
+            logger.warning("%s: %s; what was recorded last may be missing", self.path, error.strerror)
 
     def _beat(self, heartbeat_s: float) -> None:
         while not self._ended.wait(heartbeat_s):

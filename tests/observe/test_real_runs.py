@@ -105,7 +105,7 @@ def test_a_finished_run(finished: tuple[Path, str], capsys: pytest.CaptureFixtur
         "routing.capacity_factor", "profiler", "dominant_time", "throughput.mfu", "throughput.hfu",
         "precision.dequantised",
     }  # fmt: skip
-    assert (found["status"], found["family"], found["lane"]) == ("finished", "NAM56R", "cpu_eager")
+    assert (found["status"], found["family"]) == ("finished", "NAM56R")
     assert (found["compile_warmup"], found["compile"]["reason"]) == ("skipped", "user-disabled")
     assert found["experimental_taxes"] == []
     assert found["ranks"] == {"expected": 1, "found": [0]}

@@ -119,10 +119,6 @@ def test_shares_are_those_of_the_last_steady_profile(tmp_path: Path) -> None:
     assert found["dominant_flops"] is None
     assert found["shares"]["source"] == "profile: device time of kernels of steps 10 to 14"
     assert found["shares"]["groups"] == {"expert": 0.6, "attention": 0.3, "optimizer": 0.1}
-    assert (
-        "attention is 30% of the profiled time: without any of it a step would be 1.43x as fast by that"
-        in found["notes"]
-    )
     assert found["profiler"]["hidden_share"] == 0.75
     assert "profiler" not in found["unknown"]
     for name in "abc":
@@ -170,8 +166,7 @@ def bare_receipt(**values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("schema", 3, "schema is 3 (int); expected 2: a newer version"),
-        ("schema", 1, "schema is 1 (int); expected 2: an older version"),
+        ("schema", 3, "schema is 3 (int); expected 2: record the run anew"),
         ("attention_share", 1.5, "attention_share is 1.5 (float); expected a number from 0 to 1"),
         ("moe_enabled", 1, "moe_enabled is 1 (int); expected true or false"),
         ("compile_warmup", "perhaps", "compile_warmup is 'perhaps' (str); expected one of explicit, skipped"),

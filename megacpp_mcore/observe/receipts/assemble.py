@@ -100,7 +100,6 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
         *(f"rank {one.rank}: {failure}" for one in processes for failure in one.facts.get("failed", ())),
         *(f"rank {rank} is left out: {error}" for rank, error in damaged if rank < world_size),
         *doubts,
-        *_amdahl(found.values),
     ]
     found.values |= {"disqualifiers": disqualifiers, "unjudged": unjudged, "notes": notes}
     receipt = found.receipt(f"rank {processes[0].rank} does not say: the run ended before")
@@ -476,17 +475,6 @@ def _shares(found: Facts, profile: Mapping[str, Any] | None) -> None:
         shares = {group: min(1.0, share) for group, share in shares.items()}
         found.put("shares.groups", shares)
         found.put("attention_share", shares.get("attention", 0.0))
-
-
-def _amdahl(values: Mapping[str, Any]) -> list[str]:
-    """How much a faster attention alone could bring (Amdahl's law, of what ``shares`` are about)."""
-    share = values.get("attention_share")
-    if share is None or share >= 1:
-        return []
-    what = "FLOPs" if values.get("dominant_time") is None else "profiled time"
-    return [
-        f"attention is {share:.0%} of the {what}: without any of it a step would be {1 / (1 - share):.2f}x as fast by that"
-    ]
 
 
 # --- The receipt in the folder ----------------------------------------------------------------------------------------

@@ -66,12 +66,6 @@ _ARGUMENTS = {
     "tokenizer.vocab_size": "args.padded_vocab_size",
 }
 """Fields that are one of Megatron's arguments or a value of the model's config."""
-_EXPERTS = {
-    "routing.experts": "num_moe_experts",
-    "routing.top_k": "moe_router_topk",
-    "routing.capacity_factor": "moe_expert_capacity_factor",
-}
-"""Those of a model with experts."""
 _ROUTING = (
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias",
     "moe_router_bias_update_rate", "moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk",
@@ -226,9 +220,8 @@ def _model(facts: Facts, args: Any, config: Any, settings: PluginConfig | None, 
 def _device(facts: Facts, chunks: Sequence[Any]) -> None:
     import torch
 
-    kind = _device_type(chunks)
-    facts.put("device", torch.cuda.get_device_name() if kind == "cuda" else f"CPU ({_processor()})")
-    facts.put("lane", f"{kind}_{'regional_compile' if facts.values.get('compile.mode') == 'regional' else 'eager'}")
+    on_gpu = _device_type(chunks) == "cuda"
+    facts.put("device", torch.cuda.get_device_name() if on_gpu else f"CPU ({_processor()})")
 
 
 def _device_type(chunks: Sequence[Any]) -> str:
@@ -328,14 +321,8 @@ def _data(facts: Facts, args: Any) -> None:
 def _data_words(args: Any) -> list[str]:
     """The words of a command line that name the run's datasets."""
     words: list[str] = []
-    for name in (
-        "data_path",
-        "train_data_path",
-        "valid_data_path",
-        "test_data_path",
-        "data_args_path",
-        "per_split_data_args_path",
-    ):
+    prefixes = ("", "train_", "valid_", "test_")
+    for name in (*(f"{prefix}data_path" for prefix in prefixes), "data_args_path", "per_split_data_args_path"):
         if value := getattr(args, name, None):
             words += [f"--{name.replace('_', '-')}", *map(str, [value] if isinstance(value, str) else value)]
     return words
@@ -345,8 +332,10 @@ def _routing(facts: Facts, config: Any) -> None:
     if config.num_moe_experts is None:
         facts.miss("the model has no experts", "routing")
         return
-    for path, name in _EXPERTS.items():
-        facts.put(path, getattr(config, name), "experts have no capacity, nothing is dropped")
+    facts.put("routing.experts", config.num_moe_experts)
+    facts.put("routing.top_k", config.moe_router_topk)
+    reason = "experts have no capacity, nothing is dropped"
+    facts.put("routing.capacity_factor", config.moe_expert_capacity_factor, reason)
     facts.put("routing.forced_balance", bool(config.moe_router_force_load_balancing))
     facts.put("routing.expert_input", "padded" if config.moe_pad_expert_input_to_capacity else "jagged")
     facts.put("routing.settings", {name: getattr(config, name) for name in _ROUTING})

@@ -116,7 +116,6 @@ FIELDS: tuple[Field, ...] = (
     _F("model.definition", "map of value", "the whole definition", compare="pattern"),
     _F("moe_enabled", "flag", "whether the model has experts", compare="routed_experts"),
     _F("device", "text", "what it ran on, as CUDA names it", "device", shown=True, compare="topology"),
-    _F("lane", "text", "device and compile mode, such as `cuda_regional_compile`", "lane", shown=True),
     _F("parallelism.world_size", "size", "processes, one a device", "devices", shown=True, compare="topology"),
     _F("parallelism.hosts", "size", "hosts", compare="topology"),
     _F("parallelism.tensor", "size", "tensor parallelism", "tensor parallel", compare="topology"),
@@ -258,7 +257,8 @@ def problems(receipt: Any) -> list[str]:
     if not isinstance(receipt, dict):
         return [kinds.wrong("the receipt", receipt, "an object")]
     if receipt.get("schema") != SCHEMA:
-        return [_other_schema(receipt.get("schema"))]
+        todo = "record the run anew, or read it with the version of megacpp-mcore that wrote it"
+        return [kinds.wrong("schema", receipt.get("schema"), f"{SCHEMA}: {todo}")]
     values = flatten(receipt)
     found = [kinds.wrong(name, values[name], "an object") for name in values if name in _GROUPS]
     other = [path for path in values if path not in BY_PATH and path not in _GROUPS]
@@ -274,15 +274,6 @@ def problems(receipt: Any) -> list[str]:
         if not any(path == name or path.startswith(f"{name}.") for path in null):
             found.append(f"unknown.{name} gives a reason for what is not null")
     return found
-
-
-def _other_schema(found: Any) -> str:
-    todo = "no version of this package wrote it"
-    if kinds.SIZE.accepts(found):
-        todo = "an older version wrote it: record the run anew, or read it with that version"
-        if found > SCHEMA:
-            todo = f"a newer version wrote it: update megacpp-mcore, which reads schema {SCHEMA}"
-    return kinds.wrong("schema", found, f"{SCHEMA}: {todo}")
 
 
 def validate(receipt: Any, where: str = "receipt") -> None:

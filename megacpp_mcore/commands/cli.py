@@ -115,7 +115,7 @@ def _add_launch(subparsers: Any) -> None:
         "launch",
         help="run a stock Megatron script, or the stock loop of the wheel",
         usage="megacpp-mcore launch [--device DEVICE] [--nproc N] [--allow-spec-from PACKAGE] [--patch NAME] "
-        "[--observe DIR | --no-observe] [--profile FIRST-LAST [--profile-tool TOOL]] "
+        "[--observe DIR | --no-observe] [--profile FIRST-LAST] "
         "-- [script.py] ARGUMENTS",
     )
     parser.add_argument(

@@ -44,7 +44,6 @@ class Recording:
     observe: str | None = None
     no_observe: bool = False
     profile: str | None = None
-    profile_tool: str | None = None
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,10 +52,6 @@ class Recording:
             "--observe": {"metavar": "DIR", "help": "record the run in DIR (default: beside its checkpoints)"},
             "--no-observe": {"action": "store_true", "help": "record nothing of the run"},
             "--profile": {"metavar": "FIRST-LAST", "help": "profile these steps by block family, such as 10-14"},
-            "--profile-tool": {
-                "choices": ("torch", "external"),
-                "help": "external: only mark the steps, for nsys or ncu",
-            },
         }.items():
             parser.add_argument(option, **more)  # type: ignore[arg-type]
 
@@ -106,8 +101,7 @@ def launch(
             process that failed.
     """
     recording = recording or Recording()
-    # What is wrong by the words alone is refused before torch is imported; the tool of a profile depends on the device.
-    dataclasses.replace(recording, profile_tool=None).choose(command)
+    recording.choose(command)  # what is wrong by the words alone is refused before torch is imported
     chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes, patches=patches)
     if os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID):
         process.end_with_the_parent()

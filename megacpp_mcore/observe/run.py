@@ -16,7 +16,7 @@ from megacpp_mcore.observe.events import Listener, Log
 from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.live import Live
 from megacpp_mcore.observe.loop import Loop, Notifier
-from megacpp_mcore.observe.profile import Profiler, check_device
+from megacpp_mcore.observe.profile import Profiler
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.policy import LaunchPolicy
@@ -60,19 +60,17 @@ def choose(
     observe: str | None = None,
     off: bool = False,
     profile: str | None = None,
-    profile_tool: str | None = None,
     settings: PluginConfig | None = None,
 ) -> Observation:
     """The observation of a run with Megatron's ``arguments``: in ``observe``, else beside the checkpoints that it saves.
 
     Raises:
         LaunchError: a folder was named, and that there be none, too; its path is empty; or a profile without a folder, of no
-            steps or of steps that the run does not have, or with a tool that is not for this run's device, which has to be
-            installed by now.
+            steps or of steps that the run does not have.
     """
     details = settings.observability if settings is not None else Observability()
     profile = details.profile if profile is None else profile
-    details = dataclasses.replace(details, profile=profile, profile_tool=profile_tool or details.profile_tool)
+    details = dataclasses.replace(details, profile=profile)
     if off and observe is not None:
         raise LaunchError(f"--observe {observe} and --no-observe were both given; leave one of them out")
     if observe == "":
@@ -98,7 +96,6 @@ def choose(
             )
         if folder is None:
             raise LaunchError(f"steps {profile} are to be profiled, and nothing is recorded ({why}); add --observe DIR")
-        check_device(details.profile_tool)
     return Observation(folder, why, settings, details)
 
 
@@ -146,8 +143,7 @@ def _listeners(
     yield from (recorder, routes)
     if details.profile is not None:  # of every rank, for the families differ by stage, and experts by rank
         first, last = parse_steps(details.profile)
-        tool, trace = details.profile_tool, details.profile_trace
-        yield Profiler(log.run, rank, first, last, tool=tool, trace=trace, clock=clock)
+        yield Profiler(log.run, rank, first, last, trace=details.profile_trace, clock=clock)
     receipt = ReceiptWriter(log, settings=chosen.settings, launched=launched, routes=routes, loop=loop)
     if is_last:
         yield Live(recorder, loop, facts=receipt.facts, routes=routes, console=details.console)

@@ -258,7 +258,7 @@ def test_recording_and_its_words_say_the_same() -> None:
     for recording in (
         launcher.Recording(),
         launcher.Recording(no_observe=True),
-        launcher.Recording(observe="run", profile="1-2", profile_tool="external"),
+        launcher.Recording(observe="run", profile="1-2"),
     ):
         assert launcher.Recording.read(parser.parse_args(recording.words())) == recording
 

@@ -43,14 +43,13 @@ def train(
     *,
     window: str | None = "2-3",
     device: str = "cpu",
-    tool: str = "torch",
     slow: str = "",
     settings: str = "",
 ) -> None:
     """Run this file as a program, the steps ``window`` profiled, layers of the family ``slow`` slowed down."""
     folder.mkdir()
     (folder / "config.yaml").write_text("model: nam56r_tiny\n" + settings)
-    profile = () if window is None else ("--profile", window, "--profile-tool", tool)
+    profile = () if window is None else ("--profile", window)
     options = ("--device", device, "--observe", str(folder), *profile)
     program = ("tests.observe.test_profile_training", str(folder), slow, "launch", *options, "--")
     tiny_run.start(program, run_words, folder).finish()

@@ -19,7 +19,7 @@ from megacpp_mcore.model import preset
 from megacpp_mcore.observe import events, loop, loop_bridge, run
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Listener, Step
-from megacpp_mcore.settings import Observability, PluginConfig
+from megacpp_mcore.settings import Observability, PluginConfig, parse_steps
 
 OFF = PluginConfig(Path("file"), "nam56r_tiny", preset("nam56r_tiny"), observability=Observability(enabled=False))
 PROFILED = dataclasses.replace(OFF, observability=Observability(profile="2-3"))
@@ -63,6 +63,13 @@ def test_the_steps_that_are_profiled_are_those_of_the_command_line_or_of_the_set
     words = ["--train-iters", "100"]
     assert run.choose(words, observe="here", profile="100-200", settings=PROFILED).details.profile == "100-200"
     assert run.choose(words, observe="here", settings=PROFILED).details.profile == "2-3"
+
+
+def test_a_window_is_its_first_and_last_step() -> None:
+    assert [parse_steps(text) for text in ("10-14", " 3-3 ")] == [(10, 14), (3, 3)]
+    for text in ("", "10", "14-10", "0-4", "a-b", "1-2-3", "-1-4"):
+        with pytest.raises(LaunchError, match=f"'{text}'"):
+            parse_steps(text)
 
 
 class Heard(Listener):

@@ -20,12 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacpp_mcore.errors import DataError, LaunchError
+from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.clock import Clock, Phase, compilation_timed
 from megacpp_mcore.observe.events import Listener, replace
 from megacpp_mcore.observe.profile import table as tables
 from megacpp_mcore.observe.profile import trace as traces
-from megacpp_mcore.settings import PROFILE_TOOLS
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.events import Step
@@ -34,10 +33,9 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "profile"
 SCHEMA = 1
-INTERNAL, EXTERNAL = PROFILE_TOOLS
 
 
-def on_gpu() -> bool:
+def _on_gpu() -> bool:
     """Whether this process trains on a GPU, and not in the CPU lane, which answers for one."""
     import torch
 
@@ -47,20 +45,6 @@ def on_gpu() -> bool:
     return torch.cuda.is_available() and not in_lane
 
 
-def check_device(tool: str) -> None:
-    """Refuse a tool that has nothing to profile here.
-
-    Raises:
-        LaunchError: it is unknown, or it is :data:`EXTERNAL`, and this process trains on a CPU.
-    """
-    if tool not in PROFILE_TOOLS:
-        raise LaunchError(f"the profiler is {tool!r}; expected {' or '.join(PROFILE_TOOLS)}")
-    if tool == EXTERNAL and not on_gpu():
-        raise LaunchError(
-            "the profiler is external, and that is for a GPU, but this run is on a CPU; profile it with --profile-tool torch"
-        )
-
-
 class Profiler(Listener):
     """Profiles the steps ``first`` to ``last`` of this rank.
 
@@ -68,13 +52,9 @@ class Profiler(Listener):
         run: the run's folder.
         rank: of this process; another one than 0 has a folder of its own in the profile's (``rank_00003``).
         first, last: the window, 1-based. A run that is resumed inside of it profiles the rest.
-        tool: one of :data:`~megacpp_mcore.settings.PROFILE_TOOLS`.
         trace: whether ``trace.json.gz`` is written, too, for a trace viewer. It is large: about 300 bytes an event before and
             20 after compression.
         clock: the process's, on which opening the window and making its tables is :attr:`Phase.PROFILE`; None: nobody asks.
-
-    Raises:
-        LaunchError: an unknown tool, or one for a GPU on a CPU.
     """
 
     def __init__(
@@ -84,14 +64,12 @@ class Profiler(Listener):
         first: int,
         last: int,
         *,
-        tool: str = INTERNAL,
         trace: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        check_device(tool)
         self._folder, self._rank = Path(run) / FOLDER, rank
         self._first, self._last = first, last
-        self._tool, self._trace = tool, trace
+        self._trace = trace
         self._clock = clock or Clock()
         self._chunks: Sequence[Any] = ()
         self._optimizer: Any = None
@@ -107,7 +85,7 @@ class Profiler(Listener):
         """Open the window at its first step, and the range of each step in it."""
         if self._window is None and not self._done and self._first <= number <= self._last:
             with self._clock.within(Phase.PROFILE):
-                self._window = _Window(number, self._chunks, self._optimizer, self._tool)
+                self._window = _Window(number, self._chunks, self._optimizer)
         if self._window is None:
             self._steps_before += 1
         else:
@@ -144,9 +122,6 @@ class Profiler(Listener):
 
     def _write(self, window: _Window) -> None:
         name = f"{window.first}-{window.last}"
-        if self._tool == EXTERNAL:
-            logger.info("profile: steps %s were marked for the profiler around this run", name)
-            return
         began = time.monotonic()
         record = self._record(window) | {"read_s": round(time.monotonic() - began, 3)}
         folder = self._folder / name
@@ -205,27 +180,21 @@ class _Window:
         compiled_s: seconds of compilation in it, known once it is closed.
     """
 
-    def __init__(self, first: int, chunks: Sequence[Any], optimizer: Any, tool: str) -> None:
+    def __init__(self, first: int, chunks: Sequence[Any], optimizer: Any) -> None:
         import torch
 
         from megacpp_mcore.observe.profile.ranges import Ranges, named
 
-        on_device = on_gpu()
+        on_device = _on_gpu()
         self.first, self.last, self.compiled_s = first, 0, 0.0
         self.device = torch.cuda.get_device_name() if on_device else None
         self._clock = Clock()
-        self._ranges = Ranges(nvtx=on_device, recorded=tool == INTERNAL)
-        self._profiler: Any = None
+        self._ranges = Ranges()
+        self._profiler: Any = torch.autograd.profiler.profile(
+            use_kineto=True, use_cpu=True, use_device="cuda" if on_device else None
+        )
         with contextlib.ExitStack() as stack:
-            if tool == EXTERNAL:
-                torch.cuda.profiler.start()
-                stack.callback(torch.cuda.profiler.stop)
-                stack.callback(torch.cuda.synchronize)
-            else:
-                self._profiler = torch.autograd.profiler.profile(
-                    use_kineto=True, use_cpu=True, use_device="cuda" if on_device else None
-                )
-                stack.enter_context(self._profiler)
+            stack.enter_context(self._profiler)
             stack.enter_context(compilation_timed(self._clock))
             stack.enter_context(named(self._ranges, chunks, optimizer))
             self._stack = stack.pop_all()

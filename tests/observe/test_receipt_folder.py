@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,20 @@ from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.observe.receipts.schema import RUNNING, flatten, why_unknown
 from tests.observe.recorded import TOKENS, append, at, file_of, stepped, with_loss, write_start
 
+assembly = import_module("megacpp_mcore.observe.receipts.assemble")  # the package has a function of this name
 ENDED = at(0, {}, how=FINISHED)
+
+
+@pytest.fixture(autouse=True)
+def one_step_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are measured."""
+    monkeypatch.setattr(assembly, "WARM_UP_STEPS", 1)
 
 
 def facts(moe_enabled: bool = False, **more: Any) -> dict[str, Any]:
     """The line of what a rank knows; ``more`` as the writer names it."""
     known = {"moe_enabled": moe_enabled, "environment": {}}
-    return at(0, facts={"warm_up_steps": 1, "notes": [], "unknown": {}, **known, **more})
+    return at(0, facts={"unknown": {}, **known, **more})
 
 
 def of_cache(files: int, added: int) -> dict[str, Any]:

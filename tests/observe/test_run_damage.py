@@ -39,7 +39,7 @@ def write_run(run: Path) -> Path:
               "model.definition": {"depth": 2}, "routing.forced_balance": False}  # fmt: skip
     backend = RECEIPT["backends"][0]
     known = {
-        **facts, "warm_up_steps": 1, "notes": [], "unknown": {"commit": "no checkout"}, "failed": ["a listener"],
+        **facts, "unknown": {"commit": "no checkout"}, "failed": ["a listener"],
         "noted": [backend], "memory.kind": "CUDA allocator", PEAK: 5, "memory.reserved_peak_bytes": 9,
         "cache.files": {"triton": 3}, "cache.added": {"triton": 0},
         "routing": {"layers": {"2": routing.Load((3, 5), 8).record()}, "not_counted": {"4": routing.CAPTURED}},

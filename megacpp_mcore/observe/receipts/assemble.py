@@ -33,7 +33,7 @@ from megacpp_mcore.util import schema as kinds
 from megacpp_mcore.util.schema import SchemaError
 
 WARM_UP_STEPS = 3
-"""Steps at the beginning of a start that are not measured unless a run says otherwise."""
+"""Steps at the beginning of a start that are not measured."""
 PROFILES = "profile"
 """Folder of the run's profiles, each a ``table.json`` of :mod:`megacpp_mcore.observe.profile.table`."""
 RECEIPT = "receipt.json"
@@ -71,11 +71,10 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
         raise damaged[-1][1] if damaged else DataError(f"{run} {nothing}")
     world_size = processes[0].world_size
     ranks = {rank: starts for rank, starts in ranks.items() if rank < world_size}  # an earlier start may have had more
-    first = processes[0].facts
     found = _merged(processes)
     steps = kept([step for start in recorded(ranks) for step in start])
     tokens = tokens_of(steps)
-    window = measure(processes, first.get("warm_up_steps", WARM_UP_STEPS), _profiled(Path(run)))
+    window = measure(processes, WARM_UP_STEPS, _profiled(Path(run)))
     profile = _read_profile(found, Path(run), world_size)
     found.values |= {
         "schema": SCHEMA,
@@ -83,7 +82,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
         "written_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "ranks.expected": world_size,
         "ranks.found": [one.rank for one in processes],
-        "environment": first.get("environment", {}),
+        "environment": processes[0].facts.get("environment", {}),
     }
     _moe(found, processes)
     _cache(found, window)
@@ -95,7 +94,6 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     found.drop_doubtful()
     disqualifiers, unjudged = judge(Case(found.values, steps, tokens, window, _overlap(ranks)))
     notes = [
-        *first.get("notes", ()),
         *_notes_of_later(later),
         *(f"rank {one.rank}: {failure}" for one in processes for failure in one.facts.get("failed", ())),
         *(f"rank {rank} is left out: {error}" for rank, error in damaged if rank < world_size),
@@ -296,7 +294,7 @@ _OF_ALL: Mapping[str, Callable[[Any], Any]] = {
 _FACTS = kinds.named(
     {f"{path}?": kinds.nullable(schema.BY_PATH[path].expected) for path in _OF_ALL}
     | {
-        "warm_up_steps?": "count", "notes?": "list of text", "failed?": "list of text", "unknown?": "map of text",
+        "failed?": "list of text", "unknown?": "map of text",
         "routing?": {"layers": {"*": schema.LOAD}, "not_counted?": "map of text", "failed?": "text?", "...": ""},
         "noted?": [schema.BACKEND], "...": "",
     }

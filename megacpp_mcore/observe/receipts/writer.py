@@ -18,7 +18,7 @@ from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.events import Listener, Log, Step
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts import facts as of_run
-from megacpp_mcore.observe.receipts.assemble import WARM_UP_STEPS, write
+from megacpp_mcore.observe.receipts.assemble import write
 from megacpp_mcore.observe.receipts.schema import Facts
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ class ReceiptWriter(Listener):
         routes: what counts the experts' tokens; it reads the device, and this asks for what it has read.
         loop: the loop that trains; None: stock Megatron's.
         every_s: seconds between two writings at least; a file system may be slow, and this must not be felt.
-        warm_up_steps: steps at each start that the receipt does not measure.
-        notes: what a reader should know.
     """
 
     def __init__(
@@ -57,8 +55,6 @@ class ReceiptWriter(Listener):
         routes: Routing | None = None,
         loop: Loop | None = None,
         every_s: float = 30.0,
-        warm_up_steps: int = WARM_UP_STEPS,
-        notes: Sequence[str] = (),
     ) -> None:
         self._log, self._every_s = log, every_s
         self._settings, self._launched, self._routes = settings, launched, routes
@@ -70,7 +66,6 @@ class ReceiptWriter(Listener):
         # The files in the caches of this host, before anything of this run compiles, its warm-up included.
         self._caches = of_run.cache_files() if os.environ.get("LOCAL_RANK", "0") == "0" else None
         observed.forget()  # of a run before in this process
-        log.write(facts={"warm_up_steps": warm_up_steps, "notes": list(notes)})
 
     def facts(self) -> tuple[Mapping[str, Any], Mapping[str, str]]:
         """What is known of the run by field, and why other fields are not known."""

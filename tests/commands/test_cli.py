@@ -245,22 +245,6 @@ def test_every_command_is_there_and_has_help(capsys: pytest.CaptureFixture[str])
         assert f"usage: megacpp-mcore {command}" in capsys.readouterr().out
 
 
-def test_patch_list_and_status(capsys: pytest.CaptureFixture[str]) -> None:
-    from megacpp_mcore.patches.machinery.registry import default
-
-    names = [patch.name for patch in default().patches]
-    assert cli.main(["patch", "list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == (names or ["there are no patches"])
-    assert cli.main(["patch", "list", "--json"]) == 0
-    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == names
-    assert cli.main(["patch", "status", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [(row["name"], row["state"]) for row in found] == [(name, "not applied") for name in names]
-    assert cli.main(["patch", "status", "no-such-patch"]) == 2
-    assert "there is no patch 'no-such-patch'" in capsys.readouterr().err
-
-
 def test_doctor_status_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for blocks in (False, True):
         finding = doctor.Finding("torch", doctor.BROKEN if blocks else doctor.WORKS, "2.11.0", blocks=blocks)

@@ -259,14 +259,6 @@ def test_an_error_before_the_first_reading_is_why_nothing_was_counted(tmp_path: 
 # --- Nothing that can be read -----------------------------------------------------------------------------------------
 
 
-def test_where_nothing_can_be_read_the_damage_is_named(tmp_path: Path) -> None:
-    path = write_start(tmp_path, 1, 0, facts(), ENDED)
-    receipts.write(tmp_path)
-    path.write_text("{\n")
-    with pytest.raises(DataError, match=rf"{path}, line 1"):
-        receipts.read(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("content", "where"), [(b"", ", line 1"), (b'{"schema": 1,\n "fam', ", line 2"), (b"\xff\xfe", "")]
 )

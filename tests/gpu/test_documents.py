@@ -15,6 +15,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.mla.sdpa import sdpa_attention
 from megacpp_mcore.ops.packed.documents import (
     additive_mask,
+    cu_seqlens_of,
     other_documents,
     roll_left,
     seq_idx_from_cu_seqlens,
@@ -37,11 +38,13 @@ def test_nothing_waits() -> None:
         packed = seq_idx_from_cu_seqlens(cu_seqlens, S)
         masked = seq_idx_from_mask(mask_of(packed))
         rolled = roll_left(tokens, cu_seqlens)
+        again = cu_seqlens_of(packed, 5)
         sdpa_attention(q, k, v, softmax_scale=0.1, seq_idx=packed)
         sdpa_attention(q, k, v, softmax_scale=0.1, seq_idx=packed)
         shared = additive_mask(packed, torch.bfloat16)
     assert shared is additive_mask(packed.detach(), torch.bfloat16)
     assert torch.equal(packed, masked)
+    assert torch.equal(cu_seqlens, again)
     assert rolled[0, [3, 4, 99, 254, 255]].tolist() == [4, 0, 0, 255, 0]
 
 
@@ -55,6 +58,7 @@ def test_a_wrong_mask_that_is_waited_for_has_words() -> None:
 WRONG = {
     "mask": "m = ~torch.ones(8, 8, dtype=torch.bool).tril()[None, None]; m[0, 0, 5, 2] = True; d.seq_idx_from_mask(m.cuda())",
     "lengths": "d.seq_idx_from_cu_seqlens(torch.tensor([0, 4, 2, 8]).cuda(), 8)",
+    "count": "d.cu_seqlens_of(torch.arange(8, dtype=torch.int32)[None].cuda(), 7)",
 }
 
 

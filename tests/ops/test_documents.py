@@ -26,6 +26,7 @@ from megacpp_mcore.ops.mamba3.reference import mamba3, mamba3_angles
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.mla.sdpa import sdpa_attention
 from megacpp_mcore.ops.packed.documents import (
+    cu_seqlens_of,
     document_starts,
     fixed_cu_seqlens,
     other_documents,
@@ -344,6 +345,22 @@ def test_padding_between_sequences_belongs_to_the_one_before(given: list[int] | 
         qkv_format="thd", cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded.clone(), **lengths
     )
     assert packed_documents(SimpleNamespace(), parameters, 1, batch=1, rows=9).tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 3]]
+
+
+@_PROPERTY
+@given(lengths=LENGTHS, spare=st.integers(0, 4))
+def test_cu_seqlens_of_a_fixed_length(lengths: list[int], spare: int) -> None:
+    """Of a batch of several rows, one behind the other; and back, empty documents at the end or not."""
+    seq_idx, most = number(lengths), 2 * len(lengths) + spare
+    rows = [0, *itertools.accumulate([*lengths, *lengths[::-1]])]
+    found = cu_seqlens_of(seq_idx, most)
+    assert found.dtype == torch.int32
+    assert found.tolist() == rows + [rows[-1]] * spare
+    assert cu_seqlens_of(seq_idx, most) is found
+    flat = seq_idx_from_cu_seqlens(found, rows[-1]).view(seq_idx.shape)
+    assert torch.equal(*(document_starts(each, batch=2, rows=sum(lengths)) for each in (flat, seq_idx)))
+    with pytest.raises(ModelError, match=f"{2 * len(lengths)} documents in 2 rows of {sum(lengths)}; expected at most"):
+        cu_seqlens_of(seq_idx, 2 * len(lengths) - 1)
 
 
 @_PROPERTY

@@ -2,7 +2,7 @@
 
 ``seq_idx_BS`` numbers the document of every row, int32, as mamba-ssm's argument of that name: the rows of a document follow
 one another, and nothing of one document reaches another. It is made once a micro-batch, on the device, and is all that an op
-is given of documents; what an op wants in another form (:func:`additive_mask`) is made from it once
+is given of documents; what an op wants in another form (:func:`cu_seqlens_of`, :func:`additive_mask`) is made from it once
 and shared by all layers (:func:`shared`).
 
 Nothing here makes the host wait for a GPU, but where a function says so. What can only be checked there (numbers of a packed
@@ -236,6 +236,31 @@ def additive_mask(seq_idx_BS: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(hidden.shape, dtype=dtype, device=seq_idx_BS.device).masked_fill_(hidden, float("-inf"))
 
     return shared(seq_idx_BS, ("additive mask", dtype), make)
+
+
+def cu_seqlens_of(seq_idx_BS: torch.Tensor, max_documents: int) -> torch.Tensor:
+    """First rows of the documents, one row of the batch behind the other, as int32 ``[max_documents + 1]``; shared.
+
+    Behind the last document B · S, the end of the last, is repeated. The longest document is taken to have S rows.
+
+    Raises:
+        ModelError: on a CPU, there are more documents.
+    """
+
+    def make() -> torch.Tensor:
+        batch, rows = seq_idx_BS.shape
+        starts_BS = document_starts(seq_idx_BS, batch=batch, rows=rows)
+        starts_BS[:, 0] = True
+        ordinals = starts_BS.flatten().cumsum(0, dtype=torch.int32) - 1
+        _require(
+            ordinals[-1] < max_documents,
+            "no more documents than max_documents",
+            lambda: f"{int(ordinals[-1]) + 1} documents in {batch} rows of {rows}; expected at most {max_documents}",
+        )
+        wanted = torch.arange(max_documents + 1, dtype=torch.int32, device=seq_idx_BS.device)
+        return torch.searchsorted(ordinals, wanted, out_int32=True)
+
+    return shared(seq_idx_BS, ("cu_seqlens", max_documents), make)
 
 
 def roll_left(tensor: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,9 @@ stock_gpt=(
     --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion
     --no-rope-fusion --no-create-attention-mask-in-dataloader
 )
-rm -f "$folder"/*.jsonl
-megacpp-mcore launch --device cpu --record-steps "$folder/stock.jsonl" -- "${stock_gpt[@]}"
-megacpp-mcore launch --device cpu --patch linear-cross-entropy --record-steps "$folder/patched.jsonl" -- "${stock_gpt[@]}"
+rm -rf "$folder/stock" "$folder/patched"
+megacpp-mcore launch --device cpu --observe "$folder/stock" -- "${stock_gpt[@]}"
+megacpp-mcore launch --device cpu --patch linear-cross-entropy --observe "$folder/patched" -- "${stock_gpt[@]}"
 for run in stock patched; do
-    echo "$run: $(grep -o '"lm loss": [0-9.]*' "$folder/$run.jsonl" | tr '\n' ' ')"
+    echo "$run: $(grep -o '"lm loss": [0-9.]*' "$folder/$run/start_1/rank_00000.jsonl" | tr '\n' ' ')"
 done

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(slots.qsize()) as pool:
         done = pool.map(lambda number: _train(content, jobs[number], number, args, slots), range(len(jobs)))
         for (arm, seed), (folder, status, wanted) in zip(jobs, done, strict=True):
-            steps = read_steps(folder / "steps") if (folder / "steps").exists() else []
+            steps = read_steps(folder / "run") if (folder / "run").exists() else []
             if status or len(steps) != wanted:
                 after = f"ended with status {status} after {len(steps)} of {wanted} steps"
                 failures.append(f"{arm.name}, seed {seed}: {after}; see {folder / 'log'}")
@@ -127,7 +127,7 @@ def _train(
     settings = {"model": content["model"], "overrides": dict(arm.overrides), **arm.settings}
     (folder / "megacpp.json").write_text(json.dumps(settings))  # JSON is YAML
     command = [sys.executable, "-W", "ignore", "-m"]
-    left = ["--observe", str(folder / "run"), "--record-steps", str(folder / "steps")]
+    left = ["--observe", str(folder / "run")]
     if arm.door == "bridge":
         changes = [f"train.train_iters={training.train_iters}", f"dataset.data_path={args.data}"]
         command += ["megacpp_mcore.nemo_recipes.run", "--recipe", arm.recipe, *left, *changes]

@@ -108,7 +108,6 @@ class Observability:
         interval: steps between two readings of what is counted on the GPU.
         heartbeat_s: seconds between two signs of life of a recorded process, at most :data:`LONGEST_BEAT_S`.
         profile: the first and the last step to profile, such as ``10-14``; None: none.
-        profile_tool: ``torch`` writes tables by block family, ``external`` marks the steps for nsys or ncu.
         profile_trace: whether the profile's events are kept, too, for a trace viewer.
         console: what a recorded run prints of its steps: ``progress``, one readable line below Megatron's own, or ``stock``,
             Megatron's alone.
@@ -120,14 +119,10 @@ class Observability:
     interval: int = 10
     heartbeat_s: float = 1.0
     profile: str | None = None
-    profile_tool: str = "torch"
     profile_trace: bool = False
     console: str = "progress"
 
 
-PROFILE_TOOLS = ("torch", "external")
-"""``torch``: torch's profiler and the tables. ``external``: NVTX ranges and the start and stop of the CUDA profiler API, for
-Nsight Systems or Nsight Compute around the run (two profilers in one process would take each other's events)."""
 _GROUPS: Mapping[str, type] = MappingProxyType(
     {
         "speed_defaults": SpeedDefaults,
@@ -352,8 +347,11 @@ def _group(file: Path, content: Mapping[str, Any], key: str, kind: type) -> Any:
             raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected a number above 0")
         if name == "heartbeat_s" and not value <= LONGEST_BEAT_S:
             raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected at most {LONGEST_BEAT_S:g} seconds")
-        if name in ("profile", "profile_tool") and value is not None:
-            _check_profile(f"{file}: {key}.{name}", name, value)
+        if name == "profile" and value is not None:
+            try:
+                parse_steps(str(value))
+            except LaunchError as error:
+                raise ConfigFileError(f"{file}: {key}.{name}: {error}") from error
         if name == "recipe" and value is not None and value not in RECIPES:
             raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected {', '.join(RECIPES)} or null")
         if name == "policy" and value not in ("text", "json"):
@@ -374,16 +372,6 @@ def parse_steps(text: str) -> tuple[int, int]:
     if not 1 <= first <= last:
         raise LaunchError(f"the steps to profile are {text!r}; expected the first and the last, such as 10-14")
     return first, last
-
-
-def _check_profile(where: str, name: str, value: Any) -> None:
-    if name == "profile_tool" and value not in PROFILE_TOOLS:
-        raise ConfigFileError(f"{where} is {value!r}; expected {' or '.join(PROFILE_TOOLS)}")
-    if name == "profile":
-        try:
-            parse_steps(str(value))
-        except LaunchError as error:
-            raise ConfigFileError(f"{where}: {error}") from error
 
 
 def _given(content: Mapping[str, Any]) -> frozenset[str]:

@@ -113,7 +113,7 @@ def _observation(config: Any, recording: launcher.Recording, settings: PluginCon
     """
     saved = config.checkpoint.save
     chosen = recording.choose([] if saved is None else ["--save", str(saved)], settings)
-    if config.logger.skip_train_metrics_log and (chosen.folder is not None or chosen.record_steps is not None):
+    if config.logger.skip_train_metrics_log and chosen.folder is not None:
         raise LaunchError(
             "logger.skip_train_metrics_log is true, and a run that logs no step cannot be recorded; leave it out, or switch "
             "recording off with --no-observe"

@@ -1,4 +1,4 @@
-"""checkpoint-layout: a checkpoint of our model says which layout its M and R layers have, and one of 0.1.0 is refused by name.
+"""checkpoint-layout: a checkpoint of our model says which layout its M and R layers have, and another is refused by name.
 
 Activate: applied by ``--spec megacpp_mcore nam56r`` and ``--spec megacpp_mcore nam56r_hybrid``; or
 ``megacpp_mcore.patches.apply(["checkpoint-layout"])``.
@@ -52,7 +52,7 @@ def _marked_or_checked(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="checkpoint-layout",
     fixes=(
-        "a checkpoint does not say in which layout our M and R layers are: one of megacpp-mcore 0.1.0 ends in a missing key, "
+        "a checkpoint does not say in which layout our M and R layers are: one of another ends in a missing key, "
         "or with `--dist-ckpt-strictness log_all` in a model that is partly random"
     ),
     source=(
@@ -76,6 +76,6 @@ PATCH = Patch(
         "metadata is what both hand to sharded_state_dict, from there at a load, and to the checkpoint at a save"
     ),
     leaves_alone="what is saved but for the one number, what is loaded, checkpoints of other models, and those saved by rank",
-    retire_when="checkpoints of 0.1.0 are of no more use",
+    retire_when="stock lets a spec write to the content metadata, and read it before a load",
     cost="nothing",
 )

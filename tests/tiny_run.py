@@ -22,7 +22,7 @@ from tests import forks
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 300
 SCHEDULE = "-FF"
-"""Two neighbouring layers with an indexer each, so that the overlap of their indices can be seen."""
+"""Two neighbouring layers with an indexer each: a search has one to give up."""
 
 
 def model() -> Model:

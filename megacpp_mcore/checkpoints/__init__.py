@@ -1,1 +1,1 @@
-"""Checkpoints between versions of this package: the layout they state, and the conversion of 0.1.0's."""
+"""Checkpoints: the layout that they state, and one rewritten for another DSA schedule."""

@@ -11,17 +11,13 @@ from typing import Any
 from megacpp_mcore.errors import CheckpointError
 
 LAYOUT = 2
-"""That of megacpp-mcore 0.2 (docs/model.md): each part of a projection by itself, biases and rank mixes with one axis."""
+"""Each part of a projection by itself, biases and rank mixes with one axis (docs/model.md)."""
 KEY = "megacpp_layout"
-"""Its name in the content metadata; 0.1.0 wrote none."""
+"""Its name in the content metadata; a checkpoint without one is in no layout that this version knows."""
 EXPERTS_KEY = "megacpp_experts"
 """The name there of the backend ``experts`` of the model that was saved; absent, it was ``stock``."""
 LOADED_FROM = "megacpp_loaded_from"
 """The name under which the patch checkpoint-layout notes there the folder of a checkpoint that is being loaded."""
-AS_TORCH_DIST = (
-    "with 0.1.0, load it and save it as torch_dist (--ckpt-convert-format torch_dist --ckpt-convert-save OLD); then run "
-    "`megacpp-mcore checkpoint convert OLD/torch_dist NEW` and load the folder NEW"
-)
 
 
 def mark_or_check(metadata: dict[str, Any] | None, experts: str | None) -> None:
@@ -44,11 +40,6 @@ def mark_or_check(metadata: dict[str, Any] | None, experts: str | None) -> None:
             metadata[EXPERTS_KEY] = experts
         return
     found = metadata.get(KEY)
-    if found is None:
-        raise CheckpointError(
-            f"the checkpoint {folder} has no {KEY}, expected {LAYOUT}: megacpp-mcore 0.1.0 saved it, whose M and R layers have "
-            f"their rows in another order; run `megacpp-mcore checkpoint convert {folder} NEW` and load the folder NEW"
-        )
     if found != LAYOUT:
         raise CheckpointError(
             f"the checkpoint {folder} has {KEY} {found}, expected {LAYOUT}; load it with the version of megacpp-mcore that "
@@ -81,10 +72,10 @@ def check_version(prefix: str, version: int | None) -> None:
         version: torch's own number of the module; None where the state was not read from such a file.
 
     Raises:
-        CheckpointError: it is one of 0.1.0.
+        CheckpointError: it is in another layout.
     """
     if version is not None and version != LAYOUT:
         raise CheckpointError(
-            f"the checkpoint holds {prefix}* in layout {version}, expected {LAYOUT}: megacpp-mcore 0.1.0 saved it, and in the "
-            f"format torch; {AS_TORCH_DIST}"
+            f"the checkpoint holds {prefix}* in layout {version}, expected {LAYOUT}; load it with the version of megacpp-mcore "
+            "that saved it"
         )

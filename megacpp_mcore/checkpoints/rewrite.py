@@ -1,6 +1,7 @@
 """Rewrites a checkpoint in the format torch_dist, one entry at a time, without a model or a process group.
 
-Tensors are read, changed and written one by one; whatever else is in the checkpoint is copied as the bytes it is.
+Tensors are read and written one by one, under the names that they are to have; whatever else is in the checkpoint is copied
+as the bytes it is.
 """
 
 from __future__ import annotations
@@ -8,13 +9,12 @@ from __future__ import annotations
 import io
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME, save_integrity_manifest
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
@@ -22,21 +22,22 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
-from megacpp_mcore.checkpoints.layout import AS_TORCH_DIST
 from megacpp_mcore.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TRAIN_STATE = "train_state.pt"
 """What Megatron-Bridge has in an iteration's folder and, as ``latest_train_state.pt``, beside it."""
 _METADATA = ".metadata"
-_COMMON = ShardedObject("common_state", None, (1,), (0,)).unique_key
 
 _BUCKETS = ".distributed.dp_group_idx_"
 """In the names of an optimizer state that is saved as Megatron's flat buckets of parameters lie in memory."""
+_RESAVE = (
+    "load it in its parallelism and save it as torch_dist (--ckpt-convert-format torch_dist --ckpt-convert-save OLD), then "
+    "name OLD/torch_dist"
+)
 
-Maker = Callable[[torch.Tensor], torch.Tensor]
-Changes = Mapping[str, Mapping[str, Maker | None]]
-"""An entry that does not stay as it is: the names of what takes its place, and what makes each of it (None: the entry)."""
+Changes = Mapping[str, Sequence[str]]
+"""The names under which an entry is written, in place of its own: none, or several."""
 
 
 def rewrite(old: Path, new: Path, plan: Callable[[Source], Changes]) -> Path:
@@ -48,8 +49,8 @@ def rewrite(old: Path, new: Path, plan: Callable[[Source], Changes]) -> Path:
         plan: says of a checkpoint what is to be changed.
 
     Raises:
-        CheckpointError: ``old`` is no checkpoint; ``new`` is there, or cannot be written; or as ``plan`` raises it. Nothing is
-            left behind.
+        CheckpointError: ``old`` is no checkpoint, or its optimizer's state is in a format that has lost the parameters'
+            shapes; ``new`` is there, or cannot be written; or as ``plan`` raises it. Nothing is left behind.
     """
     folder = _iteration_folder(old)
     source = Source(folder)
@@ -61,6 +62,7 @@ def rewrite(old: Path, new: Path, plan: Callable[[Source], Changes]) -> Path:
         with warnings.catch_warnings():
             # Of every read and write, that it goes on in one process: as it is meant.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            _refuse_flat_buckets(source)
             changes = plan(source)
             target = unfinished / folder.name
             target.mkdir(parents=True)
@@ -69,7 +71,7 @@ def rewrite(old: Path, new: Path, plan: Callable[[Source], Changes]) -> Path:
         unfinished.rename(new)
     except (OSError, CheckpointException) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise CheckpointError(f"{folder} cannot be rewritten to {new}: {cause(error)}") from error
+        raise CheckpointError(f"{folder} cannot be rewritten to {new}: {_cause(error)}") from error
     return new / folder.name
 
 
@@ -85,7 +87,7 @@ def _iteration_folder(old: Path) -> Path:
         ) from error
     folder = old / (f"iter_{int(text):07d}" if text.isdecimal() else text)
     if any(folder.glob("mp_rank_*")):
-        raise CheckpointError(f"{folder} is in the format torch, which is cut as its run was; {AS_TORCH_DIST}")
+        raise CheckpointError(f"{folder} is in the format torch, which is cut as its run was; {_RESAVE}")
     if not (folder / _METADATA).is_file():
         raise CheckpointError(
             f"{folder}, which {tracker} names, has no {_METADATA}; restore it, or name another iteration"
@@ -109,7 +111,6 @@ class Source(checkpoint.FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.folder = folder
-        self._common: io.BytesIO | None = None
 
     @cached_property
     def _metadata(self) -> Metadata:
@@ -117,7 +118,7 @@ class Source(checkpoint.FileSystemReader):
             return super().read_metadata()
         except Exception as error:  # torch unpickles it: anything
             raise CheckpointError(
-                f"{self.folder / _METADATA} cannot be read ({error!r}); restore it from a copy, or convert another iteration"
+                f"{self.folder / _METADATA} cannot be read ({error!r}); restore it from a copy, or name another iteration"
             ) from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -136,64 +137,43 @@ class Source(checkpoint.FileSystemReader):
             return None
         return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
 
-    def read(self, name: str, make: Maker | None = None) -> Any:
-        """``make`` of a whole tensor; without ``make`` the tensor itself, or the bytes of a non-tensor."""
-        if name == _COMMON and self._common is not None:
-            return self._common
+    def read(self, name: str) -> Any:
+        """A whole tensor, or the bytes of a non-tensor."""
         outline = self.outline(name)
         state: dict[str, Any] = {name: io.BytesIO() if outline is None else torch.empty_like(outline, device="cpu")}
         checkpoint.load(state, storage_reader=self, planner=_Objects(), no_dist=True)
-        return state[name] if make is None else make(state[name])
-
-    def common(self) -> Any:
-        """What Megatron saves once for all ranks: its arguments, the iteration, the content metadata.
-
-        Raises:
-            CheckpointError: there is none, or it cannot be read.
-        """
-        try:
-            return torch.load(self.read(_COMMON), weights_only=True)
-        except (Exception, CheckpointException) as error:  # torch unpickles it: anything
-            raise CheckpointError(f"{self.folder} has no common state that can be read ({cause(error)})") from error
-
-    def replace_common(self, common: Any) -> None:
-        """Replace the common state that :meth:`common` read by ``common``."""
-        self._common = io.BytesIO()
-        torch.save(common, self._common)
+        return state[name]
 
 
-def refuse_flat_buckets(source: Source) -> None:
-    """Raise CheckpointError where the optimizer's state is in a format that has lost the parameters' shapes."""
+def _refuse_flat_buckets(source: Source) -> None:
     if buckets := next((name for name in source.names if _BUCKETS in name), None):
         raise CheckpointError(
             f"{source.folder} holds the optimizer's state as flat buckets ({buckets}), in which no parameter's rows can be "
-            "told apart; with the version and in the parallelism that saved it, load and save it with "
-            "--dist-ckpt-optim-fully-reshardable, or without the optimizer with --no-save-optim, by --ckpt-convert-format "
-            "torch_dist --ckpt-convert-save OLD; then rewrite OLD/torch_dist"
+            f"told apart; {_RESAVE}, with --dist-ckpt-optim-fully-reshardable, or without the optimizer with --no-save-optim"
         )
 
 
 class _Lazy(DefaultSavePlanner):
-    """Save planner that computes each entry when it is written; until then there are outlines."""
+    """Save planner that reads each entry when it is written; until then there are outlines."""
 
-    def __init__(self, makers: Mapping[str, Callable[[], Any]]) -> None:
+    def __init__(self, readers: Mapping[str, Callable[[], Any]]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.makers = makers
+        self.readers = readers
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        return self.makers[write_item.index.fqn]()
+        return self.readers[write_item.index.fqn]()
 
 
 def _write(target: Path, source: Source, changes: Changes) -> None:
     outlines: dict[str, Any] = {}
-    makers: dict[str, Callable[[], Any]] = {}
+    readers: dict[str, Callable[[], Any]] = {}
     for name in source.names:
         outline = source.outline(name)
-        for new_name, make in changes.get(name, {name: None}).items():
-            outlines[new_name] = io.BytesIO() if outline is None else outline if make is None else make(outline)
-            makers[new_name] = partial(source.read, name, make)
+        for new_name in changes.get(name, [name]):
+            outlines[new_name] = io.BytesIO() if outline is None else outline
+            readers[new_name] = partial(source.read, name)
     writer = checkpoint.FileSystemWriter(target, thread_count=1)
-    checkpoint.save(outlines, storage_writer=writer, planner=_Lazy(makers), no_dist=True)
+    checkpoint.save(outlines, storage_writer=writer, planner=_Lazy(readers), no_dist=True)
 
 
 def _copy_rest(folder: Path, target: Path) -> None:
@@ -211,7 +191,7 @@ def _copy_rest(folder: Path, target: Path) -> None:
     (target.parent / TRACKER).write_text(str(int(iteration)) if iteration.isdecimal() else iteration, encoding="utf-8")
 
 
-def cause(error: BaseException) -> str:
+def _cause(error: BaseException) -> str:
     """The root cause of an error that torch has wrapped, once for reading and once for writing."""
     while isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]

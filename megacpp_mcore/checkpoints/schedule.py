@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacpp_mcore.checkpoints.rewrite import Maker, Source, refuse_flat_buckets, rewrite
+from megacpp_mcore.checkpoints.rewrite import Source, rewrite
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.model import Model
 from megacpp_mcore.model.pattern import FULL_ATTENTION, FULL_INDEX, attention_roles
@@ -60,8 +60,7 @@ def reschedule(old: Path, new: Path, model: Model, schedule: str) -> Rescheduled
     shared = tuple(sorted(has - wants))
     full = {layer: max(number for number in has if number < layer) for layer in sorted(wants - has)}
 
-    def plan(source: Source) -> dict[str, dict[str, Maker | None]]:
-        refuse_flat_buckets(source)
+    def plan(source: Source) -> dict[str, list[str]]:
         found = [match for match in map(_INDEXER.fullmatch, source.names) if match]
         present = {int(match["layer"]) + 1 for match in found}
         if present != has:
@@ -69,14 +68,12 @@ def reschedule(old: Path, new: Path, model: Model, schedule: str) -> Rescheduled
                 f"{source.folder} has indexers in layers {sorted(present)}, and {model.name} with the schedule "
                 f"{model.dsa.schedule} in {sorted(has)}; name the model that was trained, by MEGACPP_CONFIG if it is no preset"
             )
-        changes: dict[str, dict[str, Maker | None]] = {}
+        changes: dict[str, list[str]] = {}
         for match in found:
             layer = int(match["layer"]) + 1
             copies = [number for number, served in full.items() if served == layer]
             stays = [layer] if layer in wants else []
-            if stays != [layer] or copies:
-                names = (f"{match['stem']}{number - 1}{match['rest']}" for number in (*stays, *copies))
-                changes[match[0]] = dict.fromkeys(names)
+            changes[match[0]] = [f"{match['stem']}{number - 1}{match['rest']}" for number in (*stays, *copies)]
         return changes
 
     return Rescheduled(rewrite(old, new, plan), shared, full)

@@ -1,4 +1,4 @@
-"""``megacpp-mcore checkpoint``: checkpoints rewritten, for today's layout or another DSA schedule; imports no torch."""
+"""``megacpp-mcore checkpoint schedule``: a checkpoint rewritten for another DSA schedule; imports no torch."""
 
 from __future__ import annotations
 
@@ -9,34 +9,19 @@ from typing import Any
 
 def add_parser(subparsers: Any) -> None:
     """Add ``checkpoint`` to the command line."""
-    parser = subparsers.add_parser("checkpoint", help="rewrite a checkpoint: today's layout, another DSA schedule")
+    parser = subparsers.add_parser("checkpoint", help="rewrite a checkpoint for another DSA schedule")
     actions = parser.add_subparsers(dest="checkpoint_action", required=True, metavar="ACTION")
-    words = "write OLD, of megacpp-mcore 0.1.0, in today's layout to NEW; OLD stays as it is"
-    convert = actions.add_parser("convert", help=words, description=words)
     words = "write OLD for another DSA schedule to NEW: F layers become S, or S layers F; OLD stays as it is"
     schedule = actions.add_parser("schedule", help=words, description=words)
-    for action in (convert, schedule):
-        action.add_argument(
-            "old", metavar="OLD", help="the folder of --save, for its latest checkpoint, or one iter_… in it"
-        )
-        action.add_argument("new", metavar="NEW", help="a folder that is not there yet, for --load")
+    old = "the folder of --save, for its latest checkpoint, or one iter_… in it"
+    schedule.add_argument("old", metavar="OLD", help=old)
+    schedule.add_argument("new", metavar="NEW", help="a folder that is not there yet, for --load")
     schedule.add_argument("--model", required=True, help="a preset, or the model of the file that MEGACPP_CONFIG names")
     schedule.add_argument("--schedule", required=True, help="one of - F S for each A layer, tiled: -FSFF")
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``checkpoint``; returns the exit status."""
-    if args.checkpoint_action == "schedule":
-        return _reschedule(args)
-    from megacpp_mcore.checkpoints import convert as checkpoint_convert
-
-    done = checkpoint_convert.convert(Path(args.old), Path(args.new))
-    print(f"{done.folder}: {done.layers} M and R layers, {done.tensors} tensors changed")
-    print("its definition (MEGACPP_CONFIG) needs, under overrides: mamba3: {out_norm: false}")
-    return 0
-
-
-def _reschedule(args: argparse.Namespace) -> int:
     from megacpp_mcore.checkpoints.schedule import reschedule
     from megacpp_mcore.commands.recipe import chosen_model
 

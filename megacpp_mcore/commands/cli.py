@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import megacpp_mcore
-from megacpp_mcore.commands import advise, checkpoint, doctor, imports, patch, recipe
+from megacpp_mcore.commands import advise, checkpoint, doctor, patch, recipe
 from megacpp_mcore.commands import bench as bench_command
 from megacpp_mcore.commands import data as data_command
 from megacpp_mcore.commands import report as report_command
@@ -27,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 2 for a request that cannot be carried out."""
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
-        with contextlib.nullcontext() if args.command in ("launch", "advise") else imports.quiet():
+        with contextlib.nullcontext() if args.command in ("launch", "advise") else _without_others():
             status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -39,18 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except UnicodeEncodeError as error:
-        sign, encoding = error.object[error.start], sys.stdout.encoding
-        if args.command == "launch" or not _lacks(encoding, sign):
-            raise
-        if args.traceback:
-            traceback.print_exc()
-        print(
-            f"error: the output's encoding is {encoding}, which has no U+{ord(sign):04X}; set PYTHONUTF8=1, or a UTF-8 locale, "
-            "and leave PYTHONIOENCODING unset",
-            file=sys.stderr,
-        )
-        return USER_ERROR
     except BrokenPipeError:
         if args.command == "launch":
             raise  # what was cut off there is a training run
@@ -59,13 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _lacks(encoding: str | None, sign: str) -> bool:
-    """Whether an encoding has not ``sign``; an error's own ``encoding`` is "charmap" for every table of one byte."""
-    try:
-        sign.encode(encoding or "utf-8")
-    except UnicodeEncodeError:
-        return True
-    return False
+@contextlib.contextmanager
+def _without_others() -> Iterator[None]:
+    """Leave out what other packages warn of, most of all on import: it is not about the command."""
+    torch = logging.getLogger("torch.utils.cpp_extension")  # which logs that there is a CUDA toolkit and no GPU
+    level = torch.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module="megacpp_mcore")
+        torch.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            torch.setLevel(level)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -115,7 +111,7 @@ def _add_launch(subparsers: Any) -> None:
         "launch",
         help="run a stock Megatron script, or the stock loop of the wheel",
         usage="megacpp-mcore launch [--device DEVICE] [--nproc N] [--allow-spec-from PACKAGE] [--patch NAME] "
-        "[--observe DIR | --no-observe] [--record-steps FILE] [--profile FIRST-LAST [--profile-tool TOOL]] "
+        "[--observe DIR | --no-observe] [--profile FIRST-LAST] "
         "-- [script.py] ARGUMENTS",
     )
     parser.add_argument(

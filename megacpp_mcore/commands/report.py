@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import time
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import events, goodput, receipts, start
+from megacpp_mcore.observe import events, goodput, receipts
 from megacpp_mcore.observe.receipts import schema
 from megacpp_mcore.observe.receipts.assemble import RECEIPT
 from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, compare
@@ -93,22 +92,15 @@ def _show(args: argparse.Namespace) -> int:
         print(json.dumps(receipt, indent=1, ensure_ascii=False))
         return 0
     status, *others = describe(receipt).splitlines()
-    alive = [sign_of_life(place, receipt, time.time_ns())] if receipt["status"] == RUNNING else []
-    print("\n".join([status, *alive, *others, *_first_step(place)]))
+    goes_on = receipt["status"] == RUNNING and any(place.glob("start_*"))
+    alive = [sign_of_life(place, time.time_ns())] if goes_on else []
+    print("\n".join([status, *alive, *others]))
     return 0
 
 
 def _fields(args: argparse.Namespace) -> int:
     print(schema.table())
     return 0
-
-
-def _first_step(run: Path) -> list[str]:
-    """The first step by family, from the run's folder; empty for a receipt alone."""
-    try:
-        return start.describe(start.read(run)) if run.is_dir() else []
-    except DataError as error:  # which hides no receipt
-        return [f"{'step 1':18}not known: {error}"]
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -143,18 +135,11 @@ def _html(args: argparse.Namespace) -> int:
     return 0
 
 
-def sign_of_life(place: Path, receipt: Mapping[str, Any], now_ns: int) -> str:
-    """The line with the age of the last heartbeat, by which a live run differs from a killed one: both are ``running``.
-
-    Raises:
-        DataError: the receipt's own time is no time.
-    """
-    if not any(place.glob("start_*")):
-        age = _age((now_ns - _written_ns(receipt["written_at"])) / 1e9)
-        return f"{'receipt written':18}{age} ago; whether the run went on, its folder would tell"
+def sign_of_life(run: Path, now_ns: int) -> str:
+    """The line with the age of the last heartbeat, by which a live run differs from a killed one: both are ``running``."""
     label = f"{'last sign of life':18}"
     try:
-        living = {one.rank: one for one in events.grouped(events.read(place))[-1] if one.how is None}
+        living = {one.rank: one for one in events.grouped(events.read(run))[-1] if one.how is None}
     except DataError as error:  # the rest of the receipt is known
         return f"{label}not known: {error}"
     if not living:
@@ -166,15 +151,6 @@ def sign_of_life(place: Path, receipt: Mapping[str, Any], now_ns: int) -> str:
     if seconds <= max(SILENT_S, BEATS * heartbeat_s):
         return words
     return f"{words}; it was probably killed: a live process leaves one every {heartbeat_s:g} s (observability.heartbeat_s)"
-
-
-def _written_ns(text: str) -> int:
-    try:
-        return int(datetime.datetime.fromisoformat(text).timestamp() * 1e9)
-    except ValueError as error:
-        raise DataError(
-            f"written_at of the receipt is {text!r}; expected a time such as 2026-01-31T12:00:00+00:00"
-        ) from error
 
 
 def _age(seconds: float) -> str:

@@ -42,7 +42,6 @@ def find_stdlib_sources() -> list[Source]:
 def prepare_stdlib_corpus(
     output_prefix: str,
     *,
-    split: str = STDLIB_SPLIT,
     workers: int = 1,
     overwrite: bool = False,
     progress: TextIO | None = None,
@@ -56,7 +55,7 @@ def prepare_stdlib_corpus(
         output=output_prefix,
         sources=find_stdlib_sources(),
         command=f"megacpp-mcore data corpus --output DIR  # Python {platform.python_version()}",
-        split=split,
+        split=STDLIB_SPLIT,
         overwrite=overwrite,
     )
     train, heldout = carry_out(plan, workers, progress)

@@ -43,9 +43,7 @@ class Recording:
 
     observe: str | None = None
     no_observe: bool = False
-    record_steps: str | None = None
     profile: str | None = None
-    profile_tool: str | None = None
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,15 +51,7 @@ class Recording:
         for option, more in {
             "--observe": {"metavar": "DIR", "help": "record the run in DIR (default: beside its checkpoints)"},
             "--no-observe": {"action": "store_true", "help": "record nothing of the run"},
-            "--record-steps": {
-                "metavar": "FILE",
-                "help": "append every step's losses to FILE, unrounded, a line of JSON each",
-            },
             "--profile": {"metavar": "FIRST-LAST", "help": "profile these steps by block family, such as 10-14"},
-            "--profile-tool": {
-                "choices": ("torch", "external"),
-                "help": "external: only mark the steps, for nsys or ncu",
-            },
         }.items():
             parser.add_argument(option, **more)  # type: ignore[arg-type]
 
@@ -111,8 +101,7 @@ def launch(
             process that failed.
     """
     recording = recording or Recording()
-    # What is wrong by the words alone is refused before torch is imported; the tool of a profile depends on the device.
-    dataclasses.replace(recording, profile_tool=None).choose(command)
+    recording.choose(command)  # what is wrong by the words alone is refused before torch is imported
     chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes, patches=patches)
     if os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID):
         process.end_with_the_parent()

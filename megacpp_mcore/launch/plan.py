@@ -113,8 +113,6 @@ def _check_processes(nproc: int, environment: Mapping[str, str]) -> None:
 _OWN_OPTIONS = [
     "--observe",
     "--no-observe",
-    "--record-steps",
-    "--profile-tool",
     "--device",
     "--nproc",
     "--allow-spec-from",

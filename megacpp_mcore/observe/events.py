@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import functools
 import io
 import json
 import logging
@@ -88,7 +87,7 @@ class Listener:
 
     A listener must not synchronise with the GPU outside of :meth:`on_step`, and there only where it says so: what it costs is
     part of the step. It must never wait for other ranks: one that raises an error hears of nothing more but the end, on its
-    rank alone, and training goes on. What it has Megatron call besides, as a hook, is wrapped in :class:`HookErrors`.
+    rank alone, and training goes on. What it has Megatron call besides, as a hook, must raise none.
     """
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
@@ -107,68 +106,14 @@ class Listener:
         """Training has ended, or ``error`` ended it."""
 
 
-class HookErrors:
-    """Keeps the first error of a listener's hooks, which must not end a forward pass; after it, no hook is called."""
-
-    def __init__(self) -> None:
-        self._failed = False
-        self._error: Exception | None = None
-
-    def guard(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """``hook`` as a function that raises nothing."""
-
-        @functools.wraps(hook)
-        def run(*args: Any, **kwargs: Any) -> None:
-            if not self._failed:
-                try:
-                    hook(*args, **kwargs)
-                except Exception as error:
-                    self._failed, self._error = True, error
-
-        return run
-
-    def raise_first(self) -> None:
-        """Raise the error, once: its traceback holds what the hook was given, on the device, too."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-
 # --- Writing ----------------------------------------------------------------------------------------------------------
-
-
-class Appender:
-    """Appends JSON lines to a file opened unbuffered, each in one write to the operating system.
-
-    A write that fails, as on a full disk, ends what is recorded there with a warning, and not the run.
-    """
-
-    def __init__(self, stream: io.FileIO) -> None:
-        self._stream = stream
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Write ``record`` as a line; nothing once a write has failed."""
-        line = json.dumps(record).encode() + b"\n"
-        if self._stream.closed:
-            return
-        try:
-            if (written := self._stream.write(line)) < len(line):
-                raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes were written")
-        except OSError as error:
-            path, why = self._stream.name, error.strerror
-            logger.warning("%s: %s; this process records nothing more there, and training goes on", path, why)
-            self.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        try:
-            self._stream.close()
-        except OSError as error:  # a network file system says only now that it could not write
-            logger.warning("%s: %s; what was recorded last may be missing", self._stream.name, error.strerror)
 
 
 class Log:
     """This process's file of the run in folder ``run``, which it creates, and its heartbeat.
+
+    Each line is one write to the operating system. One that fails, as on a full disk, ends what is recorded with a warning, and
+    not the run.
 
     Raises:
         DataError: no file can be created there.
@@ -179,11 +124,11 @@ class Log:
     ) -> None:
         self.run, self.rank, self.world_size, self.clock = Path(run), rank, world_size, clock
         self.began_ns = time.time_ns() - clock.age_ns()
-        self.number, stream = _create(self.run, rank)
-        self.path, self._file = Path(stream.name), Appender(stream)
+        self.number, self._file = _create(self.run, rank)
+        self.path = Path(self._file.name)
         self._lock, self._ended = threading.Lock(), threading.Event()
         first = {"began": self.began_ns, "rank": rank, "world_size": world_size}
-        self._file.append(first | {"host": socket.gethostname(), "pid": os.getpid(), "heartbeat_s": heartbeat_s})
+        self._append(first | {"host": socket.gethostname(), "pid": os.getpid(), "heartbeat_s": heartbeat_s})
         self._thread = threading.Thread(target=self._beat, args=(heartbeat_s,), name="heartbeat", daemon=True)
         with contextlib.suppress(RuntimeError):  # no more threads: there is a line at every step all the same
             self._thread.start()
@@ -191,8 +136,7 @@ class Log:
     def write(self, at: int | None = None, **fields: Any) -> dict[str, Any]:
         """Write a line of ``fields``, at a time since the epoch or now, and return it."""
         line = {"at": self.began_ns + self.clock.age_ns() if at is None else at, **fields}
-        with self._lock:
-            self._file.append(line)
+        self._append(line)
         return line
 
     def close(self) -> None:
@@ -200,7 +144,27 @@ class Log:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(1.0)
-        self._file.close()
+        self._close()
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        """Write a line; nothing once a write has failed."""
+        content = json.dumps(line).encode() + b"\n"
+        with self._lock:
+            if self._file.closed:
+                return
+            try:
+                if (written := self._file.write(content)) < len(content):
+                    raise OSError(errno.ENOSPC, f"{written} of {len(content)} bytes were written")
+            except OSError as error:
+                why = f"{error.strerror}; this process records nothing more there, and training goes on"
+                logger.warning("%s: %s", self.path, why)
+                self._close()
+
+    def _close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:  # a network file system says only now that it could not write
+            logger.warning("%s: %s; what was recorded last may be missing", self.path, error.strerror)
 
     def _beat(self, heartbeat_s: float) -> None:
         while not self._ended.wait(heartbeat_s):
@@ -288,7 +252,7 @@ _FIRST = kinds.record(
 _LINE = kinds.record(
     {"at": kinds.NANOSECONDS},
     {"phases": kinds.map_of(kinds.NANOSECONDS, _PHASE), "step": kinds.SIZE, "resumed_at": kinds.COUNT, "how": kinds.TEXT,
-     "facts": kinds.MAP, "metrics": kinds.MAP, "first_step": kinds.MAP},
+     "facts": kinds.MAP, "metrics": kinds.MAP},
     more=True,
 )  # fmt: skip
 
@@ -310,7 +274,6 @@ class Start:
         steps: its steps with their losses, which the last rank writes.
         metrics: what was shown of its logged steps.
         facts: what it knows of the run, the last value of every key.
-        first_step: sums of step 1; None where it did not do it.
     """
 
     path: Path
@@ -329,7 +292,6 @@ class Start:
     steps: list[Step] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    first_step: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.ended_ns = max(self.ended_ns, self.began_ns)
@@ -353,7 +315,6 @@ class Start:
         if "metrics" in line:
             self.metrics.append(line["metrics"])
         self.facts |= line.get("facts", {})
-        self.first_step = line.get("first_step", self.first_step)
         if self.how is None:  # what is written after it is of no time of the run
             self.how = line.get("how")
             self.ended_ns = line["at"] if self.how is not None else max(self.ended_ns, line["at"])

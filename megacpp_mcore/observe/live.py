@@ -48,7 +48,7 @@ class Metrics:
         mfu_reason: why it is not; empty where it is.
         goodput: of the last rank, all starts included.
         memory_allocated_bytes, memory_reserved_bytes: of the last rank, now; the resident set on the CPU lane.
-        routing_entropy, routing_max_over_mean, dropped_share, index_overlap: of the last rank, as of the last reading
+        routing_entropy, routing_max_over_mean, dropped_share: of the last rank, as of the last reading
             (:class:`~megacpp_mcore.observe.routing.Routing`); None before one, and where there is no such thing.
     """
 
@@ -64,7 +64,6 @@ class Metrics:
     routing_entropy: float | None = None
     routing_max_over_mean: float | None = None
     dropped_share: float | None = None
-    index_overlap: float | None = None
 
     def line(self, step: Step, steps: int) -> str:
         """The progress line of ``step`` of a run of ``steps``."""

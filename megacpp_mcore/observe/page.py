@@ -31,7 +31,7 @@ from megacpp_mcore.observe.goodput import CLASSES, DOWN, LOST, PRODUCTIVE, Goodp
 from megacpp_mcore.observe.live import Metrics, metrics_of
 from megacpp_mcore.observe.receipts import schema
 from megacpp_mcore.observe.receipts.assemble import recorded, tokens_of
-from megacpp_mcore.observe.receipts.claims import is_off, is_off_part
+from megacpp_mcore.observe.receipts.claims import is_off
 from megacpp_mcore.observe.steps import kept
 
 _ORDER = (
@@ -114,7 +114,7 @@ def read(path: str | os.PathLike[str]) -> Run:
 
 
 _Row = tuple[bool, str, str, str, str, str]
-"""Whether a backend is off, its op or part, layers, requested, observed, and why."""
+"""Whether a backend is off, its op, layers, requested, observed, and why."""
 
 
 @dataclass
@@ -226,20 +226,13 @@ class Run:
         return sorted(zip(numbers, peaks, strict=True), key=lambda one: -one[1])
 
     def backends(self) -> list[_Row]:
-        """The rows of ops and of parts that are off, what is off first."""
+        """The rows of ops, what is off first."""
         layers: defaultdict[tuple[bool, str, str, str, str], list[Any]] = defaultdict(list)
         for one in self.values["backends"] or ():
             key = (is_off(one), one["op"], one["requested"], one["observed"], one["reason"])
             layers[key].append(schema.layer_of(one))
         rows = [(off, op, schema.spans(of), asked, got, why) for (off, op, asked, got, why), of in layers.items()]
-        return sorted([*rows, *(part for part in self.parts() if part[0])], key=lambda row: not row[0])
-
-    def parts(self) -> list[_Row]:
-        """The rows of layers' parts."""
-        return [
-            (is_off_part(one), one["part"], schema.spans(one["layers"]), one["requested"], one["observed"],
-             one["implementation"]) for one in self.values["parts"] or ()
-        ]  # fmt: skip
+        return sorted(rows, key=lambda row: not row[0])
 
     def by_step(self) -> list[tuple[str, Markup]]:
         """A small plot of everything else that is known by step."""
@@ -250,9 +243,6 @@ class Run:
             **{name: _finite((one.step, one.losses.get(name)) for one in self.kept) for name in others},
             "MFU, %": _finite(((one.step, one.mfu) for one in self.metrics), 100),
             "dropped assignments, %": _finite(((one.step, one.dropped_share) for one in self.metrics), 100),
-            "overlap of neighbouring indexers, %": _finite(
-                ((one.step, one.index_overlap) for one in self.metrics), 100
-            ),
             "routing entropy, % (100 is even)": _finite(((one.step, one.routing_entropy) for one in self.metrics), 100),
             "allocated memory, GiB": _finite(((one.step, one.memory_allocated_bytes) for one in self.metrics), 2**-30),
             "reserved memory, GiB": _finite(((one.step, one.memory_reserved_bytes) for one in self.metrics), 2**-30),

@@ -1,32 +1,27 @@
-"""Where the routers sent their tokens, and how alike neighbouring indexers choose: sums on the device, read now and then.
+"""Where the routers sent their tokens: sums on the device, read now and then.
 
 Each rank counts the tokens that its own routers saw. With sequence, data, context or expert parallelism no token passes the
 routers of two ranks, so that the sum over ranks (:func:`merged`) is the run's. A layer that is computed again in the
 backward pass is counted once: its first pass builds no graph. A router in a CUDA graph is not counted, for a replay runs no
 hook. No torch at import.
 
-Legend: T tokens, E experts, B batch, S queries, N selected keys.
+Legend: T tokens, E experts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe.events import HookErrors, Listener
+from megacpp_mcore.observe.events import Listener
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.events import Step
-
-SAMPLED_ROWS = 64
-"""Queries by which the overlap of two selections is estimated, evenly spaced over those that had a choice."""
 
 CAPTURED = "its router was captured in a CUDA graph, whose replays run no hook"
 """Why a layer is not counted."""
@@ -108,7 +103,6 @@ class _Router:
         self.layer = layer
         self.padded = padded
         self.asked = 0
-        self.dtype: str | None = None
         self.tokens_E: Any = None
         self.captured = False
 
@@ -119,7 +113,6 @@ class _Router:
         if not (module.training and torch.is_grad_enabled()):
             return
         probs_TE, map_TE = output
-        self.dtype = str(probs_TE.dtype).removeprefix("torch.")
         if _capturing():  # a replay would add the tokens once more, and not what was asked for
             self.captured = True
             return
@@ -137,34 +130,26 @@ def _capturing() -> bool:
 
 
 class Routing(Listener):
-    """Counts the tokens of every expert by layer, and samples the overlap of the indices of neighbouring Full layers.
+    """Counts the tokens of every expert by layer.
 
-    What is counted stays on the device; every ``interval`` steps, and when training ends, one transfer reads it. Indices are
-    sampled in the first micro-batch of such a step: :data:`SAMPLED_ROWS` queries of each layer, against the Full layer before
-    it on this rank. (A Shared layer has its Full layer's indices, an overlap of 1 that nobody has to measure.)
+    What is counted stays on the device; every ``interval`` steps, and when training ends, one transfer reads it.
     """
 
     def __init__(self, interval: int = 10) -> None:
         self.interval = interval
         self.latest: dict[str, float] = {}
         """Of the steps between the last two readings, this rank: ``routing_entropy`` (mean of the layers),
-        ``routing_max_over_mean`` (worst layer), ``dropped_share``, ``index_overlap`` (mean); what is not known is left out."""
+        ``routing_max_over_mean`` (worst layer), ``dropped_share``; what is not known is left out."""
         self._routers: list[_Router] = []
         self._read: dict[str, Load] = {}
         self._hooks = contextlib.ExitStack()
-        self._errors = HookErrors()
+        self._error: Exception | None = None
         self._failed: str | None = None
-        self._indices: dict[int, tuple[Any, int]] = {}
-        self._overlaps: dict[str, float] = {}
-        self._sampling = False
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        """Hook the routers, and the index caches of our sparse attention."""
+        """Hook the routers."""
         from megatron.core.transformer.moe.router import TopKRouter
 
-        from megacpp_mcore.ops.indexer.cache import IndexCache
-
-        caches: dict[int, IndexCache] = {}
         for chunk in chunks:
             for name, module in chunk.named_modules():
                 if isinstance(module, TopKRouter):
@@ -172,40 +157,28 @@ class Routing(Listener):
                     layer = f"mtp {number}" if getattr(module, "is_mtp_layer", False) else str(number)
                     router = _Router(layer, bool(module.config.moe_pad_expert_input_to_capacity))
                     self._routers.append(router)
-                    self._hooks.callback(module.register_forward_hook(self._errors.guard(router.count)).remove)
-                if isinstance(cache := getattr(module, "index_cache", None), IndexCache):
-                    caches[id(cache)] = cache
-        for cache in caches.values():
-            self._watch(cache)
-
-    def on_step_begin(self, number: int) -> None:
-        """Decide whether this step's indices are sampled."""
-        self._sampling = number % self.interval == 0
-        self._indices.clear()
+                    self._hooks.callback(module.register_forward_hook(self._counting(router)).remove)
 
     def on_step(self, step: Step) -> None:
         """Read the sums if it is time; raise the error of a hook, which must not end the step."""
-        self._errors.raise_first()
+        self._raise_error()
         if step.step % self.interval == 0:
             self.read()
-        self._sampling = False
-        self._indices.clear()
 
     def on_end(self, error: BaseException | None) -> None:
         """Read what is left, unless an error left the device in a state unknown, and take the hooks away."""
         self._hooks.close()
-        self._errors.raise_first()
+        self._raise_error()
         if error is None:
             self.read()
 
     def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
         """Take the hooks away if it is this one that failed, and what was counted: parts must not pass for the whole."""
         if failed is self:
-            self._failed = f"counting failed in step {step} on a rank: {type(error).__name__}: {error}".partition("\n")[
-                0
-            ]
+            words = str(error).partition("\n")[0]
+            self._failed = f"counting failed in step {step} on a rank: {type(error).__name__}: {words}"
             self._hooks.close()
-            self._routers, self._read, self._overlaps, self.latest = [], {}, {}, {}
+            self._routers, self._read, self.latest = [], {}, {}
 
     def read(self) -> None:
         """Bring the sums to the host; the one point where this waits for the device."""
@@ -220,46 +193,38 @@ class Routing(Listener):
             now[router.layer] = now[router.layer] + load if router.layer in now else load
         window = [load - self._read[layer] if layer in self._read else load for layer, load in now.items()]
         self._read = now
-        for one, other in itertools.pairwise(sorted(self._indices)):
-            rows_BRN, keys = self._indices[one]
-            self._overlaps[f"{one}-{other}"] = _overlap(rows_BRN, self._indices[other][0], keys)
         if any(load.asked for load in window):
             self.latest = _summary(window)
-        if self._overlaps:
-            self.latest["index_overlap"] = fmean(self._overlaps.values())
 
     def record(self) -> dict[str, Any]:
         """What this rank knows as of the last reading; the counts are local to its own tokens."""
         return {
-            "scope": "tokens of this rank",
             "layers": {layer: load.record() for layer, load in self._read.items()},
             "not_counted": self._not_counted(),
             "failed": self._failed,
-            "router_dtypes": {router.layer: router.dtype for router in self._routers if router.dtype is not None},
-            "index_overlap": dict(self._overlaps),
         }
+
+    def _counting(self, router: _Router) -> Callable[..., None]:
+        """The hook of a router, whose first error must not end a forward pass; after it, nothing is counted."""
+
+        def count(*given: Any) -> None:
+            if self._failed is None and self._error is None:
+                try:
+                    router.count(*given)
+                except Exception as error:
+                    self._error = error
+
+        return count
+
+    def _raise_error(self) -> None:
+        """Raise a hook's error, once: its traceback holds what the hook was given, on the device, too."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _not_counted(self) -> dict[str, str]:
         """The layers of which no count can be had, and why."""
         return {router.layer: CAPTURED for router in self._routers if router.captured}
-
-    def _watch(self, cache: Any) -> None:
-        """Look at what is published in ``cache``, until the end."""
-        publish = cache.publish
-
-        def look(layer: int, selection: Any) -> None:
-            if self._sampling and layer not in self._indices and not _capturing():
-                rows = _sample(selection.index)
-                if rows is not None:
-                    self._indices[layer] = (rows, selection.index.shape[1])
-
-        guarded = self._errors.guard(look)
-
-        def watched(layer: int, selection: Any) -> None:
-            guarded(layer, selection)
-            publish(layer, selection)
-
-        self._hooks.enter_context(mock.patch.object(cache, "publish", watched))
 
 
 def _summary(window: Sequence[Load]) -> dict[str, float]:
@@ -271,26 +236,3 @@ def _summary(window: Sequence[Load]) -> dict[str, float]:
     if peaks:
         found["routing_max_over_mean"] = max(peaks)
     return found
-
-
-def _sample(index_BSN: Any) -> Any:
-    """Some rows of ``index_BSN`` that had a choice, or None: the first N queries select every key that they may see."""
-    import torch
-
-    queries, selected = index_BSN.shape[1:]
-    if queries <= selected:
-        return None
-    rows = torch.linspace(selected, queries - 1, min(SAMPLED_ROWS, queries - selected), device=index_BSN.device)
-    return index_BSN.detach()[:, rows.round().long()].long()
-
-
-def _overlap(one_BRN: Any, other_BRN: Any, keys: int) -> float:
-    """The share of the keys in ``other`` that are in ``one``, too; entries below 0 select nothing."""
-    import torch
-
-    chosen = torch.zeros((*one_BRN.shape[:2], keys + 1), dtype=torch.bool, device=one_BRN.device)
-    nothing = keys  # a place of its own for what selects nothing
-    chosen.scatter_(2, torch.where(one_BRN < 0, nothing, one_BRN), True)
-    valid = other_BRN >= 0
-    both = chosen.gather(2, torch.where(valid, other_BRN, nothing)) & valid
-    return float(both.sum() / valid.sum().clamp(min=1))

@@ -16,11 +16,9 @@ from megacpp_mcore.observe.events import Listener, Log
 from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.live import Live
 from megacpp_mcore.observe.loop import Loop, Notifier
-from megacpp_mcore.observe.profile import Profiler, check_device
+from megacpp_mcore.observe.profile import Profiler
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
-from megacpp_mcore.observe.start import FirstStep
-from megacpp_mcore.observe.steps import StepRecorder
 from megacpp_mcore.policy import LaunchPolicy
 from megacpp_mcore.settings import Observability, PluginConfig, parse_steps
 from megacpp_mcore.util import flags
@@ -36,14 +34,12 @@ class Observation:
     Attributes:
         folder: the run's folder; None: none.
         why: where that comes from.
-        record_steps: one more file for every step's losses.
         settings: the file that MEGACPP_CONFIG names, where the run's model is the one in it.
         details: how it is recorded.
     """
 
     folder: Path | None
     why: str
-    record_steps: str | None
     settings: PluginConfig | None
     details: Observability
 
@@ -55,8 +51,7 @@ class Observation:
             where = f"the run goes on in {self.folder}, which holds an earlier start; steps that it does again are lost there"
         else:
             where = f"the run is recorded in {self.folder}"
-        steps = [f"steps: every step's losses go to {self.record_steps}"] if self.record_steps is not None else []
-        return [f"observe: {where} ({self.why})", *steps]
+        return [f"observe: {where} ({self.why})"]
 
 
 def choose(
@@ -64,26 +59,22 @@ def choose(
     *,
     observe: str | None = None,
     off: bool = False,
-    record_steps: str | None = None,
     profile: str | None = None,
-    profile_tool: str | None = None,
     settings: PluginConfig | None = None,
 ) -> Observation:
     """The observation of a run with Megatron's ``arguments``: in ``observe``, else beside the checkpoints that it saves.
 
     Raises:
-        LaunchError: a folder was named, and that there be none, too; a path is empty; or a profile without a folder, of no
-            steps or of steps that the run does not have, or with a tool that is not for this run's device, which has to be
-            installed by now.
+        LaunchError: a folder was named, and that there be none, too; its path is empty; or a profile without a folder, of no
+            steps or of steps that the run does not have.
     """
     details = settings.observability if settings is not None else Observability()
     profile = details.profile if profile is None else profile
-    details = dataclasses.replace(details, profile=profile, profile_tool=profile_tool or details.profile_tool)
+    details = dataclasses.replace(details, profile=profile)
     if off and observe is not None:
         raise LaunchError(f"--observe {observe} and --no-observe were both given; leave one of them out")
-    for option, path in (("--observe", observe), ("--record-steps", record_steps)):
-        if path == "":
-            raise LaunchError(f"{option} was given an empty path; expected one, or leave the option out")
+    if observe == "":
+        raise LaunchError("--observe was given an empty path; expected one, or leave the option out")
     words = flags.read(arguments)
     saved = flags.first(words, "--save")
     if off:
@@ -105,8 +96,7 @@ def choose(
             )
         if folder is None:
             raise LaunchError(f"steps {profile} are to be profiled, and nothing is recorded ({why}); add --observe DIR")
-        check_device(details.profile_tool)
-    return Observation(folder, why, record_steps, settings, details)
+    return Observation(folder, why, settings, details)
 
 
 @contextlib.contextmanager
@@ -144,19 +134,16 @@ def _listeners(
     """What records the run, one after another; the receipt comes last, for it reads what the others have written."""
     rank, world_size, details = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), chosen.details
     is_last = rank == world_size - 1
-    if chosen.record_steps is not None and is_last:
-        yield StepRecorder(chosen.record_steps)
     if chosen.folder is None:
         return
     log = Log(chosen.folder, rank, world_size, clock, heartbeat_s=details.heartbeat_s)
     stack.callback(log.close)
     routes = Routing(details.interval)
     recorder = Recorder(log, with_losses=is_last)
-    yield from (recorder, FirstStep(log), routes)
+    yield from (recorder, routes)
     if details.profile is not None:  # of every rank, for the families differ by stage, and experts by rank
         first, last = parse_steps(details.profile)
-        tool, trace = details.profile_tool, details.profile_trace
-        yield Profiler(log.run, rank, first, last, tool=tool, trace=trace, routing=routes, clock=clock)
+        yield Profiler(log.run, rank, first, last, trace=details.profile_trace, clock=clock)
     receipt = ReceiptWriter(log, settings=chosen.settings, launched=launched, routes=routes, loop=loop)
     if is_last:
         yield Live(recorder, loop, facts=receipt.facts, routes=routes, console=details.console)

@@ -1,4 +1,4 @@
-"""The steps of a run, losses in full precision: read from its folder or from a file of steps, and compared. No torch.
+"""The steps of a run, losses in full precision: read from its folder, and compared. No torch.
 
 Megatron's own log prints seven digits, and its second line after every start is the average of two steps (megatron-core
 0.19.2, ``megatron/training/training.py``), so that it can neither prove nor refute that a resumed run repeats.
@@ -9,60 +9,25 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events
-from megacpp_mcore.observe.events import Appender, Listener, Step, Tail
+from megacpp_mcore.observe.events import Step, Tail
 
-__all__ = ["Comparison", "Step", "StepReader", "StepRecorder", "compare", "kept", "read_steps"]
-
-
-class StepRecorder(Listener):
-    """Appends every step that Megatron logs to the file at ``path``, which all starts of a run may share; on the last rank.
-
-    What a killed start left of a line is taken away.
-
-    Raises:
-        DataError: the file cannot be opened for appending, holds something else than steps, or is a pipe, whose reader could
-            hold training up.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        path = Path(path)
-        if path.exists() and not path.is_file():
-            raise DataError(f"{path} is no regular file; expected one that can be appended to, or a name that is free")
-        try:
-            stream = path.open("ab+", buffering=0)
-            stream.seek(0)
-            if stream.read(1) not in (b"", b"{"):
-                raise DataError(f"{path} holds something else than steps; expected a name that is free")
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - 2**20))
-            stream.truncate(size - len(stream.read().rpartition(b"\n")[2]))
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}; expected a file that can be appended to") from error
-        self._file = Appender(stream)
-
-    def on_step(self, step: Step) -> None:
-        """Write its line."""
-        self._file.append(asdict(step))
-
-    def on_end(self, error: BaseException | None) -> None:
-        """Close the file."""
-        self._file.close()
+__all__ = ["Comparison", "Step", "StepReader", "compare", "kept", "read_steps"]
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
 class StepReader:
-    """Reads the steps in a run's folder, or in a file of steps, as they are recorded."""
+    """Reads the steps in a run's folder as they are recorded."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, run: str | os.PathLike[str]) -> None:
+        self._run = Path(run)
         self._tails: dict[Path, Tail] = {}
 
     def read_new(self) -> list[Step]:
@@ -71,25 +36,25 @@ class StepReader:
         Raises:
             DataError: a line is not the record of a step.
         """
-        is_folder = self.path.is_dir()
-        paths = [path for _, _, path in events.rank_files(self.path)] if is_folder else [self.path]
 
-        def parse(line: dict[str, object]) -> Step | None:
-            return None if is_folder and "losses" not in line else Step.from_record(line)
+        def parse(line: Any) -> Step | None:
+            is_of_no_step = isinstance(line, dict) and "losses" not in line
+            return None if is_of_no_step else Step.from_record(line)
 
+        paths = [path for _, _, path in events.rank_files(self._run)]
         found = (step for path in paths for step in self._tails.setdefault(path, Tail(path)).read_new(parse))
         return [step for step in found if step is not None]
 
 
-def read_steps(path: str | os.PathLike[str]) -> list[Step]:
-    """All steps in a run's folder, or in a file of steps, in the order they were written; those that were done again, too.
+def read_steps(run: str | os.PathLike[str]) -> list[Step]:
+    """All steps in a run's folder, in the order they were written; those that were done again, too.
 
     Raises:
-        DataError: there is no such thing, or a line is not the record of a step.
+        DataError: there is no such folder, or a line is not the record of a step.
     """
-    if not Path(path).exists():
-        raise DataError(f"{path} does not exist; expected the folder of a run, or a file of steps that one recorded")
-    return StepReader(path).read_new()
+    if not Path(run).is_dir():
+        raise DataError(f"{run} is no folder; expected that of a run that was observed")
+    return StepReader(run).read_new()
 
 
 class _Numbered(Protocol):

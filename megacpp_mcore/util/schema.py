@@ -8,7 +8,6 @@ is no number.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,11 +108,6 @@ NUMBER = plain("a finite number", _is_number)
 AMOUNT = plain("a finite number, 0 or more", lambda value: _is_number(value) and value >= 0)
 POSITIVE = plain("a finite number above 0", lambda value: _is_number(value) and value > 0)
 SHARE = plain("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
-RESULT = plain(
-    "a number, NaN and infinities included",
-    lambda value: _is_number(value) or (isinstance(value, float) and not math.isfinite(value)),
-)
-"""What training computed, which may be no number."""
 NANOSECONDS = plain("nanoseconds, a whole number, 0 or more", lambda value: COUNT.holds(value) and value < 2**63)
 LIST = plain("a list", lambda value: isinstance(value, list))
 MAP = plain("an object", lambda value: isinstance(value, dict))

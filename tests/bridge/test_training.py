@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from megacpp_mcore.arguments.lowering import lower
-from megacpp_mcore.checkpoints import convert as checkpoint_convert
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout
 from megacpp_mcore.model.recipes import RECIPES
@@ -20,7 +18,7 @@ from megacpp_mcore.observe import events, goodput, receipts
 from megacpp_mcore.observe.receipts.claims import compare as compare_receipts
 from megacpp_mcore.observe.steps import compare, read_steps
 from tests.bridge.processes import TINY, run
-from tests.saved import as_saved_by_0_1_0, tensors_in
+from tests.saved import tensors_in
 
 STEPS, RESUMED = 4, 2
 """Steps of the run that all compare with, and the one whose checkpoint others go on from."""
@@ -48,7 +46,7 @@ def trained(bridge_python: Path, corpus: str, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("bridge")
     log = recipe_run(
         bridge_python, corpus, folder, f"train.train_iters={STEPS}", f"checkpoint.save={folder}/saved",
-        f"checkpoint.save_interval={RESUMED}", "--record-steps", f"{folder}/steps",
+        f"checkpoint.save_interval={RESUMED}",
     )  # fmt: skip
     return folder, log
 
@@ -81,7 +79,6 @@ def test_bridge_trains_what_the_command_line_trains(trained: tuple[Path, str], l
     found = compare(read_steps(launched / "saved" / "observe"), recorded)
     assert (found.equal, found.steps) == (True, tuple(range(1, STEPS + 1))), found
     assert {"lm loss", "mtp_1 loss", "indexer loss", "z_loss", "grad norm", "learning rate"} <= set(found.names)
-    assert read_steps(folder / "steps") == recorded
     assert [step.tokens for step in recorded] == [number * recorded[0].tokens for number in range(1, STEPS + 1)]
     printed = [step["lm loss"] for step in losses(log)]
     assert printed == pytest.approx([step.losses["lm loss"] for step in recorded], rel=1e-6)
@@ -140,27 +137,6 @@ def test_a_run_goes_on_from_its_checkpoint_alone(
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_a_checkpoint_of_0_1_0_is_refused_and_converted(
-    bridge_python: Path, trained: tuple[Path, str], tmp_path: Path
-) -> None:
-    folder, log = trained
-    iteration = f"iter_{RESUMED:07d}"
-    saved, old = folder / "saved" / iteration, tmp_path / "old" / iteration
-    as_saved_by_0_1_0(saved, old, RECIPES[TINY].model)
-    for name in ("run_config.yaml", "train_state.pt"):
-        shutil.copy2(saved / name, old / name)
-    shutil.copy2(saved / "train_state.pt", tmp_path / "old" / "latest_train_state.pt")
-    words = ("tests.bridge.resumed", str(tmp_path / "old"), str(RESUMED), str(tmp_path / "on"))
-    done = run(bridge_python, *words, folder=tmp_path)
-    assert done.returncode != 0
-    assert f"run `megacpp-mcore checkpoint convert {old} NEW`" in done.stdout + done.stderr
-    checkpoint_convert.convert(old, tmp_path / "new")
-    words = ("tests.bridge.resumed", str(tmp_path / "new"), str(RESUMED), str(tmp_path / "on"))
-    done = run(bridge_python, *words, folder=tmp_path)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert losses(done.stdout + done.stderr) == losses(log)[RESUMED:]
-
-
 def test_two_pipeline_stages_go_on_as_one_process_does(
     bridge_python: Path, trained: tuple[Path, str], corpus: str, tmp_path: Path
 ) -> None:
@@ -173,7 +149,7 @@ def test_two_pipeline_stages_go_on_as_one_process_does(
     )  # fmt: skip
     check_equal(cut, losses(log)[RESUMED:])
     assert cut.count("megacpp-mcore: launch policy:") == 1
-    one, two = read_steps(folder / "steps")[RESUMED:], read_steps(tmp_path / "observed")
+    one, two = read_steps(folder / "saved" / "observe")[RESUMED:], read_steps(tmp_path / "observed")
     assert [step.resumed_at for step in two] == [RESUMED] * len(one)
     for ours, theirs in zip(two, one, strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)

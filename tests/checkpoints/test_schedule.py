@@ -93,6 +93,75 @@ def test_what_cannot_be_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
+def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command says as it refuses; it leaves nothing of ``new``."""
+    was = (folder / "new").exists()
+    assert cli.main(command(folder, "-FF")) == 2
+    assert (folder / "new").exists() == was
+    assert not (folder / "new.partial").exists()
+    return capsys.readouterr().err
+
+
+def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = tmp_path / "old"
+    assert f"{old} is no checkpoint" in refused(tmp_path, capsys)
+    old.mkdir()
+    (old / "latest_checkpointed_iteration.txt").write_text("7")
+    assert f"{old}/iter_0000007" in refused(tmp_path, capsys)
+    (old / "iter_0000007" / "mp_rank_00").mkdir(parents=True)
+    assert "in the format torch" in (says := refused(tmp_path, capsys))
+    assert "--ckpt-convert-format torch_dist" in says
+
+
+def test_a_folder_that_is_there_and_damage_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save(tmp_path / "old", 5) / "iter_0000030"
+    (tmp_path / "new").mkdir()
+    assert f"{tmp_path}/new is there already" in refused(tmp_path, capsys)
+    (tmp_path / "new").rmdir()
+    (data,) = folder.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    assert f"{folder} cannot be rewritten to {tmp_path}/new" in refused(tmp_path, capsys)
+    (folder / ".metadata").write_bytes(b"no pickle")
+    assert f"{folder}/.metadata cannot be read" in refused(tmp_path, capsys)
+
+
+def test_flat_buckets_have_no_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_0.bucket_idx_0.exp_avg"
+    write(tmp_path / "old" / "iter_0000030", {bucket: torch.zeros(9)})
+    (tmp_path / "old" / "latest_checkpointed_iteration.txt").write_text("30")
+    says = refused(tmp_path, capsys)
+    assert f"flat buckets ({bucket})" in says
+    assert "--dist-ckpt-optim-fully-reshardable" in says
+    assert "--no-save-optim" in says
+
+
+def test_the_other_files_come_along(tmp_path: Path) -> None:
+    """Objects, Bridge's files, a tokenizer; the old checkpoint stays as it is."""
+    from megatron.core.dist_checkpointing import load_common_state_dict
+    from megatron.core.dist_checkpointing.validation import save_integrity_manifest, verify_integrity_manifest
+
+    folder, content = tmp_path / "old" / "iter_0000030", {"megacpp_layout": 2}
+    indexer = INDEXER.format(4)
+    tensors = {indexer: torch.ones(2, 3, dtype=torch.bfloat16), OTHER: torch.ones(2)}
+    write(folder, tensors, {"rng_state/shard_0.0_1.1": [[{"seed": 7}]]}, {"iteration": 30, "content_metadata": content})
+    (folder / "train_state.pt").write_bytes(b"bridge")
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "vocab.json").write_text("{}")
+    save_integrity_manifest(str(folder))
+    before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    words = ["checkpoint", "schedule", str(folder), str(tmp_path / "new"), "--model", "nam56r_tiny", "--schedule=-FF"]
+    assert cli.main(words) == 0
+    assert {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()} == before
+    new = tmp_path / "new" / "iter_0000030"
+    assert tensors_in(new)[INDEXER.format(8)].dtype == torch.bfloat16
+    assert load_common_state_dict(str(new)) == {"iteration": 30, "content_metadata": content}
+    for path in ("iter_0000030/train_state.pt", "latest_train_state.pt"):
+        assert (tmp_path / "new" / path).read_bytes() == b"bridge"
+    assert (new / "tokenizer" / "vocab.json").read_text() == "{}"
+    assert (tmp_path / "new" / "latest_checkpointed_iteration.txt").read_text() == "30"
+    verify_integrity_manifest(str(new))
+
+
 def words_of(prefix: Path, schedule: str) -> list[str]:
     model = with_overrides(preset("nam56r_tiny"), {"dsa": {"schedule": schedule, "topk": 512}})
     training = Training(
@@ -121,8 +190,8 @@ def test_training_goes_on(first: str, second: str, tmp_path: Path, monkeypatch: 
         words = words_of(prefix, schedule)
         words += ["--exit-interval", "2"] if load is None else []
         words += ["--load", str(tmp_path / load)] if load else ["--save", str(tmp_path / "old"), "--save-interval", "2"]
-        record = tmp_path / f"{load}.jsonl"
-        launch = ("megacpp_mcore", "launch", "--device", "cpu", "--no-observe", "--record-steps", str(record), "--")
+        record = tmp_path / f"steps of {load}"
+        launch = ("megacpp_mcore", "launch", "--device", "cpu", "--observe", str(record), "--")
         output = tiny_run.start(launch, words, tmp_path).finish()
         assert re.search(r"iteration +\d+/", output)
         steps[load] = {step.step: step.losses["lm loss"] for step in read_steps(record)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from megacpp_mcore.commands import data as command
-from megacpp_mcore.data.tokenizer import ByteTokenizer
 from megacpp_mcore.errors import DataError
 
 
@@ -94,24 +92,6 @@ def test_verify_lists_the_problems_of_all_datasets_and_shows_how_far_it_is(tmp_p
     ):
         assert sum(expected in line for line in listed) == 1, (expected, listed)
     assert len(listed) == 7
-
-
-def test_skipped_files_are_told(tmp_path, prefix, capsys):
-    (tmp_path / "bad.txt").write_bytes(b"\xff")
-    with pytest.raises(DataError, match="--errors skip"):
-        data("prepare", str(tmp_path), "--output", prefix)
-    assert data("prepare", str(tmp_path), "--output", prefix, "--errors", "skip") == 0
-    assert re.search(r"20 documents.*1 skipped", capsys.readouterr().out)
-
-
-def test_ctrl_c_leaves_nothing(tmp_path, prefix, monkeypatch, capsys):
-    def interrupted(self, text):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ByteTokenizer, "encode", interrupted)
-    assert data("prepare", str(tmp_path), "--output", prefix) == 130
-    assert "interrupted" in capsys.readouterr().err
-    assert not list(tmp_path.glob("data*"))
 
 
 def test_ctrl_c_ends_the_workers_and_the_same_command_starts_anew(tmp_path):

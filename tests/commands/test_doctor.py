@@ -58,11 +58,6 @@ def test_an_apex_that_is_not_nvidias_is_named_and_never_imported(folder: Path) -
     assert doctor.is_healthy(list(found.values())) is False
 
 
-def test_a_single_file_apex_is_an_impostor_too(folder: Path) -> None:
-    (folder / "apex.py").write_text("")
-    assert only("apex: optimizers")["apex: optimizers"].state == IMPOSTOR
-
-
 def test_nvidia_apex_with_and_without_its_extensions(folder: Path) -> None:
     package(folder, "apex", "", "apex", "0.1")
     package(folder, "apex.multi_tensor_apply")
@@ -161,10 +156,7 @@ def test_the_megatron_that_is_imported_counts(folder: Path, version: str, state:
         ("raise ImportError('libfoo.so: undefined symbol: bar')", "libfoo.so: undefined symbol: bar"),
         ("import sys; sys.exit(3)", "ended with status 3"),
         ("import os; os._exit(0)", "ended its process with status 0"),
-        ("import sys; sys.stderr.buffer.write(b'caf\\xe9\\n'); sys.exit(3)", "caf\N{REPLACEMENT CHARACTER}"),
         ("print('noise'); print('more noise')", ""),
-        ("import atexit; atexit.register(print, 'good-bye')", ""),
-        ("import sys; sys.stdout.buffer.write(b'caf\\xe9\\n')", ""),
         ("import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(20)'])", ""),
     ],
 )
@@ -174,15 +166,6 @@ def test_what_a_package_does_on_import_is_a_line_in_the_report(folder: Path, tex
     finding = examine([component], time_limit_s=1 if "sleep(60)" in text else 15)[1]
     assert (finding.state, finding.version) == ((BROKEN, None) if reason else (WORKS, "1"))
     assert reason in finding.reason
-
-
-@pytest.mark.parametrize("written", ["", "{", "[]", '{"version": "1"}', "\\xff"])
-def test_an_answer_that_cannot_be_read_is_a_line_in_the_report(folder: Path, written: str) -> None:
-    """A package that has got hold of the answer's file, or a full disk."""
-    component = Component("strange", "json", f"open(answer_file, 'wb').write(b'{written}')\nimport os\nos._exit(0)")
-    finding = examine([component], 60)[1]
-    assert (finding.state, finding.version) == (BROKEN, None)
-    assert "ended its process with status 0" in finding.reason
 
 
 @pytest.mark.parametrize("text", ["raise RuntimeError('no')", "raise SystemExit('no')", "raise ImportError('no')"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import re
 import time
@@ -106,23 +105,10 @@ def test_damage_hides_no_receipt(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert re.fullmatch(r"last sign of life not known: .*rank_00001.jsonl, line 3: at is -3 .*", shown(run, capsys)[1])
 
 
-def test_a_receipt_alone_has_only_its_own_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    receipt = json.loads(RECEIPT.read_text(encoding="utf-8")) | {"status": RUNNING}
-    written = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=50)
-    copy = tmp_path / "receipt.json"
-    copy.write_text(json.dumps(receipt | {"written_at": written.isoformat(timespec="seconds")}))
-    for place in (copy, tmp_path):
-        assert shown(place, capsys)[1] == "receipt written   50 min ago; whether the run went on, its folder would tell"
-    copy.write_text(json.dumps(receipt | {"written_at": "yesterday"}))
-    assert cli.main(["report", "show", str(copy)]) == 2
-    assert "written_at of the receipt is 'yesterday'; expected a time" in capsys.readouterr().err
-
-
 def test_of_a_run_that_has_ended_no_sign_is_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(of_ranks(tmp_path / "run", {0: 600}, ended=(0,)), capsys)
     assert lines[0].split() == ["status", "finished"]
     assert not any("sign of life" in line or "ago" in line for line in lines)
-    assert not any("receipt written" in line for line in shown(RECEIPT, capsys))
 
 
 def test_as_json_a_receipt_is_what_its_schema_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,11 +80,6 @@ class Run:
     checkpoints: Path
     scalars: Mapping[str, Mapping[int, float]]
 
-    @property
-    def observed(self) -> Path:
-        """The folder that the run was recorded in."""
-        return self.checkpoints.parent / "observe"
-
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Every tensor of the checkpoint of ``step``, whole, by its name there: parameters, buffers, Adam's state."""
         return tensors_in(self.checkpoints / f"iter_{step:07d}")
@@ -198,8 +193,8 @@ class Laboratory:
         return lowering.lower(self.model, layout, training)
 
     def _run(self, name: str, folder: Path, saved: Path, words: Sequence[str], processes: int) -> Run:
-        recorded = folder / "steps.jsonl"
-        options = ["--observe", str(folder / "observe"), "--record-steps", str(recorded), "--"]
+        recorded = folder / "observe"
+        options = ["--observe", str(recorded), "--"]
         options += [str(ROOT / "tests" / "distributed" / "double.py")] * self.double
         status, output = launch([*options, *words], self.config, processes)
         assert status == 0, f"run {name!r} ended with status {status}:\n{output[-8000:]}"
@@ -233,10 +228,10 @@ def launch(words: Sequence[str], config: Path, processes: int = 1) -> tuple[int,
     return forks.run_ranks(command, processes, env=environment)
 
 
-def read_scalars(file: Path) -> dict[str, dict[int, float]]:
-    """What ``--record-steps`` wrote, by name and step; nothing where no step was trained."""
+def read_scalars(run: Path) -> dict[str, dict[int, float]]:
+    """What a run recorded of its steps, by name and step; nothing where no step was trained."""
     scalars: dict[str, dict[int, float]] = {}
-    for step in read_steps(file):
+    for step in read_steps(run):
         for name, value in step.values().items():
             scalars.setdefault(name, {})[step.step] = value
     return scalars

@@ -95,8 +95,8 @@ class Runs:
                 # Out of reach: a norm whose sum goes another way round would clip to other last digits.
                 extra=("--clip-grad", "1e6", *words, *save),
             )
-            steps = folder / "steps.jsonl"
-            command = ["--record-steps", str(steps), "--", *lower(MODEL, layout, training, host)]
+            steps = folder / "observe"
+            command = ["--observe", str(steps), "--", *lower(MODEL, layout, training, host)]
             status, output = launch(command, self.config, processes)
             assert status == 0, f"run {name!r} ended with status {status}:\n{output[-8000:]}"
             self.made[name] = Run(output, folder / "saved", read_scalars(steps))

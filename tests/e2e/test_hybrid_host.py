@@ -179,16 +179,16 @@ def test_checkpoint_keys_and_shards_are_the_same_by_construction(pair: tuple[Any
     assert gpt == hybrid_
 
 
-def test_both_hosts_mark_what_they_save_and_refuse_what_0_1_0_saved(pair: tuple[Any, Any]) -> None:
+def test_both_hosts_mark_what_they_save_and_refuse_another_layout(pair: tuple[Any, Any]) -> None:
     for model in pair:
         groups = {"dp_cp_group": model.pg_collection.dp_cp}
         metadata = dict(groups)
         model.sharded_state_dict(metadata=metadata)
         assert metadata == {**groups, "megacpp_layout": 2, "megacpp_experts": "megacpp_mcore"}
         model.sharded_state_dict(metadata={**metadata, "megacpp_loaded_from": "/now"})
-        with pytest.raises(CheckpointError, match="run `megacpp-mcore checkpoint convert /old NEW`"):
+        with pytest.raises(CheckpointError, match="/old has megacpp_layout None, expected 2"):
             model.sharded_state_dict(metadata={**groups, "megacpp_loaded_from": "/old"})
-        # What --ckpt-format torch saves: here and as 0.1.0 did, whose mixers had torch's own first version.
+        # What --ckpt-format torch saves: here, and by mixers that had torch's own first version.
         state = model.state_dict()
         model.load_state_dict(state)
         mixers = [name for name, entry in state._metadata.items() if entry.get("version") == 2 and name]
@@ -324,8 +324,8 @@ def launch(
     folder: Path, name: str, command: list[str], *options: str, script: Path | None = None, config: Path | None = None
 ) -> tuple[dict[int, dict[str, float]], str]:
     """Run a stock command; returns the scalars of each step, and the output."""
-    steps = folder / f"{name}.steps"
-    options = ("--device", "cpu", "--record-steps", str(steps), *options)
+    steps = folder / f"{name}.observe"
+    options = ("--device", "cpu", "--observe", str(steps), *options)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGACPP_CONFIG": str(config or "")}
     launched = ["-m", "megacpp_mcore", "launch", *options, "--", *([str(script)] if script else []), *command]
     done = forks.run(launched, cwd=folder, env=environment)

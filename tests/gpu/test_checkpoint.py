@@ -52,7 +52,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def train(corpus: str, folder: Path, name: str, *extra: str) -> Trained:
     """All steps, or those after the checkpoint that ``extra`` names; saved at half and in the end."""
-    model, record, saved = preset("nam56r_tiny"), folder / f"{name}.steps", folder / name
+    model, record, saved = preset("nam56r_tiny"), folder / f"{name}.observe", folder / name
     save = ("--ckpt-format", "torch_dist", "--save", str(saved), "--save-interval", str(HALF), "--deterministic-mode")
     training = Training(
         precision="bf16",
@@ -66,7 +66,7 @@ def train(corpus: str, folder: Path, name: str, *extra: str) -> Trained:
     )
     command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
     done = subprocess.run(
-        [*command, "--record-steps", str(record), "--", *lower(model, Layout(), training)],
+        [*command, "--observe", str(record), "--", *lower(model, Layout(), training)],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if name != plugin_config.VARIABLE},
         capture_output=True,

@@ -199,7 +199,7 @@ def train(folder: Path, experts: str, *extra: str) -> list[float]:
     )
     command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
     done = subprocess.run(
-        [*command, "--record-steps", str(record), "--", *words], cwd=stock.ROOT, capture_output=True, text=True,
+        [*command, "--observe", str(record), "--", *words], cwd=stock.ROOT, capture_output=True, text=True,
         env=os.environ | {plugin_config.VARIABLE: str(file)}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

@@ -379,7 +379,7 @@ def train(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
         command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
         environment = {name: value for name, value in os.environ.items() if name != plugin_config.VARIABLE}
         done = subprocess.run(
-            [*command, "--record-steps", str(record), "--", *words],
+            [*command, "--observe", str(record), "--", *words],
             cwd=stock.ROOT, env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

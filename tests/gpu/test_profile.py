@@ -55,7 +55,6 @@ def test_the_time_of_kernels_belongs_to_families(tmp_path: Path, impl: str) -> N
     # Transformer Engine's Triton kernels may compile at any step: they are specialised to the tokens that experts get.
     if impl == "local":
         assert found["phase"] == "steady", found["phase_why"]
-    assert found["sparse_work"]["tokens"] > 0
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
@@ -74,12 +73,3 @@ def test_a_slowed_family_is_dominant(tmp_path: Path) -> None:
     assert found["dominant"] == "E"
     assert found["families"]["E"]["forward_ns"] > found["families"]["E"]["backward_ns"]
     assert found["attributed_share"] >= 0.95
-
-
-def test_a_profiler_around_the_run_is_told_the_window_and_training_goes_on(tmp_path: Path) -> None:
-    words = profiled.words(
-        iterations=4, device="cuda", precision="bf16", transformer_impl="local", micro_batch_size=2, global_batch_size=4
-    )
-    profiled.train(tmp_path / "run", words, window="2-3", device="cuda", tool="external")
-    assert not (tmp_path / "run" / "profile").exists()
-    assert len(profiled.read_steps(tmp_path / "run")) == 4

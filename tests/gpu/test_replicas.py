@@ -53,11 +53,11 @@ def train(corpus: str, record: Path, processes: int, *extra: str) -> dict[str, d
         learning_rate=1e-3,
         extra=("--lr-warmup-iters", "1", *extra),
     )
-    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda", "--no-observe"]
+    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
     words = lower(model, Layout(), training)
     assert ("--overlap-param-gather" in words) == (processes > 1)
     done = subprocess.run(
-        [*command, "--nproc", str(processes), "--record-steps", str(record), "--", *words],
+        [*command, "--nproc", str(processes), "--observe", str(record), "--", *words],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if name != plugin_config.VARIABLE},
         capture_output=True,
@@ -70,7 +70,7 @@ def train(corpus: str, record: Path, processes: int, *extra: str) -> dict[str, d
 
 @pytest.mark.parametrize("extra", [(), ("--ddp-bucket-size", "1")], ids=["Megatron's buckets", "a bucket a parameter"])
 def test_two_replicas_train_as_one_process(corpus: str, tmp_path: Path, extra: tuple[str, ...]) -> None:
-    one, two = (train(corpus, tmp_path / f"{processes}.jsonl", processes, *extra) for processes in (1, 2))
+    one, two = (train(corpus, tmp_path / f"observe {processes}", processes, *extra) for processes in (1, 2))
     assert len(two["lm loss"]) == STEPS
     differing = differing_scalars(one, two, TOLERANCE, SCALARS)
     assert not differing, "\n".join(differing)

@@ -73,8 +73,7 @@ def main(run: str, console: str, words: list[str]) -> None:
     def others(log: Log, recorder: Recorder, routes: Routing, receipt: ReceiptWriter) -> list[Listener]:
         found: list[Listener] = [Faulty(), *([Writers(run)] if "writers" in FATE else [])]
         if "profile" in FATE:
-            options: dict[str, Any] = {"tool": "torch", "trace": False, "routing": routes, "clock": log.clock}
-            found.append(Profiler(Path(run), log.rank, 5, 6, **options))
+            found.append(Profiler(Path(run), log.rank, 5, 6, clock=log.clock))
         if log.rank == log.world_size - 1:
             found.append(Live(recorder, Loop(), facts=receipt.facts, routes=routes, console=console))
         return found

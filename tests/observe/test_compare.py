@@ -65,7 +65,7 @@ def receipt(**changes: Any) -> dict[str, Any]:
         "precision.checkpoint_owner": "megatron", "precision.fp8_layers": [], "optimizer": {"name": "adam"},
         "ddp.grad_reduce_dtype": ["float32"], "step_time.n": 50, "step_time.p50_s": 2.0, "step_time.p90_s": 2.1,
         "throughput.tokens_per_s": 1000.0, "throughput.tokens_per_s_per_device": 1000.0, "memory.kind": "CUDA allocator",
-        "memory.allocated_peak_bytes": 1000, "backends": [], "parts": [], "recompute": "full", "commit": "1" * 40,
+        "memory.allocated_peak_bytes": 1000, "backends": [], "recompute": "full", "commit": "1" * 40,
         "versions": {"torch": "2.11.0"},
     }  # fmt: skip
     names = ["world_size", "hosts", "tensor", "pipeline", "virtual", "expert", "context", "data"]
@@ -274,7 +274,7 @@ def test_noise_that_was_measured_is_the_floor_and_never_less_than_the_spread(
     assert ("as given" in found.step_times) == (noise > 0)
 
 
-@pytest.mark.parametrize("name", ["backends", "parts", "patches", "recompute", "overlap", "commit", "versions"])
+@pytest.mark.parametrize("name", ["backends", "patches", "recompute", "overlap", "commit", "versions"])
 def test_what_one_of_them_does_not_know_is_no_difference_to_claim(name: str) -> None:
     known: Changes = {"patches": [], "overlap": []}
     found = compare(receipt(**known), receipt(**known | {name: None}))

@@ -18,7 +18,7 @@ import pytest
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events, goodput
 from megacpp_mcore.observe.clock import Clock
-from megacpp_mcore.observe.events import Appender, Log, replace
+from megacpp_mcore.observe.events import Log, replace
 from tests.observe.recorded import SECOND, append, at, file_of, stepped, with_loss, write_start
 from tests.tiny_run import ROOT
 
@@ -140,14 +140,15 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int, why: str
 ) -> None:
     """The line that did not fit stays torn, and nothing is written behind it, also when there is room again."""
-    path = tmp_path / "file"
-    appender = Appender(stream := Full(path, "xb"))
-    for size in (first, 21, 21):
-        appender.append({"x": "-" * (size - len('{"x": ""}\n'))})
+    log = Log(tmp_path, 0, 1, Clock(), heartbeat_s=60)
+    log._file.close()
+    size, log._file = log.path.stat().st_size, (stream := Full(log.path, "ab"))
+    for wanted in (first, 21, 21):
+        log.write(7, x="-" * (wanted - len('{"at": 7, "x": ""}\n')))
         stream.room += 100 * bool(caplog.text)
-    appender.close()
-    assert path.stat().st_size == 30
-    assert caplog.text.count(f"{path}: ") == caplog.text.count(why) == 1
+    log.close()
+    assert log.path.stat().st_size == size + 30
+    assert caplog.text.count(f"{log.path}: ") == caplog.text.count(why) == 1
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------

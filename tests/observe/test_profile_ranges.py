@@ -47,7 +47,7 @@ def run_all(of: Any, names: Any) -> None:
 
 
 def test_buckets_and_the_optimizer_have_their_ranges() -> None:
-    ranges = Ranges(nvtx=False, recorded=False)
+    ranges = Ranges()
     dense, experts, optimizer = Seen(ranges, *BUCKETS), Seen(ranges, *BUCKETS), Seen(ranges, *OPTIMIZER)
     chunk: Any = torch.nn.Module()
     chunk.bucket_groups, chunk.expert_parallel_bucket_groups = [dense], [experts]
@@ -70,7 +70,7 @@ def test_buckets_and_the_optimizer_have_their_ranges() -> None:
 
 def test_a_profiler_that_failed_leaves_no_window_open(tmp_path: Path) -> None:
     chunk: Any = torch.nn.Module()
-    optimizer: Any = SimpleNamespace(step=(step := Seen(Ranges(nvtx=False, recorded=False), "step")).__dict__["step"])
+    optimizer: Any = SimpleNamespace(step=(step := Seen(Ranges(), "step")).__dict__["step"])
     profiler = Profiler(tmp_path, 0, 1, 2)
     profiler.on_model([chunk], optimizer)
     profiler.on_step_begin(1)
@@ -86,7 +86,7 @@ def test_a_profiler_that_failed_leaves_no_window_open(tmp_path: Path) -> None:
 
 
 def test_what_stages_send_has_its_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges = Ranges(nvtx=False, recorded=False)
+    ranges = Ranges()
     sent: list[list[str]] = []
 
     def communicate(self: P2PCommunicator, *, tensor: int) -> int:

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megacpp_mcore.observe.profile.attribution import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Place, attribute
-from megacpp_mcore.observe.profile.table import collective, is_communication, page, sparse_work, table
+from megacpp_mcore.observe.profile.table import collective, is_communication, page, table
 from megacpp_mcore.observe.profile.trace import NODE, Cover, Kernel, Op, Trace, read
-from megacpp_mcore.observe.routing import Load
 
 MAIN, ENGINE = 11, 12
 """Two threads of the host."""
@@ -271,12 +269,12 @@ def test_a_collective_has_its_name_and_computation_none(kernel: str, name: str) 
     assert collective(kernel) == name or not name
 
 
-GPU_WORDS = ("stream", "tensor pipe", "kernel", "the device", "host-bound", "comm exp.", "comm hid.")
+GPU_WORDS = ("stream", "kernel", "the device", "host-bound", "comm exp.", "comm hid.")
 
 
 def page_of(trace: Trace, device: str) -> str:
     known = {"steps": [1, 1], "rank": 3, "device": device, "phase": "steady", "phase_why": "-"}
-    return page(table(trace) | known | {"sparse_work": {"why": "-"}, "tensor_pipes": "not measured: no counters"})
+    return page(table(trace) | known)
 
 
 def test_a_page_speaks_of_what_its_device_has() -> None:
@@ -303,7 +301,6 @@ def test_a_page_speaks_of_what_its_device_has() -> None:
     assert lines[1].startswith("dominant: M, 50.0%; 83.3% of the kernels' time")
     assert "step: 0.000 ms; host-bound share: 40.0% (the device had nothing to do)" in lines
     assert "  AllReduce: 1.0 calls, 0.000 ms, 0.000 ms exposed" in lines
-    assert "sparse work: not measured: -" in lines
     assert any(line.startswith("unattributed: ") for line in lines)
     silent = page_of(host, "H200")  # the profiler got no kernels from the device
     assert "host-bound share: not measured" in silent
@@ -336,7 +333,6 @@ def test_events_of_the_profiler_become_records() -> None:
             Event("MmBackward0", sequence_nr=9, fwd_thread_id=1, scope=1),
             Event("cudaLaunchKernel", correlation_id=70, linked_correlation_id=3),
             Event("cudaStreamIsCapturing", correlation_id=71),
-            Event("cudaGraphInstantiateWithFlags", correlation_id=72),
             Event("gemm", correlation_id=70, linked_correlation_id=3, **on_device),
             Event("megacpp::A/1", is_user_annotation=True, **on_device),
             Event("gloo:all_reduce", is_async=True, end_thread_id=8),
@@ -350,31 +346,3 @@ def test_events_of_the_profiler_become_records() -> None:
         (9, False, False),
         (-1, True, True),
     ]
-    assert trace.graphs == 1
-
-
-# --- sparse work --------------------------------------------------------------------------------------------------------
-
-
-def test_pad_rows_and_experts_without_tokens_are_counted_out() -> None:
-    before = {"2": Load((10, 10, 0, 0), 20)}
-    after = {"2": Load((40, 26, 0, 14), 84), "4": Load((16, 16, 16, 16), 64)}
-
-    def work(*, quantized: bool = False, **config: Any) -> dict[str, Any]:
-        known = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
-        for name, value in ({"moe_expert_capacity_factor": 1.5} | config).items():
-            assert hasattr(known, name)
-            setattr(known, name, value)
-        return sparse_work(before, after, known, micro_batches=2, quantized=quantized)
-
-    plain = work()
-    assert plain["layers"]["2"] == {"tokens": 60, "rows": 60, "dormant_share": 0.25}
-    assert plain["utilisation"] == 1
-    assert plain["dormant_share"] == pytest.approx(0.125)
-    assert plain["dropped_share"] == pytest.approx(4 / 128)
-    padded = work(moe_pad_expert_input_to_capacity=True)
-    assert padded["rows"] == 2 * (4 * 12 * 2)  # ceil(32 / 4 * 1.5) rows of each of 4 experts, 2 layers, 2 micro-batches
-    assert padded["utilisation"] == pytest.approx(124 / 192)
-    for unknown in (work(quantized=True), work(moe_router_padding_for_quantization=True)):
-        assert (unknown["tokens"], unknown["rows"], unknown["utilisation"]) == (124, None, None)
-    assert list(sparse_work({}, {}, None, micro_batches=1)) == ["why"]

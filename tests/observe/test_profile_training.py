@@ -43,14 +43,13 @@ def train(
     *,
     window: str | None = "2-3",
     device: str = "cpu",
-    tool: str = "torch",
     slow: str = "",
     settings: str = "",
 ) -> None:
     """Run this file as a program, the steps ``window`` profiled, layers of the family ``slow`` slowed down."""
     folder.mkdir()
     (folder / "config.yaml").write_text("model: nam56r_tiny\n" + settings)
-    profile = () if window is None else ("--profile", window, "--profile-tool", tool)
+    profile = () if window is None else ("--profile", window)
     options = ("--device", device, "--observe", str(folder), *profile)
     program = ("tests.observe.test_profile_training", str(folder), slow, "launch", *options, "--")
     tiny_run.start(program, run_words, folder).finish()
@@ -164,19 +163,12 @@ def test_the_time_of_the_steps_belongs_to_families(plain: Path) -> None:
     assert found["host_bound_share"] is None
     assert found["total_ns"] + found["no_operator_ns"] == pytest.approx(found["window_ns"], rel=0.01)
     assert found["no_operator_ns"] > 0
-    assert found["tensor_pipes"] == "not measured: no counters"
 
 
-def test_the_head_and_the_experts_work_are_of_the_window(plain: Path) -> None:
-    """The head is the loss of every depth, too."""
+def test_the_head_is_the_loss_of_every_depth(plain: Path) -> None:
     found = table(plain)
     names = {one["name"]: one["calls"] for one in found["families"]["head"]["top"]}
     assert names["_VocabParallelCrossEntropy"] == 8  # two steps of two micro-batches, main loss and one depth
-    work, model = found["sparse_work"], preset("nam56r_tiny")
-    layers = model.pattern.count("E")
-    assert len(work["layers"]) == layers == 5
-    steps, batch = 2, 2  # of the window, not of the run
-    assert work["tokens"] == work["rows"] == steps * batch * model.seq_length * model.moe.topk * layers
     text = (plain / "profile" / "2-3" / "table.txt").read_text()
     assert f"dominant: {found['dominant']}, " in text
     for label in (*found["families"], *found["layers"]):
@@ -189,9 +181,8 @@ def test_hooks_are_there_in_the_window_and_gone_after_it(plain: Path) -> None:
     during = {name: counts for name, counts in found.items() if name in ("in 2", "2", "in 3")}
     assert all(now > then for counts in during.values() for now, then in zip(counts[:2], before[:2], strict=True))
     assert all(counts[2] != before[2] for counts in during.values())
-    found.pop("in 1")  # those of the first step's statistics
     assert {name: counts for name, counts in found.items() if name not in during} == dict.fromkeys(
-        ("1", "3", "in 4", "4"), before
+        ("in 1", "1", "3", "in 4", "4"), before
     )
 
 

@@ -45,8 +45,6 @@ STOCK_MOE = (
 """A stock GPT with experts."""
 TE = ("--transformer-impl", "transformer_engine", "--no-persist-layer-norm")
 NUMBERED = set(range(1, len(model().layers) + 1))
-CONTAINERS = {"router", "shared_experts"}
-"""Parts that stock has one class of, whoever computes the linear layers in them."""
 PAINTED = """(e => (e.style.color = '{}', document.body.append(e), getComputedStyle(e).color))
   (document.createElement('i'))"""
 OBSERVED = """[...document.querySelectorAll('[data-part=backends] td[data-label=observed]')].map(
@@ -107,7 +105,7 @@ def test_a_finished_run(finished: tuple[Path, str], capsys: pytest.CaptureFixtur
         "routing.capacity_factor", "profiler", "dominant_time", "throughput.mfu", "throughput.hfu",
         "precision.dequantised",
     }  # fmt: skip
-    assert (found["status"], found["family"], found["lane"]) == ("finished", "NAM56R", "cpu_eager")
+    assert (found["status"], found["family"]) == ("finished", "NAM56R")
     assert (found["compile_warmup"], found["compile"]["reason"]) == ("skipped", "user-disabled")
     assert found["experimental_taxes"] == []
     assert found["ranks"] == {"expected": 1, "found": [0]}
@@ -142,10 +140,6 @@ def _check_routing(found: dict[str, Any]) -> None:
         assert sum(layer["tokens_per_expert"]) == layer["asked"] == STEPS * 512 * 2
         assert layer["dropped"] == 0
         assert 0 < layer["entropy"] < 1 < layer["max_over_mean"]
-    assert found["routing"]["router_dtypes"] == ["float32"]
-    assert found["routing"]["shared_expert_overlap"] is False
-    first, second = (number for number, role in enumerate(model().roles, 1) if role == "F")
-    assert 0 < found["indexer"]["overlap"][f"{first}-{second}"] < 1
 
 
 def _check_live_objects(found: dict[str, Any]) -> None:
@@ -162,13 +156,7 @@ def _check_live_objects(found: dict[str, Any]) -> None:
     assert (ops["loss", None], ops["optimizer", None]) == ("megatron", "torch")
     for number in model().layer_numbers("E"):
         assert (ops["experts", number], ops["router", number]) == ("megacpp_mcore", "stock")
-    parts = {one["part"]: one for one in found["parts"]}
-    assert parts["experts"]["layers"] == list(model().layer_numbers("E"))
-    assert {"linear_q_down_proj", "in_proj", "out_proj", "input_layernorm"} <= parts.keys()
-    (bucket,) = found["ddp"]["buckets"]
-    assert bucket["dtype"] == "float32"
-    assert bucket["bytes"] == 4 * bucket["elements"]
-    assert bucket["elements"] >= found["model"]["parameters"]
+    assert found["ddp"]["grad_reduce_dtype"] == ["float32"]
     names = {patch["name"] for patch in found["patches"]}
     assert {"mtp-shared-block", "spec-import"} <= names
     assert all(patch["fingerprints"] for patch in found["patches"])
@@ -186,7 +174,6 @@ def test_what_is_shown_while_it_trains(finished: tuple[Path, str]) -> None:
     assert all(0 < one.goodput < 1 and one.memory_allocated_bytes > 2**20 for one in metrics)
     assert metrics[0].routing_entropy is None
     assert 0 < (metrics[-1].routing_entropy or 0) < 1
-    assert 0 < (metrics[-1].index_overlap or 0) < 1
     _check_scalars(run, recorded)
     _check_rates(run, metrics, recorded)
 
@@ -290,15 +277,7 @@ def test_transformer_engine_that_is_disabled(disabled: Path, finished: tuple[Pat
         assert {one["layer"] for one in records} == layers == set().union(*(layers_in(row.cells[1]) for row in rows))
         assert {row.cells[3] for row in rows} == {"≠ local"}
         assert all(text.endswith(why) for text in [one["reason"] for one in records] + [row.cells[4] for row in rows])
-    parts = {
-        one["part"]: f"≠ {one['observed']}"
-        for one in found["parts"]
-        if one["part"] not in CONTAINERS and one["requested"] != "auto"
-    }
-    assert {row.cells[0]: row.cells[3] for row in off if row.cells[0] not in ops} == parts
-    assert {"linear_q_down_proj", "linear_fc1", "out_proj", "input_layernorm"} <= parts.keys()
-    asked = [row for row in backend_rows(shown) if row.cells[2] == "transformer_engine" and not row.off]
-    assert {row.cells[0] for row in asked} == CONTAINERS
+    assert not [row for row in backend_rows(shown) if row.cells[2] == "transformer_engine" and not row.off]
     assert f"fall-back: {fall_back(found)}" in shown.text
 
 
@@ -417,4 +396,3 @@ def test_the_parts_of_two_ranks_make_one_receipt(data: Path, tmp_path: Path) -> 
     assert len(found["memory"]["ranks"]) == 2
     for layer in found["routing"]["layers"].values():
         assert sum(layer["tokens_per_expert"]) == layer["asked"] == STEPS * 512 * 2
-    assert {bucket["group"] for bucket in found["ddp"]["buckets"]} == {"dense", "expert"}

@@ -1,4 +1,4 @@
-"""Tokens of experts: what is counted, read and merged, and how alike two selections are."""
+"""Tokens of experts: what is counted, read and merged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from megatron.core.transformer.moe import router as stock
 from megacpp_mcore.observe import routing
 from megacpp_mcore.observe.routing import Load, merged
 from megacpp_mcore.observe.steps import Step
-from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
 
 
 def test_an_even_load_and_a_collapsed_one() -> None:
@@ -46,7 +45,7 @@ def test_a_pass_that_builds_no_graph_and_one_of_evaluation_are_not_counted() -> 
     count(router, [[0.5, 0.5, 0.0], [0.1, 0.0, 0.9]])
     count(router, [[0.0, 0.5, 0.5]])
     assert router.tokens_E.tolist() == [2, 2, 2]
-    assert (router.asked, router.dtype) == (6, "float32")
+    assert router.asked == 6
 
 
 def test_slots_that_pad_an_expert_are_no_tokens() -> None:
@@ -75,38 +74,6 @@ def test_a_router_in_a_cuda_graph_is_not_counted(monkeypatch: pytest.MonkeyPatch
     assert captured.tokens_E.tolist() == [1, 1, 0]
     assert found["not_counted"] == {"2": routing.CAPTURED}
     assert {layer: (one["asked"], one["dropped"]) for layer, one in found["layers"].items()} == {"4": (4, 0)}
-
-
-def test_the_overlap_of_two_selections() -> None:
-    one = torch.tensor([[[0, 1, 2], [3, 4, -1]]])
-    assert routing._overlap(one, one, 6) == 1
-    other = torch.tensor([[[2, 3, 4], [4, -1, -1]]])
-    assert routing._overlap(one, other, 6) == pytest.approx(2 / 4)
-
-
-def test_only_rows_with_a_choice_are_sampled() -> None:
-    index_BSN = torch.arange(10).view(1, 10, 1).expand(1, 10, 4)
-    sampled = routing._sample(index_BSN)
-    assert sampled[0, :, 0].tolist() == [4, 5, 6, 7, 8, 9]
-    assert routing._sample(index_BSN[:, :4]) is None
-    assert routing._sample(torch.zeros(2, 4096, 8)).shape == (2, routing.SAMPLED_ROWS, 8)
-
-
-def test_indices_are_sampled_in_a_step_that_is_read_and_once() -> None:
-    listener = routing.Routing(interval=2)
-    cache = IndexCache({})
-    listener._watch(cache)
-    keys = torch.arange(8).view(1, 8, 1)
-    for number in (1, 2):
-        listener.on_step_begin(number)
-        cache.publish(5, Selection(keys))
-        cache.publish(5, Selection(keys + 1))
-        cache.publish(9, Selection(keys.clone()))
-        listener.read()
-        assert listener.record()["index_overlap"] == ({} if number == 1 else {"5-9": 1.0})
-    assert listener.latest == {"index_overlap": 1.0}
-    listener.on_end(None)
-    assert "publish" not in vars(cache)
 
 
 def a_step(number: int) -> Step:
@@ -145,25 +112,13 @@ def test_a_hook_that_fails_ends_no_step_and_what_was_counted_is_not_told(monkeyp
     listener.on_failure(listener, caught.value, 2)
     listener.read()
     found = listener.record()
-    assert (listener.latest, found["layers"], found["index_overlap"]) == ({}, {}, {})
+    assert (listener.latest, found["layers"]) == ({}, {})
     assert found["failed"].startswith("counting failed in step 2 on a rank: RuntimeError: ")
     assert not module._forward_hooks
     listener.on_end(None)
     del damaged, caught
     gc.collect()
     assert known() is None
-
-
-def test_a_hook_that_failed_in_the_last_step_is_told_at_the_end() -> None:
-    listener = routing.Routing()
-    cache = IndexCache({6: 5})
-    listener._watch(cache)
-    listener.on_step_begin(10)
-    published = Selection(torch.arange(8).view(1, 8))  # a dimension too few
-    cache.publish(5, published)
-    assert cache.read(6) is published
-    with pytest.raises(ValueError, match="not enough values"):
-        listener.on_end(None)
 
 
 def test_what_is_read_last_is_of_the_steps_since() -> None:

@@ -19,7 +19,7 @@ from megacpp_mcore.model import preset
 from megacpp_mcore.observe import events, loop, loop_bridge, run
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Listener, Step
-from megacpp_mcore.settings import Observability, PluginConfig
+from megacpp_mcore.settings import Observability, PluginConfig, parse_steps
 
 OFF = PluginConfig(Path("file"), "nam56r_tiny", preset("nam56r_tiny"), observability=Observability(enabled=False))
 PROFILED = dataclasses.replace(OFF, observability=Observability(profile="2-3"))
@@ -48,7 +48,6 @@ def test_the_folder_of_a_run(words: list[str], options: dict[str, Any], folder: 
     [
         ([], {"observe": "here", "off": True}, "--observe here and --no-observe"),
         ([], {"observe": ""}, "--observe "),
-        ([], {"record_steps": ""}, "--record-steps "),
         (["--train-iters", "99"], {"observe": "here", "profile": "100-200"}, "100-200 .* 99"),
         ([], {"profile": "1-2"}, "1-2 .*--observe DIR"),
         ([], {"observe": "here", "profile": ""}, "''"),
@@ -64,6 +63,13 @@ def test_the_steps_that_are_profiled_are_those_of_the_command_line_or_of_the_set
     words = ["--train-iters", "100"]
     assert run.choose(words, observe="here", profile="100-200", settings=PROFILED).details.profile == "100-200"
     assert run.choose(words, observe="here", settings=PROFILED).details.profile == "2-3"
+
+
+def test_a_window_is_its_first_and_last_step() -> None:
+    assert [parse_steps(text) for text in ("10-14", " 3-3 ")] == [(10, 14), (3, 3)]
+    for text in ("", "10", "14-10", "0-4", "a-b", "1-2-3", "-1-4"):
+        with pytest.raises(LaunchError, match=f"'{text}'"):
+            parse_steps(text)
 
 
 class Heard(Listener):
@@ -144,17 +150,10 @@ def test_whatever_ends_the_making_of_listeners_is_recorded(
     assert not [path for path in opened if path.startswith(str(tmp_path))]
 
 
-@pytest.mark.parametrize("place", ["run", "run/steps"])
-def test_what_cannot_be_written_is_refused_before_training(
-    tmp_path: Path, launched: policy.LaunchPolicy, place: str
-) -> None:
-    if place == "run":
-        (tmp_path / place).write_text("")
-    else:
-        (tmp_path / place).mkdir(parents=True)
-    steps = str(tmp_path / place) if place != "run" else None
-    chosen = run.choose([], observe=str(tmp_path / "run"), record_steps=steps)
-    with pytest.raises(DataError, match=str(tmp_path / place)), run.observed(chosen, launched):
+def test_what_cannot_be_written_is_refused_before_training(tmp_path: Path, launched: policy.LaunchPolicy) -> None:
+    (tmp_path / "run").write_text("")
+    chosen = run.choose([], observe=str(tmp_path / "run"))
+    with pytest.raises(DataError, match=str(tmp_path / "run")), run.observed(chosen, launched):
         raise AssertionError("it records there")
 
 

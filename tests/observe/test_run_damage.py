@@ -15,7 +15,7 @@ import pytest
 
 from megacpp_mcore.commands import report as report_command
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import goodput, page, receipts, routing, start
+from megacpp_mcore.observe import goodput, page, receipts, routing
 from megacpp_mcore.observe.events import FINISHED
 from megacpp_mcore.observe.receipts.schema import flatten, why_unknown
 from tests.observe.recorded import at, file_of, stepped, with_loss, write_start
@@ -27,7 +27,7 @@ DAMAGE: tuple[Any, ...] = (None, "text", -1, math.nan, math.inf, [], {}, True, G
 SEED, SAMPLE = 1, 80
 FILES = ("start_1/rank_00000.jsonl", "start_2/rank_00000.jsonl", "start_2/rank_00001.jsonl",
          "profile/3-3/rank_00000/table.json")  # fmt: skip
-MEMORY = {"kind": "CUDA allocator", "allocated_peak_bytes": 5, "reserved_peak_bytes": 9}
+PEAK = "memory.allocated_peak_bytes"
 
 
 def write_run(run: Path) -> Path:
@@ -39,30 +39,26 @@ def write_run(run: Path) -> Path:
               "model.definition": {"depth": 2}, "routing.forced_balance": False}  # fmt: skip
     backend = RECEIPT["backends"][0]
     known = {
-        "run": facts, "warm_up_steps": 1, "notes": [], "unknown": {"commit": "no checkout"}, "failed": ["a listener"],
-        "noted": [backend], "memory": MEMORY, "cache": {"files": {"triton": 3}, "added": {"triton": 0}},
-        "moe": {"dispatchers": ["Dispatcher"], "shared_expert_overlap": [False], "top_k": [2]},
-        "routing": {"layers": {"2": routing.Load((3, 5), 8).record()}, "router_dtypes": {"2": "float32"},
-                    "index_overlap": {"1-4": 0.5}, "not_counted": {"4": routing.CAPTURED}},
-        "local": {"backends": [backend], "parts": RECEIPT["parts"][:1], "buckets": RECEIPT["ddp"]["buckets"][:1],
-                  "overlap_grad_reduce": False},
+        **facts, "unknown": {"commit": "no checkout"}, "failed": ["a listener"],
+        "noted": [backend], "memory.kind": "CUDA allocator", PEAK: 5, "memory.reserved_peak_bytes": 9,
+        "cache.files": {"triton": 3}, "cache.added": {"triton": 0},
+        "routing": {"layers": {"2": routing.Load((3, 5), 8).record()}, "not_counted": {"4": routing.CAPTURED}},
+        "backends": [backend], "ddp.grad_reduce_dtype": ["float32"],
     }  # fmt: skip
     metrics = {
         "step": 1, "resumed_at": 0, "skipped": 0, "tokens_per_s": 5.0, "mfu": None, "mfu_reason": "why", "goodput": 0.5,
-        "memory_allocated_bytes": 5, "memory_reserved_bytes": 9, "routing_entropy": 0.9, "index_overlap": 0.5,
+        "memory_allocated_bytes": 5, "memory_reserved_bytes": 9, "routing_entropy": 0.9,
     }  # fmt: skip
     table = {
-        "steps": [3, 3], "phase": "steady", "rank": 0, "unit": "time", "dominant": "E", "trigger": "steps",
-        "hidden_share": 0.75, "graph_recaptures": 0, "families": {"E": {"share": 0.6}, "A": {"share": 0.3}},
+        "steps": [3, 3], "phase": "steady", "rank": 0, "unit": "time", "dominant": "E",
+        "hidden_share": 0.75, "families": {"E": {"share": 0.6}, "A": {"share": 0.3}},
     }  # fmt: skip
-    parts = {"1": {"family": "A", "branch": [8, 2], "residual": [4, 4], "gradient": 9}}
     for rank in (0, 1):
         steps = [stepped(100 + number, number, data=0.1) for number in (1, 2, 3)]
         again = [stepped(118 + number, number, resumed_at=2) for number in (3, 4, 5, 6)]
         if rank:
             steps, again = ([with_loss(step, 3 - step["step"] / 10) for step in one] for one in (steps, again))
-        first = at(100.5, first_step={"grad_norm": 1.0, "parts": parts})
-        write_start(run, 1, rank, *steps, first, at(100.6, metrics=metrics), at(110), began=100, world_size=2)
+        write_start(run, 1, rank, *steps, at(100.6, metrics=metrics), at(110), began=100, world_size=2)
         shown = at(126, metrics=metrics | {"step": 4, "resumed_at": 2})
         ended = at(127, {}, how=FINISHED)
         write_start(run, 2, rank, *again, at(125, facts=known), shown, ended, began=120, world_size=2)
@@ -106,7 +102,7 @@ def read_all(run: Path) -> str:
         report_command.describe(found).encode()
         said.extend([*found["unknown"].values(), *found["notes"], page.read(run).missing])
 
-    for read in (receipt, lambda: page.html(run).encode(), lambda: goodput.read(run), lambda: start.read(run)):
+    for read in (receipt, lambda: page.html(run).encode(), lambda: goodput.read(run)):
         try:
             read()
         except DataError as error:
@@ -143,7 +139,7 @@ def test_damage_anywhere_is_read_or_refused(tmp_path: Path, name: str) -> None:
 
 def test_damage_anywhere_in_a_receipt_is_refused_or_shown(tmp_path: Path) -> None:
     file, receipt = tmp_path / "receipt.json", copy.deepcopy(RECEIPT)
-    receipt |= {name: receipt[name][:1] for name in ("backends", "parts", "patches", "overlap")}
+    receipt |= {name: receipt[name][:1] for name in ("backends", "patches", "overlap")}
     receipt["routing"]["layers"] = dict(list(receipt["routing"]["layers"].items())[:1])
     refused = 0
     for path, damage in random.Random(SEED).sample(list(itertools.product(nodes(receipt), DAMAGE)), 4 * SAMPLE):
@@ -173,7 +169,7 @@ def change(file: Path, has: str, **values: Any) -> None:
 
 def test_a_damaged_rank_does_not_lose_the_receipt(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    change(file_of(run, 2, 1), "facts", memory=MEMORY | {"allocated_peak_bytes": "much"})
+    change(file_of(run, 2, 1), "facts", **{PEAK: "much"})
     stale = write_start(run, 1, 7, {"at": -1}, world_size=8)
     found = json.loads(receipts.write(run).read_text(encoding="utf-8"))
     assert (found["status"], found["ranks"]) == ("running", {"expected": 2, "found": [0]})
@@ -189,7 +185,7 @@ def test_a_damaged_rank_does_not_lose_the_receipt(tmp_path: Path) -> None:
 
 def test_a_fact_that_no_field_can_hold_is_unknown(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    change(file_of(run, 2, 0), "facts", run={"parallelism.tensor": 0, "device": "\x1b[31mred\ud800"})
+    change(file_of(run, 2, 0), "facts", **{"parallelism.tensor": 0, "device": "\x1b[31mred\ud800"})
     found = receipts.read(run)
     assert found["unknown"]["parallelism.tensor"] == "parallelism.tensor is 0 (int); expected a whole number, 1 or more"
     assert found["device"] == r"\x1b[31mred\ud800"

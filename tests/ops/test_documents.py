@@ -262,9 +262,7 @@ def test_sparse_mla_with_the_top_k_and_the_loss_of_its_indexer(
     def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
         query, kv, q, k, w = (t.transpose(0, 1) for t in tokens.values())
         index_BSN, sink = select(q, k, w, topk, seq_idx, query_chunk=query_chunk), TargetSum()
-        o_SBHV = attend(
-            query, kv, index_BSN, softmax_scale=0.3, value_dim=K, sink=sink, query_chunk=query_chunk, validate=True
-        )
+        o_SBHV = attend(query, kv, index_BSN, softmax_scale=0.3, value_dim=K, sink=sink, query_chunk=query_chunk)
         torch.autograd.grad(o_SBHV, query, torch.ones_like(o_SBHV), retain_graph=True)
         score_BST = indexer_scores(q, k, w, query_chunk=query_chunk)
         parts = (

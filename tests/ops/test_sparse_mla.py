@@ -39,7 +39,7 @@ def draw_index(B, S, N, seed=7):
 
 
 def attend(q, kv, index, **options):
-    return reference.attend(q, kv, index, softmax_scale=SCALE, value_dim=4, validate=True, **options)
+    return reference.attend(q, kv, index, softmax_scale=SCALE, value_dim=4, **options)
 
 
 def probabilities(q, kv, index, **options):
@@ -204,8 +204,6 @@ def test_neither_scores_nor_gathered_keys_are_kept():
 def bad_calls():
     q, kv = (t.detach() for t in draw(4, 4))
     index = draw_index(2, 4, 2)
-    too_far, too_low, twice = index.clone(), index.clone(), index.clone()
-    too_far[1, 2, 0], too_low[1, 2, 0], twice[1, 2] = 4, -2, 1
     return {
         "key with heads": ((q, kv[:, :, None], index), {}, "head dimension"),
         "width": ((q, kv[..., :3], index), {}, "same B and K"),
@@ -215,9 +213,6 @@ def bad_calls():
         "value_dim 0": ((q, kv, index), {"value_dim": 0}, r"1\.\.6"),
         "value_dim 7": ((q, kv, index), {"value_dim": 7}, r"1\.\.6"),
         "chunk": ((q, kv, index), {"query_chunk": 0}, "positive"),
-        "beyond the keys": ((q, kv, too_far), {"validate": True}, r"index_BSN\[1, 2, 0\] is 4"),
-        "below -1": ((q, kv, too_low), {"validate": True}, r"index_BSN\[1, 2, 0\] is -2"),
-        "twice the same": ((q, kv, twice), {"validate": True}, r"index_BSN\[1, 2\] selects key 1 more than once"),
     }
 
 

@@ -65,7 +65,7 @@ def test_patch_only(tmp_path: Path) -> None:
     printed = run("patch_only.sh", tmp_path)
     assert printed.count("spec none (stock GPT)") == 2
     assert re.findall(r"patches: (.*)", printed) == ["dataset-helpers", "dataset-helpers, linear-cross-entropy"]
-    stock, patched = (read_steps(tmp_path / "made here" / f"{run}.jsonl") for run in ("stock", "patched"))
+    stock, patched = (read_steps(tmp_path / "made here" / run) for run in ("stock", "patched"))
     assert len(stock) == 3
     for one, other in zip(stock, patched, strict=True):
         assert one.losses["lm loss"] == pytest.approx(other.losses["lm loss"], rel=1e-6)

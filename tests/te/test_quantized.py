@@ -52,5 +52,5 @@ def test_a_seeded_dequantisation_is_counted_once_and_disqualifies() -> None:
     assert quantized.count() is None  # nobody watches where there is no Transformer Engine
     for times, evidence in ((None, ""), (0, ""), (3, "a quantised tensor was dequantised 3 times")):
         values = {"backends": [{"op": "norm", "slower_than_best": False, "requested": "auto", "observed": "x"}],
-                  "parts": [], "precision.dequantised": times}  # fmt: skip
+                  "precision.dequantised": times}  # fmt: skip
         assert claims._fallen_back(claims.Case(values, (), {}, None)) == evidence

@@ -57,21 +57,20 @@ def test_experts_in_fp8_by_name_are_not_bf16(monkeypatch: pytest.MonkeyPatch) ->
     assert facts.values["precision.kernel_fp8"] == "products of the experts' rows by triton_fp8"
 
 
-def test_ranks_are_summed_and_one_that_did_not_count_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = {"scopes": {"entered": 3, "bf16": 2, "captured": 0}, "dequantised": 0}
-    other = {"scopes": {"entered": 4, "bf16": 0, "captured": 1}, "dequantised": None}
-    monkeypatch.setattr(assemble, "_known", lambda processes, name: processes)
-    facts = assemble.Facts()
-    assemble._fp8(facts, [one, other])
-    assert facts.values["precision.fp8_scopes"] == {"bf16": 2, "captured": 1, "entered": 7}
-    assert facts.values["precision.dequantised"] == 0
-    nothing = assemble.Facts()
-    assemble._fp8(nothing, [other])
-    assert nothing.unknown["precision.dequantised"] == "nothing of the run is quantised"
+def test_ranks_are_summed_and_one_that_did_not_count_is_left_out() -> None:
+    def of_ranks(*scopes_and_times: tuple[dict[str, int], int | None]) -> assemble.Facts:
+        known = ({"precision.fp8_scopes": scopes, "precision.dequantised": times} for scopes, times in scopes_and_times)
+        return assemble._merged([SimpleNamespace(facts=one) for one in known])
+
+    one, other = ({"entered": 3, "bf16": 2, "captured": 0}, 0), ({"entered": 4, "bf16": 0, "captured": 1}, None)
+    found = of_ranks(one, other)
+    assert found.values["precision.fp8_scopes"] == {"bf16": 2, "captured": 1, "entered": 7}
+    assert found.values["precision.dequantised"] == 0
+    assert of_ranks(other).unknown["precision.dequantised"] == "nothing of the run is quantised"
 
 
 def test_a_process_that_does_not_watch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGACPP_DISABLE_TE", "1")  # also where Megatron has imported it
-    assert of_run.fp8()["dequantised"] is None
+    assert of_run.fp8()["precision.dequantised"] is None
     quantized.watch()
-    assert of_run.fp8()["dequantised"] is None
+    assert of_run.fp8()["precision.dequantised"] is None

@@ -16,17 +16,15 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacpp_mcore.errors import DataError, LaunchError
+from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.clock import Clock, Phase, compilation_timed
 from megacpp_mcore.observe.events import Listener, replace
 from megacpp_mcore.observe.profile import table as tables
 from megacpp_mcore.observe.profile import trace as traces
-from megacpp_mcore.observe.routing import Load, Routing, merged
-from megacpp_mcore.settings import PROFILE_TOOLS
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.events import Step
@@ -35,10 +33,9 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "profile"
 SCHEMA = 1
-INTERNAL, EXTERNAL = PROFILE_TOOLS
 
 
-def on_gpu() -> bool:
+def _on_gpu() -> bool:
     """Whether this process trains on a GPU, and not in the CPU lane, which answers for one."""
     import torch
 
@@ -48,20 +45,6 @@ def on_gpu() -> bool:
     return torch.cuda.is_available() and not in_lane
 
 
-def check_device(tool: str) -> None:
-    """Refuse a tool that has nothing to profile here.
-
-    Raises:
-        LaunchError: it is unknown, or it is :data:`EXTERNAL`, and this process trains on a CPU.
-    """
-    if tool not in PROFILE_TOOLS:
-        raise LaunchError(f"the profiler is {tool!r}; expected {' or '.join(PROFILE_TOOLS)}")
-    if tool == EXTERNAL and not on_gpu():
-        raise LaunchError(
-            "the profiler is external, and that is for a GPU, but this run is on a CPU; profile it with --profile-tool torch"
-        )
-
-
 class Profiler(Listener):
     """Profiles the steps ``first`` to ``last`` of this rank.
 
@@ -69,14 +52,9 @@ class Profiler(Listener):
         run: the run's folder.
         rank: of this process; another one than 0 has a folder of its own in the profile's (``rank_00003``).
         first, last: the window, 1-based. A run that is resumed inside of it profiles the rest.
-        tool: one of :data:`~megacpp_mcore.settings.PROFILE_TOOLS`.
         trace: whether ``trace.json.gz`` is written, too, for a trace viewer. It is large: about 300 bytes an event before and
             20 after compression.
-        routing: the listener that counts tokens by expert, for the sparse work; None: it is not counted.
         clock: the process's, on which opening the window and making its tables is :attr:`Phase.PROFILE`; None: nobody asks.
-
-    Raises:
-        LaunchError: an unknown tool, or one for a GPU on a CPU.
     """
 
     def __init__(
@@ -86,20 +64,16 @@ class Profiler(Listener):
         first: int,
         last: int,
         *,
-        tool: str = INTERNAL,
         trace: bool = False,
-        routing: Routing | None = None,
         clock: Clock | None = None,
     ) -> None:
-        check_device(tool)
         self._folder, self._rank = Path(run) / FOLDER, rank
         self._first, self._last = first, last
-        self._tool, self._trace, self._routing = tool, trace, routing
+        self._trace = trace
         self._clock = clock or Clock()
         self._chunks: Sequence[Any] = ()
         self._optimizer: Any = None
         self._window: _Window | None = None
-        self._loads_before: Mapping[str, Load] = {}
         self._steps_before = 0
         self._done = False
 
@@ -111,8 +85,7 @@ class Profiler(Listener):
         """Open the window at its first step, and the range of each step in it."""
         if self._window is None and not self._done and self._first <= number <= self._last:
             with self._clock.within(Phase.PROFILE):
-                self._loads_before = self._loads()
-                self._window = _Window(number, self._chunks, self._optimizer, self._tool)
+                self._window = _Window(number, self._chunks, self._optimizer)
         if self._window is None:
             self._steps_before += 1
         else:
@@ -137,12 +110,6 @@ class Profiler(Listener):
         if failed is self and self._window is not None:
             self._close(write=False)
 
-    def _loads(self) -> dict[str, Load]:
-        if self._routing is None:
-            return {}
-        self._routing.read()
-        return merged([self._routing.record()["layers"]])
-
     def _close(self, *, write: bool = True) -> None:
         """Close the window and write what it saw, in a phase of its own: it is no part of the run's steps."""
         window, self._window, self._done = self._window, None, True
@@ -155,9 +122,6 @@ class Profiler(Listener):
 
     def _write(self, window: _Window) -> None:
         name = f"{window.first}-{window.last}"
-        if self._tool == EXTERNAL:
-            logger.info("profile: steps %s were marked for the profiler around this run", name)
-            return
         began = time.monotonic()
         record = self._record(window) | {"read_s": round(time.monotonic() - began, 3)}
         folder = self._folder / name
@@ -196,7 +160,6 @@ class Profiler(Listener):
         )
         return {
             "schema": SCHEMA,
-            "trigger": "observability.profile",
             "rank": self._rank,
             "steps": [window.first, window.last],
             "phase": phase,
@@ -204,25 +167,8 @@ class Profiler(Listener):
             "device": window.device or tables.CPU,
             "problem": problem if window.device is not None and not trace.kernels else None,
             **found,
-            "sparse_work": self._sparse_work(window),
-            "tensor_pipes": "not measured: no counters",
-            "graph_recaptures": trace.graphs if window.device is not None else None,
             "events": len(events),
         }
-
-    def _sparse_work(self, window: _Window) -> dict[str, Any]:
-        if self._routing is None:
-            return {"why": "the run's routing is not counted"}
-        from megatron.core.num_microbatches_calculator import get_num_microbatches
-
-        return tables.sparse_work(
-            self._loads_before,
-            self._loads(),
-            self._chunks[0].config,
-            micro_batches=get_num_microbatches() * (window.last - window.first + 1),
-            # Transformer Engine's experts have a module for it (megatron-core 0.19, ``TEGroupedMLP``).
-            quantized=any(hasattr(one, "quantization_padding") for chunk in self._chunks for one in chunk.modules()),
-        )
 
 
 class _Window:
@@ -234,27 +180,21 @@ class _Window:
         compiled_s: seconds of compilation in it, known once it is closed.
     """
 
-    def __init__(self, first: int, chunks: Sequence[Any], optimizer: Any, tool: str) -> None:
+    def __init__(self, first: int, chunks: Sequence[Any], optimizer: Any) -> None:
         import torch
 
         from megacpp_mcore.observe.profile.ranges import Ranges, named
 
-        on_device = on_gpu()
+        on_device = _on_gpu()
         self.first, self.last, self.compiled_s = first, 0, 0.0
         self.device = torch.cuda.get_device_name() if on_device else None
         self._clock = Clock()
-        self._ranges = Ranges(nvtx=on_device, recorded=tool == INTERNAL)
-        self._profiler: Any = None
+        self._ranges = Ranges()
+        self._profiler: Any = torch.autograd.profiler.profile(
+            use_kineto=True, use_cpu=True, use_device="cuda" if on_device else None
+        )
         with contextlib.ExitStack() as stack:
-            if tool == EXTERNAL:
-                torch.cuda.profiler.start()
-                stack.callback(torch.cuda.profiler.stop)
-                stack.callback(torch.cuda.synchronize)
-            else:
-                self._profiler = torch.autograd.profiler.profile(
-                    use_kineto=True, use_cpu=True, use_device="cuda" if on_device else None
-                )
-                stack.enter_context(self._profiler)
+            stack.enter_context(self._profiler)
             stack.enter_context(compilation_timed(self._clock))
             stack.enter_context(named(self._ranges, chunks, optimizer))
             self._stack = stack.pop_all()

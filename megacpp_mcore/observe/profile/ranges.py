@@ -1,4 +1,4 @@
-"""Names the parts of a training step while it runs: ranges for torch's profiler and NVTX, by block family, for some steps only.
+"""Names the parts of a training step while it runs: ranges for torch's profiler, by block family, for some steps only.
 
 Every layer has a range (``megacpp::A/3``: family and global number), and so have the embedding, what the stack does between
 its layers (``block``), the final norm, each depth of multi-token prediction with all that is in it (``MTP/1``), the head with
@@ -35,16 +35,9 @@ _STAGES = (DATA, EMBEDDING, BETWEEN_LAYERS, HEAD)
 
 
 class Ranges:
-    """The ranges that are open, by thread: the backward pass enters layers in threads of its own.
+    """The ranges that are open, by thread: the backward pass enters layers in threads of its own."""
 
-    Args:
-        nvtx: whether NVTX ranges are opened, too, for a profiler from outside.
-        recorded: whether torch's profiler records them.
-    """
-
-    def __init__(self, *, nvtx: bool, recorded: bool) -> None:
-        self._nvtx = nvtx
-        self._recorded = recorded
+    def __init__(self) -> None:
         self._of_thread = threading.local()
         self.in_forward_step = False
 
@@ -56,13 +49,8 @@ class Ranges:
 
     def open(self, label: str) -> None:
         """Open a range."""
-        record = None
-        if self._recorded:
-            record = torch.profiler.record_function(PREFIX + label)
-            record.__enter__()
-        if self._nvtx:
-            # Nsight Compute takes a slash in a filter for the end of a name.
-            torch.cuda.nvtx.range_push(PREFIX + label.replace("/", "."))
+        record = torch.profiler.record_function(PREFIX + label)
+        record.__enter__()
         self.open_now.append((label, record))
 
     def close(self, label: str) -> None:
@@ -71,10 +59,7 @@ class Ranges:
             return
         while True:
             name, record = self.open_now.pop()
-            if self._nvtx:
-                torch.cuda.nvtx.range_pop()
-            if record is not None:
-                record.__exit__(None, None, None)
+            record.__exit__(None, None, None)
             if name == label:
                 return
 

@@ -1,12 +1,10 @@
 """Where the time of some steps went: by family and phase, what was hidden, and how long the device waited for the host.
 
-On a device the time is that of kernels, copies and fills; on a CPU it is the self time of operators. Beside it, how much of the
-experts' work is work on tokens, and all of it as text to read. No torch.
+On a device the time is that of kernels, copies and fills; on a CPU it is the self time of operators. No torch.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,7 +22,6 @@ from megacpp_mcore.observe.profile.attribution import (
     attribute,
 )
 from megacpp_mcore.observe.profile.trace import Cover, Interval, Kernel, Trace
-from megacpp_mcore.observe.routing import Load
 
 EXPOSED, HIDDEN = "communication_exposed", "communication_hidden"
 COLUMNS = (FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER, OTHER, EXPOSED, HIDDEN)
@@ -191,56 +188,6 @@ def _of_device(kernels: Sequence[Kernel], found: Attribution, rows: _Rows) -> di
     }
 
 
-# --- The experts' work ------------------------------------------------------------------------------------------------
-
-
-def sparse_work(
-    before: Mapping[str, Load], after: Mapping[str, Load], config: Any, *, micro_batches: int, quantized: bool = False
-) -> dict[str, Any]:
-    """What the routers of one rank sent to the experts between two readings.
-
-    Args:
-        before, after: the running loads by layer.
-        config: the model's configuration (megatron-core 0.19, ``TransformerConfig``).
-        micro_batches: how many there were.
-        quantized: whether an expert pads its rows to a multiple that quantised kernels need.
-
-    Returns:
-        ``tokens`` that experts got, ``rows`` that they computed (None where it is not known), ``utilisation`` (the one over
-        the other), ``rows_why``, ``dormant_share`` (experts of a layer that got no token, mean of the layers),
-        ``dropped_share``, ``layers`` with the same by layer; or only ``why`` there is nothing.
-    """
-    window = {layer: load - before[layer] if layer in before else load for layer, load in after.items()}
-    window = {layer: load for layer, load in window.items() if load.asked}
-    if not window:
-        return {"why": "the run has no routers, or their tokens are not counted"}
-    factor = config.moe_expert_capacity_factor if config.moe_pad_expert_input_to_capacity else None
-    quantized = quantized or bool(config.moe_router_padding_for_quantization)
-    layers: dict[str, dict[str, Any]] = {}
-    for layer, load in window.items():
-        tokens, experts = sum(load.tokens), len(load.tokens)
-        rows = None if quantized else tokens
-        if factor is not None:  # every expert is padded to the same rows
-            rows = math.ceil(load.asked / micro_batches / experts * factor) * experts * micro_batches
-        layers[layer] = {"tokens": tokens, "rows": rows, "dormant_share": load.tokens.count(0) / experts}
-    why = "rows are not padded"
-    if factor is not None:
-        why = f"every expert is padded to a capacity of {factor:g} times its even share"
-    elif quantized:
-        why = "padded for quantised kernels in every micro-batch, and only sums over micro-batches are counted"
-    all_tokens = sum(one["tokens"] for one in layers.values())
-    all_rows = None if factor is None and quantized else sum(one["rows"] for one in layers.values())
-    return {
-        "tokens": all_tokens,
-        "rows": all_rows,
-        "utilisation": all_tokens / all_rows if all_rows else None,
-        "rows_why": why,
-        "dormant_share": sum(one["dormant_share"] for one in layers.values()) / len(layers),
-        "dropped_share": sum(load.dropped for load in window.values()) / sum(load.asked for load in window.values()),
-        "layers": layers,
-    }
-
-
 # --- As text -----------------------------------------------------------------------------------------------------------
 
 _HEADS = dict(
@@ -252,7 +199,7 @@ _WIDTH = 11
 def page(profile: Mapping[str, Any]) -> str:
     """The profile that ``table.json`` holds, as lines of at most 120 columns but for names of kernels and operators.
 
-    What only a GPU has (streams, tensor pipes, a device that waits for its host) is not spoken of where a CPU trained.
+    What only a GPU has (streams, a device that waits for its host) is not spoken of where a CPU trained.
     """
     first, last = profile["steps"]
     steps, on_device = last - first + 1, profile["unit"] == DEVICE_TIME
@@ -304,9 +251,6 @@ def page(profile: Mapping[str, Any]) -> str:
         f"  {name}: {one['calls'] / steps:.1f} calls, {a_step(one['ns'])} ms, {a_step(one['exposed_ns'])} ms exposed"
         for name, one in profile["collectives"].items()
     ]
-    lines.append(f"sparse work: {_sparse(profile['sparse_work'])}")
-    if profile["device"] != CPU:
-        lines.append(f"tensor pipes: {profile['tensor_pipes']}")
     if UNATTRIBUTED in profile["families"]:
         lines.append(f"{UNATTRIBUTED}: what lies in no range of the model, the optimizer, or the gradients' reduction")
     lines += ["", *rows("layer")]
@@ -314,13 +258,3 @@ def page(profile: Mapping[str, Any]) -> str:
         lines += ["", f"{name}: what takes longest (milliseconds a step, calls a step)"]
         lines += [f"  {a_step(one['ns']):>9} {one['calls'] / steps:9.1f}  {one['name']}" for one in row["top"]]
     return "\n".join(lines) + "\n"
-
-
-def _sparse(work: Mapping[str, Any]) -> str:
-    if "why" in work:
-        return f"not measured: {work['why']}"
-    use = "unknown" if work["utilisation"] is None else f"{work['utilisation']:.1%}"
-    return (
-        f"{use} of the experts' rows were tokens ({work['rows_why']}), {work['dormant_share']:.1%} of the experts of a layer "
-        f"had no token, {work['dropped_share']:.1%} of the assignments were dropped (tokens of this rank)"
-    )

@@ -72,15 +72,10 @@ class Kernel(NamedTuple):
 
 @dataclass
 class Trace:
-    """All that was recorded; operators are in no order.
-
-    Attributes:
-        graphs: how often a CUDA graph was instantiated.
-    """
+    """All that was recorded; operators are in no order."""
 
     ops: list[Op] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
-    graphs: int = 0
 
 
 def read(events: Sequence[Any]) -> Trace:
@@ -104,9 +99,7 @@ def read(events: Sequence[Any]) -> Trace:
             continue
         name = sys.intern(event.name())
         is_launch = _LAUNCH.match(name) is not None
-        if name.startswith("cudaGraphInstantiate"):
-            trace.graphs += 1
-        elif not is_launch or event.correlation_id() in launches:
+        if not is_launch or event.correlation_id() in launches:
             trace.ops.append(_op(event, name, is_launch))
     return trace
 

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -33,34 +33,14 @@ from megacpp_mcore.util import schema as kinds
 from megacpp_mcore.util.schema import SchemaError
 
 WARM_UP_STEPS = 3
-"""Steps at the beginning of a start that are not measured unless a run says otherwise."""
+"""Steps at the beginning of a start that are not measured."""
 PROFILES = "profile"
 """Folder of the run's profiles, each a ``table.json`` of :mod:`megacpp_mcore.observe.profile.table`."""
 RECEIPT = "receipt.json"
 _COMPILING = (Phase.COMPILE, Phase.JIT)
 _OF_LETTER = {"A": "attention", "M": "mamba", "R": "recurrent", "E": "expert"}
-_LANE_CLASSES = {
-    "dense_attention": ("attention", "dense_ffn", "head", "mtp"),
-    "expert": ("expert",),
-    "mamba_recurrent": ("mamba", "recurrent"),
-}
-_COUNTED = tuple(
-    f"routing.{name}" for name in ("layers", "entropy", "max_over_mean", "dropped_tokens", "router_dtypes")
-)
+_COUNTED = tuple(f"routing.{name}" for name in ("layers", "entropy", "max_over_mean", "dropped_tokens"))
 """What routers counted."""
-_FACTS = kinds.named({
-    "run?": "map", "unknown?": "map of text", "warm_up_steps?": "count", "notes?": "list of text", "failed?": "list of text",
-    "noted?": [schema.BACKEND],
-    "local?": {"backends": [schema.BACKEND], "parts": [schema.PART], "overlap_grad_reduce": "flag?",
-               "buckets": kinds.nullable(kinds.named([schema.BUCKET]))},
-    "fp8?": {"scopes": "map of count", "dequantised": "count?"},
-    "memory?": {"kind": "text", "allocated_peak_bytes": "count", "reserved_peak_bytes": "count"},
-    "moe?": {"shared_expert_overlap": "list of flag", "dispatchers": "list of text", "top_k": "list of count"},
-    "routing?": {"layers": {"*": schema.LOAD}, "router_dtypes": "map of text", "index_overlap": "map of share",
-                 "not_counted?": "map of text", "failed?": "text?", "...": ""},
-    "cache?": {"files": "map of count", "added": "map of count"},
-})  # fmt: skip
-"""What a rank knows of its start; ``run`` has the fields of a receipt by path."""
 _SIZES = kinds.named("list of size")
 _TABLE = kinds.named({
     "steps": kinds.plain("the first and the last step", lambda both: _SIZES.accepts(both) and len(both) == 2), "rank": "count",
@@ -91,12 +71,10 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
         raise damaged[-1][1] if damaged else DataError(f"{run} {nothing}")
     world_size = processes[0].world_size
     ranks = {rank: starts for rank, starts in ranks.items() if rank < world_size}  # an earlier start may have had more
-    first = processes[0].facts
-    found = Facts({"environment": {}, **first.get("run", {})}, dict(first.get("unknown", {})))
-    found.drop_doubtful()
+    found = _merged(processes)
     steps = kept([step for start in recorded(ranks) for step in start])
     tokens = tokens_of(steps)
-    window = measure(processes, first.get("warm_up_steps", WARM_UP_STEPS), _profiled(Path(run)))
+    window = measure(processes, WARM_UP_STEPS, _profiled(Path(run)))
     profile = _read_profile(found, Path(run), world_size)
     found.values |= {
         "schema": SCHEMA,
@@ -104,12 +82,10 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
         "written_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "ranks.expected": world_size,
         "ranks.found": [one.rank for one in processes],
+        "environment": processes[0].facts.get("environment", {}),
     }
-    _layers(found, processes)
-    _memory(found, processes)
-    _fp8(found, processes)
     _moe(found, processes)
-    _cache(found, processes, window)
+    _cache(found, window)
     _time(found, tokens, window)
     _losses(found, steps)
     doubts = _goodput(found, ranks)
@@ -118,12 +94,10 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     found.drop_doubtful()
     disqualifiers, unjudged = judge(Case(found.values, steps, tokens, window, _overlap(ranks)))
     notes = [
-        *first.get("notes", ()),
         *_notes_of_later(later),
         *(f"rank {one.rank}: {failure}" for one in processes for failure in one.facts.get("failed", ())),
         *(f"rank {rank} is left out: {error}" for rank, error in damaged if rank < world_size),
         *doubts,
-        *_amdahl(found.values),
     ]
     found.values |= {"disqualifiers": disqualifiers, "unjudged": unjudged, "notes": notes}
     receipt = found.receipt(f"rank {processes[0].rank} does not say: the run ended before")
@@ -133,7 +107,7 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
 def _of_the_receipt(ranks: Mapping[int, Sequence[Start]]) -> tuple[list[Start], list[list[Start]]]:
     """The processes of the last start that did a step, or else came to a model, or else of the last; and the starts after."""
     groups = events.grouped(ranks)
-    came_to = (lambda one: one.done > 0, lambda one: "moe_enabled" in one.facts.get("run", ()), lambda one: True)
+    came_to = (lambda one: one.done > 0, lambda one: "moe_enabled" in one.facts, lambda one: True)
     index = next(index for has in came_to for index in reversed(range(len(groups))) if any(map(has, groups[index])))
     return groups[index], groups[index + 1 :]
 
@@ -295,90 +269,75 @@ def _goodput(found: Facts, ranks: Mapping[int, Sequence[Start]]) -> list[str]:
 # --- What processes know ----------------------------------------------------------------------------------------------
 
 
+def _sums(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    names = sorted({name for one in counts for name in one})
+    return {name: sum(one.get(name, 0) for one in counts) for name in names}
+
+
+def _each_once(lists: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The backends of all pipeline stages, by layer."""
+    backends = {json.dumps(record, sort_keys=True): record for one in lists for record in one}
+    rows = sorted(backends.values(), key=itemgetter("op", "observed"))
+    return sorted(rows, key=lambda one: math.inf if one["layer"] is None else one["layer"])
+
+
+_OF_ALL: Mapping[str, Callable[[Any], Any]] = {
+    "backends": _each_once,
+    "memory.allocated_peak_bytes": max,
+    "memory.reserved_peak_bytes": max,
+    "precision.fp8_scopes": _sums,
+    "precision.dequantised": sum,
+    "cache.files": _sums,
+    "cache.added": _sums,
+}
+"""What makes one value of those of all ranks; the other fields are rank 0's."""
+_FACTS = kinds.named(
+    {f"{path}?": kinds.nullable(schema.BY_PATH[path].expected) for path in _OF_ALL}
+    | {
+        "failed?": "list of text", "unknown?": "map of text",
+        "routing?": {"layers": {"*": schema.LOAD}, "not_counted?": "map of text", "failed?": "text?", "...": ""},
+        "noted?": [schema.BACKEND], "...": "",
+    }
+)  # fmt: skip
+"""What a rank knows of its start: fields of a receipt by path, and what the receipt's other fields are made of."""
+
+
 def _known(processes: Sequence[Start], name: str) -> list[Any]:
     """What each process that knows ``name`` knows of it."""
-    return [one.facts[name] for one in processes if name in one.facts]
+    return [one.facts[name] for one in processes if one.facts.get(name) is not None]
 
 
-def _layers(found: Facts, processes: Sequence[Start]) -> None:
-    """Backends and parts of all pipeline stages, each once, and rank 0's buckets."""
-    known = _known(processes, "local")
-    if not known:
-        return
-    records = [*_known(processes, "noted"), *(local["backends"] for local in known)]
-    backends = {json.dumps(record, sort_keys=True): record for one in records for record in one}
-    rows = sorted(backends.values(), key=itemgetter("op", "observed"))
-    found.put("backends", sorted(rows, key=lambda one: math.inf if one["layer"] is None else one["layer"]))
-    parts: dict[tuple[str, ...], dict[str, Any]] = {}
-    for one in (part for local in known for part in local["parts"]):
-        merged = parts.setdefault(tuple(value for name, value in one.items() if name != "layers"), one | {"layers": []})
-        layers = {*merged["layers"], *one["layers"]}
-        merged["layers"] = sorted(layers, key=lambda layer: (isinstance(layer, str), layer))
-    found.put("parts", list(parts.values()))
-    buckets = known[0]["buckets"]
-    if buckets is None:
-        found.miss("something else than Megatron's DistributedDataParallel holds the gradients", "ddp")
-        return
-    dtypes = sorted({bucket["dtype"] for bucket in buckets})
-    overlap = known[0]["overlap_grad_reduce"]
-    found.put_all("ddp", {"buckets": buckets, "grad_reduce_dtype": dtypes, "overlap_grad_reduce": overlap})
-
-
-def _memory(found: Facts, processes: Sequence[Start]) -> None:
-    known = _known(processes, "memory")
-    if known:
-        peaks = {name: max(one[name] for one in known) for name in ("allocated_peak_bytes", "reserved_peak_bytes")}
-        ranks = [one["allocated_peak_bytes"] for one in known]
-        found.put_all("memory", {"kind": known[0]["kind"], **peaks, "ranks": ranks})
-
-
-def _fp8(found: Facts, processes: Sequence[Start]) -> None:
-    """Scopes and dequantised tensors, summed over the ranks that left them."""
-    known = _known(processes, "fp8")
-    scopes = (
-        {name: sum(one["scopes"].get(name, 0) for one in known) for name in sorted(known[0]["scopes"])}
-        if known
-        else None
-    )
-    found.put("precision.fp8_scopes", scopes, "no rank left it")
-    counted = [one["dequantised"] for one in known if one["dequantised"] is not None]
-    found.put("precision.dequantised", sum(counted) if counted else None, "nothing of the run is quantised")
+def _merged(processes: Sequence[Start]) -> Facts:
+    """What the processes of a start know by field, and why other fields are not known."""
+    first = processes[0].facts
+    found = Facts({path: first[path] for path in schema.BY_PATH if path in first}, dict(first.get("unknown", {})))
+    for one in processes:
+        if "backends" in one.facts:  # and what patches noted as they ran
+            one.facts["backends"] = [*one.facts.get("noted", ()), *one.facts["backends"]]
+    found.values |= {path: merge(known) for path, merge in _OF_ALL.items() if (known := _known(processes, path))}
+    found.put("memory.ranks", _known(processes, "memory.allocated_peak_bytes") or None)
+    found.put("precision.dequantised", found.values.get("precision.dequantised"), "nothing of the run is quantised")
+    found.drop_doubtful()
+    return found
 
 
 def _moe(found: Facts, processes: Sequence[Start]) -> None:
-    """The routers' loads over all ranks, and how the layers are wired."""
+    """The routers' loads over all ranks."""
     if not found.values.get("moe_enabled"):
         return
-    wired, records = _known(processes, "moe"), _known(processes, "routing")
-    names = ("dispatchers", "shared_expert_overlap", "top_k")
-    dispatchers, shared, top_k = (sorted({each for one in wired for each in one[name]}) for name in names)
-    found.put("routing.dispatchers", dispatchers)
-    found.put(
-        "routing.shared_expert_overlap",
-        shared[0] if len(shared) == 1 else None,
-        "no rank has MoE layers, or they differ",
-    )
-    if top_k:  # which is configured, too
-        found.put("routing.top_k", top_k[0] if len(top_k) == 1 else None, "the routers differ")
     uncounted = _why_uncounted(processes)
     if uncounted is not None:
-        found.miss(uncounted, *_COUNTED, "indexer.overlap")
+        found.miss(uncounted, *_COUNTED)
         return
-    pairs: dict[str, list[float]] = {}
-    for pair, share in (one for record in records for one in record["index_overlap"].items()):
-        pairs.setdefault(pair, []).append(share)
-    unsampled = "no two Full layers of one rank were sampled in a step with more tokens than top-k"
-    found.put("indexer.overlap", {pair: fmean(shares) for pair, shares in pairs.items()} or None, unsampled)
+    records = _known(processes, "routing")
     not_counted = {layer: why for record in records for layer, why in record.get("not_counted", {}).items()}
     merged = routing.merged(record["layers"] for record in records)
     loads = {layer: load for layer, load in merged.items() if layer not in not_counted}
     why = "; ".join(f"layer {layer}: {why}" for layer, why in not_counted.items())
     if not why and not any(load.asked for load in loads.values()):
-        loads, records, why = {}, [], "no router was observed up to a reading"
+        loads, why = {}, "no router was observed up to a reading"
     found.miss(why or "there is one expert", *_COUNTED)
-    dtypes = sorted({name for one in records for name in one["router_dtypes"].values()})
-    layers = {layer: load.record() for layer, load in loads.items()}
-    found.put_all("routing", {"router_dtypes": dtypes or None, "layers": layers or None})
+    found.put("routing.layers", {layer: load.record() for layer, load in loads.items()} or None)
     if not why:
         entropies = [load.entropy for load in loads.values() if load.entropy is not None]
         peaks = [load.max_over_mean for load in loads.values() if load.max_over_mean is not None]
@@ -403,21 +362,16 @@ def _why_uncounted(processes: Sequence[Start]) -> str | None:
     return None
 
 
-def _cache(found: Facts, processes: Sequence[Start], window: Window) -> None:
+def _cache(found: Facts, window: Window) -> None:
     """Whether the caches of compiled kernels had what the run needed; those of all hosts together."""
-    known = _known(processes, "cache")
-    if not known:
+    files, added = (found.values.get(f"cache.{name}") for name in ("files", "added"))
+    if files is None or added is None:
         found.miss("the run has not ended, or was killed: what it added to the caches was not counted", "cache")
         return
-    files, added = (
-        {cache: sum(one[name].get(cache, 0) for one in known) for one in known for cache in one[name]}
-        for name in ("files", "added")
-    )
     state = "cold" if any(added.values()) else "warm" if any(files.values()) else None
     if not window.compiled_ns:
         state = "unused"  # what came meanwhile is another process's
     found.put("cache.state", state, "the caches are empty before and after")
-    found.put_all("cache", {"files": files, "added": added})
 
 
 # --- Profiles, speed and shares ---------------------------------------------------------------------------------------
@@ -462,8 +416,7 @@ def _read_profile(found: Facts, run: Path, world_size: int) -> dict[str, Any] | 
         found.unknown.setdefault("profiler", NOT_PROFILED)
         return None
     found.put("profiler.step_range", best["steps"])
-    names = ("trigger", "phase", "graph_recaptures")
-    found.put_all("profiler", {name: best.get(name) for name in names}, "the profile does not say")
+    found.put("profiler.phase", best["phase"])
     why = "there was no communication, or no device to see it hidden"
     found.put("profiler.hidden_share", best.get("hidden_share"), why)
     return best
@@ -504,7 +457,7 @@ def _shares(found: Facts, profile: Mapping[str, Any] | None) -> None:
     why_no_count = unknown.get("flops", "the work of a step is not known")
     found.miss(why_no_count, "dominant_flops")
     found.miss(unknown.get("profiler", "the profile recorded nothing"), "dominant_time")
-    found.miss(f"no profile, and no count: {why_no_count}", "shares", "attention_share", "lane_class")
+    found.miss(f"no profile, and no count: {why_no_count}", "shares", "attention_share")
     shares: dict[str, float] = {}
     if counted is not None:
         shares = {group: sum(counted["families"][name]["share"] for name in of) for group, of in FAMILIES.items()}
@@ -518,21 +471,8 @@ def _shares(found: Facts, profile: Mapping[str, Any] | None) -> None:
         found.put("shares.source", source)
     if shares:
         shares = {group: min(1.0, share) for group, share in shares.items()}
-        classes = {name: sum(shares.get(group, 0.0) for group in groups) for name, groups in _LANE_CLASSES.items()}
         found.put("shares.groups", shares)
         found.put("attention_share", shares.get("attention", 0.0))
-        found.put("lane_class", max(classes, key=lambda name: classes[name]))
-
-
-def _amdahl(values: Mapping[str, Any]) -> list[str]:
-    """How much a faster attention alone could bring (Amdahl's law, of what ``shares`` are about)."""
-    share = values.get("attention_share")
-    if share is None or share >= 1:
-        return []
-    what = "FLOPs" if values.get("dominant_time") is None else "profiled time"
-    return [
-        f"attention is {share:.0%} of the {what}: without any of it a step would be {1 / (1 - share):.2f}x as fast by that"
-    ]
 
 
 # --- The receipt in the folder ----------------------------------------------------------------------------------------

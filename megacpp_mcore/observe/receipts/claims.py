@@ -3,7 +3,7 @@
 A disqualifier is judged from a run's facts, and comes with its evidence. A comparison is a checklist line by line, and the
 claim if all of them allow one. The first seven lines are the questions of a reviewer (same pattern, routed experts, sequence,
 compile policy, topology, data, cache state), the others the denominators by which a sparse speed-up is made to look better than
-it is. What differs and is on no line (backends, parts, patches, recompute, overlap) is what a claim is about: it is named
+it is. What differs and is on no line (backends, patches, recompute, overlap) is what a claim is about: it is named
 beside it. Another commit, other versions and another environment are named in the claim itself, for what they changed no
 receipt says. A ratio that noise explains is no claim about speed: the claim then says so, and the spread of the step times is
 named in any case. Memory is compared with memory of the same kind, and not where a profiler was in one run alone.
@@ -80,16 +80,6 @@ def is_off(backend: Mapping[str, Any]) -> bool:
     return bool(backend["slower_than_best"] or backend["requested"] not in ("auto", backend["observed"]))
 
 
-def is_off_part(part: Mapping[str, Any]) -> bool:
-    """Whether a part was to be Transformer Engine's, which brings linear layers and norms, and is not."""
-    return bool(part["requested"] == "transformer_engine" != part["observed"] and arithmetic(part["part"]))
-
-
-def arithmetic(name: str) -> bool:
-    """Whether a module of this name is a linear layer or a norm."""
-    return name.startswith("linear_") or name.endswith(("_proj", "norm"))
-
-
 def _dropped(case: Case) -> str:
     if not case.known("moe_enabled"):
         return ""
@@ -122,9 +112,8 @@ def _compiled(case: Case) -> str:
 
 def _fallen_back(case: Case) -> str:
     """What runs slower than what is there, or is not what was asked for."""
-    backends, parts = case.known("backends"), case.known("parts")
     layers: dict[tuple[str, str], set[int | None]] = {}
-    for one in filter(is_off, backends):
+    for one in filter(is_off, case.known("backends")):
         what = f"runs on {one['observed']}, slower than the best for this device: {one['reason']}"
         if one["requested"] not in ("auto", one["observed"]):
             what = f"asked for {one['requested']} and runs on {one['observed']}: {one['reason']}"
@@ -134,9 +123,6 @@ def _fallen_back(case: Case) -> str:
         numbers = [str(number) for number in sorted(number for number in of if number is not None)]
         where = f" in layer{'s' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else ""
         found.append(f"op {op}{where} {what}")
-    if not {"linear", "norm"} & {one["op"] for one in backends}:  # whose records say it of every layer
-        asked = "asked for transformer_engine and is"
-        found += [f"{one['part']} {asked} {one['implementation']}" for one in filter(is_off_part, parts)]
     if times := case.values.get("precision.dequantised"):
         found.append(f"a quantised tensor was dequantised {times} times")
     return "; ".join([*found[:3], *([f"and {len(found) - 3} more"] if len(found) > 3 else [])])
@@ -218,9 +204,9 @@ _ABSENT: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
 capacity, no sparse attention, no DistributedDataParallel of Megatron's."""
 
 
-def _chosen(records: Sequence[Mapping[str, Any]], name: str, value: str) -> dict[str, list[str]]:
-    names = sorted({one[name] for one in records})
-    return {each: sorted({one[value] for one in records if one[name] == each}) for each in names}
+def _chosen(backends: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    ops = sorted({one["op"] for one in backends})
+    return {op: sorted({one["observed"] for one in backends if one["op"] == op}) for op in ops}
 
 
 def _sizes(definition: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,8 +221,7 @@ def _sizes(definition: Mapping[str, Any]) -> dict[str, Any]:
 
 _COMPARED: Mapping[str, Callable[[Any], Any]] = {
     "model.definition": _sizes,
-    "backends": lambda records: _chosen(records, "op", "observed"),
-    "parts": lambda records: _chosen(records, "part", "implementation"),
+    "backends": _chosen,
     "patches": lambda patches: sorted(patch["name"] for patch in patches),
     "overlap": lambda overlaps: sorted(each["name"] for each in overlaps if each["possible"]),
 }

@@ -30,7 +30,6 @@ from megacpp_mcore.model import Model, flops, precision
 from megacpp_mcore.model.flops import report as flops_report
 from megacpp_mcore.model.flops.recompute import Recomputation, recomputed
 from megacpp_mcore.observe.loop import Loop
-from megacpp_mcore.observe.receipts.claims import arithmetic
 from megacpp_mcore.observe.receipts.schema import RESIDENT, Facts
 from megacpp_mcore.policy import ALLOCATOR, CONNECTIONS, DISABLING, LaunchPolicy
 from megacpp_mcore.settings import PluginConfig
@@ -67,12 +66,6 @@ _ARGUMENTS = {
     "tokenizer.vocab_size": "args.padded_vocab_size",
 }
 """Fields that are one of Megatron's arguments or a value of the model's config."""
-_EXPERTS = {
-    "routing.experts": "num_moe_experts",
-    "routing.top_k": "moe_router_topk",
-    "routing.capacity_factor": "moe_expert_capacity_factor",
-}
-"""Those of a model with experts."""
 _ROUTING = (
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias",
     "moe_router_bias_update_rate", "moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk",
@@ -227,9 +220,8 @@ def _model(facts: Facts, args: Any, config: Any, settings: PluginConfig | None, 
 def _device(facts: Facts, chunks: Sequence[Any]) -> None:
     import torch
 
-    kind = _device_type(chunks)
-    facts.put("device", torch.cuda.get_device_name() if kind == "cuda" else f"CPU ({_processor()})")
-    facts.put("lane", f"{kind}_{'regional_compile' if facts.values.get('compile.mode') == 'regional' else 'eager'}")
+    on_gpu = _device_type(chunks) == "cuda"
+    facts.put("device", torch.cuda.get_device_name() if on_gpu else f"CPU ({_processor()})")
 
 
 def _device_type(chunks: Sequence[Any]) -> str:
@@ -329,14 +321,8 @@ def _data(facts: Facts, args: Any) -> None:
 def _data_words(args: Any) -> list[str]:
     """The words of a command line that name the run's datasets."""
     words: list[str] = []
-    for name in (
-        "data_path",
-        "train_data_path",
-        "valid_data_path",
-        "test_data_path",
-        "data_args_path",
-        "per_split_data_args_path",
-    ):
+    prefixes = ("", "train_", "valid_", "test_")
+    for name in (*(f"{prefix}data_path" for prefix in prefixes), "data_args_path", "per_split_data_args_path"):
         if value := getattr(args, name, None):
             words += [f"--{name.replace('_', '-')}", *map(str, [value] if isinstance(value, str) else value)]
     return words
@@ -346,8 +332,10 @@ def _routing(facts: Facts, config: Any) -> None:
     if config.num_moe_experts is None:
         facts.miss("the model has no experts", "routing")
         return
-    for path, name in _EXPERTS.items():
-        facts.put(path, getattr(config, name), "experts have no capacity, nothing is dropped")
+    facts.put("routing.experts", config.num_moe_experts)
+    facts.put("routing.top_k", config.moe_router_topk)
+    reason = "experts have no capacity, nothing is dropped"
+    facts.put("routing.capacity_factor", config.moe_expert_capacity_factor, reason)
     facts.put("routing.forced_balance", bool(config.moe_router_force_load_balancing))
     facts.put("routing.expert_input", "padded" if config.moe_pad_expert_input_to_capacity else "jagged")
     facts.put("routing.settings", {name: getattr(config, name) for name in _ROUTING})
@@ -406,10 +394,12 @@ def bare(chunk: Any) -> Any:
     return chunk
 
 
-def local(chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
-    """What the modules, the optimizer and the gradient buffers of this rank say."""
+def of_objects(facts: Facts, chunks: Sequence[Any], optimizer: Any) -> None:
+    """Add to ``facts`` what the modules, the optimizer and the gradient buffers of this rank say."""
     rows = [*_resolved(chunks), *_of_classes(chunks), *_of_loss(chunks), *_of_optimizer(chunks, optimizer)]
-    return {"backends": rows, "parts": _parts(chunks), **_ddp(chunks)}
+    facts.put("backends", rows)
+    reason = "something else than Megatron's DistributedDataParallel holds the gradients"
+    facts.put("ddp.grad_reduce_dtype", _grad_reduce_dtype(chunks), reason)
 
 
 def memory(chunks: Sequence[Any]) -> dict[str, Any]:
@@ -420,9 +410,9 @@ def memory(chunks: Sequence[Any]) -> dict[str, Any]:
     import torch
 
     return {
-        "kind": "CUDA allocator" if _device_type(chunks) == "cuda" else RESIDENT,
-        "allocated_peak_bytes": int(torch.cuda.max_memory_allocated()),
-        "reserved_peak_bytes": int(torch.cuda.max_memory_reserved()),
+        "memory.kind": "CUDA allocator" if _device_type(chunks) == "cuda" else RESIDENT,
+        "memory.allocated_peak_bytes": int(torch.cuda.max_memory_allocated()),
+        "memory.reserved_peak_bytes": int(torch.cuda.max_memory_reserved()),
     }
 
 
@@ -431,22 +421,7 @@ def fp8() -> dict[str, Any]:
     from megacpp_mcore.te import quantized
     from megacpp_mcore.te.precision import counts
 
-    return {"scopes": counts(), "dequantised": quantized.count()}
-
-
-def moe(chunks: Sequence[Any]) -> dict[str, Any]:
-    """How the MoE layers of this rank are wired: who runs the shared expert, and which dispatchers there are.
-
-    A layer of ours has none where its experts take the tokens as they come.
-    """
-    wired = [one for one in _modules(chunks) if hasattr(one, "token_dispatcher")]
-    dispatchers = [one.token_dispatcher for one in wired]
-    shared = {getattr(one, "shared_experts", None) is not None for one in dispatchers}
-    return {
-        "dispatchers": sorted({"none" if one is None else type(one).__name__ for one in dispatchers}),
-        "shared_expert_overlap": sorted(shared),
-        "top_k": sorted({one.router.topk for one in wired}),
-    }
+    return {"precision.fp8_scopes": counts(), "precision.dequantised": quantized.count()}
 
 
 def owner(module: Any) -> str:
@@ -475,40 +450,18 @@ def _layers(chunks: Sequence[Any]) -> Iterator[tuple[int | None, str, Any]]:
                 yield number, name.rpartition(".")[2], module
 
 
-def _ddp(chunks: Sequence[Any]) -> dict[str, Any]:
-    """The gradient buckets as they are in memory, and whether their DDP is configured to overlap; None where something else
-    than Megatron's DDP reduces."""
+def _grad_reduce_dtype(chunks: Sequence[Any]) -> list[str] | None:
+    """The dtypes of the gradient buckets as they are in memory; None where something else than Megatron's DDP reduces."""
     if not all(hasattr(chunk, "buffers") and hasattr(chunk, "expert_parallel_buffers") for chunk in chunks):
-        return {"buckets": None, "overlap_grad_reduce": None}
-    found = []
-    for chunk in chunks:
-        for group, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
-            for gradients in (bucket.grad_data for buffer in buffers for bucket in buffer.buckets):
-                count, dtype = gradients.numel(), str(gradients.dtype).removeprefix("torch.")
-                size = count * gradients.element_size()
-                found.append({"group": group, "dtype": dtype, "elements": count, "bytes": size})
-    overlaps = all(bool(chunk.ddp_config.overlap_grad_reduce) for chunk in chunks)
-    return {"buckets": found, "overlap_grad_reduce": overlaps}
-
-
-def _parts(chunks: Sequence[Any]) -> list[dict[str, Any]]:
-    """The classes of linear layers, norms, experts and routers, and whose they are."""
-    found: dict[tuple[str, str, str, str], dict[int | str, None]] = {}
-    for number, name, module in _layers(chunks):
-        if _computes(name, module) or name in ("experts", "router", "shared_experts", "mixer"):
-            key = (name, _requested(module, chunks), owner(module), _class_name(module))
-            found.setdefault(key, {})["mtp" if number is None else number] = None
-    names = ("part", "requested", "observed", "implementation")
-    return [dict(zip(names, key, strict=True)) | {"layers": list(layers)} for key, layers in found.items()]
-
-
-def _class_name(thing: Any) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+        return None
+    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return sorted({str(one.grad_data.dtype).removeprefix("torch.") for buffer in buffers for one in buffer.buckets})
 
 
 def _computes(name: str, module: Any) -> bool:
     """Whether it is a linear layer or a norm; where a layer has none, Megatron puts a module that does nothing."""
-    return arithmetic(name) and type(module).__name__ != "IdentityOp"
+    is_one = name.startswith("linear_") or name.endswith(("_proj", "norm"))
+    return is_one and type(module).__name__ != "IdentityOp"
 
 
 def _requested(module: Any, chunks: Sequence[Any]) -> str:
@@ -581,7 +534,7 @@ def _of_optimizer(chunks: Sequence[Any], optimizer: Any) -> list[dict[str, Any]]
     """The classes that step the parameters, as Megatron chose them among what it could import."""
     found = {}
     for stepping in _stepping(optimizer):
-        whose, name = owner(stepping), _class_name(stepping)
+        whose, name = owner(stepping), f"{type(stepping).__module__}.{type(stepping).__qualname__}"
         slow = _device_type(chunks) == "cuda" and whose == "torch"
         reason = f"{name}, Megatron's choice among what it could import"
         if slow:

@@ -82,8 +82,6 @@ BACKEND = {
     "op": "text", "layer": "count?", "requested": "text", "observed": "text", "speed": "text", "slower_than_best": "flag",
     "reason": "text",
 }  # fmt: skip
-PART = {"part": "text", "requested": "text", "observed": "text", "implementation": "text", "layers": "list of layer"}
-BUCKET = {"group": "text", "dtype": "text", "elements": "count", "bytes": "count"}
 _PATCH = {"name": "text", "state": "text", "fingerprints": "map of text"}
 _OVERLAP = {"name": "text", "asked": "flag", "possible": "flag", "reason": "text"}
 _DATASET = {"name": "text", "weight": "number?", "sha256": "text?"}
@@ -118,7 +116,6 @@ FIELDS: tuple[Field, ...] = (
     _F("model.definition", "map of value", "the whole definition", compare="pattern"),
     _F("moe_enabled", "flag", "whether the model has experts", compare="routed_experts"),
     _F("device", "text", "what it ran on, as CUDA names it", "device", shown=True, compare="topology"),
-    _F("lane", "text", "device and compile mode, such as `cuda_regional_compile`", "lane", shown=True),
     _F("parallelism.world_size", "size", "processes, one a device", "devices", shown=True, compare="topology"),
     _F("parallelism.hosts", "size", "hosts", compare="topology"),
     _F("parallelism.tensor", "size", "tensor parallelism", "tensor parallel", compare="topology"),
@@ -174,12 +171,8 @@ FIELDS: tuple[Field, ...] = (
     _F("experimental_taxes", "list of text", "what costs speed and is on; `report compare` says its price", compare=BESIDE),
     _F("optimizer", "map of value", "optimizer, and the dtypes of its states, as configured", compare="optimizer"),
     _F("ddp.grad_reduce_dtype", "list of text", "dtypes in which gradients are reduced", compare="optimizer"),
-    _F("ddp.buckets", [BUCKET], "gradient buckets of rank 0 as they are in memory"),
-    _F("ddp.overlap_grad_reduce", "flag", "whether gradients are to be reduced while the backward pass goes on, as "
-       "the live DDP is configured"),
     _F("backends", [BACKEND], "requested and observed backend of every op, by layer", "backends", "backends", shown=True,
        compare=BESIDE),
-    _F("parts", [PART], "the classes that Megatron's parts really have, and the layers they are in", compare=BESIDE),
     _F("patches", [_PATCH], "patches that are not out, with the fingerprints of what they replaced", "patches", "names",
        compare=BESIDE),
     _F("overlap", [_OVERLAP], "which communication was asked to be hidden, and whether streams and buckets allow it",
@@ -187,7 +180,7 @@ FIELDS: tuple[Field, ...] = (
     # routing
     _F("routing.experts", "count", "experts of a layer, as configured", compare="routed_experts"),
     _F("routing.settings", "map of value", "balancing, scores and shared expert as configured", compare="routed_experts"),
-    _F("routing.top_k", "count", "experts of a token, as the routers have it", compare="top_k"),
+    _F("routing.top_k", "count", "experts of a token, as configured", compare="top_k"),
     _F("indexer.top_k", "count", "keys of a query in sparse attention, as configured", compare="top_k"),
     _F("routing.capacity_factor", "amount", "capacity of an expert, as configured; null with `unknown` saying that "
        "there is none", compare="capacity"),
@@ -200,12 +193,8 @@ FIELDS: tuple[Field, ...] = (
        "busiest over mean; no layer whose router is in a CUDA graph"),
     _F("routing.entropy", "share", "mean over layers", "routing entropy", "number", shown=True),
     _F("routing.dropped_tokens", "count", "assignments that capacity took away", "dropped tokens", "count", shown=True),
-    _F("routing.router_dtypes", "list of text", "dtype of the weights that routers gave out, as observed"),
-    _F("routing.shared_expert_overlap", "flag", "whether the dispatchers run the shared expert, as observed"),
-    _F("routing.dispatchers", "list of text", "classes of the token dispatchers, as observed"),
     _F("indexer.loss_coefficient", "number", "weight of the indexer's loss, as configured"),
     _F("indexer.warmup_steps", "count", "steps of dense warm-up, as configured"),
-    _F("indexer.overlap", "map of share", "overlap of the keys that neighbouring Full layers select, sampled"),
     # what was measured
     _F("window.left_out", "count", "steps at the beginning of the start that are not measured"),
     _F("window.first_step", "count", "first step that is measured, of the start that facts and step times are of"),
@@ -233,7 +222,6 @@ FIELDS: tuple[Field, ...] = (
     _F("dominant_time", "text", "the group with the largest share of profiled time", "most time", shown=True),
     _F("attention_share", "share", "the share of attention, indexer and projections included, see `shares`",
        "attention share", "share", shown=True),
-    _F("lane_class", "dense_attention|expert|mamba_recurrent", "what the lane mostly does, by `shares`"),
     _F("shares.source", "text", "where the shares are from: a profile (time) or the audited count (FLOPs)", "shares from",
        shown=True),
     _F("shares.groups", "map of share", "share of each group"),
@@ -242,11 +230,9 @@ FIELDS: tuple[Field, ...] = (
     _F("loss.last", "number", "of the last one", "last loss", "loss", shown=True),
     _F("loss.first_step", "count", "its number"),
     _F("loss.last_step", "count", "its number"),
-    _F("profiler.trigger", "text", "what opened the profiler's window"),
     _F("profiler.step_range", "list of count", "first and last step of the window"),
     _F("profiler.phase", "text", "`warm-up` or `steady`, as the profile judged"),
     _F("profiler.hidden_share", "share", "of the communication, what ran beside computation, by the streams' intervals"),
-    _F("profiler.graph_recaptures", "count", "CUDA graphs that were captured again inside of it"),
     _F("disqualifiers", [{"name": "|".join(DISQUALIFIERS), "evidence": "text"}],
        f"names ({', '.join(DISQUALIFIERS)}) with their evidence", "disqualifiers", "names", always=True),
     _F("unjudged", [{"name": "|".join(DISQUALIFIERS), "reason": "text"}], "disqualifiers that could not be judged, and why",
@@ -271,7 +257,8 @@ def problems(receipt: Any) -> list[str]:
     if not isinstance(receipt, dict):
         return [kinds.wrong("the receipt", receipt, "an object")]
     if receipt.get("schema") != SCHEMA:
-        return [_other_schema(receipt.get("schema"))]
+        todo = "record the run anew, or read it with the version of megacpp-mcore that wrote it"
+        return [kinds.wrong("schema", receipt.get("schema"), f"{SCHEMA}: {todo}")]
     values = flatten(receipt)
     found = [kinds.wrong(name, values[name], "an object") for name in values if name in _GROUPS]
     other = [path for path in values if path not in BY_PATH and path not in _GROUPS]
@@ -287,15 +274,6 @@ def problems(receipt: Any) -> list[str]:
         if not any(path == name or path.startswith(f"{name}.") for path in null):
             found.append(f"unknown.{name} gives a reason for what is not null")
     return found
-
-
-def _other_schema(found: Any) -> str:
-    todo = "no version of this package wrote it"
-    if kinds.SIZE.accepts(found):
-        todo = "an older version wrote it: record the run anew, or read it with that version"
-        if found > SCHEMA:
-            todo = f"a newer version wrote it: update megacpp-mcore, which reads schema {SCHEMA}"
-    return kinds.wrong("schema", found, f"{SCHEMA}: {todo}")
 
 
 def validate(receipt: Any, where: str = "receipt") -> None:

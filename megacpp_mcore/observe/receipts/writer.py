@@ -18,7 +18,7 @@ from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.events import Listener, Log, Step
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts import facts as of_run
-from megacpp_mcore.observe.receipts.assemble import WARM_UP_STEPS, write
+from megacpp_mcore.observe.receipts.assemble import write
 from megacpp_mcore.observe.receipts.schema import Facts
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ class ReceiptWriter(Listener):
         routes: what counts the experts' tokens; it reads the device, and this asks for what it has read.
         loop: the loop that trains; None: stock Megatron's.
         every_s: seconds between two writings at least; a file system may be slow, and this must not be felt.
-        warm_up_steps: steps at each start that the receipt does not measure.
-        notes: what a reader should know.
     """
 
     def __init__(
@@ -57,8 +55,6 @@ class ReceiptWriter(Listener):
         routes: Routing | None = None,
         loop: Loop | None = None,
         every_s: float = 30.0,
-        warm_up_steps: int = WARM_UP_STEPS,
-        notes: Sequence[str] = (),
     ) -> None:
         self._log, self._every_s = log, every_s
         self._settings, self._launched, self._routes = settings, launched, routes
@@ -70,7 +66,6 @@ class ReceiptWriter(Listener):
         # The files in the caches of this host, before anything of this run compiles, its warm-up included.
         self._caches = of_run.cache_files() if os.environ.get("LOCAL_RANK", "0") == "0" else None
         observed.forget()  # of a run before in this process
-        log.write(facts={"warm_up_steps": warm_up_steps, "notes": list(notes)})
 
     def facts(self) -> tuple[Mapping[str, Any], Mapping[str, str]]:
         """What is known of the run by field, and why other fields are not known."""
@@ -80,11 +75,9 @@ class ReceiptWriter(Listener):
         """Learn what the model and Megatron's arguments say, and write it."""
         self._chunks = chunks
         self._facts = facts = of_run.at_start(self._settings, self._launched)
-        known: dict[str, Any] = {}
         facts.attempt("model", lambda found: of_run.of_model(found, chunks, self._settings, self._loop))
-        facts.attempt("backends", lambda _: known.update(local=of_run.local(chunks, optimizer)))
-        facts.attempt("routing", lambda _: known.update(moe=of_run.moe(chunks)))
-        self._log.write(facts={**known, "run": facts.values, "unknown": facts.unknown})
+        facts.attempt("backends", lambda found: of_run.of_objects(found, chunks, optimizer))
+        self._log.write(facts={**facts.values, "unknown": facts.unknown})
 
     def on_step(self, step: Step) -> None:
         """Write what changes, if it is time; after the first step at once, for only then this start has something to lose."""
@@ -103,12 +96,12 @@ class ReceiptWriter(Listener):
         """Write what is known in the end; on rank 0, assemble the receipt from what there is."""
         if self._facts is None:
             self._facts = of_run.at_start(self._settings, self._launched)
-            self._log.write(facts={"run": self._facts.values, "unknown": self._facts.unknown})
+            self._log.write(facts={**self._facts.values, "unknown": self._facts.unknown})
         self._write()
         if self._caches is not None:
             now = of_run.cache_files()
             added = {name: max(0, now[name] - count) for name, count in self._caches.items()}
-            self._log.write(facts={"cache": {"files": self._caches, "added": added}})
+            self._log.write(facts={"cache.files": self._caches, "cache.added": added})
         if self._log.rank == 0:
             if error is None:  # the others may hang after an error
                 _await([self._log.path.with_name(f"rank_{rank:05d}.jsonl") for rank in range(1, self._log.world_size)])
@@ -127,11 +120,11 @@ class ReceiptWriter(Listener):
             known["routing"] = self._routes.record()
         if self._chunks:
             try:
-                known["memory"] = of_run.memory(self._chunks)
+                known |= of_run.memory(self._chunks)
             except Exception as error:  # after another error the device may not answer, and the last peaks stay
                 self._failed.append(f"the peaks of the memory are those of an earlier reading: {error!r}"[:500])
                 known["failed"] = self._failed
-            known["fp8"] = of_run.fp8()
+            known |= of_run.fp8()
         self._log.write(facts=known)
 
 

@@ -20,6 +20,7 @@ import triton
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.indexer import kernels
 from megacpp_mcore.ops.indexer.reference import check_gradient, check_indexer, check_selection
+from megacpp_mcore.ops.sums import integer_unit
 from megacpp_mcore.ops.visibility import check_square
 
 HEAD_DIM, MOST_HEADS = 64, 64
@@ -151,12 +152,12 @@ def indexer_grad(
 
 
 def _units(q: torch.Tensor, w: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """How many units of an int64 make 1 in the gradient of k: a query adds at most 2**40 to a number of it.
+    """How many integers make 1 in the sum of a key's gradient; NaN or 0 where an input is not finite.
 
     Of a query's probabilities no two differ by more than 1: its part is at most ``weight · Σ_h |w · q|``.
     """
-    largest = weight.abs() * w.abs().amax() * q.abs().amax() * q.shape[2]
-    return 2.0**40 / largest.float().clamp_min(1e-25)
+    largest = weight.abs() * w.abs().amax().float() * q.abs().amax().float() * q.shape[2]
+    return integer_unit(len(q) * largest)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

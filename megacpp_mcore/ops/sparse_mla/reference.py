@@ -41,39 +41,13 @@ def _check_query_and_latent(q_SBHK: torch.Tensor, kv_TBK: torch.Tensor) -> None:
         )
 
 
-def check_index_values(index_BSN: torch.Tensor, num_keys: int) -> None:
-    """Raise ModelError unless every index is -1 or a key, and no key is selected twice by one query.
-
-    This reads the values, which makes a GPU wait; it is for tests and debugging.
-    """
-    outside = (index_BSN < -1) | (index_BSN >= num_keys)
-    if outside.any():
-        b, i, n = outside.nonzero()[0].tolist()
-        raise ModelError(
-            f"index_BSN[{b}, {i}, {n}] is {int(index_BSN[b, i, n])}, expected -1 or a key in 0..{num_keys - 1}; "
-            "the indices belong to another sequence length"
-        )
-    ordered = index_BSN.sort(dim=-1).values
-    repeated = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-    if repeated.any():
-        b, i, n = repeated.nonzero()[0].tolist()
-        raise ModelError(
-            f"index_BSN[{b}, {i}] selects key {int(ordered[b, i, n])} more than once, expected distinct keys; "
-            "a repeated key would weigh twice in the softmax"
-        )
-
-
-def check_attention(
-    q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BSN: torch.Tensor, value_dim: int, validate: bool
-) -> None:
+def check_attention(q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BSN: torch.Tensor, value_dim: int) -> None:
     """Raise ModelError unless these are arguments of :func:`attend`."""
     _check_query_and_latent(q_SBHK, kv_TBK)
     num_queries, batch, _, width = q_SBHK.shape
     check_index(index_BSN, batch=batch, num_queries=num_queries)
     if not 1 <= value_dim <= width:
         raise ModelError(f"value_dim is {value_dim}, expected 1..{width} (the width of kv); it is the latent's rank")
-    if validate:
-        check_index_values(index_BSN, len(kv_TBK))
 
 
 class _Attend(torch.autograd.Function):
@@ -151,7 +125,6 @@ def attend(
     value_dim: int,
     sink: TargetSum | None = None,
     query_chunk: int | None = None,
-    validate: bool = False,
 ) -> torch.Tensor:
     """Attend to the selected keys only, in the absorbed multi-query form.
 
@@ -169,15 +142,14 @@ def attend(
         sink: where the backward pass adds the attention probabilities, summed over these heads, ``[B, S, N]`` in the compute
             dtype; None: nowhere. The forward pass does nothing for it.
         query_chunk: queries in a chunk, or None to choose it (the result is the same but for rounding).
-        validate: also check the values of the index, which makes a GPU wait.
 
     Returns:
         o_SBHV in the dtype of q, contiguous.
 
     Raises:
-        ModelError: shapes, dtypes, value_dim or chunk (or, with ``validate``, the values) are not as described.
+        ModelError: shapes, dtypes, value_dim or chunk are not as described.
     """
-    check_attention(q_SBHK, kv_TBK, index_BSN, value_dim, validate)
+    check_attention(q_SBHK, kv_TBK, index_BSN, value_dim)
     num_queries, batch, heads, width = q_SBHK.shape
     per_query = batch * index_BSN.shape[2] * (width + heads)
     chunks = query_chunks(num_queries, per_query, GATHER_BLOCK_ELEMENTS, query_chunk)

@@ -21,6 +21,7 @@ from megacpp_mcore.ops.indexer.training import TargetSum
 from megacpp_mcore.ops.slices import aligned, eighths
 from megacpp_mcore.ops.sparse_mla import kernels
 from megacpp_mcore.ops.sparse_mla.reference import check_attention
+from megacpp_mcore.ops.sums import integer_unit
 
 WIDTHS = ((128, 64),)
 """Widths of a query and of its value that the kernels are compiled for without a spill."""
@@ -36,9 +37,6 @@ MEANS = FORWARD | {"STAGES": 1}
 BACKWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 3, "num_warps": 4}
 """How the kernels are launched; forward and backward: what was fastest on an H200."""
 
-BITS = 61
-"""The integers of a deterministic sum stay below 2^61: two bits are left for rounding."""
-
 
 def attend(
     q_SBHK: torch.Tensor,
@@ -49,7 +47,6 @@ def attend(
     value_dim: int,
     sink: TargetSum | None = None,
     query_chunk: int | None = None,
-    validate: bool = False,
 ) -> torch.Tensor:
     """Do what the reference of this name does, with its arguments, in bfloat16 or float16.
 
@@ -58,15 +55,15 @@ def attend(
     number a query and head.
 
     Args:
-        q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim, sink, validate: as there. What is not strided by multiples of 8
-            with its width innermost is copied.
+        q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim, sink: as there. What is not strided by multiples of 8 with its
+            width innermost is copied.
         query_chunk: of no effect: queries are not taken in chunks.
 
     Raises:
         ModelError: as there; or dtypes that differ or are none of :data:`DTYPES`, widths that are none of :data:`WIDTHS`, or a
             scale that is not positive.
     """
-    check_attention(q_SBHK, kv_TBK, index_BSN, value_dim, validate)
+    check_attention(q_SBHK, kv_TBK, index_BSN, value_dim)
     if q_SBHK.dtype != kv_TBK.dtype or q_SBHK.dtype not in DTYPES:
         raise ModelError(
             f"sparse MLA's kernels were given {q_SBHK.dtype} and {kv_TBK.dtype}; they take one of {DTYPES}, q and kv "
@@ -154,7 +151,7 @@ def _rows(heads: int, second: int) -> int:
 def _integer_scale(
     q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, do_SBHV: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
-    """The power of two, float32, with which no key's gradient can pass 2^:data:`BITS`; NaN or 0 where an input is not finite.
+    """How many integers make 1 in the sum of a key's gradient; NaN or 0 where an input is not finite.
 
     Each query and head adds at most ``|do| + |dx|·|q|``, where ``|dx| ≤ 2·|scale|·V·|do|·|kv|``. Typical sums are some 2^30
     below the bound: their integers have as many bits, which is more than float32 has.
@@ -164,4 +161,4 @@ def _integer_scale(
     )
     S, _, H, V = do_SBHV.shape
     bound = S * H * do * (1 + 2 * abs(softmax_scale) * V * kv * q)
-    return torch.exp2(BITS - bound.clamp_min(2.0**-BITS).log2().ceil()).float()
+    return integer_unit(bound)

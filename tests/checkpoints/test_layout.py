@@ -1,0 +1,58 @@
+"""The layout that a checkpoint states: written with a save, checked before a load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megacpp_mcore.checkpoints import layout as checkpoint_layout
+from megacpp_mcore.errors import CheckpointError
+from tests.saved import write
+
+
+def test_metadata_of_a_save_is_marked_and_that_of_a_load_is_checked() -> None:
+    metadata: dict[str, Any] = {"dp_cp_group": None}
+    checkpoint_layout.mark_or_check(metadata, None)
+    assert metadata == {"dp_cp_group": None, "megacpp_layout": 2}
+    checkpoint_layout.mark_or_check(metadata, "megacpp_mcore")
+    assert metadata["megacpp_experts"] == "megacpp_mcore"
+    checkpoint_layout.mark_or_check(None, None)
+    checkpoint_layout.mark_or_check({"megacpp_loaded_from": "/old", "megacpp_layout": 2}, None)
+    for other in ({}, {"megacpp_layout": 3}):
+        with pytest.raises(CheckpointError, match=f"/old has megacpp_layout {other.get('megacpp_layout')}, expected 2"):
+            checkpoint_layout.mark_or_check({"megacpp_loaded_from": "/old", **other}, None)
+
+
+def test_flat_state_in_the_order_of_other_experts_is_refused() -> None:
+    loaded = {"megacpp_loaded_from": "/old", "megacpp_layout": 2}
+    flat = loaded | {"distrib_optim_sharding_type": "dp_reshardable"}
+    with pytest.raises(
+        CheckpointError, match=r"backends: \{experts: stock\}, or save it so once with --dist-ckpt-optim"
+    ):
+        checkpoint_layout.mark_or_check(flat, "megacpp_mcore")
+    checkpoint_layout.mark_or_check(flat, "stock")
+    checkpoint_layout.mark_or_check(flat | {"megacpp_experts": "megacpp_mcore"}, "megacpp_mcore")
+    checkpoint_layout.mark_or_check(loaded | {"distrib_optim_sharding_type": "fully_reshardable"}, "megacpp_mcore")
+    without = SimpleNamespace(no_load_optim=True, finetune=False)
+    with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", without):
+        checkpoint_layout.mark_or_check(flat, "megacpp_mcore")
+
+
+def test_a_folder_is_noted_where_its_metadata_is_read(tmp_path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    from megacpp_mcore.patches import checkpoint_layout as patch
+    from tests import stock
+
+    folder, content = tmp_path / "old", {"singleton_local_shards": False}
+    write(folder, {"weight": torch.ones(2)}, common={"content_metadata": content})
+    with stock.patched(patch.PATCH):
+        state = dist_checkpointing.load_common_state_dict(str(folder))
+        metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=state)
+    assert metadata == {**content, "megacpp_loaded_from": str(folder)}
+    assert dist_checkpointing.load_common_state_dict(str(folder))["content_metadata"] == content

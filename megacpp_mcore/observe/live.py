@@ -20,6 +20,7 @@ from megacpp_mcore.observe.steps import kept
 from megacpp_mcore.util import schema
 
 if TYPE_CHECKING:
+    from megacpp_mcore.observe.indices import IndexOverlap
     from megacpp_mcore.observe.loop import Loop
     from megacpp_mcore.observe.routing import Routing
 
@@ -50,6 +51,7 @@ class Metrics:
         memory_allocated_bytes, memory_reserved_bytes: of the last rank, now; the resident set on the CPU lane.
         routing_entropy, routing_max_over_mean, dropped_share: of the last rank, as of the last reading
             (:class:`~megacpp_mcore.observe.routing.Routing`); None before one, and where there is no such thing.
+        index_overlap: the same of :class:`~megacpp_mcore.observe.indices.IndexOverlap`.
     """
 
     step: int
@@ -64,6 +66,7 @@ class Metrics:
     routing_entropy: float | None = None
     routing_max_over_mean: float | None = None
     dropped_share: float | None = None
+    index_overlap: float | None = None
 
     def line(self, step: Step, steps: int) -> str:
         """The progress line of ``step`` of a run of ``steps``."""
@@ -100,6 +103,7 @@ class Live(Listener):
         loop: the loop that trains.
         facts: gives what is known of the run.
         routes: what counts the experts' tokens; it has to come before this one, too. None: nothing does.
+        indices: what samples the indices of Full layers, likewise.
         console: ``progress`` or ``stock``: whether a line is printed below Megatron's.
     """
 
@@ -110,10 +114,11 @@ class Live(Listener):
         *,
         facts: Callable[[], Facts],
         routes: Routing | None = None,
+        indices: IndexOverlap | None = None,
         console: str = PROGRESS,
     ) -> None:
         self._recorder, self._loop, self._facts = recorder, loop, facts
-        self._routes, self._console = routes, console
+        self._routes, self._indices, self._console = routes, indices, console
         self._skipped = 0
         self._before: tuple[int, int] | None = None
 
@@ -158,6 +163,7 @@ class Live(Listener):
             memory_allocated_bytes=int(torch.cuda.memory_allocated()),
             memory_reserved_bytes=int(torch.cuda.memory_reserved()),
             **(self._routes.latest if self._routes is not None else {}),
+            **(self._indices.latest() if self._indices is not None else {}),
         )
 
 

@@ -243,6 +243,9 @@ class Run:
             **{name: _finite((one.step, one.losses.get(name)) for one in self.kept) for name in others},
             "MFU, %": _finite(((one.step, one.mfu) for one in self.metrics), 100),
             "dropped assignments, %": _finite(((one.step, one.dropped_share) for one in self.metrics), 100),
+            "overlap of neighbouring indexers, %": _finite(
+                ((one.step, one.index_overlap) for one in self.metrics), 100
+            ),
             "routing entropy, % (100 is even)": _finite(((one.step, one.routing_entropy) for one in self.metrics), 100),
             "allocated memory, GiB": _finite(((one.step, one.memory_allocated_bytes) for one in self.metrics), 2**-30),
             "reserved memory, GiB": _finite(((one.step, one.memory_reserved_bytes) for one in self.metrics), 2**-30),

@@ -14,6 +14,7 @@ from megacpp_mcore.observe import clock as clocks
 from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.observe.events import Listener, Log
 from megacpp_mcore.observe.goodput import Recorder
+from megacpp_mcore.observe.indices import IndexOverlap
 from megacpp_mcore.observe.live import Live
 from megacpp_mcore.observe.loop import Loop, Notifier
 from megacpp_mcore.observe.profile import Profiler
@@ -138,13 +139,13 @@ def _listeners(
         return
     log = Log(chosen.folder, rank, world_size, clock, heartbeat_s=details.heartbeat_s)
     stack.callback(log.close)
-    routes = Routing(details.interval)
+    routes, indices = Routing(details.interval), IndexOverlap(details.interval)
     recorder = Recorder(log, with_losses=is_last)
-    yield from (recorder, routes)
+    yield from (recorder, routes, indices)
     if details.profile is not None:  # of every rank, for the families differ by stage, and experts by rank
         first, last = parse_steps(details.profile)
         yield Profiler(log.run, rank, first, last, trace=details.profile_trace, clock=clock)
-    receipt = ReceiptWriter(log, settings=chosen.settings, launched=launched, routes=routes, loop=loop)
+    receipt = ReceiptWriter(log, settings=chosen.settings, launched=launched, routes=routes, indices=indices, loop=loop)
     if is_last:
-        yield Live(recorder, loop, facts=receipt.facts, routes=routes, console=details.console)
+        yield Live(recorder, loop, facts=receipt.facts, routes=routes, indices=indices, console=details.console)
     yield receipt

@@ -274,6 +274,11 @@ def _sums(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return {name: sum(one.get(name, 0) for one in counts) for name in names}
 
 
+def _means(shares: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
+    names = sorted({name for one in shares for name in one})
+    return {name: fmean(one[name] for one in shares if name in one) for name in names} or None
+
+
 def _each_once(lists: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The backends of all pipeline stages, by layer."""
     backends = {json.dumps(record, sort_keys=True): record for one in lists for record in one}
@@ -287,6 +292,7 @@ _OF_ALL: Mapping[str, Callable[[Any], Any]] = {
     "memory.reserved_peak_bytes": max,
     "precision.fp8_scopes": _sums,
     "precision.dequantised": sum,
+    "indexer.overlap": _means,
     "cache.files": _sums,
     "cache.added": _sums,
 }
@@ -317,6 +323,8 @@ def _merged(processes: Sequence[Start]) -> Facts:
     found.values |= {path: merge(known) for path, merge in _OF_ALL.items() if (known := _known(processes, path))}
     found.put("memory.ranks", _known(processes, "memory.allocated_peak_bytes") or None)
     found.put("precision.dequantised", found.values.get("precision.dequantised"), "nothing of the run is quantised")
+    unsampled = "no two Full layers of one rank were sampled in a step with more tokens than top-k"
+    found.put("indexer.overlap", found.values.get("indexer.overlap"), unsampled)
     found.drop_doubtful()
     return found
 

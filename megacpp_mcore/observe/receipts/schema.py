@@ -195,6 +195,7 @@ FIELDS: tuple[Field, ...] = (
     _F("routing.dropped_tokens", "count", "assignments that capacity took away", "dropped tokens", "count", shown=True),
     _F("indexer.loss_coefficient", "number", "weight of the indexer's loss, as configured"),
     _F("indexer.warmup_steps", "count", "steps of dense warm-up, as configured"),
+    _F("indexer.overlap", "map of share", "overlap of the keys that neighbouring Full layers select, sampled"),
     # what was measured
     _F("window.left_out", "count", "steps at the beginning of the start that are not measured"),
     _F("window.first_step", "count", "first step that is measured, of the start that facts and step times are of"),

@@ -22,6 +22,7 @@ from megacpp_mcore.observe.receipts.assemble import write
 from megacpp_mcore.observe.receipts.schema import Facts
 
 if TYPE_CHECKING:
+    from megacpp_mcore.observe.indices import IndexOverlap
     from megacpp_mcore.observe.routing import Routing
     from megacpp_mcore.policy import LaunchPolicy
     from megacpp_mcore.settings import PluginConfig
@@ -42,6 +43,7 @@ class ReceiptWriter(Listener):
         settings: the file that ``MEGACPP_CONFIG`` names, where the run's spec is one of ours.
         launched: the launch policy; None when the launcher did not start the run.
         routes: what counts the experts' tokens; it reads the device, and this asks for what it has read.
+        indices: what samples the indices of Full layers, likewise.
         loop: the loop that trains; None: stock Megatron's.
         every_s: seconds between two writings at least; a file system may be slow, and this must not be felt.
     """
@@ -53,11 +55,12 @@ class ReceiptWriter(Listener):
         settings: PluginConfig | None = None,
         launched: LaunchPolicy | None = None,
         routes: Routing | None = None,
+        indices: IndexOverlap | None = None,
         loop: Loop | None = None,
         every_s: float = 30.0,
     ) -> None:
         self._log, self._every_s = log, every_s
-        self._settings, self._launched, self._routes = settings, launched, routes
+        self._settings, self._launched, self._routes, self._indices = settings, launched, routes, indices
         self._loop = loop or Loop()
         self._written = -math.inf
         self._facts: Facts | None = None
@@ -118,6 +121,8 @@ class ReceiptWriter(Listener):
         known: dict[str, Any] = {"noted": [*observed.notes(), *of_run.graphs(self._chunks)]}
         if self._routes is not None:
             known["routing"] = self._routes.record()
+        if self._indices is not None:
+            known["indexer.overlap"] = dict(self._indices.by_pair)
         if self._chunks:
             try:
                 known |= of_run.memory(self._chunks)

@@ -1,0 +1,112 @@
+"""How alike neighbouring Full layers select: the overlap of their top-k keys, sampled while a run trains. No torch at import.
+
+A Shared layer attends to the keys of the Full layer before it. Where two Full layers that follow each other select much the
+same, the second may be a Shared one (``megacpp-mcore advise index-cache`` tries that on held-out text).
+
+Legend: B batch, S queries, R sampled queries, N selected keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from megacpp_mcore.observe.events import Listener
+
+if TYPE_CHECKING:
+    from megacpp_mcore.observe.events import Step
+
+SAMPLED = 64
+"""Queries by which the overlap of two selections is estimated, evenly spaced over those that had a choice."""
+
+
+class IndexOverlap(Listener):
+    """Samples what is published in the index caches, in the first micro-batch of every ``interval``-th step.
+
+    Each pair is of Full layers that follow each other on this rank. The device is read once, after such a step. A CUDA graph
+    publishes nothing when it is replayed: layers in graphs are not sampled.
+    """
+
+    def __init__(self, interval: int = 10) -> None:
+        self.interval = interval
+        self.by_pair: dict[str, float] = {}
+        """The last sampled share of keys that two layers have in common, by their numbers: ``5-9``."""
+        self._rows: dict[int, tuple[Any, int]] = {}
+        self._hooks = contextlib.ExitStack()
+        self._sampling = False
+        self._error: Exception | None = None
+
+    def latest(self) -> dict[str, float]:
+        """The mean over pairs as ``index_overlap``; nothing before a sample."""
+        return {"index_overlap": fmean(self.by_pair.values())} if self.by_pair else {}
+
+    def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
+        """Look at what is published in the index caches of the model."""
+        modules = (module for chunk in chunks for module in chunk.modules())
+        caches = {id(cache): cache for one in modules if (cache := getattr(one, "index_cache", None)) is not None}
+        for cache in caches.values():
+            self.watch(cache)
+
+    def watch(self, cache: Any) -> None:
+        """Look at what is published in ``cache``, until the end; an error of it must not end a forward pass."""
+        publish = cache.publish
+
+        def watched(layer: int, selection: Any) -> None:
+            if self._sampling and self._error is None:
+                try:
+                    self._sample(layer, selection.index)
+                except Exception as error:
+                    self._error = error
+            publish(layer, selection)
+
+        self._hooks.enter_context(mock.patch.object(cache, "publish", watched))
+
+    def on_step_begin(self, number: int) -> None:
+        """Decide whether this step is sampled."""
+        self._sampling = number % self.interval == 0
+
+    def on_step(self, step: Step) -> None:
+        """Compare what was sampled; raise the error of a hook."""
+        rows, self._rows, self._sampling = self._rows, {}, False
+        error, self._error = self._error, None
+        if error is not None:
+            self._hooks.close()
+            raise error
+        for one, other in itertools.pairwise(sorted(rows)):
+            index_BRN, keys = rows[one]
+            self.by_pair[f"{one}-{other}"] = overlap(index_BRN, rows[other][0], keys)
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Take the hooks away."""
+        self._hooks.close()
+
+    def _sample(self, layer: int, index_BSN: Any) -> None:
+        """Keep some rows that had a choice: the first N queries select every key that they may see."""
+        import torch
+
+        _, queries, selected = index_BSN.shape
+        captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if layer in self._rows or captured or queries <= selected:
+            return
+        rows_R = torch.linspace(selected, queries - 1, min(SAMPLED, queries - selected), device=index_BSN.device)
+        self._rows[layer] = index_BSN.detach()[:, rows_R.round().long()].long(), queries
+
+
+def overlap(one_BRN: Any, other_BRN: Any, keys: int) -> float:
+    """The share of the keys in ``other`` that are in ``one``, too.
+
+    Args:
+        one_BRN, other_BRN: selected keys, ``[B, R, N]``; entries below 0 select nothing.
+        keys: how many there are to select from.
+    """
+    import torch
+
+    chosen = torch.zeros((*one_BRN.shape[:2], keys + 1), dtype=torch.bool, device=one_BRN.device)
+    chosen.scatter_(2, torch.where(one_BRN < 0, keys, one_BRN), True)  # the last place is for what selects nothing
+    valid = other_BRN >= 0
+    both = chosen.gather(2, torch.where(valid, other_BRN, keys)) & valid
+    return float(both.sum() / valid.sum().clamp(min=1))

@@ -1,0 +1,59 @@
+"""The sampled overlap of what neighbouring Full layers select."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megacpp_mcore.observe.indices import SAMPLED, IndexOverlap, overlap
+from megacpp_mcore.observe.steps import Step
+from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
+
+
+def a_step(number: int) -> Step:
+    return Step(number, 0, 0.0, 8, {}, None, None, False)
+
+
+def test_the_overlap_of_two_selections() -> None:
+    one = torch.tensor([[[0, 1, 2], [3, 4, -1]]])
+    assert overlap(one, one, 6) == 1
+    other = torch.tensor([[[2, 3, 4], [4, -1, -1]]])
+    assert overlap(one, other, 6) == pytest.approx(2 / 4)
+
+
+def test_the_first_selection_of_a_sampled_step_is_compared() -> None:
+    listener, cache = IndexOverlap(interval=2), IndexCache({})
+    listener.watch(cache)
+    keys = torch.arange(2 * SAMPLED).view(1, -1, 1)
+    for number in (1, 2):
+        listener.on_step_begin(number)
+        cache.publish(5, Selection(keys))
+        cache.publish(5, Selection(keys + 1))
+        cache.publish(9, Selection(keys.clone()))
+        listener.on_step(a_step(number))
+        assert listener.by_pair == ({} if number == 1 else {"5-9": 1.0})
+    assert listener.latest() == {"index_overlap": 1.0}
+    listener.on_end(None)
+    assert "publish" not in vars(cache)
+
+
+def test_rows_without_a_choice_are_not_compared() -> None:
+    listener, cache = IndexOverlap(interval=1), IndexCache({})
+    listener.watch(cache)
+    listener.on_step_begin(1)
+    for layer in (5, 9):
+        cache.publish(layer, Selection(torch.zeros(1, 4, 4, dtype=torch.long)))
+    listener.on_step(a_step(1))
+    assert (listener.by_pair, listener.latest()) == ({}, {})
+
+
+def test_an_error_ends_the_sampling_and_no_forward_pass() -> None:
+    listener, cache = IndexOverlap(interval=1), IndexCache({6: 5})
+    listener.watch(cache)
+    listener.on_step_begin(1)
+    published = Selection(torch.arange(8).view(1, 8))  # a dimension too few
+    cache.publish(5, published)
+    assert cache.read(6) is published
+    with pytest.raises(ValueError, match="not enough values"):
+        listener.on_step(a_step(1))
+    assert "publish" not in vars(cache)

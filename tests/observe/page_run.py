@@ -14,6 +14,7 @@ from typing import Any
 
 from megacpp_mcore.observe.events import Listener, Log
 from megacpp_mcore.observe.goodput import Recorder
+from megacpp_mcore.observe.indices import IndexOverlap
 from megacpp_mcore.observe.live import Live
 from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.profile import Profiler
@@ -70,12 +71,14 @@ class Writers(Listener):
 
 
 def main(run: str, console: str, words: list[str]) -> None:
-    def others(log: Log, recorder: Recorder, routes: Routing, receipt: ReceiptWriter) -> list[Listener]:
+    def others(
+        log: Log, recorder: Recorder, routes: Routing, indices: IndexOverlap, receipt: ReceiptWriter
+    ) -> list[Listener]:
         found: list[Listener] = [Faulty(), *([Writers(run)] if "writers" in FATE else [])]
         if "profile" in FATE:
             found.append(Profiler(Path(run), log.rank, 5, 6, clock=log.clock))
         if log.rank == log.world_size - 1:
-            found.append(Live(recorder, Loop(), facts=receipt.facts, routes=routes, console=console))
+            found.append(Live(recorder, Loop(), facts=receipt.facts, routes=routes, indices=indices, console=console))
         return found
 
     if "fall-back" in FATE:

@@ -23,6 +23,7 @@ from megacpp_mcore.model import preset
 from megacpp_mcore.observe import goodput, loop
 from megacpp_mcore.observe.clock import Clock, compilation_timed, process_age_ns
 from megacpp_mcore.observe.events import Listener, Log, Step
+from megacpp_mcore.observe.indices import IndexOverlap
 from megacpp_mcore.observe.receipts import ReceiptWriter
 from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.patches.machinery import registry
@@ -71,7 +72,7 @@ def add_better_backend() -> None:
     candidates.own_candidates = lambda: (*own(), kernel)
 
 
-Others = Callable[[Log, goodput.Recorder, Routing, ReceiptWriter], Sequence[Listener]]
+Others = Callable[[Log, goodput.Recorder, Routing, IndexOverlap, ReceiptWriter], Sequence[Listener]]
 
 
 def observed(run: str, words: list[str], others: Others, *patches: str) -> None:
@@ -86,10 +87,13 @@ def observed(run: str, words: list[str], others: Others, *patches: str) -> None:
         with policy.said(), process.cpu_lane():
             registry.default().apply(["dataset-helpers", "spec-import", "hybrid-flops", *patches])
             clock = Clock(age_ns=process_age_ns())
-            log, routes = Log(run, rank, world_size, clock), Routing(INTERVAL)
+            log = Log(run, rank, world_size, clock)
+            routes, indices = Routing(INTERVAL), IndexOverlap(INTERVAL)
             recorder = goodput.Recorder(log, with_losses=rank == world_size - 1)
-            receipt = ReceiptWriter(log, settings=settings, launched=launched, routes=routes, every_s=0)
-            listeners = [recorder, routes, *others(log, recorder, routes, receipt), receipt]
+            receipt = ReceiptWriter(
+                log, settings=settings, launched=launched, routes=routes, indices=indices, every_s=0
+            )
+            listeners = [recorder, routes, indices, *others(log, recorder, routes, indices, receipt), receipt]
             end_in_step_4()
             with contextlib.closing(log), compilation_timed(clock), loop.Loop().observing(clock, listeners):
                 runpy.run_module("megacpp_mcore.launch.pretrain", run_name="__main__")

@@ -140,6 +140,8 @@ def _check_routing(found: dict[str, Any]) -> None:
         assert sum(layer["tokens_per_expert"]) == layer["asked"] == STEPS * 512 * 2
         assert layer["dropped"] == 0
         assert 0 < layer["entropy"] < 1 < layer["max_over_mean"]
+    first, second = (number for number, role in enumerate(model().roles, 1) if role == "F")
+    assert 0 < found["indexer"]["overlap"][f"{first}-{second}"] < 1
 
 
 def _check_live_objects(found: dict[str, Any]) -> None:
@@ -174,6 +176,7 @@ def test_what_is_shown_while_it_trains(finished: tuple[Path, str]) -> None:
     assert all(0 < one.goodput < 1 and one.memory_allocated_bytes > 2**20 for one in metrics)
     assert metrics[0].routing_entropy is None
     assert 0 < (metrics[-1].routing_entropy or 0) < 1
+    assert 0 < (metrics[-1].index_overlap or 0) < 1
     _check_scalars(run, recorded)
     _check_rates(run, metrics, recorded)
 

@@ -151,15 +151,17 @@ def _parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 def _own_gradient(parameter: Any, optimizer: Any) -> Any:
     """What this rank has of a parameter's gradient that no other rank counts; None where that is nothing.
 
-    With the distributed optimizer it is the shard whose reduction came to this rank; else the first of the ranks that hold
-    the same. Written against megatron-core 0.19.2.
+    With the distributed optimizer it is the shard whose reduction came to this rank, and with FSDP2 this rank's; else the
+    first of the ranks that hold the same has it. Written against megatron-core 0.19.2.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.transformer.module import param_is_not_shared
 
-    gradient = getattr(parameter, "main_grad", None)
-    gradient = parameter.grad if gradient is None else gradient
+    # Under FSDP2 a parameter has no main_grad, and the optimizer of a bf16 model moves its gradient to the fp32 parameter.
+    holders = (getattr(parameter, "main_grad", None), parameter.grad)
+    main = getattr(parameter, "main_param", None)
+    gradient = next((one for one in (*holders, getattr(main, "grad", None)) if one is not None), None)
     is_expert = not getattr(parameter, "allreduce", True)
     if is_expert:
         group, replica = (
@@ -173,6 +175,8 @@ def _own_gradient(parameter: Any, optimizer: Any) -> Any:
         param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, group)
     ):
         return None
+    if hasattr(gradient, "to_local"):
+        return gradient.to_local()
     sharded = [
         one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(one, "model_param_gbuf_map")
     ]

@@ -1,4 +1,4 @@
-"""torch-fsdp: FSDP2 (``--use-torch-fsdp2``) takes models whose blocks have parameters of two dtypes, and blocks that are re-used.
+"""torch-fsdp: FSDP2 (``--use-torch-fsdp2``) takes blocks whose parameters have two dtypes, and blocks that are re-used.
 
 PyTorch's ``fully_shard`` gathers a block's parameters in one collective, and wants one dtype in it. The few that stay fp32 in a
 bf16 model (biases, decays and scales of a recurrence) are left whole on every replica; their gradients are averaged in one
@@ -118,9 +118,9 @@ def _with_state_to_load(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="torch-fsdp",
     fixes=(
-        "under --use-torch-fsdp2 a block whose parameters have two dtypes fails in its first forward pass ('FSDP expects uniform "
-        "original parameter dtype'); blocks, embedding and output layer that multi-token prediction re-uses are gathered once "
-        "more at every depth; a checkpoint cannot be loaded with its optimizer (TypeError: 'is_loading', or KeyError: 'step')"
+        "under --use-torch-fsdp2 a block whose parameters have two dtypes fails in its first forward pass ('FSDP expects "
+        "uniform original parameter dtype'); what multi-token prediction re-uses is gathered once more at every depth; a "
+        "checkpoint cannot be loaded with its optimizer (TypeError: 'is_loading', or KeyError: 'step')"
     ),
     source=f"megatron-core 0.19.2, {_STOCK.replace('.', '/')}.py, megatron/core/optimizer/optimizer.py",
     megatron_versions=">=0.19,<0.20",
@@ -146,7 +146,7 @@ PATCH = Patch(
         "the loader of torch_dcp reads state_dict first"
     ),
     leaves_alone=(
-        "Megatron-FSDP and DDP; the dtype of reductions and of sharded gradients, which is the parameters'; what torch_dcp saves"
+        "Megatron-FSDP and DDP; the dtype of reductions and of sharded gradients, which is the parameters'; what is saved"
     ),
     cost="the fp32 parameters of a bf16 model, and their optimizer states, are on every replica",
     retire_when="fully_shard groups parameters by dtype, and upstream lets a model say what is not resharded",

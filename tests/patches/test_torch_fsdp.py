@@ -71,5 +71,7 @@ def test_lowering() -> None:
     assert words[words.index("--ckpt-format") + 1] == "torch_dcp"
     assert not {"--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"} & set(words)
     model = with_overrides(TINY, {"dsa": {"schedule": "-FF"}})
-    with pytest.raises(ModelError, match=r"pipeline .* is 2, expected 1 .*; expert .* is 2, .*; change that, or leave --use"):
+    with pytest.raises(
+        ModelError, match=r"pipeline .* is 2, expected 1 .*; expert .* is 2, .*; change that, or leave --use"
+    ):
         lower(model, Layout(pipeline=2, expert=2), training)

@@ -46,6 +46,8 @@ def _by_block(original: Callable[..., Any]) -> Callable[..., Any]:
             "cuda_graph_impl": config.cuda_graph_impl,
             "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
         }
+        if config.recompute_granularity == "full":
+            run["MTP depths under --recompute-granularity full"] = config.mtp_num_layers or 1
         arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
         if arguments is not None and (arguments.save or arguments.load):
             run["ckpt_format"] = arguments.ckpt_format

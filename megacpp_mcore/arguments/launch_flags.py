@@ -31,6 +31,10 @@ _UNDER_TORCH_FSDP: Mapping[str, tuple[Any, str]] = MappingProxyType(
         "tensor parallelism": (1, "gradients of experts would not be summed over its ranks"),
         "calculate_per_token_loss": (False, "gradients would be divided by the replicas and by the tokens of them all"),
         "cuda_graph_impl": ("none", "gathered weights have no fixed place"),
+        "MTP depths under --recompute-granularity full": (
+            1,
+            "gradients of a block that is computed again twice would be lost",
+        ),
         "use_distributed_optimizer": (False, "optimizer state is cut already"),
         "ckpt_format": (TORCH_FSDP_FORMAT, "no other holds the optimizer's state of weights that are cut"),
     }

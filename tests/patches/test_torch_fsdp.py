@@ -55,11 +55,19 @@ def test_plan_of_a_bf16_model(tmp_path: Path) -> None:
     assert {name.rpartition(".")[2] for name in whole} >= {"dt_bias", "D", "b_bias", "W", "A_log"}
 
 
-@pytest.mark.parametrize(("name", "value"), [("calculate_per_token_loss", True), ("cuda_graph_impl", "full_iteration")])
-def test_runs_that_it_would_train_wrongly_are_refused(name: str, value: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"calculate_per_token_loss": True}, "calculate_per_token_loss is True, expected False"),
+        ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl is 'full_iteration', expected 'none'"),
+        ({"recompute_granularity": "full", "mtp_num_layers": 2}, "MTP depths under .* is 2, expected 1"),
+    ],
+)
+def test_runs_that_it_would_train_wrongly_are_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     model = stock.build({}, TINY, tmp_path)
-    setattr(model.config, name, value)
-    with pytest.raises(ModelError, match=f"{name} is {value!r}, expected .*; change that, or leave"):
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ModelError, match=f"{says} .*; change that, or leave --use-torch-fsdp2 out"):
         wrap(model)
 
 

@@ -108,6 +108,8 @@ def _with_state_to_load(original: Callable[..., Any]) -> Callable[..., Any]:
                 continue
             if type(adam) not in (torch.optim.Adam, torch.optim.AdamW):
                 one.init_state_fn(adam, one.config)
+                for group in adam.param_groups:
+                    group.setdefault("step", 0)  # which Transformer Engine's counts there
                 continue
             for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
                 moments = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}

@@ -61,6 +61,7 @@ PATCHES = (
     "mixed-precision-optimizer",
     "torch-adam-resume",
     "output-layer-fusion",
+    "torch-fsdp",
 )
 """What the model cannot do without; applied by :func:`apply_patches`, never by an import.
 

@@ -6,8 +6,12 @@ Flags and conditions are those of Megatron-LM core_v0.19.0 and megatron-core 0.1
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megacpp_mcore.errors import ModelError
 
 FUSED_GRADIENTS = "gradient accumulation fusion"
 DISTRIBUTED_OPTIMIZER = "distributed optimizer"
@@ -19,11 +23,31 @@ GC_INTERVAL = 100
 """Steps between two collections: what a step leaves in cycles is small, and a collection of a large process takes 0.1 s."""
 LOG_INTERVAL = 10
 """Steps between two lines in the log of a run on several GPUs."""
+TORCH_FSDP, TORCH_FSDP_FORMAT = "--use-torch-fsdp2", "torch_dcp"
+_UNDER_TORCH_FSDP: Mapping[str, tuple[Any, str]] = MappingProxyType(
+    {
+        "pipeline parallelism": (1, "a stage's weights would be gathered anew for every micro-batch"),
+        "expert parallelism": (1, "experts are cut over the replicas"),
+        "tensor parallelism": (1, "gradients of experts would not be summed over its ranks"),
+        "calculate_per_token_loss": (False, "gradients would be divided by the replicas and by the tokens of them all"),
+        "cuda_graph_impl": ("none", "gathered weights have no fixed place"),
+        "MTP depths under --recompute-granularity full": (
+            1,
+            "gradients of a block that is computed again twice would be lost",
+        ),
+        "use_distributed_optimizer": (False, "optimizer state is cut already"),
+        "ckpt_format": (TORCH_FSDP_FORMAT, "no other holds the optimizer's state of weights that are cut"),
+    }
+)
+"""What a run under FSDP2 has to have, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Properties of a run that decide which flags it gets; ``idle_parameters``: why some get no gradient."""
+    """Properties of a run that decide which flags it gets.
+
+    ``idle_parameters``: why some get no gradient; ``torch_fsdp``: whether FSDP2 cuts weights, gradients and optimizer state.
+    """
 
     device: str
     has_engine: bool
@@ -31,6 +55,7 @@ class Machine:
     processes: int
     replicas: int
     idle_parameters: str = ""
+    torch_fsdp: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +89,12 @@ def _gpus(machine: Machine) -> str:
     return "" if machine.device == "cuda" else "it is for GPUs"
 
 
+def _fsdp(machine: Machine) -> str:
+    return "FSDP2 cuts, gathers and reduces by itself" if machine.torch_fsdp else ""
+
+
 def _replicas(machine: Machine) -> str:
-    return _gpus(machine) or ("" if machine.replicas > 1 else "there is one data-parallel replica")
+    return _gpus(machine) or _fsdp(machine) or ("" if machine.replicas > 1 else "there is one data-parallel replica")
 
 
 def _every_gradient(machine: Machine) -> str:
@@ -78,7 +107,7 @@ FLAGS = (
         words=(),
         off=("--no-gradient-accumulation-fusion",),
         reason="Transformer Engine's products add to the fp32 gradients themselves: no 16-bit copy, no pass to add it",
-        obstacle=_engine,
+        obstacle=lambda machine: _engine(machine) or _fsdp(machine),
     ),
     LaunchFlag(
         name=DISTRIBUTED_OPTIMIZER,
@@ -111,6 +140,25 @@ FLAGS = (
         obstacle=_gpus,
     ),
 )
+
+
+def check_torch_fsdp(run: Mapping[str, Any]) -> None:
+    """Refuse a run under FSDP2 that it would train wrongly, or not at all.
+
+    Args:
+        run: what it has, as far as it is known: ``pipeline parallelism``, ``expert parallelism``, ``tensor parallelism``, and
+            arguments of Megatron by their names.
+
+    Raises:
+        ModelError: with all that stands against it.
+    """
+    found = [
+        f"{name} is {value!r}, expected {_UNDER_TORCH_FSDP[name][0]!r} ({_UNDER_TORCH_FSDP[name][1]})"
+        for name, value in run.items()
+        if value != _UNDER_TORCH_FSDP[name][0]
+    ]
+    if found:
+        raise ModelError(f"{TORCH_FSDP}: {'; '.join(found)}; change that, or leave {TORCH_FSDP} out")
 
 
 def lowered(machine: Machine) -> tuple[str, ...]:

@@ -229,17 +229,22 @@ def lower(model: Model, layout: Layout, training: Training, host: str = GPT) -> 
 
     Raises:
         ModelError: when the model cannot be cut as ``layout`` says, its experts cannot run in the FP8 that ``training`` asks
-            for, or there is no such host.
+            for, FSDP2 (``--use-torch-fsdp2`` among ``training.extra``) cannot cut it so, or there is no such host.
     """
     model.check_layout(layout)
     if training.plan.file is not None and (why := precision.unfit(model)):
         raise ModelError(f"precision {training.precision}: {why}")
+    if launch_flags.TORCH_FSDP in training.extra:
+        cut = {"pipeline": layout.pipeline, "expert": layout.expert, "tensor": layout.tensor}
+        launch_flags.check_torch_fsdp({f"{name} parallelism": size for name, size in cut.items()})
     words = [word for argument in model_arguments(model, host) for word in argument.words]
     words += ["--seq-length", str(model.seq_length)]
     words += ["--moe-token-dispatcher-type", "alltoall"] if "E" in model.layers else []
     words += _layout_words(model, layout)
     words += _stage_words(model, layout) if host == GPT else ["--hybrid-layer-pattern", hybrid.plan(model, layout).text]
     words += _training_words(training, machine_of(model, layout, training))
+    if launch_flags.TORCH_FSDP in training.extra and "--ckpt-format" not in training.extra:
+        words += ["--ckpt-format", launch_flags.TORCH_FSDP_FORMAT]
     return (*words, *training.tokenizer, *training.data, *training.extra, "--spec", *SPECS[host])
 
 
@@ -256,6 +261,7 @@ def machine_of(model: Model, layout: Layout, training: Training) -> launch_flags
         idle_parameters="without dsa.loss_coeff nothing trains the indexers"
         if grammar.FULL_INDEX in model.roles and not model.dsa.loss_coeff
         else "",
+        torch_fsdp=launch_flags.TORCH_FSDP in training.extra,
     )
 
 

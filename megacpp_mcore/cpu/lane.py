@@ -29,7 +29,8 @@ REQUIRED_ARGUMENTS: tuple[tuple[str, ...], ...] = (
 )
 """The Megatron arguments without which a CPU run cannot work, each a flag with its value, if it takes one."""
 
-ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", _CONNECTIONS: "1"}
 """What the lane sets in the environment while it is installed: torch.compile would need a C++ compiler at run time, and Dynamo
 does not trace the stand-ins; on the other one Megatron insists for TP and CP, and it means nothing to a CPU."""
 
@@ -77,8 +78,11 @@ class CpuLane(contextlib.ExitStack):
     remove = contextlib.ExitStack.close
 
 
-def install() -> CpuLane:
+def install(connections: str = ENVIRONMENT[_CONNECTIONS]) -> CpuLane:
     """Install the lane in this process and return it; imports megatron-core.
+
+    Args:
+        connections: ``CUDA_DEVICE_MAX_CONNECTIONS`` while it is installed; FSDP2 refuses 1.
 
     Raises:
         LaunchError: if the lane is installed already, or if this process already uses a real GPU.
@@ -94,7 +98,7 @@ def install() -> CpuLane:
     lane = _installed = CpuLane()
     lane.callback(_forget)
     try:
-        _disable_dynamo(lane)
+        _disable_dynamo(lane, ENVIRONMENT | {_CONNECTIONS: connections})
         # Imports Megatron before the stand-ins, so that the names of torch.cuda that it copies at import are the originals.
         from megacpp_mcore.cpu import megatron
 
@@ -116,11 +120,11 @@ def answers_here() -> bool:
     return isinstance(torch.overrides._get_current_function_mode(), torch_cuda.CpuDeviceMode)
 
 
-def _disable_dynamo(lane: CpuLane) -> None:
+def _disable_dynamo(lane: CpuLane, environment: Mapping[str, str]) -> None:
     """Set the environment, of which Dynamo reads its part when a function is decorated."""
-    lane.callback(_set_variables, {name: os.environ.get(name) for name in ENVIRONMENT})
-    os.environ |= ENVIRONMENT
-    settings = ", ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
+    lane.callback(_set_variables, {name: os.environ.get(name) for name in environment})
+    os.environ |= environment
+    settings = ", ".join(f"{name}={value}" for name, value in environment.items())
     if "torch._dynamo.config" in sys.modules:  # imported before: what is compiled by now asks the configuration
         lane.enter_context(sys.modules["torch._dynamo.config"].patch(disable=True))
         settings += ", torch._dynamo.config.disable=True"

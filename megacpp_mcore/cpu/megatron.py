@@ -6,12 +6,15 @@ import functools
 import inspect
 import itertools
 import logging
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+from megatron.core.distributed import torch_fully_sharded_data_parallel
 from megatron.core.transformer.moe import experts, moe_utils
 from megatron.training import initialize
+from torch.distributed import DeviceMesh
 
 from megacpp_mcore.cpu.torch_cuda import without_moving_the_generator
 
@@ -29,6 +32,8 @@ def install(lane: CpuLane) -> None:
     _seed_experts_by_global_index(lane)
     # Where Transformer Engine is installed the fp32 router would call its GEMM, which takes CUDA tensors only.
     lane.replace("is None (the router multiplies with torch)", moe_utils, te_general_gemm=None)
+    of_cpus = SimpleNamespace(from_group=lambda group, _: DeviceMesh.from_group(group, "cpu"))
+    lane.replace("is of CPUs", torch_fully_sharded_data_parallel, DeviceMesh=of_cpus)
 
 
 def _keep_the_warm_up_off_the_generator(lane: CpuLane) -> None:

@@ -27,11 +27,13 @@ from unittest import mock
 
 from megacpp_mcore import policy
 from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments.launch_flags import TORCH_FSDP, check_torch_fsdp
 from megacpp_mcore.launch import process
 from megacpp_mcore.launch.plan import ALLOWED_SPEC_PREFIXES, STOCK_LOOP, Plan, plan
 from megacpp_mcore.observe import run as observation
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.patches.spec_import import import_named
+from megacpp_mcore.policy.values import FSDP_CONNECTIONS
 
 _RUN_ID = "megacpp-mcore-"
 """What torchrun calls the runs whose processes are children of a launch."""
@@ -168,7 +170,8 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
         if chosen.script is not None:
             stack.enter_context(process.first_on_path(chosen.script.parent))
         if chosen.device == "cpu":
-            stack.enter_context(process.cpu_lane())
+            queues = {"connections": FSDP_CONNECTIONS} if TORCH_FSDP in chosen.arguments else {}
+            stack.enter_context(process.cpu_lane(**queues))
         stack.enter_context(process.patches_of_the_run())
         needed = {"dataset-helpers": True, "spec-import": chosen.spec is not None, "hybrid-flops": chosen.has_own_spec}
         names = [name for name, is_needed in needed.items() if is_needed]
@@ -202,6 +205,9 @@ def _launch_policy(chosen: Plan, settings: plugin_config.PluginConfig | None) ->
     world_size = int(os.environ["WORLD_SIZE"])
     model = settings.model if settings is not None else None
     run = policy.Run.from_arguments(chosen.arguments, device=chosen.device, world_size=world_size, model=model)
+    if TORCH_FSDP in run.flags:
+        cut = {"pipeline": run.pipeline, "expert": run.expert, "tensor": run.tensor}
+        check_torch_fsdp({f"{name} parallelism": size for name, size in cut.items()})
     if chosen.device == "cuda":
         run = dataclasses.replace(run, tf32_products=policy.tf32_products())
     launched = policy.resolve(run, settings=settings, environment=os.environ)

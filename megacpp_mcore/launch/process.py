@@ -48,11 +48,11 @@ def first_on_path(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cpu_lane() -> Iterator[None]:
-    """The CPU lane for the duration, with a line for everything that it replaces."""
+def cpu_lane(**options: str) -> Iterator[None]:
+    """The CPU lane for the duration, with a line for everything that it replaces; ``options`` of its ``install``."""
     from megacpp_mcore import cpu
 
-    with cpu.install() as lane:
+    with cpu.install(**options) as lane:
         for message in lane.messages:
             say(message)
         yield

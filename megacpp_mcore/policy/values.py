@@ -17,6 +17,7 @@ from megacpp_mcore.arguments.launch_flags import (
     FUSED_GRADIENTS,
     MANUAL_GC,
     MOE_PERMUTE,
+    TORCH_FSDP,
     Machine,
     log_interval,
 )
@@ -33,6 +34,8 @@ ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 NEW_ALLOCATOR = "PYTORCH_ALLOC_CONF"
 TORCH_LOGS = "TORCH_LOGS"
 TF32_DRIVER, TF32_TORCH = "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+FSDP_CONNECTIONS = "8"
+"""The driver's own number of hardware queues: Megatron refuses one queue under FSDP."""
 _EXPANDABLE = "expandable_segments:True"
 _IN_FP32 = {"A": "selection of keys", "E": "router", "M": "Mamba-3", "R": "M²RNN parameters of the recurrence"}
 """What stays in fp32 in the layers of a family, whatever the precision of the run."""
@@ -106,7 +109,8 @@ def connections(run: Run, lookup: Lookup) -> Value:
         return lookup.find(CONNECTIONS, note="means nothing to a CPU; the CPU lane sets what Megatron insists on")
     if run.fsdp:
         refused = "FSDP needs more than one queue, and Megatron stops; unset it" if asked == "1" else ""
-        return lookup.find(CONNECTIONS, note="FSDP gathers beside the computation", refused=refused)
+        note = "FSDP gathers beside the computation"
+        return lookup.find(CONNECTIONS, default=FSDP_CONNECTIONS, note=note, refused=refused)
     if run.tensor > 1 or run.context > 1:
         # Megatron asserts it up to Hopper, but with the overlap of MoE communication it only warns.
         note = "tensor and context parallelism rely on the order of launches (Hopper and older)"
@@ -288,6 +292,7 @@ def flags(run: Run, arguments: str) -> tuple[Value, ...]:
         has_moe=run.has_moe,
         processes=run.world_size,
         replicas=run.replicas * run.context,
+        torch_fsdp=TORCH_FSDP in run.flags,
     )
     on = {
         FUSED_GRADIENTS: run.gradient_accumulation_fusion,

@@ -1,0 +1,157 @@
+"""torch-fsdp: FSDP2 (``--use-torch-fsdp2``) takes blocks whose parameters have two dtypes, and blocks that are re-used.
+
+PyTorch's ``fully_shard`` gathers a block's parameters in one collective, and wants one dtype in it. The few that stay fp32 in a
+bf16 model (biases, decays and scales of a recurrence) are left whole on every replica; their gradients are averaged in one
+all-reduce a step, and the first replica alone counts them in the gradient norm. What multi-token prediction calls once more at
+every depth, its block, the embedding and the output layer, keeps its gathered weights until its backward pass. The output layer
+is gathered with the model itself, so that its weight is a plain tensor in the whole forward pass (``linear-cross-entropy``).
+The optimizer's state can be loaded: torch_dcp loads into tensors that are there, and before the first step there are none.
+
+Activate: applied by the spec; or ``megacpp_mcore.patches.apply(["torch-fsdp"])``.
+Scope: models wrapped by TorchFullyShardedDataParallel.
+Provenance: megatron-core 0.19.2 ``core/distributed/torch_fully_sharded_data_parallel.py``, ``core/optimizer/optimizer.py``;
+PyTorch 2.11 ``distributed/fsdp``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from megacpp_mcore.arguments.launch_flags import check_torch_fsdp
+from megacpp_mcore.patches.machinery.registry import Edit, Patch
+
+_STOCK = "megatron.core.distributed.torch_fully_sharded_data_parallel"
+
+
+def _by_block(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``TorchFullyShardedDataParallel.__init__``."""
+
+    @functools.wraps(original)
+    def init(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+        from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+        from megatron.core.transformer.transformer_layer import TransformerLayer
+        from megatron.training import global_vars
+        from torch.distributed.fsdp import FSDPModule
+
+        run = {
+            "pipeline parallelism": config.pipeline_model_parallel_size,
+            "expert parallelism": config.expert_model_parallel_size,
+            "tensor parallelism": config.tensor_model_parallel_size,
+            "calculate_per_token_loss": config.calculate_per_token_loss,
+            "cuda_graph_impl": config.cuda_graph_impl,
+            "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+        }
+        if config.recompute_granularity == "full":
+            run["MTP depths under --recompute-granularity full"] = config.mtp_num_layers or 1
+        arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
+        if arguments is not None and (arguments.save or arguments.load):
+            run["ckpt_format"] = arguments.ckpt_format
+        check_torch_fsdp(run)
+        stock = importlib.import_module(_STOCK)
+        whole = [parameter for parameter in module.parameters() if parameter.dtype != config.params_dtype]
+        shard = functools.partial(stock.fully_shard, ignored_params=set(whole))
+        if not args:
+            kwargs.setdefault("sub_modules_to_wrap", {TransformerLayer, LanguageModelEmbedding})
+        with mock.patch.object(stock, "fully_shard", shard):
+            original(self, config, ddp_config, module, *args, **kwargs)
+        self.whole_parameters = whole
+        device = self.device_mesh.device_type
+        for parameter in whole:
+            parameter.data = parameter.data.to(device)
+            parameter.shared = self.process_group.rank() > 0  # Megatron's word for: another rank counts it in the norm
+        module.set_reshard_after_forward(False, recurse=False)  # its weights are the first that the backward pass needs
+        if config.mtp_num_layers:
+            for one in module.modules():
+                if isinstance(one, LanguageModelEmbedding | MultiTokenPredictionBlock):
+                    for inner in one.modules():
+                        if isinstance(inner, FSDPModule):
+                            inner.set_reshard_after_forward(False)
+
+    return init
+
+
+def _with_whole_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``TorchFullyShardedDataParallel.finish_grad_sync``, called once a step."""
+
+    @functools.wraps(original)
+    def finish_grad_sync(self: Any, force_all_reduce: bool = False) -> None:
+        import torch
+
+        original(self, force_all_reduce)
+        trained = [parameter for parameter in self.whole_parameters if parameter.grad is not None]
+        if trained:
+            flat = torch.cat([parameter.grad.reshape(-1) for parameter in trained])
+            torch.distributed.all_reduce(flat, group=self.process_group)
+            flat /= self.process_group.size()
+            for parameter, mean in zip(trained, flat.split([one.numel() for one in trained]), strict=True):
+                # Where Megatron's optimizer looks for the gradient of a parameter that is fp32 in a bf16 model.
+                parameter.grad = parameter.main_grad = mean.view_as(parameter)
+
+    return finish_grad_sync
+
+
+def _with_state_to_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``ChainedOptimizer.state_dict()``, which the loader of torch_dcp calls with ``is_loading``."""
+
+    @functools.wraps(original)
+    def state_dict(self: Any, is_loading: bool = False) -> Any:
+        import torch
+
+        for one in self.chained_optimizers if is_loading else ():
+            adam = one.optimizer
+            if adam.state:
+                continue
+            if type(adam) not in (torch.optim.Adam, torch.optim.AdamW):
+                one.init_state_fn(adam, one.config)
+                for group in adam.param_groups:
+                    group.setdefault("step", 0)  # which Transformer Engine's counts there
+                continue
+            for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+                moments = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
+                adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        return original(self)
+
+    return state_dict
+
+
+PATCH = Patch(
+    name="torch-fsdp",
+    fixes=(
+        "under --use-torch-fsdp2 a block whose parameters have two dtypes fails in its first forward pass ('FSDP expects "
+        "uniform original parameter dtype'); what multi-token prediction re-uses is gathered once more at every depth; a "
+        "checkpoint cannot be loaded with its optimizer (TypeError: 'is_loading', or KeyError: 'step')"
+    ),
+    source=f"megatron-core 0.19.2, {_STOCK.replace('.', '/')}.py, megatron/core/optimizer/optimizer.py",
+    megatron_versions=">=0.19,<0.20",
+    edits=(
+        Edit.of(
+            f"{_STOCK}:TorchFullyShardedDataParallel.__init__",
+            "bc7cd7ff6400674367d2197a1ee0d0198583e0901270fd92192f0555f4a4c928",
+            _by_block,
+        ),
+        Edit.of(
+            f"{_STOCK}:TorchFullyShardedDataParallel.finish_grad_sync",
+            "e7a290299e253eb6500203d04d0485b17c5a3a2cb6055d54d152704d5b2d2a67",
+            _with_whole_parameters,
+        ),
+        Edit.of(
+            "megatron.core.optimizer.optimizer:ChainedOptimizer.state_dict",
+            "70accfba5af8c8e3ec3a5a16adb2ebdb5fdaeb83b5ffb814ab6774fdfe3f2ba9",
+            _with_state_to_load,
+        ),
+    ),
+    seam=(
+        "the constructor wraps, and names fully_shard in its module; finish_grad_sync is called once a step has its gradients; "
+        "the loader of torch_dcp reads state_dict first"
+    ),
+    leaves_alone=(
+        "Megatron-FSDP and DDP; the dtype of reductions and of sharded gradients, which is the parameters'; what is saved"
+    ),
+    cost="the fp32 parameters of a bf16 model, and their optimizer states, are on every replica",
+    retire_when="fully_shard groups parameters by dtype, and upstream lets a model say what is not resharded",
+)

@@ -1,0 +1,50 @@
+"""Two replicas whose weights FSDP2 cuts train as two whole ones do, and go on from a checkpoint with their optimizer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.arguments.launch_flags import TORCH_FSDP
+from megacpp_mcore.observe import start
+from tests.distributed.comparing import differing_scalars
+from tests.distributed.runs import LAYOUTS, MAIN, ONE, RESUMED, Laboratory, Run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def laboratory(tmp_path: Path) -> Iterator[Laboratory]:
+    yield Laboratory(tmp_path)
+    shutil.rmtree(tmp_path)
+
+
+def trained(laboratory: Laboratory, name: str, words: tuple[str, ...], *extra: str) -> Run:
+    """Two replicas; ``words`` are known to lowering."""
+    laboratory.words = words
+    warm_up = ("--lr-warmup-iters", "1")
+    return laboratory._once(name, LAYOUTS[ONE], MAIN, (*warm_up, *extra), replicas=2, save_every=RESUMED)
+
+
+@pytest.mark.parametrize(("words", "tolerance"), [((), 1e-5), (("--bf16",), 5e-3)], ids=["fp32", "bf16"])
+def test_fsdp_trains_as_ddp_does(laboratory: Laboratory, words: tuple[str, ...], tolerance: float) -> None:
+    """In bf16 the blocks have parameters of two dtypes, and gradients are summed over replicas in bf16."""
+    whole = trained(laboratory, "DDP", words, "--no-save-optim")
+    cut = trained(laboratory, "FSDP2", (*words, TORCH_FSDP))
+    assert len(cut.scalars["lm loss"]) == MAIN
+    assert differing_scalars(whole.scalars, cut.scalars, tolerance) == []
+    norms = [start.read(run.observed) for run in (whole, cut)]
+    assert {part: one["gradient"] for part, one in norms[1].items()} == pytest.approx(
+        {part: one["gradient"] for part, one in norms[0].items()}, rel=10 * tolerance
+    )
+    if not words:
+        return
+    load = ("--load", str(cut.checkpoints), "--ckpt-step", str(RESUMED))
+    resumed = trained(laboratory, "resumed", (*words, TORCH_FSDP), *load)
+    later = {
+        name: {step: values[step] for step in range(RESUMED + 1, MAIN + 1)} for name, values in cut.scalars.items()
+    }
+    assert differing_scalars(later, resumed.scalars, 0.0) == []

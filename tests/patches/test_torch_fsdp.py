@@ -1,0 +1,85 @@
+"""The patch torch-fsdp: what FSDP2 cuts, what stays whole, and what keeps its gathered weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model.training import Training
+from tests import stock
+
+TINY = preset("nam56r_tiny")
+FSDP = "--use-torch-fsdp2"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with stock.one_process(tmp_path_factory.mktemp("fsdp") / "store"):
+        yield
+
+
+def wrap(model: Any) -> Any:
+    """``model`` as stock's training loop wraps it; the spec, which built it, has applied the patch."""
+    from megatron.core.distributed import TorchFullyShardedDataParallel
+    from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
+        TorchFullyShardedDataParallelConfig,
+    )
+    from megatron.core.transformer.module import Float16Module
+
+    config = model.config
+    inner = Float16Module(config, model) if config.bf16 else model
+    return TorchFullyShardedDataParallel(config, TorchFullyShardedDataParallelConfig(), inner)
+
+
+def test_plan_of_a_bf16_model(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    wrapped = wrap(stock.build({}, TINY, tmp_path, precision="bf16"))
+    root = wrapped.module
+    units = {name.removeprefix("module."): one for name, one in root.named_modules() if isinstance(one, FSDPModule)}
+    kept = ("", "embedding", "mtp.layers.0.mtp_model_layer")
+    layers = tuple(f"decoder.layers.{number}" for number in range(TINY.depth))
+    assert set(units) == {*kept, *layers}
+    resharded = {name for name, one in units.items() if one._get_fsdp_state()._fsdp_param_group._reshard_after_forward}
+    assert resharded == set(layers)
+    whole = {name for name, parameter in root.named_parameters() if not isinstance(parameter, DTensor)}
+    assert whole == {name for name, parameter in root.named_parameters() if parameter.dtype == torch.float32}
+    assert {name.rpartition(".")[2] for name in whole} >= {"dt_bias", "D", "b_bias", "W", "A_log"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"calculate_per_token_loss": True}, "calculate_per_token_loss is True, expected False"),
+        ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl is 'full_iteration', expected 'none'"),
+        ({"recompute_granularity": "full", "mtp_num_layers": 2}, "MTP depths under .* is 2, expected 1"),
+    ],
+)
+def test_runs_that_it_would_train_wrongly_are_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    model = stock.build({}, TINY, tmp_path)
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ModelError, match=f"{says} .*; change that, or leave --use-torch-fsdp2 out"):
+        wrap(model)
+
+
+def test_lowering() -> None:
+    """No fused gradients, no distributed optimizer, no overlap of stock's; a checkpoint that holds it; only replicas."""
+    training = Training(processes=8, extra=(FSDP,))
+    words = lower(TINY, Layout(), training)
+    assert "--no-gradient-accumulation-fusion" in words
+    assert words[words.index("--ckpt-format") + 1] == "torch_dcp"
+    assert not {"--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"} & set(words)
+    model = with_overrides(TINY, {"dsa": {"schedule": "-FF"}})
+    with pytest.raises(
+        ModelError, match=r"pipeline .* is 2, expected 1 .*; expert .* is 2, .*; change that, or leave --use"
+    ):
+        lower(model, Layout(pipeline=2, expert=2), training)

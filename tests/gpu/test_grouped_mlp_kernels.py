@@ -96,6 +96,25 @@ def test_fp8_does_not_wait_and_a_graph_replays() -> None:
 
 
 @hopper
+def test_fp8_keeps_quantised_weights_until_a_step() -> None:
+    case = CASES["natural skew"]
+    inputs, others = draw(case, "cuda"), draw(case, "cuda", seed=1)
+    w1, w2 = weights = [torch.nn.Parameter(inputs[name].clone()) for name in ("w1", "w2")]
+
+    def run(w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+        return fp8.routed_mlp(inputs["x"], inputs["routing"], inputs["probs"], w1, w2, topk=case.topk)
+
+    first = run(w1, w2)
+    made = [fp8._quantized[weight] for weight in weights]
+    assert torch.equal(run(w1, w2), first)
+    assert all(fp8._quantized[weight] is one for weight, one in zip(weights, made, strict=True))
+    for weight, name in zip(weights, ("w1", "w2"), strict=True):  # as the distributed optimizer does: no version counts it
+        weight.data.copy_(others[name])
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
+    assert torch.equal(run(w1, w2), run(others["w1"], others["w2"]))
+
+
+@hopper
 def test_fp8_refuses_other_widths() -> None:
     case = CASES["odd numbers"]
     with pytest.raises(ModelError, match=r"F, D = \[40, 72\]; they take multiples of 16"):

@@ -93,12 +93,14 @@ def test_gradients_of_weights(tmp_path: Path, left: bool, gathered: bool, widths
 
 
 ROW = {"ROWS": 1, "BLOCK": 4096}
-WIDTH = {"F": F, "ROWS": 4, "BLOCK": 1024}
+WIDTH = {"F": F, "ROWS": 4, "BLOCK": 1024, "EXPERTS": E}
 FP8_LAUNCHES: dict[str, tuple[str, dict[str, Any], int]] = {
     "tokens": ("scale_rows", ROW | {"W": D, "COPIES": K}, 4),
-    "w1": ("scale_rows", ROW | {"W": D, "COPIES": 1, "row_NC": None}, 4),
-    "w2": ("scale_rows", {"W": F, "COPIES": 1, "row_NC": None, "ROWS": 4, "BLOCK": 1024}, 4),
-    "columns": ("scale_columns", _without(fp8.COLUMNS), fp8.COLUMNS["num_warps"]),
+    "rows": ("scale_rows", ROW | {"W": D, "COPIES": 1, "row_NC": None}, 4),
+    **{
+        name: ("scale_weights", _without(fp8.WEIGHTS) | {"F": F, "D": D, "D_FIRST": first}, fp8.WEIGHTS["num_warps"])
+        for name, first in (("w1", False), ("w2", True))
+    },
     "activate, erf": ("activate", WIDTH | {"TANH": False}, 4),
     "activate, tanh": ("activate", WIDTH | {"TANH": True}, 4),
     "backward, erf": ("activate_backward", WIDTH | {"TANH": False}, 8),
@@ -110,10 +112,10 @@ FP8_LAUNCHES: dict[str, tuple[str, dict[str, Any], int]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "constants", "warps"), FP8_LAUNCHES.values(), ids=FP8_LAUNCHES.keys())
 def test_fp8(tmp_path: Path, kernel: str, constants: dict[str, Any], warps: int) -> None:
-    types = dict.fromkeys(("x_NW", "w_ENW", "h_RF", "a_RF", "da_RF"), "*bf16") | {"row_NC": "*i32"}
-    types |= dict.fromkeys(("values", "values_EWN"), "*fp8e4nv")
-    types |= dict.fromkeys(("scales", "scale_EW", "prob_R", "dprob_R"), "*fp32")
-    made = compiled(getattr(fp8, kernel), types, constants, tmp_path, multiples=("N", "W"), num_warps=warps)
+    types = dict.fromkeys(("x_NW", "w", "h_RF", "a_RF", "da_RF"), "*bf16")
+    types |= dict.fromkeys(("row_NC", "end_E"), "*i32") | dict.fromkeys(("values", "values_EFD", "values_EDF"), "*fp8e4nv")
+    types |= dict.fromkeys(("scales", "scale_EF", "prob_R", "dprob_R"), "*fp32")
+    made = compiled(getattr(fp8, kernel), types, constants, tmp_path, multiples=("N",), num_warps=warps)
     assert made.spills == 0, made
     assert made.registers <= 128, made
 

@@ -13,15 +13,18 @@ any matrix.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.grouped_mlp.kernels import _activation
-from megacpp_mcore.ops.grouped_mlp.triton import Products, Rows, run_grouped, run_routed
+from megacpp_mcore.ops.grouped_mlp.triton import Products, Rows, packed, run_grouped, run_routed
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)
@@ -35,8 +38,8 @@ CAPABILITY = (9, 0)
 ELEMENTS = 4096
 """That a program has at a time, at least one row of them."""
 
-COLUMNS = {"BN": 256, "BW": 64, "num_warps": 8}
-"""How columns are scaled: rows and columns of a tile."""
+WEIGHTS = {"BF": 32, "BD": 128, "num_warps": 8}
+"""How weights are scaled: of F and D, what a tile has."""
 
 
 class Scaled(NamedTuple):
@@ -114,7 +117,8 @@ def scale_rows(
     for start in tl.static_range(0, W, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < N)[:, None] & (column < W)[None, :]
-        x = tl.load(x_NW + row.to(tl.int64)[:, None] * W + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        if W > BLOCK:
+            x = tl.load(x_NW + row.to(tl.int64)[:, None] * W + column[None, :], mask=inside, other=0.0).to(tl.float32)
         value = (x * (1.0 / scale)[:, None]).to(values.dtype.element_ty)
         if row_NC is None:
             tl.store(values + row.to(tl.int64)[:, None] * W + column[None, :], value, mask=inside)
@@ -131,100 +135,154 @@ def scale_rows(
 
 
 @triton.jit
-def scale_columns(w_ENW, values_EWN, scale_EW, N, W, BN: tl.constexpr, BW: tl.constexpr):
-    """BW columns of an expert's matrix, which become rows."""
+def scale_weights(
+    w,
+    values_EFD,
+    values_EDF,
+    scale_EF,
+    F: tl.constexpr,
+    D: tl.constexpr,
+    D_FIRST: tl.constexpr,
+    BF: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """BF of the F of an expert's matrix, [D, F] if D comes first, else [F, D]: the same values in both orders."""
     expert = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BW + tl.arange(0, BW)
-    at = w_ENW + expert * N * W + column[None, :]
-    largest = tl.zeros([BW], tl.float32)
-    for start in tl.range(0, N, BN):
-        row = start + tl.arange(0, BN)
-        inside = (row < N)[:, None] & (column < W)[None, :]
-        w = tl.load(at + row.to(tl.int64)[:, None] * W, mask=inside, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(w), 0))
+    f = tl.program_id(0) * BF + tl.arange(0, BF)
+    along_F: tl.constexpr = 1 if D_FIRST else D
+    along_D: tl.constexpr = F if D_FIRST else 1
+    at = w + expert * F * D + f.to(tl.int64)[:, None] * along_F
+    largest = tl.zeros([BF], tl.float32)
+    for start in tl.range(0, D, BD):
+        d = start + tl.arange(0, BD)
+        inside = (f < F)[:, None] & (d < D)[None, :]
+        part = tl.load(at + d.to(tl.int64)[None, :] * along_D, mask=inside, other=0.0)
+        largest = tl.maximum(largest, tl.max(tl.abs(part), 1).to(tl.float32))
     scale = _scale(largest)
-    tl.store(scale_EW + expert * W + column, scale, mask=column < W)
-    to = values_EWN + expert * N * W + column.to(tl.int64)[:, None] * N
-    for start in tl.range(0, N, BN):
-        row = start + tl.arange(0, BN)
-        inside = (row < N)[:, None] & (column < W)[None, :]
-        w = tl.load(at + row.to(tl.int64)[:, None] * W, mask=inside, other=0.0).to(tl.float32)
-        value = (w * (1.0 / scale)[None, :]).to(values_EWN.dtype.element_ty)
-        tl.store(to + row[None, :], value.T, mask=(row < N)[None, :] & (column < W)[:, None])
+    tl.store(scale_EF + expert * F + f, scale, mask=f < F)
+    to_EFD = values_EFD + expert * F * D + f.to(tl.int64)[:, None] * D
+    to_EDF = values_EDF + expert * F * D + f[:, None]
+    for start in tl.range(0, D, BD):
+        d = (D - 1) // BD * BD - start + tl.arange(0, BD)  # what was read last is in the cache
+        inside = (f < F)[:, None] & (d < D)[None, :]
+        part = tl.load(at + d.to(tl.int64)[None, :] * along_D, mask=inside, other=0.0).to(tl.float32)
+        value = (part * (1.0 / scale)[:, None]).to(values_EFD.dtype.element_ty)
+        tl.store(to_EFD + d[None, :], value, mask=inside)
+        tl.store(to_EDF + d.to(tl.int64)[None, :] * F, value, mask=inside)
+
+
+@triton.jit
+def _row(row, R, prob_R, end_E, E, EXPERTS: tl.constexpr):
+    """The probabilities of rows, and their experts."""
+    prob = tl.full(row.shape, 1.0, tl.float32)
+    if prob_R is not None:
+        prob = tl.load(prob_R + row, mask=row < R, other=0.0).to(tl.float32)
+    expert = tl.arange(0, EXPERTS)
+    end_E = tl.load(end_E + expert, mask=expert < E, other=2147483647)
+    return prob, tl.sum((end_E[None, :] <= row[:, None]).to(tl.int32), 1)
 
 
 @triton.jit
 def activate(
-    h_RF, prob_R, values, scales, R, F: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    h_RF,
+    prob_R,
+    end_E,
+    scale_EF,
+    values,
+    scales,
+    R,
+    E,
+    F: tl.constexpr,
+    TANH: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """The activation of ROWS rows times their probabilities, scaled."""
+    """The activation of ROWS rows times their probabilities and the second matrix' scales, scaled."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    prob = tl.full([ROWS], 1.0, tl.float32)
-    if prob_R is not None:
-        prob = tl.load(prob_R + row, mask=row < R, other=0.0).to(tl.float32)
+    prob, expert = _row(row, R, prob_R, end_E, E, EXPERTS)
     largest = tl.zeros([ROWS], tl.float32)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = (row < R)[:, None] & (column < F)[None, :]
-        h = tl.load(h_RF + row.to(tl.int64)[:, None] * F + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        factor, _ = _activation(h, TANH)
-        largest = tl.maximum(largest, tl.max(tl.abs(h * factor * prob[:, None]), 1))
+        a = _activated(h_RF, scale_EF, prob, expert, row, column, R, E, F, TANH)
+        largest = tl.maximum(largest, tl.max(tl.abs(a), 1))
     scale = _scale(largest)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
+        if F > BLOCK:
+            a = _activated(h_RF, scale_EF, prob, expert, row, column, R, E, F, TANH)
+        value = (a * (1.0 / scale)[:, None]).to(values.dtype.element_ty)
         inside = (row < R)[:, None] & (column < F)[None, :]
-        h = tl.load(h_RF + row.to(tl.int64)[:, None] * F + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        factor, _ = _activation(h, TANH)
-        value = (h * factor * (prob * (1.0 / scale))[:, None]).to(values.dtype.element_ty)
         tl.store(values + row.to(tl.int64)[:, None] * F + column[None, :], value, mask=inside)
     tl.store(scales + row, scale, mask=row < R)
+
+
+@triton.jit
+def _activated(h_RF, scale_EF, prob, expert, row, column, R, E, F: tl.constexpr, TANH: tl.constexpr):
+    inside = (row < R)[:, None] & (column < F)[None, :]
+    h = tl.load(h_RF + row.to(tl.int64)[:, None] * F + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    factor, _ = _activation(h, TANH)
+    inside = (expert < E)[:, None] & (column < F)[None, :]
+    return h * factor * prob[:, None] * tl.load(scale_EF + expert[:, None] * F + column[None, :], mask=inside, other=1.0)
 
 
 @triton.jit
 def activate_backward(
     h_RF,
     prob_R,
+    end_E,
+    scale_EF,
     da_RF,
     a_RF,
     dprob_R,
     values,
     scales,
     R,
+    E,
     F: tl.constexpr,
     TANH: tl.constexpr,
+    EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """From the gradient of the second product's left side to that of the first product, in its place and scaled."""
+    """From the gradient of the second product's left side to that of the first product, in its place.
+
+    That times the first matrix' scales, scaled, is the last product's left side.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    prob = tl.full([ROWS], 1.0, tl.float32)
-    if prob_R is not None:
-        prob = tl.load(prob_R + row, mask=row < R, other=0.0).to(tl.float32)
+    prob, expert = _row(row, R, prob_R, end_E, E, EXPERTS)
     largest = tl.zeros([ROWS], tl.float32)
     dprob = tl.zeros([ROWS], tl.float32)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = (row < R)[:, None] & (column < F)[None, :]
-        at = row.to(tl.int64)[:, None] * F + column[None, :]
-        h = tl.load(h_RF + at, mask=inside, other=0.0).to(tl.float32)
-        da = tl.load(da_RF + at, mask=inside, other=0.0).to(tl.float32)
-        factor, slope = _activation(h, TANH)
-        dprob += tl.sum(da * h * factor, 1)
-        largest = tl.maximum(largest, tl.max(tl.abs(da * slope * prob[:, None]), 1))
+        a, dh, left, d = _activated_backward(h_RF, da_RF, scale_EF, prob, expert, row, column, R, E, F, TANH)
+        dprob += d
+        largest = tl.maximum(largest, tl.max(tl.abs(left), 1))
     scale = _scale(largest)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
+        if F > BLOCK:
+            a, dh, left, _ = _activated_backward(h_RF, da_RF, scale_EF, prob, expert, row, column, R, E, F, TANH)
         inside = (row < R)[:, None] & (column < F)[None, :]
         at = row.to(tl.int64)[:, None] * F + column[None, :]
-        h = tl.load(h_RF + at, mask=inside, other=0.0).to(tl.float32)
-        da = tl.load(da_RF + at, mask=inside, other=0.0).to(tl.float32)
-        factor, slope = _activation(h, TANH)
-        dh = da * slope * prob[:, None]
-        tl.store(a_RF + at, (h * factor * prob[:, None]).to(a_RF.dtype.element_ty), mask=inside)
+        tl.store(a_RF + at, a.to(a_RF.dtype.element_ty), mask=inside)
         tl.store(da_RF + at, dh.to(da_RF.dtype.element_ty), mask=inside)
-        tl.store(values + at, (dh * (1.0 / scale)[:, None]).to(values.dtype.element_ty), mask=inside)
+        tl.store(values + at, (left * (1.0 / scale)[:, None]).to(values.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < R)
     tl.store(dprob_R + row, dprob, mask=row < R)
+
+
+@triton.jit
+def _activated_backward(h_RF, da_RF, scale_EF, prob, expert, row, column, R, E, F: tl.constexpr, TANH: tl.constexpr):
+    inside = (row < R)[:, None] & (column < F)[None, :]
+    at = row.to(tl.int64)[:, None] * F + column[None, :]
+    h = tl.load(h_RF + at, mask=inside, other=0.0).to(tl.float32)
+    da = tl.load(da_RF + at, mask=inside, other=0.0).to(tl.float32)
+    factor, slope = _activation(h, TANH)
+    a, dh = h * factor, da * slope * prob[:, None]
+    inside = (expert < E)[:, None] & (column < F)[None, :]
+    weight = tl.load(scale_EF + expert[:, None] * F + column[None, :], mask=inside, other=1.0)
+    return a * prob[:, None], dh, dh * weight, tl.sum(da * a, 1)
 
 
 def _tile(width: int, warps: int = 4) -> dict[str, int]:
@@ -246,50 +304,113 @@ def of_rows(x: torch.Tensor, row_TK: torch.Tensor | None = None) -> Scaled:
     return scaled
 
 
-def of_columns(w_ENW: torch.Tensor) -> Scaled:
-    """Each expert's matrix the other way round, its rows scaled."""
-    E, N, W = w_ENW.shape
-    scaled = _empty(w_ENW, E, W, N)
-    scale_columns[(triton.cdiv(W, COLUMNS["BW"]), E)](w_ENW, *scaled, N, W, **COLUMNS)
-    return scaled
+class Weights(NamedTuple):
+    """Both matrices of every expert in E4M3, scaled for each of F. Each product of rows has the order that it needs.
+
+    Where D is summed over, the scales are factors of the result's columns; where F is, of the other side before it is scaled.
+    """
+
+    first_EFD: torch.Tensor
+    first_EDF: torch.Tensor
+    first_scale_EF: torch.Tensor
+    second_EFD: torch.Tensor
+    second_EDF: torch.Tensor
+    second_scale_EF: torch.Tensor
+    one_ED: torch.Tensor
 
 
-def product(left: Scaled, right_ENW: Scaled, rows: Rows) -> torch.Tensor:
+def of_weights(w1_EFD: torch.Tensor, w2_EDF: torch.Tensor) -> Weights:
+    """Both matrices scaled, of parameters in training once an optimizer's step (:func:`_kept`)."""
+    E, _, D = w1_EFD.shape
+    one_ED = w1_EFD.new_ones(E, D, dtype=torch.float32)
+    return Weights(*_kept(w1_EFD, d_first=False), *_kept(w2_EDF, d_first=True), one_ED)
+
+
+_quantized = WeakTensorKeyDictionary()
+
+
+def forget(*_: Any) -> None:
+    """Quantise all weights anew the next time; every step of an optimizer ends with it."""
+    _quantized.clear()
+
+
+# Megatron's distributed optimizer writes to buffers that parameters are views of, which no version of a parameter counts;
+# but behind a step of PyTorch's, and before the next forward pass.
+register_optimizer_step_post_hook(forget)
+
+
+def _kept(w: torch.Tensor, *, d_first: bool) -> tuple[torch.Tensor, ...]:
+    """What :func:`_scaled` made of ``w`` since the last step of an optimizer, for a parameter that has not changed since.
+
+    Made anew, and not kept, where gradients are off, as in an evaluation, which may have other weights in the same place; and
+    in a CUDA graph, whose replay has to make it of the weights of then.
+    """
+    is_training = torch.is_grad_enabled() and w.requires_grad and w.is_leaf
+    if not is_training or (w.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return _scaled(w, d_first=d_first)
+    state = w._version, w.data_ptr(), w.shape
+    found = _quantized.get(w)
+    if found is None or found[0] != state:
+        found = _quantized[w] = state, _scaled(w, d_first=d_first)
+    return found[1]
+
+
+@torch.no_grad()
+def _scaled(w: torch.Tensor, *, d_first: bool) -> tuple[torch.Tensor, ...]:
+    """``[E, F, D]``, ``[E, D, F]`` and the scales ``[E, F]`` of every expert's matrix."""
+    w, (E, F, D) = packed(w), w.transpose(1, 2).shape if d_first else w.shape
+    values_EFD, values_EDF = (w.new_empty(shape, dtype=E4M3) for shape in ((E, F, D), (E, D, F)))
+    found = values_EFD, values_EDF, w.new_empty(E, F, dtype=torch.float32)
+    scale_weights[(triton.cdiv(F, WEIGHTS["BF"]), E)](w, *found, F=F, D=D, D_FIRST=d_first, **WEIGHTS)
+    return found
+
+
+def product(left: Scaled, right_ENW: torch.Tensor, scale_EN: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Each row times its expert's matrix, whose rows are columns of the result."""
     return torch._scaled_grouped_mm(
-        left.values, right_ENW.values.transpose(1, 2), left.scale, right_ENW.scale, offs=rows.end_E,
-        out_dtype=torch.bfloat16, use_fast_accum=True,
+        left.values, right_ENW.transpose(1, 2), left.scale, scale_EN, offs=rows.end_E, out_dtype=torch.bfloat16,
+        use_fast_accum=True,
     )  # fmt: skip
 
 
-def _hidden(x: torch.Tensor, rows: Rows, w1_EFD: torch.Tensor, activation: str) -> tuple[torch.Tensor, Scaled]:
-    h_RF = product(of_rows(x, rows.row_TK), of_rows(w1_EFD), rows)
-    (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1]), _empty(h_RF, *h_RF.shape)
-    if R:
-        grid = (triton.cdiv(R, tile["ROWS"]),)
-        activate[grid](h_RF, rows.prob_R, *left, R, F=F, TANH=activation == "gelu_tanh", **tile)
+def _hidden(x: torch.Tensor, rows: Rows, weights: Weights, activation: str) -> tuple[torch.Tensor, Scaled]:
+    h_RF = product(of_rows(x, rows.row_TK), weights.first_EFD, weights.first_scale_EF, rows)
+    left = _empty(h_RF, *h_RF.shape)
+    _activation_kernel(activate, 4, h_RF, rows, weights.second_scale_EF, activation, *left)
     return h_RF, left
 
 
-def _output(left: Scaled, w2_EDF: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return product(left, of_rows(w2_EDF), rows)
+def _output(left: Scaled, weights: Weights, rows: Rows) -> torch.Tensor:
+    return product(left, weights.second_EDF, weights.one_ED, rows)
 
 
 def _hidden_gradient(
-    dy: torch.Tensor, rows: Rows, w2_EDF: torch.Tensor, h_RF: torch.Tensor, activation: str
+    dy: torch.Tensor, rows: Rows, saved: Sequence[torch.Tensor], h_RF: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Scaled]:
-    dh_RF = product(of_rows(dy, rows.row_TK), of_columns(w2_EDF), rows)
-    (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1], 8), _empty(h_RF, *h_RF.shape)
-    a_RF, dprob_PR = torch.empty_like(h_RF), h_RF.new_empty(1, R, dtype=torch.float32)
-    if R:
-        grid = (triton.cdiv(R, tile["ROWS"]),)
-        tanh = activation == "gelu_tanh"
-        activate_backward[grid](h_RF, rows.prob_R, dh_RF, a_RF, dprob_PR, *left, R, F=F, TANH=tanh, **tile)
+    weights = Weights(*saved)
+    dh_RF = product(of_rows(dy, rows.row_TK), weights.second_EFD, weights.second_scale_EF, rows)
+    a_RF, dprob_PR = torch.empty_like(h_RF), h_RF.new_empty(1, h_RF.shape[0], dtype=torch.float32)
+    left = _empty(h_RF, *h_RF.shape)
+    _activation_kernel(
+        activate_backward, 8, h_RF, rows, weights.first_scale_EF, activation, dh_RF, a_RF, dprob_PR, *left
+    )
     return a_RF, dh_RF, dprob_PR, left
 
 
-def _input_gradient(left: Scaled, w1_EFD: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return product(left, of_columns(w1_EFD), rows)
+def _activation_kernel(
+    kernel: Any, warps: int, h_RF: torch.Tensor, rows: Rows, scale_EF: torch.Tensor, activation: str, *others: torch.Tensor
+) -> None:
+    (R, F), E, tile = h_RF.shape, scale_EF.shape[0], _tile(h_RF.shape[1], warps)
+    if R:
+        kernel[(triton.cdiv(R, tile["ROWS"]),)](
+            h_RF, rows.prob_R, rows.end_E, scale_EF, *others, R, E, F=F, TANH=activation == "gelu_tanh",
+            EXPERTS=triton.next_power_of_2(E), **tile,
+        )  # fmt: skip
 
 
-FP8 = Products(16, _hidden, _output, _hidden_gradient, _input_gradient)
+def _input_gradient(left: Scaled, saved: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+    weights = Weights(*saved)
+    return product(left, weights.first_EDF, weights.one_ED, rows)
+
+
+FP8 = Products(16, of_weights, _hidden, _output, _hidden_gradient, _input_gradient)

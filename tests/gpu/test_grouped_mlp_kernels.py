@@ -108,7 +108,9 @@ def test_fp8_keeps_quantised_weights_until_a_step() -> None:
     made = [fp8._quantized[weight] for weight in weights]
     assert torch.equal(run(w1, w2), first)
     assert all(fp8._quantized[weight] is one for weight, one in zip(weights, made, strict=True))
-    for weight, name in zip(weights, ("w1", "w2"), strict=True):  # as the distributed optimizer does: no version counts it
+    for weight, name in zip(
+        weights, ("w1", "w2"), strict=True
+    ):  # as the distributed optimizer does: no version counts it
         weight.data.copy_(others[name])
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
     assert torch.equal(run(w1, w2), run(others["w1"], others["w2"]))

@@ -113,7 +113,9 @@ FP8_LAUNCHES: dict[str, tuple[str, dict[str, Any], int]] = {
 @pytest.mark.parametrize(("kernel", "constants", "warps"), FP8_LAUNCHES.values(), ids=FP8_LAUNCHES.keys())
 def test_fp8(tmp_path: Path, kernel: str, constants: dict[str, Any], warps: int) -> None:
     types = dict.fromkeys(("x_NW", "w", "h_RF", "a_RF", "da_RF"), "*bf16")
-    types |= dict.fromkeys(("row_NC", "end_E"), "*i32") | dict.fromkeys(("values", "values_EFD", "values_EDF"), "*fp8e4nv")
+    types |= dict.fromkeys(("row_NC", "end_E"), "*i32") | dict.fromkeys(
+        ("values", "values_EFD", "values_EDF"), "*fp8e4nv"
+    )
     types |= dict.fromkeys(("scales", "scale_EF", "prob_R", "dprob_R"), "*fp32")
     made = compiled(getattr(fp8, kernel), types, constants, tmp_path, multiples=("N",), num_warps=warps)
     assert made.spills == 0, made

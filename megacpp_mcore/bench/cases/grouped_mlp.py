@@ -111,12 +111,14 @@ def routed_problem(options: Options) -> Problem:
 
 def _ours(op: str, options: Options, call: Callable[[Any, Inputs], Any]) -> Iterator[Variant]:
     E, D, width = options.sizes("experts", "hidden", "expert_width")
-    limits = {"triton": ROUNDED, FP8: QUANTIZED}
+    limits = {"triton": ROUNDED, FP8: QUANTIZED, "te": ROUNDED}
     for found in Variant.candidates(op, options, call, hidden=D, ffn=width, experts=E):
         variant = dataclasses.replace(found, limit=limits.get(found.name))
         if FP8 in variant.name and variant.runs:
             yield dataclasses.replace(variant, name=f"{FP8}, weights kept quantised")
-            variant = dataclasses.replace(variant, runs={work: partial(_anew, run) for work, run in variant.runs.items()})
+            variant = dataclasses.replace(
+                variant, runs={work: partial(_anew, run) for work, run in variant.runs.items()}
+            )
         yield variant
         if variant.name in limits and variant.runs:
             runs = {BOTH: partial(_accumulated, variant.runs[BOTH], {})}

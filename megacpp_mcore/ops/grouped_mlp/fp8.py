@@ -223,7 +223,9 @@ def _activated(h_RF, scale_EF, prob, expert, row, column, R, E, F: tl.constexpr,
     h = tl.load(h_RF + row.to(tl.int64)[:, None] * F + column[None, :], mask=inside, other=0.0).to(tl.float32)
     factor, _ = _activation(h, TANH)
     inside = (expert < E)[:, None] & (column < F)[None, :]
-    return h * factor * prob[:, None] * tl.load(scale_EF + expert[:, None] * F + column[None, :], mask=inside, other=1.0)
+    return (
+        h * factor * prob[:, None] * tl.load(scale_EF + expert[:, None] * F + column[None, :], mask=inside, other=1.0)
+    )
 
 
 @triton.jit
@@ -326,6 +328,7 @@ def of_weights(w1_EFD: torch.Tensor, w2_EDF: torch.Tensor) -> Weights:
     return Weights(*_kept(w1_EFD, d_first=False), *_kept(w2_EDF, d_first=True), one_ED)
 
 
+Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _quantized = WeakTensorKeyDictionary()
 
 
@@ -339,7 +342,7 @@ def forget(*_: Any) -> None:
 register_optimizer_step_post_hook(forget)
 
 
-def _kept(w: torch.Tensor, *, d_first: bool) -> tuple[torch.Tensor, ...]:
+def _kept(w: torch.Tensor, *, d_first: bool) -> Quantized:
     """What :func:`_scaled` made of ``w`` since the last step of an optimizer, for a parameter that has not changed since.
 
     Made anew, and not kept, where gradients are off, as in an evaluation, which may have other weights in the same place; and
@@ -352,11 +355,12 @@ def _kept(w: torch.Tensor, *, d_first: bool) -> tuple[torch.Tensor, ...]:
     found = _quantized.get(w)
     if found is None or found[0] != state:
         found = _quantized[w] = state, _scaled(w, d_first=d_first)
-    return found[1]
+    made: Quantized = found[1]
+    return made
 
 
 @torch.no_grad()
-def _scaled(w: torch.Tensor, *, d_first: bool) -> tuple[torch.Tensor, ...]:
+def _scaled(w: torch.Tensor, *, d_first: bool) -> Quantized:
     """``[E, F, D]``, ``[E, D, F]`` and the scales ``[E, F]`` of every expert's matrix."""
     w, (E, F, D) = packed(w), w.transpose(1, 2).shape if d_first else w.shape
     values_EFD, values_EDF = (w.new_empty(shape, dtype=E4M3) for shape in ((E, F, D), (E, D, F)))
@@ -398,7 +402,13 @@ def _hidden_gradient(
 
 
 def _activation_kernel(
-    kernel: Any, warps: int, h_RF: torch.Tensor, rows: Rows, scale_EF: torch.Tensor, activation: str, *others: torch.Tensor
+    kernel: Any,
+    warps: int,
+    h_RF: torch.Tensor,
+    rows: Rows,
+    scale_EF: torch.Tensor,
+    activation: str,
+    *others: torch.Tensor,
 ) -> None:
     (R, F), E, tile = h_RF.shape, scale_EF.shape[0], _tile(h_RF.shape[1], warps)
     if R:

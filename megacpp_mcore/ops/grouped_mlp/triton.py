@@ -18,15 +18,8 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.checks import require_float
 from megacpp_mcore.ops.grouped_mlp import kernels
-from megacpp_mcore.ops.grouped_mlp.reference import (
-    check_activation,
-    check_counts,
-    check_routing,
-    check_rows,
-    check_weights,
-)
+from megacpp_mcore.ops.grouped_mlp.reference import check_activation, check_counts, check_routed, check_rows
 
 DTYPES = (torch.bfloat16,)
 """Of tokens and weights. PyTorch's grouped product has a kernel for it alone; in other dtypes it loops over counts, for which
@@ -163,10 +156,7 @@ def run_routed(
     products: Products,
 ) -> torch.Tensor:
     """:func:`routed_mlp` by ``products``."""
-    check_activation(activation)
-    require_float(x_TD=x_TD, probs_TE=probs_TE, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
-    check_weights(x_TD, w1_EFD, w2_EDF)
-    check_routing(x_TD, routing_TE, probs_TE, w1_EFD, topk)
+    check_routed(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation)
     _check_kernels(x_TD, w1_EFD, w2_EDF, products.multiple)
     weights = products.weights(w1_EFD, w2_EDF)
     y_TD: torch.Tensor = RoutedMLP.apply(

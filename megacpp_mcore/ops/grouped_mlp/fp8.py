@@ -1,9 +1,10 @@
 """Routed experts with products in FP8 (E4M3), forward and for the gradients of rows, on Hopper: PyTorch's with scales of rows.
 
-Either side of a product is scaled so that the largest value of what is summed together is E4M3's largest: weights along the one
-side forward, along the other one backward, in each call. The gradients of weights are products in bfloat16, those of
-:mod:`megacpp_mcore.ops.grouped_mlp.triton`: for FP8 their operands would have to be scaled and laid out along rows. ``auto``
-does not choose it: results differ from those in bfloat16 by the rounding of E4M3, 2.6 % of a value (rms).
+Either side of a product is scaled so that its largest value is E4M3's largest: row by row, and weights matrix by matrix, for
+which one pass over them gives both orders, forward and backward; in training they are quantised once an optimizer's step. The
+gradients of weights are products in bfloat16, those of :mod:`megacpp_mcore.ops.grouped_mlp.triton`: in FP8 their operands would
+have to be laid out along rows, which takes as long as it saves (on an H200, 32,768 rows: 302 of 276 µs). ``auto`` does not
+choose it: results differ from those in bfloat16 by the rounding of E4M3, 2.6 % of a value (rms).
 
 Legend: T tokens, E experts, K experts of each token, R rows (T × K), D model width, F expert width; N and W rows and columns of
 any matrix.
@@ -23,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.assembly import INTERPRETED
 from megacpp_mcore.ops.grouped_mlp.kernels import _activation
 from megacpp_mcore.ops.grouped_mlp.triton import Products, Rows, packed, run_grouped, run_routed
 
@@ -38,8 +40,12 @@ CAPABILITY = (9, 0)
 ELEMENTS = 4096
 """That a program has at a time, at least one row of them."""
 
-WEIGHTS = {"BF": 32, "BD": 128, "num_warps": 8}
-"""How weights are scaled: of F and D, what a tile has."""
+LARGEST_OF = {"PARTS": 64, "BLOCK": 8192, "num_warps": 8}
+WEIGHTS = {"BN": 128, "BW": 128, "num_warps": 8}
+"""How weights are scaled: parts of an expert's matrix whose largest values are looked for, and rows and columns of a tile."""
+
+BACKWARD = {"elements": 2048, "warps": 8}
+"""How activations are differentiated."""
 
 
 class Scaled(NamedTuple):
@@ -135,161 +141,161 @@ def scale_rows(
 
 
 @triton.jit
-def scale_weights(
-    w,
-    values_EFD,
-    values_EDF,
-    scale_EF,
-    F: tl.constexpr,
-    D: tl.constexpr,
-    D_FIRST: tl.constexpr,
-    BF: tl.constexpr,
-    BD: tl.constexpr,
-):
-    """BF of the F of an expert's matrix, [D, F] if D comes first, else [F, D]: the same values in both orders."""
+def largest_parts(w, largest_EP, SIZE, STEPS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest value of each of PARTS parts of an expert's SIZE values."""
     expert = tl.program_id(1).to(tl.int64)
-    f = tl.program_id(0) * BF + tl.arange(0, BF)
-    along_F: tl.constexpr = 1 if D_FIRST else D
-    along_D: tl.constexpr = F if D_FIRST else 1
-    at = w + expert * F * D + f.to(tl.int64)[:, None] * along_F
-    largest = tl.zeros([BF], tl.float32)
-    for start in tl.range(0, D, BD):
-        d = start + tl.arange(0, BD)
-        inside = (f < F)[:, None] & (d < D)[None, :]
-        part = tl.load(at + d.to(tl.int64)[None, :] * along_D, mask=inside, other=0.0)
-        largest = tl.maximum(largest, tl.max(tl.abs(part), 1).to(tl.float32))
-    scale = _scale(largest)
-    tl.store(scale_EF + expert * F + f, scale, mask=f < F)
-    to_EFD = values_EFD + expert * F * D + f.to(tl.int64)[:, None] * D
-    to_EDF = values_EDF + expert * F * D + f[:, None]
-    for start in tl.range(0, D, BD):
-        d = (D - 1) // BD * BD - start + tl.arange(0, BD)  # what was read last is in the cache
-        inside = (f < F)[:, None] & (d < D)[None, :]
-        part = tl.load(at + d.to(tl.int64)[None, :] * along_D, mask=inside, other=0.0).to(tl.float32)
-        value = (part * (1.0 / scale)[:, None]).to(values_EFD.dtype.element_ty)
-        tl.store(to_EFD + d[None, :], value, mask=inside)
-        tl.store(to_EDF + d.to(tl.int64)[None, :] * F, value, mask=inside)
+    part = tl.program_id(0)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for step in tl.range(STEPS):
+        at = (step * PARTS + part) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(w + expert * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+    tl.store(largest_EP + expert * PARTS + part, tl.max(largest, 0))
 
 
 @triton.jit
-def _row(row, R, prob_R, end_E, E, EXPERTS: tl.constexpr):
-    """The probabilities of rows, and their experts."""
+def _again(x):
+    """``x``; the compiler does not know."""
+    if INTERPRETED:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def scale_weights(
+    w_ENW,
+    largest_EP,
+    values_ENW,
+    scale_EN,
+    values_EWN,
+    scale_EW,
+    N,
+    W,
+    E,
+    PARTS: tl.constexpr,
+    BN: tl.constexpr,
+    BW: tl.constexpr,
+):
+    """A tile of an expert's matrix, scaled, in both orders. Experts come last first: those are still in the cache.
+
+    Values are rounded for each order by itself: ptxas takes stale bytes where a pair of E4M3 is stored and cut up, too.
+    """
+    expert = (E - 1 - tl.program_id(1)).to(tl.int64)
+    across = (W + BW - 1) // BW
+    n = tl.program_id(0) // across * BN + tl.arange(0, BN)
+    column = tl.program_id(0) % across * BW + tl.arange(0, BW)
+    scale = _scale(tl.max(tl.load(largest_EP + expert * PARTS + tl.arange(0, PARTS)), 0))
+    inside = (n < N)[:, None] & (column < W)[None, :]
+    start = expert * N * W
+    w = tl.load(w_ENW + start + n.to(tl.int64)[:, None] * W + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    inverse = 1.0 / scale
+    value = (w * inverse).to(values_ENW.dtype.element_ty)
+    tl.store(values_ENW + start + n.to(tl.int64)[:, None] * W + column[None, :], value, mask=inside)
+    value = (w * _again(inverse)).to(values_EWN.dtype.element_ty).T
+    inside = (column < W)[:, None] & (n < N)[None, :]
+    tl.store(values_EWN + start + column.to(tl.int64)[:, None] * N + n[None, :], value, mask=inside)
+    if tl.program_id(0) % across == 0:
+        tl.store(scale_EN + expert * N + n, tl.full([BN], 1.0, tl.float32) * scale, mask=n < N)
+    if tl.program_id(0) // across == 0:
+        tl.store(scale_EW + expert * W + column, tl.full([BW], 1.0, tl.float32) * scale, mask=column < W)
+
+
+@triton.jit
+def _prob(prob_R, row, R):
     prob = tl.full(row.shape, 1.0, tl.float32)
     if prob_R is not None:
         prob = tl.load(prob_R + row, mask=row < R, other=0.0).to(tl.float32)
-    expert = tl.arange(0, EXPERTS)
-    end_E = tl.load(end_E + expert, mask=expert < E, other=2147483647)
-    return prob, tl.sum((end_E[None, :] <= row[:, None]).to(tl.int32), 1)
+    return prob[:, None]
+
+
+@triton.jit
+def _at(matrix, row, column, W: tl.constexpr):
+    return matrix + row.to(tl.int64)[:, None] * W + column[None, :]
 
 
 @triton.jit
 def activate(
-    h_RF,
-    prob_R,
-    end_E,
-    scale_EF,
-    values,
-    scales,
-    R,
-    E,
-    F: tl.constexpr,
-    TANH: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    h_RF, prob_R, values, scales, R, F: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The activation of ROWS rows times their probabilities and the second matrix' scales, scaled."""
+    """The activation of ROWS rows times their probabilities, scaled."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    prob, expert = _row(row, R, prob_R, end_E, E, EXPERTS)
+    prob = _prob(prob_R, row, R)
     largest = tl.zeros([ROWS], tl.float32)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        a = _activated(h_RF, scale_EF, prob, expert, row, column, R, E, F, TANH)
+        inside = (row < R)[:, None] & (column < F)[None, :]
+        a = _activated(h_RF, prob, row, column, inside, F, TANH)
         largest = tl.maximum(largest, tl.max(tl.abs(a), 1))
     scale = _scale(largest)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        if F > BLOCK:
-            a = _activated(h_RF, scale_EF, prob, expert, row, column, R, E, F, TANH)
-        value = (a * (1.0 / scale)[:, None]).to(values.dtype.element_ty)
         inside = (row < R)[:, None] & (column < F)[None, :]
-        tl.store(values + row.to(tl.int64)[:, None] * F + column[None, :], value, mask=inside)
+        if F > BLOCK:
+            a = _activated(h_RF, prob, row, column, inside, F, TANH)
+        tl.store(_at(values, row, column, F), (a * (1.0 / scale)[:, None]).to(values.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < R)
 
 
 @triton.jit
-def _activated(h_RF, scale_EF, prob, expert, row, column, R, E, F: tl.constexpr, TANH: tl.constexpr):
-    inside = (row < R)[:, None] & (column < F)[None, :]
-    h = tl.load(h_RF + row.to(tl.int64)[:, None] * F + column[None, :], mask=inside, other=0.0).to(tl.float32)
+def _activated(h_RF, prob, row, column, inside, F: tl.constexpr, TANH: tl.constexpr):
+    h = tl.load(_at(h_RF, row, column, F), mask=inside, other=0.0).to(tl.float32)
     factor, _ = _activation(h, TANH)
-    inside = (expert < E)[:, None] & (column < F)[None, :]
-    return (
-        h * factor * prob[:, None] * tl.load(scale_EF + expert[:, None] * F + column[None, :], mask=inside, other=1.0)
-    )
+    return h * factor * prob
 
 
 @triton.jit
 def activate_backward(
     h_RF,
     prob_R,
-    end_E,
-    scale_EF,
     da_RF,
     a_RF,
     dprob_R,
     values,
     scales,
     R,
-    E,
     F: tl.constexpr,
     TANH: tl.constexpr,
-    EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """From the gradient of the second product's left side to that of the first product, in its place.
-
-    That times the first matrix' scales, scaled, is the last product's left side.
-    """
+    """From the gradient of the second product's left side to that of the first product, in its place and scaled."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    prob, expert = _row(row, R, prob_R, end_E, E, EXPERTS)
+    prob = _prob(prob_R, row, R)
     largest = tl.zeros([ROWS], tl.float32)
     dprob = tl.zeros([ROWS], tl.float32)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        a, dh, left, d = _activated_backward(h_RF, da_RF, scale_EF, prob, expert, row, column, R, E, F, TANH)
-        dprob += d
-        largest = tl.maximum(largest, tl.max(tl.abs(left), 1))
+        inside = (row < R)[:, None] & (column < F)[None, :]
+        a, dh, each = _activated_backward(h_RF, da_RF, prob, row, column, inside, F, TANH)
+        dprob += each
+        largest = tl.maximum(largest, tl.max(tl.abs(dh), 1))
     scale = _scale(largest)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        if F > BLOCK:
-            a, dh, left, _ = _activated_backward(h_RF, da_RF, scale_EF, prob, expert, row, column, R, E, F, TANH)
         inside = (row < R)[:, None] & (column < F)[None, :]
-        at = row.to(tl.int64)[:, None] * F + column[None, :]
-        tl.store(a_RF + at, a.to(a_RF.dtype.element_ty), mask=inside)
-        tl.store(da_RF + at, dh.to(da_RF.dtype.element_ty), mask=inside)
-        tl.store(values + at, (left * (1.0 / scale)[:, None]).to(values.dtype.element_ty), mask=inside)
+        if F > BLOCK:
+            a, dh, _ = _activated_backward(h_RF, da_RF, prob, row, column, inside, F, TANH)
+        tl.store(_at(a_RF, row, column, F), a.to(a_RF.dtype.element_ty), mask=inside)
+        tl.store(_at(da_RF, row, column, F), dh.to(da_RF.dtype.element_ty), mask=inside)
+        tl.store(_at(values, row, column, F), (dh * (1.0 / scale)[:, None]).to(values.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < R)
     tl.store(dprob_R + row, dprob, mask=row < R)
 
 
 @triton.jit
-def _activated_backward(h_RF, da_RF, scale_EF, prob, expert, row, column, R, E, F: tl.constexpr, TANH: tl.constexpr):
-    inside = (row < R)[:, None] & (column < F)[None, :]
-    at = row.to(tl.int64)[:, None] * F + column[None, :]
-    h = tl.load(h_RF + at, mask=inside, other=0.0).to(tl.float32)
-    da = tl.load(da_RF + at, mask=inside, other=0.0).to(tl.float32)
+def _activated_backward(h_RF, da_RF, prob, row, column, inside, F: tl.constexpr, TANH: tl.constexpr):
+    """What was activated, the gradient of ``h``, and of each row that of its probability."""
+    h = tl.load(_at(h_RF, row, column, F), mask=inside, other=0.0).to(tl.float32)
+    da = tl.load(_at(da_RF, row, column, F), mask=inside, other=0.0).to(tl.float32)
     factor, slope = _activation(h, TANH)
-    a, dh = h * factor, da * slope * prob[:, None]
-    inside = (expert < E)[:, None] & (column < F)[None, :]
-    weight = tl.load(scale_EF + expert[:, None] * F + column[None, :], mask=inside, other=1.0)
-    return a * prob[:, None], dh, dh * weight, tl.sum(da * a, 1)
+    a = h * factor
+    return a * prob, da * slope * prob, tl.sum(da * a, 1)
 
 
-def _tile(width: int, warps: int = 4) -> dict[str, int]:
-    block = min(ELEMENTS, triton.next_power_of_2(width))
-    return {"ROWS": ELEMENTS // block, "BLOCK": block, "num_warps": warps}
+def _tile(width: int, elements: int = ELEMENTS, warps: int = 4) -> dict[str, int]:
+    block = min(elements, triton.next_power_of_2(width))
+    return {"ROWS": elements // block, "BLOCK": block, "num_warps": warps}
 
 
 def _empty(like: torch.Tensor, *shape: int) -> Scaled:
@@ -307,28 +313,24 @@ def of_rows(x: torch.Tensor, row_TK: torch.Tensor | None = None) -> Scaled:
 
 
 class Weights(NamedTuple):
-    """Both matrices of every expert in E4M3, scaled for each of F. Each product of rows has the order that it needs.
+    """Both matrices of every expert in E4M3 by one scale each: in the order of the forward pass, and the other way round."""
 
-    Where D is summed over, the scales are factors of the result's columns; where F is, of the other side before it is scaled.
-    """
-
-    first_EFD: torch.Tensor
-    first_EDF: torch.Tensor
-    first_scale_EF: torch.Tensor
-    second_EFD: torch.Tensor
-    second_EDF: torch.Tensor
-    second_scale_EF: torch.Tensor
-    one_ED: torch.Tensor
+    w1_EFD: torch.Tensor
+    w1_scale_EF: torch.Tensor
+    w1_EDF: torch.Tensor
+    w1_scale_ED: torch.Tensor
+    w2_EDF: torch.Tensor
+    w2_scale_ED: torch.Tensor
+    w2_EFD: torch.Tensor
+    w2_scale_EF: torch.Tensor
 
 
 def of_weights(w1_EFD: torch.Tensor, w2_EDF: torch.Tensor) -> Weights:
     """Both matrices scaled, of parameters in training once an optimizer's step (:func:`_kept`)."""
-    E, _, D = w1_EFD.shape
-    one_ED = w1_EFD.new_ones(E, D, dtype=torch.float32)
-    return Weights(*_kept(w1_EFD, d_first=False), *_kept(w2_EDF, d_first=True), one_ED)
+    return Weights(*_kept(w1_EFD), *_kept(w2_EDF))
 
 
-Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 _quantized = WeakTensorKeyDictionary()
 
 
@@ -342,7 +344,7 @@ def forget(*_: Any) -> None:
 register_optimizer_step_post_hook(forget)
 
 
-def _kept(w: torch.Tensor, *, d_first: bool) -> Quantized:
+def _kept(w: torch.Tensor) -> Quantized:
     """What :func:`_scaled` made of ``w`` since the last step of an optimizer, for a parameter that has not changed since.
 
     Made anew, and not kept, where gradients are off, as in an evaluation, which may have other weights in the same place; and
@@ -350,23 +352,26 @@ def _kept(w: torch.Tensor, *, d_first: bool) -> Quantized:
     """
     is_training = torch.is_grad_enabled() and w.requires_grad and w.is_leaf
     if not is_training or (w.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return _scaled(w, d_first=d_first)
-    state = w._version, w.data_ptr(), w.shape
+        return _scaled(w)
+    state = w._version, w.data_ptr()
     found = _quantized.get(w)
     if found is None or found[0] != state:
-        found = _quantized[w] = state, _scaled(w, d_first=d_first)
+        found = _quantized[w] = state, _scaled(w)
     made: Quantized = found[1]
     return made
 
 
 @torch.no_grad()
-def _scaled(w: torch.Tensor, *, d_first: bool) -> Quantized:
-    """``[E, F, D]``, ``[E, D, F]`` and the scales ``[E, F]`` of every expert's matrix."""
-    w, (E, F, D) = packed(w), w.transpose(1, 2).shape if d_first else w.shape
-    values_EFD, values_EDF = (w.new_empty(shape, dtype=E4M3) for shape in ((E, F, D), (E, D, F)))
-    found = values_EFD, values_EDF, w.new_empty(E, F, dtype=torch.float32)
-    scale_weights[(triton.cdiv(F, WEIGHTS["BF"]), E)](w, *found, F=F, D=D, D_FIRST=d_first, **WEIGHTS)
-    return found
+def _scaled(w_ENW: torch.Tensor) -> Quantized:
+    """Every expert's matrix and its scale for each row ``[E, N]``; the same the other way round."""
+    w_ENW, (E, N, W) = packed(w_ENW), w_ENW.shape
+    largest_EP = w_ENW.new_empty(E, LARGEST_OF["PARTS"], dtype=torch.float32)
+    steps = triton.cdiv(N * W, LARGEST_OF["PARTS"] * LARGEST_OF["BLOCK"])
+    largest_parts[(LARGEST_OF["PARTS"], E)](w_ENW, largest_EP, N * W, STEPS=steps, **LARGEST_OF)
+    forth, back = _empty(w_ENW, E, N, W), _empty(w_ENW, E, W, N)
+    grid = triton.cdiv(N, WEIGHTS["BN"]) * triton.cdiv(W, WEIGHTS["BW"]), E
+    scale_weights[grid](w_ENW, largest_EP, *forth, *back, N, W, E, PARTS=LARGEST_OF["PARTS"], **WEIGHTS)
+    return *forth, *back
 
 
 def product(left: Scaled, right_ENW: torch.Tensor, scale_EN: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -378,49 +383,35 @@ def product(left: Scaled, right_ENW: torch.Tensor, scale_EN: torch.Tensor, rows:
 
 
 def _hidden(x: torch.Tensor, rows: Rows, weights: Weights, activation: str) -> tuple[torch.Tensor, Scaled]:
-    h_RF = product(of_rows(x, rows.row_TK), weights.first_EFD, weights.first_scale_EF, rows)
-    left = _empty(h_RF, *h_RF.shape)
-    _activation_kernel(activate, 4, h_RF, rows, weights.second_scale_EF, activation, *left)
+    h_RF = product(of_rows(x, rows.row_TK), weights.w1_EFD, weights.w1_scale_EF, rows)
+    (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1]), _empty(h_RF, *h_RF.shape)
+    if R:
+        grid = (triton.cdiv(R, tile["ROWS"]),)
+        activate[grid](h_RF, rows.prob_R, *left, R, F=F, TANH=activation == "gelu_tanh", **tile)
     return h_RF, left
 
 
 def _output(left: Scaled, weights: Weights, rows: Rows) -> torch.Tensor:
-    return product(left, weights.second_EDF, weights.one_ED, rows)
+    return product(left, weights.w2_EDF, weights.w2_scale_ED, rows)
 
 
 def _hidden_gradient(
     dy: torch.Tensor, rows: Rows, saved: Sequence[torch.Tensor], h_RF: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Scaled]:
     weights = Weights(*saved)
-    dh_RF = product(of_rows(dy, rows.row_TK), weights.second_EFD, weights.second_scale_EF, rows)
-    a_RF, dprob_PR = torch.empty_like(h_RF), h_RF.new_empty(1, h_RF.shape[0], dtype=torch.float32)
-    left = _empty(h_RF, *h_RF.shape)
-    _activation_kernel(
-        activate_backward, 8, h_RF, rows, weights.first_scale_EF, activation, dh_RF, a_RF, dprob_PR, *left
-    )
-    return a_RF, dh_RF, dprob_PR, left
-
-
-def _activation_kernel(
-    kernel: Any,
-    warps: int,
-    h_RF: torch.Tensor,
-    rows: Rows,
-    scale_EF: torch.Tensor,
-    activation: str,
-    *others: torch.Tensor,
-) -> None:
-    (R, F), E, tile = h_RF.shape, scale_EF.shape[0], _tile(h_RF.shape[1], warps)
+    dh_RF = product(of_rows(dy, rows.row_TK), weights.w2_EFD, weights.w2_scale_EF, rows)
+    (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1], **BACKWARD), _empty(h_RF, *h_RF.shape)
+    a_RF, dprob_PR = torch.empty_like(h_RF), h_RF.new_empty(1, R, dtype=torch.float32)
     if R:
-        kernel[(triton.cdiv(R, tile["ROWS"]),)](
-            h_RF, rows.prob_R, rows.end_E, scale_EF, *others, R, E, F=F, TANH=activation == "gelu_tanh",
-            EXPERTS=triton.next_power_of_2(E), **tile,
-        )  # fmt: skip
+        grid = (triton.cdiv(R, tile["ROWS"]),)
+        tanh = activation == "gelu_tanh"
+        activate_backward[grid](h_RF, rows.prob_R, dh_RF, a_RF, dprob_PR, *left, R, F=F, TANH=tanh, **tile)
+    return a_RF, dh_RF, dprob_PR, left
 
 
 def _input_gradient(left: Scaled, saved: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
     weights = Weights(*saved)
-    return product(left, weights.first_EDF, weights.one_ED, rows)
+    return product(left, weights.w1_EDF, weights.w1_scale_ED, rows)
 
 
 FP8 = Products(16, of_weights, _hidden, _output, _hidden_gradient, _input_gradient)

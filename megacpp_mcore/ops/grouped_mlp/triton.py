@@ -30,8 +30,12 @@ EXPERTS = 256
 
 FORWARD: dict[str, int] = {"BM": 128, "BN": 256, "BK": 64, "SPLIT": 4, "STAGES": 4, "num_warps": 8}
 BACKWARD: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "SPLIT": 8, "STAGES": 3, "num_warps": 4}
-WEIGHTS: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 4}
-"""How the products are launched: among the fastest on an H200 at the widths of NAM56R, and compared with float64 there."""
+WEIGHTS: dict[bool, dict[str, int]] = {
+    True: {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 4},
+    False: {"BM": 128, "BN": 256, "BK": 64, "STAGES": 4, "num_warps": 8},
+}
+"""How the products are launched, gradients of weights by whether tokens are on the left: among the fastest on an H200 at the
+widths of NAM56R, and compared with float64 there."""
 
 
 class Rows(NamedTuple):
@@ -357,10 +361,10 @@ def weight_gradient(x: torch.Tensor, rows: Rows, h_RF: torch.Tensor, *, tokens_l
     M, N = (D, F) if tokens_left else (F, D)
     if not R:
         return x.new_zeros(E, M, N)
-    dw_EMN = x.new_empty(E, M, N)
-    h_tiles = TensorDescriptor.from_tensor(h_RF, [WEIGHTS["BK"], WEIGHTS["BN" if tokens_left else "BM"]])
-    kernels.weight_gradient[(triton.cdiv(M, WEIGHTS["BM"]) * triton.cdiv(N, WEIGHTS["BN"]), E)](
-        x, rows.token_R, h_tiles, rows.end_E, dw_EMN, M=M, N=N, TOKENS_LEFT=tokens_left, **WEIGHTS
+    dw_EMN, tile = x.new_empty(E, M, N), WEIGHTS[tokens_left]
+    h_tiles = TensorDescriptor.from_tensor(h_RF, [tile["BK"], tile["BN" if tokens_left else "BM"]])
+    kernels.weight_gradient[(triton.cdiv(M, tile["BM"]) * triton.cdiv(N, tile["BN"]), E)](
+        x, rows.token_R, h_tiles, rows.end_E, dw_EMN, M=M, N=N, TOKENS_LEFT=tokens_left, **tile
     )
     return dw_EMN
 

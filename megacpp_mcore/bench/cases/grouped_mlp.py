@@ -131,9 +131,12 @@ def _ours(op: str, options: Options, call: Callable[[Any, Inputs], Any]) -> Iter
 
 
 def _anew(run: Callable[[Inputs], Any], inputs: Inputs) -> Any:
-    """A call that quantises the weights, as the first one after an optimizer's step does."""
-    importlib.import_module("megacpp_mcore.ops.grouped_mlp.fp8").forget()
-    return run(inputs)
+    """A call that quantises the weights, as the first one after an optimizer's step does, and keeps none."""
+    forget = importlib.import_module("megacpp_mcore.ops.grouped_mlp.fp8").forget
+    forget()
+    found = run(inputs)
+    forget()
+    return found
 
 
 def _accumulated(run: Callable[[Inputs], Tensors], main: dict[str, torch.Tensor], inputs: Inputs) -> Tensors:

@@ -75,6 +75,9 @@ _EXPERTS_FP8 = dataclasses.replace(
     _EXPERTS_TRITON, dims=dict(_EXPERTS_TRITON.dims) | dict.fromkeys(("hidden", "ffn"), Dim(multiple_of=16))
 )
 
+_EXPERTS_TE = Support(devices=("cuda",), dtypes=("bfloat16", "float16", "float32"), capturable=False)
+"""Its host waits for the rows of each expert. Float32 is multiplied in TF32."""
+
 _ROUTER_TRITON = Support(devices=("cuda",), dtypes=("float32",), dims={"experts": Dim(largest=256)})
 """Of its logits, which a router has in float32. One program has all experts of a token."""
 
@@ -151,6 +154,21 @@ def own_candidates() -> tuple[Candidate, ...]:
                 by_name=True,
             )
             for op in ("grouped_mlp", "routed_mlp")
+        ),
+        *(
+            dataclasses.replace(
+                _candidate(
+                    op,
+                    "te",
+                    Speed.KERNEL,
+                    _EXPERTS_TE,
+                    f"megacpp_mcore.ops.grouped_mlp.te:{op}",
+                    (CUDA, TRANSFORMER_ENGINE),
+                ),
+                probe=functools.partial(imports.feature, *features),
+                by_name=True,
+            )
+            for op, features in (("grouped_mlp", ("experts",)), ("routed_mlp", ("experts", "permute")))
         ),
         *(
             _candidate(

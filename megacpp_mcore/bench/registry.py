@@ -164,8 +164,6 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         _benchmark("router", OP, "router", "from logits to probabilities, routing and losses", "experts routed"),
         _benchmark("grouped_fp8", OP, "grouped_fp8", "grouped product of FP8 operands with block scales, forward",
                    "experts routed hidden expert_width"),
-        _benchmark("routed_experts", OP, "routed_experts", "tokens to experts and back by Transformer Engine",
-                   "experts routed hidden expert_width", "engine:routed"),
         _benchmark("attention_block", OP, "attention_block", "a whole attention block of Transformer Engine's classes",
                    "hidden heads", "engine:block", full={"B": 1, "S": 2048}),
         _benchmark("linear_cross_entropy", OP, "linear_cross_entropy",

@@ -8,8 +8,6 @@ module                what it has
 :mod:`~.attention`    DotProductAttention as an op takes it, and what it cannot do
 :mod:`~.block`        LayerNormLinear + DotProductAttention + Linear + LayerNormMLP as one attention block
 :mod:`~.linear`       replaces the dense linear layers of a built model, and says what it left and why
-:mod:`~.experts`      routed experts by GroupedLinear
-:mod:`~.permute`      tokens to expert order and back, jagged or padded
 :mod:`~.precision`    FP8 scopes: recipe, BF16 zone, amax group, recompute owner
 :mod:`~.quantized`    recognises quantised tensors, and counts those that are dequantised
 ====================  ================================================================================================

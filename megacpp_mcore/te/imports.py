@@ -41,6 +41,7 @@ ENTRIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "moe_permute_with_probs": (f"{_PYTORCH}:moe_permute_with_probs",),
         "moe_permute_and_pad_with_probs": (f"{_PYTORCH}:moe_permute_and_pad_with_probs",),
         "moe_unpermute": (f"{_PYTORCH}:moe_unpermute",),
+        "FP8GlobalStateManager": (f"{_PYTORCH}.quantization:FP8GlobalStateManager",),
         "autocast": (f"{_PYTORCH}:autocast",),
         "is_fp8_available": (f"{_PYTORCH}:is_fp8_available",),
         "is_fp8_block_scaling_available": (f"{_PYTORCH}:is_fp8_block_scaling_available",),
@@ -66,8 +67,8 @@ class Features:
     Attributes:
         enabled: whether any of it; false is ``MEGACPP_DISABLE_TE=1`` for this run.
         attention: whether the backend ``te`` of the op ``mla`` may be chosen.
-        experts: whether GroupedLinear may run experts for this package's ops.
-        permute: whether its permutation kernels may bring tokens to expert order for this package's ops.
+        experts: whether the backend ``te`` of the ops ``grouped_mlp`` and ``routed_mlp`` may be chosen.
+        permute: whether that of ``routed_mlp`` may, which brings tokens to expert order.
         block: whether :class:`megacpp_mcore.te.block.Block` may be built.
         mtp: whether the feed-forward of the MTP block has its norm inside of the first linear layer. Checkpoints stay.
         linear: whether dense linear layers of a model built with ``--transformer-impl local`` are replaced.
@@ -126,17 +127,18 @@ def _installed() -> ProbeResult:
     return probe_import(_PYTORCH)
 
 
-def feature(name: str) -> ProbeResult:
-    """Whether the feature ``name`` of :data:`FEATURES` is switched on and Transformer Engine works here.
+def feature(*names: str) -> ProbeResult:
+    """Whether the features ``names`` of :data:`FEATURES` are switched on and Transformer Engine works here.
 
     Raises:
         BackendError: there is no such feature.
     """
-    if name not in FEATURES:
-        raise BackendError(f"there is no feature of Transformer Engine called {name!r}; {nearest(name, FEATURES)}")
-    if not getattr(features(), name):
-        where = _switches["source"] or "the defaults"
-        return ProbeResult(False, f"transformer_engine: {{{name}: false}} in {where}")
+    for name in names:
+        if name not in FEATURES:
+            raise BackendError(f"there is no feature of Transformer Engine called {name!r}; {nearest(name, FEATURES)}")
+        if not getattr(features(), name):
+            where = _switches["source"] or "the defaults"
+            return ProbeResult(False, f"transformer_engine: {{{name}: false}} in {where}")
     return available()
 
 

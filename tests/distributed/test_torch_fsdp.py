@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megacpp_mcore.arguments.launch_flags import TORCH_FSDP
-from megacpp_mcore.observe import start
 from tests.distributed.comparing import differing_scalars
 from tests.distributed.runs import LAYOUTS, MAIN, ONE, RESUMED, Laboratory, Run
 
@@ -36,10 +35,6 @@ def test_fsdp_trains_as_ddp_does(laboratory: Laboratory, words: tuple[str, ...],
     cut = trained(laboratory, "FSDP2", (*words, TORCH_FSDP))
     assert len(cut.scalars["lm loss"]) == MAIN
     assert differing_scalars(whole.scalars, cut.scalars, tolerance) == []
-    norms = [start.read(run.observed) for run in (whole, cut)]
-    assert {part: one["gradient"] for part, one in norms[1].items()} == pytest.approx(
-        {part: one["gradient"] for part, one in norms[0].items()}, rel=10 * tolerance
-    )
     if not words:
         return
     load = ("--load", str(cut.checkpoints), "--ckpt-step", str(RESUMED))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.grouped_mlp import fp8, reference
+from megacpp_mcore.ops.grouped_mlp import fp8, reference, triton
 from megacpp_mcore.ops.grouped_mlp.triton import grouped_mlp, routed_mlp
 from tests.gpu.device import peak, replayed, without_waiting
 from tests.ops.grouped_mlp_case import (
@@ -96,6 +96,27 @@ def test_fp8_does_not_wait_and_a_graph_replays() -> None:
 
 
 @hopper
+def test_fp8_keeps_quantised_weights_until_a_step() -> None:
+    case = CASES["natural skew"]
+    inputs, others = draw(case, "cuda"), draw(case, "cuda", seed=1)
+    w1, w2 = weights = [torch.nn.Parameter(inputs[name].clone()) for name in ("w1", "w2")]
+
+    def run(w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+        return fp8.routed_mlp(inputs["x"], inputs["routing"], inputs["probs"], w1, w2, topk=case.topk)
+
+    first = run(w1, w2)
+    made = [fp8._quantized[weight] for weight in weights]
+    assert torch.equal(run(w1, w2), first)
+    assert all(fp8._quantized[weight] is one for weight, one in zip(weights, made, strict=True))
+    for weight, name in zip(
+        weights, ("w1", "w2"), strict=True
+    ):  # as the distributed optimizer does: no version counts it
+        weight.data.copy_(others[name])
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
+    assert torch.equal(run(w1, w2), run(others["w1"], others["w2"]))
+
+
+@hopper
 def test_fp8_refuses_other_widths() -> None:
     case = CASES["odd numbers"]
     with pytest.raises(ModelError, match=r"F, D = \[40, 72\]; they take multiples of 16"):
@@ -134,7 +155,11 @@ def test_no_row_at_all() -> None:
     case = Case(T=16, D=64, F=64, E=4, topk=2)
     inputs = draw(case, "cuda")
     inputs |= {name: inputs[name][:0] for name in ("x", "dy", "routing", "probs")}
-    for found in (outcome(routed_mlp, case, inputs), outcome_of_rows(grouped_mlp, case, inputs)):
+    for module in (triton, fp8) if torch.cuda.get_device_capability() == fp8.CAPABILITY else (triton,):
+        found = outcome(module.routed_mlp, case, inputs)
+        assert not any(
+            outcome_of_rows(module.grouped_mlp, case, inputs)[name].count_nonzero() for name in ("dw1", "dw2")
+        )
         assert found["y"].shape == (0, 64)
         assert not any(found[name].count_nonzero() for name in ("dw1", "dw2"))
 

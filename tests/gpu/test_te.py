@@ -19,15 +19,18 @@ import yaml
 
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import overrides
-from megacpp_mcore.bench.cases.engine import native_block, native_routed
+from megacpp_mcore.bench.cases.engine import native_block
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import preset, with_overrides
+from megacpp_mcore.ops.grouped_mlp import te as experts
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp as grouped_truth
+from megacpp_mcore.ops.grouped_mlp.reference import routed_mlp as routed_truth
 from megacpp_mcore.ops.testing import worst_row
-from megacpp_mcore.te import attention, experts, imports, linear, permute, precision, quantized
+from megacpp_mcore.te import attention, imports, linear, precision, quantized
 from megacpp_mcore.te.block import Block
 from tests import stock
 from tests.gpu.test_fp8_experts import MIXED, build, process, words_of  # noqa: F401
+from tests.ops.grouped_mlp_case import Case, assert_same, draw, outcome, outcome_of_rows
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
@@ -162,65 +165,18 @@ def test_a_block_with_layer_norm_mlp_has_gelu_in_its_tanh_form() -> None:
     assert worst_row(mlp(x), expected) < CHAIN
 
 
-ROWS = (0, 1, 15, 16, 17, 31, 0, 176)
+CASES = {
+    "some experts without tokens": Case(T=133, D=64, F=48, topk=3, routing="lone", dtype=torch.float32),
+    "tanh": Case(T=133, D=64, F=48, topk=3, activation="gelu_tanh", dtype=torch.float32),
+}
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-def test_experts_in_fp32(activation: str) -> None:
-    E, D, width = len(ROWS), 64, 48
-    counts = torch.tensor(ROWS, device="cuda")
-    leaves = [normal(sum(ROWS), D), normal(E, width, D, scale=0.2), normal(E, D, width, scale=0.2)]
-    probs = torch.rand(sum(ROWS), device="cuda").requires_grad_()
-
-    def run(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda x, w1, w2, p: fn(x, counts, w1, w2, p, activation=activation)
-
-    found = both_ways(run(experts.grouped_mlp), *leaves, probs)
-    compare(found, in_double(run(grouped_truth), *leaves, probs), BLOCK)
-    assert not found[2][0].any()
-    assert not found[3][6].any()
-
-
-def routing_of(tokens: int, number: int, top_k: int) -> torch.Tensor:
-    chosen = torch.rand(tokens, number, device="cuda").topk(top_k, dim=1).indices % (number - 1)  # the last gets none
-    return torch.zeros(tokens, number, device="cuda", dtype=torch.bool).scatter_(1, chosen, True)
-
-
-@pytest.mark.parametrize("align", [None, 16])
-def test_permutation_in_fp32_is_exact(align: int | None) -> None:
-    N, E, D = 133, 8, 64
-    routing, hidden = routing_of(N, E, 3), normal(N, D)
-    probs = torch.rand(N, E, device="cuda").requires_grad_()
-    there = permute.permute(hidden, routing, probs, align=align)
-    counts = routing.sum(0).tolist()
-    starts = [sum(there.counts_E[:expert].tolist()) for expert in range(E)]
-    for expert in range(E):
-        rows = routing[:, expert].nonzero().flatten()
-        mine = slice(starts[expert], starts[expert] + counts[expert])
-        assert torch.equal(there.rows_TD[mine], hidden[rows])
-        assert torch.equal(there.probs_T[mine], probs[rows, expert])
-        rest = slice(starts[expert] + counts[expert], starts[expert] + int(there.counts_E[expert]))
-        assert not there.rows_TD[rest].any()
-        assert not there.probs_T[rest].any()
-    assert align is None or all(int(count) % align == 0 for count in there.counts_E)
-    back = permute.unpermute(there.rows_TD, there)
-    expected = hidden * routing.sum(1, keepdim=True)  # sums of equal terms, by 2 or 3: of one rounding at most
-    assert worst_row(back, expected) < 1e-6
-    cotangent = torch.randn_like(back)
-    (gradient,) = torch.autograd.grad(back, hidden, cotangent, retain_graph=True)
-    assert worst_row(gradient, cotangent * routing.sum(1, keepdim=True)) < 1e-6
-    (of_probs,) = torch.autograd.grad((there.probs_T * there.rows_TD.detach()[:, 0]).sum(), probs)
-    assert torch.equal(of_probs, torch.where(routing, hidden.detach()[:, :1], 0.0))
-
-
-@pytest.mark.parametrize("align", [None, 16])
-def test_tokens_to_experts_and_back_in_fp32(align: int | None) -> None:
-    N, E, D, width = 133, 8, 64, 48
-    routing = routing_of(N, E, 3)
-    leaves = [normal(N, D), torch.rand(N, E, device="cuda").requires_grad_()]
-    leaves += [normal(E, width, D, scale=0.2), normal(E, D, width, scale=0.2)]
-    found = both_ways(lambda h, p, a, b: experts.routed_experts(h, routing, p, a, b, align=align), *leaves)
-    compare(found, in_double(lambda h, p, a, b: native_routed(h, routing, p, a, b), *leaves), BLOCK)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_experts_in_fp32(case: Case) -> None:
+    inputs = draw(case, "cuda")
+    assert_same(outcome(experts.routed_mlp, case, inputs), outcome(routed_truth, case, inputs, torch.float64), BLOCK)
+    found = outcome_of_rows(experts.grouped_mlp, case, inputs)
+    assert_same(found, outcome_of_rows(grouped_truth, case, inputs, torch.float64), BLOCK)
 
 
 # --- FP8 scopes ---------------------------------------------------------------------------------------------------------
@@ -297,15 +253,13 @@ def test_another_owner_of_the_recompute_is_refused(process: None) -> None:  # no
 
 
 def test_experts_in_a_scope_take_padded_rows() -> None:
-    N, E, D, width = 200, 8, 256, 128
-    routing = routing_of(N, E, 3)
-    leaves = [normal(N, D, dtype=torch.bfloat16), torch.rand(N, E, device="cuda").requires_grad_()]
-    leaves += [normal(E, *shape, scale=0.1, dtype=torch.bfloat16) for shape in ((width, D), (D, width))]
-    expected = in_double(lambda h, p, a, b: native_routed(h, routing, p, a, b), *leaves)
+    case = Case(T=200, D=256, F=128, topk=3)
+    inputs = draw(case, "cuda")
+    expected = outcome(routed_truth, case, inputs, torch.float64)
     with precision.Scopes(precision.FP8(recipe="block"), depth=5).group((3,)) as in_fp8:
         assert in_fp8
-        found = both_ways(lambda h, p, a, b: experts.routed_experts(h, routing, p, a, b, align=16), *leaves)
-    errors = [rms(one, other) for one, other in zip(found, expected, strict=True)]
+        found = outcome(experts.routed_mlp, case, inputs)
+    errors = [rms(found[name], expected[name]) for name in expected]
     print(*(f"{error:.3f}" for error in errors))
     assert FP8_RMS[0] < min(errors) <= max(errors) < 0.1
 

@@ -84,35 +84,6 @@ def test_deep_gemm_that_is_not_there() -> None:
     assert deep_gemm.probe() == ProbeResult(False, "deep_gemm is not installed")
 
 
-def test_prewarm_runs_on_the_first_rank_of_a_node_and_all_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[Any] = []
-    monkeypatch.setattr(deep_gemm, "grouped_product", lambda *operands: called.append("product"))
-    monkeypatch.setattr(deep_gemm, "_operands", lambda *sizes: (called.append(sizes),))
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.barrier", lambda: called.append("barrier"))
-    deep_gemm.prewarm([(2, 256, 128)])
-    assert called == [(256, 128, (128, 128)), "product", "barrier"]
-    called.clear()
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    deep_gemm.prewarm([(2, 256, 128)])
-    assert called == ["barrier"]
-
-
-def test_a_failed_prewarm_leaves_no_rank_at_the_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[str] = []
-
-    def fail(*_: Any) -> None:
-        raise BackendError("no such kernel")
-
-    monkeypatch.setattr(deep_gemm, "grouped_product", fail)
-    monkeypatch.setattr(deep_gemm, "_operands", lambda *sizes: sizes)
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.barrier", lambda: called.append("barrier"))
-    with pytest.raises(BackendError, match="no such kernel"):
-        deep_gemm.prewarm([(1, 128, 128)])
-    assert called == ["barrier"]
-
-
 def test_the_record_says_what_figures_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DG_JIT_CACHE_DIR", "/node/cache")
     monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")

@@ -81,12 +81,12 @@ def test_products(tmp_path: Path, backward: bool, gathered: bool, tanh: bool, wi
 @pytest.mark.parametrize("gathered", [True, False])
 @pytest.mark.parametrize("left", [False, True])
 def test_gradients_of_weights(tmp_path: Path, left: bool, gathered: bool, widths: tuple[int, int]) -> None:
-    M, N = widths if left else reversed(widths)
-    constants = _without(WEIGHTS) | {"M": M, "N": N, "TOKENS_LEFT": left}
-    types = TYPES | {"h_tiles": _tensor(WEIGHTS["BK"], WEIGHTS["BN" if left else "BM"])}
+    (M, N), tile = widths if left else reversed(widths), WEIGHTS[left]
+    constants = _without(tile) | {"M": M, "N": N, "TOKENS_LEFT": left}
+    types = TYPES | {"h_tiles": _tensor(tile["BK"], tile["BN" if left else "BM"])}
     made = compiled(
         kernels.weight_gradient, types, constants | ({} if gathered else {"token_R": None}), tmp_path,
-        num_warps=WEIGHTS["num_warps"],
+        num_warps=tile["num_warps"],
     )  # fmt: skip
     assert made.spills == 0, made
     assert made.instructions["HGMMA"], made
@@ -94,15 +94,16 @@ def test_gradients_of_weights(tmp_path: Path, left: bool, gathered: bool, widths
 
 ROW = {"ROWS": 1, "BLOCK": 4096}
 WIDTH = {"F": F, "ROWS": 4, "BLOCK": 1024}
+BACK = {"F": F, "ROWS": fp8.BACKWARD["elements"] // 1024, "BLOCK": 1024}
 FP8_LAUNCHES: dict[str, tuple[str, dict[str, Any], int]] = {
     "tokens": ("scale_rows", ROW | {"W": D, "COPIES": K}, 4),
-    "w1": ("scale_rows", ROW | {"W": D, "COPIES": 1, "row_NC": None}, 4),
-    "w2": ("scale_rows", {"W": F, "COPIES": 1, "row_NC": None, "ROWS": 4, "BLOCK": 1024}, 4),
-    "columns": ("scale_columns", _without(fp8.COLUMNS), fp8.COLUMNS["num_warps"]),
+    "rows": ("scale_rows", ROW | {"W": D, "COPIES": 1, "row_NC": None}, 4),
+    "largest": ("largest_parts", _without(fp8.LARGEST_OF) | {"STEPS": 7}, fp8.LARGEST_OF["num_warps"]),
+    "weights": ("scale_weights", _without(fp8.WEIGHTS) | {"PARTS": fp8.LARGEST_OF["PARTS"]}, fp8.WEIGHTS["num_warps"]),
     "activate, erf": ("activate", WIDTH | {"TANH": False}, 4),
     "activate, tanh": ("activate", WIDTH | {"TANH": True}, 4),
-    "backward, erf": ("activate_backward", WIDTH | {"TANH": False}, 8),
-    "backward, tanh": ("activate_backward", WIDTH | {"TANH": True}, 8),
+    "backward, erf": ("activate_backward", BACK | {"TANH": False}, fp8.BACKWARD["warps"]),
+    "backward, tanh": ("activate_backward", BACK | {"TANH": True}, fp8.BACKWARD["warps"]),
 }
 
 
@@ -110,12 +111,14 @@ FP8_LAUNCHES: dict[str, tuple[str, dict[str, Any], int]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "constants", "warps"), FP8_LAUNCHES.values(), ids=FP8_LAUNCHES.keys())
 def test_fp8(tmp_path: Path, kernel: str, constants: dict[str, Any], warps: int) -> None:
-    types = dict.fromkeys(("x_NW", "w_ENW", "h_RF", "a_RF", "da_RF"), "*bf16") | {"row_NC": "*i32"}
-    types |= dict.fromkeys(("values", "values_EWN"), "*fp8e4nv")
-    types |= dict.fromkeys(("scales", "scale_EW", "prob_R", "dprob_R"), "*fp32")
-    made = compiled(getattr(fp8, kernel), types, constants, tmp_path, multiples=("N", "W"), num_warps=warps)
+    types = dict.fromkeys(("x_NW", "w", "w_ENW", "h_RF", "a_RF", "da_RF"), "*bf16") | {"row_NC": "*i32"}
+    types |= dict.fromkeys(("values", "values_ENW", "values_EWN"), "*fp8e4nv")
+    types |= dict.fromkeys(("scales", "scale_EN", "scale_EW", "largest_EP", "prob_R", "dprob_R"), "*fp32")
+    made = compiled(getattr(fp8, kernel), types, constants, tmp_path, multiples=("N", "W", "SIZE"), num_warps=warps)
     assert made.spills == 0, made
     assert made.registers <= 128, made
+    if kernel == "scale_weights":  # ptxas loses bytes where both orders are of the same rounded pairs
+        assert made.instructions["F2FP"] == constants["BN"] * constants["BW"] // (32 * warps), made
 
 
 def test_fp8_needs_a_gpu_that_has_it() -> None:

@@ -10,7 +10,8 @@ import torch
 
 from megacpp_mcore.backends import Dispatcher, probes
 from megacpp_mcore.errors import BackendError, ModelError
-from megacpp_mcore.te import attention, block, experts, imports, permute
+from megacpp_mcore.ops.grouped_mlp import te as experts
+from megacpp_mcore.te import attention, block, imports
 from megacpp_mcore.util.probe import ProbeResult
 
 
@@ -109,34 +110,44 @@ def test_a_block_that_cannot_be(there: None, arguments: dict[str, Any], said: st
         block.Block(ffn=64, **arguments)
 
 
-# --- Permutation and experts --------------------------------------------------------------------------------------------
-
-
-def test_permutation_refuses_what_it_cannot_bring_to_order(there: None) -> None:
-    hidden, routing, probs = torch.zeros(4, 8), torch.zeros(4, 3, dtype=torch.bool), torch.zeros(4, 3)
-    with pytest.raises(ModelError, match="none of 4 tokens goes to an expert"):
-        permute.permute(hidden, routing, probs)
-    with pytest.raises(ModelError, match=r"shapes \(5, 8\), \(4, 3\), \(4, 3\)"):
-        permute.permute(torch.zeros(5, 8), routing, probs)
-    with pytest.raises(ModelError, match="a multiple of 0"):
-        permute.permute(hidden, ~routing, probs, align=0)
+# --- Experts ------------------------------------------------------------------------------------------------------------
 
 
 def test_experts_refuse_what_does_not_fit(there: None) -> None:
+    """As the reference does, before anything is permuted or multiplied."""
     x, w1, w2 = torch.zeros(4, 8), torch.zeros(2, 6, 8), torch.zeros(2, 8, 6)
-    with pytest.raises(ModelError, match=r"rows of the experts are \[3, 2\]; expected 2 numbers that sum to 4"):
+    with pytest.raises(ModelError, match=r"tokens_per_expert is \[3, 2\] \(sum 5\)"):
         experts.grouped_mlp(x, torch.tensor([3, 2]), w1, w2, None)
-    with pytest.raises(ModelError, match=r"\(2, 6, 8\), \(2, 6, 8\)"):
-        experts.grouped_mlp(x, torch.tensor([2, 2]), w1, w1, None)
-    with pytest.raises(ModelError, match="activation is 'swiglu'; expected one of gelu, gelu_tanh"):
+    with pytest.raises(ModelError, match="activation is 'swiglu'"):
         experts.grouped_mlp(x, torch.tensor([2, 2]), w1, w2, None, activation="swiglu")
+    routing, probs = torch.ones(4, 2, dtype=torch.bool), torch.ones(4, 2)
+    with pytest.raises(ModelError, match="4 of 4 tokens have another number of experts than topk = 1"):
+        experts.routed_mlp(x, routing, probs, w1, w2, topk=1)
+    with pytest.raises(ModelError, match="x has no token"):
+        experts.routed_mlp(x[:0], routing[:0], probs[:0], w1, w2, topk=2)
+
+
+def test_the_engines_experts_are_chosen_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "_installed", lambda: ProbeResult(True))
+    monkeypatch.setattr(probes, "_probed", lambda name: ProbeResult(True))
+    needs = {"device": "cuda", "dtype": "float32", "hidden": 64, "ffn": 64, "experts": 4}
+    for op in ("grouped_mlp", "routed_mlp"):
+        assert Dispatcher({op: "te"}).request(op, **needs).fn is getattr(experts, op)
+        assert Dispatcher().request(op, **needs).observed == "reference"
+    imports.configure(imports.Features(permute=False), "a file")
+    try:
+        assert Dispatcher({"grouped_mlp": "te"}).request("grouped_mlp", **needs).observed == "te"
+        with pytest.raises(BackendError, match=r"permute: false\} in a file"):
+            Dispatcher({"routed_mlp": "te"}).request("routed_mlp", **needs)
+    finally:
+        imports.configure(None)
 
 
 def test_without_transformer_engine_each_says_why() -> None:
     x, counts, w = torch.zeros(4, 8), torch.tensor([4]), torch.zeros(1, 8, 8)
     for call in (
         lambda: experts.grouped_mlp(x, counts, w, w, None),
-        lambda: permute.permute(x, torch.ones(4, 1, dtype=torch.bool), torch.ones(4, 1)),
+        lambda: experts.routed_mlp(x, torch.ones(4, 1, dtype=torch.bool), torch.ones(4, 1), w, w, topk=1),
         lambda: block.Block(32, 4, 64),
         lambda: attention.attend(*[torch.zeros(4, 1, 2, 8)] * 3, softmax_scale=1.0),
     ):

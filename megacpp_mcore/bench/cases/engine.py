@@ -1,11 +1,10 @@
-"""What Transformer Engine's wrappers give beside plain PyTorch: a whole attention block, and tokens to experts and back.
+"""What Transformer Engine's wrapper gives beside plain PyTorch: a whole attention block.
 
-Legend: S sequence, B batch, D hidden, F width, E experts, N tokens.
+Legend: S sequence, B batch, D hidden.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -87,57 +86,3 @@ def _engine_block(options: Options, inputs: Inputs, heads: int, groups: int) -> 
         return [inputs.leaves["x"], *(parameters[key] for key in inputs.leaves if key != "x")]
 
     return Variant.of(name, PEER, lambda inputs: built(inputs.leaves["x"]), leaves=leaves)
-
-
-def native_routed(
-    hidden_ND: torch.Tensor, routing_NE: torch.Tensor, probs_NE: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
-) -> torch.Tensor:
-    """Tokens to their experts and back, a loop over the experts."""
-    output_ND = torch.zeros_like(hidden_ND)
-    for expert in range(routing_NE.shape[1]):
-        rows = routing_NE[:, expert].nonzero().flatten()
-        y = F.gelu(hidden_ND[rows] @ w1[expert].T) * probs_NE[rows, expert][:, None]
-        output_ND = output_ND.index_add(0, rows, (y.to(hidden_ND.dtype) @ w2[expert].T))
-    return output_ND
-
-
-def routed(options: Options) -> Problem:
-    """Permutation, grouped products and sum, jagged and padded to 16 rows."""
-    N, draw = options.shape["B"] * options.shape["S"], Draw(options)
-    E, top_k, D, width = options.sizes("experts", "routed", "hidden", "expert_width")
-    scores = torch.rand(N, E, generator=draw.generator, device=options.device)
-    routing = torch.zeros(N, E, dtype=torch.bool, device=options.device).scatter_(
-        1, scores.topk(top_k, dim=1).indices, True
-    )
-    inputs = Inputs(
-        leaves=draw.leaves(
-            x=draw.normal(N, D),
-            probs=scores,
-            w1=draw.normal(E, width, D, scale=D**-0.5),
-            w2=draw.normal(E, D, width, scale=width**-0.5),
-        ),
-        cotangents={"y": draw.normal(N, D)},
-        fixed={"routing": routing},
-    )
-
-    def call(fn: Any, inputs: Inputs) -> torch.Tensor:
-        x, probs, w1, w2 = inputs.leaves.values()
-        output: torch.Tensor = fn(x, inputs.fixed["routing"], probs, w1, w2)
-        return output
-
-    reason = lacking(options.device, ENGINE, "Transformer Engine")
-    variants = [Variant.of("reference", OURS, partial(call, native_routed))]
-    for name, align in (("TE, jagged", None), ("TE, padded to 16", 16)):
-        if reason:
-            variants.append(Variant.missing(name, reason))
-            continue
-        from megacpp_mcore.te.experts import routed_experts
-
-        variants.append(Variant.of(name, PEER, partial(call, partial(routed_experts, align=align))))
-    weights, rows = 2 * E * D * width * draw.itemsize, N * D * draw.itemsize
-    return Problem(
-        inputs=inputs,
-        variants=variants,
-        works=Floor.pair(feed_forward(N * top_k, D, width), weights + 2 * rows, 3 * weights + 4 * rows, options.dtype),
-        check=AgainstTruth(in_double(partial(call, native_routed), inputs), LIMITS[options.dtype]),
-    )

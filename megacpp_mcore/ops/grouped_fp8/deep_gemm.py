@@ -1,7 +1,6 @@
-"""The grouped FP8 product by DeepGEMM, its probe, and what a cluster has to do before the first call.
+"""The grouped FP8 product by DeepGEMM, and its probe.
 
-DeepGEMM compiles each shape on its first call and keeps it in a folder (``DG_JIT_CACHE_DIR``, by default ``~/.deep_gemm``):
-when every rank does that at once, on shared storage, a start takes minutes. :func:`prewarm` has one rank of each node do it.
+DeepGEMM compiles each shape on its first call and keeps it in a folder (``DG_JIT_CACHE_DIR``, by default ``~/.deep_gemm``).
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,29 +70,6 @@ def probe() -> ProbeResult:
     if not off < _TOLERANCE:  # NaN is not less, either
         return ProbeResult(False, f"a grouped call is off by {off:.2g} (RMS) of what plain PyTorch gives")
     return ProbeResult(True)
-
-
-def prewarm(shapes: Sequence[tuple[int, int, int]]) -> float:
-    """Compile the kernels of ``shapes`` (experts, output and input width) on the first rank of each node; the others wait.
-
-    Returns:
-        Seconds that this rank took.
-
-    Raises:
-        BackendError: a call failed, after every rank has come this far.
-    """
-    start, failed = time.perf_counter(), None
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        try:
-            for experts, outputs, inputs in shapes:
-                grouped_product(*_operands(outputs, inputs, (reference.BLOCK,) * experts))
-        except BackendError as error:
-            failed = error
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-    if failed is not None:
-        raise failed
-    return time.perf_counter() - start
 
 
 def record() -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Routed experts with products in FP8 (E4M3), forward and for the gradients of rows, on Hopper: PyTorch's with scales of rows.
 
-Either side of a product is scaled so that the largest value of what is summed together is E4M3's largest: weights along the one
-side forward, along the other one backward, in each call. The gradients of weights are products in bfloat16, those of
-:mod:`megacpp_mcore.ops.grouped_mlp.triton`: for FP8 their operands would have to be scaled and laid out along rows. ``auto``
-does not choose it: results differ from those in bfloat16 by the rounding of E4M3, 2.6 % of a value (rms).
+Either side of a product is scaled so that its largest value is E4M3's largest: row by row, and weights matrix by matrix, for
+which one pass over them gives both orders, forward and backward; in training they are quantised once an optimizer's step. The
+gradients of weights are products in bfloat16, those of :mod:`megacpp_mcore.ops.grouped_mlp.triton`: in FP8 their operands would
+have to be laid out along rows, which takes as long as it saves (on an H200, 32,768 rows: 302 of 276 µs). ``auto`` does not
+choose it: results differ from those in bfloat16 by the rounding of E4M3, 2.6 % of a value (rms).
 
 Legend: T tokens, E experts, K experts of each token, R rows (T × K), D model width, F expert width; N and W rows and columns of
 any matrix.
@@ -13,15 +14,19 @@ any matrix.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.assembly import INTERPRETED
 from megacpp_mcore.ops.grouped_mlp.kernels import _activation
-from megacpp_mcore.ops.grouped_mlp.triton import Products, Rows, run_grouped, run_routed
+from megacpp_mcore.ops.grouped_mlp.triton import Products, Rows, packed, run_grouped, run_routed
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)
@@ -35,8 +40,12 @@ CAPABILITY = (9, 0)
 ELEMENTS = 4096
 """That a program has at a time, at least one row of them."""
 
-COLUMNS = {"BN": 256, "BW": 64, "num_warps": 8}
-"""How columns are scaled: rows and columns of a tile."""
+LARGEST_OF = {"PARTS": 64, "BLOCK": 8192, "num_warps": 8}
+WEIGHTS = {"BN": 128, "BW": 128, "num_warps": 8}
+"""How weights are scaled: parts of an expert's matrix whose largest values are looked for, and rows and columns of a tile."""
+
+BACKWARD = {"elements": 2048, "warps": 8}
+"""How activations are differentiated."""
 
 
 class Scaled(NamedTuple):
@@ -114,7 +123,8 @@ def scale_rows(
     for start in tl.static_range(0, W, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < N)[:, None] & (column < W)[None, :]
-        x = tl.load(x_NW + row.to(tl.int64)[:, None] * W + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        if W > BLOCK:
+            x = tl.load(x_NW + row.to(tl.int64)[:, None] * W + column[None, :], mask=inside, other=0.0).to(tl.float32)
         value = (x * (1.0 / scale)[:, None]).to(values.dtype.element_ty)
         if row_NC is None:
             tl.store(values + row.to(tl.int64)[:, None] * W + column[None, :], value, mask=inside)
@@ -131,26 +141,77 @@ def scale_rows(
 
 
 @triton.jit
-def scale_columns(w_ENW, values_EWN, scale_EW, N, W, BN: tl.constexpr, BW: tl.constexpr):
-    """BW columns of an expert's matrix, which become rows."""
+def largest_parts(w, largest_EP, SIZE, STEPS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest value of each of PARTS parts of an expert's SIZE values."""
     expert = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BW + tl.arange(0, BW)
-    at = w_ENW + expert * N * W + column[None, :]
-    largest = tl.zeros([BW], tl.float32)
-    for start in tl.range(0, N, BN):
-        row = start + tl.arange(0, BN)
-        inside = (row < N)[:, None] & (column < W)[None, :]
-        w = tl.load(at + row.to(tl.int64)[:, None] * W, mask=inside, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(w), 0))
-    scale = _scale(largest)
-    tl.store(scale_EW + expert * W + column, scale, mask=column < W)
-    to = values_EWN + expert * N * W + column.to(tl.int64)[:, None] * N
-    for start in tl.range(0, N, BN):
-        row = start + tl.arange(0, BN)
-        inside = (row < N)[:, None] & (column < W)[None, :]
-        w = tl.load(at + row.to(tl.int64)[:, None] * W, mask=inside, other=0.0).to(tl.float32)
-        value = (w * (1.0 / scale)[None, :]).to(values_EWN.dtype.element_ty)
-        tl.store(to + row[None, :], value.T, mask=(row < N)[None, :] & (column < W)[:, None])
+    part = tl.program_id(0)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for step in tl.range(STEPS):
+        at = (step * PARTS + part) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(w + expert * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+    tl.store(largest_EP + expert * PARTS + part, tl.max(largest, 0))
+
+
+@triton.jit
+def _again(x):
+    """``x``; the compiler does not know."""
+    if INTERPRETED:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def scale_weights(
+    w_ENW,
+    largest_EP,
+    values_ENW,
+    scale_EN,
+    values_EWN,
+    scale_EW,
+    N,
+    W,
+    E,
+    PARTS: tl.constexpr,
+    BN: tl.constexpr,
+    BW: tl.constexpr,
+):
+    """A tile of an expert's matrix, scaled, in both orders. Experts come last first: those are still in the cache.
+
+    Values are rounded for each order by itself: ptxas takes stale bytes where a pair of E4M3 is stored and cut up, too.
+    """
+    expert = (E - 1 - tl.program_id(1)).to(tl.int64)
+    across = (W + BW - 1) // BW
+    n = tl.program_id(0) // across * BN + tl.arange(0, BN)
+    column = tl.program_id(0) % across * BW + tl.arange(0, BW)
+    scale = _scale(tl.max(tl.load(largest_EP + expert * PARTS + tl.arange(0, PARTS)), 0))
+    inside = (n < N)[:, None] & (column < W)[None, :]
+    start = expert * N * W
+    w = tl.load(w_ENW + start + n.to(tl.int64)[:, None] * W + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    inverse = 1.0 / scale
+    value = (w * inverse).to(values_ENW.dtype.element_ty)
+    tl.store(values_ENW + start + n.to(tl.int64)[:, None] * W + column[None, :], value, mask=inside)
+    value = (w * _again(inverse)).to(values_EWN.dtype.element_ty).T
+    inside = (column < W)[:, None] & (n < N)[None, :]
+    tl.store(values_EWN + start + column.to(tl.int64)[:, None] * N + n[None, :], value, mask=inside)
+    if tl.program_id(0) % across == 0:
+        tl.store(scale_EN + expert * N + n, tl.full([BN], 1.0, tl.float32) * scale, mask=n < N)
+    if tl.program_id(0) // across == 0:
+        tl.store(scale_EW + expert * W + column, tl.full([BW], 1.0, tl.float32) * scale, mask=column < W)
+
+
+@triton.jit
+def _prob(prob_R, row, R):
+    prob = tl.full(row.shape, 1.0, tl.float32)
+    if prob_R is not None:
+        prob = tl.load(prob_R + row, mask=row < R, other=0.0).to(tl.float32)
+    return prob[:, None]
+
+
+@triton.jit
+def _at(matrix, row, column, W: tl.constexpr):
+    return matrix + row.to(tl.int64)[:, None] * W + column[None, :]
 
 
 @triton.jit
@@ -159,25 +220,28 @@ def activate(
 ):
     """The activation of ROWS rows times their probabilities, scaled."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    prob = tl.full([ROWS], 1.0, tl.float32)
-    if prob_R is not None:
-        prob = tl.load(prob_R + row, mask=row < R, other=0.0).to(tl.float32)
+    prob = _prob(prob_R, row, R)
     largest = tl.zeros([ROWS], tl.float32)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < R)[:, None] & (column < F)[None, :]
-        h = tl.load(h_RF + row.to(tl.int64)[:, None] * F + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        factor, _ = _activation(h, TANH)
-        largest = tl.maximum(largest, tl.max(tl.abs(h * factor * prob[:, None]), 1))
+        a = _activated(h_RF, prob, row, column, inside, F, TANH)
+        largest = tl.maximum(largest, tl.max(tl.abs(a), 1))
     scale = _scale(largest)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < R)[:, None] & (column < F)[None, :]
-        h = tl.load(h_RF + row.to(tl.int64)[:, None] * F + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        factor, _ = _activation(h, TANH)
-        value = (h * factor * (prob * (1.0 / scale))[:, None]).to(values.dtype.element_ty)
-        tl.store(values + row.to(tl.int64)[:, None] * F + column[None, :], value, mask=inside)
+        if F > BLOCK:
+            a = _activated(h_RF, prob, row, column, inside, F, TANH)
+        tl.store(_at(values, row, column, F), (a * (1.0 / scale)[:, None]).to(values.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < R)
+
+
+@triton.jit
+def _activated(h_RF, prob, row, column, inside, F: tl.constexpr, TANH: tl.constexpr):
+    h = tl.load(_at(h_RF, row, column, F), mask=inside, other=0.0).to(tl.float32)
+    factor, _ = _activation(h, TANH)
+    return h * factor * prob
 
 
 @triton.jit
@@ -197,39 +261,41 @@ def activate_backward(
 ):
     """From the gradient of the second product's left side to that of the first product, in its place and scaled."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    prob = tl.full([ROWS], 1.0, tl.float32)
-    if prob_R is not None:
-        prob = tl.load(prob_R + row, mask=row < R, other=0.0).to(tl.float32)
+    prob = _prob(prob_R, row, R)
     largest = tl.zeros([ROWS], tl.float32)
     dprob = tl.zeros([ROWS], tl.float32)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < R)[:, None] & (column < F)[None, :]
-        at = row.to(tl.int64)[:, None] * F + column[None, :]
-        h = tl.load(h_RF + at, mask=inside, other=0.0).to(tl.float32)
-        da = tl.load(da_RF + at, mask=inside, other=0.0).to(tl.float32)
-        factor, slope = _activation(h, TANH)
-        dprob += tl.sum(da * h * factor, 1)
-        largest = tl.maximum(largest, tl.max(tl.abs(da * slope * prob[:, None]), 1))
+        a, dh, each = _activated_backward(h_RF, da_RF, prob, row, column, inside, F, TANH)
+        dprob += each
+        largest = tl.maximum(largest, tl.max(tl.abs(dh), 1))
     scale = _scale(largest)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < R)[:, None] & (column < F)[None, :]
-        at = row.to(tl.int64)[:, None] * F + column[None, :]
-        h = tl.load(h_RF + at, mask=inside, other=0.0).to(tl.float32)
-        da = tl.load(da_RF + at, mask=inside, other=0.0).to(tl.float32)
-        factor, slope = _activation(h, TANH)
-        dh = da * slope * prob[:, None]
-        tl.store(a_RF + at, (h * factor * prob[:, None]).to(a_RF.dtype.element_ty), mask=inside)
-        tl.store(da_RF + at, dh.to(da_RF.dtype.element_ty), mask=inside)
-        tl.store(values + at, (dh * (1.0 / scale)[:, None]).to(values.dtype.element_ty), mask=inside)
+        if F > BLOCK:
+            a, dh, _ = _activated_backward(h_RF, da_RF, prob, row, column, inside, F, TANH)
+        tl.store(_at(a_RF, row, column, F), a.to(a_RF.dtype.element_ty), mask=inside)
+        tl.store(_at(da_RF, row, column, F), dh.to(da_RF.dtype.element_ty), mask=inside)
+        tl.store(_at(values, row, column, F), (dh * (1.0 / scale)[:, None]).to(values.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < R)
     tl.store(dprob_R + row, dprob, mask=row < R)
 
 
-def _tile(width: int, warps: int = 4) -> dict[str, int]:
-    block = min(ELEMENTS, triton.next_power_of_2(width))
-    return {"ROWS": ELEMENTS // block, "BLOCK": block, "num_warps": warps}
+@triton.jit
+def _activated_backward(h_RF, da_RF, prob, row, column, inside, F: tl.constexpr, TANH: tl.constexpr):
+    """What was activated, the gradient of ``h``, and of each row that of its probability."""
+    h = tl.load(_at(h_RF, row, column, F), mask=inside, other=0.0).to(tl.float32)
+    da = tl.load(_at(da_RF, row, column, F), mask=inside, other=0.0).to(tl.float32)
+    factor, slope = _activation(h, TANH)
+    a = h * factor
+    return a * prob, da * slope * prob, tl.sum(da * a, 1)
+
+
+def _tile(width: int, elements: int = ELEMENTS, warps: int = 4) -> dict[str, int]:
+    block = min(elements, triton.next_power_of_2(width))
+    return {"ROWS": elements // block, "BLOCK": block, "num_warps": warps}
 
 
 def _empty(like: torch.Tensor, *shape: int) -> Scaled:
@@ -246,24 +312,78 @@ def of_rows(x: torch.Tensor, row_TK: torch.Tensor | None = None) -> Scaled:
     return scaled
 
 
-def of_columns(w_ENW: torch.Tensor) -> Scaled:
-    """Each expert's matrix the other way round, its rows scaled."""
-    E, N, W = w_ENW.shape
-    scaled = _empty(w_ENW, E, W, N)
-    scale_columns[(triton.cdiv(W, COLUMNS["BW"]), E)](w_ENW, *scaled, N, W, **COLUMNS)
-    return scaled
+class Weights(NamedTuple):
+    """Both matrices of every expert in E4M3 by one scale each: in the order of the forward pass, and the other way round."""
+
+    w1_EFD: torch.Tensor
+    w1_scale_EF: torch.Tensor
+    w1_EDF: torch.Tensor
+    w1_scale_ED: torch.Tensor
+    w2_EDF: torch.Tensor
+    w2_scale_ED: torch.Tensor
+    w2_EFD: torch.Tensor
+    w2_scale_EF: torch.Tensor
 
 
-def product(left: Scaled, right_ENW: Scaled, rows: Rows) -> torch.Tensor:
+def of_weights(w1_EFD: torch.Tensor, w2_EDF: torch.Tensor) -> Weights:
+    """Both matrices scaled, of parameters in training once an optimizer's step (:func:`_kept`)."""
+    return Weights(*_kept(w1_EFD), *_kept(w2_EDF))
+
+
+Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_quantized = WeakTensorKeyDictionary()
+
+
+def forget(*_: Any) -> None:
+    """Quantise all weights anew the next time; every step of an optimizer ends with it."""
+    _quantized.clear()
+
+
+# Megatron's distributed optimizer writes to buffers that parameters are views of, which no version of a parameter counts;
+# but behind a step of PyTorch's, and before the next forward pass.
+register_optimizer_step_post_hook(forget)
+
+
+def _kept(w: torch.Tensor) -> Quantized:
+    """What :func:`_scaled` made of ``w`` since the last step of an optimizer, for a parameter that has not changed since.
+
+    Made anew, and not kept, where gradients are off, as in an evaluation, which may have other weights in the same place; and
+    in a CUDA graph, whose replay has to make it of the weights of then.
+    """
+    is_training = torch.is_grad_enabled() and w.requires_grad and w.is_leaf
+    if not is_training or (w.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return _scaled(w)
+    state = w._version, w.data_ptr()
+    found = _quantized.get(w)
+    if found is None or found[0] != state:
+        found = _quantized[w] = state, _scaled(w)
+    made: Quantized = found[1]
+    return made
+
+
+@torch.no_grad()
+def _scaled(w_ENW: torch.Tensor) -> Quantized:
+    """Every expert's matrix and its scale for each row ``[E, N]``; the same the other way round."""
+    w_ENW, (E, N, W) = packed(w_ENW), w_ENW.shape
+    largest_EP = w_ENW.new_empty(E, LARGEST_OF["PARTS"], dtype=torch.float32)
+    steps = triton.cdiv(N * W, LARGEST_OF["PARTS"] * LARGEST_OF["BLOCK"])
+    largest_parts[(LARGEST_OF["PARTS"], E)](w_ENW, largest_EP, N * W, STEPS=steps, **LARGEST_OF)
+    forth, back = _empty(w_ENW, E, N, W), _empty(w_ENW, E, W, N)
+    grid = triton.cdiv(N, WEIGHTS["BN"]) * triton.cdiv(W, WEIGHTS["BW"]), E
+    scale_weights[grid](w_ENW, largest_EP, *forth, *back, N, W, E, PARTS=LARGEST_OF["PARTS"], **WEIGHTS)
+    return *forth, *back
+
+
+def product(left: Scaled, right_ENW: torch.Tensor, scale_EN: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Each row times its expert's matrix, whose rows are columns of the result."""
     return torch._scaled_grouped_mm(
-        left.values, right_ENW.values.transpose(1, 2), left.scale, right_ENW.scale, offs=rows.end_E,
-        out_dtype=torch.bfloat16, use_fast_accum=True,
+        left.values, right_ENW.transpose(1, 2), left.scale, scale_EN, offs=rows.end_E, out_dtype=torch.bfloat16,
+        use_fast_accum=True,
     )  # fmt: skip
 
 
-def _hidden(x: torch.Tensor, rows: Rows, w1_EFD: torch.Tensor, activation: str) -> tuple[torch.Tensor, Scaled]:
-    h_RF = product(of_rows(x, rows.row_TK), of_rows(w1_EFD), rows)
+def _hidden(x: torch.Tensor, rows: Rows, weights: Weights, activation: str) -> tuple[torch.Tensor, Scaled]:
+    h_RF = product(of_rows(x, rows.row_TK), weights.w1_EFD, weights.w1_scale_EF, rows)
     (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1]), _empty(h_RF, *h_RF.shape)
     if R:
         grid = (triton.cdiv(R, tile["ROWS"]),)
@@ -271,15 +391,16 @@ def _hidden(x: torch.Tensor, rows: Rows, w1_EFD: torch.Tensor, activation: str) 
     return h_RF, left
 
 
-def _output(left: Scaled, w2_EDF: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return product(left, of_rows(w2_EDF), rows)
+def _output(left: Scaled, weights: Weights, rows: Rows) -> torch.Tensor:
+    return product(left, weights.w2_EDF, weights.w2_scale_ED, rows)
 
 
 def _hidden_gradient(
-    dy: torch.Tensor, rows: Rows, w2_EDF: torch.Tensor, h_RF: torch.Tensor, activation: str
+    dy: torch.Tensor, rows: Rows, saved: Sequence[torch.Tensor], h_RF: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Scaled]:
-    dh_RF = product(of_rows(dy, rows.row_TK), of_columns(w2_EDF), rows)
-    (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1], 8), _empty(h_RF, *h_RF.shape)
+    weights = Weights(*saved)
+    dh_RF = product(of_rows(dy, rows.row_TK), weights.w2_EFD, weights.w2_scale_EF, rows)
+    (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1], **BACKWARD), _empty(h_RF, *h_RF.shape)
     a_RF, dprob_PR = torch.empty_like(h_RF), h_RF.new_empty(1, R, dtype=torch.float32)
     if R:
         grid = (triton.cdiv(R, tile["ROWS"]),)
@@ -288,8 +409,9 @@ def _hidden_gradient(
     return a_RF, dh_RF, dprob_PR, left
 
 
-def _input_gradient(left: Scaled, w1_EFD: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return product(left, of_columns(w1_EFD), rows)
+def _input_gradient(left: Scaled, saved: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+    weights = Weights(*saved)
+    return product(left, weights.w1_EDF, weights.w1_scale_ED, rows)
 
 
-FP8 = Products(16, _hidden, _output, _hidden_gradient, _input_gradient)
+FP8 = Products(16, of_weights, _hidden, _output, _hidden_gradient, _input_gradient)

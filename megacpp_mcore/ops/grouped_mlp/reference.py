@@ -117,10 +117,19 @@ def grouped_mlp(
     return torch.cat(outputs).to(x_TD.dtype)
 
 
-def check_routing(
-    x_TD: torch.Tensor, routing_TE: torch.Tensor, probs_TE: torch.Tensor, w1_EFD: torch.Tensor, topk: int
+def check_routed(
+    x_TD: torch.Tensor,
+    routing_TE: torch.Tensor,
+    probs_TE: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    topk: int,
+    activation: str,
 ) -> None:
-    """Raise ModelError unless routing, probabilities and topk fit the tokens and experts; reads no value."""
+    """Raise ModelError unless the arguments of :func:`routed_mlp` fit each other; reads no value."""
+    check_activation(activation)
+    require_float(x_TD=x_TD, probs_TE=probs_TE, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
+    check_weights(x_TD, w1_EFD, w2_EDF)
     T, E = x_TD.shape[0], w1_EFD.shape[0]
     if routing_TE.dtype != torch.bool or tuple(routing_TE.shape) != (T, E):
         raise ModelError(
@@ -130,6 +139,17 @@ def check_routing(
         raise ModelError(f"probs have shape {list(probs_TE.shape)}, expected [T, E] = [{T}, {E}], as routing has")
     if not 1 <= topk <= E:
         raise ModelError(f"topk is {topk}, expected 1 to E = {E}: the experts of each token")
+
+
+def check_topk(routing_TE: torch.Tensor, topk: int) -> None:
+    """Raise ModelError unless every token has so many experts; the host waits."""
+    experts_T = routing_TE.sum(1)
+    if (wrong := (experts_T != topk).nonzero()).numel():
+        first = int(wrong[0])
+        raise ModelError(
+            f"{wrong.shape[0]} of {routing_TE.shape[0]} tokens have another number of experts than topk = {topk}, the first "
+            f"one is token {first} with {int(experts_T[first])}; route every token to exactly topk experts and drop none"
+        )
 
 
 def routed_mlp(
@@ -162,17 +182,8 @@ def routed_mlp(
     Raises:
         ModelError: shapes, dtypes, the activation or a token's number of experts are not as described.
     """
-    check_activation(activation)
-    require_float(x_TD=x_TD, probs_TE=probs_TE, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
-    check_weights(x_TD, w1_EFD, w2_EDF)
-    check_routing(x_TD, routing_TE, probs_TE, w1_EFD, topk)
-    experts_T = routing_TE.sum(1)
-    if (wrong := (experts_T != topk).nonzero()).numel():
-        first = int(wrong[0])
-        raise ModelError(
-            f"{wrong.shape[0]} of {x_TD.shape[0]} tokens have another number of experts than topk = {topk}, the first one is "
-            f"token {first} with {int(experts_T[first])}; route every token to exactly topk experts and drop none"
-        )
+    check_routed(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation)
+    check_topk(routing_TE, topk)
     dtype = compute_dtype(x_TD, w1_EFD, w2_EDF, probs_TE)
     routing_ET = routing_TE.T
     token_R = routing_ET.nonzero()[:, 1]

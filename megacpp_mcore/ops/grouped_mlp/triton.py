@@ -9,7 +9,7 @@ Legend: T tokens, E experts, K experts of each token, R rows (T × K), D model w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +18,8 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.ops.checks import require_float
 from megacpp_mcore.ops.grouped_mlp import kernels
-from megacpp_mcore.ops.grouped_mlp.reference import (
-    check_activation,
-    check_counts,
-    check_routing,
-    check_rows,
-    check_weights,
-)
+from megacpp_mcore.ops.grouped_mlp.reference import check_activation, check_counts, check_routed, check_rows
 
 DTYPES = (torch.bfloat16,)
 """Of tokens and weights. PyTorch's grouped product has a kernel for it alone; in other dtypes it loops over counts, for which
@@ -37,8 +30,12 @@ EXPERTS = 256
 
 FORWARD: dict[str, int] = {"BM": 128, "BN": 256, "BK": 64, "SPLIT": 4, "STAGES": 4, "num_warps": 8}
 BACKWARD: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "SPLIT": 8, "STAGES": 3, "num_warps": 4}
-WEIGHTS: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 4}
-"""How the products are launched: among the fastest on an H200 at the widths of NAM56R, and compared with float64 there."""
+WEIGHTS: dict[bool, dict[str, int]] = {
+    True: {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 4},
+    False: {"BM": 128, "BN": 256, "BK": 64, "STAGES": 4, "num_warps": 8},
+}
+"""How the products are launched, gradients of weights by whether tokens are on the left: among the fastest on an H200 at the
+widths of NAM56R, and compared with float64 there."""
 
 
 class Rows(NamedTuple):
@@ -62,18 +59,20 @@ class Products(NamedTuple):
 
     Attributes:
         multiple: what widths have to be a multiple of.
-        hidden: from x, rows, w1 and the activation's name to the first product, and the left side of the second one.
-        output: from that side, w2 and rows to the second product.
-        hidden_gradient: from the gradient of that, rows, w2, the first product and the activation's name to: what was
+        weights: from w1 and w2 to a tuple, what the others take of them.
+        hidden: from x, rows, weights and the activation's name to the first product, and the left side of the second one.
+        output: from that side, weights and rows to the second product.
+        hidden_gradient: from the gradient of that, rows, weights, the first product and the activation's name to: what was
             activated, the gradients of the first product and in parts of the probabilities, and the left side of the last one.
-        input_gradient: from that side, w1 and rows to the gradient of the rows.
+        input_gradient: from that side, weights and rows to the gradient of the rows.
     """
 
     multiple: int
+    weights: Callable[[torch.Tensor, torch.Tensor], Any]
     hidden: Callable[..., tuple[torch.Tensor, Any]]
-    output: Callable[[Any, torch.Tensor, Rows], torch.Tensor]
+    output: Callable[[Any, Any, Rows], torch.Tensor]
     hidden_gradient: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]]
-    input_gradient: Callable[[Any, torch.Tensor, Rows], torch.Tensor]
+    input_gradient: Callable[[Any, Any, Rows], torch.Tensor]
 
 
 def grouped_mlp(
@@ -145,7 +144,8 @@ def run_grouped(
         check_counts(tokens_per_expert_E.tolist(), x_RD.shape[0])
     end_E = tokens_per_expert_E.cumsum(0, dtype=torch.int32).to(x_RD.device, non_blocking=True)
     end_E.clamp_(max=x_RD.shape[0])
-    y_RD: torch.Tensor = GroupedMLP.apply(x_RD, end_E, w1_EFD, w2_EDF, probs_R, activation, products)
+    weights = products.weights(w1_EFD, w2_EDF)
+    y_RD: torch.Tensor = GroupedMLP.apply(x_RD, end_E, w1_EFD, w2_EDF, probs_R, activation, products, weights)
     return y_RD
 
 
@@ -160,12 +160,12 @@ def run_routed(
     products: Products,
 ) -> torch.Tensor:
     """:func:`routed_mlp` by ``products``."""
-    check_activation(activation)
-    require_float(x_TD=x_TD, probs_TE=probs_TE, w1_EFD=w1_EFD, w2_EDF=w2_EDF)
-    check_weights(x_TD, w1_EFD, w2_EDF)
-    check_routing(x_TD, routing_TE, probs_TE, w1_EFD, topk)
+    check_routed(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation)
     _check_kernels(x_TD, w1_EFD, w2_EDF, products.multiple)
-    y_TD: torch.Tensor = RoutedMLP.apply(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation, products)
+    weights = products.weights(w1_EFD, w2_EDF)
+    y_TD: torch.Tensor = RoutedMLP.apply(
+        x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation, products, weights
+    )
     return y_TD
 
 
@@ -206,28 +206,28 @@ class GroupedMLP(torch.autograd.Function):
         probs_R: torch.Tensor | None,
         activation: str,
         products: Products,
+        weights: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
-        """The output."""
-        x_RD, w1_EFD, w2_EDF = packed(x_RD), packed(w1_EFD), packed(w2_EDF)
-        prob_R = None if probs_R is None else probs_R.contiguous()
+        """The output; ``weights`` are those of ``products``."""
+        x_RD, prob_R = packed(x_RD), None if probs_R is None else probs_R.contiguous()
         rows = Rows(end_E, None, None, prob_R)
-        h_RF, left = products.hidden(x_RD, rows, w1_EFD, activation)
-        ctx.save_for_backward(x_RD, end_E, w1_EFD, w2_EDF, prob_R, h_RF)
+        h_RF, left = products.hidden(x_RD, rows, weights, activation)
+        ctx.save_for_backward(x_RD, h_RF, end_E, prob_R, *weights)
         ctx.activation, ctx.products = activation, products
-        return products.output(left, w2_EDF, rows)
+        return products.output(left, weights, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of x, w1, w2 and the probabilities."""
-        x_RD, end_E, w1_EFD, w2_EDF, prob_R, h_RF = ctx.saved_tensors
+        x_RD, h_RF, end_E, prob_R, *weights = ctx.saved_tensors
         dy_RD, rows, products = packed(dy_RD), Rows(end_E, None, None, prob_R), ctx.products
-        a_RF, dh_RF, dprob_PR, left = products.hidden_gradient(dy_RD, rows, w2_EDF, h_RF, ctx.activation)
+        a_RF, dh_RF, dprob_PR, left = products.hidden_gradient(dy_RD, rows, weights, h_RF, ctx.activation)
         dw2_EDF = weight_gradient(dy_RD, rows, a_RF, tokens_left=True) if ctx.needs_input_grad[3] else None
-        dx_RD = products.input_gradient(left, w1_EFD, rows) if ctx.needs_input_grad[0] else None
+        dx_RD = products.input_gradient(left, weights, rows) if ctx.needs_input_grad[0] else None
         dw1_EFD = weight_gradient(x_RD, rows, dh_RF, tokens_left=False) if ctx.needs_input_grad[2] else None
         dprobs_R = None if prob_R is None else dprob_PR.sum(0).to(prob_R.dtype)
-        return dx_RD, None, dw1_EFD, dw2_EDF, dprobs_R, None, None
+        return dx_RD, None, dw1_EFD, dw2_EDF, dprobs_R, None, None, None
 
 
 class RoutedMLP(torch.autograd.Function):
@@ -244,32 +244,32 @@ class RoutedMLP(torch.autograd.Function):
         topk: int,
         activation: str,
         products: Products,
+        weights: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
-        """The output."""
-        x_TD, w1_EFD, w2_EDF = packed(x_TD), packed(w1_EFD), packed(w2_EDF)
-        routing_TE = routing_TE.contiguous()
+        """The output; ``weights`` are those of ``products``."""
+        x_TD, routing_TE = packed(x_TD), routing_TE.contiguous()
         rows, row_TK = placed(routing_TE, probs_TE, topk)
-        h_RF, left = products.hidden(x_TD, rows, w1_EFD, activation)
-        ctx.save_for_backward(x_TD, routing_TE, w1_EFD, w2_EDF, h_RF, *rows)
+        h_RF, left = products.hidden(x_TD, rows, weights, activation)
+        ctx.save_for_backward(x_TD, routing_TE, h_RF, *rows, *weights)
         ctx.activation, ctx.probs_dtype, ctx.products = activation, probs_TE.dtype, products
-        y_RD = products.output(left, w2_EDF, rows)
+        y_RD = products.output(left, weights, rows)
         return summed(y_RD, row_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of x, the probabilities, w1 and w2."""
-        x_TD, routing_TE, w1_EFD, w2_EDF, h_RF, *places = ctx.saved_tensors
-        dy_TD, rows, products = packed(dy_TD), Rows(*places), ctx.products
-        a_RF, dh_RF, dprob_PR, left = products.hidden_gradient(dy_TD, rows, w2_EDF, h_RF, ctx.activation)
+        x_TD, routing_TE, h_RF, end_E, row_TK, token_R, prob_R, *weights = ctx.saved_tensors
+        dy_TD, rows, products = packed(dy_TD), Rows(end_E, row_TK, token_R, prob_R), ctx.products
+        a_RF, dh_RF, dprob_PR, left = products.hidden_gradient(dy_TD, rows, weights, h_RF, ctx.activation)
         dw2_EDF = weight_gradient(dy_TD, rows, a_RF, tokens_left=True) if ctx.needs_input_grad[4] else None
         del a_RF  # its memory is that of what follows
         dprobs_TE = torch.empty_like(routing_TE, dtype=ctx.probs_dtype)
-        dx_RD = products.input_gradient(left, w1_EFD, rows)
-        dx_TD = summed(dx_RD, places[1], (routing_TE, dprob_PR, dprobs_TE))
+        dx_RD = products.input_gradient(left, weights, rows)
+        dx_TD = summed(dx_RD, row_TK, (routing_TE, dprob_PR, dprobs_TE))
         del dx_RD
         dw1_EFD = weight_gradient(x_TD, rows, dh_RF, tokens_left=False) if ctx.needs_input_grad[3] else None
-        return dx_TD, None, dprobs_TE, dw1_EFD, dw2_EDF, None, None, None
+        return dx_TD, None, dprobs_TE, dw1_EFD, dw2_EDF, None, None, None, None
 
 
 def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int) -> tuple[Rows, torch.Tensor]:
@@ -295,7 +295,15 @@ def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int) -> tuple
     return rows, row_TK
 
 
-def _hidden(x: torch.Tensor, rows: Rows, w1_EFD: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
+@torch.no_grad()
+def _weights(w1_EFD: torch.Tensor, w2_EDF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return packed(w1_EFD), packed(w2_EDF)
+
+
+def _hidden(
+    x: torch.Tensor, rows: Rows, weights: Sequence[torch.Tensor], activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    w1_EFD, _ = weights
     (E, F, D), R = w1_EFD.shape, (x if rows.token_R is None else rows.token_R).shape[0]
     h_RF, a_RF = x.new_empty(R, F), x.new_empty(R, F)
     if R:
@@ -306,8 +314,9 @@ def _hidden(x: torch.Tensor, rows: Rows, w1_EFD: torch.Tensor, activation: str) 
 
 
 def _hidden_gradient(
-    dy: torch.Tensor, rows: Rows, w2_EDF: torch.Tensor, h_RF: torch.Tensor, activation: str
+    dy: torch.Tensor, rows: Rows, weights: Sequence[torch.Tensor], h_RF: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _, w2_EDF = weights
     (E, D, F), R = w2_EDF.shape, h_RF.shape[0]
     a_RF, dh_RF = torch.empty_like(h_RF), torch.empty_like(h_RF)
     dprob_PR = h_RF.new_empty(triton.cdiv(F, BACKWARD["BN"]), R, dtype=torch.float32)
@@ -335,15 +344,15 @@ def _product(
     )  # fmt: skip
 
 
-def _output(a_RF: torch.Tensor, w2_EDF: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return torch._grouped_mm(a_RF, w2_EDF.transpose(1, 2), offs=rows.end_E)
+def _output(a_RF: torch.Tensor, weights: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+    return torch._grouped_mm(a_RF, weights[1].transpose(1, 2), offs=rows.end_E)
 
 
-def _input_gradient(dh_RF: torch.Tensor, w1_EFD: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return torch._grouped_mm(dh_RF, w1_EFD, offs=rows.end_E)
+def _input_gradient(dh_RF: torch.Tensor, weights: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+    return torch._grouped_mm(dh_RF, weights[0], offs=rows.end_E)
 
 
-BF16 = Products(8, _hidden, _output, _hidden_gradient, _input_gradient)
+BF16 = Products(8, _weights, _hidden, _output, _hidden_gradient, _input_gradient)
 
 
 def weight_gradient(x: torch.Tensor, rows: Rows, h_RF: torch.Tensor, *, tokens_left: bool) -> torch.Tensor:
@@ -352,10 +361,10 @@ def weight_gradient(x: torch.Tensor, rows: Rows, h_RF: torch.Tensor, *, tokens_l
     M, N = (D, F) if tokens_left else (F, D)
     if not R:
         return x.new_zeros(E, M, N)
-    dw_EMN = x.new_empty(E, M, N)
-    h_tiles = TensorDescriptor.from_tensor(h_RF, [WEIGHTS["BK"], WEIGHTS["BN" if tokens_left else "BM"]])
-    kernels.weight_gradient[(triton.cdiv(M, WEIGHTS["BM"]) * triton.cdiv(N, WEIGHTS["BN"]), E)](
-        x, rows.token_R, h_tiles, rows.end_E, dw_EMN, M=M, N=N, TOKENS_LEFT=tokens_left, **WEIGHTS
+    dw_EMN, tile = x.new_empty(E, M, N), WEIGHTS[tokens_left]
+    h_tiles = TensorDescriptor.from_tensor(h_RF, [tile["BK"], tile["BN" if tokens_left else "BM"]])
+    kernels.weight_gradient[(triton.cdiv(M, tile["BM"]) * triton.cdiv(N, tile["BN"]), E)](
+        x, rows.token_R, h_tiles, rows.end_E, dw_EMN, M=M, N=N, TOKENS_LEFT=tokens_left, **tile
     )
     return dw_EMN
 

@@ -70,7 +70,7 @@ def problem(options: Options) -> Problem:
 
 def _peer(options: Options, inputs: Inputs) -> Variant:
     H, P, R, G, N = options.sizes("mamba_heads", "head_dim", "rank", "groups", "state")
-    name = f"mamba-ssm {'MIMO' if R > 1 else 'SISO'}"
+    name = f"mamba-ssm {'MIMO' if R > 1 else 'SISO, 4 warps'}"
     if reason := peers.mamba_ssm_lacking(options.device, R):
         return Variant.missing(name, reason)
     module = peers.mamba3_module(

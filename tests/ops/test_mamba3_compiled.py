@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.kernels, pytest.mark.slow]
 
 INPUTS = ("x", "z", "y", "dy", "dx", "dz", "dd_dt", "dd_A", "trap", "angles", "ddd_dt", "ddd_A", "dtrap", "weight")
 PER_HEAD = ("k", "q", "do", "dk", "dq", "state", "dstate")
-TABLES = ("bn", "cn", "b_bias", "c_bias", "mx", "mz", "mo", "turns")
+TABLES = ("bn", "cn", "normed", "b_bias", "c_bias", "bias", "mx", "mz", "mo", "turns")
 TYPES = (
     {f"{name}_ptr": "*bf16" for name in INPUTS + PER_HEAD}
     | {f"{name}_ptr": "*fp16" for name in TABLES}

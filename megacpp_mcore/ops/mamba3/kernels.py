@@ -229,8 +229,8 @@ def norm_bwd(b_ptr, c_ptr, b_weight_ptr, c_weight_ptr, dy_ptr, db_ptr, dc_ptr, d
              sg_s, sg_b, sg_g, sg_r, S, SP, B, eps,
              G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, SHARES: tl.constexpr,
              ROWS: tl.constexpr):  # fmt: skip
-    """The way back of :func:`norm_fwd`: from ``dy`` [SHARES, 2, B, G, R, SP, N], which is summed, to ``db`` and ``dc`` [S, B, G, R, N] and the weights'
-    gradients, one part a program, ``dw`` [2, B·G·R·SP / ROWS, N]."""
+    """The way back of :func:`norm_fwd`: from ``dy`` [SHARES, 2, B, G, R, SP, N], which is summed, to ``db`` and ``dc``
+    [S, B, G, R, N] and the weights' gradients, one part a program, ``dw`` [2, B·G·R·SP / ROWS, N]."""
     tile, gr, table = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t = tile * ROWS + tl.arange(0, ROWS)
     a, c = _columns_of_planes(N, HALF)
@@ -583,8 +583,8 @@ def _weighted(scores, weights, M: tl.constexpr, R: tl.constexpr, L: tl.constexpr
 def _values_and_weights(x_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, token, inside, SP,
                         M: tl.constexpr, P: tl.constexpr, L: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr,
                         QUERIES_DOWN: tl.constexpr):  # fmt: skip
-    """Of a chunk: the values [M, P] float32, what :func:`_decays` gives, and the weights [M, L] of queries by keys' tokens, or of
-    keys by queries' tokens.
+    """Of a chunk: the values [M, P] float32, what :func:`_decays` gives, and the weights [M, L] of queries by keys' tokens, or
+    of keys by queries' tokens.
 
     The condition always holds. Loads under it are not pipelined, so that only what comes by descriptor is fetched a chunk
     ahead: for more there is neither the memory nor the registers.

@@ -45,6 +45,9 @@ SCRATCH_BYTES = 2**28
 COLUMNS = 64
 """Of the state, at most, that one program turns back: its sums over heads stay in registers."""
 
+CAPPED = {("scan_fwd", 4), *(("scan_bwd_queries", R) for R in (2, 4, 8, 16))}
+"""Kernels and ranks that spill nothing with the registers of three programs on a multiprocessor."""
+
 HEADS = 16
 """Of a group, at most, that one program turns back."""
 
@@ -170,8 +173,8 @@ class Plan:
             options["maxnreg"] = 80  # six programs on a multiprocessor; the compiler takes registers for five
         elif kernel in ("scan_fwd", "scan_bwd_queries", "scan_bwd_keys"):
             options["num_stages"] = 2  # the next chunk's rows come meanwhile
-            if self.N <= 64 and (kernel == "scan_bwd_queries" and self.R > 1 or kernel == "scan_fwd" and self.R == 4):
-                options["maxnreg"] = 168  # three programs on a multiprocessor
+            if self.N <= 64 and (kernel, self.R) in CAPPED:
+                options["maxnreg"] = 168
         return options
 
 

@@ -67,9 +67,7 @@ def _check(kernel: str, plan: Plan, folder: Path) -> None:
     elif kernel == "scan_fwd":
         choices = [{"RAW": True, "GATED": False, "y_ptr": None}]
         if plan.gates_in_scan:
-            choices.append(
-                {"RAW": plan.keeps_ungated, "GATED": True} | ({} if plan.keeps_ungated else {"o_desc": None})
-            )
+            choices.append({"RAW": plan.keeps, "GATED": True} | ({} if plan.keeps else {"o_desc": None}))
     every = plan.sizes() | {"PN": plan.P * plan.N}
     for choice in choices:
         constants = {name: value for name, value in every.items() if name in function.arg_names} | choice

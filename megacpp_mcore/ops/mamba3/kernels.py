@@ -575,29 +575,33 @@ def _weights(la_q, la_k, w_k, gamma_k, at_q, at_k):
 
 @triton.jit
 def _weighted(scores, weights, M: tl.constexpr, R: tl.constexpr, L: tl.constexpr):
-    """Scores [M, M] by the weights of their tokens, [M, L]: every rank of a column's token has the same."""
-    return tl.reshape(tl.reshape(scores, (M, R, L)) * weights[:, None, :], (M, M))
+    """Scores [M, M] by the weights of their tokens, [M, M], or [M, L]: every rank of a column's token has the same."""
+    if weights.shape[1] == M:
+        return scores * weights
+    else:
+        return tl.reshape(tl.reshape(scores, (M, R, L)) * weights[:, None, :], (M, M))
 
 
 @triton.jit
 def _values_and_weights(x_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, token, inside, SP,
                         M: tl.constexpr, P: tl.constexpr, L: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr,
-                        QUERIES_DOWN: tl.constexpr):  # fmt: skip
-    """Of a chunk: the values [M, P] float32, what :func:`_decays` gives, and the weights [M, L] of queries by keys' tokens, or
-    of keys by queries' tokens.
+                        QUERIES_DOWN: tl.constexpr, ACROSS: tl.constexpr, VALUES: tl.constexpr = True):  # fmt: skip
+    """Of a chunk: the values [M, P] float32 if they are wanted, what :func:`_decays` gives, and the weights [M, ACROSS] of
+    queries by keys, or of keys by queries, where ACROSS is M, or L for the tokens alone: fewer registers, more instructions.
 
     The condition always holds. Loads under it are not pipelined, so that only what comes by descriptor is fetched a chunk
     ahead: for more there is neither the memory nor the registers.
     """
     v = tl.zeros((M, P), tl.float32)
     enter, leave, keep = tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32), 0.0
-    weights = tl.zeros((M, L), tl.float32)
+    weights = tl.zeros((M, ACROSS), tl.float32)
     if SP > 0:
         enter, leave, keep = _decays(la_ptr, w_ptr, token, L)
-        v = _tile(x_ptr, inside, EVEN)
-        if MIMO:
-            v = v * tl.load(mx_ptr).to(tl.float32)
-        one = tl.arange(0, L)
+        if VALUES:
+            v = _tile(x_ptr, inside, EVEN)
+            if MIMO:
+                v = v * tl.load(mx_ptr).to(tl.float32)
+        one = tl.arange(0, ACROSS) % L
         down, across = tl.load(la_ptr + token)[:, None], tl.load(la_ptr + one)[None, :]
         if QUERIES_DOWN:
             w, gamma = tl.load(w_ptr + one)[None, :], tl.load(gamma_ptr + one)[None, :]
@@ -617,6 +621,21 @@ def _sum_tokens(x, sums, DT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, ROW
 
 
 @triton.jit
+def _tokens(ptr, stride, start, S, L: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr):
+    """x or z of a chunk, [L, P]; ``start`` is its first token. Padding has the last token's: nothing comes of it."""
+    one, p = tl.arange(0, L), tl.arange(0, P)
+    if not EVEN:
+        one = tl.minimum(one, S - 1 - start)
+    return tl.load(ptr + one[:, None] * (stride * 8) + p[None, :])
+
+
+@triton.jit
+def _for_ranks(x, R: tl.constexpr, L: tl.constexpr, P: tl.constexpr):
+    """[L, P] to [M, P] float32, the same for every rank."""
+    return tl.reshape(tl.broadcast_to(x.to(tl.float32)[None, :, :], (R, L, P)), (R * L, P))
+
+
+@triton.jit
 def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr,
              y_ptr, o_desc, sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B,
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
@@ -626,6 +645,8 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr
     rank, o [B, H, SP / L, M, P]; or both. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
+    ACROSS: tl.constexpr = L if N <= 64 else M
+    AHEAD: tl.constexpr = R > 1  # x and z are fetched a chunk before they are used: with several ranks they are small
     DT: tl.constexpr = x_ptr.dtype.element_ty
     bh = (b * H + h).to(tl.int64)
     m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
@@ -642,16 +663,29 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr
         y_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
     skip = tl.load(D_ptr + h).to(tl.float32)
     state = tl.load(state_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
+    if AHEAD:
+        x = _tokens(x_ptr, sx_s, t0, S, L, P, EVEN)
+        if GATED:
+            z = _tokens(z_ptr, sz_s, t0, S, L, P, EVEN)
     for chunk in tl.range(CHUNKS):
         start = t0 + chunk * L
+        if AHEAD:
+            following = min(chunk + 1, CHUNKS - 1) * L
+            x_next = _tokens(x_ptr + following * (sx_s * 8), sx_s, t0 + following, S, L, P, EVEN)
+            if GATED:
+                z_next = _tokens(z_ptr + following * (sz_s * 8), sz_s, t0 + following, S, L, P, EVEN)
         row = table + chunk * L
         first = (row * R).to(tl.int32)
         k, q = k_desc.load([first, 0]), q_desc.load([first, 0])
         inside = (start + token < S)[:, None]
-        x_at = x_ptr + chunk * L * (sx_s * 8) + x_rows
         v, enter, leave, keep, weights = _values_and_weights(
-            x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, True
+            x_ptr + chunk * L * (sx_s * 8) + x_rows, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside,
+            SP, M, P, L, MIMO, EVEN, True, ACROSS, not AHEAD,
         )  # fmt: skip
+        if AHEAD:
+            v = _for_ranks(x, R, L, P)
+            if MIMO:
+                v = v * tl.load(mx_ptr + mix).to(tl.float32)
         held = state.to(DT)
         state = tl.dot((v * leave[:, None]).to(DT).T, k, state * keep, input_precision=PRECISION)
         v = v.to(DT)
@@ -662,18 +696,25 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr
         if RAW:
             o_desc.store([first, 0], o.to(DT))
         if GATED:
-            z = _tile(z_ptr + chunk * L * (sz_s * 8) + z_rows, inside, EVEN)
             o = o.to(DT).to(tl.float32)
-            if MIMO:
-                o = o * _silu(z * tl.load(mz_ptr + mix).to(tl.float32)) * tl.load(mo_ptr + mix).to(tl.float32)
+            if AHEAD:
+                gate = _for_ranks(z, R, L, P)
             else:
-                o = o * _silu(z)
+                gate = _tile(z_ptr + chunk * L * (sz_s * 8) + z_rows, inside, EVEN)
+            if MIMO:
+                o = o * _silu(gate * tl.load(mz_ptr + mix).to(tl.float32)) * tl.load(mo_ptr + mix).to(tl.float32)
+            else:
+                o = o * _silu(gate)
             mixed = _over_ranks(o, R, L, P).to(DT)
             out = y_ptr + chunk * L * B * (H * P) + y_rows
             if EVEN:
                 tl.store(out, mixed)
             else:
                 tl.store(out, mixed, mask=(start + one < S)[:, None])
+        if AHEAD:
+            x = x_next
+            if GATED:
+                z = z_next
 
 
 @triton.jit
@@ -821,6 +862,7 @@ def scan_bwd_queries(x_ptr, k_desc, q_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamm
     """The gradients of the queries [B, H, SP / L, M, N] and of γ; first token to last; programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
+    ACROSS: tl.constexpr = M if N <= 64 else L
     DT: tl.constexpr = x_ptr.dtype.element_ty
     bh = (b * H + h).to(tl.int64)
     m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
@@ -839,7 +881,7 @@ def scan_bwd_queries(x_ptr, k_desc, q_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamm
         inside = (start + token < S)[:, None]
         x_at = x_ptr + chunk * L * (sx_s * 8) + x_rows
         v, enter, leave, keep, weights = _values_and_weights(
-            x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, True
+            x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, True, ACROSS
         )  # fmt: skip
         held = state.to(DT)
         state = tl.dot((v * leave[:, None]).to(DT).T, k, state * keep, input_precision=PRECISION)
@@ -888,18 +930,12 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
         inside = (start + token < S)[:, None]
         x_at = x_ptr + chunk * L * (sx_s * 8) + x_rows
         v, enter, leave, keep, weights = _values_and_weights(
-            x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, False
+            x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, False, L
         )  # fmt: skip
         v = v.to(DT)
         held = dstate.to(DT)
         entering = (do.to(tl.float32) * enter[:, None]).to(DT)
         dstate = tl.dot(entering.T, q, dstate * keep, input_precision=PRECISION)
-        if KEYS:
-            dweights = tl.dot(v, do.T, input_precision=PRECISION)
-            dweights = _weighted(dweights, weights, M, R, L).to(DT)
-            dk = tl.dot(v, held, input_precision=PRECISION) * leave[:, None]
-            dk = tl.dot(dweights, q, dk, input_precision=PRECISION)
-            dk_desc.store([first, 0], dk.to(DT))
         if VALUES:
             scores = tl.dot(k, q.T, input_precision=PRECISION)
             scores = (_weighted(scores, weights, M, R, L) + tl.where(m[:, None] == m[None, :], skip, 0.0)).to(DT)
@@ -915,6 +951,12 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
                 tl.store(out, dx)
             else:
                 tl.store(out, dx, mask=(start + one < S)[:, None])
+        if KEYS:
+            dweights = tl.dot(v, do.T, input_precision=PRECISION)
+            dweights = _weighted(dweights, weights, M, R, L).to(DT)
+            dk = tl.dot(v, held, input_precision=PRECISION) * leave[:, None]
+            dk = tl.dot(dweights, q, dk, input_precision=PRECISION)
+            dk_desc.store([first, 0], dk.to(DT))
     if MIMO and VALUES:
         r = tl.arange(0, ROWS)
         part = (b * NSEG + seg).to(tl.int64) * part_s + h * (R * P) + r[:, None] * P + p[None, :]

@@ -5,8 +5,8 @@ Legend: B batch, S sequence, H heads, P head dim, G groups, N state, R MIMO rank
 The sequence is cut into segments. One pass turns B and C and sums what every segment adds to the state, a short second one
 carries the state from segment to segment, and a third computes all segments side by side from the states before them. The
 backward pass does the same in reverse for the gradient of the state. Nothing is kept between them but the inputs, the states
-and, at rank 1, what the gate is applied to; keys, queries and the gradient of the scan's output are made anew, per head, in the
-dtype of ``x``. No sum depends on the order in which programs run: the same inputs give the same bits.
+and, at rank 1, the tables and what the gate is applied to; keys, queries and the gradient of the scan's output are made
+anew, per head, in the dtype of ``x``. No sum depends on the order in which programs run: the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megacpp_mcore.ops.slices import aligned, eighths, empty_gradients
 ROWS = 64
 """Rows of a chunk, tokens × ranks: what a tensor-core product of one warp group has."""
 
-SEGMENT = 128
+SEGMENT = 256
 """Tokens between two stored states, the least; no segment is shorter than a chunk."""
 
 SCRATCH_BYTES = 2**28
@@ -44,9 +44,6 @@ SCRATCH_BYTES = 2**28
 
 COLUMNS = 64
 """Of the state, at most, that one program turns back: its sums over heads stay in registers."""
-
-CAPPED = {("scan_fwd", 4), *(("scan_bwd_queries", R) for R in (2, 4, 8, 16))}
-"""Kernels and ranks that spill nothing with the registers of three programs on a multiprocessor."""
 
 HEADS = 16
 """Of a group, at most, that one program turns back."""
@@ -129,8 +126,9 @@ class Plan:
         return self.R > 1 or self.N <= 64
 
     @property
-    def keeps_ungated(self) -> bool:
-        """Whether what the gate is applied to waits for the way back: at rank 1 it is no larger than the output."""
+    def keeps(self) -> bool:
+        """Whether the tables, and what the gate is applied to, wait for the way back: at rank 1 they are no larger than the
+        output."""
         return self.R == 1
 
     @property
@@ -172,9 +170,10 @@ class Plan:
         elif kernel == "gate_bwd":
             options["maxnreg"] = 80  # six programs on a multiprocessor; the compiler takes registers for five
         elif kernel in ("scan_fwd", "scan_bwd_queries", "scan_bwd_keys"):
-            options["num_stages"] = 2  # the next chunk's rows come meanwhile
-            if self.N <= 64 and (kernel, self.R) in CAPPED:
-                options["maxnreg"] = 168
+            if kernel != "scan_bwd_queries" or self.N <= 64:  # there is memory for one program alone then
+                options["num_stages"] = 2  # the next chunk's rows come meanwhile
+            if kernel != "scan_bwd_keys" and self.N <= 64 and self.R == 4:
+                options["maxnreg"] = 168  # three programs on a multiprocessor; other ranks would spill
         return options
 
 
@@ -459,7 +458,7 @@ class _Scan(torch.autograd.Function):
         )  # fmt: skip
         h = _pass_states(plan, states, keeps, h0, reverse=False)
         out = torch.empty(plan.S, plan.B, plan.H, plan.P, device=x.device, dtype=x.dtype)
-        ungated = _empty_rows(plan, x, plan.P) if plan.keeps_ungated or not plan.gates_in_scan else None
+        ungated = _empty_rows(plan, x, plan.P) if plan.keeps or not plan.gates_in_scan else None
         gated = out if plan.gates_in_scan else None
         _scan(plan, x, z, keys, queries, parameters, tables, states, gated, ungated)
         if not plan.gates_in_scan:
@@ -473,7 +472,7 @@ class _Scan(torch.autograd.Function):
             ctx.mark_non_differentiable(h, tables.theta_BHA)
         ctx.save_for_backward(
             x, z, b, c, *gates, dt_bias, b_norm, c_norm, *parameters, seq_idx, theta0, states,
-            ungated if plan.keeps_ungated else None,
+            *((*tables, ungated) if plan.keeps else ()),
         )  # fmt: skip
         ctx.dtypes = [None if t is None else t.dtype for t in (dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix)]
         return out, h, tables.theta_BHA
@@ -523,7 +522,7 @@ def _backward(
     plan: Plan = ctx.plan
     saved = ctx.saved_tensors  # once: each reading unpacks what a checkpoint or an offload has packed
     inputs, dt_bias, norms, parameters = saved[:8], saved[8], saved[9:11], _Parameters(*saved[11:16])
-    seq_idx, theta0, states, ungated = saved[16:]
+    seq_idx, theta0, states, *kept = saved[16:]
     dout = inputs[0].new_zeros(inputs[0].shape) if dout is None else aligned(dout, 2)
     gradients = empty_gradients(*inputs)
     if gradients[2].stride() != gradients[3].stride():
@@ -532,8 +531,9 @@ def _backward(
     for rows in plan.batches:
         some = plan if rows.stop - rows.start == plan.B else replace(plan, B=rows.stop - rows.start)
         by_token = ([t[:, rows] for t in inputs], [t[:, rows] for t in gradients], dout[:, rows])
-        by_row = [None if t is None else t[rows].contiguous() for t in (seq_idx, theta0, states, ungated, dh, dtheta)]
-        found.append(_backward_of_rows(some, parameters, dt_bias, norms, *by_token, *by_row))
+        by_row = [None if t is None else t[rows].contiguous() for t in (seq_idx, theta0, states, dh, dtheta)]
+        of_rows = [kept[0][:, rows].contiguous(), *(t[rows] for t in kept[1:])] if kept else []
+        found.append(_backward_of_rows(some, parameters, dt_bias, norms, *by_token, *by_row, of_rows))
     *sums, dh0, dtheta0 = zip(*found, strict=True)
     of_segments, of_biases, of_norms = (reduce(torch.add, parts) for parts in sums)
     ddt_bias, dD, *mixes = of_segments.split(plan.part_sizes)
@@ -557,9 +557,9 @@ def _backward_of_rows(
     seq_idx: torch.Tensor | None,
     theta0: torch.Tensor | None,
     states: Any,
-    ungated: torch.Tensor | None,
     dh: torch.Tensor | None,
     dtheta: torch.Tensor | None,
+    kept: list[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
     """Write the gradients of some rows of a batch; returns, float32, what they add to those of the parameters (dt_bias, D and
     mimo_x, mimo_z, mimo_o one after the other; the two biases; the two norms' weights), and the gradients of the state and the
@@ -570,7 +570,10 @@ def _backward_of_rows(
     documents = dd_dt if seq_idx is None else seq_idx
     S, B, H, G, R, P, N, A, SP = plan.S, plan.B, plan.H, plan.G, plan.R, plan.P, plan.N, plan.A, plan.padded
     segments, device = plan.segments, x.device
-    tables = _tables(plan, b, c, tuple(gates), dt_bias, norms, documents, theta0, final=False)
+    if kept:
+        tables, ungated = _Tables(*kept[:-1]), kept[-1]
+    else:
+        tables = _tables(plan, b, c, tuple(gates), dt_bias, norms, documents, theta0, final=False)
     common = plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "EVEN", "PRECISION")
     parts = torch.empty(B * segments, sum(plan.part_sizes), device=device)
     ddt_bias, dD, *mixes = parts.split(plan.part_sizes, dim=1)
@@ -581,7 +584,7 @@ def _backward_of_rows(
         *tables.normed, *parameters.biases, tables.turns, keys, queries, SP,
         **plan.sizes("H", "G", "R", "N", "A", "L", "CHUNKS"), **plan.launch("turn"),
     )  # fmt: skip
-    if ungated is None:
+    if not kept:
         ungated = do  # a tile is read before its gradient is written
         _scan(plan, x, z, keys, queries, parameters, tables, states, None, ungated)
     kernels.gate_bwd[plan.grid](

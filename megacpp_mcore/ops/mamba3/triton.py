@@ -37,7 +37,7 @@ ROWS = 64
 """Rows of a chunk, tokens × ranks: what a tensor-core product of one warp group has."""
 
 SEGMENT = 256
-"""Tokens between two stored states, the least; no segment is shorter than a chunk."""
+"""Tokens between two stored states; half of them at rank 1, whose longer loops spill. No segment is shorter than a chunk."""
 
 SCRATCH_BYTES = 2**28
 """What the keys, like the three tensors of their size, may take on the way back, unless one row of the batch takes more."""
@@ -75,7 +75,7 @@ class Plan:
     @cached_property
     def segment(self) -> int:
         """Tokens of a segment."""
-        return max(SEGMENT, self.chunk)
+        return max(SEGMENT if self.R > 1 else SEGMENT // 2, self.chunk)
 
     @cached_property
     def segments(self) -> int:

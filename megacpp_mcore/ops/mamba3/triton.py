@@ -170,7 +170,7 @@ class Plan:
         elif kernel == "gate_bwd":
             options["maxnreg"] = 80  # six programs on a multiprocessor; the compiler takes registers for five
         elif kernel in ("scan_fwd", "scan_bwd_queries", "scan_bwd_keys"):
-            if kernel != "scan_bwd_queries" or self.N <= 64:  # there is memory for one program alone then
+            if kernel != "scan_bwd_queries" or self.N <= 64 or self.R == 1:  # else memory for one program alone
                 options["num_stages"] = 2  # the next chunk's rows come meanwhile
             if kernel != "scan_bwd_keys" and self.N <= 64 and self.R == 4:
                 options["maxnreg"] = 168  # three programs on a multiprocessor; other ranks would spill

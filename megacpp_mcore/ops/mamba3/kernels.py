@@ -862,7 +862,6 @@ def scan_bwd_queries(x_ptr, k_desc, q_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamm
     """The gradients of the queries [B, H, SP / L, M, N] and of γ; first token to last; programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
-    ACROSS: tl.constexpr = M if N <= 64 else L
     DT: tl.constexpr = x_ptr.dtype.element_ty
     bh = (b * H + h).to(tl.int64)
     m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
@@ -881,7 +880,7 @@ def scan_bwd_queries(x_ptr, k_desc, q_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamm
         inside = (start + token < S)[:, None]
         x_at = x_ptr + chunk * L * (sx_s * 8) + x_rows
         v, enter, leave, keep, weights = _values_and_weights(
-            x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, True, ACROSS
+            x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, True, M
         )  # fmt: skip
         held = state.to(DT)
         state = tl.dot((v * leave[:, None]).to(DT).T, k, state * keep, input_precision=PRECISION)

@@ -36,8 +36,8 @@ from megacpp_mcore.ops.slices import aligned, eighths, empty_gradients
 ROWS = 64
 """Rows of a chunk, tokens × ranks: what a tensor-core product of one warp group has."""
 
-SEGMENT = 256
-"""Tokens between two stored states; half of them at rank 1, whose longer loops spill. No segment is shorter than a chunk."""
+SEGMENT = 128
+"""Tokens between two stored states, the least; no segment is shorter than a chunk."""
 
 SCRATCH_BYTES = 2**28
 """What the keys, like the three tensors of their size, may take on the way back, unless one row of the batch takes more."""
@@ -75,7 +75,7 @@ class Plan:
     @cached_property
     def segment(self) -> int:
         """Tokens of a segment."""
-        return max(SEGMENT if self.R > 1 else SEGMENT // 2, self.chunk)
+        return max(SEGMENT, self.chunk)
 
     @cached_property
     def segments(self) -> int:
@@ -167,11 +167,12 @@ class Plan:
             options["num_warps"] = 2  # more of its sums stay in a thread
         elif kernel in ("turn_totals", "tables_fwd", "tables_bwd"):
             options["num_warps"] = max(1, self.segment // 32)  # a token a thread
+        elif kernel == "turn_and_add" and self.N > 64 and self.R > 1:
+            options |= {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
         elif kernel == "gate_bwd":
             options["maxnreg"] = 80  # six programs on a multiprocessor; the compiler takes registers for five
         elif kernel in ("scan_fwd", "scan_bwd_queries", "scan_bwd_keys"):
-            if kernel != "scan_bwd_queries" or self.N <= 64 or self.R == 1:  # else memory for one program alone
-                options["num_stages"] = 2  # the next chunk's rows come meanwhile
+            options["num_stages"] = 2  # the next chunk's rows come meanwhile
             if kernel != "scan_bwd_keys" and self.N <= 64 and self.R == 4:
                 options["maxnreg"] = 168  # three programs on a multiprocessor; other ranks would spill
         return options
@@ -533,7 +534,7 @@ def _backward(
         by_token = ([t[:, rows] for t in inputs], [t[:, rows] for t in gradients], dout[:, rows])
         by_row = [None if t is None else t[rows].contiguous() for t in (seq_idx, theta0, states, dh, dtheta)]
         of_rows = [kept[0][:, rows].contiguous(), *(t[rows] for t in kept[1:])] if kept else []
-        found.append(_backward_of_rows(some, parameters, dt_bias, norms, *by_token, *by_row, of_rows))
+        found.append(_backward_of_rows(some, parameters, dt_bias, norms, *by_token, of_rows, *by_row))
     *sums, dh0, dtheta0 = zip(*found, strict=True)
     of_segments, of_biases, of_norms = (reduce(torch.add, parts) for parts in sums)
     ddt_bias, dD, *mixes = of_segments.split(plan.part_sizes)
@@ -554,12 +555,12 @@ def _backward_of_rows(
     inputs: list[torch.Tensor],
     gradients: list[torch.Tensor],
     dout: torch.Tensor,
+    kept: list[torch.Tensor],
     seq_idx: torch.Tensor | None,
     theta0: torch.Tensor | None,
     states: Any,
     dh: torch.Tensor | None,
     dtheta: torch.Tensor | None,
-    kept: list[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
     """Write the gradients of some rows of a batch; returns, float32, what they add to those of the parameters (dt_bias, D and
     mimo_x, mimo_z, mimo_o one after the other; the two biases; the two norms' weights), and the gradients of the state and the

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from megacpp_mcore.bench.cases import peers
 from megacpp_mcore.ops.mamba3.reference import mamba3
 from megacpp_mcore.ops.testing import assert_parity
 
@@ -19,17 +17,7 @@ if importlib.util.find_spec("mamba_ssm") is None:
     pytest.skip("mamba-ssm 2.3.2.post1 is not installed", allow_module_level=True)
 
 
-def _mamba3_module() -> Any:
-    """``mamba_ssm.modules.mamba3`` without the package's ``__init__``, which wants transformers and Mamba-1's extension."""
-    spec = importlib.util.find_spec("mamba_ssm")
-    assert spec is not None
-    package = ModuleType("mamba_ssm")
-    package.__path__ = list(spec.submodule_search_locations or [])
-    sys.modules["mamba_ssm"] = package
-    return importlib.import_module("mamba_ssm.modules.mamba3")
-
-
-mamba_module = _mamba3_module()
+mamba_module = peers.mamba3_source()
 
 BATCH, SEQUENCE, WIDTH, STATE, HEAD_DIM = 2, 301, 256, 64, 64
 WORST_ROW = 3e-2

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.kernels, pytest.mark.slow]
 
 INPUTS = ("x", "z", "y", "dy", "dx", "dz", "dd_dt", "dd_A", "trap", "angles", "ddd_dt", "ddd_A", "dtrap", "weight")
 PER_HEAD = ("k", "q", "do", "dk", "dq", "state", "dstate")
-TABLES = ("bn", "cn", "b_bias", "c_bias", "mx", "mz", "mo", "turns")
+TABLES = ("bn", "cn", "normed", "b_bias", "c_bias", "bias", "mx", "mz", "mo", "turns")
 TYPES = (
     {f"{name}_ptr": "*bf16" for name in INPUTS + PER_HEAD}
     | {f"{name}_ptr": "*fp16" for name in TABLES}
@@ -67,9 +67,7 @@ def _check(kernel: str, plan: Plan, folder: Path) -> None:
     elif kernel == "scan_fwd":
         choices = [{"RAW": True, "GATED": False, "y_ptr": None}]
         if plan.gates_in_scan:
-            choices.append(
-                {"RAW": plan.keeps_ungated, "GATED": True} | ({} if plan.keeps_ungated else {"o_desc": None})
-            )
+            choices.append({"RAW": plan.keeps, "GATED": True} | ({} if plan.keeps else {"o_desc": None}))
     every = plan.sizes() | {"PN": plan.P * plan.N}
     for choice in choices:
         constants = {name: value for name, value in every.items() if name in function.arg_names} | choice

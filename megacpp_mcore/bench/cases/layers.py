@@ -336,7 +336,7 @@ def _stock_moe(plan: Plan, ours: Built) -> Variant:
 def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
     """mamba-ssm's module between our norm and residual; only its output and its input's gradient are compared."""
     ssm, width = plan.model.mamba3, plan.model.hidden_size
-    name = f"mamba-ssm {'MIMO' if ssm.mimo_rank > 1 else 'SISO'}"
+    name = f"mamba-ssm {'MIMO' if ssm.mimo_rank > 1 else 'SISO, 4 warps'}"
     if reason := peers.mamba_ssm_lacking(plan.options.device, ssm.mimo_rank):
         return Variant.missing(name, reason)
     mixer, norm = ours.module.self_attention, ours.module.input_layernorm

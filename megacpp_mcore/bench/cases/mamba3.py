@@ -22,6 +22,8 @@ from megacpp_mcore.ops.slices import split
 LIMITS = {"bfloat16": 1e-2, "float32": 2e-4}
 SUMMED = {"db_bias": 2.0, "dc_bias": 2.0}
 """How much more some may be off: a head's sums, over all tokens, of what tensor cores make of operands in bf16."""
+ONE_RANK = {"y": 1.5}
+"""At rank 1 no sum over ranks evens rounding out: plain PyTorch in bf16 is off by 2.3e-2 in its worst row."""
 ROUNDED = 3e-2
 """For mamba-ssm, which rounds B and C after their norm, and between the steps of the scan."""
 
@@ -52,7 +54,8 @@ def problem(options: Options) -> Problem:
 
     ssm = Mamba3(head_dim=P, groups=G, state=N, mimo_rank=R, chunk=chunk, rope_fraction=0.5)
     moved = B * S * (sum(widths) + H * P) * draw.itemsize
-    limits = {name: LIMITS[options.dtype] * SUMMED.get(name, 1.0) for name in inputs.names}
+    wider = SUMMED | (ONE_RANK if R == 1 else {})
+    limits = {name: LIMITS[options.dtype] * wider.get(name, 1.0) for name in inputs.names}
     # In float64, keeping the states of few tokens at a time.
     sequential = partial(scan, partial(mamba3, method="sequential", segment_size=256))
     return Problem(
@@ -70,7 +73,7 @@ def problem(options: Options) -> Problem:
 
 def _peer(options: Options, inputs: Inputs) -> Variant:
     H, P, R, G, N = options.sizes("mamba_heads", "head_dim", "rank", "groups", "state")
-    name = f"mamba-ssm {'MIMO' if R > 1 else 'SISO'}"
+    name = f"mamba-ssm {'MIMO' if R > 1 else 'SISO, 4 warps'}"
     if reason := peers.mamba_ssm_lacking(options.device, R):
         return Variant.missing(name, reason)
     module = peers.mamba3_module(

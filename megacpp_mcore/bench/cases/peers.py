@@ -41,6 +41,9 @@ def with_engine(device: str) -> bool:
 def mamba3_source() -> Any:
     """``mamba_ssm.modules.mamba3`` without the package's ``__init__``, which wants transformers and Mamba-1's extension.
 
+    Its kernels for Mamba-3 are tuned among four warps, two stages and as many registers as the compiler takes alone: what it
+    tries of its own accord, 234 builds for one pass forward and back, takes minutes.
+
     Raises:
         ImportError: mamba-ssm, or what it needs, is not there.
     """
@@ -52,7 +55,14 @@ def mamba3_source() -> Any:
         package.__spec__ = spec  # find_spec reads it from here once the module is there
         package.__path__ = list(spec.submodule_search_locations or [])
         sys.modules["mamba_ssm"] = package
-    return importlib.import_module("mamba_ssm.modules.mamba3")
+    source = importlib.import_module("mamba_ssm.modules.mamba3")
+    from triton.runtime.autotuner import Autotuner
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("mamba_ssm.ops.triton.mamba3.")]
+    for kernel in (value for module in modules for value in vars(module).values() if isinstance(value, Autotuner)):
+        few = [one for one in kernel.configs if (one.num_warps, one.num_stages, one.maxnreg) == (4, 2, None)]
+        kernel.configs = few or kernel.configs
+    return source
 
 
 def mamba_ssm_lacking(device: str, rank: int) -> str:

@@ -43,6 +43,19 @@ def _sigmoid(u):
 
 
 @triton.jit
+def _silu(u):
+    """u·sigmoid(u) by the hyperbolic tangent: one approximate instruction, good to 2^-11, for outputs of 16 bits."""
+    half = 0.5 * u
+    if INTERPRETED:
+        return half + half * (2.0 * _sigmoid(u) - 1.0)
+    else:
+        tanh = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [half], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+        return half + half * tanh
+
+
+@triton.jit
 def _cos_sin(turn):
     """Of an angle in [0, 2π]; by the approximate instructions, which are good to 2^-20 within half a turn of 0."""
     if INTERPRETED:
@@ -142,20 +155,20 @@ def _turned(ptr, bias_ptr, cos, sin, R: tl.constexpr, L: tl.constexpr, N: tl.con
 
 
 @triton.jit
-def _gate(z_ptr, mz_ptr, zmask, MIMO: tl.constexpr, EVEN: tl.constexpr):
-    """z, mimo_z, z ⊙ mimo_z and its sigmoid, [M, P] float32."""
-    z = tl.load(z_ptr).to(tl.float32) if EVEN else tl.load(z_ptr, mask=zmask, other=0.0).to(tl.float32)
-    mz = tl.load(mz_ptr).to(tl.float32) if MIMO else 1.0
-    u = z * mz
-    return z, mz, u, _sigmoid(u)
-
-
-@triton.jit
 def _tile(ptr, mask, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(ptr).to(tl.float32)
     else:
         return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _in_parts(ptr, at, mask, stride, PARTS: tl.constexpr):
+    """The sum of what lies at ``at`` of each part; 0 outside of the mask."""
+    total = tl.load(ptr + at, mask=mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(ptr + part * stride + at, mask=mask, other=0.0)
+    return total
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -185,48 +198,64 @@ def _model_planes(row, inside, ROWS: tl.constexpr, N: tl.constexpr, HALF: tl.con
 
 
 @triton.jit
-def norm_fwd(x_ptr, weight_ptr, y_ptr, s_s, s_b, s_g, s_r, S, SP, B, eps,
+def norm_fwd(b_ptr, c_ptr, b_weight_ptr, c_weight_ptr, y_ptr, s_s, s_b, s_g, s_r, S, SP, B, eps,
              G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """RMSNorm of B or C, [S, B, G, R, N] to the table [B, G, R, SP, N]; programs (SP / ROWS, G·R, B)."""
+    """RMSNorm of B and of C, [S, B, G, R, N] each, to the tables [2, B, G, R, SP, N]; programs (SP / ROWS, G·R, 2·B)."""
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    gr, b = tl.program_id(1), tl.program_id(2)
+    gr, table = tl.program_id(1), tl.program_id(2)
     a, c = _columns_of_planes(N, HALF)
-    row = x_ptr + t.to(tl.int64)[:, None] * (s_s * 8) + b.to(tl.int64) * s_b * 8 + (gr // R) * s_g + (gr % R) * s_r
-    inside = (t < S)[:, None]
-    first, second = _model_planes(row, inside, ROWS, N, HALF)
+    if table < B:
+        x_ptr, weight_ptr = b_ptr, b_weight_ptr
+    else:
+        x_ptr, weight_ptr = c_ptr, c_weight_ptr
+    row = (
+        x_ptr
+        + t.to(tl.int64)[:, None] * (s_s * 8)
+        + (table % B).to(tl.int64) * s_b * 8
+        + (gr // R) * s_g
+        + (gr % R) * s_r
+    )
+    first, second = _model_planes(row, (t < S)[:, None], ROWS, N, HALF)
     scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / N + eps)[:, None]
     first = first * scale * tl.load(weight_ptr + a).to(tl.float32)[None, :]
     second = second * scale * tl.load(weight_ptr + c).to(tl.float32)[None, :]
-    n = tl.arange(0, N)
-    out = y_ptr + (b.to(tl.int64) * (G * R) + gr) * SP * N + t[:, None] * N + n[None, :]
+    out = y_ptr + (table.to(tl.int64) * (G * R) + gr) * SP * N + t[:, None] * N + tl.arange(0, N)[None, :]
     y = tl.reshape(tl.join(first, second), (ROWS, N))
     tl.store(out, y.to(y_ptr.dtype.element_ty), mask=(t < SP)[:, None])
 
 
 @triton.jit
-def norm_bwd(x_ptr, weight_ptr, dy_ptr, dx_ptr, dw_ptr, s_s, s_b, s_g, s_r, sg_s, sg_b, sg_g, sg_r, S, SP, eps,
-             G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """The way back of :func:`norm_fwd`: from ``dy`` [B, G, R, SP, N] to ``dx`` [S, B, G, R, N] and the weight's gradient, one
-    part a program, ``dw`` [programs, N]."""
-    tile, gr, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+def norm_bwd(b_ptr, c_ptr, b_weight_ptr, c_weight_ptr, dy_ptr, db_ptr, dc_ptr, dw_ptr, s_s, s_b, s_g, s_r,
+             sg_s, sg_b, sg_g, sg_r, S, SP, B, eps,
+             G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, SHARES: tl.constexpr,
+             ROWS: tl.constexpr):  # fmt: skip
+    """The way back of :func:`norm_fwd`: from ``dy`` [SHARES, 2, B, G, R, SP, N], which is summed, to ``db`` and ``dc``
+    [S, B, G, R, N] and the weights' gradients, one part a program, ``dw`` [2, B·G·R·SP / ROWS, N]."""
+    tile, gr, table = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t = tile * ROWS + tl.arange(0, ROWS)
     a, c = _columns_of_planes(N, HALF)
-    row = x_ptr + t.to(tl.int64)[:, None] * (s_s * 8) + b.to(tl.int64) * s_b * 8 + (gr // R) * s_g + (gr % R) * s_r
+    if table < B:
+        x_ptr, weight_ptr, dx_ptr = b_ptr, b_weight_ptr, db_ptr
+    else:
+        x_ptr, weight_ptr, dx_ptr = c_ptr, c_weight_ptr, dc_ptr
+    b = (table % B).to(tl.int64)
+    row = x_ptr + t.to(tl.int64)[:, None] * (s_s * 8) + b * s_b * 8 + (gr // R) * s_g + (gr % R) * s_r
     inside = (t < S)[:, None]
     first, second = _model_planes(row, inside, ROWS, N, HALF)
     n = tl.arange(0, N)
-    plane = (b.to(tl.int64) * (G * R) + gr) * SP * N
-    dy = tl.load(dy_ptr + plane + t[:, None] * N + n[None, :], mask=inside, other=0.0)
+    plane = (table.to(tl.int64) * (G * R) + gr) * SP * N
+    one_share = tl.num_programs(2).to(tl.int64) * (G * R) * SP * N
+    dy = _in_parts(dy_ptr, plane + t[:, None] * N + n[None, :], inside, one_share, SHARES)
     d_first, d_second = tl.split(tl.reshape(dy, (ROWS, N // 2, 2)))
     scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / N + eps)[:, None]
     first, second = first * scale, second * scale
-    program = (b * (G * R) + gr) * tl.num_programs(0) + tile
+    program = (table * (G * R) + gr) * tl.num_programs(0) + tile
     tl.store(dw_ptr + program * N + a, tl.sum(d_first * first, 0))
     tl.store(dw_ptr + program * N + c, tl.sum(d_second * second, 0))
     d_first *= tl.load(weight_ptr + a).to(tl.float32)[None, :]
     d_second *= tl.load(weight_ptr + c).to(tl.float32)[None, :]
     mean = ((tl.sum(d_first * first, 1) + tl.sum(d_second * second, 1)) / N)[:, None]
-    out = dx_ptr + t.to(tl.int64)[:, None] * (sg_s * 8) + b.to(tl.int64) * sg_b * 8 + (gr // R) * sg_g + (gr % R) * sg_r
+    out = dx_ptr + t.to(tl.int64)[:, None] * (sg_s * 8) + b * sg_b * 8 + (gr // R) * sg_g + (gr % R) * sg_r
     d_first = (scale * (d_first - first * mean)).to(dx_ptr.dtype.element_ty)
     d_second = (scale * (d_second - second * mean)).to(dx_ptr.dtype.element_ty)
     if HALF:
@@ -545,28 +574,41 @@ def _weights(la_q, la_k, w_k, gamma_k, at_q, at_k):
 
 
 @triton.jit
+def _weighted(scores, weights, M: tl.constexpr, R: tl.constexpr, L: tl.constexpr):
+    """Scores [M, M] by the weights of their tokens, [M, M], or [M, L]: every rank of a column's token has the same."""
+    if weights.shape[1] == M:
+        return scores * weights
+    else:
+        return tl.reshape(tl.reshape(scores, (M, R, L)) * weights[:, None, :], (M, M))
+
+
+@triton.jit
 def _values_and_weights(x_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, token, inside, SP,
                         M: tl.constexpr, P: tl.constexpr, L: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr,
-                        QUERIES_DOWN: tl.constexpr):  # fmt: skip
-    """Of a chunk: the values [M, P] float32, what :func:`_decays` gives, and the weights [M, M] of queries by keys, or of keys
-    by queries.
+                        QUERIES_DOWN: tl.constexpr, ACROSS: tl.constexpr, VALUES: tl.constexpr = True):  # fmt: skip
+    """Of a chunk: the values [M, P] float32 if they are wanted, what :func:`_decays` gives, and the weights [M, ACROSS] of
+    queries by keys, or of keys by queries, where ACROSS is M, or L for the tokens alone: fewer registers, more instructions.
 
     The condition always holds. Loads under it are not pipelined, so that only what comes by descriptor is fetched a chunk
     ahead: for more there is neither the memory nor the registers.
     """
     v = tl.zeros((M, P), tl.float32)
     enter, leave, keep = tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32), 0.0
-    weights = tl.zeros((M, M), tl.float32)
+    weights = tl.zeros((M, ACROSS), tl.float32)
     if SP > 0:
         enter, leave, keep = _decays(la_ptr, w_ptr, token, L)
-        v = _tile(x_ptr, inside, EVEN)
-        if MIMO:
-            v = v * tl.load(mx_ptr).to(tl.float32)
-        la, w, gamma = tl.load(la_ptr + token), tl.load(w_ptr + token), tl.load(gamma_ptr + token)
+        if VALUES:
+            v = _tile(x_ptr, inside, EVEN)
+            if MIMO:
+                v = v * tl.load(mx_ptr).to(tl.float32)
+        one = tl.arange(0, ACROSS) % L
+        down, across = tl.load(la_ptr + token)[:, None], tl.load(la_ptr + one)[None, :]
         if QUERIES_DOWN:
-            weights = _weights(la[:, None], la[None, :], w[None, :], gamma[None, :], token[:, None], token[None, :])
+            w, gamma = tl.load(w_ptr + one)[None, :], tl.load(gamma_ptr + one)[None, :]
+            weights = _weights(down, across, w, gamma, token[:, None], one[None, :])
         else:
-            weights = _weights(la[None, :], la[:, None], w[:, None], gamma[:, None], token[None, :], token[:, None])
+            w, gamma = tl.load(w_ptr + token)[:, None], tl.load(gamma_ptr + token)[:, None]
+            weights = _weights(across, down, w, gamma, one[None, :], token[:, None])
     return v, enter, leave, keep, weights
 
 
@@ -579,6 +621,21 @@ def _sum_tokens(x, sums, DT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, ROW
 
 
 @triton.jit
+def _tokens(ptr, stride, start, S, L: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr):
+    """x or z of a chunk, [L, P]; ``start`` is its first token. Padding has the last token's: nothing comes of it."""
+    one, p = tl.arange(0, L), tl.arange(0, P)
+    if not EVEN:
+        one = tl.minimum(one, S - 1 - start)
+    return tl.load(ptr + one[:, None] * (stride * 8) + p[None, :])
+
+
+@triton.jit
+def _for_ranks(x, R: tl.constexpr, L: tl.constexpr, P: tl.constexpr):
+    """[L, P] to [M, P] float32, the same for every rank."""
+    return tl.reshape(tl.broadcast_to(x.to(tl.float32)[None, :, :], (R, L, P)), (R * L, P))
+
+
+@triton.jit
 def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr,
              y_ptr, o_desc, sx_s, sx_b, sz_s, sz_b, S, SP, NSEG, B,
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
@@ -588,6 +645,8 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr
     rank, o [B, H, SP / L, M, P]; or both. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
+    ACROSS: tl.constexpr = L if N <= 64 else M
+    AHEAD: tl.constexpr = R > 1  # x and z are fetched a chunk before they are used: with several ranks they are small
     DT: tl.constexpr = x_ptr.dtype.element_ty
     bh = (b * H + h).to(tl.int64)
     m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
@@ -604,38 +663,58 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr
         y_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
     skip = tl.load(D_ptr + h).to(tl.float32)
     state = tl.load(state_ptr + (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
+    if AHEAD:
+        x = _tokens(x_ptr, sx_s, t0, S, L, P, EVEN)
+        if GATED:
+            z = _tokens(z_ptr, sz_s, t0, S, L, P, EVEN)
     for chunk in tl.range(CHUNKS):
         start = t0 + chunk * L
+        if AHEAD:
+            following = min(chunk + 1, CHUNKS - 1) * L
+            x_next = _tokens(x_ptr + following * (sx_s * 8), sx_s, t0 + following, S, L, P, EVEN)
+            if GATED:
+                z_next = _tokens(z_ptr + following * (sz_s * 8), sz_s, t0 + following, S, L, P, EVEN)
         row = table + chunk * L
         first = (row * R).to(tl.int32)
         k, q = k_desc.load([first, 0]), q_desc.load([first, 0])
         inside = (start + token < S)[:, None]
-        x_at = x_ptr + chunk * L * (sx_s * 8) + x_rows
         v, enter, leave, keep, weights = _values_and_weights(
-            x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, True
+            x_ptr + chunk * L * (sx_s * 8) + x_rows, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside,
+            SP, M, P, L, MIMO, EVEN, True, ACROSS, not AHEAD,
         )  # fmt: skip
+        if AHEAD:
+            v = _for_ranks(x, R, L, P)
+            if MIMO:
+                v = v * tl.load(mx_ptr + mix).to(tl.float32)
         held = state.to(DT)
         state = tl.dot((v * leave[:, None]).to(DT).T, k, state * keep, input_precision=PRECISION)
         v = v.to(DT)
         o = tl.dot(q, held.T, input_precision=PRECISION) * enter[:, None]
         scores = tl.dot(q, k.T, input_precision=PRECISION)
-        scores = scores * weights + tl.where(m[:, None] == m[None, :], skip, 0.0)
+        scores = _weighted(scores, weights, M, R, L) + tl.where(m[:, None] == m[None, :], skip, 0.0)
         o = tl.dot(scores.to(DT), v, o, input_precision=PRECISION)
         if RAW:
             o_desc.store([first, 0], o.to(DT))
         if GATED:
-            _, _, u, s = _gate(
-                z_ptr + chunk * L * (sz_s * 8) + z_rows, mz_ptr + mix, inside, MIMO, EVEN
-            )  # fmt: skip
-            o = o.to(DT).to(tl.float32) * (u * s)
+            o = o.to(DT).to(tl.float32)
+            if AHEAD:
+                gate = _for_ranks(z, R, L, P)
+            else:
+                gate = _tile(z_ptr + chunk * L * (sz_s * 8) + z_rows, inside, EVEN)
             if MIMO:
-                o = o * tl.load(mo_ptr + mix).to(tl.float32)
+                o = o * _silu(gate * tl.load(mz_ptr + mix).to(tl.float32)) * tl.load(mo_ptr + mix).to(tl.float32)
+            else:
+                o = o * _silu(gate)
             mixed = _over_ranks(o, R, L, P).to(DT)
             out = y_ptr + chunk * L * B * (H * P) + y_rows
             if EVEN:
                 tl.store(out, mixed)
             else:
                 tl.store(out, mixed, mask=(start + one < S)[:, None])
+        if AHEAD:
+            x = x_next
+            if GATED:
+                z = z_next
 
 
 @triton.jit
@@ -662,10 +741,10 @@ def gate_fwd(z_ptr, y_ptr, mz_ptr, mo_ptr, out_ptr, sz_s, sz_b, S, SP, B,
             y = tl.load(y_ptr + here + one[:, None] * P + p[None, :]).to(tl.float32)
             if MIMO:
                 mix = h * (R * P) + rank * P + p
-                u = z * tl.load(mz_ptr + mix).to(tl.float32)[None, :]
-                out += y * (u * _sigmoid(u)) * tl.load(mo_ptr + mix).to(tl.float32)[None, :]
+                gate = _silu(z * tl.load(mz_ptr + mix).to(tl.float32)[None, :])
+                out += y * gate * tl.load(mo_ptr + mix).to(tl.float32)[None, :]
             else:
-                out += y * (z * _sigmoid(z))
+                out += y * _silu(z)
         rows = out_ptr + first * B * (H * P) + one[:, None] * (B * H * P) + p[None, :]
         if EVEN:
             tl.store(rows, out.to(out_ptr.dtype.element_ty))
@@ -694,7 +773,7 @@ def _gate_inputs(z_ptr, dy_ptr, y_ptr, sz_s, sy_s, first, t0, S,
 
 @triton.jit
 def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, y_ptr, do_ptr, dz_ptr, dmz_ptr, dmo_ptr, dD_ptr,
-             sx_s, sx_b, sz_s, sz_b, sy_s, sy_b, sg_s, sg_b, S, SP, NSEG,
+             sx_s, sx_b, sz_s, sz_b, sy_s, sy_b, sg_s, sg_b, part_s, S, SP, NSEG,
              H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, CHUNKS: tl.constexpr,
              MIMO: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """Back through the gate and the rank mix: from what they were applied to, ``y`` [B, H, SP / L, M, P] of a RAW scan, to its
@@ -766,12 +845,12 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, y_ptr, do_ptr, dz_ptr
         else:
             tl.store(dz_ptr + first * (sg_s * 8) + dz_rows, dz, mask=(t0 + first + one < S)[:, None])
         z, dy, ys = z_next, dy_next, ys_next
-    part = ((b * NSEG + seg) * H + h).to(tl.int64)
-    tl.store(dD_ptr + part, tl.sum(tl.sum(dD, 1), 0))
+    part = (b * NSEG + seg).to(tl.int64) * part_s
+    tl.store(dD_ptr + part + h, tl.sum(tl.sum(dD, 1), 0))
     if MIMO:
         for rank in tl.static_range(R):
-            tl.store(dmz_ptr + part * (R * P) + rank * P + p, tl.sum(dmz[rank], 0))
-            tl.store(dmo_ptr + part * (R * P) + rank * P + p, tl.sum(dmo[rank], 0))
+            tl.store(dmz_ptr + part + h * (R * P) + rank * P + p, tl.sum(dmz[rank], 0))
+            tl.store(dmo_ptr + part + h * (R * P) + rank * P + p, tl.sum(dmo[rank], 0))
 
 
 @triton.jit
@@ -801,7 +880,7 @@ def scan_bwd_queries(x_ptr, k_desc, q_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamm
         inside = (start + token < S)[:, None]
         x_at = x_ptr + chunk * L * (sx_s * 8) + x_rows
         v, enter, leave, keep, weights = _values_and_weights(
-            x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, True
+            x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, True, M
         )  # fmt: skip
         held = state.to(DT)
         state = tl.dot((v * leave[:, None]).to(DT).T, k, state * keep, input_precision=PRECISION)
@@ -810,7 +889,7 @@ def scan_bwd_queries(x_ptr, k_desc, q_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamm
         dweights = tl.dot(do, v.T, input_precision=PRECISION)
         dgamma = tl.sum(tl.where(token[:, None] == token[None, :], dweights * scores, 0.0), 1)
         tl.store(dgamma_ptr + row + tl.arange(0, L), _rows_over_ranks(dgamma, R, L))
-        dweights = (dweights * weights).to(DT)
+        dweights = _weighted(dweights, weights, M, R, L).to(DT)
         dq = tl.dot(do, held, input_precision=PRECISION) * enter[:, None]
         dq = tl.dot(dweights, k, dq, input_precision=PRECISION)
         dq_desc.store([first, 0], dq.to(DT))
@@ -818,7 +897,7 @@ def scan_bwd_queries(x_ptr, k_desc, q_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamm
 
 @triton.jit
 def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, dstate_ptr,
-                  dk_desc, dx_ptr, dmx_ptr, sx_s, sx_b, sg_s, sg_b, S, SP, NSEG,
+                  dk_desc, dx_ptr, dmx_ptr, sx_s, sx_b, sg_s, sg_b, part_s, S, SP, NSEG,
                   H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
                   L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
                   EVEN: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -850,21 +929,15 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
         inside = (start + token < S)[:, None]
         x_at = x_ptr + chunk * L * (sx_s * 8) + x_rows
         v, enter, leave, keep, weights = _values_and_weights(
-            x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, False
+            x_at, mx_ptr + mix, la_ptr + row, w_ptr + row, gamma_ptr + row, token, inside, SP, M, P, L, MIMO, EVEN, False, L
         )  # fmt: skip
         v = v.to(DT)
         held = dstate.to(DT)
         entering = (do.to(tl.float32) * enter[:, None]).to(DT)
         dstate = tl.dot(entering.T, q, dstate * keep, input_precision=PRECISION)
-        if KEYS:
-            dweights = tl.dot(v, do.T, input_precision=PRECISION)
-            dweights = (dweights * weights).to(DT)
-            dk = tl.dot(v, held, input_precision=PRECISION) * leave[:, None]
-            dk = tl.dot(dweights, q, dk, input_precision=PRECISION)
-            dk_desc.store([first, 0], dk.to(DT))
         if VALUES:
             scores = tl.dot(k, q.T, input_precision=PRECISION)
-            scores = (scores * weights + tl.where(m[:, None] == m[None, :], skip, 0.0)).to(DT)
+            scores = (_weighted(scores, weights, M, R, L) + tl.where(m[:, None] == m[None, :], skip, 0.0)).to(DT)
             dv = tl.dot(k, held.T, input_precision=PRECISION) * leave[:, None]
             dv = tl.dot(scores, do, dv, input_precision=PRECISION).to(DT).to(tl.float32)
             if MIMO:
@@ -877,9 +950,15 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
                 tl.store(out, dx)
             else:
                 tl.store(out, dx, mask=(start + one < S)[:, None])
+        if KEYS:
+            dweights = tl.dot(v, do.T, input_precision=PRECISION)
+            dweights = _weighted(dweights, weights, M, R, L).to(DT)
+            dk = tl.dot(v, held, input_precision=PRECISION) * leave[:, None]
+            dk = tl.dot(dweights, q, dk, input_precision=PRECISION)
+            dk_desc.store([first, 0], dk.to(DT))
     if MIMO and VALUES:
         r = tl.arange(0, ROWS)
-        part = ((b * NSEG + seg) * H + h).to(tl.int64) * (R * P) + r[:, None] * P + p[None, :]
+        part = (b * NSEG + seg).to(tl.int64) * part_s + h * (R * P) + r[:, None] * P + p[None, :]
         tl.store(dmx_ptr + part, dmx, mask=(r < R)[:, None])
 
 
@@ -898,56 +977,63 @@ def borders(state_ptr, dstate_ptr, value_ptr, turn_ptr, BORDERS,
 
 
 @triton.jit
-def turn_back(k_ptr, dk_ptr, turns_ptr, dbn_ptr, db_bias_ptr, value_ptr, dturn_ptr, SP,
+def turn_back(normed_ptr, bias_ptr, dk_ptr, dq_ptr, turns_ptr, dnormed_ptr, dbias_ptr, value_ptr, dturn_ptr, SP, B,
               H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
-              L: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """From the gradients of keys (or queries) to those of normed B (or C), summed over a group's heads [B, G, R, SP, N], of the
-    bias (a part a chunk, [B, SP / L, H, R, N]) and of θ [B, H, SP, A], and to each token's product of the keys with their
-    gradients, ``value`` [N / COLUMNS, B, H, SP], a part a program's columns. Programs (SP / L, G · N / COLUMNS, B)."""
-    chunk, g, b = tl.program_id(0), tl.program_id(1) // (N // COLUMNS), tl.program_id(2)
+              L: tl.constexpr, COLUMNS: tl.constexpr, SHARES: tl.constexpr):  # fmt: skip
+    """From the gradients of keys, then of queries, to those of normed B and C, summed over a program's share of a group's heads
+    [SHARES, 2, B, G, R, SP, N], of the biases (a part a chunk, [2, B, SP / L, H, R, N]) and of θ [2, B, H, SP, A], and to each
+    token's product of the keys with their gradients, ``value`` [2, N / COLUMNS, B, H, SP], a part a program's columns. Programs
+    (SP / L, SHARES · G · N / COLUMNS, 2·B)."""
+    chunk, table = tl.program_id(0), tl.program_id(2)
+    PARTS: tl.constexpr = N // COLUMNS
+    HEADS: tl.constexpr = H // G // SHARES
+    part, place = tl.program_id(1) % PARTS, tl.program_id(1) // PARTS
+    g, share = place // SHARES, place % SHARES
     M: tl.constexpr = L * R
-    column = tl.program_id(1) % (N // COLUMNS) * COLUMNS
-    value_ptr += (column // COLUMNS).to(tl.int64) * (tl.num_programs(2) * H * SP)
+    if table < B:
+        drow_ptr = dk_ptr
+    else:
+        drow_ptr = dq_ptr
+    b, which = table % B, (table // B).to(tl.int64)
+    column = part * COLUMNS
+    value_ptr += (which * PARTS + part) * (B * H * SP)
+    dnormed_ptr += share.to(tl.int64) * (tl.num_programs(2) * G * R) * SP * N
+    dturn_ptr += which * (B * H * SP) * A
     m, n, i = tl.arange(0, M), column + tl.arange(0, COLUMNS), column // 2 + tl.arange(0, COLUMNS // 2)
     one, r = tl.arange(0, L), tl.arange(0, R)
     token, rank = m % L, m // L
     tile = m[:, None] * N + n[None, :]
+    rows = (table * G + g).to(tl.int64) * (R * SP * N) + (rank * SP + chunk * L + token)[:, None] * N + n[None, :]
     shown = tl.broadcast_to((i < A)[None, :], (L, COLUMNS // 2))
-    dbn = tl.zeros((R, L, COLUMNS), tl.float32)
-    for head in range(H // G):
-        h = g * (H // G) + head
-        table = (b * H + h).to(tl.int64) * SP + chunk * L
-        cos, sin = _cos_sin_of(turns_ptr + table * (2 * A), column, COLUMNS, A, L)
-        first, second = _planes(tl.load(k_ptr + table * (R * N) + tile), R, L, COLUMNS)
-        d_first, d_second = _planes(tl.load(dk_ptr + table * (R * N) + tile), R, L, COLUMNS)
-        tl.store(value_ptr + table + one, tl.sum(tl.sum(first * d_first + second * d_second, 0), 1))
+    dnormed = tl.zeros((R, L, COLUMNS), tl.float32)
+    for head in range(HEADS):
+        h = place * HEADS + head
+        row = (b * H + h).to(tl.int64) * SP + chunk * L
+        cos, sin = _cos_sin_of(turns_ptr + row * (2 * A), column, COLUMNS, A, L)
+        bias = (which * H + h) * (R * N) + rank[:, None] * N + n[None, :]
+        first, second = _planes(tl.load(normed_ptr + rows) + tl.load(bias_ptr + bias), R, L, COLUMNS)
+        turned_first, turned_second = _planes(tl.load(drow_ptr + row * (R * N) + tile), R, L, COLUMNS)
+        d_first = turned_first * cos + turned_second * sin
+        d_second = turned_second * cos - turned_first * sin
+        # Either product of a plane's key and gradient is the same before both are turned.
+        tl.store(value_ptr + row + one, tl.sum(tl.sum(first * d_first + second * d_second, 0), 1))
         dturn = tl.sum(first * d_second - second * d_first, 0)
-        tl.store(dturn_ptr + table * A + one[:, None] * A + i[None, :], dturn, mask=shown)
-        back = tl.reshape(tl.join(d_first * cos + d_second * sin, d_second * cos - d_first * sin), (R, L, COLUMNS))
-        dbn += back
-        part = ((b * (SP // L) + chunk) * H + h).to(tl.int64) * (R * N) + r[:, None] * N + n[None, :]
-        tl.store(db_bias_ptr + part, tl.sum(back, 1))
-    rows = (b * G + g).to(tl.int64) * (R * SP * N) + (rank * SP + chunk * L + token)[:, None] * N + n[None, :]
-    tl.store(dbn_ptr + rows, tl.reshape(dbn, (M, COLUMNS)))
+        tl.store(dturn_ptr + row * A + one[:, None] * A + i[None, :], dturn, mask=shown)
+        back = tl.reshape(tl.join(d_first, d_second), (R, L, COLUMNS))
+        dnormed += back
+        at = ((table * (SP // L) + chunk) * H + h).to(tl.int64) * (R * N) + r[:, None] * N + n[None, :]
+        tl.store(dbias_ptr + at, tl.sum(back, 1))
+    tl.store(dnormed_ptr + rows, tl.reshape(dnormed, (M, COLUMNS)))
 
 
 # --- gradients of the tables ------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _in_parts(ptr, at, mask, stride, PARTS: tl.constexpr):
-    """The sum of what lies at ``at`` of each part; 0 outside of the mask."""
-    total = tl.load(ptr + at, mask=mask, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(ptr + part * stride + at, mask=mask, other=0.0)
-    return total
-
-
-@triton.jit
 def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, w_ptr, gamma_ptr,
-               q_value_ptr, k_value_ptr, dgamma_ptr, q_dturn_ptr, k_dturn_ptr, border_value_ptr, border_turn_ptr, dtheta_ptr,
+               value_ptr, dgamma_ptr, dturn_ptr, border_value_ptr, border_turn_ptr, dtheta_ptr,
                ddd_dt_ptr, ddd_A_ptr, dtrap_ptr, dangle_ptr, ddt_bias_ptr, dinitial_ptr,
-               s_s, s_b, sA_s, sA_b, st_s, st_b, sa_s, sa_b, sg_s, sg_b, sgA_s, sgA_b, sgt_s, sgt_b, S, SP, NSEG, floor,
+               s_s, s_b, sA_s, sA_b, st_s, st_b, sa_s, sa_b, sg_s, sg_b, sgA_s, sgA_b, sgt_s, sgt_b, part_s, S, SP, NSEG, floor,
                H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, T: tl.constexpr,
                HEAVY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
                PARTS: tl.constexpr):  # fmt: skip
@@ -956,8 +1042,8 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     With X_t = C_t·dC_t and Y_t = B_t·dB_t, what token pairs hand over across the border before token t, E_t, is the gradient
     of a_t; E_t − E_{t+1} = X_t − Y_t, and E is known at the borders of segments. The same with the turned
     products is that of θ's increment. ``dangle`` [B, H, SP, A] is a head's Δ times it, still to be summed over the heads;
-    ``ddt_bias`` [B, NSEG, H] parts; ``dtheta`` [B, H, A] (FINAL) what the θ of the last token is given from outside;
-    ``dinitial`` [B, H, A] (INITIAL) the gradient of the θ before the first.
+    ``ddt_bias`` a part [H] a segment, ``part_s`` apart; ``dtheta`` [B, H, A] (FINAL) what the θ of the last token is given from
+    outside; ``dinitial`` [B, H, A] (INITIAL) the gradient of the θ before the first.
     """
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     bh = (b * H + h).to(tl.int64)
@@ -968,8 +1054,8 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     at = bh * SP + t
     w, gamma, dgamma = tl.load(w_ptr + at), tl.load(gamma_ptr + at), tl.load(dgamma_ptr + at)
     one_part = tl.num_programs(2).to(tl.int64) * H * SP
-    k_value = _in_parts(k_value_ptr, at, t < SP, one_part, PARTS)
-    value = _in_parts(q_value_ptr, at, t < SP, one_part, PARTS) - k_value
+    k_value = _in_parts(value_ptr, at, t < SP, one_part, PARTS)
+    value = _in_parts(value_ptr + PARTS * one_part, at, t < SP, one_part, PARTS) - k_value
     # Between the borders, whose values are exact, the sums' rounding is spread evenly.
     place = bh * (NSEG + 1) + seg
     way = tl.arange(0, T).to(tl.float32) / T
@@ -983,7 +1069,7 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
         has_before = has_before & (_starts(seq_ptr, b, t, S) == 0)
     before = at - 1
     w_before = tl.load(w_ptr + before, mask=has_before, other=0.0)
-    dw_before = _in_parts(k_value_ptr, before, has_before, one_part, PARTS)
+    dw_before = _in_parts(value_ptr, before, has_before, one_part, PARTS)
     dw_before -= tl.load(gamma_ptr + before, mask=has_before, other=0.0) * tl.load(
         dgamma_ptr + before, mask=has_before, other=0.0
     )
@@ -991,8 +1077,8 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     down = dgamma + dw
 
     planes = (bh * SP + t)[:, None] * A + i[None, :]
-    dturn = tl.load(q_dturn_ptr + planes, mask=columns, other=0.0)
-    dturn += tl.load(k_dturn_ptr + planes, mask=columns, other=0.0)
+    dturn = tl.load(dturn_ptr + planes, mask=columns, other=0.0)
+    dturn += tl.load(dturn_ptr + one_part * A + planes, mask=columns, other=0.0)
     start = tl.load(border_turn_ptr + place * A + i, mask=i < A, other=0.0)
     end = tl.load(border_turn_ptr + (place + 1) * A + i, mask=i < A, other=0.0)
     dtheta = start[None, :] - (tl.cumsum(dturn, 0) - dturn) + way[:, None] * (end + tl.sum(dturn, 0) - start)[None, :]
@@ -1023,7 +1109,7 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     tl.store(ddd_A_ptr + t * sgA_s + b * sgA_b + h, ddd_A.to(DT), mask=inside)
     dtrap = delta * (down - dpending) * lam * (1.0 - lam)
     tl.store(dtrap_ptr + t * sgt_s + b * sgt_b + h, dtrap.to(DT), mask=inside)
-    tl.store(ddt_bias_ptr + (b * NSEG + seg) * H + h, tl.sum(ddd_dt, 0))
+    tl.store(ddt_bias_ptr + (b * NSEG + seg) * part_s + h, tl.sum(ddd_dt, 0))
     tl.store(dangle_ptr + planes, dtheta * delta[:, None], mask=columns)
     if INITIAL:
         first = tl.broadcast_to(i[None, :], (T, AP))

@@ -5,8 +5,8 @@ Legend: B batch, S sequence, H heads, P head dim, G groups, N state, R MIMO rank
 The sequence is cut into segments. One pass turns B and C and sums what every segment adds to the state, a short second one
 carries the state from segment to segment, and a third computes all segments side by side from the states before them. The
 backward pass does the same in reverse for the gradient of the state. Nothing is kept between them but the inputs, the states
-and, at rank 1, what the gate is applied to; keys, queries and the gradient of the scan's output are made anew, per head, in the
-dtype of ``x``. No sum depends on the order in which programs run: the same inputs give the same bits.
+and, at rank 1, the tables and what the gate is applied to; keys, queries and the gradient of the scan's output are made
+anew, per head, in the dtype of ``x``. No sum depends on the order in which programs run: the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ SCRATCH_BYTES = 2**28
 """What the keys, like the three tensors of their size, may take on the way back, unless one row of the batch takes more."""
 
 COLUMNS = 64
-"""Of the state, at most, that one program turns back: its sums over a group's heads stay in registers."""
+"""Of the state, at most, that one program turns back: its sums over heads stay in registers."""
+
+HEADS = 16
+"""Of a group, at most, that one program turns back."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Plan:
             "PRECISION": "ieee",
             "COLUMNS": min(self.N, COLUMNS),
             "PARTS": self.parts,
+            "SHARES": self.shares,
         }
 
     @property
@@ -122,8 +126,9 @@ class Plan:
         return self.R > 1 or self.N <= 64
 
     @property
-    def keeps_ungated(self) -> bool:
-        """Whether what the gate is applied to waits for the way back: at rank 1 it is no larger than the output."""
+    def keeps(self) -> bool:
+        """Whether the tables, and what the gate is applied to, wait for the way back: at rank 1 they are no larger than the
+        output."""
         return self.R == 1
 
     @property
@@ -133,9 +138,20 @@ class Plan:
         return [slice(first, min(first + rows, self.B)) for first in range(0, self.B, rows)]
 
     @cached_property
+    def part_sizes(self) -> list[int]:
+        """How many values each segment gives of the gradients of dt_bias, D, and what mixes the ranks."""
+        return [self.H, self.H, *[self.H * self.R * self.P] * (3 if self.mimo else 0)]
+
+    @cached_property
     def parts(self) -> int:
         """Programs that share the state axis of a chunk on the way back from keys and queries."""
         return -(-self.N // COLUMNS)
+
+    @cached_property
+    def shares(self) -> int:
+        """Programs that share a group's heads there, in equal parts."""
+        heads = self.H // self.G
+        return next(shares for shares in range(-(-heads // HEADS), heads + 1) if heads % shares == 0)
 
     @property
     def key_parts(self) -> tuple[dict[str, bool], ...]:
@@ -151,20 +167,22 @@ class Plan:
             options["num_warps"] = 2  # more of its sums stay in a thread
         elif kernel in ("turn_totals", "tables_fwd", "tables_bwd"):
             options["num_warps"] = max(1, self.segment // 32)  # a token a thread
+        elif kernel == "turn_and_add" and self.N > 64 and self.R > 1:
+            options |= {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
         elif kernel == "gate_bwd":
             options["maxnreg"] = 80  # six programs on a multiprocessor; the compiler takes registers for five
         elif kernel in ("scan_fwd", "scan_bwd_queries", "scan_bwd_keys"):
             options["num_stages"] = 2  # the next chunk's rows come meanwhile
-            if kernel == "scan_bwd_queries" and self.N <= 64 and self.R > 1:
-                options["maxnreg"] = 168  # three programs on a multiprocessor
+            if kernel != "scan_bwd_keys" and self.N <= 64 and self.R == 4:
+                options["maxnreg"] = 168  # three programs on a multiprocessor; other ranks would spill
         return options
 
 
 class _Parameters(NamedTuple):
-    """The parameters that the scan reads, in the dtype of the tables and with an interleaved state."""
+    """The parameters that the scan reads, in the dtype of the tables and with an interleaved state; ``biases`` [2, H, R, N] are
+    those of B and C."""
 
-    b_bias: torch.Tensor
-    c_bias: torch.Tensor
+    biases: torch.Tensor
     mimo_x: torch.Tensor
     mimo_z: torch.Tensor
     mimo_o: torch.Tensor
@@ -172,10 +190,9 @@ class _Parameters(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """What :mod:`kernels` calls tables."""
+    """What :mod:`kernels` calls tables; ``normed`` [2, B, G, R, SP, N] are those of B and C."""
 
-    bn: torch.Tensor
-    cn: torch.Tensor
+    normed: torch.Tensor
     la: torch.Tensor
     w: torch.Tensor
     gamma: torch.Tensor
@@ -332,9 +349,11 @@ def _parameters(
     mix: tuple[torch.Tensor | None, ...],
 ) -> _Parameters:
     tables = _table_dtype(dtype)
-    b_bias, c_bias = (_to_kernels(t, plan).to(tables).contiguous() for t in (b_bias, c_bias))
-    x, z, o = (b_bias if t is None else t.to(tables).contiguous() for t in mix)  # SISO has none: any pointer does
-    return _Parameters(b_bias, c_bias, x, z, o, D.float().contiguous())
+    biases = torch.empty(2, plan.H, plan.R, plan.N, dtype=tables, device=D.device)
+    for to, bias in zip(biases, (b_bias, c_bias), strict=True):
+        to.copy_(_to_kernels(bias, plan))
+    x, z, o = (biases if t is None else t.to(tables).contiguous() for t in mix)  # SISO has none: any pointer does
+    return _Parameters(biases, x, z, o, D.float().contiguous())
 
 
 def _tables(
@@ -343,7 +362,7 @@ def _tables(
     c: torch.Tensor,
     gates: tuple[torch.Tensor, ...],
     dt_bias: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor],
+    weights: tuple[torch.Tensor, ...],
     seq_idx: torch.Tensor,
     initial_theta: torch.Tensor | None,
     *,
@@ -352,14 +371,11 @@ def _tables(
     """Run the kernels that make the tables."""
     device, dtype = b.device, _table_dtype(b.dtype)
     B, H, G, R, N, A, SP = plan.B, plan.H, plan.G, plan.R, plan.N, plan.A, plan.padded
-    normed = []
-    for tensor, weight in ((b, weights[0]), (c, weights[1])):
-        out = torch.empty(B, G, R, SP, N, device=device, dtype=dtype)
-        kernels.norm_fwd[(triton.cdiv(SP, 32), G * R, B)](
-            tensor, weight, out, *eighths(tensor), tensor.stride(2), tensor.stride(3), plan.S, SP, B, plan.eps,
-            **plan.sizes("G", "R", "N", "HALF"), ROWS=32,
-        )  # fmt: skip
-        normed.append(out)
+    normed = torch.empty(2, B, G, R, SP, N, device=device, dtype=dtype)
+    kernels.norm_fwd[(triton.cdiv(SP, 32), G * R, 2 * B)](
+        b, c, *weights, normed, *eighths(b), b.stride(2), b.stride(3), plan.S, SP, B, plan.eps,
+        **plan.sizes("G", "R", "N", "HALF"), ROWS=32,
+    )  # fmt: skip
     dd_dt, dd_A, trap, angles = gates
     segments = plan.segments
     totals = torch.empty(B, H, segments, A, device=device)
@@ -382,8 +398,7 @@ def _tables(
         plan.A_floor, **plan.sizes("H", "A", "AP", "T", "L", "HEAVY", "PACKED"), FINAL=final,
         **plan.launch("tables_fwd"),
     )  # fmt: skip
-    bn, cn = normed
-    return _Tables(bn, cn, la, w, gamma, turns, theta)
+    return _Tables(normed, la, w, gamma, turns, theta)
 
 
 def _pass_states(
@@ -427,6 +442,8 @@ class _Scan(torch.autograd.Function):
         ) = inputs
         x, z = aligned(x, 2), aligned(z, 2)
         b, c = aligned(b, 1), aligned(c, 1)
+        if b.stride() != c.stride():
+            b, c = b.contiguous(), c.contiguous()
         gates = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in (dd_dt, dd_A, trap, angles))
         documents = gates[0] if seq_idx is None else seq_idx
         parameters = _parameters(plan, x.dtype, D, b_bias, c_bias, tuple(mix))
@@ -435,14 +452,14 @@ class _Scan(torch.autograd.Function):
         states = torch.empty(plan.B, plan.H, plan.segments + 1, plan.P, plan.N, device=x.device, dtype=x.dtype)
         keeps = torch.empty(plan.B, plan.H, plan.segments, device=x.device)
         kernels.turn_and_add[plan.grid](
-            x, tables.bn, tables.cn, parameters.b_bias, parameters.c_bias, parameters.mimo_x, tables.turns,
+            x, *tables.normed, *parameters.biases, parameters.mimo_x, tables.turns,
             tables.la, tables.w, keys, queries, states, keeps, *eighths(x), plan.S, plan.padded,
             plan.segments, **plan.sizes("H", "G", "R", "P", "N", "A", "L", "CHUNKS", "MIMO", "EVEN", "PRECISION"),
             **plan.launch("turn_and_add"),
         )  # fmt: skip
         h = _pass_states(plan, states, keeps, h0, reverse=False)
         out = torch.empty(plan.S, plan.B, plan.H, plan.P, device=x.device, dtype=x.dtype)
-        ungated = _empty_rows(plan, x, plan.P) if plan.keeps_ungated or not plan.gates_in_scan else None
+        ungated = _empty_rows(plan, x, plan.P) if plan.keeps or not plan.gates_in_scan else None
         gated = out if plan.gates_in_scan else None
         _scan(plan, x, z, keys, queries, parameters, tables, states, gated, ungated)
         if not plan.gates_in_scan:
@@ -455,9 +472,10 @@ class _Scan(torch.autograd.Function):
         if not final:
             ctx.mark_non_differentiable(h, tables.theta_BHA)
         ctx.save_for_backward(
-            x, z, b, c, *gates, dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix, seq_idx, theta0, states,
-            ungated if plan.keeps_ungated else None,
+            x, z, b, c, *gates, dt_bias, b_norm, c_norm, *parameters, seq_idx, theta0, states,
+            *((*tables, ungated) if plan.keeps else ()),
         )  # fmt: skip
+        ctx.dtypes = [None if t is None else t.dtype for t in (dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix)]
         return out, h, tables.theta_BHA
 
     @staticmethod
@@ -504,25 +522,26 @@ def _backward(
 ) -> tuple[Any, ...]:
     plan: Plan = ctx.plan
     saved = ctx.saved_tensors  # once: each reading unpacks what a checkpoint or an offload has packed
-    inputs, (dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix), (seq_idx, theta0, states, ungated) = (
-        saved[:8],
-        saved[8:17],
-        saved[17:],
-    )
+    inputs, dt_bias, norms, parameters = saved[:8], saved[8], saved[9:11], _Parameters(*saved[11:16])
+    seq_idx, theta0, states, *kept = saved[16:]
     dout = inputs[0].new_zeros(inputs[0].shape) if dout is None else aligned(dout, 2)
     gradients = empty_gradients(*inputs)
-    parameters = _parameters(plan, dout.dtype, D, b_bias, c_bias, tuple(mix))
+    if gradients[2].stride() != gradients[3].stride():
+        gradients[2:4] = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs[2:4])
     found = []
     for rows in plan.batches:
         some = plan if rows.stop - rows.start == plan.B else replace(plan, B=rows.stop - rows.start)
         by_token = ([t[:, rows] for t in inputs], [t[:, rows] for t in gradients], dout[:, rows])
-        by_row = [None if t is None else t[rows].contiguous() for t in (seq_idx, theta0, states, ungated, dh, dtheta)]
-        found.append(_backward_of_rows(some, parameters, dt_bias, (b_norm, c_norm), *by_token, *by_row))
+        by_row = [None if t is None else t[rows].contiguous() for t in (seq_idx, theta0, states, dh, dtheta)]
+        of_rows = [kept[0][:, rows].contiguous(), *(t[rows] for t in kept[1:])] if kept else []
+        found.append(_backward_of_rows(some, parameters, dt_bias, norms, *by_token, of_rows, *by_row))
     *sums, dh0, dtheta0 = zip(*found, strict=True)
-    of_parameters = (dt_bias, D, b_bias, c_bias, b_norm, c_norm, *mix)
+    of_segments, of_biases, of_norms = (reduce(torch.add, parts) for parts in sums)
+    ddt_bias, dD, *mixes = of_segments.split(plan.part_sizes)
+    mixes = [t.view(plan.H, plan.R, plan.P) for t in mixes] or [None, None, None]
     summed = [
-        None if parameter is None else reduce(torch.add, parts).to(parameter.dtype)
-        for parameter, parts in zip(of_parameters, sums, strict=True)
+        None if part is None else part.to(dtype)
+        for part, dtype in zip((ddt_bias, dD, *of_biases, *of_norms, *mixes), ctx.dtypes, strict=True)
     ]
     starts = (None, None) if theta0 is None else (torch.cat(dh0), torch.cat(dtheta0))
     return None, None, *gradients, *summed, None, *starts
@@ -532,42 +551,46 @@ def _backward_of_rows(
     plan: Plan,
     parameters: _Parameters,
     dt_bias: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, ...],
     inputs: list[torch.Tensor],
     gradients: list[torch.Tensor],
     dout: torch.Tensor,
+    kept: list[torch.Tensor],
     seq_idx: torch.Tensor | None,
     theta0: torch.Tensor | None,
     states: Any,
-    ungated: torch.Tensor | None,
     dh: torch.Tensor | None,
     dtheta: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Write the gradients of some rows of a batch; returns, float32, what they add to those of the parameters (dt_bias, D, the
-    two biases, the two norms, the three mixes), and the gradients of the state and the angle before the first token."""
+    """Write the gradients of some rows of a batch; returns, float32, what they add to those of the parameters (dt_bias, D and
+    mimo_x, mimo_z, mimo_o one after the other; the two biases; the two norms' weights), and the gradients of the state and the
+    angle before the first token."""
     x, z, b, c, *gates = inputs
     dd_dt, dd_A, trap, angles = gates
     dx, dz, db, dc, ddd_dt, ddd_A, dtrap, dangles = gradients
     documents = dd_dt if seq_idx is None else seq_idx
     S, B, H, G, R, P, N, A, SP = plan.S, plan.B, plan.H, plan.G, plan.R, plan.P, plan.N, plan.A, plan.padded
     segments, device = plan.segments, x.device
-    tables = _tables(plan, b, c, tuple(gates), dt_bias, norms, documents, theta0, final=False)
+    if kept:
+        tables, ungated = _Tables(*kept[:-1]), kept[-1]
+    else:
+        tables = _tables(plan, b, c, tuple(gates), dt_bias, norms, documents, theta0, final=False)
     common = plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "EVEN", "PRECISION")
-    per_segment = (B, segments, H)
+    parts = torch.empty(B * segments, sum(plan.part_sizes), device=device)
+    ddt_bias, dD, *mixes = parts.split(plan.part_sizes, dim=1)
+    dmimo_x, dmimo_z, dmimo_o = mixes or [parts] * 3  # SISO has none: any pointer does
 
     keys, queries, do = (_empty_rows(plan, x, width) for width in (N, N, P))
     kernels.turn[plan.grid](
-        tables.bn, tables.cn, parameters.b_bias, parameters.c_bias, tables.turns, keys, queries, SP,
+        *tables.normed, *parameters.biases, tables.turns, keys, queries, SP,
         **plan.sizes("H", "G", "R", "N", "A", "L", "CHUNKS"), **plan.launch("turn"),
     )  # fmt: skip
-    if ungated is None:
+    if not kept:
         ungated = do  # a tile is read before its gradient is written
         _scan(plan, x, z, keys, queries, parameters, tables, states, None, ungated)
-    dmimo_z, dmimo_o, dmimo_x = (torch.empty(*per_segment, R, P, device=device) if plan.mimo else do for _ in range(3))
-    dD = torch.empty(per_segment, device=device)
     kernels.gate_bwd[plan.grid](
         x, z, dout, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, ungated, do, dz, dmimo_z, dmimo_o, dD,
-        *eighths(x), *eighths(z), *eighths(dout), *eighths(dz), S, SP, segments,
+        *eighths(x), *eighths(z), *eighths(dout), *eighths(dz), parts.stride(0), S, SP, segments,
         **plan.sizes("H", "R", "P", "L", "CHUNKS", "MIMO", "EVEN"), **plan.launch("gate_bwd"),
     )  # fmt: skip
     dstates = torch.empty_like(states)
@@ -585,11 +608,10 @@ def _backward_of_rows(
     for part in plan.key_parts:
         kernels.scan_bwd_keys[plan.grid](
             x, *chunks_of, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma, dstates,
-            _chunks(dkeys), dx, dmimo_x, *eighths(x), *eighths(dx), S, SP, segments, **common, **part,
+            _chunks(dkeys), dx, dmimo_x, *eighths(x), *eighths(dx), parts.stride(0), S, SP, segments, **common, **part,
             **plan.launch("scan_bwd_keys"),
         )  # fmt: skip
     dgamma = torch.empty(B, H, SP, device=device)
-    q_value, k_value = torch.empty(2, plan.parts, B, H, SP, device=device).unbind()
     # The last to read ``do``, a chunk at a time before it writes.
     dqueries = do if N == P else _empty_rows(plan, x, N)
     kernels.scan_bwd_queries[plan.grid](
@@ -599,32 +621,32 @@ def _backward_of_rows(
     kernels.borders[(H, segments + 1, B)](
         states, dstates, border_value, border_turn, segments + 1, **plan.sizes("H", "P", "N", "A")
     )  # fmt: skip
-    del do, chunks_of
+    del do, chunks_of, keys, queries
 
-    dbn, dcn = torch.empty(2, B, G, R, SP, N, device=device).unbind()
-    chunks = SP // plan.chunk
-    db_bias, dc_bias = torch.empty(2, B, chunks, H, R, N, device=device).unbind()
-    q_dturn, k_dturn = torch.empty(2, B, H, SP, A, device=device).unbind()
-    for rows, drows, dnormed, dbias, value, dturn in (
-        (keys, dkeys, dbn, db_bias, k_value, k_dturn), (queries, dqueries, dcn, dc_bias, q_value, q_dturn)
-    ):  # fmt: skip
-        kernels.turn_back[(chunks, G * plan.parts, B)](
-            rows, drows, tables.turns, dnormed, dbias, value, dturn, SP,
-            **plan.sizes("H", "G", "R", "N", "A", "L", "COLUMNS"), **plan.launch("turn_back"),
-        )  # fmt: skip
-    del keys, queries, dkeys, dqueries
-    dnorms = [_norm_back(plan, *one) for one in ((b, norms[0], dbn, db), (c, norms[1], dcn, dc))]
+    dnormed = torch.empty(plan.shares, 2, B, G, R, SP, N, device=device)
+    dbiases = torch.empty(2, B * (SP // plan.chunk), H, R, N, device=device)
+    values, dturns = torch.empty(2, plan.parts, B, H, SP, device=device), torch.empty(2, B, H, SP, A, device=device)
+    kernels.turn_back[(SP // plan.chunk, plan.shares * G * plan.parts, 2 * B)](
+        tables.normed, parameters.biases, dkeys, dqueries, tables.turns, dnormed, dbiases, values, dturns, SP, B,
+        **plan.sizes("H", "G", "R", "N", "A", "L", "COLUMNS", "SHARES"), **plan.launch("turn_back"),
+    )  # fmt: skip
+    del dkeys, dqueries
+    tiles = triton.cdiv(SP, 32)
+    dnorms = torch.empty(2, B * G * R * tiles, N, device=device)
+    kernels.norm_bwd[(tiles, G * R, 2 * B)](
+        b, c, *norms, dnormed, db, dc, dnorms, *eighths(b), b.stride(2), b.stride(3), *eighths(db), db.stride(2), db.stride(3),
+        S, SP, B, plan.eps, **plan.sizes("G", "R", "N", "HALF", "SHARES"), ROWS=32,
+    )  # fmt: skip
 
     if dh is not None:
         # What reads the last state is not turned with the tokens: its part of what crosses the last border is taken off.
         dtheta = (0.0 if dtheta is None else dtheta) - border_turn[:, :, -1]
-    ddt_bias = torch.empty(per_segment, device=device)
     dturned = torch.empty(B, H, SP, A, device=device)
     dtheta0 = torch.empty(B, H, A, device=device)
     kernels.tables_bwd[plan.grid](
-        dd_dt, dd_A, trap, angles, dt_bias, documents, tables.w, tables.gamma, q_value, k_value, dgamma, q_dturn,
-        k_dturn, border_value, border_turn, dtheta0 if dtheta is None else dtheta, ddd_dt, ddd_A, dtrap, dturned, ddt_bias,
-        dtheta0, *(stride for t in (*gates, ddd_dt, ddd_A, dtrap) for stride in _per_token(t)), S, SP, segments,
+        dd_dt, dd_A, trap, angles, dt_bias, documents, tables.w, tables.gamma, values, dgamma, dturns,
+        border_value, border_turn, dtheta0 if dtheta is None else dtheta, ddd_dt, ddd_A, dtrap, dturned, ddt_bias, dtheta0,
+        *(stride for t in (*gates, ddd_dt, ddd_A, dtrap) for stride in _per_token(t)), parts.stride(0), S, SP, segments,
         plan.A_floor, **plan.sizes("H", "A", "AP", "T", "HEAVY", "PACKED", "PARTS"), FINAL=dtheta is not None,
         INITIAL=theta0 is not None, **plan.launch("tables_bwd"),
     )  # fmt: skip
@@ -632,23 +654,7 @@ def _backward_of_rows(
         angles, dturned, dangles, *_per_token(angles), *_per_token(dangles), S, SP, **plan.sizes("H", "A", "AP"), TOKENS=8,
         HEADS=16,
     )  # fmt: skip
-    biases = [_to_model(t.sum((0, 1)), plan) for t in (db_bias, dc_bias)]
-    mixes = [t.sum((0, 1)) if plan.mimo else dD.sum() for t in (dmimo_x, dmimo_z, dmimo_o)]
-    return ddt_bias.sum((0, 1)), dD.sum((0, 1)), *biases, *dnorms, *mixes, dh0, dtheta0
-
-
-def _norm_back(
-    plan: Plan, tensor: torch.Tensor, weight: torch.Tensor, dnormed: torch.Tensor, gradient: torch.Tensor
-) -> torch.Tensor:
-    """Write the ``gradient`` of B or C before their norm; returns that of the norm's weight, float32."""
-    tiles = triton.cdiv(plan.padded, 32)
-    dw = torch.empty(plan.B * plan.G * plan.R * tiles, plan.N, device=tensor.device)
-    kernels.norm_bwd[(tiles, plan.G * plan.R, plan.B)](
-        tensor, weight, dnormed, gradient, dw, *eighths(tensor), tensor.stride(2), tensor.stride(3),
-        *eighths(gradient), gradient.stride(2), gradient.stride(3), plan.S, plan.padded, plan.eps,
-        **plan.sizes("G", "R", "N", "HALF"), ROWS=32,
-    )  # fmt: skip
-    return dw.sum(0)
+    return parts.sum(0), _to_model(dbiases.sum(1), plan), dnorms.sum(1), dh0, dtheta0
 
 
 class _HeadNorm(torch.autograd.Function):

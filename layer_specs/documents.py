@@ -28,6 +28,7 @@ from megacpp_mcore.ops.packed.documents import (
     check_count,
     check_same_sequences,
     check_seq_idx,
+    default_max_documents,
     require_one_document,
     seq_idx_from_cu_seqlens,
     seq_idx_from_mask,
@@ -144,7 +145,7 @@ def packed_documents(
 
 def max_documents(config: TransformerConfig, rows: int) -> int:
     """The most documents that a row of ``rows`` tokens may hold: the run's own number, or one for 16 tokens, at least 64."""
-    return getattr(config, "max_documents", None) or max(64, rows // 16)
+    return getattr(config, "max_documents", None) or default_max_documents(rows)
 
 
 def check_run(config: TransformerConfig) -> None:

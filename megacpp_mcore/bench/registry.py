@@ -109,6 +109,7 @@ def _sizes(model: Model) -> dict[str, int]:
         "expert_width": moe.ffn_hidden_size,
         "hidden": model.hidden_size,
         "vocab": model.vocab_size_padded(1),
+        "mtp_heads": model.mtp.depth,
     }
 
 
@@ -170,6 +171,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
                    "hidden heads", "engine:block", full={"B": 1, "S": 2048}),
         _benchmark("linear_cross_entropy", OP, "linear_cross_entropy",
                    "output layer and its loss; stock's, and with the patch of this name", "hidden vocab"),
+        _benchmark("linear_cross_entropy_heads", OP, "linear_cross_entropy",
+                   "the main head and every MTP depth: a call for each, and one for all", "hidden vocab mtp_heads",
+                   "linear_cross_entropy:heads_problem"),
         _layer("layer_a_full", "A" + grammar.FULL_ATTENTION, "A layer, full MLA"),
         _layer("layer_a_full_dsa", "A" + grammar.FULL_INDEX, "A layer, sparse MLA with an indexer (Full)"),
         _layer("layer_a_shared_dsa", "A" + grammar.SHARED_INDEX, "A layer, sparse MLA with shared indices (Shared)"),

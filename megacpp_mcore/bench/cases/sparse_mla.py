@@ -24,7 +24,7 @@ LIMITS = {
     "bfloat16": {"o": 5e-3, "dq": 9e-3, "dkv": 6.6e-3},
     "float32": dict.fromkeys(("o", "dq", "dkv"), 4e-6),
 }
-"""The largest error of a row. Of gradients it is half as much again as stock's at 8192 tokens, which needs terabytes at 65,536."""
+"""The largest error of a row. Of gradients half as much again as stock's at 8192 tokens: longer rows it has no memory for."""
 
 STOCK = "stock unfused"
 

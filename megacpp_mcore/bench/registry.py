@@ -143,6 +143,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     for benchmark in (
         _benchmark("mla", OP, "mla", "core attention of full MLA; stock's, also with the patch mla-core-attention",
                    "heads qk v"),
+        _benchmark("mla_packed", OP, "mla", "core attention of full MLA in rows of several documents", "heads qk v documents",
+                   "mla:packed_problem", full={"B": 1, "S": 8192, "documents": 8}, tiny={"documents": 3}),
         _benchmark("sparse_mla", OP, "sparse_mla", "absorbed attention to selected keys", "heads latent rope topk"),
         _benchmark("indexer", OP, "indexer", "selection of keys by the DSA indexer", "indexer_heads indexer_dim topk"),
         _benchmark("indexer_grad", OP, "indexer_grad", "gradient of the DSA indexer's loss",

@@ -91,7 +91,7 @@ def test_names_and_kinds_select() -> None:
     ("words", "says"),
     [
         (["mamba"], "'mamba'; did you mean 'mamba3'"),
-        (["zzz"], "'zzz'; known: mla, sparse_mla"),
+        (["zzz"], "'zzz'; known: mla, mla_packed"),
         ([], "--all"),
         (["mla", "--all"], "not both"),
         (["mla", "--set", "heads=x"], "'heads=x'"),

@@ -97,7 +97,7 @@ def packed_problem(options: Options) -> Problem:
 
     stock = "stock Transformer Engine"
     if with_engine(options.device) and B == 1:
-        peer = Variant.of(stock, PEER, partial(_stock_packed, _stock_core(options, True).core_attention, length))
+        peer = Variant.of(stock, PEER, partial(_stock_packed, _stock_core(options, True), length))
     else:
         peer = Variant.missing(stock, "no peer here: packed rows are Transformer Engine's alone, of a batch of 1")
     forward = B * H * S * (draw.itemsize * (2 * K + 2 * V) + 4)
@@ -115,9 +115,9 @@ def packed_problem(options: Options) -> Problem:
     )
 
 
-def _stock_packed(core: Any, length: int, inputs: Inputs) -> torch.Tensor:
+def _stock_packed(attention: Any, length: int, inputs: Inputs) -> torch.Tensor:
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
     q, k, v = (leaf.squeeze(1) for leaf in inputs.leaves.values())
     cu_seqlens = torch.arange(0, len(q) + 1, length, device=q.device, dtype=torch.int32)
@@ -128,8 +128,9 @@ def _stock_packed(core: Any, length: int, inputs: Inputs) -> torch.Tensor:
         max_seqlen_q=length,
         max_seqlen_kv=length,
     )
-    output: torch.Tensor = core(q, k, v, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed)
-    return output.view(inputs.cotangents["o"].shape)
+    run: Any = MultiLatentAttention._run_core_attention
+    output: torch.Tensor = run(attention, q, k, v, None, packed_seq_params=packed)
+    return output.reshape(inputs.cotangents["o"].shape)
 
 
 def _seam(attention: Any, inputs: Inputs) -> torch.Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 from megacpp_mcore.backends.dispatcher import STOCK, Candidate, Speed
 from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON, ProbeResult, hopper
 from megacpp_mcore.backends.support import Dim, Support
-from megacpp_mcore.te import imports
 
 LAYER_PARTS = "transformer_impl"
 """The op that stands for a layer's linears, norms and experts, called as Megatron's flag that asks for it."""
@@ -120,7 +119,7 @@ def own_candidates() -> tuple[Candidate, ...]:
                 "megacpp_mcore.te.attention:attend",
                 (CUDA, TRANSFORMER_ENGINE),
             ),
-            probe=functools.partial(imports.feature, "attention"),
+            probe=lambda: _load("megacpp_mcore.ops.mla.flash4:probe_engine")(),
         ),
         _candidate("mla", "reference", Speed.REFERENCE, _REFERENCE, "megacpp_mcore.ops.mla.reference:mla_attention"),
         _candidate(

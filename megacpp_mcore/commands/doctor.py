@@ -140,6 +140,11 @@ found = {probe}
 if torch.cuda.is_available() and not found.ok:
     raise SystemExit(found.reason)
 """
+_FLASH4 = """
+from megacpp_mcore.te import imports
+if torch.cuda.is_available() and imports.available().ok and not (engine := flash4.probe_engine()).ok:
+    raise SystemExit(f"{engine.reason}, which takes this package by itself: set NVTE_FLASH_ATTN_V4=0")
+"""
 _ADVICE_CUTE = (
     "it needs apache-tvm-ffi >= 0.1.11, which the tilelang of the extra ssm excludes: one environment for each"
 )
@@ -177,7 +182,7 @@ COMPONENTS: tuple[Component, ...] = (
     Component(
         "flash-attn-4",
         "flash_attn.cute",
-        _VENDOR.format(module="mla import flash4", probe="flash4.probe()"),
+        _VENDOR.format(module="mla import flash4", probe="flash4.probe()") + _FLASH4,
         ("flash-attn-4",),
         advice=_ADVICE_CUTE,
     ),

@@ -35,8 +35,8 @@ ENTRIES: Mapping[str, str] = MappingProxyType(
 )
 """Every entry point by its name here: ``module:attribute``."""
 
-TOLERANCE = 2e-2
-"""The largest error of a row of a probe's results, 16-bit against float32: a wrong formula is off by more."""
+TOLERANCE = 5e-2
+"""The largest error of a row of a probe's results, 16-bit against float32: unfused code in bf16 is off by 2e-2."""
 
 
 def entry(name: str) -> Callable[..., Any]:
@@ -59,33 +59,40 @@ def _extra(name: str) -> str:
     return name.partition("_")[0]
 
 
+def installed(name: str) -> ProbeResult:
+    """Whether the module of the entry point ``name`` of :data:`ENTRIES` can be imported."""
+    found = probe_import(ENTRIES[name].partition(":")[0])
+    return (
+        found
+        if found.ok
+        else ProbeResult(False, f"{found.reason}; it comes with the extra {_extra(name)} of megacpp-mcore")
+    )
+
+
 def tried(
-    name: str,
+    what: str,
     call: Callable[..., torch.Tensor],
     truth: Callable[..., torch.Tensor],
     leaves: Callable[[], Sequence[torch.Tensor]],
 ) -> ProbeResult:
-    """Whether ``call``, which uses the entry point ``name``, gives what ``truth`` gives, forward and backward.
+    """Whether ``call`` gives what ``truth`` gives, forward and backward, on this machine's GPU.
 
     Args:
-        name: of :data:`ENTRIES`.
+        what: the call in words.
         call: takes the leaves.
         truth: the same by plain PyTorch, which takes them in float32.
         leaves: makes what is differentiated, on the GPU, in 16 bits.
     """
-    found = probe_import(ENTRIES[name].partition(":")[0])
-    if not found.ok:
-        return ProbeResult(False, f"{found.reason}; it comes with the extra {_extra(name)} of megacpp-mcore")
     if not torch.cuda.is_available():
         return ProbeResult(False, "torch sees no CUDA device")
     try:
         given = [leaf.requires_grad_() for leaf in leaves()]
         have, want = _outcome(call, given), _outcome(truth, [leaf.detach().float().requires_grad_() for leaf in given])
-        worst = max(worst_row(one, other, name) for one, other in zip(have, want, strict=True))
+        worst = max(worst_row(one, other, what) for one, other in zip(have, want, strict=True))
     except Exception as error:
-        return ProbeResult(False, f"a call of {ENTRIES[name]} failed: {error!r}".replace("\n", " "))
+        return ProbeResult(False, f"{what} failed: {error!r}".replace("\n", " "))
     if not worst < TOLERANCE:
-        return ProbeResult(False, f"a call of {ENTRIES[name]} is off by {worst:.2g} of what plain PyTorch gives")
+        return ProbeResult(False, f"{what} is off by {worst:.2g} of what plain PyTorch gives")
     return ProbeResult(True)
 
 

@@ -88,6 +88,9 @@ def _check(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tens
 def probe(name: str) -> ProbeResult:
     """Whether one call of ``liger`` or ``quack`` gives what plain PyTorch gives: it is run, and compared, once a process."""
 
+    if not (found := vendors.installed(name)).ok:
+        return found
+
     def leaves() -> list[torch.Tensor]:
         generator = torch.Generator("cuda").manual_seed(7)
         hidden, weight = (torch.randn(rows, 128, device="cuda", generator=generator) for rows in (256, 768))
@@ -103,4 +106,4 @@ def probe(name: str) -> ProbeResult:
         found: torch.Tensor = vendor(hidden_NH, weight_VH, torch.arange(256, device="cuda") * 3)
         return found
 
-    return vendors.tried(name, call, plain, leaves)
+    return vendors.tried(f"a call of {name}'s linear cross-entropy", call, plain, leaves)

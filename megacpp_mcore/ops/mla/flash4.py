@@ -9,6 +9,7 @@ Shape legend: S queries, T keys, B batch, H heads (of this rank), K query-key wi
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -17,6 +18,8 @@ from megacpp_mcore.ops import vendors
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.mla.sdpa import check_arguments
 from megacpp_mcore.ops.packed.documents import cu_seqlens_of, default_max_documents
+from megacpp_mcore.te import attention as engine
+from megacpp_mcore.te import imports
 from megacpp_mcore.util.probe import ProbeResult
 
 
@@ -78,6 +81,26 @@ def attend(
 @functools.cache
 def probe() -> ProbeResult:
     """Whether one causal call of NAM56R's widths gives what plain PyTorch gives: it is run, and compared, once a process."""
+    found = vendors.installed("flash4")
+    return found if not found.ok else tried("a causal call of FlashAttention-4", attend)
+
+
+def probe_engine() -> ProbeResult:
+    """The same of Transformer Engine's attention, which takes FlashAttention-4 by itself where that is installed.
+
+    2.20.2 gives it the window (−1, 0) with a causal mask, which 4.0.0b36 reads as no key at all: the output is zero.
+    """
+    found = imports.feature("attention")
+    return found if not found.ok else _engine_runs()
+
+
+@functools.cache
+def _engine_runs() -> ProbeResult:
+    return tried("a causal call of Transformer Engine's attention", engine.attend)
+
+
+def tried(what: str, call: Callable[..., torch.Tensor]) -> ProbeResult:
+    """Run ``call`` on two heads of widths 128 and 64, and compare it with the reference."""
 
     def leaves() -> list[torch.Tensor]:
         generator = torch.Generator("cuda").manual_seed(7)
@@ -85,10 +108,5 @@ def probe() -> ProbeResult:
             torch.randn(192, 1, 2, width, device="cuda", generator=generator).bfloat16() for width in (128, 128, 64)
         ]
 
-    scale = 128**-0.5
-    return vendors.tried(
-        "flash4",
-        functools.partial(attend, softmax_scale=scale),
-        functools.partial(mla_attention, softmax_scale=scale),
-        leaves,
-    )
+    how = {"softmax_scale": 128**-0.5}
+    return vendors.tried(what, functools.partial(call, **how), functools.partial(mla_attention, **how), leaves)

@@ -23,6 +23,10 @@ EXTRAS = {
     ],  # for --tokenizer DIR: here and in Megatron's HuggingFaceTokenizer
     "torchao": ["torchao>=0.14"],
     "deepgemm": ["sgl-deep-gemm==0.2.1"],
+    "liger": ["liger-kernel==0.8.5"],
+    # Both want apache-tvm-ffi >= 0.1.11 between them, which the tilelang of `ssm` excludes: no environment has all three.
+    "quack": ["quack-kernels[cu13]==0.6.5"],
+    "flash4": ["flash-attn-4[cu13]==4.0.0b36"],
     # Megatron-Bridge itself comes by `pip install --no-deps -r requirements/bridge.txt`: with its dependencies, pip
     # either fails on a source package or silently goes back to megatron-core 0.13.
     "nemo": [

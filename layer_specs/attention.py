@@ -47,7 +47,7 @@ from megacpp_mcore.backends import Dispatcher, Resolution
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import steps
 from megacpp_mcore.layer_specs.decode import LayerCache, refuse_decoding
-from megacpp_mcore.layer_specs.documents import documents
+from megacpp_mcore.layer_specs.documents import document_needs, documents
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 from megacpp_mcore.model import DSA, SERVED
 from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
@@ -84,7 +84,12 @@ class MLACoreAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.layer_number = layer_number
         self.backend = dispatcher.request(
-            "mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **backend_needs(config)
+            "mla",
+            layer=layer_number,
+            qk_dim=k_channels,
+            v_dim=v_channels,
+            **backend_needs(config),
+            **document_needs(config),
         )
 
     def forward(
@@ -177,7 +182,7 @@ class SparseCoreAttention(MegatronModule):
         )
         if warmup_steps:
             self.dense_backend = dispatcher.request(
-                "mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs
+                "mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs, **document_needs(config)
             )
         self.indexer = None
         self.shares = False  # whether a Full layer attends as a Shared one, which a search for a schedule tries

@@ -28,6 +28,7 @@ from megacpp_mcore.ops.packed.documents import (
     check_count,
     check_same_sequences,
     check_seq_idx,
+    default_max_documents,
     require_one_document,
     seq_idx_from_cu_seqlens,
     seq_idx_from_mask,
@@ -144,7 +145,16 @@ def packed_documents(
 
 def max_documents(config: TransformerConfig, rows: int) -> int:
     """The most documents that a row of ``rows`` tokens may hold: the run's own number, or one for 16 tokens, at least 64."""
-    return getattr(config, "max_documents", None) or max(64, rows // 16)
+    return getattr(config, "max_documents", None) or default_max_documents(rows)
+
+
+def document_needs(config: TransformerConfig) -> dict[str, Any]:
+    """What the run's own number of documents needs of a backend: ``rows_per_document``; nothing where it has none."""
+    if not (most := getattr(config, "max_documents", None)):
+        return {}
+    arguments: Any = global_vars._GLOBAL_ARGS
+    rows = 0 if arguments is None else arguments.seq_length * arguments.micro_batch_size
+    return {"rows_per_document": rows // most}
 
 
 def check_run(config: TransformerConfig) -> None:

@@ -24,6 +24,10 @@ rolled as often as the labels; for the main head the model's own where a stock s
 it. Any other caller of the model may weigh its losses as it likes, and the op is handed nothing. A stock script whose loss
 function multiplies by something else is stopped by the op's assertion.
 
+Each head has a call of its own. One for all was measured (``bench run linear_cross_entropy_heads``): 1 % faster, 0.5 of 2.3 GB
+less. It would take the ratio of the main loss to a depth's before the loss function has run, and end the run where that is
+another; a head's own call needs no more than its mask.
+
 Shape legend: S sequence, B batch, H hidden width, V vocabulary of this rank.
 """
 

@@ -3,11 +3,12 @@
 Activate: ``megacpp_mcore.patches.apply(["mla-core-attention"])``.
 Scope: ``MultiLatentAttention`` whose core attention is stock's.
 
-* ``TEDotProductAttention``, where Transformer Engine, asked for its choice, says unfused, and nobody asked for that
-  (``--attention-backend`` is auto, ``NVTE_FUSED_ATTN`` is not 0): key and value widths differ, ``sbhd`` layout, causal or no
-  mask. cuDNN or flash through PyTorch's SDPA runs instead. Stock stays, with one line in the log that says why, for packed
-  sequences, context parallelism, dropout in training, windows, another softmax, FP8 attention, qk-clip,
-  deterministic mode, split or batch-invariant attention, autocast, hooks on the module, and where SDPA has no kernel either.
+* ``TEDotProductAttention``, where Transformer Engine, asked for its choice, says unfused, or FlashAttention 4 (2.20.2 gives
+  4.0.0b36 a causal window with which the output is zero), and nobody asked for that (``--attention-backend`` is auto,
+  ``NVTE_FUSED_ATTN`` is not 0): key and value widths differ, ``sbhd`` layout, causal or no mask. cuDNN or flash through
+  PyTorch's SDPA runs instead. Stock stays, with one line in the log that says why, for packed sequences, context
+  parallelism, dropout in training, windows, another softmax, FP8 attention, qk-clip, deterministic mode, split or
+  batch-invariant attention, autocast, hooks on the module, and where SDPA has no kernel either.
 * ``DotProductAttention`` takes ``k_channels`` and ``v_channels``, which it refused, so that ``--multi-latent-attention
   --transformer-impl local`` builds. It runs a fused SDPA kernel, or where there is none (on a CPU, say) our chunked
   reference in float32; either holds no scores of sequence × sequence. Dropout in training, windows and another softmax run
@@ -157,18 +158,16 @@ def _instead_of_te(call: Call) -> torch.Tensor | Kept:
     obstacle = _te_obstacle(call)
     if obstacle is not None:
         return Kept(obstacle)
-    selected = _te_selection(_question(call))
-    if selected != "unfused":
+    stays, selected = _te_selection(_question(call))
+    if stays:
         return Kept(f"at widths {widths} {selected}", logging.INFO)
     tensors, causal = call[1:4], call.mask_type == "causal"
     backend = sdpa.fused_backend(*tensors, causal=causal, backends=sdpa.FUSED[:2])
     if backend is None:
         return Kept(f"at widths {widths} neither Transformer Engine nor PyTorch's cuDNN or flash has a fused kernel")
     name = type(call.core).__name__
-    _say_once(
-        logging.INFO, f"{name} runs {backend.name} of PyTorch's SDPA: at widths {widths} Transformer Engine is unfused"
-    )
-    _note(call, f"sdpa {backend.name}", f"at widths {widths} Transformer Engine is unfused", Speed.KERNEL)
+    _say_once(logging.INFO, f"{name} runs {backend.name} of PyTorch's SDPA: at widths {widths} {selected}")
+    _note(call, f"sdpa {backend.name}", f"at widths {widths} {selected}", Speed.KERNEL)
     # Transformer Engine looks at a mask only where its type says padding or arbitrary.
     output = sdpa.sdpa_attention(*tensors, softmax_scale=call.core.softmax_scale, causal=causal, backend=backend)
     return output.flatten(2)
@@ -234,20 +233,25 @@ def _question(call: Call) -> tuple[tuple[str, Any], ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _te_selection(question: tuple[tuple[str, Any], ...]) -> str:
-    """``unfused`` if that is what Transformer Engine selects; otherwise why its core attention stays."""
+def _te_selection(question: tuple[tuple[str, Any], ...]) -> tuple[bool, str]:
+    """Whether Transformer Engine's core attention stays, and what it selects or why it cannot be asked."""
     try:
         utils = importlib.import_module(_TE_UTILS)
     except ImportError as error:
-        return f"this Transformer Engine cannot be asked for its backend: {error}"
+        return True, f"this Transformer Engine cannot be asked for its backend: {error}"
     known = {field.name for field in dataclasses.fields(utils.AttentionParams)}
     answer = utils.get_attention_backend(utils.AttentionParams(**{k: v for k, v in question if k in known}))
     if len(answer) != 6:
-        return f"this Transformer Engine answers with {len(answer)} values when asked for its backend; 6 are expected"
-    flash, _, fused, _, unfused, _ = answer
+        return (
+            True,
+            f"this Transformer Engine answers with {len(answer)} values when asked for its backend; 6 are expected",
+        )
+    flash, flash_version, fused, _, unfused, _ = answer
     if unfused:
-        return "unfused"
-    return f"Transformer Engine selects its {'flash' if flash else 'fused' if fused else 'no'} backend"
+        return False, "Transformer Engine is unfused"
+    if flash and str(flash_version).startswith("4."):
+        return False, "Transformer Engine selects FlashAttention 4, which takes its causal window for an empty one"
+    return True, f"Transformer Engine selects its {'flash' if flash else 'fused' if fused else 'no'} backend"
 
 
 # --- the local implementation -------------------------------------------------------------------------------------------

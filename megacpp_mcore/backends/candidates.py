@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megacpp_mcore.backends.dispatcher import STOCK, Candidate, Speed
-from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON, hopper
+from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON, ProbeResult, hopper
 from megacpp_mcore.backends.support import Dim, Support
-from megacpp_mcore.te import imports
 
 LAYER_PARTS = "transformer_impl"
 """The op that stands for a layer's linears, norms and experts, called as Megatron's flag that asks for it."""
@@ -33,6 +32,16 @@ _SDPA = Support(
     deterministic=False,
 )
 """Of the kernels behind PyTorch's SDPA one takes any such width, masked or not; others are faster where they can run."""
+
+_FLASH4 = Support(
+    devices=("cuda",),
+    dtypes=("bfloat16", "float16"),
+    dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,)), "rows_per_document": Dim(smallest=16)},
+    mask=False,
+)
+"""The widths that it was compared with the reference at, and as many documents as a run may have that says nothing of them. Its
+gradients have one order where
+``torch.use_deterministic_algorithms`` asks for it."""
 
 _TE_ATTENTION = dataclasses.replace(_SDPA, mask=False, packed=False)
 """Its fused kernels do not take MLA's widths of 128 and 64 on Hopper, where it runs unfused: ``sdpa`` comes first."""
@@ -100,6 +109,11 @@ def own_candidates() -> tuple[Candidate, ...]:
     return (
         _candidate("mla", "sdpa", Speed.KERNEL, _SDPA, "megacpp_mcore.ops.mla.sdpa:sdpa_attention", (CUDA,)),
         dataclasses.replace(
+            _candidate("mla", "flash4", Speed.KERNEL, _FLASH4, "megacpp_mcore.ops.mla.flash4:attend", (CUDA,)),
+            probe=lambda: _load("megacpp_mcore.ops.mla.flash4:probe")(),
+            by_name=True,
+        ),
+        dataclasses.replace(
             _candidate(
                 "mla",
                 "te",
@@ -108,7 +122,7 @@ def own_candidates() -> tuple[Candidate, ...]:
                 "megacpp_mcore.te.attention:attend",
                 (CUDA, TRANSFORMER_ENGINE),
             ),
-            probe=functools.partial(imports.feature, "attention"),
+            probe=lambda: _load("megacpp_mcore.ops.mla.flash4:probe_engine")(),
         ),
         _candidate("mla", "reference", Speed.REFERENCE, _REFERENCE, "megacpp_mcore.ops.mla.reference:mla_attention"),
         _candidate(
@@ -221,6 +235,33 @@ def grouped_fp8_candidates() -> tuple[Candidate, ...]:
         dataclasses.replace(kernel, probe=lambda: _load(f"{path}.deep_gemm:probe")()),
         _candidate("grouped_fp8", "reference", Speed.REFERENCE, truth, f"{path}.reference:grouped_product"),
     )
+
+
+def linear_cross_entropy_candidates() -> tuple[Candidate, ...]:
+    """The implementations of a reduced linear cross-entropy, which no layer of the model asks for: it wants each token's."""
+    op, path = "linear_cross_entropy", "megacpp_mcore.ops.linear_cross_entropy.reduced"
+    vendors = {
+        "liger": dataclasses.replace(_REFERENCE, devices=("cuda",), dtypes=("bfloat16", "float16", "float32")),
+        "quack": Support(
+            devices=("cuda",), dtypes=("bfloat16",), dims={"hidden": _EIGHTS, "vocab": Dim(multiple_of=128)}
+        ),
+    }
+    return (
+        _candidate(op, "chunked", Speed.KERNEL, Support(), f"{path}:chunked"),
+        *(
+            dataclasses.replace(
+                _candidate(op, name, Speed.KERNEL, support, f"{path}:{name}", (CUDA,)),
+                probe=functools.partial(_tried, path, name),
+                by_name=True,
+            )
+            for name, support in vendors.items()
+        ),
+    )
+
+
+def _tried(path: str, name: str) -> ProbeResult:
+    found: ProbeResult = _load(f"{path}:probe")(name)
+    return found
 
 
 def layer_parts_candidates(

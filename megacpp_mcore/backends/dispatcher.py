@@ -59,7 +59,8 @@ class Candidate:
         support: what it covers.
         requires: what this machine must have, of :data:`megacpp_mcore.backends.probes.REQUIREMENTS`.
         probe: whatever else has to be tried once before it can run.
-        by_name: whether it runs only where it is asked for by name, because it gives up accuracy.
+        by_name: whether it runs only where it is asked for by name, because it gives up accuracy, or no row
+            says that it is the faster one.
     """
 
     name: str

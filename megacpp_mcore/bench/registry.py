@@ -109,6 +109,7 @@ def _sizes(model: Model) -> dict[str, int]:
         "expert_width": moe.ffn_hidden_size,
         "hidden": model.hidden_size,
         "vocab": model.vocab_size_padded(1),
+        "mtp_heads": model.mtp.depth,
     }
 
 
@@ -142,6 +143,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     for benchmark in (
         _benchmark("mla", OP, "mla", "core attention of full MLA; stock's, also with the patch mla-core-attention",
                    "heads qk v"),
+        _benchmark("mla_packed", OP, "mla", "core attention of full MLA in rows of several documents", "heads qk v documents",
+                   "mla:packed_problem", full={"B": 1, "S": 8192, "documents": 8}, tiny={"documents": 3}),
         _benchmark("sparse_mla", OP, "sparse_mla", "absorbed attention to selected keys", "heads latent rope topk"),
         _benchmark("indexer", OP, "indexer", "selection of keys by the DSA indexer", "indexer_heads indexer_dim topk"),
         _benchmark("indexer_grad", OP, "indexer_grad", "gradient of the DSA indexer's loss",
@@ -168,6 +171,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
                    "hidden heads", "engine:block", full={"B": 1, "S": 2048}),
         _benchmark("linear_cross_entropy", OP, "linear_cross_entropy",
                    "output layer and its loss; stock's, and with the patch of this name", "hidden vocab"),
+        _benchmark("linear_cross_entropy_heads", OP, "linear_cross_entropy",
+                   "the main head and every MTP depth: a call for each, and one for all", "hidden vocab mtp_heads",
+                   "linear_cross_entropy:heads_problem"),
         _layer("layer_a_full", "A" + grammar.FULL_ATTENTION, "A layer, full MLA"),
         _layer("layer_a_full_dsa", "A" + grammar.FULL_INDEX, "A layer, sparse MLA with an indexer (Full)"),
         _layer("layer_a_shared_dsa", "A" + grammar.SHARED_INDEX, "A layer, sparse MLA with shared indices (Shared)"),

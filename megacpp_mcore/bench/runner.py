@@ -170,12 +170,12 @@ def _cells(problem: Problem, variant: Variant, work: str, results: Results, devi
 def _comparison(problem: Problem, variant: Variant, work: str, results: Results) -> dict[str, str]:
     """Ours beside the peer: the problem's stock, or the fastest; empty unless parity of both is green.
 
-    A peer with a truth of its own does other work than ours, and is not compared with. Where stock ran out of memory our peak
-    stands beside the bytes that were counted for it by hand.
+    What has a truth of its own does other work: such a peer is not compared with, and such a one of ours with no peer. Where
+    stock ran out of memory our peak stands beside the bytes that were counted for it by hand.
     """
     nothing = {"against": "", "speed_up": "", "less_memory": ""}
     mine = results[variant.name][work]
-    if variant.side != OURS or mine.ms is None:
+    if variant.side != OURS or mine.ms is None or variant.truth is not None:
         return nothing
     theirs = {
         peer.name: results[peer.name][work]

@@ -27,7 +27,7 @@ from packaging.version import InvalidVersion, Version
 import megacpp_mcore
 from megacpp_mcore import settings
 from megacpp_mcore.backends import own_candidates, table
-from megacpp_mcore.backends.candidates import grouped_fp8_candidates
+from megacpp_mcore.backends.candidates import grouped_fp8_candidates, linear_cross_entropy_candidates
 from megacpp_mcore.backends.probes import TRANSFORMER_ENGINE, te_disabled
 from megacpp_mcore.errors import BackendError
 from megacpp_mcore.policy.values import TF32_DRIVER, TF32_TORCH
@@ -132,6 +132,23 @@ if torch.cuda.is_available() and not found.ok:
     raise SystemExit(found.reason + "; no backend that auto takes needs it")
 """
 
+# The same of vendors' kernels that backends can be asked for by name.
+_VENDOR = """
+import torch
+from megacpp_mcore.ops.{module}
+found = {probe}
+if torch.cuda.is_available() and not found.ok:
+    raise SystemExit(found.reason)
+"""
+_FLASH4 = """
+from megacpp_mcore.te import imports
+if torch.cuda.is_available() and imports.available().ok and not (engine := flash4.probe_engine()).ok:
+    raise SystemExit(f"{engine.reason}, which takes this package by itself: set NVTE_FLASH_ATTN_V4=0")
+"""
+_ADVICE_CUTE = (
+    "it needs apache-tvm-ffi >= 0.1.11, which the tilelang of the extra ssm excludes: one environment for each"
+)
+
 # As the recipes import it: that says which of Bridge's many conditions is not met.
 _BRIDGE = """
 from megacpp_mcore.nemo_recipes import bridge
@@ -162,6 +179,26 @@ COMPONENTS: tuple[Component, ...] = (
     Component("mamba-ssm", "mamba_ssm", _plain("mamba_ssm.modules.mamba3"), ("mamba-ssm",)),
     Component("tilelang", "tilelang", _plain("tilelang"), ("tilelang",)),
     Component("deep_gemm", "deep_gemm", _DEEP_GEMM, ("sgl-deep-gemm", "deep-gemm")),
+    Component(
+        "flash-attn-4",
+        "flash_attn.cute",
+        _VENDOR.format(module="mla import flash4", probe="flash4.probe()") + _FLASH4,
+        ("flash-attn-4",),
+        advice=_ADVICE_CUTE,
+    ),
+    Component(
+        "quack-kernels",
+        "quack.linear_cross_entropy",
+        _VENDOR.format(module="linear_cross_entropy import reduced", probe="reduced.probe('quack')"),
+        ("quack-kernels",),
+        advice=_ADVICE_CUTE,
+    ),
+    Component(
+        "liger-kernel",
+        "liger_kernel.transformers",
+        _VENDOR.format(module="linear_cross_entropy import reduced", probe="reduced.probe('liger')"),
+        ("liger-kernel",),
+    ),
     Component("torchao", "torchao", _plain("torchao"), ("torchao",)),
     Component(
         "transformers",
@@ -397,7 +434,7 @@ def _engine() -> str:
 def run(args: argparse.Namespace) -> int:
     """Print the findings, or the backends; returns 1 when training would fail on one of the findings."""
     if args.backends:
-        known = [*own_candidates(), *grouped_fp8_candidates()]
+        known = [*own_candidates(), *grouped_fp8_candidates(), *linear_cross_entropy_candidates()]
         print(json.dumps(table.rows(known), indent=2) if args.json else f"{table.text(known)}\n\n{_engine()}")
         return 0
     findings = examine(time_limit_s=args.time_limit)

@@ -63,7 +63,7 @@ def test_the_list_needs_no_torch_and_names_them_all() -> None:
     ("words", "says"),
     [
         (["mamba"], "'mamba'; did you mean 'mamba3'"),
-        (["zzz"], "'zzz'; known: mla, sparse_mla"),
+        (["zzz"], "'zzz'; known: mla, mla_packed"),
         ([], "--all"),
         (["mla", "--all"], "not both"),
         (["mla", "--set", "heads=x"], "'heads=x'"),

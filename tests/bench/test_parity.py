@@ -275,6 +275,7 @@ def test_a_yardstick_loosens_what_is_allowed_but_has_to_be_an_implementation(out
     assert outcome(near, times(2.025, "ours", OURS)).failures == []
     assert len(outcome(near, times(2.04, "ours", OURS)).failures) == 1
     assert by_variant(outcome(far, times(2.025, "ours", OURS)))["yardstick"]["ms"] == ""
+    assert len(outcome(far, times(2.025, "ours", OURS)).failures) == 1  # one that is wrong allows nothing
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from megacpp_mcore.backends import Dispatcher, probes
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.ops.grouped_mlp import te as experts
+from megacpp_mcore.ops.mla import flash4
 from megacpp_mcore.te import attention, block, imports
 from megacpp_mcore.util.probe import ProbeResult
 
@@ -66,6 +67,7 @@ def test_shapes_of_attention(there: None, q: Any, k: Any, v: Any, said: str) -> 
 def test_the_dispatcher_goes_on_where_attention_does_not_cover(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(imports, "_installed", lambda: ProbeResult(True))
     monkeypatch.setattr(probes, "_probed", lambda name: ProbeResult(True))
+    monkeypatch.setattr(flash4, "_engine_runs", lambda: ProbeResult(True))
     needs = {"device": "cuda", "dtype": "bfloat16", "qk_dim": 128, "v_dim": 64}
     assert Dispatcher({"mla": "te"}).request("mla", **needs).fn is attention.attend
     assert Dispatcher().request("mla", **needs).observed == "sdpa"  # never by itself where ours covers the call
@@ -73,6 +75,10 @@ def test_the_dispatcher_goes_on_where_attention_does_not_cover(monkeypatch: pyte
         BackendError, match=r"'te' was asked for by name for op mla .* does not keep packed documents apart"
     ):
         Dispatcher({"mla": "te"}).request("mla", packed=True, **needs)
+    off = ProbeResult(False, "a causal call of Transformer Engine's attention is off by 1 of what plain PyTorch gives")
+    monkeypatch.setattr(flash4, "_engine_runs", lambda: off)
+    with pytest.raises(BackendError, match="cannot run: a causal call of Transformer Engine's attention is off by 1"):
+        Dispatcher({"mla": "te"}).request("mla", **needs)
     imports.configure(imports.Features(attention=False), "a file")
     try:
         with pytest.raises(BackendError, match=r"attention: false\} in a file"):

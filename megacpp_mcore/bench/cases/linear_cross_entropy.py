@@ -1,4 +1,4 @@
-"""The output head's losses and the gradients of hidden and weight: stock Megatron, ours, and Liger where it is installed.
+"""The output head's losses and the gradients of hidden and weight: stock Megatron, ours, and vendors' where they are installed.
 
 Legend: N tokens, H hidden width, V vocabulary. Beside the variants stand the three dense products alone, which are the floor
 of everything that forms the logits.
@@ -6,7 +6,6 @@ of everything that forms the logits.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from megacpp_mcore.bench.cases.peers import lacking
+from megacpp_mcore.backends.candidates import linear_cross_entropy_candidates
 from megacpp_mcore.bench.parity import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import (
     BOTH,
@@ -31,6 +30,7 @@ from megacpp_mcore.bench.problem import (
 from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Options
 from megacpp_mcore.model.flops import product
 from megacpp_mcore.ops.linear_cross_entropy import chunked, reference
+from megacpp_mcore.ops.testing import PEER_RATIO, worst_row
 
 LIMITS = {"bfloat16": 5e-3, "float32": 2e-6}
 """The largest error of a row; or half as much again as stock's, where that is more."""
@@ -54,7 +54,7 @@ def problem(options: Options) -> Problem:
         inputs=inputs,
         variants=[
             *_stock(hidden, vocab),
-            _liger(options, inputs),
+            *_reduced(options, inputs),
             _variant("reference", OURS, _called(reference.linear_cross_entropy)),
             _variant("chunked", OURS, _called(lambda *given: chunked.linear_cross_entropy(*given).loss)),
             *(
@@ -146,21 +146,76 @@ def _products(tokens: int, vocab: int, weight_VH: torch.Tensor) -> Callable[[Inp
     return run
 
 
-def _liger(options: Options, inputs: Inputs) -> Variant:
-    """Its loss is the mean of the tokens', which is other work than ours."""
-    name = "Liger (mean only)"
-    if reason := lacking(options.device, "liger_kernel", "Liger"):
-        return Variant.missing(name, reason)
-    functional: Any = importlib.import_module("liger_kernel.transformers.functional")
+def _reduced(options: Options, inputs: Inputs) -> Iterator[Variant]:
+    """The mean of the tokens' losses, ours and vendors' that give no more: other work than the others do."""
 
-    def mean(losses: Call, inputs: Inputs) -> Tensors:
-        loss, wanted = losses(inputs), list(inputs.leaves.values())
+    def mean(fn: Callable[..., torch.Tensor], inputs: Inputs) -> Tensors:
+        loss, wanted = _called(fn)(inputs), list(inputs.leaves.values())
         return [loss.detach(), *torch.autograd.grad(loss, wanted)]
 
-    theirs = _called(partial(functional.liger_fused_linear_cross_entropy, reduction="mean"))
-    return Variant(
-        name=name,
-        side=PEER,
-        runs={BOTH: partial(mean, theirs)},
-        truth=dict(zip(inputs.names, mean(lambda double: _dense(double).mean(), inputs.in_double()), strict=True)),
+    sizes = {name: options.shape[name] for name in ("hidden", "vocab")}
+    truth = dict(zip(inputs.names, mean(_dense_mean, inputs.in_double()), strict=True))
+    plain = zip(mean(_dense_mean, inputs), truth.items(), strict=True)
+    limit = max(LIMITS[options.dtype], *(PEER_RATIO * worst_row(have, want, name) for have, (name, want) in plain))
+    for candidate in linear_cross_entropy_candidates():
+        name, present, lacking = (
+            f"{candidate.name}, mean",
+            candidate.present(),
+            candidate.support.lacking({"device": options.device, "dtype": options.dtype, **sizes}),
+        )
+        side = OURS if candidate.name == "chunked" else PEER
+        if reason := lacking if present.ok else present.reason:
+            yield Variant.missing(name, f"not here: {reason}", side)
+        else:
+            yield Variant(name=name, side=side, runs={BOTH: partial(mean, candidate.load())}, truth=truth, limit=limit)
+
+
+def _dense_mean(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(hidden_NH @ weight_VH.t(), label_N)
+
+
+def heads_problem(options: Options) -> Problem:
+    """The main head and the MTP depths on one weight: a call for each, or one for all with the weights of its tokens.
+
+    A depth's losses are worth less than the main head's, and are masked where a sequence ends: each head has one weight, and
+    one token in sixteen none.
+    """
+    hidden, vocab, heads = options.sizes("hidden", "vocab", "mtp_heads")
+    tokens, draw = options.shape["B"] * options.shape["S"], Draw(options)
+    heads += 1
+    weight_VH = draw.normal(vocab, hidden, scale=hidden**-0.5)
+    share_N = torch.ones(heads, tokens, device=options.device)
+    share_N[1:] = 0.3 / max(heads - 1, 1)
+    share_N[:, ::16] = 0.0
+    inputs = Inputs(
+        leaves=draw.leaves(hidden=draw.normal(heads * tokens, hidden), weight=weight_VH),
+        cotangents={"loss": share_N.flatten() * 0.37},
+        fixed={"label": draw.integers(vocab, heads * tokens), "share": share_N.flatten()},
     )
+    moved = 2 * heads * tokens * hidden * draw.itemsize + vocab * hidden * (2 * draw.itemsize + 8)
+    operations = product(heads * tokens * hidden * vocab).training
+    return Problem(
+        inputs=inputs,
+        variants=[
+            *_stock(hidden, vocab),
+            *(
+                Variant(name=name, side=OURS, runs={BOTH: partial(_heads, torch.zeros_like(weight_VH).float(), calls)})
+                for name, calls in (("a call for each head, main_grad", heads), ("one call, main_grad", 1))
+            ),
+        ],
+        works={BOTH: Floor(operations=operations, moved=moved, precision=PRECISIONS[options.dtype])},
+        check=AgainstTruth(in_double(_dense, inputs), LIMITS[options.dtype], yardstick=STOCK),
+    )
+
+
+def _heads(buffer_VH: torch.Tensor, calls: int, inputs: Inputs) -> Tensors:
+    """All forward passes, then the backward pass of all, as a step has them."""
+    main_grad, losses = chunked.MainGrad(buffer_VH, lambda: None), []
+    hidden_NH, weight_VH = inputs.leaves.values()
+    parts = zip(*(t.chunk(calls) for t in (hidden_NH, inputs.fixed["label"], inputs.fixed["share"])), strict=True)
+    for hidden_CH, label_C, share_C in parts:
+        options: dict[str, Any] = {"main_grad": main_grad, "token_weight": share_C}
+        losses.append(chunked.linear_cross_entropy(hidden_CH, weight_VH, label_C, **options).loss)
+    loss = torch.cat(losses)
+    grad_hidden, _ = torch.autograd.grad(loss, [hidden_NH, weight_VH], inputs.cotangents["loss"], allow_unused=True)
+    return [loss.detach(), grad_hidden, buffer_VH]

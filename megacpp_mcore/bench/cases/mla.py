@@ -15,6 +15,7 @@ from megacpp_mcore.bench.cases.peers import patched, with_engine
 from megacpp_mcore.bench.parity import AgainstTruth, in_double
 from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
 from megacpp_mcore.bench.registry import OURS, PEER, Options
+from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import causal_pairs, product
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.testing import EARLY, early_causal_terms
@@ -63,6 +64,73 @@ def problem(options: Options) -> Problem:
         ),
         stock=stock,
     )
+
+
+def packed_problem(options: Options) -> Problem:
+    """The same of rows that hold documents of one length each, told apart by their numbers, or packed for stock.
+
+    Raises:
+        BenchmarkError: the documents do not fill the rows.
+    """
+    B, S, H, K, V, documents = options.sizes("B", "S", "heads", "qk", "v", "documents")
+    if S % documents:
+        raise BenchmarkError(f"{documents} documents in a row of {S}; expected a number that divides it")
+    draw, scale, length = Draw(options), K**-0.5, S // documents
+    seq_idx_BS = (torch.arange(S, device=options.device, dtype=torch.int32) // length).expand(B, S).contiguous()
+    inputs = Inputs(
+        leaves=draw.leaves(q=draw.normal(S, B, H, K), k=draw.normal(S, B, H, K), v=draw.normal(S, B, H, V)),
+        cotangents={"o": draw.normal(S, B, H, V)},
+        fixed={"seq_idx": seq_idx_BS},
+    )
+
+    def attend(fn: Any, inputs: Inputs) -> torch.Tensor:
+        output: torch.Tensor = fn(*inputs.leaves.values(), softmax_scale=scale, seq_idx=inputs.fixed["seq_idx"])
+        return output
+
+    def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
+        """As in :func:`problem`, of every document."""
+        tensors = [*inputs.leaves.values(), *inputs.cotangents.values()]
+        for start in range(0, S, length) if name == "dq" else ():
+            document = [tensor[start : start + length] for tensor in tensors]
+            norm[start : start + min(EARLY, length)] = early_causal_terms(document, scale)
+        return norm
+
+    stock = "stock Transformer Engine"
+    if with_engine(options.device) and B == 1:
+        peer = Variant.of(stock, PEER, partial(_stock_packed, _stock_core(options, True), length))
+    else:
+        peer = Variant.missing(stock, "no peer here: packed rows are Transformer Engine's alone, of a batch of 1")
+    forward = B * H * S * (draw.itemsize * (2 * K + 2 * V) + 4)
+    backward = forward + B * H * S * draw.itemsize * (2 * K + 2 * V)
+    return Problem(
+        inputs=inputs,
+        variants=[peer, *Variant.candidates("mla", options, attend, qk_dim=K, v_dim=V, packed=True)],
+        works=Floor.pair(
+            product(B * H * documents * causal_pairs(length) * (K + V)), forward, forward + backward, options.dtype
+        ),
+        check=AgainstTruth(
+            in_double(partial(attend, mla_attention), inputs), LIMITS[options.dtype], yardstick=stock, norms=norms
+        ),
+        stock=stock,
+    )
+
+
+def _stock_packed(attention: Any, length: int, inputs: Inputs) -> torch.Tensor:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+
+    q, k, v = (leaf.squeeze(1) for leaf in inputs.leaves.values())
+    cu_seqlens = torch.arange(0, len(q) + 1, length, device=q.device, dtype=torch.int32)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+    )
+    run: Any = MultiLatentAttention._run_core_attention
+    output: torch.Tensor = run(attention, q, k, v, None, packed_seq_params=packed)
+    return output.reshape(inputs.cotangents["o"].shape)
 
 
 def _seam(attention: Any, inputs: Inputs) -> torch.Tensor:

@@ -6,14 +6,16 @@ selected keys.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.bench.parity import AgainstTruth, in_double
-from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
-from megacpp_mcore.bench.registry import PEER, Options
+from megacpp_mcore.bench.problem import BOTH, FORWARD, Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.bench.registry import BOUND, PEER, Options
 from megacpp_mcore.model.flops import product, selected_pairs
 from megacpp_mcore.ops.indexer.reference import causal_topk
 from megacpp_mcore.ops.sparse_mla.reference import attend
@@ -22,12 +24,21 @@ from megacpp_mcore.ops.testing import EARLY, early_causal_terms
 LIMITS = {"bfloat16": 5e-3, "float32": 4e-6}
 STOCK = "stock unfused"
 
+QUERIES = 1024
+"""Whose scores are drawn at a time, those of all being S × S numbers; and that stock is given at a time of more than
+:data:`LONG` tokens, for which it has no memory."""
+
+LONG = 8192
+
+DENSE = ("sdpa", "flash4")
+"""Backends of full MLA that attend to every key in one row of the table, for orientation."""
+
 
 def problem(options: Options) -> Problem:
     """Every implementation on one set of queries, latent keys and indices."""
     B, S, H, V, N = options.sizes("B", "S", "heads", "latent", "topk")
     K, draw = V + options.shape["rope"], Draw(options)
-    index_BSN = causal_topk(draw.normal(B, S, S, dtype=torch.float32), N)
+    index_BSN = torch.cat([_selected(draw, B, range(S)[i : i + QUERIES], S, N) for i in range(0, S, QUERIES)], dim=1)
     inputs = Inputs(
         leaves=draw.leaves(q=draw.normal(S, B, H, K), kv=draw.normal(S, B, K)),
         cotangents={"o": draw.normal(S, B, H, V)},
@@ -47,6 +58,14 @@ def problem(options: Options) -> Problem:
             norm[:early] = early_causal_terms([q, shared, shared[..., :V], inputs.cotangents["o"]], K**-0.5, early)
         return norm
 
+    yardstick = Variant.of(STOCK, PEER, partial(_stock, **how))
+    if B * S > LONG:
+        yardstick = Variant.of(f"{STOCK}, {QUERIES} queries at a time", PEER, partial(_stock, queries=QUERIES, **how))
+    check = AgainstTruth(
+        in_double(partial(run, attend), inputs), LIMITS[options.dtype], yardstick=yardstick.name, norms=norms
+    )
+    if yardstick.name != STOCK:  # run once, for what it is off by
+        check(yardstick, BOTH, inputs)
     queries, keys, output = (S * B * width * draw.itemsize for width in (H * K, K, H * V))
     forward = queries + keys + S * B * min(N, S) * 4 + output
     return Problem(
@@ -54,6 +73,7 @@ def problem(options: Options) -> Problem:
         variants=[
             Variant.of(STOCK, PEER, partial(_stock, **how)),
             *Variant.candidates("sparse_mla", options, run, qk_dim=K, v_dim=V),
+            *_dense(options, K, V),
         ],
         works=Floor.pair(
             product(B * selected_pairs(S, N) * H * (K + V)),
@@ -61,22 +81,67 @@ def problem(options: Options) -> Problem:
             2 * forward + output + queries + keys,
             options.dtype,
         ),
-        check=AgainstTruth(
-            in_double(partial(run, attend), inputs), LIMITS[options.dtype], yardstick=STOCK, norms=norms
-        ),
+        check=check,
         stock=STOCK,
     )
 
 
-def _stock(inputs: Inputs, *, softmax_scale: float, value_dim: int) -> torch.Tensor:
+def _selected(draw: Draw, batch: int, rows: range, keys: int, topk: int) -> torch.Tensor:
+    score_BRT = draw.normal(batch, len(rows), keys, dtype=torch.float32)
+    return causal_topk(score_BRT, topk, first_row=rows.start)
+
+
+def _dense(options: Options, K: int, V: int) -> Iterator[Variant]:
+    """Causal attention of the same queries to every key, with keys and values of each head: what a layer without DSA does."""
+    made: list[torch.Tensor] = []
+
+    def leaves(inputs: Inputs) -> list[torch.Tensor]:
+        if not made:
+            q, kv = (leaf.detach() for leaf in inputs.leaves.values())
+            k_SBHK = kv.unsqueeze(2).expand(-1, -1, q.shape[2], -1).contiguous()
+            made.extend(one.requires_grad_() for one in (q.clone(), k_SBHK, k_SBHK[..., :V].contiguous()))
+        return made
+
+    def attend(fn: Any, inputs: Inputs) -> torch.Tensor:
+        output: torch.Tensor = fn(*leaves(inputs), softmax_scale=K**-0.5)
+        return output
+
+    for one in Variant.candidates("mla", options, attend, qk_dim=K, v_dim=V):
+        if one.name in DENSE:
+            name = f"dense, {one.name}"
+            yield (
+                Variant.missing(name, one.absent, BOUND)
+                if one.absent
+                else Variant.of(name, BOUND, one.runs[FORWARD], leaves)
+            )
+
+
+def _stock(inputs: Inputs, *, softmax_scale: float, value_dim: int, queries: int | None = None) -> torch.Tensor:
+    """Stock's function, of all queries or of ``queries`` at a time, computed again in the backward pass."""
+    q, kv = inputs.leaves.values()
+    index = inputs.fixed["stock's index"]
+    if queries is None:
+        return _stock_rows(q, kv, index, 0, softmax_scale, value_dim)
+    wide_kv = kv.float()  # in which its gradients are summed up
+    parts = [
+        checkpoint(
+            _stock_rows, q[i : i + queries], wide_kv, index[:, i : i + queries], i, softmax_scale, value_dim,
+            use_reentrant=False, preserve_rng_state=False,
+        )
+        for i in range(0, len(q), queries)
+    ]  # fmt: skip
+    return torch.cat(parts)
+
+
+def _stock_rows(
+    q: torch.Tensor, kv: torch.Tensor, index: torch.Tensor, first: int, softmax_scale: float, value_dim: int
+) -> torch.Tensor:
     from megatron.core.transformer.experimental_attention_variant import dsa
 
-    q, kv = inputs.leaves.values()
     starts = torch.zeros(len(q), dtype=torch.int64, device=q.device)
-    ends = torch.arange(1, len(q) + 1, device=q.device)
+    ends = torch.arange(first + 1, first + len(q) + 1, device=q.device)
     run: Any = dsa._unfused_absorbed_dsa_fn
-    index = inputs.fixed["stock's index"]
     output: torch.Tensor = run(
-        q, kv.unsqueeze(2), index, softmax_scale, value_dim, varlen_starts=starts, varlen_ends=ends
+        q, kv.to(q.dtype).unsqueeze(2), index, softmax_scale, value_dim, varlen_starts=starts, varlen_ends=ends
     )
     return output

@@ -59,7 +59,7 @@ def fused_backend(
     Raises:
         ModelError: shapes, dtypes or mask are not as described there.
     """
-    _check(q_SBHK, k_TBHK, v_TBHV, attention_mask, seq_idx, causal)
+    check_arguments(q_SBHK, k_TBHK, v_TBHV, attention_mask, seq_idx, causal)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     is_masked = attention_mask is not None or seq_idx is not None
     is_causal = causal and not is_masked
@@ -113,7 +113,7 @@ def sdpa_attention(
         ModelError: shapes, dtypes, mask or documents are not as described.
         BackendError: no fused kernel can run on these tensors.
     """
-    _check(q_SBHK, k_TBHK, v_TBHV, attention_mask, seq_idx, causal)
+    check_arguments(q_SBHK, k_TBHK, v_TBHV, attention_mask, seq_idx, causal)
     if backend is None:
         backend = fused_backend(q_SBHK, k_TBHK, v_TBHV, attention_mask=attention_mask, seq_idx=seq_idx, causal=causal)
         if backend is None:
@@ -167,7 +167,7 @@ def _cudnn_is_right(num_queries: int, num_keys: int, causal: bool) -> bool:
     return full_tiles or (causal and (torch.backends.cudnn.version() or 0) >= _CUDNN_ODD_LENGTHS)
 
 
-def _check(
+def check_arguments(
     q_SBHK: torch.Tensor,
     k_TBHK: torch.Tensor,
     v_TBHV: torch.Tensor,
@@ -175,6 +175,7 @@ def _check(
     seq_idx: torch.Tensor | None,
     causal: bool,
 ) -> None:
+    """Raise ModelError unless these are arguments of :func:`sdpa_attention`."""
     q, k, v = tuple(q_SBHK.shape), tuple(k_TBHK.shape), tuple(v_TBHV.shape)
     if len(q) != 4 or len(k) != 4 or len(v) != 4 or k[1:] != q[1:] or v[:3] != k[:3] or 0 in (*q, *v):
         raise ModelError(

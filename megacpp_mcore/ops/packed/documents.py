@@ -143,6 +143,11 @@ def fixed_cu_seqlens(cu_seqlens_BN: torch.Tensor, *, rows: int, max_documents: i
     return fixed
 
 
+def default_max_documents(rows: int) -> int:
+    """The most documents that ``rows`` tokens are taken to hold where the run says nothing: one for 16, at least 64."""
+    return max(64, rows // 16)
+
+
 def check_count(documents: int, rows: int, max_documents: int) -> None:
     """Raise DataError if a row of ``rows`` tokens holds more ``documents`` than that."""
     if documents > max_documents:

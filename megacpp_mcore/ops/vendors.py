@@ -1,0 +1,101 @@
+"""The import firewall of kernels that other packages bring: where each entry point is, and whether it runs here.
+
+No other module of the package names one of these packages. All of them are optional, and none is imported before it is
+probed or called; a probe compiles and runs the smallest call, forward and backward, and compares it with plain PyTorch.
+
+=============  =======================  ====================================================================================
+extra          package                  what excludes it
+=============  =======================  ====================================================================================
+``flash4``     flash-attn-4 4.0.0b36    needs apache-tvm-ffi ≥ 0.1.11: not in one environment with ``ssm`` (tilelang: ≤ 0.1.9)
+``quack``      quack-kernels 0.6.5      runs with either, but brings NVIDIA's CuTe DSL; resolved together with ``flash4``
+``liger``      liger-kernel 0.8.5       nothing: Triton alone
+=============  =======================  ====================================================================================
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from megacpp_mcore.errors import BackendError
+from megacpp_mcore.ops.testing import worst_row
+from megacpp_mcore.util.probe import ProbeResult, probe_import
+
+ENTRIES: Mapping[str, str] = MappingProxyType(
+    {
+        "flash4": "flash_attn.cute:flash_attn_func",
+        "flash4_packed": "flash_attn.cute:flash_attn_varlen_func",
+        "quack": "quack.linear_cross_entropy:chunked_linear_cross_entropy",
+        "liger": "liger_kernel.transformers.functional:liger_fused_linear_cross_entropy",
+    }
+)
+"""Every entry point by its name here: ``module:attribute``."""
+
+TOLERANCE = 5e-2
+"""The largest error of a row of a probe's results, 16-bit against float32: unfused code in bf16 is off by 2e-2."""
+
+
+def entry(name: str) -> Callable[..., Any]:
+    """The entry point called ``name`` in :data:`ENTRIES`.
+
+    Raises:
+        BackendError: it cannot be imported.
+    """
+    module, _, attribute = ENTRIES[name].partition(":")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise BackendError(
+            f"{module} cannot be used ({error!r}): install the extra {_extra(name)} of megacpp-mcore, or name another backend"
+        ) from error
+    return found
+
+
+def _extra(name: str) -> str:
+    return name.partition("_")[0]
+
+
+def installed(name: str) -> ProbeResult:
+    """Whether the module of the entry point ``name`` of :data:`ENTRIES` can be imported."""
+    found = probe_import(ENTRIES[name].partition(":")[0])
+    return (
+        found
+        if found.ok
+        else ProbeResult(False, f"{found.reason}; it comes with the extra {_extra(name)} of megacpp-mcore")
+    )
+
+
+def tried(
+    what: str,
+    call: Callable[..., torch.Tensor],
+    truth: Callable[..., torch.Tensor],
+    leaves: Callable[[], Sequence[torch.Tensor]],
+) -> ProbeResult:
+    """Whether ``call`` gives what ``truth`` gives, forward and backward, on this machine's GPU.
+
+    Args:
+        what: the call in words.
+        call: takes the leaves.
+        truth: the same by plain PyTorch, which takes them in float32.
+        leaves: makes what is differentiated, on the GPU, in 16 bits.
+    """
+    if not torch.cuda.is_available():
+        return ProbeResult(False, "torch sees no CUDA device")
+    try:
+        given = [leaf.requires_grad_() for leaf in leaves()]
+        have, want = _outcome(call, given), _outcome(truth, [leaf.detach().float().requires_grad_() for leaf in given])
+        worst = max(worst_row(one, other, what) for one, other in zip(have, want, strict=True))
+    except Exception as error:
+        return ProbeResult(False, f"{what} failed: {error!r}".replace("\n", " "))
+    if not worst < TOLERANCE:
+        return ProbeResult(False, f"{what} is off by {worst:.2g} of what plain PyTorch gives")
+    return ProbeResult(True)
+
+
+def _outcome(call: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    output = call(*leaves)
+    return [output.detach(), *torch.autograd.grad(output.float().square().sum(), list(leaves))]

@@ -1,0 +1,127 @@
+"""Kernels of other packages on a GPU, each where it is installed: parity with float64, documents, no waits, CUDA graphs.
+
+Shape legend: S queries and keys, B batch, H heads, N tokens, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+
+from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.backends.candidates import linear_cross_entropy_candidates
+from megacpp_mcore.errors import BackendError
+from megacpp_mcore.ops.linear_cross_entropy import reduced
+from megacpp_mcore.ops.mla import flash4
+from megacpp_mcore.ops.packed.documents import other_documents
+from megacpp_mcore.ops.testing import assert_parity
+from megacpp_mcore.util.probe import ProbeResult
+from tests.gpu.device import replayed, without_waiting
+from tests.gpu.test_mla_core_attention import assert_same, draw, eager, outcome, truth
+
+HOW = {"softmax_scale": 128**-0.5, "causal": True}
+attend = partial(flash4.attend, **HOW)
+
+
+def require(found: ProbeResult) -> None:
+    if not found.ok:
+        pytest.skip(found.reason)
+
+
+def lengths(*of_rows: Sequence[int]) -> torch.Tensor:
+    """The number of each row's document, from the lengths of each row of the batch."""
+    rows = [[number for number, length in enumerate(row) for _ in range(length)] for row in of_rows]
+    return torch.tensor(rows, dtype=torch.int32, device="cuda")
+
+
+@pytest.fixture
+def deterministic() -> object:
+    torch.use_deterministic_algorithms(True)
+    yield None
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("S", "B", "H"), [(1024, 1, 56), (2345, 2, 3), (130, 1, 3)])
+def test_flash4_parity(S: int, B: int, H: int) -> None:
+    require(flash4.probe())
+    inputs = draw(S, B, H)
+    found = outcome(attend, inputs)
+    assert found[0].is_contiguous()
+    assert_same(inputs, found, truth(inputs, **HOW), outcome(eager, inputs, **HOW), 5e-3, **HOW)
+
+
+def test_flash4_of_one_token() -> None:
+    """The output is the value; the gradients of query and key cancel but for rounding."""
+    require(flash4.probe())
+    inputs = draw(1)
+    o, dq, dk, dv = outcome(attend, inputs)
+    assert torch.equal(o, inputs[2])
+    assert torch.equal(dv, inputs[3])
+    assert float(torch.stack((dq, dk)).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("of_rows", [[(1, 127, 1, 900, 316)], [(700, 1), (3, 698)], [(300,)]])
+def test_flash4_documents(of_rows: list[tuple[int, ...]]) -> None:
+    require(flash4.probe())
+    seq_idx = lengths(*of_rows)
+    inputs, masked = draw(seq_idx.shape[1], len(seq_idx)), {**HOW, "attention_mask": other_documents(seq_idx)}
+    found = outcome(attend, inputs, seq_idx=seq_idx)
+    assert_same(inputs, found, truth(inputs, **masked), outcome(eager, inputs, **masked), 5e-3, **masked)
+
+
+@pytest.mark.parametrize("seq_idx", [None, [(640, 1000, 408)]])
+def test_flash4_is_deterministic_where_asked(deterministic: None, seq_idx: list[tuple[int, ...]] | None) -> None:
+    require(flash4.probe())
+    inputs, how = draw(2048, 1, 16), {"seq_idx": None if seq_idx is None else lengths(*seq_idx)}
+    first = outcome(attend, inputs, **how)
+    for _ in range(3):
+        assert all(map(torch.equal, first, outcome(attend, inputs, **how)))
+
+
+@pytest.mark.parametrize("seq_idx", [None, [(300, 212)]])
+def test_flash4_in_a_cuda_graph(seq_idx: list[tuple[int, ...]] | None) -> None:
+    require(flash4.probe())
+    inputs, documents = draw(512, 1), None if seq_idx is None else lengths(*seq_idx)
+    outcome(attend, inputs, seq_idx=documents)
+    with without_waiting():
+        outcome(attend, inputs, seq_idx=documents)
+    others = [tensor.detach().flip(0) for tensor in inputs]
+    captured = replayed(lambda: outcome(attend, inputs, seq_idx=documents), inputs, others)
+    for have, want in zip(captured, outcome(attend, inputs, seq_idx=documents), strict=True):
+        assert_parity(have, want, rms=5e-3)
+
+
+def test_flash4_takes_no_mask() -> None:
+    require(flash4.probe())
+    with pytest.raises(BackendError, match="no mask"):
+        flash4.attend(*draw(64)[:3], attention_mask=torch.zeros(1, 1, 64, 64, dtype=torch.bool, device="cuda"), **HOW)
+    needs = {"device": "cuda", "dtype": torch.bfloat16, "packed": True, "deterministic": True, "capturable": True}
+    found = Dispatcher({"mla": "flash4"}).request("mla", qk_dim=128, v_dim=64, mask=False, **needs)
+    assert found.fn is flash4.attend
+
+
+@pytest.mark.parametrize("reduction", reduced.REDUCTIONS)
+@pytest.mark.parametrize("candidate", linear_cross_entropy_candidates(), ids=lambda one: one.name)
+def test_reduced_losses(candidate: object, reduction: str) -> None:
+    require(candidate.present())
+    generator = torch.Generator("cuda").manual_seed(3)
+    hidden, weight = (torch.randn(n, 512, device="cuda", generator=generator) for n in (4104, 9216))
+    leaves = [hidden.bfloat16().requires_grad_(), (weight * 512**-0.5).bfloat16().requires_grad_()]
+    label = torch.randint(9216, (4104,), device="cuda", generator=generator)
+
+    def run(fn: object, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        loss = fn(*leaves)
+        return [loss.detach(), *torch.autograd.grad(loss * 3, leaves)]
+
+    def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(hidden @ weight.t(), label, reduction=reduction)
+
+    found = run(lambda *given: candidate.load()(*given, label, reduction=reduction), leaves)
+    expected = run(plain, [leaf.detach().double().requires_grad_() for leaf in leaves])
+    peer = run(lambda h, w: torch.nn.functional.cross_entropy((h @ w.t()).float(), label, reduction=reduction), leaves)
+    for name, *tensors in zip(("loss", "hidden", "weight"), found, expected, peer, strict=True):
+        have, want, other = tensors
+        assert_parity(have, want, rms=5e-3, dtype_peer=None if name == "loss" else other, name=name)

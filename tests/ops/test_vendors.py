@@ -1,0 +1,101 @@
+"""Kernels of other packages where these are not installed: what is said, and what of ours stands beside them."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.backends.candidates import linear_cross_entropy_candidates
+from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.layer_specs import documents
+from megacpp_mcore.ops import vendors
+from megacpp_mcore.ops.linear_cross_entropy import reduced
+from megacpp_mcore.ops.mla import flash4
+from megacpp_mcore.ops.testing import assert_parity
+
+QKV = tuple(torch.randn(8, 1, 2, width) for width in (128, 128, 64))
+
+
+def test_what_is_missing_is_named_with_its_extra() -> None:
+    with pytest.raises(BackendError, match=r"flash_attn\.cute cannot be used .* install the extra flash4"):
+        flash4.attend(*QKV, softmax_scale=1.0)
+    with pytest.raises(BackendError, match="extra flash4"):
+        flash4.attend(*QKV, softmax_scale=1.0, seq_idx=torch.zeros(1, 8, dtype=torch.int32))
+    probes = {"flash4": flash4.probe(), **{name: reduced.probe(name) for name in ("liger", "quack")}}
+    for name, found in probes.items():
+        assert not found.ok
+        assert f"the extra {name} of megacpp-mcore" in found.reason
+    with pytest.raises(BackendError, match="'flash4' was asked for by name for op mla and cannot run"):
+        Dispatcher({"mla": "flash4"}).request("mla", device="cpu", qk_dim=128, v_dim=64)
+
+
+def test_a_mask_is_refused() -> None:
+    with pytest.raises(BackendError, match="takes no mask"):
+        flash4.attend(*QKV, softmax_scale=1.0, attention_mask=torch.zeros(1, 1, 8, 8, dtype=torch.bool))
+
+
+def test_a_vendor_that_computes_something_else_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe compares: here with a package of this name that is off by a tenth."""
+    impostor = ModuleType("quack")
+    impostor.__path__ = []
+    module = ModuleType("quack.linear_cross_entropy")
+    module.chunked_linear_cross_entropy = lambda h, w, label, **_: (
+        1.1 * torch.nn.functional.cross_entropy(h.float() @ w.float().t(), label)
+    )
+    monkeypatch.setitem(sys.modules, "quack", impostor)
+    monkeypatch.setitem(sys.modules, "quack.linear_cross_entropy", module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def leaves() -> list[torch.Tensor]:
+        return [torch.randn(n, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (32, 48)]
+
+    label = torch.arange(32)
+
+    def truth(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(hidden @ weight.t(), label)
+
+    def run(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return vendors.entry("quack")(hidden, weight, label)
+
+    found = vendors.tried("a call", run, truth, leaves)
+    assert not found.ok
+    assert found.reason == "a call is off by 0.21 of what plain PyTorch gives"
+    assert vendors.tried("a call", lambda h, w: run(h, w) / 1.1, truth, leaves).ok
+
+
+@pytest.mark.parametrize(("most", "rows", "covered"), [(None, 512, True), (64, 1024, True), (512, 1024, False)])
+def test_more_documents_than_it_makes_room_for(
+    monkeypatch: pytest.MonkeyPatch, most: int | None, rows: int, covered: bool
+) -> None:
+    arguments = SimpleNamespace(seq_length=rows, micro_batch_size=1)
+    monkeypatch.setattr(documents.global_vars, "_GLOBAL_ARGS", arguments)
+    needs = documents.document_needs(SimpleNamespace(max_documents=most))
+    (support,) = [one.support for one in Dispatcher()._candidates["mla"].values() if one.name == "flash4"]
+    assert (support.lacking(needs) is None) is covered
+
+
+@pytest.mark.parametrize("reduction", reduced.REDUCTIONS)
+def test_ours_reduced(reduction: str) -> None:
+    hidden, weight = (torch.randn(n, 24, dtype=torch.float64).requires_grad_() for n in (131, 300))
+    label = torch.randint(300, (131,))
+    loss = reduced.chunked(hidden, weight, label, reduction=reduction)
+    want = torch.nn.functional.cross_entropy(hidden @ weight.t(), label, reduction=reduction)
+    assert_parity(loss.detach(), want.detach(), rms=1e-12)
+    pairs = zip(
+        torch.autograd.grad(3 * loss, [hidden, weight]), torch.autograd.grad(3 * want, [hidden, weight]), strict=True
+    )
+    for have, expected in pairs:
+        assert_parity(have, expected, rms=1e-12)
+
+
+def test_bad_arguments() -> None:
+    hidden, weight, label = torch.randn(4, 8), torch.randn(16, 8), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ModelError, match="expected one of mean, sum"):
+        reduced.chunked(hidden, weight, label, reduction="none")
+    for one in linear_cross_entropy_candidates():
+        with pytest.raises(ModelError, match=r"expected \[N, H\] and \[N\]"):
+            one.load()(hidden[None], weight, label[None])

@@ -11,6 +11,7 @@ from typing import Any
 from megacpp_mcore.backends.dispatcher import STOCK, Candidate, Speed
 from megacpp_mcore.backends.probes import CUDA, TRANSFORMER_ENGINE, TRITON, ProbeResult, hopper
 from megacpp_mcore.backends.support import Dim, Support
+from megacpp_mcore.te import imports
 
 LAYER_PARTS = "transformer_impl"
 """The op that stands for a layer's linears, norms and experts, called as Megatron's flag that asks for it."""

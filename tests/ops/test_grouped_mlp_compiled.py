@@ -102,10 +102,10 @@ FP8_LAUNCHES: dict[str, tuple[str, dict[str, Any], int]] = {
     "weights": ("scale_weights", _without(fp8.WEIGHTS) | {"PARTS": fp8.LARGEST_OF["PARTS"]}, fp8.WEIGHTS["num_warps"]),
     "places": ("pad", {"EXPERTS": 256, "MULTIPLE": fp8.MULTIPLE}, 1),
     **{
-        f"turned {each}": (
-            "turn",
-            _without(fp8.TURNED) | {"W": width, "EXPERTS": E, "PARTS": fp8.PARTS} | gathered,
-            fp8.TURNED["num_warps"],
+        f"transposed {each}": (
+            "transpose_rows",
+            _without(fp8.TRANSPOSED) | {"W": width, "EXPERTS": E, "PARTS": fp8.PARTS} | gathered,
+            fp8.TRANSPOSED["num_warps"],
         )
         for each, width, gathered in (("tokens", D, {}), ("rows", F, {"token_R": None}))
     },

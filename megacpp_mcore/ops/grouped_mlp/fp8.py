@@ -43,7 +43,7 @@ LARGEST_OF = {"PARTS": 64, "BLOCK": 8192, "num_warps": 8}
 WEIGHTS = {"BN": 128, "BW": 128, "num_warps": 8}
 """How weights are scaled: parts of an expert's matrix whose largest values are looked for, and rows and columns of a tile."""
 
-TURNED = {"BP": 128, "BW": 64, "STEPS": 14, "num_warps": 8}
+TRANSPOSED = {"BP": 128, "BW": 64, "STEPS": 14, "num_warps": 8}
 PARTS = 512
 """How rows become columns: places and columns of a tile, tiles of a program; and parts of tokens as those of weights."""
 
@@ -71,6 +71,8 @@ def grouped_mlp(
     activation: str = "gelu",
 ) -> torch.Tensor:
     """:func:`megacpp_mcore.ops.grouped_mlp.triton.grouped_mlp`, its products in FP8.
+
+    Counts on the device that sum to less than R leave the gradients of weights undefined, too.
 
     Raises:
         ModelError: as there; widths are no multiples of 16; or the GPU is not one of :data:`CAPABILITY`.
@@ -160,7 +162,7 @@ def largest_parts(w, largest_EP, SIZE, STEPS: tl.constexpr, PARTS: tl.constexpr,
 
 
 @triton.jit
-def _again(x):
+def _opaque(x):
     """``x``; the compiler does not know."""
     if INTERPRETED:
         return x
@@ -198,7 +200,7 @@ def scale_weights(
     inverse = 1.0 / scale
     value = (w * inverse).to(values_ENW.dtype.element_ty)
     tl.store(values_ENW + start + n.to(tl.int64)[:, None] * W + column[None, :], value, mask=inside)
-    value = (w * _again(inverse)).to(values_EWN.dtype.element_ty).T
+    value = (w * _opaque(inverse)).to(values_EWN.dtype.element_ty).T
     inside = (column < W)[:, None] & (n < N)[None, :]
     tl.store(values_EWN + start + column.to(tl.int64)[:, None] * N + n[None, :], value, mask=inside)
     if tl.program_id(0) % across == 0:
@@ -322,7 +324,7 @@ def pad(end_E, row_P, end_P, E, EXPERTS: tl.constexpr, MULTIPLE: tl.constexpr):
 
 
 @triton.jit
-def turn(
+def transpose_rows(
     x, token_R, row_P, largest, values_WP, scale_EW, E, P,
     W: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
@@ -345,13 +347,9 @@ def turn(
         to = values_WP + column.to(tl.int64)[:, None] * P + place[None, :]
         tl.store(to, value.T, mask=(column < W)[:, None] & (place < P)[None, :])
         if tl.program_id(0) == 0:
-            expert = tl.arange(0, EXPERTS)
-            inside = (expert < E)[:, None] & (column < W)[None, :]
-            tl.store(
-                scale_EW + expert[:, None] * W + column[None, :],
-                tl.full([EXPERTS, BW], 1.0, tl.float32) * scale,
-                mask=inside,
-            )
+            expert = tl.arange(0, EXPERTS)[:, None]
+            scales = tl.full([EXPERTS, BW], 1.0, tl.float32) * scale
+            tl.store(scale_EW + expert * W + column[None, :], scales, mask=(expert < E) & (column < W)[None, :])
         column = behind
 
 
@@ -457,7 +455,7 @@ def _output(left: Scaled, weights: Weights, rows: Rows) -> torch.Tensor:
     return product(left, weights.w2_EDF, weights.w2_scale_ED, rows)
 
 
-class Turned(NamedTuple):
+class Transposed(NamedTuple):
     """Columns of rows in E4M3, the places of the rows and where those of each expert end; and their scale, for each expert."""
 
     values_WP: torch.Tensor
@@ -466,27 +464,18 @@ class Turned(NamedTuple):
     end_P: torch.Tensor
 
 
-def turned(
+def transposed(
     x: torch.Tensor, token_R: torch.Tensor | None, largest: torch.Tensor, row_P: torch.Tensor, end_P: torch.Tensor
-) -> Turned:
+) -> Transposed:
     """Columns of ``x`` at the places of ``row_P``, by one scale."""
     W, E, P = x.shape[1], end_P.shape[0], row_P.shape[0]
     values_WP, scale_EW = x.new_empty(W, P, dtype=E4M3), x.new_empty(E, W, dtype=torch.float32)
-    turn[(triton.cdiv(P, TURNED["BP"]), triton.cdiv(W, TURNED["BW"] * TURNED["STEPS"]))](
-        x,
-        token_R,
-        row_P,
-        largest,
-        values_WP,
-        scale_EW,
-        E,
-        P,
-        W=W,
-        EXPERTS=triton.next_power_of_2(E),
-        PARTS=largest.numel(),
-        **TURNED,
-    )
-    return Turned(values_WP, scale_EW, row_P, end_P)
+    grid = triton.cdiv(P, TRANSPOSED["BP"]), triton.cdiv(W, TRANSPOSED["BW"] * TRANSPOSED["STEPS"])
+    transpose_rows[grid](
+        x, token_R, row_P, largest, values_WP, scale_EW, E, P, W=W, EXPERTS=triton.next_power_of_2(E),
+        PARTS=largest.numel(), **TRANSPOSED,
+    )  # fmt: skip
+    return Transposed(values_WP, scale_EW, row_P, end_P)
 
 
 def padded(end_E: torch.Tensor, R: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -501,7 +490,7 @@ def padded(end_E: torch.Tensor, R: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _hidden_gradient(
     dy: torch.Tensor, rows: Rows, saved: Sequence[torch.Tensor], h_RF: torch.Tensor, activation: str
-) -> tuple[Turned, Turned, torch.Tensor, Scaled]:
+) -> tuple[Transposed, Transposed, torch.Tensor, Scaled]:
     weights = Weights(*saved)
     dh_RF = product(of_rows(dy, rows.row_TK), weights.w2_EFD, weights.w2_scale_EF, rows)
     (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1], **BACKWARD), _empty(h_RF, *h_RF.shape)
@@ -512,7 +501,7 @@ def _hidden_gradient(
         tanh = activation == "gelu_tanh"
         activate_backward[grid](h_RF, rows.prob_R, dh_RF, a_RF, dprob_PR, largest_2R, *left, R, F=F, TANH=tanh, **tile)
     places, largest = padded(rows.end_E, R), largest_2R.amax(1) if R else largest_2R.new_zeros(2)
-    a, dh = (turned(each, None, largest[at : at + 1], *places) for at, each in enumerate((a_RF, dh_RF)))
+    a, dh = (transposed(each, None, largest[at : at + 1], *places) for at, each in enumerate((a_RF, dh_RF)))
     return a, dh, dprob_PR, left
 
 
@@ -521,14 +510,14 @@ def _input_gradient(left: Scaled, saved: Sequence[torch.Tensor], rows: Rows) -> 
     return product(left, weights.w1_EDF, weights.w1_scale_ED, rows)
 
 
-def _weight_gradient(x: torch.Tensor, rows: Rows, other: Turned, *, tokens_left: bool) -> torch.Tensor:
+def _weight_gradient(x: torch.Tensor, rows: Rows, other: Transposed, *, tokens_left: bool) -> torch.Tensor:
     if not x.shape[0]:
         widths = (x.shape[1], len(other.values_WP)) if tokens_left else (len(other.values_WP), x.shape[1])
         return x.new_zeros(len(other.end_P), *widths)
     largest = x.new_empty(PARTS, dtype=torch.float32)
     steps = triton.cdiv(x.numel(), PARTS * LARGEST_OF["BLOCK"])
     largest_parts[(PARTS, 1)](x, largest, x.numel(), STEPS=steps, **(LARGEST_OF | {"PARTS": PARTS}))
-    mine = turned(x, rows.token_R, largest, other.row_P, other.end_P)
+    mine = transposed(x, rows.token_R, largest, other.row_P, other.end_P)
     left, right = (mine, other) if tokens_left else (other, mine)
     return torch._scaled_grouped_mm(
         left.values_WP, right.values_WP.t(), left.scale_EW.view(-1), right.scale_EW.view(-1), offs=other.end_P,

@@ -100,6 +100,15 @@ FP8_LAUNCHES: dict[str, tuple[str, dict[str, Any], int]] = {
     "rows": ("scale_rows", ROW | {"W": D, "COPIES": 1, "row_NC": None}, 4),
     "largest": ("largest_parts", _without(fp8.LARGEST_OF) | {"STEPS": 7}, fp8.LARGEST_OF["num_warps"]),
     "weights": ("scale_weights", _without(fp8.WEIGHTS) | {"PARTS": fp8.LARGEST_OF["PARTS"]}, fp8.WEIGHTS["num_warps"]),
+    "places": ("pad", {"EXPERTS": 256, "MULTIPLE": fp8.MULTIPLE}, 1),
+    **{
+        f"transposed {each}": (
+            "transpose_rows",
+            _without(fp8.TRANSPOSED) | {"W": width, "EXPERTS": E, "PARTS": fp8.PARTS} | gathered,
+            fp8.TRANSPOSED["num_warps"],
+        )
+        for each, width, gathered in (("tokens", D, {}), ("rows", F, {"token_R": None}))
+    },
     "activate, erf": ("activate", WIDTH | {"TANH": False}, 4),
     "activate, tanh": ("activate", WIDTH | {"TANH": True}, 4),
     "backward, erf": ("activate_backward", BACK | {"TANH": False}, fp8.BACKWARD["warps"]),
@@ -111,10 +120,14 @@ FP8_LAUNCHES: dict[str, tuple[str, dict[str, Any], int]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "constants", "warps"), FP8_LAUNCHES.values(), ids=FP8_LAUNCHES.keys())
 def test_fp8(tmp_path: Path, kernel: str, constants: dict[str, Any], warps: int) -> None:
-    types = dict.fromkeys(("x_NW", "w", "w_ENW", "h_RF", "a_RF", "da_RF"), "*bf16") | {"row_NC": "*i32"}
-    types |= dict.fromkeys(("values", "values_ENW", "values_EWN"), "*fp8e4nv")
-    types |= dict.fromkeys(("scales", "scale_EN", "scale_EW", "largest_EP", "prob_R", "dprob_R"), "*fp32")
-    made = compiled(getattr(fp8, kernel), types, constants, tmp_path, multiples=("N", "W", "SIZE"), num_warps=warps)
+    types = dict.fromkeys(("x", "x_NW", "w", "w_ENW", "h_RF", "a_RF", "da_RF"), "*bf16")
+    types |= dict.fromkeys(("row_NC", "end_E", "end_P", "row_P", "token_R"), "*i32")
+    types |= dict.fromkeys(("values", "values_ENW", "values_EWN", "values_WP"), "*fp8e4nv")
+    types |= dict.fromkeys(("scales", "scale_EN", "scale_EW", "largest", "largest_EP", "largest_2R"), "*fp32")
+    types |= dict.fromkeys(("prob_R", "dprob_R"), "*fp32")
+    made = compiled(
+        getattr(fp8, kernel), types, constants, tmp_path, multiples=("N", "W", "P", "SIZE"), num_warps=warps
+    )
     assert made.spills == 0, made
     assert made.registers <= 128, made
     if kernel == "scale_weights":  # ptxas loses bytes where both orders are of the same rounded pairs

@@ -1,13 +1,12 @@
-"""Routed experts with products in FP8 (E4M3), forward and for the gradients of rows, on Hopper: PyTorch's with scales of rows.
+"""Routed experts with products in FP8 (E4M3), on Hopper: PyTorch's grouped product with scales of rows.
 
-Either side of a product is scaled so that its largest value is E4M3's largest: row by row, and weights matrix by matrix, for
-which one pass over them gives both orders, forward and backward; in training they are quantised once an optimizer's step. The
-gradients of weights are products in bfloat16, those of :mod:`megacpp_mcore.ops.grouped_mlp.triton`: in FP8 their operands would
-have to be laid out along rows, which takes as long as it saves (on an H200, 32,768 rows: 302 of 276 µs). ``auto`` does not
-choose it: results differ from those in bfloat16 by the rounding of E4M3, 2.6 % of a value (rms).
+Either side of a product is scaled so that its largest value is E4M3's largest: rows each by itself, weights matrix by matrix,
+for which one pass over them gives both orders. In training they are quantised once an optimizer's step. For the gradients of
+weights both sides are laid out along rows, by one scale each, and the rows of each expert begin at a multiple of 16. ``auto``
+does not choose it: results differ from those in bfloat16 by the rounding of E4M3, 2.6 % of a value (rms).
 
-Legend: T tokens, E experts, K experts of each token, R rows (T × K), D model width, F expert width; N and W rows and columns of
-any matrix.
+Legend: T tokens, E experts, K experts of each token, R rows (T × K), P places of rows, D model width, F expert width; N and W
+rows and columns of any matrix.
 """
 
 # mypy: allow-untyped-defs
@@ -44,6 +43,13 @@ LARGEST_OF = {"PARTS": 64, "BLOCK": 8192, "num_warps": 8}
 WEIGHTS = {"BN": 128, "BW": 128, "num_warps": 8}
 """How weights are scaled: parts of an expert's matrix whose largest values are looked for, and rows and columns of a tile."""
 
+TRANSPOSED = {"BP": 128, "BW": 64, "STEPS": 14, "num_warps": 8}
+PARTS = 512
+"""How rows become columns: places and columns of a tile, tiles of a program; and parts of tokens as those of weights."""
+
+MULTIPLE = 16
+"""Of widths, and of the places of rows that are summed over: operands in E4M3 begin at multiples of 16 bytes."""
+
 BACKWARD = {"elements": 2048, "warps": 8}
 """How activations are differentiated."""
 
@@ -64,7 +70,9 @@ def grouped_mlp(
     *,
     activation: str = "gelu",
 ) -> torch.Tensor:
-    """:func:`megacpp_mcore.ops.grouped_mlp.triton.grouped_mlp`, its products of rows in FP8.
+    """:func:`megacpp_mcore.ops.grouped_mlp.triton.grouped_mlp`, its products in FP8.
+
+    Counts on the device that sum to less than R leave the gradients of weights undefined, too.
 
     Raises:
         ModelError: as there; widths are no multiples of 16; or the GPU is not one of :data:`CAPABILITY`.
@@ -83,7 +91,7 @@ def routed_mlp(
     topk: int,
     activation: str = "gelu",
 ) -> torch.Tensor:
-    """:func:`megacpp_mcore.ops.grouped_mlp.triton.routed_mlp`, its products of rows in FP8.
+    """:func:`megacpp_mcore.ops.grouped_mlp.triton.routed_mlp`, its products in FP8.
 
     Raises:
         ModelError: as there; widths are no multiples of 16; or the GPU is not one of :data:`CAPABILITY`.
@@ -147,14 +155,14 @@ def largest_parts(w, largest_EP, SIZE, STEPS: tl.constexpr, PARTS: tl.constexpr,
     part = tl.program_id(0)
     largest = tl.zeros([BLOCK], tl.float32)
     for step in tl.range(STEPS):
-        at = (step * PARTS + part) * BLOCK + tl.arange(0, BLOCK)
+        at = (step * PARTS + part).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(w + expert * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(value))
     tl.store(largest_EP + expert * PARTS + part, tl.max(largest, 0))
 
 
 @triton.jit
-def _again(x):
+def _opaque(x):
     """``x``; the compiler does not know."""
     if INTERPRETED:
         return x
@@ -192,7 +200,7 @@ def scale_weights(
     inverse = 1.0 / scale
     value = (w * inverse).to(values_ENW.dtype.element_ty)
     tl.store(values_ENW + start + n.to(tl.int64)[:, None] * W + column[None, :], value, mask=inside)
-    value = (w * _again(inverse)).to(values_EWN.dtype.element_ty).T
+    value = (w * _opaque(inverse)).to(values_EWN.dtype.element_ty).T
     inside = (column < W)[:, None] & (n < N)[None, :]
     tl.store(values_EWN + start + column.to(tl.int64)[:, None] * N + n[None, :], value, mask=inside)
     if tl.program_id(0) % across == 0:
@@ -251,6 +259,7 @@ def activate_backward(
     da_RF,
     a_RF,
     dprob_R,
+    largest_2R,
     values,
     scales,
     R,
@@ -263,6 +272,7 @@ def activate_backward(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     prob = _prob(prob_R, row, R)
     largest = tl.zeros([ROWS], tl.float32)
+    largest_a = tl.zeros([ROWS], tl.float32)
     dprob = tl.zeros([ROWS], tl.float32)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -270,6 +280,7 @@ def activate_backward(
         a, dh, each = _activated_backward(h_RF, da_RF, prob, row, column, inside, F, TANH)
         dprob += each
         largest = tl.maximum(largest, tl.max(tl.abs(dh), 1))
+        largest_a = tl.maximum(largest_a, tl.max(tl.abs(a), 1))
     scale = _scale(largest)
     for start in tl.static_range(0, F, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -281,6 +292,8 @@ def activate_backward(
         tl.store(_at(values, row, column, F), (dh * (1.0 / scale)[:, None]).to(values.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < R)
     tl.store(dprob_R + row, dprob, mask=row < R)
+    tl.store(largest_2R + row, largest_a, mask=row < R)
+    tl.store(largest_2R + R + row, largest, mask=row < R)
 
 
 @triton.jit
@@ -291,6 +304,53 @@ def _activated_backward(h_RF, da_RF, prob, row, column, inside, F: tl.constexpr,
     factor, slope = _activation(h, TANH)
     a = h * factor
     return a * prob, da * slope * prob, tl.sum(da * a, 1)
+
+
+@triton.jit
+def pad(end_E, row_P, end_P, E, EXPERTS: tl.constexpr, MULTIPLE: tl.constexpr):
+    """The row at each place of rows of which an expert's begin at a multiple of MULTIPLE, -1 behind them; where they end."""
+    expert = tl.arange(0, EXPERTS)
+    end = tl.load(end_E + expert, mask=expert < E, other=0)
+    first = tl.load(end_E + expert - 1, mask=(expert > 0) & (expert < E), other=0)
+    places = tl.where(expert < E, (end - first + MULTIPLE - 1) // MULTIPLE * MULTIPLE, 0)
+    behind = tl.cumsum(places, 0)
+    start = tl.program_id(0) * MULTIPLE
+    here = expert == tl.sum(((behind <= start) & (expert < E)).to(tl.int32), 0)
+    row = tl.sum(tl.where(here, first + start - behind + places, 0), 0) + tl.arange(0, MULTIPLE)
+    last = tl.sum(tl.where(here, end, 0), 0)
+    tl.store(row_P + start + tl.arange(0, MULTIPLE), tl.where(row < last, row, -1))
+    if start == 0:
+        tl.store(end_P + expert, behind, mask=expert < E)
+
+
+@triton.jit
+def transpose_rows(
+    x, token_R, row_P, largest, values_WP, scale_EW, E, P,
+    W: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """STEPS times BW columns of rows, or of the tokens that they are, as rows of ``values``; and the scale, for each expert."""
+    place = tl.program_id(0) * BP + tl.arange(0, BP)
+    row = tl.load(row_P + place, mask=place < P, other=-1)
+    real = row >= 0
+    if token_R is not None:
+        row = tl.load(token_R + row, mask=real, other=0)
+    scale = _scale(tl.max(tl.load(largest + tl.arange(0, PARTS)), 0))
+    at = x + row.to(tl.int64)[:, None] * W
+    column = tl.program_id(1) * (STEPS * BW) + tl.arange(0, BW)
+    upcoming = tl.load(at + column[None, :], mask=real[:, None] & (column < W)[None, :], other=0.0)
+    for step in tl.range(STEPS):
+        value = (upcoming.to(tl.float32) * (1.0 / scale)).to(values_WP.dtype.element_ty)
+        behind = column + BW
+        upcoming = tl.load(
+            at + behind[None, :], mask=real[:, None] & (behind < W)[None, :] & (step < STEPS - 1), other=0.0
+        )
+        to = values_WP + column.to(tl.int64)[:, None] * P + place[None, :]
+        tl.store(to, value.T, mask=(column < W)[:, None] & (place < P)[None, :])
+        if tl.program_id(0) == 0:
+            expert = tl.arange(0, EXPERTS)[:, None]
+            scales = tl.full([EXPERTS, BW], 1.0, tl.float32) * scale
+            tl.store(scale_EW + expert * W + column[None, :], scales, mask=(expert < E) & (column < W)[None, :])
+        column = behind
 
 
 def _tile(width: int, elements: int = ELEMENTS, warps: int = 4) -> dict[str, int]:
@@ -395,18 +455,54 @@ def _output(left: Scaled, weights: Weights, rows: Rows) -> torch.Tensor:
     return product(left, weights.w2_EDF, weights.w2_scale_ED, rows)
 
 
+class Transposed(NamedTuple):
+    """Columns of rows in E4M3, the places of the rows and where those of each expert end; and their scale, for each expert."""
+
+    values_WP: torch.Tensor
+    scale_EW: torch.Tensor
+    row_P: torch.Tensor
+    end_P: torch.Tensor
+
+
+def transposed(
+    x: torch.Tensor, token_R: torch.Tensor | None, largest: torch.Tensor, row_P: torch.Tensor, end_P: torch.Tensor
+) -> Transposed:
+    """Columns of ``x`` at the places of ``row_P``, by one scale."""
+    W, E, P = x.shape[1], end_P.shape[0], row_P.shape[0]
+    values_WP, scale_EW = x.new_empty(W, P, dtype=E4M3), x.new_empty(E, W, dtype=torch.float32)
+    grid = triton.cdiv(P, TRANSPOSED["BP"]), triton.cdiv(W, TRANSPOSED["BW"] * TRANSPOSED["STEPS"])
+    transpose_rows[grid](
+        x, token_R, row_P, largest, values_WP, scale_EW, E, P, W=W, EXPERTS=triton.next_power_of_2(E),
+        PARTS=largest.numel(), **TRANSPOSED,
+    )  # fmt: skip
+    return Transposed(values_WP, scale_EW, row_P, end_P)
+
+
+def padded(end_E: torch.Tensor, R: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row at each place, at most so many that each expert's begin at a multiple of 16; and where each expert's end."""
+    E = end_E.shape[0]
+    row_P, end_P = end_E.new_empty(triton.cdiv(R + (MULTIPLE - 1) * E, MULTIPLE) * MULTIPLE), torch.empty_like(end_E)
+    pad[(row_P.shape[0] // MULTIPLE,)](
+        end_E, row_P, end_P, E, EXPERTS=triton.next_power_of_2(E), MULTIPLE=MULTIPLE, num_warps=1
+    )
+    return row_P, end_P
+
+
 def _hidden_gradient(
     dy: torch.Tensor, rows: Rows, saved: Sequence[torch.Tensor], h_RF: torch.Tensor, activation: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Scaled]:
+) -> tuple[Transposed, Transposed, torch.Tensor, Scaled]:
     weights = Weights(*saved)
     dh_RF = product(of_rows(dy, rows.row_TK), weights.w2_EFD, weights.w2_scale_EF, rows)
     (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1], **BACKWARD), _empty(h_RF, *h_RF.shape)
     a_RF, dprob_PR = torch.empty_like(h_RF), h_RF.new_empty(1, R, dtype=torch.float32)
+    largest_2R = h_RF.new_empty(2, R, dtype=torch.float32)
     if R:
         grid = (triton.cdiv(R, tile["ROWS"]),)
         tanh = activation == "gelu_tanh"
-        activate_backward[grid](h_RF, rows.prob_R, dh_RF, a_RF, dprob_PR, *left, R, F=F, TANH=tanh, **tile)
-    return a_RF, dh_RF, dprob_PR, left
+        activate_backward[grid](h_RF, rows.prob_R, dh_RF, a_RF, dprob_PR, largest_2R, *left, R, F=F, TANH=tanh, **tile)
+    places, largest = padded(rows.end_E, R), largest_2R.amax(1) if R else largest_2R.new_zeros(2)
+    a, dh = (transposed(each, None, largest[at : at + 1], *places) for at, each in enumerate((a_RF, dh_RF)))
+    return a, dh, dprob_PR, left
 
 
 def _input_gradient(left: Scaled, saved: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
@@ -414,4 +510,19 @@ def _input_gradient(left: Scaled, saved: Sequence[torch.Tensor], rows: Rows) -> 
     return product(left, weights.w1_EDF, weights.w1_scale_ED, rows)
 
 
-FP8 = Products(16, of_weights, _hidden, _output, _hidden_gradient, _input_gradient)
+def _weight_gradient(x: torch.Tensor, rows: Rows, other: Transposed, *, tokens_left: bool) -> torch.Tensor:
+    if not x.shape[0]:
+        widths = (x.shape[1], len(other.values_WP)) if tokens_left else (len(other.values_WP), x.shape[1])
+        return x.new_zeros(len(other.end_P), *widths)
+    largest = x.new_empty(PARTS, dtype=torch.float32)
+    steps = triton.cdiv(x.numel(), PARTS * LARGEST_OF["BLOCK"])
+    largest_parts[(PARTS, 1)](x, largest, x.numel(), STEPS=steps, **(LARGEST_OF | {"PARTS": PARTS}))
+    mine = transposed(x, rows.token_R, largest, other.row_P, other.end_P)
+    left, right = (mine, other) if tokens_left else (other, mine)
+    return torch._scaled_grouped_mm(
+        left.values_WP, right.values_WP.t(), left.scale_EW.view(-1), right.scale_EW.view(-1), offs=other.end_P,
+        out_dtype=torch.bfloat16, use_fast_accum=True,
+    )  # fmt: skip
+
+
+FP8 = Products(MULTIPLE, of_weights, _hidden, _output, _hidden_gradient, _input_gradient, _weight_gradient)

@@ -65,14 +65,17 @@ class Products(NamedTuple):
         hidden_gradient: from the gradient of that, rows, weights, the first product and the activation's name to: what was
             activated, the gradients of the first product and in parts of the probabilities, and the left side of the last one.
         input_gradient: from that side, weights and rows to the gradient of the rows.
+        weight_gradient: from x or the gradient of the output, rows, the second or the first of those four, and whether what
+            comes first is the left side, to :func:`weight_gradient`.
     """
 
     multiple: int
     weights: Callable[[torch.Tensor, torch.Tensor], Any]
     hidden: Callable[..., tuple[torch.Tensor, Any]]
     output: Callable[[Any, Any, Rows], torch.Tensor]
-    hidden_gradient: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]]
+    hidden_gradient: Callable[..., tuple[Any, Any, torch.Tensor, Any]]
     input_gradient: Callable[[Any, Any, Rows], torch.Tensor]
+    weight_gradient: Callable[..., torch.Tensor]
 
 
 def grouped_mlp(
@@ -222,10 +225,10 @@ class GroupedMLP(torch.autograd.Function):
         """The gradients of x, w1, w2 and the probabilities."""
         x_RD, h_RF, end_E, prob_R, *weights = ctx.saved_tensors
         dy_RD, rows, products = packed(dy_RD), Rows(end_E, None, None, prob_R), ctx.products
-        a_RF, dh_RF, dprob_PR, left = products.hidden_gradient(dy_RD, rows, weights, h_RF, ctx.activation)
-        dw2_EDF = weight_gradient(dy_RD, rows, a_RF, tokens_left=True) if ctx.needs_input_grad[3] else None
+        a, dh, dprob_PR, left = products.hidden_gradient(dy_RD, rows, weights, h_RF, ctx.activation)
+        dw2_EDF = products.weight_gradient(dy_RD, rows, a, tokens_left=True) if ctx.needs_input_grad[3] else None
         dx_RD = products.input_gradient(left, weights, rows) if ctx.needs_input_grad[0] else None
-        dw1_EFD = weight_gradient(x_RD, rows, dh_RF, tokens_left=False) if ctx.needs_input_grad[2] else None
+        dw1_EFD = products.weight_gradient(x_RD, rows, dh, tokens_left=False) if ctx.needs_input_grad[2] else None
         dprobs_R = None if prob_R is None else dprob_PR.sum(0).to(prob_R.dtype)
         return dx_RD, None, dw1_EFD, dw2_EDF, dprobs_R, None, None, None
 
@@ -261,14 +264,14 @@ class RoutedMLP(torch.autograd.Function):
         """The gradients of x, the probabilities, w1 and w2."""
         x_TD, routing_TE, h_RF, end_E, row_TK, token_R, prob_R, *weights = ctx.saved_tensors
         dy_TD, rows, products = packed(dy_TD), Rows(end_E, row_TK, token_R, prob_R), ctx.products
-        a_RF, dh_RF, dprob_PR, left = products.hidden_gradient(dy_TD, rows, weights, h_RF, ctx.activation)
-        dw2_EDF = weight_gradient(dy_TD, rows, a_RF, tokens_left=True) if ctx.needs_input_grad[4] else None
-        del a_RF  # its memory is that of what follows
+        a, dh, dprob_PR, left = products.hidden_gradient(dy_TD, rows, weights, h_RF, ctx.activation)
+        dw2_EDF = products.weight_gradient(dy_TD, rows, a, tokens_left=True) if ctx.needs_input_grad[4] else None
+        del a  # its memory is that of what follows
         dprobs_TE = torch.empty_like(routing_TE, dtype=ctx.probs_dtype)
         dx_RD = products.input_gradient(left, weights, rows)
         dx_TD = summed(dx_RD, row_TK, (routing_TE, dprob_PR, dprobs_TE))
         del dx_RD
-        dw1_EFD = weight_gradient(x_TD, rows, dh_RF, tokens_left=False) if ctx.needs_input_grad[3] else None
+        dw1_EFD = products.weight_gradient(x_TD, rows, dh, tokens_left=False) if ctx.needs_input_grad[3] else None
         return dx_TD, None, dprobs_TE, dw1_EFD, dw2_EDF, None, None, None, None
 
 
@@ -352,9 +355,6 @@ def _input_gradient(dh_RF: torch.Tensor, weights: Sequence[torch.Tensor], rows: 
     return torch._grouped_mm(dh_RF, weights[0], offs=rows.end_E)
 
 
-BF16 = Products(8, _weights, _hidden, _output, _hidden_gradient, _input_gradient)
-
-
 def weight_gradient(x: torch.Tensor, rows: Rows, h_RF: torch.Tensor, *, tokens_left: bool) -> torch.Tensor:
     """Each expert's sum over its rows of ``x``, or of the tokens that they are, times ``h``: [E, D, F], or [E, F, D]."""
     E, (R, F), D = rows.end_E.shape[0], h_RF.shape, x.shape[1]
@@ -367,6 +367,9 @@ def weight_gradient(x: torch.Tensor, rows: Rows, h_RF: torch.Tensor, *, tokens_l
         x, rows.token_R, h_tiles, rows.end_E, dw_EMN, M=M, N=N, TOKENS_LEFT=tokens_left, **tile
     )
     return dw_EMN
+
+
+BF16 = Products(8, _weights, _hidden, _output, _hidden_gradient, _input_gradient, weight_gradient)
 
 
 def summed(

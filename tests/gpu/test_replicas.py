@@ -1,4 +1,5 @@
-"""Two replicas over NCCL, lowered as a recipe is, with distributed optimizer and overlaps, train as one process does."""
+"""Two replicas over NCCL, lowered as a recipe is, train as one process does: with distributed optimizer and overlaps, or cut by
+FSDP2."""
 
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ import pytest
 import torch
 
 from megacpp_mcore import settings as plugin_config
+from megacpp_mcore.arguments.launch_flags import TORCH_FSDP
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset
 from megacpp_mcore.model.training import Training
+from megacpp_mcore.policy.overlap import CONNECTIONS
 from tests.distributed.comparing import differing_scalars
 from tests.distributed.runs import read_scalars
 
 ROOT = Path(__file__).parents[2]
-STEPS, TOLERANCE = 6, 1e-5
+STEPS, TOLERANCE, BF16_TOLERANCE = 6, 1e-5, 2e-2
 SCALARS = ("lm loss", "mtp_1 loss", "seq_load_balancing_loss", "z_loss", "grad norm")
 """Of the indexer's loss, some 1e-7, less than that part is the same once a near tie in the selection of keys tips over."""
 
@@ -38,12 +41,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "stdlib_train")
 
 
-def train(corpus: str, record: Path, processes: int, *extra: str) -> dict[str, dict[int, float]]:
-    """The scalars of every step, by name; fp32."""
+def train(
+    corpus: str, record: Path, processes: int, *extra: str, precision: str = "fp32"
+) -> dict[str, dict[int, float]]:
+    """The scalars of every step, by name."""
     model = preset("nam56r_tiny")
     training = Training(
-        precision="fp32",
-        transformer_impl="local",  # Transformer Engine multiplies fp32 as TF32
+        precision=precision,
+        # It multiplies fp32 as TF32.
+        transformer_impl="local" if precision == "fp32" else "transformer_engine",
         data=("--data-path", corpus, "--split", "100,0,0"),
         tokenizer=tokenizer_words(model, data=corpus),
         micro_batch_size=2,
@@ -55,11 +61,11 @@ def train(corpus: str, record: Path, processes: int, *extra: str) -> dict[str, d
     )
     command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
     words = lower(model, Layout(), training)
-    assert ("--overlap-param-gather" in words) == (processes > 1)
+    assert ("--overlap-param-gather" in words) == (processes > 1 and TORCH_FSDP not in extra)
     done = subprocess.run(
         [*command, "--nproc", str(processes), "--observe", str(record), "--", *words],
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != plugin_config.VARIABLE},
+        env={name: value for name, value in os.environ.items() if name not in (plugin_config.VARIABLE, CONNECTIONS)},
         capture_output=True,
         text=True,
         check=False,
@@ -68,9 +74,30 @@ def train(corpus: str, record: Path, processes: int, *extra: str) -> dict[str, d
     return read_scalars(record)
 
 
-@pytest.mark.parametrize("extra", [(), ("--ddp-bucket-size", "1")], ids=["Megatron's buckets", "a bucket a parameter"])
-def test_two_replicas_train_as_one_process(corpus: str, tmp_path: Path, extra: tuple[str, ...]) -> None:
-    one, two = (train(corpus, tmp_path / f"observe {processes}", processes, *extra) for processes in (1, 2))
+@pytest.fixture(scope="module")
+def one(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, float]]:
+    return train(corpus, tmp_path_factory.mktemp("one") / "observe", 1)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [(), ("--ddp-bucket-size", "1"), (TORCH_FSDP,)],
+    ids=["Megatron's buckets", "a bucket a parameter", "FSDP2"],
+)
+def test_two_replicas_train_as_one_process(
+    one: dict[str, dict[int, float]], corpus: str, tmp_path: Path, extra: tuple[str, ...]
+) -> None:
+    two = train(corpus, tmp_path / "observe", 2, *extra)
     assert len(two["lm loss"]) == STEPS
     differing = differing_scalars(one, two, TOLERANCE, SCALARS)
+    assert not differing, "\n".join(differing)
+
+
+def test_fsdp_in_bf16_with_transformer_engine(corpus: str, tmp_path: Path) -> None:
+    """Blocks have parameters of two dtypes; gradients are summed over the replicas in bf16, without FSDP2 in fp32."""
+    whole, cut = (
+        train(corpus, tmp_path / f"observe {len(extra)}", 2, *extra, precision="bf16") for extra in ((), (TORCH_FSDP,))
+    )
+    assert len(cut["lm loss"]) == STEPS
+    differing = differing_scalars(whole, cut, BF16_TOLERANCE, SCALARS)
     assert not differing, "\n".join(differing)

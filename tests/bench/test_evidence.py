@@ -32,7 +32,7 @@ def _against_reference(op: str, name: str, work: str = "forward+backward") -> tu
     return mine, reference
 
 
-OPS = ("mla_projection", "mla_keys", "indexer_inputs", "sparse_mla", "mamba3", "m2rnn", "routed_mlp")
+OPS = ("mla_projection", "mla_keys", "indexer_inputs", "sparse_mla", "mamba3", "m2rnn", "routed_mlp", "router")
 """Whose Triton kernels have rows of their own, forward and backward."""
 
 EVIDENCE: Mapping[tuple[str, str], tuple[Columns, Columns]] = {
@@ -65,10 +65,6 @@ POLICIES: Mapping[tuple[str, str], str] = {
     ("transformer_impl", "transformer_engine"): (
         "Megatron's default (TransformerConfig.transformer_impl, core 0.19), and what FP8 experts need; not faster: "
         "1.004x the tokens/s of local, one run each (experiments/results/train_h200.csv), which is noise"
-    ),
-    ("router", "triton"): (
-        "one kernel each way in place of what stock launches one after another; it is in the rows of layer_e, and has none of "
-        "its own yet"
     ),
     ("mla", "te"): "by name: sdpa covers every call that it covers, and comes first",
 }

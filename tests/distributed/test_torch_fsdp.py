@@ -28,7 +28,13 @@ def trained(laboratory: Laboratory, name: str, words: tuple[str, ...], *extra: s
     return laboratory._once(name, LAYOUTS[ONE], MAIN, (*warm_up, *extra), replicas=2, save_every=RESUMED)
 
 
-@pytest.mark.parametrize(("words", "tolerance"), [((), 1e-5), (("--bf16",), 5e-3)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("words", "tolerance"),
+    [
+        pytest.param((), 1e-5, id="fp32"),
+        pytest.param(("--bf16",), 5e-3, marks=pytest.mark.exhaustive, id="bf16"),
+    ],
+)
 def test_fsdp_trains_as_ddp_does(laboratory: Laboratory, words: tuple[str, ...], tolerance: float) -> None:
     """In bf16 the blocks have parameters of two dtypes, and gradients are summed over replicas in bf16."""
     whole = trained(laboratory, "DDP", words, "--no-save-optim")

@@ -372,8 +372,9 @@ def test_the_file_is_the_reason_for_stocks_experts(layer: Callable[..., Any]) ->
 
 def test_the_page_has_the_plans_and_the_files_own_words() -> None:
     page = (stock.ROOT / "docs" / "fp8.md").read_text(encoding="utf-8")
+    plan = page.partition("## The plan\n")[2].partition("\n## ")[0]
     rows = [
-        [cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:3] == "| `"
+        [cell.strip(" `") for cell in line.strip("|").split("|")] for line in plan.splitlines() if line[:3] == "| `"
     ]
     assert rows == [[name, *dataclasses.astuple(plan)] for name, plan in precision.PLANS.items()]
     block = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)

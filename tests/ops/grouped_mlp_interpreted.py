@@ -5,7 +5,9 @@ Run with TRITON_INTERPRET=1, which Triton reads as it is imported. PyTorch's gro
 
 from __future__ import annotations
 
+import itertools
 import sys
+from typing import Any
 
 import torch
 
@@ -30,20 +32,45 @@ def scaled() -> None:
     case = Case(T=37, D=48, F=32, dtype=torch.float32)
     fused.DTYPES, fp8.E4M3 = (case.dtype,), torch.float32
     fp8.ELEMENTS = 32  # parts of a row
-    fp8.COLUMNS.update({"BN": 32, "BW": 16})
+    fp8.WEIGHTS.update({"BN": 32, "BW": 16})
+    fp8.TRANSPOSED.update({"BP": 32, "BW": 16, "STEPS": 2})
+    fp8.LARGEST_OF.update({"PARTS": 4, "BLOCK": 64})
+    fp8.PARTS = 8
+    products = []
 
-    def product(left: fp8.Scaled, right: fp8.Scaled, rows: fused.Rows) -> torch.Tensor:
+    def product(
+        left: torch.Tensor,
+        right: torch.Tensor,
+        left_scale: torch.Tensor,
+        right_scale: torch.Tensor,
+        *,
+        offs: Any,
+        **_: Any,
+    ) -> torch.Tensor:
+        """``torch._scaled_grouped_mm`` of rows and of a stack of matrices; and of columns, with a scale for each expert."""
+        ends, found = [0, *offs.tolist()], []
+        products.append(right.dim())
+        if right.dim() == 3:
+            torch.testing.assert_close(left.abs().amax(-1), torch.full_like(left_scale, 448.0))
+            torch.testing.assert_close(right.abs().amax((1, 2)), torch.full((len(right),), 448.0))
+            for expert, (start, end) in enumerate(itertools.pairwise(ends)):
+                rows = left[start:end] * left_scale[start:end, None]
+                found.append(rows @ (right[expert] * right_scale[expert]))
+            return torch.cat(found)
         for side in (left, right):
-            torch.testing.assert_close(side.values.abs().amax(-1), torch.full_like(side.scale, 448.0))
-        whole = [side.values * side.scale[..., None] for side in (left, right)]
-        return torch._grouped_mm(whole[0], whole[1].transpose(1, 2), offs=rows.end_E)
+            torch.testing.assert_close(side.abs().max(), torch.tensor(448.0))
+        scales = zip(left_scale.view(len(offs), -1), right_scale.view(len(offs), -1), strict=True)
+        for (start, end), (mine, theirs) in zip(itertools.pairwise(ends), scales, strict=True):
+            found.append((left[:, start:end] * mine[:, None]) @ (right[start:end] * theirs))
+        return torch.stack(found)
 
-    fp8.product, fp8._check_device = product, lambda x: None
+    torch._scaled_grouped_mm, fp8._check_device = product, lambda x: None
     inputs = draw(case)
     truth = outcome(reference.routed_mlp, case, inputs, torch.float64)
     assert_same(outcome(fp8.routed_mlp, case, inputs), truth, 2e-6, inputs["routing"])
     rows = outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64)
     assert_same(outcome_of_rows(fp8.grouped_mlp, case, inputs), rows, 2e-6)
+    assert sorted(products) == [2] * 4 + [3] * 8  # of tokens and of rows: four products of rows, two of columns
 
 
 def main(name: str) -> None:

@@ -12,7 +12,7 @@ from megacpp_mcore.arguments.launch_flags import TORCH_FSDP
 from tests.distributed.comparing import differing_scalars
 from tests.distributed.runs import LAYOUTS, MAIN, ONE, RESUMED, Laboratory, Run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture
@@ -28,13 +28,7 @@ def trained(laboratory: Laboratory, name: str, words: tuple[str, ...], *extra: s
     return laboratory._once(name, LAYOUTS[ONE], MAIN, (*warm_up, *extra), replicas=2, save_every=RESUMED)
 
 
-@pytest.mark.parametrize(
-    ("words", "tolerance"),
-    [
-        pytest.param((), 1e-5, id="fp32"),
-        pytest.param(("--bf16",), 5e-3, marks=pytest.mark.exhaustive, id="bf16"),
-    ],
-)
+@pytest.mark.parametrize(("words", "tolerance"), [((), 1e-5), (("--bf16",), 5e-3)], ids=["fp32", "bf16"])
 def test_fsdp_trains_as_ddp_does(laboratory: Laboratory, words: tuple[str, ...], tolerance: float) -> None:
     """In bf16 the blocks have parameters of two dtypes, and gradients are summed over replicas in bf16."""
     whole = trained(laboratory, "DDP", words, "--no-save-optim")

@@ -21,7 +21,6 @@ EXTRAS = {
         "tokenizers",
         "transformers>=5.8",
     ],  # for --tokenizer DIR: here and in Megatron's HuggingFaceTokenizer
-    "torchao": ["torchao>=0.14"],
     "deepgemm": ["sgl-deep-gemm==0.2.1"],
     "liger": ["liger-kernel==0.8.5"],
     # Both want apache-tvm-ffi >= 0.1.11 between them, which the tilelang of `ssm` excludes: no environment has all three.

@@ -40,9 +40,8 @@ _FLASH4 = Support(
     dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,)), "rows_per_document": Dim(smallest=16)},
     mask=False,
 )
-"""The widths that it was compared with the reference at, and as many documents as a run may have that says nothing of them. Its
-gradients have one order where
-``torch.use_deterministic_algorithms`` asks for it."""
+"""The widths that it was compared with the reference at, and as many documents as a run may have that says nothing of them.
+Its gradients have one order where ``torch.use_deterministic_algorithms`` asks for it."""
 
 _TE_ATTENTION = dataclasses.replace(_SDPA, mask=False, packed=False)
 """Its fused kernels do not take MLA's widths of 128 and 64 on Hopper, where it runs unfused: ``sdpa`` comes first."""

@@ -191,7 +191,6 @@ COMPONENTS: tuple[Component, ...] = (
         "quack.linear_cross_entropy",
         _VENDOR.format(module="linear_cross_entropy import reduced", probe="reduced.probe('quack')"),
         ("quack-kernels",),
-        advice=_ADVICE_CUTE,
     ),
     Component(
         "liger-kernel",
@@ -199,7 +198,6 @@ COMPONENTS: tuple[Component, ...] = (
         _VENDOR.format(module="linear_cross_entropy import reduced", probe="reduced.probe('liger')"),
         ("liger-kernel",),
     ),
-    Component("torchao", "torchao", _plain("torchao"), ("torchao",)),
     Component(
         "transformers",
         "transformers",

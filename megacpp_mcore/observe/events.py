@@ -87,7 +87,7 @@ class Listener:
 
     A listener must not synchronise with the GPU outside of :meth:`on_step`, and there only where it says so: what it costs is
     part of the step. It must never wait for other ranks: one that raises an error hears of nothing more but the end, on its
-    rank alone, and training goes on. What it has Megatron call besides, as a hook, must raise none.
+    rank alone, and training goes on. What it has Megatron call besides, as a hook, is wrapped in :class:`HookErrors`.
     """
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
@@ -104,6 +104,32 @@ class Listener:
 
     def on_end(self, error: BaseException | None) -> None:
         """Training has ended, or ``error`` ended it."""
+
+
+class HookErrors:
+    """Keeps the first error of a listener's hooks, which must not end a forward pass; after it, no hook is called."""
+
+    def __init__(self) -> None:
+        self._failed = False
+        self._error: Exception | None = None
+
+    def guard(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """``hook`` as a function that raises nothing."""
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            if not self._failed:
+                try:
+                    hook(*args, **kwargs)
+                except Exception as error:
+                    self._failed, self._error = True, error
+
+        return run
+
+    def raise_first(self) -> None:
+        """Raise the error, once: its traceback holds what the hook was given, on the device, too."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 # --- Writing ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from megacpp_mcore.observe.events import Listener
+from megacpp_mcore.observe.events import HookErrors, Listener
+from megacpp_mcore.observe.routing import is_capturing
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.events import Step
@@ -38,7 +39,7 @@ class IndexOverlap(Listener):
         self._rows: dict[int, tuple[Any, int]] = {}
         self._hooks = contextlib.ExitStack()
         self._sampling = False
-        self._error: Exception | None = None
+        self._errors = HookErrors()
 
     def latest(self) -> dict[str, float]:
         """The mean over pairs as ``index_overlap``; nothing before a sample."""
@@ -53,14 +54,11 @@ class IndexOverlap(Listener):
 
     def watch(self, cache: Any) -> None:
         """Look at what is published in ``cache``, until the end; an error of it must not end a forward pass."""
-        publish = cache.publish
+        publish, sample = cache.publish, self._errors.guard(self._sample)
 
         def watched(layer: int, selection: Any) -> None:
-            if self._sampling and self._error is None:
-                try:
-                    self._sample(layer, selection.index)
-                except Exception as error:
-                    self._error = error
+            if self._sampling:
+                sample(layer, selection.index)
             publish(layer, selection)
 
         self._hooks.enter_context(mock.patch.object(cache, "publish", watched))
@@ -72,10 +70,7 @@ class IndexOverlap(Listener):
     def on_step(self, step: Step) -> None:
         """Compare what was sampled; raise the error of a hook."""
         rows, self._rows, self._sampling = self._rows, {}, False
-        error, self._error = self._error, None
-        if error is not None:
-            self._hooks.close()
-            raise error
+        self._errors.raise_first()
         for one, other in itertools.pairwise(sorted(rows)):
             index_BRN, keys = rows[one]
             self.by_pair[f"{one}-{other}"] = overlap(index_BRN, rows[other][0], keys)
@@ -83,14 +78,14 @@ class IndexOverlap(Listener):
     def on_end(self, error: BaseException | None) -> None:
         """Take the hooks away."""
         self._hooks.close()
+        self._errors.raise_first()
 
     def _sample(self, layer: int, index_BSN: Any) -> None:
         """Keep some rows that had a choice: the first N queries select every key that they may see."""
         import torch
 
         _, queries, selected = index_BSN.shape
-        captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        if layer in self._rows or captured or queries <= selected:
+        if layer in self._rows or is_capturing() or queries <= selected:
             return
         rows_R = torch.linspace(selected, queries - 1, min(SAMPLED, queries - selected), device=index_BSN.device)
         self._rows[layer] = index_BSN.detach()[:, rows_R.round().long()].long(), queries

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe.events import Listener
+from megacpp_mcore.observe.events import HookErrors, Listener
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.events import Step
@@ -113,7 +113,7 @@ class _Router:
         if not (module.training and torch.is_grad_enabled()):
             return
         probs_TE, map_TE = output
-        if _capturing():  # a replay would add the tokens once more, and not what was asked for
+        if is_capturing():  # a replay would add the tokens once more, and not what was asked for
             self.captured = True
             return
         kept_TE = map_TE.bool() & (probs_TE.detach() != 0) if self.padded else map_TE
@@ -122,7 +122,7 @@ class _Router:
         self.asked += map_TE.shape[0] * module.topk
 
 
-def _capturing() -> bool:
+def is_capturing() -> bool:
     """Whether the current CUDA stream is being captured in a graph."""
     import torch
 
@@ -143,7 +143,7 @@ class Routing(Listener):
         self._routers: list[_Router] = []
         self._read: dict[str, Load] = {}
         self._hooks = contextlib.ExitStack()
-        self._error: Exception | None = None
+        self._errors = HookErrors()
         self._failed: str | None = None
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
@@ -157,18 +157,18 @@ class Routing(Listener):
                     layer = f"mtp {number}" if getattr(module, "is_mtp_layer", False) else str(number)
                     router = _Router(layer, bool(module.config.moe_pad_expert_input_to_capacity))
                     self._routers.append(router)
-                    self._hooks.callback(module.register_forward_hook(self._counting(router)).remove)
+                    self._hooks.callback(module.register_forward_hook(self._errors.guard(router.count)).remove)
 
     def on_step(self, step: Step) -> None:
         """Read the sums if it is time; raise the error of a hook, which must not end the step."""
-        self._raise_error()
+        self._errors.raise_first()
         if step.step % self.interval == 0:
             self.read()
 
     def on_end(self, error: BaseException | None) -> None:
         """Read what is left, unless an error left the device in a state unknown, and take the hooks away."""
         self._hooks.close()
-        self._raise_error()
+        self._errors.raise_first()
         if error is None:
             self.read()
 
@@ -203,24 +203,6 @@ class Routing(Listener):
             "not_counted": self._not_counted(),
             "failed": self._failed,
         }
-
-    def _counting(self, router: _Router) -> Callable[..., None]:
-        """The hook of a router, whose first error must not end a forward pass; after it, nothing is counted."""
-
-        def count(*given: Any) -> None:
-            if self._failed is None and self._error is None:
-                try:
-                    router.count(*given)
-                except Exception as error:
-                    self._error = error
-
-        return count
-
-    def _raise_error(self) -> None:
-        """Raise a hook's error, once: its traceback holds what the hook was given, on the device, too."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
 
     def _not_counted(self) -> dict[str, str]:
         """The layers of which no count can be had, and why."""

@@ -56,4 +56,8 @@ def test_an_error_ends_the_sampling_and_no_forward_pass() -> None:
     assert cache.read(6) is published
     with pytest.raises(ValueError, match="not enough values"):
         listener.on_step(a_step(1))
+    listener.on_step_begin(2)
+    cache.publish(5, published)  # is not looked at any more
+    listener.on_step(a_step(2))
+    listener.on_end(None)
     assert "publish" not in vars(cache)

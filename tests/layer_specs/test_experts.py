@@ -119,7 +119,7 @@ def test_an_evaluation_counts_and_logs_nothing(process: Path) -> None:
 
 @pytest.fixture
 def config(process: Path) -> Any:
-    return stock.model_config(stock.cpu_words(preset("nam56r_tiny"))).transformer
+    return stock.model_config(stock.words(preset("nam56r_tiny"))).transformer
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.bench.cases.peers import patched, with_engine
 from megacpp_mcore.bench.parity import AgainstTruth, in_double
-from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
-from megacpp_mcore.bench.registry import OURS, PEER, Options
+from megacpp_mcore.bench.problem import BOTH, Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Options
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import causal_pairs, product
 from megacpp_mcore.ops.mla.reference import mla_attention
@@ -24,6 +25,8 @@ LIMITS = {"bfloat16": 5e-3, "float32": 4e-6}
 """The largest error of a row; stock in bf16 is further off, and is the yardstick."""
 
 PATCH = "mla-core-attention"
+PLAIN = "plain PyTorch"
+"""In the dtype of the inputs: the yardstick of packed rows, for which stock has no fused kernel. It has no row."""
 
 
 def problem(options: Options) -> Problem:
@@ -100,6 +103,10 @@ def packed_problem(options: Options) -> Problem:
         peer = Variant.of(stock, PEER, partial(_stock_packed, _stock_core(options, True), length))
     else:
         peer = Variant.missing(stock, "no peer here: packed rows are Transformer Engine's alone, of a batch of 1")
+    check = AgainstTruth(
+        in_double(partial(attend, mla_attention), inputs), LIMITS[options.dtype], yardstick=PLAIN, norms=norms
+    )
+    check(Variant.of(PLAIN, BOUND, partial(_plain, scale=scale)), BOTH, inputs)
     forward = B * H * S * (draw.itemsize * (2 * K + 2 * V) + 4)
     backward = forward + B * H * S * draw.itemsize * (2 * K + 2 * V)
     return Problem(
@@ -108,11 +115,22 @@ def packed_problem(options: Options) -> Problem:
         works=Floor.pair(
             product(B * H * documents * causal_pairs(length) * (K + V)), forward, forward + backward, options.dtype
         ),
-        check=AgainstTruth(
-            in_double(partial(attend, mla_attention), inputs), LIMITS[options.dtype], yardstick=stock, norms=norms
-        ),
+        check=check,
         stock=stock,
     )
+
+
+def _plain(inputs: Inputs, scale: float) -> torch.Tensor:
+    """Every step rounded to the dtype, one head at a time."""
+    seq_idx_BS = inputs.fixed["seq_idx"]
+    seen_BST = (seq_idx_BS[:, :, None] == seq_idx_BS[:, None, :]).tril()
+
+    def head(q_SBK: torch.Tensor, k_TBK: torch.Tensor, v_TBV: torch.Tensor) -> torch.Tensor:
+        score_BST = torch.einsum("sbk,tbk->bst", q_SBK, k_TBK) * scale
+        return torch.einsum("bst,tbv->sbv", score_BST.masked_fill(~seen_BST, float("-inf")).softmax(-1), v_TBV)
+
+    heads = zip(*(leaf.unbind(2) for leaf in inputs.leaves.values()), strict=True)
+    return torch.stack([checkpoint(head, *one, use_reentrant=False, preserve_rng_state=False) for one in heads], dim=2)
 
 
 def _stock_packed(attention: Any, length: int, inputs: Inputs) -> torch.Tensor:

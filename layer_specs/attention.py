@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -41,7 +40,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megacpp_mcore.backends import Dispatcher, Resolution
 from megacpp_mcore.errors import ModelError
@@ -822,15 +820,5 @@ def sparse_attention(
             linear_proj=parts.row_linear,
             q_layernorm=parts.norm,
             kv_layernorm=parts.norm,
-        ),
-    )
-
-
-def attention_layer_spec(parts: Parts, attention: ModuleSpec) -> ModuleSpec:
-    """One A layer: norm, attention, residual; no feed-forward part."""
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.norm, self_attention=attention, self_attn_bda=get_bias_dropout_add
         ),
     )

@@ -1,12 +1,11 @@
-"""A program: one case of the routed experts' kernels under Triton's interpreter, on a CPU, against float64.
+"""The routed experts' kernels under Triton's interpreter, on a CPU, against float64.
 
-Run with TRITON_INTERPRET=1, which Triton reads as it is imported. PyTorch's grouped products are its own ones for a CPU.
+PyTorch's grouped products are its own ones for a CPU.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ import torch
 from megacpp_mcore.ops.grouped_mlp import fp8, reference
 from megacpp_mcore.ops.grouped_mlp import triton as fused
 from tests.ops.grouped_mlp_case import Case, assert_same, draw, outcome, outcome_of_rows
-from tests.ops.interpreter import take_scalars_of_one_element
 
 CASES = {
     "even": (Case(T=37, D=40, F=24, dtype=torch.float32), 3e-6),
@@ -75,7 +73,6 @@ def scaled() -> None:
 
 def main(name: str) -> None:
     """Fail unless every result is right, of tokens and of rows; and unless a token of too few or many experts is NaN."""
-    take_scalars_of_one_element()
     if name == "fp8":
         scaled()
         return
@@ -94,7 +91,3 @@ def main(name: str) -> None:
     for tensor in (found["y"], found["dx"]):
         assert tensor[[3, -1]].isnan().all()
         assert tensor.isfinite().any()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -49,7 +49,6 @@ def _without(tile: dict[str, int]) -> dict[str, int]:
 @pytest.mark.parametrize(("kernel", "constants", "registers"), SMALL.values(), ids=SMALL.keys())
 def test_what_waits_for_memory(tmp_path: Path, kernel: str, constants: dict[str, Any], registers: int) -> None:
     made = compiled(getattr(kernels, kernel), TYPES, constants, tmp_path, num_warps=4)
-    assert made.spills == 0, made
     assert made.registers <= registers, made
 
 
@@ -71,7 +70,6 @@ def test_products(tmp_path: Path, backward: bool, gathered: bool, tanh: bool, wi
     weights = (tile["BK"], tile["BN"]) if backward else (tile["BN"], tile["BK"])
     types = TYPES | {"w_tiles": _tensor(*weights), "x_tiles": _tensor(tile["BM"], tile["BK"])}
     made = compiled(kernels.product, types, constants, tmp_path, multiples=("R",), num_warps=tile["num_warps"])
-    assert made.spills == 0, made
     assert made.instructions["HGMMA"], made
 
 
@@ -88,7 +86,6 @@ def test_gradients_of_weights(tmp_path: Path, left: bool, gathered: bool, widths
         kernels.weight_gradient, types, constants | ({} if gathered else {"token_R": None}), tmp_path,
         num_warps=tile["num_warps"],
     )  # fmt: skip
-    assert made.spills == 0, made
     assert made.instructions["HGMMA"], made
 
 
@@ -128,7 +125,6 @@ def test_fp8(tmp_path: Path, kernel: str, constants: dict[str, Any], warps: int)
     made = compiled(
         getattr(fp8, kernel), types, constants, tmp_path, multiples=("N", "W", "P", "SIZE"), num_warps=warps
     )
-    assert made.spills == 0, made
     assert made.registers <= 128, made
     if kernel == "scale_weights":  # ptxas loses bytes where both orders are of the same rounded pairs
         assert made.instructions["F2FP"] == constants["BN"] * constants["BW"] // (32 * warps), made

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,24 +31,6 @@ from tests.patches.test_dsa_indexer_memory import (
 ROOT = Path(__file__).parents[2]
 PATCHES = {"dsa-graph-safety": dsa_graph_safety.PATCH, "dsa-indexer-memory": dsa_indexer_memory.PATCH}
 TOKENS = 256
-
-
-@contextlib.contextmanager
-def one_gpu_process(store: Path) -> Iterator[None]:
-    """Megatron's process groups for one process on the first GPU."""
-    from megatron.core import parallel_state
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
-    torch.cuda.set_device(0)
-    distributed = torch.distributed
-    distributed.init_process_group("nccl", store=distributed.FileStore(str(store), 1), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    try:
-        yield
-    finally:
-        DSAIndexerLossLoggingHelper.tracker.clear()
-        parallel_state.destroy_model_parallel()
-        distributed.destroy_process_group()
 
 
 def layer(variant: str) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
@@ -113,8 +93,9 @@ def captured_in_a_process(variant: str, patches: tuple[str, ...], folder: Path) 
 import os, sys, traceback
 from pathlib import Path
 from megacpp_mcore.patches.machinery.registry import Registry
-from tests.gpu.test_dsa_patches import PATCHES, graph_equals_eager, one_gpu_process
-with one_gpu_process(Path({str(folder / "store")!r})):
+from tests.gpu.runs import one_process
+from tests.gpu.test_dsa_patches import PATCHES, graph_equals_eager
+with one_process(Path({str(folder / "store")!r})):
     Registry(PATCHES.values()).apply({list(patches)!r})
     try:
         graph_equals_eager({variant!r})

@@ -204,21 +204,6 @@ def test_cuda_graph() -> None:
 # --- at the seam -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-
-    distributed, store = torch.distributed, str(tmp_path_factory.mktemp("mla") / "store")
-    distributed.init_process_group("nccl", store=distributed.FileStore(store, 1), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    yield
-    get_cuda_rng_tracker().reset()
-    parallel_state.destroy_model_parallel()
-    distributed.destroy_process_group()
-
-
 @pytest.fixture
 def patched(process: None) -> Iterator[list[str]]:
     """The patch, and what it logs."""

@@ -25,8 +25,8 @@ TAPS, EPS = 4, 1e-5
 XMA_MODULE = "xma.layers"
 XMA = "xma's recurrence (Triton) in the reference"
 ROUNDED_STATE = 0.2
-"""For that peer, which keeps the state in bf16 from token to token: gradients of weights, sums over all tokens of what cancels, are
-off by 0.17 in their worst row, its output by 0.017."""
+"""For that peer, which keeps the state in bf16 from token to token: gradients of weights, sums over all tokens of what cancels,
+are off by 0.17 in their worst row, its output by 0.017."""
 
 
 def problem(options: Options) -> Problem:

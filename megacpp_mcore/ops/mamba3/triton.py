@@ -514,7 +514,7 @@ def _empty_rows(plan: Plan, like: torch.Tensor, width: int) -> torch.Tensor:
 def _chunks(rows: torch.Tensor) -> TensorDescriptor[torch.Tensor]:
     """Rows as the scan's kernels read them, a chunk at a time by the tensor memory accelerator."""
     width = rows.shape[-1]
-    return TensorDescriptor.from_tensor(rows.view(-1, width), [ROWS, width])
+    return TensorDescriptor(rows, [rows.numel() // width, width], [width, 1], [ROWS, width])
 
 
 def _turn_and_add(

@@ -159,10 +159,8 @@ class Plan:
         options = {"num_warps": 4, "num_stages": 1}
         if kernel == "turn_back":
             options["num_warps"] = 1  # its sums stay in a warp
-        elif kernel in ("turn_totals", "tables_fwd"):
+        elif kernel in ("turn_totals", "tables_fwd", "tables_bwd"):
             options["num_warps"] = max(1, self.segment // 32)  # a token a thread
-        elif kernel == "tables_bwd":
-            options["num_warps"] = max(1, self.segment // (64 if self.R == 1 else 32))
         elif kernel == "turn_and_add" and self.N > 64 and self.R > 1:
             options |= {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
         elif kernel == "gate_bwd":

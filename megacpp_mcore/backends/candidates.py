@@ -37,10 +37,10 @@ _SDPA = Support(
 _FLASH4 = Support(
     devices=("cuda",),
     dtypes=("bfloat16", "float16"),
-    dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,)), "rows_per_document": Dim(smallest=16)},
+    dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,))},
     mask=False,
 )
-"""The widths that it was compared with the reference at, and as many documents as a run may have that says nothing of them.
+"""The widths that it was compared with the reference at.
 Its gradients have one order where ``torch.use_deterministic_algorithms`` asks for it."""
 
 _TE_ATTENTION = dataclasses.replace(_SDPA, mask=False, packed=False)

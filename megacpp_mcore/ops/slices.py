@@ -6,7 +6,9 @@ Legend: S sequence, B batch, W values a token over all parts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -50,44 +52,47 @@ class _Split(torch.autograd.Function):
         return torch.cat(pieces, dim=-1), None
 
 
-def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+_Layout = tuple[torch.Size, tuple[int, ...], int]
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
     return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
 
 def empty_gradients(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Uninitialised tensors like ``tensors`` [S, B, …]: those that are one [S, B, W] together lie in one new storage as they do
     in theirs, the others are contiguous."""
-    storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
-    wholes: dict[int, torch.Tensor] = {}
-    for storage in set(storages):
-        parts = [tensor for tensor, of in zip(tensors, storages, strict=True) if of == storage]
-        if _make_a_whole(parts):
-            elements = parts[0].untyped_storage().nbytes() // parts[0].element_size()
-            wholes[storage] = torch.empty(elements, dtype=parts[0].dtype, device=parts[0].device)
+    storages = [(tensor.untyped_storage(), tensor.dtype) for tensor in tensors]
+    places = [(storage.data_ptr(), dtype) for storage, dtype in storages]
+    layouts = [_layout(tensor) for tensor in tensors]
+    wholes: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+    for place, (storage, dtype) in dict(zip(places, storages, strict=True)).items():
+        elements = storage.nbytes() // dtype.itemsize
+        if _make_a_whole(elements, *(layout for layout, of in zip(layouts, places, strict=True) if of == place)):
+            wholes[place] = torch.empty(elements, dtype=dtype, device=storage.device)
     return [
-        wholes[storage].as_strided(*_layout(tensor))
-        if storage in wholes
+        wholes[place].as_strided(*layout)
+        if place in wholes
         else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        for tensor, storage in zip(tensors, storages, strict=True)
+        for tensor, place, layout in zip(tensors, places, layouts, strict=True)
     ]
 
 
-def _make_a_whole(parts: list[torch.Tensor]) -> bool:
+@lru_cache(maxsize=128)
+def _make_a_whole(elements: int, *layouts: _Layout) -> bool:
     """Whether tensors [S, B, …] of one storage share out the values of each token among them, with nothing left."""
-    first = parts[0]
-    rows, end = first.shape[0] * first.shape[1], 0
+    shape, strides, _ = layouts[0]
+    rows, end = shape[0] * shape[1], 0
     if not rows:
         return False
-    for part in sorted(parts, key=torch.Tensor.storage_offset):
-        width = part.numel() // rows
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape[2:], part.stride()[2:], strict=True))
-        same = (part.dtype, part.shape[:2], part.stride()[:2]) == (first.dtype, first.shape[:2], first.stride()[:2])
-        if not same or extent != width or part.storage_offset() != end:
+    for part, steps, offset in sorted(layouts, key=lambda layout: layout[2]):
+        width = math.prod(part) // rows
+        extent = 1 + sum((size - 1) * step for size, step in zip(part[2:], steps[2:], strict=True))
+        if (part[:2], steps[:2]) != (shape[:2], strides[:2]) or extent != width or offset != end:
             return False
         end += width
-    by_sequence, by_row = (first.shape[1] * end, end), (end, first.shape[0] * end)
-    filled = first.untyped_storage().nbytes() == rows * end * first.element_size()
-    return filled and first.stride()[:2] in (by_sequence, by_row)
+    by_sequence, by_row = (shape[1] * end, end), (end, shape[0] * end)
+    return elements == rows * end and strides[:2] in (by_sequence, by_row)
 
 
 def aligned(tensor: torch.Tensor, inner: int = 1) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from megacpp_mcore.ops.mla import sdpa
 from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.ops.packed.documents import other_documents
 from megacpp_mcore.ops.testing import EARLY, assert_parity, query_gradient_terms
 from tests.gpu.device import peak, replayed, without_waiting
 
@@ -139,6 +140,17 @@ def test_masks(S: int, causal: bool, shape: tuple[int, ...], dtype: torch.dtype,
     options = {"softmax_scale": 0.1, "causal": causal, "attention_mask": mask}
     found = outcome(sdpa.sdpa_attention, inputs, **options)
     assert_same(inputs, found, truth(inputs, **options), outcome(eager, inputs, **options), rms, **options)
+
+
+@pytest.mark.parametrize("max_documents", [5, None])
+def test_documents(max_documents: int | None) -> None:
+    inputs, lengths = draw(700, 2), torch.tensor([1, 130, 3, 566, 700], device="cuda")
+    seq_idx = torch.arange(5, device="cuda", dtype=torch.int32).repeat_interleave(lengths).view(2, 700)
+    assert sdpa.fused_backend(*inputs[:3], seq_idx=seq_idx) == SDPBackend.FLASH_ATTENTION
+    assert sdpa.fused_backend(*draw(700, 2, dtype=torch.float32)[:3], seq_idx=seq_idx) == EFFICIENT
+    found = outcome(sdpa.sdpa_attention, inputs, softmax_scale=0.1, seq_idx=seq_idx, max_documents=max_documents)
+    options = {"softmax_scale": 0.1, "causal": True, "attention_mask": other_documents(seq_idx)}
+    assert_same(inputs, found, truth(inputs, **options), outcome(eager, inputs, **options), 5e-3, **options)
 
 
 def test_a_query_that_sees_nothing_gets_zero() -> None:

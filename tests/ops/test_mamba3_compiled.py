@@ -27,7 +27,7 @@ TYPES = (
     | {"seq_ptr": "*i32", "restart_ptr": "*i32", "eps": "fp32", "floor": "fp32"}
 )
 DOTS = ("turn_and_add", "add_gradients", "scan_fwd", "scan_bwd_queries", "scan_bwd_keys")
-OTHERS = ("turn", "gate_fwd", "gate_bwd", "turn_back", "borders", "norm_fwd", "norm_bwd", "tables_fwd", "tables_bwd",
+OTHERS = ("turn", "gate_bwd", "turn_back", "borders", "norm_fwd", "norm_bwd", "tables_fwd", "tables_bwd",
           "angles_bwd", "turn_totals", "turn_carries", "pass_states", "head_norm_fwd", "head_norm_bwd")  # fmt: skip
 CHOICES: dict[str, list[dict[str, Any]]] = {
     "norm_fwd": [{"ROWS": 32}],
@@ -43,6 +43,12 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
 """Compile-time arguments that do not follow from a call's sizes."""
 
 SIZES = [(4, 64), (1, 64), (4, 128), (1, 128)]
+SEVERAL_RANKS = ("add_gradients", "scan_bwd_queries", "turn")
+"""What rank 1 has no use for."""
+
+
+def _cases(kernels: tuple[str, ...]) -> list[tuple[str, int, int]]:
+    return [(name, *size) for name in kernels for size in SIZES if size[0] > 1 or name not in SEVERAL_RANKS]
 
 
 def _plan(rank: int, state: int, even: bool) -> Plan:
@@ -63,12 +69,14 @@ def _check(kernel: str, plan: Plan, folder: Path) -> None:
     function = getattr(kernels, kernel)
     choices = CHOICES.get(kernel, [{}])
     if kernel == "scan_bwd_keys":
-        choices = list(plan.key_parts)
+        choices = [part | ({} if part["QUERIES"] else {"dq_desc": None}) for part in plan.key_parts]
+    elif kernel == "turn_and_add":
+        choices = [{"BACK": back} for back in ((False, True) if plan.R == 1 else (False,))]
     elif kernel == "scan_fwd":
-        choices = [{"RAW": True, "GATED": False, "y_ptr": None}]
-        if plan.gates_in_scan:
-            choices.append({"RAW": plan.keeps, "GATED": True} | ({} if plan.keeps else {"o_desc": None}))
-    every = plan.sizes() | {"PN": plan.P * plan.N}
+        choices = [{"RAW": plan.keeps, "GATED": True} | ({} if plan.keeps else {"o_desc": None})]
+        if not plan.keeps:
+            choices.append({"RAW": True, "GATED": False, "y_ptr": None})
+    every = plan.sizes
     for choice in choices:
         constants = {name: value for name, value in every.items() if name in function.arg_names} | choice
         constants = {name: value for name, value in constants.items() if name not in ("S", "B")}
@@ -76,18 +84,16 @@ def _check(kernel: str, plan: Plan, folder: Path) -> None:
         constants = {name: value for name, value in constants.items() if name not in run_time}
         pointers = {name: TYPES.get(name, "*fp32") for name in function.arg_names if name.endswith("_ptr")}
         types = TYPES | pointers | _chunks(function.arg_names, plan, raw=choice.get("RAW", False))
-        made = compiled(function, types, constants, folder, **plan.launch(kernel))
+        made = compiled(function, types, constants, folder, **plan.options(kernel))
         assert bool(made.instructions["HGMMA"]) == (kernel in DOTS), (kernel, choice, made)
 
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "odd"])
-@pytest.mark.parametrize(("rank", "state"), SIZES)
-@pytest.mark.parametrize("kernel", DOTS)
+@pytest.mark.parametrize(("kernel", "rank", "state"), _cases(DOTS))
 def test_products(tmp_path: Path, kernel: str, rank: int, state: int, even: bool) -> None:
     _check(kernel, _plan(rank, state, even), tmp_path)
 
 
-@pytest.mark.parametrize(("rank", "state"), SIZES)
-@pytest.mark.parametrize("kernel", OTHERS)
+@pytest.mark.parametrize(("kernel", "rank", "state"), _cases(OTHERS))
 def test_others(tmp_path: Path, kernel: str, rank: int, state: int) -> None:
     _check(kernel, _plan(rank, state, False), tmp_path)

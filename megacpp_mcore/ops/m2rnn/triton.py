@@ -229,6 +229,7 @@ class _Problem(NamedTuple):
             P,
             R=K // recurrence.ROWS,
             **(self._constants() | {"TOKENS": convolution.TOKENS_BACKWARD}),
+            enable_fp_fusion=False,  # threads that store the same sum of products have the same bits of it
         )
         dq, dk = (x.new_empty(x.shape) for x in (self.q, self.k))
         dv = self.v.new_empty(self.v.shape)

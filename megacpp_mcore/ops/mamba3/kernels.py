@@ -410,12 +410,15 @@ def _decays(la_ptr, w_ptr, rows, L: tl.constexpr):
 
 @triton.jit
 def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, turns_ptr, la_ptr, w_ptr,
-                 k_ptr, q_ptr, state_ptr, keep_ptr, sx_s, sx_b, S, SP, NSEG,
+                 k_ptr, q_ptr, state_ptr, keep_ptr, sx_s, sx_b, sx_h, S, SP, NSEG,
                  H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr,
-                 L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr,
+                 L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr, BACK: tl.constexpr,
                  PRECISION: tl.constexpr):  # fmt: skip
     """Keys and queries, which are B and C with bias, turned: [B, H, SP / L, M, N]. Also what a segment adds to the state
-    [P, N], and how much it keeps of the one before. Programs (H, NSEG, B)."""
+    [P, N], and how much it keeps of the one before. Programs (H, NSEG, B).
+
+    BACK, for segments of one chunk at rank 1: what a segment adds to the gradient of the state before it, where ``x`` is the
+    gradient of the scan's output and keys and queries have changed places."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     DT: tl.constexpr = x_ptr.dtype.element_ty
@@ -430,7 +433,7 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, turns_pt
     x_rows = token[:, None] * (sx_s * 8) + p[None, :]
     bc = (b * G + h // (H // G)).to(tl.int64) * (R * SP * N) + t0 * N
     turns_ptr += (bh * SP + t0) * (2 * A)
-    x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * sx_b * 8 + h * P
+    x_ptr += (t0.to(tl.int64) * sx_s + b.to(tl.int64) * sx_b + h.to(tl.int64) * sx_h) * 8
     la_ptr += bh * SP + t0
     w_ptr += bh * SP + t0
     k_ptr += (bh * SP + t0) * (R * N)
@@ -443,11 +446,12 @@ def turn_and_add(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, turns_pt
         tl.store(q_ptr + tile, q.to(DT))
         k = _turned(bn_ptr + bc + rows, b_bias_ptr + bias, cos, sin, R, L, N).to(DT)
         tl.store(k_ptr + tile, k)
-        _, leave, keep = _decays(la_ptr, w_ptr, token, L)
+        enter, leave, keep = _decays(la_ptr, w_ptr, token, L)
         v = _tile(x_ptr + x_rows, (t0 + token < S)[:, None], EVEN)
         if MIMO:
             v = v * tl.load(mix).to(tl.float32)
-        state = tl.dot((v * leave[:, None]).to(DT).T, k, state * keep, input_precision=PRECISION)
+        v = v * (enter if BACK else leave)[:, None]
+        state = tl.dot(v.to(DT).T, k, state * keep, input_precision=PRECISION)
         kept = kept * keep
         t0 += L
         bc += L * N
@@ -521,6 +525,19 @@ def add_gradients(q_ptr, do_ptr, la_ptr, w_ptr, dstate_ptr, keep_ptr, SP, NSEG,
 
 
 @triton.jit
+def _four_segments(base, keeps, first, PN: tl.constexpr, NSEG: tl.constexpr, REVERSE: tl.constexpr):
+    """What four segments add to the state, and how much they keep; the last one again where there are fewer."""
+    added = ()
+    keep = ()
+    for j in tl.static_range(4):
+        s = min(first + j, NSEG - 1)
+        s = NSEG - 1 - s if REVERSE else s
+        added = added + (tl.load(base + s * PN),)  # noqa: RUF005
+        keep = keep + (tl.load(keeps + s),)  # noqa: RUF005
+    return added, keep
+
+
+@triton.jit
 def pass_states(state_ptr, keep_ptr, initial_ptr, final_ptr,
                 H: tl.constexpr, PN: tl.constexpr, NSEG: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
                 INITIAL: tl.constexpr):  # fmt: skip
@@ -538,24 +555,20 @@ def pass_states(state_ptr, keep_ptr, initial_ptr, final_ptr,
     DT: tl.constexpr = state_ptr.dtype.element_ty
     if REVERSE:
         tl.store(base + NSEG * PN, carry.to(DT))
-    # Four segments at a time, so that as many loads are on their way.
+    added, keep = _four_segments(base, keeps, 0, PN, NSEG, REVERSE)
     for first in range(0, NSEG, 4):
-        added = ()
-        keep = ()
-        for j in tl.static_range(4):
-            s = min(first + j, NSEG - 1)
-            s = NSEG - 1 - s if REVERSE else s
-            added = added + (tl.load(base + s * PN).to(tl.float32),)  # noqa: RUF005
-            keep = keep + (tl.load(keeps + s),)  # noqa: RUF005
+        # The next four are on their way before anything is stored, which no load is moved across.
+        added_next, keep_next = _four_segments(base, keeps, first + 4, PN, NSEG, REVERSE)
         for j in tl.static_range(4):
             if first + j < NSEG:
                 s = NSEG - 1 - first - j if REVERSE else first + j
                 if REVERSE:
-                    carry = carry * keep[j] + added[j]
+                    carry = carry * keep[j] + added[j].to(tl.float32)
                     tl.store(base + s * PN, carry.to(DT))
                 else:
                     tl.store(base + s * PN, carry.to(DT))
-                    carry = carry * keep[j] + added[j]
+                    carry = carry * keep[j] + added[j].to(tl.float32)
+        added, keep = added_next, keep_next
     if not REVERSE:
         tl.store(base + NSEG * PN, carry.to(DT))
     tl.store(final_ptr + bh * PN + e, carry)
@@ -718,41 +731,6 @@ def scan_fwd(x_ptr, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr, la_ptr
 
 
 @triton.jit
-def gate_fwd(z_ptr, y_ptr, mz_ptr, mo_ptr, out_ptr, sz_s, sz_b, S, SP, B,
-             H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, CHUNKS: tl.constexpr,
-             MIMO: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """The gate and the rank mix of a RAW scan's ``y``: out [S, B, H, P]. Programs (H, NSEG, B).
-
-    Rank by rank, in tiles [TOKENS, P], as :func:`gate_bwd` is."""
-    h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    TOKENS: tl.constexpr = min(L, max(4, 16 // R))
-    one, p = tl.arange(0, TOKENS), tl.arange(0, P)
-    t0 = seg * (CHUNKS * L)
-    y_ptr += ((b * H + h).to(tl.int64) * SP + t0) * (R * P)
-    z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * sz_b * 8 + h * P
-    out_ptr += (t0.to(tl.int64) * B + b) * (H * P) + h * P
-    for step in tl.range(CHUNKS * L // TOKENS):
-        first = step * TOKENS
-        inside = (t0 + first + one < S)[:, None]
-        z = _tile(z_ptr + first * (sz_s * 8) + one[:, None] * (sz_s * 8) + p[None, :], inside, EVEN)
-        out = tl.zeros((TOKENS, P), tl.float32)
-        for rank in tl.static_range(R):
-            here = first // L * (R * L * P) + rank * (L * P) + first % L * P
-            y = tl.load(y_ptr + here + one[:, None] * P + p[None, :]).to(tl.float32)
-            if MIMO:
-                mix = h * (R * P) + rank * P + p
-                gate = _silu(z * tl.load(mz_ptr + mix).to(tl.float32)[None, :])
-                out += y * gate * tl.load(mo_ptr + mix).to(tl.float32)[None, :]
-            else:
-                out += y * _silu(z)
-        rows = out_ptr + first * B * (H * P) + one[:, None] * (B * H * P) + p[None, :]
-        if EVEN:
-            tl.store(rows, out.to(out_ptr.dtype.element_ty))
-        else:
-            tl.store(rows, out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _gate_inputs(z_ptr, dy_ptr, y_ptr, sz_s, sy_s, first, t0, S,
                  R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, TOKENS: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """z, dy and every rank's y of TOKENS tokens of a segment, [TOKENS, P]."""
@@ -854,12 +832,11 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, y_ptr, do_ptr, dz_ptr
 
 
 @triton.jit
-def scan_bwd_queries(x_ptr, k_desc, q_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr,
-                     dq_desc, dgamma_ptr, sx_s, sx_b, S, SP, NSEG,
+def scan_bwd_queries(x_ptr, k_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr, dq_desc, sx_s, sx_b, S, SP, NSEG,
                      H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
                      L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
                      EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """The gradients of the queries [B, H, SP / L, M, N] and of γ; first token to last; programs (H, NSEG, B)."""
+    """The gradients of the queries [B, H, SP / L, M, N]; first token to last; programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     DT: tl.constexpr = x_ptr.dtype.element_ty
@@ -876,7 +853,7 @@ def scan_bwd_queries(x_ptr, k_desc, q_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamm
         start = t0 + chunk * L
         row = table + chunk * L
         first = (row * R).to(tl.int32)
-        k, q, do = k_desc.load([first, 0]), q_desc.load([first, 0]), do_desc.load([first, 0])
+        k, do = k_desc.load([first, 0]), do_desc.load([first, 0])
         inside = (start + token < S)[:, None]
         x_at = x_ptr + chunk * L * (sx_s * 8) + x_rows
         v, enter, leave, keep, weights = _values_and_weights(
@@ -884,11 +861,7 @@ def scan_bwd_queries(x_ptr, k_desc, q_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamm
         )  # fmt: skip
         held = state.to(DT)
         state = tl.dot((v * leave[:, None]).to(DT).T, k, state * keep, input_precision=PRECISION)
-        v = v.to(DT)
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
-        dweights = tl.dot(do, v.T, input_precision=PRECISION)
-        dgamma = tl.sum(tl.where(token[:, None] == token[None, :], dweights * scores, 0.0), 1)
-        tl.store(dgamma_ptr + row + tl.arange(0, L), _rows_over_ranks(dgamma, R, L))
+        dweights = tl.dot(do, v.to(DT).T, input_precision=PRECISION)
         dweights = _weighted(dweights, weights, M, R, L).to(DT)
         dq = tl.dot(do, held, input_precision=PRECISION) * enter[:, None]
         dq = tl.dot(dweights, k, dq, input_precision=PRECISION)
@@ -896,13 +869,14 @@ def scan_bwd_queries(x_ptr, k_desc, q_desc, do_desc, mx_ptr, la_ptr, w_ptr, gamm
 
 
 @triton.jit
-def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, dstate_ptr,
-                  dk_desc, dx_ptr, dmx_ptr, sx_s, sx_b, sg_s, sg_b, part_s, S, SP, NSEG,
+def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, gamma_ptr, state_ptr, dstate_ptr,
+                  dk_desc, dq_desc, dx_ptr, dmx_ptr, dgamma_ptr, sx_s, sx_b, sg_s, sg_b, part_s, S, SP, NSEG,
                   H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-                  L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr,
-                  EVEN: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """The gradients of the keys [B, H, SP / L, M, N], of x, and of mimo_x (a part a segment); last token to first; both, or one
-    of them where both do not fit in the registers. Programs (H, NSEG, B)."""
+                  L: tl.constexpr, CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr,
+                  KEYS: tl.constexpr, VALUES: tl.constexpr, QUERIES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """KEYS, the gradients of the keys [B, H, SP / L, M, N]; VALUES, those of x, of mimo_x (a part a segment) and of γ; last
+    token to first; one of them where both do not fit in the registers. QUERIES, with KEYS and segments of one chunk: those of
+    the queries too, into what may be the place of ``do``. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     ROWS: tl.constexpr = 16
@@ -915,10 +889,11 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
     x_rows = token[:, None] * (sx_s * 8) + p[None, :]
     dx_rows = one[:, None] * (sg_s * 8) + p[None, :]
     table = bh * SP + t0
+    border = (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]
     x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * sx_b * 8 + h * P
     dx_ptr += t0.to(tl.int64) * (sg_s * 8) + b.to(tl.int64) * sg_b * 8 + h * P
     skip = tl.load(D_ptr + h).to(tl.float32)
-    dstate = tl.load(dstate_ptr + (bh * (NSEG + 1) + seg + 1) * (P * N) + p[:, None] * N + n[None, :]).to(tl.float32)
+    dstate = tl.load(dstate_ptr + border + P * N).to(tl.float32)
     dmx = tl.zeros((ROWS, P), tl.float32)
     for back in tl.range(CHUNKS):
         chunk = CHUNKS - 1 - back
@@ -935,8 +910,11 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
         held = dstate.to(DT)
         entering = (do.to(tl.float32) * enter[:, None]).to(DT)
         dstate = tl.dot(entering.T, q, dstate * keep, input_precision=PRECISION)
+        dweights = tl.dot(v, do.T, input_precision=PRECISION)
         if VALUES:
             scores = tl.dot(k, q.T, input_precision=PRECISION)
+            dgamma = tl.sum(tl.where(token[:, None] == token[None, :], dweights * scores, 0.0), 1)
+            tl.store(dgamma_ptr + row + one, _rows_over_ranks(dgamma, R, L))
             scores = (_weighted(scores, weights, M, R, L) + tl.where(m[:, None] == m[None, :], skip, 0.0)).to(DT)
             dv = tl.dot(k, held.T, input_precision=PRECISION) * leave[:, None]
             dv = tl.dot(scores, do, dv, input_precision=PRECISION).to(DT).to(tl.float32)
@@ -951,11 +929,14 @@ def scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w_ptr, 
             else:
                 tl.store(out, dx, mask=(start + one < S)[:, None])
         if KEYS:
-            dweights = tl.dot(v, do.T, input_precision=PRECISION)
             dweights = _weighted(dweights, weights, M, R, L).to(DT)
             dk = tl.dot(v, held, input_precision=PRECISION) * leave[:, None]
             dk = tl.dot(dweights, q, dk, input_precision=PRECISION)
             dk_desc.store([first, 0], dk.to(DT))
+            if QUERIES:
+                dq = tl.dot(do, tl.load(state_ptr + border), input_precision=PRECISION) * enter[:, None]
+                dq = tl.dot(dweights.T, k, dq, input_precision=PRECISION)
+                dq_desc.store([first, 0], dq.to(DT))
     if MIMO and VALUES:
         r = tl.arange(0, ROWS)
         part = (b * NSEG + seg).to(tl.int64) * part_s + h * (R * P) + r[:, None] * P + p[None, :]

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch.autograd.function import once_differentiable
+from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megacpp_mcore.errors import ModelError
@@ -42,7 +43,7 @@ SEGMENT = 128
 SCRATCH_BYTES = 2**28
 """What the keys, like the three tensors of their size, may take on the way back, unless one row of the batch takes more."""
 
-COLUMNS = 64
+COLUMNS = 32
 """Of the state, at most, that one program turns back: its sums over heads stay in registers."""
 
 HEADS = 16
@@ -74,8 +75,8 @@ class Plan:
 
     @cached_property
     def segment(self) -> int:
-        """Tokens of a segment."""
-        return max(SEGMENT, self.chunk)
+        """Tokens of a segment; at rank 1 one chunk, whose states are no larger than its keys."""
+        return self.chunk if self.R == 1 else max(SEGMENT, self.chunk)
 
     @cached_property
     def segments(self) -> int:
@@ -97,14 +98,12 @@ class Plan:
         """A program for each head of each segment."""
         return self.H, self.segments, self.B
 
-    def sizes(self, *names: str) -> dict[str, Any]:
-        """Compile-time arguments of kernels, by name; all of them if none is named."""
-        return {name: self._sizes[name] for name in names or self._sizes}
-
     @cached_property
-    def _sizes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
+        """Compile-time arguments of kernels, by name."""
         return {name: getattr(self, name) for name in "HGRPNA"} | {
             "AP": self.planes,
+            "PN": self.P * self.N,
             "L": self.chunk,
             "T": self.segment,
             "CHUNKS": self.segment // self.chunk,
@@ -119,11 +118,6 @@ class Plan:
             "PARTS": self.parts,
             "SHARES": self.shares,
         }
-
-    @property
-    def gates_in_scan(self) -> bool:
-        """Whether the forward scan has registers left for the gate; otherwise a kernel of its own applies it."""
-        return self.R > 1 or self.N <= 64
 
     @property
     def keeps(self) -> bool:
@@ -156,15 +150,15 @@ class Plan:
     @property
     def key_parts(self) -> tuple[dict[str, bool], ...]:
         """What each launch of ``scan_bwd_keys`` does: a state of 128 needs the registers for half of it."""
-        if self.N <= 64:
-            return ({"KEYS": True, "VALUES": True},)
-        return ({"KEYS": True, "VALUES": False}, {"KEYS": False, "VALUES": True})
+        if self.N <= 64 or self.R == 1:
+            return ({"KEYS": True, "VALUES": True, "QUERIES": self.R == 1},)
+        return ({"KEYS": True, "VALUES": False, "QUERIES": False}, {"KEYS": False, "VALUES": True, "QUERIES": False})
 
-    def launch(self, kernel: str) -> dict[str, int]:
+    def options(self, kernel: str) -> dict[str, int]:
         """How a kernel that works on chunks is launched."""
         options = {"num_warps": 4, "num_stages": 1}
         if kernel == "turn_back":
-            options["num_warps"] = 2  # more of its sums stay in a thread
+            options["num_warps"] = 1  # its sums stay in a warp
         elif kernel in ("turn_totals", "tables_fwd", "tables_bwd"):
             options["num_warps"] = max(1, self.segment // 32)  # a token a thread
         elif kernel == "turn_and_add" and self.N > 64 and self.R > 1:
@@ -173,9 +167,55 @@ class Plan:
             options["maxnreg"] = 80  # six programs on a multiprocessor; the compiler takes registers for five
         elif kernel in ("scan_fwd", "scan_bwd_queries", "scan_bwd_keys"):
             options["num_stages"] = 2  # the next chunk's rows come meanwhile
-            if kernel != "scan_bwd_keys" and self.N <= 64 and self.R == 4:
-                options["maxnreg"] = 168  # three programs on a multiprocessor; other ranks would spill
+            if (kernel == "scan_bwd_keys" and self.R == 1) or (
+                kernel != "scan_bwd_keys" and self.N <= 64 and self.R == 4
+            ):
+                options["maxnreg"] = 168  # three programs on a multiprocessor; others would spill
         return options
+
+
+_plan = lru_cache(maxsize=128)(Plan)
+"""What follows from the sizes of a call is computed once."""
+
+
+class _Launcher:
+    """Launches kernels for the sizes of a plan.
+
+    Calls that are alike go past Triton's look-up of every argument, which takes the host longer than most kernels take the
+    device. What Triton compiles a kernel for, types, alignments and integers, follows from the plan and from the tensors that
+    are given here, all that a call was handed: what it allocates itself is aligned, and laid out as the plan says.
+    """
+
+    def __init__(self, plan: Plan, x: torch.Tensor, *others: torch.Tensor | None) -> None:
+        alike = [None if t is None else (t.dtype, t.data_ptr() % 16, t.stride()) for t in (x, *others)]
+        self.plan, self._device = plan, x.get_device()
+        self._compiled = _compiled_before(plan, self._device, *alike)
+        hooks = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
+        self._watched = any(getattr(hook, "calls", hook) for hook in hooks)
+
+    def __call__(self, kernel: Any, grid: tuple[int, int, int], *arguments: Any, **choices: Any) -> None:
+        """Launch ``kernel``, whose compile-time arguments, the last ones, are sizes of the plan or ``choices``."""
+        key = (kernel.__name__, *choices.values())
+        if key in self._compiled and not self._watched:
+            compiled, constants = self._compiled[key]
+            stream = triton.runtime.driver.active.get_current_stream(self._device)
+            # Addresses, as a tensor's is looked up in the driver.
+            given = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in arguments]
+            compiled.run(
+                *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *given, *constants
+            )  # fmt: skip
+            return
+        sizes = self.plan.sizes | choices
+        named = {name: sizes[name] for name in kernel.arg_names[len(arguments) :]}
+        made = kernel[grid](*arguments, **named, **self.plan.options(kernel.__name__))
+        if isinstance(made, CompiledKernel):  # not under the interpreter
+            self._compiled[key] = made, tuple(named.values())
+
+
+@lru_cache(maxsize=128)
+def _compiled_before(*alike: Any) -> dict[Any, tuple[CompiledKernel, tuple[Any, ...]]]:
+    """The kernels of earlier calls that were alike."""
+    return {}
 
 
 class _Parameters(NamedTuple):
@@ -244,7 +284,7 @@ def mamba3(
     S, B, H, P = x_SBHP.shape
     G, R, N = b_SBGRN.shape[2:]
     A = angles_SBA.shape[-1]
-    plan = Plan(
+    plan = _plan(
         S, B, H, P, G, R, N, A, mimo_x is not None, seq_idx is not None, activation == "heavy_tail", A_floor, eps
     )  # fmt: skip
     _check_kernels(plan, activation, x_SBHP, z_SBHP, b_SBGRN, c_SBGRN, dd_dt_SBH, dd_A_SBH, trap_SBH, angles_SBA)
@@ -357,7 +397,7 @@ def _parameters(
 
 
 def _tables(
-    plan: Plan,
+    launch: _Launcher,
     b: torch.Tensor,
     c: torch.Tensor,
     gates: tuple[torch.Tensor, ...],
@@ -369,48 +409,52 @@ def _tables(
     final: bool,
 ) -> _Tables:
     """Run the kernels that make the tables."""
+    plan = launch.plan
     device, dtype = b.device, _table_dtype(b.dtype)
     B, H, G, R, N, A, SP = plan.B, plan.H, plan.G, plan.R, plan.N, plan.A, plan.padded
     normed = torch.empty(2, B, G, R, SP, N, device=device, dtype=dtype)
-    kernels.norm_fwd[(triton.cdiv(SP, 32), G * R, 2 * B)](
-        b, c, *weights, normed, *eighths(b), b.stride(2), b.stride(3), plan.S, SP, B, plan.eps,
-        **plan.sizes("G", "R", "N", "HALF"), ROWS=32,
+    launch(
+        kernels.norm_fwd, (triton.cdiv(SP, 32), G * R, 2 * B),
+        b, c, *weights, normed, *eighths(b), b.stride(2), b.stride(3), plan.S, SP, B, plan.eps, ROWS=32,
     )  # fmt: skip
     dd_dt, dd_A, trap, angles = gates
     segments = plan.segments
     totals = torch.empty(B, H, segments, A, device=device)
     carries = torch.empty_like(totals)
     restarts = torch.empty(B, segments, device=device, dtype=torch.int32)
-    kernels.turn_totals[plan.grid](
+    launch(
+        kernels.turn_totals, plan.grid,
         dd_dt, dt_bias, angles, seq_idx, totals, restarts, *_per_token(dd_dt), *_per_token(angles), plan.S, segments,
-        **plan.sizes("H", "A", "AP", "T", "PACKED"), **plan.launch("turn_totals"),
     )  # fmt: skip
-    kernels.turn_carries[(H, B)](
-        totals, restarts, totals if initial_theta is None else initial_theta, carries,
-        **plan.sizes("H", "A", "AP", "NSEG", "PACKED"), BLOCK=32, INITIAL=initial_theta is not None,
+    launch(
+        kernels.turn_carries, (H, B, 1),
+        totals, restarts, totals if initial_theta is None else initial_theta, carries, BLOCK=32,
+        INITIAL=initial_theta is not None,
     )  # fmt: skip
     la, w, gamma = torch.empty(3, B, H, SP, device=device).unbind()
     turns = torch.empty(B, H, SP, 2 * A, device=device, dtype=dtype)
     theta = torch.empty(B, H, A, device=device)
-    kernels.tables_fwd[plan.grid](
+    launch(
+        kernels.tables_fwd, plan.grid,
         dd_dt, dd_A, trap, angles, dt_bias, seq_idx, carries, la, w, gamma, turns, theta,
         *_per_token(dd_dt), *_per_token(dd_A), *_per_token(trap), *_per_token(angles), plan.S, SP, segments,
-        plan.A_floor, **plan.sizes("H", "A", "AP", "T", "L", "HEAVY", "PACKED"), FINAL=final,
-        **plan.launch("tables_fwd"),
+        plan.A_floor, FINAL=final,
     )  # fmt: skip
     return _Tables(normed, la, w, gamma, turns, theta)
 
 
 def _pass_states(
-    plan: Plan, states: torch.Tensor, keeps: torch.Tensor, initial: torch.Tensor | None, *, reverse: bool
+    launch: _Launcher, states: torch.Tensor, keeps: torch.Tensor, initial: torch.Tensor | None, *, reverse: bool
 ) -> torch.Tensor:
     """Carry states from segment to segment, in place; returns what leaves, [B, H, P, N] float32."""
+    plan = launch.plan
     elements = plan.P * plan.N
     block = min(1024, elements)
     final = torch.empty(plan.B, plan.H, plan.P, plan.N, device=states.device)
-    kernels.pass_states[(elements // block, plan.H, plan.B)](
-        states, keeps, final if initial is None else initial, final, **plan.sizes("H", "NSEG"), PN=elements, BLOCK=block,
-        REVERSE=reverse, INITIAL=initial is not None,
+    launch(
+        kernels.pass_states, (elements // block, plan.H, plan.B),
+        states, keeps, final if initial is None else initial, final, BLOCK=block, REVERSE=reverse,
+        INITIAL=initial is not None,
     )  # fmt: skip
     return final
 
@@ -446,27 +490,17 @@ class _Scan(torch.autograd.Function):
             b, c = b.contiguous(), c.contiguous()
         gates = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in (dd_dt, dd_A, trap, angles))
         documents = gates[0] if seq_idx is None else seq_idx
+        launch = _Launcher(plan, x, z, b, c, *gates, *inputs[8:])
         parameters = _parameters(plan, x.dtype, D, b_bias, c_bias, tuple(mix))
-        tables = _tables(plan, b, c, gates, dt_bias, (b_norm, c_norm), documents, theta0, final=final)
+        tables = _tables(launch, b, c, gates, dt_bias, (b_norm, c_norm), documents, theta0, final=final)
         keys, queries = _empty_rows(plan, x, plan.N), _empty_rows(plan, x, plan.N)
         states = torch.empty(plan.B, plan.H, plan.segments + 1, plan.P, plan.N, device=x.device, dtype=x.dtype)
         keeps = torch.empty(plan.B, plan.H, plan.segments, device=x.device)
-        kernels.turn_and_add[plan.grid](
-            x, *tables.normed, *parameters.biases, parameters.mimo_x, tables.turns,
-            tables.la, tables.w, keys, queries, states, keeps, *eighths(x), plan.S, plan.padded,
-            plan.segments, **plan.sizes("H", "G", "R", "P", "N", "A", "L", "CHUNKS", "MIMO", "EVEN", "PRECISION"),
-            **plan.launch("turn_and_add"),
-        )  # fmt: skip
-        h = _pass_states(plan, states, keeps, h0, reverse=False)
+        _turn_and_add(launch, x, parameters, tables, keys, queries, states, keeps)
+        h = _pass_states(launch, states, keeps, h0, reverse=False)
         out = torch.empty(plan.S, plan.B, plan.H, plan.P, device=x.device, dtype=x.dtype)
-        ungated = _empty_rows(plan, x, plan.P) if plan.keeps or not plan.gates_in_scan else None
-        gated = out if plan.gates_in_scan else None
-        _scan(plan, x, z, keys, queries, parameters, tables, states, gated, ungated)
-        if not plan.gates_in_scan:
-            kernels.gate_fwd[plan.grid](
-                z, ungated, parameters.mimo_z, parameters.mimo_o, out, *eighths(z), plan.S, plan.padded, plan.B,
-                **plan.sizes("H", "R", "P", "L", "CHUNKS", "MIMO", "EVEN"), **plan.launch("gate_fwd"),
-            )  # fmt: skip
+        ungated = _empty_rows(plan, x, plan.P) if plan.keeps else None
+        _scan(launch, x, z, keys, queries, parameters, tables, states, out, ungated)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         if not final:
@@ -492,11 +526,37 @@ def _empty_rows(plan: Plan, like: torch.Tensor, width: int) -> torch.Tensor:
 def _chunks(rows: torch.Tensor) -> TensorDescriptor[torch.Tensor]:
     """Rows as the scan's kernels read them, a chunk at a time by the tensor memory accelerator."""
     width = rows.shape[-1]
-    return TensorDescriptor.from_tensor(rows.view(-1, width), [ROWS, width])
+    return TensorDescriptor(rows, [rows.numel() // width, width], [width, 1], [ROWS, width])
+
+
+def _turn_and_add(
+    launch: _Launcher,
+    x: torch.Tensor,
+    parameters: _Parameters,
+    tables: _Tables,
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    states: torch.Tensor,
+    keeps: torch.Tensor,
+    *,
+    back: bool = False,
+) -> None:
+    """Keys and queries, and what segments add to the state, or on the way ``back``, where ``x`` is the gradient of the scan's
+    output, to its gradient."""
+    plan = launch.plan
+    normed, biases = tables.normed.unbind(), parameters.biases.unbind()
+    rows = (keys, queries)
+    if back:
+        normed, biases, rows = normed[::-1], biases[::-1], rows[::-1]
+    launch(
+        kernels.turn_and_add, plan.grid,
+        x, *normed, *biases, parameters.mimo_x, tables.turns, tables.la, tables.w, *rows, states, keeps, *eighths(x, 3),
+        plan.S, plan.padded, plan.segments, MIMO=plan.mimo and not back, BACK=back,
+    )  # fmt: skip
 
 
 def _scan(
-    plan: Plan,
+    launch: _Launcher,
     x: torch.Tensor,
     z: torch.Tensor,
     keys: torch.Tensor,
@@ -508,12 +568,12 @@ def _scan(
     ungated: torch.Tensor | None,
 ) -> None:
     """The scan's output after the gate, before it, or both: where there is room for it."""
-    kernels.scan_fwd[plan.grid](
+    plan = launch.plan
+    launch(
+        kernels.scan_fwd, plan.grid,
         x, z, _chunks(keys), _chunks(queries), parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, parameters.D,
         tables.la, tables.w, tables.gamma, states, gated, None if ungated is None else _chunks(ungated), *eighths(x),
-        *eighths(z), plan.S, plan.padded, plan.segments, plan.B,
-        **plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "EVEN", "PRECISION"), RAW=ungated is not None,
-        GATED=gated is not None, **plan.launch("scan_fwd"),
+        *eighths(z), plan.S, plan.padded, plan.segments, plan.B, RAW=ungated is not None, GATED=gated is not None,
     )  # fmt: skip
 
 
@@ -531,10 +591,12 @@ def _backward(
     found = []
     for rows in plan.batches:
         some = plan if rows.stop - rows.start == plan.B else replace(plan, B=rows.stop - rows.start)
-        by_token = ([t[:, rows] for t in inputs], [t[:, rows] for t in gradients], dout[:, rows])
-        by_row = [None if t is None else t[rows].contiguous() for t in (seq_idx, theta0, states, dh, dtheta)]
-        of_rows = [kept[0][:, rows].contiguous(), *(t[rows] for t in kept[1:])] if kept else []
-        found.append(_backward_of_rows(some, parameters, dt_bias, norms, *by_token, of_rows, *by_row))
+        of_rows: list[Any] = [inputs, gradients, dout, kept, seq_idx, theta0, states, dh, dtheta]
+        if some is not plan:
+            by_token = ([t[:, rows] for t in inputs], [t[:, rows] for t in gradients], dout[:, rows])
+            of_kept = [kept[0][:, rows].contiguous(), *(t[rows] for t in kept[1:])] if kept else []
+            of_rows = [*by_token, of_kept, *(None if t is None else t[rows] for t in of_rows[4:])]
+        found.append(_backward_of_rows(some, parameters, dt_bias, norms, *of_rows))
     *sums, dh0, dtheta0 = zip(*found, strict=True)
     of_segments, of_biases, of_norms = (reduce(torch.add, parts) for parts in sums)
     ddt_bias, dD, *mixes = of_segments.split(plan.part_sizes)
@@ -571,71 +633,72 @@ def _backward_of_rows(
     documents = dd_dt if seq_idx is None else seq_idx
     S, B, H, G, R, P, N, A, SP = plan.S, plan.B, plan.H, plan.G, plan.R, plan.P, plan.N, plan.A, plan.padded
     segments, device = plan.segments, x.device
+    seq_idx, theta0, dh, dtheta = (None if t is None else t.contiguous() for t in (seq_idx, theta0, dh, dtheta))
+    launch = _Launcher(plan, *inputs, *gradients, dout, dt_bias, *norms, *parameters, seq_idx, theta0, dh, dtheta)
     if kept:
         tables, ungated = _Tables(*kept[:-1]), kept[-1]
     else:
-        tables = _tables(plan, b, c, tuple(gates), dt_bias, norms, documents, theta0, final=False)
-    common = plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "MIMO", "EVEN", "PRECISION")
+        tables = _tables(launch, b, c, tuple(gates), dt_bias, norms, documents, theta0, final=False)
     parts = torch.empty(B * segments, sum(plan.part_sizes), device=device)
     ddt_bias, dD, *mixes = parts.split(plan.part_sizes, dim=1)
     dmimo_x, dmimo_z, dmimo_o = mixes or [parts] * 3  # SISO has none: any pointer does
 
     keys, queries, do = (_empty_rows(plan, x, width) for width in (N, N, P))
-    kernels.turn[plan.grid](
-        *tables.normed, *parameters.biases, tables.turns, keys, queries, SP,
-        **plan.sizes("H", "G", "R", "N", "A", "L", "CHUNKS"), **plan.launch("turn"),
-    )  # fmt: skip
     if not kept:
+        launch(kernels.turn, plan.grid, *tables.normed, *parameters.biases, tables.turns, keys, queries, SP)
         ungated = do  # a tile is read before its gradient is written
-        _scan(plan, x, z, keys, queries, parameters, tables, states, None, ungated)
-    kernels.gate_bwd[plan.grid](
+        _scan(launch, x, z, keys, queries, parameters, tables, states, None, ungated)
+    launch(
+        kernels.gate_bwd, plan.grid,
         x, z, dout, parameters.mimo_x, parameters.mimo_z, parameters.mimo_o, ungated, do, dz, dmimo_z, dmimo_o, dD,
         *eighths(x), *eighths(z), *eighths(dout), *eighths(dz), parts.stride(0), S, SP, segments,
-        **plan.sizes("H", "R", "P", "L", "CHUNKS", "MIMO", "EVEN"), **plan.launch("gate_bwd"),
     )  # fmt: skip
     dstates = torch.empty_like(states)
     keeps = torch.empty(B, H, segments, device=device)
-    kernels.add_gradients[plan.grid](
-        queries, do, tables.la, tables.w, dstates, keeps, SP, segments,
-        **plan.sizes("H", "R", "P", "N", "L", "CHUNKS", "PRECISION"), **plan.launch("add_gradients"),
-    )  # fmt: skip
-    dh0 = _pass_states(plan, dstates, keeps, dh, reverse=True)
+    if kept:
+        by_token = do.view(B, H, SP, P).permute(2, 0, 1, 3)
+        _turn_and_add(launch, by_token, parameters, tables, keys, queries, dstates, keeps, back=True)
+    else:
+        launch(kernels.add_gradients, plan.grid, queries, do, tables.la, tables.w, dstates, keeps, SP, segments)
+    dh0 = _pass_states(launch, dstates, keeps, dh, reverse=True)
 
     chunks_of = [_chunks(t) for t in (keys, queries, do)]
     dkeys = _empty_rows(plan, x, N)
     border_value = torch.empty(B, H, segments + 1, device=device)
     border_turn = torch.empty(B, H, segments + 1, A, device=device)
-    for part in plan.key_parts:
-        kernels.scan_bwd_keys[plan.grid](
-            x, *chunks_of, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma, dstates,
-            _chunks(dkeys), dx, dmimo_x, *eighths(x), *eighths(dx), parts.stride(0), S, SP, segments, **common, **part,
-            **plan.launch("scan_bwd_keys"),
-        )  # fmt: skip
     dgamma = torch.empty(B, H, SP, device=device)
-    # The last to read ``do``, a chunk at a time before it writes.
+    # The last to read ``do`` writes there, a chunk at a time after it has read it.
     dqueries = do if N == P else _empty_rows(plan, x, N)
-    kernels.scan_bwd_queries[plan.grid](
-        x, *chunks_of, parameters.mimo_x, tables.la, tables.w, tables.gamma, states, _chunks(dqueries), dgamma,
-        *eighths(x), S, SP, segments, **common, **plan.launch("scan_bwd_queries"),
-    )  # fmt: skip
-    kernels.borders[(H, segments + 1, B)](
-        states, dstates, border_value, border_turn, segments + 1, **plan.sizes("H", "P", "N", "A")
-    )  # fmt: skip
+    for part in plan.key_parts:
+        launch(
+            kernels.scan_bwd_keys, plan.grid,
+            x, *chunks_of, parameters.mimo_x, parameters.D, tables.la, tables.w, tables.gamma, states, dstates,
+            _chunks(dkeys), _chunks(dqueries) if part["QUERIES"] else None, dx, dmimo_x, dgamma, *eighths(x), *eighths(dx),
+            parts.stride(0), S, SP, segments, **part,
+        )  # fmt: skip
+    if plan.R > 1:
+        launch(
+            kernels.scan_bwd_queries, plan.grid,
+            x, chunks_of[0], chunks_of[2], parameters.mimo_x, tables.la, tables.w, tables.gamma, states, _chunks(dqueries),
+            *eighths(x), S, SP, segments,
+        )  # fmt: skip
+    launch(kernels.borders, (H, segments + 1, B), states, dstates, border_value, border_turn, segments + 1)
     del do, chunks_of, keys, queries
 
     dnormed = torch.empty(plan.shares, 2, B, G, R, SP, N, device=device)
     dbiases = torch.empty(2, B * (SP // plan.chunk), H, R, N, device=device)
     values, dturns = torch.empty(2, plan.parts, B, H, SP, device=device), torch.empty(2, B, H, SP, A, device=device)
-    kernels.turn_back[(SP // plan.chunk, plan.shares * G * plan.parts, 2 * B)](
+    launch(
+        kernels.turn_back, (SP // plan.chunk, plan.shares * G * plan.parts, 2 * B),
         tables.normed, parameters.biases, dkeys, dqueries, tables.turns, dnormed, dbiases, values, dturns, SP, B,
-        **plan.sizes("H", "G", "R", "N", "A", "L", "COLUMNS", "SHARES"), **plan.launch("turn_back"),
     )  # fmt: skip
     del dkeys, dqueries
     tiles = triton.cdiv(SP, 32)
     dnorms = torch.empty(2, B * G * R * tiles, N, device=device)
-    kernels.norm_bwd[(tiles, G * R, 2 * B)](
+    launch(
+        kernels.norm_bwd, (tiles, G * R, 2 * B),
         b, c, *norms, dnormed, db, dc, dnorms, *eighths(b), b.stride(2), b.stride(3), *eighths(db), db.stride(2), db.stride(3),
-        S, SP, B, plan.eps, **plan.sizes("G", "R", "N", "HALF", "SHARES"), ROWS=32,
+        S, SP, B, plan.eps, ROWS=32,
     )  # fmt: skip
 
     if dh is not None:
@@ -643,16 +706,16 @@ def _backward_of_rows(
         dtheta = (0.0 if dtheta is None else dtheta) - border_turn[:, :, -1]
     dturned = torch.empty(B, H, SP, A, device=device)
     dtheta0 = torch.empty(B, H, A, device=device)
-    kernels.tables_bwd[plan.grid](
+    launch(
+        kernels.tables_bwd, plan.grid,
         dd_dt, dd_A, trap, angles, dt_bias, documents, tables.w, tables.gamma, values, dgamma, dturns,
         border_value, border_turn, dtheta0 if dtheta is None else dtheta, ddd_dt, ddd_A, dtrap, dturned, ddt_bias, dtheta0,
         *(stride for t in (*gates, ddd_dt, ddd_A, dtrap) for stride in _per_token(t)), parts.stride(0), S, SP, segments,
-        plan.A_floor, **plan.sizes("H", "A", "AP", "T", "HEAVY", "PACKED", "PARTS"), FINAL=dtheta is not None,
-        INITIAL=theta0 is not None, **plan.launch("tables_bwd"),
+        plan.A_floor, FINAL=dtheta is not None, INITIAL=theta0 is not None,
     )  # fmt: skip
-    kernels.angles_bwd[(triton.cdiv(S, 8), B)](
-        angles, dturned, dangles, *_per_token(angles), *_per_token(dangles), S, SP, **plan.sizes("H", "A", "AP"), TOKENS=8,
-        HEADS=16,
+    launch(
+        kernels.angles_bwd, (triton.cdiv(S, 8), B, 1),
+        angles, dturned, dangles, *_per_token(angles), *_per_token(dangles), S, SP, TOKENS=8, HEADS=16,
     )  # fmt: skip
     return parts.sum(0), _to_model(dbiases.sum(1), plan), dnorms.sum(1), dh0, dtheta0
 

@@ -30,6 +30,7 @@ from megacpp_mcore.bench.problem import (
 from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Options
 from megacpp_mcore.model.flops import product
 from megacpp_mcore.ops.linear_cross_entropy import chunked, reference
+from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.ops.testing import PEER_RATIO, worst_row
 
 LIMITS = {"bfloat16": 5e-3, "float32": 2e-6}
@@ -121,7 +122,7 @@ def _into(buffer_VH: torch.Tensor, are_weights_known: bool) -> Callable[[Inputs]
     """
 
     def run(inputs: Inputs) -> Tensors:
-        options: dict[str, Any] = {"main_grad": chunked.MainGrad(buffer_VH, lambda: None)}
+        options: dict[str, Any] = {"main_grad": MainGrad(buffer_VH, lambda: None)}
         if are_weights_known:
             options["token_weight"] = inputs.cotangents["loss"]
         loss = _called(lambda *given: chunked.linear_cross_entropy(*given, **options).loss)(inputs)
@@ -210,7 +211,7 @@ def heads_problem(options: Options) -> Problem:
 
 def _heads(buffer_VH: torch.Tensor, calls: int, inputs: Inputs) -> Tensors:
     """All forward passes, then the backward pass of all, as a step has them."""
-    main_grad, losses = chunked.MainGrad(buffer_VH, lambda: None), []
+    main_grad, losses = MainGrad(buffer_VH, lambda: None), []
     hidden_NH, weight_VH = inputs.leaves.values()
     parts = zip(*(t.chunk(calls) for t in (hidden_NH, inputs.fixed["label"], inputs.fixed["share"])), strict=True)
     for hidden_CH, label_C, share_C in parts:

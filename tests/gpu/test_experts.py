@@ -5,7 +5,9 @@ Shape legend: S sequence, B batch, T tokens (S × B), D hidden, N experts.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -34,25 +36,25 @@ pytestmark = pytest.mark.skipif(
 )
 
 S, B, D = 513, 2, 3584
+ALONE = Layout()
 
 
-def words_of(model: Model, *extra: str, **values: Any) -> list[str]:
+def words_of(model: Model, *extra: str, layout: Layout = ALONE, **values: Any) -> list[str]:
     given: dict[str, Any] = {"data": ("--mock-data",), "tokenizer": tokenizer_words(model), "extra": extra} | values
-    return list(lower(model, Layout(), Training(precision="bf16", **given)))
+    return list(lower(model, layout, Training(precision="bf16", processes=layout.processes, **given)))
 
 
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Megatron's process groups for one process on the GPU."""
+@contextlib.contextmanager
+def process_groups(device: int, *, expert: int = 1, **how: Any) -> Iterator[None]:
+    """Megatron's process groups on a GPU, experts divided over so many; ``how`` they meet is torchrun's way if left out."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("experts") / "store"), 1)
-    torch.cuda.set_device(0)
-    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+    torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl", **how)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=expert)
     MoEAuxLossAutoScaler.main_loss_backward_scale = torch.full((1,), 1.0, device="cuda")
     yield
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
@@ -62,7 +64,14 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def build(backends: Mapping[str, str]) -> Any:
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("experts") / "store"), 1)
+    with process_groups(0, store=store, rank=0, world_size=1):
+        yield
+
+
+def build(backends: Mapping[str, str], layout: Layout = ALONE) -> Any:
     """The MoE layer of layer 2 of nam56r_quarter, from one seed."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import random
@@ -72,7 +81,8 @@ def build(backends: Mapping[str, str]) -> Any:
     from megacpp_mcore.layer_specs.parts import parts_for
 
     model = preset("nam56r_quarter")
-    config = stock.model_config(words_of(model, "--no-gradient-accumulation-fusion")).transformer
+    words = words_of(model, "--no-gradient-accumulation-fusion", layout=layout)
+    config = stock.model_config(words, layout.processes).transformer
     set_start(model, config)
     torch.manual_seed(1234)  # a router is drawn on the host
     random.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
@@ -168,6 +178,24 @@ def test_nothing_waits_and_a_graph_replays(pair: tuple[Any, Any]) -> None:
     found = replayed(lambda: outcome(ours, hidden, gradient), (hidden, gradient), others)
     for name, one, other in zip(NAMES, found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, 0), (2, 1)])
+def test_the_host_waits_once_where_experts_are_divided(ranks: int, most: int) -> None:
+    """For how many rows go to each rank."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} GPUs are needed, and {torch.cuda.device_count()} seen")
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", str(ranks), "-m", "tests.gpu.expert_waits"],
+        cwd=stock.ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == ranks
+    for each in found:
+        assert each["read"]
+        assert len(each["layer"]) <= most, each["layer"]
 
 
 def test_memory_is_not_above_stocks(pair: tuple[Any, Any]) -> None:

@@ -1,5 +1,5 @@
-"""Two replicas over NCCL, lowered as a recipe is, train as one process does: with distributed optimizer and overlaps, or cut by
-FSDP2."""
+"""Two processes over NCCL, lowered as a recipe is, train as one: replicas with distributed optimizer and overlaps, or cut by
+FSDP2, and experts divided over both."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.distributed.comparing import differing_scalars
 from tests.distributed.runs import read_scalars
 
 ROOT = Path(__file__).parents[2]
+ALONE = Layout()
 STEPS, TOLERANCE, BF16_TOLERANCE = 6, 1e-5, 2e-2
 SCALARS = ("lm loss", "mtp_1 loss", "seq_load_balancing_loss", "z_loss", "grad norm")
 """Of the indexer's loss, some 1e-7, less than that part is the same once a near tie in the selection of keys tips over."""
@@ -42,7 +43,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def train(
-    corpus: str, record: Path, processes: int, *extra: str, precision: str = "fp32"
+    corpus: str, record: Path, processes: int, *extra: str, precision: str = "fp32", layout: Layout = ALONE
 ) -> dict[str, dict[int, float]]:
     """The scalars of every step, by name."""
     model = preset("nam56r_tiny")
@@ -60,7 +61,7 @@ def train(
         extra=("--lr-warmup-iters", "1", *extra),
     )
     command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
-    words = lower(model, Layout(), training)
+    words = lower(model, layout, training)
     assert ("--overlap-param-gather" in words) == (processes > 1 and TORCH_FSDP not in extra)
     done = subprocess.run(
         [*command, "--nproc", str(processes), "--observe", str(record), "--", *words],
@@ -88,6 +89,13 @@ def test_two_replicas_train_as_one_process(
     one: dict[str, dict[int, float]], corpus: str, tmp_path: Path, extra: tuple[str, ...]
 ) -> None:
     two = train(corpus, tmp_path / "observe", 2, *extra)
+    assert len(two["lm loss"]) == STEPS
+    differing = differing_scalars(one, two, TOLERANCE, SCALARS)
+    assert not differing, "\n".join(differing)
+
+
+def test_divided_experts_train_as_one_process(one: dict[str, dict[int, float]], corpus: str, tmp_path: Path) -> None:
+    two = train(corpus, tmp_path / "observe", 2, layout=Layout(expert=2))
     assert len(two["lm loss"]) == STEPS
     differing = differing_scalars(one, two, TOLERANCE, SCALARS)
     assert not differing, "\n".join(differing)

@@ -169,6 +169,18 @@ def own_candidates() -> tuple[Candidate, ...]:
             )
             for op in ("grouped_mlp", "routed_mlp")
         ),
+        dataclasses.replace(
+            _candidate(
+                "routed_mlp",
+                "quack",
+                Speed.KERNEL,
+                _EXPERTS_TRITON,
+                "megacpp_mcore.ops.grouped_mlp.quack:routed_mlp",
+                _GPU_TRITON,
+            ),
+            probe=lambda: _load("megacpp_mcore.ops.grouped_mlp.quack:probe")(),
+            by_name=True,
+        ),
         *(
             dataclasses.replace(
                 _candidate(

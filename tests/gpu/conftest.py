@@ -22,7 +22,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Megatron's process groups for the tests of a module, on the GPU."""
-    from tests.gpu.runs import one_process
+    import torch
 
-    with one_process(tmp_path_factory.mktemp("process") / "store"):
+    from tests.gpu.runs import process_groups
+
+    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("process") / "store"), 1)
+    with process_groups(0, store=store, rank=0, world_size=1):
         yield

@@ -14,18 +14,25 @@ import torch
 
 from megacpp_mcore import patches
 from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.model import Model
+from megacpp_mcore.model import Layout, Model
 from megacpp_mcore.policy.overlap import CONNECTIONS
 from tests import stock
 
 ROOT = Path(__file__).parents[2]
 PYTHON = (sys.executable, "-W", "ignore", "-m")
+ALONE = Layout()
 LAUNCH = (*PYTHON, "megacpp_mcore", "launch", "--device", "cuda")
 
 
 @contextlib.contextmanager
-def one_process(store: Path) -> Iterator[None]:
-    """Megatron's process groups for one process on the first GPU; everything is taken down again."""
+def process_groups(device: int, *, expert: int = 1, **how: Any) -> Iterator[None]:
+    """Megatron's process groups on a GPU, everything of which is taken down again.
+
+    Args:
+        device: its number.
+        expert: over how many processes experts are divided.
+        how: they meet, as ``init_process_group`` names it; as torchrun says if left out.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
@@ -33,10 +40,9 @@ def one_process(store: Path) -> Iterator[None]:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    torch.cuda.set_device(0)
-    distributed = torch.distributed
-    distributed.init_process_group("nccl", store=distributed.FileStore(str(store), 1), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+    torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl", **how)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=expert)
     random.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     MoEAuxLossAutoScaler.main_loss_backward_scale = torch.full((1,), 1.0, device="cuda")
     try:
@@ -49,7 +55,7 @@ def one_process(store: Path) -> Iterator[None]:
         random.get_cuda_rng_tracker().reset()
         patches.revert()
         parallel_state.destroy_model_parallel()
-        distributed.destroy_process_group()
+        torch.distributed.destroy_process_group()
 
 
 def words_of(model: Model, *extra: str, corpus: str | None = None, **training: Any) -> list[str]:

@@ -6,6 +6,8 @@ Shape legend: S sequence, B batch, T tokens (S × B), D hidden, N experts.
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,13 @@ import yaml
 
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.backends import STOCK, Dispatcher
-from megacpp_mcore.model import preset
+from megacpp_mcore.model import Layout, preset
 from megacpp_mcore.observe.steps import read_steps
 from megacpp_mcore.ops.router import triton as fused
 from tests import stock
 from tests.gpu import runs
 from tests.gpu.device import peak, replayed, without_waiting
-from tests.gpu.runs import words_of
+from tests.gpu.runs import ALONE, words_of
 from tests.ops.router_case import CASES, Case, compared
 
 pytestmark = pytest.mark.skipif(
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 S, B, D = 513, 2, 3584
 
 
-def build(backends: Mapping[str, str]) -> Any:
+def build(backends: Mapping[str, str], layout: Layout = ALONE) -> Any:
     """The MoE layer of layer 2 of nam56r_quarter, from one seed."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import random
@@ -42,7 +44,8 @@ def build(backends: Mapping[str, str]) -> Any:
     from megacpp_mcore.layer_specs.parts import parts_for
 
     model = preset("nam56r_quarter")
-    config = stock.model_config(words_of(model, "--no-gradient-accumulation-fusion")).transformer
+    words = words_of(model, "--no-gradient-accumulation-fusion", layout=layout)
+    config = stock.model_config(words, layout.processes).transformer
     set_start(model, config)
     torch.manual_seed(1234)  # a router is drawn on the host
     random.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
@@ -138,6 +141,24 @@ def test_nothing_waits_and_a_graph_replays(pair: tuple[Any, Any]) -> None:
     found = replayed(lambda: outcome(ours, hidden, gradient), (hidden, gradient), others)
     for name, one, other in zip(NAMES, found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, 0), (2, 1)])
+def test_the_host_waits_once_where_experts_are_divided(ranks: int, most: int) -> None:
+    """For how many rows go to each rank."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} GPUs are needed, and {torch.cuda.device_count()} seen")
+    command = [*runs.PYTHON, "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", str(ranks), "-m", "tests.gpu.expert_waits"],
+        cwd=runs.ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == ranks
+    for each in found:
+        assert each["read"]
+        assert len(each["layer"]) <= most, each["layer"]
 
 
 def test_memory_is_not_above_stocks(pair: tuple[Any, Any]) -> None:

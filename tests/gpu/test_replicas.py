@@ -1,5 +1,5 @@
-"""Two replicas over NCCL, lowered as a recipe is, train as one process does: with distributed optimizer and overlaps, or cut by
-FSDP2."""
+"""Two processes over NCCL, lowered as a recipe is, train as one: replicas with distributed optimizer and overlaps, or cut by
+FSDP2, and experts divided over both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megacpp_mcore.arguments.launch_flags import TORCH_FSDP
-from megacpp_mcore.model import preset
+from megacpp_mcore.model import Layout, preset
 from tests.distributed.comparing import differing_scalars
 from tests.distributed.runs import read_scalars
 from tests.gpu import runs
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def train(
-    corpus: str, record: Path, processes: int, *extra: str, precision: str = "fp32"
+    corpus: str, record: Path, processes: int, *extra: str, precision: str = "fp32", layout: Layout = runs.ALONE
 ) -> dict[str, dict[int, float]]:
     """The scalars of every step, by name."""
     words = runs.words_of(
@@ -34,6 +34,7 @@ def train(
         corpus=corpus, precision=precision, processes=processes, micro_batch_size=2, train_iters=STEPS, learning_rate=1e-3,
         # Transformer Engine multiplies fp32 as TF32.
         transformer_impl="local" if precision == "fp32" else "transformer_engine",
+        layout=layout,
     )  # fmt: skip
     assert ("--overlap-param-gather" in words) == (processes > 1 and TORCH_FSDP not in extra)
     runs.train(words, record, processes)
@@ -54,6 +55,13 @@ def test_two_replicas_train_as_one_process(
     one: dict[str, dict[int, float]], corpus: str, tmp_path: Path, extra: tuple[str, ...]
 ) -> None:
     two = train(corpus, tmp_path / "observe", 2, *extra)
+    assert len(two["lm loss"]) == STEPS
+    differing = differing_scalars(one, two, TOLERANCE, SCALARS)
+    assert not differing, "\n".join(differing)
+
+
+def test_divided_experts_train_as_one_process(one: dict[str, dict[int, float]], corpus: str, tmp_path: Path) -> None:
+    two = train(corpus, tmp_path / "observe", 2, layout=Layout(expert=2))
     assert len(two["lm loss"]) == STEPS
     differing = differing_scalars(one, two, TOLERANCE, SCALARS)
     assert not differing, "\n".join(differing)

@@ -8,10 +8,13 @@ from types import ModuleType
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.backends.candidates import linear_cross_entropy_candidates
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.ops import vendors
+from megacpp_mcore.ops.grouped_mlp import quack
 from megacpp_mcore.ops.linear_cross_entropy import reduced
 from megacpp_mcore.ops.mla import flash4
 from megacpp_mcore.ops.testing import assert_parity
@@ -30,6 +33,11 @@ def test_what_is_missing_is_named_with_its_extra() -> None:
         assert f"the extra {name} of megacpp-mcore" in found.reason
     with pytest.raises(BackendError, match="'flash4' was asked for by name for op mla and cannot run"):
         Dispatcher({"mla": "flash4"}).request("mla", device="cpu", qk_dim=128, v_dim=64)
+    with pytest.raises(BackendError, match="'quack' was asked for by name for op routed_mlp and cannot run"):
+        Dispatcher({"routed_mlp": "quack"}).request("routed_mlp", hidden=128, ffn=128, experts=4)
+    with pytest.raises(BackendError, match=r"quack\.gemm_config cannot be used .* install the extra quack"):
+        vendors.entry("quack_tile")
+    assert "the extra quack of megacpp-mcore" in quack.probe().reason
 
 
 def test_a_mask_is_refused() -> None:

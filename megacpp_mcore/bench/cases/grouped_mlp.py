@@ -19,10 +19,22 @@ import torch.nn.functional as F
 
 from megacpp_mcore.bench.cases.peers import ENGINE, lacking
 from megacpp_mcore.bench.parity import AgainstTruth, in_double
-from megacpp_mcore.bench.problem import BOTH, Call, Draw, Floor, Inputs, Problem, Tensors, Variant
+from megacpp_mcore.bench.problem import (
+    BOTH,
+    FORWARD,
+    Call,
+    Draw,
+    Floor,
+    Inputs,
+    Problem,
+    Tensors,
+    Variant,
+    with_gradients,
+)
 from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.model.flops import feed_forward
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
+from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.te import imports
 
 FP8 = "triton_fp8"
@@ -48,9 +60,9 @@ def problem(options: Options) -> Problem:
         fixed={"counts": counts_E},
     )
 
-    def run(fn: Any, inputs: Inputs) -> Any:
+    def run(fn: Any, inputs: Inputs, **how: Any) -> Any:
         x, probs, w1, w2 = inputs.leaves.values()
-        return fn(x, inputs.fixed["counts"], w1, w2, probs)
+        return fn(x, inputs.fixed["counts"], w1, w2, probs, **how)
 
     peers = [_grouped_mm(options), _engine(options, inputs, counts_E.tolist())]
     return _problem("grouped_mlp", options, inputs, run, grouped_mlp, peers, shape={**options.shape, "T": T})
@@ -69,9 +81,9 @@ def routed_problem(options: Options) -> Problem:
         fixed={"routing": routing_TE},
     )
 
-    def run(fn: Any, inputs: Inputs) -> Any:
+    def run(fn: Any, inputs: Inputs, **how: Any) -> Any:
         x, probs, w1, w2 = inputs.leaves.values()
-        return fn(x, inputs.fixed["routing"], probs, w1, w2, topk=K)
+        return fn(x, inputs.fixed["routing"], probs, w1, w2, topk=K, **how)
 
     return _problem("routed_mlp", options, inputs, run, routed_mlp, list(_stock(options, inputs)))
 
@@ -87,7 +99,7 @@ def _problem(
     op: str,
     options: Options,
     inputs: Inputs,
-    run: Callable[[Any, Inputs], Any],
+    run: Callable[..., Any],
     reference: Any,
     peers: Sequence[Variant],
     **more: Any,
@@ -111,7 +123,7 @@ def _norms(name: str, norm: torch.Tensor) -> torch.Tensor:
 
 def _ours(op: str, options: Options, call: Callable[[Any, Inputs], Any]) -> Iterator[Variant]:
     E, D, width = options.sizes("experts", "hidden", "expert_width")
-    limits = {"triton": ROUNDED, FP8: QUANTIZED, "te": ROUNDED}
+    limits = {"triton": ROUNDED, FP8: QUANTIZED, "te": ROUNDED, "quack": ROUNDED}
     for found in Variant.candidates(op, options, call, hidden=D, ffn=width, experts=E):
         variant = dataclasses.replace(found, limit=limits.get(found.name))
         if FP8 in variant.name and variant.runs:
@@ -121,27 +133,26 @@ def _ours(op: str, options: Options, call: Callable[[Any, Inputs], Any]) -> Iter
             )
         yield variant
         if variant.name in limits and variant.runs:
-            runs = {BOTH: partial(_accumulated, variant.runs[BOTH], {})}
+            runs = {BOTH: partial(_accumulated, variant.runs[FORWARD], {})}
             yield dataclasses.replace(variant, name=f"{variant.name}, dW into main_grad", runs=runs)
 
 
-def _anew(run: Callable[[Inputs], Any], inputs: Inputs) -> Any:
+def _anew(run: Callable[..., Any], inputs: Inputs, **how: Any) -> Any:
     """A call that quantises the weights, as the first one after an optimizer's step does, and keeps none."""
     forget = importlib.import_module("megacpp_mcore.ops.grouped_mlp.fp8").forget
     forget()
-    found = run(inputs)
+    found = run(inputs, **how)
     forget()
     return found
 
 
-def _accumulated(run: Callable[[Inputs], Tensors], main: dict[str, torch.Tensor], inputs: Inputs) -> Tensors:
+def _accumulated(forward: Callable[..., Any], main: dict[str, torch.Tensor], inputs: Inputs) -> Tensors:
     """The gradients of weights added in float32 to those before, as Megatron does; ``main`` has none before the first call."""
-    found = dict(zip(inputs.names, run(inputs), strict=True))
-    for name in ("dw1", "dw2"):
-        if name not in main:
-            main[name] = torch.zeros_like(found[name], dtype=torch.float32)
-        found[name] = main[name].add_(found[name])
-    return list(found.values())
+    if not main:
+        main |= {name: torch.zeros_like(inputs.leaves[name], dtype=torch.float32) for name in ("w1", "w2")}
+    main_grads = [MainGrad(buffer, partial(torch.empty_like, inputs.leaves[name])) for name, buffer in main.items()]
+    found = with_gradients(partial(forward, main_grads=main_grads), inputs)
+    return list((dict(zip(inputs.names, found, strict=True)) | {f"d{name}": main[name] for name in main}).values())
 
 
 def _grouped_mm(options: Options) -> Variant:

@@ -30,6 +30,7 @@ from megacpp_mcore.bench.problem import (
 from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Options
 from megacpp_mcore.model.flops import product
 from megacpp_mcore.ops.linear_cross_entropy import chunked, reference
+from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.ops.testing import PEER_RATIO, worst_row
 
 LIMITS = {"bfloat16": 5e-3, "float32": 2e-6}
@@ -144,7 +145,7 @@ def _into(name: str, weight_VH: torch.Tensor, calls: int = 1, *, are_weights_kno
     buffer_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
 
     def run(inputs: Inputs) -> Tensors:
-        main_grad, losses = chunked.MainGrad(buffer_VH, lambda: None), []
+        main_grad, losses = MainGrad(buffer_VH, lambda: None), []
         leaves = list(inputs.leaves.values())
         rows = (leaves[0], inputs.fixed["label"], inputs.fixed["share"])
         for hidden_CH, label_C, share_C in zip(*(row.chunk(calls) for row in rows), strict=True):

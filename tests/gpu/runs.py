@@ -14,11 +14,9 @@ import torch
 
 from megacpp_mcore import patches
 from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.arguments.lowering import lower
-from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model
-from megacpp_mcore.model.training import GPT, Training
 from megacpp_mcore.policy.overlap import CONNECTIONS
+from tests import stock
 
 ROOT = Path(__file__).parents[2]
 PYTHON = (sys.executable, "-W", "ignore", "-m")
@@ -60,14 +58,10 @@ def process_groups(device: int, *, expert: int = 1, **how: Any) -> Iterator[None
         torch.distributed.destroy_process_group()
 
 
-def words_of(
-    model: Model, *extra: str, corpus: str | None = None, host: str = GPT, layout: Layout = ALONE, **training: Any
-) -> list[str]:
+def words_of(model: Model, *extra: str, corpus: str | None = None, **training: Any) -> list[str]:
     """Megatron's arguments that train ``model``: on all of ``corpus``, or on mock data."""
     data = ("--mock-data",) if corpus is None else ("--data-path", corpus, "--split", "100,0,0")
-    training = {"processes": layout.processes} | training
-    plan = Training(data=data, tokenizer=tokenizer_words(model, data=corpus), extra=extra, **training)
-    return list(lower(model, layout, plan, host))
+    return stock.words(model, *extra, device="cuda", data=data, **training)
 
 
 def train(words: Sequence[str], record: Path, processes: int = 1, **environment: str) -> None:

@@ -139,7 +139,7 @@ def test_gradients_are_added_where_stocks_would_be(process: Path, fused: bool, f
 
 @pytest.fixture
 def config(process: Path) -> Any:
-    return stock.model_config(stock.cpu_words(preset("nam56r_tiny"))).transformer
+    return stock.model_config(stock.words(preset("nam56r_tiny"))).transformer
 
 
 @pytest.mark.parametrize(

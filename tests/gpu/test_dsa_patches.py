@@ -90,12 +90,12 @@ def graph_equals_eager(variant: str) -> None:
 def captured_in_a_process(variant: str, patches: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run :func:`graph_equals_eager` in a process of its own: a capture that fails leaves CUDA unusable."""
     code = f"""
-import os, sys, traceback
-from pathlib import Path
+import os, sys, torch, traceback
 from megacpp_mcore.patches.machinery.registry import Registry
-from tests.gpu.runs import one_process
+from tests.gpu.runs import process_groups
 from tests.gpu.test_dsa_patches import PATCHES, graph_equals_eager
-with one_process(Path({str(folder / "store")!r})):
+store = torch.distributed.FileStore({str(folder / "store")!r}, 1)
+with process_groups(0, store=store, rank=0, world_size=1):
     Registry(PATCHES.values()).apply({list(patches)!r})
     try:
         graph_equals_eager({variant!r})

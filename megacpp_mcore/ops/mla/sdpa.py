@@ -12,6 +12,8 @@ memory-efficient kernel, of B · S² elements, made once a micro-batch and share
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.backends.cuda import (
     SDPAParams,
@@ -162,9 +164,10 @@ def _packed(
     cu_seqlens = cu_seqlens_of(seq_idx_BS, max_documents or default_max_documents(B * S))
     tensors = (q_SBHK, k_SBHK, torch.nn.functional.pad(v_SBHV, (0, missing)))
     q, k, v = (tensor.transpose(0, 1).flatten(0, 1) for tensor in tensors)
-    o = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, S, S, scale=softmax_scale, window_size=(-1, 0))
-    assert isinstance(o, torch.Tensor)  # alone, for no log-sum-exp was asked for
-    return o[..., :V].unflatten(0, (B, S)).transpose(0, 1).contiguous()
+    how: dict[str, Any] = {"scale": softmax_scale, "window_size": (-1, 0)}
+    o: Any = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, S, S, **how)  # one tensor, for no log-sum-exp was asked for
+    o_SBHV: torch.Tensor = o[..., :V].unflatten(0, (B, S)).transpose(0, 1).contiguous()
+    return o_SBHV
 
 
 def _note(backend: SDPBackend, q_SBHK: torch.Tensor, v_TBHV: torch.Tensor) -> None:

@@ -271,7 +271,7 @@ ROWS = {
     "sparse MLA": ("sparse_mla", "stock unfused", "triton", "reference"),
     "DSA's indexer": ("indexer", "stock", "triton"),
     "its gradient": ("indexer_grad", "triton", "reference"),
-    "Mamba-3 MIMO": ("mamba3", "triton", "reference"),
+    "Mamba-3 MIMO": ("mamba3", "mamba-ssm MIMO", "triton", "reference"),
     "Mamba-3 SISO": ("mamba3_siso", "mamba-ssm SISO, 4 warps", "triton", "reference"),
     "M²RNN": ("m2rnn", "triton", "reference"),
     "routed experts": ("routed_mlp", "stock TEGroupedMLP", "triton", "triton_fp8, weights kept quantised"),

@@ -12,15 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs.nam56r import HybridBlockSubmodules, nam56r
-from megacpp_mcore.layer_specs.parts import Mixer, Parts, parts_for
+from megacpp_mcore.layer_specs.parts import Mixer, Parts, mixer_layer_spec, parts_for
 from megacpp_mcore.layer_specs.recurrent import M2RNNMixer
 from megacpp_mcore.ops.m2rnn.reference import causal_convolution
 
@@ -39,23 +37,19 @@ class GatedConvolution(Mixer):
     ) -> None:
         super().__init__(config, layer_number, pg_collection)
         width = config.hidden_size
-        common = {
-            "config": config,
-            "bias": False,
-            "skip_bias_add": False,
-            "is_expert": False,
-            "tp_group": self.tp_group,
-        }
         self.in_proj = build_module(
-            parts.column_linear, width, 2 * width, **common, init_method=config.init_method, gather_output=False
-        )
-        self.out_proj = parts.row_linear(
+            parts.column_linear,
             width,
-            width,
-            **common,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
+            2 * width,
+            config=config,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            init_method=config.init_method,
+            gather_output=False,
+            tp_group=self.tp_group,
         )
+        self.out_proj = self.output_projection(parts.row_linear, width)
         # Cut over tensor parallelism along axis 0, saved and loaded in every layout: Mixer sees to it.
         self.add_parameter("taps_weight", (width, taps), config.init_method, axis=0)
         self.add_parameter("taps_bias", (width,), torch.nn.init.zeros_, axis=0)
@@ -80,14 +74,7 @@ class GatedConvolution(Mixer):
 
 def convolution_layer_spec(parts: Parts, taps: int = 8) -> ModuleSpec:
     """One layer: norm, gated convolution, residual; no feed-forward part."""
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.norm,
-            self_attention=ModuleSpec(module=GatedConvolution, params={"parts": parts, "taps": taps}),
-            self_attn_bda=get_bias_dropout_add,
-        ),
-    )
+    return mixer_layer_spec(parts, ModuleSpec(module=GatedConvolution, params={"parts": parts, "taps": taps}))
 
 
 def mixer_of(layer: ModuleSpec) -> type | None:

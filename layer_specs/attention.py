@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -41,13 +40,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megacpp_mcore.backends import Dispatcher, Resolution
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import steps
 from megacpp_mcore.layer_specs.decode import LayerCache, refuse_decoding
-from megacpp_mcore.layer_specs.documents import document_needs, documents
+from megacpp_mcore.layer_specs.documents import documents, max_documents
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs
 from megacpp_mcore.model import DSA, SERVED
 from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
@@ -89,7 +87,6 @@ class MLACoreAttention(MegatronModule):
             qk_dim=k_channels,
             v_dim=v_channels,
             **backend_needs(config),
-            **document_needs(config),
         )
 
     def forward(
@@ -106,7 +103,8 @@ class MLACoreAttention(MegatronModule):
         key and value may be strided, with their widths innermost. With more keys than queries, as while decoding, the queries
         are the last rows, of one document; the reference attends.
         """
-        return _causal(self.backend.fn, query, key, value, self.softmax_scale, attention_mask).flatten(2)
+        tensors = (query, key, value)
+        return _causal(self.backend.fn, *tensors, self.softmax_scale, attention_mask, self.config).flatten(2)
 
 
 def _causal(
@@ -116,11 +114,13 @@ def _causal(
     value_TBHV: torch.Tensor,
     softmax_scale: float,
     seq_idx_BS: torch.Tensor | None,
+    config: TransformerConfig,
 ) -> torch.Tensor:
     """``[S, B, H, V]``, by ``attend``; where there are fewer queries than keys, they are the last rows, by the reference."""
     rows, keys = query_SBHK.shape[0], key_TBHK.shape[0]
     if rows == keys:
-        return attend(query_SBHK, key_TBHK, value_TBHV, softmax_scale=softmax_scale, seq_idx=seq_idx_BS)
+        most = {} if seq_idx_BS is None else {"max_documents": len(seq_idx_BS) * max_documents(config, rows)}
+        return attend(query_SBHK, key_TBHK, value_TBHV, softmax_scale=softmax_scale, seq_idx=seq_idx_BS, **most)
     later = torch.ones(rows, keys, dtype=torch.bool, device=query_SBHK.device).triu(keys - rows + 1)[None, None]
     return reference.mla_attention(
         query_SBHK, key_TBHK, value_TBHV, softmax_scale=softmax_scale, attention_mask=later, causal=False
@@ -182,7 +182,7 @@ class SparseCoreAttention(MegatronModule):
         )
         if warmup_steps:
             self.dense_backend = dispatcher.request(
-                "mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs, **document_needs(config)
+                "mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs
             )
         self.indexer = None
         self.shares = False  # whether a Full layer attends as a Shared one, which a search for a schedule tries
@@ -311,7 +311,8 @@ class SparseCoreAttention(MegatronModule):
             query_SBHK = DSAIndexerLossAutoScaler.apply(query_SBHK, training_token(q, k, w, None, learn))
         key_TBHK = key_TB1K.expand(-1, -1, query_SBHK.shape[2], -1)
         value_TBHV = key_TBHK[..., : self.value_dim]
-        return _causal(self.dense_backend.fn, query_SBHK, key_TBHK, value_TBHV, self.softmax_scale, seq_idx_BS)
+        tensors = (query_SBHK, key_TBHK, value_TBHV)
+        return _causal(self.dense_backend.fn, *tensors, self.softmax_scale, seq_idx_BS, self.config)
 
     def is_warming_up(self) -> bool:
         """Whether this is a step of the dense warm-up."""
@@ -822,15 +823,5 @@ def sparse_attention(
             linear_proj=parts.row_linear,
             q_layernorm=parts.norm,
             kv_layernorm=parts.norm,
-        ),
-    )
-
-
-def attention_layer_spec(parts: Parts, attention: ModuleSpec) -> ModuleSpec:
-    """One A layer: norm, attention, residual; no feed-forward part."""
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.norm, self_attention=attention, self_attn_bda=get_bias_dropout_add
         ),
     )

@@ -148,15 +148,6 @@ def max_documents(config: TransformerConfig, rows: int) -> int:
     return getattr(config, "max_documents", None) or default_max_documents(rows)
 
 
-def document_needs(config: TransformerConfig) -> dict[str, Any]:
-    """What the run's own number of documents needs of a backend: ``rows_per_document``; nothing where it has none."""
-    if not (most := getattr(config, "max_documents", None)):
-        return {}
-    arguments: Any = global_vars._GLOBAL_ARGS
-    rows = 0 if arguments is None else arguments.seq_length * arguments.micro_batch_size
-    return {"rows_per_document": rows // most}
-
-
 def check_run(config: TransformerConfig) -> None:
     """Refuse, before anything runs, a stock run in which documents would mix in some layer.
 

@@ -1,4 +1,4 @@
-"""M: the Mamba-3 mixer (SISO or MIMO) and the ModuleSpec of its layer.
+"""M: the Mamba-3 mixer (SISO or MIMO) and its ModuleSpec.
 
 Shape legend: S sequence, B batch, D hidden, H heads and G groups (of this tensor-parallel rank), P head dim, R MIMO rank,
 N state. Source: arXiv 2603.15569; behaviour of mamba-ssm 2.3.2.post1 ``modules/mamba3.py``.
@@ -9,11 +9,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.layer_specs.initial import constant, inverse_softplus_of_step, ones
@@ -62,18 +60,7 @@ class Mamba3Mixer(Mixer):
         self.ssm = ssm
         self.heads, self.groups = heads // self.tp_size, ssm.groups // self.tp_size
         self.in_proj = InProjection(config, projection_parts(model), config.init_method, self.tp_group)
-        self.out_proj = row_linear(
-            model.mamba_inner,
-            config.hidden_size,
-            config=config,
-            bias=False,
-            skip_bias_add=False,
-            is_expert=False,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            tp_comm_buffer_name="fc2",
-            tp_group=self.tp_group,
-        )
+        self.out_proj = self.output_projection(row_linear, model.mamba_inner)
         self._add_parameters(heads)
         self.backend = dispatcher.request(
             "mamba3",
@@ -160,20 +147,8 @@ class Mamba3Mixer(Mixer):
         return None if parameter is None else parameter.view(self.heads, self.ssm.mimo_rank, width)
 
 
-def mamba_layer_spec(model: Model, parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
-    """One M layer: norm, Mamba-3 mixer, residual; no feed-forward part."""
+def mamba(model: Model, parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
+    """The mixer of an M layer."""
     return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.norm,
-            self_attention=ModuleSpec(
-                module=Mamba3Mixer,
-                params={
-                    "model": model,
-                    "row_linear": parts.row_linear,
-                    "dispatcher": dispatcher,
-                },
-            ),
-            self_attn_bda=get_bias_dropout_add,
-        ),
+        module=Mamba3Mixer, params={"model": model, "row_linear": parts.row_linear, "dispatcher": dispatcher}
     )

@@ -35,15 +35,15 @@ from megacpp_mcore.arguments.chunks import chunk_layers, model_chunks
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.layer_specs.attention import attention_layer_spec, full_attention, sparse_attention
+from megacpp_mcore.layer_specs.attention import full_attention, sparse_attention
 from megacpp_mcore.layer_specs.documents import check_run
 from megacpp_mcore.layer_specs.experts import choose_experts, expert_layer_spec
 from megacpp_mcore.layer_specs.graphs import check_graphs, graph_plan
 from megacpp_mcore.layer_specs.initial import set_start
-from megacpp_mcore.layer_specs.mamba import mamba_layer_spec
+from megacpp_mcore.layer_specs.mamba import mamba
 from megacpp_mcore.layer_specs.mtp import mtp_block
-from megacpp_mcore.layer_specs.parts import Parts, compute_device, implementation, parts_for
-from megacpp_mcore.layer_specs.recurrent import recurrent_layer_spec
+from megacpp_mcore.layer_specs.parts import Parts, compute_device, implementation, mixer_layer_spec, parts_for
+from megacpp_mcore.layer_specs.recurrent import recurrent
 from megacpp_mcore.layer_specs.regions import region_plan
 from megacpp_mcore.model import Layout, Model
 from megacpp_mcore.model import pattern as grammar
@@ -153,17 +153,17 @@ def layer_spec(
 ) -> ModuleSpec:
     """The spec of trunk layer ``number`` (1-based)."""
     letter, role = model.layers[number - 1], model.roles[number - 1]
-    if letter == "M":
-        return mamba_layer_spec(model, parts, dispatcher)
-    if letter == "R":
-        return recurrent_layer_spec(model, parts, dispatcher)
     if letter == "E":
         return expert_layer_spec(config, parts, dispatcher)
-    if role == grammar.FULL_ATTENTION:
-        return attention_layer_spec(parts, full_attention(parts, dispatcher))
-    full = role == grammar.FULL_INDEX
-    sparse = sparse_attention(parts, dispatcher, index_cache, model.dsa, full=full)
-    return attention_layer_spec(parts, sparse)
+    if letter == "M":
+        mixer = mamba(model, parts, dispatcher)
+    elif letter == "R":
+        mixer = recurrent(model, parts, dispatcher)
+    elif role == grammar.FULL_ATTENTION:
+        mixer = full_attention(parts, dispatcher)
+    else:
+        mixer = sparse_attention(parts, dispatcher, index_cache, model.dsa, full=role == grammar.FULL_INDEX)
+    return mixer_layer_spec(parts, mixer)
 
 
 def configure_engine(settings: plugin_config.PluginConfig | None) -> None:

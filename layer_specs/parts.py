@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -19,7 +20,9 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
@@ -194,6 +197,16 @@ def _refuse_without_te(config: TransformerConfig) -> None:
             )
 
 
+def mixer_layer_spec(parts: Parts, mixer: ModuleSpec) -> ModuleSpec:
+    """A layer of a sequence mixer alone, as those of A, M and R: norm, mixer, residual; no feed-forward part."""
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=parts.norm, self_attention=mixer, self_attn_bda=get_bias_dropout_add
+        ),
+    )
+
+
 class Mixer(MegatronModule):
     """Base of the M and R mixers: a sequence mixer that TransformerLayer hosts in its self-attention slot.
 
@@ -234,6 +247,23 @@ class Mixer(MegatronModule):
         parameter = torch.nn.Parameter(whole)
         set_tensor_model_parallel_attributes(parameter, axis is not None and self.tp_size > 1, axis or 0, 1)
         self.register_parameter(name, parameter)
+
+    def output_projection(self, row_linear: type, width: int) -> torch.nn.Module:
+        """A ``row_linear`` from ``width`` values, cut over tensor parallelism, to the hidden states."""
+        config = self.config
+        linear: torch.nn.Module = row_linear(
+            width,
+            config.hidden_size,
+            config=config,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            tp_comm_buffer_name="fc2",
+            tp_group=self.tp_group,
+        )
+        return linear
 
     def replicated(self, parameter: torch.Tensor) -> torch.Tensor:
         """``parameter`` as it is, its gradient summed over the tensor-parallel ranks, each of which sees some heads."""

@@ -1,4 +1,4 @@
-"""R: the M²RNN mixer and the ModuleSpec of its layer.
+"""R: the M²RNN mixer and its ModuleSpec.
 
 Shape legend: S sequence, B batch, D hidden, H heads (of this tensor-parallel rank), K key dim, V value dim.
 Source: arXiv 2603.14360.
@@ -10,12 +10,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.layer_specs.initial import inverse_softplus_of_step, ones
@@ -75,18 +73,7 @@ class M2RNNMixer(Mixer):
         self.rnn, heads = model.m2rnn, model.recurrent_heads
         self.heads, self.all_values = heads // self.tp_size, heads * self.rnn.value_dim
         self.in_proj = InProjection(config, projection_parts(model), config.init_method, self.tp_group)
-        self.out_proj = row_linear(
-            self.all_values,
-            config.hidden_size,
-            config=config,
-            bias=False,
-            skip_bias_add=False,
-            is_expert=False,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            tp_comm_buffer_name="fc2",
-            tp_group=self.tp_group,
-        )
+        self.out_proj = self.output_projection(row_linear, self.all_values)
         self._add_parameters(heads)
         self.backend = dispatcher.request(
             "m2rnn",
@@ -162,20 +149,8 @@ class M2RNNMixer(Mixer):
         return copy_to_tensor_model_parallel_region(squares_SB1, group=self.tp_group)
 
 
-def recurrent_layer_spec(model: Model, parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
-    """One R layer: norm, M²RNN mixer, residual; no feed-forward part."""
+def recurrent(model: Model, parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
+    """The mixer of an R layer."""
     return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.norm,
-            self_attention=ModuleSpec(
-                module=M2RNNMixer,
-                params={
-                    "model": model,
-                    "row_linear": parts.row_linear,
-                    "dispatcher": dispatcher,
-                },
-            ),
-            self_attn_bda=get_bias_dropout_add,
-        ),
+        module=M2RNNMixer, params={"model": model, "row_linear": parts.row_linear, "dispatcher": dispatcher}
     )

@@ -16,12 +16,12 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.util import host
 
 BRIDGE_VERSION = "0.6.2"
 """The version these recipes were run with."""
@@ -43,10 +43,10 @@ def check() -> None:
 
 def problem() -> str | None:
     """What is wrong with the installation of Megatron-Bridge, in a sentence; None if nothing is known to be."""
-    bridge = _version("megatron-bridge")
+    bridge = host.version("megatron-bridge")
     if bridge is None:
         return f"Megatron-Bridge is not installed, and its recipes need it; {INSTALLATION}"
-    core = _version("megatron-core")
+    core = host.version("megatron-core")
     if core is None or _release(core) < (0, 19):
         return (
             f"megatron-core is {core or 'not installed'}, expected 0.19 or later: a plain `pip install megatron-bridge` goes "
@@ -54,14 +54,14 @@ def problem() -> str | None:
         )
     if bridge.partition("+")[0] != BRIDGE_VERSION:
         return f"megatron-bridge is {bridge}, expected {BRIDGE_VERSION}; {INSTALLATION}"
-    toolkit = _version("nemo-toolkit")
+    toolkit = host.version("nemo-toolkit")
     if toolkit is not None and _release(toolkit) < (3, 0):
         return (
             f"nemo-toolkit is {toolkit}, whose nemo.collections.llm imports a module that megatron-core dropped in 0.17, and "
             f"megatron-core is {core}; pip does not object, the import fails: give nemo-toolkit 2 an environment of its own, "
             "with megatron-core 0.16.1 or earlier, or use nemo-toolkit 3, which has no nemo.collections.llm"
         )
-    resiliency = _version("nvidia-resiliency-ext")
+    resiliency = host.version("nvidia-resiliency-ext")
     if resiliency is None or _release(resiliency) < RESILIENCY_FLOOR:
         return (
             f"nvidia-resiliency-ext is {resiliency or 'not installed'}, expected 0.6 or later: Bridge imports it, and pip "
@@ -71,13 +71,6 @@ def problem() -> str | None:
     if missing:
         return f"Megatron-Bridge needs {', '.join(missing)}, not installed here; {INSTALLATION}"
     return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _release(version: str) -> tuple[int, ...]:

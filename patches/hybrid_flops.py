@@ -19,7 +19,6 @@ from typing import Any
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.model import MLA, Model, flops
-from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.training import GPT
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
@@ -160,8 +159,7 @@ def _audited_count(original: Callable[..., Any]) -> Callable[..., Any]:
                     "the documents are"
                 )
                 warned.add("rows")
-            whole = _training(model, batch.sequences, batch.length, getattr(args, "padded_vocab_size", None))
-            return whole if batch.pairs is None else whole - _too_many(model, batch, batch.pairs)
+            return _training(model, batch, getattr(args, "padded_vocab_size", None))
         count = original(
             args,
             batch_size,
@@ -205,38 +203,19 @@ def _described_model(args: Any) -> Model | None:
     return lowering.matching_preset((config.transformer, config), host=host)
 
 
-@functools.lru_cache(maxsize=16)
-def _training(model: Model, sequences: int, length: int, vocabulary: int | None) -> int:
+def _training(model: Model, batch: _Batch, vocabulary: int | None) -> int:
+    """The operations of training of a batch, whose packed documents are counted by their pairs, which work grows with."""
+    count = functools.partial(_counted, model, batch.sequences, batch.length, vocabulary)
+    if batch.pairs is None:
+        return count(None)
+    none = count((0, 0))
+    return none + batch.pairs.causal * (count((1, 0)) - none) + batch.pairs.selected * (count((0, 1)) - none)
+
+
+@functools.lru_cache(maxsize=64)
+def _counted(model: Model, sequences: int, length: int, vocabulary: int | None, pairs: tuple[int, int] | None) -> int:
     """Counting layer by layer takes a millisecond, and batches come in few sizes."""
-    return flops.step(model, sequences, seq_length=length, vocab_size=vocabulary).total.training
-
-
-def _too_many(model: Model, batch: _Batch, pairs: _Pairs) -> int:
-    """The work, in operations of training, on pairs of different documents that a count of whole rows holds."""
-    rows = _Pairs(
-        batch.sequences * flops.causal_pairs(batch.length),
-        batch.sequences * flops.selected_pairs(batch.length, model.dsa.topk),
-    )
-    return _work_on(rows, model) - _work_on(pairs, model)
-
-
-def _work_on(pairs: _Pairs, model: Model) -> int:
-    """All that ``model`` does once for each pair: attention cores, the indexers' scores."""
-    dsa, roles = model.dsa, [*model.roles, *[grammar.FULL_ATTENTION] * model.mtp.depth]
-    scores = flops.indexer(
-        0,
-        pairs.causal,
-        pairs.selected if dsa.loss_coeff else None,
-        hidden=model.hidden_size,
-        q_lora_rank=model.mla.q_lora_rank,
-        heads=dsa.indexer_heads,
-        head_dim=dsa.indexer_head_dim,
-    )
-    full = flops.full_core(pairs.causal, model.heads, model.mla).training
-    sparse = flops.sparse_core(pairs.selected, model.heads, model.mla).training
-    indexers = roles.count(grammar.FULL_INDEX)
-    cores = full * roles.count(grammar.FULL_ATTENTION) + sparse * (indexers + roles.count(grammar.SHARED_INDEX))
-    return cores + scores.training * indexers
+    return flops.step(model, sequences, seq_length=length, vocab_size=vocabulary, pairs=pairs).total.training
 
 
 def _uncounted_attention(args: Any) -> Iterator[tuple[str, bool]]:

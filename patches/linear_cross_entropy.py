@@ -51,7 +51,8 @@ from megacpp_mcore.patches.machinery.registry import Edit, Patch
 if TYPE_CHECKING:
     import torch
 
-    from megacpp_mcore.ops.linear_cross_entropy.chunked import MainGrad, TokenLosses
+    from megacpp_mcore.ops.linear_cross_entropy.chunked import TokenLosses
+    from megacpp_mcore.ops.main_grad import MainGrad
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ def _misuse(what: str) -> str:
 
 def _main_grad(layer: Any, weight_VH: torch.Tensor) -> MainGrad | None:
     """Where stock's fused accumulation would put the weight's gradient, if it is on."""
-    from megacpp_mcore.ops.linear_cross_entropy.chunked import MainGrad
+    from megacpp_mcore.ops.main_grad import MainGrad
 
     if not (layer.gradient_accumulation_fusion and hasattr(weight_VH, "main_grad")):
         return None

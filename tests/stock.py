@@ -19,7 +19,7 @@ from unittest import mock
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, with_overrides
-from megacpp_mcore.model.training import Training
+from megacpp_mcore.model.training import GPT, Training
 from tests import forks
 
 if TYPE_CHECKING:
@@ -30,17 +30,19 @@ ROOT = Path(__file__).parents[1]
 PARTS = {"embedding": "embedding", "output_layer": "head", "mtp": "mtp", "decoder.final_layernorm": "norm"}
 
 
-def cpu_words(model: Model, layout: Layout | None = None, *extra: str, precision: str = "fp32") -> list[str]:
-    """The stock words of a CPU run of ``model``."""
-    training = Training(
-        device="cpu",
-        precision=precision,
-        transformer_impl="local",
-        tokenizer=tokenizer_words(model),
-        data=("--mock-data",),
-        extra=tuple(extra),
-    )
-    return list(lower(model, layout or Layout(), training))
+def words(
+    model: Model,
+    *extra: str,
+    device: str = "cpu",
+    data: Sequence[str] = ("--mock-data",),
+    layout: Layout | None = None,
+    host: str = GPT,
+    **training: Any,
+) -> list[str]:
+    """Megatron's arguments that train ``model``: on the CPU in fp32 with Megatron's own layers, if not told otherwise."""
+    on_cpu = {"precision": "fp32", "transformer_impl": "local"} if device == "cpu" else {}
+    given = {**on_cpu, "device": device, "data": tuple(data), "tokenizer": tokenizer_words(model), **training}
+    return list(lower(model, layout or Layout(), Training(**given, extra=extra), host))
 
 
 def parse(words: Sequence[str], world_size: int = 1) -> Namespace:
@@ -155,11 +157,11 @@ def build(
     destroy_moe_metrics_tracker()  # stock sizes it by the first model of the process
     file = folder / "megacpp.yaml"
     file.write_text(yaml.safe_dump({"model": preset.name, "overrides": dict(overrides), **settings}))
-    words = cpu_words(with_overrides(preset, overrides), None, *extra, precision=precision)
+    command = words(with_overrides(preset, overrides), *extra, precision=precision)
     with mock.patch.dict("os.environ", {"MEGACPP_CONFIG": str(file)}):
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        return GPTModelBuilder(model_config(words)).build_model(groups)
+        return GPTModelBuilder(model_config(command)).build_model(groups)
 
 
 def stirred(model: Any, scale: float = 0.05) -> Any:
@@ -191,7 +193,7 @@ def build_on_meta(model: Model) -> Any:
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.training.models.gpt import GPTModelBuilder
 
-    config = model_config(cpu_words(model))
+    config = model_config(words(model))
     config.transformer.perform_initialization = False
     # The lane draws a number to seed the experts with, which a meta tensor cannot give.
     stock_init = SequentialMLP.__init__.__wrapped__

@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacpp_mcore import settings
-from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.corpus import find_stdlib_sources
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, Model, preset, with_overrides
-from megacpp_mcore.model.training import Training
-from tests import forks
+from tests import forks, stock
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 300
@@ -39,17 +36,8 @@ def make_data(folder: Path) -> Path:
 
 def words(data: Path, steps: int, *extra: str, layout: Layout | None = None) -> list[str]:
     """Megatron's arguments for ``steps`` steps of two sequences on the corpus in ``data``."""
-    training = Training(
-        device="cpu",
-        precision="fp32",
-        transformer_impl="local",
-        data=("--data-path", str(data / "text"), "--split", "90,10,0"),
-        tokenizer=tokenizer_words(model()),
-        global_batch_size=2,
-        train_iters=steps,
-        extra=extra,
-    )
-    return list(lower(model(), layout or Layout(), training))
+    from_corpus = ("--data-path", str(data / "text"), "--split", "90,10,0")
+    return stock.words(model(), *extra, data=from_corpus, layout=layout, global_batch_size=2, train_iters=steps)
 
 
 @dataclass(frozen=True)

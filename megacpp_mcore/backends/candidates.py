@@ -37,10 +37,10 @@ _SDPA = Support(
 _FLASH4 = Support(
     devices=("cuda",),
     dtypes=("bfloat16", "float16"),
-    dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,)), "rows_per_document": Dim(smallest=16)},
+    dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,))},
     mask=False,
 )
-"""The widths that it was compared with the reference at, and as many documents as a run may have that says nothing of them.
+"""The widths that it was compared with the reference at.
 Its gradients have one order where ``torch.use_deterministic_algorithms`` asks for it."""
 
 _TE_ATTENTION = dataclasses.replace(_SDPA, mask=False, packed=False)
@@ -168,6 +168,18 @@ def own_candidates() -> tuple[Candidate, ...]:
                 by_name=True,
             )
             for op in ("grouped_mlp", "routed_mlp")
+        ),
+        dataclasses.replace(
+            _candidate(
+                "routed_mlp",
+                "quack",
+                Speed.KERNEL,
+                _EXPERTS_TRITON,
+                "megacpp_mcore.ops.grouped_mlp.quack:routed_mlp",
+                _GPU_TRITON,
+            ),
+            probe=lambda: _load("megacpp_mcore.ops.grouped_mlp.quack:probe")(),
+            by_name=True,
         ),
         *(
             dataclasses.replace(

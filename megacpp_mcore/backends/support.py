@@ -25,7 +25,6 @@ class Dim:
     """The sizes that one dimension may have."""
 
     multiple_of: int = 1
-    smallest: int = 1
     largest: int | None = None
     one_of: tuple[int, ...] = ()
 
@@ -35,14 +34,11 @@ class Dim:
             return f"{name} {size} is none of {', '.join(map(str, self.one_of))}"
         if size % self.multiple_of:
             return f"{name} {size} is not a multiple of {self.multiple_of}"
-        if size < self.smallest:
-            return f"{name} {size} < {self.smallest}"
         return f"{name} {size} > {self.largest}" if self.largest is not None and size > self.largest else None
 
     def __str__(self) -> str:
         words = [f"one of {', '.join(map(str, self.one_of))}"] if self.one_of else []
         words += [f"× {self.multiple_of}"] if self.multiple_of > 1 else []
-        words += [f"≥ {self.smallest}"] if self.smallest > 1 else []
         words += [f"≤ {self.largest}"] if self.largest is not None else []
         return " ".join(words) or "any"
 

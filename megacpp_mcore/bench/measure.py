@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-CPU_FACTS = Path("/proc/cpuinfo")
-"""Where Linux says which processor this is; :func:`platform.processor` is empty there."""
+from megacpp_mcore.util import host
 
 FEWEST = 3
 """Calls that are timed whatever they take: a median of less says nothing."""
@@ -107,33 +103,19 @@ def peak_bytes(call: Callable[[], Any], device: str) -> int | None:
 
 
 def device_name(device: str) -> str:
-    """The GPU's name, or the processor's: its model, or where the system does not say that, its architecture."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    facts = CPU_FACTS.read_text(encoding="utf-8") if CPU_FACTS.exists() else ""
-    models = (line.partition(":")[2].strip() for line in facts.splitlines() if line.startswith("model name"))
-    return next(models, "") or platform.processor() or platform.machine()
+    """The GPU's name, or the processor's."""
+    return torch.cuda.get_device_name() if device == "cuda" else host.processor()
 
 
 def versions(*packages: str) -> dict[str, str]:
     """The installed versions of torch, Megatron-Core and ``packages`` ("absent" if not installed), and the commit measured."""
-    found = {}
-    for name in ("torch", "megatron-core", *packages):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "absent"
+    found = {name: host.version(name) or "absent" for name in ("torch", "megatron-core", *packages)}
     return {**found, "commit": os.environ.get("MEGACPP_COMMIT") or _described_commit()}
 
 
 def _described_commit() -> str:
     """The commit of the clone that this file is tracked in, marked when it has changes; for a copy, set MEGACPP_COMMIT."""
     here = Path(__file__).resolve()
-    git = ["git", "-C", str(here.parent)]
-    try:
-        # An installed copy may lie in somebody else's repository.
-        subprocess.run([*git, "ls-files", "--error-unmatch", here.name], capture_output=True, check=True)
-        described = [*git, "describe", "--always", "--dirty", "--exclude=*"]
-        return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    # An installed copy may lie in somebody else's repository.
+    own = host.git(here.parent, "ls-files", "--error-unmatch", here.name) is not None
+    return (own and host.git(here.parent, "describe", "--always", "--dirty", "--exclude=*")) or "unknown"

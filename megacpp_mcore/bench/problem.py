@@ -133,12 +133,18 @@ class Variant:
         if not known:
             raise BenchmarkError(f"op {op!r} has no backend; name what is measured in the benchmark itself")
         for candidate in known:
-            present = candidate.present()
-            lacking = candidate.support.lacking({"device": options.device, "dtype": options.dtype, **needs})
-            if reason := lacking if present.ok else present.reason:
-                yield cls.missing(candidate.name, f"not here: {reason}", OURS)
+            if reason := obstacle(candidate, options, **needs):
+                yield cls.missing(candidate.name, reason, OURS)
             else:
                 yield cls.of(candidate.name, OURS, partial(call, candidate.load()))
+
+
+def obstacle(candidate: backends.Candidate, options: Options, **needs: Any) -> str:
+    """Why a backend cannot run here, or does not cover device, dtype and ``needs``; empty if it can."""
+    present = candidate.present()
+    lacking = candidate.support.lacking({"device": options.device, "dtype": options.dtype, **needs})
+    reason = lacking if present.ok else present.reason
+    return f"not here: {reason}" if reason else ""
 
 
 @dataclass(frozen=True, kw_only=True)

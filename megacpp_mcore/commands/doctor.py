@@ -7,7 +7,6 @@ hangs or ends its process is a line in the report and not the end of it. Imports
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -32,6 +31,7 @@ from megacpp_mcore.backends.probes import TRANSFORMER_ENGINE, te_disabled
 from megacpp_mcore.errors import BackendError
 from megacpp_mcore.policy.values import TF32_DRIVER, TF32_TORCH
 from megacpp_mcore.te import imports, specs
+from megacpp_mcore.util import host
 
 WORKS, OFF, ABSENT, BROKEN, IMPOSTOR = "works", "off", "absent", "broken", "impostor"
 TIME_LIMIT_S = 180.0
@@ -314,12 +314,7 @@ def _impostor(module: str, places: Sequence[Path]) -> str:
 
 
 def _installed_version(distributions: Sequence[str]) -> str | None:
-    for name in distributions:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    return next(filter(None, map(host.version, distributions)), None)
 
 
 def _in_range(version: str | None, supported: str) -> bool:

@@ -15,6 +15,7 @@ extra          package                  what excludes it
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +31,13 @@ ENTRIES: Mapping[str, str] = MappingProxyType(
         "flash4": "flash_attn.cute:flash_attn_func",
         "flash4_packed": "flash_attn.cute:flash_attn_varlen_func",
         "quack": "quack.linear_cross_entropy:chunked_linear_cross_entropy",
+        "quack_product": "quack.gemm_interface:gemm_tuned.fn",
+        "quack_backward": "quack.gemm_interface:gemm_dact",
+        "quack_tile": "quack.gemm_config:GemmConfig",
+        "quack_epilogue": "quack.epilogue:gemm_epilogue",
+        "quack_column": "quack.epilogue.ops:ColVecLoad",
+        "quack_gelu": "quack.activation:gelu_erf",
+        "quack_gelu_tanh": "quack.activation:gelu_tanh_approx",
         "liger": "liger_kernel.transformers.functional:liger_fused_linear_cross_entropy",
     }
 )
@@ -47,7 +55,7 @@ def entry(name: str) -> Callable[..., Any]:
     """
     module, _, attribute = ENTRIES[name].partition(":")
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        found: Callable[..., Any] = operator.attrgetter(attribute)(importlib.import_module(module))
     except Exception as error:
         raise BackendError(
             f"{module} cannot be used ({error!r}): install the extra {_extra(name)} of megacpp-mcore, or name another backend"

@@ -6,7 +6,6 @@ is changed. Conditions that Megatron checks are those of megatron-core 0.19.2 an
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.policy.overlap import CONNECTIONS
 from megacpp_mcore.policy.run import PRECISION_FILE, Run
 from megacpp_mcore.settings import ExperimentalTaxes, Observability, SpeedDefaults
+from megacpp_mcore.util import host
 
 USER, RECIPE, DEFAULT = "user", "recipe", "default"
 """Where a value came from: an argument, a file or the environment of the user; the recipe; this package or what it runs on."""
@@ -159,10 +159,7 @@ def _segments_obstacle(run: Run, lookup: Lookup, name: str) -> str:
 
 def installed_torch() -> tuple[int, int]:
     """Return major and minor version of the installed torch, without importing it; (0, 0) without one."""
-    try:
-        found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("torch"))
-    except importlib.metadata.PackageNotFoundError:
-        return (0, 0)
+    found = re.match(r"(\d+)\.(\d+)", host.version("torch") or "")
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 

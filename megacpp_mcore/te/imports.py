@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import importlib.metadata
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megacpp_mcore.errors import BackendError
+from megacpp_mcore.util import host
 from megacpp_mcore.util.nearest import nearest
 from megacpp_mcore.util.probe import ProbeResult, probe_import
 
@@ -167,7 +167,4 @@ def _entry(name: str) -> Any:
 
 def version() -> str | None:
     """The installed version as its distribution states it, None without one; imports nothing."""
-    try:
-        return importlib.metadata.version("transformer-engine")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return host.version("transformer-engine")

@@ -159,14 +159,8 @@ def test_what_is_lowered_is_accepted_and_describes_the_model(process: Path, layo
     from megacpp_mcore.layer_specs import nam56r
 
     model = with_overrides(preset("nam56r_tiny"), PIPELINED)
-    training = Training(
-        device=device,
-        precision="fp32" if device == "cpu" else "bf16",
-        transformer_impl="local",
-        tokenizer=tokenizer_words(model),
-        data=("--mock-data",),
-    )
-    config = stock.model_config(lower(model, layout, training), size(layout))
+    words = stock.words(model, device=device, layout=layout, transformer_impl="local")
+    config = stock.model_config(words, size(layout))
     assert mismatches(model, [config.transformer, config]) == []
     assert config.transformer_layer_spec.__name__ == "nam56r"
     chunks = model_chunks(config.transformer)
@@ -266,7 +260,7 @@ def test_every_flag_and_every_remedy_is_one_of_megatron(process: Path) -> None:
 )  # fmt: skip
 def test_contradictions_of_real_runs(process: Path, changes: list[str], fields: set[str]) -> None:
     model = preset("nam56r_tiny")
-    words = stock.cpu_words(model)
+    words = stock.words(model)
     if changes[0] == "-":
         words.remove(changes[1])
     else:
@@ -297,7 +291,7 @@ def test_marked_stages_are_the_chunks_that_megatron_cuts(
     from megacpp_mcore.layer_specs import nam56r
 
     model = with_overrides(preset("nam56r_tiny"), {"pattern": pattern, **PIPELINED})
-    words = stock.cpu_words(model, layout)
+    words = stock.words(model, layout=layout)
     assert words[words.index("--pipeline-model-parallel-layout") + 1] == text
     parsed = PipelineParallelLayerLayout(text, layout.pipeline)
     parsed.validate_layer_layout(model.depth, model.mtp.depth)
@@ -329,7 +323,7 @@ def test_a_run_that_cuts_other_stages_than_the_pattern_marks_is_refused(process:
 
     staged = with_overrides(preset("nam56r_tiny"), {"pattern": "AEMEA|EMEAEMR", **PIPELINED})
     uniform = with_overrides(preset("nam56r_tiny"), PIPELINED)
-    config = stock.model_config(stock.cpu_words(uniform, Layout(pipeline=2)), 2).transformer
+    config = stock.model_config(stock.words(uniform, layout=Layout(pipeline=2)), 2).transformer
     with pytest.raises(ModelError, match=r"marks other stages than the run's 1–6, 7–12; .*'Et\*5\|t\*7mL'"):
         nam56r.check_layout(staged, config, model_chunks(config))
 
@@ -338,7 +332,7 @@ def test_a_run_whose_stages_cannot_hold_the_model_is_refused(process: Path) -> N
     from megacpp_mcore.arguments.chunks import model_chunks
     from megacpp_mcore.layer_specs import nam56r
 
-    words = [*stock.cpu_words(preset("nam56r_tiny")), "--pipeline-model-parallel-size", "3"]
+    words = [*stock.words(preset("nam56r_tiny")), "--pipeline-model-parallel-size", "3"]
     config = stock.model_config(words, 3).transformer
     with pytest.raises(ModelError, match=r"first sparse layer of a chunk would be Shared: layer 9\b.*'-FF'"):
         nam56r.check_layout(preset("nam56r_tiny"), config, model_chunks(config))

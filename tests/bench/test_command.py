@@ -278,12 +278,13 @@ def test_a_run_that_got_slower_fails(tmp_path: Path) -> None:
 
 def test_rows_name_what_they_were_measured_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megacpp_mcore.bench import measure
+    from megacpp_mcore.util import host
 
     monkeypatch.setenv("MEGACPP_COMMIT", "abc1234")
     found = measure.versions("torch", "no-such-package")
     assert (found["commit"], found["no-such-package"]) == ("abc1234", "absent")
     facts = tmp_path / "cpuinfo"
-    monkeypatch.setattr(measure, "CPU_FACTS", facts)
+    monkeypatch.setattr(host, "CPU_FACTS", facts)
     monkeypatch.setattr("platform.processor", lambda: "")
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert measure.device_name("cpu") == "aarch64"

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.model import Layout
 from megacpp_mcore.model.recipes import RECIPES
-from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe import events, goodput, receipts
 from megacpp_mcore.observe.receipts.claims import compare as compare_receipts
 from megacpp_mcore.observe.steps import compare, read_steps
+from tests import stock
 from tests.bridge.processes import TINY, run
 from tests.saved import tensors_in
 
@@ -56,17 +54,14 @@ def launched(bridge_python: Path, corpus: str, tmp_path_factory: pytest.TempPath
     """The same recipe by the command line, in the same environment: the folder of its checkpoints and steps."""
     folder = tmp_path_factory.mktemp("command_line")
     chosen = RECIPES[TINY]
-    training = Training(
-        device="cpu",
-        precision="fp32",
-        transformer_impl="local",
-        learning_rate=chosen.training.learning_rate,
-        train_iters=STEPS,
+    words = stock.words(
+        chosen.model,
+        *("--ckpt-format", "torch_dist", "--save", str(folder / "saved"), "--save-interval", str(STEPS)),
         data=("--data-path", corpus, "--split", "100,0,0"),
         tokenizer=tokenizer_words(chosen.model, data=corpus),
-        extra=("--ckpt-format", "torch_dist", "--save", str(folder / "saved"), "--save-interval", str(STEPS)),
+        learning_rate=chosen.training.learning_rate,
+        train_iters=STEPS,
     )
-    words = lower(chosen.model, Layout(), training)
     done = run(bridge_python, "megacpp_mcore", "launch", "--device", "cpu", "--", *words)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return folder

@@ -8,14 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.commands import cli
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.model import Layout, preset, with_overrides
-from megacpp_mcore.model.training import Training
+from megacpp_mcore.model import preset, with_overrides
 from megacpp_mcore.observe.steps import read_steps
-from tests import tiny_run
+from tests import stock, tiny_run
 from tests.saved import tensors_in, write
 
 INDEXER = "decoder.layers.{}.self_attention.core_attention.indexer.linear_wk.weight"
@@ -164,16 +161,8 @@ def test_the_other_files_come_along(tmp_path: Path) -> None:
 
 def words_of(prefix: Path, schedule: str) -> list[str]:
     model = with_overrides(preset("nam56r_tiny"), {"dsa": {"schedule": schedule, "topk": 512}})
-    training = Training(
-        device="cpu",
-        precision="fp32",
-        transformer_impl="local",
-        data=("--data-path", str(prefix), "--split", "100,0,0"),
-        tokenizer=tokenizer_words(model),
-        global_batch_size=2,
-        train_iters=4,
-    )
-    return list(lower(model, Layout(), training))
+    text = ("--data-path", str(prefix), "--split", "100,0,0")
+    return stock.words(model, data=text, global_batch_size=2, train_iters=4)
 
 
 @pytest.mark.slow

@@ -11,15 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.arguments import cache_words, dataset_prefixes, verify_arguments
 from megacpp_mcore.data.manifest import adopt
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.data.tokenizer import ByteTokenizer, tokenizer_words
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.launch import launcher
-from megacpp_mcore.model import Layout, preset
-from megacpp_mcore.model.training import Training
+from megacpp_mcore.model import preset
 
 BYTES = ByteTokenizer().stock_flags()
 
@@ -317,24 +314,6 @@ def test_ids_of_a_wider_model_take_the_end_of_document_from_the_manifest(prefix:
     words = tokenizer_words(preset("nam56r_quarter"), data=prefix)
     assert words[-2:] == ("--null-tokenizer-eod-id", "256")
     verify_arguments(["--data-path", prefix, *words])
-
-
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_launch_on_a_damaged_dataset_stops_before_megatron(prefix: str, suffix: str) -> None:
-    path = Path(prefix + suffix)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    training = Training(
-        device="cpu",
-        precision="fp32",
-        transformer_impl="local",
-        data=("--data-path", prefix),
-        tokenizer=tokenizer_words(preset("nam56r_tiny")),
-    )
-    words = lower(preset("nam56r_tiny"), Layout(), training)
-    with pytest.raises(DataError, match=str(path)):
-        launcher.launch(words, device="cpu")
 
 
 # --- fill in the middle --------------------------------------------------------------------------------------------------

@@ -17,13 +17,11 @@ from typing import Any
 import torch
 import yaml
 
-from megacpp_mcore.arguments import launch_flags, lowering
+from megacpp_mcore.arguments import launch_flags
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.model import Layout, Model, preset, with_overrides
-from megacpp_mcore.model.training import Training
+from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.observe.steps import read_steps
-from tests import forks
+from tests import forks, stock
 from tests.saved import tensors_in
 
 ROOT = Path(__file__).parents[2]
@@ -176,21 +174,18 @@ class Laboratory:
             self._runs[name] = self._run(name, folder, saved, words, layout.processes * replicas)
         return self._runs[name]
 
-    def _words(self, layout: Layout, steps: int, learning_rate: float) -> tuple[str, ...]:
-        training = Training(
-            device="cpu",
-            precision="fp32",
-            transformer_impl="local",
+    def _words(self, layout: Layout, steps: int, learning_rate: float) -> list[str]:
+        return stock.words(
+            self.model,
+            # Megatron multiplies by TP: without this, TP 2 would have more padding logits in its softmax.
+            *("--make-vocab-size-divisible-by", str(PADDED_TO // layout.tensor), *self.words),
             data=("--data-path", self.data, "--split", "100,0,0", "--data-cache-path", str(self.folder / "cache")),
-            tokenizer=tokenizer_words(self.model),
+            layout=layout,
             micro_batch_size=MICRO_BATCH,
             global_batch_size=GLOBAL_BATCH,
             train_iters=steps,
             learning_rate=learning_rate,
-            # Megatron multiplies by TP: without this, TP 2 would have more padding logits in its softmax.
-            extra=("--make-vocab-size-divisible-by", str(PADDED_TO // layout.tensor), *self.words),
         )
-        return lowering.lower(self.model, layout, training)
 
     def _run(self, name: str, folder: Path, saved: Path, words: Sequence[str], processes: int) -> Run:
         recorded = folder / "observe"
@@ -206,19 +201,6 @@ def write_config(path: Path, overrides: Mapping[str, Any]) -> Path:
     options = {"model": "nam56r_tiny", "overrides": dict(overrides), "observability": {"console": "stock"}}
     path.write_text(yaml.safe_dump(options), encoding="utf-8")
     return path
-
-
-def words_for(model: Model) -> list[str]:
-    """Megatron arguments that train ``model`` in one process on mock data."""
-    training = Training(
-        device="cpu",
-        precision="fp32",
-        transformer_impl="local",
-        data=("--mock-data",),
-        tokenizer=tokenizer_words(model),
-        train_iters=1,
-    )
-    return list(lowering.lower(model, Layout(), training))
 
 
 def launch(words: Sequence[str], config: Path, processes: int = 1) -> tuple[int, str]:

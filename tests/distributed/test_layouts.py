@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megacpp_mcore.model import preset
+from tests import stock
 from tests.distributed.comparing import (
     MOMENTUM,
     SCALARS,
@@ -33,7 +34,6 @@ from tests.distributed.runs import (
     Laboratory,
     Run,
     launch,
-    words_for,
     write_config,
 )
 
@@ -117,7 +117,7 @@ def test_what_is_compared_is_the_whole_model_at_work(laboratory: Laboratory) -> 
 def test_a_stage_that_would_begin_with_a_shared_layer_is_refused(laboratory: Laboratory, tmp_path: Path) -> None:
     model = preset("nam56r_tiny")
     assert model.dsa.schedule == "-FS"
-    words = words_for(model)
+    words = stock.words(model, train_iters=1)
     words[words.index("--pipeline-model-parallel-size") + 1] = "2"
     status, output = launch(["--", *words], write_config(tmp_path / "model.yaml", {}), 2)
     assert status != 0

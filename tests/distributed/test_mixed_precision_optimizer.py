@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset, with_overrides
-from megacpp_mcore.model.training import GPT, HYBRID, Training
+from megacpp_mcore.model.training import GPT, HYBRID
+from tests import stock
 from tests.distributed.comparing import assert_same_bytes
 from tests.distributed.runs import Run, launch, read_scalars, write_config
 
@@ -82,22 +81,20 @@ class Runs:
             save = ["--save", str(folder / "saved"), "--save-interval", "1" if host == HYBRID else str(HALF)]
             if load is not None:
                 save += ["--load", str(load.checkpoints), "--ckpt-step", str(step), "--auto-detect-ckpt-format"]
-            training = Training(
-                device="cpu",
+            command = stock.words(
+                MODEL,
+                # Out of reach: a norm whose sum goes another way round would clip to other last digits.
+                *("--clip-grad", "1e6", *words, *save),
                 precision="bf16",
-                transformer_impl="local",
                 data=("--data-path", self.data, "--split", "100,0,0", "--data-cache-path", str(self.folder / "cache")),
-                tokenizer=tokenizer_words(MODEL),
-                micro_batch_size=1,
+                layout=layout,
+                host=host,
                 global_batch_size=2,
                 train_iters=STEPS,
                 learning_rate=1e-3,
-                # Out of reach: a norm whose sum goes another way round would clip to other last digits.
-                extra=("--clip-grad", "1e6", *words, *save),
             )
             steps = folder / "observe"
-            command = ["--observe", str(steps), "--", *lower(MODEL, layout, training, host)]
-            status, output = launch(command, self.config, processes)
+            status, output = launch(["--observe", str(steps), "--", *command], self.config, processes)
             assert status == 0, f"run {name!r} ended with status {status}:\n{output[-8000:]}"
             self.made[name] = Run(output, folder / "saved", read_scalars(steps))
         return self.made[name]

@@ -10,13 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.corpus import find_stdlib_sources
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.model import Layout, preset
-from megacpp_mcore.model.training import Training
-from tests import forks
+from megacpp_mcore.model import preset
+from tests import forks, stock
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
@@ -34,17 +31,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def words(*data: str, extra: tuple[str, ...] = ()) -> list[str]:
-    training = Training(
-        device="cpu",
-        precision="fp32",
-        transformer_impl="local",
-        data=data,
-        tokenizer=tokenizer_words(preset("nam56r_tiny")),
-        global_batch_size=2,
-        train_iters=STEPS,
-        extra=extra,
-    )
-    return list(lower(preset("nam56r_tiny"), Layout(), training))
+    return stock.words(preset("nam56r_tiny"), *extra, data=data, global_batch_size=2, train_iters=STEPS)
 
 
 def python(*command: str) -> subprocess.CompletedProcess[str]:

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.corpus import find_stdlib_sources
-from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.model import Layout, preset
-from megacpp_mcore.model.training import Training
-from tests import forks
+from megacpp_mcore.model import preset
+from tests import forks, stock
 from tests.trees import HOOKED, commit, copy_sources, git, link_copy
 
 ROOT = Path(__file__).parents[2]
@@ -41,16 +38,8 @@ def _python(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _words(data: Path) -> list[str]:
-    training = Training(
-        device="cpu",
-        precision="fp32",
-        transformer_impl="local",
-        data=("--data-path", str(data), "--split", "100,0,0"),
-        tokenizer=tokenizer_words(preset("nam56r_tiny")),
-        global_batch_size=2,
-        train_iters=STEPS,
-    )
-    return list(lower(preset("nam56r_tiny"), Layout(), training))
+    text = ("--data-path", str(data), "--split", "100,0,0")
+    return stock.words(preset("nam56r_tiny"), data=text, global_batch_size=2, train_iters=STEPS)
 
 
 def _losses(data: Path, script: list[str], spec: list[str]) -> list[str]:

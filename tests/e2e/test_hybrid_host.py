@@ -19,12 +19,11 @@ from unittest import mock
 import pytest
 import torch
 
-from megacpp_mcore.arguments.lowering import HYBRID_SPEC, lower
+from megacpp_mcore.arguments.lowering import HYBRID_SPEC
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import ArgumentMismatchError, CheckpointError, ModelError
 from megacpp_mcore.model import Layout, Model, hybrid, preset, with_overrides
-from megacpp_mcore.model.training import GPT, HYBRID, Training
+from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.observe.steps import read_steps
 from tests import forks, stock
 from tests.saved import tensors_in
@@ -41,20 +40,8 @@ SMALL = with_overrides(TINY, OVERRIDES)
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 
 
-def words(
-    model: Model, host: str, *extra: str, data: tuple[str, ...] = ("--mock-data",), layout: Layout | None = None
-) -> list[str]:
-    training = Training(
-        device="cpu",
-        precision="fp32",
-        transformer_impl="local",
-        tokenizer=tokenizer_words(model),
-        data=data,
-        global_batch_size=2,
-        train_iters=4,
-        extra=extra,
-    )
-    return list(lower(model, layout or Layout(), training, host))
+def words(model: Model, host: str, *extra: str, **training: Any) -> list[str]:
+    return stock.words(model, *extra, host=host, global_batch_size=2, train_iters=4, **training)
 
 
 def build(process: Path, *extra: str, changed: Callable[[list[str]], None] = lambda _: None) -> Any:

@@ -2,53 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.backends import Dispatcher, probes
-from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.model import Layout, preset
-from megacpp_mcore.model.training import Training
+from megacpp_mcore.model import preset
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.mla.sdpa import FUSED
+from tests.gpu import runs
 
-ROOT = Path(__file__).parents[2]
 STEPS = 4
 
 
 def train(run: Path, *extra: str, **environment: str) -> dict[str, Any]:
     """The receipt of a run of the tiny model on mock data."""
-    training = Training(
-        device="cuda",
-        precision="bf16",
-        transformer_impl="transformer_engine",
-        data=("--mock-data",),
-        tokenizer=tokenizer_words(preset("nam56r_tiny")),
-        global_batch_size=2,
-        train_iters=STEPS,
-        extra=extra,
-    )
-    words = list(lower(preset("nam56r_tiny"), Layout(), training))
+    words = runs.words_of(preset("nam56r_tiny"), *extra, global_batch_size=2, train_iters=STEPS)
     if probes.DISABLE_TE in environment:
         words.remove("--moe-permute-fusion")  # Transformer Engine's kernel, which no other can stand in for
-    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
-    done = subprocess.run(
-        [*command, "--observe", str(run), "--", *words],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    runs.train(words, run, **environment)
     return receipts.read(run)
 
 

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.arguments.lowering import lower
-from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.model import Layout, preset
-from megacpp_mcore.model.training import Training
+from megacpp_mcore.model import preset
 from megacpp_mcore.observe.steps import read_steps
 from tests.distributed.comparing import assert_same_bytes
+from tests.gpu import runs
 from tests.saved import tensors_in
 
-ROOT = Path(__file__).parents[2]
 STEPS, HALF = 6, 3
 OPTIMIZERS = {
     "plain": ("optimizer.state.fp32_param.", ()),
@@ -42,38 +35,15 @@ class Trained:
     tensors: dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("corpus")
-    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "data", "corpus", "--output", str(folder)]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
-    return str(folder / "stdlib_train")
-
-
 def train(corpus: str, folder: Path, name: str, *extra: str) -> Trained:
     """All steps, or those after the checkpoint that ``extra`` names; saved at half and in the end."""
-    model, record, saved = preset("nam56r_tiny"), folder / f"{name}.observe", folder / name
+    record, saved = folder / f"{name}.observe", folder / name
     save = ("--ckpt-format", "torch_dist", "--save", str(saved), "--save-interval", str(HALF), "--deterministic-mode")
-    training = Training(
-        precision="bf16",
-        data=("--data-path", corpus, "--split", "100,0,0"),
-        tokenizer=tokenizer_words(model, data=corpus),
-        micro_batch_size=2,
-        global_batch_size=4,
-        train_iters=STEPS,
-        learning_rate=1e-3,
-        extra=(*save, *extra),
-    )
-    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
-    done = subprocess.run(
-        [*command, "--observe", str(record), "--", *lower(model, Layout(), training)],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != plugin_config.VARIABLE},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    words = runs.words_of(
+        preset("nam56r_tiny"), *save, *extra,
+        corpus=corpus, micro_batch_size=2, global_batch_size=4, train_iters=STEPS, learning_rate=1e-3,
+    )  # fmt: skip
+    runs.train(words, record)
     return Trained({step.step: step.values() for step in read_steps(record)}, tensors_in(saved / f"iter_{STEPS:07d}"))
 
 

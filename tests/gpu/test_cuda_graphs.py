@@ -6,20 +6,16 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megacpp_mcore.arguments.lowering import lower
-from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.model import Layout, preset, with_overrides
-from megacpp_mcore.model.training import Training
+from megacpp_mcore.model import preset, with_overrides
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.steps import read_steps
+from tests.gpu import runs
 
-ROOT = Path(__file__).parents[2]
 STEPS = 6
 GRAPHS = ("--cuda-graph-impl", "local")
 SIZES: dict[str, Any] = {
@@ -48,37 +44,21 @@ def begin(folder: Path, corpus: str, overrides: dict[str, Any], *words: str, **s
     """A training that is under way: its receipt comes to ``folder / "run"``, its losses to ``folder / "steps"``."""
     folder.mkdir()
     model = with_overrides(preset("nam56r_tiny"), overrides)
-    training = Training(
-        precision="bf16",
-        data=("--data-path", corpus, "--split", "100,0,0"),
-        tokenizer=tokenizer_words(model, data=corpus),
+    arguments = runs.words_of(
+        model, *words, corpus=corpus, train_iters=STEPS, learning_rate=1e-3, global_batch_size=4,
         micro_batch_size=1 if "--dataloader-inter-document-masking" in words else 2,
-        global_batch_size=4,
-        train_iters=STEPS,
-        learning_rate=1e-3,
-        extra=words,
-    )
+    )  # fmt: skip
     file = folder / "megacpp.json"
     file.write_text(json.dumps({"model": "nam56r_tiny", "overrides": overrides, **settings}))
-    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
-    command += ["--observe", str(folder / "run")]
     with (folder / "log").open("w") as log:
         return subprocess.Popen(
-            [*command, "--", *lower(model, Layout(), training)],
-            cwd=ROOT,
+            [*runs.LAUNCH, "--observe", str(folder / "run"), "--", *arguments],
+            cwd=runs.ROOT,
             env=os.environ | {"MEGACPP_CONFIG": str(file)},
             stdout=log,
             stderr=subprocess.STDOUT,
             text=True,
         )
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("corpus")
-    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "data", "corpus", "--output", str(folder)]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
-    return str(folder / "stdlib_train")
 
 
 @pytest.fixture(scope="module")

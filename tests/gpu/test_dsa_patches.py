@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,24 +31,6 @@ from tests.patches.test_dsa_indexer_memory import (
 ROOT = Path(__file__).parents[2]
 PATCHES = {"dsa-graph-safety": dsa_graph_safety.PATCH, "dsa-indexer-memory": dsa_indexer_memory.PATCH}
 TOKENS = 256
-
-
-@contextlib.contextmanager
-def one_gpu_process(store: Path) -> Iterator[None]:
-    """Megatron's process groups for one process on the first GPU."""
-    from megatron.core import parallel_state
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
-    torch.cuda.set_device(0)
-    distributed = torch.distributed
-    distributed.init_process_group("nccl", store=distributed.FileStore(str(store), 1), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    try:
-        yield
-    finally:
-        DSAIndexerLossLoggingHelper.tracker.clear()
-        parallel_state.destroy_model_parallel()
-        distributed.destroy_process_group()
 
 
 def layer(variant: str) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
@@ -110,11 +90,12 @@ def graph_equals_eager(variant: str) -> None:
 def captured_in_a_process(variant: str, patches: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run :func:`graph_equals_eager` in a process of its own: a capture that fails leaves CUDA unusable."""
     code = f"""
-import os, sys, traceback
-from pathlib import Path
+import os, sys, torch, traceback
 from megacpp_mcore.patches.machinery.registry import Registry
-from tests.gpu.test_dsa_patches import PATCHES, graph_equals_eager, one_gpu_process
-with one_gpu_process(Path({str(folder / "store")!r})):
+from tests.gpu.runs import process_groups
+from tests.gpu.test_dsa_patches import PATCHES, graph_equals_eager
+store = torch.distributed.FileStore({str(folder / "store")!r}, 1)
+with process_groups(0, store=store, rank=0, world_size=1):
     Registry(PATCHES.values()).apply({list(patches)!r})
     try:
         graph_equals_eager({variant!r})

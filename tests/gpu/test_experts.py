@@ -6,10 +6,9 @@ Shape legend: S sequence, B batch, T tokens (S × B), D hidden, N experts.
 from __future__ import annotations
 
 import importlib.util
-import os
+import json
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,14 @@ import torch
 import yaml
 
 from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.backends import STOCK, Dispatcher
-from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.model import Layout, Model, preset
-from megacpp_mcore.model.training import Training
+from megacpp_mcore.model import Layout, preset
 from megacpp_mcore.observe.steps import read_steps
 from megacpp_mcore.ops.router import triton as fused
 from tests import stock
+from tests.gpu import runs
 from tests.gpu.device import peak, replayed, without_waiting
+from tests.gpu.runs import ALONE, words_of
 from tests.ops.router_case import CASES, Case, compared
 
 pytestmark = pytest.mark.skipif(
@@ -36,33 +34,7 @@ pytestmark = pytest.mark.skipif(
 S, B, D = 513, 2, 3584
 
 
-def words_of(model: Model, *extra: str, **values: Any) -> list[str]:
-    given: dict[str, Any] = {"data": ("--mock-data",), "tokenizer": tokenizer_words(model), "extra": extra} | values
-    return list(lower(model, Layout(), Training(precision="bf16", **given)))
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Megatron's process groups for one process on the GPU."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("experts") / "store"), 1)
-    torch.cuda.set_device(0)
-    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    MoEAuxLossAutoScaler.main_loss_backward_scale = torch.full((1,), 1.0, device="cuda")
-    yield
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    destroy_moe_metrics_tracker()
-    random.get_cuda_rng_tracker().reset()
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
-
-
-def build(backends: Mapping[str, str]) -> Any:
+def build(backends: Mapping[str, str], layout: Layout = ALONE) -> Any:
     """The MoE layer of layer 2 of nam56r_quarter, from one seed."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import random
@@ -72,7 +44,8 @@ def build(backends: Mapping[str, str]) -> Any:
     from megacpp_mcore.layer_specs.parts import parts_for
 
     model = preset("nam56r_quarter")
-    config = stock.model_config(words_of(model, "--no-gradient-accumulation-fusion")).transformer
+    words = words_of(model, "--no-gradient-accumulation-fusion", layout=layout)
+    config = stock.model_config(words, layout.processes).transformer
     set_start(model, config)
     torch.manual_seed(1234)  # a router is drawn on the host
     random.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
@@ -170,6 +143,24 @@ def test_nothing_waits_and_a_graph_replays(pair: tuple[Any, Any]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.parametrize(("ranks", "most"), [(1, 0), (2, 1)])
+def test_the_host_waits_once_where_experts_are_divided(ranks: int, most: int) -> None:
+    """For how many rows go to each rank."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} GPUs are needed, and {torch.cuda.device_count()} seen")
+    command = [*runs.PYTHON, "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", str(ranks), "-m", "tests.gpu.expert_waits"],
+        cwd=runs.ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == ranks
+    for each in found:
+        assert each["read"]
+        assert len(each["layer"]) <= most, each["layer"]
+
+
 def test_memory_is_not_above_stocks(pair: tuple[Any, Any]) -> None:
     hidden, gradient = draw()
     ours, theirs = (peak(lambda layer=layer: outcome(layer, hidden, gradient)) for layer in pair)
@@ -197,12 +188,7 @@ def train(folder: Path, experts: str, *extra: str) -> list[float]:
     words = words_of(
         model, *whole, *extra, micro_batch_size=4, global_batch_size=8, train_iters=STEPS, learning_rate=1e-3
     )
-    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
-    done = subprocess.run(
-        [*command, "--observe", str(record), "--", *words], cwd=stock.ROOT, capture_output=True, text=True,
-        env=os.environ | {plugin_config.VARIABLE: str(file)}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    runs.train(words, record, **{plugin_config.VARIABLE: str(file)})
     return [step.losses["lm loss"] for step in read_steps(record)]
 
 

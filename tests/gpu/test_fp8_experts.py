@@ -9,9 +9,6 @@ import contextlib
 import copy
 import importlib
 import importlib.util
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,15 +19,14 @@ import pytest
 import torch
 import yaml
 
-from megacpp_mcore import patches
 from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.backends import STOCK, Dispatcher
-from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.model import Layout, Model, preset, with_overrides
-from megacpp_mcore.model.training import GPT, HYBRID, Training
+from megacpp_mcore.model import Model, preset, with_overrides
+from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.observe.steps import read_steps
 from tests import stock
+from tests.gpu import runs
+from tests.gpu.runs import words_of
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
@@ -45,33 +41,6 @@ ROUNDED = 0.01
 """RMS error that BF16 products stay below."""
 ALONE = "--no-gradient-accumulation-fusion"
 """Without DistributedDataParallel there is no buffer for a product to add its weight gradient to."""
-
-
-def words_of(model: Model, precision: str, *extra: str, host: str = GPT, **values: Any) -> list[str]:
-    given: dict[str, Any] = {"data": ("--mock-data",), "tokenizer": tokenizer_words(model), "extra": extra} | values
-    return list(lower(model, Layout(), Training(precision=precision, **given), host))
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Megatron's process groups for one process on the GPU."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("fp8") / "store"), 1)
-    torch.cuda.set_device(0)
-    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    random.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-    yield
-    DSAIndexerLossLoggingHelper.tracker.clear()
-    MTPLossLoggingHelper.tracker.clear()
-    random.get_cuda_rng_tracker().reset()
-    patches.revert()
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 # --- Which products -----------------------------------------------------------------------------------------------------
@@ -151,7 +120,7 @@ def build(model: Model, precision: str, folder: Path, monkeypatch: pytest.Monkey
     )
     monkeypatch.setenv(plugin_config.VARIABLE, str(file))
     destroy_moe_metrics_tracker()
-    config = stock.model_config(words_of(model, precision, ALONE))
+    config = stock.model_config(words_of(model, ALONE, precision=precision))
     built = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     return Float16Module(config.transformer, built.cuda()).train()
 
@@ -208,7 +177,7 @@ def pair(process: None) -> tuple[Any, Any]:
     from megacpp_mcore.layer_specs.experts import expert_layer_spec
     from megacpp_mcore.layer_specs.parts import parts_for
 
-    config = stock.model_config(words_of(preset("nam56r_quarter"), FP8, ALONE)).transformer
+    config = stock.model_config(words_of(preset("nam56r_quarter"), ALONE, precision=FP8)).transformer
     without = copy.copy(config)
     without.quant_recipe = None
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -357,32 +326,16 @@ STEPS, SAVED = 20, 10
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("corpus")
-    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "data", "corpus", "--output", str(folder)]
-    subprocess.run(command, check=True, cwd=stock.ROOT, capture_output=True)
-    return str(folder / "stdlib_train")
-
-
-@pytest.fixture(scope="module")
 def train(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]]:
     """Trains nam56r_tiny through the stock loop, two micro-batches a step; the loss of every step, in full precision."""
 
     def run(precision: str, *extra: str, host: str = GPT) -> list[float]:
         record = tmp_path_factory.mktemp("run") / "steps"
-        model = preset("nam56r_tiny")
         words = words_of(
-            model, precision, *extra, host=host, data=("--data-path", corpus, "--split", "100,0,0"),
-            tokenizer=tokenizer_words(model, data=corpus), micro_batch_size=4, global_batch_size=8, train_iters=STEPS,
-            learning_rate=1e-3,
+            preset("nam56r_tiny"), *extra,
+            corpus=corpus, precision=precision, host=host, micro_batch_size=4, train_iters=STEPS, learning_rate=1e-3,
         )  # fmt: skip
-        command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
-        environment = {name: value for name, value in os.environ.items() if name != plugin_config.VARIABLE}
-        done = subprocess.run(
-            [*command, "--observe", str(record), "--", *words],
-            cwd=stock.ROOT, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+        runs.train(words, record)
         return [step.losses["lm loss"] for step in read_steps(record)]
 
     return run

@@ -17,7 +17,8 @@ import torch
 from torch import distributed
 
 from megacpp_mcore.ops.linear_cross_entropy import reference
-from megacpp_mcore.ops.linear_cross_entropy.chunked import MainGrad, VocabShards, linear_cross_entropy
+from megacpp_mcore.ops.linear_cross_entropy.chunked import VocabShards, linear_cross_entropy
+from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.ops.testing import assert_parity
 from tests.gpu.device import peak, replayed, without_waiting
 

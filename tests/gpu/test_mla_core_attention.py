@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from megacpp_mcore.ops.mla import sdpa
 from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.ops.packed.documents import other_documents
 from megacpp_mcore.ops.testing import EARLY, assert_parity, query_gradient_terms
 from tests.gpu.device import peak, replayed, without_waiting
 
@@ -141,6 +142,17 @@ def test_masks(S: int, causal: bool, shape: tuple[int, ...], dtype: torch.dtype,
     assert_same(inputs, found, truth(inputs, **options), outcome(eager, inputs, **options), rms, **options)
 
 
+@pytest.mark.parametrize("max_documents", [5, None])
+def test_documents(max_documents: int | None) -> None:
+    inputs, lengths = draw(700, 2), torch.tensor([1, 130, 3, 566, 700], device="cuda")
+    seq_idx = torch.arange(5, device="cuda", dtype=torch.int32).repeat_interleave(lengths).view(2, 700)
+    assert sdpa.fused_backend(*inputs[:3], seq_idx=seq_idx) == SDPBackend.FLASH_ATTENTION
+    assert sdpa.fused_backend(*draw(700, 2, dtype=torch.float32)[:3], seq_idx=seq_idx) == EFFICIENT
+    found = outcome(sdpa.sdpa_attention, inputs, softmax_scale=0.1, seq_idx=seq_idx, max_documents=max_documents)
+    options = {"softmax_scale": 0.1, "causal": True, "attention_mask": other_documents(seq_idx)}
+    assert_same(inputs, found, truth(inputs, **options), outcome(eager, inputs, **options), 5e-3, **options)
+
+
 def test_a_query_that_sees_nothing_gets_zero() -> None:
     inputs, mask = draw(300), torch.zeros(1, 1, 300, 300, dtype=torch.bool, device="cuda")
     mask[:, :, 5] = True
@@ -190,21 +202,6 @@ def test_cuda_graph() -> None:
 
 
 # --- at the seam -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-
-    distributed, store = torch.distributed, str(tmp_path_factory.mktemp("mla") / "store")
-    distributed.init_process_group("nccl", store=distributed.FileStore(store, 1), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    yield
-    get_cuda_rng_tracker().reset()
-    parallel_state.destroy_model_parallel()
-    distributed.destroy_process_group()
 
 
 @pytest.fixture

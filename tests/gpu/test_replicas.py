@@ -1,27 +1,19 @@
-"""Two replicas over NCCL, lowered as a recipe is, train as one process does: with distributed optimizer and overlaps, or cut by
-FSDP2."""
+"""Two processes over NCCL, lowered as a recipe is, train as one: replicas with distributed optimizer and overlaps, or cut by
+FSDP2, and experts divided over both."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments.launch_flags import TORCH_FSDP
-from megacpp_mcore.arguments.lowering import lower
-from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.model import Layout, preset
-from megacpp_mcore.model.training import Training
-from megacpp_mcore.policy.overlap import CONNECTIONS
 from tests.distributed.comparing import differing_scalars
 from tests.distributed.runs import read_scalars
+from tests.gpu import runs
 
-ROOT = Path(__file__).parents[2]
 STEPS, TOLERANCE, BF16_TOLERANCE = 6, 1e-5, 2e-2
 SCALARS = ("lm loss", "mtp_1 loss", "seq_load_balancing_loss", "z_loss", "grad norm")
 """Of the indexer's loss, some 1e-7, less than that part is the same once a near tie in the selection of keys tips over."""
@@ -33,44 +25,19 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("corpus")
-    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "data", "corpus", "--output", str(folder)]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
-    return str(folder / "stdlib_train")
-
-
 def train(
-    corpus: str, record: Path, processes: int, *extra: str, precision: str = "fp32"
+    corpus: str, record: Path, processes: int, *extra: str, precision: str = "fp32", layout: Layout = runs.ALONE
 ) -> dict[str, dict[int, float]]:
     """The scalars of every step, by name."""
-    model = preset("nam56r_tiny")
-    training = Training(
-        precision=precision,
-        # It multiplies fp32 as TF32.
+    words = runs.words_of(
+        preset("nam56r_tiny"), "--lr-warmup-iters", "1", *extra,
+        corpus=corpus, precision=precision, processes=processes, micro_batch_size=2, train_iters=STEPS, learning_rate=1e-3,
+        # Transformer Engine multiplies fp32 as TF32.
         transformer_impl="local" if precision == "fp32" else "transformer_engine",
-        data=("--data-path", corpus, "--split", "100,0,0"),
-        tokenizer=tokenizer_words(model, data=corpus),
-        micro_batch_size=2,
-        global_batch_size=8,
-        processes=processes,
-        train_iters=STEPS,
-        learning_rate=1e-3,
-        extra=("--lr-warmup-iters", "1", *extra),
-    )
-    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--device", "cuda"]
-    words = lower(model, Layout(), training)
+        layout=layout,
+    )  # fmt: skip
     assert ("--overlap-param-gather" in words) == (processes > 1 and TORCH_FSDP not in extra)
-    done = subprocess.run(
-        [*command, "--nproc", str(processes), "--observe", str(record), "--", *words],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name not in (plugin_config.VARIABLE, CONNECTIONS)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    runs.train(words, record, processes)
     return read_scalars(record)
 
 
@@ -88,6 +55,13 @@ def test_two_replicas_train_as_one_process(
     one: dict[str, dict[int, float]], corpus: str, tmp_path: Path, extra: tuple[str, ...]
 ) -> None:
     two = train(corpus, tmp_path / "observe", 2, *extra)
+    assert len(two["lm loss"]) == STEPS
+    differing = differing_scalars(one, two, TOLERANCE, SCALARS)
+    assert not differing, "\n".join(differing)
+
+
+def test_divided_experts_train_as_one_process(one: dict[str, dict[int, float]], corpus: str, tmp_path: Path) -> None:
+    two = train(corpus, tmp_path / "observe", 2, layout=Layout(expert=2))
     assert len(two["lm loss"]) == STEPS
     differing = differing_scalars(one, two, TOLERANCE, SCALARS)
     assert not differing, "\n".join(differing)

@@ -29,7 +29,8 @@ from megacpp_mcore.ops.testing import worst_row
 from megacpp_mcore.te import attention, imports, linear, precision, quantized
 from megacpp_mcore.te.block import Block
 from tests import stock
-from tests.gpu.test_fp8_experts import MIXED, build, process, words_of  # noqa: F401
+from tests.gpu.runs import words_of
+from tests.gpu.test_fp8_experts import ALONE, MIXED
 from tests.ops.grouped_mlp_case import Case, assert_same, draw, outcome, outcome_of_rows
 
 pytestmark = pytest.mark.skipif(
@@ -224,7 +225,7 @@ def test_a_scope_has_the_errors_of_fp8_and_evaluation_and_zone_have_none(recipe:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-def test_recompute_inside_of_a_scope_repeats_its_scales(process: None, recipe: str) -> None:  # noqa: F811
+def test_recompute_inside_of_a_scope_repeats_its_scales(process: None, recipe: str) -> None:
     from megacpp_mcore.layer_specs import regions
 
     found = []
@@ -242,7 +243,7 @@ def test_recompute_inside_of_a_scope_repeats_its_scales(process: None, recipe: s
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_another_owner_of_the_recompute_is_refused(process: None) -> None:  # noqa: F811
+def test_another_owner_of_the_recompute_is_refused(process: None) -> None:
     from megacpp_mcore.layer_specs import regions
 
     model, x = dense()
@@ -305,7 +306,7 @@ def loss_of(wrapped: Any) -> torch.Tensor:
 
 
 @pytest.fixture
-def tiny(process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:  # noqa: F811
+def tiny(process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Builds the mixed nam56r_tiny with more keys in its file, from one seed."""
 
     def make(impl: str = "transformer_engine", **keys: Any) -> Any:
@@ -323,7 +324,7 @@ def tiny(process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         destroy_moe_metrics_tracker()
         random.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
         torch.manual_seed(1234)
-        config = stock.model_config(words_of(model, "bf16", "--no-gradient-accumulation-fusion", transformer_impl=impl))
+        config = stock.model_config(words_of(model, ALONE, transformer_impl=impl))
         built = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
         return Float16Module(config.transformer, built.cuda()).train()
 

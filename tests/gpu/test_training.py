@@ -2,41 +2,22 @@
 
 import csv
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.gpu.runs import PYTHON, ROOT
+
 STEPS = 12
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    command = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "data", "corpus", "--output", str(folder)]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
-    return folder / "stdlib_train"
-
-
-def _train(corpus: Path, folder: Path, impl: str, precision: str) -> dict[str, str]:
+def _train(corpus: str, folder: Path, impl: str, precision: str) -> dict[str, str]:
     training = {"transformer_impl": impl, "precision": precision, "train_iters": STEPS, "learning_rate": 4e-3}
     training |= {"micro_batch_size": 4, "global_batch_size": 8}
     file, output = folder / "tiny.yaml", folder / "train.csv"
     file.write_text(yaml.safe_dump({"model": "nam56r_tiny", "training": training, "arms": {"one": {}}}))
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "experiments.train",
-        str(file),
-        "--data",
-        str(corpus),
-        "--window",
-        "1",
-    ]
+    command = [*PYTHON, "experiments.train", str(file), "--data", corpus, "--window", "1"]
     done = subprocess.run(
         [*command, "--folder", str(folder / "runs"), "--output", str(output)],
         cwd=ROOT,
@@ -51,7 +32,7 @@ def _train(corpus: Path, folder: Path, impl: str, precision: str) -> dict[str, s
 
 
 @pytest.mark.parametrize(("impl", "precision"), [("local", "fp32"), ("local", "bf16"), ("transformer_engine", "bf16")])
-def test_tiny_trains(corpus: Path, tmp_path: Path, impl: str, precision: str) -> None:
+def test_tiny_trains(corpus: str, tmp_path: Path, impl: str, precision: str) -> None:
     row = _train(corpus, tmp_path, impl, precision)
     last = float(row["losses"].split()[0].removeprefix("lm_loss:"))
     assert float(row["first_loss"]) == pytest.approx(5.95, abs=0.5)  # uniform over 384 padded ids is ln 384 = 5.95

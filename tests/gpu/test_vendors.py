@@ -14,13 +14,16 @@ import torch
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.backends.candidates import linear_cross_entropy_candidates
 from megacpp_mcore.errors import BackendError
+from megacpp_mcore.ops.grouped_mlp import quack, reference
 from megacpp_mcore.ops.linear_cross_entropy import reduced
 from megacpp_mcore.ops.mla import flash4
 from megacpp_mcore.ops.packed.documents import other_documents
 from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.util.probe import ProbeResult
 from tests.gpu.device import replayed, without_waiting
+from tests.gpu.test_grouped_mlp_kernels import CASES
 from tests.gpu.test_mla_core_attention import assert_same, draw, eager, outcome, truth
+from tests.ops import grouped_mlp_case as experts
 
 HOW = {"softmax_scale": 128**-0.5, "causal": True}
 attend = partial(flash4.attend, **HOW)
@@ -101,6 +104,43 @@ def test_flash4_takes_no_mask() -> None:
     needs = {"device": "cuda", "dtype": torch.bfloat16, "packed": True, "deterministic": True, "capturable": True}
     found = Dispatcher({"mla": "flash4"}).request("mla", qk_dim=128, v_dim=64, mask=False, **needs)
     assert found.fn is flash4.attend
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_quack_experts(name: str) -> None:
+    require(quack.probe())
+    case = CASES[name]
+    inputs = experts.draw(case, "cuda")
+    truth = experts.outcome(reference.routed_mlp, case, inputs, torch.float64)
+    plain = experts.outcome(experts.eager, case, inputs)
+    found = experts.outcome(quack.routed_mlp, case, inputs)
+    experts.assert_same(found, truth, 5e-3, inputs["routing"], plain)
+    for each, tensor in experts.outcome(quack.routed_mlp, case, inputs).items():
+        assert torch.equal(tensor, found[each]), each
+    added = experts.outcome_added(quack.routed_mlp, case, inputs)
+    experts.assert_same(added, truth, 5e-3, inputs["routing"], plain)
+
+
+def test_quack_experts_do_not_wait_and_a_graph_replays() -> None:
+    require(quack.probe())
+    case = CASES["natural skew"]
+    inputs, others = (experts.draw(case, "cuda", seed=seed) for seed in (0, 1))
+    given = [[drawn[name] for name in (*experts.LEAVES, "dy", "routing")] for drawn in (inputs, others)]
+    expected = experts.outcome(quack.routed_mlp, case, others)
+    with without_waiting():
+        experts.outcome(quack.routed_mlp, case, inputs)
+    captured = replayed(lambda: list(experts.outcome(quack.routed_mlp, case, inputs).values()), *given)
+    for (name, tensor), replay in zip(expected.items(), captured, strict=True):
+        assert torch.equal(replay, tensor), name
+
+
+def test_quack_experts_are_named() -> None:
+    require(quack.probe())
+    needs = {"device": "cuda", "dtype": torch.bfloat16, "deterministic": True, "capturable": True}
+    dispatcher, sizes = Dispatcher({"routed_mlp": "quack"}), {"hidden": 3584, "experts": 16}
+    assert dispatcher.request("routed_mlp", ffn=896, **sizes, **needs).fn is quack.routed_mlp
+    with pytest.raises(BackendError, match="ffn 900 is not a multiple of 8"):
+        dispatcher.request("routed_mlp", ffn=900, **sizes, **needs)
 
 
 @pytest.mark.parametrize("reduction", reduced.REDUCTIONS)

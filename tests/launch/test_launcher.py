@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -240,16 +241,17 @@ def test_exit_status_passes_through_and_is_recorded(statement: str, status: int,
     assert [start.how for start in events.read(tmp_path / "run")[0]] == [how]
 
 
-def test_damaged_data_stops_a_spec_of_ours_before_the_script_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_damaged_data_stops_a_spec_of_ours_before_the_script_runs(tmp_path: Path, suffix: str) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise AssertionError('must not run')\n")
     (tmp_path / "text.txt").write_text("some text to train on")
     (prefix,) = prepare([str(tmp_path / "text.txt")], str(tmp_path / "data"), progress=io.StringIO())
-    with open(prefix + ".bin", "r+b") as file:
+    with open(prefix + suffix, "r+b") as file:
         file.write(b"\x7f")
     tokens = tokenizer_words(preset("nam56r_tiny"))
     words = ["--spec", "megacpp_mcore", "nam56r", "--data-path", prefix, *tokens, *CPU_ARGUMENTS]
-    with pytest.raises(DataError, match="expected"):
+    with pytest.raises(DataError, match=re.escape(prefix + suffix)):
         launcher.launch([str(script), *words], device="cpu")
 
 

@@ -114,12 +114,32 @@ def test_an_evaluation_counts_and_logs_nothing(process: Path) -> None:
     assert not moe.router.local_tokens_per_expert.any()
 
 
+@pytest.mark.parametrize(("fused", "flagged"), [(True, True), (True, False), (False, True)])
+def test_gradients_are_added_where_stocks_would_be(process: Path, fused: bool, flagged: bool) -> None:
+    """To ``main_grad`` where the run accumulates them fused; the hooks of data parallelism are told, where there are any."""
+    layer = stock.build(OVERRIDES, preset("nam56r_tiny"), process).train().decoder.layers[1].mlp
+    weights = list(layer.experts.parameters())
+    hidden = torch.randn(S, B, 128, generator=torch.Generator().manual_seed(0))
+    expected = torch.autograd.grad(layer(hidden)[0].square().sum(), weights)
+    layer.experts.config.gradient_accumulation_fusion = fused
+    for weight in weights:
+        weight.main_grad = torch.ones_like(weight)
+        if flagged:
+            weight.grad_added_to_main_grad = False
+    layer(hidden)[0].square().sum().backward()
+    for weight, gradient in zip(weights, expected, strict=True):
+        assert getattr(weight, "grad_added_to_main_grad", None) is (fused if flagged else None)
+        assert (weight.grad is not None) is flagged
+        assert torch.equal(weight.main_grad, 1 + gradient if fused else torch.ones_like(weight))
+        assert fused or torch.equal(weight.grad, gradient)
+
+
 # --- who is chosen ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def config(process: Path) -> Any:
-    return stock.model_config(stock.cpu_words(preset("nam56r_tiny"))).transformer
+    return stock.model_config(stock.words(preset("nam56r_tiny"))).transformer
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,8 @@ import yaml
 
 from megacpp_mcore.arguments.lowering import check_arguments, lower, mismatches
 from megacpp_mcore.backends import STOCK, Dispatcher
-from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
-from megacpp_mcore.model import Layout, Model, precision, preset, with_overrides
+from megacpp_mcore.model import Model, precision, preset, with_overrides
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.model.training import GPT, HYBRID, Training
 from megacpp_mcore.ops.testing import assert_parity
@@ -34,8 +33,7 @@ EXPERT_NAMES = [f"decoder.layers.{index}.mlp.experts.linear_fc{half}" for index 
 
 
 def words_of(model: Model, precision_name: str, host: str = GPT) -> list[str]:
-    training = Training(precision=precision_name, tokenizer=tokenizer_words(model), data=("--mock-data",))
-    return list(lower(model, Layout(), training, host))
+    return stock.words(model, device="cuda", precision=precision_name, host=host)
 
 
 def config_of(words: list[str]) -> Any:
@@ -205,7 +203,7 @@ def test_a_file_that_says_something_else(
 
 def test_the_file_where_it_would_be_ignored(process: Path) -> None:
     model = preset("nam56r_tiny")
-    config = stock.model_config([*stock.cpu_words(model), *FILE])
+    config = stock.model_config([*stock.words(model), *FILE])
     found = mismatches(model, [config.transformer, config])
     assert [line.partition(":")[0] for line in found] == ["transformer_impl", "bf16", "moe_grouped_gemm"]
     assert found[0].endswith("expected 'transformer_engine' with FP8 experts (--transformer-impl transformer_engine)")
@@ -286,7 +284,7 @@ def layer(process: Path) -> Iterator[Callable[[int], Any]]:
             return partial(TEGroupedMLP, submodules=linears)
 
     with mock.patch.multiple(experts, Fp8Padding=Padding, Fp8Unpadding=Unpadding):
-        config = stock.model_config(stock.cpu_words(preset("nam56r_tiny"))).transformer
+        config = stock.model_config(stock.words(preset("nam56r_tiny"))).transformer
         recipe = load_quantization_recipe(str(precision.EXPERTS_FILE))
         parts = dataclasses.replace(parts_for(config), backend=Provider())
         groups = ProcessGroupCollection.use_mpu_process_groups()

@@ -717,7 +717,7 @@ def test_what_no_test_covers_yet_is_refused(process: Path, field: str, value: An
     from megacpp_mcore.layer_specs.nam56r import check_layout
 
     model = preset("nam56r_tiny")
-    config = stock.model_config(stock.cpu_words(model)).transformer
+    config = stock.model_config(stock.words(model)).transformer
     chunks = model_chunks(config)
     check_layout(model, config, chunks)
     setattr(config, field, value)
@@ -730,7 +730,7 @@ def test_latents_that_local_layers_cannot_cut_are_refused(process: Path) -> None
     from megacpp_mcore.layer_specs.nam56r import check_layout
 
     model = with_overrides(preset("nam56r_tiny"), {"mla": {"q_lora_rank": 33}})
-    config = stock.model_config(stock.cpu_words(model)).transformer
+    config = stock.model_config(stock.words(model)).transformer
     config.tensor_model_parallel_size, config.sequence_parallel = 2, True
     with pytest.raises(ModelError, match=r"q_lora_rank \(33\) is not a multiple of tensor parallelism \(2\)"):
         check_layout(model, config, model_chunks(config))
@@ -764,7 +764,7 @@ def test_unknown_implementations_and_norms_are_refused(process: Path) -> None:
         parts_for(SimpleNamespace(transformer_impl="inference_optimized"))
     with pytest.raises(ModelError, match="normalization is 'L2Norm'"):
         TorchNorm(SimpleNamespace(normalization="L2Norm"), 4)
-    config = stock.model_config(stock.cpu_words(preset("nam56r_tiny"))).transformer
+    config = stock.model_config(stock.words(preset("nam56r_tiny"))).transformer
     with pytest.raises(ModelError, match="bias=True"):
         DuplicatedLinear(4, 4, config=config, init_method=torch.nn.init.zeros_, bias=True)
 
@@ -773,6 +773,6 @@ def test_without_settings_the_arguments_must_describe_a_preset(process: Path, de
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models.gpt import GPTModelBuilder
 
-    config = stock.model_config(stock.cpu_words(definition))
+    config = stock.model_config(stock.words(definition))
     with pytest.raises(ArgumentMismatchError, match="contradict nam56r_tiny in 3 places"):
         GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())

@@ -11,7 +11,6 @@ import torch
 
 from megacpp_mcore.model import preset
 from tests import stock
-from tests.stock import cpu_words
 
 OVERRIDES = {"seq_length": 32, "dsa": {"topk": 8}}
 TINY = preset("nam56r_tiny")
@@ -44,7 +43,7 @@ def test_families_start_alike_at_full_width(process: Path) -> None:
     from megacpp_mcore.layer_specs.nam56r import nam56r
 
     quarter = preset("nam56r_quarter")
-    config = stock.model_config(cpu_words(quarter))
+    config = stock.model_config(stock.words(quarter))
     specs, groups = nam56r(config).layer_specs, ProcessGroupCollection.use_mpu_process_groups()
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     text = torch.frombuffer(bytearray(inspect.getsource(argparse).encode()[:192]), dtype=torch.uint8).long()

@@ -99,7 +99,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_real_model_repeats(case: str, measure: Callable[..., int]) -> None:
     words, own = CASES[case]
-    arguments = stock.parse(stock.cpu_words(SMALL, None, *words))
+    arguments = stock.parse(stock.words(SMALL, *words))
     how = Recomputation.of_run(arguments, Recompute(**dict.fromkeys(own, True)))
     assert how.on
     again = recomputed(SMALL, STEP, how)
@@ -108,7 +108,7 @@ def test_what_the_real_model_repeats(case: str, measure: Callable[..., int]) -> 
 
 
 def test_a_run_without_recompute_repeats_nothing() -> None:
-    how = Recomputation.of_run(stock.parse(stock.cpu_words(SMALL)))
+    how = Recomputation.of_run(stock.parse(stock.words(SMALL)))
     assert (how, how.on, str(how)) == (Recomputation(), False, "none")
     again = recomputed(SMALL, STEP, how)
     assert again.total == Work()

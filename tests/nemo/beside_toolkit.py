@@ -19,7 +19,7 @@ def main() -> None:
     import nemo
 
     with tempfile.TemporaryDirectory() as folder, stock.one_process(Path(folder) / "store"):
-        block = nam56r(stock.model_config(stock.cpu_words(preset("nam56r_tiny"))))
+        block = nam56r(stock.model_config(stock.words(preset("nam56r_tiny"))))
     found = {"imported": nemo.__version__, "installed": metadata.version("nemo-toolkit")}
     print("\n" + json.dumps({**found, "layers": len(block.layer_specs)}))
 

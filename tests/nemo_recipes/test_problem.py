@@ -30,7 +30,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
     def pretend(versions: dict[str, str | None] | None = None, *, without: tuple[str, ...] = ()) -> None:
         there = {**GOOD, **(versions or {})}
-        monkeypatch.setattr(bridge, "_version", there.get)
+        monkeypatch.setattr(bridge.host, "version", there.get)
         monkeypatch.setattr(bridge, "_found", lambda module: module in MODULES and module not in without)
 
     return pretend

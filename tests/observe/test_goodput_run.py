@@ -7,13 +7,10 @@ import signal
 import time
 from pathlib import Path
 
-from megacpp_mcore.arguments.lowering import lower
-from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.model import Layout, preset, with_overrides
-from megacpp_mcore.model.training import Training
+from megacpp_mcore.model import preset, with_overrides
 from megacpp_mcore.observe import events, goodput
 from megacpp_mcore.observe.steps import read_steps
-from tests import tiny_run
+from tests import stock, tiny_run
 
 SETTINGS = "model: nam56r_tiny\noverrides: {seq_length: 32, dsa: {topk: 8}}\nobservability: {heartbeat_s: 0.02}\n"
 STEPS, SAVED, STALL_S, PAUSE_S, WITHIN_S = 7, 4, 3.0, 2.0, 1.0
@@ -24,17 +21,9 @@ def start(folder: Path, stalls_at: int) -> tiny_run.Running:
     (folder / "config.yaml").write_text(SETTINGS)
     model = with_overrides(preset("nam56r_tiny"), {"seq_length": 32, "dsa": {"topk": 8}})
     saved = str(folder / "saved")
-    training = Training(
-        device="cpu",
-        precision="fp32",
-        transformer_impl="local",
-        train_iters=STEPS,
-        data=("--mock-data",),
-        tokenizer=tokenizer_words(model),
-        extra=("--save", saved, "--load", saved, "--save-interval", str(SAVED)),
-    )
+    words = stock.words(model, "--save", saved, "--load", saved, "--save-interval", str(SAVED), train_iters=STEPS)
     program = ("tests.observe.stalled", str(stalls_at), str(STALL_S), str(folder / "saves"), "--")
-    return tiny_run.start(program, lower(model, Layout(), training), folder)
+    return tiny_run.start(program, words, folder)
 
 
 def test_a_stall_a_checkpoint_a_death_and_a_restart(tmp_path: Path) -> None:

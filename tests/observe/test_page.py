@@ -8,7 +8,6 @@ import itertools
 import random
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -155,50 +154,31 @@ def test_a_receipt_alone() -> None:
 # --- In a browser -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[browser.Browser]:
-    program = browser.find()
-    if program is None:
-        pytest.skip(f"no browser: none of {', '.join(browser.NAMES)} is on PATH; {browser.VARIABLE} may name one")
-    with browser.running(program) as found:
-        yield found
-
-
-BOXES = """Object.fromEntries([...document.querySelectorAll('[data-part]')].map(
-  e => [e.dataset.part, (b => [b.x + scrollX, b.y + scrollY, b.width, b.height])(e.getBoundingClientRect())]))"""
+LOOKS = """({
+  widths: [window.innerWidth, document.documentElement.scrollWidth],
+  paper: window.getComputedStyle(document.body).backgroundColor,
+  boxes: Object.fromEntries([...document.querySelectorAll('[data-part]')].map(
+    e => [e.dataset.part, (b => [b.left, b.top, b.right, b.bottom])(e.getBoundingClientRect())])),
+  sticking_out: [...document.querySelectorAll('body *')].filter(e => e.getClientRects().length &&
+    (e.getBoundingClientRect().right > window.innerWidth + 1 || e.getBoundingClientRect().left < -1))
+    .map(e => e.outerHTML.slice(0, 80))})"""
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_every_part_is_painted(chromium: browser.Browser, killed: Path, tmp_path: Path, width: int, dark: bool) -> None:
+def test_every_part_is_painted(killed: Path, tmp_path: Path, width: int, dark: bool) -> None:
     """Every part has its own room in the window and something in it; nothing is fetched, nothing complains."""
-    file = tmp_path / "page.html"
-    file.write_text(page.html(killed), encoding="utf-8")
-    chromium.show(file, width, dark=dark)
-    assert chromium.errors == []
-    assert chromium.requests == [file.as_uri()]
-    assert chromium.ask("document.documentElement.scrollWidth") == width == chromium.ask("innerWidth")
-
-    boxes = chromium.ask(BOXES)
-    assert set(PARTS) | {"disqualifiers"} <= boxes.keys()
-    for name, (left, _, wide, high) in boxes.items():
-        assert left >= 0, name
-        assert left + wide <= width, name
-        assert min(wide, high) >= (60 if name.startswith("by-step") else 18), (name, wide, high)
-    sticking_out = chromium.ask(
-        "[...document.querySelectorAll('body *')].filter(e => e.getClientRects().length && "
-        "(e.getBoundingClientRect().right > innerWidth + 1 || e.getBoundingClientRect().left < -1))"
-        ".map(e => e.outerHTML.slice(0, 80))"
-    )
-    assert sticking_out == []
-
-    colours = chromium.colours(chromium.screenshot(), boxes)
-    for name, counts in colours.items():
-        assert len(counts) >= 4, (name, "is blank")
-    paper = chromium.ask("getComputedStyle(document.body).backgroundColor")
-    assert (paper == "rgb(19, 21, 24)") == dark
+    found, picture = browser.show(page.html(killed), tmp_path, LOOKS, width=width, dark=dark)
+    assert found["widths"] == [width, width]
+    assert (found["paper"] == "rgb(19, 21, 24)") == dark
+    assert found["sticking_out"] == []
+    assert set(PARTS) | {"disqualifiers"} <= found["boxes"].keys()
+    for name, (left, top, right, bottom) in found["boxes"].items():
+        assert 0 <= left < right <= width, name
+        assert min(right - left, bottom - top) >= (60 if name.startswith("by-step") else 18), (name, left, top)
+        assert len(picture.crop((left, top, right, bottom)).getcolors(1 << 24) or ()) >= 4, (name, "is blank")
 
 
 # --- What files say ---------------------------------------------------------------------------------------------------

@@ -18,23 +18,14 @@ import pytest
 from megacpp_mcore.model import preset
 from megacpp_mcore.observe import events, goodput
 from megacpp_mcore.observe.steps import compare, read_steps
-from tests import tiny_run
+from tests import stock, tiny_run
 
 STEPS = 4
 
 
 def words(*extra: str, iterations: int = STEPS, **training: Any) -> list[str]:
     """The stock words of a run of nam56r_tiny on mock data, on a CPU unless ``training`` says otherwise."""
-    from megacpp_mcore.arguments.lowering import lower
-    from megacpp_mcore.data.tokenizer import tokenizer_words
-    from megacpp_mcore.model import Layout
-    from megacpp_mcore.model.training import Training
-
-    values: dict[str, Any] = {"device": "cpu", "precision": "fp32", "transformer_impl": "local", "global_batch_size": 2}
-    values |= {"data": ("--mock-data",), "tokenizer": tokenizer_words(preset("nam56r_tiny"))}
-    return list(
-        lower(preset("nam56r_tiny"), Layout(), Training(**(values | training), train_iters=iterations, extra=extra))
-    )
+    return stock.words(preset("nam56r_tiny"), *extra, train_iters=iterations, **({"global_batch_size": 2} | training))
 
 
 def train(

@@ -45,11 +45,10 @@ STOCK_MOE = (
 """A stock GPT with experts."""
 TE = ("--transformer-impl", "transformer_engine", "--no-persist-layer-norm")
 NUMBERED = set(range(1, len(model().layers) + 1))
-PAINTED = """(e => (e.style.color = '{}', document.body.append(e), getComputedStyle(e).color))
-  (document.createElement('i'))"""
-OBSERVED = """[...document.querySelectorAll('[data-part=backends] td[data-label=observed]')].map(
-  e => getComputedStyle(e).color)"""
-"""The colour of the observed backend, row by row."""
+COLOURS = """[...['var(--bad)', 'inherit'].map(
+  colour => (e => (e.style.color = colour, document.body.append(e), e))(document.createElement('i'))),
+  ...document.querySelectorAll('[data-part=backends] td[data-label=observed]')].map(e => window.getComputedStyle(e).color)"""
+"""Red, the colour of text, and that of the observed backend, row by row."""
 AS_ASKED = "Everything runs as it was asked for, and nothing slower than what is there."
 
 
@@ -351,20 +350,12 @@ def test_no_triton(untritoned: tuple[Path, str]) -> None:
 def test_what_falls_back_is_red_in_a_browser(
     disabled: Path, finished: tuple[Path, str], untritoned: tuple[Path, str], tmp_path: Path
 ) -> None:
-    program = browser.find()
-    if program is None:
-        pytest.skip(f"no browser: none of {', '.join(browser.NAMES)} is on PATH; {browser.VARIABLE} may name one")
-    with browser.running(program) as chromium:
-        for run, any_off in ((disabled, True), (untritoned[0], True), (finished[0], False)):
-            file = tmp_path / f"{run.name}.html"
-            file.write_text(page.html(run), encoding="utf-8")
-            chromium.show(file, 1280)
-            red, text = chromium.ask(PAINTED.format("var(--bad)")), chromium.ask(PAINTED.format("inherit"))
-            assert red != text
-            rows = backend_rows(Reader(file.read_text(encoding="utf-8")))
-            colours = chromium.ask(OBSERVED)
-            assert [colour == red for colour in colours] == [row.off for row in rows]
-            assert (red in colours) == any_off
+    for run, any_off in ((disabled, True), (untritoned[0], True), (finished[0], False)):
+        shown = page.html(run)
+        (red, text, *colours), _ = browser.show(shown, tmp_path, COLOURS)
+        assert red != text
+        assert [colour == red for colour in colours] == [row.off for row in backend_rows(Reader(shown))]
+        assert (red in colours) == any_off
 
 
 # --- Other runs -------------------------------------------------------------------------------------------------------

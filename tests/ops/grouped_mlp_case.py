@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from megacpp_mcore.ops.grouped_mlp.reference import ACTIVATIONS
+from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.ops.testing import assert_parity
 
 LEAVES = ("x", "probs", "w1", "w2")
@@ -68,6 +70,21 @@ def outcome(
     y = fn(x, given["routing"], probs, w1, w2, topk=case.topk, activation=case.activation)
     gradients = torch.autograd.grad(y, list(leaves.values()), given["dy"])
     return {"y": y.detach()} | {f"d{name}": found for name, found in zip(leaves, gradients, strict=True)}
+
+
+def outcome_added(
+    fn: Callable[..., torch.Tensor], case: Case, inputs: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """:func:`outcome`, gradients of weights by what they add to buffers of ``dtype``; autograd has to get placeholders."""
+    added = {}
+    for name in ("w1", "w2"):
+        buffer, placeholder = torch.ones_like(inputs[name], dtype=dtype), torch.full_like(inputs[name], 7)
+        added[f"d{name}"] = MainGrad(buffer, functools.partial(placeholder.view_as, placeholder))
+    found = outcome(functools.partial(fn, main_grads=list(added.values())), case, inputs)
+    for name, main_grad in added.items():
+        assert bool((found[name] == 7).all()), name
+        found[name] = main_grad.buffer - 1
+    return found
 
 
 def sorted_rows(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

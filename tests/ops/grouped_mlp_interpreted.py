@@ -1,20 +1,18 @@
-"""A program: one case of the routed experts' kernels under Triton's interpreter, on a CPU, against float64.
+"""The routed experts' kernels under Triton's interpreter, on a CPU, against float64.
 
-Run with TRITON_INTERPRET=1, which Triton reads as it is imported. PyTorch's grouped products are its own ones for a CPU.
+PyTorch's grouped products are its own ones for a CPU.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
 from typing import Any
 
 import torch
 
 from megacpp_mcore.ops.grouped_mlp import fp8, reference
 from megacpp_mcore.ops.grouped_mlp import triton as fused
-from tests.ops.grouped_mlp_case import Case, assert_same, draw, outcome, outcome_of_rows
-from tests.ops.interpreter import take_scalars_of_one_element
+from tests.ops.grouped_mlp_case import Case, assert_same, draw, outcome, outcome_added, outcome_of_rows
 
 CASES = {
     "even": (Case(T=37, D=40, F=24, dtype=torch.float32), 3e-6),
@@ -64,18 +62,18 @@ def scaled() -> None:
             found.append((left[:, start:end] * mine[:, None]) @ (right[start:end] * theirs))
         return torch.stack(found)
 
-    torch._scaled_grouped_mm, fp8._check_device = product, lambda x: None
+    torch._scaled_grouped_mm, fp8.CAPABILITY = product, "no GPU"
     inputs = draw(case)
     truth = outcome(reference.routed_mlp, case, inputs, torch.float64)
     assert_same(outcome(fp8.routed_mlp, case, inputs), truth, 2e-6, inputs["routing"])
     rows = outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64)
     assert_same(outcome_of_rows(fp8.grouped_mlp, case, inputs), rows, 2e-6)
     assert sorted(products) == [2] * 4 + [3] * 8  # of tokens and of rows: four products of rows, two of columns
+    assert_same(outcome_added(fp8.routed_mlp, case, inputs), truth, 2e-6, inputs["routing"])
 
 
 def main(name: str) -> None:
     """Fail unless every result is right, of tokens and of rows; and unless a token of too few or many experts is NaN."""
-    take_scalars_of_one_element()
     if name == "fp8":
         scaled()
         return
@@ -89,12 +87,10 @@ def main(name: str) -> None:
     assert_same(outcome(fused.routed_mlp, case, inputs), truth, rms, inputs["routing"])
     rows = outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64)
     assert_same(outcome_of_rows(fused.grouped_mlp, case, inputs), rows, rms)
+    for dtype in (torch.float32, case.dtype):
+        assert_same(outcome_added(fused.routed_mlp, case, inputs, dtype), truth, rms, inputs["routing"])
     inputs["routing"][3], inputs["routing"][-1] = True, False
     found = outcome(fused.routed_mlp, case, inputs)
     for tensor in (found["y"], found["dx"]):
         assert tensor[[3, -1]].isnan().all()
         assert tensor.isfinite().any()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

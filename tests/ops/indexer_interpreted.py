@@ -1,18 +1,12 @@
-"""A program: one case of the indexer's kernels under Triton's interpreter, on a CPU, in float16 against float64.
-
-Run with TRITON_INTERPRET=1, which Triton reads as it is imported.
-"""
+"""The indexer's kernels under Triton's interpreter, on a CPU, in float16 against float64."""
 
 from __future__ import annotations
-
-import sys
 
 import torch
 
 from megacpp_mcore.ops.indexer import reference
 from megacpp_mcore.ops.indexer import triton as fused
 from tests.ops.indexer_cases import assert_gradients, assert_selected, draw, draw_documents, draw_exact, draw_target
-from tests.ops.interpreter import take_scalars_of_one_element
 
 FP16 = torch.float16
 
@@ -56,6 +50,6 @@ def gradient() -> None:
         assert torch.equal(found[1][5, 1], torch.zeros_like(found[1][5, 1]))
 
 
-if __name__ == "__main__":
-    take_scalars_of_one_element()
-    {"rows": rows, "pieces": pieces, "gradient": gradient}[sys.argv[1]]()
+def main(name: str) -> None:
+    """Fail unless every result is right."""
+    {"rows": rows, "pieces": pieces, "gradient": gradient}[name]()

@@ -1,12 +1,10 @@
-"""A program: one case of M²RNN's kernels under Triton's interpreter, on a CPU, against float64.
+"""M²RNN's kernels under Triton's interpreter, on a CPU, against float64.
 
-Run with TRITON_INTERPRET=1, which Triton reads as it is imported. ``whole`` takes products in float32; ``parts`` in float16 in
-place of bfloat16, whose products the interpreter gets wrong, and goes back in two pieces.
+``whole`` takes products in float32; ``parts`` in float16 in place of bfloat16, whose products the interpreter gets wrong, and
+goes back in two pieces.
 """
 
 from __future__ import annotations
-
-import sys
 
 import torch
 import triton.language as tl
@@ -15,7 +13,6 @@ from megacpp_mcore.ops.m2rnn import recurrence
 from megacpp_mcore.ops.m2rnn.reference import m2rnn as reference
 from megacpp_mcore.ops.m2rnn.triton import m2rnn
 from megacpp_mcore.ops.testing import assert_parity, worst_row
-from tests.ops.interpreter import take_scalars_of_one_element
 from tests.ops.m2rnn_mixer import Case, draw, outcome
 
 CASES = {
@@ -27,7 +24,6 @@ CASES = {
 def main(name: str) -> None:
     """Fail unless every output and gradient is right, or not much further off than plain PyTorch's in float32."""
     case, rms = CASES[name]
-    take_scalars_of_one_element()
     part = tl.float32 if name == "whole" else tl.float16
     recurrence.products = lambda dtype: {"PART": part, "ASM": False}
     if name == "whole":
@@ -39,7 +35,3 @@ def main(name: str) -> None:
     plain = outcome(reference, case, inputs)
     for output, tensor in outcome(m2rnn, case, inputs).items():
         assert_parity(tensor, truth[output], rms=max(rms, 4 * worst_row(plain[output], truth[output])), name=output)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,11 +1,7 @@
-"""A program: one case of Mamba-3's kernels under Triton's interpreter, on a CPU, in float32 against float64.
-
-Run with TRITON_INTERPRET=1, which Triton reads as it is imported.
-"""
+"""Mamba-3's kernels under Triton's interpreter, on a CPU, in float32 against float64."""
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 import torch
@@ -38,7 +34,3 @@ def main(name: str) -> None:
     recomputed = partial(checkpoint, fused.mamba3, use_reentrant=False)
     for key, actual in with_gradients(recomputed, case, tensors).items():
         assert_parity(actual, truth[key], rms=max(5e-4, 4 * worst_row(plain[key], truth[key])), name=key)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

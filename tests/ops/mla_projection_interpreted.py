@@ -1,18 +1,14 @@
-"""A program: the kernels between MLA's projections and its core attention under Triton's interpreter, against float64.
+"""The kernels between MLA's projections and its core attention under Triton's interpreter, against float64.
 
-Run with TRITON_INTERPRET=1, which Triton reads as it is imported. Float16 stands for bfloat16, whose products the interpreter
-gets wrong.
+Float16 stands for bfloat16, whose products the interpreter gets wrong.
 """
 
 from __future__ import annotations
-
-import sys
 
 import torch
 
 from megacpp_mcore.ops.mla_projection import reference
 from megacpp_mcore.ops.mla_projection import triton as fused
-from tests.ops.interpreter import take_scalars_of_one_element
 from tests.ops.mla_projection_case import assert_same, cases, outcome
 
 WIDTH = 16
@@ -22,7 +18,6 @@ DTYPES = {"whole": (torch.float32, 3e-6), "halves": (torch.float16, 2e-3)}
 def main(name: str) -> None:
     """Fail unless every result is right, with rows that fill no tile and heads that fill none."""
     dtype, rms = DTYPES[name]
-    take_scalars_of_one_element()
     fused.WIDTHS, fused.DTYPES, fused.TILES = (WIDTH,), (dtype,), 2
     for launch in (fused.PROJECT, fused.BACKWARD, fused.KEYS):
         launch["TOKENS"] = 16
@@ -31,7 +26,3 @@ def main(name: str) -> None:
         truth = outcome(getattr(reference, case.op), case, torch.float64)
         plain = outcome(getattr(reference, case.op), case)
         assert_same(case, outcome(getattr(fused, case.op), case), truth, plain, rms)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

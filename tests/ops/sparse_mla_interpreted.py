@@ -1,19 +1,15 @@
-"""A program: one case of sparse MLA's kernels under Triton's interpreter, on a CPU, against float64.
+"""Sparse MLA's kernels under Triton's interpreter, on a CPU, against float64.
 
-Run with TRITON_INTERPRET=1, which Triton reads as it is imported. Float16 stands for bfloat16, whose products the interpreter
-gets wrong.
+Float16 stands for bfloat16, whose products the interpreter gets wrong.
 """
 
 from __future__ import annotations
-
-import sys
 
 import torch
 import triton.language as tl
 
 from megacpp_mcore.ops.sparse_mla import triton as fused
 from megacpp_mcore.ops.sparse_mla.reference import attend as reference
-from tests.ops.interpreter import take_scalars_of_one_element
 from tests.ops.sparse_mla_case import Case, assert_same, draw, eager, outcome
 
 SMALL = {"S": 37, "H": 3, "K": 32, "V": 16, "N": 20}
@@ -27,7 +23,6 @@ CASES = {
 def main(name: str) -> None:
     """Fail unless every result is right, by sums of floats and by sums of integers."""
     case, rms = CASES[name]
-    take_scalars_of_one_element()
     fused.WIDTHS, fused.DTYPES = ((case.K, case.V),), (case.dtype,)
     fused.kernels.KEYS = fused.FORWARD["KEYS"] = fused.MEANS["KEYS"] = fused.BACKWARD["KEYS"] = 16
     fused.kernels.FEW = tl.constexpr(12)  # of 20 keys
@@ -36,7 +31,3 @@ def main(name: str) -> None:
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
         assert_same(case, inputs, outcome(fused.attend, case, inputs), truth, plain, rms)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

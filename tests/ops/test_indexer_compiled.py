@@ -25,9 +25,7 @@ DTYPES = ["*bf16", "*fp16"]
 def _compiled(kernel: Any, launch: dict[str, Any], folder: Path, dtype: str = "*bf16", **types: str) -> Compiled:
     tensors = dict.fromkeys(FP32, "*fp32") | dict.fromkeys(INT32, "*i32") | dict.fromkeys(HALF, dtype) | types
     options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
-    made = compiled(kernel, tensors, launch, folder, multiples=STRIDES, **options)
-    assert made.spills == 0, made
-    return made
+    return compiled(kernel, tensors, launch, folder, multiples=STRIDES, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.linear_cross_entropy import chunked
 from megacpp_mcore.ops.linear_cross_entropy import reference as truth
-from megacpp_mcore.ops.linear_cross_entropy.chunked import MainGrad, linear_cross_entropy
+from megacpp_mcore.ops.linear_cross_entropy.chunked import linear_cross_entropy
+from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.ops.testing import assert_parity
 from tests.ops.saved_tensors import saved_bytes
 

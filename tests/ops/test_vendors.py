@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.backends.candidates import linear_cross_entropy_candidates
 from megacpp_mcore.errors import BackendError, ModelError
-from megacpp_mcore.layer_specs import documents
 from megacpp_mcore.ops import vendors
+from megacpp_mcore.ops.grouped_mlp import quack
 from megacpp_mcore.ops.linear_cross_entropy import reduced
 from megacpp_mcore.ops.mla import flash4
 from megacpp_mcore.ops.testing import assert_parity
@@ -31,6 +33,11 @@ def test_what_is_missing_is_named_with_its_extra() -> None:
         assert f"the extra {name} of megacpp-mcore" in found.reason
     with pytest.raises(BackendError, match="'flash4' was asked for by name for op mla and cannot run"):
         Dispatcher({"mla": "flash4"}).request("mla", device="cpu", qk_dim=128, v_dim=64)
+    with pytest.raises(BackendError, match="'quack' was asked for by name for op routed_mlp and cannot run"):
+        Dispatcher({"routed_mlp": "quack"}).request("routed_mlp", hidden=128, ffn=128, experts=4)
+    with pytest.raises(BackendError, match=r"quack\.gemm_config cannot be used .* install the extra quack"):
+        vendors.entry("quack_tile")
+    assert "the extra quack of megacpp-mcore" in quack.probe().reason
 
 
 def test_a_mask_is_refused() -> None:
@@ -65,17 +72,6 @@ def test_a_vendor_that_computes_something_else_is_not_there(monkeypatch: pytest.
     assert not found.ok
     assert found.reason == "a call is off by 0.21 of what plain PyTorch gives"
     assert vendors.tried("a call", lambda h, w: run(h, w) / 1.1, truth, leaves).ok
-
-
-@pytest.mark.parametrize(("most", "rows", "covered"), [(None, 512, True), (64, 1024, True), (512, 1024, False)])
-def test_more_documents_than_it_makes_room_for(
-    monkeypatch: pytest.MonkeyPatch, most: int | None, rows: int, covered: bool
-) -> None:
-    arguments = SimpleNamespace(seq_length=rows, micro_batch_size=1)
-    monkeypatch.setattr(documents.global_vars, "_GLOBAL_ARGS", arguments)
-    needs = documents.document_needs(SimpleNamespace(max_documents=most))
-    (support,) = [one.support for one in Dispatcher()._candidates["mla"].values() if one.name == "flash4"]
-    assert (support.lacking(needs) is None) is covered
 
 
 @pytest.mark.parametrize("reduction", reduced.REDUCTIONS)

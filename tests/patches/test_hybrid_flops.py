@@ -225,7 +225,7 @@ def test_our_model_is_counted_whole(
     file = tmp_path / "model.yaml"
     file.write_text(yaml.safe_dump({"model": TINY.name, "overrides": overrides}))
     monkeypatch.setenv("MEGACPP_CONFIG", str(file))
-    args = stock.parse(stock.cpu_words(model))
+    args = stock.parse(stock.words(model))
     args.spec, args.padded_vocab_size = words, 384
     assert ours(args, 5) == flops.step(model, 5).total.training
     args.padded_vocab_size = 512
@@ -278,7 +278,7 @@ def test_packed_documents_of_our_model_count_by_their_lengths(
     assert all(length % model.mamba3.chunk == 0 for row in ROWS for length in row)
     (tmp_path / "model.yaml").write_text(yaml.safe_dump({"model": TINY.name, "overrides": overrides}))
     monkeypatch.setenv("MEGACPP_CONFIG", str(tmp_path / "model.yaml"))
-    args = stock.parse(stock.cpu_words(model))
+    args = stock.parse(stock.words(model))
     args.spec, args.padded_vocab_size = ["megacpp_mcore", "nam56r"], 384
     alone = sum(flops.step(model, seq_length=n, vocab_size=384).total.training for row in ROWS for n in row)
     whole = flops.step(model, len(ROWS), vocab_size=384).total.training
@@ -306,7 +306,7 @@ def test_without_a_file_the_arguments_name_the_preset(
 ) -> None:
     _, ours = counts
     monkeypatch.delenv("MEGACPP_CONFIG", raising=False)
-    args = stock.parse(stock.cpu_words(TINY))
+    args = stock.parse(stock.words(TINY))
     args.padded_vocab_size = TINY.vocab_size_padded(1)
     assert ours(args, 2) == flops.step(TINY, 2).total.training
     sequences = {sequence: flops.step(TINY, 2, seq_length=sequence).total.training for sequence in (256, 128)}

@@ -128,7 +128,7 @@ def test_the_key_is_for_local_layers(tmp_path: Path) -> None:
 
     file = tmp_path / "megacpp.yaml"
     file.write_text("model: nam56r_tiny\ntransformer_engine: {linear: true}\n")
-    words = stock.cpu_words(preset("nam56r_tiny"))
+    words = stock.words(preset("nam56r_tiny"))
     with stock.cpu_lane():
         config = stock.model_config(words).transformer
         assert region_plan(load(file), config).linear

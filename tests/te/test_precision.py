@@ -349,6 +349,6 @@ def test_the_run_of_a_stock_script_is_refused_before_a_layer_is_built(tmp_path: 
     file = tmp_path / "megacpp.yaml"
     file.write_text("model: nam56r_tiny\nfp8: {recipe: block}\n")
     with stock.cpu_lane():
-        config = stock.model_config(stock.cpu_words(preset("nam56r_tiny"))).transformer
+        config = stock.model_config(stock.words(preset("nam56r_tiny"))).transformer
         with pytest.raises(ModelError, match=r"megacpp.yaml: fp8: .* train in bf16"):
             region_plan(load(file), config)

@@ -12,7 +12,7 @@ import torch
 
 from megacpp_mcore.backends.candidates import grouped_fp8_candidates
 from megacpp_mcore.bench.parity import AgainstTruth
-from megacpp_mcore.bench.problem import FORWARD, Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.bench.problem import FORWARD, Draw, Floor, Inputs, Problem, Variant, obstacle
 from megacpp_mcore.bench.registry import OURS, PEER, Options
 from megacpp_mcore.model.flops import product
 from megacpp_mcore.ops.grouped_fp8.reference import BLOCK, dequantized, grouped_product, quantize_blocks, quantize_rows
@@ -44,11 +44,10 @@ def problem(options: Options) -> Problem:
 
     variants = [Variant(name="torch._grouped_mm in bf16", side=PEER, runs={FORWARD: in_bf16})]
     for one in grouped_fp8_candidates():
-        present = one.present()
-        if present.ok:
-            variants.append(Variant(name=one.name, side=OURS, runs={FORWARD: partial(call, one.load())}))
+        if reason := obstacle(one, options, dtype=operands[0].dtype):
+            variants.append(Variant.missing(one.name, reason, OURS))
         else:
-            variants.append(Variant.missing(one.name, f"not here: {present.reason}", OURS))
+            variants.append(Variant(name=one.name, side=OURS, runs={FORWARD: partial(call, one.load())}))
     work = product(T * D * width)
     return Problem(
         shape={**options.shape, "T": T},

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,22 @@ import torch.nn.functional as F
 
 from megacpp_mcore.bench.cases.peers import ENGINE, lacking
 from megacpp_mcore.bench.parity import AgainstTruth, in_double
-from megacpp_mcore.bench.problem import BOTH, Draw, Floor, Inputs, Problem, Tensors, Variant
+from megacpp_mcore.bench.problem import (
+    BOTH,
+    FORWARD,
+    Call,
+    Draw,
+    Floor,
+    Inputs,
+    Problem,
+    Tensors,
+    Variant,
+    with_gradients,
+)
 from megacpp_mcore.bench.registry import PEER, Options
 from megacpp_mcore.model.flops import feed_forward
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
+from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.te import imports
 
 FP8 = "triton_fp8"
@@ -38,74 +50,69 @@ SKEW = 0.3
 
 def problem(options: Options) -> Problem:
     """Every implementation on one set of rows and weights."""
-    E, D, width = options.sizes("experts", "hidden", "expert_width")
     T, draw = options.shape["B"] * options.shape["S"] * options.shape["routed"], Draw(options)
-    counts_E = torch.bincount(draw.integers(E, T), minlength=E)
+    counts_E = torch.bincount(draw.integers(options.shape["experts"], T), minlength=options.shape["experts"])
+    x, w1, w2 = _drawn(draw, options, T)
+    probs = torch.rand(T, generator=draw.generator, device=options.device)
     inputs = Inputs(
-        leaves=draw.leaves(
-            x=draw.normal(T, D),
-            w1=draw.normal(E, width, D, scale=D**-0.5),
-            w2=draw.normal(E, D, width, scale=width**-0.5),
-            probs=torch.rand(T, generator=draw.generator, device=options.device),
-        ),
-        cotangents={"y": draw.normal(T, D)},
+        leaves=draw.leaves(x=x, probs=probs, w1=w1, w2=w2),
+        cotangents={"y": draw.normal(*x.shape)},
         fixed={"counts": counts_E},
     )
 
-    def reference(inputs: Inputs) -> torch.Tensor:
-        x, w1, w2, probs = inputs.leaves.values()
-        return grouped_mlp(x, inputs.fixed["counts"], w1, w2, probs)
+    def run(fn: Any, inputs: Inputs, **how: Any) -> Any:
+        x, probs, w1, w2 = inputs.leaves.values()
+        return fn(x, inputs.fixed["counts"], w1, w2, probs, **how)
 
-    def ours(backend: Any, inputs: Inputs) -> Any:
-        x, w1, w2, probs = inputs.leaves.values()
-        return backend(x, inputs.fixed["counts"], w1, w2, probs)
-
-    weights, rows = 2 * E * D * width * draw.itemsize, T * D * draw.itemsize
-    return Problem(
-        shape={**options.shape, "T": T},
-        inputs=inputs,
-        variants=[
-            _grouped_mm(options),
-            _engine(options, inputs, counts_E.tolist()),
-            *_ours("grouped_mlp", options, ours),
-        ],
-        works=Floor.pair(feed_forward(T, D, width), weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
-        check=AgainstTruth(in_double(reference, inputs), LIMITS[options.dtype], norms=_norms),
-    )
+    peers = [_grouped_mm(options), _engine(options, inputs, counts_E.tolist())]
+    return _problem("grouped_mlp", options, inputs, run, grouped_mlp, peers, shape={**options.shape, "T": T})
 
 
 def routed_problem(options: Options) -> Problem:
     """Every implementation on one set of tokens, routed as scores with a bias for each expert route them."""
-    E, K, D, width = options.sizes("experts", "routed", "hidden", "expert_width")
-    T, draw = options.shape["B"] * options.shape["S"], Draw(options)
+    (E, K), T, draw = options.sizes("experts", "routed"), options.shape["B"] * options.shape["S"], Draw(options)
     score_TE = draw.normal(T, E, dtype=torch.float32) + draw.normal(E, scale=SKEW, dtype=torch.float32)
     routing_TE = torch.zeros_like(score_TE, dtype=torch.bool).scatter_(1, score_TE.topk(K).indices, True)
     probs_TE = score_TE.sigmoid() * routing_TE
+    x, w1, w2 = _drawn(draw, options, T)
     inputs = Inputs(
-        leaves=draw.leaves(
-            x=draw.normal(T, D),
-            probs=probs_TE / probs_TE.sum(1, keepdim=True),
-            w1=draw.normal(E, width, D, scale=D**-0.5),
-            w2=draw.normal(E, D, width, scale=width**-0.5),
-        ),
-        cotangents={"y": draw.normal(T, D)},
+        leaves=draw.leaves(x=x, probs=probs_TE / probs_TE.sum(1, keepdim=True), w1=w1, w2=w2),
+        cotangents={"y": draw.normal(*x.shape)},
         fixed={"routing": routing_TE},
     )
 
-    def ours(backend: Any, inputs: Inputs) -> Any:
+    def run(fn: Any, inputs: Inputs, **how: Any) -> Any:
         x, probs, w1, w2 = inputs.leaves.values()
-        return backend(x, inputs.fixed["routing"], probs, w1, w2, topk=K)
+        return fn(x, inputs.fixed["routing"], probs, w1, w2, topk=K, **how)
 
-    weights, rows = 2 * E * D * width * draw.itemsize, T * D * draw.itemsize
+    return _problem("routed_mlp", options, inputs, run, routed_mlp, list(_stock(options, inputs)))
+
+
+def _drawn(draw: Draw, options: Options, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``x`` of so many rows, and both matrices of the experts."""
+    E, D, width = options.sizes("experts", "hidden", "expert_width")
+    x = draw.normal(rows, D)
+    return x, draw.normal(E, width, D, scale=D**-0.5), draw.normal(E, D, width, scale=width**-0.5)
+
+
+def _problem(
+    op: str,
+    options: Options,
+    inputs: Inputs,
+    run: Callable[..., Any],
+    reference: Any,
+    peers: Sequence[Variant],
+    **more: Any,
+) -> Problem:
+    routed = options.shape["B"] * options.shape["S"] * options.shape["routed"]
+    rows, weights = inputs.leaves["x"].nbytes, inputs.leaves["w1"].nbytes + inputs.leaves["w2"].nbytes
+    work = feed_forward(routed, *options.sizes("hidden", "expert_width"))
     return Problem(
-        shape=options.shape,
         inputs=inputs,
-        variants=[
-            *_stock(options, inputs),
-            *_ours("routed_mlp", options, ours),
-        ],
-        works=Floor.pair(feed_forward(T * K, D, width), weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
-        check=AgainstTruth(in_double(partial(ours, routed_mlp), inputs), LIMITS[options.dtype], norms=_norms),
+        variants=[*peers, *_ours(op, options, run)],
+        works=Floor.pair(work, weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
+        check=AgainstTruth(in_double(partial(run, reference), inputs), LIMITS[options.dtype], norms=_norms),
+        **more,
     )
 
 
@@ -116,7 +123,7 @@ def _norms(name: str, norm: torch.Tensor) -> torch.Tensor:
 
 def _ours(op: str, options: Options, call: Callable[[Any, Inputs], Any]) -> Iterator[Variant]:
     E, D, width = options.sizes("experts", "hidden", "expert_width")
-    limits = {"triton": ROUNDED, FP8: QUANTIZED, "te": ROUNDED}
+    limits = {"triton": ROUNDED, FP8: QUANTIZED, "te": ROUNDED, "quack": ROUNDED}
     for found in Variant.candidates(op, options, call, hidden=D, ffn=width, experts=E):
         variant = dataclasses.replace(found, limit=limits.get(found.name))
         if FP8 in variant.name and variant.runs:
@@ -126,27 +133,26 @@ def _ours(op: str, options: Options, call: Callable[[Any, Inputs], Any]) -> Iter
             )
         yield variant
         if variant.name in limits and variant.runs:
-            runs = {BOTH: partial(_accumulated, variant.runs[BOTH], {})}
+            runs = {BOTH: partial(_accumulated, variant.runs[FORWARD], {})}
             yield dataclasses.replace(variant, name=f"{variant.name}, dW into main_grad", runs=runs)
 
 
-def _anew(run: Callable[[Inputs], Any], inputs: Inputs) -> Any:
+def _anew(run: Callable[..., Any], inputs: Inputs, **how: Any) -> Any:
     """A call that quantises the weights, as the first one after an optimizer's step does, and keeps none."""
     forget = importlib.import_module("megacpp_mcore.ops.grouped_mlp.fp8").forget
     forget()
-    found = run(inputs)
+    found = run(inputs, **how)
     forget()
     return found
 
 
-def _accumulated(run: Callable[[Inputs], Tensors], main: dict[str, torch.Tensor], inputs: Inputs) -> Tensors:
+def _accumulated(forward: Callable[..., Any], main: dict[str, torch.Tensor], inputs: Inputs) -> Tensors:
     """The gradients of weights added in float32 to those before, as Megatron does; ``main`` has none before the first call."""
-    found = dict(zip(inputs.names, run(inputs), strict=True))
-    for name in ("dw1", "dw2"):
-        if name not in main:
-            main[name] = torch.zeros_like(found[name], dtype=torch.float32)
-        found[name] = main[name].add_(found[name])
-    return list(found.values())
+    if not main:
+        main |= {name: torch.zeros_like(inputs.leaves[name], dtype=torch.float32) for name in ("w1", "w2")}
+    main_grads = [MainGrad(buffer, partial(torch.empty_like, inputs.leaves[name])) for name, buffer in main.items()]
+    found = with_gradients(partial(forward, main_grads=main_grads), inputs)
+    return list((dict(zip(inputs.names, found, strict=True)) | {f"d{name}": main[name] for name in main}).values())
 
 
 def _grouped_mm(options: Options) -> Variant:
@@ -157,7 +163,7 @@ def _grouped_mm(options: Options) -> Variant:
         return Variant.missing(name, "it takes widths that are multiples of 8")
 
     def call(inputs: Inputs) -> torch.Tensor:
-        x, w1, w2, probs = inputs.leaves.values()
+        x, probs, w1, w2 = inputs.leaves.values()
         ends_E = inputs.fixed["counts"].cumsum(0).to(torch.int32)
         hidden = F.gelu(torch._grouped_mm(x, w1.transpose(1, 2), offs=ends_E))
         hidden = (hidden * probs[:, None]).to(x.dtype)
@@ -171,53 +177,28 @@ def _engine(options: Options, inputs: Inputs, counts: list[int]) -> Variant:
     if reason := lacking(options.device, ENGINE, "Transformer Engine"):
         return Variant.missing(name, reason)
     engine = _Engine(options, inputs)
-
-    def call(inputs: Inputs) -> torch.Tensor:
-        return engine(inputs.leaves["x"], inputs.leaves["probs"], counts)
-
-    def differentiated(inputs: Inputs) -> Tensors:
-        return [inputs.leaves["x"], inputs.leaves["probs"], *engine.weights]
-
-    def results(found: Tensors) -> Tensors:
-        """The gradient of each matrix of weights is one tensor an expert."""
-        if len(found) == 1:
-            return found
-        y, dx, dprobs, *gradients = found
-        return [y, dx, *engine.stacked(gradients), dprobs]
-
-    return Variant.of(name, PEER, call, leaves=differentiated, results=results, limit=ROUNDED)
+    return engine.variant(name, lambda inputs: engine(inputs.leaves["x"], inputs.leaves["probs"], counts))
 
 
 def _stock(options: Options, inputs: Inputs) -> Iterator[Variant]:
     """Megatron's permutation around TE's linears, as its alltoall dispatcher and TEGroupedMLP have it without parallelism."""
-    T, K = inputs.leaves["x"].shape[0], options.shape["routed"]
-    reason = lacking(options.device, "transformer_engine.pytorch", "Transformer Engine")
+    reason = lacking(options.device, ENGINE, "Transformer Engine")
     for fused in (False, True):
         name = f"stock TEGroupedMLP{', fused permutation' if fused else ''}"
         if reason:
             yield Variant.missing(name, reason)
-            continue
-        yield _permuted(name, _Engine(options, inputs), T * K, fused)
+        else:
+            engine = _Engine(options, inputs)
+            yield engine.variant(name, partial(_permuted, engine, options.shape["routed"], fused))
 
 
-def _permuted(name: str, engine: _Engine, rows: int, fused: bool) -> Variant:
+def _permuted(engine: _Engine, topk: int, fused: bool, inputs: Inputs) -> torch.Tensor:
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-
-    def call(inputs: Inputs) -> torch.Tensor:
-        x, probs, routing = inputs.leaves["x"], inputs.leaves["probs"], inputs.fixed["routing"]
-        counts = routing.sum(0).tolist()  # the host waits, as it does in stock
-        row, prob, places, *_ = moe_utils.permute(x, routing, probs=probs, num_out_tokens=rows, fused=fused)
-        y = moe_utils.unpermute(engine(row, prob, counts), places, x.shape, routing_map=routing, fused=fused)
-        output: torch.Tensor = y
-        return output
-
-    def differentiated(inputs: Inputs) -> Tensors:
-        return [inputs.leaves["x"], inputs.leaves["probs"], *engine.weights]
-
-    def results(found: Tensors) -> Tensors:
-        return found if len(found) == 1 else [*found[:3], *engine.stacked(found[3:])]
-
-    return Variant.of(name, PEER, call, leaves=differentiated, results=results, limit=ROUNDED)
+    x, probs, routing = inputs.leaves["x"], inputs.leaves["probs"], inputs.fixed["routing"]
+    counts = routing.sum(0).tolist()  # the host waits, as it does in stock
+    row, prob, places, *_ = moe_utils.permute(x, routing, probs=probs, num_out_tokens=len(x) * topk, fused=fused)
+    y: torch.Tensor = moe_utils.unpermute(engine(row, prob, counts), places, x.shape, routing_map=routing, fused=fused)
+    return y
 
 
 class _Engine:
@@ -241,6 +222,15 @@ class _Engine:
         hidden = (F.gelu(self.linears[0](x, counts)) * probs[:, None]).to(self.dtype)
         return self.linears[1](hidden, counts)
 
-    def stacked(self, gradients: Tensors) -> list[torch.Tensor]:
-        """The gradients of its weights as one tensor for each matrix."""
-        return [torch.stack(list(gradients[start:][: self.experts])) for start in (0, self.experts)]
+    def variant(self, name: str, call: Call) -> Variant:
+        """``call``, by which these linears compute, as a variant."""
+
+        def leaves(inputs: Inputs) -> Tensors:
+            return [inputs.leaves["x"], inputs.leaves["probs"], *self.weights]
+
+        def results(found: Tensors) -> Tensors:
+            if len(found) == 1:
+                return found
+            return [*found[:3], *(torch.stack(list(found[start:][: self.experts])) for start in (3, 3 + self.experts))]
+
+        return Variant.of(name, PEER, call, leaves=leaves, results=results, limit=ROUNDED)

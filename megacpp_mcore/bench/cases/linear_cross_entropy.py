@@ -6,9 +6,8 @@ of everything that forms the logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -25,11 +24,13 @@ from megacpp_mcore.bench.problem import (
     Problem,
     Tensors,
     Variant,
+    obstacle,
     with_gradients,
 )
 from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Options
 from megacpp_mcore.model.flops import product
 from megacpp_mcore.ops.linear_cross_entropy import chunked, reference
+from megacpp_mcore.ops.main_grad import MainGrad
 from megacpp_mcore.ops.testing import PEER_RATIO, worst_row
 
 LIMITS = {"bfloat16": 5e-3, "float32": 2e-6}
@@ -42,32 +43,53 @@ def problem(options: Options) -> Problem:
     hidden, vocab = options.sizes("hidden", "vocab")
     tokens, draw = options.shape["B"] * options.shape["S"], Draw(options)
     weight_VH = draw.normal(vocab, hidden, scale=hidden**-0.5)
+    hidden_NH, share_N = draw.normal(tokens, hidden), draw.normal(tokens, dtype=torch.float32)
     inputs = Inputs(
-        leaves=draw.leaves(hidden=draw.normal(tokens, hidden), weight=weight_VH),
-        cotangents={"loss": draw.normal(tokens, dtype=torch.float32)},
-        fixed={"label": draw.integers(vocab, tokens)},
+        leaves=draw.leaves(hidden=hidden_NH, weight=weight_VH),
+        cotangents={"loss": share_N},
+        fixed={"label": draw.integers(vocab, tokens), "share": share_N},
     )
+    variants = [
+        *_reduced(options, inputs),
+        _variant("reference", OURS, _called(reference.linear_cross_entropy)),
+        _variant("chunked", OURS, _called(lambda *given: chunked.linear_cross_entropy(*given).loss)),
+        _into("chunked, main_grad", weight_VH, are_weights_known=False),
+        _into("known weights, main_grad", weight_VH),
+        Variant(name="three dense products", side=BOUND, runs={BOTH: _products(tokens, vocab, weight_VH)}),
+    ]
     # Hidden and weight are read in both passes, and their gradients written.
-    moved = 3 * (tokens * hidden + vocab * hidden) * draw.itemsize
-    operations = product(tokens * hidden * vocab).training
+    return _problem(options, inputs, 3 * (hidden_NH.nbytes + weight_VH.nbytes), variants)
+
+
+def heads_problem(options: Options) -> Problem:
+    """The main head and the MTP depths on one weight: a call for each, or one for all with the weights of its tokens.
+
+    A depth's losses are worth less than the main head's, and are masked where a sequence ends: each head has one weight, and
+    one token in sixteen none.
+    """
+    hidden, vocab, depths = options.sizes("hidden", "vocab", "mtp_heads")
+    tokens, heads, draw = options.shape["B"] * options.shape["S"], 1 + depths, Draw(options)
+    weight_VH = draw.normal(vocab, hidden, scale=hidden**-0.5)
+    share_N = torch.ones(heads, tokens, device=options.device)
+    share_N[1:] = 0.3 / depths
+    share_N[:, ::16] = 0.0
+    inputs = Inputs(
+        leaves=draw.leaves(hidden=draw.normal(heads * tokens, hidden), weight=weight_VH),
+        cotangents={"loss": share_N.flatten() * 0.37},
+        fixed={"label": draw.integers(vocab, heads * tokens), "share": share_N.flatten()},
+    )
+    names = {"a call for each head, main_grad": heads, "one call, main_grad": 1}
+    moved = 2 * inputs.leaves["hidden"].nbytes + 2 * weight_VH.nbytes + 8 * weight_VH.numel()
+    return _problem(options, inputs, moved, [_into(name, weight_VH, calls) for name, calls in names.items()])
+
+
+def _problem(options: Options, inputs: Inputs, moved: int, variants: Sequence[Variant]) -> Problem:
+    """``variants`` beside stock's."""
+    hidden, vocab = options.sizes("hidden", "vocab")
+    operations = product(inputs.leaves["hidden"].numel() * vocab).training
     return Problem(
         inputs=inputs,
-        variants=[
-            *_stock(hidden, vocab),
-            *_reduced(options, inputs),
-            _variant("reference", OURS, _called(reference.linear_cross_entropy)),
-            _variant("chunked", OURS, _called(lambda *given: chunked.linear_cross_entropy(*given).loss)),
-            *(
-                Variant(
-                    name=name, side=OURS, runs={BOTH: _into(torch.zeros_like(weight_VH).float(), are_weights_known)}
-                )
-                for name, are_weights_known in (
-                    ("chunked, main_grad", False),
-                    ("known weights, main_grad", True),
-                )
-            ),
-            Variant(name="three dense products", side=BOUND, runs={BOTH: _products(tokens, vocab, weight_VH)}),
-        ],
+        variants=[*_stock(hidden, vocab), *variants],
         works={BOTH: Floor(operations=operations, moved=moved, precision=PRECISIONS[options.dtype])},
         check=AgainstTruth(in_double(_dense, inputs), LIMITS[options.dtype], yardstick=STOCK),
     )
@@ -114,22 +136,27 @@ def _stock(hidden: int, vocab: int) -> Iterator[Variant]:
     yield _variant("stock, fused cross-entropy", PEER, partial(losses, fused_vocab_parallel_cross_entropy))
 
 
-def _into(buffer_VH: torch.Tensor, are_weights_known: bool) -> Callable[[Inputs], Tensors]:
+def _into(name: str, weight_VH: torch.Tensor, calls: int = 1, *, are_weights_known: bool = True) -> Variant:
     """As with fused accumulation: the weight's gradient is added to a float32 buffer that is there anyway.
 
-    The first call, which is the check of parity, finds it zero. Known weights are the gradient of the losses itself.
+    All forward passes, then the backward pass of all, as a step has them. The first run, which is the check of parity, finds
+    the buffer zero. Known weights are the gradient of the losses itself.
     """
+    buffer_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
 
     def run(inputs: Inputs) -> Tensors:
-        options: dict[str, Any] = {"main_grad": chunked.MainGrad(buffer_VH, lambda: None)}
-        if are_weights_known:
-            options["token_weight"] = inputs.cotangents["loss"]
-        loss = _called(lambda *given: chunked.linear_cross_entropy(*given, **options).loss)(inputs)
-        wanted = list(inputs.leaves.values())
-        grad_hidden, _ = torch.autograd.grad(loss, wanted, inputs.cotangents["loss"], allow_unused=True)
+        main_grad, losses = MainGrad(buffer_VH, lambda: None), []
+        leaves = list(inputs.leaves.values())
+        rows = (leaves[0], inputs.fixed["label"], inputs.fixed["share"])
+        for hidden_CH, label_C, share_C in zip(*(row.chunk(calls) for row in rows), strict=True):
+            known = share_C if are_weights_known else None
+            made = chunked.linear_cross_entropy(hidden_CH, leaves[1], label_C, main_grad=main_grad, token_weight=known)
+            losses.append(made.loss)
+        loss = torch.cat(losses)
+        grad_hidden, _ = torch.autograd.grad(loss, leaves, inputs.cotangents["loss"], allow_unused=True)
         return [loss.detach(), grad_hidden, buffer_VH]
 
-    return run
+    return Variant(name=name, side=OURS, runs={BOTH: run})
 
 
 def _products(tokens: int, vocab: int, weight_VH: torch.Tensor) -> Callable[[Inputs], None]:
@@ -158,64 +185,12 @@ def _reduced(options: Options, inputs: Inputs) -> Iterator[Variant]:
     plain = zip(mean(_dense_mean, inputs), truth.items(), strict=True)
     limit = max(LIMITS[options.dtype], *(PEER_RATIO * worst_row(have, want, name) for have, (name, want) in plain))
     for candidate in linear_cross_entropy_candidates():
-        name, present, lacking = (
-            f"{candidate.name}, mean",
-            candidate.present(),
-            candidate.support.lacking({"device": options.device, "dtype": options.dtype, **sizes}),
-        )
-        side = OURS if candidate.name == "chunked" else PEER
-        if reason := lacking if present.ok else present.reason:
-            yield Variant.missing(name, f"not here: {reason}", side)
+        name, side = f"{candidate.name}, mean", OURS if candidate.name == "chunked" else PEER
+        if reason := obstacle(candidate, options, **sizes):
+            yield Variant.missing(name, reason, side)
         else:
             yield Variant(name=name, side=side, runs={BOTH: partial(mean, candidate.load())}, truth=truth, limit=limit)
 
 
 def _dense_mean(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
     return cross_entropy(hidden_NH @ weight_VH.t(), label_N)
-
-
-def heads_problem(options: Options) -> Problem:
-    """The main head and the MTP depths on one weight: a call for each, or one for all with the weights of its tokens.
-
-    A depth's losses are worth less than the main head's, and are masked where a sequence ends: each head has one weight, and
-    one token in sixteen none.
-    """
-    hidden, vocab, heads = options.sizes("hidden", "vocab", "mtp_heads")
-    tokens, draw = options.shape["B"] * options.shape["S"], Draw(options)
-    heads += 1
-    weight_VH = draw.normal(vocab, hidden, scale=hidden**-0.5)
-    share_N = torch.ones(heads, tokens, device=options.device)
-    share_N[1:] = 0.3 / max(heads - 1, 1)
-    share_N[:, ::16] = 0.0
-    inputs = Inputs(
-        leaves=draw.leaves(hidden=draw.normal(heads * tokens, hidden), weight=weight_VH),
-        cotangents={"loss": share_N.flatten() * 0.37},
-        fixed={"label": draw.integers(vocab, heads * tokens), "share": share_N.flatten()},
-    )
-    moved = 2 * heads * tokens * hidden * draw.itemsize + vocab * hidden * (2 * draw.itemsize + 8)
-    operations = product(heads * tokens * hidden * vocab).training
-    return Problem(
-        inputs=inputs,
-        variants=[
-            *_stock(hidden, vocab),
-            *(
-                Variant(name=name, side=OURS, runs={BOTH: partial(_heads, torch.zeros_like(weight_VH).float(), calls)})
-                for name, calls in (("a call for each head, main_grad", heads), ("one call, main_grad", 1))
-            ),
-        ],
-        works={BOTH: Floor(operations=operations, moved=moved, precision=PRECISIONS[options.dtype])},
-        check=AgainstTruth(in_double(_dense, inputs), LIMITS[options.dtype], yardstick=STOCK),
-    )
-
-
-def _heads(buffer_VH: torch.Tensor, calls: int, inputs: Inputs) -> Tensors:
-    """All forward passes, then the backward pass of all, as a step has them."""
-    main_grad, losses = chunked.MainGrad(buffer_VH, lambda: None), []
-    hidden_NH, weight_VH = inputs.leaves.values()
-    parts = zip(*(t.chunk(calls) for t in (hidden_NH, inputs.fixed["label"], inputs.fixed["share"])), strict=True)
-    for hidden_CH, label_C, share_C in parts:
-        options: dict[str, Any] = {"main_grad": main_grad, "token_weight": share_C}
-        losses.append(chunked.linear_cross_entropy(hidden_CH, weight_VH, label_C, **options).loss)
-    loss = torch.cat(losses)
-    grad_hidden, _ = torch.autograd.grad(loss, [hidden_NH, weight_VH], inputs.cotangents["loss"], allow_unused=True)
-    return [loss.detach(), grad_hidden, buffer_VH]

@@ -22,9 +22,11 @@ LIMITS = {"bfloat16": 1e-2, "float32": 1e-4}
 YARDSTICK = "reference"
 """Gradients of the convolutions' weights are sums over all tokens of what cancels: the reference in bf16 is off by more."""
 TAPS, EPS = 4, 1e-5
+XMA_MODULE = "xma.layers"
 XMA = "xma's recurrence (Triton) in the reference"
-ROUNDED_STATE = 5e-2
-"""For that peer, which keeps the state in bf16 from token to token."""
+ROUNDED_STATE = 0.2
+"""For that peer, which keeps the state in bf16 from token to token: gradients of weights, sums over all tokens of what cancels,
+are off by 0.17 in their worst row, its output by 0.017."""
 
 
 def problem(options: Options) -> Problem:
@@ -58,10 +60,10 @@ def problem(options: Options) -> Problem:
         output: torch.Tensor = fn(q, k, v, g, f, **weights, **how)[0]
         return output
 
-    if reason := lacking(options.device, "xma.functional", "xma"):
+    if reason := lacking(options.device, XMA_MODULE, "xma"):
         peer = Variant.missing(XMA, reason)
     else:
-        theirs = partial(_in_one_dtype, importlib.import_module("xma.functional").m2rnn)
+        theirs = partial(_in_one_dtype, importlib.import_module(XMA_MODULE).m2rnn)
         peer = Variant.of(XMA, PEER, partial(recur, partial(m2rnn, recurrence=theirs)), limit=ROUNDED_STATE)
     ours = Variant.candidates("m2rnn", options, recur, key_dim=K, value_dim=V)
     sequential = partial(recur, partial(m2rnn, recurrence=m2rnn_sequential))

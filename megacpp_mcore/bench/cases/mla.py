@@ -5,65 +5,37 @@ Legend: S queries and keys, B batch, H heads, K query-key width, V value width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.bench.cases.peers import patched, with_engine
 from megacpp_mcore.bench.parity import AgainstTruth, in_double
-from megacpp_mcore.bench.problem import Draw, Floor, Inputs, Problem, Variant
-from megacpp_mcore.bench.registry import OURS, PEER, Options
+from megacpp_mcore.bench.problem import BOTH, Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Options
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model.flops import causal_pairs, product
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.testing import EARLY, early_causal_terms
 
 LIMITS = {"bfloat16": 5e-3, "float32": 4e-6}
-"""The largest error of a row; stock in bf16 is further off, and is the yardstick."""
+"""The largest error of a row; plain PyTorch in bf16 is further off."""
 
 PATCH = "mla-core-attention"
+PLAIN = "plain PyTorch"
+"""In the dtype of the inputs: what a kernel of that dtype may be off by is a multiple of what this is off by. It has no row."""
 
 
 def problem(options: Options) -> Problem:
     """Every implementation on one set of queries, keys and values."""
-    B, S, H, K, V = options.sizes("B", "S", "heads", "qk", "v")
-    draw, scale = Draw(options), K**-0.5
-    inputs = Inputs(
-        leaves=draw.leaves(q=draw.normal(S, B, H, K), k=draw.normal(S, B, H, K), v=draw.normal(S, B, H, V)),
-        cotangents={"o": draw.normal(S, B, H, V)},
-    )
-
-    def attend(fn: Any, inputs: Inputs) -> torch.Tensor:
-        output: torch.Tensor = fn(*inputs.leaves.values(), softmax_scale=scale)
-        return output
-
-    def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
-        """In the gradient of the first queries everything cancels: they are measured against the terms that do."""
-        if name == "dq":
-            norm[:EARLY] = early_causal_terms([*inputs.leaves.values(), *inputs.cotangents.values()], scale)
-        return norm
-
     engine = with_engine(options.device)
     stock, seam = f"stock {'Transformer Engine' if engine else 'local'}", partial(_seam, _stock_core(options, engine))
-    # q, k, v, o and a float32 log-sum-exp a row; backward reads those and the gradient of o, and writes three gradients.
-    forward = B * H * S * (draw.itemsize * (2 * K + 2 * V) + 4)
-    backward = forward + B * H * S * draw.itemsize * (2 * K + 2 * V)
-    work = product(B * H * causal_pairs(S) * (K + V))  # two products under the causal mask
-    return Problem(
-        inputs=inputs,
-        variants=[
-            Variant.of(stock, PEER, seam),
-            Variant.of(f"patch {PATCH}", OURS, seam, around=partial(patched, PATCH)),
-            *Variant.candidates("mla", options, attend, qk_dim=K, v_dim=V),
-        ],
-        works=Floor.pair(work, forward, forward + backward, options.dtype),
-        check=AgainstTruth(
-            in_double(partial(attend, mla_attention), inputs), LIMITS[options.dtype], yardstick=stock, norms=norms
-        ),
-        stock=stock,
-    )
+    patch = Variant.of(f"patch {PATCH}", OURS, seam, around=partial(patched, PATCH))
+    return _problem(options, 1, [Variant.of(stock, PEER, seam), patch])
 
 
 def packed_problem(options: Options) -> Problem:
@@ -72,47 +44,69 @@ def packed_problem(options: Options) -> Problem:
     Raises:
         BenchmarkError: the documents do not fill the rows.
     """
-    B, S, H, K, V, documents = options.sizes("B", "S", "heads", "qk", "v", "documents")
+    B, S, documents = options.sizes("B", "S", "documents")
     if S % documents:
         raise BenchmarkError(f"{documents} documents in a row of {S}; expected a number that divides it")
+    stock = "stock Transformer Engine"
+    if with_engine(options.device) and B == 1:
+        peer = Variant.of(stock, PEER, partial(_stock_packed, _stock_core(options, True), S // documents))
+    else:
+        peer = Variant.missing(stock, "no peer here: packed rows are Transformer Engine's alone, of a batch of 1")
+    seq_idx_BS = torch.arange(documents, device=options.device, dtype=torch.int32).repeat_interleave(S // documents)
+    return _problem(options, documents, [peer], seq_idx=seq_idx_BS.expand(B, S).contiguous())
+
+
+def _problem(options: Options, documents: int, beside: Sequence[Variant], **fixed: torch.Tensor) -> Problem:
+    """The backends, on rows of ``documents`` of one length, and what is ``beside`` them, stock first."""
+    B, S, H, K, V = options.sizes("B", "S", "heads", "qk", "v")
     draw, scale, length = Draw(options), K**-0.5, S // documents
-    seq_idx_BS = (torch.arange(S, device=options.device, dtype=torch.int32) // length).expand(B, S).contiguous()
     inputs = Inputs(
         leaves=draw.leaves(q=draw.normal(S, B, H, K), k=draw.normal(S, B, H, K), v=draw.normal(S, B, H, V)),
         cotangents={"o": draw.normal(S, B, H, V)},
-        fixed={"seq_idx": seq_idx_BS},
+        fixed=fixed,
     )
 
     def attend(fn: Any, inputs: Inputs) -> torch.Tensor:
-        output: torch.Tensor = fn(*inputs.leaves.values(), softmax_scale=scale, seq_idx=inputs.fixed["seq_idx"])
+        output: torch.Tensor = fn(*inputs.leaves.values(), softmax_scale=scale, **inputs.fixed)
         return output
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
-        """As in :func:`problem`, of every document."""
+        """In the gradient of a document's first queries everything cancels: they are measured against the terms that do."""
         tensors = [*inputs.leaves.values(), *inputs.cotangents.values()]
         for start in range(0, S, length) if name == "dq" else ():
             document = [tensor[start : start + length] for tensor in tensors]
             norm[start : start + min(EARLY, length)] = early_causal_terms(document, scale)
         return norm
 
-    stock = "stock Transformer Engine"
-    if with_engine(options.device) and B == 1:
-        peer = Variant.of(stock, PEER, partial(_stock_packed, _stock_core(options, True), length))
-    else:
-        peer = Variant.missing(stock, "no peer here: packed rows are Transformer Engine's alone, of a batch of 1")
+    # q, k, v, o and a float32 log-sum-exp a row; backward reads those and the gradient of o, and writes three gradients.
     forward = B * H * S * (draw.itemsize * (2 * K + 2 * V) + 4)
     backward = forward + B * H * S * draw.itemsize * (2 * K + 2 * V)
+    work = product(B * H * documents * causal_pairs(length) * (K + V))  # two products under the causal mask
+    truth = in_double(partial(attend, mla_attention), inputs)
+    check = AgainstTruth(truth, LIMITS[options.dtype], yardstick=PLAIN, norms=norms)
+    check(Variant.of(PLAIN, BOUND, partial(_plain, scale=scale)), BOTH, inputs)
     return Problem(
         inputs=inputs,
-        variants=[peer, *Variant.candidates("mla", options, attend, qk_dim=K, v_dim=V, packed=True)],
-        works=Floor.pair(
-            product(B * H * documents * causal_pairs(length) * (K + V)), forward, forward + backward, options.dtype
-        ),
-        check=AgainstTruth(
-            in_double(partial(attend, mla_attention), inputs), LIMITS[options.dtype], yardstick=stock, norms=norms
-        ),
-        stock=stock,
+        variants=[*beside, *Variant.candidates("mla", options, attend, qk_dim=K, v_dim=V, packed=bool(fixed))],
+        works=Floor.pair(work, forward, forward + backward, options.dtype),
+        check=check,
+        stock=beside[0].name,
     )
+
+
+def _plain(inputs: Inputs, scale: float) -> torch.Tensor:
+    """Every step rounded to the dtype, one head at a time."""
+    S = len(inputs.cotangents["o"])
+    seen_BST = torch.ones(1, S, S, dtype=torch.bool, device=inputs.cotangents["o"].device).tril()
+    if (seq_idx_BS := inputs.fixed.get("seq_idx")) is not None:
+        seen_BST = seen_BST & (seq_idx_BS[:, :, None] == seq_idx_BS[:, None, :])
+
+    def head(q_SBK: torch.Tensor, k_TBK: torch.Tensor, v_TBV: torch.Tensor) -> torch.Tensor:
+        score_BST = torch.einsum("sbk,tbk->bst", q_SBK, k_TBK) * scale
+        return torch.einsum("bst,tbv->sbv", score_BST.masked_fill(~seen_BST, float("-inf")).softmax(-1), v_TBV)
+
+    heads = zip(*(leaf.unbind(2) for leaf in inputs.leaves.values()), strict=True)
+    return torch.stack([checkpoint(head, *one, use_reentrant=False, preserve_rng_state=False) for one in heads], dim=2)
 
 
 def _stock_packed(attention: Any, length: int, inputs: Inputs) -> torch.Tensor:

@@ -42,7 +42,8 @@ def mamba3_source() -> Any:
     """``mamba_ssm.modules.mamba3`` without the package's ``__init__``, which wants transformers and Mamba-1's extension.
 
     Its kernels for Mamba-3 are tuned among four warps, two stages and as many registers as the compiler takes alone: what it
-    tries of its own accord, 234 builds for one pass forward and back, takes minutes.
+    tries of its own accord, 234 builds for one pass forward and back, takes minutes. Its source has another activation of the
+    decay since c69aaab; it is given the one of its releases, which the model has.
 
     Raises:
         ImportError: mamba-ssm, or what it needs, is not there.
@@ -55,7 +56,9 @@ def mamba3_source() -> Any:
         package.__spec__ = spec  # find_spec reads it from here once the module is there
         package.__path__ = list(spec.submodule_search_locations or [])
         sys.modules["mamba_ssm"] = package
-    source = importlib.import_module("mamba_ssm.modules.mamba3")
+    source: Any = importlib.import_module("mamba_ssm.modules.mamba3")
+    if hasattr(source, "heavy_tail_activation"):
+        source.heavy_tail_activation = torch.nn.functional.softplus
     from triton.runtime.autotuner import Autotuner
 
     modules = [module for name, module in sys.modules.items() if name.startswith("mamba_ssm.ops.triton.mamba3.")]

@@ -130,10 +130,12 @@ class Batch:
     Attributes:
         rows: length of a row to how many there are; what is scanned without a stop.
         documents: length of a document to how many there are; what attention stays in.
+        pairs: causal pairs of the documents, and those that top-k keeps, where these are known and lengths are not.
     """
 
     rows: Counter[int]
     documents: Counter[int]
+    pairs: tuple[int, int] | None = None
 
     @cached_property
     def tokens(self) -> int:
@@ -143,10 +145,14 @@ class Batch:
     @cached_property
     def causal_pairs(self) -> int:
         """Pairs of all documents."""
+        if self.pairs is not None:
+            return self.pairs[0]
         return sum(causal_pairs(length) * count for length, count in self.documents.items())
 
     def selected_pairs(self, topk: int) -> int:
         """Pairs of all documents of which each query keeps ``topk`` keys."""
+        if self.pairs is not None:
+            return self.pairs[1]
         return sum(selected_pairs(length, topk) * count for length, count in self.documents.items())
 
 
@@ -272,6 +278,7 @@ def step(
     seq_length: int | None = None,
     vocab_size: int | None = None,
     lengths: Sequence[Sequence[int]] | None = None,
+    pairs: tuple[int, int] | None = None,
 ) -> Step:
     """The work of one pass of ``model`` over ``batch`` rows.
 
@@ -282,6 +289,7 @@ def step(
         vocab_size: the padded vocabulary that the head really has; None takes the model's, padded for one process.
         lengths: for each row, the lengths of the documents that it holds and keeps apart; what they leave of a row is
             padding and counts nothing. None: each row is one document.
+        pairs: in place of lengths, the causal pairs of all documents, and those that top-k keeps.
 
     Raises:
         ModelError: a size below 1, or documents that are not ``batch`` rows of at most ``seq_length`` tokens.
@@ -292,7 +300,7 @@ def step(
         if value < 1:
             raise ModelError(f"{name} is {value}; expected at least 1, there is nothing to count otherwise")
     if lengths is None:
-        rows = Batch(Counter({sequence: batch}), Counter({sequence: batch}))
+        rows = Batch(Counter({sequence: batch}), Counter({sequence: batch}), pairs)
     else:
         rows = _packed(lengths, batch, sequence)
     head = Families(head=product(rows.tokens * model.hidden_size * vocabulary))

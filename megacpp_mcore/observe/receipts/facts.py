@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -33,6 +31,7 @@ from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts.schema import RESIDENT, Facts
 from megacpp_mcore.policy import ALLOCATOR, CONNECTIONS, DISABLING, LaunchPolicy
 from megacpp_mcore.settings import PluginConfig
+from megacpp_mcore.util import host
 
 COMMIT = "MEGACPP_COMMIT"
 """Names the commit where the package does not lie in a git checkout."""
@@ -140,11 +139,7 @@ def _versions() -> dict[str, str]:
     import torch
 
     found = {"megacpp-mcore": megacpp_mcore.__version__, "python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found |= {name: version for name in _DISTRIBUTIONS if (version := host.version(name)) is not None}
     package = sys.modules.get("megatron.core.package_info")
     if package is not None:  # a checkout's, where one comes first on the path
         found["megatron-core"] = package.__version__
@@ -155,22 +150,12 @@ def _versions() -> dict[str, str]:
 
 def _commit(facts: Facts) -> None:
     root = Path(megacpp_mcore.__file__).resolve().parent
-    own = _git(root, "ls-files", "--error-unmatch", "__init__.py") is not None
-    head = _git(root, "rev-parse", "HEAD") if own else None
-    if head is not None and _git(root, "status", "--porcelain", "--untracked-files=no"):
+    own = host.git(root, "ls-files", "--error-unmatch", "__init__.py") is not None
+    head = host.git(root, "rev-parse", "HEAD") if own else None
+    if head is not None and host.git(root, "status", "--porcelain", "--untracked-files=no"):
         head += "+changes"
     reason = f"the package lies in no git checkout and {COMMIT} is not set; its version is {megacpp_mcore.__version__}"
     facts.put("commit", head or os.environ.get(COMMIT) or None, reason)
-
-
-def _git(folder: Path, *words: str) -> str | None:
-    """What git prints in ``folder``; None if it fails or is not there."""
-    command = ["git", "-C", str(folder), *words]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _patches() -> list[dict[str, Any]]:
@@ -221,20 +206,11 @@ def _device(facts: Facts, chunks: Sequence[Any]) -> None:
     import torch
 
     on_gpu = _device_type(chunks) == "cuda"
-    facts.put("device", torch.cuda.get_device_name() if on_gpu else f"CPU ({_processor()})")
+    facts.put("device", torch.cuda.get_device_name() if on_gpu else f"CPU ({host.processor()})")
 
 
 def _device_type(chunks: Sequence[Any]) -> str:
     return str(next(bare(chunks[0]).parameters()).device.type)
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _batch(facts: Facts, args: Any) -> None:

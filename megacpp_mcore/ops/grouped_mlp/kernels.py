@@ -1,7 +1,7 @@
 """Triton kernels of the routed experts: who goes where, products with what precedes and follows them, sums of rows.
 
-No program waits for another one and nothing is added atomically: the same inputs give the same bits. Rows are sorted by expert,
-then by token. Products take the rows of tokens from where the tokens are.
+No program waits for another one, and none adds to a place of another: the same inputs give the same bits. Rows are sorted by
+expert, then by token. Products take the rows of tokens from where the tokens are.
 
 Legend: T tokens, E experts, K experts of each token, R rows (T × K), B blocks of tokens, P tiles of columns, D model width,
 F expert width.
@@ -294,6 +294,7 @@ def weight_gradient(
     M: tl.constexpr,
     N: tl.constexpr,
     TOKENS_LEFT: tl.constexpr,
+    ADD: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -301,7 +302,8 @@ def weight_gradient(
 ):
     """[M, N] of an expert: the sum over its rows of the one side times the other; ``x`` as ``product`` has it, M wide if left.
 
-    What the tiles of ``h`` hold of other experts' rows is multiplied by zeros.
+    What the tiles of ``h`` hold of other experts' rows is multiplied by zeros. With ADD the sum is added to ``dw`` in float32,
+    atomically, so that nothing of it is loaded; no other program adds to the same place.
     """
     expert = tl.program_id(1)
     across: tl.constexpr = (N + BN - 1) // BN
@@ -336,4 +338,8 @@ def weight_gradient(
     m = left_column + tl.arange(0, BM)
     n = right_column + tl.arange(0, BN)
     at = dw + expert.to(tl.int64) * (M * N) + m[:, None] * N + n[None, :]
-    tl.store(at, total.to(dw.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    if ADD:
+        tl.atomic_add(at, total, mask=inside, sem="relaxed")
+    else:
+        tl.store(at, total.to(dw.dtype.element_ty), mask=inside)

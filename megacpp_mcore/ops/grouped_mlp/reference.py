@@ -6,7 +6,7 @@ E experts (of this rank), D model width, F expert width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import compute_dtype, require_float
+from megacpp_mcore.ops.main_grad import MainGrad, added_to
 
 # In megatron-core 0.19 `activation_func=F.gelu` is the erf form, in grouped and sequential experts alike (the tanh form
 # of `bias_gelu_impl` refuses routing probabilities); with `use_te_activation_func` it is TE's GELU, the tanh form.
@@ -79,6 +80,7 @@ def grouped_mlp(
     probs_T: torch.Tensor | None,
     *,
     activation: str = "gelu",
+    main_grads: Sequence[MainGrad | None] = (None, None),
 ) -> torch.Tensor:
     """Run each expert's two-matrix MLP on its run of tokens: ``y = (prob · act(x w1ᵀ)) w2ᵀ``.
 
@@ -94,15 +96,17 @@ def grouped_mlp(
         w2_EDF: second matrices, [out, in].
         probs_T: routing probability of each row of x, or None for 1.
         activation: "gelu" (erf, what ``activation_func=F.gelu`` runs) or "gelu_tanh".
+        main_grads: where the gradients of w1 and of w2 go, each None to return it.
 
     Returns:
         y_TD in the dtype of x.
 
     Raises:
-        ModelError: shapes, dtypes, counts or the activation are not as described.
+        ModelError: shapes, dtypes, counts, the activation or a buffer are not as described.
     """
     check_activation(activation)
     check_rows(x_TD, tokens_per_expert_E, w1_EFD, w2_EDF, probs_T)
+    w1_EFD, w2_EDF = map(added_to, (w1_EFD, w2_EDF), main_grads)
     counts: list[int] = tokens_per_expert_E.tolist()
     check_counts(counts, x_TD.shape[0])
     dtype = compute_dtype(x_TD, w1_EFD, w2_EDF, *([] if probs_T is None else [probs_T]))
@@ -161,6 +165,7 @@ def routed_mlp(
     *,
     topk: int,
     activation: str = "gelu",
+    main_grads: Sequence[MainGrad | None] = (None, None),
 ) -> torch.Tensor:
     """Run every token through its experts: ``y = Σ_e (prob_e · act(x w1_eᵀ)) w2_eᵀ`` over the experts it is routed to.
 
@@ -173,14 +178,14 @@ def routed_mlp(
         routing_TE: bool, which experts each token goes to: topk of them, no more and no less.
         probs_TE: routing probabilities, of any float dtype; those of experts that a token is not routed to are not read and
             have a gradient of zero.
-        w1_EFD, w2_EDF, activation: as :func:`grouped_mlp` has them.
+        w1_EFD, w2_EDF, activation, main_grads: as :func:`grouped_mlp` has them.
         topk: experts of each token.
 
     Returns:
         y_TD in the dtype of x.
 
     Raises:
-        ModelError: shapes, dtypes, the activation or a token's number of experts are not as described.
+        ModelError: shapes, dtypes, the activation, a buffer or a token's number of experts are not as described.
     """
     check_routed(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation)
     check_topk(routing_TE, topk)
@@ -188,5 +193,5 @@ def routed_mlp(
     routing_ET = routing_TE.T
     token_R = routing_ET.nonzero()[:, 1]
     x_RD, probs_R = x_TD.to(dtype)[token_R], probs_TE.to(dtype).T[routing_ET]
-    y_RD = grouped_mlp(x_RD, routing_TE.sum(0), w1_EFD, w2_EDF, probs_R, activation=activation)
+    y_RD = grouped_mlp(x_RD, routing_TE.sum(0), w1_EFD, w2_EDF, probs_R, activation=activation, main_grads=main_grads)
     return torch.zeros_like(x_TD, dtype=dtype).index_add(0, token_R, y_RD).to(x_TD.dtype)

@@ -9,6 +9,7 @@ Legend: T tokens, E experts, R rows (each token once for each of its experts, an
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megacpp_mcore.ops.grouped_mlp.reference import (
     check_rows,
     check_topk,
 )
+from megacpp_mcore.ops.main_grad import MainGrad, added_to
 from megacpp_mcore.te import imports
 
 
@@ -34,6 +36,7 @@ def grouped_mlp(
     probs_R: torch.Tensor | None,
     *,
     activation: str = "gelu",
+    main_grads: Sequence[MainGrad | None] = (None, None),
 ) -> torch.Tensor:
     """Do what the reference of this name does, with its arguments; in an FP8 scope with rows in multiples of 16.
 
@@ -44,6 +47,7 @@ def grouped_mlp(
     _require("experts")
     check_activation(activation)
     check_rows(x_RD, tokens_per_expert_E, w1_EFD, w2_EDF, probs_R)
+    w1_EFD, w2_EDF = map(added_to, (w1_EFD, w2_EDF), main_grads)
     counts_E = tokens_per_expert_E.to("cpu", torch.int64)
     check_counts(counts_E.tolist(), x_RD.shape[0])
     h_RF = ACTIVATIONS[activation](_product(x_RD, counts_E, w1_EFD))
@@ -61,6 +65,7 @@ def routed_mlp(
     *,
     topk: int,
     activation: str = "gelu",
+    main_grads: Sequence[MainGrad | None] = (None, None),
 ) -> torch.Tensor:
     """Do what the reference of this name does, with its arguments.
 
@@ -80,7 +85,7 @@ def routed_mlp(
     else:
         permute = imports.entry("moe_permute_with_probs")
         x_RD, probs_R, row_map = permute(x_TD, probs_TE, mask_TE, x_TD.shape[0] * topk)
-    y_RD = grouped_mlp(x_RD, counts_E, w1_EFD, w2_EDF, probs_R, activation=activation)
+    y_RD = grouped_mlp(x_RD, counts_E, w1_EFD, w2_EDF, probs_R, activation=activation, main_grads=main_grads)
     y_TD: torch.Tensor = imports.entry("moe_unpermute")(y_RD, row_map, restore_shape=x_TD.shape, pad_offsets=offsets)
     return y_TD
 

@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.grouped_mlp import kernels
 from megacpp_mcore.ops.grouped_mlp.reference import check_activation, check_counts, check_routed, check_rows
+from megacpp_mcore.ops.main_grad import MainGrad, check_main_grad
 
 DTYPES = (torch.bfloat16,)
 """Of tokens and weights. PyTorch's grouped product has a kernel for it alone; in other dtypes it loops over counts, for which
@@ -30,12 +31,8 @@ EXPERTS = 256
 
 FORWARD: dict[str, int] = {"BM": 128, "BN": 256, "BK": 64, "SPLIT": 4, "STAGES": 4, "num_warps": 8}
 BACKWARD: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "SPLIT": 8, "STAGES": 3, "num_warps": 4}
-WEIGHTS: dict[bool, dict[str, int]] = {
-    True: {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 4},
-    False: {"BM": 128, "BN": 256, "BK": 64, "STAGES": 4, "num_warps": 8},
-}
-"""How the products are launched, gradients of weights by whether tokens are on the left: among the fastest on an H200 at the
-widths of NAM56R, and compared with float64 there."""
+WEIGHTS: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 8}
+"""How the products are launched: among the fastest on an H200 at the widths of NAM56R, and compared with float64 there."""
 
 
 class Rows(NamedTuple):
@@ -65,8 +62,9 @@ class Products(NamedTuple):
         hidden_gradient: from the gradient of that, rows, weights, the first product and the activation's name to: what was
             activated, the gradients of the first product and in parts of the probabilities, and the left side of the last one.
         input_gradient: from that side, weights and rows to the gradient of the rows.
-        weight_gradient: from x or the gradient of the output, rows, the second or the first of those four, and whether what
-            comes first is the left side, to :func:`weight_gradient`.
+        weight_gradient: from x or the gradient of the output, rows, the second or the first of those four, whether what
+            comes first is the left side, and what it is to be added to, to :func:`weight_gradient`.
+        check: of x, raises where its device is not one of theirs.
     """
 
     multiple: int
@@ -76,109 +74,34 @@ class Products(NamedTuple):
     hidden_gradient: Callable[..., tuple[Any, Any, torch.Tensor, Any]]
     input_gradient: Callable[[Any, Any, Rows], torch.Tensor]
     weight_gradient: Callable[..., torch.Tensor]
+    check: Callable[[torch.Tensor], None] = lambda x: None
 
 
-def grouped_mlp(
-    x_RD: torch.Tensor,
-    tokens_per_expert_E: torch.Tensor,
+class Call(NamedTuple):
+    """What of a call autograd does not follow: the activation, the products, and where gradients of w1 and w2 are added."""
+
+    activation: str
+    products: Products
+    main_grads: Sequence[MainGrad | None]
+
+
+def _check_kernels(
+    x: torch.Tensor,
     w1_EFD: torch.Tensor,
     w2_EDF: torch.Tensor,
-    probs_R: torch.Tensor | None,
-    *,
-    activation: str = "gelu",
-) -> torch.Tensor:
-    """Do what the reference of this name does, with its arguments, in bfloat16.
-
-    Products are rounded to bfloat16, what they sum is not.
-
-    Args:
-        x_RD, w1_EFD, w2_EDF: as there; what is not contiguous, or begins at no multiple of 16 bytes, is copied.
-        tokens_per_expert_E: counts that lie on the host are checked; those on the device are not read there, so that rows
-            beyond their sum have undefined results. A CUDA graph needs them on the device.
-        probs_R, activation: as there.
-
-    Raises:
-        ModelError: as there, but for counts on the device; or dtypes that are not of :data:`DTYPES`, widths that are no
-            multiples of 8, as rows of a grouped product begin at multiples of 16 bytes, or more than :data:`EXPERTS`.
-    """
-    return run_grouped(x_RD, tokens_per_expert_E, w1_EFD, w2_EDF, probs_R, activation, BF16)
-
-
-def routed_mlp(
-    x_TD: torch.Tensor,
-    routing_TE: torch.Tensor,
-    probs_TE: torch.Tensor,
-    w1_EFD: torch.Tensor,
-    w2_EDF: torch.Tensor,
-    *,
-    topk: int,
-    activation: str = "gelu",
-) -> torch.Tensor:
-    """Do what the reference of this name does, with its arguments, in bfloat16.
-
-    Products are rounded to bfloat16, sums over a token's experts once.
-
-    Args:
-        x_TD, probs_TE, w1_EFD, w2_EDF, topk, activation: as there; what is not contiguous, or begins at no multiple of 16
-            bytes, is copied.
-        routing_TE: as there, but that no value is read on the host: a token without exactly ``topk`` experts has NaN as output
-            and as gradient, and so may others then.
-
-    Raises:
-        ModelError: as there, but for a token's number of experts; or as :func:`grouped_mlp` does.
-    """
-    return run_routed(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation, BF16)
-
-
-def run_grouped(
-    x_RD: torch.Tensor,
-    tokens_per_expert_E: torch.Tensor,
-    w1_EFD: torch.Tensor,
-    w2_EDF: torch.Tensor,
-    probs_R: torch.Tensor | None,
-    activation: str,
     products: Products,
-) -> torch.Tensor:
-    """:func:`grouped_mlp` by ``products``."""
-    check_activation(activation)
-    check_rows(x_RD, tokens_per_expert_E, w1_EFD, w2_EDF, probs_R)
-    _check_kernels(x_RD, w1_EFD, w2_EDF, products.multiple)
-    if tokens_per_expert_E.device.type == "cpu":
-        check_counts(tokens_per_expert_E.tolist(), x_RD.shape[0])
-    end_E = tokens_per_expert_E.cumsum(0, dtype=torch.int32).to(x_RD.device, non_blocking=True)
-    end_E.clamp_(max=x_RD.shape[0])
-    weights = products.weights(w1_EFD, w2_EDF)
-    y_RD: torch.Tensor = GroupedMLP.apply(x_RD, end_E, w1_EFD, w2_EDF, probs_R, activation, products, weights)
-    return y_RD
-
-
-def run_routed(
-    x_TD: torch.Tensor,
-    routing_TE: torch.Tensor,
-    probs_TE: torch.Tensor,
-    w1_EFD: torch.Tensor,
-    w2_EDF: torch.Tensor,
-    topk: int,
-    activation: str,
-    products: Products,
-) -> torch.Tensor:
-    """:func:`routed_mlp` by ``products``."""
-    check_routed(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation)
-    _check_kernels(x_TD, w1_EFD, w2_EDF, products.multiple)
-    weights = products.weights(w1_EFD, w2_EDF)
-    y_TD: torch.Tensor = RoutedMLP.apply(
-        x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation, products, weights
-    )
-    return y_TD
-
-
-def _check_kernels(x: torch.Tensor, w1_EFD: torch.Tensor, w2_EDF: torch.Tensor, multiple: int) -> None:
+    main_grads: Sequence[MainGrad | None],
+) -> None:
+    products.check(x)
+    for weight, main_grad in zip((w1_EFD, w2_EDF), main_grads, strict=True):
+        check_main_grad(weight, main_grad)
     dtypes = [x.dtype, w1_EFD.dtype, w2_EDF.dtype]
     if len(set(dtypes)) > 1 or x.dtype not in DTYPES:
         raise ModelError(
             f"the experts' kernels were given {', '.join(map(str, dtypes))} as x, w1 and w2; they take one of {DTYPES}, all "
             "three alike: use the reference"
         )
+    multiple = products.multiple
     if any(width % multiple for width in w1_EFD.shape[1:]):
         raise ModelError(
             f"the experts' kernels were given widths F, D = {list(w1_EFD.shape[1:])}; they take multiples of {multiple}: use "
@@ -207,30 +130,29 @@ class GroupedMLP(torch.autograd.Function):
         w1_EFD: torch.Tensor,
         w2_EDF: torch.Tensor,
         probs_R: torch.Tensor | None,
-        activation: str,
-        products: Products,
+        call: Call,
         weights: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
-        """The output; ``weights`` are those of ``products``."""
+        """The output; ``weights`` are those of the products."""
         x_RD, prob_R = packed(x_RD), None if probs_R is None else probs_R.contiguous()
         rows = Rows(end_E, None, None, prob_R)
-        h_RF, left = products.hidden(x_RD, rows, weights, activation)
+        h_RF, left = call.products.hidden(x_RD, rows, weights, call.activation)
         ctx.save_for_backward(x_RD, h_RF, end_E, prob_R, *weights)
-        ctx.activation, ctx.products = activation, products
-        return products.output(left, weights, rows)
+        ctx.call = call
+        return call.products.output(left, weights, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of x, w1, w2 and the probabilities."""
         x_RD, h_RF, end_E, prob_R, *weights = ctx.saved_tensors
-        dy_RD, rows, products = packed(dy_RD), Rows(end_E, None, None, prob_R), ctx.products
-        a, dh, dprob_PR, left = products.hidden_gradient(dy_RD, rows, weights, h_RF, ctx.activation)
-        dw2_EDF = products.weight_gradient(dy_RD, rows, a, tokens_left=True) if ctx.needs_input_grad[3] else None
+        dy_RD, rows, products = packed(dy_RD), Rows(end_E, None, None, prob_R), ctx.call.products
+        a, dh, dprob_PR, left = products.hidden_gradient(dy_RD, rows, weights, h_RF, ctx.call.activation)
+        dw2_EDF = _of_weight(ctx.call, dy_RD, rows, a, tokens_left=True) if ctx.needs_input_grad[3] else None
         dx_RD = products.input_gradient(left, weights, rows) if ctx.needs_input_grad[0] else None
-        dw1_EFD = products.weight_gradient(x_RD, rows, dh, tokens_left=False) if ctx.needs_input_grad[2] else None
+        dw1_EFD = _of_weight(ctx.call, x_RD, rows, dh, tokens_left=False) if ctx.needs_input_grad[2] else None
         dprobs_R = None if prob_R is None else dprob_PR.sum(0).to(prob_R.dtype)
-        return dx_RD, None, dw1_EFD, dw2_EDF, dprobs_R, None, None, None
+        return dx_RD, None, dw1_EFD, dw2_EDF, dprobs_R, None, None
 
 
 class RoutedMLP(torch.autograd.Function):
@@ -245,17 +167,16 @@ class RoutedMLP(torch.autograd.Function):
         w1_EFD: torch.Tensor,
         w2_EDF: torch.Tensor,
         topk: int,
-        activation: str,
-        products: Products,
+        call: Call,
         weights: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
-        """The output; ``weights`` are those of ``products``."""
+        """The output; ``weights`` are those of the products."""
         x_TD, routing_TE = packed(x_TD), routing_TE.contiguous()
         rows, row_TK = placed(routing_TE, probs_TE, topk)
-        h_RF, left = products.hidden(x_TD, rows, weights, activation)
+        h_RF, left = call.products.hidden(x_TD, rows, weights, call.activation)
         ctx.save_for_backward(x_TD, routing_TE, h_RF, *rows, *weights)
-        ctx.activation, ctx.probs_dtype, ctx.products = activation, probs_TE.dtype, products
-        y_RD = products.output(left, weights, rows)
+        ctx.call, ctx.probs_dtype = call, probs_TE.dtype
+        y_RD = call.products.output(left, weights, rows)
         return summed(y_RD, row_TK)
 
     @staticmethod
@@ -263,16 +184,24 @@ class RoutedMLP(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of x, the probabilities, w1 and w2."""
         x_TD, routing_TE, h_RF, end_E, row_TK, token_R, prob_R, *weights = ctx.saved_tensors
-        dy_TD, rows, products = packed(dy_TD), Rows(end_E, row_TK, token_R, prob_R), ctx.products
-        a, dh, dprob_PR, left = products.hidden_gradient(dy_TD, rows, weights, h_RF, ctx.activation)
-        dw2_EDF = products.weight_gradient(dy_TD, rows, a, tokens_left=True) if ctx.needs_input_grad[4] else None
+        dy_TD, rows, products = packed(dy_TD), Rows(end_E, row_TK, token_R, prob_R), ctx.call.products
+        a, dh, dprob_PR, left = products.hidden_gradient(dy_TD, rows, weights, h_RF, ctx.call.activation)
+        dw2_EDF = _of_weight(ctx.call, dy_TD, rows, a, tokens_left=True) if ctx.needs_input_grad[4] else None
         del a  # its memory is that of what follows
         dprobs_TE = torch.empty_like(routing_TE, dtype=ctx.probs_dtype)
         dx_RD = products.input_gradient(left, weights, rows)
         dx_TD = summed(dx_RD, row_TK, (routing_TE, dprob_PR, dprobs_TE))
         del dx_RD
-        dw1_EFD = products.weight_gradient(x_TD, rows, dh, tokens_left=False) if ctx.needs_input_grad[3] else None
-        return dx_TD, None, dprobs_TE, dw1_EFD, dw2_EDF, None, None, None, None
+        dw1_EFD = _of_weight(ctx.call, x_TD, rows, dh, tokens_left=False) if ctx.needs_input_grad[3] else None
+        return dx_TD, None, dprobs_TE, dw1_EFD, dw2_EDF, None, None, None
+
+
+def _of_weight(call: Call, x: torch.Tensor, rows: Rows, h: Any, *, tokens_left: bool) -> torch.Tensor | None:
+    """The gradient of w2, if tokens are on the left, or of w1; or what autograd gets where it is added to a buffer."""
+    main_grad = call.main_grads[tokens_left]
+    total = None if main_grad is None else main_grad.buffer
+    gradient = call.products.weight_gradient(x, rows, h, tokens_left=tokens_left, total=total)
+    return gradient if main_grad is None else main_grad.placeholder()
 
 
 def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int) -> tuple[Rows, torch.Tensor]:
@@ -355,18 +284,24 @@ def _input_gradient(dh_RF: torch.Tensor, weights: Sequence[torch.Tensor], rows: 
     return torch._grouped_mm(dh_RF, weights[0], offs=rows.end_E)
 
 
-def weight_gradient(x: torch.Tensor, rows: Rows, h_RF: torch.Tensor, *, tokens_left: bool) -> torch.Tensor:
-    """Each expert's sum over its rows of ``x``, or of the tokens that they are, times ``h``: [E, D, F], or [E, F, D]."""
+def weight_gradient(
+    x: torch.Tensor, rows: Rows, h_RF: torch.Tensor, *, tokens_left: bool, total: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Each expert's sum over its rows of ``x``, or of the tokens that they are, times ``h``: [E, D, F], or [E, F, D].
+
+    With ``total`` it is added to that, before it is rounded where that is in float32.
+    """
     E, (R, F), D = rows.end_E.shape[0], h_RF.shape, x.shape[1]
     M, N = (D, F) if tokens_left else (F, D)
     if not R:
-        return x.new_zeros(E, M, N)
-    dw_EMN, tile = x.new_empty(E, M, N), WEIGHTS[tokens_left]
-    h_tiles = TensorDescriptor.from_tensor(h_RF, [tile["BK"], tile["BN" if tokens_left else "BM"]])
-    kernels.weight_gradient[(triton.cdiv(M, tile["BM"]) * triton.cdiv(N, tile["BN"]), E)](
-        x, rows.token_R, h_tiles, rows.end_E, dw_EMN, M=M, N=N, TOKENS_LEFT=tokens_left, **tile
+        return x.new_zeros(E, M, N) if total is None else total
+    adds = total is not None and total.dtype == torch.float32
+    dw_EMN = total if total is not None and adds else x.new_empty(E, M, N)
+    h_tiles = TensorDescriptor.from_tensor(h_RF, [WEIGHTS["BK"], WEIGHTS["BN" if tokens_left else "BM"]])
+    kernels.weight_gradient[(triton.cdiv(M, WEIGHTS["BM"]) * triton.cdiv(N, WEIGHTS["BN"]), E)](
+        x, rows.token_R, h_tiles, rows.end_E, dw_EMN, M=M, N=N, TOKENS_LEFT=tokens_left, ADD=adds, **WEIGHTS
     )
-    return dw_EMN
+    return dw_EMN if total is None or adds else total.add_(dw_EMN)
 
 
 BF16 = Products(8, _weights, _hidden, _output, _hidden_gradient, _input_gradient, weight_gradient)
@@ -385,4 +320,75 @@ def summed(
             y_RD, row_TK, y_TD, *probabilities, E, R, D=D, K=K, P=0 if dprob_PR is None else dprob_PR.shape[0],
             BLOCK=min(4096, triton.next_power_of_2(D)), EXPERTS=triton.next_power_of_2(E), num_warps=4,
         )  # fmt: skip
+    return y_TD
+
+
+def grouped_mlp(
+    x_RD: torch.Tensor,
+    tokens_per_expert_E: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    probs_R: torch.Tensor | None,
+    *,
+    activation: str = "gelu",
+    main_grads: Sequence[MainGrad | None] = (None, None),
+    products: Products = BF16,
+) -> torch.Tensor:
+    """Do what the reference of this name does, with its arguments, in bfloat16.
+
+    Products are rounded to bfloat16, what they sum is not.
+
+    Args:
+        x_RD, w1_EFD, w2_EDF: as there; what is not contiguous, or begins at no multiple of 16 bytes, is copied.
+        tokens_per_expert_E: counts that lie on the host are checked; those on the device are not read there, so that rows
+            beyond their sum have undefined results. A CUDA graph needs them on the device.
+        probs_R, activation, main_grads: as there.
+        products: those of another precision, or by other kernels.
+
+    Raises:
+        ModelError: as there, but for counts on the device; or dtypes that are not of :data:`DTYPES`, widths that are no
+            multiples of 8, as rows of a grouped product begin at multiples of 16 bytes, or more than :data:`EXPERTS`.
+    """
+    check_activation(activation)
+    check_rows(x_RD, tokens_per_expert_E, w1_EFD, w2_EDF, probs_R)
+    _check_kernels(x_RD, w1_EFD, w2_EDF, products, main_grads)
+    if tokens_per_expert_E.device.type == "cpu":
+        check_counts(tokens_per_expert_E.tolist(), x_RD.shape[0])
+    end_E = tokens_per_expert_E.cumsum(0, dtype=torch.int32).to(x_RD.device, non_blocking=True)
+    end_E.clamp_(max=x_RD.shape[0])
+    call, weights = Call(activation, products, main_grads), products.weights(w1_EFD, w2_EDF)
+    y_RD: torch.Tensor = GroupedMLP.apply(x_RD, end_E, w1_EFD, w2_EDF, probs_R, call, weights)
+    return y_RD
+
+
+def routed_mlp(
+    x_TD: torch.Tensor,
+    routing_TE: torch.Tensor,
+    probs_TE: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    *,
+    topk: int,
+    activation: str = "gelu",
+    main_grads: Sequence[MainGrad | None] = (None, None),
+    products: Products = BF16,
+) -> torch.Tensor:
+    """Do what the reference of this name does, with its arguments, in bfloat16.
+
+    Products are rounded to bfloat16, sums over a token's experts once.
+
+    Args:
+        x_TD, probs_TE, w1_EFD, w2_EDF, topk, activation, main_grads: as there; what is not contiguous, or begins at no
+            multiple of 16 bytes, is copied.
+        routing_TE: as there, but that no value is read on the host: a token without exactly ``topk`` experts has NaN as output
+            and as gradient, and so may others then.
+        products: those of another precision, or by other kernels.
+
+    Raises:
+        ModelError: as there, but for a token's number of experts; or as :func:`grouped_mlp` does.
+    """
+    check_routed(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation)
+    _check_kernels(x_TD, w1_EFD, w2_EDF, products, main_grads)
+    call, weights = Call(activation, products, main_grads), products.weights(w1_EFD, w2_EDF)
+    y_TD: torch.Tensor = RoutedMLP.apply(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, call, weights)
     return y_TD

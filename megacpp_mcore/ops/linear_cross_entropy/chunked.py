@@ -10,7 +10,7 @@ Shape legend: N tokens (all of the tensor-parallel group's), C one chunk of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.linear_cross_entropy import eager
 from megacpp_mcore.ops.linear_cross_entropy.reference import check_arguments
+from megacpp_mcore.ops.main_grad import MainGrad, check_main_grad
 
 LOGIT_BYTES = {"cuda": 2**29, "cpu": 2**25}
 """Wanted size of a chunk's logits: on a GPU 4096 tokens of 65,536 in 16 bits, as products of fewer are slower."""
@@ -50,19 +51,6 @@ class VocabShards:
 
     group: distributed.ProcessGroup
     sequence_parallel: bool = False
-
-
-@dataclass(frozen=True)
-class MainGrad:
-    """A buffer that the gradient of the weight is added to, in place of being returned.
-
-    Attributes:
-        buffer_VH: the buffer.
-        placeholder: called once it was added to; what it returns is given to autograd as the weight's gradient.
-    """
-
-    buffer_VH: torch.Tensor
-    placeholder: Callable[[], torch.Tensor | None]
 
 
 class TokenLosses(NamedTuple):
@@ -146,13 +134,7 @@ def linear_cross_entropy(
     """
     check_arguments(hidden, weight_VH, label, bias_V, token_weight)
     _check_label(hidden, label, shards)
-    if main_grad is not None and (
-        main_grad.buffer_VH.shape != weight_VH.shape or not main_grad.buffer_VH.is_contiguous()
-    ):
-        raise ModelError(
-            f"main_grad has a buffer of shape {tuple(main_grad.buffer_VH.shape)} and strides {main_grad.buffer_VH.stride()}, "
-            f"expected a contiguous one of shape {tuple(weight_VH.shape)}, as the weight has"
-        )
+    check_main_grad(weight_VH, main_grad)
     if token_chunk is not None and token_chunk < 1:
         raise ModelError(f"token_chunk is {token_chunk}, expected a positive number (or None to choose it)")
     options = _Options(logit_scale, shards, main_grad, token_chunk, torch.is_grad_enabled())
@@ -222,7 +204,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.in_forward:
             factor_1 = _factor(grad_N, weight_N)
             if main_grad is not None:
-                kernels.add_scaled_(main_grad.buffer_VH, saved[1], factor_1)
+                kernels.add_scaled_(main_grad.buffer, saved[1], factor_1)
                 saved[1] = None
             found = [None if gradient is None else torch.empty_like(gradient, dtype=ctx.dtype) for gradient in saved]
             for out, gradient in zip(found, saved, strict=True):
@@ -327,7 +309,7 @@ class _Gradients:
             dtype = hidden_NH.dtype if is_last_rounding and few else wide
             self.total_VH = hidden_NH.new_empty(head.weight_VH.shape, dtype=dtype)
         elif for_weight and options.main_grad is not None:
-            self.total_VH = options.main_grad.buffer_VH
+            self.total_VH = options.main_grad.buffer
         self.grad_V = None if head.bias_V is None or not for_bias else torch.zeros_like(head.bias_V, dtype=wide)
 
     def add(self, grad_CV: torch.Tensor, rows: slice) -> None:

@@ -31,6 +31,7 @@ def attend(
     softmax_scale: float,
     attention_mask: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
+    max_documents: int | None = None,
     causal: bool = True,
 ) -> torch.Tensor:
     """Softmax attention with separate query-key and value widths: ``reference.mla_attention``, rounded as the kernel rounds.
@@ -44,8 +45,9 @@ def attend(
         softmax_scale: factor on q·k before the softmax.
         attention_mask: None; it has no kernel for another's mask.
         seq_idx: int32 [B, S], the number of each row's document (:mod:`megacpp_mcore.ops.packed.documents`), where causal. No
-            more than :func:`default_max_documents` of B · S rows: more stop the process by an assertion on the device. The
-            backward pass takes H · K · 256 bytes for each document there may be. None: one document.
+            more than ``max_documents``: more stop the process by an assertion on the device. None: one document.
+        max_documents: the most there may be in all rows, of which the backward pass takes H · K · 256 bytes each. None:
+            :func:`default_max_documents` of B · S rows.
         causal: whether query i sees keys 0..i only (needs S == T).
 
     Returns:
@@ -64,7 +66,7 @@ def attend(
         o, _ = vendors.entry("flash4")(q, k, v, softmax_scale=softmax_scale, causal=causal, deterministic=deterministic)
         return o.transpose(0, 1).contiguous()
     rows = seq_idx.shape[1]
-    cu_seqlens = cu_seqlens_of(seq_idx, default_max_documents(seq_idx.numel()))
+    cu_seqlens = cu_seqlens_of(seq_idx, max_documents or default_max_documents(seq_idx.numel()))
     o, _ = vendors.entry("flash4_packed")(
         *(tensor.flatten(0, 1) for tensor in (q, k, v)),
         cu_seqlens_q=cu_seqlens,

@@ -60,6 +60,7 @@ def mla_attention(
     softmax_scale: float,
     attention_mask: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
+    max_documents: int | None = None,
     causal: bool = True,
     query_chunk: int | None = None,
 ) -> torch.Tensor:
@@ -78,6 +79,7 @@ def mla_attention(
         attention_mask: Megatron's bool mask, True = masked, broadcastable to [B, 1, S, T]; combined with ``causal``.
         seq_idx: int32 [B, S], the number of each row's document (:mod:`megacpp_mcore.ops.packed.documents`): a query sees the
             keys of its own (needs S == T). None: one document.
+        max_documents: the most that ``seq_idx`` tells apart, which makes no difference here.
         causal: whether query i sees keys 0..i only (needs S == T). A causal query always sees itself, unless
             ``attention_mask`` hides it. The output of a query that sees no key at all is 0, with zero gradients.
         query_chunk: queries in a chunk, or None to choose (see ``query_chunks``).

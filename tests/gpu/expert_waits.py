@@ -1,0 +1,50 @@
+"""A program, one process a GPU: where the host waits for the device in an E layer whose experts are divided over all of them.
+
+Every rank prints the CUDA calls in which it waited, forward and backward, as a line of JSON; and for comparison those in which
+it reads a number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megacpp_mcore.model import Layout
+from tests.gpu.runs import process_groups
+from tests.gpu.test_experts import build, draw, outcome
+
+
+def waits(run: Callable[[], object]) -> list[str]:
+    """The calls of CUDA in which the host waits for the device while ``run`` runs."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record, record_function("the run"):
+        run()
+    events = record.events()
+    (whole,) = (one.time_range for one in events if one.name == "the run" and one.device_type == DeviceType.CPU)
+    return [
+        event.name
+        for event in events
+        if "Synchronize" in event.name and whole.start <= event.time_range.start <= whole.end
+    ]
+
+
+def main() -> None:
+    """Build the layer, run it until all is compiled, and count."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    with process_groups(int(os.environ["LOCAL_RANK"]), expert=ranks):
+        layer = build({}, Layout(expert=ranks))
+        assert layer.experts.backend.observed == "triton"
+        hidden, gradient = draw()
+        for _ in range(2):
+            outcome(layer, hidden, gradient)
+        found = {"layer": waits(lambda: outcome(layer, hidden, gradient)), "read": waits(hidden.sum().item)}
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -178,6 +178,10 @@ _plan = lru_cache(maxsize=128)(Plan)
 """What follows from the sizes of a call is computed once."""
 
 
+DIRECT = "3.6."
+"""The Triton whose compiled kernels are launched past its look-up: the arguments of that call are not part of its interface."""
+
+
 class _Launcher:
     """Launches kernels for the sizes of a plan.
 
@@ -191,12 +195,13 @@ class _Launcher:
         self.plan, self._device = plan, x.get_device()
         self._compiled = _compiled_before(plan, self._device, *alike)
         hooks = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
-        self._watched = any(getattr(hook, "calls", hook) for hook in hooks)
+        watched = any(getattr(hook, "calls", hook) for hook in hooks)
+        self._direct = triton.__version__.startswith(DIRECT) and not watched
 
     def __call__(self, kernel: Any, grid: tuple[int, int, int], *arguments: Any, **choices: Any) -> None:
         """Launch ``kernel``, whose compile-time arguments, the last ones, are sizes of the plan or ``choices``."""
         key = (kernel.__name__, *choices.values())
-        if key in self._compiled and not self._watched:
+        if key in self._compiled and self._direct:
             compiled, constants = self._compiled[key]
             stream = triton.runtime.driver.active.get_current_stream(self._device)
             # Addresses, as a tensor's is looked up in the driver.

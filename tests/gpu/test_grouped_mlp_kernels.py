@@ -17,6 +17,7 @@ from tests.ops.grouped_mlp_case import (
     eager,
     eager_rows,
     outcome,
+    outcome_added,
     outcome_of_rows,
     sorted_rows,
 )
@@ -133,6 +134,7 @@ def test_parity_with_fp64(case: Case) -> None:
         name: case.prob_dtype if name == "dprobs" else case.dtype for name in truth
     }
     assert_same(found, truth, RMS, inputs["routing"], plain)
+    assert_same(outcome_added(routed_mlp, case, inputs), truth, RMS, inputs["routing"], plain)
     truth = outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64)
     plain = outcome_of_rows(eager_rows, case, inputs)
     assert_same(outcome_of_rows(grouped_mlp, case, inputs), truth, RMS, plain=plain)

@@ -108,6 +108,8 @@ def _weight_gradient(
     x: torch.Tensor, rows: Rows, other: Side, *, tokens_left: bool, total: torch.Tensor | None
 ) -> torch.Tensor:
     E, (R, F), D = rows.end_E.shape[0], other.values_RF.shape, x.shape[1]
+    if total is not None and total.data_ptr() % 16:  # its tiles are written by TMA
+        return total.add_(_weight_gradient(x, rows, other, tokens_left=tokens_left, total=None))
     new = x.new_empty if R else x.new_zeros
     dw = new((E, D, F) if tokens_left else (E, F, D)) if total is None else total
     how = {"cu_seqlens_k": other.start_E, "A_idx": rows.token_R, "add_to_output": total is not None}

@@ -196,7 +196,8 @@ class _Launcher:
         self._compiled = _compiled_before(plan, self._device, *alike)
         hooks = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
         watched = any(getattr(hook, "calls", hook) for hook in hooks)
-        self._direct = triton.__version__.startswith(DIRECT) and not watched
+        is_current = self._device == torch.cuda.current_device() if x.is_cuda else False
+        self._direct = triton.__version__.startswith(DIRECT) and is_current and not watched
 
     def __call__(self, kernel: Any, grid: tuple[int, int, int], *arguments: Any, **choices: Any) -> None:
         """Launch ``kernel``, whose compile-time arguments, the last ones, are sizes of the plan or ``choices``."""

@@ -70,7 +70,7 @@ def fused_backend(
             return backend
         if q_SBHK.device.type != "cuda" or deterministic:
             continue
-        apart = seq_idx is not None and backend == SDPBackend.FLASH_ATTENTION and v_TBHV.shape[-1] <= k_TBHK.shape[-1]
+        apart = seq_idx is not None and backend == SDPBackend.FLASH_ATTENTION and _flash_takes(k_TBHK, v_TBHV)
         is_masked = attention_mask is not None or (seq_idx is not None and not apart)
         if is_masked and backend != SDPBackend.EFFICIENT_ATTENTION:
             continue
@@ -148,6 +148,11 @@ def sdpa_attention(
             scale=softmax_scale,
         )
     return o_BHSV.permute(2, 0, 1, 3).contiguous()
+
+
+def _flash_takes(k_TBHK: torch.Tensor, v_TBHV: torch.Tensor) -> bool:
+    """Whether flash's kernel for documents has these widths: values are padded to the keys', whose own nothing pads."""
+    return k_TBHK.shape[-1] % 8 == 0 and v_TBHV.shape[-1] <= k_TBHK.shape[-1]
 
 
 def _packed(

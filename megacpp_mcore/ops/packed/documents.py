@@ -28,8 +28,9 @@ def shared[Made](tensor: torch.Tensor, form: Hashable, make: Callable[[], Made])
     """``make()``, called once for what ``tensor`` holds, however many layers want this ``form`` of it.
 
     The result is attached to the tensor's storage: the copies of a tensor that activation recompute hands to a layer share
-    it, and it is freed with it. A tensor that was written to since has its forms made anew.
-    What is captured in a CUDA graph makes its own.
+    it, and it is freed with it. A tensor that was written to since has its forms made anew, but for one made in inference mode,
+    which counts no writes. What is made in inference mode, which autograd cannot save, is used there alone. What is captured in
+    a CUDA graph makes its own.
 
     Args:
         tensor: one that Megatron makes for every micro-batch, or that was made from such a one.
@@ -39,7 +40,7 @@ def shared[Made](tensor: torch.Tensor, form: Hashable, make: Callable[[], Made])
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return make()
     held = vars(tensor.untyped_storage()).setdefault(_SHARED, {})
-    key = (form, tensor.storage_offset(), tensor.shape, tensor.stride())
+    key = (form, torch.is_inference_mode_enabled(), tensor.storage_offset(), tensor.shape, tensor.stride())
     version = 0 if tensor.is_inference() else tensor._version
     if key not in held or held[key][0] != version:
         held[key] = version, make()

@@ -72,10 +72,11 @@ def assert_same(
 ) -> None:
     for name, have, want, other in zip(("o", "dq", "dk", "dv"), found, expected, peer, strict=True):
         have, want, other = (tensor.reshape(have.shape) for tensor in (have, want, other))
-        if name == "dq":
-            hidden = torch.zeros(1, 1, len(have), len(inputs[1]), dtype=torch.bool, device="cuda")
+        if name in ("dq", "dk"):
+            hidden = torch.zeros(1, 1, len(inputs[0]), len(inputs[1]), dtype=torch.bool, device="cuda")
             hidden = hidden if attention_mask is None else hidden | attention_mask
             hidden = hidden | ~torch.ones_like(hidden).tril() if causal else hidden
+        if name == "dq":
             few_SB = ((~hidden).sum(-1)[:, 0] <= EARLY).T.expand(have.shape[:2])
             rows = slice(None) if attention_mask is not None else slice(EARLY)
             q, do = inputs[0][rows], inputs[3].reshape(*have.shape[:3], -1)[rows]
@@ -85,6 +86,12 @@ def assert_same(
             have, want, other = (tensor[~few_SB] for tensor in (have, want, other))
             if not len(have):
                 continue
+        if name == "dk" and attention_mask is not None:
+            # In a short document the terms cancel in a key's gradient, too: there it is small beside other keys'.
+            few_TB = ((~hidden).sum(-2)[:, 0] <= EARLY).T.expand(have.shape[:2])
+            error = (have.double() - want)[few_TB].norm(dim=-1) / want.norm(dim=-1).max()
+            assert float(error.max() if few_TB.any() else 0.0) <= rms, "dk of keys that few queries see"
+            have, want, other = (tensor[~few_TB] for tensor in (have, want, other))
         # Which of two float32 sums is off by an ulp more is chance; in 16 bits the rounding is what counts.
         factor = 2.0 if other.dtype != torch.float32 else None
         assert_parity(have, want, rms=rms, dtype_peer=other, max_abs_factor=factor, name=name)

@@ -35,10 +35,10 @@ from megacpp_mcore.backends import STOCK, Dispatcher, Resolution
 from megacpp_mcore.backends.candidates import EXPERTS
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import router
+from megacpp_mcore.layer_specs.gradients import main_grad_of
 from megacpp_mcore.layer_specs.initial import drawn_by_input_size
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs, compute_device
 from megacpp_mcore.model.precision import ALIGNMENT, in_bf16_zone
-from megacpp_mcore.ops.main_grad import MainGrad
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
@@ -274,8 +274,7 @@ class StackedExperts(MegatronModule):
         Returns:
             ``[T, D]``, each token's sum over its experts, or each row's output, times its probability; no bias.
         """
-        fused = self.config.gradient_accumulation_fusion
-        main_grads = [main_grad_of(weight) if fused else None for weight in (self.weight1, self.weight2)]
+        main_grads = [main_grad_of(weight, self.config) for weight in (self.weight1, self.weight2)]
         if self.takes_tokens:
             how = {"topk": self.config.moe_router_topk, "main_grads": main_grads}
             return self.backend.fn(hidden_TD, routed, probs, self.weight1, self.weight2, **how), None
@@ -329,21 +328,6 @@ def expert_matrices(experts: Any) -> tuple[list[torch.nn.Parameter], list[torch.
         return one, two
     alone = experts.local_experts
     return [one.linear_fc1.weight for one in alone], [one.linear_fc2.weight for one in alone]
-
-
-def main_grad_of(weight: Any) -> MainGrad | None:
-    """Where stock's fused accumulation would put the gradient of a weight that data-parallel hooks reduce, or None."""
-    if not hasattr(weight, "main_grad") or hasattr(weight, "__fsdp_param__"):  # Megatron-FSDP adds it by itself
-        return None
-    return MainGrad(weight.main_grad, partial(_added, weight))
-
-
-def _added(weight: Any) -> torch.Tensor | None:
-    """Tell the hooks that the gradient is in ``main_grad``; they want a gradient to run, and read nothing of it."""
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    return torch.empty_like(weight)
 
 
 def _stacked(matrices: list[torch.nn.Parameter]) -> torch.nn.Parameter:

@@ -31,7 +31,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs.gradients import main_grad_of
 from megacpp_mcore.layer_specs.initial import Initializer, filled
+from megacpp_mcore.ops.main_grad import linear
 from megacpp_mcore.ops.slices import split
 
 ALIGNMENT = 8
@@ -139,15 +141,16 @@ class InProjection(MegatronModule):
 
     def forward(self, hidden_SBD: torch.Tensor) -> dict[str, torch.Tensor]:
         """Project once, or twice where parts are replicated over ranks; one gather of the sequence serves both."""
+        main_grad = main_grad_of(self.weight, self.config)
         if self.tp_size == 1:
-            return _split(torch.nn.functional.linear(hidden_SBD, self.weight), self.slots)
+            return _split(linear(hidden_SBD, self.weight, main_grad), self.slots)
         if self.config.sequence_parallel:
             hidden_SBD = gather_from_sequence_parallel_region(
                 hidden_SBD, tensor_parallel_output_grad=True, group=self.tp_group
             )
         else:
             hidden_SBD = copy_to_tensor_model_parallel_region(hidden_SBD, group=self.tp_group)
-        parts = _split(torch.nn.functional.linear(hidden_SBD, self.weight), self.slots)
+        parts = _split(linear(hidden_SBD, self.weight, main_grad), self.slots)
         if self.replicated_slots:
             weight = copy_to_tensor_model_parallel_region(self.replicated_weight, group=self.tp_group)
             parts |= _split(torch.nn.functional.linear(hidden_SBD, weight), self.replicated_slots)

@@ -34,6 +34,50 @@ def check_main_grad(weight: torch.Tensor, main_grad: MainGrad | None) -> None:
         )
 
 
+def linear(x: torch.Tensor, weight_ND: torch.Tensor, main_grad: MainGrad | None) -> torch.Tensor:
+    """``x [..., D] @ weight.T -> [..., N]``, whose product for the weight's gradient adds to the buffer, if there is one.
+
+    Raises:
+        ModelError: the buffer does not fit the weight.
+    """
+    check_main_grad(weight_ND, main_grad)
+    if main_grad is None:
+        return torch.nn.functional.linear(x, weight_ND)
+    output: torch.Tensor = _Linear.apply(x, weight_ND, main_grad)
+    return output
+
+
+def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_first: bool = False) -> None:
+    """``total += left @ right``, or ``=`` where it is the first; the total may be wider than its operands."""
+    beta = 0.0 if is_first else 1.0
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, beta=beta)
+    elif total.is_cuda and total.dtype == torch.float32:
+        torch.addmm(total, left, right, beta=beta, out_dtype=total.dtype, out=total)  # rounds nothing in between
+    elif is_first:
+        total.copy_(torch.mm(left, right))
+    else:
+        total += torch.mm(left, right)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight_ND: torch.Tensor, main_grad: MainGrad) -> torch.Tensor:
+        ctx.save_for_backward(x, weight_ND)
+        ctx.main_grad = main_grad
+        return torch.nn.functional.linear(x, weight_ND)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight_ND = ctx.saved_tensors
+        dx = grad @ weight_ND if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return dx, None, None
+        add_product_(ctx.main_grad.buffer, grad.flatten(0, -2).t(), x.flatten(0, -2))
+        return dx, ctx.main_grad.placeholder(), None
+
+
 def added_to(weight: torch.Tensor, main_grad: MainGrad | None) -> torch.Tensor:
     """The weight, the gradient of which is added to the buffer, if there is one, once autograd has it.
 

@@ -12,6 +12,7 @@ import torch
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_grad, indexer_scores, select
 from megacpp_mcore.ops.m2rnn.reference import m2rnn_chunked
+from megacpp_mcore.ops.main_grad import MainGrad, linear
 from megacpp_mcore.ops.mamba3.reference import mamba3
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.sparse_mla.reference import attend
@@ -133,3 +134,19 @@ def test_grouped_mlp_with_an_empty_expert() -> None:
     counts = torch.tensor([5, 0, 40, 19])
     x, w1, w2, probs = _inputs((64, 16), (4, 32, 16), (4, 16, 32), (64,))
     _compare(lambda x, w1, w2, probs: grouped_mlp(x, counts.to(x.device), w1, w2, probs), [x, w1, w2, probs])
+
+
+def test_a_linear_layers_gradient_is_added_in_float32() -> None:
+    generator = torch.Generator("cuda").manual_seed(5)
+    x, weight, grad = (
+        torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for shape in ((301, 2, 256), (520, 256), (301, 2, 520))
+    )
+    buffer = torch.randn(520, 256, generator=generator, device="cuda")
+    expected = buffer.double() + torch.einsum("sbn,sbd->nd", grad.double(), x.double()).detach()
+    output = linear(x, weight, MainGrad(buffer, lambda: None))
+    assert torch.equal(output, torch.nn.functional.linear(x, weight))
+    output.backward(grad.detach())
+    assert weight.grad is None
+    assert_parity(buffer, expected, rms=1e-5, name="main_grad")
+    assert_parity(x.grad, grad.detach().double() @ weight.detach().double(), rms=5e-3, name="dx")

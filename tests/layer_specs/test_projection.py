@@ -84,6 +84,23 @@ def test_parts_are_products_with_their_rows_and_padding_gets_no_gradient(built: 
     assert int(padding.sum()) == 4  # nam56r_tiny has 4 angles and 4 forget gates
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_fused_gradient_is_added_to_main_grad(built: Any, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    projection = built.decoder.layers[2].self_attention.in_proj
+    monkeypatch.setattr(projection.config, "gradient_accumulation_fusion", fused)
+    weight, hidden_SBD = projection.weight, torch.randn(5, 2, 128, generator=torch.Generator().manual_seed(1))
+    weight.grad = None
+    rows = torch.cat([hidden_SBD @ weight[slot.start : slot.start + slot.rows].T for slot in projection.slots], dim=-1)
+    (expected,) = torch.autograd.grad(rows.sin().sum(), weight)
+    for name, value in (("main_grad", torch.ones_like(weight)), ("grad_added_to_main_grad", False)):
+        monkeypatch.setattr(weight, name, value, raising=False)
+    torch.cat(list(projection(hidden_SBD).values()), dim=-1).sin().sum().backward()
+    given, weight.grad = weight.grad, None
+    assert weight.grad_added_to_main_grad is fused
+    assert fused or torch.allclose(given, expected, atol=1e-5)
+    torch.testing.assert_close(weight.main_grad, 1 + expected if fused else torch.ones_like(weight))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_holds_parts_without_padding_and_gives_them_back(built: Any, kind: str) -> None:
     projection = built.decoder.layers[KINDS[kind][0] - 1].self_attention.in_proj

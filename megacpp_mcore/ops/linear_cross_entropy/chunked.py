@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.linear_cross_entropy import eager
 from megacpp_mcore.ops.linear_cross_entropy.reference import check_arguments
-from megacpp_mcore.ops.main_grad import MainGrad, check_main_grad
+from megacpp_mcore.ops.main_grad import MainGrad, add_product_, check_main_grad
 
 LOGIT_BYTES = {"cuda": 2**29, "cpu": 2**25}
 """Wanted size of a chunk's logits: on a GPU 4096 tokens of 65,536 in 16 bits, as products of fewer are slower."""
@@ -315,10 +315,10 @@ class _Gradients:
     def add(self, grad_CV: torch.Tensor, rows: slice) -> None:
         """Take in the gradient of the logits of the tokens ``rows``."""
         if self.grad_NH is not None:
-            _add_product(self.grad_NH[rows], grad_CV, self.head.weight_VH, is_first=True)
+            add_product_(self.grad_NH[rows], grad_CV, self.head.weight_VH, is_first=True)
         if self.total_VH is not None:
             is_first = self.is_own and rows.start == 0
-            _add_product(self.total_VH, grad_CV.t(), self.head.hidden_NH[rows], is_first)
+            add_product_(self.total_VH, grad_CV.t(), self.head.hidden_NH[rows], is_first=is_first)
         if self.grad_V is not None:
             self.grad_V += grad_CV.sum(dim=0, dtype=self.grad_V.dtype)
 
@@ -337,16 +337,3 @@ class _Gradients:
         if shards is not None:
             distributed.all_reduce(grad_NH, group=shards.group)
         return grad_NH.view(hidden.shape)
-
-
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, is_first: bool) -> None:
-    """``total += left @ right``, or ``=`` where it is the first; the total may be wider than its operands."""
-    beta = 0.0 if is_first else 1.0
-    if total.dtype == left.dtype:
-        total.addmm_(left, right, beta=beta)
-    elif total.is_cuda and total.dtype == torch.float32:
-        torch.addmm(total, left, right, beta=beta, out_dtype=total.dtype, out=total)  # rounds nothing in between
-    elif is_first:
-        total.copy_(torch.mm(left, right))
-    else:
-        total += torch.mm(left, right)

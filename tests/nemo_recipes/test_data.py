@@ -30,7 +30,7 @@ def config(**dataset: Any) -> Any:
             ["--data-path", "3", "one", "7", "two"],
             ["one", "two"],
         ),
-        ({"blend": (["one", "two"], None)}, ["--data-path", "1", "one", "1", "two"], ["one", "two"]),
+        ({"blend": (["one", "two"], None)}, ["--data-path", "one", "two"], ["one", "two"]),
         (
             {"blend_per_split": [(["one"], None), None, (["two", "three"], [1, 2])]},
             ["--train-data-path", "one", "--test-data-path", "1", "two", "2", "three"],

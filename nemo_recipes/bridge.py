@@ -26,9 +26,6 @@ from megacpp_mcore.util import host
 BRIDGE_VERSION = "0.6.2"
 """The version these recipes were run with."""
 
-RESILIENCY_FLOOR = (0, 6)
-"""megatron-core 0.19 cannot read the version of an older nvidia-resiliency-ext, and fails on its import."""
-
 INSTALLATION = "install it with `make bridge`, or as docs/doors.md says"
 
 _LORA_LAYERS = "megatron.bridge.peft.lora_layers"
@@ -54,15 +51,8 @@ def problem() -> str | None:
         )
     if bridge.partition("+")[0] != BRIDGE_VERSION:
         return f"megatron-bridge is {bridge}, expected {BRIDGE_VERSION}; {INSTALLATION}"
-    toolkit = host.version("nemo-toolkit")
-    if toolkit is not None and _release(toolkit) < (3, 0):
-        return (
-            f"nemo-toolkit is {toolkit}, whose nemo.collections.llm imports a module that megatron-core dropped in 0.17, and "
-            f"megatron-core is {core}; pip does not object, the import fails: give nemo-toolkit 2 an environment of its own, "
-            "with megatron-core 0.16.1 or earlier, or use nemo-toolkit 3, which has no nemo.collections.llm"
-        )
     resiliency = host.version("nvidia-resiliency-ext")
-    if resiliency is None or _release(resiliency) < RESILIENCY_FLOOR:
+    if resiliency is None or _release(resiliency) < (0, 6):
         return (
             f"nvidia-resiliency-ext is {resiliency or 'not installed'}, expected 0.6 or later: Bridge imports it, and pip "
             f"takes 0.4.1, which megatron-core cannot import, on systems before glibc 2.39; {INSTALLATION}"

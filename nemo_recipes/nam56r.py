@@ -34,7 +34,6 @@ from megacpp_mcore.arguments.lowering import warm_up_steps
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model.recipes import Recipe, recipe
-from megacpp_mcore.model.training import Training
 from megacpp_mcore.nemo_recipes.provider import provider
 
 _OF_THE_PROCESS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -187,7 +186,7 @@ def container(chosen: Recipe) -> ConfigContainer:
         tokenizer=_tokenizer(chosen),
         checkpoint=CheckpointConfig(exit_on_missing_checkpoint=True),
         rng=RNGConfig(seed=training.seed),
-        dist=DistributedInitConfig(distributed_backend=_backend(training)),
+        dist=DistributedInitConfig(distributed_backend="gloo" if training.device == "cpu" else "nccl"),
         mixed_precision=bf16_mixed() if is_bf16 else None,
     )
     for key, value in flag_fields(lowering.machine_of(chosen.model, chosen.layout, training)).items():
@@ -211,10 +210,6 @@ def flag_fields(machine: launch_flags.Machine) -> dict[str, Any]:
         "train.manual_gc_interval": launch_flags.GC_INTERVAL if on[launch_flags.MANUAL_GC] else 0,
         "logger.log_interval": launch_flags.log_interval(machine),
     }
-
-
-def _backend(training: Training) -> str:
-    return "gloo" if training.device == "cpu" else "nccl"
 
 
 def _tokenizer(chosen: Recipe) -> TokenizerConfig:

@@ -28,7 +28,6 @@ launch policy; the loop of the installed wheel by the same, without a script; th
 _HEAD_NODE = '"${HEAD_NODE:?set it to HOST:PORT of the first node}"'
 _CHECKOUT = '"${MEGATRON_LM:?set it to the folder of a Megatron-LM checkout}"'
 _SAFE = re.compile(r"[A-Za-z0-9_.,:+@%/-]+")
-_TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +64,10 @@ class StockCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """Slurm options of a batch job; None leaves one to the cluster.
+    """Slurm options of a batch job; None leaves one to the cluster, and sbatch judges the others.
 
     Raises:
-        LaunchError: a value would not survive in a ``#SBATCH`` line, or is no time limit.
+        LaunchError: a value would not survive in a ``#SBATCH`` line.
     """
 
     job_name: str | None = None
@@ -85,12 +84,6 @@ class Slurm:
                 raise LaunchError(
                     f"--{name} is {value!r}; expected one word of letters, digits and _.,:+@%/-, as in an #SBATCH line"
                 )
-        if self.time is not None and not _TIME.fullmatch(self.time):
-            raise LaunchError(
-                f"--time is {self.time!r}; expected minutes, HH:MM:SS or DAYS-HH:MM:SS, as sbatch takes it"
-            )
-        if self.cpus_per_task is not None and self.cpus_per_task < 1:
-            raise LaunchError(f"--cpus-per-task is {self.cpus_per_task}; expected 1 or more")
 
     def given(self) -> list[tuple[str, Any]]:
         """sbatch's names of the options that have a value, with the values."""

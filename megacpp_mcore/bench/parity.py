@@ -58,7 +58,7 @@ class AgainstTruth:
     def __call__(self, variant: Variant, work: str, inputs: Inputs) -> Verdict:
         """Run ``variant`` once on ``inputs`` and compare what it gives."""
         given = variant.runs[work](inputs)
-        found = variant.results([given] if isinstance(given, torch.Tensor) else given)
+        found = variant.results([given] if isinstance(given, torch.Tensor) else list(given))
         least = len(self._truth) if variant.side == OURS and work == BOTH else self._outputs
         if len(found) < least:
             return Verdict(False, f"FAILS: it gives {len(found)} results, expected at least {least}")

@@ -53,8 +53,8 @@ class Inputs:
         )
 
 
-Call = Callable[[Inputs], torch.Tensor]
-"""A forward pass: from the inputs to its one output."""
+Call = Callable[[Inputs], Any]
+"""A forward pass: from the inputs to its one output, or to a tuple of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,13 +205,13 @@ class Problem:
 
 
 def with_gradients(call: Call, inputs: Inputs, leaves: Tensors | None = None) -> list[torch.Tensor]:
-    """The output of ``call``, and the gradients of ``leaves``, by default of the inputs' own."""
-    output, wanted = call(inputs), list(inputs.leaves.values() if leaves is None else leaves)
-    (cotangent,) = inputs.cotangents.values()
-    return [
-        output.detach(),
-        *torch.autograd.grad(output, wanted, cotangent, allow_unused=True, materialize_grads=True),
-    ]
+    """The outputs of ``call``, and the gradients of ``leaves``, by default of the inputs' own."""
+    made, wanted = call(inputs), list(inputs.leaves.values() if leaves is None else leaves)
+    outputs = made if isinstance(made, tuple) else (made,)
+    gradients = torch.autograd.grad(
+        outputs, wanted, list(inputs.cotangents.values()), allow_unused=True, materialize_grads=True
+    )
+    return [*(output.detach() for output in outputs), *gradients]
 
 
 class Draw:

@@ -18,12 +18,14 @@ from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import overrides, stock_command
 from megacpp_mcore.arguments.lowering import SCRIPTS, SPECS, lower
 from megacpp_mcore.arguments.stock_command import DATA_VARIABLE, LAUNCH, WAYS, Slurm, StockCommand
-from megacpp_mcore.commands import flops as flops_command
 from megacpp_mcore.commands import model_card
 from megacpp_mcore.errors import LaunchError, ModelError
 from megacpp_mcore.model import PRESETS, Layout, Model, hybrid, preset
+from megacpp_mcore.model.flops import count as flops
+from megacpp_mcore.model.flops import report as flops_report
+from megacpp_mcore.model.flops.recompute import MODULES, Recomputation, recomputed
 from megacpp_mcore.model.recipes import RECIPES, Recipe
-from megacpp_mcore.model.training import GPT, Training
+from megacpp_mcore.model.training import GPT, Recompute, Training
 from megacpp_mcore.util.nearest import nearest
 
 _FORMS: Mapping[str, Callable[[StockCommand], str]] = MappingProxyType(
@@ -79,10 +81,10 @@ def add_parser(subparsers: Any) -> None:
     show = actions.add_parser("show", help="the whole definition of a model, its layers and parameter counts, as JSON")
     show.add_argument("name")
     _add_set(show, "values of the model to show it with")
-    counted = actions.add_parser("flops", help="FLOPs of a training step by family, and what recompute adds")
-    counted.add_argument("name")
-    _add_set(counted, "values of the model to count")
-    flops_command.add_arguments(counted)
+    flops_parser = actions.add_parser("flops", help="FLOPs of a training step by family, and what recompute adds")
+    flops_parser.add_argument("name")
+    _add_set(flops_parser, "values of the model to count")
+    add_flops_arguments(flops_parser)
     emit = actions.add_parser("emit", help="the complete stock Megatron command for a model")
     emit.add_argument("name", help="the model or recipe")
     emit.add_argument(
@@ -120,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.action == "show":
         print(json.dumps(_shown(args.name, args.values), indent=2))
     elif args.action == "flops":
-        print(flops_command.printed(_changed_model(args.name, args.values), args))
+        print(counted(_changed_model(args.name, args.values), args))
     else:
         print(emit(args))
     return 0
@@ -324,6 +326,33 @@ def _write_settings(name: str, model: Model, file: str | None) -> Path:
     except OSError as error:
         raise LaunchError(f"{path} cannot be written ({error}); name another file with --settings") from error
     return path
+
+
+def add_flops_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``recipe flops``; recompute is spelled as in Megatron and in our file."""
+    families = tuple(each.name for each in dataclasses.fields(Recompute))
+    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sequence (default: the model's)")
+    parser.add_argument("--recompute-granularity", choices=("full", "selective"), help="as in Megatron")
+    parser.add_argument("--recompute-method", choices=("uniform", "block"), help="as in Megatron")
+    parser.add_argument("--recompute-num-layers", type=int, metavar="N", help="as in Megatron, of one pipeline stage")
+    parser.add_argument("--recompute-modules", nargs="+", choices=MODULES, metavar="NAME", help="as in Megatron")
+    parser.add_argument(
+        "--recompute", nargs="+", choices=families, default=[], metavar="FAMILY", help=f"ours: {', '.join(families)}"
+    )
+    parser.add_argument("--json", action="store_true", help="the counts of one sequence as JSON, as receipts keep them")
+
+
+def counted(model: Model, args: argparse.Namespace) -> str:
+    """What ``recipe flops`` prints about ``model``.
+
+    Raises:
+        ModelError: a length below 1, or recompute settings that no run can have.
+    """
+    how = Recomputation.of_run(args, Recompute(**dict.fromkeys(args.recompute, True)))
+    if not args.json:
+        return flops_report.page(model, how, seq_length=args.seq_length)
+    step = flops.step(model, seq_length=args.seq_length)
+    return json.dumps(flops_report.record(step, recomputed(model, step, how)), indent=2)
 
 
 def _summary(model: Model) -> str:

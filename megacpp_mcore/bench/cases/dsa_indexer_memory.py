@@ -157,7 +157,8 @@ class AgainstStock:
         found, expected = run(inputs, name, relu=work != "train"), self._expected[name]
         if work == "forward":
             try:
-                return judged({"selected": worst_row(*selected_scores(found["index"], expected["index"]))}, LIMITS)
+                chosen, best = selected_scores(found["index"], expected["index"])
+                return judged({"selected": worst_row(chosen, best)}, LIMITS)
             except AssertionError:
                 return judged({"selected": float("inf")}, LIMITS)
         index, true_index = found.pop("index"), expected["index"]

@@ -366,7 +366,7 @@ def _encode_piece(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> Encoded:
     """Tokenize the documents that begin in a piece.
 
     Raises:
-        DataError: the source cannot be read or changes meanwhile, or the tokenizer gives ids that are not in its vocabulary.
+        DataError: the source cannot be read or changes meanwhile, or holds a document that no index can.
     """
     skipped: list[Skipped] = []
     documents = [
@@ -384,11 +384,6 @@ def _encode(plan: Plan, tokenizer: Tokenizer, text: bytes, source: Source) -> np
         raise DataError(
             f"{source.path}: one document has {len(ids)} tokens, expected below {_MAX_DOCUMENT_TOKENS} (the index "
             "holds lengths in 32 bits): cut the file into smaller ones"
-        )
-    if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-        raise DataError(
-            f"{source.path}: the tokenizer gave ids from {ids.min()} to {ids.max()}, expected 0 to "
-            f"{tokenizer.vocab_size - 1}: its vocabulary and its rules for text do not fit each other"
         )
     return np.append(ids, tokenizer.eod_id).astype(plan.dtype)
 

@@ -30,7 +30,6 @@ from megatron.bridge.training.mixed_precision import bf16_mixed
 from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
 
 from megacpp_mcore.arguments import launch_flags, lowering
-from megacpp_mcore.arguments.lowering import warm_up_steps
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model.recipes import Recipe, recipe
@@ -165,7 +164,7 @@ def container(chosen: Recipe) -> ConfigContainer:
         ),
         scheduler=SchedulerConfig(
             lr_decay_style="cosine",
-            lr_warmup_iters=warm_up_steps(training.train_iters),
+            lr_warmup_iters=lowering.warm_up_steps(training.train_iters),
             start_weight_decay=0.1,
             end_weight_decay=0.1,
             weight_decay_incr_style="constant",

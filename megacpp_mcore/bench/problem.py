@@ -173,12 +173,24 @@ class Floor:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Whether a variant computes the right thing: ``right`` is None where that could not be checked, or would prove nothing."""
+class Result:
+    """What became of one variant in one piece of work.
+
+    Attributes:
+        right: whether it computes the right thing; None where that could not be checked, or would prove nothing.
+        parity: the same in words.
+        errors: the worst row of each of its results.
+        ms: milliseconds, as the median of ``repeats`` calls; None where there is no time, and ``note`` says why.
+        peak: bytes, None where they are not counted.
+    """
 
     right: bool | None
-    text: str
+    parity: str
     errors: Mapping[str, float] = field(default_factory=dict)
+    ms: float | None = None
+    peak: int | None = None
+    repeats: int = 0
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +210,7 @@ class Problem:
     inputs: Any
     variants: Sequence[Variant]
     works: Mapping[str, Floor]
-    check: Callable[[Variant, str, Any], Verdict]
+    check: Callable[[Variant, str, Any], Result]
     stock: str = ""
     computed: Mapping[tuple[str, str], int] = field(default_factory=dict)
     shape: Mapping[str, Any] = field(default_factory=dict)

@@ -392,12 +392,12 @@ def test_the_judge_of_the_indexers_memory_refuses_what_is_wrong(monkeypatch: pyt
     ours, says = ours_of(made), {"forward": "selected inf", "loss": "loss 1.0e-03", "train": "dq 5.0e-02"}
     with ours.around():
         for name, (work, _) in dsa_indexer_memory.WORKS.items():
-            assert made.check(ours, name, made.inputs).text == "green", name
+            assert made.check(ours, name, made.inputs).parity == "green", name
             with monkeypatch.context() as patch:
                 patch.setattr(dsa_indexer_memory, "run", spoiled)
                 found = made.check(ours, name, made.inputs)
             assert found.right is False
-            assert found.text.startswith(f"FAILS: worst row {says[work]}"), name
+            assert found.parity.startswith(f"FAILS: worst row {says[work]}"), name
 
 
 # --- the command --------------------------------------------------------------------------------------------------------

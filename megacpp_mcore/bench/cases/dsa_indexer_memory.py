@@ -22,7 +22,7 @@ import torch
 from megacpp_mcore.bench.cases.indexer import SELECTED, selected_scores
 from megacpp_mcore.bench.cases.peers import patched
 from megacpp_mcore.bench.parity import judged
-from megacpp_mcore.bench.problem import PRECISIONS, Draw, Floor, Inputs, Problem, Variant, Verdict
+from megacpp_mcore.bench.problem import PRECISIONS, Draw, Floor, Inputs, Problem, Result, Variant
 from megacpp_mcore.bench.registry import OURS, PEER, Options
 from megacpp_mcore.bench.table import IS_STOCK, NO_STOCK
 from megacpp_mcore.model.flops import causal_pairs, selected_pairs
@@ -146,13 +146,13 @@ class AgainstStock:
                 self._expected[name] = run(inputs, name, relu=work != "train", with_scores=True)
             gc.collect()  # what the traceback held
 
-    def __call__(self, variant: Variant, name: str, inputs: Inputs) -> Verdict:
+    def __call__(self, variant: Variant, name: str, inputs: Inputs) -> Result:
         """Compare what runs now; stock itself is run once and not compared with itself."""
         if variant.name == STOCK:
             variant.runs[name](inputs)
-            return Verdict(True, IS_STOCK)
+            return Result(True, IS_STOCK)
         if name not in self._expected:
-            return Verdict(None, NO_STOCK)
+            return Result(None, NO_STOCK)
         work, sparse = WORKS[name]
         found, expected = run(inputs, name, relu=work != "train"), self._expected[name]
         if work == "forward":

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -28,13 +27,9 @@ from megacpp_mcore.model.recipes import RECIPES, Recipe
 from megacpp_mcore.model.training import GPT, Recompute, Training
 from megacpp_mcore.util.nearest import nearest
 
-_FORMS: Mapping[str, Callable[[StockCommand], str]] = MappingProxyType(
-    {
-        "cli": stock_command.as_cli,
-        "yaml": stock_command.as_yaml,
-        "args": stock_command.as_args,
-    }
-)
+_FORMS: Mapping[str, Callable[[StockCommand], str]] = {
+    "cli": stock_command.as_cli, "yaml": stock_command.as_yaml, "args": stock_command.as_args,
+}  # fmt: skip
 _NUMBER = {"type": int, "metavar": "N"}
 _OF_TRAINING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "device": ("device", {"choices": ("cuda", "cpu"), "help": "default: cpu for nam56r_tiny, cuda for the others"}),

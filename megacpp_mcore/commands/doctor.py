@@ -341,6 +341,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     backends = "list the backends of every op: what each covers, and whether it runs here"
     parser.add_argument("--backends", action="store_true", help=backends)
+    slow = "seconds one package may take to import"
+    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help=slow)
 
 
 def _engine() -> str:
@@ -356,6 +358,6 @@ def run(args: argparse.Namespace) -> int:
         known = [*own_candidates(), *grouped_fp8_candidates(), *linear_cross_entropy_candidates()]
         print(json.dumps(table.rows(known), indent=2) if args.json else f"{table.text(known)}\n\n{_engine()}")
         return 0
-    findings = examine()
+    findings = examine(time_limit_s=args.time_limit)
     print(as_json(findings) if args.json else as_text(findings))
     return 0 if is_healthy(findings) else 1

@@ -248,7 +248,7 @@ def test_every_command_is_there_and_has_help(capsys: pytest.CaptureFixture[str])
 def test_doctor_status_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for blocks in (False, True):
         finding = doctor.Finding("torch", doctor.BROKEN if blocks else doctor.WORKS, "2.11.0", blocks=blocks)
-        monkeypatch.setattr(doctor, "examine", lambda finding=finding: [finding])
+        monkeypatch.setattr(doctor, "examine", lambda time_limit_s, finding=finding: [finding])
         assert cli.main(["doctor", "--json"]) == int(blocks)
         assert json.loads(capsys.readouterr().out)["ok"] is not blocks
 

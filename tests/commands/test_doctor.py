@@ -234,7 +234,7 @@ def test_text_and_json() -> None:
 
 
 def test_on_this_environment_training_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.run(SimpleNamespace(backends=False, json=True)) == 0  # type: ignore[arg-type]
+    assert doctor.run(SimpleNamespace(backends=False, json=True, time_limit=180.0)) == 0  # type: ignore[arg-type]
     states = {row["name"]: row for row in json.loads(capsys.readouterr().out)["components"]}
     assert states["torch"]["state"] == states["megatron-core"]["state"] == WORKS
     assert states["megatron-core"]["version"].startswith("0.19.")

@@ -200,8 +200,8 @@ class IndexSchedule:
         return "".join(FULL_INDEX if i in (self.full or ()) else SHARED_INDEX for i in range(layers))
 
 
-class UniqueKeys(yaml.constructor.BaseConstructor):
-    """Mixin for a YAML loader: refuses a key given twice, where YAML would silently keep the last."""
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, where YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """The mapping of a node."""
@@ -214,10 +214,6 @@ class UniqueKeys(yaml.constructor.BaseConstructor):
             seen.add(key)
         made: dict[Any, Any] = super().construct_mapping(node, deep)
         return made
-
-
-class _UniqueKeyLoader(UniqueKeys, yaml.SafeLoader):
-    """SafeLoader with :class:`UniqueKeys`."""
 
 
 def load(path: str | os.PathLike[str]) -> PluginConfig:

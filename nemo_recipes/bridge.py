@@ -26,8 +26,14 @@ from megacpp_mcore.util import host
 BRIDGE_VERSION = "0.6.2"
 """The version these recipes were run with."""
 
-RESILIENCY_FLOOR = (0, 6)
-"""megatron-core 0.19 cannot read the version of an older nvidia-resiliency-ext, and fails on its import."""
+_LEAST = {
+    "megatron-core": ("0.19", "a plain `pip install megatron-bridge` goes back to 0.13 without a word"),
+    "nvidia-resiliency-ext": (
+        "0.6",
+        "Bridge imports it, and pip takes 0.4.1, which megatron-core cannot import, on systems before glibc 2.39",
+    ),
+}
+"""What else has to be there: from which version, and what goes wrong otherwise."""
 
 INSTALLATION = "install it with `make bridge`, or as docs/doors.md says"
 
@@ -46,39 +52,24 @@ def problem() -> str | None:
     bridge = host.version("megatron-bridge")
     if bridge is None:
         return f"Megatron-Bridge is not installed, and its recipes need it; {INSTALLATION}"
-    core = host.version("megatron-core")
-    if core is None or _release(core) < (0, 19):
-        return (
-            f"megatron-core is {core or 'not installed'}, expected 0.19 or later: a plain `pip install megatron-bridge` goes "
-            f"back to 0.13 without a word; {INSTALLATION}"
-        )
+    for name, (least, why) in _LEAST.items():
+        found = host.version(name)
+        if found is None or Version(least) > _release(found):
+            return f"{name} is {found or 'not installed'}, expected {least} or later: {why}; {INSTALLATION}"
     if bridge.partition("+")[0] != BRIDGE_VERSION:
         return f"megatron-bridge is {bridge}, expected {BRIDGE_VERSION}; {INSTALLATION}"
-    toolkit = host.version("nemo-toolkit")
-    if toolkit is not None and _release(toolkit) < (3, 0):
-        return (
-            f"nemo-toolkit is {toolkit}, whose nemo.collections.llm imports a module that megatron-core dropped in 0.17, and "
-            f"megatron-core is {core}; pip does not object, the import fails: give nemo-toolkit 2 an environment of its own, "
-            "with megatron-core 0.16.1 or earlier, or use nemo-toolkit 3, which has no nemo.collections.llm"
-        )
-    resiliency = host.version("nvidia-resiliency-ext")
-    if resiliency is None or _release(resiliency) < RESILIENCY_FLOOR:
-        return (
-            f"nvidia-resiliency-ext is {resiliency or 'not installed'}, expected 0.6 or later: Bridge imports it, and pip "
-            f"takes 0.4.1, which megatron-core cannot import, on systems before glibc 2.39; {INSTALLATION}"
-        )
     missing = [name for name in ("megatron.energon", "modelopt", "omegaconf", "hydra") if not _found(name)]
     if missing:
         return f"Megatron-Bridge needs {', '.join(missing)}, not installed here; {INSTALLATION}"
     return None
 
 
-def _release(version: str) -> tuple[int, ...]:
-    """The numbers of ``version``: a release candidate or nightly has what its release will have. ``()``, below all, if none."""
+def _release(version: str) -> Version:
+    """The release that ``version`` belongs to: a candidate or nightly has what its release will have. 0 if it is none."""
     try:
-        return Version(version).release
+        return Version(Version(version).base_version)
     except InvalidVersion:
-        return ()
+        return Version("0")
 
 
 def _found(module: str) -> bool:

@@ -30,11 +30,9 @@ from megatron.bridge.training.mixed_precision import bf16_mixed
 from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
 
 from megacpp_mcore.arguments import launch_flags, lowering
-from megacpp_mcore.arguments.lowering import warm_up_steps
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.model.recipes import Recipe, recipe
-from megacpp_mcore.model.training import Training
 from megacpp_mcore.nemo_recipes.provider import provider
 
 _OF_THE_PROCESS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -166,7 +164,7 @@ def container(chosen: Recipe) -> ConfigContainer:
         ),
         scheduler=SchedulerConfig(
             lr_decay_style="cosine",
-            lr_warmup_iters=warm_up_steps(training.train_iters),
+            lr_warmup_iters=lowering.warm_up_steps(training.train_iters),
             start_weight_decay=0.1,
             end_weight_decay=0.1,
             weight_decay_incr_style="constant",
@@ -187,7 +185,7 @@ def container(chosen: Recipe) -> ConfigContainer:
         tokenizer=_tokenizer(chosen),
         checkpoint=CheckpointConfig(exit_on_missing_checkpoint=True),
         rng=RNGConfig(seed=training.seed),
-        dist=DistributedInitConfig(distributed_backend=_backend(training)),
+        dist=DistributedInitConfig(distributed_backend="gloo" if training.device == "cpu" else "nccl"),
         mixed_precision=bf16_mixed() if is_bf16 else None,
     )
     for key, value in flag_fields(lowering.machine_of(chosen.model, chosen.layout, training)).items():
@@ -211,10 +209,6 @@ def flag_fields(machine: launch_flags.Machine) -> dict[str, Any]:
         "train.manual_gc_interval": launch_flags.GC_INTERVAL if on[launch_flags.MANUAL_GC] else 0,
         "logger.log_interval": launch_flags.log_interval(machine),
     }
-
-
-def _backend(training: Training) -> str:
-    return "gloo" if training.device == "cpu" else "nccl"
 
 
 def _tokenizer(chosen: Recipe) -> TokenizerConfig:

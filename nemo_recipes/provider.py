@@ -41,9 +41,8 @@ class NAM56RProvider(MLAModelProvider):
     transformer_layer_spec: Callable[..., Any] = field(default=nam56r)
     heterogeneous_block_specs: bool = False
     is_hybrid_model: bool = False
-    te_precision_config_file: str | None = (
-        None  # Bridge has Megatron's quant_recipe, and no name for the file it comes from
-    )
+    # Bridge has Megatron's quant_recipe, and no name for the file it comes from.
+    te_precision_config_file: str | None = None
 
     def finalize(self) -> None:
         """As Bridge's, with what the precision file says."""
@@ -97,11 +96,8 @@ class NAM56RProvider(MLAModelProvider):
         """Rows of the embedding and of the output projection."""
         if not self.should_pad_vocab:
             return int(self.vocab_size)
-        return int(
-            calculate_padded_vocab_size(
-                self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size
-            )
-        )
+        sizes = (self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size)
+        return int(calculate_padded_vocab_size(*sizes))
 
     def _get_num_floating_point_operations(self, batch_size: int) -> int:
         """The audited count of training ``batch_size`` sequences, which Bridge's throughput log takes."""

@@ -425,17 +425,9 @@ def data_words(config: Any) -> list[str]:
     Raises:
         DataError: no data is named.
     """
-    from megacpp_mcore.data.arguments import SPLIT_FLAGS  # brings numpy, which --help does without
+    from megacpp_mcore.data.arguments import bridge_words  # brings numpy, which --help does without
 
-    dataset, tokenizer = config.dataset, config.tokenizer
-    path, blend = getattr(dataset, "data_path", None), getattr(dataset, "blend", None)
-    words: list[str] = []
-    for flag, one in zip(SPLIT_FLAGS, getattr(dataset, "blend_per_split", None) or (), strict=False):
-        words += _blend_words(flag, one)
-    if blend:
-        words += _blend_words("--data-path", blend)
-    elif path and not words:
-        words += ["--data-path", *(path.split() if isinstance(path, str) else map(str, path))]
+    tokenizer, words = config.tokenizer, bridge_words(config.dataset)
     if not words:
         raise DataError(
             "the recipe trains on real text and none is named; add dataset.data_path=PREFIX, the prefix that "
@@ -447,17 +439,6 @@ def data_words(config: Any) -> list[str]:
         if value is not None:
             words += ["--" + field.replace("_", "-"), str(value)]
     return words
-
-
-def _blend_words(flag: str, blend: Any) -> list[str]:
-    """A blend as Megatron-Core has it, prefixes and their weights or None (by size), as stock words; none for no blend."""
-    if not blend:
-        return []
-    prefixes, weights = blend
-    if len(prefixes) == 1:
-        return [flag, str(prefixes[0])]
-    pairs = zip(weights or [1] * len(prefixes), prefixes, strict=True)
-    return [flag, *(str(word) for pair in pairs for word in pair)]
 
 
 def verify_data(config: Any) -> str:
@@ -477,16 +458,11 @@ def verify_data(config: Any) -> str:
 def _name_end_of_document(config: Any) -> None:
     """Megatron's tokenizer of plain ids needs the id that ends documents; the dataset's manifest says it."""
     from megacpp_mcore.data.arguments import dataset_prefixes
-    from megacpp_mcore.data.manifest import load_manifest
+    from megacpp_mcore.data.tokenizer import end_of_document
 
-    prefixes = dataset_prefixes(data_words(config))
-    tokenizer = config.tokenizer
-    if tokenizer.tokenizer_type != "NullTokenizer" or tokenizer.null_tokenizer_eod_id is not None:
-        return
-    for prefix in prefixes:
-        if os.path.exists(prefix + ".manifest.json"):
-            tokenizer.null_tokenizer_eod_id = load_manifest(prefix).tokenizer["eod_id"]
-            return
+    prefixes, tokenizer = dataset_prefixes(data_words(config)), config.tokenizer
+    if tokenizer.tokenizer_type == "NullTokenizer" and tokenizer.null_tokenizer_eod_id is None:
+        tokenizer.null_tokenizer_eod_id = end_of_document(prefixes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -72,14 +72,10 @@ def model_arguments(model: Model, host: str = GPT) -> tuple[Argument, ...]:
     Raises:
         ModelError: there is no such host.
     """
-    _check_host(host)
-    arguments = _gpt_arguments(model)
-    return tuple(arguments if host == GPT else _on_hybrid(model, arguments))
-
-
-def _check_host(host: str) -> None:
     if host not in SPECS:
         raise ModelError(f"the host is {host!r}; expected one of {', '.join(SPECS)}")
+    arguments = _gpt_arguments(model)
+    return tuple(arguments if host == GPT else _on_hybrid(model, arguments))
 
 
 def _on_hybrid(model: Model, arguments: Sequence[Argument]) -> list[Argument]:
@@ -275,15 +271,11 @@ def _stage_words(model: Model, layout: Layout) -> list[str]:
 
 def _layout_words(model: Model, layout: Layout) -> list[str]:
     words = [
-        "--tensor-model-parallel-size",
-        str(layout.tensor),
-        "--pipeline-model-parallel-size",
-        str(layout.pipeline),
-        "--expert-model-parallel-size",
-        str(layout.expert),
-        "--expert-tensor-parallel-size",
-        "1",
-    ]
+        "--tensor-model-parallel-size", str(layout.tensor),
+        "--pipeline-model-parallel-size", str(layout.pipeline),
+        "--expert-model-parallel-size", str(layout.expert),
+        "--expert-tensor-parallel-size", "1",
+    ]  # fmt: skip
     if layout.tensor > 1 and 128 % layout.tensor == 0:
         # Megatron pads the vocabulary to a multiple of this times TP: the same model has to have the same padding.
         words += ["--make-vocab-size-divisible-by", str(128 // layout.tensor)]

@@ -13,11 +13,6 @@ from megacpp_mcore.util import schema
 from megacpp_mcore.util.nearest import nearest
 
 
-def keys(definition: type) -> dict[str, Any]:
-    """Every key of a definition that one word can set, to its type: ``depth``, ``dsa.topk``, …; tuples are left out."""
-    return dict(schema.plain_keys(definition))
-
-
 def read(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The values that ``words`` give to keys of the model, and those that they give to keys of the run.
 
@@ -25,7 +20,7 @@ def read(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         ModelError: a word is not KEY=VALUE, its key is not known (nearest names are offered) or given twice, or its value
             is not of the key's type.
     """
-    of_model, of_training = keys(Model), keys(Training)
+    of_model, of_training = dict(schema.plain_keys(Model)), dict(schema.plain_keys(Training))
     found: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")

@@ -1,23 +1,20 @@
-"""One run of a stock script as a value, environment apart from arguments: written as shell, YAML or sbatch, read from YAML.
+"""One run of a stock script as a value, environment apart from arguments: written as shell, YAML or sbatch.
 
-The forms of one value say the same: ``parse(as_yaml(command)) == command``, and a shell that runs :func:`as_cli` or
-:func:`as_slurm` hands the script exactly :attr:`StockCommand.arguments`. The one shell variable that an argument may be is
-:data:`DATA_VARIABLE`; every other word is quoted.
+A shell that runs :func:`as_cli` or :func:`as_slurm` hands the script exactly :attr:`StockCommand.arguments`. The one shell
+variable that an argument may be is :data:`DATA_VARIABLE`; every other word is quoted.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.settings import UniqueKeys
 from megacpp_mcore.util import flags
 
 DATA_VARIABLE = "${DATA_PREFIX:?set it to the prefix of a prepared dataset}"
@@ -30,12 +27,7 @@ launch policy; the loop of the installed wheel by the same, without a script; th
 
 _HEAD_NODE = '"${HEAD_NODE:?set it to HOST:PORT of the first node}"'
 _CHECKOUT = '"${MEGATRON_LM:?set it to the folder of a Megatron-LM checkout}"'
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_FLAG = re.compile(r"--[A-Za-z0-9][A-Za-z0-9_.-]*")
-_SCRIPT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.py")
-_COUNT = re.compile(r"0|[1-9][0-9]{0,8}")
 _SAFE = re.compile(r"[A-Za-z0-9_.,:+@%/-]+")
-_TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +45,7 @@ class StockCommand:
         arguments: the words after the script's name.
 
     Raises:
-        LaunchError: a value is not one of these; the flags do not begin the arguments, or one is given twice or with ``=``.
+        LaunchError: the bare script is to run on the CPU.
     """
 
     recipe: str
@@ -66,47 +58,16 @@ class StockCommand:
     arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, allowed in (("device", ("cuda", "cpu")), ("via", WAYS)):
-            if getattr(self, name) not in allowed:
-                raise LaunchError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(allowed)}")
-        for name in ("nodes", "processes_per_node"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise LaunchError(f"{name} is {value!r}; expected a whole number, 1 or more")
         if self.device == "cpu" and self.via == BARE:
             raise LaunchError("a run on the CPU needs the CPU lane, which the bare script does not bring; use launch")
-        if not self.recipe[:1].isalpha():
-            raise LaunchError(f"recipe is {self.recipe!r}; expected the name of a model, which begins with a letter")
-        if not _SCRIPT.fullmatch(self.script):
-            raise LaunchError(f"script is {self.script!r}; expected the name of a Python file, such as pretrain_gpt.py")
-        for name in self.env:
-            if not _NAME.fullmatch(name):
-                raise LaunchError(f"env has {name!r}, which is no name of an environment variable; rename or remove it")
-        self.options()
-
-    def options(self) -> dict[str, tuple[str, ...]]:
-        """Each flag with the words that follow it, in order.
-
-        Raises:
-            LaunchError: the first word is no flag, a flag is given twice, or one holds more than its name.
-        """
-        names = [word for word in self.arguments if word.startswith("--")]
-        for number, name in enumerate(names):
-            if not _FLAG.fullmatch(name):
-                raise LaunchError(f"{name!r} is no name of a flag; write the name alone and its value after it")
-            if name in names[:number]:
-                raise LaunchError(f"{name} is given twice; give it once")
-        if self.arguments[:1] != tuple(names[:1]):
-            raise LaunchError(f"the arguments begin with {self.arguments[0]!r}; expected a flag (--…) first")
-        return flags.read(self.arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """Slurm options of a batch job; None leaves one to the cluster.
+    """Slurm options of a batch job; None leaves one to the cluster, and sbatch judges the others.
 
     Raises:
-        LaunchError: a value would not survive in a ``#SBATCH`` line, or is no time limit.
+        LaunchError: a value would not survive in a ``#SBATCH`` line.
     """
 
     job_name: str | None = None
@@ -123,12 +84,6 @@ class Slurm:
                 raise LaunchError(
                     f"--{name} is {value!r}; expected one word of letters, digits and _.,:+@%/-, as in an #SBATCH line"
                 )
-        if self.time is not None and not _TIME.fullmatch(self.time):
-            raise LaunchError(
-                f"--time is {self.time!r}; expected minutes, HH:MM:SS or DAYS-HH:MM:SS, as sbatch takes it"
-            )
-        if self.cpus_per_task is not None and self.cpus_per_task < 1:
-            raise LaunchError(f"--cpus-per-task is {self.cpus_per_task}; expected 1 or more")
 
     def given(self) -> list[tuple[str, Any]]:
         """sbatch's names of the options that have a value, with the values."""
@@ -187,9 +142,9 @@ def _script(command: StockCommand) -> list[str]:
 
 
 def _argument_lines(command: StockCommand) -> list[str]:
-    return [
-        " ".join([shlex.quote(flag), *(_quoted(word) for word in words)]) for flag, words in command.options().items()
-    ]
+    """Each flag with the words that follow it, as shell text."""
+    given = flags.read(command.arguments)
+    return [" ".join([flag, *(_quoted(word) for word in words)]) for flag, words in given.items()]
 
 
 def _quoted(word: str) -> str:
@@ -230,90 +185,10 @@ def as_slurm(command: StockCommand, slurm: Slurm) -> str:
 
 def as_yaml(command: StockCommand) -> str:
     """The run as YAML: ``env`` and ``arguments`` (flag to its value, its list of values, or true) beside the rest."""
-    arguments = {flag: _yaml_value(words) for flag, words in command.options().items()}
+    given = flags.read(command.arguments)
+    arguments = {
+        flag: True if not words else words[0] if len(words) == 1 else list(words) for flag, words in given.items()
+    }
     content = {one.name: getattr(command, one.name) for one in fields(command)}
     content |= {"env": dict(command.env), "arguments": arguments}
     return yaml.safe_dump(content, sort_keys=False, width=1000, allow_unicode=True).rstrip("\n")
-
-
-def _yaml_value(words: Sequence[str]) -> Any:
-    return True if not words else words[0] if len(words) == 1 else list(words)
-
-
-def load(path: Path) -> StockCommand:
-    """The run in the file ``path``, as :func:`as_yaml` writes it; ``recipe emit --from`` reads it.
-
-    Raises:
-        LaunchError: it cannot be read, or is no such file.
-    """
-    try:
-        return parse(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"{path} cannot be read ({error}); name a file of `recipe emit NAME --as yaml`") from error
-    except LaunchError as error:
-        raise LaunchError(f"{path}: {error}") from error
-
-
-def parse(text: str) -> StockCommand:
-    """Parse the YAML ``text`` of a run, in the form of :func:`as_yaml`.
-
-    Every value is taken as it is written: no scalar becomes a number, a time or a date on the way. A plain ``true`` is the
-    value of a flag without values.
-
-    Raises:
-        LaunchError: it is not YAML, a key is not known, missing or given twice, or a value is no word.
-    """
-    try:
-        content = _Words(text).get_single_data()
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise LaunchError(f"not valid YAML: {error}") from error
-    known = {one.name for one in fields(StockCommand)}
-    if not isinstance(content, dict) or set(content) != known:
-        given = sorted(content) if isinstance(content, dict) else repr(content)
-        raise LaunchError(
-            f"found {given}; expected the keys {', '.join(sorted(known))}, as `recipe emit --as yaml` writes"
-        )
-    for name in ("env", "arguments"):
-        if not isinstance(content[name], dict):
-            raise LaunchError(f"{name} is {content[name]!r}; expected a mapping of names")
-    scalars: dict[str, Any] = {name: _word(content[name], name) for name in ("recipe", "device", "via", "script")}
-    scalars |= {name: _count(content[name], name) for name in ("nodes", "processes_per_node")}
-    return StockCommand(
-        **scalars,
-        env={name: _word(value, f"env.{name}") for name, value in content["env"].items()},
-        arguments=tuple(_words_of(content["arguments"])),
-    )
-
-
-class _Words(UniqueKeys, yaml.BaseLoader):
-    """Takes every scalar as it is written, but for truth values and null without quotes."""
-
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
-        plain = {"true": True, "false": False, "null": None, "~": None, "": None}
-        text = super().construct_scalar(node)
-        return plain.get(text.lower(), text) if node.style is None else text
-
-
-def _words_of(arguments: Mapping[str, Any]) -> Iterable[str]:
-    for flag, value in arguments.items():
-        if not flag.startswith("--"):
-            raise LaunchError(f"arguments has {flag!r}; expected a flag with its dashes, such as --lr")
-        yield flag
-        for word in [] if value is True else value if isinstance(value, list) else [value]:
-            found = _word(word, f"arguments.{flag}")
-            if found.startswith("--"):
-                raise LaunchError(f"arguments.{flag} is {found!r}, which is a flag; give it a line of its own")
-            yield found
-
-
-def _word(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise LaunchError(f"{where} is {value!r}; expected a text or a number; a flag that is off has no line")
-    return value
-
-
-def _count(value: Any, name: str) -> int:
-    """A decimal integer in plain notation; ``010`` and ``1_0`` are refused."""
-    if not isinstance(value, str) or not _COUNT.fullmatch(value):
-        raise LaunchError(f"{name} is {value!r}; expected a whole number, 1 or more")
-    return int(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.bench import table
@@ -28,24 +27,6 @@ class Comparison:
     compared: int = 0
     slower: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a table of benchmarks.
-
-    Raises:
-        BenchmarkError: the file cannot be read, is not such a table, or is damaged.
-    """
-    rows = table.read(path)
-    for row in rows:
-        for name in ("ms", "peak_bytes"):
-            try:
-                is_figure = row[name] == "" or float(row[name]) > 0
-            except ValueError:
-                is_figure = False
-            if not is_figure:
-                raise BenchmarkError(f"{path}: {name} of a row is {row[name]!r}; expected a number above 0, or nothing")
-    return rows
 
 
 def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comparison:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from megacpp_mcore.bench.problem import BOTH, FORWARD, OURS, Call, Inputs, Tensors, Variant, Verdict, with_gradients
+from megacpp_mcore.bench.problem import BOTH, FORWARD, OURS, Call, Inputs, Result, Tensors, Variant, with_gradients
 from megacpp_mcore.bench.table import GREEN, IS_REFERENCE
 from megacpp_mcore.ops.testing import PEER_RATIO, row_norms, worst_row
 
@@ -19,10 +19,10 @@ def in_double(call: Call, inputs: Inputs) -> dict[str, torch.Tensor]:
     return dict(zip(inputs.names, with_gradients(call, inputs.in_double()), strict=True))
 
 
-def judged(errors: Mapping[str, float], limits: Mapping[str, float]) -> Verdict:
+def judged(errors: Mapping[str, float], limits: Mapping[str, float]) -> Result:
     """Whether the worst rows of results are within their limits."""
     wrong = [f"{name} {error:.1e} > {limits[name]:.1e}" for name, error in errors.items() if not error <= limits[name]]
-    return Verdict(False, f"FAILS: worst row {', '.join(wrong)}", errors) if wrong else Verdict(True, GREEN, errors)
+    return Result(False, f"FAILS: worst row {', '.join(wrong)}", errors) if wrong else Result(True, GREEN, errors)
 
 
 class AgainstTruth:
@@ -55,18 +55,18 @@ class AgainstTruth:
         self._limits = dict.fromkeys(truth, limit) if isinstance(limit, float) else dict(limit)
         self._allowed: dict[str, float] = {}
 
-    def __call__(self, variant: Variant, work: str, inputs: Inputs) -> Verdict:
+    def __call__(self, variant: Variant, work: str, inputs: Inputs) -> Result:
         """Run ``variant`` once on ``inputs`` and compare what it gives."""
         given = variant.runs[work](inputs)
-        found = variant.results([given] if isinstance(given, torch.Tensor) else given)
+        found = variant.results([given] if isinstance(given, torch.Tensor) else list(given))
         least = len(self._truth) if variant.side == OURS and work == BOTH else self._outputs
         if len(found) < least:
-            return Verdict(False, f"FAILS: it gives {len(found)} results, expected at least {least}")
+            return Result(False, f"FAILS: it gives {len(found)} results, expected at least {least}")
         names = list(self._truth)[: self._outputs if work == FORWARD else len(found)]
         truth = variant.truth or self._truth
         errors = {name: self._error(name, have.detach(), truth[name]) for name, have in zip(names, found, strict=False)}
-        verdict = judged(errors, self._limits_of(variant, errors))
-        return Verdict(None, IS_REFERENCE, errors) if verdict.right and variant.is_reference else verdict
+        result = judged(errors, self._limits_of(variant, errors))
+        return Result(None, IS_REFERENCE, errors) if result.right and variant.is_reference else result
 
     def _limits_of(self, variant: Variant, errors: Mapping[str, float]) -> dict[str, float]:
         if variant.name == self._yardstick:

@@ -53,8 +53,8 @@ class Inputs:
         )
 
 
-Call = Callable[[Inputs], torch.Tensor]
-"""A forward pass: from the inputs to its one output."""
+Call = Callable[[Inputs], Any]
+"""A forward pass: from the inputs to its one output, or to a tuple of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,12 +173,24 @@ class Floor:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Whether a variant computes the right thing: ``right`` is None where that could not be checked, or would prove nothing."""
+class Result:
+    """What became of one variant in one piece of work.
+
+    Attributes:
+        right: whether it computes the right thing; None where that could not be checked, or would prove nothing.
+        parity: the same in words.
+        errors: the worst row of each of its results.
+        ms: milliseconds, as the median of ``repeats`` calls; None where there is no time, and ``note`` says why.
+        peak: bytes, None where they are not counted.
+    """
 
     right: bool | None
-    text: str
+    parity: str
     errors: Mapping[str, float] = field(default_factory=dict)
+    ms: float | None = None
+    peak: int | None = None
+    repeats: int = 0
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,20 +210,20 @@ class Problem:
     inputs: Any
     variants: Sequence[Variant]
     works: Mapping[str, Floor]
-    check: Callable[[Variant, str, Any], Verdict]
+    check: Callable[[Variant, str, Any], Result]
     stock: str = ""
     computed: Mapping[tuple[str, str], int] = field(default_factory=dict)
     shape: Mapping[str, Any] = field(default_factory=dict)
 
 
 def with_gradients(call: Call, inputs: Inputs, leaves: Tensors | None = None) -> list[torch.Tensor]:
-    """The output of ``call``, and the gradients of ``leaves``, by default of the inputs' own."""
-    output, wanted = call(inputs), list(inputs.leaves.values() if leaves is None else leaves)
-    (cotangent,) = inputs.cotangents.values()
-    return [
-        output.detach(),
-        *torch.autograd.grad(output, wanted, cotangent, allow_unused=True, materialize_grads=True),
-    ]
+    """The outputs of ``call``, and the gradients of ``leaves``, by default of the inputs' own."""
+    made, wanted = call(inputs), list(inputs.leaves.values() if leaves is None else leaves)
+    outputs = made if isinstance(made, tuple) else (made,)
+    gradients = torch.autograd.grad(
+        outputs, wanted, list(inputs.cotangents.values()), allow_unused=True, materialize_grads=True
+    )
+    return [*(output.detach() for output in outputs), *gradients]
 
 
 class Draw:

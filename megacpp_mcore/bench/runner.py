@@ -8,37 +8,20 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from megacpp_mcore.bench import measure, table
-from megacpp_mcore.bench.problem import Problem, Variant, Verdict
+from megacpp_mcore.bench.problem import Problem, Result, Variant
 from megacpp_mcore.bench.registry import BOUND, OURS, PEER, Benchmark, Options
 
 OUT_OF_MEMORY = "out of memory"
-NOT_CHECKED = Verdict(None, "not checked")
+NOT_CHECKED = "not checked"
 WORST = 5
 """Results whose errors a row names."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What became of one variant in one piece of work.
-
-    Attributes:
-        verdict: about its parity.
-        ms: milliseconds, as the median of ``repeats`` calls; None where there is no time, and ``note`` says why.
-        peak: bytes, None where they are not counted.
-    """
-
-    verdict: Verdict
-    ms: float | None = None
-    peak: int | None = None
-    repeats: int = 0
-    note: str = ""
 
 
 Results = Mapping[str, Mapping[str, Result]]
@@ -84,7 +67,7 @@ def run(benchmark: Benchmark, options: Options, say: Callable[[str], None]) -> O
             outcome.rows.append({name: cells[name] for name in table.COLUMNS})
             say(table.line(outcome.rows[-1]))
         if variant.side == OURS:
-            wrong = [result.verdict.text for result in results[variant.name].values() if result.verdict.right is False]
+            wrong = [result.parity for result in results[variant.name].values() if result.right is False]
             outcome.failures += [f"{benchmark.name}: {variant.name} {text}" for text in wrong[:1]]
     return outcome
 
@@ -100,9 +83,8 @@ def _measure(problem: Problem, variant: Variant, options: Options) -> dict[str, 
     """Each piece of work, checked and timed. Ours has to do all of them: where it cannot do one, it has no figures."""
     left_out = variant.side == PEER and any(word in variant.name for word in options.without)
     if variant.absent or left_out:
-        return dict.fromkeys(
-            problem.works, Result(verdict=NOT_CHECKED, note="left out" if left_out else variant.absent)
-        )
+        note = "left out" if left_out else variant.absent
+        return dict.fromkeys(problem.works, Result(None, NOT_CHECKED, note=note))
     with variant.around():
         found = {work: _attempt(problem, variant, work, options) for work in problem.works if work in variant.runs}
     _collect(options)
@@ -110,28 +92,30 @@ def _measure(problem: Problem, variant: Variant, options: Options) -> dict[str, 
     if variant.side != OURS or failed is None:
         return found
     cause = found[failed]
-    elsewhere = Result(verdict=cause.verdict, note=cause.note and f"{failed}: {cause.note}")
+    elsewhere = replace(cause, note=cause.note and f"{failed}: {cause.note}")
     return {work: cause if work == failed else elsewhere for work in found}
 
 
 def _attempt(problem: Problem, variant: Variant, work: str, options: Options) -> Result:
     """Check and time; whatever is raised belongs in a row, for the others of a long run still count."""
-    verdict = Verdict(None, table.A_BOUND)
+    result = Result(None, table.A_BOUND)
     try:
         if variant.side != BOUND:
-            verdict = problem.check(variant, work, problem.inputs)
-        if verdict.right is False:
-            return Result(verdict=verdict)
+            result = problem.check(variant, work, problem.inputs)
+        if result.right is False:
+            return result
         call = partial(variant.runs[work], problem.inputs)
         peak = None if variant.is_captured else measure.peak_bytes(call, options.device)
         ms, repeats = measure.median_ms(call, options.device, options.seconds)
-        return Result(verdict=verdict, ms=ms, peak=peak, repeats=repeats)
+        return replace(result, ms=ms, peak=peak, repeats=repeats)
     except torch.cuda.OutOfMemoryError:
         why = OUT_OF_MEMORY
     except Exception as error:
         why = f"it raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     _collect(options)  # only here has the traceback let go of its tensors
-    return Result(verdict=Verdict(False, f"FAILS: {why}") if variant.side == OURS else NOT_CHECKED, note=why)
+    if variant.side == OURS:
+        return Result(False, f"FAILS: {why}", note=why)
+    return Result(None, NOT_CHECKED, note=why)
 
 
 def _collect(options: Options) -> None:
@@ -145,7 +129,7 @@ def _cells(problem: Problem, variant: Variant, work: str, results: Results, devi
     result, floor = results[variant.name][work], problem.works[work]
     floor_ms, floor_by = table.floor_time(floor.operations, floor.moved, floor.precision, device)
     is_timed = result.ms is not None
-    worst = sorted(result.verdict.errors.items(), key=lambda item: -item[1])[:WORST]
+    worst = sorted(result.errors.items(), key=lambda item: -item[1])[:WORST]
     return {
         "work": work,
         "variant": variant.name,
@@ -159,7 +143,7 @@ def _cells(problem: Problem, variant: Variant, work: str, results: Results, devi
         "floor_ms": "" if floor_ms is None else f"{floor_ms:.4f}",
         "floor_by": floor_by,
         "of_floor": f"{floor_ms / result.ms:.3f}" if result.ms is not None and floor_ms is not None else "",
-        "parity": result.verdict.text,
+        "parity": result.parity,
         "worst_row": " ".join(f"{name}:{error:.1e}" for name, error in worst),
         **_comparison(problem, variant, work, results),
         "note": result.note,
@@ -186,8 +170,8 @@ def _comparison(problem: Problem, variant: Variant, work: str, results: Results)
         and problem.stock in ("", peer.name)
         and work in results[peer.name]
     }
-    times = {name: peer.ms for name, peer in theirs.items() if peer.ms is not None and peer.verdict.right}
-    if times and mine.verdict.right:
+    times = {name: peer.ms for name, peer in theirs.items() if peer.ms is not None and peer.right}
+    if times and mine.right:
         name = min(times, key=times.__getitem__)
         peak = theirs[name].peak
         less = f"{peak / mine.peak:.1f}x" if peak and mine.peak else ""

@@ -10,7 +10,7 @@ from typing import Any
 
 from megacpp_mcore.bench import against, registry
 from megacpp_mcore.bench.registry import FULL, KINDS, SIZES, Benchmark, Options
-from megacpp_mcore.bench.table import Table, shape_text
+from megacpp_mcore.bench.table import Table, read, shape_text
 from megacpp_mcore.errors import BenchmarkError, MegacppError
 
 FAILED = 1
@@ -93,7 +93,7 @@ def _run(chosen: list[Benchmark], args: argparse.Namespace, options: dict[str, O
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise BenchmarkError("there is no CUDA device here; add --device cpu --size tiny for a dry run")
-    before = against.read(args.against) if args.against else []
+    before = read(args.against) if args.against else []
     table = Table(args.output) if args.output else None
     rows, failures = [], []
     with measure.one_process(args.device):

@@ -13,10 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import megacpp_mcore
-from megacpp_mcore.commands import advise, checkpoint, doctor, patch, recipe
-from megacpp_mcore.commands import bench as bench_command
-from megacpp_mcore.commands import data as data_command
-from megacpp_mcore.commands import report as report_command
+from megacpp_mcore.commands import advise, bench, checkpoint, data, doctor, patch, recipe, report
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.launch import launcher
 from megacpp_mcore.launch import plan as launch_plan
@@ -90,19 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megacpp-mcore {megacpp_mcore.__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, add, run in (
-        ("doctor", doctor.add_parser, doctor.run),
-        ("launch", _add_launch, _launch),
-        ("recipe", recipe.add_parser, recipe.run),
-        ("data", data_command.add_parser, data_command.run),
-        ("patch", patch.add_parser, patch.run),
-        ("report", report_command.add_parser, report_command.run),
-        ("bench", bench_command.add_parser, bench_command.run),
-        ("checkpoint", checkpoint.add_parser, checkpoint.run),
-        ("advise", advise.add_parser, advise.run),
-    ):
-        add(subparsers)
-        subparsers.choices[name].set_defaults(run=run)
+    _add_launch(subparsers)
+    for command in (doctor, recipe, data, patch, report, bench, checkpoint, advise):
+        command.add_parser(subparsers)
+        name = command.__name__.rpartition(".")[2]  # a sub-command is called as its module
+        subparsers.choices[name].set_defaults(run=command.run)
     return parser
 
 
@@ -129,6 +118,7 @@ def _add_launch(subparsers: Any) -> None:
         "--patch", action="append", default=[], metavar="NAME", help="apply a patch to the run (see `patch list`)"
     )
     launcher.Recording.add_arguments(parser)
+    parser.set_defaults(run=_launch)
 
 
 def _launch(args: argparse.Namespace) -> int:

@@ -81,33 +81,24 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from megacpp_mcore.data.manifest import adopt, examine
-    from megacpp_mcore.data.progress import Progress
+    from megacpp_mcore.data.manifest import adopt, verify
     from megacpp_mcore.data.tokenizer import load_tokenizer
 
     if not args.adopt and (args.tokenizer, args.vocab_size, args.eod_id) != (None, None, None):
         raise DataError(
             "--tokenizer, --vocab-size and --eod-id say what a manifest is to hold: add --adopt, or drop them"
         )
-    prefixes = list(dict.fromkeys(args.prefixes))
-    sizes = [os.path.getsize(prefix + ".bin") for prefix in prefixes if os.path.exists(prefix + ".bin")]
-    progress = Progress(len(prefixes), sum(sizes))
-    verified, problems, damaged = {}, [], 0
+    prefixes, problems = list(dict.fromkeys(args.prefixes)), []
     for prefix in prefixes:
         if args.adopt:
             tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
             adopt(prefix, tokenizer=tokenizer, vocab_size=args.vocab_size, eod_id=args.eod_id)
-        manifest, found = examine(prefix, lambda read: progress.advance(0, read))
-        progress.advance(1, 0)
-        problems += found
-        damaged += bool(found)
-        if manifest is not None and not found:
-            verified[prefix] = manifest
-    progress.show()
-    for prefix, manifest in verified.items():
-        _print_verified(prefix, manifest)
+        try:
+            _print_verified(prefix, verify(prefix))
+        except DataError as error:
+            problems.append(error)
     if problems:
-        print(f"problems: {len(problems)}, datasets with problems: {damaged} of {len(prefixes)}", file=sys.stderr)
+        print(f"datasets with problems: {len(problems)} of {len(prefixes)}", file=sys.stderr)
         print("\n".join(f"  {problem}" for problem in problems), file=sys.stderr)
     return 1 if problems else 0
 

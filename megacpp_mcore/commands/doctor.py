@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,48 +41,47 @@ PYTHON_VERSIONS = ">=3.12"
 TORCH_VERSIONS = ">=2.11"
 MEGATRON_CORE_VERSIONS = ">=0.19,<0.20"
 
-_ADVICE_APEX = (
-    "not NVIDIA's Apex: Megatron picks up any importable 'apex' and then fails on RMSNorm; "
-    "run `pip uninstall apex` (NVIDIA's is built from its source repository)"
-)
-_ADVICE_DEEP_GEMM = (
-    "no DeepGEMM: it has no CUDA sources to compile; run `pip uninstall deep-gemm` and install sgl-deep-gemm==0.2.1"
-)
-_ADVICE_TE = (
-    "a transformer-engine that does not import breaks megatron-core's own import; "
-    "install transformer-engine[pytorch], or uninstall every transformer-engine package"
-)
-_ADVICE_TRANSFORMERS = (
+_CUTE = "it needs apache-tvm-ffi >= 0.1.11, which the tilelang of the extra ssm excludes: one environment for each"
+_TOKENIZER = (
     "Megatron's HuggingFaceTokenizer needs it: `pip install megacpp-mcore[tokenizers]` (other tokenizers do without)"
 )
-_ADVICE_RESILIENCY = "nvidia-resiliency-ext 0.4.1 breaks megatron-core's import; uninstall it, or use 0.5 or later"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Component:
     """One component to examine.
 
     Attributes:
         name: what people call it.
         module: the module whose presence means that it is there.
-        probe: Python statements that use it; they leave its version, where it states one, in ``version``.
-        distributions: names it may be installed under, for the version of what does not import.
+        probe: Python statements that use it; they leave its version, where it states one, in ``version``. By default the
+            module is imported beside torch.
+        distributions: names it may be installed under, for the version of what does not import; by default its own.
         required: whether training needs it.
         versions: the range that is supported, where there is one.
         blocks: whether training fails when it is there and does not work, although it is optional.
         advice: what to do then.
         if_absent: what cannot be had without it, and how to get it, where that is worth a line.
+        genuine: a folder that the genuine package has, and one of the same name has not.
+        impostor: what that one is, and what to do.
     """
 
     name: str
     module: str
-    probe: str
+    probe: str = ""
     distributions: tuple[str, ...] = ()
     required: bool = False
     versions: str = ""
     blocks: bool = False
     advice: str = ""
     if_absent: str = ""
+    genuine: str = ""
+    impostor: str = ""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether training fails on it when it does not work."""
+        return self.required or self.blocks
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,7 @@ class Finding:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-def _plain(module: str) -> str:
-    return f"import torch\nimport {module}\nversion = getattr({module}, '__version__', None)"
-
-
+_PLAIN = "import torch\nimport {module}\nversion = getattr({module}, '__version__', None)"
 _TORCH = """
 import torch
 version = torch.__version__
@@ -120,8 +117,14 @@ version = package_info.__version__
 details["file"] = package_info.__file__
 import megatron.core.models.gpt.gpt_model, megatron.core.optimizer, megatron.training.arguments
 """
+_ENGINE = """
+import transformer_engine.pytorch as te
+te.Linear
+import transformer_engine
+version = transformer_engine.__version__
+"""
 
-# Importing says nothing: on a GPU one grouped call is run, and compared with plain PyTorch.
+# Importing says nothing of vendors' kernels: on a GPU one call is run, and compared with plain PyTorch.
 _DEEP_GEMM = """
 import torch, deep_gemm
 from megacpp_mcore.ops.grouped_fp8 import deep_gemm as adapter
@@ -131,23 +134,23 @@ found = adapter.probe()
 if torch.cuda.is_available() and not found.ok:
     raise SystemExit(found.reason + "; no backend that auto takes needs it")
 """
-
-# The same of vendors' kernels that backends can be asked for by name.
-_VENDOR = """
+_FLASH4 = """
 import torch
-from megacpp_mcore.ops.{module}
-found = {probe}
+from megacpp_mcore.ops.mla import flash4
+from megacpp_mcore.te import imports
+found = flash4.probe()
 if torch.cuda.is_available() and not found.ok:
     raise SystemExit(found.reason)
-"""
-_FLASH4 = """
-from megacpp_mcore.te import imports
 if torch.cuda.is_available() and imports.available().ok and not (engine := flash4.probe_engine()).ok:
     raise SystemExit(f"{engine.reason}, which takes this package by itself: set NVTE_FLASH_ATTN_V4=0")
 """
-_ADVICE_CUTE = (
-    "it needs apache-tvm-ffi >= 0.1.11, which the tilelang of the extra ssm excludes: one environment for each"
-)
+_REDUCED = """
+import torch
+from megacpp_mcore.ops.linear_cross_entropy import reduced
+found = reduced.probe({name!r})
+if torch.cuda.is_available() and not found.ok:
+    raise SystemExit(found.reason)
+"""
 
 # As the recipes import it: that says which of Bridge's many conditions is not met.
 _BRIDGE = """
@@ -157,75 +160,34 @@ import megatron.bridge.training.pretrain
 """
 
 COMPONENTS: tuple[Component, ...] = (
-    Component("torch", "torch", _TORCH, ("torch",), required=True, versions=TORCH_VERSIONS),
-    Component(
-        "megatron-core",
-        "megatron.core",
-        _MEGATRON,
-        ("megatron-core",),
-        required=True,
-        versions=MEGATRON_CORE_VERSIONS,
-    ),
-    Component("triton", "triton", _plain("triton"), ("triton",)),
-    Component(
-        "transformer-engine",
-        TRANSFORMER_ENGINE,
-        "import transformer_engine.pytorch as te\nte.Linear\nimport transformer_engine\n"
-        "version = transformer_engine.__version__",
-        ("transformer-engine", "transformer-engine-cu13", "transformer-engine-cu12"),
-        blocks=True,
-        advice=_ADVICE_TE,
-    ),
-    Component("mamba-ssm", "mamba_ssm", _plain("mamba_ssm.modules.mamba3"), ("mamba-ssm",)),
-    Component("tilelang", "tilelang", _plain("tilelang"), ("tilelang",)),
-    Component("deep_gemm", "deep_gemm", _DEEP_GEMM, ("sgl-deep-gemm", "deep-gemm")),
-    Component(
-        "flash-attn-4",
-        "flash_attn.cute",
-        _VENDOR.format(module="mla import flash4", probe="flash4.probe()") + _FLASH4,
-        ("flash-attn-4",),
-        advice=_ADVICE_CUTE,
-    ),
-    Component(
-        "quack-kernels",
-        "quack.linear_cross_entropy",
-        _VENDOR.format(module="linear_cross_entropy import reduced", probe="reduced.probe('quack')"),
-        ("quack-kernels",),
-    ),
-    Component(
-        "liger-kernel",
-        "liger_kernel.transformers",
-        _VENDOR.format(module="linear_cross_entropy import reduced", probe="reduced.probe('liger')"),
-        ("liger-kernel",),
-    ),
-    Component(
-        "transformers",
-        "transformers",
-        "from transformers import AutoTokenizer\nimport transformers\nversion = transformers.__version__",
-        ("transformers",),
-        advice=_ADVICE_TRANSFORMERS,
-        if_absent=_ADVICE_TRANSFORMERS,
-    ),
-    Component("apex: amp_C", "amp_C", _plain("amp_C"), ("apex",)),
-    Component("apex: optimizers", "apex", _plain("apex.optimizers"), ("apex",)),
-    Component(
-        "apex: fused_weight_gradient_mlp_cuda",
-        "fused_weight_gradient_mlp_cuda",
-        _plain("fused_weight_gradient_mlp_cuda"),
-        ("apex",),
-    ),
-    Component(
-        "nvidia-resiliency-ext",
-        "nvidia_resiliency_ext",
-        _plain("nvidia_resiliency_ext"),
-        ("nvidia-resiliency-ext",),
-        versions="!=0.4.1",
-        blocks=True,
-        advice=_ADVICE_RESILIENCY,
-    ),
-    Component("megatron-bridge", "megatron.bridge", _BRIDGE, ("megatron-bridge",)),
-    Component("nemo-run", "nemo_run", _plain("nemo_run"), ("nemo-run",)),
-)
+    Component(name="torch", module="torch", probe=_TORCH, required=True, versions=TORCH_VERSIONS),
+    Component(name="megatron-core", module="megatron.core", probe=_MEGATRON, required=True, versions=MEGATRON_CORE_VERSIONS),
+    Component(name="triton", module="triton"),
+    Component(name="transformer-engine", module=TRANSFORMER_ENGINE, probe=_ENGINE, blocks=True,
+              distributions=("transformer-engine", "transformer-engine-cu13", "transformer-engine-cu12"),
+              advice="a transformer-engine that does not import breaks megatron-core's own import; "
+                     "install transformer-engine[pytorch], or uninstall every transformer-engine package"),
+    Component(name="mamba-ssm", module="mamba_ssm", probe=_PLAIN.format(module="mamba_ssm.modules.mamba3")),
+    Component(name="tilelang", module="tilelang"),
+    Component(name="deep_gemm", module="deep_gemm", probe=_DEEP_GEMM, distributions=("sgl-deep-gemm", "deep-gemm"),
+              genuine="include", impostor="no DeepGEMM: it has no CUDA sources to compile; run `pip uninstall deep-gemm` and "
+                                          "install sgl-deep-gemm==0.2.1"),
+    Component(name="flash-attn-4", module="flash_attn.cute", probe=_FLASH4, advice=_CUTE),
+    Component(name="quack-kernels", module="quack.linear_cross_entropy", probe=_REDUCED.format(name="quack")),
+    Component(name="liger-kernel", module="liger_kernel.transformers", probe=_REDUCED.format(name="liger")),
+    Component(name="transformers", module="transformers", advice=_TOKENIZER, if_absent=_TOKENIZER,
+              probe="from transformers import AutoTokenizer\nimport transformers\nversion = transformers.__version__"),
+    Component(name="apex: amp_C", module="amp_C", distributions=("apex",)),
+    Component(name="apex: optimizers", module="apex", probe=_PLAIN.format(module="apex.optimizers"), distributions=("apex",),
+              genuine="multi_tensor_apply",
+              impostor="not NVIDIA's Apex: Megatron picks up any importable 'apex' and then fails on RMSNorm; "
+                       "run `pip uninstall apex` (NVIDIA's is built from its source repository)"),
+    Component(name="apex: fused_weight_gradient_mlp_cuda", module="fused_weight_gradient_mlp_cuda", distributions=("apex",)),
+    Component(name="nvidia-resiliency-ext", module="nvidia_resiliency_ext", versions="!=0.4.1", blocks=True,
+              advice="nvidia-resiliency-ext 0.4.1 breaks megatron-core's import; uninstall it, or use 0.5 or later"),
+    Component(name="megatron-bridge", module="megatron.bridge", probe=_BRIDGE),
+    Component(name="nemo-run", module="nemo_run"),
+)  # fmt: skip
 
 # The child looks exactly where this process looks. Its answer has a file of its own: a package may print, at any time.
 _CHILD = """
@@ -253,45 +215,38 @@ def _python() -> Finding:
 
 
 def _examine(component: Component, time_limit_s: float) -> Finding:
+    """Transformer Engine's finding is under the environment's switch, of which an invalid value is refused."""
     finding = _find_and_try(component, time_limit_s)
-    return _as_switched(finding) if component.module == TRANSFORMER_ENGINE else finding
-
-
-def _as_switched(finding: Finding) -> Finding:
-    """Transformer Engine's finding under the environment's switch; an invalid value of the switch is refused.
-
-    One that is broken stays so, for Megatron imports it all the same.
-    """
     try:
-        reason = te_disabled()
+        reason = te_disabled() if component.module == TRANSFORMER_ENGINE else ""
     except BackendError as error:
         return replace(finding, reason="; ".join(filter(None, (str(error), finding.reason))), blocks=True)
-    if not reason or finding.state != WORKS:
+    if not reason or finding.state != WORKS:  # one that is broken stays so, for Megatron imports it all the same
         return finding
     return replace(finding, state=OFF, reason=f"{reason}: layers are built from Megatron's local classes")
 
 
 def _find_and_try(component: Component, time_limit_s: float) -> Finding:
-    installed = _installed_version(component.distributions)
+    found = partial(Finding, component.name)
+    installed = next(filter(None, map(host.version, component.distributions or (component.name,))), None)
     try:
         place = _find(component.module)
     except (Exception, SystemExit) as error:  # of the package around the module, which has to be imported for this
         reason = f"{component.module} cannot be looked for ({type(error).__name__}: {error})"
-        return Finding(component.name, BROKEN, installed, reason, component.required or component.blocks)
+        return found(BROKEN, installed, reason, component.is_needed)
     if place is None:
         reason = f"install {component.name}{component.versions}" if component.required else component.if_absent
-        return Finding(component.name, ABSENT, None, reason, blocks=component.required)
-    impostor = _impostor(component.module, place)
-    if impostor:
-        return Finding(component.name, IMPOSTOR, installed, impostor, blocks=component.module == "apex")
-    version, details, problem = _try(component.probe, time_limit_s)
+        return found(ABSENT, None, reason, component.required)
+    if component.genuine and not any((folder / component.genuine).is_dir() for folder in place):
+        return found(IMPOSTOR, installed, f"{place[0]} is {component.impostor}", component.module == "apex")
+    version, details, problem = _try(component.probe or _PLAIN.format(module=component.module), time_limit_s)
     version = version or installed
     if not problem and component.versions and not _in_range(version, component.versions):
         problem = f"{component.name}{component.versions} is needed"
     if not problem:
-        return Finding(component.name, WORKS, version, details=details)
+        return found(WORKS, version, details=details)
     reason = f"{problem}; {component.advice}" if component.advice else problem
-    return Finding(component.name, BROKEN, version, reason, component.required or component.blocks, details)
+    return found(BROKEN, version, reason, component.is_needed, details)
 
 
 def _find(module: str) -> list[Path] | None:
@@ -303,18 +258,6 @@ def _find(module: str) -> list[Path] | None:
     if spec is None:
         return None
     return [Path(place) for place in spec.submodule_search_locations or [spec.origin or ""]]
-
-
-def _impostor(module: str, places: Sequence[Path]) -> str:
-    if module == "apex" and not any((place / "multi_tensor_apply").is_dir() for place in places):
-        return f"{places[0]} is {_ADVICE_APEX}"
-    if module == "deep_gemm" and not any((place / "include").is_dir() for place in places):
-        return f"{places[0]} is {_ADVICE_DEEP_GEMM}"
-    return ""
-
-
-def _installed_version(distributions: Sequence[str]) -> str | None:
-    return next(filter(None, map(host.version, distributions)), None)
 
 
 def _in_range(version: str | None, supported: str) -> bool:
@@ -330,16 +273,10 @@ def _try(probe: str, time_limit_s: float) -> tuple[str | None, dict[str, Any], s
         answer, complaints = Path(folder, "answer"), Path(folder, "stderr")
         command = [sys.executable, "-W", "ignore", "-c", _CHILD.format(probe=probe), json.dumps(sys.path), str(answer)]
         # Files, not pipes: a process that the package leaves behind would keep a pipe open, and the doctor waiting.
-        with complaints.open("wb") as stderr:
+        with complaints.open("wb") as said:
+            none = subprocess.DEVNULL
             try:
-                done = subprocess.run(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=stderr,
-                    timeout=time_limit_s,
-                    check=False,
-                )
+                done = subprocess.run(command, stdin=none, stdout=none, stderr=said, timeout=time_limit_s, check=False)
             except subprocess.TimeoutExpired:
                 return None, {}, f"it did not finish within {time_limit_s:g} s"
         if done.returncode:
@@ -365,13 +302,8 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
 
 def as_json(findings: Sequence[Finding]) -> str:
     """The findings for machines."""
-    report = {
-        "megacpp_mcore": megacpp_mcore.__version__,
-        "platform": platform.platform(),
-        "ok": is_healthy(findings),
-        "components": [asdict(finding) for finding in findings],
-    }
-    return json.dumps(report, indent=2)
+    head = {"megacpp_mcore": megacpp_mcore.__version__, "platform": platform.platform(), "ok": is_healthy(findings)}
+    return json.dumps(head | {"components": [asdict(finding) for finding in findings]}, indent=2)
 
 
 def as_text(findings: Sequence[Finding]) -> str:
@@ -407,14 +339,10 @@ def add_parser(subparsers: Any) -> None:
     """Add ``doctor`` to the command line."""
     parser = subparsers.add_parser("doctor", help="list versions, GPUs, what works and what does not")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument(
-        "--backends",
-        action="store_true",
-        help="list the backends of every op: what each covers, and whether it runs here",
-    )
-    parser.add_argument(
-        "--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help="seconds one package may take to import"
-    )
+    backends = "list the backends of every op: what each covers, and whether it runs here"
+    parser.add_argument("--backends", action="store_true", help=backends)
+    slow = "seconds one package may take to import"
+    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help=slow)
 
 
 def _engine() -> str:

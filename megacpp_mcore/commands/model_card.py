@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megacpp_mcore.model import PRESETS, Model, flops, hybrid
 from megacpp_mcore.model.pattern import ROLES
@@ -98,29 +98,25 @@ def _schedule(model: Model) -> str:
 
 
 def _sizes(models: Sequence[Model]) -> list[str]:
-    sizes: Mapping[str, Callable[[Model], str]] = {
-        "MLA heads": lambda model: f"{model.heads}",
-        "MLA latents, q and kv": lambda model: f"{model.mla.q_lora_rank}, {model.mla.kv_lora_rank}",
-        "MLA head widths, qk + rotary, v": lambda model: (
-            f"{model.mla.qk_head_dim} + {model.mla.qk_pos_emb_head_dim}, {model.mla.v_head_dim}"
-        ),
-        "DSA top-k": lambda model: f"{model.dsa.topk}",
-        "DSA indexer": lambda model: f"{model.dsa.indexer_heads} × {model.dsa.indexer_head_dim}",
-        "Mamba-3 heads": lambda model: f"{model.mamba_heads} × {model.mamba3.head_dim}",
-        "Mamba-3 groups, state, rank": lambda model: (
-            f"{model.mamba3.groups}, {model.mamba3.state}, {model.mamba3.mimo_rank}"
-        ),
-        "M²RNN heads, keys, values": lambda model: (
-            f"{model.recurrent_heads}, {model.m2rnn.key_dim}, {model.m2rnn.value_dim}"
-            if "R" in model.layers
-            else "none"
-        ),
-        "experts, top-k": lambda model: f"{model.moe.experts}, {model.moe.topk}",
-        "expert width, routed, shared": lambda model: (
-            f"{model.moe.ffn_hidden_size}, {model.moe.shared_ffn_hidden_size}"
-        ),
+    by_model = [_sizes_of(model) for model in models]
+    return _by_model("Sizes", "size", models, {name: [sizes[name] for sizes in by_model] for name in by_model[0]})
+
+
+def _sizes_of(model: Model) -> dict[str, str]:
+    mla, dsa, ssm, rnn, moe = model.mla, model.dsa, model.mamba3, model.m2rnn, model.moe
+    recurrent = f"{model.recurrent_heads}, {rnn.key_dim}, {rnn.value_dim}" if "R" in model.layers else "none"
+    return {
+        "MLA heads": f"{model.heads}",
+        "MLA latents, q and kv": f"{mla.q_lora_rank}, {mla.kv_lora_rank}",
+        "MLA head widths, qk + rotary, v": f"{mla.qk_head_dim} + {mla.qk_pos_emb_head_dim}, {mla.v_head_dim}",
+        "DSA top-k": f"{dsa.topk}",
+        "DSA indexer": f"{dsa.indexer_heads} × {dsa.indexer_head_dim}",
+        "Mamba-3 heads": f"{model.mamba_heads} × {ssm.head_dim}",
+        "Mamba-3 groups, state, rank": f"{ssm.groups}, {ssm.state}, {ssm.mimo_rank}",
+        "M²RNN heads, keys, values": recurrent,
+        "experts, top-k": f"{moe.experts}, {moe.topk}",
+        "expert width, routed, shared": f"{moe.ffn_hidden_size}, {moe.shared_ffn_hidden_size}",
     }
-    return _by_model("Sizes", "size", models, {name: [tell(model) for model in models] for name, tell in sizes.items()})
 
 
 def _parameters(models: Sequence[Model]) -> list[str]:

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import PatchError
@@ -45,8 +44,6 @@ def add_parser(subparsers: Any) -> None:
             action.add_argument(
                 "--allow-dirty", action="store_true", help="go on although files below megatron/ were modified"
             )
-        if name == "export":
-            action.add_argument("--output", metavar="FILE", help="write to FILE instead of standard output")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.patch_action == "verify":
         _verify(checkout, names, installed=args.checkout is None)
     else:
-        _export(checkout.export(names), args.output)
+        sys.stdout.buffer.write(checkout.export(names))
     return 0
 
 
@@ -153,13 +150,3 @@ def _verify(checkout: Checkout, names: Sequence[str] | None, *, installed: bool)
         print(f"the patches fit megatron-core {checkout.version} in {checkout.root}; none is hooked into its files")
     else:
         print(f"{checkout.root} is hooked as it should be, for: {', '.join(checkout.verify(names))}")
-
-
-def _export(patch: bytes, output: str | None) -> None:
-    if output is None:
-        sys.stdout.buffer.write(patch)
-        return
-    try:
-        Path(output).write_bytes(patch)
-    except OSError as error:
-        raise PatchError(f"the patch cannot be written to {output}: {error}") from error

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -18,39 +17,52 @@ from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import overrides, stock_command
 from megacpp_mcore.arguments.lowering import SCRIPTS, SPECS, lower
 from megacpp_mcore.arguments.stock_command import DATA_VARIABLE, LAUNCH, WAYS, Slurm, StockCommand
-from megacpp_mcore.commands import flops as flops_command
 from megacpp_mcore.commands import model_card
 from megacpp_mcore.errors import LaunchError, ModelError
 from megacpp_mcore.model import PRESETS, Layout, Model, hybrid, preset
+from megacpp_mcore.model.flops import count as flops
+from megacpp_mcore.model.flops import report as flops_report
+from megacpp_mcore.model.flops.recompute import MODULES, Recomputation, recomputed
 from megacpp_mcore.model.recipes import RECIPES, Recipe
-from megacpp_mcore.model.training import GPT, Training
+from megacpp_mcore.model.training import GPT, Recompute, Training
 from megacpp_mcore.util.nearest import nearest
 
-_FORMS: Mapping[str, Callable[[StockCommand], str]] = MappingProxyType(
-    {
-        "cli": stock_command.as_cli,
-        "yaml": stock_command.as_yaml,
-        "args": stock_command.as_args,
-    }
-)
-_TRAINING_OPTIONS = MappingProxyType(
-    {
-        "device": "device",
-        "impl": "transformer_impl",
-        "micro_batch_size": "micro_batch_size",
-        "global_batch_size": "global_batch_size",
-        "train_iters": "train_iters",
-        "lr": "learning_rate",
-    }
-)
-"""Options of ``recipe emit`` that are fields of :class:`Training`, under their own names."""
-_LAYOUT_OPTIONS = ("tensor", "pipeline", "virtual", "expert", "sequence_parallel")
-_RUN_OPTIONS = (
-    *_TRAINING_OPTIONS,
-    *_LAYOUT_OPTIONS,
-    *("settings", "host", "via", "nodes", "gpus_per_node", "data", "tokenizer"),
-)
-"""Options that say what runs, and not how it is printed."""
+_FORMS: Mapping[str, Callable[[StockCommand], str]] = {
+    "cli": stock_command.as_cli, "yaml": stock_command.as_yaml, "args": stock_command.as_args,
+}  # fmt: skip
+_NUMBER = {"type": int, "metavar": "N"}
+_OF_TRAINING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "device": ("device", {"choices": ("cuda", "cpu"), "help": "default: cpu for nam56r_tiny, cuda for the others"}),
+    "impl": (
+        "transformer_impl",
+        {"choices": ("transformer_engine", "local"), "help": "default: local on cpu, else TE"},
+    ),
+    "micro-batch-size": ("micro_batch_size", {**_NUMBER, "help": "default: 1"}),
+    "global-batch-size": ("global_batch_size", {**_NUMBER, "help": "default: 8"}),
+    "train-iters": ("train_iters", {**_NUMBER, "help": "default: 1000"}),
+    "lr": ("learning_rate", {"type": float, "help": "default: 3e-4"}),
+}
+"""Options of ``recipe emit`` that are fields of :class:`Training`, with their names there."""
+_OF_LAYOUT: dict[str, Mapping[str, Any]] = {
+    **{
+        name: {**_NUMBER, "help": f"{name} parallelism (default: 1)"}
+        for name in ("tensor", "pipeline", "virtual", "expert")
+    },
+    "sequence-parallel": {"action": "store_true", "default": None},
+}
+_OF_RUN: dict[str, Mapping[str, Any]] = {
+    "settings": {"metavar": "FILE", "help": "write the changed model there, for MEGACPP_CONFIG; --set of a model needs it"},
+    "host": {"choices": tuple(SPECS), "help": "gpt (default): pretrain_gpt.py; hybrid: pretrain_hybrid.py"},
+    "via": {
+        "choices": WAYS,
+        "help": "launch (default): the script by megacpp-mcore launch, which checks data and GPUs first and prints the launch "
+                "policy; wheel: the same without a script; bare: the script alone, under torchrun",
+    },
+    "nodes": {**_NUMBER, "help": "hosts (default: 1)"},
+    "gpus-per-node": {**_NUMBER, "help": "default: what the layout needs, spread over the nodes"},
+    "data": {"metavar": "PREFIX", "help": "dataset prefix; default: the shell variable DATA_PREFIX"},
+    "tokenizer": {"metavar": "DIR", "help": "Hugging Face tokenizer folder; default: bytes or ids as they are"},
+}  # fmt: skip
 
 
 def add_parser(subparsers: Any) -> None:
@@ -64,13 +76,12 @@ def add_parser(subparsers: Any) -> None:
     show = actions.add_parser("show", help="the whole definition of a model, its layers and parameter counts, as JSON")
     show.add_argument("name")
     _add_set(show, "values of the model to show it with")
-    counted = actions.add_parser("flops", help="FLOPs of a training step by family, and what recompute adds")
-    counted.add_argument("name")
-    _add_set(counted, "values of the model to count")
-    flops_command.add_arguments(counted)
+    flops_parser = actions.add_parser("flops", help="FLOPs of a training step by family, and what recompute adds")
+    flops_parser.add_argument("name")
+    _add_set(flops_parser, "values of the model to count")
+    add_flops_arguments(flops_parser)
     emit = actions.add_parser("emit", help="the complete stock Megatron command for a model")
-    emit.add_argument("name", nargs="?", help="the model; leave it out with --from")
-    emit.add_argument("--from", dest="source", metavar="FILE", help="a file of --as yaml, to be printed as --as says")
+    emit.add_argument("name", help="the model or recipe")
     emit.add_argument(
         "--as",
         dest="form",
@@ -78,55 +89,19 @@ def add_parser(subparsers: Any) -> None:
         default="cli",
         help="a shell command, a YAML file, an sbatch script, or the arguments alone, one word a line",
     )
-    _add_run(emit)
-    _add_slurm(emit)
+    _add_set(emit, "values of the model and of the run")
+    of_training = {name: options for name, (_, options) in _OF_TRAINING.items()}
+    for name, options in (_OF_RUN | _OF_LAYOUT | of_training).items():  # each is None unless given
+        emit.add_argument(f"--{name}", **options)
+    for option in dataclasses.fields(Slurm):
+        kind = int if option.name == "cpus_per_task" else str
+        emit.add_argument(f"--{option.name.replace('_', '-')}", type=kind, help="of the job (--as slurm)")
 
 
 def _add_set(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "--set", dest="values", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=f"{what}: dsa.topk=64"
     )
-
-
-def _add_run(emit: argparse.ArgumentParser) -> None:
-    """Add the options of a run; each is None unless given."""
-    _add_set(emit, "values of the model and of the run")
-    emit.add_argument(
-        "--settings",
-        metavar="FILE",
-        help="write the changed model there, for MEGACPP_CONFIG; --set of a model needs it",
-    )
-    emit.add_argument("--host", choices=tuple(SPECS), help="gpt (default): pretrain_gpt.py; hybrid: pretrain_hybrid.py")
-    emit.add_argument(
-        "--via",
-        choices=WAYS,
-        help="launch (default): the script by megacpp-mcore launch, which checks data and GPUs first and prints the launch "
-        "policy; wheel: the same without a script; bare: the script alone, under torchrun",
-    )
-    emit.add_argument("--device", choices=("cuda", "cpu"), help="default: cpu for nam56r_tiny, cuda for the others")
-    emit.add_argument("--impl", choices=("transformer_engine", "local"), help="default: local on cpu, else TE")
-    for name in ("tensor", "pipeline", "virtual", "expert"):
-        emit.add_argument(f"--{name}", type=int, metavar="N", help=f"{name} parallelism (default: 1)")
-    emit.add_argument("--sequence-parallel", action="store_true", default=None)
-    emit.add_argument("--nodes", type=int, metavar="N", help="hosts (default: 1)")
-    emit.add_argument(
-        "--gpus-per-node", type=int, metavar="N", help="default: what the layout needs, spread over the nodes"
-    )
-    emit.add_argument("--data", metavar="PREFIX", help="dataset prefix; default: the shell variable DATA_PREFIX")
-    emit.add_argument(
-        "--tokenizer", metavar="DIR", help="Hugging Face tokenizer folder; default: bytes or ids as they are"
-    )
-    emit.add_argument("--micro-batch-size", type=int, metavar="N", help="default: 1")
-    emit.add_argument("--global-batch-size", type=int, metavar="N", help="default: 8")
-    emit.add_argument("--train-iters", type=int, metavar="N", help="default: 1000")
-    emit.add_argument("--lr", type=float, help="default: 3e-4")
-
-
-def _add_slurm(emit: argparse.ArgumentParser) -> None:
-    """Add the options of ``--as slurm``; each is left to the cluster unless given."""
-    for option in dataclasses.fields(Slurm):
-        kind = int if option.name == "cpus_per_task" else str
-        emit.add_argument(f"--{option.name.replace('_', '-')}", type=kind, help="of the job (--as slurm)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -142,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.action == "show":
         print(json.dumps(_shown(args.name, args.values), indent=2))
     elif args.action == "flops":
-        print(flops_command.printed(_changed_model(args.name, args.values), args))
+        print(counted(_changed_model(args.name, args.values), args))
     else:
         print(emit(args))
     return 0
@@ -221,23 +196,8 @@ def emit(args: argparse.Namespace) -> str:
     slurm = Slurm(**{option.name: getattr(args, option.name) for option in dataclasses.fields(Slurm)})
     if args.form != "slurm" and slurm.given():
         raise LaunchError(f"--{slurm.given()[0][0]} is an option of a batch job; add --as slurm, or leave it out")
-    command = stock_command.load(Path(args.source)) if _has_source(args) else command_of(args)
+    command = command_of(args)
     return stock_command.as_slurm(command, slurm) if args.form == "slurm" else _FORMS[args.form](command)
-
-
-def _has_source(args: argparse.Namespace) -> bool:
-    """Whether the run comes from a file, which then defines all of it."""
-    if (args.name is None) == (args.source is None):
-        raise LaunchError("recipe emit needs the name of a model (see `recipe list`), or --from FILE, one of the two")
-    if args.source is None:
-        return False
-    given = [name for name in _RUN_OPTIONS if getattr(args, name) is not None] + ["set"] * bool(args.values)
-    if given:
-        raise LaunchError(
-            f"--from {args.source} says the whole run, and --{given[0].replace('_', '-')} was given besides; change the "
-            "file, or leave that out"
-        )
-    return True
 
 
 def command_of(args: argparse.Namespace) -> StockCommand:
@@ -283,8 +243,8 @@ def command_of(args: argparse.Namespace) -> StockCommand:
 
 def _layout(args: argparse.Namespace, base: Layout) -> Layout:
     """``base`` with the options that were given."""
-    given = {name: getattr(args, name) for name in _LAYOUT_OPTIONS if getattr(args, name) is not None}
-    return dataclasses.replace(base, **given)
+    given = {name: getattr(args, name) for name in (option.replace("-", "_") for option in _OF_LAYOUT)}
+    return dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})
 
 
 def _usual_training(name: str, args: argparse.Namespace, of_run: Mapping[str, Any]) -> Training:
@@ -300,10 +260,10 @@ def _training(args: argparse.Namespace, model: Model, of_run: Mapping[str, Any],
     if "processes" in of_run:
         raise LaunchError("the number of processes is --nodes × --gpus-per-node; say it with these, and not with --set")
     values = dict(of_run)
-    for option, field in _TRAINING_OPTIONS.items():
-        given = getattr(args, option)
+    for option, (field, _) in _OF_TRAINING.items():
+        given = getattr(args, option.replace("-", "_"))
         if given is not None and field in of_run:
-            raise LaunchError(f"--{option.replace('_', '-')} and --set {field}=… say the same thing; leave one out")
+            raise LaunchError(f"--{option} and --set {field}=… say the same thing; leave one out")
         if given is not None:
             values[field] = given
     from megacpp_mcore.data.tokenizer import tokenizer_words  # brings numpy, which the command line starts without
@@ -361,6 +321,33 @@ def _write_settings(name: str, model: Model, file: str | None) -> Path:
     except OSError as error:
         raise LaunchError(f"{path} cannot be written ({error}); name another file with --settings") from error
     return path
+
+
+def add_flops_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``recipe flops``; recompute is spelled as in Megatron and in our file."""
+    families = tuple(each.name for each in dataclasses.fields(Recompute))
+    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sequence (default: the model's)")
+    parser.add_argument("--recompute-granularity", choices=("full", "selective"), help="as in Megatron")
+    parser.add_argument("--recompute-method", choices=("uniform", "block"), help="as in Megatron")
+    parser.add_argument("--recompute-num-layers", type=int, metavar="N", help="as in Megatron, of one pipeline stage")
+    parser.add_argument("--recompute-modules", nargs="+", choices=MODULES, metavar="NAME", help="as in Megatron")
+    parser.add_argument(
+        "--recompute", nargs="+", choices=families, default=[], metavar="FAMILY", help=f"ours: {', '.join(families)}"
+    )
+    parser.add_argument("--json", action="store_true", help="the counts of one sequence as JSON, as receipts keep them")
+
+
+def counted(model: Model, args: argparse.Namespace) -> str:
+    """What ``recipe flops`` prints about ``model``.
+
+    Raises:
+        ModelError: a length below 1, or recompute settings that no run can have.
+    """
+    how = Recomputation.of_run(args, Recompute(**dict.fromkeys(args.recompute, True)))
+    if not args.json:
+        return flops_report.page(model, how, seq_length=args.seq_length)
+    step = flops.step(model, seq_length=args.seq_length)
+    return json.dumps(flops_report.record(step, recomputed(model, step, how)), indent=2)
 
 
 def _summary(model: Model) -> str:

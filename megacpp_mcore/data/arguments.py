@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megacpp_mcore.data import fim
 from megacpp_mcore.data.files import require_readable
@@ -64,6 +64,34 @@ class Blend(NamedTuple):
                     "dataset, such as 0.7, and only datasets that are to be seen"
                 )
         return list(zip(prefixes, numbers, strict=True))
+
+
+def bridge_words(dataset: Any) -> list[str]:
+    """The words by which a stock command line names the datasets of Megatron-Bridge's ``dataset``.
+
+    ``blend`` comes before ``data_path``, as in Bridge (0.6.2, ``GPTDatasetConfig.finalize``, which makes the first of the
+    second: then the words are those that were written). ``blend_per_split`` beside one of them stays beside it:
+    :func:`verify_arguments` refuses both, as Megatron does.
+    """
+    path, blend = getattr(dataset, "data_path", None), getattr(dataset, "blend", None)
+    written = path.split() if isinstance(path, str) else [str(word) for word in path or ()]
+    if blend and Blend("--data-path", "data_path", written).datasets() != _weighted(*blend):
+        written = _blend_words(*blend)
+    words = ["--data-path", *written] if written else []
+    for flag, one in zip(SPLIT_FLAGS, getattr(dataset, "blend_per_split", None) or (), strict=False):
+        words += [flag, *_blend_words(*one)] if one else []
+    return words
+
+
+def _weighted(prefixes: Sequence[str], weights: Sequence[float] | None) -> list[tuple[str, float | None]]:
+    each: Sequence[float | None] = weights or [None] * len(prefixes)
+    return list(zip(prefixes, each, strict=True))
+
+
+def _blend_words(prefixes: Sequence[str], weights: Sequence[float] | None) -> list[str]:
+    """Prefixes, or weights and prefixes by turns."""
+    pairs = _weighted(prefixes, weights if len(prefixes) > 1 else None)
+    return [str(word) for prefix, weight in pairs for word in (weight, prefix) if word is not None]
 
 
 def verify_arguments(arguments: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megacpp_mcore.errors import DataError
@@ -20,21 +20,6 @@ def require_readable(path: str | os.PathLike[str]) -> Iterator[None]:
             f"{os.fspath(path)}: {error.strerror or error}; expected a file that can be read: change its permissions, "
             "or restore it from a copy"
         ) from error
-
-
-@contextmanager
-def collected(problems: list[DataError]) -> Iterator[None]:
-    """Append the DataError that the body raises to ``problems``, and go on."""
-    try:
-        yield
-    except DataError as error:
-        problems.append(error)
-
-
-def raise_first(problems: Iterable[DataError]) -> None:
-    """Raise the first of ``problems``, if there is one."""
-    for problem in problems:
-        raise problem
 
 
 def hash_file(path: str | os.PathLike[str]) -> str:

@@ -13,7 +13,7 @@ from megacpp_mcore.data.tokenizer import HuggingFaceTokenizer
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.util import flags
 
-_END, _SPLIT, _FRAGMENTS = "--fim-eod-token", "--fim-split-sample", "--fim-fragment-rate"
+_END, _SPLIT = "--fim-eod-token", "--fim-split-sample"
 TOKENS = {
     "--fim-prefix-token": "<fim_prefix>",
     "--fim-middle-token": "<fim_middle>",
@@ -22,8 +22,6 @@ TOKENS = {
     _END: "<|endoftext|>",
 }
 """Flags that name tokens, with their defaults (megatron-core 0.19.2)."""
-_RATES = {"--fim-rate": "0.5", "--fim-spm-rate": "0.5", _FRAGMENTS: None}
-"""Flags of probabilities, with their defaults (megatron-core 0.19.2); the last one is for ``--fim-split-sample``."""
 _REFUSED = {
     "--hybrid-layer-pattern": "pretrain_hybrid.py has no such dataset and would train without it, in silence",
     "--dataloader-inter-document-masking": "its dataset does not say where documents end",
@@ -41,7 +39,6 @@ def check(given: flags.Flags) -> str | None:
     for flag, why in _REFUSED.items():
         if flag in given:
             raise DataError(f"--fim-data was given with {flag}: {why}; leave one of them out")
-    _check_rates(given)
     kind, folder = flags.first(given, "--tokenizer-type"), flags.first(given, "--tokenizer-model")
     if kind == "NullTokenizer":
         raise DataError(
@@ -57,21 +54,6 @@ def check(given: flags.Flags) -> str | None:
     return "FIM tokens " + ", ".join(
         f"{token} = {id_}" for token, id_ in _find(HuggingFaceTokenizer(folder), named).items()
     )
-
-
-def _check_rates(given: flags.Flags) -> None:
-    """Refuse what stock stops at, when it starts (a rate of 0) or at a sample in the middle of training (all others)."""
-    for flag, default in _RATES.items():
-        if flag == _FRAGMENTS and not (flag in given or flags.first(given, _SPLIT)):
-            continue
-        word = flags.first(given, flag) if flag in given else default
-        least = "from 0" if flag == _FRAGMENTS else "above 0 and up"
-        try:
-            is_rate = 0 < float(word or "nan") <= 1 or (flag == _FRAGMENTS and float(word or "nan") == 0)
-        except ValueError:
-            is_rate = False
-        if not is_rate:
-            raise DataError(f"{flag} is {word!r}; expected a probability {least} to 1, such as {flag} 0.5")
 
 
 def _find(tokenizer: HuggingFaceTokenizer, named: Mapping[str, str]) -> dict[str, int]:

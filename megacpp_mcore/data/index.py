@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megacpp_mcore.data.files import collected, require_readable
+from megacpp_mcore.data.files import require_readable
 from megacpp_mcore.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -73,30 +72,20 @@ def read_index(prefix: str) -> DatasetIndex:
     Raises:
         DataError: a file is missing, or the index is not a whole and consistent one for this ``.bin``.
     """
-    index, problems = inspect_index(prefix)
-    if index is None or problems:
-        raise problems[0]
+    bin_size = size_of(prefix + ".bin")
+    index = _read_arrays(prefix, size_of(prefix + ".idx"))
+    _check_arrays(index)
+    size = index.tokens * index.dtype.itemsize
+    if not size:
+        raise _damaged(prefix + ".idx", "no tokens", "at least one")
+    if bin_size != size:
+        expected = f"{size} bytes ({index.tokens} tokens of {index.dtype.name}, says {prefix}.idx)"
+        raise _damaged(index.bin_path, f"{bin_size} bytes", expected)
     return index
 
 
-def inspect_index(prefix: str) -> tuple[DatasetIndex | None, list[DataError]]:
-    """Do what :func:`read_index` does, and return all problems instead of raising the first.
-
-    The index is None where a problem keeps it from being read; with any other problem it is not to be used either, but for
-    its counts and its token type.
-    """
-    problems: list[DataError] = []
-    bin_size, index = None, None
-    with collected(problems):
-        bin_size = _size_of(prefix + ".bin")
-    with collected(problems):
-        index = _read_arrays(prefix, _size_of(prefix + ".idx"))
-    if index is not None:
-        problems += list(_contradictions(index)) or list(_misfits(index, bin_size))
-    return index, problems
-
-
-def _size_of(path: str) -> int:
+def size_of(path: str) -> int:
+    """The size of one of a dataset's files, or a DataError where it is not there."""
     try:
         return os.stat(path).st_size
     except OSError as error:
@@ -132,29 +121,19 @@ def _read_arrays(prefix: str, idx_size: int) -> DatasetIndex:
         )
 
 
-def _contradictions(index: DatasetIndex) -> Iterator[DataError]:
-    """Where lengths, pointers and document bounds disagree, the first place of each."""
+def _check_arrays(index: DatasetIndex) -> None:
+    """Refuse lengths, pointers and document bounds that disagree, with the first place."""
     path, bounds = index.prefix + ".idx", index.bounds
     for number in np.flatnonzero(index.lengths_S < 0)[:1]:
-        yield _damaged(path, f"length {index.lengths_S[number]} for sequence {number}", "0 or more")
+        raise _damaged(path, f"length {index.lengths_S[number]} for sequence {number}", "0 or more")
     ends = np.zeros_like(index.pointers_S)
     np.cumsum(index.lengths_S[:-1].astype(np.int64) * index.dtype.itemsize, out=ends[1:])
     for number in np.flatnonzero(index.pointers_S != ends)[:1]:
         found = f"pointer {index.pointers_S[number]} for sequence {number}"
-        yield _damaged(path, found, f"{ends[number]}, the end of the sequence before it")
+        raise _damaged(path, found, f"{ends[number]}, the end of the sequence before it")
     if bounds[0] != 0 or bounds[-1] != len(index.lengths_S) or bool((np.diff(bounds) < 0).any()):
         expected = f"bounds that rise from 0 to {len(index.lengths_S)}, the number of sequences"
-        yield _damaged(path, f"document bounds from {bounds[0]} to {bounds[-1]}", expected)
-
-
-def _misfits(index: DatasetIndex, bin_size: int | None) -> Iterator[DataError]:
-    """What is wrong between an index that agrees with itself and its ``.bin`` (None: there is none)."""
-    path, size = index.prefix + ".idx", index.tokens * index.dtype.itemsize
-    if not size:
-        yield _damaged(path, "no tokens", "at least one")
-    elif bin_size not in (None, size):
-        expected = f"{size} bytes ({index.tokens} tokens of {index.dtype.name}, says {path})"
-        yield _damaged(index.bin_path, f"{bin_size} bytes", expected)
+        raise _damaged(path, f"document bounds from {bounds[0]} to {bounds[-1]}", expected)
 
 
 def _damaged(path: str, found: str, expected: str) -> DataError:

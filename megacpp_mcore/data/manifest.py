@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megacpp_mcore.data.files import collected, hash_file, raise_first, require_readable
-from megacpp_mcore.data.index import DatasetIndex, inspect_index, read_index
+from megacpp_mcore.data.files import hash_file, require_readable
+from megacpp_mcore.data.index import DatasetIndex, read_index, size_of
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.util import schema
 from megacpp_mcore.util.files import replace
@@ -164,15 +164,15 @@ def write_manifest(
         DataError: the files are no dataset of this vocabulary with this end of document, or the folder cannot be written.
     """
     index, path = read_index(prefix), manifest_path(prefix)
-    sha256, ids = scan_tokens(index.bin_path, index.dtype)
-    raise_first(_id_problems(index.bin_path, ids, tokenizer["vocab_size"]))
-    raise_first(_end_problems(index, tokenizer["eod_id"]))
+    sha256, least, largest = _scan_tokens(index)
+    _check_ids(index, least, largest, tokenizer["vocab_size"])
+    _check_ends(index, tokenizer["eod_id"])
     manifest = Manifest(
         tokenizer=tokenizer,
         dtype=index.dtype.name,
         documents=index.documents,
         tokens=index.tokens,
-        max_token_id=ids[-1],
+        max_token_id=largest,
         text_bytes=text_bytes,
         files={
             ".bin": {"size": os.path.getsize(index.bin_path), "sha256": sha256},
@@ -212,67 +212,60 @@ def adopt(
     return write_manifest(prefix, tokenizer=described, command=command)
 
 
-def scan_tokens(
-    path: str, dtype: np.dtype[Any], advance: Callable[[int], None] = lambda amount: None
-) -> tuple[str, tuple[int, ...]]:
-    """Read a ``.bin`` of ``dtype`` tokens once; return its SHA-256, and its smallest and largest id (nothing without a token).
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+def _scan_tokens(index: DatasetIndex) -> tuple[str, int, int]:
+    """Read the ``.bin`` once; its SHA-256, and its smallest and largest id."""
     digest, ids = hashlib.sha256(), set[int]()
-    with require_readable(path), open(path, "rb") as stream:
+    with require_readable(index.bin_path), open(index.bin_path, "rb") as stream:
         while block := stream.read(_BYTES_AT_ONCE):
             digest.update(block)
-            tokens = np.frombuffer(block, dtype=dtype, count=len(block) // dtype.itemsize)
-            if tokens.size:
-                ids |= {int(tokens.min()), int(tokens.max())}
-            advance(len(block))
-    return digest.hexdigest(), (min(ids), max(ids)) if ids else ()
+            tokens = np.frombuffer(block, dtype=index.dtype)
+            ids |= {int(tokens.min()), int(tokens.max())}
+    return digest.hexdigest(), min(ids), max(ids)
 
 
-def verify(prefix: str) -> Manifest:
-    """Check everything about the dataset at ``prefix`` from the files themselves, and return its manifest.
+def _check_ids(index: DatasetIndex, least: int, largest: int, vocab_size: int | None) -> None:
+    """Refuse an id that is negative or not in the vocabulary (None: of a size that is not known)."""
+    if least < 0 or (vocab_size is not None and largest >= vocab_size):
+        upper = "or more" if vocab_size is None else f"to {vocab_size - 1}"
+        raise DataError(
+            f"{index.bin_path} holds ids from {least} to {largest}, expected 0 {upper}; the file is damaged or was made with "
+            "another tokenizer: prepare it again"
+        )
+
+
+def _check_ends(index: DatasetIndex, eod_id: int | None) -> None:
+    """Refuse a document that does not end with ``eod_id``; None is a dataset that says nothing of its ends."""
+    last = index.read_last_tokens() if eod_id is not None else np.empty(0)
+    wrong = np.flatnonzero(last != eod_id)
+    if wrong.size:
+        found = last[wrong[0]]
+        raise DataError(
+            f"{index.bin_path}: document {wrong[0]} ends with {f'id {found}' if found >= 0 else 'no token'}, expected the "
+            f"end-of-document id {eod_id} ({wrong.size} of {len(last)} documents have not that end); the file is damaged or "
+            "was made with another tokenizer: restore it from a copy or prepare it again"
+        )
+
+
+def verify(prefix: str, hash_tokens: Callable[[str], str] = hash_file) -> Manifest:
+    """Check that the files at ``prefix`` are those that its manifest was written for, and return it.
+
+    What they hold (index, ids, ends of documents) was checked when it was written: the same bytes hold it still.
+
+    Args:
+        prefix: path without suffix.
+        hash_tokens: from the path of the ``.bin`` to its SHA-256.
 
     Raises:
         DataError: a file is missing, damaged or not the one that the manifest describes.
     """
-    manifest, problems = examine(prefix)
-    if manifest is None or problems:
-        raise problems[0]
+    manifest = load_manifest(prefix)
+    for suffix, hashed in ((".idx", hash_file), (".bin", hash_tokens)):
+        path, expected = prefix + suffix, manifest.files[suffix]
+        if (size := size_of(path)) != expected["size"]:
+            raise _mismatch(path, f"{size} bytes", f"{expected['size']} bytes")
+        if (sha256 := hashed(path)) != expected["sha256"]:
+            raise _mismatch(path, f"SHA-256 {sha256}", expected["sha256"])
     return manifest
-
-
-def examine(
-    prefix: str, advance: Callable[[int], None] = lambda amount: None
-) -> tuple[Manifest | None, list[DataError]]:
-    """Do what :func:`verify` does, and return the manifest (None without a usable one) and all problems.
-
-    Checked are the manifest; of both files size and SHA-256; in the index the header, the token type, lengths, pointers and
-    document bounds, and whether they describe the ``.bin`` and are the manifest's; of the tokens that their ids are in the
-    vocabulary and that every document has its end. What a damage makes unreadable is left out, not guessed.
-    """
-    problems: list[DataError] = []
-    manifest, path = None, prefix + ".bin"
-    with collected(problems):
-        manifest = load_manifest(prefix)
-    index, damages = inspect_index(prefix)
-    problems += damages
-    with collected(problems):
-        problems += _file_problems(prefix, index, manifest)
-    with collected(problems):
-        if os.path.exists(path):  # of an unknown token type the bytes alone are read
-            sha256, ids = scan_tokens(path, np.dtype(np.uint8) if index is None else index.dtype, advance)
-            if manifest is not None and os.path.getsize(path) == manifest.files[".bin"]["size"]:
-                problems += _hash_problems(path, sha256, manifest)
-            if index is not None:
-                problems += _id_problems(path, ids, None if manifest is None else manifest.tokenizer["vocab_size"])
-                if manifest is not None and ids and ids[-1] != manifest.max_token_id:
-                    problems.append(_mismatch(path, f"largest id {ids[-1]}", f"{manifest.max_token_id}"))
-    if index is not None and manifest is not None and not damages:
-        with collected(problems):
-            problems += _end_problems(index, manifest.tokenizer["eod_id"])
-    return manifest, problems
 
 
 def verify_for_training(
@@ -294,35 +287,14 @@ def verify_for_training(
         DataError: names the file, what was found, what was expected.
     """
     for prefix in prefixes:
-        manifest, index = load_manifest(prefix), read_index(prefix)
-        raise_first(_file_problems(prefix, index, manifest))
-        raise_first(_misfits(prefix, manifest, vocab_size, eod_id, tokenizer_checksum))
-        raise_first(_hash_problems(index.bin_path, _hash_once(prefix), manifest))
+        _check_fit(prefix, verify(prefix, _hash_once), vocab_size, eod_id, tokenizer_checksum)
 
 
-def _file_problems(prefix: str, index: DatasetIndex | None, manifest: Manifest | None) -> Iterator[DataError]:
-    """Where sizes, the index's SHA-256 and its counts are not the manifest's; inspect_index tells of what is missing."""
-    if manifest is None:
-        return
-    for suffix in (".bin", ".idx"):
-        path, expected = prefix + suffix, manifest.files[suffix]["size"]
-        if os.path.exists(path) and os.path.getsize(path) != expected:
-            yield _mismatch(path, f"{os.path.getsize(path)} bytes", f"{expected} bytes")
-        elif os.path.exists(path) and suffix == ".idx":
-            yield from _hash_problems(path, hash_file(path), manifest)
-    if index is not None:
-        counts = "{0.dtype}, {0.documents} documents, {0.tokens} tokens"
-        if (found := counts.format(index)) != (said := counts.format(manifest)):
-            yield _mismatch(prefix + ".idx", found, said)
-
-
-def _misfits(
-    prefix: str, manifest: Manifest, vocab_size: int, eod_id: int | None, checksum: str | None
-) -> Iterator[DataError]:
-    """Where the tokenizer, the vocabulary or the end of document of a run is not the dataset's."""
+def _check_fit(prefix: str, manifest: Manifest, vocab_size: int, eod_id: int | None, checksum: str | None) -> None:
+    """Refuse a run whose tokenizer, vocabulary or end of document is not the dataset's."""
     made_by = _TokenizerFacts(**manifest.tokenizer)
     if checksum is not None and made_by.checksum not in (None, checksum):
-        yield DataError(
+        raise DataError(
             f"{prefix}.bin was made with the {made_by.kind} tokenizer of checksum {str(made_by.checksum)[:12]}, and "
             f"training names one of checksum {checksum[:12]}; expected the same, or its ids mean other text: name the "
             "tokenizer that made the dataset, or prepare the dataset with this one. If this one gives every text the "
@@ -330,46 +302,16 @@ def _misfits(
         )
     needed = max(manifest.max_token_id + 1, made_by.vocab_size or 0)
     if needed > vocab_size:
-        yield DataError(
+        raise DataError(
             f"{prefix}.bin was made with {needed} token ids, and the model embeds {vocab_size}; set --vocab-size to at "
             f"least {needed}, or prepare the dataset with the model's tokenizer"
         )
     if eod_id is not None and made_by.eod_id not in (None, eod_id):
-        yield DataError(
+        raise DataError(
             f"{prefix}.bin ends its documents with id {made_by.eod_id}, and training uses {eod_id} as end of document; name "
             f"the dataset where the command is made (recipe emit --data {prefix}), or pass --null-tokenizer-eod-id "
             f"{made_by.eod_id}; otherwise prepare it again with the tokenizer of training"
         )
-
-
-def _id_problems(path: str, ids: tuple[int, ...], vocab_size: Any) -> Iterator[DataError]:
-    """Whether an id is negative or not in the vocabulary (None: of a size that is not known)."""
-    if ids and (ids[0] < 0 or (vocab_size is not None and ids[-1] >= vocab_size)):
-        upper = "or more" if vocab_size is None else f"to {vocab_size - 1}"
-        yield DataError(
-            f"{path} holds ids from {ids[0]} to {ids[-1]}, expected 0 {upper}; the file is damaged or was made with another "
-            "tokenizer: prepare it again"
-        )
-
-
-def _end_problems(index: DatasetIndex, eod_id: Any) -> Iterator[DataError]:
-    """Whether a document does not end with ``eod_id``; None is a dataset that says nothing of its ends."""
-    last = index.read_last_tokens() if eod_id is not None else np.empty(0)
-    wrong = np.flatnonzero(last != eod_id)
-    if wrong.size:
-        found = last[wrong[0]]
-        yield DataError(
-            f"{index.bin_path}: document {wrong[0]} ends with {f'id {found}' if found >= 0 else 'no token'}, expected the "
-            f"end-of-document id {eod_id} ({wrong.size} of {len(last)} documents have not that end); the file is damaged or "
-            "was made with another tokenizer: restore it from a copy or prepare it again"
-        )
-
-
-def _hash_problems(path: str, found: str, manifest: Manifest) -> Iterator[DataError]:
-    """Whether a file's SHA-256 is not the manifest's."""
-    expected = manifest.files[path[-4:]]["sha256"]
-    if found != expected:
-        yield _mismatch(path, f"SHA-256 {found}", expected)
 
 
 def _mismatch(path: str, found: str, expected: str) -> DataError:
@@ -379,9 +321,9 @@ def _mismatch(path: str, found: str, expected: str) -> DataError:
     )
 
 
-def _hash_once(prefix: str) -> str:
-    """Return the SHA-256 of the ``.bin``, remembered beside it for as long as the file system says it is the same file."""
-    path, cache = prefix + ".bin", prefix + ".verified.json"
+def _hash_once(path: str) -> str:
+    """Return the SHA-256 of a ``.bin``, remembered beside it for as long as the file system says it is the same file."""
+    cache = path.removesuffix(".bin") + ".verified.json"
     with require_readable(path):
         status = os.stat(path)
     identity = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]

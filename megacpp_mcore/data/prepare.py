@@ -14,7 +14,9 @@ import multiprocessing
 import os
 import shlex
 import signal
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -27,7 +29,6 @@ import numpy as np
 
 from megacpp_mcore.data.files import hash_file
 from megacpp_mcore.data.manifest import describe_sources, describe_tokenizer, manifest_path, write_manifest
-from megacpp_mcore.data.progress import Progress
 from megacpp_mcore.data.sources import (
     Piece,
     Skipped,
@@ -46,6 +47,7 @@ from megacpp_mcore.util.files import flush_to_disk, locked
 
 PIECE_BYTES = 16 << 20
 _MAX_DOCUMENT_TOKENS = 2**31 - 1
+_SECONDS = 10.0
 _NEW, _REPLACING = "dataset", "replacement"
 """What files are called while they are built: with --overwrite the second, which lets no later call without it replace any."""
 
@@ -152,10 +154,7 @@ def carry_out(plan: Plan, workers: int = 1, progress: TextIO | None = None) -> l
     if not os.path.basename(plan.output):
         raise DataError(f"output {plan.output!r} names a folder; expected a path prefix such as {plan.output}corpus")
     try:
-        with ExitStack() as held:
-            # The name of another call may be that of one of our datasets: every one of them is held.
-            folders = [held.enter_context(_building(prefix)) for prefix in dict.fromkeys((plan.output, *plan.prefixes))]
-            folder, was_killed = folders[0]
+        with _building(plan.output) as (folder, was_killed):
             if not plan.overwrite and not was_killed:  # which found nothing in the way, and may have moved files there
                 _refuse_existing(plan)
             _refuse_cached(plan)
@@ -233,7 +232,7 @@ def _build(plan: Plan, folder: Path, workers: int, stream: TextIO | None) -> lis
     text_bytes = [0 for _ in built]
     hashes: dict[int, str] = {}
     skipped: list[Skipped] = []
-    progress = Progress(len(plan.sources), sum(source.size for source in plan.sources), stream)
+    progress = _Progress(plan.sources, stream or sys.stderr)
     with closing(_encode_all(plan, cut_sources(plan.sources, PIECE_BYTES), workers)) as results:
         for piece, encoded in results:
             for side, tokens, size in encoded.documents:
@@ -268,6 +267,31 @@ def _build(plan: Plan, folder: Path, workers: int, stream: TextIO | None) -> lis
             split={"name": split.name, "of": plan.split} if plan.split else None,
         )
     return built
+
+
+class _Progress:
+    """A plain line every ten seconds, and one at the end."""
+
+    def __init__(self, sources: Sequence[Source], stream: TextIO) -> None:
+        self._files, self._megabytes = len(sources), sum(source.size for source in sources) / 1e6
+        self._files_done, self._done = 0, 0.0
+        self._stream, self._began = stream, time.monotonic()
+        self._last = self._began
+
+    def advance(self, files: int, bytes_: int) -> None:
+        """Count work just done, and print the state when it is time to."""
+        self._files_done += files
+        self._done += bytes_ / 1e6
+        if time.monotonic() - self._last >= _SECONDS:
+            self.show()
+
+    def show(self) -> None:
+        """Print what is done, the rate and the time left."""
+        self._last = time.monotonic()
+        rate = self._done / max(self._last - self._began, 1e-9)
+        left = f"{(self._megabytes - self._done) / rate:.0f} s" if rate else "unknown"
+        done = f"{self._files_done}/{self._files} files  {self._done:.1f}/{self._megabytes:.1f} MB"
+        print(f"{done}  {rate:.1f} MB/s  left {left}", file=self._stream, flush=True)
 
 
 def _move(plan: Plan, built: Sequence[str]) -> None:
@@ -342,7 +366,7 @@ def _encode_piece(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> Encoded:
     """Tokenize the documents that begin in a piece.
 
     Raises:
-        DataError: the source cannot be read or changes meanwhile, or the tokenizer gives ids that are not in its vocabulary.
+        DataError: the source cannot be read or changes meanwhile, or holds a document that no index can.
     """
     skipped: list[Skipped] = []
     documents = [
@@ -360,11 +384,6 @@ def _encode(plan: Plan, tokenizer: Tokenizer, text: bytes, source: Source) -> np
         raise DataError(
             f"{source.path}: one document has {len(ids)} tokens, expected below {_MAX_DOCUMENT_TOKENS} (the index "
             "holds lengths in 32 bits): cut the file into smaller ones"
-        )
-    if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-        raise DataError(
-            f"{source.path}: the tokenizer gave ids from {ids.min()} to {ids.max()}, expected 0 to "
-            f"{tokenizer.vocab_size - 1}: its vocabulary and its rules for text do not fit each other"
         )
     return np.append(ids, tokenizer.eod_id).astype(plan.dtype)
 

@@ -72,23 +72,19 @@ def make_source(path: Path, relative: str) -> Source:
     Raises:
         DataError: it cannot be examined, or is no regular file.
     """
-    status = _examine(path)
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise DataError(
+            f"input {path}: {error.strerror}; expected a text file or a folder of text files that can be read, or a link to "
+            "one: mend it, or remove it from the input"
+        ) from error
     if not stat.S_ISREG(status.st_mode):
         raise DataError(
             f"{path} is {stat.filemode(status.st_mode)}, no regular file; expected one, which can be read twice: write the "
             "text to one, or remove this from the input"
         )
     return Source(relative, str(path), status.st_size, status.st_mtime_ns, (status.st_dev, status.st_ino))
-
-
-def _examine(path: Path) -> os.stat_result:
-    try:
-        return os.stat(path)
-    except OSError as error:
-        raise DataError(
-            f"input {path}: {error.strerror}; expected a text file or a folder of text files that can be read, or a link to "
-            "one: mend it, or remove it from the input"
-        ) from error
 
 
 def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] = ()) -> list[Source]:
@@ -106,7 +102,7 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] 
     sources: list[Source] = []
     for given in inputs:
         root = Path(given)
-        if stat.S_ISDIR(_examine(root).st_mode):
+        if os.path.isdir(root):
             sources += [make_source(path, path.relative_to(root).as_posix()) for path in walk_files(root, patterns)]
         else:
             sources.append(make_source(root, root.name))

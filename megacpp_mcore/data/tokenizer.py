@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -185,19 +186,30 @@ def tokenizer_words(model: Model, folder: str | None = None, data: str | None = 
         data: prefix of the dataset, whose manifest then says what its end-of-document id is.
 
     Raises:
-        DataError: the manifest knows no end-of-document id, or is damaged.
+        DataError: as :func:`end_of_document`.
     """
     if folder is not None:
         return ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder)
     if model.vocab_size == BYTE_VOCAB_SIZE:
         return tuple(ByteTokenizer().stock_flags())
     words = ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab_size))
-    if data is None or not os.path.exists(manifest_path(data)):
-        return words
-    eod = load_manifest(data).tokenizer["eod_id"]
+    eod = end_of_document([] if data is None else [data])
+    return words if eod is None else (*words, "--null-tokenizer-eod-id", str(eod))
+
+
+def end_of_document(prefixes: Sequence[str]) -> int | None:
+    """The id that ends documents, by the manifest of the first of ``prefixes`` that has one; None where none has.
+
+    Raises:
+        DataError: that manifest knows no end-of-document id, or is damaged.
+    """
+    prefix = next((one for one in prefixes if os.path.exists(manifest_path(one))), None)
+    if prefix is None:
+        return None
+    eod = load_manifest(prefix).tokenizer["eod_id"]
     if eod is None:
         raise DataError(
-            f"{data} was adopted without an end-of-document id, and Megatron's NullTokenizer needs one; say it with "
-            f"`megacpp-mcore data verify --adopt --eod-id ID {data}`"
+            f"{prefix} was adopted without an end-of-document id, and Megatron's NullTokenizer needs one; say it with "
+            f"`megacpp-mcore data verify --adopt --eod-id ID {prefix}`"
         )
-    return (*words, "--null-tokenizer-eod-id", str(eod))
+    return int(eod)

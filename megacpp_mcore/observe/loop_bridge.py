@@ -16,6 +16,7 @@ from typing import Any
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Listener
 from megacpp_mcore.observe.loop import BATCH, Handler, Loop, Notifier, Seam, replaced
+from megacpp_mcore.util import flags
 
 _BRIDGE = "megatron.bridge.training"
 _LOGGING = f"{_BRIDGE}.utils.train_utils"
@@ -71,9 +72,11 @@ class BridgeLoop(Loop):
 
     def arguments(self) -> Any:
         """What the configuration says, by the names of stock arguments."""
+        from megacpp_mcore.data.arguments import bridge_words  # brings numpy
+
         config = self._config
         model, train, data, optimizer = config.model, config.train, config.dataset, config.optimizer
-        spec = model.transformer_layer_spec
+        spec, named = model.transformer_layer_spec, flags.read(bridge_words(data))
         return SimpleNamespace(
             spec=(spec.__module__, spec.__qualname__) if inspect.isfunction(spec) else None,
             world_size=int(os.environ["WORLD_SIZE"]),
@@ -98,7 +101,7 @@ class BridgeLoop(Loop):
             fim_data=getattr(data, "fim_data", False),
             mock_data=data.mock,
             split=data.split,
-            **_datasets(data),
+            **{flag[2:].replace("-", "_"): words for flag, words in named.items()},
         )
 
     def describe_model(self, host: str) -> tuple[object, ...]:
@@ -110,29 +113,6 @@ class BridgeLoop(Loop):
         if self._state is None:
             return None, None
         return self._state.tensorboard_logger, self._state.wandb_logger
-
-
-def _datasets(data: Any) -> dict[str, list[str] | None]:
-    """The words of stock's ``--data-path``, or of the three flags for a dataset of each split."""
-    splits = ("train_data_path", "valid_data_path", "test_data_path")
-    found: dict[str, list[str] | None] = dict.fromkeys(("data_path", *splits))
-    if data.data_path:
-        words = data.data_path.split() if isinstance(data.data_path, str) else data.data_path
-        found["data_path"] = list(map(str, words))
-    elif data.blend is not None:
-        found["data_path"] = _blend(data.blend)
-    elif data.blend_per_split is not None:
-        for name, blend in zip(splits, data.blend_per_split, strict=True):
-            found[name] = None if blend is None else _blend(blend)
-    return found
-
-
-def _blend(blend: tuple[Sequence[str], Sequence[float] | None]) -> list[str]:
-    """Prefixes, or weights and prefixes by turns."""
-    prefixes, weights = blend
-    if weights is None:
-        return list(prefixes)
-    return [word for weight, prefix in zip(weights, prefixes, strict=True) for word in (str(weight), prefix)]
 
 
 class _BridgeSeams(Notifier):

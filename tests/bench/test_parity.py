@@ -317,24 +317,24 @@ def test_floors(name: str, shape: dict[str, int], floors: dict[str, tuple[int, i
 
 
 @pytest.mark.parametrize(
-    ("work", "sparse", "operations", "moved"),
+    ("name", "operations", "read", "written"),
     [
-        ("forward", True, 84, 56 + 64),
-        ("loss", True, 610, 424 + 64),
-        ("loss", False, 820, 424 + 64),
-        ("train", True, 778, 424 + 64 + 88),
-        ("train", False, 1060, 424 + 64 + 88),
+        ("forward", 84, 56, 64),
+        ("loss, sparse loss", 610, 424, 64),
+        ("loss, dense loss", 820, 424, 64),
+        ("train, sparse loss", 778, 424, 64 + 88),
+        ("train, dense loss", 1060, 424, 64 + 88),
     ],
 )
 def test_the_floor_of_the_indexers_memory_is_of_causal_pairs(
-    work: str, sparse: bool, operations: int, moved: int
+    name: str, operations: int, read: int, written: int
 ) -> None:
     """Of 4 queries 10 pairs are causal, 7 with 2 keys a query; the first 2 queries select every key without a score."""
-    shape = dsa_indexer_memory.Shape(S=4, B=1, H=2, D=3, A=5, K=7, N=2)
-    assert shape.operations(work, sparse) == operations
-    assert shape.inputs(work) + shape.outputs(work) == moved
-    every = dataclasses.replace(shape, N=9)
-    assert (every.operations("forward", True), every.inputs("forward"), every.outputs("forward")) == (0, 0, 128)
+    shape = {"S": 4, "B": 1, "indexer_heads": 2, "indexer_dim": 3, "heads": 5, "latent": 4, "rope": 3, "topk": 2}
+    found = dsa_indexer_memory.floor(Options(dtype="bfloat16", shape=shape, device="cpu"), name)
+    assert (found.operations, found.moved, found.result) == (operations, read + written, written)
+    every = dsa_indexer_memory.floor(Options(dtype="bfloat16", shape=shape | {"topk": 9}, device="cpu"), "forward")
+    assert (every.operations, every.moved, every.result) == (0, 128, 128)
 
 
 # --- judges of selections ---------------------------------------------------------------------------------------------------
@@ -376,28 +376,28 @@ def test_the_judge_of_the_selection_refuses_what_is_wrong(spoil: Callable[[Any],
 
 
 def test_the_judge_of_the_indexers_memory_refuses_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoiled(shape: Any, inputs: Any, work: str, *args: Any, **options: Any) -> Any:
-        index, loss, gradients = real(shape, inputs, work, *args, **options)
-        if work == "forward":
-            index = index.clone()
-            twice(index)  # in one row of many
-        elif gradients is None:
-            loss = loss * 1.001
+    def spoiled(inputs: Inputs, name: str, **options: Any) -> dict[str, torch.Tensor]:
+        found = real(inputs, name, **options)
+        if name == "forward":
+            found["index"] = found["index"].clone()
+            twice(found["index"])  # in one row of many
+        elif "dq" not in found:
+            found["loss"] = found["loss"] * 1.001
         else:
-            gradients = (gradients[0].clone(), *gradients[1:])
-            gradients[0][-1, 0] *= 1.05
-        return index, loss, gradients
+            found["dq"] = found["dq"].clone()
+            found["dq"][-1, 0] *= 1.05
+        return found
 
     made, real = tiny("dsa_indexer_memory", topk=4), dsa_indexer_memory.run
     ours, says = ours_of(made), {"forward": "selected inf", "loss": "loss 1.0e-03", "train": "dq 5.0e-02"}
     with ours.around():
         for name, (work, _) in dsa_indexer_memory.WORKS.items():
-            assert made.check(ours, name, made.inputs).text == "green", name
+            assert made.check(ours, name, made.inputs).parity == "green", name
             with monkeypatch.context() as patch:
                 patch.setattr(dsa_indexer_memory, "run", spoiled)
                 found = made.check(ours, name, made.inputs)
             assert found.right is False
-            assert found.text.startswith(f"FAILS: worst row {says[work]}"), name
+            assert found.parity.startswith(f"FAILS: worst row {says[work]}"), name
 
 
 # --- the command --------------------------------------------------------------------------------------------------------

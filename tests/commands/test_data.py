@@ -66,32 +66,23 @@ def test_adopt_from_the_command_line(tmp_path, prefix, capsys):
         data("verify", "--eod-id", "3", prefix)
 
 
-def test_verify_lists_the_problems_of_all_datasets_and_shows_how_far_it_is(tmp_path, prefix, capsys):
+def test_verify_goes_on_to_the_next_dataset_and_names_every_damaged_one(tmp_path, prefix, capsys):
     data("prepare", str(tmp_path), "--output", prefix, "--split", "train=0.5,valid=0.5")
     whole, damaged, missing = f"{prefix}_train", f"{prefix}_valid", f"{prefix}_test"
     content = bytearray(Path(damaged + ".bin").read_bytes())
-    content[1] ^= 4  # the first byte becomes id 1024 + itself
-    content[-2] ^= 1  # the last end of document becomes id 257
+    content[1] ^= 4
     Path(damaged + ".bin").write_bytes(content)
     capsys.readouterr()
-    assert data("verify", whole, damaged, missing, whole) == 1
+    assert data("verify", missing, damaged, whole, whole) == 1
     printed = capsys.readouterr()
-    assert f"{whole}: " in printed.out
+    assert printed.out.startswith(f"{whole}: ")
     assert damaged not in printed.out
-    assert "3/3 files" in printed.err
-    listed = [line for line in printed.err.splitlines() if line.startswith("  ")]
-    assert f"problems: {len(listed)}, datasets with problems: 2 of 3" in printed.err
-    for expected in (
-        f"{damaged}.bin: found SHA-256 ",
-        f"{damaged}.bin holds ids from 32 to 1140, expected 0 to 259",
-        f"{damaged}.bin: found largest id 1140, expected 256",
-        "ends with id 257, expected the end-of-document id 256 (1 of ",
-        f"{missing}.manifest.json does not exist",
-        f"{missing}.bin: No such file",
-        f"{missing}.idx: No such file",
+    first, *listed = printed.err.splitlines()
+    assert first == "datasets with problems: 2 of 3"
+    for line, says in zip(
+        listed, (f"{missing}.manifest.json does not exist", f"{damaged}.bin: found SHA-256 "), strict=True
     ):
-        assert sum(expected in line for line in listed) == 1, (expected, listed)
-    assert len(listed) == 7
+        assert line.startswith(f"  {says}")
 
 
 def test_ctrl_c_ends_the_workers_and_the_same_command_starts_anew(tmp_path):

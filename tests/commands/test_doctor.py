@@ -142,7 +142,9 @@ def test_the_megatron_that_is_imported_counts(folder: Path, version: str, state:
     core = package(folder, "fakemegatron.core")
     (core / "package_info.py").write_text(f"__version__ = {version!r}")
     probe = "import fakemegatron.core.package_info as p\nversion = p.__version__\ndetails['file'] = p.__file__"
-    component = Component("megatron-core", "fakemegatron.core", probe, required=True, versions=">=0.19,<0.20")
+    component = Component(
+        name="megatron-core", module="fakemegatron.core", probe=probe, required=True, versions=">=0.19,<0.20"
+    )
     finding = examine([component], 60)[1]
     assert (finding.state, finding.version, finding.blocks) == (state, version, state == BROKEN)
     assert ("megatron-core>=0.19,<0.20 is needed" in finding.reason) == (state == BROKEN)
@@ -162,7 +164,7 @@ def test_the_megatron_that_is_imported_counts(folder: Path, version: str, state:
 )
 def test_what_a_package_does_on_import_is_a_line_in_the_report(folder: Path, text: str, reason: str) -> None:
     package(folder, "strange", text)
-    component = Component("strange", "strange", "import strange\nversion = '1'")
+    component = Component(name="strange", module="strange", probe="import strange\nversion = '1'")
     finding = examine([component], time_limit_s=1 if "sleep(60)" in text else 15)[1]
     assert (finding.state, finding.version) == ((BROKEN, None) if reason else (WORKS, "1"))
     assert reason in finding.reason
@@ -172,7 +174,7 @@ def test_what_a_package_does_on_import_is_a_line_in_the_report(folder: Path, tex
 def test_a_package_around_the_module_that_fails_is_a_line_too(folder: Path, text: str) -> None:
     package(folder, "failing.core")
     (folder / "failing" / "__init__.py").write_text(text)
-    finding = examine([Component("core", "failing.core", "", required=True)], 60)[1]
+    finding = examine([Component(name="core", module="failing.core", required=True)], 60)[1]
     assert (finding.state, finding.blocks) == (BROKEN, True)
     assert re.fullmatch(r"failing.core cannot be looked for \(\w+: no\)", finding.reason)
 
@@ -207,8 +209,8 @@ def test_versions_are_those_of_setup_py() -> None:
 
 
 def test_absent(folder: Path) -> None:
-    needed = Component("needed", "no_such_module.at_all", "", required=True, versions=">=1")
-    wanted = Component("wanted", "no_such_module", "")
+    needed = Component(name="needed", module="no_such_module.at_all", required=True, versions=">=1")
+    wanted = Component(name="wanted", module="no_such_module")
     python, first, second = examine([needed, wanted])
     assert (python.name, python.state, python.version) == ("python", WORKS, sys.version.split()[0])
     assert (first.state, first.blocks, first.reason) == (ABSENT, True, "install needed>=1")

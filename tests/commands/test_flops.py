@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megacpp_mcore.commands import flops as flops_command
+from megacpp_mcore.commands import recipe as command
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import PRESETS, flops, preset
 from megacpp_mcore.model.flops import Families, Work
@@ -190,29 +190,29 @@ def test_the_page_tells_model_from_hardware_flops() -> None:
 # --- the command -------------------------------------------------------------------------------------------------------
 
 
-def command(*words: str) -> str:
+def printed(*words: str) -> str:
     parser = argparse.ArgumentParser()
-    flops_command.add_arguments(parser)
-    return flops_command.printed(MODEL, parser.parse_args(words))
+    command.add_flops_arguments(parser)
+    return command.counted(MODEL, parser.parse_args(words))
 
 
 def test_the_command_prints_the_page() -> None:
-    assert command() == page(MODEL)
+    assert printed() == page(MODEL)
     how = Recomputation(granularity="full", method="block", num_layers=2)
     words = ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "2"]
-    assert command(*words, "--seq-length", "512") == page(MODEL, how, seq_length=512)
+    assert printed(*words, "--seq-length", "512") == page(MODEL, how, seq_length=512)
     selective = Recomputation(granularity="selective", modules=("core_attn",), own=Recompute(m=True, experts=True))
-    assert command("--recompute-granularity", "selective", "--recompute", "m", "experts") == page(MODEL, selective)
+    assert printed("--recompute-granularity", "selective", "--recompute", "m", "experts") == page(MODEL, selective)
 
 
 def test_the_command_prints_the_record() -> None:
     how = Recomputation(own=Recompute(a=True))
     step = flops.step(MODEL)
-    assert json.loads(command("--json", "--recompute", "a")) == record(step, recomputed(MODEL, step, how))
+    assert json.loads(printed("--json", "--recompute", "a")) == record(step, recomputed(MODEL, step, how))
 
 
 def test_the_command_refuses_what_no_run_can_have() -> None:
     with pytest.raises(ModelError, match="asks for a, and recompute modules core_attn"):
-        command("--recompute-granularity", "selective", "--recompute", "a")
+        printed("--recompute-granularity", "selective", "--recompute", "a")
     with pytest.raises(ModelError, match="seq_length is 0"):
-        command("--seq-length", "0")
+        printed("--seq-length", "0")

@@ -36,7 +36,7 @@ def test_the_whole_round(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     head = f"{tree} (megatron-core {version}) is hooked for: "
     assert patch("status", NAME) == [f"megatron-core {version} in {tree}", f"{NAME}: not applied"]
     exported = tmp_path / "hook.patch"
-    assert patch("export", NAME, "--output", str(exported)) == []
+    exported.write_text("\n".join(patch("export", NAME)) + "\n")
     assert patch("apply", NAME) == [f"{NAME}: applied", f"{head}{NAME}"]
     applied = snapshot(tree)
     assert patch("apply", NAME) == [f"{NAME}: applied already", "nothing was changed", f"{head}{NAME}"]
@@ -152,11 +152,6 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     } <= set(row)
     assert cli.main(["patch", "list", "mtp-shard-block"]) == 2
     assert "did you mean 'mtp-shared-block'" in capsys.readouterr().err
-
-
-def test_an_export_that_cannot_be_written(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["patch", "export", NAME, "--checkout", str(tree), "--output", str(tree / "no" / "x.patch")]) == 2
-    assert "the patch cannot be written to" in capsys.readouterr().err
 
 
 def test_files_are_read_and_nothing_heavy_is_imported(tree: Path) -> None:

@@ -356,16 +356,11 @@ def test_the_tokens_of_fim_are_said(fim_words: list[str]) -> None:
 
 BAD_FIM = {
     "unknown token": ("--fim-middle-token <MID>", "--fim-middle-token <MID>"),
-    "unknown separator": ("--fim-split-sample <file> --fim-fragment-rate 0.5", "--fim-split-sample <file>"),
+    "unknown separator": ("--fim-split-sample <file>", "--fim-split-sample <file>"),
     "one token twice": ("--fim-suffix-token=<fim_prefix>", "--fim-prefix-token and --fim-suffix-token both name"),
     "another end": ("--fim-eod-token A", "--fim-eod-token A is id .* id 256"),
     "hybrid host": ("--hybrid-layer-pattern M", "--fim-data was given with --hybrid-layer-pattern"),
     "packed": ("--dataloader-inter-document-masking", "--fim-data .*--dataloader-inter-document-masking"),
-    "no rate": ("--fim-rate 0", "--fim-rate is '0'"),
-    "rate above 1": ("--fim-rate=1.5", "--fim-rate is '1.5'"),
-    "rate that is none": ("--fim-spm-rate nan", "--fim-spm-rate is 'nan'"),
-    "rate of words": ("--fim-fragment-rate half", "--fim-fragment-rate is 'half'"),
-    "fragments without rate": ("--fim-split-sample <fim_pad>", "--fim-fragment-rate is None"),
     "bytes": (" ".join(BYTES), "NullTokenizer"),
 }
 
@@ -374,11 +369,6 @@ BAD_FIM = {
 def test_what_fim_would_get_wrong_in_silence_is_refused(fim_words: list[str], extra: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         verify_arguments([*fim_words, *extra.split()])
-
-
-@pytest.mark.parametrize("rates", [["--fim-rate", "1", "--fim-spm-rate", "1e-3"], ["--fim-fragment-rate", "0"]])
-def test_rates_of_fim_that_stock_takes_are_taken(fim_words: list[str], rates: list[str]) -> None:
-    assert "FIM tokens" in verify_arguments([*fim_words, *rates])
 
 
 def test_fim_of_a_tokenizer_that_adds_tokens_is_refused(fim_words: list[str], fim_folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore.data.arguments import dataset_prefixes
+from megacpp_mcore.data.arguments import dataset_prefixes, verify_arguments
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.nemo_recipes.run import data_words
 
@@ -30,7 +30,14 @@ def config(**dataset: Any) -> Any:
             ["--data-path", "3", "one", "7", "two"],
             ["one", "two"],
         ),
-        ({"blend": (["one", "two"], None)}, ["--data-path", "1", "one", "1", "two"], ["one", "two"]),
+        # What Bridge makes of data_path when it is about to train.
+        (
+            {"blend": (["one", "two"], [3.0, 7.0]), "data_path": "3 one 7 two"},
+            ["--data-path", "3", "one", "7", "two"],
+            ["one", "two"],
+        ),
+        ({"blend": (["one"], None), "data_path": ["one"]}, ["--data-path", "one"], ["one"]),
+        ({"blend": (["one", "two"], None)}, ["--data-path", "one", "two"], ["one", "two"]),
         (
             {"blend_per_split": [(["one"], None), None, (["two", "three"], [1, 2])]},
             ["--train-data-path", "one", "--test-data-path", "1", "two", "2", "three"],
@@ -44,6 +51,12 @@ def test_each_way_to_name_them(dataset: dict[str, Any], words: list[str], prefix
         *words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "260", "--null-tokenizer-eod-id", "256",
     ]  # fmt: skip
     assert dataset_prefixes(found) == prefixes
+
+
+def test_two_ways_at_once_are_refused() -> None:
+    words = data_words(config(data_path="one", blend_per_split=[(["two"], None), None, None]))
+    with pytest.raises(DataError, match="by --data-path and by --train-data-path"):
+        verify_arguments(words)
 
 
 def test_none_is_refused() -> None:

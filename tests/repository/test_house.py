@@ -90,7 +90,7 @@ def test_these_import_neither_torch_nor_megatron() -> None:
     modules = [
         "errors", "model", "model.pattern", "model.hybrid", "model.flops", "settings", "arguments.lowering", "backends",
         "patches.machinery.registry", "policy", "observe.receipts", "observe.page", "observe.profile.table", "launch.launcher",
-        "commands.cli", "commands.doctor", "commands.flops", "commands.recipe", "commands.report",
+        "commands.cli", "commands.doctor", "commands.recipe", "commands.report",
     ]  # fmt: skip
     code = f"""
 import importlib, sys

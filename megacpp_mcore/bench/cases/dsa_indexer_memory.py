@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from megacpp_mcore.bench.cases.indexer import SELECTED, selected_scores
 from megacpp_mcore.bench.cases.peers import patched
 from megacpp_mcore.bench.parity import judged
-from megacpp_mcore.bench.problem import PRECISIONS, Draw, Floor, Problem, Variant, Verdict
+from megacpp_mcore.bench.problem import PRECISIONS, Draw, Floor, Inputs, Problem, Result, Variant
 from megacpp_mcore.bench.registry import OURS, PEER, Options
 from megacpp_mcore.bench.table import IS_STOCK, NO_STOCK
 from megacpp_mcore.model.flops import causal_pairs, selected_pairs
@@ -43,124 +41,94 @@ PATCH = "dsa-indexer-memory"
 STOCK, PATCHED = "stock", f"patch {PATCH}"
 
 
-@dataclass(frozen=True)
-class Shape:
-    """One size, and what its pieces of work read, write and compute."""
+def floor(options: Options, name: str) -> Floor:
+    """What a piece of work reads, writes and computes, nothing twice.
 
-    S: int
-    B: int
-    H: int
-    D: int
-    A: int
-    K: int
-    N: int
-    itemsize: int = 2
-
-    def inputs(self, work: str) -> int:
-        """Bytes of the indexer's q, k and weights, of queries that need scores; with the loss, of attention's query and key."""
-        queries = self.S - (min(self.N, self.S) if work == "forward" else 0)
-        numbers = queries * (self.H * self.D + self.H) + (self.S * self.D if queries else 0)
-        attention = self.S * (self.A * self.K + self.K) if work != "forward" else 0
-        return self.B * (numbers + attention) * self.itemsize
-
-    def outputs(self, work: str) -> int:
-        """Bytes of the int64 indices, and of the gradients of q, k and weights."""
-        gradients = self.S * self.B * (self.H * self.D + self.D + self.H) * self.itemsize
-        return self.S * self.B * min(self.N, self.S) * 8 + (gradients if work == "train" else 0)
-
-    def operations(self, work: str, sparse: bool) -> int:
-        """Multiply-adds of causal pairs, two each, nothing computed twice.
-
-        Scores: of all pairs, but without a loss of those queries alone that have more keys than are selected. The target's
-        logits, and of the gradient two products (of q and of k): of the selected pairs, or for the dense loss of all.
-        """
-        causal = causal_pairs(self.S)
-        if work == "forward":
-            return 2 * self.B * (causal - causal_pairs(min(self.N, self.S))) * self.H * self.D
-        reached = selected_pairs(self.S, self.N) if sparse else causal
-        scored = causal + (2 * reached if work == "train" else 0)
-        return 2 * self.B * (scored * self.H * self.D + reached * self.A * self.K)
+    Scores are of causal pairs, two operations a multiply-add: without a loss of those queries alone that have more keys than
+    are selected. The target's logits, and of the gradient two products (of q and of k), are of the selected pairs, or for the
+    dense loss of all. Read are the indexer's q, k and weights, and with the loss attention's query and key; written are int64
+    indices, and the gradients of q, k and weights.
+    """
+    S, B, H, D, A, N = options.sizes("S", "B", "indexer_heads", "indexer_dim", "heads", "topk")
+    (work, sparse), K, itemsize = WORKS[name], sum(options.sizes("latent", "rope")), Draw(options).itemsize
+    causal, N = causal_pairs(S), min(N, S)
+    queries, attention = S, S * (A * K + K)
+    if work == "forward":
+        queries, attention = S - N, 0
+        operations = (causal - causal_pairs(N)) * H * D
+    else:
+        reached = selected_pairs(S, N) if sparse else causal
+        operations = (causal + (2 * reached if work == "train" else 0)) * H * D + reached * A * K
+    read = B * (queries * (H * D + H) + (S * D if queries else 0) + attention) * itemsize
+    gradients = S * B * (H * D + D + H) * itemsize if work == "train" else 0
+    written = S * B * N * 8 + gradients
+    return Floor(
+        operations=2 * B * operations, moved=read + written, precision=PRECISIONS[options.dtype], result=written
+    )
 
 
-def stock_bytes(shape: Shape, work: str) -> int:
+def stock_bytes(options: Options, work: str) -> int:
     """Peak of stock's temporaries, counted by hand, the largest tensors only.
 
     ``forward``: the product q·k and its ReLU, both [sq, b, h, sk] float32. With the loss: the attention scores, their masked
     copy, the difference from the row's maximum and its exponential, four [b, heads, sq, sk] float32 tensors (two indexer
     ones, if these are more), with index scores, selection mask and valid mask beside them.
     """
-    pairs = 4 * shape.B * shape.S * shape.S
-    forward = 2 * shape.H * pairs
-    return forward if work == "forward" else max(forward, (4 * shape.A + 2) * pairs)
+    S, B, H, A = options.sizes("S", "B", "indexer_heads", "heads")
+    pairs = 4 * B * S * S
+    return 2 * H * pairs if work == "forward" else max(2 * H, 4 * A + 2) * pairs
 
 
-def draw(shape: Shape, options: Options) -> Any:
-    """Random inputs, causal bounds and the leaves that get gradients."""
-    S, B, drawn = shape.S, shape.B, Draw(options, seed=0)
-    scale = (shape.H * shape.D) ** -0.5
-    q, w = drawn.normal(S, B, shape.H, shape.D), drawn.normal(S, B, shape.H, scale=scale)
-    leaves = drawn.leaves(q=q, w=w, k=drawn.normal(S, B, shape.D))
+def draw(options: Options) -> Inputs:
+    """Random inputs with causal bounds; the indexer's get gradients."""
+    S, B, H, D, A = options.sizes("S", "B", "indexer_heads", "indexer_dim", "heads")
+    K, drawn = sum(options.sizes("latent", "rope")), Draw(options, seed=0)
+    q, w = drawn.normal(S, B, H, D), drawn.normal(S, B, H, scale=(H * D) ** -0.5)
+    leaves = drawn.leaves(q=q, w=w, k=drawn.normal(S, B, D))
     starts, ends = torch.zeros(S, dtype=torch.int64), torch.arange(1, S + 1)
-    return SimpleNamespace(
-        leaves=tuple(leaves.values()),
-        query=drawn.normal(S, B, shape.A, shape.K),
-        key=drawn.normal(S, B, 1, shape.K).expand(-1, -1, shape.A, -1),
-        bounds=(starts.to(options.device), ends.to(options.device)),
+    return Inputs(
+        leaves=leaves,
+        fixed={
+            "query": drawn.normal(S, B, A, K),
+            "key": drawn.normal(S, B, 1, K).expand(-1, -1, A, -1),
+            "bounds": (starts.to(options.device), ends.to(options.device)),
+            "topk": options.shape["topk"],
+        },
     )
 
 
-def run(
-    shape: Shape, inputs: Any, work: str, sparse: bool, relu: bool = True, with_scores: bool = False
-) -> tuple[Any, Any, Any]:
-    """One call through the module, patched or not.
-
-    Returns:
-        Indices (or of ``forward``, where they are wanted, all scores), the loss or None, the gradients of q, w and k or None.
-    """
+def run(inputs: Inputs, name: str, relu: bool = True, with_scores: bool = False) -> dict[str, torch.Tensor]:
+    """One call through the module, patched or not: its indices (or all scores of ``forward``), the loss, the gradients."""
     from megatron.core.transformer.experimental_attention_variant import dsa
 
-    (q, w, k), (starts, ends) = inputs.leaves, inputs.bounds
+    (work, sparse), leaves = WORKS[name], [*inputs.leaves.values()]
+    (q, w, k), (query, key, (starts, ends), topk) = leaves, inputs.fixed.values()
     if work == "forward":
         with torch.no_grad():
-            bounds = {"varlen_starts": starts, "varlen_ends": ends}
-            return (
-                dsa.fused_qk_topk_naive(q, k, w, shape.N, use_relu=relu, **bounds)[0 if with_scores else 1],
-                None,
-                None,
-            )
+            made = dsa.fused_qk_topk_naive(q, k, w, topk, use_relu=relu, varlen_starts=starts, varlen_ends=ends)
+            return {"index": made[0 if with_scores else 1]}
     with torch.set_grad_enabled(work == "train"):
         index, loss = dsa.FusedDSAIndexerLoss.apply(
-            q, w, k, inputs.query, inputs.key, shape.K**-0.5, shape.N, COEFFICIENT, None, sparse, ONE_RANK,
+            q, w, k, query, key, query.shape[-1] ** -0.5, topk, COEFFICIENT, None, sparse, ONE_RANK,
             starts, ends, None, None, False, relu,
         )  # fmt: skip
-    return index, loss.detach(), torch.autograd.grad(loss, inputs.leaves) if work == "train" else None
+    gradients = torch.autograd.grad(loss, leaves) if work == "train" else ()
+    return {"index": index, "loss": loss.detach()[None], **dict(zip(("dq", "dw", "dk"), gradients, strict=False))}
 
 
 def problem(options: Options) -> Problem:
     """Each piece of work, with the sparse and with the dense loss."""
-    S, B, H, D, A, N = options.sizes("S", "B", "indexer_heads", "indexer_dim", "heads", "topk")
-    shape = Shape(S, B, H, D, A, sum(options.sizes("latent", "rope")), N, Draw(options).itemsize)
-    inputs = draw(shape, options)
-    runs = {name: partial(run, shape, work=work, sparse=sparse) for name, (work, sparse) in WORKS.items()}
-    works = {
-        name: Floor(
-            operations=shape.operations(work, sparse),
-            moved=shape.inputs(work) + shape.outputs(work),
-            precision=PRECISIONS[options.dtype],
-            result=shape.outputs(work),
-        )
-        for name, (work, sparse) in WORKS.items()
-    }
+    inputs, runs = draw(options), {name: partial(run, name=name) for name in WORKS}
     return Problem(
         inputs=inputs,
         variants=[
             Variant(name=STOCK, side=PEER, runs=runs),
             Variant(name=PATCHED, side=OURS, runs=runs, around=partial(patched, PATCH)),
         ],
-        works=works,
-        check=AgainstStock(shape, inputs),
+        works={name: floor(options, name) for name in WORKS},
+        check=AgainstStock(inputs),
         stock=STOCK,
-        computed={(STOCK, name): stock_bytes(shape, work) for name, (work, _) in WORKS.items()},
+        computed={(STOCK, name): stock_bytes(options, work) for name, (work, _) in WORKS.items()},
     )
 
 
@@ -171,34 +139,32 @@ class AgainstStock:
     computed without ReLU: of so many logits some round to the other side of its step, where gradients jump.
     """
 
-    def __init__(self, shape: Shape, inputs: Any) -> None:
-        self._shape = shape
-        self._expected: dict[str, tuple[Any, Any, Any]] = {}
-        for name, (work, sparse) in WORKS.items():
+    def __init__(self, inputs: Inputs) -> None:
+        self._expected: dict[str, dict[str, torch.Tensor]] = {}
+        for name, (work, _) in WORKS.items():
             with contextlib.suppress(torch.cuda.OutOfMemoryError):
-                self._expected[name] = run(shape, inputs, work, sparse, relu=work != "train", with_scores=True)
+                self._expected[name] = run(inputs, name, relu=work != "train", with_scores=True)
             gc.collect()  # what the traceback held
 
-    def __call__(self, variant: Variant, name: str, inputs: Any) -> Verdict:
+    def __call__(self, variant: Variant, name: str, inputs: Inputs) -> Result:
         """Compare what runs now; stock itself is run once and not compared with itself."""
         if variant.name == STOCK:
             variant.runs[name](inputs)
-            return Verdict(True, IS_STOCK)
+            return Result(True, IS_STOCK)
         if name not in self._expected:
-            return Verdict(None, NO_STOCK)
+            return Result(None, NO_STOCK)
         work, sparse = WORKS[name]
-        index, loss, gradients = run(self._shape, inputs, work, sparse, relu=work != "train")
-        expected, expected_loss, expected_gradients = self._expected[name]
-        if loss is None:
+        found, expected = run(inputs, name, relu=work != "train"), self._expected[name]
+        if work == "forward":
             try:
-                found, best = selected_scores(index, expected)
-                return judged({"selected": worst_row(found, best)}, LIMITS)
+                chosen, best = selected_scores(found["index"], expected["index"])
+                return judged({"selected": worst_row(chosen, best)}, LIMITS)
             except AssertionError:
                 return judged({"selected": float("inf")}, LIMITS)
-        errors = {"loss": worst_row(loss[None], expected_loss[None])}
-        if gradients is not None:
-            same_SB = (index.sort(-1).values == expected.sort(-1).values).all(-1).T
-            for leaf, have, want in zip("qwk", gradients, expected_gradients, strict=True):
-                rows = row_errors(have, want)
-                errors[f"d{leaf}"] = float((rows[same_SB] if leaf != "k" and sparse else rows).max())
+        index, true_index = found.pop("index"), expected["index"]
+        same_SB = (index.sort(-1).values == true_index.sort(-1).values).all(-1).T
+        errors = {}
+        for result, have in found.items():
+            rows = row_errors(have, expected[result])
+            errors[result] = float((rows[same_SB] if result in ("dq", "dw") and sparse else rows).max())
         return judged(errors, LIMITS)

@@ -336,34 +336,31 @@ def _stock_moe(plan: Plan, ours: Built) -> Variant:
 
 def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
     """mamba-ssm's module between our norm and residual; only its output and its input's gradient are compared."""
-    ssm, width = plan.model.mamba3, plan.model.hidden_size
-    name = f"mamba-ssm {'MIMO' if ssm.mimo_rank > 1 else 'SISO, 4 warps'}"
-    if reason := peers.mamba_ssm_lacking(plan.options.device, ssm.mimo_rank):
-        return Variant.missing(name, reason)
-    mixer, norm = ours.module.self_attention, ours.module.input_layernorm
-    module = peers.mamba3_module(
-        plan.options, width, ssm.expand, ssm.mimo_rank, d_state=ssm.state, headdim=ssm.head_dim, ngroups=ssm.groups,
-        chunk_size=ssm.chunk, rope_fraction=ssm.rope_fraction, A_floor=ssm.a_floor,
+    ssm, mixer, norm = plan.model.mamba3, ours.module.self_attention, ours.module.input_layernorm
+    names = [name for name in peers.MAMBA3_WEIGHTS if name not in peers.MIX or ssm.mimo_rank > 1]
+
+    def variant(name: str, module: Any) -> Variant:
+        with torch.no_grad():
+            module.in_proj.weight.copy_(_in_their_order(plan.model, mixer))
+            module.out_proj.weight.copy_(mixer.out_proj.weight)
+        if ssm.out_norm:  # theirs has none by default: it is given ours
+            module.out_proj = torch.nn.Sequential(_HeadNorm(mixer, plan.config.layernorm_epsilon), module.out_proj)
+
+        def call(inputs: Inputs) -> torch.Tensor:
+            hidden_SBD = inputs.leaves["hidden"]
+            mixed_BSD: torch.Tensor = module(norm(hidden_SBD).transpose(0, 1))
+            return hidden_SBD + mixed_BSD.transpose(0, 1)
+
+        def leaves(inputs: Inputs) -> Tensors:
+            return [inputs.leaves["hidden"], *module.parameters(), *norm.parameters()]
+
+        return Variant.of(name, PEER, call, leaves=leaves, results=lambda found: found[:2])
+
+    return peers.mamba3_peer(
+        plan.options, ssm.mimo_rank, {name: getattr(mixer, name) for name in names}, variant, plan.model.hidden_size,
+        expand=ssm.expand, d_state=ssm.state, headdim=ssm.head_dim, ngroups=ssm.groups, chunk_size=ssm.chunk,
+        rope_fraction=ssm.rope_fraction, A_floor=ssm.a_floor,
     )  # fmt: skip
-    with torch.no_grad():
-        module.in_proj.weight.copy_(_in_their_order(plan.model, mixer))
-        module.out_proj.weight.copy_(mixer.out_proj.weight)
-        for weight, their_name in peers.MAMBA3_WEIGHTS.items():
-            if weight not in peers.MIX or ssm.mimo_rank > 1:
-                target = module.get_parameter(their_name)
-                target.copy_(getattr(mixer, weight).view(target.shape))
-    if ssm.out_norm:  # theirs has none by default: it is given ours
-        module.out_proj = torch.nn.Sequential(_HeadNorm(mixer, plan.config.layernorm_epsilon), module.out_proj)
-
-    def call(inputs: Inputs) -> torch.Tensor:
-        hidden_SBD = inputs.leaves["hidden"]
-        mixed_BSD: torch.Tensor = module(norm(hidden_SBD).transpose(0, 1))
-        return hidden_SBD + mixed_BSD.transpose(0, 1)
-
-    def differentiated(inputs: Inputs) -> Tensors:
-        return [inputs.leaves["hidden"], *module.parameters(), *norm.parameters()]
-
-    return Variant.of(name, PEER, call, leaves=differentiated, results=lambda found: found[:2])
 
 
 class _HeadNorm(torch.nn.Module):

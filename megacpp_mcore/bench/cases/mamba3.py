@@ -72,23 +72,20 @@ def problem(options: Options) -> Problem:
 
 def _peer(options: Options, inputs: Inputs) -> Variant:
     H, P, R, G, N = options.sizes("mamba_heads", "head_dim", "rank", "groups", "state")
-    name = f"mamba-ssm {'MIMO' if R > 1 else 'SISO, 4 warps'}"
-    if reason := peers.mamba_ssm_lacking(options.device, R):
-        return Variant.missing(name, reason)
-    module = peers.mamba3_module(
-        options, H * P // 2, 2, R, d_state=N, headdim=P, ngroups=G, chunk_size=options.shape["chunk"]
-    )
-    module.in_proj = module.out_proj = torch.nn.Identity()
-    weights = [module.get_parameter(peers.MAMBA3_WEIGHTS[leaf]) for leaf in inputs.leaves if leaf != "u"]
-    with torch.no_grad():
-        for weight, leaf in zip(weights, list(inputs.leaves.values())[1:], strict=True):
-            weight.copy_(leaf.view(weight.shape))
+    given = {name: leaf for name, leaf in inputs.leaves.items() if name != "u"}
 
-    def call(given: Inputs) -> torch.Tensor:
-        output: torch.Tensor = module(given.leaves["u"])
-        return output.view(given.cotangents["y"].shape)
+    def variant(name: str, module: Any) -> Variant:
+        module.in_proj = module.out_proj = torch.nn.Identity()
+        weights = [module.get_parameter(peers.MAMBA3_WEIGHTS[leaf]) for leaf in given]
 
-    def differentiated(given: Inputs) -> Tensors:
-        return [given.leaves["u"], *weights]
+        def call(inputs: Inputs) -> torch.Tensor:
+            output: torch.Tensor = module(inputs.leaves["u"])
+            return output.view(inputs.cotangents["y"].shape)
 
-    return Variant.of(name, PEER, call, leaves=differentiated, limit=ROUNDED)
+        def leaves(inputs: Inputs) -> Tensors:
+            return [inputs.leaves["u"], *weights]
+
+        return Variant.of(name, PEER, call, leaves=leaves, limit=ROUNDED)
+
+    sizes = {"d_state": N, "headdim": P, "ngroups": G, "chunk_size": options.shape["chunk"]}
+    return peers.mamba3_peer(options, R, given, variant, H * P // 2, expand=2, **sizes)

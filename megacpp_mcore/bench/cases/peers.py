@@ -6,13 +6,14 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from megacpp_mcore.backends import probe_import
+from megacpp_mcore.bench.problem import Variant
 from megacpp_mcore.bench.registry import Options
 from megacpp_mcore.te import imports
 
@@ -68,25 +69,41 @@ def mamba3_source() -> Any:
     return source
 
 
-def mamba_ssm_lacking(device: str, rank: int) -> str:
-    """Why mamba-ssm's Mamba-3 of a MIMO rank (1: SISO) cannot run here; empty if it can."""
-    if device != "cuda":
-        return "no peer here: mamba-ssm runs on a GPU alone"
+def mamba3_peer(
+    options: Options,
+    rank: int,
+    weights: Mapping[str, torch.Tensor],
+    variant: Callable[[str, Any], Variant],
+    *args: Any,
+    **sizes: Any,
+) -> Variant:
+    """mamba-ssm's Mamba-3 on ``[B, S, width]`` as a peer, or why it cannot run here.
+
+    Args:
+        options: device and dtype.
+        rank: of MIMO (1: SISO).
+        weights: what it is given between its projections, by our names.
+        variant: from the peer's name and the module to the variant.
+        args: its width.
+        sizes: its other arguments.
+    """
+    name = f"mamba-ssm {'MIMO' if rank > 1 else 'SISO, 4 warps'}"
+    if options.device != "cuda":
+        return Variant.missing(name, "no peer here: mamba-ssm runs on a GPU alone")
     try:
-        module = mamba3_source()
+        source = mamba3_source()
     except Exception as error:
-        return f"no peer installed: mamba-ssm ({type(error).__name__}: {error})"
-    if rank > 1 and module.mamba3_mimo_combined is None:
-        return "no peer installed: mamba-ssm's MIMO kernels (they need tilelang)"
-    return ""
-
-
-def mamba3_module(options: Options, width: int, expand: float, rank: int, **sizes: Any) -> Any:
-    """mamba-ssm's Mamba-3 on ``[B, S, width]``; ``sizes`` are other arguments of it."""
-    return mamba3_source().Mamba3(
-        width, expand=expand, is_mimo=rank > 1, mimo_rank=rank, device=options.device,
-        dtype=getattr(torch, options.dtype), **sizes,
-    )  # fmt: skip
+        return Variant.missing(name, f"no peer installed: mamba-ssm ({type(error).__name__}: {error})")
+    if rank > 1 and source.mamba3_mimo_combined is None:
+        return Variant.missing(name, "no peer installed: mamba-ssm's MIMO kernels (they need tilelang)")
+    module = source.Mamba3(
+        *args, is_mimo=rank > 1, mimo_rank=rank, device=options.device, dtype=getattr(torch, options.dtype), **sizes
+    )
+    with torch.no_grad():
+        for weight, value in weights.items():
+            target = module.get_parameter(MAMBA3_WEIGHTS[weight])
+            target.copy_(value.view(target.shape))
+    return variant(name, module)
 
 
 @contextlib.contextmanager

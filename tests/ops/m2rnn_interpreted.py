@@ -13,7 +13,7 @@ from megacpp_mcore.ops.m2rnn import recurrence
 from megacpp_mcore.ops.m2rnn.reference import m2rnn as reference
 from megacpp_mcore.ops.m2rnn.triton import m2rnn
 from megacpp_mcore.ops.testing import assert_parity, worst_row
-from tests.ops.m2rnn_mixer import Case, draw, outcome
+from tests.ops.m2rnn_case import Case, draw, outcome
 
 CASES = {
     "whole": (Case(B=1, S=11, H=1, K=16, dtype=torch.float32, documents=True, state=True, ranks=2), 3e-6),

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from megacpp_mcore.ops.mamba3 import reference as ref
 from megacpp_mcore.ops.mamba3 import triton as fused
 from megacpp_mcore.ops.testing import assert_parity, worst_row
-from tests.ops.mamba3_mixer import Case, make_tensors, with_gradients
+from tests.ops.mamba3_case import Case, make_tensors, with_gradients
 
 SMALL = {"B": 1, "H": 2, "G": 1, "P": 16, "N": 16, "dtype": torch.float32}
 CASES = {

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.indexer import triton as fused
-from tests.ops.indexer_cases import draw
+from tests.ops.indexer_case import draw
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 40])

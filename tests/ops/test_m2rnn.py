@@ -16,7 +16,7 @@ import torch
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.m2rnn import reference as ref
 from megacpp_mcore.ops.testing import assert_parity
-from tests.ops.m2rnn_mixer import Case, draw, outcome
+from tests.ops.m2rnn_case import Case, draw, outcome
 from tests.ops.saved_tensors import saved_tensors
 
 NAMES = ("q", "k", "v", "W", "f", "h0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -163,3 +164,60 @@ def test_routed_refuses(change: dict[str, object], message: str) -> None:
             torch.zeros(4, 5), given["routing"], given["probs"], torch.zeros(3, 6, 5), torch.zeros(3, 5, 6),
             topk=given["topk"],
         )  # fmt: skip
+
+
+@pytest.fixture
+def kernels() -> Any:
+    """The modules of our kernels and of those in FP8."""
+    return pytest.importorskip("megacpp_mcore.ops.grouped_mlp.triton"), pytest.importorskip(
+        "megacpp_mcore.ops.grouped_mlp.fp8"
+    )
+
+
+def test_fp8_needs_a_gpu_that_has_it(kernels: Any) -> None:
+    x, w1, w2 = torch.zeros(4, 5), torch.zeros(3, 6, 5), torch.zeros(3, 5, 6)
+    for call in (
+        lambda: kernels[1].routed_mlp(x, ROUTING, torch.zeros(4, 3), w1, w2, topk=2),
+        lambda: kernels[1].grouped_mlp(x, torch.tensor([1, 1, 2]), w1, w2, None),
+    ):
+        with pytest.raises(
+            ModelError, match=r"\(9, 0\) \(Hopper\), and x is on cpu: no GPU; take the experts in bfloat16"
+        ):
+            call()
+
+
+def test_what_is_copied(kernels: Any) -> None:
+    packed, whole = kernels[0].packed, torch.arange(80.0).view(10, 8)
+    assert packed(whole) is whole
+    for part in (whole[:, :4], whole.T, whole.flatten()[3:67].view(8, 8)):
+        copy = packed(part)
+        assert torch.equal(copy, part)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 16 == 0
+
+
+def test_the_kernels_refuse(kernels: Any) -> None:
+    grouped, routed = kernels[0].grouped_mlp, kernels[0].routed_mlp
+    inputs = draw(Case())
+    x, routing, probs, w1, w2 = (inputs[name] for name in ("x", "routing", "probs", "w1", "w2"))
+    counts, none = torch.tensor([25] * 8), torch.zeros(257, dtype=torch.int32)
+    for call, message in (
+        (
+            lambda: routed(x.float(), routing, probs, w1.float(), w2.float(), topk=3),
+            r"float32, .* take one of \(torch\.bfloat16,",
+        ),
+        (lambda: grouped(x, counts, w1.half(), w2, None), r"torch\.bfloat16, torch\.float16"),
+        (
+            lambda: routed(x, routing, probs, w1[:, :90], w2[..., :90], topk=3),
+            r"F, D = \[90, 64\]; they take multiples of 8",
+        ),
+        (
+            lambda: grouped(x, none, w1[:1].expand(257, -1, -1), w2[:1].expand(257, -1, -1), None),
+            "257 experts; they take up to 256",
+        ),
+        (lambda: grouped(x, counts + 1, w1, w2, None), "sum to T = 200"),
+        (lambda: routed(x, routing.T, probs, w1, w2, topk=3), r"\[T, E\]"),
+        (lambda: routed(x, routing, probs, w1, w2, topk=3, activation="relu"), "gelu_tanh"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            call()

@@ -165,3 +165,19 @@ def test_dense_target_refuses() -> None:
     ):
         with pytest.raises(ModelError, match=message):
             dense_attention_target(q, kv, softmax_scale=1.0, attention_mask=mask)
+
+
+def test_the_kernels_refuse() -> None:
+    attend = pytest.importorskip("megacpp_mcore.ops.sparse_mla.triton").attend
+    q, kv, index = torch.zeros(4, 1, 2, 128), torch.zeros(4, 1, 128), torch.zeros(1, 4, 1, dtype=torch.int32)
+    how = {"softmax_scale": 1.0, "value_dim": 64}
+    with pytest.raises(ModelError, match=r"torch\.float32 and torch\.float32; they take one of .*bfloat16"):
+        attend(q, kv, index, **how)
+    with pytest.raises(ModelError, match=r"torch\.bfloat16 and torch\.float16"):
+        attend(q.bfloat16(), kv.half(), index, **how)
+    with pytest.raises(ModelError, match=r"widths \(128, 32\) .* one of \(\(128, 64\),\)"):
+        attend(q.half(), kv.half(), index, **how | {"value_dim": 32})
+    with pytest.raises(ModelError, match=r"softmax_scale is -1\.0"):
+        attend(q.half(), kv.half(), index, **how | {"softmax_scale": -1.0})
+    with pytest.raises(ModelError, match="same B and K"):
+        attend(q.half(), kv[..., :64].half(), index, **how)

@@ -24,10 +24,11 @@ from tests.ops.indexer_case import draw_documents
 from tests.ops.saved_tensors import saved_bytes
 
 
-def draw(S, T=None, dtype=torch.float64, **sizes):
-    """q and w of S queries and k of T keys, which autograd follows."""
-    q, k, w = case.draw(max(S, T or S), **{"H": 3, "D": 5} | sizes, dtype=dtype)
-    return [tensor.requires_grad_() for tensor in (q[:S], k[: T or S], w[:S])]
+def draw(S, T, B=2, H=3, D=5, dtype=torch.float64, seed=0):
+    """As :func:`tests.ops.indexer_case.draw`, for fewer or more keys than queries, and with weights of size 1."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((S, B, H, D), (T, B, D), (S, B, H))
+    return [torch.randn(s, dtype=torch.float64, generator=generator).to(dtype).requires_grad_() for s in shapes]
 
 
 def draw_scores(B, S, seed=0):

@@ -176,7 +176,7 @@ def test_add_scaled(tmp_path: Path, out: str) -> None:
 # --- indexer ----------------------------------------------------------------------------------------------------------
 
 
-INDEXER = types(fp32="score_BRW target_BSN weight units dk_TBD divergence_BS", i32="seq_BS index_BSN")
+INDEXER_TYPES = types(fp32="score_BRW target_BSN weight units dk_TBD divergence_BS", i32="seq_BS index_BSN")
 HALF = "q_SBHD k_SBD k_TBD w_SBH dq_SBHD dw_SBH"
 STRIDES = ("q_s", "q_b", "q_h", "k_s", "k_b", "w_s", "w_b", "W")
 
@@ -185,14 +185,14 @@ STRIDES = ("q_s", "q_b", "q_h", "k_s", "k_b", "w_s", "w_b", "W")
 @pytest.mark.parametrize("documents", [False, True])
 def test_score_keys(tmp_path: Path, documents: bool, dtype: str) -> None:
     launch = indexer_launch.SCORE_KEYS | {"w_h": 1} | ({} if documents else {"seq_BS": None})
-    made = compiled(indexer.score_keys, INDEXER | types(**{dtype: HALF}), launch, tmp_path, multiples=STRIDES)
+    made = compiled(indexer.score_keys, INDEXER_TYPES | types(**{dtype: HALF}), launch, tmp_path, multiples=STRIDES)
     assert made.instructions["HGMMA"]
     assert made.registers <= THREE_A_PROCESSOR, made
     assert made.shared <= 75 * 1024, made
 
 
 def test_take_best(tmp_path: Path) -> None:
-    made = compiled(indexer.take_best, INDEXER, indexer_launch.TAKE_BEST, tmp_path, multiples=STRIDES)
+    made = compiled(indexer.take_best, INDEXER_TYPES, indexer_launch.TAKE_BEST, tmp_path, multiples=STRIDES)
     assert made.registers <= 128, made  # 16 rows on a multiprocessor
 
 
@@ -201,7 +201,7 @@ def test_take_best(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("heads", "selected"), [(32, 256), (32, 64), (32, 2048), (5, 300), (64, 256)])
 def test_learn(tmp_path: Path, heads: int, selected: int, dtype: str, deterministic: bool) -> None:
     launch: dict[str, Any] = indexer_launch.learn(heads, selected, deterministic) | {"w_h": 1}
-    given = INDEXER | types(**{dtype: HALF}) | (types(i64="dk_TBD") if deterministic else {})
+    given = INDEXER_TYPES | types(**{dtype: HALF}) | (types(i64="dk_TBD") if deterministic else {})
     made = compiled(
         indexer.learn, given, launch | ({} if deterministic else {"units": None}), tmp_path, multiples=STRIDES
     )

@@ -13,7 +13,7 @@ import torch
 from megacpp_mcore.ops.indexer import reference
 from megacpp_mcore.ops.indexer import triton as fused
 from tests.gpu.device import peak, replayed, without_waiting
-from tests.ops.indexer_cases import assert_gradients, assert_selected, draw, draw_documents, draw_exact, draw_target
+from tests.ops.indexer_case import assert_gradients, assert_selected, draw, draw_documents, draw_exact, draw_target
 
 DTYPES = [torch.bfloat16, torch.float16]
 

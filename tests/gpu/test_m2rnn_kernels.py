@@ -12,7 +12,7 @@ from megacpp_mcore.ops.m2rnn.reference import m2rnn as reference
 from megacpp_mcore.ops.m2rnn.triton import m2rnn
 from megacpp_mcore.ops.testing import assert_parity, worst_row
 from tests.gpu.device import replayed, without_waiting
-from tests.ops.m2rnn_mixer import Case, draw, outcome
+from tests.ops.m2rnn_case import Case, draw, outcome
 
 CASES = {
     "bf16": Case(),

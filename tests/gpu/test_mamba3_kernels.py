@@ -12,7 +12,7 @@ from megacpp_mcore.ops.mamba3 import reference as ref
 from megacpp_mcore.ops.mamba3 import triton as fused
 from megacpp_mcore.ops.testing import assert_parity, worst_row
 from tests.gpu.device import peak, replayed, without_waiting
-from tests.ops.mamba3_mixer import Case, make_tensors, run, with_gradients
+from tests.ops.mamba3_case import Case, make_tensors, run, with_gradients
 
 pytestmark = pytest.mark.gpu
 

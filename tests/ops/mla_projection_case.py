@@ -40,7 +40,8 @@ def cases(
         return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
 
     angle_SP = torch.rand(S, width // 2, generator=generator, device=device) * 6
-    turned: dict[str, Any] = {"rotation_SR": rotation_table(angle_SP.repeat(1, 2))}
+    table_SR = rotation_table(angle_SP.repeat(1, 2))
+    turned: dict[str, Any] = {"rotation_SR": torch.cat([table_SR, table_SR], -1)[:, :width]}
     up_HXC, side = normal(H, 2 * width, width, scale=width**-0.5), normal(S, B, 3 * width)
     yield Case(
         "absorbed queries", "project", {"x_SBHX": normal(S, B, H, 2 * width), "weight_HCK": up_HXC[:, :width]}, turned
@@ -63,15 +64,15 @@ def cases(
     downs = {
         "q_down_QD": normal(width, hidden, scale=hidden**-0.5),
         "kv_down_XD": normal(2 * width, hidden, scale=hidden**-0.5),
-        "q_norm_Q": 1 + normal(width, scale=0.3),
-        "kv_norm_L": 1 + normal(width, scale=0.3),
+        "q_norm_Q": (1 + normal(width, 2, scale=0.3))[:, 0],
+        "kv_norm_L": (1 + normal(width, 2, scale=0.3))[:, 1],
     }
     yield Case("latents", "latents", {"hidden_SBD": normal(S, B, hidden)} | downs, {"eps": 1e-5})
     weights = {
         "q_up_XQ": normal(indexer_heads * width, 8, scale=0.5),
         "k_down_RD": normal(width, hidden, scale=hidden**-0.5),
-        "k_norm_R": 1 + normal(width, scale=0.3),
-        "k_bias_R": normal(width),
+        "k_norm_R": (1 + normal(width, 2, scale=0.3))[:, 0],
+        "k_bias_R": normal(width, 2)[:, 1],
         "w_down_ND": normal(indexer_heads, hidden, scale=hidden**-0.5),
     }
     given = {"hidden_SBD": normal(S, B, hidden), "latent_SBQ": normal(S, B, 8), "eps": 1e-5, "scale": 0.3}

@@ -16,6 +16,15 @@ from triton.compiler import ASTSource
 _BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+"""How a kernel is launched; the rest of a launch's keywords are the kernel's own."""
+
+
+def types(**names: str) -> dict[str, str]:
+    """The types of pointers, from the names that have each."""
+    return {name: f"*{kind}" for kind, some in names.items() for name in some.split()}
+
+
 @dataclass(frozen=True)
 class Compiled:
     """A kernel for sm_90.
@@ -38,18 +47,18 @@ def compiled(
     folder: Path,
     *,
     multiples: tuple[str, ...] = (),
-    **options: int,
 ) -> Compiled:
     """Compile ``kernel`` as it ships, every pointer on 16 bytes; fail where something has no register and is spilled.
 
     Args:
         kernel: a function under ``triton.jit``.
         tensors: the type of each argument that is no constant, such as ``*bf16``; all others are i32.
-        constants: the constants by name; None for a pointer that is not given.
+        constants: the constants by name, None for a pointer that is not given; among them those of :data:`OPTIONS`.
         folder: where the binary is put.
         multiples: the integers that are multiples of 16, which Triton looks at in a launch.
-        options: ``num_warps``, ``num_stages``.
     """
+    options = {name: constants[name] for name in OPTIONS if name in constants}
+    constants = {name: value for name, value in constants.items() if name not in OPTIONS}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else tensors.get(name, "i32") for name in names}
     aligned = {

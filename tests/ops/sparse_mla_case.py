@@ -128,15 +128,15 @@ def assert_same(case: Case, inputs: dict[str, Any], found: Tensors, truth: Tenso
         have, other, limit = found[name], peer[name], rms
         print(f"{name}: worst row {worst_row(have, expected):.1e}, plain PyTorch {worst_row(other, expected):.1e}")
         if name == "p":
-            assert have.dtype == torch.float32
-            other, limit = other.float(), max(1e-5, rms / 500)
+            assert have.dtype == torch.promote_types(case.dtype, torch.float32)
+            other, limit = other.to(have.dtype), rms if have.dtype == torch.float64 else max(1e-5, rms / 500)
         elif name.startswith("dq") and few_SB.any():
             terms_SBH = _terms(case, inputs, int(name[2:]))
             errors = row_errors(have, expected, name, norms=terms_SBH.clamp_min(1e-30))[few_SB]
             if not float(errors.max()) <= rms:
                 failures.append(f"{name} of queries that select few keys: {float(errors.max()):.1e} of the terms")
             have, expected, other = (tensor[~few_SB] for tensor in (have, expected, other))
-        factor = None if name == "p" or other.dtype == torch.float32 else 2.0
+        factor = 2.0 if name != "p" and other.dtype.itemsize == 2 else None
         try:
             if expected.numel():
                 assert_parity(have, expected, rms=limit, dtype_peer=other, max_abs_factor=factor, name=name)

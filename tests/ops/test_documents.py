@@ -26,6 +26,7 @@ from megacpp_mcore.ops.mamba3.reference import mamba3
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.mla.sdpa import sdpa_attention
 from megacpp_mcore.ops.packed.documents import (
+    additive_mask,
     check_masked_count,
     cu_seqlens_of,
     document_starts,
@@ -38,6 +39,7 @@ from megacpp_mcore.ops.packed.documents import (
     shared,
 )
 from megacpp_mcore.ops.sparse_mla.reference import attend
+from tests.ops import m2rnn_case, mamba3_case
 
 H, P, G, N, R, K, V = 2, 3, 1, 4, 2, 3, 4
 Tensors = dict[str, torch.Tensor]
@@ -86,20 +88,15 @@ def check_separate(
 # --- M -----------------------------------------------------------------------------------------------------------------
 
 
-def mamba_tensors(rows: int, rank: int) -> tuple[Tensors, dict[str, Any]]:
-    per_token = {
-        "x": (2, rows, H, P),
-        "z": (2, rows, H, P),
-        "b": (2, rows, G, rank, N),
-        "c": (2, rows, G, rank, N),
-        "dd_dt": (2, rows, H),
-        "dd_A": (2, rows, H),
-        "trap": (2, rows, H),
-        "angles": (2, rows, 2),
-    }
-    weights = {"b_bias": (H, rank, N), "c_bias": (H, rank, N), "b_norm_weight": (N,), "c_norm_weight": (N,), "D": (H,)}
-    weights |= {name: (H, rank, P) for name in ("mimo_x", "mimo_z", "mimo_o") if rank > 1}
-    return draw(per_token, 0), draw(weights | {"dt_bias": (H,)}, 1)
+def apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """What an op takes, in float64, as leaves: of the tokens ``[B, S, …]``, and of the layer."""
+    leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
+    return {"u": leaves.pop("u").detach().transpose(0, 1).requires_grad_()}, leaves
+
+
+def mamba(rows: int, rank: int) -> tuple[mamba3_case.Case, Tensors, Tensors]:
+    case = mamba3_case.Case(rows, H=H, P=P, G=G, N=N, A=2, R=rank, mimo=rank > 1)
+    return case, *apart(mamba3_case.make_tensors(case, device="cpu"))
 
 
 @_PROPERTY
@@ -111,24 +108,24 @@ def mamba_tensors(rows: int, rank: int) -> tuple[Tensors, dict[str, Any]]:
     segment_size=st.sampled_from([None, 1, 4, 7, 1024]),
 )
 def test_mamba3(lengths: list[int], rank: int, method: Any, chunk_size: int, segment_size: int | None) -> None:
-    def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
-        options: dict[str, Any] = {"chunk_size": chunk_size, "method": method, "segment_size": segment_size}
-        rows = (t.transpose(0, 1) for t in tokens.values())
-        return mamba3(*rows, **shared, A_floor=1e-4, eps=1e-5, seq_idx=seq_idx, **options)[0].transpose(0, 1)
+    case, *tensors = mamba(sum(lengths), rank)
 
-    check_separate(compute, *mamba_tensors(sum(lengths), rank), lengths)
+    def compute(tokens: Tensors, shared: Tensors, seq_idx: torch.Tensor | None) -> torch.Tensor:
+        options: dict[str, Any] = {"chunk_size": chunk_size, "method": method, "segment_size": segment_size}
+        given = {"u": tokens["u"].transpose(0, 1)} | shared
+        return mamba3_case.run(mamba3, case, given, seq_idx=seq_idx, **options)[0].transpose(0, 1)
+
+    check_separate(compute, *tensors, lengths)
 
 
 def test_mamba3_of_a_document_does_not_change_with_another_one_by_a_bit() -> None:
     """In float32 too: neither the state nor the angles of the first document are added and taken off again."""
-    tokens, shared = mamba_tensors(40, R)
-    first, other = ({name: t.detach().float() for name, t in tokens.items()} for _ in range(2))
-    for tensor in other.values():
-        tensor[:, :13] = 50 * torch.randn(tensor[:, :13].shape, generator=torch.Generator().manual_seed(5))
-    options: Any = {"chunk_size": 8, "A_floor": 1e-4, "eps": 1e-5, "seq_idx": number([13, 27])[:1].expand(2, 40)}
-    weights = {name: t.detach().float() for name, t in shared.items()}
-    rows = ((t.transpose(0, 1) for t in each.values()) for each in (first, other))
-    before, after = (mamba3(*each, **weights, **options)[0] for each in rows)
+    case, tokens, shared = mamba(40, R)
+    weights = {name: tensor.detach().float() for name, tensor in shared.items()}
+    first, other = (tokens["u"].detach().float().transpose(0, 1).clone() for _ in range(2))
+    other[:13] = 50 * torch.randn(other[:13].shape, generator=torch.Generator().manual_seed(5))
+    options: Any = {"chunk_size": 8, "seq_idx": number([13, 27])[:1].expand(2, 40)}
+    before, after = (mamba3_case.run(mamba3, case, {"u": u} | weights, **options)[0] for u in (first, other))
     assert torch.equal(before[13:], after[13:])
     assert not torch.equal(before[:13], after[:13])
 
@@ -136,90 +133,54 @@ def test_mamba3_of_a_document_does_not_change_with_another_one_by_a_bit() -> Non
 # --- R -----------------------------------------------------------------------------------------------------------------
 
 
-@_PROPERTY
-@given(lengths=LENGTHS, every=st.sampled_from([None, 1, 2, 5, 8, 64]), one_head=st.booleans())
-def test_m2rnn(lengths: list[int], every: int | None, one_head: bool) -> None:
-    rows, heads = sum(lengths), 1 if one_head else H
-    tokens = draw({"q": (2, rows, heads, K), "k": (2, rows, heads, K), "v": (2, rows, H, V), "f": (2, rows, H)}, 0)
-
-    def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
-        q, k, v, f = tokens.values()
-        arguments = (q, k, v, shared["W"], torch.sigmoid(f))
-        if every is None:
-            return m2rnn_sequential(*arguments, seq_idx=seq_idx)[0]
-        return m2rnn_chunked(*arguments, checkpoint_every=every, seq_idx=seq_idx)[0]
-
-    check_separate(compute, tokens, draw({"W": (H, V, V)}, 1), lengths)
-
-
-@pytest.mark.parametrize("every", [1, 4, 7, 64])
-def test_m2rnn_chunked_is_sequential_with_the_states_of_both_ends(every: int) -> None:
-    """A document that comes in from before (h0) and one that goes on (the gradient of the last state)."""
-    shapes = {"q": (2, 17, 1, K), "k": (2, 17, H, K), "v": (2, 17, H, V), "W": (H, V, V), "f": (2, 17, H)}
-    tensors = draw(shapes | {"h0": (2, H, K, V)}, 2)
-    arguments = [torch.sigmoid(t) if name == "f" else t for name, t in tensors.items()]
-    seq_idx = number([4, 1, 9, 3])
-    results = []
-    for y, h_last in (
-        m2rnn_sequential(*arguments, seq_idx=seq_idx),
-        m2rnn_chunked(*arguments, seq_idx=seq_idx, checkpoint_every=every),
-    ):
-        gradients = torch.autograd.grad(y.sin().sum() + h_last.cos().sum(), list(tensors.values()), retain_graph=True)
-        results.append([y, h_last, *gradients])
-    for truth, found in zip(*results, strict=True):
-        assert truth.abs().max() > 1e-6
-        torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-10)
-
-
-def mixer_tensors(rows: int) -> tuple[Tensors, Tensors]:
-    """What m2rnn() takes: of the tokens ``[B, S, …]``, and of the layer."""
-    tokens = {"q": (2, rows, K), "k": (2, rows, K), "v": (2, rows, H, V), "g": (2, rows, H, V), "f": (2, rows, H)}
-    weights = {
-        "qk_conv_weight": (2 * K, 4),
-        "qk_conv_bias": (2 * K,),
-        "v_conv_weight": (H * V, 4),
-        "v_conv_bias": (H * V,),
-    }
-    weights |= {"W": (H, V, V), "A_log": (H,), "dt_bias": (H,), "D": (H * V,), "norm_weight": (H * V,)}
-    return draw(tokens, 3), draw(weights, 4)
+def mixer(rows: int) -> tuple[Tensors, Tensors]:
+    return apart(m2rnn_case.draw(m2rnn_case.Case(S=rows, H=H, K=K, V=V))["leaves"])
 
 
 def mixed(tokens: Tensors, weights: Tensors, **options: Any) -> tuple[torch.Tensor, Any]:
     """m2rnn() on ``[B, S, …]``, to ``[B, S, H·V]``."""
-    out_SBC, state = m2rnn(
-        *(t.transpose(0, 1) for t in tokens.values()), **weights, eps=1e-5, norm_width=H * V, **options
-    )
+    leaves = {"u": tokens["u"].transpose(0, 1)} | weights
+    out_SBC, state = m2rnn_case.run(m2rnn, m2rnn_case.Case(H=H, K=K, V=V), leaves, **options)
     assert out_SBC.is_contiguous()
     return out_SBC.transpose(0, 1), state
 
 
+def how_of(every: int | None) -> dict[str, Any]:
+    """Token by token, or with a state saved in so many tokens."""
+    return {"recurrence": m2rnn_sequential} if every is None else {"checkpoint_every": every}
+
+
 @_PROPERTY
-@given(lengths=LENGTHS)
-def test_the_mixer_of_r(lengths: list[int]) -> None:
+@given(lengths=LENGTHS, every=st.sampled_from([None, 1, 2, 5, 8, 64]))
+def test_m2rnn(lengths: list[int], every: int | None) -> None:
     def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
-        return mixed(tokens, shared, seq_idx=seq_idx, checkpoint_every=4)[0]
+        return mixed(tokens, shared, seq_idx=seq_idx, **how_of(every))[0]
 
-    check_separate(compute, *mixer_tensors(sum(lengths)), lengths)
+    check_separate(compute, *mixer(sum(lengths)), lengths)
 
 
+@pytest.mark.parametrize("every", [None, 1, 4, 64])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("cut", [1, 2, 8, 15])
-def test_the_mixer_of_r_may_be_cut_anywhere(documents: bool, cut: int) -> None:
-    """Two calls that hand the state over are one call: the rows before the cut go along for the convolution."""
-    tokens, weights = mixer_tensors(17)
+def test_m2rnn_may_be_cut_anywhere(documents: bool, cut: int, every: int | None) -> None:
+    """Two calls that hand the state over are one call token by token: the rows before the cut go along for the convolution."""
+    tokens, weights = mixer(17)
     numbers = number([7, 2, 8])[:1].expand(2, 17)
-    whole, last = mixed(tokens, weights, return_final_state=True, seq_idx=numbers if documents else None)
+    token_by_token = {"return_final_state": True} | how_of(None)
+    whole, last = mixed(tokens, weights, seq_idx=numbers if documents else None, **token_by_token)
     assert mixed(tokens, weights)[1] is None
     outputs, state = [], None
     for rows in (slice(0, cut), slice(cut, None)):
         part = {name: t[:, rows] for name, t in tokens.items()}
         seq_idx = numbers[:, rows] if documents else None
-        out, state = mixed(part, weights, return_final_state=True, initial_state=state, seq_idx=seq_idx)
+        how = {"return_final_state": True, "initial_state": state} | how_of(every)
+        out, state = mixed(part, weights, seq_idx=seq_idx, **how)
         outputs.append(out)
     joined, leaves = torch.cat(outputs, dim=1), [*tokens.values(), *weights.values()]
     for found, truth in zip((joined, *state), (whole, *last), strict=True):
         torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-10)
-    gradients = (torch.autograd.grad(y.sin().sum(), leaves) for y in (joined, whole))
+    ends = ((joined, state), (whole, last))
+    gradients = (torch.autograd.grad(y.sin().sum() + end.h_BHKV.cos().sum(), leaves) for y, end in ends)
     for found, truth in zip(*gradients, strict=True):
         torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-10)
 
@@ -228,26 +189,17 @@ def test_the_mixer_of_r_may_be_cut_anywhere(documents: bool, cut: int) -> None:
 
 
 @_PROPERTY
-@given(lengths=LENGTHS, query_chunk=st.sampled_from([None, 1, 3, 8]))
-def test_full_mla(lengths: list[int], query_chunk: int | None) -> None:
-    def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
-        q, k, v = (t.transpose(0, 1) for t in tokens.values())
-        options: Any = {"softmax_scale": 0.3, "seq_idx": seq_idx, "query_chunk": query_chunk}
-        return mla_attention(q, k, v, **options).transpose(0, 1)
-
-    rows = sum(lengths)
-    check_separate(compute, draw({"q": (2, rows, H, K), "k": (2, rows, H, K), "v": (2, rows, H, V)}, 0), {}, lengths)
-
-
-@_PROPERTY
-@given(lengths=LENGTHS)
-def test_full_mla_by_sdpa(lengths: list[int]) -> None:
-    """With the mask that is made of the documents, on the kernel that runs anywhere."""
+@given(lengths=LENGTHS, query_chunk=st.sampled_from([None, 1, 3, 8]), fused=st.booleans())
+def test_full_mla(lengths: list[int], query_chunk: int | None, fused: bool) -> None:
+    """By the reference, and with the mask that is made of the documents on the kernel of PyTorch's that runs anywhere."""
 
     def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
         q, k, v = (t.transpose(0, 1) for t in tokens.values())
-        options: Any = {"softmax_scale": 0.3, "seq_idx": seq_idx, "backend": SDPBackend.MATH}
-        return sdpa_attention(q, k, v, **options).transpose(0, 1)
+        if fused:
+            o_SBHV = sdpa_attention(q, k, v, softmax_scale=0.3, seq_idx=seq_idx, backend=SDPBackend.MATH)
+        else:
+            o_SBHV = mla_attention(q, k, v, softmax_scale=0.3, seq_idx=seq_idx, query_chunk=query_chunk)
+        return o_SBHV.transpose(0, 1)
 
     rows = sum(lengths)
     check_separate(compute, draw({"q": (2, rows, H, K), "k": (2, rows, H, K), "v": (2, rows, H, V)}, 0), {}, lengths)
@@ -414,6 +366,14 @@ def test_forms_are_shared_by_copies_and_made_anew_after_a_write() -> None:
     del seq_idx
     made.clear()
     assert storage() is None
+
+
+def test_what_is_made_in_inference_mode_is_not_given_to_autograd() -> None:
+    seq_idx = number([3, 2])
+    with torch.inference_mode():
+        made = additive_mask(seq_idx, torch.float32)
+        assert additive_mask(seq_idx, torch.float32) is made
+    assert not additive_mask(seq_idx, torch.float32).is_inference()
 
 
 def test_no_nan_of_one_document_reaches_the_sums_of_the_next() -> None:

@@ -1,11 +1,10 @@
-"""grouped_mlp and routed_mlp against one token at a time, in fp64, and against Megatron's own experts.
-
-Shape legend: T tokens, E experts, D model width, F expert width.
-"""
+"""grouped_mlp and routed_mlp against one token at a time, in fp64, and against Megatron's own experts."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,115 +12,75 @@ import torch
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.grouped_mlp.reference import grouped_mlp, routed_mlp
 from megacpp_mcore.ops.testing import assert_parity
+from tests.ops.grouped_mlp_case import Case, assert_same, draw, outcome, outcome_of_rows, sorted_rows
 
-COUNTS = {
-    "even": [3, 3, 3, 3],
-    "odd": [5, 1, 7, 2],
-    "some without tokens": [0, 4, 0, 3],
-    "all to the first": [9, 0, 0, 0],
-    "all to the last": [0, 0, 0, 9],
-    "one token": [0, 0, 1, 0],
-    "no token": [0, 0, 0, 0],
+FP64 = {"dtype": torch.float64, "prob_dtype": torch.float64}
+CASES = {
+    "several experts": Case(T=9, D=5, F=6, E=5, topk=3, **FP64),
+    "every expert": Case(T=4, D=5, F=6, E=4, topk=4, **FP64),
+    "some without tokens": Case(T=7, D=5, F=6, E=6, topk=2, routing="lone", **FP64),
+    "all to one": Case(T=9, D=5, F=6, E=4, topk=1, routing="same", **FP64),
+    "one token": Case(T=1, D=5, F=6, E=4, topk=1, **FP64),
 }
 
 
-def draw(counts, D=5, F=6, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    T, E = sum(counts), len(counts)
-    shapes = ((T, D), (E, F, D), (E, D, F), (T,))
-    x, w1, w2, probs = (torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes)
-    # Activations of about 1: where GELU underflows, fp32 and fp64 rightly disagree.
-    tensors = (x, w1 / D**0.5, w2 / F**0.5, probs.sigmoid())
-    return [t.to(dtype).requires_grad_() for t in tensors]
-
-
-def gelu(x, activation):
+def gelu(x: torch.Tensor, activation: str) -> torch.Tensor:
     """Written out, so that the choice between the two forms is tested and not assumed."""
     if activation == "gelu":
         return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
     return x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def token_truth(x, counts, w1, w2, probs, activation="gelu"):
-    expert_of = [e for e, count in enumerate(counts) for _ in range(count)]
-    rows = []
-    for t, e in enumerate(expert_of):
-        hidden = gelu(w1[e] @ x[t], activation)
-        rows.append(w2[e] @ (hidden if probs is None else hidden * probs[t]))
-    return torch.stack(rows) if rows else x.new_zeros(0, x.shape[1])
+def token_by_token(x, routing, probs, w1, w2, *, topk, activation):
+    def one(t: int, e: torch.Tensor) -> torch.Tensor:
+        return w2[e] @ (probs[t, e] * gelu(w1[e] @ x[t], activation))
+
+    return torch.stack([sum(one(t, e) for e in routing[t].nonzero()[:, 0]) for t in range(len(x))])
+
+
+def row_by_row(x, counts, w1, w2, probs, *, activation):
+    experts = torch.arange(len(counts)).repeat_interleave(counts)
+    return torch.stack([w2[e] @ (gelu(w1[e] @ x[t], activation) * probs[t]) for t, e in enumerate(experts)])
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-@pytest.mark.parametrize("with_probs", [True, False])
-@pytest.mark.parametrize("case", [c for c in COUNTS if c != "no token"])
-def test_matches_one_token_at_a_time(case, with_probs, activation):
-    counts = COUNTS[case]
-    x, w1, w2, probs = draw(counts)
-    leaves = [x, w1, w2, *([probs] if with_probs else [])]
-    arguments = (w1, w2, probs if with_probs else None)
-    actual = grouped_mlp(x, torch.tensor(counts), *arguments, activation=activation)
-    expected = token_truth(x, counts, *arguments, activation=activation)
-    assert_parity(actual, expected, rms=1e-12, name="y")
-    cotangent = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    have, want = torch.autograd.grad(actual, leaves, cotangent), torch.autograd.grad(expected, leaves, cotangent)
-    for name, a, e in zip(("x", "w1", "w2", "probs"), have, want, strict=False):
-        assert_parity(a, e, rms=1e-11, name=f"d{name}")
+@pytest.mark.parametrize("name", CASES)
+def test_matches_one_token_at_a_time(name: str, activation: str) -> None:
+    case = replace(CASES[name], activation=activation)
+    inputs = draw(case)
+    truth = outcome(token_by_token, case, inputs)
+    assert_same(outcome(routed_mlp, case, inputs), truth, 1e-11, inputs["routing"])
+    assert_same(outcome_of_rows(grouped_mlp, case, inputs), outcome_of_rows(row_by_row, case, inputs), 1e-11)
 
 
-@pytest.mark.parametrize("case", COUNTS)
-def test_experts_without_tokens_get_exact_zeros(case):
-    counts = COUNTS[case]
-    leaves = x, w1, w2, probs = draw(counts)
-    y = grouped_mlp(x, torch.tensor(counts), w1, w2, probs)
-    assert y.shape == x.shape
-    dx, dw1, dw2, dprobs = torch.autograd.grad(y.sum(), leaves)  # raises if a leaf is not in the graph
-    assert dx.shape == x.shape
-    assert dprobs.shape == probs.shape
-    for e, count in enumerate(counts):
-        for gradient in (dw1[e], dw2[e]):
-            if count:
-                assert gradient.abs().sum() > 0
-            else:
-                assert torch.equal(gradient, torch.zeros_like(gradient))
+def test_without_probabilities_they_are_1() -> None:
+    inputs = draw(CASES["several experts"])
+    token, counts = sorted_rows(inputs)
+    leaves = [inputs["x"][token], inputs["w1"], inputs["w2"]]
+    results = []
+    for probs in (None, torch.ones(len(token), dtype=torch.float64)):
+        x, w1, w2 = given = [leaf.detach().requires_grad_() for leaf in leaves]
+        y = grouped_mlp(x, counts, w1, w2, probs)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), given)])
+    assert all(map(torch.equal, *results))
 
 
-def test_separate_weights_per_expert_also_get_zeros():
-    x, w1, w2, probs = draw([0, 4])
-    separate = [w.detach().clone().requires_grad_() for w in w1]
-    y = grouped_mlp(x, torch.tensor([0, 4]), torch.stack(separate), w2, probs)
-    gradients = torch.autograd.grad(y.sum(), separate)
-    assert torch.equal(gradients[0], torch.zeros_like(gradients[0]))
-    assert gradients[1].abs().sum() > 0
+def test_no_token_gives_weights_gradients_of_zero() -> None:
+    inputs = draw(CASES["several experts"])
+    w1, w2 = weights = [inputs[name].requires_grad_() for name in ("w1", "w2")]
+    y = grouped_mlp(inputs["x"][:0], torch.zeros(5, dtype=torch.int64), w1, w2, inputs["probs"][:0, 0])
+    assert y.shape == (0, 5)
+    assert not any(gradient.any() for gradient in torch.autograd.grad(y.sum(), weights))
 
 
 @pytest.mark.parametrize(("dtype", "rms"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
-def test_low_precision(dtype, rms):
-    counts = [1000, 0, 1344, 1]  # 2345 tokens
-    low = draw(counts, D=32, F=48, dtype=dtype)
-    high = [t.detach().double().requires_grad_() for t in low]
-    results = []
-    for x, w1, w2, probs in (low, high):
-        y = grouped_mlp(x, torch.tensor(counts), w1, w2, probs)
-        cotangent = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        results.append((y, *torch.autograd.grad(y, (x, w1, w2, probs), cotangent.to(dtype).to(y.dtype))))
-    for name, actual, expected in zip(("y", "dx", "dw1", "dw2", "dprobs"), *results, strict=True):
-        assert actual.dtype == dtype
-        if name in ("dw1", "dw2"):
-            # One row an expert: GELU is flat near -0.75, where a single token leaves a hidden unit only rounding.
-            live = [e for e, count in enumerate(counts) if count]
-            actual, expected = actual[live].flatten(1), expected[live].flatten(1)
-        assert_parity(actual, expected, rms=rms, name=name)
-
-
-def test_gradcheck():
-    counts = [2, 0, 1]
-    x, w1, w2, probs = draw(counts, D=3, F=2)
-
-    def run(*tensors):
-        return grouped_mlp(tensors[0], torch.tensor(counts), *tensors[1:])
-
-    assert torch.autograd.gradcheck(run, [x, w1, w2, probs])
-    assert torch.autograd.gradcheck(lambda a, b, c: run(a, b, c, None), [x, w1, w2])
+def test_low_precision(dtype: torch.dtype, rms: float) -> None:
+    case = Case(T=1173, D=32, F=48, E=6, topk=2, routing="lone", dtype=dtype, prob_dtype=dtype)
+    inputs = draw(case)
+    found = outcome_of_rows(grouped_mlp, case, inputs)
+    assert {tensor.dtype for tensor in found.values()} == {dtype}
+    # By expert: GELU is flat near -0.75, where the one token of the first leaves a hidden unit only rounding.
+    assert_same(found, outcome_of_rows(grouped_mlp, case, inputs, torch.float64), rms)
 
 
 class BiasFreeLinear(torch.nn.Module):
@@ -135,14 +94,15 @@ class BiasFreeLinear(torch.nn.Module):
         return hidden @ self.weight[0].T, None
 
 
-def test_matches_megatron_experts():
+def test_matches_megatron_experts() -> None:
     """Megatron's own expert MLP: where the probabilities enter, which GELU it is, how the weights lie."""
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    counts = [3, 0, 4]
-    x, w1, w2, probs = draw(counts, D=8, F=6)
+    inputs = draw(Case(T=7, D=8, F=6, E=3, topk=1, routing="lone", **FP64))
+    token, counts = sorted_rows(inputs)
+    x, w1, w2, probs = inputs["x"][token], inputs["w1"], inputs["w2"], torch.rand(7, dtype=torch.float64)
     expert = object.__new__(MLP)
     torch.nn.Module.__init__(expert)
     expert.config = TransformerConfig(
@@ -151,119 +111,113 @@ def test_matches_megatron_experts():
     assert expert.config.activation_func is torch.nn.functional.gelu
     expert.activation_func = expert.config.activation_func
     rows = []
-    for e, (tokens, prob) in enumerate(zip(x.split(counts), probs.split(counts), strict=True)):
+    for e, (tokens, prob) in enumerate(zip(x.split(counts.tolist()), probs.split(counts.tolist()), strict=True)):
         expert.linear_fc1, expert.linear_fc2 = BiasFreeLinear(w1[e]), BiasFreeLinear(w2[e])
         rows.append(expert.forward(tokens, prob)[0])
-    assert_parity(grouped_mlp(x, torch.tensor(counts), w1, w2, probs), torch.cat(rows), rms=1e-12, name="y")
+    assert_parity(grouped_mlp(x, counts, w1, w2, probs), torch.cat(rows), rms=1e-12, name="y")
 
 
-@pytest.mark.parametrize("damage", ["dropped row", "token at the wrong expert", "probability left out", "tanh", "sign"])
-def test_parity_notices(damage):
-    counts = [5, 1, 7, 2]
-    x, w1, w2, probs = (t.detach() for t in draw(counts))
-    expected = grouped_mlp(x, torch.tensor(counts), w1, w2, probs)
-    wrong, rms = expected.clone(), 5e-3
-    if damage == "dropped row":
-        wrong[5] = 0
-    elif damage == "token at the wrong expert":
-        wrong = grouped_mlp(x, torch.tensor([4, 2, 7, 2]), w1, w2, probs)
-    elif damage == "probability left out":
-        probs[7] = 1.0
-        wrong = grouped_mlp(x, torch.tensor(counts), w1, w2, probs)
-    elif damage == "tanh":
-        # The two GELUs differ by less than bf16 resolves; fp32's tolerance tells them apart.
-        wrong, rms = grouped_mlp(x, torch.tensor(counts), w1, w2, probs, activation="gelu_tanh"), 1e-6
-    else:
-        wrong[14] *= -1
-    with pytest.raises(AssertionError):
-        assert_parity(wrong, expected, rms=rms, name="y")
+COUNTS = torch.tensor([2, 2])
+BAD_ROWS = {
+    "too few counted": ({"counts": torch.tensor([2, 1])}, "sum to T = 4"),
+    "too many counted": ({"counts": torch.tensor([2, 3])}, "sum to T = 4"),
+    "negative": ({"counts": torch.tensor([5, -1])}, "non-negative"),
+    "float counts": ({"counts": COUNTS.float()}, "expected integers"),
+    "counts of another length": ({"counts": torch.tensor([4])}, r"\[E\] = \[2\]"),
+    "w2 transposed": ({"w2": torch.zeros(2, 6, 5)}, "out, in"),
+    "x of another width": ({"x": torch.zeros(4, 4)}, "same D"),
+    "no expert": (
+        {"counts": COUNTS[:0], "w1": torch.zeros(0, 6, 5), "w2": torch.zeros(0, 5, 6)},
+        "at least one expert",
+    ),
+    "probs of rank 2": ({"probs": torch.zeros(4, 1)}, "one for each row"),
+    "integer weights": ({"w1": torch.zeros(2, 6, 5, dtype=torch.int64)}, "floating-point"),
+    "activation": ({"activation": "relu"}, "gelu_tanh"),
+}
 
 
-def bad_calls():
-    x, w1, w2, probs = (t.detach() for t in draw([2, 2]))
-    counts = torch.tensor([2, 2])
-    return {
-        "too few counted": ((x, torch.tensor([2, 1]), w1, w2, probs), {}, "sum to T = 4"),
-        "too many counted": ((x, torch.tensor([2, 3]), w1, w2, probs), {}, "sum to T = 4"),
-        "negative": ((x, torch.tensor([5, -1]), w1, w2, probs), {}, "non-negative"),
-        "float counts": ((x, counts.float(), w1, w2, probs), {}, "expected integers"),
-        "counts of another length": ((x, torch.tensor([4]), w1, w2, probs), {}, r"\[E\] = \[2\]"),
-        "w2 transposed": ((x, counts, w1, w2.transpose(1, 2), probs), {}, "out, in"),
-        "w1 of another width": ((x[:, :4], counts, w1, w2, probs), {}, "same D"),
-        "no expert": ((x, counts[:0], w1[:0], w2[:0], probs), {}, "at least one expert"),
-        "probs of rank 2": ((x, counts, w1, w2, probs[:, None]), {}, "one for each row"),
-        "integer weights": ((x, counts, w1.long(), w2, probs), {}, "floating-point"),
-        "activation": ((x, counts, w1, w2, probs), {"activation": "relu"}, "gelu_tanh"),
-    }
-
-
-@pytest.mark.parametrize("case", bad_calls())
-def test_refuses(case):
-    arguments, options, message = bad_calls()[case]
+@pytest.mark.parametrize(("change", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_refuses(change: dict[str, object], message: str) -> None:
+    good = {"x": torch.zeros(4, 5), "counts": COUNTS, "w1": torch.zeros(2, 6, 5), "w2": torch.zeros(2, 5, 6)}
+    x, counts, w1, w2, probs, activation = (good | {"probs": torch.zeros(4), "activation": "gelu"} | change).values()
     with pytest.raises(ModelError, match=message):
-        grouped_mlp(*arguments, **options)
+        grouped_mlp(x, counts, w1, w2, probs, activation=activation)
 
 
-def draw_routed(T=9, E=5, topk=3, D=5, F=6, dtype=torch.float64):
-    """Tokens, routing of which the last expert has no part, and what :func:`draw` has besides."""
-    x, w1, w2, _ = draw([T] + [0] * (E - 1), D, F, dtype)
-    generator = torch.Generator().manual_seed(2)
-    scores = torch.rand(T, E - 1, dtype=torch.float64, generator=generator)
-    routing = torch.zeros(T, E, dtype=torch.bool).scatter_(1, scores.topk(topk).indices, True)
-    probs = torch.rand(T, E, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
-    return x, routing, probs, w1, w2
+ROUTING = torch.tensor([[True, True, False]] * 4)
+BAD_TOKENS = {
+    "integers": ({"routing": ROUTING.long()}, r"torch\.int64 .* expected torch\.bool"),
+    "experts first": ({"routing": ROUTING.T}, r"\[T, E\] = \[4, 3\]"),
+    "probabilities of rows": ({"probs": torch.zeros(4)}, "probs have shape"),
+    "no expert": ({"topk": 0}, "expected 1 to E = 3"),
+    "another topk": ({"topk": 1}, "4 of 4 tokens"),
+    "dropped": ({"routing": ROUTING & (torch.arange(4) != 2)[:, None]}, "1 of 4 .* token 2 with 0"),
+    "too many": ({"routing": ROUTING | (torch.arange(4) == 1)[:, None]}, "token 1 with 3"),
+}
 
 
-def routed_truth(x, routing, probs, w1, w2, activation):
-    return torch.stack(
-        [
-            sum(w2[e] @ (probs[t, e] * gelu(w1[e] @ x[t], activation)) for e in routing[t].nonzero()[:, 0])
-            for t in range(len(x))
-        ]
+@pytest.mark.parametrize(("change", "message"), BAD_TOKENS.values(), ids=BAD_TOKENS)
+def test_routed_refuses(change: dict[str, object], message: str) -> None:
+    given = {"routing": ROUTING, "probs": torch.zeros(4, 3), "topk": 2} | change
+    with pytest.raises(ModelError, match=message):
+        routed_mlp(
+            torch.zeros(4, 5), given["routing"], given["probs"], torch.zeros(3, 6, 5), torch.zeros(3, 5, 6),
+            topk=given["topk"],
+        )  # fmt: skip
+
+
+@pytest.fixture
+def kernels() -> Any:
+    """The modules of our kernels and of those in FP8."""
+    return pytest.importorskip("megacpp_mcore.ops.grouped_mlp.triton"), pytest.importorskip(
+        "megacpp_mcore.ops.grouped_mlp.fp8"
     )
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-@pytest.mark.parametrize("topk", [1, 3, 4])
-def test_routed_matches_one_token_at_a_time(topk, activation):
-    x, routing, probs, w1, w2 = draw_routed(topk=topk)
-    leaves = (x, probs, w1, w2)
-    actual = routed_mlp(x, routing, probs, w1, w2, topk=topk, activation=activation)
-    expected = routed_truth(x, routing, probs, w1, w2, activation)
-    assert_parity(actual, expected, rms=1e-12, name="y")
-    cotangent = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    have, want = torch.autograd.grad(actual, leaves, cotangent), torch.autograd.grad(expected, leaves, cotangent)
-    for name, a, e in zip(("x", "probs", "w1", "w2"), have, want, strict=True):
-        assert_parity(a, e, rms=1e-11, name=f"d{name}")
-    assert not have[1][~routing].count_nonzero()
-    assert not any(gradient[-1].count_nonzero() for gradient in have[2:])
+def test_fp8_needs_a_gpu_that_has_it(kernels: Any) -> None:
+    x, w1, w2 = torch.zeros(4, 5), torch.zeros(3, 6, 5), torch.zeros(3, 5, 6)
+    for call in (
+        lambda: kernels[1].routed_mlp(x, ROUTING, torch.zeros(4, 3), w1, w2, topk=2),
+        lambda: kernels[1].grouped_mlp(x, torch.tensor([1, 1, 2]), w1, w2, None),
+    ):
+        with pytest.raises(
+            ModelError, match=r"\(9, 0\) \(Hopper\), and x is on cpu: no GPU; take the experts in bfloat16"
+        ):
+            call()
 
 
-def test_routed_gradcheck():
-    x, routing, probs, w1, w2 = draw_routed(T=3, E=3, topk=2, D=3, F=2)
-    assert torch.autograd.gradcheck(lambda a, p, b, c: routed_mlp(a, routing, p, b, c, topk=2), [x, probs, w1, w2])
+def test_what_is_copied(kernels: Any) -> None:
+    packed, whole = kernels[0].packed, torch.arange(80.0).view(10, 8)
+    assert packed(whole) is whole
+    for part in (whole[:, :4], whole.T, whole.flatten()[3:67].view(8, 8)):
+        copy = packed(part)
+        assert torch.equal(copy, part)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 16 == 0
 
 
-def bad_routed_calls():
-    x, routing, probs, w1, w2 = (t.detach() for t in draw_routed())
-    fewer, more = routing.clone(), routing.clone()
-    fewer[4] = False
-    more[2] = True
-    return {
-        "integers": ((x, routing.long(), probs, w1, w2), {}, r"torch\.int64 .* expected torch\.bool"),
-        "experts first": ((x, routing.T, probs, w1, w2), {}, r"\[T, E\] = \[9, 5\]"),
-        "probabilities of rows": ((x, routing, probs[:, 0], w1, w2), {}, "probs have shape"),
-        "no expert": ((x, routing, probs, w1, w2), {"topk": 0}, "expected 1 to E = 5"),
-        "another topk": ((x, routing, probs, w1, w2), {"topk": 2}, "9 of 9 tokens"),
-        "dropped": ((x, fewer, probs, w1, w2), {}, "1 of 9 .* token 4 with 0"),
-        "too many": ((x, more, probs, w1, w2), {}, "token 2 with 5"),
-        "w2 transposed": ((x, routing, probs, w1, w2.transpose(1, 2)), {}, "out, in"),
-        "activation": ((x, routing, probs, w1, w2), {"activation": "relu"}, "gelu_tanh"),
-    }
-
-
-@pytest.mark.parametrize("case", bad_routed_calls())
-def test_routed_refuses(case):
-    arguments, options, message = bad_routed_calls()[case]
-    with pytest.raises(ModelError, match=message):
-        routed_mlp(*arguments, **{"topk": 3} | options)
+def test_the_kernels_refuse(kernels: Any) -> None:
+    grouped, routed = kernels[0].grouped_mlp, kernels[0].routed_mlp
+    inputs = draw(Case())
+    x, routing, probs, w1, w2 = (inputs[name] for name in ("x", "routing", "probs", "w1", "w2"))
+    counts, none = torch.tensor([25] * 8), torch.zeros(257, dtype=torch.int32)
+    for call, message in (
+        (
+            lambda: routed(x.float(), routing, probs, w1.float(), w2.float(), topk=3),
+            r"float32, .* take one of \(torch\.bfloat16,",
+        ),
+        (lambda: grouped(x, counts, w1.half(), w2, None), r"torch\.bfloat16, torch\.float16"),
+        (
+            lambda: routed(x, routing, probs, w1[:, :90], w2[..., :90], topk=3),
+            r"F, D = \[90, 64\]; they take multiples of 8",
+        ),
+        (
+            lambda: grouped(x, none, w1[:1].expand(257, -1, -1), w2[:1].expand(257, -1, -1), None),
+            "257 experts; they take up to 256",
+        ),
+        (lambda: grouped(x, counts + 1, w1, w2, None), "sum to T = 200"),
+        (lambda: routed(x, routing.T, probs, w1, w2, topk=3), r"\[T, E\]"),
+        (lambda: routed(x, routing, probs, w1, w2, topk=3, activation="relu"), "gelu_tanh"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            call()

@@ -19,10 +19,13 @@ from megacpp_mcore.ops.indexer.reference import (
     select,
 )
 from megacpp_mcore.ops.testing import assert_parity
+from tests.ops import indexer_case as case
+from tests.ops.indexer_case import draw_documents
 from tests.ops.saved_tensors import saved_bytes
 
 
 def draw(S, T, B=2, H=3, D=5, dtype=torch.float64, seed=0):
+    """As :func:`tests.ops.indexer_case.draw`, for fewer or more keys than queries, and with weights of size 1."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((S, B, H, D), (T, B, D), (S, B, H))
     return [torch.randn(s, dtype=torch.float64, generator=generator).to(dtype).requires_grad_() for s in shapes]
@@ -57,15 +60,9 @@ def loop_topk(score_BST, topk, visible_BST):
     return index
 
 
-def draw_documents(B, S, seed=11):
-    """Numbers of documents ``[B, S]`` of random lengths, another number than the one before it for each."""
-    starts = torch.rand(B, S, generator=torch.Generator().manual_seed(seed)) < 0.3
-    return (2 * starts.cumsum(1)).int()
-
-
-def visible_in(documents):
-    S = documents.shape[1]
-    return torch.ones(S, S, dtype=torch.bool).tril() & (documents[:, :, None] == documents[:, None, :])
+def visible_in(documents, S):
+    causal = torch.ones(S, S, dtype=torch.bool).tril().expand(2, S, S)
+    return causal if documents is None else causal & (documents[:, :, None] == documents[:, None, :])
 
 
 def blinded(index):
@@ -125,10 +122,9 @@ def test_nothing_with_heads_and_keys_is_kept():
 @pytest.mark.parametrize("S", [1, 2, 9])
 def test_topk_matches_sort(S, topk):
     score = draw_scores(2, S).detach()
-    causal = torch.ones(S, S, dtype=torch.bool).tril().expand(2, S, S)
     index = causal_topk(score, topk)
     assert index.dtype == torch.int32
-    assert torch.equal(index, loop_topk(score, topk, causal))
+    assert torch.equal(index, loop_topk(score, topk, visible_in(None, S)))
     valid_S = (index >= 0).sum(-1)
     assert torch.equal(valid_S, torch.arange(1, S + 1).clamp_max(topk).expand(2, S))
 
@@ -147,8 +143,8 @@ def test_topk_ties_go_to_the_lower_key():
 
 @pytest.mark.parametrize("topk", [1, 4, 40])
 def test_topk_stays_in_the_document(topk):
-    score, documents = draw_scores(2, 31).detach(), draw_documents(2, 31)
-    assert torch.equal(causal_topk(score, topk, documents), loop_topk(score, topk, visible_in(documents)))
+    score, documents = draw_scores(2, 31).detach(), draw_documents(31, each=3)
+    assert torch.equal(causal_topk(score, topk, documents), loop_topk(score, topk, visible_in(documents, 31)))
 
 
 def test_topk_keeps_visible_infinities():
@@ -168,13 +164,10 @@ def test_topk_ranks_nan_highest():
 @pytest.mark.parametrize("packed", [False, True])
 def test_selection_is_the_topk_of_the_scores(query_chunk, packed):
     inputs = [t.detach() for t in draw(23, 23)]
-    documents = draw_documents(2, 23) if packed else None
-    visible = (
-        torch.ones(23, 23, dtype=torch.bool).tril().expand(2, 23, 23) if documents is None else visible_in(documents)
-    )
+    documents = draw_documents(23, each=3) if packed else None
     index = select(*inputs, 5, documents, query_chunk=query_chunk)
     assert index.dtype == torch.int32
-    assert torch.equal(index, loop_topk(loop_scores(*inputs), 5, visible))
+    assert torch.equal(index, loop_topk(loop_scores(*inputs), 5, visible_in(documents, 23)))
 
 
 def test_no_more_scores_at_a_time_than_the_scratch_holds(monkeypatch):
@@ -253,17 +246,13 @@ def test_padding_never_leaks():
     assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-# --- the gradient as an op ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("coefficient", [0.7, torch.tensor(0.7)])
 @pytest.mark.parametrize("query_chunk", [None, 1, 4])
 def test_gradient_is_that_of_the_loss(query_chunk, coefficient):
     inputs = draw(23, 23)
     score = indexer_scores(*inputs)
-    index = blinded(causal_topk(score, 5, draw_documents(2, 23)))
-    target = draw_target(index.shape).masked_fill(index < 0, float("nan"))  # which nobody may read
-    target[0, 7] = 0.0  # a row without mass
+    index = blinded(causal_topk(score, 5, draw_documents(23, each=3)))
+    target = case.draw_target(index).double()
     expected = indexer_loss(score, index, target)
     loss, *found = indexer_grad(*inputs, index, target, coefficient, query_chunk=query_chunk)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
@@ -293,47 +282,85 @@ def test_gradient_in_low_precision(dtype):
         assert_parity(have[1:], want[1:], rms=4e-5 if dtype == torch.float32 else 5e-3, name=f"d{name}")
 
 
-def bad_calls():
-    q, k, w = (t.detach() for t in draw(4, 4))
-    score = draw_scores(2, 4).detach()
-    index = causal_topk(score, 2)
-    target = draw_target(index.shape)
-    mask = torch.zeros(2, 1, 4, 4, dtype=torch.bool)
-    documents = torch.zeros(2, 4, dtype=torch.int32)
-    return {
-        "key with heads": (indexer_scores, (q, k[:, :, None], w), {}, "no head dimension"),
-        "weights of another shape": (indexer_scores, (q, k, w[:3]), {}, "same S"),
-        "integer queries": (indexer_scores, (q.long(), k, w), {}, "floating-point"),
-        "no query": (indexer_scores, (q[:0], k, w[:0]), {}, "0 queries"),
-        "chunk": (indexer_scores, (q, k, w), {"query_chunk": -1}, "positive"),
-        "selection of a rectangle": (select, (q[:3], k, w[:3], 2), {}, "3 queries and 4 keys"),
-        "selection of nothing": (select, (q, k, w, 0), {}, "at least 1"),
-        "documents of another length": (select, (q, k, w, 2, documents[:, :3]), {}, r"\[B, S\] = \[2, 4\]"),
-        "int64 documents": (select, (q, k, w, 2, documents.long()), {}, "torch.int32"),
-        "topk 0": (causal_topk, (score, 0), {}, "at least 1"),
-        "rows behind the keys": (causal_topk, (score, 2), {"first_row": 1}, "up to row 5 and 4 keys"),
-        "rank 2": (causal_topk, (score[0], 2), {}, r"\[B, S, T\]"),
-        "integer scores": (causal_topk, (score.long(), 2), {}, "floating-point"),
-        "int64 index": (indexer_loss, (score, index.long(), target), {}, "int32"),
-        "gradient of an int64 index": (indexer_grad, (q, k, w, index.long(), target, 1.0), {}, "int32"),
-        "gradient against another width": (
-            indexer_grad,
-            (q, k, w, index, target[..., :1], 1.0),
-            {},
-            "expected the same",
-        ),
-        "gradient against integers": (indexer_grad, (q, k, w, index, index, 1.0), {}, "floating-point"),
-        "index of another batch": (indexer_loss, (score, index[:1], target), {}, "B, S = 2, 4"),
-        "target of another width": (indexer_loss, (score, index, target[..., :1]), {}, "expected the same"),
-        "integer target": (indexer_loss, (score, index, index), {}, "floating-point"),
-        "dense target": (indexer_loss_dense, (score, target), {}, "expected the same"),
-        "dense rectangle": (indexer_loss_dense, (score[:, :3], score[:, :3]), {}, "3 queries and 4 keys"),
-        "dense mask": (indexer_loss_dense, (score, score), {"attention_mask": mask[..., :3]}, "broadcasts"),
-    }
+Q, K, W = torch.zeros(4, 2, 3, 5), torch.zeros(4, 2, 5), torch.zeros(4, 2, 3)
+SCORE, INDEX, TARGET = torch.zeros(2, 4, 4), torch.zeros(2, 4, 2, dtype=torch.int32), torch.zeros(2, 4, 2)
+MASK, DOCUMENTS = torch.zeros(2, 1, 4, 4, dtype=torch.bool), torch.zeros(2, 4, dtype=torch.int32)
+BAD = {
+    "key with heads": (indexer_scores, (Q, K[:, :, None], W), {}, "no head dimension"),
+    "weights of another shape": (indexer_scores, (Q, K, W[:3]), {}, "same S"),
+    "integer queries": (indexer_scores, (Q.long(), K, W), {}, "floating-point"),
+    "no query": (indexer_scores, (Q[:0], K, W[:0]), {}, "0 queries"),
+    "chunk": (indexer_scores, (Q, K, W), {"query_chunk": -1}, "positive"),
+    "selection of a rectangle": (select, (Q[:3], K, W[:3], 2), {}, "3 queries and 4 keys"),
+    "selection of nothing": (select, (Q, K, W, 0), {}, "at least 1"),
+    "documents of another length": (select, (Q, K, W, 2, DOCUMENTS[:, :3]), {}, r"\[B, S\] = \[2, 4\]"),
+    "int64 documents": (select, (Q, K, W, 2, DOCUMENTS.long()), {}, "torch.int32"),
+    "topk 0": (causal_topk, (SCORE, 0), {}, "at least 1"),
+    "rows behind the keys": (causal_topk, (SCORE, 2), {"first_row": 1}, "up to row 5 and 4 keys"),
+    "rank 2": (causal_topk, (SCORE[0], 2), {}, r"\[B, S, T\]"),
+    "integer scores": (causal_topk, (SCORE.long(), 2), {}, "floating-point"),
+    "int64 index": (indexer_loss, (SCORE, INDEX.long(), TARGET), {}, "int32"),
+    "gradient of an int64 index": (indexer_grad, (Q, K, W, INDEX.long(), TARGET, 1.0), {}, "int32"),
+    "gradient against another width": (
+        indexer_grad,
+        (Q, K, W, INDEX, TARGET[..., :1], 1.0),
+        {},
+        "expected the same",
+    ),
+    "gradient against integers": (indexer_grad, (Q, K, W, INDEX, INDEX, 1.0), {}, "floating-point"),
+    "index of another batch": (indexer_loss, (SCORE, INDEX[:1], TARGET), {}, "B, S = 2, 4"),
+    "target of another width": (indexer_loss, (SCORE, INDEX, TARGET[..., :1]), {}, "expected the same"),
+    "integer target": (indexer_loss, (SCORE, INDEX, INDEX), {}, "floating-point"),
+    "dense target": (indexer_loss_dense, (SCORE, TARGET), {}, "expected the same"),
+    "dense rectangle": (indexer_loss_dense, (SCORE[:, :3], SCORE[:, :3]), {}, "3 queries and 4 keys"),
+    "dense mask": (indexer_loss_dense, (SCORE, SCORE), {"attention_mask": MASK[..., :3]}, "broadcasts"),
+}
 
 
-@pytest.mark.parametrize("case", bad_calls())
-def test_refuses(case):
-    function, arguments, options, message = bad_calls()[case]
+@pytest.mark.parametrize(("function", "arguments", "options", "message"), BAD.values(), ids=BAD.keys())
+def test_refuses(function, arguments, options, message):
     with pytest.raises(ModelError, match=message):
         function(*arguments, **options)
+
+
+@pytest.fixture
+def fused():
+    return pytest.importorskip("megacpp_mcore.ops.indexer.triton")
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, 40])
+@pytest.mark.parametrize("rows", [1, 64, 4096, 5000, 65536])
+def test_chunks_hold_every_query_once(fused, rows, batch):
+    seen = torch.zeros(batch, rows, dtype=torch.int32)
+    for part in fused.chunks(rows, batch):
+        last = part.first + part.rows
+        assert last <= part.width
+        assert part.width % fused.KEYS == 0
+        assert (part.batch.stop - part.batch.start) * part.rows * part.width <= fused.SCRATCH
+        seen[part.batch, part.first : last] += 1
+    assert bool((seen == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"S": 0}, "0 queries|at least one key"),
+        ({"dtype": torch.float32}, "torch.float32 and torch.float32"),
+        ({"D": 128}, "head width is 128"),
+        ({"H": 65}, "65 heads"),
+    ],
+)
+def test_the_kernels_refuse(fused, options, message):
+    inputs = case.draw(**{"S": 4, "B": 1} | options)
+    index_BSN = torch.zeros(1, len(inputs[0]), 1, dtype=torch.int32)
+    with pytest.raises(ModelError, match=message):
+        fused.indexer_grad(*inputs, index_BSN, index_BSN.float(), 1.0)
+    if "H" not in options:
+        with pytest.raises(ModelError, match=message):
+            fused.select(*inputs, 1)
+
+
+def test_the_kernels_refuse_queries_of_another_dtype_than_the_keys(fused):
+    q, k, w = case.draw(4)
+    with pytest.raises(ModelError, match=r"torch.bfloat16 and torch.float16"):
+        fused.select(q, k.half(), w, 1)

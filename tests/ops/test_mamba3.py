@@ -5,8 +5,7 @@ Legend: B batch, S sequence, H heads, P head dim, G groups, N state, R MIMO rank
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,107 +16,48 @@ import torch.nn.functional as F
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.mamba3 import reference as ref
 from megacpp_mcore.ops.testing import assert_parity
+from tests.ops.mamba3_case import ORDER, Case, inputs, make_tensors, run, with_gradients
 from tests.ops.saved_tensors import saved_tensors
 
 FLOOR, EPS = 1e-4, 1e-5
-INPUTS = ("x", "z", "b", "c", "dd_dt", "dd_A", "trap", "angles")
+Tensors = dict[str, torch.Tensor]
 
-
-@dataclass(frozen=True)
-class Shape:
-    B: int = 2
-    S: int = 37
-    H: int = 6
-    P: int = 4
-    G: int = 3
-    N: int = 8
-    R: int = 1
-    A: int = 2
-    mimo: bool = False
-    out_norm: bool = False
-
-
-SISO = Shape()
-MIMO = Shape(R=3, mimo=True)
-SHAPES = {
+SISO = Case(37, H=6, P=4, G=3, N=8, R=1, mimo=False)
+MIMO = replace(SISO, R=3, mimo=True)
+CASES = {
     "siso": SISO,
-    "siso_full_rotation": Shape(A=4),
+    "siso_full_rotation": replace(SISO, A=4),
     "mimo": MIMO,
-    "mimo_full_rotation": Shape(R=2, A=4, mimo=True),
-    "mimo_rank_1": Shape(R=1, mimo=True),
-    "mimo_out_norm": Shape(R=3, mimo=True, out_norm=True),
-    "siso_out_norm": Shape(out_norm=True),
-    "one_group": Shape(G=1, R=2, mimo=True),
-    "group_per_head": Shape(G=6),
-    "odd_state": Shape(N=7, A=3),
-    "one_token": Shape(S=1, R=2, mimo=True),
-    "one_token_siso": Shape(S=1),
+    "mimo_full_rotation": replace(MIMO, R=2, A=4),
+    "mimo_rank_1": replace(MIMO, R=1),
+    "mimo_out_norm": replace(MIMO, out_norm=True),
+    "siso_out_norm": replace(SISO, out_norm=True),
+    "one_group": replace(MIMO, G=1, R=2),
+    "group_per_head": replace(SISO, G=6),
+    "odd_state": replace(SISO, N=7, A=3),
+    "one_token": replace(MIMO, S=1, R=2),
+    "one_token_siso": replace(SISO, S=1),
 }
 
 
-def make_tensors(shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """Every tensor that mamba3() takes, as leaves. Biases, weights and mixes are all away from their initial ones."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*size: int, mean: float = 0.0) -> torch.Tensor:
-        return (mean + torch.randn(*size, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
-
-    s = shape
-    tensors = {
-        "x": draw(s.B, s.S, s.H, s.P),
-        "z": draw(s.B, s.S, s.H, s.P),
-        "b": draw(s.B, s.S, s.R, s.G, s.N),
-        "c": draw(s.B, s.S, s.R, s.G, s.N),
-        "dd_dt": draw(s.B, s.S, s.H),
-        "dd_A": draw(s.B, s.S, s.H),
-        "trap": draw(s.B, s.S, s.H),
-        "angles": draw(s.B, s.S, s.A),
-        "dt_bias": draw(s.H, mean=-2.0),
-        "b_bias": draw(s.H, s.R, s.N, mean=1.0),
-        "c_bias": draw(s.H, s.R, s.N, mean=1.0),
-        "b_norm_weight": draw(s.N, mean=1.0),
-        "c_norm_weight": draw(s.N, mean=1.0),
-        "D": draw(s.H, mean=1.0),
-    }
-    if s.mimo:
-        tensors |= {name: draw(s.H, s.R, s.P, mean=1.0) for name in ("mimo_x", "mimo_z", "mimo_o")}
-    return tensors | ({"out_norm_weight": draw(s.H * s.P, mean=1.0)} if s.out_norm else {})
+def draw(case: Case, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensors:
+    return {name: t.to(dtype) for name, t in make_tensors(replace(case, dtype=dtype), seed, "cpu").items()}
 
 
-def run_with_state(tensors: dict[str, torch.Tensor], **options: Any) -> tuple[torch.Tensor, ref.Mamba3State | None]:
-    """The mixer on ``[B, S, …]``, B and C by rank and then by group, as the oracle has them; ``[B, S, H, P]``."""
-    keywords = {name: tensor for name, tensor in tensors.items() if name not in INPUTS}
-    options = {"chunk_size": 16, "A_floor": FLOOR, "eps": EPS} | keywords | options
-    rows = {name: tensors[name].transpose(0, 1) for name in INPUTS}
-    rows |= {name: rows[name].transpose(2, 3) for name in ("b", "c")}
-    out_SBHP, state = ref.mamba3(*rows.values(), **options)
-    assert out_SBHP.is_contiguous()
-    return out_SBHP.transpose(0, 1), state
+def outcome(case: Case, tensors: Tensors, **options: Any) -> Tensors:
+    return with_gradients(ref.mamba3, case, tensors, **options)
 
 
-def run(tensors: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
-    return run_with_state(tensors, **options)[0]
-
-
-def with_gradients(
-    tensors: dict[str, torch.Tensor], *, autocast: bool = False, **options: Any
-) -> dict[str, torch.Tensor]:
-    """The output and the gradient of every tensor, for one random gradient of the output that every dtype can hold."""
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        out = run(tensors, **options)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(99), dtype=torch.float64).bfloat16()
-    grads = torch.autograd.grad(out, list(tensors.values()), dout.to(out.dtype))
-    return {"out": out} | {f"d{name}": grad for name, grad in zip(tensors, grads, strict=True)}
-
-
-def oracle(tensors: dict[str, torch.Tensor], shape: Shape) -> np.ndarray:
+def oracle(tensors: Tensors, case: Case) -> np.ndarray:
     """The whole mixer as one dense attention matrix per head, from the formulas alone, in numpy.
 
     The trapezoid is the product of two matrices (the decays, and the band of γ and β) and the rotation is a product of
     complex numbers that sees only differences of angles: neither is how the package computes them.
     """
-    t = {name: tensor.detach().double().numpy() for name, tensor in tensors.items()}
-    s = shape
+    t = {name: tensor.numpy() for name, tensor in (tensors | inputs(case, tensors["u"])).items()}
+    b_and_c = {name: t[name].transpose(1, 0, 3, 2, 4) for name in "bc"}
+    t |= {name: t[name].swapaxes(0, 1) for name in ORDER if name not in "bc"} | b_and_c
+    A, s = case.widths[-1], case
     softplus = lambda u: np.logaddexp(0.0, u)  # noqa: E731
     delta = softplus(t["dd_dt"] + t["dt_bias"])
     a = np.minimum(-softplus(t["dd_A"]), -FLOOR) * delta
@@ -127,7 +67,7 @@ def oracle(tensors: dict[str, torch.Tensor], shape: Shape) -> np.ndarray:
         name: t[name] / np.sqrt((t[name] ** 2).mean(-1, keepdims=True) + EPS) * t[f"{name}_norm_weight"]
         for name in ("b", "c")
     }
-    first = np.arange(s.A) * (1 if s.mimo else 2)
+    first = np.arange(A) * (1 if s.mimo else 2)
     second = first + (s.N // 2 if s.mimo else 1)
     rest = np.setdiff1d(np.arange(s.N), np.concatenate([first, second]))
     ones = np.ones((s.H, s.R, s.P))
@@ -160,52 +100,43 @@ def oracle(tensors: dict[str, torch.Tensor], shape: Shape) -> np.ndarray:
             out[batch, :, head] = (y * gate / (1 + np.exp(-gate)) * mix_o[head]).sum(1)
     if s.out_norm:
         out = out / np.sqrt((out**2).mean(-1, keepdims=True) + EPS) * t["out_norm_weight"].reshape(s.H, s.P)
-    return out
+    return out.swapaxes(0, 1)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("method", ["sequential", "chunked"])
-def test_mixer_is_the_closed_formula(shape: Shape, method: str) -> None:
-    tensors = make_tensors(shape)
-    expected = torch.from_numpy(oracle(tensors, shape))
-    assert_parity(run(tensors, method=method), expected, rms=1e-11, name=method)
+def test_mixer_is_the_closed_formula(name: str, method: str) -> None:
+    case, tensors = CASES[name], draw(CASES[name])
+    (out,) = run(ref.mamba3, case, tensors, method=method)
+    assert out.is_contiguous()
+    assert_parity(out, torch.from_numpy(oracle(tensors, case)), rms=1e-11, name=method)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("chunk_size", [1, 8, 37, 64])
-def test_chunked_is_sequential_with_every_gradient(shape: Shape, chunk_size: int) -> None:
-    tensors = make_tensors(shape, seed=1)
-    expected = with_gradients(tensors, method="sequential")
-    actual = with_gradients(tensors, chunk_size=chunk_size)
-    for name, tensor in expected.items():
-        if shape.S == 1 and name == "dangles":
-            continue  # Zero but for rounding: see test_angles_matter_only_between_tokens.
-        if shape.S > 1 or name != "ddd_A":  # One token has nothing to decay.
-            assert tensor.abs().max() > 1e-6, f"{name} vanishes: this case would test nothing"
-        assert_parity(actual[name], tensor, rms=1e-9, name=name)
+def test_chunked_is_sequential_with_every_gradient(name: str, chunk_size: int) -> None:
+    case, tensors = CASES[name], draw(CASES[name], seed=1)
+    expected = outcome(case, tensors, method="sequential")
+    actual = outcome(case, tensors, chunk_size=chunk_size)
+    for each, tensor in expected.items():
+        if case.S == 1 and each == "dangles":
+            continue  # Zero but for rounding: one token has nothing to turn against.
+        if case.S > 1 or each != "ddd_A":  # One token has nothing to decay.
+            assert tensor.abs().max() > 1e-6, f"{each} vanishes: this case would test nothing"
+        assert_parity(actual[each], tensor, rms=1e-9, name=each)
 
 
-def test_angles_matter_only_between_tokens() -> None:
-    """One token has nothing to turn against: the gradient of its angles vanishes, and only then."""
-    for method in ("sequential", "chunked"):
-        norms = [with_gradients(make_tensors(Shape(S=s)), method=method)["dangles"].norm() for s in (1, 2)]
-        assert norms[0] < 1e-12
-        assert norms[1] > 1e-3
-
-
-@pytest.mark.parametrize("shape", [SISO, MIMO], ids=["siso", "mimo"])
+@pytest.mark.parametrize("case", [SISO, MIMO], ids=["siso", "mimo"])
 @pytest.mark.parametrize("segment_size", [1, 10, 37, 1000])
-def test_segments_change_nothing(shape: Shape, segment_size: int) -> None:
-    tensors = make_tensors(shape, seed=2)
-    expected = with_gradients(tensors)
-    for name, tensor in with_gradients(tensors, segment_size=segment_size, chunk_size=4).items():
+def test_segments_change_nothing(case: Case, segment_size: int) -> None:
+    tensors = draw(case, seed=2)
+    expected = outcome(case, tensors)
+    for name, tensor in outcome(case, tensors, segment_size=segment_size, chunk_size=4).items():
         assert_parity(tensor, expected[name], rms=1e-9, name=name)
 
 
-LONG = {
-    "siso": Shape(B=1, S=2345, H=2, P=8, G=1, N=8),
-    "mimo": Shape(B=1, S=2345, H=2, P=8, G=1, N=8, R=2, mimo=True),
-}
+SHORT_HEADS = Case(2345, B=1, H=2, P=8, G=1, N=8, R=2, dtype=torch.float32)
+LONG = {"siso": replace(SHORT_HEADS, R=1, mimo=False), "mimo": SHORT_HEADS}
 # Worst rows of float32 against float64, several times what token by token loses there. The gradients of the step and of
 # the angles are sums of terms that cancel over all later tokens: float32 keeps few of their digits, however computed.
 LONG_RMS = {"dangles": 5e-3, "ddd_dt": 2e-3, "ddd_A": 3e-4, "dtrap": 3e-4, "ddt_bias": 1e-4}
@@ -213,144 +144,68 @@ LONG_RMS_OTHERS = 5e-5
 PEER_NAMES = ("out", "dx", "dz", "db", "dc")
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(shape, id=name, marks=pytest.mark.exhaustive if name == "siso" else ())
-        for name, shape in LONG.items()
-    ],
-)
-def test_long_odd_sequence(shape: Shape) -> None:
+@pytest.mark.parametrize("name", [pytest.param("siso", marks=pytest.mark.exhaustive), "mimo"])
+def test_long_odd_sequence(name: str) -> None:
     """2345 tokens: exact in float64; in float32 no worse than twice what token by token loses there."""
-    tensors = make_tensors(shape, seed=3, dtype=torch.float32)
-    wide = {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
-    truth = with_gradients(wide, method="sequential")
-    peer = with_gradients(tensors, method="sequential")
-    exact, actual = with_gradients(wide), with_gradients(tensors)
-    for name, expected in truth.items():
-        assert actual[name].dtype == torch.float32
-        assert_parity(exact[name], expected, rms=1e-8, name=f"{name} in float64")
-        assert_parity(actual[name], expected, rms=LONG_RMS.get(name, LONG_RMS_OTHERS), name=name)
-        if name in PEER_NAMES:
-            assert_parity(actual[name], expected, rms=1.0, max_abs_factor=2.0, dtype_peer=peer[name], name=name)
+    case, tensors = LONG[name], draw(LONG[name], seed=3, dtype=torch.float32)
+    wide = {each: tensor.double() for each, tensor in tensors.items()}
+    truth = outcome(case, wide, method="sequential")
+    peer, actual, exact = outcome(case, tensors, method="sequential"), outcome(case, tensors), outcome(case, wide)
+    for each, expected in truth.items():
+        assert actual[each].dtype == torch.float32
+        assert_parity(exact[each], expected, rms=1e-8, name=f"{each} in float64")
+        assert_parity(actual[each], expected, rms=LONG_RMS.get(each, LONG_RMS_OTHERS), name=each)
+        if each in PEER_NAMES:
+            assert_parity(actual[each], expected, rms=1.0, max_abs_factor=2.0, dtype_peer=peer[each], name=each)
 
 
 def test_bfloat16_inputs_are_computed_in_float32() -> None:
-    """Only the inputs and the output are rounded; the parameters stay float32, as the mixer stores them."""
-    tensors = make_tensors(MIMO, seed=4, dtype=torch.float32)
-    low = {n: t.detach().bfloat16().requires_grad_() if n in INPUTS else t for n, t in tensors.items()}
-    wide = {n: t.detach().double().requires_grad_() for n, t in low.items()}
-    actual = with_gradients(low, autocast=True)
-    for name, expected in with_gradients(wide, method="sequential").items():
-        rounded = name == "out" or name[1:] in INPUTS
+    """Under autocast: only the inputs and the output are rounded; the parameters stay float32, as the mixer stores them."""
+    low = make_tensors(MIMO, seed=4, device="cpu")
+    actual = with_gradients(torch.autocast("cpu", dtype=torch.bfloat16)(ref.mamba3), MIMO, low)
+    wide = {name: tensor.double() for name, tensor in low.items()}
+    for name, expected in outcome(MIMO, wide, method="sequential").items():
+        rounded = name == "out" or name[1:] in ORDER or low[name[1:]].dtype == torch.bfloat16
         assert actual[name].dtype == (torch.bfloat16 if rounded else torch.float32)
         assert_parity(actual[name], expected.to(actual[name].dtype), rms=5e-3, name=name)
 
 
-@pytest.mark.parametrize(
-    "shape", [Shape(B=1, S=5, H=2, P=2, G=1, N=4), Shape(B=1, S=5, H=2, P=2, G=2, N=4, A=1, R=2, mimo=True)]
-)
-def test_gradcheck(shape: Shape) -> None:
-    tensors = make_tensors(shape, seed=5)
-
-    def compute(*values: torch.Tensor) -> torch.Tensor:
-        return run(dict(zip(tensors, values, strict=True)), chunk_size=2)
-
-    assert torch.autograd.gradcheck(compute, tuple(tensors.values()), atol=1e-6, rtol=1e-5)
-
-
-def scan_inputs(S: int, R: int, mimo: bool) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(6)
-
-    def draw(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, dtype=torch.float64).requires_grad_()
-
-    inputs = {"x_BSHP": draw(2, S, 3, 4), "b_BSRHN": draw(2, S, R, 3, 5), "c_BSRHN": draw(2, S, R, 3, 5)}
-    inputs |= {"adt_BSH": -draw(2, S, 3).abs(), "dt_BSH": draw(2, S, 3).abs(), "trap_BSH": draw(2, S, 3).sigmoid()}
-    return inputs | ({"mimo_x_HRP": draw(3, R, 4)} if mimo else {})
-
-
-def slice_tokens(inputs: dict[str, torch.Tensor], tokens: slice) -> dict[str, torch.Tensor]:
-    return {name: tensor if name == "mimo_x_HRP" else tensor[:, tokens] for name, tensor in inputs.items()}
-
-
-SCANS: dict[str, Callable[..., tuple[torch.Tensor, ref.ScanState]]] = {
-    "sequential": ref.mamba3_scan_sequential,
-    "chunked": lambda **inputs: ref.mamba3_scan_chunked(**inputs, chunk_size=4),
-}
-
-
-@pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS.keys())
-@pytest.mark.parametrize(("R", "mimo"), [(1, False), (2, True)], ids=["siso", "mimo"])
-@pytest.mark.parametrize("cut", [1, 4, 7, 12])
-def test_a_sequence_may_be_cut_anywhere(scan: Callable[..., Any], R: int, mimo: bool, cut: int) -> None:
-    """Two calls that hand the state over are one call, with the gradient through the state."""
-    inputs = scan_inputs(13, R, mimo)
-    whole, last = ref.mamba3_scan_sequential(**inputs)
-    first, state = scan(**slice_tokens(inputs, slice(0, cut)))
-    second, end = scan(**slice_tokens(inputs, slice(cut, None)), initial_state=state)
-    joined = torch.cat((first, second), dim=1)
-    assert_parity(joined, whole, rms=1e-12, name="y")
-    for name in ref.ScanState._fields:
-        assert_parity(getattr(end, name), getattr(last, name), rms=1e-12, name=name)
-    leaves = [inputs[name] for name in ("x_BSHP", "b_BSRHN", "c_BSRHN")]
-    dy = torch.randn_like(whole)
-    expected = torch.autograd.grad(whole, leaves, dy)
-    for actual, truth in zip(torch.autograd.grad(joined, leaves, dy), expected, strict=True):
-        assert_parity(actual, truth, rms=1e-11, name="gradient")
-
-
-@pytest.mark.parametrize("shape", [SISO, SHAPES["mimo_out_norm"]], ids=["siso", "mimo"])
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("method", ["sequential", "chunked"])
+@pytest.mark.parametrize("case", [SISO, CASES["mimo_out_norm"]], ids=["siso", "mimo"])
+@pytest.mark.parametrize("documents", [(), (9, 20, 8)])
 @pytest.mark.parametrize("cut", [1, 16, 23])
-def test_a_mixer_may_be_cut_anywhere(shape: Shape, documents: bool, cut: int) -> None:
+def test_a_sequence_may_be_cut_anywhere(case: Case, documents: tuple[int, ...], cut: int, method: str) -> None:
     """Two calls that hand the state over are one call: the angle of the rotation goes along, and so do gradients."""
-    tensors = make_tensors(shape, seed=7)
-    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor([9, 20, 8])).expand(2, -1).to(torch.int32)
-    whole, last = run_with_state(tensors, return_final_state=True, seq_idx=numbers if documents else None)
-    assert run_with_state(tensors)[1] is None
-    outputs, state = [], None
+    case = replace(case, documents=documents, states=True)
+    leaves = {name: tensor.requires_grad_() for name, tensor in draw(case, seed=7).items()}
+    whole = run(ref.mamba3, case, leaves)
+    outputs, state = [], {}
     for tokens in (slice(0, cut), slice(cut, None)):
-        part = tensors | {name: tensors[name][:, tokens] for name in INPUTS}
-        seq_idx = numbers[:, tokens] if documents else None
-        out, state = run_with_state(part, return_final_state=True, initial_state=state, seq_idx=seq_idx, chunk_size=5)
+        seq_idx = None if case.seq_idx is None else case.seq_idx[:, tokens]
+        part = leaves | {"u": leaves["u"][tokens]}
+        out, *last = run(ref.mamba3, case, part, seq_idx=seq_idx, chunk_size=5, method=method, **state)
+        state = {"initial_state": ref.Mamba3State(*last)}
         outputs.append(out)
-    assert state is not None
-    assert last is not None
-    joined = torch.cat(outputs, dim=1)
-    assert_parity(joined, whole, rms=1e-11, name="out")
-    for name in ref.Mamba3State._fields:
-        assert_parity(getattr(state, name), getattr(last, name), rms=1e-11, name=name)
-    given = torch.randn(whole.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
-    expected = torch.autograd.grad(whole, list(tensors.values()), given)
-    for name, actual, truth in zip(
-        tensors, torch.autograd.grad(joined, list(tensors.values()), given), expected, strict=True
-    ):
-        assert_parity(actual, truth, rms=1e-9, name=f"d{name}")
+    joined = [torch.cat(outputs), *last]
+    given = torch.randn(whole[0].shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    gradients = [torch.autograd.grad(y[0], list(leaves.values()), given) for y in (joined, whole)]
+    for found, truth in zip((*joined, *gradients[0]), (*whole, *gradients[1]), strict=True):
+        assert_parity(found, truth, rms=1e-9)
+    assert run(ref.mamba3, replace(case, states=False), draw(replace(case, states=False)))[1:] == []
 
 
 def test_extreme_decays_neither_overflow_nor_vanish() -> None:
     """A decay of e^−1000 forgets all before it, and the small decays after it keep their digits, in float32."""
-    inputs = {name: tensor.detach() for name, tensor in scan_inputs(32, 1, False).items()}
-    inputs["adt_BSH"] = torch.full_like(inputs["adt_BSH"], -1e-3)
-    inputs["adt_BSH"][:, ::7] = -1000.0
-    truth, _ = ref.mamba3_scan_sequential(**inputs)
-    narrow = {name: tensor.float().requires_grad_() for name, tensor in inputs.items()}
-    y, _ = ref.mamba3_scan_chunked(**narrow, chunk_size=16)
+    shapes = [(2, 32, 3, 4), (2, 32, 1, 3, 5), (2, 32, 1, 3, 5), *[(2, 32, 3)] * 3]
+    x, b, c, adt, dt, trap = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    adt = torch.full_like(adt, -1e-3)
+    adt[:, ::7] = -1000.0
+    wide = (x, b, c, adt, dt.abs(), trap.sigmoid())
+    truth, _ = ref.mamba3_scan_sequential(*wide)
+    narrow = [tensor.float().requires_grad_() for tensor in wide]
+    y, _ = ref.mamba3_scan_chunked(*narrow, chunk_size=16)
     assert_parity(y, truth, rms=1e-5, name="y")
-    for name, grad in zip(narrow, torch.autograd.grad(y.sum(), list(narrow.values())), strict=True):
-        assert torch.isfinite(grad).all(), name
-
-
-@pytest.mark.parametrize(("pairing", "planes"), [("interleaved", [(0, 1), (2, 3)]), ("half", [(0, 4), (1, 5)])])
-def test_rotation_turns_the_named_planes_only(pairing: ref.Pairing, planes: list[tuple[int, int]]) -> None:
-    x = torch.randn(1, 1, 2, 1, 8, dtype=torch.float64)
-    theta = torch.tensor([0.3, 1.7], dtype=torch.float64).reshape(1, 1, 1, 2)
-    expected = x.clone()
-    for (i, j), angle in zip(planes, (0.3, 1.7), strict=True):
-        turned = torch.complex(x[..., i], x[..., j]) * np.exp(1j * angle)
-        expected[..., i], expected[..., j] = turned.real, turned.imag
-    torch.testing.assert_close(ref.mamba3_rotate(x, theta, pairing=pairing), expected)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(y.sum(), narrow))
 
 
 def test_angles_accumulate_modulo_a_turn() -> None:
@@ -384,29 +239,29 @@ def test_gates() -> None:
 
 def test_only_one_state_per_chunk_is_kept() -> None:
     """No tensor with a state per token, [B, S, H, N, P] or larger, is saved for the backward pass."""
-    shape = Shape(B=1, S=64, H=2, P=16, G=1, N=16, R=2, A=4, mimo=True)
-    saved = [tensor.numel() for tensor in saved_tensors(lambda: run(make_tensors(shape), chunk_size=16))]
-    per_token = shape.B * shape.S * shape.H * shape.N * shape.P
-    assert max(saved) <= shape.B * shape.S * shape.R * shape.H * 16 * shape.R < per_token * shape.R
+    case = Case(64, B=1, H=2, P=16, G=1, N=16, R=2, A=4)
+    tensors = {name: tensor.requires_grad_() for name, tensor in draw(case).items()}
+    saved = [tensor.numel() for tensor in saved_tensors(lambda: run(ref.mamba3, case, tensors))]
+    per_token = case.B * case.S * case.H * case.N * case.P
+    assert max(saved) <= case.B * case.S * case.R * case.H * 16 * case.R < per_token * case.R
     assert max(saved) < per_token
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "rank without mimo": ({"mimo_x": None, "mimo_z": None, "mimo_o": None}, "SISO needs rank 1"),
     "half a mimo": ({"mimo_z": None}, "mimo_z missing"),
-    "groups": ({"b": torch.zeros(2, 37, 3, 4, 8), "c": torch.zeros(2, 37, 3, 4, 8)}, "do not divide into 4 groups"),
-    "gate": ({"z": torch.zeros(2, 37, 6, 5)}, r"z has shape .* expected \(37, 2, 6, 4\)"),
+    "groups": ({"b": torch.zeros(37, 2, 4, 3, 8), "c": torch.zeros(37, 2, 4, 3, 8)}, "do not divide into 4 groups"),
+    "gate": ({"z": torch.zeros(37, 2, 6, 5)}, r"z has shape .* expected \(37, 2, 6, 4\)"),
     "norm weight": ({"c_norm_weight": torch.zeros(9)}, "c_norm_weight has shape"),
     "bias": ({"b_bias": torch.zeros(6, 8)}, "b_bias has shape"),
     "skip": ({"D": torch.zeros(6, 4)}, "D has shape"),
     "mix": ({"mimo_o": torch.zeros(6, 3, 5)}, "mimo_o has shape"),
     "out norm": ({"out_norm_weight": torch.zeros(6)}, "out_norm_weight has shape"),
-    "step bias": ({"dt_bias": torch.zeros(5)}, "dt_bias has shape"),
-    "lambda": ({"trap": torch.zeros(2, 36, 6)}, "trap has shape"),
-    "angles": ({"angles": torch.zeros(2, 37, 5)}, "need a state of at least 10"),
-    "angles of another batch": ({"angles": torch.zeros(1, 37, 2)}, "dt has shape"),
-    "empty": ({"x": torch.zeros(2, 0, 6, 4)}, "none empty"),
-    "integers": ({"x": torch.zeros(2, 37, 6, 4, dtype=torch.int64)}, "floating-point"),
+    "lambda": ({"trap": torch.zeros(36, 2, 6)}, "trap has shape"),
+    "angles": ({"angles": torch.zeros(37, 2, 5)}, "need a state of at least 10"),
+    "angles of another batch": ({"angles": torch.zeros(37, 1, 2)}, "dt has shape"),
+    "empty": ({"x": torch.zeros(0, 2, 6, 4)}, "none empty"),
+    "integers": ({"x": torch.zeros(37, 2, 6, 4, dtype=torch.int64)}, "floating-point"),
     "chunk": ({"chunk_size": 0}, "chunk_size is 0"),
     "segment": ({"segment_size": 0}, "segment_size is 0"),
     "method": ({"method": "fast"}, "Unknown method 'fast'"),
@@ -418,68 +273,32 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        run(make_tensors(MIMO) | change)
+        run(ref.mamba3, MIMO, draw(MIMO), **change)
 
 
-def test_bad_scan_input_is_named() -> None:
-    inputs = scan_inputs(5, 1, False)
-    _, state = ref.mamba3_scan_sequential(**inputs)
-    with pytest.raises(ModelError, match=r"initial_state\.h has shape"):
-        ref.mamba3_scan_sequential(**inputs, initial_state=state._replace(h_BHPN=state.h_BHPN[:1]))
-    with pytest.raises(ModelError, match="Unknown pairing 'pairs'"):
-        ref.mamba3_rotate(inputs["b_BSRHN"], torch.zeros(2, 5, 3, 1), pairing="pairs")  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="needs an even state"):
-        ref.mamba3_rotate(inputs["b_BSRHN"], torch.zeros(2, 5, 3, 1), pairing="half")
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("dt_bias", (1,), r"dt_bias has shape \(1,\)"),
+        ("seq_idx", (1, 7), r"expected torch.int32 \[B, S\] = \[2, 5\]"),
+        ("h", (1, 2, 16, 16), "initial_state.h has shape"),
+        ("theta", (1, 2, 4), "initial_state.theta has shape"),
+    ],
+)
+def test_what_a_kernel_would_read_beyond_is_refused(path: str, name: str, size: tuple[int, ...], message: str) -> None:
+    op = pytest.importorskip(f"megacpp_mcore.ops.mamba3.{path}").mamba3
+    case = Case(5, H=2, G=1, P=16, N=16, R=1, mimo=False, states=True)
+    wrong = torch.zeros(size, dtype=torch.int32 if name == "seq_idx" else torch.float32)
+    tensors, options = make_tensors(case, device="cpu"), {}
+    (tensors if name in tensors else options)[name] = wrong
+    with pytest.raises(ModelError, match=message):
+        run(op, case, tensors, **options)
 
 
-def drop_a_row(t: torch.Tensor) -> torch.Tensor:
-    row = int(torch.randint(t[..., 0].numel(), (), generator=torch.Generator().manual_seed(7)))
-    return torch.cat(
-        (t.reshape(-1, t.shape[-1])[:row], torch.zeros(1, t.shape[-1]), t.reshape(-1, t.shape[-1])[row + 1 :])
-    ).view_as(t)
-
-
-def flip_a_sign(t: torch.Tensor) -> torch.Tensor:
-    signs = torch.ones(t.numel(), dtype=t.dtype)
-    signs[int(torch.randint(t.numel(), (), generator=torch.Generator().manual_seed(8)))] = -1
-    return t * signs.view_as(t)
-
-
-FAULTS = {"dropped row": drop_a_row, "scale": lambda t: 1.5 * t, "flipped sign": flip_a_sign, "negated": lambda t: -t}
-
-
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-@pytest.mark.parametrize("rms", [1e-6, 5e-3])
-def test_the_tolerances_bite(fault: Callable[[torch.Tensor], torch.Tensor], rms: float) -> None:
-    """One fault in the output of 2345 tokens fails the comparison, at the tolerances of float32 and of bfloat16."""
-    with torch.no_grad():
-        truth = run(make_tensors(LONG["siso"]))
-    assert_parity(truth.clone(), truth, rms=rms)
-    with pytest.raises(AssertionError, match="of its norm"):
-        assert_parity(fault(truth), truth, rms=rms, name="y")
-    with pytest.raises(AssertionError, match="largest error"):
-        assert_parity(fault(truth), truth, rms=10.0, max_abs_factor=2.0, dtype_peer=truth.float(), name="y")
-
-
-def test_the_comparison_refuses_what_it_cannot_compare() -> None:
-    truth = torch.ones(3, 4)
-    with pytest.raises(AssertionError, match="shape"):
-        assert_parity(torch.ones(4, 3), truth, rms=1.0)
-    for poison in (float("nan"), float("inf")):
-        with pytest.raises(AssertionError, match="not finite"):
-            assert_parity(torch.where(torch.eye(3, 4) > 0, poison, truth), truth, rms=1e9)
-    with pytest.raises(AssertionError, match="inf of its norm"):
-        assert_parity(1e-30 * truth, torch.zeros(3, 4), rms=1e9)
-    assert_parity(torch.zeros(3, 4), torch.zeros(3, 4), rms=0.0)
-    with pytest.raises(ValueError, match="dtype_peer"):
-        assert_parity(truth, truth, rms=1.0, max_abs_factor=2.0)
-    with pytest.raises(ValueError, match="nothing to compare"):
-        assert_parity(torch.ones(0, 4), torch.ones(0, 4), rms=1.0)
-
-
-def test_a_16_bit_peer_raises_the_limit_and_a_32_bit_one_does_not() -> None:
-    truth = torch.ones(2, 4)
-    assert_parity(1.011 * truth, truth, rms=5e-3, dtype_peer=(1.01 * truth).bfloat16())
-    for peer in (1.01 * truth, truth.bfloat16()):
-        with pytest.raises(AssertionError, match="of its norm"):
-            assert_parity(1.011 * truth, truth, rms=5e-3, dtype_peer=peer)
+@pytest.mark.parametrize(
+    ("pairing", "message"), [("pairs", "Unknown pairing 'pairs'"), ("half", "needs an even state")]
+)
+def test_bad_pairing_is_named(pairing: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ref.mamba3_rotate(torch.zeros(2, 5, 1, 3, 5), torch.zeros(2, 5, 3, 1), pairing=pairing)

@@ -55,6 +55,16 @@ def test_any_use_of_the_parts_has_the_gradient_of_torchs_split(used: tuple[int, 
     torch.testing.assert_close(*gradients)
 
 
+def test_the_second_derivative_is_that_of_torchs_split() -> None:
+    """Gradients that lie side by side, as those of a concatenation do, each keep what they depend on."""
+    whole = torch.randn(5, 2, 12, requires_grad=True)
+    found = []
+    for parts in (split(whole, SIZES), whole.split(SIZES, dim=-1)):
+        (first,) = torch.autograd.grad((torch.cat(parts, -1) ** 3).sum(), whole, create_graph=True)
+        found += torch.autograd.grad(first.sum(), whole)
+    torch.testing.assert_close(*found)
+
+
 def test_parts_that_are_not_the_whole_are_contiguous() -> None:
     whole = torch.randn(5, 2, 12)
     a, b, _ = split(whole, SIZES)

@@ -7,6 +7,9 @@ query without rope, N selected keys.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,126 +17,68 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.indexer.reference import causal_topk
 from megacpp_mcore.ops.indexer.training import TargetSum
 from megacpp_mcore.ops.mla.reference import mla_attention
-from megacpp_mcore.ops.sparse_mla import reference
-from megacpp_mcore.ops.sparse_mla.reference import dense_attention_target
+from megacpp_mcore.ops.sparse_mla.reference import attend, dense_attention_target
 from megacpp_mcore.ops.testing import assert_parity
 from tests.ops.saved_tensors import saved_bytes
+from tests.ops.sparse_mla_case import Case, assert_same, draw, outcome
 
-SCALE = 0.3
-
-
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def draw(S, T, B=2, H=3, K=6, dtype=torch.float64, seed=0):
-    g = generator(seed)
-    return [
-        torch.randn(s, dtype=torch.float64, generator=g).to(dtype).requires_grad_() for s in ((S, B, H, K), (T, B, K))
-    ]
+SMALL: dict[str, Any] = {"S": 9, "H": 3, "K": 6, "V": 4, "dtype": torch.float64}
+CASES = {
+    "one token": Case(**SMALL | {"S": 1}, N=5),
+    "one key": Case(**SMALL, N=1),
+    "four keys": Case(**SMALL, N=4),
+    "every key": Case(**SMALL | {"S": 23}, N=40),
+    "padding in any column, blind rows, two layers": Case(**SMALL, N=4, ragged=True, layers=2),
+}
 
 
-def draw_index(B, S, N, seed=7):
-    score = torch.randn(B, S, S, dtype=torch.float64, generator=generator(seed))
-    return causal_topk(score, N)
-
-
-def attend(q, kv, index, **options):
-    return reference.attend(q, kv, index, softmax_scale=SCALE, value_dim=4, **options)
-
-
-def probabilities(q, kv, index, **options):
-    """Σ over heads of the attention probabilities, as the backward pass leaves them in a sink."""
-    sink = TargetSum()
-    output = attend(q, kv, index, sink=sink, **options)
-    torch.autograd.grad(output, [t for t in (q, kv) if t.requires_grad], torch.ones_like(output), retain_graph=True)
-    return sink.take()
-
-
-def loop_truth(q, kv, index, value_dim=4):
+def one_by_one(q, kv, index, *, softmax_scale, value_dim, sink):
     """One softmax per head and query over its valid keys and nothing else."""
-    S, B, H, _ = q.shape
-    o = torch.zeros(S, B, H, value_dim, dtype=q.dtype)
-    p = torch.zeros(index.shape, dtype=q.dtype)
-    for b in range(B):
-        for i in range(S):
-            columns = (index[b, i] >= 0).nonzero().flatten()
-            if not len(columns):
-                continue
-            keys = kv[index[b, i, columns], b]
-            weight_HN = (q[i, b] @ keys.T * SCALE).softmax(-1)
-            o[i, b] = weight_HN @ keys[:, :value_dim]
-            p[b, i, columns] = weight_HN.detach().sum(0)
-    return o, p
+    o, p = q.new_zeros(*q.shape[:3], value_dim), sink.accumulator(index, q.dtype)
+    for b, i in (index >= 0).any(-1).nonzero().tolist():
+        columns = (index[b, i] >= 0).nonzero().flatten()
+        keys = kv[index[b, i, columns], b]
+        weight_HN = (q[i, b] @ keys.T * softmax_scale).softmax(-1)
+        o[i, b] = weight_HN @ keys[:, :value_dim]
+        p[b, i, columns] += weight_HN.detach().sum(0)
+    return o
 
 
-def gradients(output, inputs, cotangent_dtype=torch.float64):
-    cotangent = torch.randn(output.shape, dtype=torch.float64, generator=generator(1)).to(cotangent_dtype)
-    return torch.autograd.grad(output, inputs, cotangent.to(output.dtype), retain_graph=True)
-
-
-def assert_same_attention(actual, expected, inputs, rms=1e-11):
-    assert_parity(actual, expected, rms=rms, name="o")
-    for name, have, want in zip(("q", "kv"), gradients(actual, inputs), gradients(expected, inputs), strict=True):
-        # A query with one key has a constant softmax: its dq is 0 up to rounding, where a ratio says nothing.
-        alive = want.abs().amax(dim=-1) > 1e-12
-        assert alive.any() or name == "q"
-        if not alive.any():
-            assert have.abs().max() < 1e-12
-            continue
-        assert_parity(have[alive], want[alive], rms=rms, name=f"d{name}")
-        assert have[~alive].abs().sum() < 1e-12
-
-
-@pytest.mark.parametrize(("S", "N"), [(1, 1), (1, 5), (9, 1), (9, 4), (23, 40)])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("query_chunk", [None, 1, 4])
-def test_matches_loop(S, N, query_chunk):
-    inputs = draw(S, S)
-    index = draw_index(2, S, N)
-    actual, p = attend(*inputs, index, query_chunk=query_chunk), probabilities(*inputs, index, query_chunk=query_chunk)
-    expected, want_p = loop_truth(*inputs, index)
-    assert actual.is_contiguous()
-    assert_parity(p, want_p, rms=1e-12, name="p")
-    assert_same_attention(actual, expected, inputs)
+def test_matches_loop(case: Case, query_chunk: int | None) -> None:
+    inputs = draw(case)
+    truth, found = outcome(one_by_one, case, inputs), outcome(partial(attend, query_chunk=query_chunk), case, inputs)
+    assert found["o0"].is_contiguous()
+    assert_same(case, inputs, found, truth, truth, 1e-11)
+    blind_SB = (inputs["index"] < 0).all(-1).T
+    assert not any(found[name][blind_SB].count_nonzero() for name in ("o0", "dq0"))
+    assert not found["p"][inputs["index"] < 0].count_nonzero()
 
 
-def test_padding_in_any_column_and_blind_rows():
-    q, kv = inputs = draw(9, 9)
-    index = draw_index(2, 9, 4)
-    index = index[..., torch.tensor([2, 0, 3, 1])]  # -1 no longer comes last
-    index[1, 6] = -1
-    actual, p = attend(q, kv, index, query_chunk=4), probabilities(q, kv, index, query_chunk=4)
-    expected, want_p = loop_truth(q, kv, index)
-    assert_same_attention(actual, expected, inputs)
-    assert_parity(p, want_p, rms=1e-12, name="p")
-    assert torch.equal(p[index < 0], torch.zeros_like(p[index < 0]))
-    assert torch.equal(actual[6, 1], torch.zeros_like(actual[6, 1]))
-    dq, dkv = gradients(actual, inputs)
-    assert torch.equal(dq[6, 1], torch.zeros_like(dq[6, 1]))
-    assert dkv.isfinite().all()
-
-
-def test_absorption_equals_attention_with_explicit_up_projections():
+def test_absorption_equals_attention_with_explicit_up_projections() -> None:
     """The algebra of MLA from outside: one side never forms a per-head key, the other never forms an absorbed query."""
     S, B, H, C, R, P, V = 13, 2, 3, 5, 2, 4, 6
-    g = generator(2)
-    shapes = [(S, B, H, P), (S, B, H, R), (S, B, C), (S, B, R), (H, P, C), (H, V, C)]
-    leaves = [torch.randn(s, dtype=torch.float64, generator=g).requires_grad_() for s in shapes]
+    generator = torch.Generator().manual_seed(2)
+    shapes = {
+        "q_nope": (S, B, H, P), "q_rope": (S, B, H, R), "latent": (S, B, C), "k_rope": (S, B, R), "up_k": (H, P, C),
+        "up_v": (H, V, C),
+    }  # fmt: skip
+    leaves = [torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes.values()]
     q_nope, q_rope, latent, k_rope, up_k, up_v = leaves
 
     k = torch.cat([torch.einsum("tbc,hpc->tbhp", latent, up_k), k_rope[:, :, None].expand(-1, -1, H, -1)], dim=-1)
     v = torch.einsum("tbc,hvc->tbhv", latent, up_v)
-    explicit = mla_attention(torch.cat([q_nope, q_rope], dim=-1), k, v, softmax_scale=SCALE)
+    explicit = mla_attention(torch.cat([q_nope, q_rope], dim=-1), k, v, softmax_scale=0.3)
 
     absorbed_q = torch.cat([torch.einsum("sbhp,hpc->sbhc", q_nope, up_k), q_rope], dim=-1)
-    kv = torch.cat([latent, k_rope], dim=-1)
-    index = draw_index(B, S, S)
-    latent_o = reference.attend(absorbed_q, kv, index, softmax_scale=SCALE, value_dim=C, query_chunk=5)
+    index = causal_topk(torch.zeros(B, S, S), S)
+    latent_o = attend(absorbed_q, torch.cat([latent, k_rope], -1), index, softmax_scale=0.3, value_dim=C, query_chunk=5)
     absorbed = torch.einsum("sbhc,hvc->sbhv", latent_o, up_v)
 
     assert_parity(absorbed, explicit, rms=1e-12, name="o")
-    names = ("q_nope", "q_rope", "latent", "k_rope", "up_k", "up_v")
-    for name, have, want in zip(names, gradients(absorbed, leaves), gradients(explicit, leaves), strict=True):
+    gradients = (torch.autograd.grad(output.sin().sum(), leaves) for output in (absorbed, explicit))
+    for name, have, want in zip(shapes, *gradients, strict=True):
         # Query 0 sees one key: its gradient is 0 up to rounding.
         rows = slice(1, None) if name.startswith("q_") else slice(None)
         assert_parity(have[rows], want[rows], rms=1e-11, name=f"d{name}")
@@ -141,31 +86,21 @@ def test_absorption_equals_attention_with_explicit_up_projections():
 
 # fp32: the worst of thousands of rows averages values that cancel; attention written in one line has 2.4e-6 there.
 @pytest.mark.parametrize(("dtype", "rms"), [(torch.float32, 4e-6), (torch.bfloat16, 5e-3)])
-def test_odd_length_in_low_precision(dtype, rms):
-    low = draw(2345, 2345, B=1, H=2, K=16, dtype=dtype)
-    high = [t.detach().double().requires_grad_() for t in low]
-    index = draw_index(1, 2345, 17)
-    sinks = (TargetSum(), TargetSum())
-    actual, expected = (
-        reference.attend(*inputs, index, softmax_scale=SCALE, value_dim=12, sink=sink)
-        for inputs, sink in zip((low, high), sinks, strict=True)
+def test_odd_length_in_low_precision(dtype: torch.dtype, rms: float) -> None:
+    case = Case(S=2345, B=1, H=2, K=16, V=12, N=17, dtype=dtype)
+    inputs = draw(case)
+    found, truth = outcome(attend, case, inputs), outcome(attend, case, inputs, torch.float64)
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        name: torch.float32 if name == "p" else dtype for name in truth
+    }
+    assert_same(case, inputs, found, truth, {name: tensor.float() for name, tensor in found.items()}, rms)
+
+
+def test_the_forward_pass_computes_no_target() -> None:
+    inputs, sink = draw(CASES["four keys"]), TargetSum()
+    output = attend(
+        inputs["q"][0].requires_grad_(), inputs["kv"], inputs["index"], softmax_scale=1.0, value_dim=4, sink=sink
     )
-    assert actual.dtype == dtype
-    assert_parity(actual, expected, rms=rms, name="o")
-    dq, dkv = gradients(actual, low, dtype)
-    want_dq, want_dkv = gradients(expected, high, dtype)
-    p, want_p = (sink.take() for sink in sinks)
-    assert p.dtype == torch.float32
-    assert_parity(p, want_p, rms=1e-6, name="p")
-    assert dq.dtype == dkv.dtype == dtype
-    assert_parity(dq[1:], want_dq[1:], rms=rms, name="dq")
-    assert_parity(dkv, want_dkv, rms=rms, name="dkv")
-
-
-def test_the_forward_pass_computes_no_target():
-    q, kv = draw(9, 9)
-    sink = TargetSum()
-    output = attend(q, kv, draw_index(2, 9, 4), sink=sink)
     with pytest.raises(ModelError, match="0 layers have left their attention"):
         sink.take()
     output.sum().backward()
@@ -175,59 +110,74 @@ def test_the_forward_pass_computes_no_target():
 
 
 @pytest.mark.parametrize("query_chunk", [None, 1, 4])
-def test_dense_target_matches_loop(query_chunk):
-    q, kv = draw(9, 9)
-    masked = torch.rand(2, 1, 9, 9, generator=generator(3)) < 0.4
+def test_dense_target_matches_loop(query_chunk: int | None) -> None:
+    inputs = draw(CASES["four keys"])
+    q, kv = inputs["q"][0].requires_grad_(), inputs["kv"]
+    masked = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(3)) < 0.4
     masked[1, 0, 5] = True
     for mask in (None, masked):
         visible = torch.ones(2, 9, 9, dtype=torch.bool).tril()
         if mask is not None:
             visible = visible & ~mask[:, 0]
-        target = dense_attention_target(q, kv, softmax_scale=SCALE, attention_mask=mask, query_chunk=query_chunk)
+        target = dense_attention_target(q, kv, softmax_scale=0.3, attention_mask=mask, query_chunk=query_chunk)
         assert not target.requires_grad
-        every_key = torch.arange(9, dtype=torch.int32).expand(2, 9, 9).masked_fill(~visible, -1)
-        assert_parity(target, loop_truth(q, kv, every_key)[1], rms=1e-12, name="target")
+        sink, every_key = TargetSum(), torch.arange(9, dtype=torch.int32).expand(2, 9, 9).masked_fill(~visible, -1)
+        one_by_one(q.detach(), kv, every_key, softmax_scale=0.3, value_dim=4, sink=sink)
+        assert_parity(target, sink.take(), rms=1e-12, name="target")
         assert torch.equal(target[~visible], torch.zeros_like(target[~visible]))
 
 
-def test_neither_scores_nor_gathered_keys_are_kept():
-    S, B, H, K, N = 32, 2, 12, 6, 24
-    q, kv = inputs = draw(S, S, B=B, H=H, K=K)
-    index = draw_index(B, S, N)
-    kept = saved_bytes(lambda: reference.attend(*inputs, index, softmax_scale=SCALE, value_dim=4, query_chunk=8))
+def test_neither_scores_nor_gathered_keys_are_kept() -> None:
+    case = Case(**SMALL | {"S": 32, "H": 12}, N=24)
+    inputs = draw(case)
+    q, kv, index = inputs["q"][0].requires_grad_(), inputs["kv"].requires_grad_(), inputs["index"]
+    kept = saved_bytes(lambda: attend(q, kv, index, softmax_scale=0.3, value_dim=4, query_chunk=8))
     assert kept == q.nbytes + kv.nbytes + index.nbytes, "the inputs are needed, and nothing else is to be kept"
-    gathered = kv.detach()[index.clamp_min(0).long(), torch.arange(B)[:, None, None]].requires_grad_()
+    gathered = kv.detach()[index.clamp_min(0).long(), torch.arange(2)[:, None, None]].requires_grad_()
     naive = saved_bytes(lambda: torch.einsum("sbhk,bsnk->bshn", q, gathered).softmax(-1))
-    assert naive >= B * S * N * H * q.itemsize > kept
+    assert naive >= index.numel() * case.H * q.itemsize > kept
 
 
-def bad_calls():
-    q, kv = (t.detach() for t in draw(4, 4))
-    index = draw_index(2, 4, 2)
-    return {
-        "key with heads": ((q, kv[:, :, None], index), {}, "head dimension"),
-        "width": ((q, kv[..., :3], index), {}, "same B and K"),
-        "integers": ((q, kv.long(), index), {}, "floating-point"),
-        "int64 index": ((q, kv, index.long()), {}, "int32"),
-        "index of another length": ((q, kv, index[:, :3]), {}, "B, S = 2, 4"),
-        "value_dim 0": ((q, kv, index), {"value_dim": 0}, r"1\.\.6"),
-        "value_dim 7": ((q, kv, index), {"value_dim": 7}, r"1\.\.6"),
-        "chunk": ((q, kv, index), {"query_chunk": 0}, "positive"),
-    }
+Q, KV, INDEX = torch.zeros(4, 2, 3, 6), torch.zeros(4, 2, 6), torch.zeros(2, 4, 2, dtype=torch.int32)
+BAD: dict[str, tuple[tuple[torch.Tensor, ...], dict[str, int], str]] = {
+    "key with heads": ((Q, KV[:, :, None], INDEX), {}, "head dimension"),
+    "width": ((Q, KV[..., :3], INDEX), {}, "same B and K"),
+    "integers": ((Q, KV.long(), INDEX), {}, "floating-point"),
+    "int64 index": ((Q, KV, INDEX.long()), {}, "int32"),
+    "index of another length": ((Q, KV, INDEX[:, :3]), {}, "B, S = 2, 4"),
+    "value_dim 0": ((Q, KV, INDEX), {"value_dim": 0}, r"1\.\.6"),
+    "value_dim 7": ((Q, KV, INDEX), {"value_dim": 7}, r"1\.\.6"),
+    "chunk": ((Q, KV, INDEX), {"query_chunk": 0}, "positive"),
+}
 
 
-@pytest.mark.parametrize("case", bad_calls())
-def test_refuses(case):
-    arguments, options, message = bad_calls()[case]
+@pytest.mark.parametrize(("arguments", "options", "message"), BAD.values(), ids=BAD.keys())
+def test_refuses(arguments: tuple[torch.Tensor, ...], options: dict[str, int], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        reference.attend(*arguments, softmax_scale=SCALE, **({"value_dim": 4} | options))
+        attend(*arguments, softmax_scale=1.0, **{"value_dim": 4} | options)
 
 
-def test_dense_target_refuses():
-    q, kv = (t.detach() for t in draw(4, 4))
-    with pytest.raises(ModelError, match="3 queries and 4 keys"):
-        dense_attention_target(q[:3], kv, softmax_scale=SCALE)
-    with pytest.raises(ModelError, match=r"torch\.bool"):
-        dense_attention_target(q, kv, softmax_scale=SCALE, attention_mask=torch.zeros(2, 1, 4, 4))
+def test_dense_target_refuses() -> None:
+    for q, kv, mask, message in (
+        (Q[:3], KV, None, "3 queries and 4 keys"),
+        (Q, KV, torch.zeros(2, 1, 4, 4), r"torch\.bool"),
+        (Q, KV[..., :3], None, "same B and K"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            dense_attention_target(q, kv, softmax_scale=1.0, attention_mask=mask)
+
+
+def test_the_kernels_refuse() -> None:
+    attend = pytest.importorskip("megacpp_mcore.ops.sparse_mla.triton").attend
+    q, kv, index = torch.zeros(4, 1, 2, 128), torch.zeros(4, 1, 128), torch.zeros(1, 4, 1, dtype=torch.int32)
+    how = {"softmax_scale": 1.0, "value_dim": 64}
+    with pytest.raises(ModelError, match=r"torch\.float32 and torch\.float32; they take one of .*bfloat16"):
+        attend(q, kv, index, **how)
+    with pytest.raises(ModelError, match=r"torch\.bfloat16 and torch\.float16"):
+        attend(q.bfloat16(), kv.half(), index, **how)
+    with pytest.raises(ModelError, match=r"widths \(128, 32\) .* one of \(\(128, 64\),\)"):
+        attend(q.half(), kv.half(), index, **how | {"value_dim": 32})
+    with pytest.raises(ModelError, match=r"softmax_scale is -1\.0"):
+        attend(q.half(), kv.half(), index, **how | {"softmax_scale": -1.0})
     with pytest.raises(ModelError, match="same B and K"):
-        dense_attention_target(q, kv[..., :3], softmax_scale=SCALE)
+        attend(q.half(), kv[..., :64].half(), index, **how)

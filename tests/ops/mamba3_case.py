@@ -15,6 +15,8 @@ from megacpp_mcore.ops.mamba3 import reference as ref
 from megacpp_mcore.ops.slices import split
 
 NAMES = ("z", "x", "b", "c", "dd_dt", "dd_A", "trap", "angles")
+ORDER = ("x", "z", "b", "c", "dd_dt", "dd_A", "trap", "angles")
+STATE = ("h", "b_last", "x_last", "theta")
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,21 @@ class Case:
     documents: tuple[int, ...] = ()
     activation: str = "softplus"
     dtype: torch.dtype = torch.bfloat16
+    A: int = 0
+    """0: a quarter of the state."""
 
     @property
     def widths(self) -> list[int]:
         values = self.G * self.R * self.N
-        return [self.H * self.P, self.H * self.P, values, values, self.H, self.H, self.H, self.N // 4]
+        return [self.H * self.P, self.H * self.P, values, values, self.H, self.H, self.H, self.A or self.N // 4]
+
+    @property
+    def seq_idx(self) -> torch.Tensor | None:
+        """The documents in the first row of the batch; the second is one document."""
+        if not self.documents:
+            return None
+        numbers = torch.repeat_interleave(torch.arange(len(self.documents)), torch.tensor(self.documents))
+        return torch.stack([numbers, torch.zeros_like(numbers)])[: self.B].int()
 
 
 def make_tensors(case: Case, seed: int = 0, device: str = "cuda") -> dict[str, torch.Tensor]:
@@ -68,30 +80,30 @@ def make_tensors(case: Case, seed: int = 0, device: str = "cuda") -> dict[str, t
     return tensors
 
 
-def run(op: Callable[..., Any], case: Case, tensors: dict[str, torch.Tensor], **options: Any) -> list[torch.Tensor]:
-    """The output and, where a state goes in, the last state."""
+def inputs(case: Case, u: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The parts of the projection ``u``, as the op takes them."""
     slots = [
         slot
         for name, part in zip(NAMES, case.widths, strict=True)
         for slot in ((name, part), ("", -part % 8))
         if slot[1]
     ]
-    parts = dict(zip((name for name, _ in slots), split(tensors["u"], [size for _, size in slots]), strict=True))
-    rows = {name: parts[name].unflatten(-1, (case.H, case.P)) for name in "xz"}
-    rows |= {name: parts[name].unflatten(-1, (case.G, case.R, case.N)) for name in "bc"}
-    inputs = [rows.get(name, parts[name]) for name in ("x", "z", "b", "c", "dd_dt", "dd_A", "trap", "angles")]
-    weights = {
-        name: t for name, t in tensors.items() if name not in ("u", "h", "b_last", "x_last", "theta")
-    }  # fmt: skip
-    seq_idx = None
-    if case.documents:
-        numbers = torch.repeat_interleave(torch.arange(len(case.documents)), torch.tensor(case.documents))
-        seq_idx = torch.stack([numbers, torch.zeros_like(numbers)])[: case.B].to(tensors["u"].device, torch.int32)
-    state = ref.Mamba3State(*(tensors[n] for n in ("h", "b_last", "x_last", "theta"))) if case.states else None
-    out, last = op(
-        *inputs, **weights, chunk_size=16, A_floor=1e-4, eps=1e-5, activation=case.activation, seq_idx=seq_idx,
-        initial_state=state, return_final_state=case.states, **options,
-    )  # fmt: skip
+    parts = dict(zip((name for name, _ in slots), split(u, [size for _, size in slots]), strict=True))
+    parts |= {name: parts[name].unflatten(-1, (case.H, case.P)) for name in "xz"}
+    parts |= {name: parts[name].unflatten(-1, (case.G, case.R, case.N)) for name in "bc"}
+    return {name: parts[name] for name in ORDER}
+
+
+def run(op: Callable[..., Any], case: Case, tensors: dict[str, torch.Tensor], **options: Any) -> list[torch.Tensor]:
+    """The output and, where a state goes in, the last state; ``options`` replace inputs, too."""
+    rows = inputs(case, tensors["u"])
+    rows |= {name: options.pop(name) for name in ORDER if name in options}
+    how = {name: t for name, t in tensors.items() if name not in ("u", *STATE)}
+    how |= {"chunk_size": 16, "A_floor": 1e-4, "eps": 1e-5, "activation": case.activation}
+    how |= {"seq_idx": None if case.seq_idx is None else case.seq_idx.to(tensors["u"].device)}
+    if case.states:
+        how |= {"initial_state": ref.Mamba3State(*(tensors[name] for name in STATE)), "return_final_state": True}
+    out, last = op(*rows.values(), **how | options)
     return [out, *(last or ())]
 
 

@@ -5,6 +5,8 @@ Shape legend: S queries and keys, B batch, H indexer heads, D indexer head width
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from megacpp_mcore.ops.indexer.reference import causal_topk, indexer_grad, indexer_scores
@@ -24,30 +26,21 @@ def draw(
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
     seed: int = 0,
+    exact: bool = False,
 ) -> Tensors:
-    """q, k and w, normally distributed."""
+    """q, k and w, normally distributed; or ``exact``: so that scores are small multiples of 1/4, of which many are equal, and
+    which no summation rounds."""
     generator = torch.Generator(device).manual_seed(seed)
-    shapes = ((S, B, H, D), (S, B, D), (S, B, H))
-    q, k, w = (torch.randn(shape, generator=generator, device=device) for shape in shapes)
-    return [tensor.to(dtype) for tensor in (q, k, w * (H * D) ** -0.5)]
+    shapes, bounds = ((S, B, H, D), (S, B, D), (S, B, H)), ((-1, 2), (-1, 2), (-2, 3))
+    if exact:
+        sides = zip(bounds, shapes, strict=True)
+        q, k, w = (torch.randint(*ends, shape, generator=generator, device=device) for ends, shape in sides)
+    else:
+        q, k, w = (torch.randn(shape, generator=generator, device=device) for shape in shapes)
+    return [tensor.to(dtype) for tensor in (q, k, w / 4 if exact else w * (H * D) ** -0.5)]
 
 
-def draw_exact(
-    S: int,
-    B: int = 2,
-    H: int = 32,
-    D: int = 64,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str = "cpu",
-    seed: int = 0,
-) -> Tensors:
-    """q, k and w whose scores are small multiples of 1/4, of which many are equal, and which no summation rounds."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=generator, device=device).to(dtype)
-
-    return [integers(-1, 2, S, B, H, D), integers(-1, 2, S, B, D), integers(-2, 3, S, B, H) / 4]
+draw_exact = partial(draw, exact=True)
 
 
 def draw_documents(S: int, B: int = 2, device: str = "cpu", each: int = 60) -> torch.Tensor:

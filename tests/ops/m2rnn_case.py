@@ -73,31 +73,31 @@ def draw(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
     return {"leaves": leaves, "cotangents": [c.detach() for c in cotangents], "seq_idx": seq_idx}
 
 
+def run(
+    fn: Callable[..., Any], case: Case, leaves: dict[str, torch.Tensor], **options: Any
+) -> tuple[torch.Tensor, M2RNNState | None]:
+    """The output and the final state of a call; ``options`` replace what the case says."""
+    weights = dict(leaves)
+    q, k, v, g, x_f, _ = weights.pop("u").split(case.widths, dim=-1)
+    v, g = (part.unflatten(-1, (case.H, case.V)) for part in (v, g))
+    how: dict[str, Any] = {
+        "eps": 1e-5,
+        "norm_width": case.ranks * case.H * case.V,
+        "reduce": None if case.ranks == 1 else lambda squares: case.ranks * squares,
+        "initial_state": M2RNNState(weights.pop("h0"), weights.pop("window0")) if case.state else None,
+        "return_final_state": case.state,
+        "checkpoint_every": case.checkpoint_every,
+    }
+    out, final = fn(q, k, v, g, x_f, **weights, **how | options)
+    return out, final
+
+
 def outcome(
     fn: Callable[..., Any], case: Case, inputs: dict[str, Any], dtype: torch.dtype | None = None, **options: Any
 ) -> dict[str, torch.Tensor]:
     """Outputs and gradients by name; ``dtype``: what all inputs are cast to first, None to take them as they are."""
     cast = {name: leaf.detach().to(dtype or leaf.dtype).requires_grad_() for name, leaf in inputs["leaves"].items()}
-    weights = dict(cast)
-    q, k, v, g, x_f, _ = weights.pop("u").split(case.widths, dim=-1)
-    v, g = (part.unflatten(-1, (case.H, case.V)) for part in (v, g))
-    state = M2RNNState(weights.pop("h0"), weights.pop("window0")) if case.state else None
-    out, final = fn(
-        q,
-        k,
-        v,
-        g,
-        x_f,
-        **weights,
-        eps=1e-5,
-        norm_width=case.ranks * case.H * case.V,
-        reduce=None if case.ranks == 1 else lambda squares: case.ranks * squares,
-        seq_idx=inputs["seq_idx"],
-        initial_state=state,
-        return_final_state=case.state,
-        checkpoint_every=case.checkpoint_every,
-        **options,
-    )
+    out, final = run(fn, case, cast, seq_idx=inputs["seq_idx"], **options)
     outputs = [out, *(final or ())]
     given = [c.to(o.dtype) for c, o in zip(inputs["cotangents"], outputs, strict=False)]
     grads = torch.autograd.grad(outputs, list(cast.values()), given)

@@ -1,0 +1,341 @@
+"""A program: one case of an op's kernels under Triton's interpreter, on a CPU: ``python -m tests.ops.interpreted NAME``.
+
+It fails unless every result of the case is right, mostly against float64. Run with TRITON_INTERPRET=1, which Triton reads as it
+is imported. Float16 stands for bfloat16, whose products the interpreter gets wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch.utils.checkpoint import checkpoint
+from triton.runtime import interpreter
+
+from megacpp_mcore.ops.grouped_mlp import fp8
+from megacpp_mcore.ops.grouped_mlp import reference as experts
+from megacpp_mcore.ops.grouped_mlp import triton as grouped
+from megacpp_mcore.ops.indexer import reference as indexer_reference
+from megacpp_mcore.ops.indexer import triton as indexer
+from megacpp_mcore.ops.linear_cross_entropy import eager
+from megacpp_mcore.ops.linear_cross_entropy import triton as cross_entropy
+from megacpp_mcore.ops.m2rnn import recurrence
+from megacpp_mcore.ops.m2rnn import reference as m2rnn_reference
+from megacpp_mcore.ops.m2rnn.triton import m2rnn
+from megacpp_mcore.ops.mamba3 import reference as mamba3_reference
+from megacpp_mcore.ops.mamba3 import triton as mamba3
+from megacpp_mcore.ops.mla_projection import reference as projection_reference
+from megacpp_mcore.ops.mla_projection import triton as projection
+from megacpp_mcore.ops.router import triton as router
+from megacpp_mcore.ops.sparse_mla import triton as sparse_mla
+from megacpp_mcore.ops.sparse_mla.reference import attend
+from megacpp_mcore.ops.testing import assert_parity, worst_row
+from tests.ops import (
+    grouped_mlp_case,
+    indexer_case,
+    m2rnn_case,
+    mamba3_case,
+    mla_projection_case,
+    router_case,
+    sparse_mla_case,
+)
+
+
+def take_scalars_of_one_element() -> None:
+    """The interpreter's loop bounds are arrays of one element, which NumPy 2.4 and later refuse as integers."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def strided(op: Callable[..., Any]) -> Callable[..., Any]:
+    """``op``, each keyword's numbers between NaNs: a kernel that takes a parameter for contiguous reads those."""
+
+    def apart(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        return torch.stack([value, torch.full_like(value, torch.nan)], dim=-1)[..., 0]
+
+    return lambda *args, **kwargs: op(*args, **{name: apart(value) for name, value in kwargs.items()})
+
+
+def grouped_mlp(rms: float, small_tiles: bool = False, **sizes: Any) -> None:
+    """Of tokens and of rows, by PyTorch's own grouped products for a CPU; a token of too few or many experts is NaN."""
+    case = grouped_mlp_case.Case(**sizes)
+    grouped.DTYPES = (case.dtype,)
+    if small_tiles:
+        for tile in (grouped.FORWARD, grouped.BACKWARD, grouped.WEIGHTS):
+            tile.update({"BM": 16, "BN": 8, "BK": 16} | ({"SPLIT": 2} if "SPLIT" in tile else {}))
+    inputs = grouped_mlp_case.draw(case)
+    routing, same = inputs["routing"], grouped_mlp_case.assert_same
+    truth = grouped_mlp_case.outcome(experts.routed_mlp, case, inputs, torch.float64)
+    same(grouped_mlp_case.outcome(grouped.routed_mlp, case, inputs), truth, rms, routing)
+    rows = grouped_mlp_case.outcome_of_rows(experts.grouped_mlp, case, inputs, torch.float64)
+    same(grouped_mlp_case.outcome_of_rows(grouped.grouped_mlp, case, inputs), rows, rms)
+    for dtype in (torch.float32, case.dtype):
+        same(grouped_mlp_case.outcome_added(grouped.routed_mlp, case, inputs, dtype), truth, rms, routing)
+    routing[3], routing[-1] = True, False
+    found = grouped_mlp_case.outcome(grouped.routed_mlp, case, inputs)
+    for tensor in (found["y"], found["dx"]):
+        assert tensor[[3, -1]].isnan().all()
+        assert tensor.isfinite().any()
+
+
+def experts_in_fp8() -> None:
+    """Fail unless the kernels of FP8 scale each row to E4M3's largest value, and results are right but for its rounding.
+
+    Scaled numbers stay float32: Triton's interpreter rounds some wrongly to E4M3, and PyTorch multiplies them on a GPU alone.
+    """
+    case = grouped_mlp_case.Case(T=37, D=48, F=32, dtype=torch.float32)
+    grouped.DTYPES, fp8.E4M3 = (case.dtype,), torch.float32
+    fp8.ELEMENTS = 32  # parts of a row
+    fp8.WEIGHTS.update({"BN": 32, "BW": 16})
+    fp8.TRANSPOSED.update({"BP": 32, "BW": 16, "STEPS": 2})
+    fp8.LARGEST_OF.update({"PARTS": 4, "BLOCK": 64})
+    fp8.PARTS = 8
+    products = []
+
+    def product(
+        left: torch.Tensor,
+        right: torch.Tensor,
+        left_scale: torch.Tensor,
+        right_scale: torch.Tensor,
+        *,
+        offs: Any,
+        **_: Any,
+    ) -> torch.Tensor:
+        """``torch._scaled_grouped_mm`` of rows and of a stack of matrices; and of columns, with a scale for each expert."""
+        ends, found = [0, *offs.tolist()], []
+        products.append(right.dim())
+        if right.dim() == 3:
+            torch.testing.assert_close(left.abs().amax(-1), torch.full_like(left_scale, 448.0))
+            torch.testing.assert_close(right.abs().amax((1, 2)), torch.full((len(right),), 448.0))
+            for expert, (start, end) in enumerate(itertools.pairwise(ends)):
+                rows = left[start:end] * left_scale[start:end, None]
+                found.append(rows @ (right[expert] * right_scale[expert]))
+            return torch.cat(found)
+        for side in (left, right):
+            torch.testing.assert_close(side.abs().max(), torch.tensor(448.0))
+        scales = zip(left_scale.view(len(offs), -1), right_scale.view(len(offs), -1), strict=True)
+        for (start, end), (mine, theirs) in zip(itertools.pairwise(ends), scales, strict=True):
+            found.append((left[:, start:end] * mine[:, None]) @ (right[start:end] * theirs))
+        return torch.stack(found)
+
+    torch._scaled_grouped_mm, fp8.CAPABILITY = product, "no GPU"
+    inputs = grouped_mlp_case.draw(case)
+    truth = grouped_mlp_case.outcome(experts.routed_mlp, case, inputs, torch.float64)
+    grouped_mlp_case.assert_same(grouped_mlp_case.outcome(fp8.routed_mlp, case, inputs), truth, 2e-6, inputs["routing"])
+    rows = grouped_mlp_case.outcome_of_rows(experts.grouped_mlp, case, inputs, torch.float64)
+    grouped_mlp_case.assert_same(grouped_mlp_case.outcome_of_rows(fp8.grouped_mlp, case, inputs), rows, 2e-6)
+    assert sorted(products) == [2] * 4 + [3] * 8  # of tokens and of rows: four products of rows, two of columns
+    grouped_mlp_case.assert_same(
+        grouped_mlp_case.outcome_added(fp8.routed_mlp, case, inputs), truth, 2e-6, inputs["routing"]
+    )
+
+
+def indexer_rows() -> None:
+    """Rows that a program keeps: distinct scores, ties, documents, zeros alone, and NaN."""
+    inputs, documents = indexer_case.draw(150, H=3, dtype=torch.float16), indexer_case.draw_documents(150, each=40)
+    indexer_case.assert_selected(indexer.select(*inputs, 37), inputs, 37)
+    indexer_case.assert_selected(indexer.select(*inputs, 37, documents), inputs, 37, documents)
+    ties = indexer_case.draw_exact(150, H=3, dtype=torch.float16)
+    for topk in (1, 20, 150, 200):
+        assert torch.equal(indexer.select(*ties, topk, documents), indexer_reference.select(*ties, topk, documents))
+    q, k, w = ties
+    assert torch.equal(indexer.select(-q.abs(), k.abs(), w, 20), indexer_reference.select(-q.abs(), k.abs(), w, 20))
+    k[[30, 31], 0, 0] = torch.tensor([float("nan"), float("inf")], dtype=torch.float16)
+    assert torch.equal(indexer.select(q, k, w, 2), indexer_reference.select(q, k, w, 2))
+
+
+def indexer_pieces() -> None:
+    """Rows that are read a block at a time, in several chunks and groups of the batch."""
+    indexer.SCRATCH, indexer.TAKE_BEST = 64 * 256, indexer.TAKE_BEST | {"BLOCK": 128}
+    inputs, documents = (
+        indexer_case.draw_exact(200, B=3, H=3, dtype=torch.float16),
+        indexer_case.draw_documents(200, B=3, each=100),
+    )
+    assert len(list(indexer.chunks(200, 3))) > 3
+    for topk in (20, 199):
+        assert torch.equal(indexer.select(*inputs, topk, documents), indexer_reference.select(*inputs, topk, documents))
+
+
+def indexer_gradient() -> None:
+    """Selected keys at a time, all and some of them."""
+    inputs = indexer_case.draw(40, H=3, dtype=torch.float16)
+    index_BSN = indexer_reference.select(*inputs, 19, indexer_case.draw_documents(40))
+    index_BSN[1, 5] = -1
+    target_BSN = indexer_case.draw_target(index_BSN)
+    launch = indexer.learn
+    for block, deterministic in ((32, False), (16, False), (16, True)):
+        indexer.learn = lambda *sizes, block=block: launch(*sizes) | {"BLOCK": block}
+        torch.use_deterministic_algorithms(deterministic)
+        found = indexer.indexer_grad(*inputs, index_BSN, target_BSN, 700.0)
+        indexer_case.assert_gradients(found, inputs, index_BSN, target_BSN, 700.0)
+        assert torch.equal(found[1][7, 0], torch.zeros_like(found[1][7, 0]))
+        assert torch.equal(found[1][5, 1], torch.zeros_like(found[1][5, 1]))
+
+
+V = 1003
+LABELS = [0, 1002, 5, -1, V, 2**40, 7, 640]
+
+
+def logit_rows(dtype: torch.dtype) -> torch.Tensor:
+    """Logits in padded rows that begin and end with NaN: equal largest ones, −∞ in all of a block, far apart."""
+    padded = torch.full((len(LABELS), 1024), torch.nan, dtype=dtype)
+    logit_CV = padded[:, :V]
+    logit_CV.copy_(torch.randn(logit_CV.shape, generator=torch.Generator().manual_seed(1)) * 3)
+    logit_CV[1, [130, 129, 900]] = 50.0
+    logit_CV[2, 6:600] = -torch.inf
+    logit_CV[6] *= 1000
+    return logit_CV
+
+
+def linear_cross_entropy() -> None:
+    """Statistics, gradients, and what lies beyond the rows, against plain PyTorch."""
+    cross_entropy.BLOCK = 256
+    label_C = torch.tensor(LABELS)
+    weight_C = torch.tensor([1.0, 0.0, -0.3, 2.0, 1.0, 1.0, 0.5, 1.0])
+    for dtype, rms in ((torch.float32, 1e-6), (torch.float16, 5e-4)):
+        outcomes = []
+        for module in (eager, cross_entropy):
+            alone, given = logit_rows(dtype), logit_rows(dtype)
+            found = module.statistics(alone, label_C, weight_C)
+            again = module.statistics(given, label_C, None)
+            assert all(map(torch.equal, found, again))
+            assert torch.equal(given, logit_rows(dtype))
+            logsumexp_C = found.top + found.total.log()
+            module.gradient_(given, label_C, logsumexp_C, weight_C)
+            outcomes.append((found, alone, given))
+        (stock, *expected), (ours, *actual) = outcomes
+        assert torch.equal(stock.column, ours.column), (stock.column, ours.column)
+        assert torch.equal(stock.top, ours.top)
+        for name in ("total", "picked"):
+            assert_parity(getattr(ours, name)[:, None], getattr(stock, name)[:, None], rms=1e-6, name=name)
+        for name, have, want in zip(("at once", "later"), actual, expected, strict=True):
+            assert_parity(have, want, rms=rms, name=name)
+    gradient, total = torch.randn(5, 1000).half(), torch.randn(5, 1000)
+    for beta in (0.0, 1.0):
+        have, want = total.clone(), total.clone()
+        for module, out in ((cross_entropy, have), (eager, want)):
+            module.add_scaled_(out, gradient, torch.tensor([0.3]), beta)
+        assert_parity(have, want, rms=1e-6)
+
+
+def recurrent_mixer(rms: float, part: tl.dtype, **how: Any) -> None:
+    """M²RNN's: products in float32, or in float16 and backward in two pieces."""
+    case = m2rnn_case.Case(B=1, S=11, H=1, K=16, dtype=torch.float32, state=True, **how)
+    recurrence.products = lambda dtype: {"PART": part, "ASM": False}
+    if part == tl.float32:
+        recurrence.CANDIDATES = torch.float32
+    else:
+        recurrence.PIECE = case.checkpoint_every
+    inputs, outcome = m2rnn_case.draw(case), m2rnn_case.outcome
+    truth, plain = (
+        outcome(m2rnn_reference.m2rnn, case, inputs, torch.float64),
+        outcome(m2rnn_reference.m2rnn, case, inputs),
+    )
+    assert_near(outcome(strided(m2rnn), case, inputs), truth, plain, rms)
+
+
+def mamba3_mixer(tokens: int, **sizes: Any) -> None:
+    """Segments, batches and groups in parts; under activation recompute."""
+    mamba3.SEGMENT = 32  # so that few tokens make several segments
+    mamba3.SCRATCH_BYTES = 0  # one row of the batch goes back at a time
+    mamba3.HEADS = 4  # so that programs share a group of eight
+    case = mamba3_case.Case(tokens, **{"B": 1, "H": 2, "G": 1, "P": 16, "N": 16, "dtype": torch.float32} | sizes)
+    tensors, outcome = mamba3_case.make_tensors(case, device="cpu"), mamba3_case.with_gradients
+    double = {key: tensor.double() for key, tensor in tensors.items()}
+    truth = outcome(mamba3_reference.mamba3, case, double, method="sequential")
+    plain = outcome(mamba3_reference.mamba3, case, tensors)
+    recomputed = partial(checkpoint, mamba3.mamba3, use_reentrant=False)
+    assert_near(outcome(strided(recomputed), case, tensors), truth, plain, 5e-4)
+
+
+def assert_near(
+    found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], rms: float
+) -> None:
+    """Every result is right, or not much further off than plain PyTorch's in float32."""
+    for name, tensor in found.items():
+        assert_parity(tensor, truth[name], rms=max(rms, 4 * worst_row(plain[name], truth[name])), name=name)
+
+
+def mla_projection(dtype: torch.dtype, rms: float) -> None:
+    """Rows that fill no tile, and heads that fill none."""
+    width = 16
+    projection.WIDTHS, projection.DTYPES, projection.TILES = (width,), (dtype,), 2
+    for launch in (projection.PROJECT, projection.BACKWARD, projection.KEYS):
+        launch["TOKENS"] = 16
+    projection.NORMS["ROWS"], projection.ROWS = 16, 16
+    outcome = mla_projection_case.outcome
+    for case in mla_projection_case.cases(S=37, B=2, H=11, width=width, hidden=24, indexer_heads=3, dtype=dtype):
+        plain, ours = (getattr(module, case.op) for module in (projection_reference, projection))
+        truth = outcome(plain, case, torch.float64)
+        mla_projection_case.assert_same(case, outcome(ours, case), truth, outcome(plain, case), rms)
+
+
+def sparse_attention(rms: float, **sizes: Any) -> None:
+    """By sums of floats and by sums of integers."""
+    case = sparse_mla_case.Case(**{"S": 37, "H": 3, "K": 32, "V": 16, "N": 20} | sizes)
+    sparse_mla.WIDTHS, sparse_mla.DTYPES = ((case.K, case.V),), (case.dtype,)
+    sparse_mla.kernels.KEYS = 16
+    for launch in (sparse_mla.FORWARD, sparse_mla.MEANS, sparse_mla.BACKWARD):
+        launch["KEYS"] = 16
+    sparse_mla.kernels.FEW = tl.constexpr(12)  # of 20 keys
+    inputs, outcome = sparse_mla_case.draw(case), sparse_mla_case.outcome
+    truth, plain = outcome(attend, case, inputs, torch.float64), outcome(sparse_mla_case.eager, case, inputs)
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        sparse_mla_case.assert_same(case, inputs, outcome(sparse_mla.attend, case, inputs), truth, plain, rms)
+
+
+def route() -> None:
+    """All sizes."""
+    for case in router_case.CASES:
+        router_case.compared(router.route, case, torch.device("cpu"))
+
+
+FP16, FP32 = torch.float16, torch.float32
+TOKENS = {"T": 37, "D": 40, "F": 24}
+SISO = {"R": 1, "mimo": False}
+PROGRAMS: dict[str, Callable[[], None]] = {
+    "grouped_mlp": partial(grouped_mlp, 3e-6, **TOKENS, dtype=FP32),
+    "grouped_mlp, a lone token": partial(
+        grouped_mlp, 3e-6, **TOKENS, E=5, routing="lone", dtype=FP32, activation="gelu_tanh"
+    ),
+    "grouped_mlp, float16": partial(grouped_mlp, 2e-3, **TOKENS, E=7, topk=1, dtype=FP16, prob_dtype=FP16),
+    "grouped_mlp, small tiles": partial(
+        grouped_mlp, 3e-6, small_tiles=True, T=70, D=8, F=16, E=6, topk=4, routing="skewed", dtype=FP32
+    ),
+    "grouped_mlp, FP8": experts_in_fp8,
+    "indexer, rows": indexer_rows,
+    "indexer, pieces": indexer_pieces,
+    "indexer, gradient": indexer_gradient,
+    "linear_cross_entropy": linear_cross_entropy,
+    "m2rnn": partial(recurrent_mixer, 3e-6, tl.float32, documents=True, ranks=2),
+    "m2rnn, in parts": partial(recurrent_mixer, 4e-3, tl.float16, checkpoint_every=8),
+    "mamba3": partial(mamba3_mixer, 37, H=8, N=32),  # nothing of the projection is padding
+    "mamba3, documents": partial(mamba3_mixer, 70, B=2, documents=(9, 20, 41), states=True, out_norm=True),
+    "mamba3, rank 2": partial(mamba3_mixer, 70, G=2, R=2, activation="heavy_tail", states=True),
+    "mamba3, SISO": partial(mamba3_mixer, 66, **SISO),
+    "mamba3, SISO, documents": partial(mamba3_mixer, 130, **SISO, documents=(50, 80), states=True),
+    "mla_projection": partial(mla_projection, FP32, 3e-6),
+    "mla_projection, float16": partial(mla_projection, FP16, 2e-3),
+    "router": route,
+    "sparse_mla": partial(sparse_attention, 4e-6, dtype=FP32, ragged=True, popular=True, strided=True, layers=2),
+    "sparse_mla, float16": partial(sparse_attention, 2e-3, dtype=FP16, ragged=True),
+    "sparse_mla, many heads": partial(sparse_attention, 4e-6, S=9, H=70, dtype=FP32),
+}
+
+
+if __name__ == "__main__":
+    take_scalars_of_one_element()
+    PROGRAMS[sys.argv[1]]()

@@ -296,25 +296,24 @@ def check_corpus(prefixes: Sequence[str]) -> tuple[bool, str]:
     return True, ""
 
 
-def train(
-    plan: Plan, command: Sequence[str], progress: Progress, reader: steps.StepReader, kill_after: int = 0
-) -> list[steps.Step]:
+def train(plan: Plan, command: Sequence[str], progress: Progress, kill_after: int = 0) -> list[steps.Step]:
     """Run one leg to its end, or, with ``kill_after``, until that step is recorded; returns its steps.
 
     Raises:
         DemoError: it failed, or it ended before it could be killed.
     """
-    found: list[steps.Step] = []
+    before = seen = len(recorded(plan))
     with started(command, plan.log) as process:
         while True:
             ended = has_ended(process)  # asked first, so that the last lines of a process that ends now are read
-            for step in reader.read_new():
-                found.append(step)
+            found = recorded(plan)
+            for step in found[seen:]:
                 progress.show(step)
+            seen, found = len(found), found[before:]
             if ended or (kill_after and found and found[-1].step >= kill_after):
                 break
             time.sleep(0.05)
-    found += reader.read_new()
+    found = recorded(plan)[before:]
     code = process.returncode
     if kill_after and (code != -signal.SIGKILL or not found or found[-1].step < kill_after):
         status = exit_status(code)
@@ -322,6 +321,11 @@ def train(
     if not kill_after and code:
         raise DemoError(f"training failed with status {exit_status(code)}", exit_status(code), plan.log)
     return found
+
+
+def recorded(plan: Plan) -> list[steps.Step]:
+    """The steps of both legs so far; training makes the folder."""
+    return steps.read_steps(plan.record) if plan.record.is_dir() else []
 
 
 def check_resume(plan: Plan, first: list[steps.Step], second: list[steps.Step]) -> str:
@@ -418,14 +422,13 @@ def run_demo(output: Path, device: str, train_steps: int, score_tokens: int) -> 
     train_prefix, heldout_prefix = make_corpus(output / "corpus", progress)
 
     progress.say(f"training from step 0 (Megatron's own log: {shown(plan.log)}); starting takes a moment")
-    reader = steps.StepReader(plan.record)
     first_command = training_command(plan, train_prefix, resume=False)
-    first = train(plan, first_command, progress, reader, kill_after=plan.stop_after)
+    first = train(plan, first_command, progress, kill_after=plan.stop_after)
     check_checkpoint(plan)
     progress.say(
         f"killed with SIGKILL after step {first[-1].step}; resuming from the checkpoint of step {plan.save_at}"
     )
-    second = train(plan, training_command(plan, train_prefix, resume=True), progress, reader)
+    second = train(plan, training_command(plan, train_prefix, resume=True), progress)
     repeat = check_resume(plan, first, second)
     progress.say(repeat)
 

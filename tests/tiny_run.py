@@ -68,7 +68,7 @@ def start(program: Sequence[str], arguments: Sequence[str], data: Path | None, f
         program: the module's name and what it takes before Megatron's arguments.
         arguments: Megatron's, of :func:`words` or others.
         data: the folder of :func:`make_data`, whose file of options is used; None: a model without one.
-        fate: what is to happen to the run, for ``receipt_run.FATE``.
+        fate: what is to happen to the run, for ``real_run.FATE``.
         more: further environment variables.
     """
     paths = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))

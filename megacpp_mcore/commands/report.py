@@ -112,18 +112,19 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _goodput(args: argparse.Namespace) -> int:
-    ranks = goodput.read(_found(args.run_folder, whole=True))
+    starts = events.read(_found(args.run_folder, whole=True))
+    ranks = goodput.of_starts(starts)
     if args.json:
         print(json.dumps({rank: found.record() for rank, found in ranks.items()}, indent=1))
         return 0
-    slowest = goodput.slowest(ranks)
+    slowest, *_ = goodput.slowest_first(ranks)
     for rank, found in ranks.items():
         record = found.record()
         spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in record["seconds"].items() if seconds)
         mark = ", the slowest" if rank == slowest and len(ranks) > 1 else ""
         print(f"rank {rank}{mark}: {record['goodput']:.1%} of {record['wall_s']:.1f} s productive; {spent}")
-        for note in found.notes:
-            print(f"rank {rank}: {note}")
+    if overlap := events.overlap(starts):
+        print(overlap)
     return 0
 
 
@@ -138,10 +139,7 @@ def _html(args: argparse.Namespace) -> int:
 def sign_of_life(run: Path, now_ns: int) -> str:
     """The line with the age of the last heartbeat, by which a live run differs from a killed one: both are ``running``."""
     label = f"{'last sign of life':18}"
-    try:
-        living = {one.rank: one for one in events.grouped(events.read(run))[-1] if one.how is None}
-    except DataError as error:  # the rest of the receipt is known
-        return f"{label}not known: {error}"
+    living = {one.rank: one for one in events.grouped(events.read(run))[-1] if one.how is None}
     if not living:
         return f"{label}none: no rank has left one that has not ended"
     rank = min(living, key=lambda one: living[one].ended_ns)

@@ -8,26 +8,22 @@ torn. Every line but the first has ``at``, nanoseconds since the epoch; one with
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import io
 import json
 import logging
 import os
-import re
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe.clock import Clock, Phase
+from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.util import files
-from megacpp_mcore.util import schema as kinds
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +31,6 @@ FINISHED = "finished"
 """``how`` of a process whose training came to its end; else it is the name of the error that ended it."""
 OVERLAP_NS = 1_000_000_000
 """By how much two starts of a rank may overlap before it is reported: the clocks of two hosts differ by some milliseconds."""
-_FILE = re.compile(r"start_([1-9]\d*)/rank_(\d{5,})\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -65,13 +60,8 @@ class Step:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Step:
-        """The step in a line, whatever else is in it.
-
-        Raises:
-            ValueError: a field is missing, or not what it has to be.
-        """
-        found = kinds.check(record, _STEP)
-        return cls(**{each.name: found[each.name] for each in dataclasses.fields(cls)})
+        """The step in a line, whatever else is in it."""
+        return cls(**{each.name: record[each.name] for each in fields(cls)})
 
     def values(self) -> dict[str, float]:
         """All that training reached, by name: the losses, ``grad norm`` and ``learning rate``, where there is one."""
@@ -79,15 +69,13 @@ class Step:
         return {name: value for name, value in values.items() if value is not None}
 
 
-_STEP = kinds.record({name: kinds.of(hint) for name, hint in get_type_hints(Step).items()}, more=True)
-
-
 class Listener:
     """Hears of a run on every rank. Each method does nothing until it is overridden.
 
     A listener must not synchronise with the GPU outside of :meth:`on_step`, and there only where it says so: what it costs is
-    part of the step. It must never wait for other ranks: one that raises an error hears of nothing more but the end, on its
-    rank alone, and training goes on. What it has Megatron call besides, as a hook, is wrapped in :class:`HookErrors`.
+    part of the step. It must never wait for other ranks: one that raises an error hears of nothing more but its end, at once
+    and on its rank alone, and training goes on. What it has Megatron call besides, as a hook, is wrapped in
+    :class:`HookErrors`.
     """
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
@@ -99,29 +87,33 @@ class Listener:
     def on_step(self, step: Step) -> None:
         """``step`` has ended and was logged; its losses are only known on the last pipeline stage."""
 
-    def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
-        """``failed``, perhaps this one, has raised ``error`` in step ``step``, before the first (0), or at the end."""
+    def on_failure(self, what: str) -> None:
+        """Another listener has failed: ``what`` says which, in which step (0: before the first), and why."""
 
     def on_end(self, error: BaseException | None) -> None:
-        """Training has ended, or ``error`` ended it."""
+        """Training has ended, or ``error`` ended it, or ended this listener."""
 
 
 class HookErrors:
-    """Keeps the first error of a listener's hooks, which must not end a forward pass; after it, no hook is called."""
+    """Keeps the first error of a listener's hooks, which must not end a forward pass; after it, no hook is called.
+
+    Attributes:
+        failed: how it failed, in words; None while it has not.
+    """
 
     def __init__(self) -> None:
-        self._failed = False
+        self.failed: str | None = None
         self._error: Exception | None = None
 
     def guard(self, hook: Callable[..., None]) -> Callable[..., None]:
         """``hook`` as a function that raises nothing."""
 
         def run(*args: Any, **kwargs: Any) -> None:
-            if not self._failed:
+            if self.failed is None:
                 try:
                     hook(*args, **kwargs)
                 except Exception as error:
-                    self._failed, self._error = True, error
+                    self.failed, self._error = f"{type(error).__name__}: {error}".partition("\n")[0], error
 
         return run
 
@@ -199,7 +191,7 @@ class Log:
 
 def _create(run: Path, rank: int) -> tuple[int, io.FileIO]:
     """A new file for ``rank``, after those that it has in ``run``, and the number of its start."""
-    number = 1 + max((number for number, one, _ in rank_files(run) if one == rank), default=0)
+    number = 1 + max((number for number, one, _ in _files(run) if one == rank), default=0)
     while True:
         path = run / f"start_{number}" / f"rank_{rank:05d}.jsonl"
         try:
@@ -231,38 +223,6 @@ def replace(path: Path, text: str) -> None:
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
-class Tail:
-    """Reads a file of JSON lines as it grows; a last line that is not complete is not there yet."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = self._number = 0
-
-    def read_new[Record](self, parse: Callable[[Any], Record]) -> Iterator[Record]:
-        """What ``parse`` makes of the lines that were completed since the last call; none while there is no file.
-
-        Raises:
-            DataError: a line is no JSON, or a ValueError for ``parse``; with its number.
-        """
-        try:
-            with self.path.open("rb") as stream:
-                stream.seek(self._offset)
-                content = stream.read()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise DataError(f"{self.path}: {error.strerror}; expected a file of JSON lines") from error
-        for text in content.split(b"\n")[:-1]:
-            self._offset += len(text) + 1
-            self._number += 1
-            try:
-                record = parse(json.loads(text))
-            except (ValueError, RecursionError) as error:
-                place = f"{self.path}, line {self._number}"
-                raise DataError(f"{place}: {error}; restore the file, or delete it") from error
-            yield record
-
-
 class Span(NamedTuple):
     """One line about time: nanoseconds by phase since the one before it, and the step that they are of, if any."""
 
@@ -271,38 +231,22 @@ class Span(NamedTuple):
     step: int | None
 
 
-_PHASE = kinds.one_of(*Phase)
-_FIRST = kinds.record(
-    {"began": kinds.NANOSECONDS, "rank": kinds.COUNT, "world_size": kinds.SIZE, "heartbeat_s": kinds.AMOUNT}, more=True
-)
-_LINE = kinds.record(
-    {"at": kinds.NANOSECONDS},
-    {"phases": kinds.map_of(kinds.NANOSECONDS, _PHASE), "step": kinds.SIZE, "resumed_at": kinds.COUNT, "how": kinds.TEXT,
-     "facts": kinds.MAP, "metrics": kinds.MAP},
-    more=True,
-)  # fmt: skip
-
-
 @dataclass
 class Start:
     """What one process of a rank wrote.
 
     Attributes:
-        path: its file.
         number: of the start, as the file's folder has it; ``rank`` and ``world_size`` of the process.
         began_ns, ended_ns: nanoseconds since the epoch; the end is the last line's time.
         heartbeat_s: seconds between two signs of life.
         how: how it ended, by itself; None while it has not, or was killed.
         resumed_at: the step whose checkpoint it started from; None before its first step.
-        spent: nanoseconds by phase, but for :attr:`Phase.STEP` of whole steps.
-        done, done_ns: its whole steps, and the nanoseconds of :attr:`Phase.STEP` in them.
         spans: every line about time, in order.
         steps: its steps with their losses, which the last rank writes.
         metrics: what was shown of its logged steps.
         facts: what it knows of the run, the last value of every key.
     """
 
-    path: Path
     number: int
     rank: int
     world_size: int
@@ -311,9 +255,6 @@ class Start:
     ended_ns: int = 0
     how: str | None = None
     resumed_at: int | None = None
-    spent: Counter[str] = field(default_factory=Counter)
-    done: int = 0
-    done_ns: int = 0
     spans: list[Span] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
@@ -327,15 +268,17 @@ class Start:
         """Its folder's name."""
         return f"start_{self.number}"
 
+    @property
+    def done(self) -> list[int]:
+        """The steps that it did, in order."""
+        return [span.step for span in self.spans if span.step is not None]
+
     def add(self, line: Mapping[str, Any]) -> None:
         """Take in a line but the first."""
         if "phases" in line:
-            phases, step = line["phases"], line.get("step")
-            self.spans.append(Span(line["at"], phases, step))
-            self.spent.update({name: spent for name, spent in phases.items() if step is None or name != Phase.STEP})
-            if step is not None:
-                self.resumed_at = line["resumed_at"]
-                self.done, self.done_ns = self.done + 1, self.done_ns + phases.get(Phase.STEP, 0)
+            self.spans.append(Span(line["at"], line["phases"], line.get("step")))
+        if "step" in line:
+            self.resumed_at = line["resumed_at"]
         if "losses" in line:
             self.steps.append(Step.from_record(line))
         if "metrics" in line:
@@ -346,60 +289,59 @@ class Start:
             self.ended_ns = line["at"] if self.how is not None else max(self.ended_ns, line["at"])
 
 
-def read(
-    run: str | os.PathLike[str], damaged: list[tuple[int, DataError]] | None = None, *, rank: int | None = None
-) -> dict[int, list[Start]]:
+def read(run: str | os.PathLike[str]) -> dict[int, list[Start]]:
     """The starts of every rank that left a file in the run's folder, by rank and in their order.
-
-    Args:
-        run: the run's folder.
-        damaged: takes the rank and the damage of every file that cannot be read, which is then left out; None: it is raised.
-        rank: the only one to read; None: all.
 
     Raises:
         DataError: there is none, or a line is not what a run writes.
     """
-    written = rank_files(Path(run))
-    if not written:
-        raise DataError(f"{run} holds no start_*/rank_*.jsonl; expected the folder of a run that was observed")
+    found = read_any(run)
+    if not found:
+        raise DataError(
+            f"{run} holds no whole line of a start_*/rank_*.jsonl; expected the folder of a run that was observed"
+        )
+    return found
+
+
+def read_any(run: str | os.PathLike[str], rank: int | None = None) -> dict[int, list[Start]]:
+    """The same of a run that may not have begun to record, or of one ``rank`` alone."""
     found: dict[int, list[Start]] = {}
-    for number, one, path in written:
-        if rank in (None, one):
-            try:
-                found.setdefault(one, []).extend(read_file(path, number, one))
-            except DataError as error:
-                if damaged is None:
-                    raise
-                damaged.append((one, error))
-    return {one: starts for one, starts in sorted(found.items()) if starts}
+    for number, one, path in _files(Path(run)):
+        if rank in (None, one) and (start := _read_file(path, number)) is not None:
+            found.setdefault(one, []).append(start)
+    return dict(sorted(found.items()))
 
 
-def read_file(path: Path, number: int, rank: int) -> list[Start]:
-    """The start in one file; none where not even its first line is complete.
+def _read_file(path: Path, number: int) -> Start | None:
+    """The start in one file; None where not even its first line is complete.
 
     Raises:
-        DataError: a line is not what a run writes.
+        DataError: it cannot be read, or a line is not what a run writes; the last may be torn, and is then not there.
     """
-    starts: list[Start] = []
+    start: Start | None = None
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; expected a file of JSON lines") from error
+    for place, text in enumerate(lines, 1):
+        try:
+            line = json.loads(text)
+            if start is None:
+                start = Start(number, line["rank"], line["world_size"], line["began"], line["heartbeat_s"])
+            else:
+                start.add(line)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            what = f"no line that a run writes ({type(error).__name__}: {error})"
+            raise DataError(f"{path}, line {place}: {what}; restore the file, or delete it") from error
+    return start
 
-    def parse(line: Any) -> None:
-        kinds.check(line, _LINE if starts else _FIRST)
-        if not starts:
-            starts.append(Start(path, number, rank, line["world_size"], line["began"], line["heartbeat_s"]))
-        elif "step" in line and "resumed_at" not in line:
-            raise ValueError(f"step {line['step']} has no resumed_at")
-        else:
-            starts[0].add(line)
 
-    for _ in Tail(path).read_new(parse):
-        pass
-    return starts
-
-
-def rank_files(run: Path) -> list[tuple[int, int, Path]]:
+def _files(run: Path) -> list[tuple[int, int, Path]]:
     """Number of the start, rank, and path of every file of a rank in the run's folder, in the order of the starts."""
-    named = ((_FILE.fullmatch(path.relative_to(run).as_posix()), path) for path in run.glob("start_*/rank_*.jsonl"))
-    return sorted((int(name[1]), int(name[2]), path) for name, path in named if name is not None)
+    paths = run.glob("start_[1-9]*/rank_[0-9]*.jsonl")
+    return sorted(
+        (int(path.parent.name.removeprefix("start_")), int(path.stem.removeprefix("rank_")), path) for path in paths
+    )
 
 
 def grouped(ranks: Mapping[int, Sequence[Start]]) -> list[list[Start]]:
@@ -425,3 +367,15 @@ def overlaps(starts: Sequence[Start]) -> list[Start]:
             together |= {last.number: last, start.number: start}
         last = start if last is None or start.ended_ns > last.ended_ns else last
     return [start for _, start in sorted(together.items())]
+
+
+def overlap(ranks: Mapping[int, Sequence[Start]]) -> str:
+    """Which starts were recorded in the run's folder at the same time, in words; empty where none were."""
+    found = [(rank, both) for rank, starts in ranks.items() if (both := overlaps(starts))]
+    if not found:
+        return ""
+    (rank, both), *more = found
+    names = (
+        ", ".join(start.name for start in both) + f" of rank {rank}" + f", and of {len(more)} more ranks" * bool(more)
+    )
+    return f"{names} were recorded at the same time: two trainings in one folder, or clocks that differ"

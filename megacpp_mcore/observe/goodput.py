@@ -5,19 +5,17 @@ Which steps a restart had to repeat is known only then, so that files hold phase
 
 from __future__ import annotations
 
-import logging
+import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events
 from megacpp_mcore.observe.clock import Phase
 from megacpp_mcore.observe.events import FINISHED, Listener, Log, Start, Step
 
-logger = logging.getLogger(__name__)
 PRODUCTIVE = "productive"
 RECOVERY = "recovery"
 LOST = "lost_steps"
@@ -38,14 +36,12 @@ class Goodput:
         starts: how often the run was started.
         steps: distinct steps that were kept.
         steps_lost: steps that were done again after a restart.
-        notes: what is doubtful about the times, a sentence each.
     """
 
     nanoseconds: Mapping[str, int]
     starts: int = 0
     steps: int = 0
     steps_lost: int = 0
-    notes: tuple[str, ...] = ()
 
     @property
     def wall_ns(self) -> int:
@@ -57,15 +53,6 @@ class Goodput:
         """The productive part of the wall time; 0.0 before there is any."""
         return self.nanoseconds[PRODUCTIVE] / self.wall_ns if self.wall_ns else 0.0
 
-    def __add__(self, other: Goodput) -> Goodput:
-        return Goodput(
-            {name: self.nanoseconds[name] + other.nanoseconds[name] for name in CLASSES},
-            self.starts + other.starts,
-            self.steps + other.steps,
-            self.steps_lost + other.steps_lost,
-            self.notes + other.notes,
-        )
-
     def record(self) -> dict[str, Any]:
         """A JSON-ready record, in seconds."""
         return {
@@ -75,7 +62,6 @@ class Goodput:
             "starts": self.starts,
             "steps": self.steps,
             "steps_lost": self.steps_lost,
-            "notes": list(self.notes),
         }
 
 
@@ -88,9 +74,9 @@ class Recorder(Listener):
     def __init__(self, log: Log, *, with_losses: bool) -> None:
         self.log = log
         self._with_losses = with_losses
-        self._start = Start(log.path, log.number, log.rank, log.world_size, log.began_ns)
-        self._earlier: list[Start] | None = None
-        self._before: dict[int | None, Goodput] = {}
+        self._spent: Counter[tuple[str, bool]] = Counter()
+        """Nanoseconds of this start by phase, and whether they are of a step that ended."""
+        self._before: tuple[Goodput, bool] | None = None
         self._note()
 
     def on_step(self, step: Step) -> None:
@@ -101,104 +87,106 @@ class Recorder(Listener):
         """Write how it ended."""
         self._note(how=FINISHED if error is None else type(error).__name__)
 
-    def so_far(self) -> Goodput:
-        """What the wall time went to up to the last line, earlier starts included; one that is damaged is left out."""
-        if self._earlier is None:
-            damaged: list[tuple[int, DataError]] = []
-            starts = events.read(self.log.run, damaged, rank=self.log.rank).get(self.log.rank, [])
-            self._earlier = [start for start in starts if start.number < self.log.number]
-            for _, error in damaged:
-                logger.warning("%s; the goodput that is shown is without it", error)
-        repeated_from = self._start.resumed_at
-        if repeated_from not in self._before:  # before the first step of this start, and since
-            self._before[repeated_from] = of_rank(self._earlier, repeated_from)
-        last = self._earlier[-1] if self._earlier else None
-        return self._before[repeated_from] + of_start(self._start, last, _left_off_dead(self._earlier), None)
+    def so_far(self, resumed_at: int) -> Goodput:
+        """What the wall time went to up to the last line, earlier starts included, of a start that went on from a step.
+
+        Raises:
+            DataError: the file of an earlier start is damaged.
+        """
+        if self._before is None:
+            starts = events.read_any(self.log.run, self.log.rank).get(self.log.rank, [])
+            earlier = [start for start in starts if start.number < self.log.number]
+            this = Start(self.log.number, self.log.rank, self.log.world_size, self.log.began_ns, resumed_at=resumed_at)
+            self._before = of_rank([*earlier, this]), _goes_on(earlier)
+        before, after_death = self._before
+        spent = Counter(before.nanoseconds)
+        for (phase, of_a_step), nanoseconds in self._spent.items():
+            spent[class_of(phase, is_kept=of_a_step, after_death=after_death)] += nanoseconds
+        return Goodput(spent, before.starts, before.steps, before.steps_lost)
 
     def _note(self, **fields: Any) -> None:
         phases = self.log.clock.take()
-        self._start.add(self.log.write(self.log.began_ns + self.log.clock.elapsed_ns(), phases=phases, **fields))
-        self._start.spans.clear()  # the sums are enough for this process
-        self._start.steps.clear()
+        self.log.write(self.log.began_ns + self.log.clock.elapsed_ns(), phases=phases, **fields)
+        self._spent.update({(phase, "step" in fields): spent for phase, spent in phases.items()})
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
+_ORDER = (
+    Phase.STARTUP, Phase.LOAD, Phase.IDLE, Phase.EVALUATION, Phase.SAVE, Phase.PROFILE, Phase.COMPILE, Phase.JIT, Phase.DATA,
+    Phase.STEP,
+)  # fmt: skip
+"""The order of the phases of one line, which has only their sums: what follows a step comes before the next one."""
 
-def _died(start: Start) -> bool:
-    """Whether a death ended a start: it was killed, or an error ended what it had begun to train."""
-    return start.how is None or (start.how != FINISHED and start.done > 0)
+
+class Stretch(NamedTuple):
+    """A stretch of wall time in one of :data:`CLASSES`, in nanoseconds since the epoch."""
+
+    begin: int
+    end: int
+    kind: str
 
 
-def _left_off_dead(starts: Sequence[Start]) -> bool:
-    """Whether what comes after ``starts`` goes on with what a death ended.
+def timeline(starts: Sequence[Start]) -> Iterator[Stretch]:
+    """One rank's wall time in order, without gaps but for pauses between starts that follow no death."""
+    for index, start in enumerate(starts):
+        after_death, kept_to = _goes_on(starts[:index]), _kept_to(starts[index + 1 :])
+        if after_death and start.began_ns > starts[index - 1].ended_ns:
+            yield Stretch(starts[index - 1].ended_ns, start.began_ns, DOWN)
+        at = start.began_ns
+        for span in start.spans:
+            is_kept = span.step is not None and span.step <= kept_to
+            for phase in _ORDER:
+                if spent := span.phases.get(phase, 0):
+                    yield Stretch(at, at + spent, class_of(phase, is_kept=is_kept, after_death=after_death))
+                    at += spent
+        if start.ended_ns > at:  # it was killed, and nobody knows in which phase
+            rest = Phase.STEP if start.done else Phase.STARTUP
+            yield Stretch(at, start.ended_ns, class_of(rest, is_kept=False, after_death=after_death))
 
-    A start that an error ended before its first step has nothing to go on with, and does not undo the death before it.
+
+def class_of(phase: str, *, is_kept: bool, after_death: bool) -> str:
+    """The class of time in a phase.
+
+    Args:
+        phase: the phase.
+        is_kept: whether it is of a step that ended and that no later start did again.
+        after_death: whether the start goes on with what a death ended.
     """
-    return next((_died(start) for start in reversed(starts) if start.how == FINISHED or _died(start)), False)
-
-
-def class_of(phase: str, after_death: bool) -> str:
-    """The class of a phase outside of whole steps; what is left of a step was interrupted."""
     if phase == Phase.STEP:
-        return LOST
+        return PRODUCTIVE if is_kept else LOST
     return RECOVERY if phase == Phase.STARTUP and after_death else phase
 
 
-def is_repeated(step: int | None, repeated_from: int | None) -> bool:
-    """Whether a step was done again by a later start, the earliest of which went on from step ``repeated_from``."""
-    return step is not None and repeated_from is not None and step > repeated_from
+def _goes_on(starts: Sequence[Start]) -> bool:
+    """Whether what comes after ``starts`` goes on with what a death ended, by a signal or, once it trained, an error.
 
-
-def of_start(start: Start, before: Start | None, after_death: bool, repeated_from: int | None) -> Goodput:
-    """What the time of one start went to, and the time since the one before it if it goes on with what a death ended.
-
-    Args:
-        start: the start.
-        before: the one before it, if any.
-        after_death: whether it goes on with what a death ended.
-        repeated_from: the step from which a later start went on, the earliest of them; None: there is none.
+    A start that an error ended before its first step has nothing to go on with, and does not undo the death before it.
     """
+    return next((one.how != FINISHED for one in reversed(starts) if one.how in (FINISHED, None) or one.done), False)
+
+
+def _kept_to(later: Sequence[Start]) -> float:
+    """The last step that the starts after it did not do again."""
+    return min((start.resumed_at for start in later if start.resumed_at is not None), default=math.inf)
+
+
+def of_rank(starts: Sequence[Start]) -> Goodput:
+    """The goodput of one rank's ``starts``."""
     spent: Counter[str] = Counter()
-    if before is not None and after_death:
-        spent[DOWN] = max(0, start.began_ns - before.ended_ns)
-    repeated = [span for span in start.spans if is_repeated(span.step, repeated_from)]
-    repeated_ns = sum(span.phases.get(Phase.STEP, 0) for span in repeated)
-    spent.update({LOST: repeated_ns, PRODUCTIVE: start.done_ns - repeated_ns})
-    for phase, nanoseconds in start.spent.items():
-        spent[class_of(phase, after_death)] += nanoseconds
-    unknown_ns = start.ended_ns - start.began_ns - start.done_ns - sum(start.spent.values())
-    spent[LOST if start.done else class_of(Phase.STARTUP, after_death)] += max(0, unknown_ns)
-    return Goodput({name: spent[name] for name in CLASSES}, 1, start.done - len(repeated), len(repeated))
-
-
-def in_context(
-    starts: Sequence[Start], repeated_from: int | None = None
-) -> list[tuple[Start, Start | None, bool, int | None]]:
-    """Each start, last first, with what its classes depend on: the arguments of :func:`of_start`."""
-    found = []
-    for index in range(len(starts) - 1, -1, -1):
-        start, before = starts[index], starts[index - 1] if index else None
-        found.append((start, before, _left_off_dead(starts[:index]), repeated_from))
-        if start.resumed_at is not None:
-            repeated_from = start.resumed_at if repeated_from is None else min(repeated_from, start.resumed_at)
-    return found
-
-
-def of_rank(starts: Sequence[Start], repeated_from: int | None = None) -> Goodput:
-    """The goodput of one rank's ``starts``, of which one that follows went on from step ``repeated_from``; None: none has."""
-    nothing = Goodput(dict.fromkeys(CLASSES, 0))
-    return sum((of_start(*one) for one in in_context(starts, repeated_from)), nothing)
+    for stretch in timeline(starts):
+        spent[stretch.kind] += stretch.end - stretch.begin
+    kept = lost = 0
+    for index, start in enumerate(starts, 1):
+        kept_to = _kept_to(starts[index:])
+        repeated = sum(step > kept_to for step in start.done)
+        kept, lost = kept + len(start.done) - repeated, lost + repeated
+    return Goodput({name: spent[name] for name in CLASSES}, len(starts), kept, lost)
 
 
 def of_starts(ranks: Mapping[int, Sequence[Start]]) -> dict[int, Goodput]:
     """The goodput of every rank."""
-    found = {}
-    for rank, starts in ranks.items():
-        names = ", ".join(start.name for start in events.overlaps(starts))
-        note = f"{names} overlap: two trainings record in this folder, or their clocks differ or were set"
-        found[rank] = replace(of_rank(starts), notes=(note,) if names else ())
-    return found
+    return {rank: of_rank(starts) for rank, starts in ranks.items()}
 
 
 def read(run: str | os.PathLike[str]) -> dict[int, Goodput]:
@@ -210,9 +198,9 @@ def read(run: str | os.PathLike[str]) -> dict[int, Goodput]:
     return of_starts(events.read(run))
 
 
-def slowest(ranks: Mapping[int, Goodput]) -> int:
-    """The rank with the least goodput: the others' steps hold the time in which they wait for it.
+def slowest_first(ranks: Mapping[int, Goodput]) -> list[int]:
+    """The ranks by goodput, the least first: the others' steps hold the time in which they wait for it.
 
-    One that has left no time is the slowest only where none has.
+    Those that have left no time are last.
     """
-    return min(ranks, key=lambda rank: (not ranks[rank].wall_ns, ranks[rank].share, rank))
+    return sorted(ranks, key=lambda rank: (not ranks[rank].wall_ns, ranks[rank].share, rank))

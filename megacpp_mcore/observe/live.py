@@ -10,14 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from megacpp_mcore.errors import DataError
-from megacpp_mcore.model.flops.peaks import peak
-from megacpp_mcore.model.flops.report import Utilisation
 from megacpp_mcore.observe.clock import OF_A_STEP, Phase
 from megacpp_mcore.observe.events import Listener, Start, Step
 from megacpp_mcore.observe.goodput import PRODUCTIVE, Recorder
+from megacpp_mcore.observe.receipts.assemble import utilisation
 from megacpp_mcore.observe.steps import kept
-from megacpp_mcore.util import schema
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.indices import IndexOverlap
@@ -102,7 +99,7 @@ class Live(Listener):
         recorder: what records this rank's goodput; it has to come before this one.
         loop: the loop that trains.
         facts: gives what is known of the run.
-        routes: what counts the experts' tokens; it has to come before this one, too. None: nothing does.
+        routes: what counts the experts' tokens; it has to come before this one, too.
         indices: what samples the indices of Full layers, likewise.
         console: ``progress`` or ``stock``: whether a line is printed below Megatron's.
     """
@@ -113,8 +110,8 @@ class Live(Listener):
         loop: Loop,
         *,
         facts: Callable[[], Facts],
-        routes: Routing | None = None,
-        indices: IndexOverlap | None = None,
+        routes: Routing,
+        indices: IndexOverlap,
         console: str = PROGRESS,
     ) -> None:
         self._recorder, self._loop, self._facts = recorder, loop, facts
@@ -145,7 +142,7 @@ class Live(Listener):
         """What is known of the steps since the last logged one."""
         import torch
 
-        spent = self._recorder.so_far()
+        spent = self._recorder.so_far(step.resumed_at)
         in_steps = sum(spent.nanoseconds[name] for name in _CLASSES)
         rate = None
         if self._before is not None and in_steps > self._before[1]:
@@ -162,8 +159,8 @@ class Live(Listener):
             goodput=spent.share,
             memory_allocated_bytes=int(torch.cuda.memory_allocated()),
             memory_reserved_bytes=int(torch.cuda.memory_reserved()),
-            **(self._routes.latest if self._routes is not None else {}),
-            **(self._indices.latest() if self._indices is not None else {}),
+            **self._routes.latest,
+            **self._indices.latest(),
         )
 
 
@@ -174,27 +171,11 @@ def _mfu(facts: Facts, tokens_per_s: float | None) -> tuple[float | None, str]:
         return None, unknown.get("flops", "the work of a step is not known")
     if tokens_per_s is None:
         return None, "no step before it to measure from"
-    flops = {precision: one["model_flops"] for precision, one in counted["by_precision"].items()}
-    used = Utilisation(
-        step_time_s=counted["tokens"] / tokens_per_s,
-        devices=known["parallelism.world_size"],
-        model_flops=flops,
-        hardware_flops=flops,
-        peaks={precision: peak(known["device"], precision) for precision in flops},
-    )
+    used = utilisation(known, counted["tokens"] / tokens_per_s)
     return used.mfu, used.reason or ""
 
 
 def metrics_of(ranks: Mapping[int, Sequence[Start]]) -> list[Metrics]:
-    """The logged steps in the starts of all ranks, ascending, without those that a restart rolled back.
-
-    Raises:
-        DataError: one has not the fields that a run writes.
-    """
-    found = []
-    for start in sorted((one for starts in ranks.values() for one in starts), key=lambda one: (one.number, one.rank)):
-        try:
-            found += [schema.build(Metrics, one) for one in start.metrics]
-        except schema.SchemaError as error:
-            raise DataError(f"{start.path}: metrics of a step: {error}; restore the file, or delete it") from error
-    return kept(found)
+    """The logged steps in the starts of all ranks, ascending, without those that a restart rolled back."""
+    starts = sorted((one for starts in ranks.values() for one in starts), key=lambda one: (one.number, one.rank))
+    return kept([Metrics(**one) for start in starts for one in start.metrics])

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import logging
-import sys
+import pkgutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -102,15 +102,20 @@ def replaced(seams: Sequence[Seam], notifier: Notifier, handlers: Mapping[str, H
     """Put functions that notify in the place of those of ``seams``, and those back when the context ends, of which it notifies.
 
     Raises:
-        LaunchError: a function is not there; nothing has been replaced.
+        LaunchError: a function is not there; nothing is replaced then.
     """
     with contextlib.ExitStack() as stack:
         stack.push(notifier.end)  # first, so that the listeners hear of a missing function, too
-        for seam, (holder, name, stock) in [(seam, _resolve(seam)) for seam in seams]:
-            handler = handlers.get(seam.name) or notifier.timed(seam)
-            setattr(holder, name, _standing_in(stock, handler))
-            stack.callback(setattr, holder, name, stock)
         stack.callback(notifier.scalars.restore)
+        for seam in seams:
+            try:
+                stock = pkgutil.resolve_name(f"{seam.module}:{seam.name}")
+            except AttributeError as error:
+                missing = f"this Megatron's {seam.module} has no {seam.name}, by which a run is observed"
+                todo = "use megatron-core 0.19 (and megatron-bridge 0.6), or switch it off with --no-observe"
+                raise LaunchError(f"{missing}; {todo}") from error
+            standing_in = _standing_in(stock, handlers.get(seam.name) or notifier.timed(seam))
+            stack.enter_context(mock.patch(f"{seam.module}.{seam.name}", standing_in))
         yield
 
 
@@ -122,29 +127,12 @@ def _standing_in(stock: Callable[..., Any], handler: Handler) -> Callable[..., A
     return run
 
 
-def _resolve(seam: Seam) -> tuple[Any, str, Callable[..., Any]]:
-    """The object that holds a seam's function, the function's name in it, and the function."""
-    __import__(seam.module)
-    holder: Any = sys.modules[seam.module]
-    *path, name = seam.name.split(".")
-    try:
-        for part in path:
-            holder = vars(holder)[part]
-        return holder, name, vars(holder)[name]
-    except KeyError as error:
-        raise LaunchError(
-            f"this Megatron's {seam.module} has no {seam.name}, by which a run is observed; use megatron-core 0.19 (and "
-            "megatron-bridge 0.6), or switch it off with --no-observe"
-        ) from error
-
-
 class Notifier:
     """Notifies listeners of what happens in a loop; what stands in for the loop's functions calls it."""
 
     def __init__(self, clock: Clock, listeners: Sequence[Listener]) -> None:
         self.clock, self.scalars = clock, ScalarTap()
-        self._listeners = tuple(listeners)
-        self._sound = list(listeners)
+        self._listeners = list(listeners)
         self._step = 0
         self._resumed_at: int | None = None
 
@@ -175,52 +163,38 @@ class Notifier:
         if self._resumed_at is None:
             self._resumed_at = number - 1
         grad_norm, learning_rate = given["grad_norm"], given["learning_rate"]
-        try:
-            step = Step(
-                step=number,
-                resumed_at=self._resumed_at,
-                time_s=time.time(),
-                tokens=tokens,
-                losses=self.scalars.values | {name: float(value) for name, value in given["loss_dict"].items()},
-                grad_norm=None if grad_norm is None else float(grad_norm),
-                learning_rate=None if learning_rate is None else float(learning_rate),
-                skipped=bool(given["skipped_iter"]),
-            )
-        except Exception:
-            logger.exception("step %d is not recorded; training is not affected", number)
-            return
+        step = Step(
+            step=number,
+            resumed_at=self._resumed_at,
+            time_s=time.time(),
+            tokens=tokens,
+            losses=self.scalars.values | {name: float(value) for name, value in given["loss_dict"].items()},
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            learning_rate=None if learning_rate is None else float(learning_rate),
+            skipped=bool(given["skipped_iter"]),
+        )
         self.notify(lambda listener: listener.on_step(step))
 
     def notify(self, call: Callable[[Listener], None]) -> None:
-        """Call those that have not failed; one that does hears of nothing more but the end: recording must not end training."""
-        for listener in tuple(self._sound):
+        """Call those that have not failed; one that does is over: recording must not end training."""
+        for listener in tuple(self._listeners):
+            if listener not in self._listeners:
+                continue  # it failed when it heard of the failure of one before it
             try:
                 call(listener)
             except Exception as error:
-                logger.exception(
-                    "%s failed in step %d and records nothing more; training is not affected",
-                    type(listener).__name__,
-                    self._step,
-                )
-                self._sound.remove(listener)
-                self._notify_failure(listener, error)
-
-    def _notify_failure(self, failed: Listener, error: Exception) -> None:
-        for listener in self._listeners:
-            try:
-                listener.on_failure(failed, error, self._step)
-            except Exception:
-                logger.exception("%s could not take in that %s failed", type(listener).__name__, type(failed).__name__)
+                words = f"{type(error).__name__}: {error}".partition("\n")[0]
+                what = f"{type(listener).__name__} failed in step {self._step} and recorded nothing more: {words}"
+                logger.exception("%s; training is not affected", what)
+                self._listeners.remove(listener)
+                with contextlib.suppress(Exception):  # what it could not do it may not be able to end either
+                    listener.on_end(error)
+                self.notify(lambda other, what=what: other.on_failure(what))  # type: ignore[misc]
 
     def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Everyone hears of the end, whatever happens to one; a status of 0 that a script exits with is no error."""
+        """Everyone hears of the end; a status of 0 that a script exits with is no error."""
         quiet = isinstance(error, SystemExit) and not error.code
-        for listener in self._listeners:
-            try:
-                listener.on_end(None if quiet else error)
-            except Exception as failure:
-                logger.exception("%s could not end what it records; training is not affected", type(listener).__name__)
-                self._notify_failure(listener, failure)
+        self.notify(lambda listener: listener.on_end(None if quiet else error))
 
 
 class _StockSeams(Notifier):

@@ -1,7 +1,7 @@
 """The page of ``report html``: one self-contained file about a run. No torch.
 
 ``page.html`` is its Jinja2 template, which escapes all that comes from files. matplotlib (the extra ``report``) draws
-curves as SVG in the page's own colours, light and dark, for a wide window and for a phone; without it they are tables.
+curves as SVG in the page's own colours, light and dark, for a wide window and for a phone; without it there are none.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import itertools
 import math
 import os
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,22 +22,14 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup
 
-from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events, goodput, receipts
-from megacpp_mcore.observe.clock import OF_A_STEP, Phase
+from megacpp_mcore.observe.clock import OF_A_STEP
 from megacpp_mcore.observe.events import Start, Step
-from megacpp_mcore.observe.goodput import CLASSES, DOWN, LOST, PRODUCTIVE, Goodput
+from megacpp_mcore.observe.goodput import CLASSES, PRODUCTIVE, Goodput
 from megacpp_mcore.observe.live import Metrics, metrics_of
 from megacpp_mcore.observe.receipts import schema
-from megacpp_mcore.observe.receipts.assemble import recorded, tokens_of
-from megacpp_mcore.observe.receipts.claims import is_off
-from megacpp_mcore.observe.steps import kept
-
-_ORDER = (
-    Phase.STARTUP, Phase.LOAD, Phase.IDLE, Phase.EVALUATION, Phase.SAVE, Phase.PROFILE, Phase.COMPILE, Phase.JIT, Phase.DATA,
-    Phase.STEP,
-)  # fmt: skip
-"""The order of the phases of one line, which has only their sums: what follows a step comes before the next one."""
+from megacpp_mcore.observe.receipts.assemble import tokens_of
+from megacpp_mcore.observe.steps import kept, recorded
 
 
 class Level(NamedTuple):
@@ -102,32 +93,40 @@ def read(path: str | os.PathLike[str]) -> Run:
     name = whole.parent.name if place.is_file() else whole.name
     if whole.name == "observe":
         name = f"{whole.parent.name}/{name}"
-    found = Run(name, receipts.read(place))
-    try:
-        if place.is_file():
-            raise DataError("only the receipt is here, not the folder of the run")
-        ranks = events.read(place)
-        found.metrics, found.spent, found.ranks = metrics_of(ranks), goodput.of_starts(ranks), ranks
-    except DataError as error:
-        found.missing = str(error)
-    return found
+    ranks = events.read_any(place)
+    return Run(name, receipts.read(place), ranks, goodput.of_starts(ranks), metrics_of(ranks))
 
 
-_Row = tuple[bool, str, str, str, str, str]
-"""Whether a backend is off, its op, layers, requested, observed, and why."""
+_OF_METRICS = {
+    "MFU, %": ("mfu", 100.0),
+    "dropped assignments, %": ("dropped_share", 100.0),
+    "overlap of neighbouring indexers, %": ("index_overlap", 100.0),
+    "routing entropy, % (100 is even)": ("routing_entropy", 100.0),
+    "allocated memory, GiB": ("memory_allocated_bytes", 2**-30),
+    "reserved memory, GiB": ("memory_reserved_bytes", 2**-30),
+}
+"""What is plotted of :class:`~megacpp_mcore.observe.live.Metrics`, and by how much it is multiplied."""
 
 
 @dataclass
 class Run:
-    """One run, and what the template shows of it; where only a receipt is there, ``missing`` says so."""
+    """One run, and what the template shows of it."""
 
     name: str
     receipt: Mapping[str, Any]
     ranks: Mapping[int, Sequence[Start]] = field(default_factory=dict)
     spent: Mapping[int, Goodput] = field(default_factory=dict)
     metrics: Sequence[Metrics] = ()
-    missing: str = ""
     addition: Addition = Addition()
+
+    @property
+    def missing(self) -> str:
+        """Why there is no curve."""
+        if not self.ranks:
+            return "only the receipt is here, not the folder of the run"
+        return (
+            "no step was recorded" if can_draw() else "matplotlib is not installed, the extra `report` of this package"
+        )
 
     @functools.cached_property
     def values(self) -> Mapping[str, Any]:
@@ -151,8 +150,8 @@ class Run:
 
     @functools.cached_property
     def slowest_first(self) -> list[tuple[int, Goodput]]:
-        """The ranks by goodput, the least first; those that left no time are last."""
-        return sorted(self.spent.items(), key=lambda one: (not one[1].wall_ns, one[1].share, one[0]))
+        """The ranks by goodput, the least first."""
+        return [(rank, self.spent[rank]) for rank in goodput.slowest_first(self.spent)]
 
     @property
     def failed(self) -> bool:
@@ -210,7 +209,7 @@ class Run:
         ]
         bands = [
             (at(one.begin), at(one.end), one.kind)
-            for one in timeline(starts)
+            for one in goodput.timeline(starts)
             if one.kind != PRODUCTIVE  # and not what every step has a little of
             and (one.kind not in ("data", "idle") or one.end - one.begin > (ended - began) / 500)
         ]
@@ -225,14 +224,9 @@ class Run:
         numbers = ranks if len(ranks) == len(peaks) else range(len(peaks))
         return sorted(zip(numbers, peaks, strict=True), key=lambda one: -one[1])
 
-    def backends(self) -> list[_Row]:
+    def backends(self) -> list[schema.Backend]:
         """The rows of ops, what is off first."""
-        layers: defaultdict[tuple[bool, str, str, str, str], list[Any]] = defaultdict(list)
-        for one in self.values["backends"] or ():
-            key = (is_off(one), one["op"], one["requested"], one["observed"], one["reason"])
-            layers[key].append(schema.layer_of(one))
-        rows = [(off, op, schema.spans(of), asked, got, why) for (off, op, asked, got, why), of in layers.items()]
-        return sorted(rows, key=lambda row: not row[0])
+        return sorted(schema.backends(self.values["backends"] or ()), key=lambda row: not row.is_off)
 
     def by_step(self) -> list[tuple[str, Markup]]:
         """A small plot of everything else that is known by step."""
@@ -241,51 +235,23 @@ class Run:
             "gradient norm": _finite((one.step, one.grad_norm) for one in self.kept),
             "learning rate": _finite((one.step, one.learning_rate) for one in self.kept),
             **{name: _finite((one.step, one.losses.get(name)) for one in self.kept) for name in others},
-            "MFU, %": _finite(((one.step, one.mfu) for one in self.metrics), 100),
-            "dropped assignments, %": _finite(((one.step, one.dropped_share) for one in self.metrics), 100),
-            "overlap of neighbouring indexers, %": _finite(
-                ((one.step, one.index_overlap) for one in self.metrics), 100
-            ),
-            "routing entropy, % (100 is even)": _finite(((one.step, one.routing_entropy) for one in self.metrics), 100),
-            "allocated memory, GiB": _finite(((one.step, one.memory_allocated_bytes) for one in self.metrics), 2**-30),
-            "reserved memory, GiB": _finite(((one.step, one.memory_reserved_bytes) for one in self.metrics), 2**-30),
+            **{
+                title: _finite(((one.step, getattr(one, name)) for one in self.metrics), scale)
+                for title, (name, scale) in _OF_METRICS.items()
+            },
         }
         if series["allocated memory, GiB"] == series["reserved memory, GiB"]:
             del series["reserved memory, GiB"]
         marks = [(step, "") for step in self._resumed()]
-        found: list[tuple[str, Markup]] = []
-        for title, points in series.items():
-            name, curves = f"by-step-{len(found)}", [_Curve("", "c1", points)]
-            drawn = _chart(name, f"{title} by step", curves, marks=marks, small=True) if len(points) > 1 else None
-            found += [(title, drawn)] if drawn is not None else []
-        return found
-
-
-class Span(NamedTuple):
-    """A stretch of wall time in one class of :data:`~megacpp_mcore.observe.goodput.CLASSES`, in nanoseconds since the epoch."""
-
-    begin: int
-    end: int
-    kind: str
-
-
-def timeline(starts: Sequence[Start]) -> Iterator[Span]:
-    """One rank's wall time in order, without gaps but for pauses between starts that follow no death."""
-    for start, before, after_death, repeated_from in reversed(goodput.in_context(starts)):
-        at = start.began_ns
-        if before is not None and after_death and at > before.ended_ns:
-            yield Span(before.ended_ns, at, DOWN)
-        for span in start.spans:
-            for phase in _ORDER:
-                spent = span.phases.get(phase, 0)
-                kind = goodput.class_of(phase, after_death)
-                if phase is Phase.STEP and span.step is not None:
-                    kind = LOST if goodput.is_repeated(span.step, repeated_from) else PRODUCTIVE
-                if spent:
-                    yield Span(at, at + spent, kind)
-                at += spent
-        if start.ended_ns > at:
-            yield Span(at, start.ended_ns, LOST if start.done else goodput.class_of(Phase.STARTUP, after_death))
+        found = [
+            (
+                title,
+                _chart(f"by-step-{number}", f"{title} by step", [_Curve("", "c1", points)], marks=marks, small=True),
+            )
+            for number, (title, points) in enumerate(series.items())
+            if len(points) > 1
+        ]
+        return [(title, drawn) for title, drawn in found if drawn is not None]
 
 
 def _finite(points: Iterable[tuple[float, float | None]], scale: float = 1) -> list[tuple[float, float]]:
@@ -334,12 +300,10 @@ class _Curve(NamedTuple):
 
 
 def _chart(part: str, summary: str, curves: Sequence[_Curve], *, small: bool = False, **looks: Any) -> Markup | None:
-    """A plot for every width of the window, or a table without matplotlib; None without a point."""
+    """A plot for every width of the window; None without a point, or matplotlib."""
     curves = [one._replace(points=_thin(one.points)) for one in curves if one.points]
-    if not curves:
+    if not curves or not can_draw():
         return None
-    if not can_draw():
-        return _as_table(part, curves)
     sizes = {"both": (250, 118)} if small else {"wide": (560, 262), "narrow": (340, 240)}
     opening = Markup('<svg class="{}" role="img" aria-label="{}"')
     drawn = [
@@ -445,14 +409,3 @@ def _thin(points: Sequence[tuple[float, float]], buckets: int = 400) -> Sequence
     edges = [index * len(points) // buckets for index in range(buckets + 1)]
     stretches = (sorted(points[begin:end], key=lambda point: point[1]) for begin, end in itertools.pairwise(edges))
     return [point for one in stretches for point in sorted({one[0], one[-1]})]
-
-
-def _as_table(part: str, curves: Sequence[_Curve]) -> Markup:
-    """Up to twelve points of every curve, evenly spaced, the first and the last among them."""
-    row = Markup('<tr><td>{}</td><td class="number">{:.4g}</td><td class="number">{:.4g}</td></tr>')
-    rows = []
-    for one in curves:
-        last = len(one.points) - 1
-        places = sorted({round(index * last / 11) for index in range(12)})
-        rows += [row.format(one.label, *one.points[place]) for place in places]
-    return Markup('<table data-part="{}"><tbody>{}</tbody></table>').format(part, Markup("").join(rows))

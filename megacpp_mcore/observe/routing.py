@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.events import HookErrors, Listener
 
 if TYPE_CHECKING:
@@ -45,19 +44,16 @@ class Load:
         return self.asked - sum(self.tokens)
 
     @property
-    def entropy(self) -> float | None:
-        """Entropy of the load over that of an even one: 1 is even, 0 is one expert for all; None without tokens."""
+    def entropy(self) -> float:
+        """Entropy of the load over that of an even one: 1 is even, 0 is one expert for all."""
         total = sum(self.tokens)
-        if not total or len(self.tokens) < 2:
-            return None
         shares = [count / total for count in self.tokens if count]
-        return -sum(share * math.log(share) for share in shares) / math.log(len(self.tokens))
+        return sum(share * math.log(1 / share) for share in shares) / (math.log(len(self.tokens)) or 1.0)
 
     @property
-    def max_over_mean(self) -> float | None:
-        """The busiest expert's tokens over the mean: 1 is even; None without tokens."""
-        total = sum(self.tokens)
-        return max(self.tokens) * len(self.tokens) / total if total else None
+    def max_over_mean(self) -> float:
+        """The busiest expert's tokens over the mean: 1 is even."""
+        return max(self.tokens) * len(self.tokens) / (sum(self.tokens) or 1)
 
     def __add__(self, other: Load) -> Load:
         return Load(tuple(a + b for a, b in zip(self.tokens, other.tokens, strict=True)), self.asked + other.asked)
@@ -77,22 +73,12 @@ class Load:
 
 
 def merged(records: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Load]:
-    """The loads by layer over all ranks, from the ``layers`` of their :meth:`Routing.record`.
-
-    Raises:
-        DataError: two ranks have another number of experts in one layer.
-    """
+    """The loads by layer over all ranks, from the ``layers`` of their :meth:`Routing.record`."""
     loads: dict[str, Load] = {}
     for layers in records:
         for layer, one in layers.items():
             load = Load(tuple(one["tokens_per_expert"]), one["asked"])
-            before = loads.get(layer)
-            if before is not None and len(before.tokens) != len(load.tokens):
-                raise DataError(
-                    f"layer {layer} has {len(before.tokens)} experts on one rank and {len(load.tokens)} on another; expected "
-                    "the same of all: the part of a rank is damaged, or of another run"
-                )
-            loads[layer] = load if before is None else before + load
+            loads[layer] = loads[layer] + load if layer in loads else load
     return loads
 
 
@@ -144,7 +130,6 @@ class Routing(Listener):
         self._read: dict[str, Load] = {}
         self._hooks = contextlib.ExitStack()
         self._errors = HookErrors()
-        self._failed: str | None = None
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Hook the routers."""
@@ -171,14 +156,8 @@ class Routing(Listener):
         self._errors.raise_first()
         if error is None:
             self.read()
-
-    def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
-        """Take the hooks away if it is this one that failed, and what was counted: parts must not pass for the whole."""
-        if failed is self:
-            words = str(error).partition("\n")[0]
-            self._failed = f"counting failed in step {step} on a rank: {type(error).__name__}: {words}"
-            self._hooks.close()
-            self._routers, self._read, self.latest = [], {}, {}
+        else:
+            self.latest = {}
 
     def read(self) -> None:
         """Bring the sums to the host; the one point where this waits for the device."""
@@ -197,11 +176,12 @@ class Routing(Listener):
             self.latest = _summary(window)
 
     def record(self) -> dict[str, Any]:
-        """What this rank knows as of the last reading; the counts are local to its own tokens."""
+        """What this rank knows as of the last reading, of its own tokens; nothing once a hook failed: a part is no whole."""
+        failed = self._errors.failed
         return {
-            "layers": {layer: load.record() for layer, load in self._read.items()},
+            "layers": {layer: load.record() for layer, load in self._read.items()} if failed is None else {},
             "not_counted": self._not_counted(),
-            "failed": self._failed,
+            "failed": None if failed is None else f"counting failed on a rank: {failed}",
         }
 
     def _not_counted(self) -> dict[str, str]:
@@ -210,11 +190,8 @@ class Routing(Listener):
 
 
 def _summary(window: Sequence[Load]) -> dict[str, float]:
-    entropies = [load.entropy for load in window if load.entropy is not None]
-    peaks = [load.max_over_mean for load in window if load.max_over_mean is not None]
-    found = {"dropped_share": sum(load.dropped for load in window) / sum(load.asked for load in window)}
-    if entropies:
-        found["routing_entropy"] = fmean(entropies)
-    if peaks:
-        found["routing_max_over_mean"] = max(peaks)
-    return found
+    return {
+        "dropped_share": sum(load.dropped for load in window) / sum(load.asked for load in window),
+        "routing_entropy": fmean(load.entropy for load in window),
+        "routing_max_over_mean": max(load.max_over_mean for load in window),
+    }

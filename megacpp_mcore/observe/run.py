@@ -144,7 +144,7 @@ def _listeners(
     yield from (recorder, routes, indices)
     if details.profile is not None:  # of every rank, for the families differ by stage, and experts by rank
         first, last = parse_steps(details.profile)
-        yield Profiler(log.run, rank, first, last, trace=details.profile_trace, clock=clock)
+        yield Profiler(log.run, rank, first, last, clock, trace=details.profile_trace)
     receipt = ReceiptWriter(log, settings=chosen.settings, launched=launched, routes=routes, indices=indices, loop=loop)
     if is_last:
         yield Live(recorder, loop, facts=receipt.facts, routes=routes, indices=indices, console=details.console)

@@ -8,73 +8,49 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events
-from megacpp_mcore.observe.events import Step, Tail
+from megacpp_mcore.observe.events import Start, Step
 
-__all__ = ["Comparison", "Step", "StepReader", "compare", "kept", "read_steps"]
+if TYPE_CHECKING:
+    from megacpp_mcore.observe.live import Metrics
+
+__all__ = ["Comparison", "Step", "compare", "kept", "read_steps", "recorded"]
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
-class StepReader:
-    """Reads the steps in a run's folder as they are recorded."""
-
-    def __init__(self, run: str | os.PathLike[str]) -> None:
-        self._run = Path(run)
-        self._tails: dict[Path, Tail] = {}
-
-    def read_new(self) -> list[Step]:
-        """The steps whose lines were completed since the last call, start by start.
-
-        Raises:
-            DataError: a line is not the record of a step.
-        """
-
-        def parse(line: Any) -> Step | None:
-            is_of_no_step = isinstance(line, dict) and "losses" not in line
-            return None if is_of_no_step else Step.from_record(line)
-
-        paths = [path for _, _, path in events.rank_files(self._run)]
-        found = (step for path in paths for step in self._tails.setdefault(path, Tail(path)).read_new(parse))
-        return [step for step in found if step is not None]
-
-
 def read_steps(run: str | os.PathLike[str]) -> list[Step]:
-    """All steps in a run's folder, in the order they were written; those that were done again, too.
+    """All steps in a run's folder so far, in the order they were written; those that were done again, too.
 
     Raises:
-        DataError: there is no such folder, or a line is not the record of a step.
+        DataError: there is no such folder, or a line is not what a run writes.
     """
     if not Path(run).is_dir():
         raise DataError(f"{run} is no folder; expected that of a run that was observed")
-    return StepReader(run).read_new()
+    return [step for steps in recorded(events.read_any(run)) for step in steps]
 
 
-class _Numbered(Protocol):
-    """What is known of a step: its number, and where its start went on from."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def resumed_at(self) -> int: ...
+def recorded(ranks: Mapping[int, Sequence[Start]]) -> list[list[Step]]:
+    """The steps of every start that recorded losses, in order; those that a restart did again, too."""
+    starts = [start for starts in ranks.values() for start in starts if start.steps]
+    return [start.steps for start in sorted(starts, key=lambda one: (one.number, one.rank))]
 
 
-def kept[Recorded: _Numbered](recorded: Sequence[Recorded]) -> list[Recorded]:
+def kept[Recorded: (Step, Metrics)](recorded: Sequence[Recorded]) -> list[Recorded]:
     """The steps that the run's present state rests on, ascending.
 
     A start that goes on from the checkpoint of a step undoes all that earlier starts did beyond it, as soon as it has recorded
     a step, also what it has not done again itself yet.
 
     Args:
-        recorded: the steps (:class:`Step`, or what has the same two numbers) in the order they were written, start by start.
+        recorded: the steps, or what was shown of them, in the order they were written, start by start.
     """
     found: list[Recorded] = []
     before: Recorded | None = None

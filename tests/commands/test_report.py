@@ -14,7 +14,7 @@ from megacpp_mcore.commands import cli
 from megacpp_mcore.commands.report import BEATS
 from megacpp_mcore.observe.events import FINISHED
 from megacpp_mcore.observe.receipts.schema import FIELDS, RUNNING
-from tests.observe.recorded import append, at, write_start
+from tests.observe.recorded import append, at, file_of, write_start
 
 RECEIPT = Path(__file__).parents[2] / "examples" / "receipts" / "nam56r_quarter_h200_bf16.json"
 
@@ -99,10 +99,12 @@ def test_a_live_run_is_told_from_a_killed_one(
     assert re.fullmatch(f"last sign of life {line}", alive)
 
 
-def test_damage_hides_no_receipt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_named_with_its_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = of_ranks(tmp_path / "run", {0: 1, 1: 600})
-    append(run / "start_1" / "rank_00001.jsonl", {"at": -3})
-    assert re.fullmatch(r"last sign of life not known: .*rank_00001.jsonl, line 3: at is -3 .*", shown(run, capsys)[1])
+    append(file_of(run, rank=1), {"phases": {}})
+    for action in ("show", "goodput", "html"):
+        assert cli.main(["report", action, str(run)]) == 2
+        assert f"{file_of(run, rank=1)}, line 3: no line that a run writes (KeyError: 'at')" in capsys.readouterr().err
 
 
 def test_of_a_run_that_has_ended_no_sign_is_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore.observe.steps import Step, StepReader, read_steps
-from tests.observe.recorded import file_of
+from megacpp_mcore.observe.steps import Step, read_steps
+from tests.observe.recorded import write_start
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "demo.py"
@@ -45,7 +45,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 with open(pids, "w") as file:
     file.write(f"{os.getpid()} {child.pid}")
 for step in range(1, steps + 1):
-    record = dict(step=step, resumed_at=0, time_s=time.time(), tokens=2048 * step, losses={"lm loss": 1.0},
+    record = dict(at=time.time_ns(), step=step, resumed_at=0, time_s=time.time(), tokens=2048 * step, losses={"lm loss": 1.0},
                   grad_norm=1.0, learning_rate=1.0, skipped=False)
     with open(path, "a") as file:
         file.write(json.dumps(record) + "\\n")
@@ -57,8 +57,7 @@ sys.exit(status)
 
 def trainer(plan: object, *, steps: int, pause: float, status: int = 0) -> list[str]:
     pids = plan.folder / "pids"  # type: ignore[attr-defined]
-    path = file_of(plan.record)  # type: ignore[attr-defined]
-    path.parent.mkdir(exist_ok=True, parents=True)
+    path = write_start(plan.record, 1, 0)  # type: ignore[attr-defined]
     return [sys.executable, "-c", TRAINER, str(path), str(pids), str(steps), str(pause), str(status)]
 
 
@@ -100,8 +99,7 @@ def test_the_plan_keeps_its_promises() -> None:
 
 def test_training_is_killed_with_all_that_it_started(plan: object) -> None:
     progress, stream = make_progress(plan)
-    reader = StepReader(plan.record)
-    found = demo.train(plan, trainer(plan, steps=1000, pause=0.05), progress, reader, kill_after=3)
+    found = demo.train(plan, trainer(plan, steps=1000, pause=0.05), progress, kill_after=3)
     assert found[-1].step >= 3
     assert found == read_steps(plan.record)
     assert found[-1].step < 1000
@@ -113,13 +111,13 @@ def test_a_leg_that_somebody_else_kills_is_no_kill_of_ours(plan: object) -> None
     progress, _ = make_progress(plan)
     suicide = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
     with pytest.raises(demo.DemoError, match=r"ended \(status 137\) before it could be killed") as failure:
-        demo.train(plan, suicide, progress, StepReader(plan.record), kill_after=3)
+        demo.train(plan, suicide, progress, kill_after=3)
     assert failure.value.status == 137
 
 
 def test_a_leg_that_ends_leaves_nothing_either(plan: object) -> None:
     progress, _ = make_progress(plan)
-    found = demo.train(plan, trainer(plan, steps=5, pause=0), progress, StepReader(plan.record))
+    found = demo.train(plan, trainer(plan, steps=5, pause=0), progress)
     assert [step.step for step in found] == [1, 2, 3, 4, 5]
     assert_all_gone(plan.folder)
 
@@ -131,7 +129,7 @@ def test_training_that_fails_or_ends_early(
     progress, _ = make_progress(plan)
     command = trainer(plan, steps=2, pause=0, status=status)
     with pytest.raises(demo.DemoError) as failure:
-        demo.train(plan, command, progress, StepReader(plan.record), kill_after=kill_after)
+        demo.train(plan, command, progress, kill_after=kill_after)
     assert failure.value.status == expected
     demo.show_failure(failure.value)
     shown = capsys.readouterr().err
@@ -144,7 +142,7 @@ def test_a_training_that_a_signal_ended_has_the_shells_number(plan: object) -> N
     progress, _ = make_progress(plan)
     command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"]
     with pytest.raises(demo.DemoError) as failure:
-        demo.train(plan, command, progress, StepReader(plan.record))
+        demo.train(plan, command, progress)
     assert failure.value.status == 139
 
 
@@ -158,7 +156,7 @@ spec.loader.exec_module(demo)
 plan = demo.Plan(Path(sys.argv[2]), "cpu", 20, 0)
 
 def run_demo(*_):
-    demo.train(plan, sys.argv[3:], demo.Progress(plan), demo.steps.StepReader(plan.record))
+    demo.train(plan, sys.argv[3:], demo.Progress(plan))
 
 demo.run_demo = run_demo
 sys.exit(demo.main(["--device", "cpu"]))
@@ -170,7 +168,7 @@ def test_signals_leave_no_process_behind(plan: object, number: int, status: int)
     command = [sys.executable, "-c", DRIVER, str(SCRIPT), str(plan.folder), *trainer(plan, steps=1000, pause=0.1)]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not file_of(plan.record).exists() and time.monotonic() < deadline:
+    while not read_steps(plan.record) and time.monotonic() < deadline:
         time.sleep(0.02)
     running.send_signal(number)
     _, complaint = running.communicate(timeout=30)

@@ -6,6 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megacpp_mcore import policy
+from megacpp_mcore.observe import receipts
+from megacpp_mcore.observe.events import Log
+from megacpp_mcore.observe.indices import IndexOverlap
+from megacpp_mcore.observe.loop import Loop
+from megacpp_mcore.observe.routing import Routing
+
+LAUNCHED = policy.resolve(policy.Run(device="cpu", world_size=1), settings=None, environment={})
+"""The policy of a run of one process on a CPU."""
 SECOND = 1_000_000_000
 TOKENS = 1024
 """Of a step."""
@@ -56,3 +65,9 @@ def with_loss(line: dict[str, Any], loss: float = 2.0) -> dict[str, Any]:
         "time_s": 0.0, "tokens": line["step"] * TOKENS, "losses": {"lm loss": loss}, "grad_norm": 1.0, "learning_rate": 1e-3,
         "skipped": False,
     }  # fmt: skip
+
+
+def receipt_writer(log: Log, **more: Any) -> receipts.ReceiptWriter:
+    """What writes the receipt of a run of this process, without experts or indexers unless ``more`` names them."""
+    others = {"routes": Routing(), "indices": IndexOverlap(), "loop": Loop()}
+    return receipts.ReceiptWriter(log, settings=None, launched=LAUNCHED, **others | more)

@@ -14,9 +14,8 @@ import pytest
 from megacpp_mcore.commands.report import REFUSED
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.model import preset
-from megacpp_mcore.observe.receipts import read, schema
+from megacpp_mcore.observe.receipts import schema
 from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, compare
-from tests.observe.recorded import write_start
 from tests.observe.test_receipts import report
 
 Changes = dict[str, Any]
@@ -24,8 +23,6 @@ SAME_SPEED = "no difference in tokens/s that can be told from noise (1.00x; floo
 SAME = f"{SAME_SPEED}, 1.00x peak allocated memory"
 STEPS = "median 2 s, 90th percentile 5 % above"
 NOTHING = "nothing that both receipts know differs: "
-MORE = "differs by more than equal runs do, and neither receipt says why"
-EQUAL = "is what equal runs part by"
 MOCK = {"disqualifiers": [{"name": "mock data", "evidence": "the run trains on Megatron's mock data"}]}
 UNSUMMED = {"data__kind": "mock", "data__checksum": None, "tokenizer__checksum": None}
 PROFILED = {"profiler__step_range": [8, 10], "profiler__phase": "steady"}
@@ -112,7 +109,7 @@ def test_every_field_of_a_line_refuses_the_claim_unless_its_line_is_declared(key
         # other software
         ({}, rate(930.0, commit="2" * 40), "0.93x tokens/s, 1.00x peak allocated memory, of another commit"),
         ({}, {"environment": {"NCCL_ALGO": "Ring"}}, f"{SAME}, of another environment"),
-        ({}, {"commit": "2" * 40, "versions": {"torch": "2.12.0"}}, f"{SAME}, of another commit, of other versions"),
+        ({}, {"commit": "2" * 40, "versions": {"torch": "2.12.0"}}, f"{SAME}, of other versions, of another commit"),
         ({}, rate(1000, commit=None), f"{SAME}, of commit not known to be the same"),
         # a tax has its price in speed, memory and loss
         (
@@ -127,10 +124,6 @@ def test_every_field_of_a_line_refuses_the_claim_unless_its_line_is_declared(key
         (PROFILED, {**PROFILED, "recompute": "none"}, SAME),
         (RESIDENT, {**RESIDENT, "recompute": "none"}, f"{SAME_SPEED}, 1.00x peak resident set"),
         (RESIDENT, {"recompute": "none"}, f"{SAME_SPEED}, memory not compared: resident set in A, CUDA allocator in B"),
-        (
-            {"memory__kind": None}, rate(1000, memory__kind=None),
-            f"{SAME_SPEED}, 1.00x peak memory, of a kind that is not known",
-        ),
         # the name of a model, and loads that nearly are the same
         ({}, {"model__definition": dataclasses.asdict(preset("nam56r_tiny")) | {"name": "x"}, "recompute": "none"}, SAME),
         (EXPERTS, {**EXPERTS, "routing__max_over_mean": 1.6, "commit": "2" * 40}, f"{SAME}, of another commit"),
@@ -147,11 +140,9 @@ def test_a_claim(first: Changes, second: Changes, claim: str) -> None:
     ("first", "second", "refusals"),
     [
         # nothing differs that both know
-        ({}, {"throughput__tokens_per_s": 950.0}, [f"{NOTHING}0.95x tokens/s, 1.00x peak allocated memory {EQUAL}"]),
-        ({}, {"throughput__tokens_per_s": 900.0}, [f"{NOTHING}0.90x tokens/s {MORE}; 1.00x peak allocated memory {EQUAL}"]),
-        ({}, {"memory__allocated_peak_bytes": 1060}, [f"{NOTHING}1.06x peak allocated memory {MORE}; 1.00x tokens/s {EQUAL}"]),
-        ({}, {"memory__allocated_peak_bytes": 960}, [f"{NOTHING}1.00x tokens/s, 0.96x peak allocated memory {EQUAL}"]),
-        ({}, {"experimental_taxes": ["anomaly_detection"]}, [f"{NOTHING}1.00x tokens/s, 1.00x peak allocated memory {EQUAL}"]),
+        ({}, {}, [f"{NOTHING}{SAME}"]),
+        ({}, {"throughput__tokens_per_s": 900.0}, [f"{NOTHING}0.90x tokens/s, 1.00x peak allocated memory"]),
+        ({}, {"experimental_taxes": ["anomaly_detection"]}, [f"{NOTHING}{SAME}"]),
         # a line differs, or is not known
         (FP8, {}, ["same precision plan? precision: A has kernel_fp8 experts, B has kernel_fp8 none"]),
         ({}, {"cache__state": None}, ["same cache state? cache_state: not known (B does not know cache.state: a test)"]),
@@ -178,7 +169,6 @@ def test_a_claim(first: Changes, second: Changes, claim: str) -> None:
             ["B could not be judged for fall-back: backends is not known"],
         ),
         ({}, {"ranks__expected": 2}, ["B has the parts of 1 ranks; expected 2"]),
-        ({"ranks__expected": None}, {}, ["A has the parts of 1 ranks; expected a number that is not known"]),
     ],
 )  # fmt: skip
 def test_a_refusal(first: Changes, second: Changes, refusals: list[str]) -> None:
@@ -291,16 +281,6 @@ def test_what_differs_on_no_line_is_named_beside_the_claim() -> None:
         "backends: A has mamba3 reference, B has mamba3 kernel",
         "profile: A has steps 8 to 10, B has none",
     ]
-
-
-def test_a_profile_that_cannot_be_read_is_no_profile_that_was_not_there(tmp_path: Path) -> None:
-    write_start(tmp_path, 1, 0)
-    assert read(tmp_path)["unknown"]["profiler"] == receipt()["unknown"]["profiler"]
-    damaged = receipt(recompute="none")
-    damaged["unknown"]["profiler"] = "table.json: Expecting value"
-    found = compare(damaged, receipt())
-    assert found.claim == f"{SAME_SPEED}, memory not compared: whether A was profiled is not known"
-    assert [line.describe() for line in found.differences][1:] == ["profile: not known (to A)"]
 
 
 # --- The command -------------------------------------------------------------------------------------------------------

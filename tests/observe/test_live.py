@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events, goodput
 from megacpp_mcore.observe import loop as loops
 from megacpp_mcore.observe.clock import Clock, Phase
 from megacpp_mcore.observe.events import Log, Step
+from megacpp_mcore.observe.indices import IndexOverlap
 from megacpp_mcore.observe.live import Live, Metrics, metrics_of
-from megacpp_mcore.observe.loop import Notifier
+from megacpp_mcore.observe.routing import Routing
 from megacpp_mcore.observe.steps import read_steps
-from tests.observe.recorded import append, at, stepped, write_start
+from tests.observe.recorded import at, stepped, write_start
 
 SECOND = 1_000_000_000
 
@@ -42,7 +42,8 @@ class Loop:
         self.clock = Clock(now=lambda: self.now)
         self.log = Log(run, 0, 1, self.clock, heartbeat_s=3600)
         self.recorder = goodput.Recorder(self.log, with_losses=True)
-        self.live = Live(self.recorder, loops.Loop(), facts=lambda: facts, console=console)
+        others = {"routes": Routing(), "indices": IndexOverlap()}
+        self.live = Live(self.recorder, loops.Loop(), facts=lambda: facts, console=console, **others)
 
     def step(self, number: int, seconds: float, *, skipped: bool = False, saved: float = 0.0) -> None:
         """One step."""
@@ -84,23 +85,10 @@ def test_a_line_has_what_happened_since_the_line_before(
     assert len(silent.metrics()) == 1
 
 
-def test_a_live_line_that_fails_leaves_the_step_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    loop = Loop(tmp_path, monkeypatch)
-    notifier = Notifier(loop.clock, [loop.live, loop.recorder])
-    monkeypatch.setattr(loops.Loop, "writers", lambda _: (SimpleNamespace(add_scalar=None), None))
-    given = {"loss_dict": {"lm loss": 2.0}, "grad_norm": None, "learning_rate": None, "skipped_iter": 0}
-    for number in (1, 2):
-        notifier.notify_begin(number)
-        notifier.notify_step(given, number, 512)
-    assert "Live failed in step 1" in caplog.text
-    assert [step.step for step in read_steps(tmp_path)] == [1, 2]
-
-
 def _facts(flops: dict[str, int] | None, device: str, why: str = "") -> tuple[dict[str, object], dict[str, str]]:
     counted = None if flops is None else {
-        "tokens": 512, "by_precision": {name: {"model_flops": count} for name, count in flops.items()}
+        "tokens": 512,
+        "by_precision": {name: {"model_flops": count, "hardware_flops": count} for name, count in flops.items()},
     }  # fmt: skip
     return {"flops": counted, "device": device, "parallelism.world_size": 2}, {"flops": why}
 
@@ -144,18 +132,15 @@ def test_a_logged_step_costs_less_than_a_millisecond(
         loop.live.on_step(step)
         spent.append(time.perf_counter() - began)
     assert sorted(spent)[len(spent) // 4] < 1e-3  # the machine may be busy with something else
-    assert loop.recorder.so_far().steps == 20_150
+    assert loop.recorder.so_far(20_000).steps == 20_000
 
 
-def test_what_a_restart_rolled_back_is_not_shown_and_damage_is_named(tmp_path: Path) -> None:
+def test_what_a_restart_rolled_back_is_not_shown(tmp_path: Path) -> None:
     metrics = {
         "step": 1, "resumed_at": 0, "skipped": 0, "tokens_per_s": None, "mfu": None, "mfu_reason": "", "goodput": 0.5,
         "memory_allocated_bytes": 0, "memory_reserved_bytes": 0,
     }  # fmt: skip
     write_start(tmp_path, 1, 0, *(at(number, metrics=metrics | {"step": number}) for number in range(1, 6)))
-    path = write_start(tmp_path, 2, 0, at(9, metrics=metrics | {"step": 3, "resumed_at": 2}), began=8)
+    write_start(tmp_path, 2, 0, at(9, metrics=metrics | {"step": 3, "resumed_at": 2}), began=8)
     found = metrics_of(events.read(tmp_path))
     assert [(one.step, one.resumed_at) for one in found] == [(1, 0), (2, 0), (3, 2)]
-    append(path, at(10, metrics={"step": 4}))
-    with pytest.raises(DataError, match=rf"{path}: .* goodput, "):
-        metrics_of(events.read(tmp_path))

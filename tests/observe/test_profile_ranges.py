@@ -14,7 +14,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megacpp_mcore.observe.events import Listener
+from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.observe.profile import Profiler
 from megacpp_mcore.observe.profile.ranges import Ranges, named
 
@@ -71,17 +71,14 @@ def test_buckets_and_the_optimizer_have_their_ranges() -> None:
 def test_a_profiler_that_failed_leaves_no_window_open(tmp_path: Path) -> None:
     chunk: Any = torch.nn.Module()
     optimizer: Any = SimpleNamespace(step=(step := Seen(Ranges(), "step")).__dict__["step"])
-    profiler = Profiler(tmp_path, 0, 1, 2)
+    profiler = Profiler(tmp_path, 0, 1, 2, Clock())
     profiler.on_model([chunk], optimizer)
     profiler.on_step_begin(1)
     assert torch.autograd._profiler_enabled()
     assert optimizer.step is not step.__dict__["step"]
-    profiler.on_failure(Listener(), LookupError(), 1)
-    assert torch.autograd._profiler_enabled()
-    profiler.on_failure(profiler, LookupError(), 1)
+    profiler.on_end(LookupError())
     assert not torch.autograd._profiler_enabled()
     assert optimizer.step is step.__dict__["step"]
-    profiler.on_end(None)
     assert not list(tmp_path.iterdir())
 
 

@@ -25,10 +25,10 @@ from megacpp_mcore.observe.live import Metrics, metrics_of
 from megacpp_mcore.observe.receipts import claims, facts, schema
 from megacpp_mcore.observe.steps import read_steps
 from tests import browser, forks, tiny_run
-from tests.observe import page_run
+from tests.observe.real_run import start
 from tests.observe.test_page import Reader, Row, backend_rows, check_self_contained
 from tests.observe.test_receipts import report
-from tests.tiny_run import Running, make_data, model
+from tests.tiny_run import make_data, model
 
 pytestmark = pytest.mark.slow
 
@@ -52,14 +52,6 @@ COLOURS = """[...['var(--bad)', 'inherit'].map(
 AS_ASKED = "Everything runs as it was asked for, and nothing slower than what is there."
 
 
-def start(data: Path, run: Path, *extra: str, fate: str = "", **more: str) -> Running:
-    """One process of a run with a receipt."""
-    more = {"A_SECRET": "not for a receipt"} | more
-    return tiny_run.start(
-        ("tests.observe.receipt_run", str(run)), tiny_run.words(data, STEPS, *extra), data, fate, **more
-    )
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_data(tmp_path_factory.mktemp("runs"))
@@ -69,27 +61,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(data: Path) -> tuple[Path, str]:
     """A run in which a listener fails, and what it printed."""
     run, evaluation = data / "finished", ("--eval-interval", "3", "--eval-iters", "1")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("A_SECRET", "not for a receipt")
-        return run, page_run.train(data, run, STEPS, *evaluation, fate="fault writers")
+    return run, start(run, data, STEPS, *evaluation, fate="fault writers").finish()
 
 
 @pytest.fixture(scope="module")
 def disabled(data: Path) -> Path:
     """A run that asks for Transformer Engine, which is disabled."""
     environment: dict[str, Any] = {probes.DISABLE_TE: "1"}
-    start(data, data / "disabled", *TE, **environment).finish()
+    start(data / "disabled", data, STEPS, *TE, **environment).finish()
     return data / "disabled"
-
-
-@pytest.fixture(scope="module")
-def untritoned(data: Path) -> tuple[Path, str]:
-    """A run with a better backend that requires Triton, which has no driver; and what the run printed.
-
-    Triton that is not even installed ends in Megatron's own import (``transformer/moe/ops/paged_stash.py``).
-    """
-    said = start(data, data / "no-triton", fate="no-triton", CUDA_VISIBLE_DEVICES="").finish()
-    return data / "no-triton", said
 
 
 def test_a_finished_run(finished: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,7 +280,7 @@ def test_the_page_of_a_run_without_a_fall_back(finished: tuple[Path, str]) -> No
 def test_a_run_that_an_error_ends_and_a_fall_back(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start(data, tmp_path, fate="error fall-back patched").finish(1)
+    start(tmp_path, data, STEPS, fate="error fall-back patched").finish(1)
     found = receipts.read(tmp_path)
     assert (found["status"], found["loss"]["last_step"]) == ("ArithmeticError", 3)
     assert found["routing"]["layers"]["2"]["asked"] == 2 * 512 * 2
@@ -323,34 +303,13 @@ def test_a_run_that_an_error_ends_and_a_fall_back(
 
 @pytest.mark.exhaustive
 def test_transformer_engine_that_cannot_run_here_is_an_error(data: Path, tmp_path: Path) -> None:
-    said = start(data, tmp_path / "run", *TE).finish(1)
+    said = start(tmp_path / "run", data, STEPS, *TE).finish(1)
     assert "'transformer_engine' was asked for by name for op transformer_impl and cannot run:" in said
 
 
 @pytest.mark.exhaustive
-def test_no_triton(untritoned: tuple[Path, str]) -> None:
-    """Dimensions that are odd for a kernel have their run above; here Triton does not work for it."""
-    run, said = untritoned
-    assert said.count("op mamba3 runs on reference, slower than the best for this device") == 1
-    found = receipts.read(run)
-    rows = of_op(found, "mamba3")
-    assert {row["layer"] for row in rows} == set(model().layer_numbers("M"))
-    assert {(row["requested"], row["observed"], row["slower_than_best"]) for row in rows} == {
-        ("auto", "reference", True)
-    }
-    (reason,) = {row["reason"] for row in rows}
-    assert reason.startswith("triton is for cuda; kernel is not there: triton has no driver for this machine: ")
-    assert f"slower than the best for this device: {reason}" in fall_back(found)
-    shown = page_of(run)
-    assert [row.cells for row in check_off(shown)] == [["mamba3", "3, 7, 11", "auto", "slower: reference", reason]]
-    assert "fall-back: op mamba3 in layers 3, 7, 11 runs on reference" in shown.text
-
-
-@pytest.mark.exhaustive
-def test_what_falls_back_is_red_in_a_browser(
-    disabled: Path, finished: tuple[Path, str], untritoned: tuple[Path, str], tmp_path: Path
-) -> None:
-    for run, any_off in ((disabled, True), (untritoned[0], True), (finished[0], False)):
+def test_what_falls_back_is_red_in_a_browser(disabled: Path, finished: tuple[Path, str], tmp_path: Path) -> None:
+    for run, any_off in ((disabled, True), (finished[0], False)):
         shown = page.html(run)
         (red, text, *colours), _ = browser.show(shown, tmp_path, COLOURS)
         assert red != text
@@ -364,7 +323,7 @@ def test_what_falls_back_is_red_in_a_browser(
 @pytest.mark.exhaustive
 def test_a_stock_model_is_disqualified_by_capacity_forced_balance_and_mock_data(tmp_path: Path) -> None:
     """Our spec refuses these; a baseline without it does not."""
-    tiny_run.start(("tests.observe.receipt_run", str(tmp_path)), STOCK_MOE, None).finish()
+    tiny_run.start(("tests.observe.real_run", str(tmp_path)), STOCK_MOE, None).finish()
     found = receipts.read(tmp_path)
     assert [one["name"] for one in found["disqualifiers"]] == ["mock data", "forced balance", "capacity drop"]
     assert [one["name"] for one in found["unjudged"]] == ["indexer untrained"]
@@ -381,7 +340,7 @@ def test_a_stock_model_is_disqualified_by_capacity_forced_balance_and_mock_data(
 def test_the_parts_of_two_ranks_make_one_receipt(data: Path, tmp_path: Path) -> None:
     words = tiny_run.words(data, STEPS, layout=Layout(expert=2))
     environment = os.environ | {"PYTHONPATH": str(tiny_run.ROOT), "MEGACPP_CONFIG": str(data / "config.yaml")}
-    status, said = forks.run_ranks(["-m", "tests.observe.receipt_run", str(tmp_path), *words], 2, env=environment)
+    status, said = forks.run_ranks(["-m", "tests.observe.real_run", str(tmp_path), *words], 2, env=environment)
     assert status == 0, said[-4000:]
     found = receipts.read(tmp_path)
     assert json.loads((tmp_path / "receipt.json").read_text())["status"] == found["status"] == "finished"

@@ -13,12 +13,12 @@ import pytest
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import receipts, routing
-from megacpp_mcore.observe.clock import Clock
-from megacpp_mcore.observe.events import FINISHED, Listener, Log, Step
+from megacpp_mcore.observe.clock import Clock, Phase
+from megacpp_mcore.observe.events import FINISHED, Log, Step
 from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.observe.receipts.schema import RUNNING, flatten, why_unknown
-from tests.observe.recorded import TOKENS, append, at, file_of, stepped, with_loss, write_start
+from tests.observe.recorded import TOKENS, append, at, file_of, receipt_writer, stepped, with_loss, write_start
 
 assembly = import_module("megacpp_mcore.observe.receipts.assemble")  # the package has a function of this name
 ENDED = at(0, {}, how=FINISHED)
@@ -67,21 +67,17 @@ def run(tmp_path: Path) -> Path:
         write_rank(tmp_path, rank, 900, 0, dict.fromkeys(range(1, 9), 90.0), 9999.0, "ValueError", 1, 3)
     write_rank(tmp_path, 0, 100, 0, {})
     write_rank(tmp_path, 1, 300, 2, {2: 60.0, 3: 60.0, 4: 60.0, 6: 2.0, 7: 3.0, 8: 4.0}, 100.0)
-    write_profile(tmp_path, 0, 2, 3, "of a rank that is there")
-    write_profile(tmp_path, 2, 40, 41, "of one that is not")
+    write_profile(tmp_path, 0, 2, 3, "of rank 0")
+    write_profile(tmp_path, 2, 40, 41, "of another rank")
     return tmp_path
 
 
 def write_profile(run: Path, rank: int, first: int, last: int, phase: str) -> None:
     """The table of a profile that one rank left."""
     table = {
-        "steps": [first, last],
-        "phase": phase,
-        "rank": rank,
-        "families": {},
-        "dominant": None,
-    }
-    path = run / "profile" / f"{first}-{last}" / f"rank_{rank:05d}" / "table.json"
+        "steps": [first, last], "phase": phase, "rank": rank, "families": {}, "dominant": None, "hidden_share": None,
+    }  # fmt: skip
+    path = run / "profile" / f"{first}-{last}" / (f"rank_{rank:05d}" if rank else "") / "table.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(table))
 
@@ -100,7 +96,7 @@ def test_a_receipt_of_two_ranks_and_a_stale_third(run: Path) -> None:
     rates = {name: found["throughput"][f"tokens_per_s{name}"] for name in ("", "_mean", "_per_device")}
     assert rates == pytest.approx({"": TOKENS / 2, "_mean": 4 * TOKENS / 10, "_per_device": TOKENS / 4}, rel=1e-6)
     assert (found["goodput"]["rank"], found["goodput"]["steps"], found["goodput"]["starts"]) == (0, 8, 2)
-    assert found["profiler"]["phase"] == "of a rank that is there"
+    assert found["profiler"]["phase"] == "of rank 0"
     assert (found["loss"]["first"], found["loss"]["last"]) == (2.9, 2.2)
 
 
@@ -164,16 +160,13 @@ def test_starts_that_came_to_no_step_leave_the_receipt_of_the_one_before(
     assert (before["step_time"]["n"], found["goodput"]["starts"]) == (4, 4)
 
 
-def test_of_starts_that_all_did_no_step_it_is_the_last_with_a_model(tmp_path: Path) -> None:
-    """One runs out of memory in its first step, so that it is tried with a smaller batch, and then mistyped."""
+def test_of_starts_that_all_did_no_step_it_is_the_last(tmp_path: Path) -> None:
+    """One runs out of memory in its first step, so that it is tried with a smaller batch."""
     for number, known in ((1, {"batch.global_batch_size": 8}), (2, {"batch.global_batch_size": 4})):
         line = facts(**known)
         write_start(tmp_path, number, 0, line, at(number, {}, how="MemoryError"), began=number)
     found = receipts.read(tmp_path)
     assert (found["status"], found["batch"]["global_batch_size"], found["notes"]) == ("MemoryError", 4, [])
-    write_start(tmp_path, 3, 0, at(3, facts={"environment": {}}), at(4, {}, how="SystemExit"), began=3)
-    found = receipts.read(tmp_path)
-    assert (found["status"], found["batch"]["global_batch_size"], len(found["notes"])) == ("MemoryError", 4, 1)
 
 
 def test_the_lost_branch_is_no_part_of_the_run(tmp_path: Path) -> None:
@@ -197,7 +190,7 @@ def test_starts_that_overlap_disqualify_the_receipt(run: Path) -> None:
 
 # --- Routing ----------------------------------------------------------------------------------------------------------
 
-COUNTED = {"layers": {"2": routing.Load((3, 5), 8).record()}}
+COUNTED = {"layers": {"2": routing.Load((3, 5), 8).record()}, "not_counted": {}, "failed": None}
 OF_ROUTING = ("routing.layers", "routing.entropy", "routing.max_over_mean", "routing.dropped_tokens")
 
 
@@ -209,7 +202,7 @@ def write_routing(run: Path, *records: dict[str, Any], hows: tuple[str | None, .
 
 def test_layers_that_were_not_counted_are_unknown(tmp_path: Path) -> None:
     load = routing.Load((3, 5), 8).record()
-    record = {"layers": {"2": load, "4": load}}
+    record = COUNTED | {"layers": {"2": load, "4": load}}
     write_routing(tmp_path, record, record | {"not_counted": {"2": routing.CAPTURED}})
     found = receipts.read(tmp_path)
     assert list(found["routing"]["layers"]) == ["4"]
@@ -218,9 +211,9 @@ def test_layers_that_were_not_counted_are_unknown(tmp_path: Path) -> None:
         assert why_unknown(f"routing.{name}", found["unknown"]) == f"layer 2: {routing.CAPTURED}"
 
 
-FAILED = "counting failed in step 4 on a rank: OSError: x"
+FAILED = "counting failed on a rank: OSError: x"
 MISSING = "the counts of rank 1 are missing, and those of the others are not the whole"
-UNREAD: dict[str, Any] = {"layers": {}}
+UNREAD: dict[str, Any] = COUNTED | {"layers": {}}
 
 
 @pytest.mark.parametrize(
@@ -230,18 +223,14 @@ UNREAD: dict[str, Any] = {"layers": {}}
         ("", UNREAD | {"failed": FAILED}, FAILED),
         ("", {}, MISSING),
         ("missing", COUNTED, MISSING),
-        ("damaged", COUNTED, MISSING),
     ],
 )
 def test_what_some_ranks_counted_does_not_pass_for_all_ranks(
     tmp_path: Path, fate: str, second: dict[str, Any], reason: str | None
 ) -> None:
     write_routing(tmp_path, COUNTED, second)
-    other = file_of(tmp_path, 1, 1)
     if fate == "missing":
-        other.unlink()
-    elif fate == "damaged":
-        append(other, {"at": -1})
+        file_of(tmp_path, 1, 1).unlink()
     found = receipts.read(tmp_path)
     assert {why_unknown(path, found["unknown"]) for path in OF_ROUTING} == {reason}
     assert [flatten(found)[path] is None for path in OF_ROUTING] == [reason is not None] * len(OF_ROUTING)
@@ -249,23 +238,16 @@ def test_what_some_ranks_counted_does_not_pass_for_all_ranks(
         assert found["routing"]["layers"]["2"]["asked"] == 16
 
 
-def test_an_error_before_the_first_reading_is_why_nothing_was_counted(tmp_path: Path) -> None:
-    write_routing(tmp_path, UNREAD, UNREAD, hows=("MemoryError", None))
-    found = receipts.read(tmp_path)
-    reason = "an error ended the run before the first reading: MemoryError"
-    assert {why_unknown(path, found["unknown"]) for path in OF_ROUTING} == {reason}
-
-
 # --- Nothing that can be read -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("content", "where"), [(b"", ", line 1"), (b'{"schema": 1,\n "fam', ", line 2"), (b"\xff\xfe", "")]
+    ("content", "where"), [(b"", "line 1"), (b'{"schema": 1,\n "fam', "line 2"), (b"\xff\xfe", "utf-8")]
 )
 def test_a_receipt_that_is_cut_off_is_said_to_be_one(tmp_path: Path, content: bytes, where: str) -> None:
     file = tmp_path / "receipt.json"
     file.write_bytes(content)
-    with pytest.raises(DataError, match=f"{file}{where}: no JSON, damaged or cut off"):
+    with pytest.raises(DataError, match=f"{file}: no JSON, damaged or cut off.*{where}.*name the folder of its run"):
         receipts.read(file)
 
 
@@ -293,8 +275,9 @@ class Training:
         monkeypatch.setattr(receipt_facts, "of_model", of_model)
         monkeypatch.setattr(receipt_facts, "memory", lambda _: of_memory(peak, peak))
         self.log = Log(run, 0, 1, Clock(), heartbeat_s=60)
+        self.log.clock.become(Phase.IDLE)
         self.recorder = Recorder(self.log, with_losses=True)
-        self.writer = receipts.ReceiptWriter(self.log, every_s=every_s)
+        self.writer = receipt_writer(self.log, every_s=every_s)
         self.writer.on_model([Core()], None)
 
     def step(self, number: int) -> None:
@@ -350,10 +333,8 @@ def test_what_is_compiled_before_there_is_a_model_makes_the_caches_cold(
 
 def test_a_failure_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(tmp_path, monkeypatch)
-    training.writer.on_failure(Listener(), OSError("no space\nand its details"), 3)
-    assert receipts.read(tmp_path)["notes"] == [
-        "rank 0: Listener failed in step 3 and recorded nothing more: OSError: no space"
-    ]
+    training.writer.on_failure("Live failed in step 3")
+    assert receipts.read(tmp_path)["notes"] == ["rank 0: Live failed in step 3"]
 
 
 def test_memory_that_cannot_be_read_loses_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

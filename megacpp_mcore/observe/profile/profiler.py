@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacpp_mcore.errors import DataError
+from megacpp_mcore import cpu
 from megacpp_mcore.observe.clock import Clock, Phase, compilation_timed
 from megacpp_mcore.observe.events import Listener, replace
 from megacpp_mcore.observe.profile import table as tables
@@ -33,16 +33,10 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "profile"
 SCHEMA = 1
-
-
-def _on_gpu() -> bool:
-    """Whether this process trains on a GPU, and not in the CPU lane, which answers for one."""
-    import torch
-
-    from megacpp_mcore import cpu
-
-    in_lane = cpu.answers_here()
-    return torch.cuda.is_available() and not in_lane
+_NO_KERNEL = (
+    "no kernel was recorded on a device that torch uses: the times are those of the host; see whether this process may use "
+    "CUPTI (another profiler may hold it)"
+)
 
 
 class Profiler(Listener):
@@ -54,7 +48,7 @@ class Profiler(Listener):
         first, last: the window, 1-based. A run that is resumed inside of it profiles the rest.
         trace: whether ``trace.json.gz`` is written, too, for a trace viewer. It is large: about 300 bytes an event before and
             20 after compression.
-        clock: the process's, on which opening the window and making its tables is :attr:`Phase.PROFILE`; None: nobody asks.
+        clock: the process's, on which opening the window and making its tables is :attr:`Phase.PROFILE`.
     """
 
     def __init__(
@@ -63,14 +57,13 @@ class Profiler(Listener):
         rank: int,
         first: int,
         last: int,
+        clock: Clock,
         *,
         trace: bool = False,
-        clock: Clock | None = None,
     ) -> None:
         self._folder, self._rank = Path(run) / FOLDER, rank
         self._first, self._last = first, last
-        self._trace = trace
-        self._clock = clock or Clock()
+        self._trace, self._clock = trace, clock
         self._chunks: Sequence[Any] = ()
         self._optimizer: Any = None
         self._window: _Window | None = None
@@ -105,11 +98,6 @@ class Profiler(Listener):
         elif not self._done and error is None:
             logger.warning("profile: the run had none of the steps %d to %d", self._first, self._last)
 
-    def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
-        """Take away what is open if it is this one that failed."""
-        if failed is self and self._window is not None:
-            self._close(write=False)
-
     def _close(self, *, write: bool = True) -> None:
         """Close the window and write what it saw, in a phase of its own: it is no part of the run's steps."""
         window, self._window, self._done = self._window, None, True
@@ -127,10 +115,7 @@ class Profiler(Listener):
         folder = self._folder / name
         if self._rank:
             folder /= f"rank_{self._rank:05d}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(f"{folder}: {error.strerror}; expected a folder for the profile") from error
+        folder.mkdir(parents=True, exist_ok=True)
         replace(folder / "table.json", json.dumps(record, indent=1) + "\n")
         replace(folder / "table.txt", tables.page(record))
         if self._trace:
@@ -154,10 +139,6 @@ class Profiler(Listener):
             phase, why = "warm-up", f"step {window.first} is the first of this process"
         if window.compiled_s:
             phase, why = "warm-up", f"{window.compiled_s:.1f} s of it were compilation"
-        problem = (
-            "no kernel was recorded on a device that torch uses: the times are those of the host; see whether this process "
-            "may use CUPTI (another profiler may hold it)"
-        )
         return {
             "schema": SCHEMA,
             "rank": self._rank,
@@ -165,7 +146,7 @@ class Profiler(Listener):
             "phase": phase,
             "phase_why": why,
             "device": window.device or tables.CPU,
-            "problem": problem if window.device is not None and not trace.kernels else None,
+            "problem": _NO_KERNEL if window.device is not None and not trace.kernels else None,
             **found,
             "events": len(events),
         }
@@ -185,7 +166,7 @@ class _Window:
 
         from megacpp_mcore.observe.profile.ranges import Ranges, named
 
-        on_device = _on_gpu()
+        on_device = torch.cuda.is_available() and not cpu.answers_here()  # the CPU lane answers for a GPU
         self.first, self.last, self.compiled_s = first, 0, 0.0
         self.device = torch.cuda.get_device_name() if on_device else None
         self._clock = Clock()

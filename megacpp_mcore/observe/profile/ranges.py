@@ -63,6 +63,15 @@ class Ranges:
             if name == label:
                 return
 
+    @contextlib.contextmanager
+    def within(self, label: str) -> Iterator[None]:
+        """The range for the duration."""
+        self.open(label)
+        try:
+            yield
+        finally:
+            self.close(label)
+
     def begin_stage(self, label: str) -> None:
         """Open the range of a stage of the forward pass in place of the one before it."""
         if self.open_now and self.open_now[-1][0] in _STAGES:
@@ -194,10 +203,7 @@ def _stand_in(stack: contextlib.ExitStack, ranges: Ranges, holder: Any, name: st
 
     @functools.wraps(stock)
     def run(*args: Any, **kwargs: Any) -> Any:
-        ranges.open(label)
-        try:
+        with ranges.within(label):
             return stock(*args, **kwargs)
-        finally:
-            ranges.close(label)
 
     stack.enter_context(mock.patch.object(holder, name, run))

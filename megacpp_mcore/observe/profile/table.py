@@ -119,9 +119,8 @@ def table(trace: Trace) -> dict[str, Any]:
         ``attributed_share`` of it; ``dominant``, the family with the most time; ``window_ns``, from the begin of each step to
         its end, and of the last one to the end of its last kernel. Of a device: ``busy_ns`` of it, in which it did something,
         and ``host_bound_share``, in which it did not; ``communication_ns``, in which kernels of communication ran, those
-        at the same time counted once, ``hidden_ns`` of it, in which kernels computed, too, ``hidden_share``, and
-        ``collectives`` by name. Of a host: ``no_operator_ns``, what the rows lack of the window: Python, and waiting.
-        What is not known is None.
+        at the same time counted once, ``hidden_ns`` of it, in which kernels computed, too, and ``hidden_share``. Of a host:
+        ``no_operator_ns``, what the rows lack of the window: Python, and waiting. What is not known is None.
     """
     found, rows = attribute(trace), _Rows()
     times = _of_device(trace.kernels, found, rows) if trace.kernels else _of_host(found, rows)
@@ -141,7 +140,7 @@ def _of_host(found: Attribution, rows: _Rows) -> dict[str, Any]:
 
 def _times(unit: str, window_ns: int) -> dict[str, Any]:
     unknown = dict.fromkeys(("busy_ns", "host_bound_share", "no_operator_ns", "hidden_share"))
-    return {"unit": unit, "window_ns": window_ns, "communication_ns": 0, "hidden_ns": 0, **unknown, "collectives": {}}
+    return {"unit": unit, "window_ns": window_ns, "communication_ns": 0, "hidden_ns": 0, **unknown}
 
 
 def _of_device(kernels: Sequence[Kernel], found: Attribution, rows: _Rows) -> dict[str, Any]:
@@ -162,14 +161,11 @@ def _of_device(kernels: Sequence[Kernel], found: Attribution, rows: _Rows) -> di
             compute.append((kernel.start_ns, kernel.end_ns))
             rows.add(place, place.phase, kernel.name, kernel.end_ns - kernel.start_ns)
     computing = Cover(compute)
-    collectives: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"calls": 0, "ns": 0, "exposed_ns": 0})
     for kernel, place in moving:
         ns, name = kernel.end_ns - kernel.start_ns, collective(kernel.name)
         hidden_ns = computing.within(kernel.start_ns, kernel.end_ns)
         rows.add(place, EXPOSED, name, ns - hidden_ns)
         rows.add(place, HIDDEN, name, hidden_ns, calls=0)
-        for field_, more in (("calls", 1), ("ns", ns), ("exposed_ns", ns - hidden_ns)):
-            collectives[name][field_] += more
     together = [(kernel.start_ns, kernel.end_ns) for kernel, _ in moving]
     communication = Cover(together)
     steps = sorted(found.steps)
@@ -184,7 +180,6 @@ def _of_device(kernels: Sequence[Kernel], found: Attribution, rows: _Rows) -> di
         "communication_ns": communication.total,
         "hidden_ns": hidden_ns,
         "hidden_share": hidden_ns / communication.total if communication.total else None,
-        "collectives": dict(sorted(collectives.items())),
     }
 
 
@@ -247,10 +242,6 @@ def page(profile: Mapping[str, Any]) -> str:
         )
     elif on_device:
         lines.append("communication: none")
-    lines += [
-        f"  {name}: {one['calls'] / steps:.1f} calls, {a_step(one['ns'])} ms, {a_step(one['exposed_ns'])} ms exposed"
-        for name, one in profile["collectives"].items()
-    ]
     if UNATTRIBUTED in profile["families"]:
         lines.append(f"{UNATTRIBUTED}: what lies in no range of the model, the optimizer, or the gradients' reduction")
     lines += ["", *rows("layer")]

@@ -27,10 +27,9 @@ from megacpp_mcore.observe.clock import OF_A_STEP, Phase
 from megacpp_mcore.observe.events import FINISHED, Start, Step
 from megacpp_mcore.observe.receipts import schema
 from megacpp_mcore.observe.receipts.claims import Case, judge
-from megacpp_mcore.observe.receipts.schema import FAMILIES, NOT_PROFILED, RUNNING, SCHEMA, Facts
-from megacpp_mcore.observe.steps import kept
-from megacpp_mcore.util import schema as kinds
-from megacpp_mcore.util.schema import SchemaError
+from megacpp_mcore.observe.receipts.schema import FAMILIES, RUNNING, SCHEMA, Facts
+from megacpp_mcore.observe.steps import kept, recorded
+from megacpp_mcore.util.schema import printable
 
 WARM_UP_STEPS = 3
 """Steps at the beginning of a start that are not measured."""
@@ -41,41 +40,24 @@ _COMPILING = (Phase.COMPILE, Phase.JIT)
 _OF_LETTER = {"A": "attention", "M": "mamba", "R": "recurrent", "E": "expert"}
 _COUNTED = tuple(f"routing.{name}" for name in ("layers", "entropy", "max_over_mean", "dropped_tokens"))
 """What routers counted."""
-_SIZES = kinds.named("list of size")
-_TABLE = kinds.named({
-    "steps": kinds.plain("the first and the last step", lambda both: _SIZES.accepts(both) and len(both) == 2), "rank": "count",
-    "phase": "text", "families": {"*": {"share": "share?", "...": ""}}, "dominant": "text?", "...": "",
-})  # fmt: skip
+_RATES = tuple(f"throughput.{name}" for name in ("tflops_per_s_per_device", "mfu", "hfu"))
+"""What needs the audited count."""
 
 
 def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     """The receipt of the run in folder ``run``, as far as it has come.
 
-    A file that is damaged is left out and named: the other ranks' are not lost with it.
-
     Raises:
-        DataError: there is none that can be read.
+        DataError: nothing was recorded, or a file is damaged.
     """
-    damaged: list[tuple[int, DataError]] = []
-    ranks = events.read(run, damaged)
-    group, later = _of_the_receipt(ranks) if ranks else ([], [])
-    processes = []
-    for one in group:
-        try:
-            one.facts = kinds.check(kinds.printable(one.facts), _FACTS, "facts")
-            processes.append(one)
-        except SchemaError as error:
-            damaged.append((one.rank, DataError(f"{one.path}: {error}; restore the file, or delete it")))
-    if not processes:
-        nothing = "has a file of a rank, and no whole line in it: the run was killed at once, or has only just begun"
-        raise damaged[-1][1] if damaged else DataError(f"{run} {nothing}")
+    ranks = events.read(run)
+    processes, later = _of_the_receipt(ranks)
     world_size = processes[0].world_size
     ranks = {rank: starts for rank, starts in ranks.items() if rank < world_size}  # an earlier start may have had more
     found = _merged(processes)
     steps = kept([step for start in recorded(ranks) for step in start])
     tokens = tokens_of(steps)
     window = measure(processes, WARM_UP_STEPS, _profiled(Path(run)))
-    profile = _read_profile(found, Path(run), world_size)
     found.values |= {
         "schema": SCHEMA,
         "status": _status(processes, later),
@@ -88,27 +70,23 @@ def assemble(run: str | os.PathLike[str]) -> dict[str, Any]:
     _cache(found, window)
     _time(found, tokens, window)
     _losses(found, steps)
-    doubts = _goodput(found, ranks)
+    _goodput(found, ranks)
     _speed(found)
-    _shares(found, profile)
-    found.drop_doubtful()
-    disqualifiers, unjudged = judge(Case(found.values, steps, tokens, window, _overlap(ranks)))
-    notes = [
-        *_notes_of_later(later),
-        *(f"rank {one.rank}: {failure}" for one in processes for failure in one.facts.get("failed", ())),
-        *(f"rank {rank} is left out: {error}" for rank, error in damaged if rank < world_size),
-        *doubts,
-    ]
+    _shares(found, _read_profile(found, Path(run)))
+    disqualifiers, unjudged = judge(Case(found.values, steps, tokens, window, events.overlap(ranks)))
+    notes = [f"rank {one.rank}: {failure}" for one in processes for failure in one.facts.get("failed", ())]
+    if later:
+        notes.append(_note_of_later(later))
     found.values |= {"disqualifiers": disqualifiers, "unjudged": unjudged, "notes": notes}
     receipt = found.receipt(f"rank {processes[0].rank} does not say: the run ended before")
-    return dict(kinds.printable(receipt))
+    return dict(printable(receipt))
 
 
 def _of_the_receipt(ranks: Mapping[int, Sequence[Start]]) -> tuple[list[Start], list[list[Start]]]:
-    """The processes of the last start that did a step, or else came to a model, or else of the last; and the starts after."""
+    """The processes of the last start that did a step, or else of the last; and the starts after it."""
     groups = events.grouped(ranks)
-    came_to = (lambda one: one.done > 0, lambda one: "moe_enabled" in one.facts, lambda one: True)
-    index = next(index for has in came_to for index in reversed(range(len(groups))) if any(map(has, groups[index])))
+    trained = [index for index, group in enumerate(groups) if any(one.done for one in group)]
+    index = trained[-1] if trained else len(groups) - 1
     return groups[index], groups[index + 1 :]
 
 
@@ -125,31 +103,12 @@ def _status(processes: Sequence[Start], later: Sequence[Sequence[Start]]) -> str
     return RUNNING if how is None or goes_on else how
 
 
-def _notes_of_later(later: Sequence[Sequence[Start]]) -> list[str]:
+def _note_of_later(later: Sequence[Sequence[Start]]) -> str:
     """What became of the starts after the one that the receipt is of."""
-    if not later:
-        return []
     began = datetime.datetime.fromtimestamp(min(one.began_ns for one in later[-1]) // 10**9, datetime.UTC).isoformat()
     how, last = _ending(later[-1]), f" (the last of {len(later)})" if len(later) > 1 else ""
     unfinished = "has not come to its first step yet, or was killed before"
-    return [f"a start at {began} {unfinished if how is None else f'ended before its first step: {how}'}{last}"]
-
-
-def _overlap(ranks: Mapping[int, Sequence[Start]]) -> str:
-    """Which starts recorded in this folder at the same time; empty where none did."""
-    found = [(rank, both) for rank, starts in ranks.items() if (both := events.overlaps(starts))]
-    if not found:
-        return ""
-    rank, both = found[0]
-    names = ", ".join(start.name for start in both)
-    more = f", and of {len(found) - 1} more ranks" if len(found) > 1 else ""
-    return f"{names} of rank {rank}{more} were recorded at the same time: two trainings in one folder, or clocks that differ"
-
-
-def recorded(ranks: Mapping[int, Sequence[Start]]) -> list[list[Step]]:
-    """The steps of every start that recorded losses, in order; those that a restart did again, too."""
-    found = [(start.number, rank, start.steps) for rank, starts in ranks.items() for start in starts if start.steps]
-    return [steps for _, _, steps in sorted(found, key=lambda one: one[:2])]
+    return f"a start at {began} {unfinished if how is None else f'ended before its first step: {how}'}{last}"
 
 
 # --- The steps that are measured --------------------------------------------------------------------------------------
@@ -195,7 +154,7 @@ def measure(processes: Sequence[Start], left_out: int, profiled: Sequence[tuple[
         compiled.update({number: total(phases, _COMPILING) for number, phases in steps})
     slowest = max(times, key=lambda one: (percentile(sorted(times[one].values()), 50) if times[one] else 0.0, -one))
     return Window(
-        done=max(one.done for one in processes),
+        done=max(len(one.done) for one in processes),
         left_out=left_out,
         rank=slowest,
         seconds=times[slowest],
@@ -228,20 +187,18 @@ def _time(found: Facts, tokens: Mapping[int, int], window: Window) -> None:
     found.put("batch.effective_tokens", sizes.pop() if len(sizes) == 1 else None, why)
     found.put("window.left_out", window.left_out)
     seconds = sorted(window.seconds.values())
-    if not seconds or not seconds[0]:
-        nothing = "has done no step"
-        if window.done:
-            nothing = f"has no step after its first {window.left_out} that was not profiled"
-        reason = f"the last start {nothing}" if not seconds else "a measured step took no time by its record"
+    if not seconds:
+        left = f"has no step after its first {window.left_out} that was not profiled"
+        reason = f"the last start {left if window.done else 'has done no step'}"
         found.miss(reason, "step_time", "window.first_step", "window.last_step")
         return
     found.put_all("window", {"first_step": min(window.seconds), "last_step": max(window.seconds)})
     found.put_all("step_time", {"rank": window.rank, "n": len(seconds), "max_s": seconds[-1]})
     found.put_all("step_time", {f"p{percent}_s": percentile(seconds, percent) for percent in (50, 90, 99)})
     measured = [number for number in window.seconds if number in tokens]
-    if measured:
-        time_s = sum(window.seconds[number] for number in measured)
-        found.put("throughput.tokens_per_s_mean", sum(tokens[number] for number in measured) / time_s)
+    time_s = sum(window.seconds[number] for number in measured)
+    mean = sum(tokens[number] for number in measured) / time_s if measured else None
+    found.put("throughput.tokens_per_s_mean", mean, "no step was recorded")
 
 
 def _losses(found: Facts, steps: Sequence[Step]) -> None:
@@ -253,17 +210,11 @@ def _losses(found: Facts, steps: Sequence[Step]) -> None:
         found.put(f"loss.{name}", loss if math.isfinite(loss) else None, f"it is {loss}")
 
 
-def _goodput(found: Facts, ranks: Mapping[int, Sequence[Start]]) -> list[str]:
-    """The goodput of the slowest rank; returns what is doubtful about the times of any."""
+def _goodput(found: Facts, ranks: Mapping[int, Sequence[Start]]) -> None:
+    """The goodput of the slowest rank."""
     by_rank = goodput.of_starts(ranks)
-    slowest = goodput.slowest(by_rank)
-    record = {"rank": slowest, **by_rank[slowest].record()}
-    found.put("goodput", {name: value for name, value in record.items() if name != "notes"})
-    doubts: dict[str, list[int]] = {}
-    for rank, one in by_rank.items():
-        for note in one.notes:
-            doubts.setdefault(note, []).append(rank)
-    return [f"rank {', '.join(map(str, of))}: {note}" for note, of in doubts.items()]
+    slowest, *_ = goodput.slowest_first(by_rank)
+    found.put("goodput", {"rank": slowest, **by_rank[slowest].record()})
 
 
 # --- What processes know ----------------------------------------------------------------------------------------------
@@ -297,15 +248,6 @@ _OF_ALL: Mapping[str, Callable[[Any], Any]] = {
     "cache.added": _sums,
 }
 """What makes one value of those of all ranks; the other fields are rank 0's."""
-_FACTS = kinds.named(
-    {f"{path}?": kinds.nullable(schema.BY_PATH[path].expected) for path in _OF_ALL}
-    | {
-        "failed?": "list of text", "unknown?": "map of text",
-        "routing?": {"layers": {"*": schema.LOAD}, "not_counted?": "map of text", "failed?": "text?", "...": ""},
-        "noted?": [schema.BACKEND], "...": "",
-    }
-)  # fmt: skip
-"""What a rank knows of its start: fields of a receipt by path, and what the receipt's other fields are made of."""
 
 
 def _known(processes: Sequence[Start], name: str) -> list[Any]:
@@ -325,49 +267,34 @@ def _merged(processes: Sequence[Start]) -> Facts:
     found.put("precision.dequantised", found.values.get("precision.dequantised"), "nothing of the run is quantised")
     unsampled = "no two Full layers of one rank were sampled in a step with more tokens than top-k"
     found.put("indexer.overlap", found.values.get("indexer.overlap"), unsampled)
-    found.drop_doubtful()
     return found
 
 
 def _moe(found: Facts, processes: Sequence[Start]) -> None:
-    """The routers' loads over all ranks."""
+    """The routers' loads over all ranks; what some ranks or layers counted must not pass for the whole."""
     if not found.values.get("moe_enabled"):
         return
-    uncounted = _why_uncounted(processes)
-    if uncounted is not None:
-        found.miss(uncounted, *_COUNTED)
-        return
-    records = _known(processes, "routing")
-    not_counted = {layer: why for record in records for layer, why in record.get("not_counted", {}).items()}
-    merged = routing.merged(record["layers"] for record in records)
-    loads = {layer: load for layer, load in merged.items() if layer not in not_counted}
-    why = "; ".join(f"layer {layer}: {why}" for layer, why in not_counted.items())
-    if not why and not any(load.asked for load in loads.values()):
-        loads, why = {}, "no router was observed up to a reading"
-    found.miss(why or "there is one expert", *_COUNTED)
-    found.put("routing.layers", {layer: load.record() for layer, load in loads.items()} or None)
-    if not why:
-        entropies = [load.entropy for load in loads.values() if load.entropy is not None]
-        peaks = [load.max_over_mean for load in loads.values() if load.max_over_mean is not None]
-        found.put("routing.entropy", min(1.0, fmean(entropies)) if entropies else None)
-        found.put("routing.max_over_mean", fmean(peaks) if peaks else None)
-        found.put("routing.dropped_tokens", sum(load.dropped for load in loads.values()))
-
-
-def _why_uncounted(processes: Sequence[Start]) -> str | None:
-    """Why the routing is not known: what some ranks counted would pass for all ranks'. None where it is."""
     records = {one.rank: one.facts["routing"] for one in processes if "routing" in one.facts}
-    failed = [record["failed"] for record in records.values() if record.get("failed") is not None]
-    if failed:
-        return str(failed[0])
     missing = [rank for rank in range(processes[0].world_size) if rank not in records]
+    failed = [record["failed"] for record in records.values() if record["failed"] is not None]
     if missing:
-        shown = ", ".join(map(str, missing[:3])) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        return f"the counts of rank {shown} are missing, and those of the others are not the whole"
-    ended = [one.how for one in processes if one.how not in (None, FINISHED)]
-    if ended and not any(record["layers"] or record.get("not_counted") for record in records.values()):
-        return f"an error ended the run before the first reading: {ended[0]}"
-    return None
+        failed.append(
+            f"the counts of rank {schema.spans(missing)} are missing, and those of the others are not the whole"
+        )
+    if failed:
+        found.miss(failed[0], *_COUNTED)
+        return
+    not_counted = {layer: why for record in records.values() for layer, why in record["not_counted"].items()}
+    merged = routing.merged(record["layers"] for record in records.values())
+    loads = {layer: load for layer, load in merged.items() if layer not in not_counted}
+    found.put("routing.layers", {layer: load.record() for layer, load in loads.items()} or None)
+    if not_counted or not loads:
+        why = "; ".join(f"layer {layer}: {why}" for layer, why in not_counted.items())
+        found.miss(why or "no router was observed up to a reading", *_COUNTED)
+        return
+    found.put("routing.entropy", min(1.0, fmean(load.entropy for load in loads.values())))
+    found.put("routing.max_over_mean", fmean(load.max_over_mean for load in loads.values()))
+    found.put("routing.dropped_tokens", sum(load.dropped for load in loads.values()))
 
 
 def _cache(found: Facts, window: Window) -> None:
@@ -385,7 +312,7 @@ def _cache(found: Facts, window: Window) -> None:
 # --- Profiles, speed and shares ---------------------------------------------------------------------------------------
 
 
-def load(path: Path, expected: str, remedy: str = "restore the file, or delete it") -> dict[str, Any]:
+def load(path: Path, expected: str, remedy: str) -> dict[str, Any]:
     """The object in the JSON file at ``path``.
 
     Args:
@@ -401,60 +328,55 @@ def load(path: Path, expected: str, remedy: str = "restore the file, or delete i
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; expected {expected}") from error
     except ValueError as error:
-        where = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise DataError(f"{path}{where}: no JSON, damaged or cut off; expected {expected}: {remedy}") from error
+        raise DataError(f"{path}: no JSON, damaged or cut off ({error}); expected {expected}: {remedy}") from error
     if not isinstance(found, dict):
-        raise DataError(f"{path} holds a {type(found).__name__}; expected {expected}")
+        raise DataError(f"{path} holds a {type(found).__name__}; expected {expected}: {remedy}")
     return found
 
 
-def _read_profile(found: Facts, run: Path, world_size: int) -> dict[str, Any] | None:
-    """The last profile of steady steps, or else the last one, of the lowest rank that has one and is still in the run."""
-    profiles = []
-    for path in sorted((run / PROFILES).rglob("table.json")):
-        try:
-            profiles.append(kinds.check(kinds.printable(load(path, "the table of a profile")), _TABLE))
-        except DataError as error:
-            found.miss(str(error), "profiler")
-        except SchemaError as error:
-            found.miss(f"{path}: not the table of a profile: {error}; delete it, or profile again", "profiler")
-    current = [one for one in profiles if one["rank"] < world_size]
-    best = max(current, key=lambda one: (one["phase"] == "steady", one["steps"], -one["rank"]), default=None)
+def _read_profile(found: Facts, run: Path) -> dict[str, Any] | None:
+    """Rank 0's last profile of steady steps, or else its last one; another rank's lies in a folder of its own below."""
+    profiles = [
+        load(path, "the table of a profile", "delete it, or profile again")
+        for path in (run / PROFILES).glob("*/table.json")
+    ]
+    best = max(profiles, key=lambda one: (one["phase"] == "steady", one["steps"]), default=None)
     if best is None:
-        found.unknown.setdefault("profiler", NOT_PROFILED)
+        found.miss("the run was not profiled", "profiler")
         return None
-    found.put("profiler.step_range", best["steps"])
-    found.put("profiler.phase", best["phase"])
+    found.put_all("profiler", {"step_range": best["steps"], "phase": best["phase"]})
     why = "there was no communication, or no device to see it hidden"
-    found.put("profiler.hidden_share", best.get("hidden_share"), why)
+    found.put("profiler.hidden_share", best["hidden_share"], why)
     return best
+
+
+def utilisation(values: Mapping[str, Any], step_time_s: float) -> Utilisation:
+    """How much of the device's peak the counted FLOPs of a step are."""
+    counted = values["flops"]["by_precision"]
+    return Utilisation(
+        step_time_s=step_time_s,
+        devices=values["parallelism.world_size"],
+        model_flops={name: one["model_flops"] for name, one in counted.items()},
+        hardware_flops={name: one["hardware_flops"] for name, one in counted.items()},
+        peaks={name: peak(values.get("device") or "an unknown device", name) for name in counted},
+    )
 
 
 def _speed(found: Facts) -> None:
     """Rates at the median step time."""
-    values, unknown, devices = found.values, found.unknown, found.values["ranks.expected"]
+    values, unknown = found.values, found.unknown
     seconds, tokens = values.get("step_time.p50_s"), values.get("batch.effective_tokens")
     if seconds is None:
         found.miss(unknown["step_time"], "throughput")
         return
     rate = None if tokens is None else tokens / seconds
-    rates = {"": rate, "_per_device": rate and rate / devices, "_mean": values.get("throughput.tokens_per_s_mean")}
-    for name, value in rates.items():
-        found.put(
-            f"throughput.tokens_per_s{name}", value, unknown.get("batch.effective_tokens", "no step was recorded")
-        )
+    per_device = None if rate is None else rate / values["ranks.expected"]
+    rates = {"tokens_per_s": rate, "tokens_per_s_per_device": per_device}
+    found.put_all("throughput", rates, unknown.get("batch.effective_tokens", "no step was recorded"))
     if values.get("flops") is None:
-        why = unknown.get("flops", "the work of a step is not known")
-        found.put_all("throughput", dict.fromkeys(("tflops_per_s_per_device", "mfu", "hfu")), why)
+        found.miss(unknown.get("flops", "the work of a step is not known"), *_RATES)
         return
-    by_precision = values["flops"]["by_precision"]
-    used = Utilisation(
-        step_time_s=seconds,
-        devices=devices,
-        model_flops={name: one["model_flops"] for name, one in by_precision.items()},
-        hardware_flops={name: one["hardware_flops"] for name, one in by_precision.items()},
-        peaks={name: peak(values.get("device") or "an unknown device", name) for name in by_precision},
-    )
+    used = utilisation(values, seconds)
     found.put("throughput.tflops_per_s_per_device", used.tflops_per_device)
     found.put_all("throughput", {"mfu": used.mfu, "hfu": used.hfu}, used.reason or "")
 
@@ -475,7 +397,7 @@ def _shares(found: Facts, profile: Mapping[str, Any] | None) -> None:
         rows = profile["families"]
         shares = {_OF_LETTER.get(name, name): row["share"] for name, row in rows.items() if row["share"] is not None}
         found.put("dominant_time", _OF_LETTER.get(profile["dominant"], profile["dominant"]))
-        source = "profile: {} of steps {} to {}".format(profile.get("unit", "time"), *profile["steps"])
+        source = "profile: {} of steps {} to {}".format(profile["unit"], *profile["steps"])
         found.put("shares.source", source)
     if shares:
         shares = {group: min(1.0, share) for group, share in shares.items()}
@@ -487,33 +409,27 @@ def _shares(found: Facts, profile: Mapping[str, Any] | None) -> None:
 
 
 def write(run: str | os.PathLike[str]) -> Path:
-    """Assemble the receipt of the run in folder ``run``, check it, and write it there.
+    """Assemble the receipt of the run in folder ``run``, and write it there.
 
     Raises:
         DataError: nothing was recorded, or what is there is damaged.
     """
-    receipt = assemble(run)
-    schema.validate(receipt, str(run))
     path = Path(run) / RECEIPT
-    events.replace(path, json.dumps(receipt, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    events.replace(path, json.dumps(assemble(run), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     return path
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The receipt of a run's folder; checked. Of what holds no start, a copy of a receipt, it is that file.
+    """The receipt of a run's folder. Of what holds no start, a copy of a receipt, it is that file, checked.
 
     Raises:
         DataError: there is none, or it is not as the schema says.
     """
     place = Path(path)
     if any(place.glob("start_*")):
-        receipt = assemble(place)
-    else:
-        place = place / RECEIPT if place.is_dir() else place
-        receipt = load(
-            place,
-            "a receipt, or the folder of a run that was observed",
-            "name the folder of its run, from which it is assembled anew",
-        )
+        return assemble(place)
+    place = place / RECEIPT if place.is_dir() else place
+    expected = "a receipt, or the folder of a run that was observed"
+    receipt = load(place, expected, "name the folder of its run, from which it is assembled anew")
     schema.validate(receipt, str(place))
     return receipt

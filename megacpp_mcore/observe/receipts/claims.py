@@ -21,9 +21,10 @@ from megacpp_mcore.observe.receipts.schema import (
     BESIDE,
     DISQUALIFIERS,
     FIELDS,
-    NOT_PROFILED,
     RESIDENT,
+    backends,
     flatten,
+    plain,
     why_unknown,
 )
 
@@ -75,11 +76,6 @@ def judge(case: Case) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     return found, unjudged
 
 
-def is_off(backend: Mapping[str, Any]) -> bool:
-    """Whether a backend is not the one that was asked for, or slower than what is there."""
-    return bool(backend["slower_than_best"] or backend["requested"] not in ("auto", backend["observed"]))
-
-
 def _dropped(case: Case) -> str:
     if not case.known("moe_enabled"):
         return ""
@@ -112,17 +108,14 @@ def _compiled(case: Case) -> str:
 
 def _fallen_back(case: Case) -> str:
     """What runs slower than what is there, or is not what was asked for."""
-    layers: dict[tuple[str, str], set[int | None]] = {}
-    for one in filter(is_off, case.known("backends")):
-        what = f"runs on {one['observed']}, slower than the best for this device: {one['reason']}"
-        if one["requested"] not in ("auto", one["observed"]):
-            what = f"asked for {one['requested']} and runs on {one['observed']}: {one['reason']}"
-        layers.setdefault((one["op"], what), set()).add(one["layer"])
     found = []
-    for (op, what), of in layers.items():  # MTP and the ops of the whole run have no number
-        numbers = [str(number) for number in sorted(number for number in of if number is not None)]
-        where = f" in layer{'s' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else ""
-        found.append(f"op {op}{where} {what}")
+    for one in backends(case.known("backends")):
+        if one.is_off:
+            is_slow = one.requested in ("auto", one.observed)
+            asked = "" if is_slow else f"asked for {one.requested} and "
+            slower = ", slower than the best for this device" if is_slow else ""
+            layers = f" in layer{'s' * (not one.layers.isdecimal())} {one.layers}" if one.layers != "run" else ""
+            found.append(f"op {one.op}{layers} {asked}runs on {one.observed}{slower}: {one.reason}")
     if times := case.values.get("precision.dequantised"):
         found.append(f"a quantised tensor was dequantised {times} times")
     return "; ".join([*found[:3], *([f"and {len(found) - 3} more"] if len(found) > 3 else [])])
@@ -170,8 +163,6 @@ STEADY_STEPS = 30
 NOISE = 0.07
 """By how much equal runs part in speed, one run each: pairs of the same command, on the same machine, parted by 2 to 7 % in
 tokens/s (``experiments/results/README.md``, ``examples/receipts/README.md``). What is less, one pair of runs cannot tell."""
-MEMORY_NOISE = 0.05
-"""By how much the peak memory of two runs may part before it has to have a reason where nothing else is known to differ."""
 STANDARD_ERRORS = 2.0
 """How many standard errors two medians have to be apart before the spread of the steps does not explain it."""
 _P90_DEVIATIONS = 1.2816
@@ -190,8 +181,6 @@ KEYS = tuple(_QUESTIONS)
 """The keys of the checklist, the seven of the reviewer first; their fields have them as ``compare``."""
 _SOFTWARE = {"commit": "of another commit", "environment": "of another environment", "versions": "of other versions"}
 """What may have changed anything, and how a claim says that it differs."""
-_OF_KIND = {"CUDA allocator": "peak allocated memory", RESIDENT: "peak resident set"}
-"""What the peak of each kind of memory is called."""
 _ABSENT: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "data.checksum": lambda receipt: receipt["data.kind"] == "mock",
     "tokenizer.checksum": lambda receipt: receipt["data.kind"] == "mock",
@@ -246,14 +235,14 @@ class Line:
     same: bool | None
     reason: str = ""
 
-    def describe(self, names: tuple[str, str] = ("A", "B")) -> str:
+    def describe(self) -> str:
         """The line for people, with both values where they differ."""
         if self.same:
-            return f"{self.key}: the same, {_brief(self.values[0])}"
+            return f"{self.key}: the same, {plain(self.values[0])}"
         if self.same is None:
             return f"{self.key}: not known ({self.reason})"
         first, second = _differing(*self.values)
-        return f"{self.key}: {names[0]} has {_brief(first)}, {names[1]} has {_brief(second)}"
+        return f"{self.key}: A has {plain(first)}, B has {plain(second)}"
 
 
 @dataclass(frozen=True)
@@ -330,28 +319,22 @@ def compare(
     for word in declared:
         if not all(word in _disqualifiers(values) for values in both):
             raise DataError(f"--declare {word!r}: not both receipts carry it; leave it out")
-    differ = [line for line in lines if line.same is None or not (line.same or line.key in varies)]
-    refusals = [f"{line.question} {line.describe()}" for line in differ]
+    refusals = [
+        f"{one.question} {one.describe()}"
+        for one in lines
+        if not one.same and (one.same is None or one.key not in varies)
+    ]
     refusals += [*_own_refusals("A", both[0], declared), *_own_refusals("B", both[1], declared)]
-    differences = {line.key: line for line in _differences(both)}
+    differences = _differences(both)
     speed, (memory, of_memory), (floor, steps) = _ratio(both, path), _memory(both), _noise(both, noise)
-    differs = None if speed is None else _differs(speed, floor)
+    differs = None if speed is None else max(speed, 1 / speed) - 1 > floor
     of_speed = f"{rate} not known" if speed is None else f"{speed:.2f}x {rate}"
-    if not refusals and not varies and all(line.same is None for line in differences.values()):
-        ratios = [(of_speed, differs)]
-        ratios += [(of_memory, _differs(memory, MEMORY_NOISE))] if memory is not None else []
-        refusals.append(_unexplained(ratios))
     if differs is False:
         of_speed = f"no difference in {rate} that can be told from noise ({speed:.2f}x; floor {_percent(floor)})"
-    clauses = [of_speed, of_memory, *(f"varying {key}" for key in varies)]
-    for name, other in _SOFTWARE.items():
-        if name in differences:
-            clauses.append(f"of {name} not known to be the same" if differences[name].same is None else other)
+    if not refusals and not varies and all(one.same is None for one in differences):
+        refusals.append(f"nothing that both receipts know differs: {of_speed}, {of_memory}")
+    clauses = [of_speed, of_memory, *(f"varying {key}" for key in varies), *_clauses(differences, both)]
     clauses += [f"both with {name}" for name in declared]
-    if "experimental_taxes" in differences and differences["experimental_taxes"].same is False:
-        losses = ["not known" if values["loss.last"] is None else f"{values['loss.last']:.4f}" for values in both]
-        clauses.append(f"the price of {differences['experimental_taxes'].describe()}")
-        clauses.append(f"last loss {losses[0]} in A, {losses[1]} in B")
     return Comparison(
         lines=lines,
         refusals=tuple(refusals),
@@ -361,10 +344,22 @@ def compare(
         noise_floor=floor,
         told_from_noise=differs,
         step_times=steps,
-        differences=tuple(differences.values()),
+        differences=differences,
         varies=varies[0] if varies else None,
         declared=declared,
     )
+
+
+def _clauses(differences: Sequence[Line], both: _Both) -> list[str]:
+    """What a claim says of other software, and of what costs speed and is on in one run alone."""
+    found = []
+    for line in differences:
+        if line.key in _SOFTWARE:
+            found.append(f"of {line.key} not known to be the same" if line.same is None else _SOFTWARE[line.key])
+        elif line.key == "experimental_taxes" and line.same is False:
+            losses = ["not known" if values["loss.last"] is None else f"{values['loss.last']:.4f}" for values in both]
+            found.append(f"the price of {line.describe()}, last loss {losses[0]} in A, {losses[1]} in B")
+    return found
 
 
 def _check_words(varies: Sequence[str], declared: Sequence[str], noise: float | None) -> None:
@@ -419,12 +414,9 @@ def _similar(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def _differences(both: _Both) -> tuple[Line, ...]:
     """What is on no line and differs: the thing that was changed, and what was changed with it."""
     pairs = {path: [_compared(values, path) for values in both] for path in _BESIDE}
-    if _profiled(both[0]) is not _profiled(both[1]):  # which steps were is all the same: they are not measured
-        words = {None: None, False: "none", True: "steps {} to {}"}
-        pairs["profile"] = [
-            form and form.format(*values["profiler.step_range"] or ())
-            for values, form in ((values, words[_profiled(values)]) for values in both)
-        ]
+    steps = [values["profiler.step_range"] for values in both]
+    if None in steps:  # of two profiles it is all the same which steps they are of: those are not measured
+        pairs["profile"] = ["none" if of is None else "steps {} to {}".format(*of) for of in steps]
     return tuple(
         Line(name, "", (one, other), None if None in (one, other) else False, f"to {'A' if one is None else 'B'}")
         for name, (one, other) in pairs.items()
@@ -444,9 +436,8 @@ def _own_refusals(name: str, values: Mapping[str, Any], declared: Sequence[str])
     if values["status"] != "finished":
         found.append(f"{name} has not finished: its status is {values['status']}")
     there, expected = len(values["ranks.found"]), values["ranks.expected"]
-    if expected is None or there < expected:
-        known = "a number that is not known" if expected is None else expected
-        found.append(f"{name} has the parts of {there} ranks; expected {known}")
+    if there != expected:
+        found.append(f"{name} has the parts of {there} ranks; expected {expected}")
     steps = values["step_time.n"] or 0
     if steps < STEADY_STEPS:
         found.append(f"{name} has {steps} measured steps; expected {STEADY_STEPS} or more")
@@ -460,45 +451,21 @@ def _ratio(both: _Both, path: str) -> float | None:
     return second / first if first and second else None
 
 
-def _differs(ratio: float, floor: float) -> bool:
-    """Whether two part by more than ``floor``, whichever of them is the baseline."""
-    return max(ratio, 1 / ratio) - 1 > floor
-
-
 def _memory(both: _Both) -> tuple[float | None, str]:
     """The ratio of the peaks, and what a claim says of it, or of why there is none.
 
     What a profiler keeps is in the memory of its run, most of all where that is the resident set.
     """
     ratio = _ratio(both, "memory.allocated_peak_bytes")
-    profiled, kinds = [_profiled(values) for values in both], [values["memory.kind"] for values in both]
     if ratio is None:
         return None, ""
-    why = ""
+    profiled = [values["profiler.step_range"] is not None for values in both]
+    kinds = [values["memory.kind"] for values in both]
     if kinds[0] != kinds[1]:
-        why = f"{_brief(kinds[0])} in A, {_brief(kinds[1])} in B"
-    if True in profiled and False in profiled:
-        why = f"{'AB'[profiled.index(True)]} alone was profiled"
-    elif profiled[0] is not profiled[1]:
-        why = f"whether {'AB'[profiled.index(None)]} was profiled is not known"
-    if why:
-        return None, f"memory not compared: {why}"
-    return ratio, f"{ratio:.2f}x {_OF_KIND.get(str(kinds[0]), 'peak memory, of a kind that is not known')}"
-
-
-def _profiled(values: Mapping[str, Any]) -> bool | None:
-    """Whether a profiler was in the run; None where the receipt does not say."""
-    if values["profiler.step_range"] is not None:
-        return True
-    return False if why_unknown("profiler.step_range", values["unknown"]) == NOT_PROFILED else None
-
-
-def _unexplained(ratios: Sequence[tuple[str, bool | None]]) -> str:
-    """Why equal receipts allow no claim: of each ratio in words, whether it is more than equal runs part by."""
-    apart, alike = (", ".join(words for words, more in ratios if bool(more) is which) for which in (True, False))
-    words = [f"{apart} differs by more than equal runs do, and neither receipt says why"] if apart else []
-    words += [f"{alike} is what equal runs part by"] if alike else []
-    return f"nothing that both receipts know differs: {'; '.join(words)}"
+        return None, f"memory not compared: {plain(kinds[0])} in A, {plain(kinds[1])} in B"
+    if profiled[0] is not profiled[1]:
+        return None, f"memory not compared: {'AB'[profiled.index(True)]} alone was profiled"
+    return ratio, f"{ratio:.2f}x {'peak resident set' if kinds[0] == RESIDENT else 'peak allocated memory'}"
 
 
 def _noise(both: _Both, noise: float | None) -> tuple[float, str]:
@@ -533,13 +500,3 @@ def _differing(one: Any, other: Any) -> tuple[Any, Any]:
     differ = [key for key in {**one, **other} if one.get(key) != other.get(key)]
     pairs = {key: _differing(one.get(key), other.get(key)) for key in differ}
     return {key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()}
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_brief(each)}" for key, each in value.items() if each != {})
-    if isinstance(value, list | tuple | set):
-        return " ".join(map(str, value)) or "none"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "none" if value is None else str(value)

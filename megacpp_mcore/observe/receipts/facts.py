@@ -70,11 +70,13 @@ _ROUTING = (
     "moe_router_bias_update_rate", "moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk",
     "moe_router_topk_scaling_factor", "moe_token_drop_policy", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
 )  # fmt: skip
+_OF_MODEL = ("model", "family", "pattern", "flops", "indexer")
+"""What is not known where the model's definition is not."""
 _KERNELS = {"triton": "*", "inductor": "fxgraph/*/*"}
 """One entry of each cache for a compiled kernel or graph, as Triton 3.6 and torch 2.11 lay them out."""
 
 
-def at_start(settings: PluginConfig | None, launched: LaunchPolicy | None) -> Facts:
+def at_start(launched: LaunchPolicy) -> Facts:
     """What is known before there is a model."""
     facts = Facts()
     world_size, local_size = (max(1, int(os.environ.get(name, "1"))) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
@@ -82,11 +84,6 @@ def at_start(settings: PluginConfig | None, launched: LaunchPolicy | None) -> Fa
     facts.attempt("versions", lambda found: found.put("versions", _versions()))
     facts.attempt("commit", _commit)
     facts.put_all("parallelism", {"world_size": world_size, "hosts": max(1, world_size // local_size)})
-    if launched is None:
-        facts.put("compile.mode", settings.compile if settings is not None else "off")
-        chosen = ("compile_warmup", "compile.reason", "compile.precompile", "experimental_taxes", "overlap")
-        facts.miss("the launcher did not start this run, and its policy is not known", *chosen)
-        return facts
     plan = launched.compile
     facts.put("compile_warmup", plan.warm_up)
     facts.put_all("compile", {"mode": plan.mode, "reason": plan.reason, "precompile": plan.precompile})
@@ -98,10 +95,13 @@ def at_start(settings: PluginConfig | None, launched: LaunchPolicy | None) -> Fa
 def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None, loop: Loop) -> None:
     """Add to ``facts`` what the arguments of the run that ``loop`` trains and the model's chunks say."""
     args, config = loop.arguments(), bare(chunks[0]).config
-    model: list[Model] = []
-    facts.attempt("model", lambda found: model.append(_model(found, args, config, settings, loop)))
+    recomputation = Recomputation.of_run(config, settings.recompute if settings is not None else None)
+    facts.put("moe_enabled", config.num_moe_experts is not None)
+    facts.put("recompute", str(recomputation))
     for path, learn in (
-        ("device", lambda found: _device(found, chunks)),
+        # again, for only now a Megatron of a checkout is imported
+        ("versions", lambda found: found.put("versions", _versions())),
+        ("device", lambda found: found.put("device", _device(chunks))),
         ("parallelism", lambda found: _arguments(found, args, config)),
         ("batch", lambda found: _batch(found, args)),
         ("data", lambda found: _data(found, args)),
@@ -109,15 +109,15 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
         ("optimizer", lambda found: found.put("optimizer", _optimizer(args))),
         ("patches", lambda found: found.put("patches", _patches())),
         ("routing", lambda found: _routing(found, config)),
-        ("recompute", lambda found: found.put("recompute", str(_recomputation(config, settings)))),
     ):
         facts.attempt(path, learn)
-    if model:
-        facts.attempt("indexer", lambda found: _indexer(found, model[0]))
-        facts.attempt("flops", lambda found: _flops(found, model[0], args, config, settings))
+    try:
+        model = _model(facts, args, settings, loop)
+    except Exception as error:
+        facts.miss(f"{type(error).__name__}: {error}", *_OF_MODEL)
         return
-    missing = [path for path in ("family", "pattern", "flops", "indexer") if facts.values.get(path) is None]
-    facts.miss(facts.unknown["model"], *missing)
+    facts.attempt("indexer", lambda found: _indexer(found, model))
+    facts.attempt("flops", lambda found: _flops(found, model, args, config, recomputation, settings))
 
 
 def cache_files() -> dict[str, int]:
@@ -180,19 +180,14 @@ def _arguments(facts: Facts, args: Any, config: Any) -> None:
         facts.put(path, 1 if value is None and path.startswith("parallelism.") else value, f"{where} is not set")
 
 
-def _model(facts: Facts, args: Any, config: Any, settings: PluginConfig | None, loop: Loop) -> Model:
+def _model(facts: Facts, args: Any, settings: PluginConfig | None, loop: Loop) -> Model:
     """The model's definition, where the run's spec is one of ours."""
-    facts.put("moe_enabled", config.num_moe_experts is not None)
     host = lowering.host_of(args.spec)
     if host is None:
+        facts.put("pattern", getattr(args, "hybrid_layer_pattern", None))
         spec = "no spec" if not args.spec else f"the spec {'.'.join(args.spec)}"
-        reason = f"the run has {spec}, none of this package: what it builds is not known here"
-        facts.put("pattern", getattr(args, "hybrid_layer_pattern", None), reason)
-        raise MegacppError(reason)
-    if settings is not None:
-        model = settings.model
-    else:
-        model = lowering.matching_preset(loop.describe_model(host), host=host)
+        raise MegacppError(f"the run has {spec}, none of this package: what it builds is not known here")
+    model = settings.model if settings is not None else lowering.matching_preset(loop.describe_model(host), host=host)
     facts.put("family", model.name.partition("_")[0].upper())
     facts.put("pattern", model.pattern)
     definition, parameters = dataclasses.asdict(model), sum(model.parameters().values())
@@ -202,11 +197,10 @@ def _model(facts: Facts, args: Any, config: Any, settings: PluginConfig | None, 
     return model
 
 
-def _device(facts: Facts, chunks: Sequence[Any]) -> None:
+def _device(chunks: Sequence[Any]) -> str:
     import torch
 
-    on_gpu = _device_type(chunks) == "cuda"
-    facts.put("device", torch.cuda.get_device_name() if on_gpu else f"CPU ({host.processor()})")
+    return torch.cuda.get_device_name() if _device_type(chunks) == "cuda" else f"CPU ({host.processor()})"
 
 
 def _device_type(chunks: Sequence[Any]) -> str:
@@ -325,11 +319,9 @@ def _indexer(facts: Facts, model: Model) -> None:
     facts.put_all("indexer", {"top_k": dsa.topk, "loss_coefficient": dsa.loss_coeff, "warmup_steps": dsa.warmup_steps})
 
 
-def _recomputation(config: Any, settings: PluginConfig | None) -> Recomputation:
-    return Recomputation.of_run(config, settings.recompute if settings is not None else None)
-
-
-def _flops(facts: Facts, model: Model, args: Any, config: Any, settings: PluginConfig | None) -> None:
+def _flops(
+    facts: Facts, model: Model, args: Any, config: Any, recomputation: Recomputation, settings: PluginConfig | None
+) -> None:
     """The count of a step, of which the assembly makes rates."""
     import torch
 
@@ -342,7 +334,7 @@ def _flops(facts: Facts, model: Model, args: Any, config: Any, settings: PluginC
         facts.miss("the share of dense products in FP8 scopes is not counted", "flops")
         return
     step = flops.step(model, args.global_batch_size, seq_length=args.seq_length, vocab_size=args.padded_vocab_size)
-    again = recomputed(model, step, _recomputation(config, settings), model_chunks(config))
+    again = recomputed(model, step, recomputation, model_chunks(config))
     kernel_fp8 = facts.values["precision.kernel_fp8"]
     if "triton_fp8" in kernel_fp8:
         facts.miss("the experts' gradients of weights are not in FP8, and are not counted apart", "flops")

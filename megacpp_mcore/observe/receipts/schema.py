@@ -5,14 +5,13 @@ A receipt is JSON. What is not known is null, and ``unknown`` says why, under th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.util import schema as kinds
-from megacpp_mcore.util.schema import Kind, SchemaError
+from megacpp_mcore.util.schema import SchemaError
 
 SCHEMA = 2
 """The version of the schema; another number is another schema."""
@@ -22,8 +21,6 @@ DISQUALIFIERS = (
 )  # fmt: skip
 """What makes a run's speed no speed of training, in the order in which it is judged."""
 RUNNING = "running"
-NOT_PROFILED = "the run was not profiled"
-"""Why a receipt has no profile, where there was none to be had; any other reason is of one that cannot be read."""
 RESIDENT = "resident set"
 """The kind of memory that the CPU lane answers with: of the whole process, whatever it holds."""
 BESIDE = "beside"
@@ -63,29 +60,15 @@ class Field:
     compare: str = ""
     always: bool = False
 
-    @functools.cached_property
-    def expected(self) -> Kind:
-        """What its value has to be where it is not null."""
-        return kinds.named(self.kind)
 
-    def problem(self, value: Any) -> str:
-        """What is wrong with ``value``; empty: nothing."""
-        try:
-            if value is not None or self.always:
-                self.expected.read(value, self.path)
-        except SchemaError as error:
-            return str(error)
-        return ""
-
-
-BACKEND = {
+_BACKEND = {
     "op": "text", "layer": "count?", "requested": "text", "observed": "text", "speed": "text", "slower_than_best": "flag",
     "reason": "text",
 }  # fmt: skip
 _PATCH = {"name": "text", "state": "text", "fingerprints": "map of text"}
 _OVERLAP = {"name": "text", "asked": "flag", "possible": "flag", "reason": "text"}
 _DATASET = {"name": "text", "weight": "number?", "sha256": "text?"}
-LOAD = {
+_LOAD = {
     "tokens_per_expert": "list of count", "asked": "count", "dropped": "count", "entropy": "amount?",
     "max_over_mean": "amount?",
 }  # fmt: skip
@@ -171,7 +154,7 @@ FIELDS: tuple[Field, ...] = (
     _F("experimental_taxes", "list of text", "what costs speed and is on; `report compare` says its price", compare=BESIDE),
     _F("optimizer", "map of value", "optimizer, and the dtypes of its states, as configured", compare="optimizer"),
     _F("ddp.grad_reduce_dtype", "list of text", "dtypes in which gradients are reduced", compare="optimizer"),
-    _F("backends", [BACKEND], "requested and observed backend of every op, by layer", "backends", "backends", shown=True,
+    _F("backends", [_BACKEND], "requested and observed backend of every op, by layer", "backends", "backends", shown=True,
        compare=BESIDE),
     _F("patches", [_PATCH], "patches that are not out, with the fingerprints of what they replaced", "patches", "names",
        compare=BESIDE),
@@ -189,7 +172,7 @@ FIELDS: tuple[Field, ...] = (
     _F("routing.forced_balance", "flag", "whether routing was to be random instead of the router's, as configured",
        compare="balance"),
     _F("routing.max_over_mean", "amount", "busiest expert over the mean, mean over layers", compare="balance"),
-    _F("routing.layers", {"*": LOAD}, "by layer over all ranks: tokens per expert, asked, dropped, entropy (1 is even), "
+    _F("routing.layers", {"*": _LOAD}, "by layer over all ranks: tokens per expert, asked, dropped, entropy (1 is even), "
        "busiest over mean; no layer whose router is in a CUDA graph"),
     _F("routing.entropy", "share", "mean over layers", "routing entropy", "number", shown=True),
     _F("routing.dropped_tokens", "count", "assignments that capacity took away", "dropped tokens", "count", shown=True),
@@ -212,8 +195,8 @@ FIELDS: tuple[Field, ...] = (
     _F("throughput.tokens_per_s_per_device", "positive", "`tokens_per_s` over devices"),
     _F("throughput.tflops_per_s_per_device", "positive", "audited model TFLOP/s of a device", "TFLOP/s a device", "number",
        shown=True),
-    _F("throughput.mfu", "share", "audited model FLOPs over the peak of the precision that ran", "MFU", "share", shown=True),
-    _F("throughput.hfu", "share", "the same with what was recomputed"),
+    _F("throughput.mfu", "amount", "audited model FLOPs over the peak of the precision that ran", "MFU", "share", shown=True),
+    _F("throughput.hfu", "amount", "the same with what was recomputed"),
     _F("memory.kind", "text", f"`CUDA allocator`, or `{RESIDENT}` on a CPU", "kind of memory"),
     _F("memory.allocated_peak_bytes", "count", "of the rank with the most", "peak allocated", "bytes", shown=True),
     _F("memory.reserved_peak_bytes", "count", "of the rank with the most", "peak reserved", "bytes", shown=True),
@@ -250,43 +233,26 @@ BY_PATH: Mapping[str, Field] = {each.path: each for each in FIELDS}
 _GROUPS = {path.rpartition(".")[0] for path in BY_PATH} - {""}
 
 
-# --- The check --------------------------------------------------------------------------------------------------------
-
-
-def problems(receipt: Any) -> list[str]:
-    """Everything by which ``receipt`` is not one, a sentence each; none if it is one."""
-    if not isinstance(receipt, dict):
-        return [kinds.wrong("the receipt", receipt, "an object")]
-    if receipt.get("schema") != SCHEMA:
-        todo = "record the run anew, or read it with the version of megacpp-mcore that wrote it"
-        return [kinds.wrong("schema", receipt.get("schema"), f"{SCHEMA}: {todo}")]
-    values = flatten(receipt)
-    found = [kinds.wrong(name, values[name], "an object") for name in values if name in _GROUPS]
-    other = [path for path in values if path not in BY_PATH and path not in _GROUPS]
-    found += [f"{kinds.printable(path)} is not a field of a receipt" for path in other]
-    found += [f"{path} is missing" for path in BY_PATH if path not in values]
-    found += [why for path, one in BY_PATH.items() if path in values and (why := one.problem(values[path]))]
-    if found:
-        return found
-    reasons = values["unknown"]
-    null = [path for path, value in values.items() if value is None]
-    found += [f"{path} is null, and `unknown` does not say why" for path in null if why_unknown(path, reasons) is None]
-    for name in reasons:
-        if not any(path == name or path.startswith(f"{name}.") for path in null):
-            found.append(f"unknown.{name} gives a reason for what is not null")
-    return found
-
-
 def validate(receipt: Any, where: str = "receipt") -> None:
     """Check that ``receipt`` is one.
 
     Raises:
-        DataError: naming every field that is not as the schema says.
+        DataError: naming the field that is not as the schema says, its value, and what was expected.
     """
-    if found := problems(receipt):
-        is_other = isinstance(receipt, dict) and receipt.get("schema") != SCHEMA
-        todo = "" if is_other else ". Name the folder of its run, from which it is made anew, or restore the file"
-        raise DataError(f"{where} is no receipt of schema {SCHEMA}: {'; '.join(found)}{todo}")
+    found = receipt.get("schema") if isinstance(receipt, dict) else None
+    if found != SCHEMA:
+        todo = "record the run anew, or read it with the version of megacpp-mcore that wrote it"
+        raise DataError(f"{where} is no receipt: {kinds.wrong('schema', found, f'{SCHEMA}: {todo}')}")
+    values = flatten(receipt)
+    try:
+        for path in sorted(values.keys() ^ BY_PATH.keys()):
+            raise SchemaError(f"{path} is {'missing' if path in BY_PATH else 'not a field of a receipt'}")
+        for path, one in BY_PATH.items():
+            if one.always or values[path] is not None:
+                kinds.named(one.kind).read(values[path], path)
+    except SchemaError as error:
+        todo = "name the folder of its run, from which it is made anew, or restore the file"
+        raise DataError(f"{where} is no receipt of schema {SCHEMA}: {error}; {todo}") from error
 
 
 def flatten(receipt: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,12 +301,6 @@ class Facts:
         except Exception as error:
             self.miss(f"{type(error).__name__}: {error}", path)
 
-    def drop_doubtful(self) -> None:
-        """Make unknown what a field of a receipt cannot hold, with that as the reason."""
-        for path, one in BY_PATH.items():
-            if not one.always and (why := one.problem(self.values.get(path))):
-                self.put(path, None, why)
-
     def receipt(self, otherwise: str) -> dict[str, Any]:
         """The receipt of what is known, every field in its order.
 
@@ -360,9 +320,6 @@ class Facts:
 
 # --- For people -------------------------------------------------------------------------------------------------------
 
-_OF_THE_RUN = ("loss", "optimizer", "sdpa")
-"""Ops that no layer has; MTP blocks have no layer number either."""
-
 
 def table() -> str:
     """The table of all fields, in Markdown."""
@@ -372,7 +329,7 @@ def table() -> str:
     return "\n".join(["| field | kind | meaning |", "|---|---|---|", *rows])
 
 
-def _kind(kind: Kind) -> str:
+def _kind(kind: Any) -> str:
     if isinstance(kind, list):
         return f"list of {_kind(kind[0])}"
     if isinstance(kind, dict):
@@ -389,7 +346,9 @@ def plain(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {plain(each)}" for key, each in value.items()) or "none"
-    return ", ".join(map(plain, value)) or "none" if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(plain, value)) or "none"
+    return "none" if value is None else str(value)
 
 
 def size(count: float) -> str:
@@ -399,13 +358,6 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} TiB"
-
-
-def layer_of(record: Mapping[str, Any]) -> int | str:
-    """Where a record about a backend belongs: a layer's number, ``run`` for what is there once, else ``mtp``."""
-    if record["layer"] is not None:
-        return int(record["layer"])
-    return "run" if record["op"] in _OF_THE_RUN else "mtp"
 
 
 def spans(layers: Sequence[Any]) -> str:
@@ -420,11 +372,40 @@ def spans(layers: Sequence[Any]) -> str:
     return ", ".join([*words, *sorted({str(layer) for layer in layers if not isinstance(layer, int)})])
 
 
-def _backends(records: Sequence[Mapping[str, Any]]) -> str:
-    chosen: dict[tuple[str, str, str], list[Any]] = {}
+_OF_THE_RUN = ("loss", "optimizer", "sdpa")
+"""Ops that no layer has; MTP blocks have no layer number either."""
+
+
+class Backend(NamedTuple):
+    """What an op was asked to run on and runs on, alike in several layers.
+
+    Attributes:
+        is_off: whether it is not what was asked for, or slower than what is there.
+        layers: for people: ``1–3, 5, mtp``; ``run`` for what is there once.
+    """
+
+    op: str
+    requested: str
+    observed: str
+    reason: str
+    is_off: bool
+    layers: str
+
+
+def backends(records: Sequence[Mapping[str, Any]]) -> list[Backend]:
+    """The backends of a receipt, equal ones of several layers together, in the receipt's order."""
+    layers: dict[Backend, list[Any]] = {}
     for one in records:
-        chosen.setdefault((one["op"], one["requested"], one["observed"]), []).append(layer_of(one))
-    words = [f"{op} {asked} → {got} ({spans(layers)})" for (op, asked, got), layers in sorted(chosen.items())]
+        is_off = one["slower_than_best"] or one["requested"] not in ("auto", one["observed"])
+        number = one["layer"] if one["layer"] is not None else "run" if one["op"] in _OF_THE_RUN else "mtp"
+        row = Backend(one["op"], one["requested"], one["observed"], one["reason"], is_off, "")
+        layers.setdefault(row, []).append(number)
+    return [row._replace(layers=spans(of)) for row, of in layers.items()]
+
+
+def _shown(records: Sequence[Mapping[str, Any]]) -> str:
+    rows = sorted(backends([{**one, "reason": ""} for one in records]))
+    words = [f"{one.op} {one.requested} → {one.observed} ({one.layers})" for one in rows]
     return ", ".join(words) or "none of this package"
 
 
@@ -439,7 +420,7 @@ FORMS: Mapping[str, Callable[[Any], str]] = {
     "hash": lambda text: text[:12] + text[40:48] if "+" in text else text[:12],
     "goodput": lambda record: f"{record['goodput']:.1%}",
     "names": lambda records: ", ".join(one["name"] for one in records) or "none",
-    "backends": _backends,
+    "backends": _shown,
 }
 """How a value is written for people, by name."""
 

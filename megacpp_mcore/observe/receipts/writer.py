@@ -9,20 +9,19 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.backends import observed
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe.events import Listener, Log, Step
-from megacpp_mcore.observe.loop import Loop
 from megacpp_mcore.observe.receipts import facts as of_run
 from megacpp_mcore.observe.receipts.assemble import write
-from megacpp_mcore.observe.receipts.schema import Facts
 
 if TYPE_CHECKING:
     from megacpp_mcore.observe.indices import IndexOverlap
+    from megacpp_mcore.observe.loop import Loop
     from megacpp_mcore.observe.routing import Routing
     from megacpp_mcore.policy import LaunchPolicy
     from megacpp_mcore.settings import PluginConfig
@@ -41,10 +40,10 @@ class ReceiptWriter(Listener):
     Args:
         log: the process's log.
         settings: the file that ``MEGACPP_CONFIG`` names, where the run's spec is one of ours.
-        launched: the launch policy; None when the launcher did not start the run.
+        launched: the launch policy.
         routes: what counts the experts' tokens; it reads the device, and this asks for what it has read.
         indices: what samples the indices of Full layers, likewise.
-        loop: the loop that trains; None: stock Megatron's.
+        loop: the loop that trains.
         every_s: seconds between two writings at least; a file system may be slow, and this must not be felt.
     """
 
@@ -52,54 +51,47 @@ class ReceiptWriter(Listener):
         self,
         log: Log,
         *,
-        settings: PluginConfig | None = None,
-        launched: LaunchPolicy | None = None,
-        routes: Routing | None = None,
-        indices: IndexOverlap | None = None,
-        loop: Loop | None = None,
+        settings: PluginConfig | None,
+        launched: LaunchPolicy,
+        routes: Routing,
+        indices: IndexOverlap,
+        loop: Loop,
         every_s: float = 30.0,
     ) -> None:
         self._log, self._every_s = log, every_s
-        self._settings, self._launched, self._routes, self._indices = settings, launched, routes, indices
-        self._loop = loop or Loop()
+        self._settings, self._routes, self._indices, self._loop = settings, routes, indices, loop
         self._written = -math.inf
-        self._facts: Facts | None = None
+        self._facts = of_run.at_start(launched)
         self._chunks: Sequence[Any] = ()
         self._failed: list[str] = []
         # The files in the caches of this host, before anything of this run compiles, its warm-up included.
         self._caches = of_run.cache_files() if os.environ.get("LOCAL_RANK", "0") == "0" else None
         observed.forget()  # of a run before in this process
+        self._write_facts()
 
     def facts(self) -> tuple[Mapping[str, Any], Mapping[str, str]]:
         """What is known of the run by field, and why other fields are not known."""
-        return ({}, {}) if self._facts is None else (self._facts.values, self._facts.unknown)
+        return self._facts.values, self._facts.unknown
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Learn what the model and Megatron's arguments say, and write it."""
         self._chunks = chunks
-        self._facts = facts = of_run.at_start(self._settings, self._launched)
-        facts.attempt("model", lambda found: of_run.of_model(found, chunks, self._settings, self._loop))
-        facts.attempt("backends", lambda found: of_run.of_objects(found, chunks, optimizer))
-        self._log.write(facts={**facts.values, "unknown": facts.unknown})
+        self._facts.attempt("model", lambda found: of_run.of_model(found, chunks, self._settings, self._loop))
+        self._facts.attempt("backends", lambda found: of_run.of_objects(found, chunks, optimizer))
+        self._write_facts()
 
     def on_step(self, step: Step) -> None:
         """Write what changes, if it is time; after the first step at once, for only then this start has something to lose."""
         if time.monotonic() - self._written >= self._every_s:
             self._write()
 
-    def on_failure(self, failed: Listener, error: Exception, step: int) -> None:
+    def on_failure(self, what: str) -> None:
         """Note it, so that nobody takes what is missing for what there was."""
-        reason = str(error).partition("\n")[0]
-        self._failed.append(
-            f"{type(failed).__name__} failed in step {step} and recorded nothing more: {type(error).__name__}: {reason}"
-        )
+        self._failed.append(what)
         self._log.write(facts={"failed": self._failed})
 
     def on_end(self, error: BaseException | None) -> None:
         """Write what is known in the end; on rank 0, assemble the receipt from what there is."""
-        if self._facts is None:
-            self._facts = of_run.at_start(self._settings, self._launched)
-            self._log.write(facts={**self._facts.values, "unknown": self._facts.unknown})
         self._write()
         if self._caches is not None:
             now = of_run.cache_files()
@@ -114,15 +106,18 @@ class ReceiptWriter(Listener):
                 logger.error("the receipt was not written: %s", problem)
         self._chunks = ()
 
+    def _write_facts(self) -> None:
+        self._log.write(facts={**self._facts.values, "unknown": self._facts.unknown})
+
     def _write(self) -> None:
         """Write what has changed since the model stood: memory, the experts' tokens, and what patches run."""
         self._written = time.monotonic()
         # What patches do shows only as they do it, and what graphs hold once they have been captured.
-        known: dict[str, Any] = {"noted": [*observed.notes(), *of_run.graphs(self._chunks)]}
-        if self._routes is not None:
-            known["routing"] = self._routes.record()
-        if self._indices is not None:
-            known["indexer.overlap"] = dict(self._indices.by_pair)
+        known: dict[str, Any] = {
+            "noted": [*observed.notes(), *of_run.graphs(self._chunks)],
+            "routing": self._routes.record(),
+            "indexer.overlap": self._indices.by_pair,
+        }
         if self._chunks:
             try:
                 known |= of_run.memory(self._chunks)
@@ -133,14 +128,11 @@ class ReceiptWriter(Listener):
         self._log.write(facts=known)
 
 
-def _await(files: Sequence[Path]) -> None:
+def _await(files: Iterable[Path]) -> None:
     """Give the other ranks a few seconds to write how they ended; one whose file is elsewhere is not waited for."""
-    until = time.monotonic() + PATIENCE_S
-    waiting = [file for file in files if file.is_file()]
-    while waiting and time.monotonic() < until:
-        waiting = [file for file in waiting if not _has_ended(file)]
-        if waiting:
-            time.sleep(0.05)
+    until, waiting = time.monotonic() + PATIENCE_S, [file for file in files if file.is_file()]
+    while time.monotonic() < until and (waiting := [file for file in waiting if not _has_ended(file)]):
+        time.sleep(0.05)
 
 
 def _has_ended(file: Path) -> bool:

@@ -109,14 +109,8 @@ class Hook:
             self._ran.add(module.__name__)
             self._advance()
 
-        try:
-            # The path-based finders make a loader for each module: the attribute is this one import's alone.
-            vars(loader)["exec_module"] = exec_module
-        except TypeError as error:
-            raise PatchError(
-                f"{spec.name} is loaded by {loader!r}, whose work cannot be watched, and a patch waits for it; "
-                "import Megatron from plain files"
-            ) from error
+        # The path-based finders make a loader for each module: the attribute is this one import's alone.
+        vars(loader)["exec_module"] = exec_module
 
     def _advance(self) -> None:
         """Apply all edits of armed patches whose modules have run; on failure take back all that this hook applied.

@@ -287,9 +287,9 @@ def test_dirty(lm: Checkout) -> None:
 def test_the_hooked_file_edited(lm: Checkout, by_git: bool) -> None:
     """What git does not know the line does: the file's SHA-256 before it."""
     plain = lm.file.read_bytes()
-    lm.apply(["identity", "timers"])
     if not by_git:
         shutil.rmtree(lm.root / ".git")
+    lm.apply(["identity", "timers"])
     edited = b"x = 1\n" + lm.file.read_bytes() + b"y = 2\n"
     edit(lm.file, edited)
     refuses(lm.root, "was edited since it was hooked", lm.verify)

@@ -46,9 +46,9 @@ class _Operators(TorchDispatchMode):
         self.counts, self.counted = counts, counted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        indexed_by_bool = func in (_ATEN.index.Tensor, _ATEN.index_put_.default) and any(
-            index is not None and index.dtype == torch.bool for index in args[1]
-        )
+        # One number put in the place of what a mask selects is masked_fill, which reads nothing.
+        indexes = func is _ATEN.index.Tensor or (func is _ATEN.index_put_.default and args[2].numel() > 1)
+        indexed_by_bool = indexes and any(index is not None and index.dtype == torch.bool for index in args[1])
         length_is_known = (kwargs or {}).get("output_size") is not None
         if (func in self.counted and not length_is_known) or indexed_by_bool:
             self.counts[_reader()] += 1

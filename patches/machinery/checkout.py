@@ -146,7 +146,7 @@ class Checkout:
             rest = tuple(name for name in before if name not in gone)
             unchanged = tuple(name for name in names or () if name not in gone)
             if gone and rest and content.hook:  # writing the line anew takes the records of the copy that wrote it
-                self._refuse(self._copy_problems(content.hook) or set_problems(self.registry.select(rest)))
+                self._refuse(self._copy_problems(content.hook))
                 self._write(self._with_line(content.without, rest, content.hook.sha256))
             elif gone:
                 self._write(content.without)
@@ -157,7 +157,7 @@ class Checkout:
         """One JSON-ready record a patch; changes nothing.
 
         ``state`` is ``applied``, ``not applied``, ``target changed``, ``target not found``, ``version not supported``,
-        ``superseded upstream`` or ``hooked by another copy``; ``hooked`` says whether the line names the patch. For a
+        or ``hooked by another copy``; ``hooked`` says whether the line names the patch. For a
         changed target there is the ``diff`` of its file from git's last commit, where git knows one.
 
         Raises:
@@ -203,12 +203,11 @@ class Checkout:
         return hook.names
 
     def unfit(self, names: Iterable[str] | None = None) -> list[str]:
-        """What keeps the named patches (by default all that upstream has not superseded) from being applied here."""
+        """What keeps the named patches (by default all) from being applied here."""
         return [
             f"{patch.name}: {problem.message}"
             for patch in self._selected(names)
             for problem in patch.problems(self.tree, self.version)
-            if names is not None or problem.state != "superseded upstream"
         ]
 
     def export(self, names: Iterable[str] | None = None) -> bytes:

@@ -25,7 +25,7 @@ def trained(laboratory: Laboratory, name: str, words: tuple[str, ...], *extra: s
     """Two replicas; ``words`` are known to lowering."""
     laboratory.words = words
     warm_up = ("--lr-warmup-iters", "1")
-    return laboratory._once(name, LAYOUTS[ONE], MAIN, (*warm_up, *extra), replicas=2, save_every=RESUMED)
+    return laboratory.run(name, LAYOUTS[ONE], MAIN, (*warm_up, *extra), replicas=2, save_every=RESUMED)
 
 
 @pytest.mark.parametrize(("words", "tolerance"), [((), 1e-5), (("--bf16",), 5e-3)], ids=["fp32", "bf16"])

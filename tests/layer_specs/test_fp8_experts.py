@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,12 +18,11 @@ import pytest
 import torch
 import yaml
 
-from megacpp_mcore.arguments.lowering import check_arguments, lower, mismatches
+from megacpp_mcore.arguments.lowering import check_arguments, mismatches
 from megacpp_mcore.backends import STOCK, Dispatcher
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.model import Model, precision, preset, with_overrides
-from megacpp_mcore.model.recipes import RECIPES
-from megacpp_mcore.model.training import GPT, HYBRID, Training
+from megacpp_mcore.model.training import GPT
 from megacpp_mcore.ops.testing import assert_parity
 from tests import stock
 
@@ -40,75 +38,6 @@ def config_of(words: list[str]) -> Any:
     """The GPTModelConfig that stock makes of a GPU run's words, read on a machine without a GPU."""
     with stock.gpu_host():
         return stock.model_config(words)
-
-
-# --- What is asked for ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stem", ["nam56r_pretrain_8gpu_h200", "nam56r_quarter_pretrain_1gpu_h200"])
-@pytest.mark.parametrize("host", [GPT, HYBRID])
-def test_a_recipe_differs_from_its_bf16_twin_by_the_file_alone(stem: str, host: str) -> None:
-    ours, twin = RECIPES[f"{stem}_fp8_experts"], RECIPES[f"{stem}_bf16"]
-    assert ours == dataclasses.replace(
-        twin, name=ours.name, training=dataclasses.replace(twin.training, precision="bf16_fp8_experts")
-    )
-    found, plain = (lower(one.model, one.layout, one.training, host) for one in (ours, twin))
-    at = found.index(FILE[0])
-    assert found[at : at + 2] == FILE
-    assert (*found[:at], *found[at + 2 :]) == plain
-    assert "--fp8-format" not in found
-    assert {"--bf16", "--moe-grouped-gemm"} <= set(found)
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        (
-            {"device": "cpu", "transformer_impl": "local"},
-            "by Transformer Engine's grouped GEMM, and the CPU lane has none",
-        ),
-        ({"transformer_impl": "local"}, "grouped GEMM, and transformer_impl local has none; use bf16"),
-    ],
-)
-def test_where_there_is_no_transformer_engine(values: dict[str, str], says: str) -> None:
-    with pytest.raises(ModelError, match=says):
-        Training(precision="bf16_fp8_experts", **values)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ({"pattern": "AAMA", "depth": 4}, "has no E layer between its first and last"),
-        ({"pattern": "AAME", "depth": 4}, "has no E layer between its first and last"),
-        (
-            {"moe": {"ffn_hidden_size": 120}},
-            "moe.ffn_hidden_size of nam56r_tiny is 120, and an FP8 GEMM needs a multiple of 16",
-        ),
-    ],
-)
-def test_models_that_cannot(overrides: dict[str, Any], says: str) -> None:
-    schedule = {"dsa": {"schedule": "-"}} if "pattern" in overrides else {}
-    model = with_overrides(preset("nam56r_tiny"), {**overrides, **schedule})
-    with pytest.raises(ModelError, match=says):
-        words_of(model, "bf16_fp8_experts")
-    assert "--te-precision-config-file" not in words_of(model, "bf16")
-
-
-@pytest.mark.parametrize(
-    ("name", "first_and_last", "how_many"), [("nam56r", "AE", 21), ("nam56r_quarter", "AA", 5), ("nam52", "AE", 25)]
-)
-def test_the_last_layer_stays_in_bf16(name: str, first_and_last: str, how_many: int) -> None:
-    model = preset(name)
-    assert model.layers[0] + model.layers[-1] == first_and_last
-    layers = precision.expert_layers(model)
-    assert len(layers) == how_many
-    assert {model.layers[number - 1] for number in layers} == {"E"}
-    assert model.depth not in layers
-
-
-def test_reading_the_plan_needs_no_torch() -> None:
-    code = "import sys, megacpp_mcore.model.precision, megacpp_mcore.model.recipes; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=stock.ROOT).returncode == 0
 
 
 # --- The file ---------------------------------------------------------------------------------------------------------
@@ -166,32 +95,27 @@ def _content() -> dict[str, Any]:
     return content
 
 
-def _everything(content: dict[str, Any]) -> None:
-    content["matchers"]["experts"]["pattern"] = "*"
+EXPERTS, BLOCKS = ("matchers", "experts"), ("configs", "fp8_blockwise", "training_recipe")
 
 
-def _off(content: dict[str, Any]) -> None:
-    content["matchers"]["experts"]["enabled"] = False
-
-
-def _tensorwise(content: dict[str, Any]) -> None:
-    content["configs"]["fp8_blockwise"]["training_recipe"]["fp8_quantization_recipe"] = "tensorwise"
-
-
-def _not_entered(content: dict[str, Any]) -> None:
-    del content["configs"]["fp8_blockwise"]["training_recipe"]["override_nonquantized_autocast"]
-
-
-def _shared(content: dict[str, Any]) -> None:
-    content["matchers"]["shared"] = content["matchers"]["experts"] | {"pattern": "*.shared_experts.*"}
-
-
-@pytest.mark.parametrize("change", [_everything, _off, _tensorwise, _not_entered, _shared])
+@pytest.mark.parametrize(
+    ("place", "change"),
+    [
+        (EXPERTS, {"pattern": "*"}),
+        (EXPERTS, {"enabled": False}),
+        (BLOCKS, {"fp8_quantization_recipe": "tensorwise"}),
+        (BLOCKS, {"override_nonquantized_autocast": None}),
+        (("matchers",), {"shared": _content()["matchers"]["experts"] | {"pattern": "*.shared_experts.*"}}),
+    ],
+)
 def test_a_file_that_says_something_else(
-    process: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]
+    process: Path, tmp_path: Path, place: tuple[str, ...], change: dict[str, Any]
 ) -> None:
     content, file = _content(), tmp_path / "other.yaml"
-    change(content)
+    found = reduce(getitem, place, content)
+    found |= change
+    for name in [name for name, value in found.items() if value is None]:
+        del found[name]
     file.write_text(yaml.safe_dump(content))
     model = preset("nam56r_quarter")
     words = [str(file) if word == FILE[1] else word for word in words_of(model, "bf16_fp8_experts")]
@@ -295,10 +219,8 @@ def layer(process: Path) -> Iterator[Callable[[int], Any]]:
             asked = {} if quant_recipe is not None else {"experts": STOCK}
             spec = experts.expert_layer_spec(config, parts, Dispatcher(asked))
             built = build_module(spec, config=config, layer_number=number, pg_collection=groups)
-            for (
-                name,
-                module,
-            ) in built.named_modules():  # as GPTModel and HybridModel do, by the name on the pipeline stage
+            # As GPTModel and HybridModel do, by the name on the pipeline stage.
+            for name, module in built.named_modules():
                 if hasattr(module, "finish_init"):
                     module.finish_init(get_quant_config_or_none(f"decoder.layers.0.{name}", quant_recipe))
             return built
@@ -332,10 +254,7 @@ def test_every_experts_rows_are_padded_and_come_back_as_they_were(layer: Callabl
     for one, other in zip(expected, found, strict=True):
         assert_parity(other, one, rms=1e-5)
     assert found[3][0].abs().max() == 0  # the expert without a row
-
-
-def test_no_row_at_all(layer: Callable[..., Any]) -> None:
-    assert [tuple(value.shape) for value in run(layer(2).mlp.experts, (0, 0, 0, 0))[:3]] == [(0, 128), (0, 128), (0,)]
+    assert [tuple(value.shape) for value in run(ours, (0, 0, 0, 0))[:3]] == [(0, 128), (0, 128), (0,)]
 
 
 @pytest.mark.parametrize(("number", "in_fp8"), [(1, False), (2, True), (11, True), (12, False)])
@@ -368,14 +287,8 @@ def test_the_file_is_the_reason_for_stocks_experts(layer: Callable[..., Any]) ->
 # --- The page ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_has_the_plans_and_the_files_own_words() -> None:
+def test_the_page_has_the_files_own_words() -> None:
     page = (stock.ROOT / "docs" / "fp8.md").read_text(encoding="utf-8")
-    plan = page.partition("## The plan\n")[2].partition("\n## ")[0]
-    rows = [
-        [cell.strip(" `") for cell in line.strip("|").split("|")] for line in plan.splitlines() if line[:3] == "| `"
-    ]
-    assert rows == [[name, *dataclasses.astuple(plan)] for name, plan in precision.PLANS.items()]
     block = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert block is not None
     assert yaml.safe_load(block[1]) == _content()
-    assert all(name in page for name in RECIPES if name.endswith("_fp8_experts"))

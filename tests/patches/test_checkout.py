@@ -208,7 +208,6 @@ def test_versions(tree: Path) -> None:
     registry = Registry(
         [
             patch_of(tree, "old", TARGETS["timers"]),
-            patch_of(tree, "done", TARGETS["identity"], superseded_in=">=0.20"),
             patch_of(tree, "wide", TARGETS["builder"], megatron_versions=">=0.19"),
             patch_of(tree, "gone", "megatron.core.utils:divide", megatron_versions=">=0.19"),
         ]
@@ -218,13 +217,13 @@ def test_versions(tree: Path) -> None:
     commit(tree)
     lm = Checkout(tree, registry)
     assert {row["name"]: row["state"] for row in lm.status()} == {
-        "old": "version not supported", "done": "superseded upstream", "wide": "not applied", "gone": "target not found"
+        "old": "version not supported", "wide": "not applied", "gone": "target not found"
     }  # fmt: skip
     says = (
-        r"(?s)3 problems.*old: it is for megatron-core >=0.19,<0.20, and 0.20\..*done: megatron-core 0.20\..*"
-        r"\(superseded in >=0.20\).*gone: megatron.core.utils:divide was not found: megatron.core.utils defines no divide"
+        r"(?s)2 problems.*old: it is for megatron-core >=0.19,<0.20, and 0.20\..*"
+        r"gone: megatron.core.utils:divide was not found: megatron.core.utils defines no divide"
     )
-    refuses(tree, says, lambda: lm.apply(["old", "done", "wide", "gone"]))
+    refuses(tree, says, lambda: lm.apply(["old", "wide", "gone"]))
     assert [problem.partition(":")[0] for problem in lm.unfit()] == ["old", "gone"]
     edit(info, b"MAJOR = 0\nMINOR = int('20')\nPATCH = 1\n")
     with pytest.raises(PatchError, match=r"package_info.py does not say which version this is .* MAJOR, MINOR"):
@@ -362,16 +361,14 @@ def test_a_damaged_line(lm: Checkout, damage: Callable[[bytes], bytes]) -> None:
     refuses(lm.root, says, apply, export, lm.revert, lm.verify, lm.status)
 
 
-def test_names_conflicts_and_requirements(tree: Path) -> None:
-    """As in a process (test_registry.py); and a patch that another one on the line requires is not taken out."""
+def test_names_and_conflicts(tree: Path) -> None:
+    """As in a process (test_registry.py)."""
     not_timers = patch_of(tree, "not-timers", TARGETS["identity"], conflicts=("timers",))
-    on_timers = patch_of(tree, "on-timers", TARGETS["builder"], requires=("timers",))
-    lm = Checkout(tree, Registry([patch_of(tree, "timers", TARGETS["timers"]), not_timers, on_timers]))
+    lm = Checkout(tree, Registry([patch_of(tree, "timers", TARGETS["timers"]), not_timers]))
     refuses(tree, "there is no patch 'timer'; did you mean 'timers'", lambda: lm.apply(["timer"]))
     refuses(tree, "no patch was named; there are: timers, not-timers", lambda: lm.apply([]))
-    lm.apply(["timers", "on-timers"])
+    lm.apply(["timers"])
     refuses(tree, "not-timers conflicts with timers: choose one of them", lambda: lm.apply(["not-timers"]))
-    refuses(tree, "on-timers requires timers", lambda: lm.revert(["timers"]))
     refuses(tree, "not-timers is not applied", lambda: lm.verify(["not-timers"]))
 
 

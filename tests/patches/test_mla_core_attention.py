@@ -33,6 +33,7 @@ from tests.distributed.comparing import differing_tensors
 
 B, S, H, K, V, VOCABULARY = 2, 37, 4, 12, 6, 128
 MATH = SDPBackend.MATH
+THD = types.SimpleNamespace(qkv_format="sbhd")
 WORDS = """
 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --position-embedding-type rope
 --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6
@@ -245,7 +246,7 @@ def test_stock_runs_what_is_out_of_scope_and_says_so_once(patched: None, extra: 
 def test_stock_refuses_what_it_refuses(patched: None) -> None:
     layer, inputs = attention(), draw(dtype=torch.float32)
     for given, options, says, reason in (
-        (inputs, {"packed_seq_params": types.SimpleNamespace()}, "Packed sequence is not", "the sequences are packed"),
+        (inputs, {"packed_seq_params": THD}, "Packed sequence is not", "the sequences are packed"),
         (inputs, {"attention_bias": torch.zeros(1)}, "Attention bias is not", "it is called with attention_bias"),
         (draw(5, 9, torch.float32), {}, "causal mask is only for", "causal attention has not as many queries as keys"),
     ):  # fmt: skip
@@ -464,7 +465,7 @@ def test_calls_out_of_scope(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     layer, inputs = te_attention(engine), draw(dtype=torch.float32)
     with said() as lines:
         assert run(layer, inputs, attn_mask_type=AttnMaskType.padding) == "stock"
-        assert run(layer, inputs, packed_seq_params=types.SimpleNamespace(qkv_format="sbhd")) == "stock"
+        assert run(layer, inputs, packed_seq_params=THD) == "stock"
         with torch.autocast("cpu"):
             assert run(layer, inputs) == "stock"
         monkeypatch.setenv("NVTE_FUSED_ATTN", "0")

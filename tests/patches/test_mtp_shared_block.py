@@ -128,6 +128,8 @@ def test_each_depth_weighs_by_the_decay(model: Any, tokens: torch.Tensor, masked
     patches.revert([NAME])
     equal = depth_gradients(model, tokens, mask)
     patches.apply([NAME])
+    del model.config.mtp_loss_decay  # as in a configuration of stock's
+    assert all(map(torch.equal, depth_gradients(model, tokens, mask), equal))
     for k in range(1, K + 1):
         shifted = torch.zeros(B, S)  # the last tokens have nothing to predict
         shifted[:, : S - k] = mask[:, k:]
@@ -151,22 +153,3 @@ def test_specs_that_bring_no_mtp_are_left_to_stock(process: Path) -> None:
     assert replacement("config", SimpleNamespace(mtp=None)) is None
     assert replacement("config", SimpleNamespace(mtp="ours")) == "ours"
     assert len(asked) == 1
-
-
-def test_configurations_without_a_decay_are_left_to_stock() -> None:
-    from megacpp_mcore.patches.mtp_shared_block import _weighted_loss
-
-    def original(hidden: Any, compute_language_model_loss: Any, config: Any) -> Any:
-        return [compute_language_model_loss(None, hidden) for _ in range(config.mtp_num_layers)]
-
-    def gradients(**settings: Any) -> list[float]:
-        x = torch.ones(K, requires_grad=True)
-        losses = _weighted_loss(original)(
-            x, compute_language_model_loss=lambda _, logits: logits.sum(), config=SimpleNamespace(**settings)
-        )
-        return [float(torch.autograd.grad(loss, x, retain_graph=True)[0][0]) for loss in losses]
-
-    assert gradients(mtp_num_layers=2) == [1.0, 1.0]
-    assert gradients(mtp_num_layers=1, mtp_loss_decay=0.6) == [1.0]
-    assert gradients(mtp_num_layers=2, mtp_loss_decay=0.6) == pytest.approx([2 / 1.6, 1.2 / 1.6])
-    assert gradients(mtp_num_layers=3, mtp_loss_decay=1.0) == pytest.approx([1.0] * 3)

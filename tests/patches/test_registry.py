@@ -151,7 +151,7 @@ def test_status_is_json_and_one_line_is_logged_on_rank_0(
         capsys.readouterr()
     assert (row["state"], row["megatron_core"], row["hook"], row["waits_for"]) == ("applied", VERSION, None, [])
     assert row["fingerprints"] == {target: known.edits[0].fingerprints[VERSION]}
-    assert (row["cost"], row["gain"], row["superseded_in"]) == ("not measured", "not measured", None)
+    assert (row["cost"], row["gain"]) == ("not measured", "not measured")
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------------
@@ -162,50 +162,37 @@ def test_status_is_json_and_one_line_is_logged_on_rank_0(
     [
         (["noe"], ["no patch 'noe'; did you mean 'one'"]),
         ("one", ["found the text 'one'"]),
-        (["needs-one"], ["needs-one requires one"]),
         (["one", "not-one"], ["not-one conflicts with one"]),
         (["one", "same"], ["same and one both change"]),
         (["one", "changed", "gone"], ["changed: the source of .*:triple", "gone: .*:quadruple was not found", "2 problems"]),
-        (["done"], [r"done: megatron-core 0.19.2 has this fix itself \(superseded in >=0.19.2\)"]),
     ],
 )  # fmt: skip
 def test_every_problem_is_named_and_nothing_is_changed(hosts: Hosts, names: Any, words: list[str]) -> None:
     name, other = hosts[0].__name__, {VERSION: "0" * 64}
     reg = registry(
         patch("one", f"{name}:double"),
-        patch("needs-one", f"{name}:triple", requires=("one",)),
         patch("not-one", f"{name}:Host.method", conflicts=("one",)),
         patch("same", f"{name}:double"),
         patch("changed", f"{name}:triple", fingerprints=other),
         patch("gone", f"{name}:quadruple", fingerprints=other),
-        patch("done", f"{name}:triple", superseded_in=">=0.19.2"),
     )
     with pytest.raises(PatchError) as caught:
         reg.apply(names)
     assert [each for each in words if not re.search(each, str(caught.value))] == []
     assert set(states(reg).values()) == {"not applied"}
-
-
-def test_requirements_and_conflicts_with_what_is_there(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
-    name = hosts[0].__name__
-    one = patch("one", f"{name}:double")
-    reg = registry(
-        one,
-        patch("needs-one", f"{name}:triple", requires=("one",)),
-        patch("not-one", f"{name}:Host.method", conflicts=("one",)),
-        patch("same", f"{name}:double"),
-    )
-    reg.apply(["needs-one", "one"])
-    for names, words in ((["not-one"], "not-one conflicts with one"), (["same"], "same and one both change")):
-        with pytest.raises(PatchError, match=words):
-            reg.apply(names)
-    reg.revert(["one"])
-    assert "needs-one is still applied but requires one" in caplog.text
+    reg.apply(["one"])  # what cannot go with it cannot join it
+    for other, says in ((["not-one"], "not-one conflicts with one"), (["same"], "same and one both change")):
+        with pytest.raises(PatchError, match=says):
+            reg.apply(other)
     reg.revert()
+
+
+def test_names_of_one_registry(hosts: Hosts) -> None:
+    one = patch("one", f"{hosts[0].__name__}:double")
     with pytest.raises(PatchError, match="two patches are called 'one'"):
         registry(one, one)
     with pytest.raises(PatchError, match="refers to 'x'"):
-        registry(patch("one", f"{name}:double", requires=("x",)))
+        registry(patch("one", f"{hosts[0].__name__}:double", conflicts=("x",)))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +218,7 @@ def test_versions(hosts: Hosts) -> None:
         with pytest.raises(PatchError, match=f">=0.19,<0.20, and {version}|'{version}'"):
             registry(one, version=version).apply(["one"])
     # In range, not listed, but the same source to the byte.
-    early = patch("one", target, megatron_versions=">=0.19", superseded_in=">=0.20")
+    early = patch("one", target, megatron_versions=">=0.19")
     for fitting in (registry(early, version="0.20.0rc1"), registry(one, version="0.19.3")):
         assert fitting.apply(["one"]).applied == ("one",)
         fitting.revert()
@@ -340,7 +327,6 @@ def test_the_seal_covers_what_the_records_do(modules: Modules) -> None:
         patch("one", f"{a}:g"),
         patch("one", f"{a}:f", fingerprints={VERSION: "0" * 64}),
         patch("one", f"{a}:f", megatron_versions=">=0.19"),
-        patch("one", f"{a}:f", superseded_in=">=1"),
         patch("one", f"{a}:f", f"{a}:g"),
     ]
-    assert len({registry(one).seal(["one"]) for one in (plain, *others)}) == 6
+    assert len({registry(one).seal(["one"]) for one in (plain, *others)}) == 5

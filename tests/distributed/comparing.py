@@ -9,14 +9,8 @@ import torch
 from tests.distributed.runs import Run
 
 SCALARS = (
-    "lm loss",
-    "mtp_1 loss",
-    "mtp_2 loss",
-    "indexer loss",
-    "seq_load_balancing_loss",
-    "z_loss",
-    "grad norm",
-)
+    "lm loss", "mtp_1 loss", "mtp_2 loss", "indexer loss", "seq_load_balancing_loss", "z_loss", "grad norm",
+)  # fmt: skip
 MOMENTUM = "optimizer.state.exp_avg."
 """Prefix, in a checkpoint, of Adam's mean of the gradients: a weighted sum of those of all steps."""
 

@@ -52,9 +52,6 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 """Every layout that has to train as one process does. With two processes EP 2 is data-parallel 2, too."""
 
-WITHOUT_SP: Mapping[str, Layout] = {"TP 2": Layout(tensor=2), "TP 4": Layout(tensor=4)}
-"""For a model of M and R alone: latent attention and experts need sequence parallelism beside tensor parallelism."""
-
 LEARNING_RATE = 1e-3
 """Large: after four steps, norms, decays and biases are far from the constants that they started as."""
 _WARM_UP = ("--lr-warmup-iters", "1")
@@ -79,6 +76,10 @@ class Run:
     checkpoints: Path
     scalars: Mapping[str, Mapping[int, float]]
     model: Model
+
+    def after(self, step: int) -> dict[str, dict[int, float]]:
+        """The scalars of the steps after ``step``."""
+        return {name: {at: one for at, one in values.items() if at > step} for name, values in self.scalars.items()}
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Every tensor of the checkpoint of ``step``, whole, by its name there: parameters, buffers, Adam's state."""
@@ -126,7 +127,7 @@ class Laboratory:
 
     def compared(self, name: str) -> Run:
         """:data:`COMPARED` steps in layout ``name`` from the last checkpoint of :meth:`main`, from the first sample on."""
-        return self.run(name, {**LAYOUTS, **WITHOUT_SP}[name], COMPARED, self._from_main(), save_every=1)
+        return self.run(name, LAYOUTS[name], COMPARED, self._from_main(), save_every=1)
 
     def recomputed(self, name: str) -> Run:
         """:meth:`compared` with every layer run again in the backward pass."""

@@ -5,8 +5,8 @@ That each state has the name of its parameter: tests/patches/test_mixed_precisio
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -60,20 +60,21 @@ class Runs(Laboratory):
         return self.run(name, layout, STEPS, (*words, *from_), save_every=every, replicas=replicas, host=host)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    folder = tmp_path_factory.mktemp("mixed")
+LABORATORY = functools.partial(
+    Runs,
+    overrides=OVERRIDES,
     # Clipping is out of reach: a norm whose sum goes another way round would clip to other last digits.
-    clip = ("--clip-grad", "1e6")
-    yield Runs(folder, overrides=OVERRIDES, words=clip, precision="bf16", micro_batch_size=1, global_batch_size=2)
-    shutil.rmtree(folder)
+    words=("--clip-grad", "1e6"),
+    precision="bf16",
+    micro_batch_size=1,
+    global_batch_size=2,
+)
 
 
 def assert_goes_on(whole: Run, resumed: Run, first: int = HALF + 1) -> None:
     """Fail unless ``resumed`` repeats ``whole`` from step ``first`` on: scalars, and every tensor that is saved in the end."""
     assert {"lm loss", "mtp_1 loss", "grad norm"} <= resumed.scalars.keys(), resumed.output[-8000:]
-    for name, by_step in whole.scalars.items():
-        assert resumed.scalars[name] == {step: by_step[step] for step in range(first, STEPS + 1)}, name
+    assert resumed.scalars == whole.after(first - 1)
     assert_same_bytes(whole.tensors(STEPS), resumed.tensors(STEPS))
 
 
@@ -85,9 +86,9 @@ def parameters(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_resumed_run_goes_on(runs: Runs, optimizer: str) -> None:
-    whole = runs.whole(optimizer)
-    assert_goes_on(whole, runs.steps(f"resumed {optimizer}", OPTIMIZERS[optimizer], load=whole))
+def test_a_resumed_run_goes_on(laboratory: Runs, optimizer: str) -> None:
+    whole = laboratory.whole(optimizer)
+    assert_goes_on(whole, laboratory.steps(f"resumed {optimizer}", OPTIMIZERS[optimizer], load=whole))
 
 
 @pytest.mark.parametrize(
@@ -99,41 +100,45 @@ def test_a_resumed_run_goes_on(runs: Runs, optimizer: str) -> None:
     ],
     ids=["plain-torch", "distributed-torch", "distributed-buckets"],
 )
-def test_a_run_goes_on_from_formats_without_names(runs: Runs, optimizer: str, words: tuple[str, ...]) -> None:
+def test_a_run_goes_on_from_formats_without_names(laboratory: Runs, optimizer: str, words: tuple[str, ...]) -> None:
     """Saved without names, gone on with, and saved with names in the end.
 
     The first run ends where the second goes on: of ``torch`` checkpoints of the distributed optimizer, upstream loads the last
     one's state whatever ``--ckpt-step`` says.
     """
-    source = runs.steps(" ".join(words), (*words, "--exit-interval", str(HALF)))
-    assert_goes_on(runs.whole(optimizer), runs.steps(f"from {' '.join(words)}", OPTIMIZERS[optimizer], load=source))
+    source = laboratory.steps(" ".join(words), (*words, "--exit-interval", str(HALF)))
+    assert_goes_on(
+        laboratory.whole(optimizer), laboratory.steps(f"from {' '.join(words)}", OPTIMIZERS[optimizer], load=source)
+    )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_run_of_two_processes_goes_on(runs: Runs, name: str) -> None:
+def test_a_run_of_two_processes_goes_on(laboratory: Runs, name: str) -> None:
     layout, processes = LAYOUTS[name]
-    whole = runs.steps(name, FULLY, layout=layout, processes=processes)
-    assert_goes_on(whole, runs.steps(f"{name}, resumed", FULLY, layout=layout, processes=processes, load=whole))
+    whole = laboratory.steps(name, FULLY, layout=layout, processes=processes)
+    assert_goes_on(whole, laboratory.steps(f"{name}, resumed", FULLY, layout=layout, processes=processes, load=whole))
     tensors, prefix = whole.tensors(STEPS), "optimizer.state.param."  # of the main parameters in fp32
     for key, value in parameters(tensors).items():
         assert torch.equal(tensors[prefix + key].to(value.dtype), value), key
 
 
-def test_two_processes_train_what_one_does_and_go_on_with_its_checkpoint(runs: Runs) -> None:
+def test_two_processes_train_what_one_does_and_go_on_with_its_checkpoint(laboratory: Runs) -> None:
     """DP 2 from the start, with either optimizer, and from one process's checkpoint: the sum of two gradients is the same."""
-    one = runs.whole("distributed")
-    from_one = runs.steps("DP 2 from DP 1", FULLY, processes=2, load=one)
-    two, plain = runs.steps("DP 2", FULLY, processes=2), runs.steps("DP 2 plain", PLAIN, processes=2)
-    overlapped = runs.steps("DP 2 overlapped", (*FULLY, "--overlap-grad-reduce", "--overlap-param-gather"), processes=2)
+    one = laboratory.whole("distributed")
+    from_one = laboratory.steps("DP 2 from DP 1", FULLY, processes=2, load=one)
+    two, plain = laboratory.steps("DP 2", FULLY, processes=2), laboratory.steps("DP 2 plain", PLAIN, processes=2)
+    overlapped = laboratory.steps(
+        "DP 2 overlapped", (*FULLY, "--overlap-grad-reduce", "--overlap-param-gather"), processes=2
+    )
     for found in (two, plain, overlapped, from_one):
         assert_same_bytes(parameters(one.tensors(STEPS)), parameters(found.tensors(STEPS)))
     assert_same_bytes(one.tensors(STEPS), from_one.tensors(STEPS))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_each_host_goes_on_with_the_others_checkpoint(runs: Runs, optimizer: str) -> None:
-    words, whole = OPTIMIZERS[optimizer], runs.whole(optimizer)
-    hybrid = runs.steps(f"hybrid {optimizer}", words, host=HYBRID, load=whole)
+def test_each_host_goes_on_with_the_others_checkpoint(laboratory: Runs, optimizer: str) -> None:
+    words, whole = OPTIMIZERS[optimizer], laboratory.whole(optimizer)
+    hybrid = laboratory.steps(f"hybrid {optimizer}", words, host=HYBRID, load=whole)
     assert_goes_on(whole, hybrid)
-    back = runs.steps(f"back {optimizer}", words, load=hybrid, step=HALF + 1)
+    back = laboratory.steps(f"back {optimizer}", words, load=hybrid, step=HALF + 1)
     assert_goes_on(whole, back, first=HALF + 2)

@@ -1,4 +1,4 @@
-"""FP8 experts without a GPU: recipes and their words, the precision file as stock reads it, refusals, padding, the BF16 zone.
+"""FP8 experts without a GPU: padding, the BF16 zone, refusals; how they are asked for: tests/model/test_precision.py.
 
 Shape legend: T rows routed to this rank's experts, N experts, D hidden.
 """
@@ -6,139 +6,20 @@ Shape legend: T rows routed to this rank's experts, N experts, D hidden.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator
-from functools import partial, reduce
-from operator import getitem
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import yaml
 
-from megacpp_mcore.arguments.lowering import check_arguments, mismatches
 from megacpp_mcore.backends import STOCK, Dispatcher
-from megacpp_mcore.errors import ArgumentMismatchError, ModelError
-from megacpp_mcore.model import Model, precision, preset, with_overrides
-from megacpp_mcore.model.training import GPT
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.model import precision, preset
 from megacpp_mcore.ops.testing import assert_parity
 from tests import stock
-
-FILE = ("--te-precision-config-file", str(precision.EXPERTS_FILE))
-EXPERT_NAMES = [f"decoder.layers.{index}.mlp.experts.linear_fc{half}" for index in (1, 3, 17, 51) for half in (1, 2)]
-
-
-def words_of(model: Model, precision_name: str, host: str = GPT) -> list[str]:
-    return stock.words(model, device="cuda", precision=precision_name, host=host)
-
-
-def config_of(words: list[str]) -> Any:
-    """The GPTModelConfig that stock makes of a GPU run's words, read on a machine without a GPU."""
-    with stock.gpu_host():
-        return stock.model_config(words)
-
-
-# --- The file ---------------------------------------------------------------------------------------------------------
-
-
-def test_stock_reads_block_scaling_from_the_file() -> None:
-    from megatron.core.enums import Fp8Recipe
-    from megatron.core.extensions.transformer_engine import TEQuantizationParams
-    from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
-
-    recipe = load_quantization_recipe(str(precision.EXPERTS_FILE))
-    for name in EXPERT_NAMES:
-        matched = get_quant_config_or_none(name, recipe)
-        assert matched is not None
-        params = TEQuantizationParams.parse_from_config(matched)
-        assert params.evaluation_recipe is None  # evaluation is as training
-        assert params.training_recipe.fp8_quantization_recipe == Fp8Recipe.blockwise
-        assert params.training_recipe.override_nonquantized_autocast is True
-        assert (params.training_recipe.fp8_format, params.training_recipe.fp8_param) == ("e4m3", False)
-        assert params.training_recipe.fp4_quantization_recipe is None
-
-
-def test_the_file_names_no_other_module_of_a_model(process: Path, tmp_path: Path) -> None:
-    """Every module of all four families, MTP and heads, by the names of GPTModel and, for experts, of Transformer Engine."""
-    from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
-
-    recipe = load_quantization_recipe(str(precision.EXPERTS_FILE))
-    model = stock.build({"seq_length": 32, "dsa": {"topk": 8}}, preset("nam56r_tiny"), tmp_path)
-    names = [name for name, _ in model.named_modules()]
-    assert {"output_layer", "decoder.layers.1.mlp.shared_experts.linear_fc1", "decoder.layers.1.mlp.router"} <= set(
-        names
-    )
-    assert any(name.startswith("mtp.") and name.endswith("mlp.linear_fc1") for name in names)
-    assert [name for name in names if get_quant_config_or_none(name, recipe) is not None] == []
-
-
-# --- What is refused in a run -----------------------------------------------------------------------------------------
-
-
-def test_a_run_of_the_recipe_is_what_the_model_wants(process: Path, tmp_path: Path) -> None:
-    model = preset("nam56r_quarter")
-    copied = tmp_path / "mine.yaml"
-    copied.write_text("# the same, written differently\n" + yaml.safe_dump(_content(), sort_keys=True))
-    for file in (precision.EXPERTS_FILE, copied):
-        words = [str(file) if word == FILE[1] else word for word in words_of(model, "bf16_fp8_experts")]
-        config = config_of(words)
-        assert config.transformer.quant_recipe is not None
-        assert config.transformer.fp8 is None
-        assert mismatches(model, [config.transformer, config]) == []
-
-
-def _content() -> dict[str, Any]:
-    content = yaml.safe_load(precision.EXPERTS_FILE.read_text(encoding="utf-8"))
-    assert isinstance(content, dict)
-    return content
-
-
-EXPERTS, BLOCKS = ("matchers", "experts"), ("configs", "fp8_blockwise", "training_recipe")
-
-
-@pytest.mark.parametrize(
-    ("place", "change"),
-    [
-        (EXPERTS, {"pattern": "*"}),
-        (EXPERTS, {"enabled": False}),
-        (BLOCKS, {"fp8_quantization_recipe": "tensorwise"}),
-        (BLOCKS, {"override_nonquantized_autocast": None}),
-        (("matchers",), {"shared": _content()["matchers"]["experts"] | {"pattern": "*.shared_experts.*"}}),
-    ],
-)
-def test_a_file_that_says_something_else(
-    process: Path, tmp_path: Path, place: tuple[str, ...], change: dict[str, Any]
-) -> None:
-    content, file = _content(), tmp_path / "other.yaml"
-    found = reduce(getitem, place, content)
-    found |= change
-    for name in [name for name, value in found.items() if value is None]:
-        del found[name]
-    file.write_text(yaml.safe_dump(content))
-    model = preset("nam56r_quarter")
-    words = [str(file) if word == FILE[1] else word for word in words_of(model, "bf16_fp8_experts")]
-    config = config_of(words)
-    expected = f"expected what {re.escape(str(precision.EXPERTS_FILE))} says, FP8 in the experts alone"
-    with pytest.raises(ArgumentMismatchError, match=f"in 1 place:\n  quant_recipe: found .*{expected}"):
-        check_arguments(model, [config.transformer, config])
-
-
-def test_the_file_where_it_would_be_ignored(process: Path) -> None:
-    model = preset("nam56r_tiny")
-    config = stock.model_config([*stock.words(model), *FILE])
-    found = mismatches(model, [config.transformer, config])
-    assert [line.partition(":")[0] for line in found] == ["transformer_impl", "bf16", "moe_grouped_gemm"]
-    assert found[0].endswith("expected 'transformer_engine' with FP8 experts (--transformer-impl transformer_engine)")
-
-
-def test_a_model_without_experts_between_first_and_last_has_nothing_to_put_into_fp8(process: Path) -> None:
-    model = with_overrides(preset("nam56r_tiny"), {"pattern": "AAME", "depth": 4, "dsa": {"schedule": "-"}})
-    config = config_of([*words_of(model, "bf16"), *FILE])
-    (found,) = mismatches(model, [config.transformer, config])
-    assert found.startswith("quant_recipe: nam56r_tiny has no E layer between its first and last")
-
 
 # --- The experts' module ----------------------------------------------------------------------------------------------
 
@@ -282,13 +163,3 @@ def test_the_file_is_the_reason_for_stocks_experts(layer: Callable[..., Any]) ->
     assert (found.experts_backend.requested, found.experts_backend.observed) == ("auto", STOCK)
     assert "FP8 experts (--te-precision-config-file)" in found.experts_backend.reason
     assert type(found.shared_experts) is type(plain.shared_experts)
-
-
-# --- The page ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_page_has_the_files_own_words() -> None:
-    page = (stock.ROOT / "docs" / "fp8.md").read_text(encoding="utf-8")
-    block = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
-    assert block is not None
-    assert yaml.safe_load(block[1]) == _content()

@@ -95,26 +95,15 @@ class Registry:
     """A set of patches, and which of their edits are in place in this process.
 
     Args:
-        patches: the records; names must be unique, and ``conflicts`` must name patches of this set.
+        patches: the records, by names of their own.
         version: returns the megatron-core version to check against (called when something is to be applied).
-
-    Raises:
-        PatchError: two patches share a name, or one refers to a patch that is not in the set.
     """
 
     def __init__(self, patches: Iterable[Patch], version: Callable[[], str] = megatron_core_version) -> None:
-        self._patches: dict[str, Patch] = {}
+        self._patches = {patch.name: patch for patch in patches}
         self._changes: dict[str, dict[str, Change]] = {}  # by patch, then by target
         self._armed: dict[str, str] = {}  # patch to the file whose hook line named it
         self.version = version
-        for patch in patches:
-            if patch.name in self._patches:
-                raise PatchError(f"two patches are called {patch.name!r}; names must be unique")
-            self._patches[patch.name] = patch
-        for patch in self._patches.values():
-            for other in patch.conflicts:
-                if other not in self._patches:
-                    raise PatchError(f"patch {patch.name} refers to {other!r}, which is not a patch of this registry")
 
     @property
     def patches(self) -> tuple[Patch, ...]:
@@ -294,8 +283,7 @@ class Registry:
 
     def _drift(self, name: str) -> list[str]:
         return [
-            f"{name} was applied to {target}, which meanwhile holds something else (another patcher, or the module was "
-            "imported anew); undo that first, or, as a reload cannot be undone, start the process anew"
+            f"{name} was applied to {target}, which meanwhile holds something else (another patcher?); undo that first"
             for target, change in self._changes.get(name, {}).items()
             if not change.in_place()
         ]

@@ -53,7 +53,7 @@ from megatron.training import global_vars
 from megacpp_mcore import cpu
 from megacpp_mcore.errors import LaunchError, ModelError
 from megacpp_mcore.layer_specs import steps
-from megacpp_mcore.layer_specs.attention import SparseCoreAttention
+from megacpp_mcore.layer_specs.core_attention import SparseCoreAttention
 from megacpp_mcore.layer_specs.mamba import Mamba3Mixer
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.ops.indexer.reference import score_block, select

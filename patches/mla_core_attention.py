@@ -1,23 +1,27 @@
-"""mla-core-attention: head widths that Transformer Engine cannot fuse go to cuDNN; the stock local MLA spec works.
+"""mla-core-attention: head widths that Transformer Engine cannot fuse go to cuDNN or flash; the stock local MLA spec works.
 
 Activate: ``megacpp_mcore.patches.apply(["mla-core-attention"])``.
 Scope: ``MultiLatentAttention`` whose core attention is stock's.
 
 * ``TEDotProductAttention``, where Transformer Engine, asked for its choice, says unfused, or FlashAttention 4 (2.20.2 gives
   4.0.0b36 a causal window with which the output is zero), and nobody asked for that (``--attention-backend`` is auto,
-  ``NVTE_FUSED_ATTN`` is not 0): key and value widths differ, ``sbhd`` layout, causal or no mask. cuDNN or flash through
-  PyTorch's SDPA runs instead. Stock stays, with one line in the log that says why, for packed sequences, context
-  parallelism, dropout in training, windows, another softmax, FP8 attention, qk-clip, deterministic mode, split or
-  batch-invariant attention, autocast, hooks on the module, and where SDPA has no kernel either.
+  ``NVTE_FUSED_ATTN`` is not 0): key and value widths differ, ``sbhd`` layout with a causal or no mask, or causal sequences
+  packed as ``thd``. Where it selects FlashAttention 4, the op's own call of that runs, if it covers the widths; else cuDNN or
+  flash through PyTorch. Stock stays, with one line in the log that says why, for context parallelism, dropout in training,
+  windows, another softmax, FP8 attention, qk-clip, deterministic mode, split or batch-invariant attention, autocast, hooks on
+  the module, and where PyTorch has no kernel either; of packed sequences also for padding between them, a mask besides, and
+  keys with a ``cu_seqlens`` of their own.
 * ``DotProductAttention`` takes ``k_channels`` and ``v_channels``, which it refused, so that ``--multi-latent-attention
-  --transformer-impl local`` builds. It runs a fused SDPA kernel, or where there is none (on a CPU, say) our chunked
-  reference in float32; either holds no scores of sequence × sequence. Dropout in training, windows and another softmax run
-  stock's own forward. A given mask replaces the causal one, as in stock; a query that sees no key gets 0, where
+  --transformer-impl local`` builds, and packed sequences. It runs a fused SDPA kernel, or where there is none (on a CPU, say)
+  our chunked reference in float32; either holds no scores of sequence × sequence. Dropout in training, windows and another
+  softmax run stock's own forward. A given mask replaces the causal one, as in stock; a query that sees no key gets 0, where
   stock gives it the mean of all values.
+
+Packed sequences are read on the device, once a micro-batch for all layers. Rows behind the last one attend to one another.
 
 Provenance: megatron-core 0.19.2 ``core/transformer/{multi_latent_attention,dot_product_attention}.py`` and
 ``core/extensions/transformer_engine.py``; Transformer Engine 2.20.2 ``pytorch/attention/dot_product_attention/utils.py``
-(``get_attention_backend``).
+(``get_attention_backend``) and ``dot_product_attention.py`` beside it (``forward``).
 
 Shape legend: S queries, T keys, B batch, H heads of this rank, K query-key width, V value width.
 """
@@ -33,9 +37,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megacpp_mcore.backends import Speed
-from megacpp_mcore.backends import observed as backends
-from megacpp_mcore.errors import ModelError
+from megacpp_mcore.backends import Dispatcher, Speed, observed
+from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.patches.machinery.registry import Edit, Patch
 
 if TYPE_CHECKING:
@@ -45,17 +48,36 @@ logger = logging.getLogger(__name__)
 
 
 _TE_UTILS = "transformer_engine.pytorch.attention.dot_product_attention.utils"
+STAYS, UNFUSED, FLASH4 = "stays", "unfused", "flash4"
+"""What Transformer Engine's choice of a backend comes to."""
 
 
 class Call(NamedTuple):
-    """One call of a core attention module."""
+    """One call of a core attention module: tensors ``[S, B, H, ·]``, or ``[S, H, ·]`` of packed sequences."""
 
     core: Any
-    query_SBHK: torch.Tensor
-    key_TBHK: torch.Tensor
-    value_TBHV: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
     attention_mask: torch.Tensor | None
     mask_type: str
+    packed: Any = None
+    """Megatron's ``PackedSeqParams``, or None."""
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Query, key and value as the op takes them: packed sequences are a batch of one."""
+        given = (self.query, self.key, self.value)
+        return given if self.packed is None else tuple(tensor.unsqueeze(1) for tensor in given)
+
+    def documents(self) -> dict[str, Any]:
+        """The op's arguments that keep packed sequences apart; the rows behind the last one are another."""
+        from megacpp_mcore.ops.packed.documents import seq_idx_from_cu_seqlens, shared
+
+        if self.packed is None:
+            return {}
+        starts, rows = self.packed.cu_seqlens_q, len(self.query)
+        seq_idx = shared(starts, ("sequences", rows), lambda: seq_idx_from_cu_seqlens(starts, rows))
+        return {"seq_idx": seq_idx, "max_documents": starts.numel()}
 
 
 class Kept(NamedTuple):
@@ -82,27 +104,34 @@ def _run_fused(original: Callable[..., Any]) -> Callable[..., Any]:
         run = _runner(self.core_attention)
         if run is not None:
             mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-            call = Call(self.core_attention, query, key, value, attention_mask, mask_type.name)
-            obstacle = _common_obstacle(call, packed_seq_params, extra_kwargs)
+            call = Call(self.core_attention, query, key, value, attention_mask, mask_type.name, packed_seq_params)
+            obstacle = _common_obstacle(call, extra_kwargs)
             output = run(call) if obstacle is None else Kept(obstacle)
             if not isinstance(output, Kept):
-                return output
-            kept = type(call.core).__name__
-            _note(call, f"megatron {kept}", output.reason, Speed.COMPILED, slower=output.level >= logging.WARNING)
-            _say_once(output.level, f"{kept} runs as stock: {output.reason}")
+                return output.flatten(2)
+            _report(call, None, output.reason, Speed.COMPILED, output.level)
         return original(self, query, key, value, attention_mask, packed_seq_params, attn_mask_type, **extra_kwargs)
 
     return _run_core_attention
 
 
-def _note(call: Call, observed: str, reason: str, speed: Speed, *, slower: bool = False) -> None:
-    backends.note(
-        "mla", observed, reason, speed=speed, layer=getattr(call.core, "layer_number", None), slower_than_best=slower
-    )
+def _report(call: Call, backend: str | None, reason: str, speed: Speed, level: int = logging.INFO) -> None:
+    """Log and note once that ``backend`` (None: stock) runs, and why; a warning is of one that is slower than it need be."""
+    core = type(call.core).__name__
+    _say_once(level, f"{core} runs {'as stock' if backend is None else backend}: {reason}")
+    layer, slower = getattr(call.core, "layer_number", None), level >= logging.WARNING
+    observed.note("mla", backend or f"megatron {core}", reason, speed=speed, layer=layer, slower_than_best=slower)
+
+
+@functools.cache
+def _say_once(level: int, message: str) -> None:
+    from megatron.core.utils import log_single_rank
+
+    log_single_rank(logger, level, f"mla-core-attention: {message}")
 
 
 def _runner(core: Any) -> Callable[[Call], torch.Tensor | Kept] | None:
-    """What to run in place of ``core``, giving ``[S, B, H * V]`` or why it cannot; None for what is not stock's own."""
+    """What to run in place of ``core``, giving ``[S, B, H, V]`` or why it cannot; None for what is not stock's own."""
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -117,22 +146,22 @@ def _runner(core: Any) -> Callable[[Call], torch.Tensor | Kept] | None:
     return None
 
 
-def _common_obstacle(call: Call, packed_seq_params: Any, extra_kwargs: Mapping[str, Any]) -> str | None:
+def _common_obstacle(call: Call, extra_kwargs: Mapping[str, Any]) -> str | None:
     """Why this call has to be stock's, whatever its core attention is; None if it need not."""
     import torch
 
-    core, config = call.core, call.core.config
-    tensors = (call.query_SBHK, call.key_TBHK, call.value_TBHV)
-    if packed_seq_params is not None:
-        return "the sequences are packed"
+    core, config, axes = call.core, call.core.config, 4 if call.packed is None else 3
+    tensors = (call.query, call.key, call.value)
     given = sorted(name for name, value in extra_kwargs.items() if value is not None)
     if given:
         return f"it is called with {', '.join(given)}"
-    if any(type(tensor) is not torch.Tensor or tensor.dim() != 4 for tensor in tensors):
-        return "query, key and value are not plain tensors of four axes"
-    if call.query_SBHK.shape[1:] != call.key_TBHK.shape[1:] or call.key_TBHK.shape[:3] != call.value_TBHV.shape[:3]:
+    if call.packed is not None and (obstacle := _packed_obstacle(call, call.packed)) is not None:
+        return obstacle
+    if any(type(tensor) is not torch.Tensor or tensor.dim() != axes for tensor in tensors):
+        return f"query, key and value are not plain tensors of {axes} axes"
+    if call.query.shape[1:] != call.key.shape[1:] or call.key.shape[:-1] != call.value.shape[:-1]:
         return "query, key and value do not have the same batch, heads and widths"
-    if len({tensor.dtype for tensor in tensors}) > 1 or torch.is_autocast_enabled(call.query_SBHK.device.type):
+    if len({tensor.dtype for tensor in tensors}) > 1 or torch.is_autocast_enabled(call.query.device.type):
         return "query, key and value have several dtypes, or autocast is on"
     if core._forward_hooks or core._forward_pre_hooks or core._backward_hooks or core._backward_pre_hooks:
         return "it has hooks"
@@ -145,32 +174,66 @@ def _common_obstacle(call: Call, packed_seq_params: Any, extra_kwargs: Mapping[s
     return None
 
 
+def _packed_obstacle(call: Call, packed: Any) -> str | None:
+    """Why packed sequences have to be stock's; None if they are causal, and ``cu_seqlens_q`` says all there is of them."""
+    if packed.qkv_format != "thd" or call.attention_mask is not None:
+        return f"the sequences are packed as {packed.qkv_format}, or have a mask besides"
+    starts, padded = packed.cu_seqlens_q, (packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded)
+    if starts is None or packed.cu_seqlens_kv is not starts:
+        return "packed keys may be of other sequences than queries, told by another tensor"
+    # As Transformer Engine takes it where pad_between_seqs says nothing.
+    dense = all(one is None for one in padded) or all(one is starts for one in padded)
+    if packed.pad_between_seqs or (packed.pad_between_seqs is None and not dense):
+        return "there is padding between packed sequences"
+    if packed.cp_group is not None or packed.local_cp_size is not None:
+        return "context is parallel"
+    if call.mask_type not in ("causal", "padding_causal"):
+        return f"packed sequences have a mask of type {call.mask_type}"
+    return None
+
+
 # --- Transformer Engine -------------------------------------------------------------------------------------------------
 
 
 def _instead_of_te(call: Call) -> torch.Tensor | Kept:
-    """Attention by cuDNN or flash where Transformer Engine would run unfused; otherwise why not."""
+    """Attention by the op's kernels where Transformer Engine would run unfused; otherwise why not."""
     from megacpp_mcore.ops.mla import sdpa
 
-    widths = f"{call.query_SBHK.shape[-1]}/{call.value_TBHV.shape[-1]}"
-    if call.query_SBHK.shape[-1] == call.value_TBHV.shape[-1]:
-        return Kept(f"the widths {widths} are equal, which Transformer Engine fuses", logging.INFO)
+    K, V = call.query.shape[-1], call.value.shape[-1]
+    if K == V:
+        return Kept(f"the widths {K}/{V} are equal, which Transformer Engine fuses", logging.INFO)
     obstacle = _te_obstacle(call)
     if obstacle is not None:
         return Kept(obstacle)
-    stays, selected = _te_selection(_question(call))
-    if stays:
-        return Kept(f"at widths {widths} {selected}", logging.INFO)
-    tensors, causal = call[1:4], call.mask_type == "causal"
-    backend = sdpa.fused_backend(*tensors, causal=causal, backends=sdpa.FUSED[:2])
-    if backend is None:
-        return Kept(f"at widths {widths} neither Transformer Engine nor PyTorch's cuDNN or flash has a fused kernel")
-    name = type(call.core).__name__
-    _say_once(logging.INFO, f"{name} runs {backend.name} of PyTorch's SDPA: at widths {widths} {selected}")
-    _note(call, f"sdpa {backend.name}", f"at widths {widths} {selected}", Speed.KERNEL)
+    where = f"at widths {K}/{V}" if call.packed is None else f"at widths {K}/{V}, packed,"
+    choice, words = _te_selection(_question(call))
+    if choice == STAYS:
+        return Kept(f"{where} {words}", logging.INFO)
     # Transformer Engine looks at a mask only where its type says padding or arbitrary.
-    output = sdpa.sdpa_attention(*tensors, softmax_scale=call.core.softmax_scale, causal=causal, backend=backend)
-    return output.flatten(2)
+    tensors, causal, documents = call.tensors(), call.mask_type != "no_mask", call.documents()
+    attend = _flash4(K, V, call.query.dtype) if choice == FLASH4 else None
+    kernel = "flash4"
+    if attend is None:
+        backend = sdpa.fused_backend(*tensors, causal=causal, seq_idx=documents.get("seq_idx"), backends=sdpa.FUSED[:2])
+        if backend is None:
+            return Kept(f"{where} neither Transformer Engine nor PyTorch's cuDNN or flash has a fused kernel")
+        attend, kernel = functools.partial(sdpa.sdpa_attention, backend=backend), f"sdpa {backend.name}"
+    _report(call, kernel, f"{where} {words}", Speed.KERNEL)
+    output: torch.Tensor = attend(*tensors, softmax_scale=call.core.softmax_scale, causal=causal, **documents)
+    return output
+
+
+@functools.cache
+def _flash4(qk_dim: int, v_dim: int, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+    """FlashAttention-4 as the op ``mla`` calls it, or None where that is not there or does not cover this."""
+    import torch
+
+    needs: dict[str, Any] = {"qk_dim": qk_dim, "v_dim": v_dim, "dtype": dtype, "device": "cuda"}
+    with torch.inference_mode(False), torch.enable_grad():  # it is tried forward and backward before it counts as there
+        try:
+            return Dispatcher({"mla": "flash4"}).request("mla", **needs).fn
+        except BackendError:
+            return None
 
 
 def _te_obstacle(call: Call) -> str | None:
@@ -178,9 +241,9 @@ def _te_obstacle(call: Call) -> str | None:
     from megatron.core.transformer.enums import AttnBackend
 
     core, config = call.core, call.core.config
-    if call.mask_type not in ("causal", "no_mask"):
+    if call.packed is None and call.mask_type not in ("causal", "no_mask"):
         return f"the mask is of type {call.mask_type}"
-    if call.mask_type == "causal" and len(call.query_SBHK) != len(call.key_TBHK):
+    if call.mask_type != "no_mask" and len(call.query) != len(call.key):
         return "causal attention has not as many queries as keys"
     if config.attention_backend != AttnBackend.auto or os.environ.get("NVTE_FUSED_ATTN", "1") == "0":
         return "the run asks for a backend (--attention-backend, NVTE_FUSED_ATTN)"
@@ -207,51 +270,71 @@ def _te_obstacle(call: Call) -> str | None:
 
 def _question(call: Call) -> tuple[tuple[str, Any], ...]:
     """What Transformer Engine's choice of a backend for this call depends on, as its ``AttentionParams`` names it."""
-    causal = call.mask_type == "causal"
-    length, batch, heads, width = call.query_SBHK.shape
+    query, key, value = call.tensors()
+    length, batch, heads, width = query.shape
+    causal = call.mask_type != "no_mask"
     graph = importlib.import_module("transformer_engine.pytorch.graph")
-    return (
-        ("qkv_dtype", call.query_SBHK.dtype),
+    asked = {
+        "qkv_dtype": query.dtype,
         # Three tensors of two widths cannot be views of one packed buffer.
-        ("qkv_layout", "sbhd_sbhd_sbhd"),
-        ("batch_size", batch),
-        ("num_heads", heads),
-        ("num_gqa_groups", heads),
-        ("max_seqlen_q", length),
-        ("max_seqlen_kv", len(call.key_TBHK)),
-        ("head_dim_qk", width),
-        ("head_dim_v", call.value_TBHV.shape[-1]),
-        ("attn_mask_type", call.mask_type),
-        ("window_size", (-1, 0 if causal else -1)),
-        ("bottom_right_diagonal", not causal),
-        ("core_attention_bias_requires_grad", False),
-        ("attention_dropout", call.core.attention_dropout),
-        ("is_training", call.core.training),
-        ("softmax_scale", call.core.softmax_scale),
-        ("cuda_graph", graph.is_graph_capturing()),
-    )
+        "qkv_layout": "sbhd_sbhd_sbhd",
+        "batch_size": batch,
+        "num_heads": heads,
+        "num_gqa_groups": heads,
+        "max_seqlen_q": length,
+        "max_seqlen_kv": len(key),
+        "head_dim_qk": width,
+        "head_dim_v": value.shape[-1],
+        "attn_mask_type": call.mask_type,
+        "window_size": (-1, 0 if causal else -1),
+        "bottom_right_diagonal": not causal,
+        "core_attention_bias_requires_grad": False,
+        "attention_dropout": call.core.attention_dropout,
+        "is_training": call.core.training,
+        "softmax_scale": call.core.softmax_scale,
+        "cuda_graph": graph.is_graph_capturing(),
+    }
+    if call.packed is not None:
+        longest = call.packed.max_seqlen_q if isinstance(call.packed.max_seqlen_q, int) else length
+        # They differ from batch to batch, and Transformer Engine has cuDNN build a graph to answer.
+        sequences, longest, tokens = map(_power_of_two, (call.packed.cu_seqlens_q.numel() - 1, longest, length))
+        variant = call.core.config.experimental_attention_variant
+        asked |= {
+            "qkv_layout": "thd_thd_thd",
+            "batch_size": sequences,
+            "max_seqlen_q": longest,
+            "max_seqlen_kv": longest,
+            "num_tokens_q": tokens,
+            "num_tokens_kv": tokens,
+            "head_dim_v": width if variant is None else value.shape[-1],  # stock pads the values
+            "attn_mask_type": "padding_causal",
+        }
+    return tuple(asked.items())
+
+
+def _power_of_two(least: int) -> int:
+    """The smallest that is not less than ``least``, which is 1 or more."""
+    return 1 << (least - 1).bit_length()
 
 
 @functools.lru_cache(maxsize=256)
-def _te_selection(question: tuple[tuple[str, Any], ...]) -> tuple[bool, str]:
+def _te_selection(question: tuple[tuple[str, Any], ...]) -> tuple[str, str]:
     """Whether Transformer Engine's core attention stays, and what it selects or why it cannot be asked."""
     try:
         utils = importlib.import_module(_TE_UTILS)
     except ImportError as error:
-        return True, f"this Transformer Engine cannot be asked for its backend: {error}"
+        return STAYS, f"this Transformer Engine cannot be asked for its backend: {error}"
     known = {field.name for field in dataclasses.fields(utils.AttentionParams)}
     answer = utils.get_attention_backend(utils.AttentionParams(**{k: v for k, v in question if k in known}))
     if len(answer) != 6:
-        return (
-            True,
-            f"this Transformer Engine answers with {len(answer)} values when asked for its backend; 6 are expected",
-        )
+        words = f"this Transformer Engine answers with {len(answer)} values when asked for its backend; 6 are expected"
+        return STAYS, words
     flash, flash_version, fused, _, unfused, _ = answer
     if unfused:
-        return False, "Transformer Engine is unfused"
+        return UNFUSED, "Transformer Engine is unfused"
     if flash and str(flash_version).startswith("4."):
-        return False, "Transformer Engine selects FlashAttention 4, which takes its causal window for an empty one"
-    return True, f"Transformer Engine selects its {'flash' if flash else 'fused' if fused else 'no'} backend"
+        return FLASH4, "Transformer Engine selects FlashAttention 4, which takes its causal window for an empty one"
+    return STAYS, f"Transformer Engine selects its {'flash' if flash else 'fused' if fused else 'no'} backend"
 
 
 # --- the local implementation -------------------------------------------------------------------------------------------
@@ -289,47 +372,36 @@ def _instead_of_local(call: Call) -> torch.Tensor | Kept:
     from megacpp_mcore.ops.mla import sdpa
     from megacpp_mcore.ops.mla.reference import mla_attention
 
-    core, mask, tensors = call.core, call.attention_mask, call[1:4]
+    core, mask, tensors = call.core, call.attention_mask, call.tensors()
     if core.training and core.attention_dropout.p > 0:
         return Kept(f"attention dropout is {core.attention_dropout.p}")
     # As in FusedScaleMaskSoftmax: a mask that is given is the whole mask, whatever the type.
-    causal = mask is None and core.attn_mask_type.name == "causal" and len(call.query_SBHK) > 1
-    if causal and len(call.query_SBHK) != len(call.key_TBHK):
+    causal = mask is None and core.attn_mask_type.name == "causal" and len(call.query) > 1
+    causal = causal or call.packed is not None
+    if causal and len(call.query) != len(call.key):
         return Kept("causal attention has not as many queries as keys")
     # With apply_query_key_layer_scaling stock divides the one factor by the layer's number and multiplies the other by it.
     scale = core.softmax_scale * (core.scale_mask_softmax.scale or 1)
-    deterministic = core.config.deterministic_mode
+    documents, deterministic = call.documents(), core.config.deterministic_mode
+    how: dict[str, Any] = {"attention_mask": mask, "causal": causal}
     backend = sdpa.fused_backend(
-        *tensors, attention_mask=mask, causal=causal, backends=sdpa.FUSED, deterministic=deterministic
+        *tensors, seq_idx=documents.get("seq_idx"), backends=sdpa.FUSED, deterministic=deterministic, **how
     )
-    name = type(core).__name__
+    how |= {"softmax_scale": scale, **documents}
     if backend is None:
-        _say_once(
-            logging.INFO, f"{name} runs the chunked reference in float32: PyTorch's SDPA has no fused kernel here"
-        )
         # On a CPU there is nothing faster to be passed over.
-        slower = call.query_SBHK.is_cuda
-        _note(call, "reference", "PyTorch's SDPA has no fused kernel here", Speed.REFERENCE, slower=slower)
-        output = mla_attention(*tensors, softmax_scale=scale, attention_mask=mask, causal=causal)
-    else:
-        _say_once(logging.INFO, f"{name} runs {backend.name} of PyTorch's SDPA")
-        _note(call, f"sdpa {backend.name}", "Megatron's local core attention", Speed.KERNEL)
-        output = sdpa.sdpa_attention(*tensors, softmax_scale=scale, attention_mask=mask, causal=causal, backend=backend)
-    return output.flatten(2)
-
-
-@functools.cache
-def _say_once(level: int, message: str) -> None:
-    from megatron.core.utils import log_single_rank
-
-    log_single_rank(logger, level, f"mla-core-attention: {message}")
+        level = logging.WARNING if call.query.is_cuda else logging.INFO
+        _report(call, "reference", "PyTorch's SDPA has no fused kernel here", Speed.REFERENCE, level)
+        return mla_attention(*tensors, **how)
+    _report(call, f"sdpa {backend.name}", "Megatron's local core attention holds every score", Speed.KERNEL)
+    return sdpa.sdpa_attention(*tensors, backend=backend, **how)
 
 
 PATCH = Patch(
     name="mla-core-attention",
     fixes=(
-        "MLA widths that Transformer Engine cannot fuse (128/64 on Hopper) run unfused without a word, with every score in "
-        "memory; the local MLA spec cannot be built"
+        "MLA widths that Transformer Engine cannot fuse (128/64 on Hopper), packed or not, run unfused without a word, with "
+        "every score in memory; the local MLA spec cannot be built, and its core attention takes no packed sequences"
     ),
     source=(
         "megatron-core 0.19.2, megatron/core/transformer/{multi_latent_attention,dot_product_attention}.py; "

@@ -65,7 +65,7 @@ class Schedules:
     """
 
     def __init__(self, model: Any) -> None:
-        from megacpp_mcore.layer_specs.attention import MLACoreAttention, SparseCoreAttention
+        from megacpp_mcore.layer_specs.core_attention import MLACoreAttention, SparseCoreAttention
 
         attentions = {
             layer.layer_number: getattr(layer.self_attention, "core_attention", None) for layer in model.decoder.layers

@@ -12,7 +12,7 @@ Checked with megatron-core 0.19.2.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetC
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.ops.packed.documents import fixed_cu_seqlens
+from megacpp_mcore.ops.packed.documents import check_masked_count, fixed_cu_seqlens
 
 # B: micro-batch (1 when packed), S: sequence (of this context-parallel rank; of all B samples when packed), N: documents
 ROW_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -67,7 +67,9 @@ _straggler = StragglerDetector()
 
 
 def get_batch(
-    data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | None, max_documents: int | None = None
+    data_iterator: Iterator[dict[str, torch.Tensor]],
+    vp_stage: int | None,
+    most_documents: Callable[[int], int] | None = None,
 ) -> dict[str, Any]:
     """Return this rank's next micro-batch: tokens, labels, loss_mask, position_ids ``[B, S]``, attention_mask or None.
 
@@ -78,14 +80,18 @@ def get_batch(
     Args:
         data_iterator: gives samples on tensor-parallel rank 0.
         vp_stage: of the model chunk.
-        max_documents: N of a packed row, for models that take rows with fewer documents and empty ones behind them; nothing
-            then waits for the device. None: N is the number of documents, which the host reads, and max_seqlen the longest.
+        most_documents: of the length of a row, what it may hold at most, for models that take packed rows with fewer documents
+            and empty ones behind them: N, then, and nothing waits for the device. None: N is the number of documents, which the
+            host reads, and max_seqlen the longest.
 
     Raises:
-        DataError: more documents than ``max_documents``.
+        DataError: more documents in a packed row, or in one that a mask tells, than ``most_documents``.
     """
     args = get_args()
     has_mtp, packed = _has_mtp(args, vp_stage), args.dataloader_inter_document_masking
+    max_documents = None
+    if packed and most_documents is not None:
+        max_documents = most_documents(args.seq_length * args.micro_batch_size)
     needs_rows = is_first_or_last_pipeline_stage(vp_stage) or has_mtp
     if not needs_rows and not packed:
         return dict.fromkeys(BATCH_KEYS)
@@ -94,14 +100,16 @@ def get_batch(
     tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
         sample: dict[str, Any] = dict(next(data_iterator))
-        if packed and max_documents is not None:
+        if args.reset_attention_mask and most_documents is not None and "attention_mask" in sample:
+            check_masked_count(sample["attention_mask"], most_documents(args.seq_length))
+        if max_documents is not None:
             fixed = fixed_cu_seqlens(sample["cu_seqlens"], rows=args.seq_length, max_documents=max_documents)
             sample |= {"cu_seqlens": fixed, "max_seqlen": None}
         for key in BATCH_KEYS:
             value = sample.get(key)
             batch[key] = None if value is None else value.cuda(non_blocking=True)
     documents = None
-    if packed and max_documents is not None:
+    if max_documents is not None:
         documents = _broadcast_documents(batch.get("cu_seqlens"), max_documents)
         if not needs_rows:
             return dict.fromkeys(BATCH_KEYS) | documents
@@ -194,7 +202,7 @@ def forward_step(
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     with _straggler(bdata=True):
-        batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"), _max_documents(model))
+        batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"), _most_documents(model))
         documents = documents_of(batch, get_args().seq_length)
     timers("batch-generator").stop()
 
@@ -208,14 +216,14 @@ def forward_step(
     return output, partial(loss_func, batch["loss_mask"])
 
 
-def _max_documents(model: Any) -> int | None:
-    """The most documents of a micro-batch's row if the layers are this package's; None for stock's, which are given all."""
-    args, config = get_args(), get_attr_wrapped_model(model, "config")
+def _most_documents(model: Any) -> Callable[[int], int] | None:
+    """The most documents of a row by its length if the layers are this package's; None for stock's, which are given all."""
+    config = get_attr_wrapped_model(model, "config")
     if not hasattr(config, "max_documents"):
         return None
     from megacpp_mcore.layer_specs.documents import max_documents
 
-    return max_documents(config, args.seq_length * args.micro_batch_size)
+    return partial(max_documents, config)
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:

@@ -43,7 +43,8 @@ class _Split(torch.autograd.Function):
         if not given:
             return None, None
         together = len({gradient.untyped_storage().data_ptr() for gradient in given}) == 1
-        if together and [_layout(gradient) for gradient in given] == ctx.parts:
+        # Under create_graph a view of the first part would lose what the others depend on.
+        if together and not torch.is_grad_enabled() and [_layout(gradient) for gradient in given] == ctx.parts:
             return given[0].as_strided(*ctx.whole), None
         pieces = [
             given[0].new_zeros(shape) if gradient is None else gradient

@@ -357,7 +357,7 @@ def test_every_preset_builds_on_meta_as_it_is_counted(process: Path, name: str) 
 
 
 def role_of(layer: Any) -> str | None:
-    from megacpp_mcore.layer_specs.attention import MLACoreAttention, SparseCoreAttention
+    from megacpp_mcore.layer_specs.core_attention import MLACoreAttention, SparseCoreAttention
 
     core = getattr(layer.self_attention, "core_attention", None)
     if core is None:

@@ -55,16 +55,25 @@ def test_a_wrong_mask_that_is_waited_for_has_words() -> None:
         seq_idx_from_mask(mask, wait=True)
 
 
+# What is done, and the words of the assertion.
 WRONG = {
-    "mask": "m = ~torch.ones(8, 8, dtype=torch.bool).tril()[None, None]; m[0, 0, 5, 2] = True; d.seq_idx_from_mask(m.cuda())",
-    "lengths": "d.seq_idx_from_cu_seqlens(torch.tensor([0, 4, 2, 8]).cuda(), 8)",
-    "count": "d.cu_seqlens_of(torch.arange(8, dtype=torch.int32)[None].cuda(), 7)",
+    "mask": (
+        "m = ~torch.ones(8, 8, dtype=torch.bool).tril()[None, None]; m[0, 0, 5, 2] = True; d.seq_idx_from_mask(m.cuda())",
+        "the mask is causal",
+    ),
+    "lengths": ("d.seq_idx_from_cu_seqlens(torch.tensor([0, 4, 2, 8]).cuda(), 8)", "cu_seqlens begins with 0"),
+    "count": (
+        "d.cu_seqlens_of(torch.arange(8, dtype=torch.int32)[None].cuda(), 7)",
+        "at most 7 documents in 1 rows of 8: join short documents in the data, or raise max_documents",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_what_nobody_waits_for_ends_the_process(what: str) -> None:
-    code = f"import torch; from megacpp_mcore.ops.packed import documents as d; {WRONG[what]}; torch.cuda.synchronize()"
+    wrong, words = WRONG[what]
+    code = f"import torch; from megacpp_mcore.ops.packed import documents as d; {wrong}; torch.cuda.synchronize()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "device-side assert" in done.stderr
+    assert words in done.stderr

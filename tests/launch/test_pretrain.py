@@ -8,18 +8,20 @@ import os
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megacpp_mcore import cpu
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.errors import DataError, LaunchError
 from megacpp_mcore.launch import plan as launch_plan
-from tests import forks
+from tests import forks, stock
 from tests.data import test_arguments as test_data_arguments
 from tests.saved import tensors_in
 
@@ -128,6 +130,23 @@ def test_wheel_trains_as_the_checkout_script_does(train: Train, corpus: str, meg
     assert ours.figures == stock.figures
     validation = re.compile(r"validation loss at .*")
     assert validation.findall(ours.output) == validation.findall(stock.output) != []
+
+
+@pytest.mark.parametrize("most", [4, 3])
+def test_documents_that_masks_tell_are_counted_before_the_batch_is_on_the_device(process: Path, most: int) -> None:
+    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+
+    from megacpp_mcore.launch import pretrain
+
+    tokens = torch.arange(32).remainder(9)  # an end in rows 8, 17 and 26
+    mask, _, positions = _get_ltor_masks_and_position_ids(tokens, 8, True, True, False, True)
+    row = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(32), "position_ids": positions}
+    sample = {name: value[None] for name, value in row.items()} | {"attention_mask": mask[None]}
+    arguments = stock.parse([*BASE, *CPU, "--mock-data", "--reset-attention-mask"])
+    refused = pytest.raises(DataError, match=r"packed 4 documents into a row of 32 tokens, expected at most 3: ")
+    with mock.patch.object(pretrain, "get_args", return_value=arguments), nullcontext() if most == 4 else refused:
+        batch = pretrain.get_batch(iter([sample]), None, {32: most}.__getitem__)
+        assert torch.equal(batch["attention_mask"], mask[None])
 
 
 @pytest.mark.exhaustive

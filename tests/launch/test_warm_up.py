@@ -59,7 +59,7 @@ def train_stock(model: Any, chosen: CompilePolicy | None = None, **changes: Any)
 def test_a_warm_up_compiles_all_and_leaves_no_trace(build: Callable[..., Any], recompute: list[str]) -> None:
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
-    from megacpp_mcore.layer_specs.attention import SparseCoreAttention
+    from megacpp_mcore.layer_specs.core_attention import SparseCoreAttention
 
     graphs, tracker = Graphs(), DSAIndexerLossLoggingHelper.tracker
     tracker.clear()

@@ -26,6 +26,7 @@ from megacpp_mcore.ops.mamba3.reference import mamba3
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.mla.sdpa import sdpa_attention
 from megacpp_mcore.ops.packed.documents import (
+    check_masked_count,
     cu_seqlens_of,
     document_starts,
     fixed_cu_seqlens,
@@ -339,6 +340,24 @@ def test_cu_seqlens_of_a_fixed_length(lengths: list[int], spare: int) -> None:
     assert torch.equal(*(document_starts(each, batch=2, rows=sum(lengths)) for each in (flat, seq_idx)))
     with pytest.raises(ModelError, match=f"{2 * len(lengths)} documents in 2 rows of {sum(lengths)}; expected at most"):
         cu_seqlens_of(seq_idx, 2 * len(lengths) - 1)
+
+
+@_PROPERTY
+@given(samples=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=3))
+def test_the_documents_of_a_mask_are_counted_row_by_row(samples: list[list[int]]) -> None:
+    """The last document of a row takes what the others leave."""
+    rows, most = max(map(sum, samples)), max(map(len, samples))
+    starts = torch.zeros(len(samples), rows, dtype=torch.int32)
+    for row, lengths in zip(starts, samples, strict=True):
+        row[list(itertools.accumulate(lengths[:-1]))] = 1
+    future = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+    mask = other_documents(starts.cumsum(1, dtype=torch.int32)) | future
+    check_masked_count(mask, most)
+    if most > 1:
+        with pytest.raises(
+            DataError, match=f"packed {most} documents into a row of {rows} tokens, .* {most - 1}: join"
+        ):
+            check_masked_count(mask, most - 1)
 
 
 @_PROPERTY

@@ -24,12 +24,16 @@ from torch.nn.attention import SDPBackend
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.mla import sdpa
 from megacpp_mcore.ops.mla.reference import mla_attention
+from megacpp_mcore.ops.packed import documents as documents_of_rows
+from megacpp_mcore.ops.packed.documents import seq_idx_from_cu_seqlens
 from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.patches import mla_core_attention
 from megacpp_mcore.patches.machinery.registry import Registry
 from megacpp_mcore.patches.mla_core_attention import PATCH
 from tests import stock
 from tests.distributed.comparing import differing_tensors
+from tests.host_reads import host_reads
+from tests.micro_batch import packed
 
 B, S, H, K, V, VOCABULARY = 2, 37, 4, 12, 6, 128
 MATH = SDPBackend.MATH
@@ -42,10 +46,7 @@ WORDS = """
 --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion
 --no-rope-fusion --distributed-backend gloo --use-cpu-initialization --seq-length 64 --max-position-embeddings 64
 """
-CHUNKED = (
-    "mla-core-attention: DotProductAttention runs the chunked reference in float32: "
-    "PyTorch's SDPA has no fused kernel here"
-)
+CHUNKED = "mla-core-attention: DotProductAttention runs reference: PyTorch's SDPA has no fused kernel here"
 Outcome = dict[str, torch.Tensor]
 
 
@@ -172,7 +173,9 @@ def test_losses_and_all_gradients_are_stocks(
     expected_line = CHUNKED
     if path == "SDPA":
         monkeypatch.setattr(sdpa, "FUSED", (MATH,))
-        expected_line = "mla-core-attention: DotProductAttention runs MATH of PyTorch's SDPA"
+        expected_line = (
+            "mla-core-attention: DotProductAttention runs sdpa MATH: Megatron's local core attention holds every score"
+        )
     extra, length, mask_of = RUNS[run]
     model, mask = gpt(*extra).train(), mask_of(length)
     with stocks_own_forward(model):
@@ -246,7 +249,7 @@ def test_stock_runs_what_is_out_of_scope_and_says_so_once(patched: None, extra: 
 def test_stock_refuses_what_it_refuses(patched: None) -> None:
     layer, inputs = attention(), draw(dtype=torch.float32)
     for given, options, says, reason in (
-        (inputs, {"packed_seq_params": THD}, "Packed sequence is not", "the sequences are packed"),
+        (inputs, {"packed_seq_params": THD}, "Packed sequence is not", "the sequences are packed as sbhd, or have a mask"),
         (inputs, {"attention_bias": torch.zeros(1)}, "Attention bias is not", "it is called with attention_bias"),
         (draw(5, 9, torch.float32), {}, "causal mask is only for", "causal attention has not as many queries as keys"),
     ):  # fmt: skip
@@ -296,10 +299,15 @@ class AttentionParams:
     window_size: Any = None
     is_training: bool = True
     cuda_graph: bool = False
+    batch_size: int = 1
+    num_tokens_q: int = 0
 
 
 class Engine:
-    """Stands for Transformer Engine: answers with ``choice``, and remembers what it was asked and what ran."""
+    """Stands for Transformer Engine: answers with ``choice``, remembers what it was asked, and counts what it ran.
+
+    Of packed sequences it computes the attention, as ``[S, H * V]``.
+    """
 
     def __init__(self) -> None:
         self.choice, self.ran = "unfused", 0
@@ -317,9 +325,12 @@ def engine(patched: None, monkeypatch: pytest.MonkeyPatch) -> Engine:
     found = Engine()
 
     class TEDotProductAttention(torch.nn.Module):
-        def forward(self, *_: Any, **__: Any) -> str:
+        def forward(self, *tensors: Any, packed_seq_params: Any = None, **_: Any) -> Any:
             found.ran += 1
-            return "stock"
+            if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+                return "stock"
+            assert all(tensor.dim() == 3 for tensor in tensors[:3]), "tensors must be 3D"
+            return by_sequence(*tensors[:3], packed_seq_params.cu_seqlens_q, self.softmax_scale).flatten(1)
 
     graph = types.SimpleNamespace(is_graph_capturing=lambda: False)
     utils = types.SimpleNamespace(AttentionParams=AttentionParams, get_attention_backend=found.get_attention_backend)
@@ -332,9 +343,9 @@ def engine(patched: None, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return found
 
 
-def te_attention(engine: Engine) -> Any:
+def te_attention(engine: Engine, *extra: str) -> Any:
     """A stock MLA whose core attention has the attributes of TEDotProductAttention that matter."""
-    layer = attention()
+    layer = attention(*extra)
     core = engine.kind()
     core.config, core.qkv_format, core.te_forward_mask_type = layer.config, "sbhd", True
     core.cp_group, core.num_splits, core.deterministic = None, None, False
@@ -367,10 +378,10 @@ def test_unfused_goes_to_sdpa(
     assert engine.ran == 0
     assert len(engine.asked) == 1
     assert engine.asked[0] == AttentionParams(
-        torch.float32, "sbhd_sbhd_sbhd", S, K, V, mask_type, (-1, 0 if mask_type == "causal" else -1), True, False
+        torch.float32, "sbhd_sbhd_sbhd", S, K, V, mask_type, (-1, 0 if mask_type == "causal" else -1), True, False, B
     )
     assert lines == [
-        f"mla-core-attention: TEDotProductAttention runs MATH of PyTorch's SDPA: at widths 12/6 Transformer Engine {why}"
+        f"mla-core-attention: TEDotProductAttention runs sdpa MATH: at widths 12/6 Transformer Engine {why}"
     ]
 
 
@@ -435,7 +446,7 @@ CALLS: list[tuple[Callable[..., list[Any]], str]] = [
         lambda q, k, v: [q, k[:, :, :2], v[:, :, :2]],
         "query, key and value do not have the same batch, heads and widths",
     ),
-    (lambda q, k, v: [q, k, None], "query, key and value are not plain tensors of four axes"),
+    (lambda q, k, v: [q, k, None], "query, key and value are not plain tensors of 4 axes"),
     (lambda q, k, v: [q[:5], k[:9], v[:9]], "causal attention has not as many queries as keys"),
 ]
 
@@ -473,7 +484,7 @@ def test_calls_out_of_scope(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     assert engine.asked == []
     assert [line.partition("as stock: ")[2] for line in lines] == [
         "the mask is of type padding",
-        "the sequences are packed",
+        "the sequences are packed as sbhd, or have a mask besides",
         "query, key and value have several dtypes, or autocast is on",
         "the run asks for a backend (--attention-backend, NVTE_FUSED_ATTN)",
     ]
@@ -490,3 +501,207 @@ def test_a_transformer_engine_that_cannot_be_asked(engine: Engine, monkeypatch: 
     with said() as lines:
         assert run(layer, inputs) == "stock"
     assert "this Transformer Engine cannot be asked for its backend" in lines[0]
+
+
+# --- packed sequences --------------------------------------------------------------------------------------------------
+
+PACKS = {
+    "documents": [5, 1, 14, 17],
+    "one document": [S],
+    "one token each": [1] * S,
+    "empty documents": [0, 9, 0, 28, 0],
+    "rows behind the last": [5, 20],
+}
+
+
+def by_sequence(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Plain causal attention ``[S, H, V]``, one sequence at a time; the rows behind the last are one more."""
+    lengths = [*cu_seqlens.diff().tolist(), len(q) - int(cu_seqlens[-1])]
+    outputs = []
+    for one_q, one_k, one_v in zip(*(tensor.split(lengths) for tensor in (q, k, v)), strict=True):
+        score = torch.einsum("shk,thk->hst", one_q, one_k) * scale
+        hidden = torch.ones(score.shape[1:], dtype=torch.bool).triu(1)
+        outputs.append(torch.einsum("hst,thv->shv", score.masked_fill(hidden, -torch.inf).softmax(-1), one_v))
+    return torch.cat(outputs)
+
+
+def draw_packed(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Query, key and value ``[S, H, ·]``."""
+    return [tensor.detach()[:, 0].clone().requires_grad_() for tensor in draw(dtype=dtype)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("core", ["Transformer Engine", "local"])
+@pytest.mark.parametrize("pack", PACKS)
+def test_packed_sequences_attend_to_themselves(
+    engine: Engine, pack: str, core: str, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if core == "local":
+        layer, scale = attention(), K**-0.5
+    else:
+        monkeypatch.setattr(sdpa, "FUSED", (MATH,))
+        layer, scale = te_attention(engine), 0.37
+    layer.train(training)
+    inputs, parameters = draw_packed(), packed(PACKS[pack])
+    found = run(layer, inputs, packed_seq_params=parameters)
+    expected = by_sequence(*inputs, parameters.cu_seqlens_q, scale).reshape(found.shape)
+    assert engine.ran == 0
+    assert_parity(found, expected, rms=1e-12)
+    for have, want in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
+        assert float((have - want).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_layer_of_packed_sequences_is_stocks(
+    engine: Engine, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Around the core attention stock pads values, cuts the output, and gives it another shape."""
+    monkeypatch.setattr(sdpa, "FUSED", (MATH,))
+    words = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn") if recompute else ()
+    layer, hidden = te_attention(engine, *words), torch.randn(S, 1, 32, requires_grad=True)
+
+    def outcome_of_layer() -> Outcome:
+        from megatron.core.pipeline_parallel.schedules import custom_backward
+
+        layer.zero_grad(set_to_none=True)
+        hidden.grad = None
+        output, _ = layer(hidden, None, packed_seq_params=packed(PACKS["documents"]))
+        custom_backward((output * torch.arange(32.0)).sum(), None)
+        gradients = {name: value.grad for name, value in layer.named_parameters() if value.grad is not None}
+        return {"output": output.detach(), "hidden": hidden.grad.clone(), **gradients}
+
+    hook = layer.core_attention.register_forward_pre_hook(lambda *_: None)
+    expected, ran = outcome_of_layer(), engine.ran
+    hook.remove()
+    found = outcome_of_layer()
+    assert engine.ran == ran > 0
+    assert differing_tensors(expected, found, 3e-6) == []
+
+
+def test_packed_sequences_of_a_local_model_are_what_each_is_alone(patched: None) -> None:
+    """Stock's own core attention has each alone: it refuses packed ones."""
+    model, lengths = gpt().train(), PACKS["documents"]
+    tokens = torch.randint(0, VOCABULARY, (1, S + 1), generator=torch.Generator().manual_seed(3))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    with said() as lines:
+        found = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:], packed_seq_params=packed(lengths))
+    assert lines == [CHUNKED]
+    with stocks_own_forward(model):
+        parts = zip(*(of_row.split(lengths, 1) for of_row in (tokens[:, :-1], tokens[:, 1:], positions)), strict=True)
+        alone = [model(part, position, None, labels=labels) for part, labels, position in parts]
+    torch.testing.assert_close(found, torch.cat(alone, 1), rtol=2e-6, atol=2e-6)
+
+
+def test_packed_sequences_are_read_once_a_micro_batch_and_nobody_waits(patched: None) -> None:
+    layers, inputs = [attention(), attention()], draw_packed()
+    with mock.patch.object(documents_of_rows, "seq_idx_from_cu_seqlens", wraps=seq_idx_from_cu_seqlens) as read:
+        for parameters in (packed([5, 32]), packed([20, 17])):
+            with host_reads() as counts:
+                for layer in layers:
+                    run(layer, inputs, packed_seq_params=parameters)
+            assert not counts
+    assert read.call_count == 2
+
+
+def test_numbers_of_packed_sequences_that_are_none(patched: None) -> None:
+    with pytest.raises(ModelError, match=r"cu_seqlens is \[0, 9, 5, 37\], expected first rows that begin with 0"):
+        run(attention(), draw_packed(), packed_seq_params=packed([9, -4, 32]))
+
+
+STARTS = torch.tensor([0, 5, S], dtype=torch.int32)
+PACKED_OUT_OF_SCOPE: dict[str, dict[str, Any]] = {
+    "packed keys may be of other sequences than queries": {"cu_seqlens_kv": STARTS.clone()},
+    "there is padding between packed sequences": {"cu_seqlens_q_padded": STARTS, "cu_seqlens_kv_padded": STARTS},
+    "there is padding between packed sequences ": {"pad_between_seqs": True},
+    "context is parallel": {"local_cp_size": 1},
+    "context is parallel ": {"cp_group": object()},
+}
+
+
+@pytest.mark.parametrize("reason", PACKED_OUT_OF_SCOPE)
+def test_transformer_engine_runs_packed_sequences_out_of_scope(
+    engine: Engine, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "FUSED", (MATH,))
+    with said() as lines:
+        run(te_attention(engine), draw_packed(), packed_seq_params=packed([5, 32], **PACKED_OUT_OF_SCOPE[reason]))
+    assert engine.ran == 1
+    assert len(lines) == 1
+    assert lines[0].startswith(f"mla-core-attention: TEDotProductAttention runs as stock: {reason.strip()}")
+
+
+def test_masks_of_packed_sequences(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    monkeypatch.setattr(sdpa, "FUSED", (MATH,))
+    layer, inputs, told = te_attention(engine), draw_packed(), {"packed_seq_params": packed([5, 32])}
+    with said() as lines:
+        run(layer, inputs, some_mask(1, 1, S, S), **told)
+        run(layer, inputs, attn_mask_type=AttnMaskType.no_mask, **told)
+        run(layer, inputs, attn_mask_type=AttnMaskType.padding, **told)
+        with pytest.raises(AssertionError, match="tensors must be 3D"):
+            run(layer, [tensor[:, None] for tensor in inputs], **told)
+    assert engine.ran == 4
+    assert [line.partition("as stock: ")[2] for line in lines] == [
+        "the sequences are packed as thd, or have a mask besides",
+        "packed sequences have a mask of type no_mask",
+        "packed sequences have a mask of type padding",
+        "query, key and value are not plain tensors of 3 axes",
+    ]
+    run(layer, inputs, attn_mask_type=AttnMaskType.padding_causal, **told)
+    assert engine.ran == 4
+
+
+def test_padded_numbers_that_are_the_same_are_no_padding(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So has pretrain_gpt.py them; or the one who packs says that there is none."""
+    monkeypatch.setattr(sdpa, "FUSED", (MATH,))
+    layer, inputs, parameters = te_attention(engine), draw_packed(), packed([5, 32])
+    parameters.cu_seqlens_q_padded = parameters.cu_seqlens_kv_padded = parameters.cu_seqlens_q
+    without = packed([5, 32], cu_seqlens_q_padded=STARTS, cu_seqlens_kv_padded=STARTS, pad_between_seqs=False)
+    found = [run(layer, inputs, packed_seq_params=each) for each in (packed([5, 32]), parameters, without)]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert engine.ran == 0
+
+
+def test_what_transformer_engine_is_asked_of_packed_sequences(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As stock calls it, with values of the width of keys; but the same of batches of about as many sequences."""
+    monkeypatch.setattr(sdpa, "FUSED", (MATH,))
+    layer, inputs = te_attention(engine), draw_packed(torch.float32)
+    with said() as lines:
+        for lengths in ([5, 1, 14, 17], [5, 4, 28]):
+            run(layer, inputs, packed_seq_params=packed(lengths))
+        run(layer, inputs, packed_seq_params=packed([S], max_seqlen_q=None))
+    asked = AttentionParams(
+        torch.float32, "thd_thd_thd", 32, K, K, "padding_causal", (-1, 0), True, False, 4, num_tokens_q=64
+    )
+    assert engine.asked == [asked, dataclasses.replace(asked, max_seqlen_q=64, batch_size=1)]
+    assert lines == [
+        "mla-core-attention: TEDotProductAttention runs sdpa MATH: at widths 12/6, packed, Transformer Engine is unfused"
+    ]
+
+
+def test_stock_keeps_packed_sequences_that_it_fuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "FUSED", (MATH,))
+    engine.choice = "fused"
+    run(te_attention(engine), draw_packed(), packed_seq_params=packed([5, 32]))
+    assert engine.ran == 1
+
+
+def test_flash_attention_4_that_transformer_engine_selects_runs_by_the_op(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference stands for its kernels, which no CPU has."""
+    engine.choice = "flash 4"
+    monkeypatch.setattr(
+        mla_core_attention, "_flash4", lambda *sizes: mla_attention if sizes == (K, V, torch.float64) else None
+    )
+    layer, inputs, parameters = te_attention(engine), draw_packed(), packed(PACKS["documents"])
+    with said() as lines:
+        found = run(layer, inputs, packed_seq_params=parameters)
+    assert_parity(found, by_sequence(*inputs, parameters.cu_seqlens_q, 0.37).reshape(found.shape), rms=1e-12)
+    assert lines == [
+        f"mla-core-attention: TEDotProductAttention runs flash4: at widths 12/6, packed, Transformer Engine {FLASH_4}"
+    ]

@@ -26,6 +26,8 @@ LIMITS = {"bfloat16": 5e-3, "float32": 4e-6}
 """The largest error of a row; plain PyTorch in bf16 is further off."""
 
 PATCH = "mla-core-attention"
+NO_BATCH = "not here: stock packs rows of a batch of 1 alone"
+NO_ENGINE = "no peer here: packed rows are Transformer Engine's alone"
 PLAIN = "plain PyTorch"
 """In the dtype of the inputs: what a kernel of that dtype may be off by is a multiple of what this is off by. It has no row."""
 
@@ -39,7 +41,7 @@ def problem(options: Options) -> Problem:
 
 
 def packed_problem(options: Options) -> Problem:
-    """The same of rows that hold documents of one length each, told apart by their numbers, or packed for stock.
+    """The same of rows that hold documents of one length each, told apart by their numbers, or packed for stock's seam.
 
     Raises:
         BenchmarkError: the documents do not fill the rows.
@@ -47,13 +49,16 @@ def packed_problem(options: Options) -> Problem:
     B, S, documents = options.sizes("B", "S", "documents")
     if S % documents:
         raise BenchmarkError(f"{documents} documents in a row of {S}; expected a number that divides it")
-    stock = "stock Transformer Engine"
-    if with_engine(options.device) and B == 1:
-        peer = Variant.of(stock, PEER, partial(_stock_packed, _stock_core(options, True), S // documents))
+    engine = with_engine(options.device)
+    seam = partial(_packed_seam, _stock_core(options, engine), S // documents)
+    stock, patch = "stock Transformer Engine", f"patch {PATCH}"
+    if B > 1:
+        beside = [Variant.missing(stock, NO_BATCH), Variant.missing(patch, NO_BATCH, OURS)]
     else:
-        peer = Variant.missing(stock, "no peer here: packed rows are Transformer Engine's alone, of a batch of 1")
+        peer = Variant.of(stock, PEER, seam) if engine else Variant.missing(stock, NO_ENGINE)
+        beside = [peer, Variant.of(patch, OURS, seam, around=partial(patched, PATCH))]
     seq_idx_BS = torch.arange(documents, device=options.device, dtype=torch.int32).repeat_interleave(S // documents)
-    return _problem(options, documents, [peer], seq_idx=seq_idx_BS.expand(B, S).contiguous())
+    return _problem(options, documents, beside, seq_idx=seq_idx_BS.expand(B, S).contiguous())
 
 
 def _problem(options: Options, documents: int, beside: Sequence[Variant], **fixed: torch.Tensor) -> Problem:
@@ -109,7 +114,7 @@ def _plain(inputs: Inputs, scale: float) -> torch.Tensor:
     return torch.stack([checkpoint(head, *one, use_reentrant=False, preserve_rng_state=False) for one in heads], dim=2)
 
 
-def _stock_packed(attention: Any, length: int, inputs: Inputs) -> torch.Tensor:
+def _packed_seam(attention: Any, length: int, inputs: Inputs) -> torch.Tensor:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 

@@ -511,4 +511,4 @@ FP8 = Products(
 
 grouped_mlp, routed_mlp = (functools.partial(op, products=FP8) for op in (bf16.grouped_mlp, bf16.routed_mlp))
 """The ops, with their arguments. Beside what they raise, ModelError: widths are no multiples of 16, or the GPU is not one of
-:data:`CAPABILITY`. Counts on the device that sum to less than R leave the gradients of weights undefined, too."""
+:data:`CAPABILITY`."""

@@ -340,8 +340,9 @@ def grouped_mlp(
 
     Args:
         x_RD, w1_EFD, w2_EDF: as there; what is not contiguous, or begins at no multiple of 16 bytes, is copied.
-        tokens_per_expert_E: counts that lie on the host are checked; those on the device are not read there, so that rows
-            beyond their sum have undefined results. A CUDA graph needs them on the device.
+        tokens_per_expert_E: counts that lie on the host are checked; those on the device are not read there. Where these sum
+            to less than R, the results of the rows beyond, and the gradients of weights, are undefined. A CUDA graph needs
+            them on the device.
         probs_R, activation, main_grads: as there.
         products: those of another precision, or by other kernels.
 

@@ -14,7 +14,7 @@ saved states.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import compute_dtype, expect_shape
-from megacpp_mcore.ops.packed.documents import document_starts
+from megacpp_mcore.ops.packed.documents import check_seq_idx, document_starts
 
 _expect = functools.partial(expect_shape, "M²RNN")
 
@@ -106,7 +106,11 @@ def m2rnn(
     Raises:
         ModelError: shapes that do not fit.
     """
-    check_mixer(q_SBK, k_SBK, v_SBHV, g_SBHV, D, norm_weight)
+    weights = {
+        "qk_conv_weight": qk_conv_weight, "qk_conv_bias": qk_conv_bias, "v_conv_weight": v_conv_weight,
+        "v_conv_bias": v_conv_bias, "W": W, "A_log": A_log, "dt_bias": dt_bias, "D": D, "norm_weight": norm_weight,
+    }  # fmt: skip
+    check_mixer(q_SBK, k_SBK, v_SBHV, g_SBHV, x_f_SBH, weights, seq_idx, initial_state)
     heads, value_dim = v_SBHV.shape[-2:]
     key_dim = q_SBK.shape[-1]
     qk_BSC = torch.cat((q_SBK, k_SBK), dim=-1).transpose(0, 1)
@@ -136,19 +140,44 @@ def check_mixer(
     k_SBK: torch.Tensor,
     v_SBHV: torch.Tensor,
     g_SBHV: torch.Tensor,
-    D_C: torch.Tensor,
-    norm_weight_C: torch.Tensor,
+    x_f_SBH: torch.Tensor,
+    weights: Mapping[str, torch.Tensor],
+    seq_idx_BS: torch.Tensor | None,
+    state: M2RNNState | None,
 ) -> None:
-    """Refuse inputs of a mixer that do not fit together.
+    """Refuse inputs of a mixer that do not fit together; ``weights`` by the names they have in :func:`m2rnn`.
 
     Raises:
         ModelError: they do not.
     """
-    channels = v_SBHV.shape[-2] * v_SBHV.shape[-1]
-    _expect("k", k_SBK, "SBK", tuple(q_SBK.shape))
-    _expect("g", g_SBHV, "SBHV", tuple(v_SBHV.shape))
-    _expect("D", D_C, "C", (channels,))
-    _expect("norm_weight", norm_weight_C, "C", (channels,))
+    if q_SBK.dim() != 3 or v_SBHV.dim() != 4:
+        raise ModelError(
+            f"q has shape {tuple(q_SBK.shape)} and v {tuple(v_SBHV.shape)}; expected [S, B, K] and [S, B, H, V]."
+        )
+    (S, B, K), (H, V) = q_SBK.shape, v_SBHV.shape[2:]
+    C, taps = H * V, weights["qk_conv_weight"].shape[-1]
+    _expect("k", k_SBK, "SBK", (S, B, K))
+    _expect("v", v_SBHV, "SBHV", (S, B, H, V))
+    _expect("g", g_SBHV, "SBHV", (S, B, H, V))
+    _expect("x_f", x_f_SBH, "SBH", (S, B, H))
+    shapes = {
+        "qk_conv_weight": ("CT", (2 * K, taps)),
+        "qk_conv_bias": ("C", (2 * K,)),
+        "v_conv_weight": ("CT", (C, weights["v_conv_weight"].shape[-1])),
+        "v_conv_bias": ("C", (C,)),
+        "W": ("HVV", (H, V, V)),
+        "A_log": ("H", (H,)),
+        "dt_bias": ("H", (H,)),
+        "D": ("C", (C,)),
+        "norm_weight": ("C", (C,)),
+    }
+    for name, weight in weights.items():
+        _expect(name, weight, *shapes[name])
+    if seq_idx_BS is not None:
+        check_seq_idx(seq_idx_BS, batch=B, rows=S)
+    if state is not None:
+        _expect("initial_state.h", state.h_BHKV, "BHKV", (B, H, K, V))
+        _expect("initial_state.window", state.window_BTC, "BTC", (B, taps - 1, 2 * K + C))
 
 
 def causal_convolution(

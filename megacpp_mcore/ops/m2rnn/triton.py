@@ -63,7 +63,11 @@ def m2rnn(
         ModelError: another dtype, shapes that do not fit, a key dim that is none of :data:`KEY_DIMS`, a value dim other than
             16, taps that differ between qk and v, or ``checkpoint_every`` below 1.
     """
-    check_mixer(q_SBK, k_SBK, v_SBHV, g_SBHV, D, norm_weight)
+    weights = {
+        "qk_conv_weight": qk_conv_weight, "qk_conv_bias": qk_conv_bias, "v_conv_weight": v_conv_weight,
+        "v_conv_bias": v_conv_bias, "W": W, "A_log": A_log, "dt_bias": dt_bias, "D": D, "norm_weight": norm_weight,
+    }  # fmt: skip
+    check_mixer(q_SBK, k_SBK, v_SBHV, g_SBHV, x_f_SBH, weights, seq_idx, initial_state)
     recurrence.products(v_SBHV.dtype)  # refuses a dtype before anything is launched
     key_dim, (heads, value_dim) = q_SBK.shape[-1], v_SBHV.shape[-2:]
     if key_dim not in KEY_DIMS or value_dim != recurrence.COLUMNS:
@@ -88,8 +92,9 @@ def m2rnn(
     settings = Settings(
         eps, norm_width, reduce is None, triton.cdiv(checkpoint_every, recurrence.PADDING) * recurrence.PADDING, lead
     )
-    weights = (qk_conv_weight, qk_conv_bias, v_conv_weight, v_conv_bias, W, A_log, dt_bias, D, norm_weight)
-    out_SBC, squares_SB1, h_BHKV = M2RNNKernels.apply(q, k, v, g_SBHV, x_f_SBH, *weights, h0_BHKV, seq_idx, settings)
+    out_SBC, squares_SB1, h_BHKV = M2RNNKernels.apply(
+        q, k, v, g_SBHV, x_f_SBH, *weights.values(), h0_BHKV, seq_idx, settings
+    )
     if reduce is not None:
         means_SB1 = reduce(squares_SB1) / norm_width
         out_SBC = scale_rows(out_SBC, means_SB1, norm_weight, eps).to(v_SBHV.dtype)
@@ -135,7 +140,7 @@ class M2RNNKernels(torch.autograd.Function):
         *weights, h0, seq_idx, settings = others
         q, k, v, g = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g))
         weights = [weight.contiguous() for weight in weights]
-        seq_idx = None if seq_idx is None else seq_idx.to(torch.int32).contiguous()
+        seq_idx = None if seq_idx is None else seq_idx.contiguous()
         h0 = None if h0 is None else h0.contiguous()
         problem = _Problem._make((q, k, v, g, x_f, *weights, seq_idx, settings))
         read = problem.prepare()

@@ -125,12 +125,13 @@ def mamba3_angles(
     Raises:
         ModelError: shapes that do not fit.
     """
-    batch, sequence, _ = _dims("angles", angles_BSA, "BSA")
+    batch, sequence, angles = _dims("angles", angles_BSA, "BSA")
     _, _, heads = _dims("dt", dt_BSH, "BSH")
     _expect("dt", dt_BSH, "BSH", (batch, sequence, heads))
     turn_BSA = math.pi * torch.tanh(angles_BSA.double())
     turn_BSHA = dt_BSH.double().unsqueeze(-1) * turn_BSA.unsqueeze(2)
     if initial_BHA is not None:
+        _expect("initial_state.theta", initial_BHA, "BHA", (batch, heads, angles))
         turn_BSHA = torch.cat((turn_BSHA[:, :1] + initial_BHA.double().unsqueeze(1), turn_BSHA[:, 1:]), dim=1)
     if seq_idx_BS is None:
         theta_BSHA = torch.cumsum(turn_BSHA, dim=1)

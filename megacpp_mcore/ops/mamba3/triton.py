@@ -23,6 +23,7 @@ from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.checks import expect_shape
 from megacpp_mcore.ops.mamba3 import kernels
 from megacpp_mcore.ops.mamba3.reference import (
     Activation,
@@ -32,6 +33,7 @@ from megacpp_mcore.ops.mamba3.reference import (
     mamba3_decay_and_gates,
     mamba3_rotate,
 )
+from megacpp_mcore.ops.packed.documents import check_seq_idx
 from megacpp_mcore.ops.slices import aligned, eighths, empty_gradients
 
 ROWS = 64
@@ -288,6 +290,9 @@ def mamba3(
         out_norm_weight,
     )  # fmt: skip
     S, B, H, P = x_SBHP.shape
+    expect_shape("Mamba-3", "dt_bias", dt_bias, "H", (H,))
+    if seq_idx is not None:
+        check_seq_idx(seq_idx, batch=B, rows=S)
     G, R, N = b_SBGRN.shape[2:]
     A = angles_SBA.shape[-1]
     plan = _plan(
@@ -301,11 +306,12 @@ def mamba3(
         )  # fmt: skip
     out_SBHP, h_BHPN, theta_BHA = _Scan.apply(
         plan, return_final_state, x_SBHP, z_SBHP, b_SBGRN, c_SBGRN, dd_dt_SBH, dd_A_SBH, trap_SBH, angles_SBA,
-        dt_bias, D, b_bias, c_bias, b_norm_weight, c_norm_weight, mimo_x, mimo_z, mimo_o,
-        None if seq_idx is None else seq_idx.to(torch.int32).contiguous(), *starts,
+        dt_bias.contiguous(), D, b_bias, c_bias, b_norm_weight.contiguous(), c_norm_weight.contiguous(),
+        mimo_x, mimo_z, mimo_o,
+        None if seq_idx is None else seq_idx.contiguous(), *starts,
     )  # fmt: skip
     if out_norm_weight is not None:
-        out_SBHP = _HeadNorm.apply(out_SBHP, out_norm_weight.view(H, P), eps)
+        out_SBHP = _HeadNorm.apply(out_SBHP, out_norm_weight.contiguous().view(H, P), eps)
     if not return_final_state:
         return out_SBHP, None
     last = b_SBGRN[-1].float()
@@ -376,6 +382,15 @@ def _entering(
     activation: Activation,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The state before the first token, with what that token's trapezoid adds to it, and θ before it; by autograd."""
+    B, H, R, P, N = plan.B, plan.H, plan.R, plan.P, plan.N
+    shapes = {
+        "h": ("BHPN", (B, H, P, N)),
+        "b": ("BRHN", (B, R, H, N)),
+        "x": ("BHP", (B, H, P)),
+        "theta": ("BHA", (B, H, plan.A)),
+    }
+    for (name, (axes, shape)), tensor in zip(shapes.items(), state, strict=True):
+        expect_shape("Mamba-3", f"initial_state.{name}", tensor, axes, shape)
     dd_dt, dd_A, trap = (t.float().transpose(0, 1) for t in (dd_dt, dd_A, trap))
     _, dt, lam = mamba3_decay_and_gates(dd_dt, dd_A, trap, dt_bias.float(), A_floor=plan.A_floor, activation=activation)
     v_BRHP = state.x_BHP.float().unsqueeze(1)

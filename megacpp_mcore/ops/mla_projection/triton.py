@@ -58,7 +58,9 @@ def latents(
     """
     check_latents(hidden_SBD, q_down_QD, kv_down_XD, q_norm_Q, kv_norm_L)
     _check(hidden_SBD, len(q_norm_Q), len(kv_norm_L), len(kv_down_XD) - len(kv_norm_L))
-    q_SBQ, kv_SBL, rotary_SBR = _Latents.apply(hidden_SBD, q_down_QD, kv_down_XD, q_norm_Q, kv_norm_L, eps)
+    q_SBQ, kv_SBL, rotary_SBR = _Latents.apply(
+        hidden_SBD, q_down_QD, kv_down_XD, q_norm_Q.contiguous(), kv_norm_L.contiguous(), eps
+    )
     return q_SBQ, kv_SBL, rotary_SBR
 
 
@@ -78,6 +80,7 @@ def project(
     rotary = 0 if rotation_SR is None else rotation_SR.shape[1]
     content = x_SBHX.shape[3] - rotary
     _check(x_SBHX, content, rotary, 0 if weight_HCK is None else weight_HCK.shape[2])
+    rotation_SR = None if rotation_SR is None else rotation_SR.contiguous()
     y_SBHX: torch.Tensor = _Project.apply(x_SBHX, weight_HCK, rotation_SR, interleaved)
     return y_SBHX
 
@@ -97,7 +100,7 @@ def keys_and_values(
     """
     check_keys(kv_SBHX, rotary_SBR, rotation_SR, value_dim)
     _check(kv_SBHX, kv_SBHX.shape[3] - value_dim, rotary_SBR.shape[2], value_dim)
-    k_SBHK, v_SBHV = _KeysAndValues.apply(kv_SBHX, rotary_SBR, rotation_SR, value_dim, interleaved)
+    k_SBHK, v_SBHV = _KeysAndValues.apply(kv_SBHX, rotary_SBR, rotation_SR.contiguous(), value_dim, interleaved)
     return k_SBHK, v_SBHV
 
 
@@ -123,7 +126,10 @@ def indexer_inputs(
     tensors = (hidden_SBD, latent_SBQ, q_up_XQ, k_down_RD, k_norm_R, k_bias_R, w_down_ND)
     check_indexer_inputs(*tensors, rotation_SR)
     _check(hidden_SBD, len(k_norm_R))
-    q_SBNR, k_SBR, w_SBN = _IndexerInputs.apply(*tensors, rotation_SR, eps, scale, interleaved)
+    norms = k_norm_R.contiguous(), k_bias_R.contiguous()
+    q_SBNR, k_SBR, w_SBN = _IndexerInputs.apply(
+        *tensors[:4], *norms, w_down_ND, rotation_SR.contiguous(), eps, scale, interleaved
+    )
     return q_SBNR, k_SBR, w_SBN
 
 

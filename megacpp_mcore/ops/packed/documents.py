@@ -6,8 +6,8 @@ is given of documents; what an op wants in another form (:func:`cu_seqlens_of`, 
 and shared by all layers (:func:`shared`).
 
 Nothing here makes the host wait for a GPU, but where a function says so. What can only be checked there (numbers of a packed
-batch, the entries of a mask) is checked there: a wrong one stops the process by a device-side assertion, soon and without
-words. On a CPU it is a ModelError that says where.
+batch, the entries of a mask) is checked there: a wrong one stops the process soon, by a device-side assertion whose line in the
+error output says what was expected. On a CPU it is a ModelError that says what was found, and where.
 
 Legend: B batch, S rows. ``cu_seqlens`` is described in :mod:`megacpp_mcore.ops.packed.positions`.
 """
@@ -28,8 +28,9 @@ def shared[Made](tensor: torch.Tensor, form: Hashable, make: Callable[[], Made])
     """``make()``, called once for what ``tensor`` holds, however many layers want this ``form`` of it.
 
     The result is attached to the tensor's storage: the copies of a tensor that activation recompute hands to a layer share
-    it, and it is freed with it. A tensor that was written to since has its forms made anew.
-    What is captured in a CUDA graph makes its own.
+    it, and it is freed with it. A tensor that was written to since has its forms made anew, but for one made in inference mode,
+    which counts no writes. What is made in inference mode, which autograd cannot save, is used there alone. What is captured in
+    a CUDA graph makes its own.
 
     Args:
         tensor: one that Megatron makes for every micro-batch, or that was made from such a one.
@@ -39,7 +40,7 @@ def shared[Made](tensor: torch.Tensor, form: Hashable, make: Callable[[], Made])
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return make()
     held = vars(tensor.untyped_storage()).setdefault(_SHARED, {})
-    key = (form, tensor.storage_offset(), tensor.shape, tensor.stride())
+    key = (form, torch.is_inference_mode_enabled(), tensor.storage_offset(), tensor.shape, tensor.stride())
     version = 0 if tensor.is_inference() else tensor._version
     if key not in held or held[key][0] != version:
         held[key] = version, make()
@@ -48,7 +49,10 @@ def shared[Made](tensor: torch.Tensor, form: Hashable, make: Callable[[], Made])
 
 
 def _require(holds: torch.Tensor, what: str, explain: Callable[[], str]) -> None:
-    """Raise ModelError with ``explain()`` unless the one bool ``holds``; on a GPU stop the process later, and do not wait."""
+    """Raise ModelError with ``explain()`` unless the one bool ``holds``; on a GPU stop the process later, and do not wait.
+
+    The assertion there prints ``what``, of at most 254 characters.
+    """
     try:
         torch._assert_async(holds, what)
     except RuntimeError as error:
@@ -157,6 +161,15 @@ def check_count(documents: int, rows: int, max_documents: int) -> None:
         )
 
 
+def check_masked_count(attention_mask: torch.Tensor, max_documents: int) -> None:
+    """Raise DataError if a row of a mask ``[B, 1, S, S]``, as ``--reset-attention-mask`` makes it, holds more documents.
+
+    The host reads it: for a mask that is not on a GPU yet.
+    """
+    most = int(attention_mask[:, 0].diagonal(-1, 1, 2).sum(1).max()) + 1
+    check_count(most, attention_mask.shape[-1], max_documents)
+
+
 def seq_idx_from_mask(attention_mask: torch.Tensor, *, wait: bool = False) -> torch.Tensor:
     """Number the documents that Megatron's mask keeps apart: int32 ``[B, S]``.
 
@@ -249,8 +262,9 @@ def cu_seqlens_of(seq_idx_BS: torch.Tensor, max_documents: int) -> torch.Tensor:
     Behind the last document B · S, the end of the last, is repeated. The longest document is taken to have S rows.
 
     Raises:
-        ModelError: on a CPU, there are more documents.
+        ModelError: on a CPU, there are more documents; on a GPU they end the process.
     """
+    advice = "join short documents in the data, or raise max_documents in the file of MEGACPP_CONFIG"
 
     def make() -> torch.Tensor:
         batch, rows = seq_idx_BS.shape
@@ -259,8 +273,10 @@ def cu_seqlens_of(seq_idx_BS: torch.Tensor, max_documents: int) -> torch.Tensor:
         ordinals = starts_BS.flatten().cumsum(0, dtype=torch.int32) - 1
         _require(
             ordinals[-1] < max_documents,
-            "no more documents than max_documents",
-            lambda: f"{int(ordinals[-1]) + 1} documents in {batch} rows of {rows}; expected at most {max_documents}",
+            f"at most {max_documents} documents in {batch} rows of {rows}: {advice}",
+            lambda: (
+                f"{int(ordinals[-1]) + 1} documents in {batch} rows of {rows}; expected at most {max_documents}: {advice}"
+            ),
         )
         wanted = torch.arange(max_documents + 1, dtype=torch.int32, device=seq_idx_BS.device)
         return torch.searchsorted(ordinals, wanted, out_int32=True)

@@ -35,6 +35,7 @@ def route(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *, topk: int, ba
         raise ModelError(
             f"the router's kernels were given logits of {logits_TE.dtype}; they take float32: use the reference"
         )
+    bias_E = None if bias_E is None else bias_E.contiguous()
     return Routed(*Route.apply(logits_TE.contiguous(), bias_E, topk, batch))
 
 

@@ -1,0 +1,377 @@
+"""Core attention of A layers: full MLA, and DeepSeek sparse attention (DSA) over indices that layers share.
+
+Shape legend: S queries, T keys, B batch, H heads (of this rank), K query/key dim, V value dim, D hidden, N top-k, Q and L ranks
+of the query's and the key's latent, R width of a rotary part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.cuda_graphs import is_graph_warmup
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAIndexerLossAutoScaler,
+    DSAIndexerLossLoggingHelper,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.layer_specs import steps
+from megacpp_mcore.layer_specs.decode import LayerCache
+from megacpp_mcore.layer_specs.documents import max_documents
+from megacpp_mcore.layer_specs.indexer import PositionedIndexer
+from megacpp_mcore.layer_specs.mla import mla_widths
+from megacpp_mcore.layer_specs.parts import backend_needs
+from megacpp_mcore.model import SERVED
+from megacpp_mcore.ops.indexer.cache import IndexCache, Selection
+from megacpp_mcore.ops.indexer.chunked import dense_grad
+from megacpp_mcore.ops.indexer.reference import select_last
+from megacpp_mcore.ops.indexer.training import TargetSum, training_token
+from megacpp_mcore.ops.mla import reference
+
+
+class MLACoreAttention(MegatronModule):
+    """Softmax attention with different query/key and value widths, in ``MLASelfAttention``'s core-attention slot.
+
+    Args are those the stock class passes; ``dispatcher`` comes from the spec.
+    """
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float,
+        dispatcher: Dispatcher,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        if k_channels is None:
+            return  # the stock base class fills the slot once without widths, and its subclass fills it again
+        _require_causal(attn_mask_type, layer_number)
+        self.softmax_scale = softmax_scale
+        self.layer_number = layer_number
+        self.backend = dispatcher.request(
+            "mla",
+            layer=layer_number,
+            qk_dim=k_channels,
+            v_dim=v_channels,
+            **backend_needs(config),
+        )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """``q [S, B, H, K], k [S, B, H, K], v [S, B, H, V] -> [S, B, H * V]``; causal, and inside documents.
+
+        ``attention_mask`` is what ``_Documents`` of :mod:`megacpp_mcore.layer_specs.attention` puts in a mask's place: the
+        documents, int32 ``[B, S]``, or None. Query, key and value may be strided, with their widths innermost. With more keys
+        than queries, as while decoding, the queries are the last rows, of one document; the reference attends.
+        """
+        tensors = (query, key, value)
+        return _causal(self.backend.fn, *tensors, self.softmax_scale, attention_mask, self.config).flatten(2)
+
+
+def _causal(
+    attend: Callable[..., torch.Tensor],
+    query_SBHK: torch.Tensor,
+    key_TBHK: torch.Tensor,
+    value_TBHV: torch.Tensor,
+    softmax_scale: float,
+    seq_idx_BS: torch.Tensor | None,
+    config: TransformerConfig,
+) -> torch.Tensor:
+    """``[S, B, H, V]``, by ``attend``; where there are fewer queries than keys, they are the last rows, by the reference."""
+    rows, keys = query_SBHK.shape[0], key_TBHK.shape[0]
+    if rows == keys:
+        most = {} if seq_idx_BS is None else {"max_documents": len(seq_idx_BS) * max_documents(config, rows)}
+        return attend(query_SBHK, key_TBHK, value_TBHV, softmax_scale=softmax_scale, seq_idx=seq_idx_BS, **most)
+    later = torch.ones(rows, keys, dtype=torch.bool, device=query_SBHK.device).triu(keys - rows + 1)[None, None]
+    return reference.mla_attention(
+        query_SBHK, key_TBHK, value_TBHV, softmax_scale=softmax_scale, attention_mask=later, causal=False
+    )
+
+
+class SparseCoreAttention(MegatronModule):
+    """DeepSeek sparse attention over absorbed latents, in ``AbsorbedMLASelfAttention``'s core-attention slot.
+
+    A Full layer runs the indexer on detached inputs, attends to its top-k keys, and publishes the selection. A Shared layer has
+    no indexer and no loss; it attends to exactly the published keys. In the backward pass the indexer is trained by KL against
+    the attention of the layers it serves, or of its own layer alone (``distill``), averaged over rows, times
+    ``dsa_indexer_loss_coeff``; :mod:`megacpp_mcore.ops.indexer.training` says when. The loss is added to Megatron's tracker
+    there, which stock's ``training_log`` reads after the step's last backward pass: it is logged in the step it belongs to.
+    Source: DeepSeek-V3.2 report; index cache and multi-layer distillation arXiv 2603.12201.
+
+    Attributes:
+        consumes_absorbed_v_up_projection: read by the stock class, which leaves the up-projection of the values to its core.
+
+    Args:
+        indexer: spec of the indexer for a Full layer, None for a Shared layer.
+        distill, warmup_steps: as in :class:`megacpp_mcore.model.DSA`. The others are those the stock class passes.
+    """
+
+    consumes_absorbed_v_up_projection = True
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float,
+        dispatcher: Dispatcher,
+        index_cache: IndexCache,
+        indexer: ModuleSpec | None,
+        distill: str,
+        warmup_steps: int,
+        pg_collection: ProcessGroupCollection,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        if k_channels is None or v_channels is None:
+            return  # as in MLACoreAttention
+        _require_causal(attn_mask_type, layer_number)
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale
+        self.value_dim = v_channels
+        self.pg_collection = pg_collection
+        self.index_cache = index_cache
+        self.serves = distill == SERVED
+        self.warmup_steps = warmup_steps
+        needs = backend_needs(config)
+        self.projection_backend = dispatcher.request(
+            "mla_projection", layer=layer_number, **mla_widths(config), **needs
+        )
+        self.backend = dispatcher.request(
+            "sparse_mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs
+        )
+        if warmup_steps:
+            self.dense_backend = dispatcher.request(
+                "mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs
+            )
+        self.indexer = None
+        self.shares = False  # whether a Full layer attends as a Shared one, which a search for a schedule tries
+        if indexer is not None:
+            self.indexer = build_module(
+                indexer, config=config, pg_collection=pg_collection, dispatcher=dispatcher, layer_number=layer_number
+            )
+            needs |= {"dim": config.dsa_indexer_head_dim, "heads": config.dsa_indexer_n_heads}
+            self.select_backend = dispatcher.request("indexer", layer=layer_number, **needs)
+            self.grad_backend = dispatcher.request("indexer_grad", layer=layer_number, **needs)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: None,
+        attention_mask: torch.Tensor | None,
+        *,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        up_v_weight: torch.Tensor,
+        cache: LayerCache | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Attend to the selected keys.
+
+        Args:
+            query: absorbed queries ``[S, B, H, K]``.
+            key: latents with rotary part, one head ``[T, B, 1, K]``; the value is their first V entries.
+            value: None, as the stock class passes it.
+            attention_mask: the documents, int32 ``[B, S]``, or None, as in :class:`MLACoreAttention`.
+            x: the layer's input ``[S, B, D]`` (a slice of S under sequence parallelism).
+            qr: normed query latents ``[S, B, Q]`` (likewise).
+            up_v_weight: of the values' up-projection, ``[H, v_head_dim, V]``.
+            cache: of an inference context; ``key`` are the latents so far. It keeps them, and the indexer's keys.
+
+        Returns:
+            ``[S, B, H * v_head_dim]``, after the value up-projection.
+        """
+        o_SBHV = self._attend(query, key, attention_mask, x.detach(), qr.detach(), cache)
+        output: torch.Tensor = self.projection_backend.fn(o_SBHV, weight_HCK=up_v_weight.mT)
+        return output.flatten(2)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        cache: LayerCache | None,
+    ) -> torch.Tensor:
+        """The latents ``[S, B, H, V]`` that the heads find; ``x`` and ``qr`` are detached."""
+        if self.is_warming_up():
+            return self._attend_densely(query, key, attention_mask, x, qr)
+        if self.indexer is None or self.shares:
+            selection = self._shared()
+            sink = selection.sink if self.serves else None
+        elif cache is not None:
+            selection, sink = self._decode(self.indexer, cache, x, qr), None
+        else:
+            query, selection = self._select(self.indexer, query, attention_mask, x, qr)
+            sink = selection.sink
+        o_SBHV: torch.Tensor = self.backend.fn(
+            query,
+            key.squeeze(2),
+            selection.index,
+            softmax_scale=self.softmax_scale,
+            value_dim=self.value_dim,
+            sink=sink,
+        )
+        return o_SBHV
+
+    def _shared(self) -> Selection:
+        """The selection of the Full layer; in the runs that Megatron makes to warm up for a CUDA graph, one of its shape.
+
+        Then the Full layer's graph is captured, but nothing has run it: there are no keys yet, and nobody takes targets.
+        """
+        if not is_graph_warmup():
+            return self.index_cache.read(self.layer_number)
+        coming = self.index_cache.peek(self.layer_number)
+        return Selection(torch.zeros_like(coming.index), sink=None if coming.sink is None else TargetSum())
+
+    def _select(
+        self,
+        indexer: PositionedIndexer,
+        query_SBHK: torch.Tensor,
+        seq_idx_BS: torch.Tensor | None,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+    ) -> tuple[torch.Tensor, Selection]:
+        """The query with the indexer's loss attached, and the selected keys: the first run's selection under recompute."""
+        selection = self.index_cache.recall(self.layer_number)
+        learns = self.training and bool(self.config.dsa_indexer_loss_coeff)
+        if selection is not None and not learns:
+            return query_SBHK, selection
+        q, k, w = indexer.forward_before_topk(x, qr)
+        if selection is None:
+            index_BSN = self.select_backend.fn(q, k, w, indexer.index_topk, seq_idx_BS)
+            layers = 1 + (self.index_cache.readers(self.layer_number) if self.serves else 0)
+            selection = Selection(index_BSN, sink=TargetSum(layers) if learns else None)
+            self.index_cache.publish(self.layer_number, selection)
+        if learns and torch.is_grad_enabled():
+            # Stock's scaler gives the token the factor of the schedule, once the gradient of the query is there.
+            token = training_token(q, k, w, selection.index, partial(self._loss_gradients, selection.sink))
+            query_SBHK = DSAIndexerLossAutoScaler.apply(query_SBHK, token)
+        return query_SBHK, selection
+
+    def _attend_densely(
+        self,
+        query_SBHK: torch.Tensor,
+        key_TB1K: torch.Tensor,
+        seq_idx_BS: torch.Tensor | None,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend to every causal key, and have the indexer of a Full layer learn this attention in the backward pass."""
+        if (
+            self.indexer is not None
+            and self.training
+            and torch.is_grad_enabled()
+            and self.config.dsa_indexer_loss_coeff
+        ):
+            q, k, w = self.indexer.forward_before_topk(x, qr)
+            learn = partial(self._dense_loss_gradients, query_SBHK.detach(), key_TB1K.detach(), seq_idx_BS)
+            query_SBHK = DSAIndexerLossAutoScaler.apply(query_SBHK, training_token(q, k, w, None, learn))
+        key_TBHK = key_TB1K.expand(-1, -1, query_SBHK.shape[2], -1)
+        value_TBHV = key_TBHK[..., : self.value_dim]
+        tensors = (query_SBHK, key_TBHK, value_TBHV)
+        return _causal(self.dense_backend.fn, *tensors, self.softmax_scale, seq_idx_BS, self.config)
+
+    def is_warming_up(self) -> bool:
+        """Whether this is a step of the dense warm-up."""
+        return self.warmup_steps > 0 and steps.ended(self.training) < self.warmup_steps
+
+    def _dense_loss_gradients(
+        self,
+        query_SBHK: torch.Tensor,
+        key_TB1K: torch.Tensor,
+        seq_idx_BS: torch.Tensor | None,
+        q_SBHD: torch.Tensor,
+        k_SBD: torch.Tensor,
+        w_SBH: torch.Tensor,
+        _: None,
+        scale: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As :meth:`_loss_gradients`, over every causal key, in chunks of queries; with documents, row by row of the batch."""
+        rows, batch = q_SBHD.shape[:2]
+        factor = scale * self.config.dsa_indexer_loss_coeff
+        weight = factor if self.config.calculate_per_token_loss else factor / (rows * batch)
+        reduce = partial(torch.distributed.all_reduce, group=self.pg_collection.tp)
+        # Documents differ from one row of the batch to the next.
+        slices = [slice(0, batch)] if seq_idx_BS is None else [slice(b, b + 1) for b in range(batch)]
+        found = [
+            dense_grad(
+                *(tensor[:, here] for tensor in (q_SBHD, k_SBD, w_SBH, query_SBHK, key_TB1K)),
+                weight=weight,
+                softmax_scale=self.softmax_scale,
+                seq_idx_S=None if seq_idx_BS is None else seq_idx_BS[here.start],
+                reduce=reduce if self.pg_collection.tp.size() > 1 else None,
+            )
+            for here in slices
+        ]
+        divergences, *gradients = zip(*found, strict=True)
+        loss = torch.cat(divergences).mean() * self.config.dsa_indexer_loss_coeff
+        DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, self.layer_number, self.config.num_layers)
+        dq, dk, dw = (torch.cat(parts, dim=1) for parts in gradients)
+        return dq, dk, dw
+
+    def _decode(self, indexer: PositionedIndexer, cache: LayerCache, x: torch.Tensor, qr: torch.Tensor) -> Selection:
+        """The selection of the last rows among all so far: of a first piece by the backend, of later ones by the reference."""
+        with indexer.rows_from(cache.first_row):
+            q, k, w = indexer.forward_before_topk(x, qr)
+        keys = cache.extend(indexer_key=k)["indexer_key"]
+        if not cache.first_row:
+            index_BSN = self.select_backend.fn(q, keys, w, indexer.index_topk, None)
+        else:
+            index_BSN = select_last(q, keys, w, indexer.index_topk)
+        selection = Selection(index_BSN)
+        self.index_cache.publish(self.layer_number, selection)
+        return selection
+
+    def _loss_gradients(
+        self,
+        sink: TargetSum,
+        q_SBHD: torch.Tensor,
+        k_SBD: torch.Tensor,
+        w_SBH: torch.Tensor,
+        index_BSN: torch.Tensor,
+        scale: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of the indexer's loss by q, k and w; the target is reduced over tensor-parallel ranks."""
+        target_BSN = sink.take()
+        if self.pg_collection.tp.size() > 1:
+            torch.distributed.all_reduce(target_BSN, group=self.pg_collection.tp)
+        coefficient = self.config.dsa_indexer_loss_coeff
+        factor = scale * coefficient
+        if self.config.calculate_per_token_loss:
+            factor = (
+                factor * index_BSN.shape[0] * index_BSN.shape[1]
+            )  # gradients are divided by the number of tokens later
+        loss, dq, dk, dw = self.grad_backend.fn(q_SBHD, k_SBD, w_SBH, index_BSN, target_BSN, factor)
+        DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss * coefficient, self.layer_number, self.config.num_layers)
+        return dq, dk, dw
+
+
+def _require_causal(attn_mask_type: AttnMaskType, layer_number: int) -> None:
+    if attn_mask_type != AttnMaskType.causal:
+        raise ModelError(f"layer {layer_number}: attention mask type is {attn_mask_type}; expected causal")

@@ -1,0 +1,93 @@
+"""DSA's indexer on top of stock's: rows that start anywhere in their sequence, inputs by one op.
+
+Shape legend: S rows, B batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from megacpp_mcore.backends import Dispatcher
+from megacpp_mcore.layer_specs.mla import replaces_modules, rotation, takes_weights
+from megacpp_mcore.layer_specs.parts import backend_needs
+
+
+class PositionedIndexer(DSAIndexer):
+    """Stock's indexer with a position offset, for its rows need not be the first of their sequence, by the dispatcher's ops.
+
+    Args are those of the stock class; ``dispatcher`` and ``layer_number`` come from the core attention.
+    """
+
+    _first_row = 0
+
+    def __init__(
+        self, config: MLATransformerConfig, *args: Any, dispatcher: Dispatcher, layer_number: int, **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        needs = {"layer": layer_number, "rope_dim": self.qk_pos_emb_head_dim, **backend_needs(config)}
+        self.rotation_backend = dispatcher.request("mla_projection", **needs)
+        self.inputs_backend = None
+        if (
+            self.index_head_dim == self.qk_pos_emb_head_dim
+            and not (config.dsa_indexer_k_norm_fp32 or config.dsa_indexer_rotate_activation)
+            and takes_weights(config)
+        ):
+            self.inputs_backend = dispatcher.request("indexer_inputs", **needs)
+        norm_eps = config.dsa_indexer_k_norm_epsilon
+        self.norm_eps = config.layernorm_epsilon if norm_eps is None else norm_eps
+
+    @contextlib.contextmanager
+    def rows_from(self, first_row: int) -> Iterator[None]:
+        """Context in which the indexer's input starts at row ``first_row`` of its sequence."""
+        self._first_row = first_row
+        try:
+            yield
+        finally:
+            self._first_row = 0
+
+    def forward_before_topk(
+        self, x: torch.Tensor, qr: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries ``[S, B, heads, dim]``, keys ``[S, B, dim]`` and weights of heads ``[S, B, heads]``.
+
+        By the op ``indexer_inputs``, which gives ``x`` and ``qr`` no gradient, or by stock's method.
+        """
+        modules = (self.linear_wq_b, self.linear_wk, self.k_norm, self.linear_weights_proj)
+        if self.inputs_backend is None or not replaces_modules(self.inputs_backend, *modules):
+            stock: tuple[torch.Tensor, ...] = super().forward_before_topk(x, qr, *args, **kwargs)
+            return stock
+        if self.config.sequence_parallel:
+            x, qr = (gather_from_sequence_parallel_region(rows, group=self.pg_collection.tp) for rows in (x, qr))
+        made: tuple[torch.Tensor, ...] = self.inputs_backend.fn(
+            x,
+            qr,
+            self.linear_wq_b.weight,
+            self.linear_wk.weight,
+            self.k_norm.weight,
+            self.k_norm.bias,
+            self.linear_weights_proj.weight,
+            rotation_SR=self._rotation(len(x)),
+            eps=self.norm_eps,
+            scale=self.index_n_heads**-0.5 * self.softmax_scale,
+            interleaved=self.config.dsa_indexer_rope_interleaved,
+        )
+        return made
+
+    def _rotation(self, rows: int) -> torch.Tensor:
+        return rotation(self.rotary_pos_emb, self._first_row + rows)[self._first_row :]
+
+    def _apply_rope(self, x: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+        """``x [S, B, heads or 1, dim]``, its first values rotated; stock's rotates the rows as if they were the first."""
+        rotation_SR = self._rotation(len(x))
+        rotary, plain = x.split([self.qk_pos_emb_head_dim, x.shape[-1] - self.qk_pos_emb_head_dim], dim=-1)
+        rotated: torch.Tensor = self.rotation_backend.fn(
+            rotary, rotation_SR=rotation_SR, interleaved=self.config.dsa_indexer_rope_interleaved
+        )
+        return torch.cat([rotated, plain], dim=-1) if plain.shape[-1] else rotated

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import traceback
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _ATEN = torch.ops.aten
@@ -24,7 +25,8 @@ READING_OPERATORS = {
     _ATEN.unique_dim.default,
     _ATEN.repeat_interleave.Tensor,
 }
-READING_METHODS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}  # on a CPU no operator is behind these
+READING_METHODS = ("tolist", "numpy", "cpu")  # on a CPU no operator is behind these
+COPYING_OPERATORS = {_ATEN.lift_fresh.default}  # what torch.tensor(number, device=…) shows of its copy
 SOURCES = ("/megatron/", "/megacpp_mcore/", "/layer_specs/", "/patches/")
 
 Counts = collections.Counter[str]
@@ -39,33 +41,35 @@ def _reader() -> str:
 
 
 class _Operators(TorchDispatchMode):
-    def __init__(self, counts: Counts) -> None:
+    def __init__(self, counts: Counts, counted: set[Any]) -> None:
         super().__init__()
-        self.counts = counts
+        self.counts, self.counted = counts, counted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        indexed_by_bool = func is _ATEN.index.Tensor and any(
-            index is not None and index.dtype == torch.bool for index in args[1]
-        )
-        if func in READING_OPERATORS or indexed_by_bool:
-            self.counts[_reader()] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class _Methods(TorchFunctionMode):
-    def __init__(self, counts: Counts) -> None:
-        super().__init__()
-        self.counts = counts
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READING_METHODS:
+        # One number put in the place of what a mask selects is masked_fill, which reads nothing.
+        indexes = func is _ATEN.index.Tensor or (func is _ATEN.index_put_.default and args[2].numel() > 1)
+        indexed_by_bool = indexes and any(index is not None and index.dtype == torch.bool for index in args[1])
+        length_is_known = (kwargs or {}).get("output_size") is not None
+        if (func in self.counted and not length_is_known) or indexed_by_bool:
             self.counts[_reader()] += 1
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
-def host_reads() -> Iterator[Counts]:
-    """Count the reads of the forward pass within, by the name of the function that makes them."""
+def host_reads(*, copies: bool = False) -> Iterator[Counts]:
+    """Count the reads within, by the name of the function that makes them; ``copies``: from the host to a device, too."""
     counts: Counts = collections.Counter()
-    with _Methods(counts), _Operators(counts):
+
+    def counted(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[_reader()] += 1
+            return method(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in READING_METHODS:
+            stack.enter_context(mock.patch.object(torch.Tensor, name, counted(getattr(torch.Tensor, name))))
+        stack.enter_context(_Operators(counts, READING_OPERATORS | (COPYING_OPERATORS if copies else set())))
         yield counts

@@ -111,9 +111,22 @@ def printed(code: str, *words: str, first: Path | None = None) -> Any:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
+def on_ranks(module: str, count: int, *words: str) -> None:
+    """Run a module of the tests in ``count`` processes, as torchrun does; each is to be :func:`one_process` of them."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    status, output = forks.run_ranks(["-m", module, *words], count, env=environment)
+    assert status == 0, output[-6000:]
+
+
 @contextlib.contextmanager
-def one_process(store: Path) -> Iterator[None]:
-    """The CPU lane and Megatron's process groups for one process; everything is taken down again."""
+def one_process(store: Path, **sizes: int | None) -> Iterator[None]:
+    """The CPU lane and Megatron's process groups, for one process or one of several; everything is taken down again.
+
+    Args:
+        store: the file by which processes meet.
+        sizes: of the model-parallel groups, as Megatron names them; with them RANK and WORLD_SIZE count.
+    """
+    rank, world = (int(os.environ[name]) if sizes else one for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
     with cpu_lane():
         import torch
         from megatron.core import parallel_state
@@ -122,8 +135,9 @@ def one_process(store: Path) -> Iterator[None]:
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
         distributed = torch.distributed
-        distributed.init_process_group("gloo", store=distributed.FileStore(str(store), 1), rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
+        met = distributed.FileStore(str(store), world)
+        distributed.init_process_group("gloo", store=met, rank=rank, world_size=world)
+        parallel_state.initialize_model_parallel(**sizes)
         try:
             yield
         finally:

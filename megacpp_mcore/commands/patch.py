@@ -125,7 +125,7 @@ def _status(checkout: Checkout, names: Sequence[str] | None, as_json: bool) -> N
     for row in rows:
         print(f"{row['name']}: {row['state']}{': ' if row['reason'] else ''}{row['reason']}")
         for target in row["targets"]:
-            print(target["diff"] or f"  no diff of {target['target']}: {target['no_diff']}")
+            print(target["diff"] or f"  git knows no other version of {target['target']}")
 
 
 def _print_outcome(checkout: Checkout, outcome: Outcome, done: str, left: str) -> None:

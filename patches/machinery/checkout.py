@@ -146,7 +146,7 @@ class Checkout:
             rest = tuple(name for name in before if name not in gone)
             unchanged = tuple(name for name in names or () if name not in gone)
             if gone and rest and content.hook:  # writing the line anew takes the records of the copy that wrote it
-                self._refuse(self._copy_problems(content.hook) or set_problems(self.registry.select(rest)))
+                self._refuse(self._copy_problems(content.hook))
                 self._write(self._with_line(content.without, rest, content.hook.sha256))
             elif gone:
                 self._write(content.without)
@@ -157,8 +157,8 @@ class Checkout:
         """One JSON-ready record a patch; changes nothing.
 
         ``state`` is ``applied``, ``not applied``, ``target changed``, ``target not found``, ``version not supported``,
-        ``superseded upstream`` or ``hooked by another copy``; ``hooked`` says whether the line names the patch. For a
-        changed target there is the ``diff`` of its file from git's last commit, or ``no_diff`` says why there is none.
+        or ``hooked by another copy``; ``hooked`` says whether the line names the patch. For a
+        changed target there is the ``diff`` of its file from git's last commit, where git knows one.
 
         Raises:
             PatchError: a name is not known, or the hook line is damaged.
@@ -198,19 +198,16 @@ class Checkout:
                 f"{self.file} was edited since it was hooked: without the hook line it has SHA-256 "
                 f"{hashlib.sha256(content.without).hexdigest()}, expected {hook.sha256}"
             )
-        if not content.last:
-            problems.append(f"{self.file}: the hook line is not the last one any more, or something was added after it")
         problems += self._copy_problems(hook) or self._set_problems(hook.names)
         self._refuse(problems + self._import_problems(), f"{self.root} is not as it should be")
         return hook.names
 
     def unfit(self, names: Iterable[str] | None = None) -> list[str]:
-        """What keeps the named patches (by default all that upstream has not superseded) from being applied here."""
+        """What keeps the named patches (by default all) from being applied here."""
         return [
             f"{patch.name}: {problem.message}"
             for patch in self._selected(names)
             for problem in patch.problems(self.tree, self.version)
-            if names is not None or problem.state != "superseded upstream"
         ]
 
     def export(self, names: Iterable[str] | None = None) -> bytes:
@@ -267,15 +264,12 @@ class Checkout:
         return [f"{start} imports megacpp-mcore {found}, expected {here}"] if found != here else []
 
     def _target_row(self, edit: Edit, problem: Problem) -> dict[str, Any]:
-        row: dict[str, Any] = {"target": edit.target, "state": problem.state, "diff": None, "no_diff": None}
-        if problem.text is None:
-            return row | {"no_diff": "there is no source to compare"}
-        row |= {"sha256": digest(problem.text), "expected": sorted(edit.expected(self.version))}
-        try:
-            diff = git.difference(self.root, self.tree.file(edit.module))
-        except git.GitUnavailable as error:
-            return row | {"no_diff": f"git knows no other version of it ({error})"}
-        return row | ({"diff": diff} if diff else {"no_diff": "its file is as it is in the last commit"})
+        row: dict[str, Any] = {"target": edit.target, "state": problem.state, "diff": None}
+        if problem.text is not None:
+            row |= {"sha256": digest(problem.text), "expected": sorted(edit.expected(self.version))}
+            with contextlib.suppress(git.GitUnavailable):
+                row["diff"] = git.difference(self.root, self.tree.file(edit.module)) or None
+        return row
 
     def _refuse_wheel(self) -> None:
         if found := sorted(self.root.glob("megatron_core-*.dist-info")):
@@ -294,12 +288,7 @@ class Checkout:
                 notices.append(f"modified outside of megatron/, where no patch acts: {_shown(elsewhere)}")
             if HOOKED_FILE in changed and content.hook and git.is_committed(self.root, HOOKED_FILE, content.without):
                 changed.remove(HOOKED_FILE)
-        except git.GitUnavailable as error:
-            if (self.root / ".git").exists() and not allow_dirty and git.is_installed():
-                raise PatchError(
-                    f"{self.root} is a git checkout of which git does not say whether files were modified ({error}); nothing "
-                    "was changed: settle that with git (safe.directory, say), or say --allow-dirty to patch it as it is"
-                ) from error
+        except git.GitUnavailable as error:  # what the patches replace is checked by its fingerprints all the same
             notices.append(f"whether files were modified could not be checked: {error}")
             changed = [HOOKED_FILE] if _edited(content) else []
         if not changed:
@@ -318,6 +307,8 @@ class Checkout:
             raise PatchError(
                 f"{self.file} is not Python that a line can be added to: {error}; nothing was changed: restore it first"
             ) from error
+        if not without.endswith(b"\n"):
+            raise PatchError(f"{self.file} does not end in a newline; nothing was changed: restore it first")
         sha256 = sha256 or hashlib.sha256(without).hexdigest()
         line = HookLine(tuple(names), megacpp_mcore.__version__, self.registry.seal(names), sha256)
         return hook_line.add(without, line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -15,11 +14,6 @@ _PLAIN = ("--no-color", "--no-ext-diff", "--no-textconv", "--text")
 
 class GitUnavailable(Exception):
     """Git is not installed, or the folder is nothing that it tracks; the message says which."""
-
-
-def is_installed() -> bool:
-    """Whether there is a git to ask."""
-    return shutil.which("git") is not None
 
 
 def modified(root: Path, file: str) -> list[str]:

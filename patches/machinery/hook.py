@@ -109,14 +109,8 @@ class Hook:
             self._ran.add(module.__name__)
             self._advance()
 
-        try:
-            # The path-based finders make a loader for each module: the attribute is this one import's alone.
-            vars(loader)["exec_module"] = exec_module
-        except TypeError as error:
-            raise PatchError(
-                f"{spec.name} is loaded by {loader!r}, whose work cannot be watched, and a patch waits for it; "
-                "import Megatron from plain files"
-            ) from error
+        # The path-based finders make a loader for each module: the attribute is this one import's alone.
+        vars(loader)["exec_module"] = exec_module
 
     def _advance(self) -> None:
         """Apply all edits of armed patches whose modules have run; on failure take back all that this hook applied.
@@ -132,18 +126,14 @@ class Hook:
 
     def _undo(self, error: Exception) -> None:
         """Revert and disarm everything of this hook, and raise; whoever applied since what was reverted keeps it."""
-        rows = self._registry.status()
-        in_place = [row["name"] for row in rows if row["hook"] and row["state"] in ("applied", "lost")]
-        try:
-            self._registry.revert([row["name"] for row in rows if row["hook"]])
-            end = f"the patches that the hook had applied were reverted: {', '.join(in_place) or 'none'}"
-        except PatchError as second:
-            self._watched.clear()  # nothing more is put beside what is broken
-            end = (
-                f"taking the others back failed too: {second}. The patches {', '.join(in_place)} are in place, if only in "
-                "part, and the hook will not complete them: do not go on in this process"
-            )
-        raise PatchError(f"a patch of the hook could not be applied ({error}); {end}") from error
+        rows = [row for row in self._registry.status() if row["hook"]]
+        in_place = [row["name"] for row in rows if row["state"] in ("applied", "lost")]
+        self._watched.clear()  # nothing more is put beside what is broken, should reverting fail too
+        self._registry.revert([row["name"] for row in rows])
+        raise PatchError(
+            f"a patch of the hook could not be applied ({error}); the patches that the hook had applied were reverted: "
+            f"{', '.join(in_place) or 'none'}"
+        ) from error
 
     def _imported(self, module: str) -> bool:
         return module in sys.modules and (module in self._ran or not _unfinished(module))

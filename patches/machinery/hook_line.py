@@ -50,20 +50,11 @@ class Content:
 
     without: bytes
     hook: HookLine | None
-    last: bool = True
-    """Whether nothing follows the line."""
 
 
 def add(content: bytes, line: HookLine) -> bytes:
-    """``content`` with ``line`` as its last line, in its own kind of newline.
-
-    Where ``content`` has no final newline the result has none either: this is how :func:`take_apart` knows.
-    """
-    text = line.render().encode("ascii")
-    lines = content.splitlines(keepends=True)  # of bytes: at \n, \r\n and \r alone, as Python source
-    if not lines or lines[-1].endswith((b"\n", b"\r")):
-        return content + text + (_newline(lines[-1]) if lines else b"")
-    return content + (_newline(lines[0]) or b"\n") + text
+    """``content``, which ends in a newline, with ``line`` as its last line."""
+    return content + line.render().encode("ascii") + b"\n"
 
 
 def take_apart(content: bytes) -> Content:
@@ -72,7 +63,7 @@ def take_apart(content: bytes) -> Content:
     Raises:
         PatchError: there is something of our line that is not whole, or there are two.
     """
-    lines = content.splitlines(keepends=True)
+    lines = content.splitlines(keepends=True)  # of bytes: at \n, \r\n and \r alone, as Python source
     found = [index for index, text in enumerate(lines) if _SUSPECT.search(text)]
     if not found:
         return Content(content, None)
@@ -86,12 +77,4 @@ def take_apart(content: bytes) -> Content:
         )
     names = tuple(name.strip('"') for name in match["names"].split(", "))
     line = HookLine(names, match["version"], match["seal"], match["sha256"])
-    head, tail = b"".join(lines[:index]), b"".join(lines[index + 1 :])
-    if not _newline(lines[index]):  # then there was none at the end of the file, and the one before the line is ours
-        head = head[: len(head) - len(_newline(head))]
-    return Content(head + tail, line, last=not tail)
-
-
-def _newline(text: bytes) -> bytes:
-    """What ``text`` ends its last line with: ``\\n``, ``\\r\\n``, ``\\r`` or nothing."""
-    return next((end for end in (b"\r\n", b"\n", b"\r") if text.endswith(end)), b"")
+    return Content(b"".join(lines[:index] + lines[index + 1 :]), line)

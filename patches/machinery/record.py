@@ -74,7 +74,7 @@ class Problem:
     """Why one patch does not fit one tree.
 
     Attributes:
-        state: ``superseded upstream``, ``version not supported``, ``target not found`` or ``target changed``.
+        state: ``version not supported``, ``target not found`` or ``target changed``.
         message: the same for people.
         edit: the edit it is about; None when it is about the version.
         text: the source that was found instead; None when there was none.
@@ -101,8 +101,6 @@ class Patch:
         retire_when: what has to happen upstream for it to go.
         cost: what it costs whoever has it on, in time, memory or capability.
         gain: what it brings, as measured (with a figure), or ``not measured``.
-        superseded_in: the megatron-core range (``">=0.20"``) in which upstream has the fix; None while there is none.
-        requires: names of patches without which it is wrong.
         conflicts: names of patches it cannot share a process with.
     """
 
@@ -116,8 +114,6 @@ class Patch:
     retire_when: str
     cost: str = NOT_MEASURED
     gain: str = NOT_MEASURED
-    superseded_in: str | None = None
-    requires: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
 
     @property
@@ -129,16 +125,10 @@ class Patch:
         """Check that this patch is for megatron-core ``version``.
 
         Raises:
-            Refusal: ``superseded upstream`` or ``version not supported``.
+            Refusal: ``version not supported``.
         """
         try:
-            if _within(self.superseded_in, version):
-                raise Refusal(
-                    "superseded upstream",
-                    f"megatron-core {version} has this fix itself (superseded in {self.superseded_in}); "
-                    "leave the patch out",
-                )
-            supported = _within(self.megatron_versions, version)
+            supported = SpecifierSet(self.megatron_versions).contains(Version(version), prereleases=True)
         except InvalidVersion as error:
             raise Refusal("version not supported", f"megatron-core calls itself {version!r}: {error}") from error
         if not supported:
@@ -157,19 +147,16 @@ class Patch:
 
     def describe(self) -> dict[str, Any]:
         """The record without its code, ready for JSON."""
-        words = {name: getattr(self, name) for name in ("name", *WORDS, "megatron_versions", "superseded_in")}
+        words = {name: getattr(self, name) for name in ("name", *WORDS, "megatron_versions")}
         return words | {
-            "requires": list(self.requires),
             "conflicts": list(self.conflicts),
             "targets": [edit.target for edit in self.edits],
         }
 
 
 def set_problems(fresh: Sequence[Patch], there: Sequence[Patch] = ()) -> list[str]:
-    """What keeps ``fresh`` from joining the patches ``there``: requirements, conflicts, targets that two of them change."""
-    names = {patch.name for patch in (*fresh, *there)}
-    lacking = [(patch.name, other) for patch in fresh for other in patch.requires if other not in names]
-    problems = [f"{name} requires {other}: name it as well" for name, other in lacking]
+    """What keeps ``fresh`` from joining the patches ``there``: conflicts, and targets that two of them change."""
+    problems = []
     for index, one in enumerate(fresh):
         for other in (*there, *fresh[:index]):
             if other.name in one.conflicts or one.name in other.conflicts:
@@ -185,10 +172,6 @@ def set_problems(fresh: Sequence[Patch], there: Sequence[Patch] = ()) -> list[st
 def _nested(one: str, other: str) -> bool:
     """Whether two targets are the same, or one is an attribute of the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
-
-
-def _within(specifiers: str | None, version: str) -> bool:
-    return specifiers is not None and SpecifierSet(specifiers).contains(Version(version), prereleases=True)
 
 
 def _edit_problem(edit: Edit, tree: SourceTree, version: str) -> Problem | None:

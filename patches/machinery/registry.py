@@ -95,26 +95,15 @@ class Registry:
     """A set of patches, and which of their edits are in place in this process.
 
     Args:
-        patches: the records; names must be unique, and ``requires`` and ``conflicts`` must name patches of this set.
+        patches: the records, by names of their own.
         version: returns the megatron-core version to check against (called when something is to be applied).
-
-    Raises:
-        PatchError: two patches share a name, or one refers to a patch that is not in the set.
     """
 
     def __init__(self, patches: Iterable[Patch], version: Callable[[], str] = megatron_core_version) -> None:
-        self._patches: dict[str, Patch] = {}
+        self._patches = {patch.name: patch for patch in patches}
         self._changes: dict[str, dict[str, Change]] = {}  # by patch, then by target
         self._armed: dict[str, str] = {}  # patch to the file whose hook line named it
         self.version = version
-        for patch in patches:
-            if patch.name in self._patches:
-                raise PatchError(f"two patches are called {patch.name!r}; names must be unique")
-            self._patches[patch.name] = patch
-        for patch in self._patches.values():
-            for other in (*patch.requires, *patch.conflicts):
-                if other not in self._patches:
-                    raise PatchError(f"patch {patch.name} refers to {other!r}, which is not a patch of this registry")
 
     @property
     def patches(self) -> tuple[Patch, ...]:
@@ -139,7 +128,7 @@ class Registry:
     def apply(self, names: Iterable[str], *, imported: Callable[[str], bool] | None = None) -> Applied:
         """Put the named patches in place: all of them, or none.
 
-        Range, target, fingerprint, conflicts and requirements of every patch are checked, and every replacement is
+        Range, target, fingerprint and conflicts of every patch are checked, and every replacement is
         built, before the first change. Afterwards each module in ``sys.modules`` that had imported an original by name
         holds its replacement. References that are not module attributes (a default argument, a ``ModuleSpec`` made
         earlier, a bound method that was stored) are beyond the reach of any patch: choose a seam that has none.
@@ -183,7 +172,7 @@ class Registry:
             origin: what asked for it, for people.
 
         Raises:
-            PatchError: a name is not known, a requirement is missing, or two patches cannot go together.
+            PatchError: a name is not known, or two patches cannot go together.
         """
         with _LOCK:
             wanted = self.select(names)
@@ -222,9 +211,6 @@ class Registry:
                 self._changes.pop(name, None)
             for name in applied:
                 announce(f"patch {name} reverted")
-            for name in self._changes:
-                if lacking := sorted(set(self._patches[name].requires) & set(applied)):
-                    logger.warning("patch %s is still applied but requires %s", name, ", ".join(lacking))
             return tuple(applied)
 
     def verify(self) -> None:
@@ -257,7 +243,7 @@ class Registry:
     def seal(self, names: Iterable[str]) -> str:
         """16 hex digits that change with all that the named records say but their prose: targets, fingerprints, ranges."""
         records = [
-            [patch.name, patch.megatron_versions, patch.superseded_in, patch.requires, patch.conflicts]
+            [patch.name, patch.megatron_versions, patch.conflicts]
             + [[edit.target, sorted(edit.fingerprints.items())] for edit in patch.edits]
             for patch in sorted(self.select(names), key=lambda patch: patch.name)
         ]
@@ -297,8 +283,7 @@ class Registry:
 
     def _drift(self, name: str) -> list[str]:
         return [
-            f"{name} was applied to {target}, which meanwhile holds something else (another patcher, or the module was "
-            "imported anew); undo that first, or, as a reload cannot be undone, start the process anew"
+            f"{name} was applied to {target}, which meanwhile holds something else (another patcher?); undo that first"
             for target, change in self._changes.get(name, {}).items()
             if not change.in_place()
         ]

@@ -58,14 +58,8 @@ class Change:
     version: str
 
     def in_place(self) -> bool:
-        """Whether the target, looked up anew, holds the replacement; a reload gives a module, which stays, new classes."""
-        module, _, path = self.slot.target.partition(":")
-        found = sys.modules.get(module)
-        for owner, name in zip(self.slot.owners, path.split("."), strict=True):
-            if found is not owner:
-                return False
-            found = vars(owner).get(name)
-        return found is self.replacement
+        """Whether the target holds the replacement."""
+        return vars(self.slot.owners[-1]).get(self.slot.attribute) is self.replacement
 
 
 def digest(text: str) -> str:
@@ -140,16 +134,11 @@ def build(patch: str, slot: Slot, make: Any, fingerprint: str, version: str) -> 
     """Make the replacement of what is in ``slot``, with the original on its ``__wrapped__``.
 
     Raises:
-        Refusal: ``target changed``, when that fails, or gives what cannot stand in.
+        Refusal: ``target changed``, when that fails.
     """
-    original = slot.value
     try:
-        replacement = make(original)
-        if getattr(replacement, "__wrapped__", original) is not original:
-            raise TypeError("its __wrapped__ is not the original")
-        if not callable(replacement) or replacement is original:
-            raise TypeError(f"{replacement!r} cannot stand in for {original!r}")
-        replacement.__wrapped__ = original
+        replacement = make(slot.value)
+        replacement.__wrapped__ = slot.value
         setattr(replacement, MARK, patch)
     except Exception as error:
         raise Refusal("target changed", f"building the replacement of {slot.target} failed: {error!r}") from error

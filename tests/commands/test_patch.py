@@ -147,7 +147,6 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
         "retire_when",
         "cost",
         "gain",
-        "superseded_in",
         "targets",
     } <= set(row)
     assert cli.main(["patch", "list", "mtp-shard-block"]) == 2

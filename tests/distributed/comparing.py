@@ -9,14 +9,8 @@ import torch
 from tests.distributed.runs import Run
 
 SCALARS = (
-    "lm loss",
-    "mtp_1 loss",
-    "mtp_2 loss",
-    "indexer loss",
-    "seq_load_balancing_loss",
-    "z_loss",
-    "grad norm",
-)
+    "lm loss", "mtp_1 loss", "mtp_2 loss", "indexer loss", "seq_load_balancing_loss", "z_loss", "grad norm",
+)  # fmt: skip
 MOMENTUM = "optimizer.state.exp_avg."
 """Prefix, in a checkpoint, of Adam's mean of the gradients: a weighted sum of those of all steps."""
 
@@ -30,6 +24,23 @@ def tensors_of(run: Run, step: int) -> dict[str, torch.Tensor]:
         else:
             found[name] = value
     return found
+
+
+def differing_runs(
+    expected: Run, found: Run, tolerance: float, names: Sequence[str] = SCALARS, *, steps: int
+) -> list[str]:
+    """One sentence for each scalar of ``names`` in all ``steps``, and each gradient of the first, that is further off.
+
+    The gradients are a constant times each, for Adam's mean started from zero. Later ones are compared in fp64.
+    """
+    assert all(len(run.scalars[name]) == steps for run in (expected, found) for name in names)
+    first, same = (
+        {name: value for name, value in tensors_of(run, 1).items() if name.startswith(MOMENTUM)}
+        for run in (expected, found)
+    )
+    assert sum(value.numel() for value in first.values()) == sum(expected.model.parameters().values())
+    off = differing_scalars(expected.scalars, found.scalars, tolerance, names)
+    return off + differing_tensors(first, same, tolerance)
 
 
 def differing_scalars(

@@ -19,7 +19,7 @@ import yaml
 
 from megacpp_mcore.arguments import launch_flags
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from megacpp_mcore.observe.steps import read_steps
 from tests import forks, stock
 from tests.saved import tensors_in
@@ -52,9 +52,6 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 """Every layout that has to train as one process does. With two processes EP 2 is data-parallel 2, too."""
 
-WITHOUT_SP: Mapping[str, Layout] = {"TP 2": Layout(tensor=2), "TP 4": Layout(tensor=4)}
-"""For a model of M and R alone: latent attention and experts need sequence parallelism beside tensor parallelism."""
-
 LEARNING_RATE = 1e-3
 """Large: after four steps, norms, decays and biases are far from the constants that they started as."""
 _WARM_UP = ("--lr-warmup-iters", "1")
@@ -72,11 +69,17 @@ class Run:
         output: standard output and error together.
         checkpoints: the folder that it saved to.
         scalars: losses, gradient norm and learning rate, each name's values by step.
+        model: what was trained.
     """
 
     output: str
     checkpoints: Path
     scalars: Mapping[str, Mapping[int, float]]
+    model: Model
+
+    def after(self, step: int) -> dict[str, dict[int, float]]:
+        """The scalars of the steps after ``step``."""
+        return {name: {at: one for at, one in values.items() if at > step} for name, values in self.scalars.items()}
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Every tensor of the checkpoint of ``step``, whole, by its name there: parameters, buffers, Adam's state."""
@@ -92,6 +95,7 @@ class Laboratory:
         overrides: what makes nam56r_tiny the model.
         texts: the dataset's files; by default one, a module of Python itself.
         words: Megatron arguments of every run.
+        training: what else of the training is another than here.
     """
 
     def __init__(
@@ -102,8 +106,11 @@ class Laboratory:
         overrides: Mapping[str, Any] = OVERRIDES,
         texts: Sequence[str] = (argparse.__file__,),
         words: Sequence[str] = (),
+        **training: Any,
     ) -> None:
         self.folder, self.double, self.words = folder, double, tuple(words)
+        sizes = {"micro_batch_size": MICRO_BATCH, "global_batch_size": GLOBAL_BATCH, "learning_rate": LEARNING_RATE}
+        self.training = sizes | training
         self.model = with_overrides(preset("nam56r_tiny"), overrides)
         self.config = write_config(folder / "model.yaml", overrides)
         (self.data,) = prepare(texts, str(folder / "text"), progress=io.StringIO())
@@ -111,56 +118,58 @@ class Laboratory:
 
     def main(self) -> Run:
         """The run that the others start from: one process from random weights."""
-        return self._once("main", LAYOUTS[ONE], MAIN, _WARM_UP, save_every=1)
+        return self.run("main", LAYOUTS[ONE], MAIN, _WARM_UP, save_every=1)
 
     def resumed(self) -> Run:
         """:meth:`main` once more from its checkpoint of step :data:`RESUMED`, in a new process."""
         load = ["--load", str(self.main().checkpoints), "--ckpt-step", str(RESUMED)]
-        return self._once("resumed", LAYOUTS[ONE], MAIN, [*_WARM_UP, *load])
+        return self.run("resumed", LAYOUTS[ONE], MAIN, [*_WARM_UP, *load])
 
     def compared(self, name: str) -> Run:
         """:data:`COMPARED` steps in layout ``name`` from the last checkpoint of :meth:`main`, from the first sample on."""
-        load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
-        return self._once(name, {**LAYOUTS, **WITHOUT_SP}[name], COMPARED, [*_WARM_UP, *load], save_every=1)
+        return self.run(name, LAYOUTS[name], COMPARED, self._from_main(), save_every=1)
 
     def recomputed(self, name: str) -> Run:
         """:meth:`compared` with every layer run again in the backward pass."""
-        load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
-        words = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-        return self._once(f"{name}, recomputed", LAYOUTS[name], COMPARED, [*_WARM_UP, *load, *words], save_every=1)
+        words = [*self._from_main(), *stock.full_recompute()]
+        return self.run(f"{name}, recomputed", LAYOUTS[name], COMPARED, words, save_every=1)
 
     def overlapped(self, name: str, replicas: int) -> Run:
         """:meth:`compared` with what several replicas are lowered with on GPUs; every parameter is a bucket of its own."""
-        load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
         asked = (launch_flags.DISTRIBUTED_OPTIMIZER, launch_flags.GRAD_REDUCE, launch_flags.PARAM_GATHER)
         words = [word for flag in launch_flags.FLAGS if flag.name in asked for word in flag.words]
         # Saved without the optimizer: megatron-core 0.19 cannot save a bucket so small that a rank has no part of it.
-        words += ["--ddp-bucket-size", "1", "--no-save-optim", *_WARM_UP, *load]
-        return self._once(f"{name}, overlapped", LAYOUTS[name], COMPARED, words, replicas=replicas)
+        words += ["--ddp-bucket-size", "1", "--no-save-optim", *self._from_main()]
+        return self.run(f"{name}, overlapped", LAYOUTS[name], COMPARED, words, replicas=replicas)
 
     def untrained(self, name: str) -> Run:
         """The model that layout ``name`` starts with when it loads nothing, saved after one step of size zero."""
-        return self._once(f"untrained {name}", LAYOUTS[name], 1, ["--no-save-optim"], learning_rate=0.0)
+        return self.run(f"untrained {name}", LAYOUTS[name], 1, ["--no-save-optim"], learning_rate=0.0)
 
     def moved(self, source: Run, name: str, *, optimizer: bool = True) -> Run:
         """The last checkpoint of ``source`` loaded in layout ``name`` and saved again as it is."""
         extra = [*_WARM_UP, "--load", str(source.checkpoints)]
         extra += [] if optimizer else ["--no-load-optim", "--no-save-optim"]
         label = f"{source.checkpoints.parent.name} to {name}"
-        return self._once(label, LAYOUTS[name], COMPARED, extra, save_only=True)
+        return self.run(label, LAYOUTS[name], COMPARED, extra, save_only=True)
 
-    def _once(
+    def _from_main(self) -> list[str]:
+        load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
+        return [*_WARM_UP, *load]
+
+    def run(
         self,
         name: str,
         layout: Layout,
         steps: int,
         extra: Sequence[str],
         *,
-        learning_rate: float = LEARNING_RATE,
         save_every: int | None = None,
         save_only: bool = False,
         replicas: int = 1,
+        **training: Any,
     ) -> Run:
+        """The run of that name, made once: ``steps`` in ``layout``, in as many copies as there are ``replicas``."""
         if name not in self._runs:
             folder = self.folder / name
             folder.mkdir()
@@ -170,21 +179,18 @@ class Laboratory:
             else:
                 saved = folder / "checkpoints"
                 save = ["--save", str(saved), "--save-interval", str(save_every or steps)]
-            words = [*self._words(layout, steps, learning_rate), *save, *extra]
+            words = [*self._words(layout, train_iters=steps, **training), *save, *extra]
             self._runs[name] = self._run(name, folder, saved, words, layout.processes * replicas)
         return self._runs[name]
 
-    def _words(self, layout: Layout, steps: int, learning_rate: float) -> list[str]:
+    def _words(self, layout: Layout, **training: Any) -> list[str]:
         return stock.words(
             self.model,
             # Megatron multiplies by TP: without this, TP 2 would have more padding logits in its softmax.
             *("--make-vocab-size-divisible-by", str(PADDED_TO // layout.tensor), *self.words),
             data=("--data-path", self.data, "--split", "100,0,0", "--data-cache-path", str(self.folder / "cache")),
             layout=layout,
-            micro_batch_size=MICRO_BATCH,
-            global_batch_size=GLOBAL_BATCH,
-            train_iters=steps,
-            learning_rate=learning_rate,
+            **self.training | training,
         )
 
     def _run(self, name: str, folder: Path, saved: Path, words: Sequence[str], processes: int) -> Run:
@@ -193,7 +199,7 @@ class Laboratory:
         options += [str(ROOT / "tests" / "distributed" / "double.py")] * self.double
         status, output = launch([*options, *words], self.config, processes)
         assert status == 0, f"run {name!r} ended with status {status}:\n{output[-8000:]}"
-        return Run(output, saved, read_scalars(recorded))
+        return Run(output, saved, read_scalars(recorded), self.model)
 
 
 def write_config(path: Path, overrides: Mapping[str, Any]) -> Path:

@@ -5,15 +5,15 @@ In a file of its own, so that under ``pytest -n`` with ``--dist loadfile`` anoth
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.comparing import MOMENTUM, SCALARS, differing_scalars, differing_tensors, tensors_of
+from tests.distributed.comparing import SCALARS, differing_runs, differing_scalars
 from tests.distributed.runs import COMPARED, ONE, OVERRIDES, Laboratory
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
@@ -38,48 +38,31 @@ def texts(folder: Path) -> list[str]:
     return [str(folder)]
 
 
-@contextlib.contextmanager
-def laboratory(folder: Path, words: Sequence[str], overrides: dict[str, Any]) -> Iterator[Laboratory]:
-    folder.mkdir(exist_ok=True)
-    yield Laboratory(folder, overrides=overrides, texts=texts(folder / "texts"), words=words)
-    shutil.rmtree(folder)
-
-
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
-    """The runs on packed rows that these tests share; their checkpoints are removed in the end."""
-    with laboratory(tmp_path_factory.mktemp("packed"), PACKED, dict(OVERRIDES)) as made:
-        yield made
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool], Laboratory]]:
+    """The runs that these tests share, on packed rows or with a mask; their checkpoints are removed in the end."""
+    folders = {way: tmp_path_factory.mktemp("documents") for way in (False, True)}
+
+    @functools.cache
+    def make(masked: bool) -> Laboratory:
+        overrides, words = (WITHOUT_MTP, MASKED) if masked else (OVERRIDES, PACKED)
+        folder = folders[masked]
+        return Laboratory(folder, overrides=overrides, texts=texts(folder / "texts"), words=words)
+
+    yield make
+    for folder in folders.values():
+        shutil.rmtree(folder)
 
 
-@pytest.fixture(scope="module")
-def masked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
-    """The runs with a mask."""
-    with laboratory(tmp_path_factory.mktemp("masked"), MASKED, WITHOUT_MTP) as made:
-        yield made
-
-
-def check(laboratory: Laboratory, name: str, scalars: Sequence[str]) -> None:
-    """Layout ``name`` against one process: every step's scalars, and every gradient of the first."""
-    one, other = laboratory.compared(ONE), laboratory.compared(name)
-    assert all(len(one.scalars[scalar]) == COMPARED for scalar in scalars)
-    exact = [scalar for scalar in scalars if scalar != "indexer loss"]
-    assert differing_scalars(one.scalars, other.scalars, TOLERANCE, exact) == []
+@pytest.mark.parametrize(
+    ("masked", "name"),
+    # The inner virtual stages have no tokens, and are told where packed documents begin all the same.
+    [(False, "TP 2 with SP"), (False, "PP 2"), (False, "PP 2 × VPP 2"), (True, "TP 2 with SP"), (True, "PP 2")],
+)
+def test_documents_are_kept_apart_as_in_one_process(made: Any, masked: bool, name: str) -> None:
+    """Every step's scalars, and every gradient of the first."""
+    one, other = made(masked).compared(ONE), made(masked).compared(name)
+    exact = [scalar for scalar in SCALARS if scalar != "indexer loss" and not (masked and scalar.startswith("mtp"))]
+    assert differing_runs(one, other, TOLERANCE, exact, steps=COMPARED) == []
     assert len(differing_scalars(one.scalars, other.scalars, TOLERANCE, ["indexer loss"])) <= 1
     assert differing_scalars(one.scalars, other.scalars, TIE, ["indexer loss"]) == []
-    expected, found = (
-        {key: value for key, value in tensors_of(run, 1).items() if key.startswith(MOMENTUM)} for run in (one, other)
-    )
-    assert sum(value.numel() for value in expected.values()) == sum(laboratory.model.parameters().values())
-    assert differing_tensors(expected, found, TOLERANCE) == []
-
-
-@pytest.mark.parametrize("name", ["TP 2 with SP", "PP 2", "PP 2 × VPP 2"])
-def test_packed_rows(packed: Laboratory, name: str) -> None:
-    """The inner virtual stages have no tokens, and are told where documents begin all the same."""
-    check(packed, name, SCALARS)
-
-
-@pytest.mark.parametrize("name", ["TP 2 with SP", "PP 2"])
-def test_masked_rows(masked: Laboratory, name: str) -> None:
-    check(masked, name, [scalar for scalar in SCALARS if not scalar.startswith("mtp")])

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -111,51 +113,34 @@ def run(config: Any, masked: bool) -> dict[str, Any]:
     }
 
 
-def worker(rank: int, folder: str) -> None:
-    """All runs of one rank; saves what :func:`run` returned, and what a refused layout said."""
-    folder_path = Path(folder)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ.pop("MEGACPP_CONFIG", None)
-    torch.set_num_threads(1)
-    with stock.cpu_lane():
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+def main(folder: Path) -> None:
+    """Be one rank; saves what :func:`run` returned of each run."""
+    rank = os.environ["RANK"]
+    results: dict[Any, Any] = {}
+    for number, (name, pipeline) in enumerate(PIPELINES.items()):
+        sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": pipeline.virtual}
+        with (
+            stock.one_process(folder / f"store{number}", **sizes),
+            stock.patched(unit.PATCH),
+            mock.patch.dict(os.environ),
+        ):
+            from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        store = torch.distributed.FileStore(str(folder_path / "store"), 2)
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-        registry = unit.Registry([unit.PATCH])
-        results: dict[Any, Any] = {}
-        for name, pipeline in PIPELINES.items():
-            parallel_state.initialize_model_parallel(
-                pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=pipeline.virtual
-            )
             model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+            stock.loss_scale(1.0)
             if pipeline.text:
-                (folder_path / f"{rank}.yaml").write_text(pipeline.text)
-                os.environ["MEGACPP_CONFIG"] = str(folder_path / f"{rank}.yaml")
-            registry.apply([unit.PATCH.name])
+                (folder / f"{rank}.yaml").write_text(pipeline.text)
+                os.environ["MEGACPP_CONFIG"] = str(folder / f"{rank}.yaml")
             for recompute, masked in itertools.product(RECOMPUTE, (False, True)):
                 results[name, recompute, masked] = run(pipeline.config(recompute), masked)
-            if pipeline.text:
-                (folder_path / f"{rank}.yaml").write_text(pipeline.text.replace("FSSSFSFS", "FSSSSSFS"))
-                with pytest.raises(unit.ModelError) as refused:
-                    chunks(pipeline.config("none"))
-                results["refused"] = str(refused.value)
-                del os.environ["MEGACPP_CONFIG"]
-            registry.revert()
-            if not pipeline.text:
-                for recompute in ("none", "full, layer by layer"):
-                    results["stock", recompute] = run(pipeline.config(recompute), False)
-            parallel_state.destroy_model_parallel()
-        torch.save(results, folder_path / f"{rank}.pt")
-        torch.distributed.destroy_process_group()
+    torch.save(results, folder / f"{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What each of the two ranks saved."""
     folder = tmp_path_factory.mktemp("pipelines")
-    torch.multiprocessing.spawn(worker, args=(str(folder),), nprocs=2, join=True)
+    stock.on_ranks("tests.distributed.test_dsa_index_cache", 2, str(folder))
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
@@ -170,11 +155,6 @@ def process(results: list[dict[Any, Any]], tmp_path_factory: pytest.TempPathFact
         yield
 
 
-def reference(first: Mapping[str, list[torch.Tensor]], roles: str) -> dict[str, torch.Tensor]:
-    sources = unit.sources_of(roles)
-    return unit.reference_gradients(first, sources, MICRO_BATCHES, 1 / MICRO_BATCHES, layers=LAYERS)
-
-
 @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "mask"])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("name", PIPELINES)
@@ -187,43 +167,27 @@ def test_every_gradient(
     first = ranks[0]["first"] | ranks[1]["first"]
     again = ranks[0]["again"] | ranks[1]["again"]
     assert sorted(first) == [f"d{number}" for number in range(1, LAYERS + 1)]
-    for shared, full in unit.sources_of(PIPELINES[name].roles).items():
-        assert len(first[full]) == MICRO_BATCHES
-        assert all(map(torch.equal, first[shared], first[full]))
+    sources = unit.sources_of(PIPELINES[name].roles)
+    unit.Spy(first, again).check(sources, range(MICRO_BATCHES))
+    for shared, full in sources.items():
         assert len(again.get(shared, [])) == (0 if recompute == "none" else MICRO_BATCHES)
-        assert all(map(torch.equal, again.get(shared, []), first[full]))
         different = itertools.combinations([index.sort().values for index in first[full]], 2)
         assert not any(torch.equal(one, other) for one, other in different)
     found = ranks[0]["gradients"] | ranks[1]["gradients"]
     assert len(found) == len(ranks[0]["gradients"]) + len(ranks[1]["gradients"])
-    roles = PIPELINES[name].roles
-    assert unit.differing(reference(first, roles), found, unit.sources_of(roles)) == []
-
-
-def test_stock_is_wrong(process: None, results: list[dict[Any, Any]]) -> None:
-    """Only under recompute; when this fails, upstream's own sharing has been repaired."""
-    for recompute, right in (("none", True), ("full, layer by layer", False)):
-        ranks = [result["stock", recompute] for result in results]
-        found = ranks[0]["gradients"] | ranks[1]["gradients"]
-        first = ranks[0]["first"] | ranks[1]["first"]
-        off = unit.differing(reference(first, "FSFSFSFS"), found, unit.sources_of("FSFSFSFS"))
-        assert (off == []) == right, off
-    wrong = [not torch.equal(*pair) for pair in zip(ranks[0]["again"]["d2"], ranks[0]["first"]["d1"], strict=True)]
-    assert any(wrong)
+    scale = 1 / MICRO_BATCHES
+    expected = unit.reference_gradients(first, sources, MICRO_BATCHES, scale, layers=LAYERS)
+    assert unit.differing(expected, found, sources) == []
 
 
 def test_logged_loss_is_the_mean_over_the_full_layers_of_all_stages(results: list[dict[Any, Any]]) -> None:
     for name, pipeline in PIPELINES.items():
-        one, two = [result[name, "full, layer by layer", False] for result in results]
-        values = one["values"] + two["values"]
+        ranks = [result[name, "full, layer by layer", False] for result in results]
+        values = sum(rank["values"] for rank in ranks)
         assert values.nonzero().flatten().tolist() == [i for i, role in enumerate(pipeline.roles) if role == "F"]
-        expected = values.sum() / (pipeline.roles.count("F") * MICRO_BATCHES)
-        for rank in (one, two):
-            assert rank["logged"].item() == pytest.approx(expected.item(), rel=1e-6)
+        expected = values.sum().item() / (pipeline.roles.count("F") * MICRO_BATCHES)
+        assert [rank["logged"].item() for rank in ranks] == pytest.approx([expected] * 2, rel=1e-6)
 
 
-def test_every_rank_refuses_a_stage_that_would_begin_with_a_shared_layer(results: list[dict[Any, Any]]) -> None:
-    for result in results:
-        assert "layer 5. " in result["refused"]
-        assert "1–4, 5–8" in result["refused"]
-        assert "{schedule: FSSSFSFS}" in result["refused"]
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -6,8 +6,7 @@ compares the same layouts in fp32.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
+import functools
 
 import pytest
 import torch
@@ -21,12 +20,7 @@ TOLERANCE = 1e-10
 """Relative, as in test_layouts; what is seen is some 1e-12."""
 
 
-@pytest.fixture(scope="module")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
-    """The runs that these tests share; their checkpoints are removed in the end."""
-    folder = tmp_path_factory.mktemp("laboratory")
-    yield Laboratory(folder, double=True)
-    shutil.rmtree(folder)
+LABORATORY = functools.partial(Laboratory, double=True)
 
 
 @pytest.mark.parametrize("name", ["EP 2", "TP 2 with SP"])  # where sums are taken in another order

@@ -16,11 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import forks
+from tests import micro_batch, stock
+from tests.lanes import exhaustive_but
 
-pytestmark = pytest.mark.exhaustive
-
-ROOT = Path(__file__).parents[2]
 HIDDEN, HEADS, VOCABULARY, SEQUENCE, BATCH, MICROBATCHES, LAYERS = 32, 4, 64, 16, 2, 2, 4
 TOLERANCE = 1e-5
 
@@ -35,7 +33,6 @@ class Case:
         configured: whether the schedule is told to finalize.
         afterwards: whether the loop calls ``finalize_model_grads`` itself, after its last schedule.
         calls: schedules without zeroing the gradients between them.
-        zeroed: whether a schedule that is not told to finalize goes first, whose gradients are zeroed.
     """
 
     patched: bool = True
@@ -43,7 +40,6 @@ class Case:
     configured: bool = False
     afterwards: bool = False
     calls: int = 1
-    zeroed: bool = False
 
 
 CASES = {
@@ -55,7 +51,6 @@ CASES = {
     "patched, wrapped": Case(wrapped=True),
     "patched, wrapped, twice": Case(wrapped=True, calls=2),
     "patched, finalized by the schedule": Case(wrapped=True, configured=True),
-    "patched, finalized by the schedule after one that was not": Case(wrapped=True, configured=True, zeroed=True),
     "patched, finalized by the loop": Case(wrapped=True, afterwards=True),
     "patched, twice, finalized by the loop": Case(wrapped=True, afterwards=True, calls=2),
 }
@@ -65,10 +60,12 @@ BROKEN = ("stock, bare", "stock, wrapped")
 # --- in a process of a run ---------------------------------------------------------------------------------------------
 
 
-def gpt_chunk(config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
+def gpt_chunk(config: Any, vp_stage: int | None) -> Any:
     """A chunk of a stock GPT with QK norms and biases; its norms are ours, for lack of a stock one for CPU with SP."""
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     from megacpp_mcore.layer_specs.parts import TorchNorm
 
@@ -76,20 +73,17 @@ def gpt_chunk(config: Any, *, pre_process: bool, post_process: bool, vp_stage: i
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
     attention = layer.submodules.self_attention.submodules
     attention.q_layernorm = attention.k_layernorm = TorchNorm
-    block = _block(config, layer, vp_stage)
-    return GPTModel(
-        config, block, VOCABULARY, SEQUENCE, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage,
-        share_embeddings_and_output_weights=False, position_embedding_type="rope",
-    )  # fmt: skip
-
-
-def _block(config: Any, layer: Any, vp_stage: int | None) -> Any:
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-
-    from megacpp_mcore.layer_specs.parts import TorchNorm
-
     count = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=TorchNorm)
+    block = TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=TorchNorm)
+    where: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
+    ends = {
+        "pre_process": parallel_state.is_pipeline_first_stage(**where),
+        "post_process": parallel_state.is_pipeline_last_stage(**where),
+    }
+    return GPTModel(
+        config, block, VOCABULARY, SEQUENCE, **ends, vp_stage=vp_stage, share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )  # fmt: skip
 
 
 def global_name(name: str, chunk: Any) -> str:
@@ -115,7 +109,7 @@ def fill(chunk: Any, rank: int, world: int) -> None:
 
 def forward_step(data: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) -> Any:
     tokens, labels = next(data)
-    mask = ~torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril()[None, None]
+    mask = micro_batch.causal_mask(SEQUENCE)
     output = model(tokens, torch.arange(SEQUENCE).expand(BATCH, -1), mask, labels=labels)
     return output, lambda losses: (losses.float().mean(), {})
 
@@ -152,10 +146,7 @@ def gradients(case: Case, virtual: int | None) -> dict[str, torch.Tensor]:
     )  # fmt: skip
     chunks = []
     for stage in range(virtual or 1):
-        vp_stage = stage if virtual else None
-        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        chunk = gpt_chunk(config, pre_process=first, post_process=last, vp_stage=vp_stage)
+        chunk = gpt_chunk(config, stage if virtual else None)
         fill(chunk, parallel_state.get_tensor_model_parallel_rank(), tensor)
         chunks.append(chunk)
     bare = list(chunks)
@@ -169,10 +160,6 @@ def gradients(case: Case, virtual: int | None) -> dict[str, torch.Tensor]:
             micro_batch_size=BATCH, forward_only=False,
         )  # fmt: skip
 
-    if case.zeroed:
-        schedule(99)
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
     config.finalize_model_grads_func = finalize_model_grads if case.configured else None
     for call in range(case.calls):
         schedule(call)
@@ -199,32 +186,19 @@ def _whole(gradient: torch.Tensor, axis: int | None) -> torch.Tensor:
 
 def main(folder: Path, tensor: int, virtual: int, names: Sequence[str]) -> None:
     """Be one rank of a run; writes ``case → parameter → gradient`` of this rank's stages."""
-    from megacpp_mcore import cpu
-
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-    cpu.install()
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from megacpp_mcore.patches.machinery.registry import Registry
     from megacpp_mcore.patches.sp_norm_gradients import PATCH
 
-    store = torch.distributed.FileStore(str(folder / "store"), world)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    pipeline = world // tensor
+    pipeline = int(os.environ["WORLD_SIZE"]) // tensor
     sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
-    parallel_state.initialize_model_parallel(**sizes, virtual_pipeline_model_parallel_size=virtual or None)
-    model_parallel_cuda_manual_seed(1)
-    registry = Registry([PATCH])
-    results = {}
-    for name in names:
-        if CASES[name].patched:
-            registry.apply([PATCH.name])
-        results[name] = gradients(CASES[name], virtual or None)
-        registry.revert()
-    torch.save(results, folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+    with stock.one_process(folder / "store", **sizes, virtual_pipeline_model_parallel_size=virtual or None):
+        model_parallel_cuda_manual_seed(1)
+        results = {}
+        for name in names:
+            with stock.patched(*[PATCH] * CASES[name].patched):
+                results[name] = gradients(CASES[name], virtual or None)
+    torch.save(results, folder / f"{os.environ['RANK']}.pt")
 
 
 # --- the runs, and what is asked of them -------------------------------------------------------------------------------
@@ -234,10 +208,8 @@ def run(folder: Path, *, tensor: int, pipeline: int = 1, virtual: int = 0, names
     """The gradients by case and parameter of a run with ``tensor × pipeline`` processes."""
     folder.mkdir()
     world = tensor * pipeline
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    words = ["-m", "tests.distributed.test_sp_norm_gradients", str(folder), str(tensor), str(virtual), *names]
-    status, said = forks.run_ranks(words, world, env=environment)
-    assert status == 0, said[-6000:]
+    words = (str(folder), str(tensor), str(virtual), *names)
+    stock.on_ranks("tests.distributed.test_sp_norm_gradients", world, *words)
     merged: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
     for rank in range(world):
         for name, found in torch.load(folder / f"{rank}.pt", weights_only=True).items():
@@ -263,8 +235,8 @@ def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert set(found) == set(expected)
     assert float(min(gradient.norm() for gradient in expected.values())) > 1e-4
     for name, gradient in expected.items():
-        for rank in range(len(found[name]) if name in NORMS_AND_BIASES else 1):
-            part = found[name][rank] if name in NORMS_AND_BIASES else found[name]
+        # What is replicated, every rank has whole.
+        for rank, part in enumerate(found[name] if name in NORMS_AND_BIASES else [found[name]]):
             whole = gradient[0] if name in NORMS_AND_BIASES else gradient
             assert difference(part, whole) < TOLERANCE, f"{name}, rank {rank}"
 
@@ -282,7 +254,7 @@ NORMS_AND_BIASES = {f"decoder.layers.{layer}.{name}" for layer in range(LAYERS) 
 """Every replicated parameter of the model."""
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", exhaustive_but(BROKEN, "stock, bare"))
 def test_without_the_patch_each_rank_has_a_part(name: str, one: Any, two: Any) -> None:
     expected = one["stock, bare"]
     for parameter, gradient in two[name].items():
@@ -295,12 +267,16 @@ def test_without_the_patch_each_rank_has_a_part(name: str, one: Any, two: Any) -
         assert difference(first + second, expected[parameter][0]) < TOLERANCE, parameter
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in BROKEN])
+@pytest.mark.parametrize(
+    "name",
+    exhaustive_but([name for name in CASES if name not in BROKEN], "patched, bare", "patched, finalized by the loop"),
+)
 def test_gradients_are_those_of_one_process(name: str, one: Any, two: Any) -> None:
     """With the patch in every way to train, and, with or without it, where the schedule finalizes: never summed twice."""
     check_equal(two[name], one["stock, bare" if CASES[name].calls == 1 else "patched, bare, twice"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("virtual", [0, 2])
 def test_under_pipeline_parallelism(virtual: int, one: Any, tmp_path: Path) -> None:
@@ -309,7 +285,7 @@ def test_under_pipeline_parallelism(virtual: int, one: Any, tmp_path: Path) -> N
     norm = "decoder.layers.0.input_layernorm.weight"
     assert difference(found["stock, bare"][norm][0], one["stock, bare"][norm][0]) > 0.1
     for name in names[1:]:
-        check_equal(found[name], one["stock, bare" if CASES[name].calls == 1 else "patched, bare, twice"])
+        check_equal(found[name], one["stock, bare"])
 
 
 if __name__ == "__main__":

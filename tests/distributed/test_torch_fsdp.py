@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from megacpp_mcore.arguments.launch_flags import TORCH_FSDP
@@ -15,17 +11,13 @@ from tests.distributed.runs import LAYOUTS, MAIN, ONE, RESUMED, Laboratory, Run
 pytestmark = pytest.mark.exhaustive
 
 
-@pytest.fixture
-def laboratory(tmp_path: Path) -> Iterator[Laboratory]:
-    yield Laboratory(tmp_path)
-    shutil.rmtree(tmp_path)
-
-
 def trained(laboratory: Laboratory, name: str, words: tuple[str, ...], *extra: str) -> Run:
     """Two replicas; ``words`` are known to lowering."""
     laboratory.words = words
     warm_up = ("--lr-warmup-iters", "1")
-    return laboratory._once(name, LAYOUTS[ONE], MAIN, (*warm_up, *extra), replicas=2, save_every=RESUMED)
+    return laboratory.run(
+        " ".join((name, *words)), LAYOUTS[ONE], MAIN, (*warm_up, *extra), replicas=2, save_every=RESUMED
+    )
 
 
 @pytest.mark.parametrize(("words", "tolerance"), [((), 1e-5), (("--bf16",), 5e-3)], ids=["fp32", "bf16"])
@@ -39,7 +31,4 @@ def test_fsdp_trains_as_ddp_does(laboratory: Laboratory, words: tuple[str, ...],
         return
     load = ("--load", str(cut.checkpoints), "--ckpt-step", str(RESUMED))
     resumed = trained(laboratory, "resumed", (*words, TORCH_FSDP), *load)
-    later = {
-        name: {step: values[step] for step in range(RESUMED + 1, MAIN + 1)} for name, values in cut.scalars.items()
-    }
-    assert differing_scalars(later, resumed.scalars, 0.0) == []
+    assert differing_scalars(cut.after(RESUMED), resumed.scalars, 0.0) == []

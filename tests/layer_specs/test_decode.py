@@ -20,6 +20,7 @@ from megacpp_mcore.layer_specs import steps
 from megacpp_mcore.layer_specs.decode import LayerCache
 from megacpp_mcore.model import preset
 from tests import stock
+from tests.micro_batch import draw_tokens, packed
 
 S, B = 24, 2
 
@@ -50,7 +51,7 @@ def in_pieces(model: Any, tokens: torch.Tensor, lengths: Sequence[int]) -> torch
 
 @pytest.mark.parametrize("lengths", [[S], [1] * S, [9] + [1] * (S - 9), [1, 10, 5, 8]])
 def test_pieces_give_what_the_whole_gives(model: Any, lengths: list[int]) -> None:
-    tokens = torch.randint(0, 256, (B, S), generator=torch.Generator().manual_seed(3))
+    tokens = draw_tokens(B, S - 1)
     whole, found = logits(model, tokens), in_pieces(model, tokens, lengths)
     assert found.shape == whole.shape
     error = (found - whole).square().mean(-1).sqrt() / whole.square().mean(-1).sqrt()
@@ -87,7 +88,7 @@ def test_what_a_context_cannot_be(given: Any, rows: int, says: str) -> None:
 
 def test_pieces_of_a_model_that_attends_densely_still(process: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = stock.build({"seq_length": S, "dsa": {"topk": 4, "warmup_steps": 5}}, preset("nam56r_tiny"), process).eval()
-    tokens = torch.randint(0, 256, (B, S), generator=torch.Generator().manual_seed(3))
+    tokens = draw_tokens(B, S - 1)
     with steps.assumed(2):
         whole, found = logits(dense, tokens), in_pieces(dense, tokens, [7] + [1] * (S - 7))
     assert torch.allclose(found, whole, rtol=1e-4, atol=1e-5)
@@ -97,13 +98,9 @@ def test_pieces_of_a_model_that_attends_densely_still(process: Path, monkeypatch
 
 @pytest.mark.parametrize("number", [1, 3, 5, 12])
 def test_packed_sequences_are_refused(model: Any, number: int) -> None:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    lengths = torch.tensor([0, 2, 4], dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
     layer, held = model.decoder.layers[number - 1].self_attention, StaticInferenceContext(1, S)
     with pytest.raises(ModelError, match=f"layer {number} was given packed sequences and an inference context"):
-        layer(torch.randn(4, 1, 128), None, inference_context=held, packed_seq_params=packed)
+        layer(torch.randn(4, 1, 128), None, inference_context=held, packed_seq_params=packed([2, 2]))
 
 
 @pytest.mark.parametrize("number", [3, 5, 12])

@@ -1,11 +1,11 @@
 """The dense warm-up of DSA's indexer: what it computes and trains, when it ends, and who says the step.
 
-Legend: S queries and keys, B batch, H indexer heads, D indexer width, A attention heads, K absorbed width.
+Shape legend: S sequence, B batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,39 +17,10 @@ from megatron.training import global_vars
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import steps
 from megacpp_mcore.model import preset
-from megacpp_mcore.ops.indexer import reference
-from megacpp_mcore.ops.indexer.chunked import dense_grad
-from megacpp_mcore.ops.packed.documents import other_documents
-from megacpp_mcore.ops.sparse_mla.reference import dense_attention_target
-from tests import stock
+from tests import micro_batch, stock
 
-S, B, H, D, A, K = 24, 2, 3, 8, 4, 10
+S, B = 24, 2
 FULL, SHARED = 5, 9
-
-
-@pytest.mark.parametrize("query_chunk", [None, 5])
-@pytest.mark.parametrize("lengths", [None, (9, 1, 14)])
-def test_the_gradients_are_those_of_the_reference(query_chunk: int | None, lengths: tuple[int, ...] | None) -> None:
-    generator = torch.Generator().manual_seed(1)
-    q, k, w, query, key = (
-        torch.randn(shape, generator=generator, dtype=torch.float64)
-        for shape in ((S, B, H, D), (S, B, D), (S, B, H), (S, B, A, K), (S, B, 1, K))
-    )
-    seq_idx, mask = None, None
-    if lengths is not None:
-        seq_idx = torch.repeat_interleave(torch.arange(3, dtype=torch.int32), torch.tensor(lengths))
-        mask = other_documents(seq_idx.expand(B, S).contiguous())
-    trained = [tensor.clone().requires_grad_() for tensor in (q, k, w)]
-    target = dense_attention_target(query, key.squeeze(2), softmax_scale=0.4, attention_mask=mask)
-    loss = reference.indexer_loss_dense(reference.indexer_scores(*trained), target, attention_mask=mask)
-    (3 * loss).backward()
-    found = dense_grad(
-        q, k, w, query, key,
-        weight=torch.tensor(3 / (S * B), dtype=torch.float64), softmax_scale=0.4, seq_idx_S=seq_idx, query_chunk=query_chunk,
-    )  # fmt: skip
-    assert float(found[0].mean()) == pytest.approx(float(loss), rel=1e-9)
-    for gradient, tensor in zip(found[1:], trained, strict=True):
-        assert torch.allclose(gradient, tensor.grad, rtol=1e-8, atol=1e-12)
 
 
 @pytest.fixture
@@ -62,27 +33,32 @@ def make(process: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return build
 
 
-def trained(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def trained(model: Any, batch: int = B, **told: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Losses, and the gradient of every parameter that has one."""
-    from megatron.core.pipeline_parallel.schedules import custom_backward
-
-    tokens = torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(3))
-    losses = model(tokens[:, :-1], torch.arange(S).expand(B, S), None, labels=tokens[:, 1:])
-    custom_backward(losses.mean(), None)
-    return losses.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    losses = micro_batch.losses_of(model, micro_batch.draw_tokens(batch, S), **told)
+    micro_batch.backward(losses.mean())
+    return losses.detach(), micro_batch.gradients(model)
 
 
 def of_the_indexer(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: gradient for name, gradient in gradients.items() if ".indexer." in name}
 
 
+def assert_close(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float, names: Iterable[str] = ()
+) -> None:
+    """Compare gradients of ``names``, or all, by their norm."""
+    assert found.keys() == expected.keys()
+    for name in names or expected:
+        difference = float((found[name] - expected[name]).norm())
+        assert difference <= tolerance * float(expected[name].norm()) + 1e-9, name
+
+
 def test_the_trunk_trains_as_with_every_key_selected(make: Callable[..., Any]) -> None:
     losses, gradients = trained(make({"topk": 4, "warmup_steps": 2}, step=1))
     expected, others = trained(make({"topk": S}))
     assert torch.allclose(losses, expected, rtol=1e-5)
-    assert gradients.keys() == others.keys()
-    for name in gradients.keys() - of_the_indexer(gradients).keys():
-        assert float((gradients[name] - others[name]).norm()) <= 1e-4 * float(others[name].norm()) + 1e-9, name
+    assert_close(gradients, others, 1e-4, gradients.keys() - of_the_indexer(gradients).keys())
 
 
 def test_the_indexer_learns_its_own_layers_attention_over_every_key(make: Callable[..., Any]) -> None:
@@ -90,10 +66,8 @@ def test_the_indexer_learns_its_own_layers_attention_over_every_key(make: Callab
     found = of_the_indexer(trained(make({"topk": 4, "warmup_steps": 2}))[1])
     expected = of_the_indexer(trained(make({"topk": S, "distill": "own"}))[1])
     assert len(found) == 5
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert float(gradient.norm()) > 0
-        assert float((found[name] - gradient).norm()) <= 1e-3 * float(gradient.norm()), name
+    assert all(gradient.any() for gradient in expected.values())
+    assert_close(found, expected, 1e-3)
 
 
 def test_after_the_last_step_of_it_keys_are_selected(make: Callable[..., Any]) -> None:
@@ -109,39 +83,27 @@ def test_recompute_changes_nothing(make: Callable[..., Any]) -> None:
     for words in (stock.full_recompute(), stock.selective_recompute("core_attn")):
         again, others = trained(make({"topk": 4, "warmup_steps": 2}, *words))
         assert torch.equal(losses, again)
-        assert gradients.keys() == others.keys()
-        for name, gradient in gradients.items():
-            assert float((others[name] - gradient).norm()) <= 1e-6 * float(gradient.norm()) + 1e-9, name
+        assert_close(others, gradients, 1e-6)
 
 
 def test_documents_per_token_loss_and_the_factor_of_the_schedule(make: Callable[..., Any]) -> None:
     """Two documents in a packed row: the indexer's gradients, and what is logged, as with every key selected."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.pipeline_parallel.schedules import custom_backward
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Tracker
 
-    lengths = torch.tensor([0, 9, S, S, S], dtype=torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=S, max_seqlen_kv=S
-    )
+    packed = micro_batch.packed([9, S - 9, 0, 0], max_seqlen_q=S, max_seqlen_kv=S)
     found = []
     for dsa in ({"topk": 4, "warmup_steps": 2}, {"topk": S, "distill": "own"}):
         model = make(dsa, "--calculate-per-token-loss")
         stock.loss_scale(0.25)
         Tracker.tracker["values"].zero_()
-        tokens = torch.randint(0, 256, (1, S + 1), generator=torch.Generator().manual_seed(3))
-        positions = torch.arange(S)[None]
-        losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:], packed_seq_params=packed)
-        custom_backward(losses.mean(), None)
-        gradients = {name: one.grad for name, one in model.named_parameters() if ".indexer." in name}
-        found.append((losses.detach(), gradients, Tracker.tracker["values"].clone()))
+        losses, gradients = trained(model, 1, packed_seq_params=packed)
+        found.append((losses, of_the_indexer(gradients), Tracker.tracker["values"].clone()))
     (losses, gradients, logged), (expected, others, shown) = found
     assert torch.allclose(losses, expected, rtol=1e-5)
     assert torch.allclose(logged, shown, rtol=1e-4)
     assert float(logged[FULL - 1]) > 0
     assert len(gradients) == 5
-    for name, gradient in others.items():
-        assert float((gradients[name] - gradient).norm()) <= 1e-3 * float(gradient.norm()), name
+    assert_close(gradients, others, 1e-3)
 
 
 def test_the_step_is_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:

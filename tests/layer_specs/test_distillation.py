@@ -16,8 +16,7 @@ import torch
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model import OWN, SERVED, preset
-from megacpp_mcore.ops.indexer.training import TargetSum
-from tests import stock
+from tests import micro_batch, stock
 
 S, B, TOPK = 32, 2, 8
 COEFFICIENT = 0.1
@@ -66,15 +65,10 @@ def watch_op(module: Any, backend: str) -> list[tuple[tuple[Any, ...], dict[str,
 
 def in_flight(model: Any) -> None:
     """Forward, forward, backward, backward, as a pipeline's first stage does."""
-    from megatron.core.pipeline_parallel.schedules import custom_backward
-
-    tokens = torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(3))
-    mask = ~torch.ones(S, S, dtype=torch.bool).tril()[None, None]
-    losses = []
-    for batch in (tokens, tokens.flip(1)):
-        losses.append(model(batch[:, :-1], torch.arange(S).expand(B, S), mask, labels=batch[:, 1:]).mean())
+    tokens = micro_batch.draw_tokens(B, S)
+    losses = [micro_batch.losses_of(model, batch).mean() for batch in (tokens, tokens.flip(1))]
     for loss in losses:
-        custom_backward(loss, None)
+        micro_batch.backward(loss)
 
 
 def probabilities(given: dict[str, Any], scale: float, index_BSN: torch.Tensor) -> torch.Tensor:
@@ -92,10 +86,10 @@ def by_hand(
     """The loss of the two micro-batches and the gradients of the indexer's parameters, with all keys written out."""
     full = core(model, FULL)
     total = torch.zeros((), dtype=torch.float64)
-    for micro_batch, index_BSN in enumerate(selected):
-        p_BST = sum(probabilities(given[number][micro_batch], full.softmax_scale, index_BSN) for number in layers)
+    for number_of_batch, index_BSN in enumerate(selected):
+        p_BST = sum(probabilities(given[number][number_of_batch], full.softmax_scale, index_BSN) for number in layers)
         p_BST = p_BST / len(layers)
-        of_full = given[FULL][micro_batch]
+        of_full = given[FULL][number_of_batch]
         with torch.enable_grad():
             q, k, w = full.indexer.forward_before_topk(of_full["x"].detach(), of_full["qr"].detach())
             score_BST = torch.einsum("sbh,sbht->bst", w, torch.einsum("sbhd,tbd->sbht", q, k).relu()).double()
@@ -154,20 +148,6 @@ def test_two_full_layers_learn_from_their_own_shared_layers(make: Callable[..., 
         }
     assert all(torch.equal(one, other) for one, other in zip(found[OWN][1], found[SERVED][1], strict=True))
     assert far_apart(found[OWN][5], found[SERVED][5]) > 0.05
-
-
-@pytest.mark.parametrize("distill", [OWN, SERVED])
-def test_layers_that_nobody_learns_from_are_asked_for_no_target(make: Callable[..., Any], distill: str) -> None:
-    model = make(distill)
-    attended = {number: watch_op(core(model, number), "backend") for number in (FULL, *SHARED)}
-    in_flight(model)
-    sinks = {number: [options["sink"] for _, options in calls] for number, calls in attended.items()}
-    assert all(isinstance(sink, TargetSum) for sink in sinks[FULL])
-    assert sinks[FULL][0] is not sinks[FULL][1], "one for each micro-batch"
-    for number in SHARED:
-        assert sinks[number] == (sinks[FULL] if distill == SERVED else [None, None])
-    in_flight(model.eval())
-    assert all(calls[-1][1]["sink"] is None for calls in attended.values())
 
 
 def test_an_incomplete_sum_is_refused(make: Callable[..., Any]) -> None:

@@ -19,9 +19,10 @@ import torch
 from megacpp_mcore.errors import DataError, ModelError
 from megacpp_mcore.model import preset
 from megacpp_mcore.ops.testing import assert_parity
-from tests import stock
+from tests import micro_batch, stock
 from tests.e2e import test_hybrid_host
 from tests.host_reads import host_reads
+from tests.micro_batch import losses_of as losses
 
 S, D, EOD = 32, 128, 256
 LENGTHS = [5, 1, 14, 12]
@@ -48,9 +49,9 @@ def plain(make: Callable[..., Any]) -> Any:
     return make()
 
 
-def draw_tokens(seed: int = 3) -> torch.Tensor:
+def draw_tokens() -> torch.Tensor:
     """``[1, S + 1]``; the documents of LENGTHS, each with an end."""
-    tokens = torch.randint(0, 256, (1, S + 1), generator=torch.Generator().manual_seed(seed))
+    tokens = micro_batch.draw_tokens(1, S)
     tokens[:, torch.tensor(LENGTHS).cumsum(0) - 1] = EOD
     return tokens
 
@@ -63,30 +64,11 @@ def masked(tokens: torch.Tensor) -> dict[str, Any]:
 
 
 def packed(tokens: torch.Tensor) -> dict[str, Any]:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
-    longest = max(LENGTHS)
-    parameters = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        tokens_per_sample=S,
-    )
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    return {"attention_mask": None, "position_ids": positions, "packed_seq_params": parameters}
+    return {"position_ids": positions, "packed_seq_params": micro_batch.packed(LENGTHS, tokens_per_sample=S)}
 
 
 WAYS = {"masked": masked, "packed": packed}
-
-
-def losses(model: Any, tokens: torch.Tensor, **told: Any) -> torch.Tensor:
-    """The loss of each token ``[1, S]``; without ``told`` the row is one document."""
-    rows = tokens.shape[1] - 1
-    told = {"position_ids": torch.arange(rows)[None], "attention_mask": None} | told
-    return model(tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(1, rows), **told)
 
 
 def alone(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -97,11 +79,9 @@ def alone(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    from megatron.core.pipeline_parallel.schedules import custom_backward
-
     model.zero_grad()
-    custom_backward(loss, None)  # while Tensor.backward runs, the CPU lane's device mode is off
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    micro_batch.backward(loss)
+    return micro_batch.gradients(model)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -242,35 +222,23 @@ class TestMultiTokenPrediction:
 
 # --- refusals ----------------------------------------------------------------------------------------------------------
 
-BAD_PACKS: dict[str, tuple[dict[str, Any], str]] = {
-    "another layout": ({"qkv_format": "sbhd"}, "qkv_format 'sbhd'.*expected 'thd'"),
-    "no lengths": ({"cu_seqlens_q": None}, "no cu_seqlens_q"),
-    "context parallelism": ({"local_cp_size": 2}, "cut over 2 context-parallel ranks"),
-    "other keys": ({"cu_seqlens_kv": torch.tensor([0, S])}, "4 packed sequences of queries and 1 of keys"),
-}
+BAD_PACKS: list[tuple[dict[str, Any], str]] = [
+    ({"qkv_format": "sbhd"}, "qkv_format 'sbhd'.*expected 'thd'"),
+    ({"cu_seqlens_q": None}, "no cu_seqlens_q"),
+    ({"local_cp_size": 2}, "cut over 2 context-parallel ranks"),
+    ({"cu_seqlens_kv": torch.tensor([0, S])}, "4 packed sequences of queries and 1 of keys"),
+]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize(("change", "message"), BAD_PACKS.values(), ids=BAD_PACKS.keys())
-def test_packed_sequences_of_another_kind_are_refused(
-    plain: Any, kind: str, change: dict[str, Any], message: str
-) -> None:
+def test_packs_and_masks_of_another_kind_are_refused(plain: Any, kind: str) -> None:
     mixer = plain.decoder.layers[FAMILIES[kind] - 1].self_attention
-    parameters = dataclasses.replace(packed(draw_tokens())["packed_seq_params"], **change)
-    with pytest.raises(ModelError, match=f"layer {FAMILIES[kind]}: .*{message}"):
-        mixer(torch.zeros(S, 1, D), None, packed_seq_params=parameters)
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_a_packed_batch_of_several_rows_is_refused(plain: Any, kind: str) -> None:
-    mixer = plain.decoder.layers[FAMILIES[kind] - 1].self_attention
+    good = packed(draw_tokens())["packed_seq_params"]
+    for change, message in BAD_PACKS:
+        with pytest.raises(ModelError, match=f"layer {FAMILIES[kind]}: .*{message}"):
+            mixer(torch.zeros(S, 1, D), None, packed_seq_params=dataclasses.replace(good, **change))
     with pytest.raises(ModelError, match="a batch of 2; expected 'thd'"):
-        mixer(torch.zeros(S, 2, D), None, packed_seq_params=packed(draw_tokens())["packed_seq_params"])
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_a_mask_that_a_state_cannot_follow_is_refused(plain: Any, kind: str) -> None:
-    mixer = plain.decoder.layers[FAMILIES[kind] - 1].self_attention
+        mixer(torch.zeros(S, 2, D), None, packed_seq_params=good)
     sliding_window = ~torch.ones(S, S, dtype=torch.bool).tril().triu(-4)[None, None]
     with pytest.raises(ModelError, match="is masked, which neither causality nor documents explain"):
         mixer(torch.zeros(S, 1, D), sliding_window)
@@ -287,16 +255,6 @@ ONE_CHUNK = {
     **{"moe_router_load_balancing_type": "seq_aux_loss", "num_moe_experts": 4, "sequence_parallel": False},
     "variable_seq_lengths": False,
 }
-BAD_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no mask": ({"create_attention_mask_in_dataloader": False}, {}, "Megatron makes no mask and documents would see"),
-    "MTP": ({}, {"mtp_num_layers": 2}, "multi-token prediction does not read it"),
-    "three stages": ({}, {"pipeline_model_parallel_size": 3}, "of 3 pipeline chunks"),
-    "virtual stages": (
-        {},
-        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-        "of 4 pipeline chunks",
-    ),
-}
 
 
 def check(given: dict[str, Any] | None, configured: dict[str, Any]) -> None:
@@ -308,7 +266,15 @@ def check(given: dict[str, Any] | None, configured: dict[str, Any]) -> None:
         check_run(configuration)
 
 
-@pytest.mark.parametrize(("given", "configured", "message"), BAD_RUNS.values(), ids=BAD_RUNS.keys())
+@pytest.mark.parametrize(
+    ("given", "configured", "message"),
+    [
+        ({"create_attention_mask_in_dataloader": False}, {}, "Megatron makes no mask and documents would see"),
+        ({}, {"mtp_num_layers": 2}, "multi-token prediction does not read it"),
+        ({}, {"pipeline_model_parallel_size": 3}, "of 3 pipeline chunks"),
+        ({}, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, "of 4 pipeline chunks"),
+    ],
+)
 def test_runs_that_would_not_keep_documents_apart_are_refused(
     given: dict[str, Any], configured: dict[str, Any], message: str
 ) -> None:
@@ -320,26 +286,28 @@ def test_runs_that_would_not_keep_documents_apart_are_refused(
 
 
 PACKED = {"dataloader_inter_document_masking": True, "micro_batch_size": 2}
-CUT = {"sequence_parallel": True, "num_moe_experts": 4, "moe_router_load_balancing_type": "seq_aux_loss"}
+BALANCING = "moe_router_load_balancing_type"
+CUT = {"sequence_parallel": True}
+BALANCED = "packs the 2 samples of a micro-batch .*balances experts over all samples.*pass --micro-batch-size 1"
 
 
-def test_packed_samples_that_would_be_mixed_up_are_refused() -> None:
-    stages = {"pipeline_model_parallel_size": 2}
-    with pytest.raises(ModelError, match="in the shape of unpacked ones, mixing them up; pass --micro-batch-size 1"):
-        check(PACKED, stages)
-    check(PACKED | {"micro_batch_size": 1}, stages)
-    check(PACKED, stages | {"variable_seq_lengths": True})
-
-
-def test_packed_samples_that_would_be_balanced_together_are_refused() -> None:
-    message = "packs the 2 samples of a micro-batch .*balances experts over all samples.*pass --micro-batch-size 1"
-    for balanced in ("seq_aux_loss", ["aux_loss", "seq_aux_loss"]):
-        with pytest.raises(ModelError, match=message):
-            check(PACKED, CUT | {"moe_router_load_balancing_type": balanced})
-    check(PACKED | {"micro_batch_size": 1}, CUT)
-    for change in (
-        {"sequence_parallel": False},
-        {"num_moe_experts": None},
-        {"moe_router_load_balancing_type": "aux_loss"},
-    ):
-        check(PACKED, CUT | change)
+@pytest.mark.parametrize(
+    ("configured", "message", "right"),
+    [
+        (
+            {"pipeline_model_parallel_size": 2},
+            "in the shape of unpacked ones, mixing them up; pass --micro-batch-size 1",
+            {"variable_seq_lengths": True},
+        ),
+        (CUT, BALANCED, {"sequence_parallel": False}),
+        (CUT, BALANCED, {"num_moe_experts": None}),
+        (CUT | {BALANCING: ["aux_loss", "seq_aux_loss"]}, BALANCED, {BALANCING: "aux_loss"}),
+    ],
+)
+def test_packed_samples_that_would_be_mixed_up_or_balanced_together_are_refused(
+    configured: dict[str, Any], message: str, right: dict[str, Any]
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        check(PACKED, configured)
+    check(PACKED | {"micro_batch_size": 1}, configured)
+    check(PACKED, configured | right)

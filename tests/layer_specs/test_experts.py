@@ -19,7 +19,7 @@ from megacpp_mcore.backends import STOCK, Dispatcher
 from megacpp_mcore.backends.candidates import EXPERTS, OWN_EXPERTS
 from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.model import preset
-from tests import stock
+from tests import micro_batch, stock
 
 S, B = 32, 2
 OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}}
@@ -48,11 +48,7 @@ def outcome(folder: Path, backends: Mapping[str, str]) -> Outcome:
     routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
     for router in routers:
         router.expert_bias += bias_N
-    tokens = torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(3))
-    mask = ~torch.ones(S, S, dtype=torch.bool).tril()[None, None]
-    losses_BS = model(
-        tokens[:, :-1], torch.arange(S).expand(B, S), mask, labels=tokens[:, 1:], loss_mask=torch.ones(B, S)
-    )
+    losses_BS = micro_batch.losses_of(model, micro_batch.draw_tokens(B, S))
     losses_BS.mean().backward()
     gradients = {name: weight.grad for name, weight in model.named_parameters() if ".mlp.experts." not in name}
     for number, layer in enumerate(model.decoder.layers, 1):

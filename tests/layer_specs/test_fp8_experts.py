@@ -1,4 +1,4 @@
-"""FP8 experts without a GPU: recipes and their words, the precision file as stock reads it, refusals, padding, the BF16 zone.
+"""FP8 experts without a GPU: padding, the BF16 zone, refusals; how they are asked for: tests/model/test_precision.py.
 
 Shape legend: T rows routed to this rank's experts, N experts, D hidden.
 """
@@ -6,9 +6,6 @@ Shape legend: T rows routed to this rank's experts, N experts, D hidden.
 from __future__ import annotations
 
 import dataclasses
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,204 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
-import yaml
 
-from megacpp_mcore.arguments.lowering import check_arguments, lower, mismatches
 from megacpp_mcore.backends import STOCK, Dispatcher
-from megacpp_mcore.errors import ArgumentMismatchError, ModelError
-from megacpp_mcore.model import Model, precision, preset, with_overrides
-from megacpp_mcore.model.recipes import RECIPES
-from megacpp_mcore.model.training import GPT, HYBRID, Training
+from megacpp_mcore.errors import ModelError
+from megacpp_mcore.model import precision, preset
 from megacpp_mcore.ops.testing import assert_parity
 from tests import stock
-
-FILE = ("--te-precision-config-file", str(precision.EXPERTS_FILE))
-EXPERT_NAMES = [f"decoder.layers.{index}.mlp.experts.linear_fc{half}" for index in (1, 3, 17, 51) for half in (1, 2)]
-
-
-def words_of(model: Model, precision_name: str, host: str = GPT) -> list[str]:
-    return stock.words(model, device="cuda", precision=precision_name, host=host)
-
-
-def config_of(words: list[str]) -> Any:
-    """The GPTModelConfig that stock makes of a GPU run's words, read on a machine without a GPU."""
-    with stock.gpu_host():
-        return stock.model_config(words)
-
-
-# --- What is asked for ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stem", ["nam56r_pretrain_8gpu_h200", "nam56r_quarter_pretrain_1gpu_h200"])
-@pytest.mark.parametrize("host", [GPT, HYBRID])
-def test_a_recipe_differs_from_its_bf16_twin_by_the_file_alone(stem: str, host: str) -> None:
-    ours, twin = RECIPES[f"{stem}_fp8_experts"], RECIPES[f"{stem}_bf16"]
-    assert ours == dataclasses.replace(
-        twin, name=ours.name, training=dataclasses.replace(twin.training, precision="bf16_fp8_experts")
-    )
-    found, plain = (lower(one.model, one.layout, one.training, host) for one in (ours, twin))
-    at = found.index(FILE[0])
-    assert found[at : at + 2] == FILE
-    assert (*found[:at], *found[at + 2 :]) == plain
-    assert "--fp8-format" not in found
-    assert {"--bf16", "--moe-grouped-gemm"} <= set(found)
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        (
-            {"device": "cpu", "transformer_impl": "local"},
-            "by Transformer Engine's grouped GEMM, and the CPU lane has none",
-        ),
-        ({"transformer_impl": "local"}, "grouped GEMM, and transformer_impl local has none; use bf16"),
-    ],
-)
-def test_where_there_is_no_transformer_engine(values: dict[str, str], says: str) -> None:
-    with pytest.raises(ModelError, match=says):
-        Training(precision="bf16_fp8_experts", **values)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ({"pattern": "AAMA", "depth": 4}, "has no E layer between its first and last"),
-        ({"pattern": "AAME", "depth": 4}, "has no E layer between its first and last"),
-        (
-            {"moe": {"ffn_hidden_size": 120}},
-            "moe.ffn_hidden_size of nam56r_tiny is 120, and an FP8 GEMM needs a multiple of 16",
-        ),
-    ],
-)
-def test_models_that_cannot(overrides: dict[str, Any], says: str) -> None:
-    schedule = {"dsa": {"schedule": "-"}} if "pattern" in overrides else {}
-    model = with_overrides(preset("nam56r_tiny"), {**overrides, **schedule})
-    with pytest.raises(ModelError, match=says):
-        words_of(model, "bf16_fp8_experts")
-    assert "--te-precision-config-file" not in words_of(model, "bf16")
-
-
-@pytest.mark.parametrize(
-    ("name", "first_and_last", "how_many"), [("nam56r", "AE", 21), ("nam56r_quarter", "AA", 5), ("nam52", "AE", 25)]
-)
-def test_the_last_layer_stays_in_bf16(name: str, first_and_last: str, how_many: int) -> None:
-    model = preset(name)
-    assert model.layers[0] + model.layers[-1] == first_and_last
-    layers = precision.expert_layers(model)
-    assert len(layers) == how_many
-    assert {model.layers[number - 1] for number in layers} == {"E"}
-    assert model.depth not in layers
-
-
-def test_reading_the_plan_needs_no_torch() -> None:
-    code = "import sys, megacpp_mcore.model.precision, megacpp_mcore.model.recipes; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=stock.ROOT).returncode == 0
-
-
-# --- The file ---------------------------------------------------------------------------------------------------------
-
-
-def test_stock_reads_block_scaling_from_the_file() -> None:
-    from megatron.core.enums import Fp8Recipe
-    from megatron.core.extensions.transformer_engine import TEQuantizationParams
-    from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
-
-    recipe = load_quantization_recipe(str(precision.EXPERTS_FILE))
-    for name in EXPERT_NAMES:
-        matched = get_quant_config_or_none(name, recipe)
-        assert matched is not None
-        params = TEQuantizationParams.parse_from_config(matched)
-        assert params.evaluation_recipe is None  # evaluation is as training
-        assert params.training_recipe.fp8_quantization_recipe == Fp8Recipe.blockwise
-        assert params.training_recipe.override_nonquantized_autocast is True
-        assert (params.training_recipe.fp8_format, params.training_recipe.fp8_param) == ("e4m3", False)
-        assert params.training_recipe.fp4_quantization_recipe is None
-
-
-def test_the_file_names_no_other_module_of_a_model(process: Path, tmp_path: Path) -> None:
-    """Every module of all four families, MTP and heads, by the names of GPTModel and, for experts, of Transformer Engine."""
-    from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
-
-    recipe = load_quantization_recipe(str(precision.EXPERTS_FILE))
-    model = stock.build({"seq_length": 32, "dsa": {"topk": 8}}, preset("nam56r_tiny"), tmp_path)
-    names = [name for name, _ in model.named_modules()]
-    assert {"output_layer", "decoder.layers.1.mlp.shared_experts.linear_fc1", "decoder.layers.1.mlp.router"} <= set(
-        names
-    )
-    assert any(name.startswith("mtp.") and name.endswith("mlp.linear_fc1") for name in names)
-    assert [name for name in names if get_quant_config_or_none(name, recipe) is not None] == []
-
-
-# --- What is refused in a run -----------------------------------------------------------------------------------------
-
-
-def test_a_run_of_the_recipe_is_what_the_model_wants(process: Path, tmp_path: Path) -> None:
-    model = preset("nam56r_quarter")
-    copied = tmp_path / "mine.yaml"
-    copied.write_text("# the same, written differently\n" + yaml.safe_dump(_content(), sort_keys=True))
-    for file in (precision.EXPERTS_FILE, copied):
-        words = [str(file) if word == FILE[1] else word for word in words_of(model, "bf16_fp8_experts")]
-        config = config_of(words)
-        assert config.transformer.quant_recipe is not None
-        assert config.transformer.fp8 is None
-        assert mismatches(model, [config.transformer, config]) == []
-
-
-def _content() -> dict[str, Any]:
-    content = yaml.safe_load(precision.EXPERTS_FILE.read_text(encoding="utf-8"))
-    assert isinstance(content, dict)
-    return content
-
-
-def _everything(content: dict[str, Any]) -> None:
-    content["matchers"]["experts"]["pattern"] = "*"
-
-
-def _off(content: dict[str, Any]) -> None:
-    content["matchers"]["experts"]["enabled"] = False
-
-
-def _tensorwise(content: dict[str, Any]) -> None:
-    content["configs"]["fp8_blockwise"]["training_recipe"]["fp8_quantization_recipe"] = "tensorwise"
-
-
-def _not_entered(content: dict[str, Any]) -> None:
-    del content["configs"]["fp8_blockwise"]["training_recipe"]["override_nonquantized_autocast"]
-
-
-def _shared(content: dict[str, Any]) -> None:
-    content["matchers"]["shared"] = content["matchers"]["experts"] | {"pattern": "*.shared_experts.*"}
-
-
-@pytest.mark.parametrize("change", [_everything, _off, _tensorwise, _not_entered, _shared])
-def test_a_file_that_says_something_else(
-    process: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]
-) -> None:
-    content, file = _content(), tmp_path / "other.yaml"
-    change(content)
-    file.write_text(yaml.safe_dump(content))
-    model = preset("nam56r_quarter")
-    words = [str(file) if word == FILE[1] else word for word in words_of(model, "bf16_fp8_experts")]
-    config = config_of(words)
-    expected = f"expected what {re.escape(str(precision.EXPERTS_FILE))} says, FP8 in the experts alone"
-    with pytest.raises(ArgumentMismatchError, match=f"in 1 place:\n  quant_recipe: found .*{expected}"):
-        check_arguments(model, [config.transformer, config])
-
-
-def test_the_file_where_it_would_be_ignored(process: Path) -> None:
-    model = preset("nam56r_tiny")
-    config = stock.model_config([*stock.words(model), *FILE])
-    found = mismatches(model, [config.transformer, config])
-    assert [line.partition(":")[0] for line in found] == ["transformer_impl", "bf16", "moe_grouped_gemm"]
-    assert found[0].endswith("expected 'transformer_engine' with FP8 experts (--transformer-impl transformer_engine)")
-
-
-def test_a_model_without_experts_between_first_and_last_has_nothing_to_put_into_fp8(process: Path) -> None:
-    model = with_overrides(preset("nam56r_tiny"), {"pattern": "AAME", "depth": 4, "dsa": {"schedule": "-"}})
-    config = config_of([*words_of(model, "bf16"), *FILE])
-    (found,) = mismatches(model, [config.transformer, config])
-    assert found.startswith("quant_recipe: nam56r_tiny has no E layer between its first and last")
-
 
 # --- The experts' module ----------------------------------------------------------------------------------------------
 
@@ -295,10 +100,8 @@ def layer(process: Path) -> Iterator[Callable[[int], Any]]:
             asked = {} if quant_recipe is not None else {"experts": STOCK}
             spec = experts.expert_layer_spec(config, parts, Dispatcher(asked))
             built = build_module(spec, config=config, layer_number=number, pg_collection=groups)
-            for (
-                name,
-                module,
-            ) in built.named_modules():  # as GPTModel and HybridModel do, by the name on the pipeline stage
+            # As GPTModel and HybridModel do, by the name on the pipeline stage.
+            for name, module in built.named_modules():
                 if hasattr(module, "finish_init"):
                     module.finish_init(get_quant_config_or_none(f"decoder.layers.0.{name}", quant_recipe))
             return built
@@ -332,10 +135,7 @@ def test_every_experts_rows_are_padded_and_come_back_as_they_were(layer: Callabl
     for one, other in zip(expected, found, strict=True):
         assert_parity(other, one, rms=1e-5)
     assert found[3][0].abs().max() == 0  # the expert without a row
-
-
-def test_no_row_at_all(layer: Callable[..., Any]) -> None:
-    assert [tuple(value.shape) for value in run(layer(2).mlp.experts, (0, 0, 0, 0))[:3]] == [(0, 128), (0, 128), (0,)]
+    assert [tuple(value.shape) for value in run(ours, (0, 0, 0, 0))[:3]] == [(0, 128), (0, 128), (0,)]
 
 
 @pytest.mark.parametrize(("number", "in_fp8"), [(1, False), (2, True), (11, True), (12, False)])
@@ -363,19 +163,3 @@ def test_the_file_is_the_reason_for_stocks_experts(layer: Callable[..., Any]) ->
     assert (found.experts_backend.requested, found.experts_backend.observed) == ("auto", STOCK)
     assert "FP8 experts (--te-precision-config-file)" in found.experts_backend.reason
     assert type(found.shared_experts) is type(plain.shared_experts)
-
-
-# --- The page ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_page_has_the_plans_and_the_files_own_words() -> None:
-    page = (stock.ROOT / "docs" / "fp8.md").read_text(encoding="utf-8")
-    plan = page.partition("## The plan\n")[2].partition("\n## ")[0]
-    rows = [
-        [cell.strip(" `") for cell in line.strip("|").split("|")] for line in plan.splitlines() if line[:3] == "| `"
-    ]
-    assert rows == [[name, *dataclasses.astuple(plan)] for name, plan in precision.PLANS.items()]
-    block = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
-    assert block is not None
-    assert yaml.safe_load(block[1]) == _content()
-    assert all(name in page for name in RECIPES if name.endswith("_fp8_experts"))

@@ -23,7 +23,7 @@ from megacpp_mcore.layer_specs import graphs
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.te.precision import FP8
-from tests import stock
+from tests import micro_batch, stock
 
 S, LENGTHS = 32, (5, 1, 14, 12)
 HOST_READS = "the host reads how many rows each expert gets"
@@ -70,6 +70,7 @@ def test_the_plan_names_what_is_captured_and_why_the_rest_is_not() -> None:
 @pytest.mark.parametrize(
     ("changes", "recompute", "device", "says"),
     [
+        ({"fp8": FP8(recipe="block")}, [], "cuda", "leave fp8 or --cuda-graph-impl out"),
         ({"cuda_graph_impl": "transformer_engine"}, [], "cuda", "transformer_engine cannot hold .*; pass --cuda-graph-impl"),
         ({"cuda_graph_impl": "full_iteration"}, [], "cuda", "full_iteration cannot hold .* pass --cuda-graph-impl local"),
         ({}, [], "cpu", "are for a GPU; leave --cuda-graph-impl out"),
@@ -82,16 +83,10 @@ def test_the_plan_names_what_is_captured_and_why_the_rest_is_not() -> None:
 def test_graphs_that_layers_cannot_be_given_are_refused(
     changes: dict[str, Any], recompute: list[str], device: str, says: str
 ) -> None:
-    settings: Any = SimpleNamespace(recompute=Recompute(**dict.fromkeys(recompute, True)), fp8=FP8())
+    fp8 = changes.pop("fp8", FP8())
+    settings: Any = SimpleNamespace(recompute=Recompute(**dict.fromkeys(recompute, True)), fp8=fp8)
     with mock.patch.object(graphs, "compute_device", return_value=device), pytest.raises(ModelError, match=says):
         graphs.check_graphs(preset("nam56r"), run(**changes), settings)
-
-
-def test_graphs_beside_fp8_scopes_are_refused() -> None:
-    settings: Any = SimpleNamespace(recompute=Recompute(), fp8=FP8(recipe="block"))
-    refused = pytest.raises(ModelError, match="leave fp8 or --cuda-graph-impl out")
-    with mock.patch.object(graphs, "compute_device", return_value="cuda"), refused:
-        graphs.check_graphs(preset("nam56r"), run(), settings)
 
 
 def test_graphs_that_layers_can_be_given_are_not() -> None:
@@ -150,27 +145,16 @@ def test_a_captured_layer_is_given_tensors_and_what_surrounds_a_capture_leaves_n
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
     Recording.given = []
-    tokens = torch.randint(0, 256, (1, S + 1), generator=torch.Generator().manual_seed(3))
-    first_rows = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
-    documents = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=first_rows,
-        cu_seqlens_kv=first_rows,
-        max_seqlen_q=14,
-        max_seqlen_kv=14,
-        tokens_per_sample=S,
-    )
-    told = {"packed_seq_params": documents} if packed else {}
+    tokens = micro_batch.draw_tokens(1, S)
+    told = {"packed_seq_params": micro_batch.packed(LENGTHS, tokens_per_sample=S)} if packed else {}
     found = []
     for captured in (False, True):
         model = build(captured=captured)
         DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
-        losses = model(
-            tokens[:, :-1], torch.arange(S)[None], None, labels=tokens[:, 1:], loss_mask=torch.ones(1, S), **told
-        )
+        losses = micro_batch.losses_of(model, tokens, **told)
         losses.mean().backward()
         logged = DSAIndexerLossLoggingHelper.tracker["values"].clone()
-        found.append([losses, logged, *(p.grad for p in model.parameters() if p.grad is not None)])
+        found.append([losses, logged, *micro_batch.gradients(model).values()])
     for plain, recorded in zip(*found, strict=True):
         assert torch.equal(plain, recorded)
     assert len(Recording.given) == 12 + 2  # MTP at two depths

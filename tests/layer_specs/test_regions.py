@@ -23,15 +23,13 @@ from megacpp_mcore.model.training import Recompute
 from megacpp_mcore.ops.testing import assert_parity
 from megacpp_mcore.settings import PluginConfig
 from tests import stock
+from tests.micro_batch import causal_mask, draw_tokens, gradients, losses_of
 
 S, B = 32, 2
+TINY = preset("nam56r_tiny")
 OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": 2}}
 FAMILIES = ["a", "m", "experts", "r"]
-REGIONS = {
-    "norm",
-    "indexer score",
-    "mamba3 segment",
-}
+REGIONS = {"norm", "indexer score", "mamba3 segment"}
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +47,13 @@ def build(process: Path) -> Callable[..., Any]:
 
         asked = {"compile": compile, "recompute": list(recompute)}
         with mock.patch.object(regions, "BACKEND", backend):
-            return stock.stirred(stock.build(tiny, preset("nam56r_tiny"), process, *words, **asked))
+            return stock.stirred(stock.build(tiny, TINY, process, *words, **asked))
 
     return make
 
 
-def tokens(seed: int) -> torch.Tensor:
-    return torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(seed))
-
-
 def losses_BS(model: Any, seed: int) -> torch.Tensor:
-    tokens_BS1, positions = tokens(seed), torch.arange(S).expand(B, S)
-    mask = ~torch.ones(S, S, dtype=torch.bool).tril()[None, None]
-    return model(tokens_BS1[:, :-1], positions, mask, labels=tokens_BS1[:, 1:], loss_mask=torch.ones(B, S))
+    return losses_of(model, draw_tokens(B, S, seed), attention_mask=causal_mask(S))
 
 
 def train(model: Any, steps: int = 3) -> list[float]:
@@ -85,7 +77,7 @@ def two_micro_batches(model: Any) -> dict[str, torch.Tensor]:
     first, second = losses_BS(model, 1).mean(), losses_BS(model, 2).mean()
     first.backward()
     second.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return gradients(model)
 
 
 def saved_bytes(model: Any) -> int:
@@ -189,38 +181,26 @@ def check_gradients(found: dict[str, torch.Tensor], truth: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize(
-    ("recompute", "words", "names"),
+    ("recompute", "granularity", "modules", "names"),
     [
-        (
-            ["m"],
-            stock.full_recompute(),
-            "full",
-        ),
-        (["experts"], stock.selective_recompute("moe"), "moe for a part"),
-        (
-            ["a"],
-            stock.selective_recompute("mla_up_proj"),
-            "mla_up_proj for a part",
-        ),
-        (["a"], stock.selective_recompute("core_attn"), "core_attn for a part"),
+        ("m", "full", [], "full"),
+        ("experts", "selective", ["moe"], "moe for a part"),
+        ("experts", "selective", ["moe_act"], "asks for experts, and --recompute-modules moe_act for a part"),
+        ("a", "selective", ["mla_up_proj"], "mla_up_proj for a part"),
+        ("a", "selective", ["core_attn"], "core_attn for a part"),
     ],
 )
 def test_what_megatron_recomputes_already_is_refused(
-    build: Callable[..., Any], recompute: list[str], words: tuple[str, ...], names: str
+    recompute: str, granularity: str, modules: list[str], names: str
 ) -> None:
-    with pytest.raises(ModelError, match=names):
-        build(*words, recompute=recompute)
-
-
-def test_the_activation_of_experts_is_refused_beside_them() -> None:
-    """Megatron takes the module for grouped experts alone, which need a GPU's kernels: so the check by itself."""
     from megacpp_mcore.layer_specs.regions import region_plan
 
-    config: Any = SimpleNamespace(recompute_granularity="selective", recompute_modules=["moe_act"], quant_recipe=None)
-    settings = PluginConfig(Path("run.yaml"), "nam56r_tiny", preset("nam56r_tiny"), recompute=Recompute(experts=True))
-    with pytest.raises(ModelError, match="recompute asks for experts, and --recompute-modules moe_act for a part"):
+    config: Any = SimpleNamespace(recompute_granularity=granularity, recompute_modules=modules, quant_recipe=None)
+    settings = PluginConfig(Path("run.yaml"), "nam56r_tiny", TINY, recompute=Recompute(**{recompute: True}))
+    with pytest.raises(ModelError, match=names):
         region_plan(settings, config)
-    assert region_plan(dataclasses.replace(settings, recompute=Recompute(m=True)), config).recompute.m
+    if granularity == "selective":
+        assert region_plan(dataclasses.replace(settings, recompute=Recompute(r=True)), config).recompute.r
 
 
 # --- what it asks for ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How a model starts: the head's factor, and what the families add to the residual."""
+"""How a model starts: what the families add to the residual; of each matrix: test_layer_specs.py."""
 
 from __future__ import annotations
 
@@ -6,28 +6,10 @@ import argparse
 import inspect
 from pathlib import Path
 
-import pytest
 import torch
 
 from megacpp_mcore.model import preset
 from tests import stock
-
-OVERRIDES = {"seq_length": 32, "dsa": {"topk": 8}}
-TINY = preset("nam56r_tiny")
-
-
-def test_the_head_alone_has_its_factor(process: Path) -> None:
-    """Where it has as many rows and columns as another matrix, too: here the first of the MTP block's feed-forward part."""
-    built = stock.build({**OVERRIDES, "vocab_size": 512}, TINY, process)
-    spread = {
-        name: float(weight.std()) * weight.shape[-1] ** 0.5
-        for name, weight in built.named_parameters()
-        if weight.dim() == 2
-    }
-    (mtp,) = [name for name in spread if name.startswith("mtp.") and name.endswith("mlp.linear_fc1.weight")]
-    assert dict(built.named_parameters())[mtp].shape == built.output_layer.weight.shape
-    assert spread["output_layer.weight"] == pytest.approx(0.5, rel=0.05)
-    assert spread[mtp] == pytest.approx(1.0, rel=0.05)
 
 
 def test_families_start_alike_at_full_width(process: Path) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,67 +18,33 @@ import pytest
 import torch
 
 from megacpp_mcore.patches.dsa_graph_safety import PATCH
-from tests import stock
-from tests.dsa_layer import DSA, Recorder, dsa_attention, dsa_config, layer_inputs, run_layer
-
-pytestmark = pytest.mark.exhaustive
+from tests import micro_batch, stock
+from tests.dsa_layer import DSA, dsa_attention, dsa_config, layer_inputs, run_layer
+from tests.host_reads import host_reads
+from tests.lanes import exhaustive_but
 
 TOKENS = 24
-CU_SEQLENS = ([0, 24], [0, 8, 24], [0, 0, 4, 4, 24], [0, 4, 8, 12, 24])
+CU_SEQLENS = exhaustive_but(([0, 24], [0, 8, 24], [0, 0, 4, 4, 24], [0, 4, 8, 12, 24]), [0, 4, 8, 12, 24])
 
 
 @contextlib.contextmanager
-def capture() -> Iterator[None]:
-    """What code in a capture sees, on a machine without a GPU."""
-    with contextlib.ExitStack() as answers:
+def captured() -> Iterator[None]:
+    """The patch in what code sees of a capture, on a machine without a GPU; what a capture refuses fails."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stock.patched(PATCH))
         for question in ("is_available", "is_initialized", "is_current_stream_capturing"):
-            answers.enter_context(mock.patch.object(torch.cuda, question, return_value=True))
+            stack.enter_context(mock.patch.object(torch.cuda, question, return_value=True))
+        waits = stack.enter_context(host_reads(copies=True))
         yield
+        assert not waits
 
 
-class HostRecorder(Recorder):
-    """Records which operations would wait for a GPU, or copy from the host to it: a capture refuses both."""
-
-    WAIT = frozenset(
-        f"aten::{name}"
-        for name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "lift_fresh", "_unique2")
-    )
-    """``lift_fresh`` is what ``torch.tensor(number, device=…)`` shows of its copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: set[str] = set()
-        self._methods = contextlib.ExitStack()
-
-    def __enter__(self) -> Any:
-        for name in ("tolist", "numpy", "cpu"):  # on a CPU tensor these are no operations
-            self._methods.enter_context(mock.patch.object(torch.Tensor, name, self._noting(name)))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._methods.close()
-
-    def _noting(self, name: str) -> Any:
-        method = getattr(torch.Tensor, name)
-
-        def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.waits.add(name)
-            return method(tensor, *args, **kwargs)
-
-        return noted
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name()
-        if name in self.WAIT:
-            self.waits.add(name)
-        if name in ("aten::index.Tensor", "aten::index_put_") and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        ):
-            self.waits.add("boolean index")
-        if name.startswith("aten::repeat_interleave") and (kwargs or {}).get("output_size") is None:
-            self.waits.add("repeat_interleave without output_size")
-        return super().__torch_dispatch__(func, types, args, kwargs)
+def assert_same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+    """Fail unless both have the same bits."""
+    assert len(ours) == len(theirs) > 0
+    for have, want in zip(ours, theirs, strict=True):
+        assert have.dtype == want.dtype
+        assert torch.equal(have, want)
 
 
 def dsa() -> Any:
@@ -88,13 +55,8 @@ def dsa() -> Any:
 
 
 def packed(cu_seqlens: list[int]) -> Any:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    bounds = torch.tensor(cu_seqlens, dtype=torch.int32)
-    longest = int((bounds[1:] - bounds[:-1]).max())
-    params = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
+    """A packed row with some rows that only fill up."""
+    params = micro_batch.packed([end - start for start, end in itertools.pairwise(cu_seqlens)])
     params.real_token_mask_q = torch.arange(cu_seqlens[-1]) % 5 != 0
     return params
 
@@ -109,74 +71,55 @@ VARIANTS = {
     "dense loss": ({"dsa_indexer_use_sparse_loss": False}, {}),
     "loss per token": ({"calculate_per_token_loss": True}, {}),
     "no loss": ({"dsa_indexer_loss_coeff": 0.0}, {}),
-    "mask": ({}, {"attention_mask": True, "attn_mask_type": None}),
-    "packed": ({}, {"packed_seq_params": [0, 8, 8, 24]}),
+    "mask": ({}, {"attention_mask": hidden, "attn_mask_type": None}),
+    "packed": ({}, {"packed_seq_params": lambda batch: packed([0, 8, 8, 24])}),
 }
 NEEDS_NOTHING = {"loss per token", "no loss"}
 """Variants that stock's own code can be captured in."""
 
 
-def layer_results(variant: str, recorder: Any = None) -> list[torch.Tensor]:
-    """Output and gradients of a stock DSA layer, forward and backward under ``recorder``."""
-    overrides, options = VARIANTS[variant]
-    options = dict(options)
-    batch = 2
-    if "packed_seq_params" in options:
-        options["packed_seq_params"], batch = packed(options["packed_seq_params"]), 1
-    if "attention_mask" in options:
-        options["attention_mask"] = hidden(batch)
-    torch.manual_seed(3)
-    attention = dsa_attention(dsa_config(**overrides)).train()
-    inputs = layer_inputs(TOKENS, batch)
-    run_layer(attention, inputs, **options)  # rotary table and loss log, as any warm-up before a capture makes them
-    leaves = [*inputs.values(), *attention.parameters()]
-    with recorder or contextlib.nullcontext():
-        output = run_layer(attention, inputs, **options)
-        gradients = torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
-    return [output, *(gradient for gradient in gradients if gradient is not None)]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", exhaustive_but(VARIANTS, "sparse loss"))
 def test_a_captured_layer_never_waits_and_gives_stocks_bytes(process: Path, variant: str) -> None:
     stock.loss_scale(1.0)
-    seen = HostRecorder()
-    expected = layer_results(variant, seen)
-    assert bool(seen.waits) == (variant not in NEEDS_NOTHING), seen.waits
-    captured = HostRecorder()
-    with stock.patched(PATCH), capture():
-        results = layer_results(variant, captured)
-    assert captured.waits == set()
-    assert len(captured.operations) > 30
-    assert len(results) == len(expected)
-    for ours, theirs in zip(results, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    overrides, given = VARIANTS[variant]
+    batch = 1 if variant == "packed" else 2
+    options = {name: make(batch) if callable(make) else make for name, make in given.items()}
+
+    def results(scope: contextlib.AbstractContextManager[Any]) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        attention, inputs = dsa_attention(dsa_config(**overrides)).train(), layer_inputs(TOKENS, batch)
+        run_layer(attention, inputs, **options)  # rotary table and loss log, as any warm-up before a capture makes them
+        leaves = [*inputs.values(), *attention.parameters()]
+        with scope:
+            output = run_layer(attention, inputs, **options)
+            gradients = torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
+        return [output, *(gradient for gradient in gradients if gradient is not None)]
+
+    with contextlib.ExitStack() as stack:
+        waits = stack.enter_context(host_reads(copies=True))
+        theirs = results(contextlib.nullcontext())
+    assert bool(waits) == (variant not in NEEDS_NOTHING), waits
+    assert_same(results(captured()), theirs)
 
 
 def test_an_unset_loss_scale_is_one_and_is_not_kept(process: Path) -> None:
     scaler = dsa().DSAIndexerLossAutoScaler
+    inputs = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
 
-    def gradient(recorder: Recorder) -> torch.Tensor:
-        activation, loss = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
-        with recorder, mock.patch.object(scaler, "main_loss_backward_scale", None):
-            scaler.apply(activation, loss).sum().backward()
-            kept.append(scaler.main_loss_backward_scale)
-        assert torch.equal(activation.grad, torch.ones(3))
-        return loss.grad
+    def gradients(scale: torch.Tensor | None, scope: contextlib.AbstractContextManager[Any]) -> Any:
+        """Of activation and loss; and whether a scale was left behind."""
+        with mock.patch.object(scaler, "main_loss_backward_scale", scale):
+            with scope:
+                found = torch.autograd.grad(scaler.apply(*inputs).sum(), inputs)
+            return [gradient.tolist() for gradient in found], scaler.main_loss_backward_scale is not None
 
-    kept: list[Any] = []
-    stock_recorder, captured, eager = HostRecorder(), HostRecorder(), HostRecorder()
-    expected = gradient(stock_recorder)
+    with host_reads(copies=True) as waits:
+        assert gradients(None, contextlib.nullcontext()) == ([[1.0] * 3, 1.0], True)
+    assert waits
+    assert gradients(None, captured()) == ([[1.0] * 3, 1.0], False)
+    assert gradients(torch.tensor(0.25), captured()) == ([[1.0] * 3, 0.25], True)
     with stock.patched(PATCH):
-        with capture():
-            assert torch.equal(gradient(captured), expected)
-        assert torch.equal(gradient(eager), expected)
-        with capture(), mock.patch.object(scaler, "main_loss_backward_scale", torch.tensor(0.25)):
-            loss = torch.tensor(2.0, requires_grad=True)
-            scaler.apply(torch.ones(3, requires_grad=True), loss).sum().backward()
-            assert float(loss.grad) == 0.25
-    assert stock_recorder.waits == eager.waits == {"aten::lift_fresh"}
-    assert captured.waits == set()
-    assert [scale is None for scale in kept] == [False, True, False]
+        assert gradients(None, contextlib.nullcontext()) == ([[1.0] * 3, 1.0], True)
 
 
 # --- context parallelism and packed sequences --------------------------------------------------------------------------
@@ -207,21 +150,19 @@ def test_lengths_of_other_ranks_are_checked_in_eager_mode_only(process: Path) ->
             with pytest.raises(RuntimeError, match=r"per-rank lengths \[8, 6\]"):
                 validate(8, 8)
             assert gathered.call_count == 1
-        recorder = HostRecorder()
-        with ranks_with([8, 6]) as gathered, capture(), recorder:
-            validate(8, 8)
-            validate(8, 16)
-            assert gathered.call_count == 0
-            with pytest.raises(RuntimeError, match="key length 9 for cp_size=2"):
-                validate(8, 9)
-        assert recorder.waits == set()
         with ranks_with([8, 8]):
             validate(8, 16)
+    with ranks_with([8, 6]) as gathered, captured():
+        validate(8, 8)
+        validate(8, 16)
+        assert gathered.call_count == 0
+        with pytest.raises(RuntimeError, match="key length 9 for cp_size=2"):
+            validate(8, 9)
 
 
 @pytest.mark.parametrize("cu_seqlens", CU_SEQLENS, ids=str)
-@pytest.mark.parametrize("cp_size", [1, 2])
-@pytest.mark.parametrize("padding", [0, 4, None])
+@pytest.mark.parametrize("cp_size", exhaustive_but([1, 2], 2))
+@pytest.mark.parametrize("padding", exhaustive_but([0, 4, None], 4))
 def test_packed_positions_are_stocks(process: Path, cu_seqlens: list[int], cp_size: int, padding: int | None) -> None:
     """``padding``: rows behind the last sequence; None: none, and the caller says so."""
     bounds = torch.tensor(cu_seqlens, dtype=torch.int32)
@@ -233,25 +174,22 @@ def test_packed_positions_are_stocks(process: Path, cu_seqlens: list[int], cp_si
             bounds, cp_size, rank, torch.device("cpu"), size, cu_seqlens_cover_output=padding is None
         )
 
-    def order() -> Any:
-        return module.build_packed_allgather_cp_query_positions_and_key_reorder(
+    def both() -> list[torch.Tensor]:
+        order = module.build_packed_allgather_cp_query_positions_and_key_reorder(
             bounds, bounds, cp_size, 0, torch.device("cpu"), size, size, size * cp_size
         )
+        return [*(positions(rank) for rank in range(cp_size)), *order]
 
-    expected, expected_order = [positions(rank) for rank in range(cp_size)], order()
-    recorder = HostRecorder()
-    with stock.patched(PATCH), capture(), recorder:
-        ours, ours_order = [positions(rank) for rank in range(cp_size)], order()
-    for have, want in zip([*ours, *ours_order], [*expected, *expected_order], strict=True):
-        assert have.dtype == want.dtype
-        assert torch.equal(have, want)
-    assert recorder.waits == set()
+    theirs = both()
+    with captured():
+        ours = both()
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("cu_seqlens", CU_SEQLENS, ids=str)
-@pytest.mark.parametrize("cp_size", [1, 2])
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("table", [24, 20], ids=["whole batch", "longest sequence"])
+@pytest.mark.parametrize("cp_size", exhaustive_but([1, 2], 2))
+@pytest.mark.parametrize("interleaved", exhaustive_but([True, False], True))
+@pytest.mark.parametrize("table", exhaustive_but([24, 20], 24))
 def test_packed_rotation_is_stocks(
     process: Path, cu_seqlens: list[int], cp_size: int, interleaved: bool, table: int
 ) -> None:
@@ -268,12 +206,9 @@ def test_packed_rotation_is_stocks(
             rows, bounds, frequencies, mla_rotary_interleaved=interleaved, mscale=1.25, cp_group=group
         )
 
-    seen, captured = HostRecorder(), HostRecorder()
-    with seen:
-        expected = [rotated(rank) for rank in range(cp_size)]
-    assert seen.waits == {"aten::_local_scalar_dense", "tolist"}
-    with stock.patched(PATCH), capture(), captured:
+    with host_reads() as waits:
+        theirs = [rotated(rank) for rank in range(cp_size)]
+    assert waits
+    with captured():
         ours = [rotated(rank) for rank in range(cp_size)]
-    assert captured.waits == set()
-    for have, want in zip(ours, expected, strict=True):
-        assert torch.equal(have, want)
+    assert_same(ours, theirs)

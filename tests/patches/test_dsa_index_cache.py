@@ -12,7 +12,6 @@ import contextlib
 import gc
 import re
 import sys
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +25,12 @@ import torch
 
 from megacpp_mcore.errors import ConfigFileError, ModelError
 from megacpp_mcore.model import preset
-from megacpp_mcore.ops.indexer.cache import IndexCache, Recomputed, Selection
+from megacpp_mcore.ops.indexer.cache import Recomputed, Selection
 from megacpp_mcore.patches.dsa_index_cache import PATCH
 from megacpp_mcore.patches.machinery.registry import Registry
 from tests import stock
 from tests.distributed.comparing import differing_tensors
+from tests.dsa_layer import HIDDEN, dsa_config
 
 pytestmark = pytest.mark.exhaustive
 
@@ -41,55 +41,22 @@ TOLERANCE = 1e-6
 RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full, layer by layer": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-    "full, two layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
-    "full, some layers": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 4},
-}
+} | {
+    name: {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
+    for name, method, layers in (
+        ("full, layer by layer", "uniform", 1), ("full, two layers", "uniform", 2), ("full, some layers", "block", 4)
+    )
+}  # fmt: skip
 PERIODIC = {"dsa_indexer_topk_freq": 3}
 """Upstream's own way to say FSSFSS."""
 
 
 def transformer_config(layers: int = LAYERS, **changes: Any) -> Any:
     """A stock configuration of a small DSA model."""
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    values: dict[str, Any] = {
-        "num_layers": layers,
-        "hidden_size": 32,
-        "ffn_hidden_size": 48,
-        "num_attention_heads": 2,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_head_dim": 8,
-        "qk_pos_emb_head_dim": 8,
-        "v_head_dim": 8,
-        "rope_type": "rope",
-        "multi_latent_attention": True,
-        "normalization": "RMSNorm",
-        "qk_layernorm": True,
-        "add_bias_linear": False,
-        "gated_linear_unit": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
-        "use_cpu_initialization": True,
-        "gradient_accumulation_fusion": False,
-        "transformer_impl": "local",
-        "experimental_attention_variant": "dsa",
-        "dsa_indexer_n_heads": 2,
-        "dsa_indexer_head_dim": 16,
-        "dsa_indexer_topk": N,
-        "dsa_indexer_loss_coeff": 0.1,
-        "dsa_indexer_use_sparse_loss": True,
-        "dsa_indexer_rotate_activation": False,
-    }
-    known = set(MLATransformerConfig.__dataclass_fields__)
-    return MLATransformerConfig(**{key: value for key, value in {**values, **changes}.items() if key in known})
+    off = ("bias_dropout_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
+    values = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "qk_layernorm": True, "dsa_indexer_topk": N}
+    values |= {"experimental_attention_variant": "dsa", **dict.fromkeys(off, False)}
+    return dsa_config(num_layers=layers, **values | changes)
 
 
 def block_spec(config: Any, vp_stage: int | None = None) -> Any:
@@ -176,17 +143,24 @@ class Spy:
     backward: bool = False
     layer: str = ""
 
-    def watch(self, model: Any) -> None:
-        for name, module in dsa_layers(model).items():
-            module.register_forward_pre_hook(lambda *_, name=name: setattr(self, "layer", name))
+    def check(self, sources: Mapping[str, str], order: Sequence[int]) -> None:
+        """Fail unless layers got their sources' indices: first runs by micro-batch, what was run again in ``order``."""
+        for shared, full in sources.items():
+            assert len(self.first[full]) == len(order)
+            assert all(map(torch.equal, self.first[shared], self.first[full]))
+            again = self.again.get(shared, [])
+            assert len(again) in (0, len(order))
+            assert all(
+                torch.equal(index, self.first[full][number]) for number, index in zip(order, again, strict=False)
+            )
 
     @contextlib.contextmanager
     def watching(self, *models: Any) -> Iterator[Spy]:
         from megatron.core.tensor_parallel.random import CheckpointFunction
         from megatron.core.transformer.experimental_attention_variant import dsa
 
-        for model in models:
-            self.watch(model)
+        for name, module in (item for model in models for item in dsa_layers(model).items()):
+            module.register_forward_pre_hook(lambda *_, name=name: setattr(self, "layer", name))
         attend, recompute = dsa._run_sparse_attention, CheckpointFunction.backward
 
         def spy(**kwargs: Any) -> Any:
@@ -350,14 +324,9 @@ def test_two_micro_batches_in_flight(
     with spy.watching(model):
         found = in_flight(model, order, causal_mask if masked else lambda: None)
     sources = sources_of(roles)
-    for shared, full in sources.items():
-        assert len(spy.first[full]) == 2
-        for mine, theirs in zip(spy.first[shared], spy.first[full], strict=True):
-            assert torch.equal(mine, theirs)
-            assert_causal(mine)
-        again = spy.again.get(shared, [])
-        assert len(again) in (0, 2)
-        assert all(torch.equal(index, spy.first[full][number]) for number, index in zip(order, again, strict=False))
+    spy.check(sources, order)
+    for index in (index for name in sources.values() for index in spy.first[name]):
+        assert_causal(index)
     assert (sum(map(len, spy.again.values())) > 0) == (recompute != "none")
     # What is compared is a selection, and not the same one for two micro-batches or for two Full layers.
     assert N <= S / 4
@@ -384,19 +353,6 @@ def test_stock_is_wrong_without_a_mask_and_fails_with_one(process: None, recompu
     assert not torch.equal(spy.again["d2"][0], spy.first["d1"][0])
     with pytest.raises(RuntimeError, match="needs top-k indices from source computing layer"):
         in_flight(build(model.config), (0, 1), causal_mask)
-
-
-def test_stock_without_recompute_agrees_with_the_reference(process: None) -> None:
-    """The reference is not what makes stock look wrong."""
-    model = build(transformer_config(**PERIODIC))
-    spy = Spy()
-    with spy.watching(model):
-        found = in_flight(model, (0, 1), lambda: None)
-    sources = sources_of("FSSFSS")
-    assert differing(reference_gradients(spy.first, sources, 2), found, sources) == []
-    # Nor is it that the reference and the tolerance agree with everything.
-    other = {**sources, "d2": "d4"}
-    assert differing(reference_gradients(spy.first, other, 2), found, sources) != []
 
 
 def live_selections() -> int:
@@ -466,9 +422,7 @@ def test_mtp_layers_share_among_themselves(
     with spy.watching(model):
         found = in_flight(model, (0, 1), lambda: None)
     sources = sources_of("FSSFSS") | ({"m2": "m1"} if how == "periodic" else {})
-    for name, full in sources.items():
-        assert all(map(torch.equal, spy.first[name], spy.first[full]))
-        assert all(map(torch.equal, spy.again.get(name, []), spy.first[full]))
+    spy.check(sources, (0, 1))
     assert len(spy.first["m1"]) == (4 if how == "repeated" else 2)
     patched.revert()
     assert differing(reference_gradients(spy.first, sources, 2, **mtp), found, sources) == []
@@ -569,8 +523,16 @@ def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
 @pytest.mark.parametrize(
     ("text", "changes", "words"),
     [
-        (None, {**PERIODIC, "pipeline_model_parallel_size": 3}, ["1–2, 3–4, 5–6", "layers 3, 5", "{schedule: FSFFFS}"]),
-        (None, {**PERIODIC, "pipeline_model_parallel_size": 3}, ["in place of --dsa-indexer-topk-freq 3"]),
+        (
+            None,
+            {**PERIODIC, "pipeline_model_parallel_size": 3},
+            ["1–2, 3–4, 5–6", "layers 3, 5", "{schedule: FSFFFS}", "in place of --dsa-indexer-topk-freq 3"],
+        ),
+        (
+            None,
+            {**PERIODIC, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3},
+            ["1–1, 2–2", "layers 2, 3, 5, 6", "FFFFFF"],
+        ),
         ("{full: [0, 4]}", {"pipeline_model_parallel_size": 2}, ["'FSSSFS'", "layer 4", "{schedule: FSSFFS}"]),
         (
             "{schedule: FSS}",
@@ -597,46 +559,31 @@ def test_what_does_not_fit_is_refused(
     if text is not None:
         schedule(text)
     config = transformer_config(**changes, pipeline_dtype=torch.float32)
+    stage = 0 if config.virtual_pipeline_model_parallel_size else None
     with pytest.raises((ModelError, ConfigFileError)) as of_spec:
-        block_spec(config)
+        block_spec(config, stage)
     assert all(word in str(of_spec.value) for word in words), str(of_spec.value)
     # A spec that was made otherwise meets the same refusal when the block is built from it.
     patched.revert()
     with mock.patch(
         "megatron.core.models.gpt.experimental_attention_variant_module_specs._validate_dsa_index_share_pipeline_split"
     ):
-        spec = block_spec(config)
+        spec = block_spec(config, stage)
     patched.apply([PATCH.name])
     from megatron.core.transformer.transformer_block import TransformerBlock
 
     with pytest.raises((ModelError, ConfigFileError)) as of_block:
-        TransformerBlock(config, spec)
+        TransformerBlock(config, spec, vp_stage=stage)
     assert all(word in str(of_block.value) for word in words), str(of_block.value)
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "virtual", "words"),
-    [(2, 3, ["1–1, 2–2", "layers 2, 3, 5, 6", "FFFFFF"]), (2, None, []), (1, None, [])],
-)
-def test_virtual_stages_count(patched: Registry, pipeline: int, virtual: int | None, words: list[str]) -> None:
+def test_a_split_that_fits_is_checked_by_stock_all_the_same(patched: Registry) -> None:
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
 
-    # The stages of a config alone: no process of another rank is asked.
-    config = transformer_config(
-        **PERIODIC,
-        pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=virtual,
-        pipeline_dtype=torch.float32,
-    )
-    check = specs._validate_dsa_index_share_pipeline_split
-    if words:
-        with pytest.raises(ModelError) as raised:
-            check(config, range(1))
-        assert all(word in str(raised.value) for word in words), str(raised.value)
-    else:
-        check(config, range(LAYERS // pipeline))
-        with pytest.raises(RuntimeError, match="pipeline split is invalid"):
-            check(config, [1, 2])  # stock's own check still runs
+    config = transformer_config(**PERIODIC, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+    specs._validate_dsa_index_share_pipeline_split(config, range(LAYERS // 2))
+    with pytest.raises(RuntimeError, match="pipeline split is invalid"):
+        specs._validate_dsa_index_share_pipeline_split(config, [1, 2])
 
 
 def test_what_the_patch_cannot_know_is_refused(patched: Registry, schedule: Callable[[str], None]) -> None:
@@ -645,7 +592,7 @@ def test_what_the_patch_cannot_know_is_refused(patched: Registry, schedule: Call
     model = build(transformer_config(**PERIODIC))
     layers = dsa_layers(model)
     with pytest.raises(ModelError, match="layer 2 shares the indices of layer 1, which has not published any"):
-        model.decoder.layers[1](torch.randn(S, B, 32), None)
+        model.decoder.layers[1](torch.randn(S, B, HIDDEN), None)
     spec = block_spec(transformer_config()).layer_specs[0].submodules.self_attention.submodules.core_attention
 
     def bare(config: Any) -> Any:
@@ -687,60 +634,3 @@ def test_transformer_engine_checkpoint_is_handed_a_function_that_remembers(
     assert isinstance(function, Recomputed)
     assert function(*args) == 3
     assert kept is module
-
-
-class TestCache:
-    """The cache alone; indices are any object."""
-
-    def test_forward_passes_that_interleave_are_found_out(self) -> None:
-        cache = IndexCache({2: 1})
-        cache.publish(1, Selection("of one micro-batch"))
-        cache.publish(1, Selection("of another"))
-        cache.read(2)
-        with pytest.raises(ModelError, match="has not published any for this micro-batch"):
-            cache.read(2)
-
-    def test_recompute_in_a_thread_of_its_own(self) -> None:
-        """As on a GPU, whose backward passes run in another thread than the forward passes."""
-        cache = IndexCache({2: 1})
-        cache.publish(1, Selection("a"))
-        run = Recomputed(lambda: cache.read(2).index)
-        run()
-        seen: list[str] = []
-
-        def forward() -> None:
-            cache.publish(1, Selection("b"))
-            backward = threading.Thread(target=lambda: seen.append(run()))
-            backward.start()
-            backward.join()
-            seen.append(cache.read(2).index)
-
-        again = Recomputed(forward)
-        again()
-        assert seen == ["a", "b"]
-        assert [passed[2].index for passed in again._passed or ()] == ["b", "b"]
-
-    def test_a_failed_run_leaves_no_trace(self) -> None:
-        cache = IndexCache({2: 1})
-
-        def fail() -> None:
-            cache.read(2)
-            raise ValueError("after reading")
-
-        cache.publish(1, Selection("a"))
-        with pytest.raises(ValueError, match="after reading"):
-            Recomputed(fail)()
-        cache.publish(1, Selection("b"))
-        assert cache.read(2).index == "b"
-
-    def test_a_recompute_of_other_layers_is_refused(self) -> None:
-        cache = IndexCache({2: 1, 3: 1})
-        for layers, use in (((2, 3), cache.read), ((1, 3), lambda layer: cache.publish(layer, Selection("a")))):
-            order = iter(layers)
-            run = Recomputed(lambda order=order, use=use: use(next(order)))  # type: ignore[misc]
-            cache.publish(1, Selection("a"))
-            run()
-            with pytest.raises(
-                ModelError, match=rf"sparse layer {layers[1]} where the first run had layer {layers[0]}"
-            ):
-                run()

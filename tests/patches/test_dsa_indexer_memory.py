@@ -32,8 +32,7 @@ from tests.dsa_layer import (
     run_layer,
     stock_in_double,
 )
-
-pytestmark = pytest.mark.exhaustive
+from tests.lanes import exhaustive_but
 
 SCALE, COEFFICIENT, GRAD_LOSS = 24**-0.5, 0.7, 1.3
 SELECTIONS = ("none", "bounds", "packed", "positions")
@@ -140,6 +139,7 @@ def assert_same_selection(ours: torch.Tensor, theirs: torch.Tensor, score_BST: t
 # --- equal to stock ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [*SELECTIONS, *MASKS])
 @pytest.mark.parametrize(("S", "T", "count"), [(1, 1, 1), (37, 37, 5), (37, 37, 37), (23, 41, 64), (41, 23, 7)])
 def test_selection_and_scores_are_stocks(kind: str, S: int, T: int, count: int) -> None:
@@ -155,17 +155,21 @@ def test_selection_and_scores_are_stocks(kind: str, S: int, T: int, count: int) 
         torch.testing.assert_close(ours_score + 0, score, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_inputs_are_computed_in_float32(dtype: Any, relu: bool) -> None:
-    inputs = case(61, 61, dtype=dtype)
-    options = selection("bounds", 61, 61)
-    score, index = topk(inputs, 9, use_relu=relu, **options)
-    _, loss, gradients = loss_and_gradients(inputs, 9, True, use_relu=relu, **options)
+    inputs, options = case(61, 61, dtype=dtype), {"use_relu": relu, **selection("bounds", 61, 61)}
+
+    def results() -> Any:
+        score, index = topk(inputs, 9, **options)
+        _, loss, gradients = loss_and_gradients(inputs, 9, True, **options)
+        return score + 0, index, loss, gradients
+
+    score, index, loss, gradients = results()
     with patched(700):
-        ours_score, ours = topk(inputs, 9, use_relu=relu, **options)
-        _, ours_loss, ours_gradients = loss_and_gradients(inputs, 9, True, use_relu=relu, **options)
-        torch.testing.assert_close(ours_score + 0, score, rtol=1e-5, atol=1e-6)
+        ours_score, ours, ours_loss, ours_gradients = results()
+    torch.testing.assert_close(ours_score, score, rtol=1e-5, atol=1e-6)
     assert_same_selection(ours, index, score)
     assert ours_loss.dtype == loss.dtype == torch.float32
     torch.testing.assert_close(ours_loss, loss, rtol=1e-5, atol=0)
@@ -185,6 +189,7 @@ LOSSES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", LOSSES, ids=str)
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("kind", [*SELECTIONS, *MASKS])
@@ -197,6 +202,7 @@ def test_loss_and_gradients_are_stocks(kind: str, sparse: bool, options: dict[st
     compare_with_stock(inputs, 6, sparse, options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize(("S", "T", "count"), [(1, 1, 1), (2, 2, 9), (19, 47, 5), (47, 19, 64), (235, 235, 31)])
 def test_odd_lengths_and_topk_beyond_the_keys(S: int, T: int, count: int, sparse: bool) -> None:
@@ -238,6 +244,7 @@ def _topk_options(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in known if name in options}
 
 
+@pytest.mark.exhaustive
 def test_tensor_parallel_ranks_sum_their_targets() -> None:
     """Two ranks with half of the heads each: what the other one holds is added where stock calls all_reduce."""
     inputs, options = case(37, 37, A=6), selection("bounds", 37, 37)
@@ -273,8 +280,8 @@ def recorded(run: Callable[[], Any]) -> Recorder:
     return recorder
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("shared_key", [True, False])
+@pytest.mark.parametrize("sparse", exhaustive_but([True, False], True))
+@pytest.mark.parametrize("shared_key", exhaustive_but([True, False], True))
 def test_nothing_of_all_pairs_is_ever_made(sparse: bool, shared_key: bool) -> None:
     """Stock makes [S, B, H, T] and [B·A, S, T]; with the patch nothing is as large as even [B, S, T]."""
     S, B, H, A = 512, 1, 8, 6
@@ -295,73 +302,57 @@ def test_nothing_of_all_pairs_is_ever_made(sparse: bool, shared_key: bool) -> No
     assert theirs.peak_bytes > 20 * ours.peak_bytes
 
 
-def test_scores_that_nobody_reads_are_never_computed() -> None:
+def test_scores_are_computed_once_and_only_if_somebody_reads_them() -> None:
     inputs = case(37, 37)
-    with patched(), mock.patch.object(chunked, "indexer_scores", side_effect=AssertionError):
-        score, index = topk(inputs, 5)
-    assert "not computed" in repr(score)
-    assert index.shape == (2, 37, 5)
-
-
-# --- deferred scores ---------------------------------------------------------------------------------------------------
-
-
-def deferred(source: torch.Tensor, calls: list[int]) -> DeferredScores:
-    def compute() -> torch.Tensor:
-        calls.append(1)
-        return source * 2
-
-    return DeferredScores(compute, (source,), tuple(source.shape), source.dtype, source.device)
-
-
-def test_deferred_scores_are_a_tensor_once_they_are_read() -> None:
-    source, calls = torch.arange(12.0).reshape(1, 3, 4), []
-    scores = deferred(source, calls)
-    assert (scores.shape, scores.dtype, scores.device, scores.dim()) == (source.shape, source.dtype, source.device, 3)
-    assert isinstance(scores, torch.Tensor)
-    assert not scores.requires_grad
-    assert calls == []
-    assert torch.equal(scores.topk(2).values, (source * 2).topk(2).values)
-    assert torch.equal(torch.cat([scores, scores]), torch.cat([source * 2] * 2))
-    assert type(scores + 0) is torch.Tensor
-    scores += 1  # stock's compute_dsa_indexer_loss adds its mask so
-    assert torch.equal(scores, source * 2 + 1)
-    assert calls == [1]
+    expected = topk(inputs, 5)[0]
+    with patched(), mock.patch.object(chunked, "indexer_scores", wraps=chunked.indexer_scores) as computed:
+        scores, index = topk(inputs, 5)
+        assert (index.shape, scores.shape, scores.dtype, scores.dim()) == ((2, 37, 5), (2, 37, 37), torch.float32, 3)
+        assert isinstance(scores, torch.Tensor)
+        assert not scores.requires_grad
+        assert "not computed" in repr(scores)
+        assert computed.call_count == 0
+        torch.testing.assert_close(scores.topk(2).values, expected.topk(2).values)
+        torch.testing.assert_close(torch.cat([scores, scores]), torch.cat([expected] * 2))
+        assert type(scores + 0) is torch.Tensor
+        once = computed.call_count
+        scores += 1  # stock's compute_dsa_indexer_loss adds its mask so
+        torch.testing.assert_close(scores + 0, expected + 1)
+        assert computed.call_count == once > 0
 
 
 # --- what is left to stock ---------------------------------------------------------------------------------------------
 
 
-def asked(change: dict[str, Any], count: int = 5, grad: bool = False) -> str:
-    """Who answers a call of the top-k function: ``stock``, ``ours`` or the error of stock."""
-    inputs = SimpleNamespace(
-        **(vars(case(11, 11)) | {name: value for name, value in change.items() if name in "qkweights"})
-    )
-    options = {name: value for name, value in change.items() if not hasattr(inputs, name)}
-    with patched(), torch.set_grad_enabled(grad):
-        try:
-            scores = topk(inputs, count, **options)[0]
-        except (AssertionError, ValueError, RuntimeError) as error:
-            return f"{type(error).__name__}: {error}"
-    return "ours" if type(scores) is DeferredScores else "stock"
-
-
 def test_what_is_out_of_scope_is_left_to_stock() -> None:
-    q, bounds = case(11, 11).q, selection("bounds", 11, 11)
-    assert asked({}) == "ours"
-    assert asked({"q": q.clone().requires_grad_()}) == "ours"
-    assert asked({"q": q.clone().requires_grad_()}, grad=True) == "stock"
-    assert asked({"q": q.double()}) == "stock"
-    assert asked({"mask": torch.zeros(1, 1, 11)}) == "stock"
-    assert asked({}, count=0) == "stock"
-    with torch.autocast("cpu", torch.bfloat16):
-        assert asked({}) == "stock"
-    assert asked(bounds | {"mask": torch.zeros(11, 11)}).startswith("ValueError: mask and varlen_starts")
-    assert asked({"varlen_starts": bounds["varlen_starts"]}).startswith("ValueError: varlen_ends is required")
-    assert asked({"mask": torch.zeros(11, 11).double()}).startswith("AssertionError: Mask dtype")
-    assert asked({"k": torch.zeros(11, 3, 16)}).startswith("RuntimeError")
+    """The inputs, keys to select, whether gradients are wanted; and who answers, or stock's own error."""
+    q, ones, bounds = case(11, 11).q, torch.ones(11, 11), selection("bounds", 11, 11)
+    trained = {"q": q.clone().requires_grad_()}
+    for change, count, grad, expected in (
+        ({}, 5, False, "ours"),
+        (trained, 5, False, "ours"),
+        (trained, 5, True, "stock"),
+        ({"q": q.double()}, 5, False, "stock"),
+        ({"mask": ones[None, :1]}, 5, False, "stock"),
+        ({}, 0, False, "stock"),
+        (bounds | {"mask": ones}, 5, False, "ValueError: mask and varlen_starts"),
+        ({"varlen_starts": bounds["varlen_starts"]}, 5, False, "ValueError: varlen_ends is required"),
+        ({"mask": ones.double()}, 5, False, "AssertionError: Mask dtype"),
+        ({"k": torch.zeros(11, 3, 16)}, 5, False, "RuntimeError"),
+    ):
+        given: dict[str, Any] = vars(case(11, 11)) | change
+        inputs = SimpleNamespace(**{name: given.pop(name) for name in ("q", "k", "weights", "query", "key")})
+        with patched(), torch.set_grad_enabled(grad):
+            try:
+                found = "ours" if type(topk(inputs, count, **given)[0]) is DeferredScores else "stock"
+            except (AssertionError, ValueError, RuntimeError) as error:
+                found = f"{type(error).__name__}: {error}"
+        assert found.startswith(expected)
+    with patched(), torch.autocast("cpu", torch.bfloat16):
+        assert type(topk(case(11, 11), 5)[0]) is not DeferredScores
 
 
+@pytest.mark.exhaustive
 def test_a_loss_out_of_scope_is_left_to_stock() -> None:
     inputs = case(11, 11)
     wide = SimpleNamespace(**{**vars(inputs), "query": inputs.query.double()})
@@ -378,8 +369,8 @@ def test_a_loss_out_of_scope_is_left_to_stock() -> None:
 # --- a stock layer -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("sparse", exhaustive_but([True, False], True))
+@pytest.mark.parametrize("masked", exhaustive_but([True, False], False))
 def test_a_stock_layer_trains_the_same(process: Path, sparse: bool, masked: bool) -> None:
     torch.manual_seed(3)
     attention = dsa_attention(dsa_config(dsa_indexer_use_sparse_loss=sparse)).train()

@@ -24,7 +24,7 @@ from megacpp_mcore.patches.machinery.hook import Hook
 from megacpp_mcore.patches.machinery.record import Patch
 from megacpp_mcore.patches.machinery.registry import Registry, default, fingerprint
 from megacpp_mcore.patches.machinery.sources import SourceTree
-from megacpp_mcore.patches.machinery.symbols import Refusal, digest
+from megacpp_mcore.patches.machinery.symbols import Refusal
 from tests import forks
 from tests.patches.throwaway import ONE, USER, VERSION, Modules, adding, broken, patch, registry, states
 from tests.trees import HOOKED, commit, copy_modules, copy_sources, git, wheel_root
@@ -76,16 +76,6 @@ def test_each_edit_is_applied_when_its_module_has_run(modules: Modules, capsys: 
     assert lines == [f"megacpp-mcore: patch both applied to {name}:f {by}" for name in (a, b)]
     assert reg.revert() == ("both",)
     assert (load(a, b), sys.modules[user].use(1)) == ([2, 2], 2)
-
-
-def test_what_is_imported_already_is_patched_at_once(modules: Modules) -> None:
-    a, user = modules(a=ONE, user=USER)
-    use = importlib.import_module(user)
-    reg, install = hook_of(patch("one", f"{a}:f"))
-    install("one")
-    assert states(reg) == {"one": "applied"}
-    assert use.use(1) == 102
-    reg.revert()
 
 
 def test_who_imports_by_name_while_the_import_goes_on_gets_the_replacement(modules: Modules) -> None:
@@ -187,72 +177,7 @@ def test_a_failure_while_importing_takes_back_what_is_the_hooks(modules: Modules
     reg.revert()
 
 
-def test_the_end_of_a_process_tells_what_never_came(modules: Modules, capsys: pytest.CaptureFixture[str]) -> None:
-    a, b = modules(a=ONE, b=ONE)
-    hook = Hook(reg := registry(patch("both", f"{a}:f", f"{b}:f")))
-    hook.install(FILE, ["both"], version=megacpp_mcore.__version__, seal=reg.seal(["both"]))
-    hook._tell_what_never_came()
-    never = "patch both was NOT applied; never imported in this process:"
-    assert capsys.readouterr().err == f"megacpp-mcore: {never} {a}, {b}\n"
-    importlib.import_module(a)
-    capsys.readouterr()
-    hook._tell_what_never_came()
-    assert capsys.readouterr().err == ""
-    reg.revert()
-
-
-def test_a_loader_that_cannot_be_watched_is_refused(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
-    (a,) = modules(a=ONE)
-    reg, install = hook_of(patch("one", f"{a}:f"))
-
-    class Loader:
-        __slots__ = ()
-
-    class Finder:
-        @staticmethod
-        def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-            return importlib.machinery.ModuleSpec(name, Loader()) if name == a else None  # type: ignore[arg-type]
-
-    install("one")
-    monkeypatch.setattr(sys, "meta_path", [sys.meta_path[0], Finder, *sys.meta_path[1:]])
-    with pytest.raises(PatchError, match=f"{a} is loaded by .*Loader"):
-        importlib.import_module(a)
-    monkeypatch.undo()
-    reg.revert()
-
-
-# --- the files say what the modules do ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "megatron.core.transformer.multi_token_prediction",
-        "megatron.core.transformer.experimental_attention_variant.dsa",
-        "megatron.core.transformer.moe.moe_utils",
-        "megatron.core.utils",
-    ],
-)
-def test_every_symbol_reads_the_same_without_being_imported(module: str) -> None:
-    """The fingerprint of the file's text is that of the imported symbol, for all that real modules define."""
-    imported = importlib.import_module(module)
-    tree, compared = SourceTree((Path(sys.modules["megatron.core"].__file__ or "").parents[2],)), 0
-    for name, value in vars(imported).items():
-        members = {name: value}
-        if isinstance(value, type) and value.__module__ == module:
-            members |= {f"{name}.{inner}": member for inner, member in vars(value).items() if callable(member)}
-        for path, member in members.items():
-            if getattr(member, "__module__", None) != module or not hasattr(member, "__qualname__"):
-                continue
-            try:
-                imported_digest = fingerprint(f"{module}:{path}")
-            except PatchError:
-                continue  # made by a dataclass or an enum: there is no source
-            if inspect.unwrap(member).__qualname__ != path:
-                continue  # a function under another name
-            assert imported_digest in [digest(text) for text in tree.texts(f"{module}:{path}")], path
-            compared += 1
-    assert compared > 15
+# --- a target in the files ----------------------------------------------------------------------------------------------
 
 
 def test_definitions_under_conditions_and_what_is_missing(tmp_path: Path) -> None:
@@ -335,6 +260,7 @@ def test_a_hooked_tree_patches_whoever_imports_it(imports: str, tmp_path: Path, 
     assert found["states"] == {name: ["applied", hooked_file, []] for name in names}
     assert (found["wrapped"], found["same"], sorted(found["reverted"])) == (True, True, sorted(names))
     assert f"megacpp-mcore: patch {NAME} applied to" in done.stderr
+    assert "NOT applied" not in done.stderr
     git(root, "checkout", "--", HOOKED)
     assert git(root, "status", "--porcelain") == ""
 

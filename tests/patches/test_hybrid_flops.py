@@ -86,43 +86,36 @@ EH_PROJ = flops.product(TOKENS * 2 * 32 * 32).training
 # --- stock hybrids -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", ["M*M-ME", "GG*-", "M-M-|M-M*-"])
-def test_hybrids_that_upstream_counts_are_upstreams(counts: tuple[Count, Count], pattern: str) -> None:
-    upstream, ours = counts
-    assert ours(hybrid(pattern), BATCH) == upstream(hybrid(pattern), BATCH) > 0
-
-
 @pytest.mark.parametrize(
-    ("pattern", "lacking"),
+    ("pattern", "changes", "lacking"),
     [
-        ("M+E", PLUS),
-        ("+M|+E", 2 * PLUS),
-        ("MDE", SHARED + INDEXER),
-        ("D+D", 2 * (SHARED + INDEXER) + PLUS),
+        # Nothing in hybrids that upstream counts, whatever the words of a spec that is not ours.
+        ("M*M-ME", {}, 0),
+        ("GG*-", {}, 0),
+        ("M-M-|M-M*-", {}, 0),
+        ("M*", {"spec": []}, 0),
+        ("M*", {"spec": ["local"]}, 0),
+        ("M*", {"spec": ["megatron.core.models.gpt", "gpt_layer_specs"]}, 0),
+        # D and + layers, which upstream does not see.
+        ("M+E", {}, PLUS),
+        ("+M|+E", {}, 2 * PLUS),
+        ("MDE", {}, SHARED + INDEXER),
+        ("D+D", {}, 2 * (SHARED + INDEXER) + PLUS),
+        # Each MTP depth's projection and layers.
+        ("M*E/+-/+-", {"mtp_num_layers": 2}, 2 * (EH_PROJ + PLUS)),
+        ("M*E/*-/*-", {"mtp_num_layers": 2}, 2 * EH_PROJ),
+        # Layers that share indices have no indexer: 1 and 3 have one, or 1, 2 and 3.
+        ("DDDD", {"dsa_indexer_topk_freq": 2}, 4 * SHARED + 2 * INDEXER),
+        ("DDDD", {"dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 3}, 4 * SHARED + 3 * INDEXER),
     ],
 )
-def test_d_and_plus_layers_count(counts: tuple[Count, Count], pattern: str, lacking: int) -> None:
+def test_what_upstream_does_not_count_in_hybrids(
+    counts: tuple[Count, Count], pattern: str, changes: dict[str, Any], lacking: int
+) -> None:
     upstream, ours = counts
-    args = hybrid(pattern)
-    without = hybrid(pattern.replace("D", "").replace("+", ""))
-    assert upstream(args, BATCH) == upstream(without, BATCH)  # the fault: upstream does not see them
+    args = hybrid(pattern, **changes)
     assert ours(args, BATCH) - upstream(args, BATCH) == lacking
-
-
-def test_each_mtp_depth_counts_its_projection_and_its_layers(counts: tuple[Count, Count]) -> None:
-    upstream, ours = counts
-    args = hybrid("M*E/+-/+-", mtp_num_layers=2)
-    assert ours(args, BATCH) - upstream(args, BATCH) == 2 * (EH_PROJ + PLUS)
-    plain = hybrid("M*E/*-/*-", mtp_num_layers=2)
-    assert ours(plain, BATCH) - upstream(plain, BATCH) == 2 * EH_PROJ
-
-
-def test_layers_that_share_indices_have_no_indexer(counts: tuple[Count, Count]) -> None:
-    upstream, ours = counts
-    periodic = hybrid("DDDD", dsa_indexer_topk_freq=2)  # layers 1 and 3 run it
-    assert ours(periodic, BATCH) - upstream(periodic, BATCH) == 4 * SHARED + 2 * INDEXER
-    late = hybrid("DDDD", dsa_indexer_topk_freq=2, dsa_indexer_skip_topk_offset=3)  # 1, 2, 3
-    assert ours(late, BATCH) - upstream(late, BATCH) == 4 * SHARED + 3 * INDEXER
+    assert upstream(args, BATCH) > 0
 
 
 def test_the_indexers_loss_decides_on_its_backward(counts: tuple[Count, Count]) -> None:
@@ -170,14 +163,25 @@ def test_gpt_is_left_to_upstream(counts: tuple[Count, Count], changes: dict[str,
     assert ours(args, BATCH) == upstream(args, BATCH) > 0
 
 
-def test_gpt_with_sparse_attention(counts: tuple[Count, Count]) -> None:
-    """Upstream counts it as full attention without an indexer; three of the four layers share indices."""
+@pytest.mark.parametrize(
+    ("changes", "layers", "indexers"),
+    [
+        ({}, 4, 1),  # three of the four share
+        # Two MTP depths, numbered from 1: the second shares, unless it is the first once more.
+        ({"mtp_num_layers": 2, "mtp_use_repeated_layer": False}, 6, 1 + 1),
+        ({"mtp_num_layers": 2, "mtp_use_repeated_layer": True}, 6, 1 + 2),
+    ],
+)
+def test_gpt_with_sparse_attention(
+    counts: tuple[Count, Count], changes: dict[str, Any], layers: int, indexers: int
+) -> None:
+    """Upstream counts it as full attention without an indexer."""
     upstream, ours = counts
-    args = gpt(experimental_attention_variant="dsa", dsa_indexer_topk_freq=4)
-    assert upstream(args, BATCH) == upstream(gpt(), BATCH)
+    args = gpt(experimental_attention_variant="dsa", dsa_indexer_topk_freq=4, **changes)
+    assert upstream(args, BATCH) == upstream(gpt(**changes), BATCH)
     without_cores = upstream(args, BATCH, seqlen_squared_sum_in_batch=0, total_real_tokens_in_batch=TOKENS)
     core = flops.sparse_core(SELECTED, 4, WIDTHS).training
-    assert ours(args, BATCH) == without_cores + 4 * core + INDEXER
+    assert ours(args, BATCH) == without_cores + layers * core + indexers * INDEXER
 
 
 def test_the_schedule_of_a_file_counts_as_the_same_periodic_one(
@@ -196,37 +200,34 @@ def test_the_schedule_of_a_file_counts_as_the_same_periodic_one(
         patches.revert(["dsa-index-cache"])
 
 
-@pytest.mark.parametrize(("repeated", "indexers"), [(False, 1 + 1), (True, 1 + 2)])
-def test_the_mtp_layers_of_a_sparse_gpt_are_sparse(counts: tuple[Count, Count], repeated: bool, indexers: int) -> None:
-    """Two depths, numbered from 1: under the period of 4 the second shares, unless it is the first once more."""
-    upstream, ours = counts
-    args = gpt(
-        experimental_attention_variant="dsa", dsa_indexer_topk_freq=4, mtp_num_layers=2, mtp_use_repeated_layer=repeated
-    )
-    without_cores = upstream(args, BATCH, seqlen_squared_sum_in_batch=0, total_real_tokens_in_batch=TOKENS)
-    core = flops.sparse_core(SELECTED, 4, WIDTHS).training
-    assert ours(args, BATCH) == without_cores + 6 * core + indexers * INDEXER
-
-
 # --- our spec ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def of_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Namespace]]:
+    """The model of a file with overrides, and the arguments that stock parses of it."""
+
+    def make(*spec: str, **overrides: Any) -> tuple[Any, Namespace]:
+        overrides = {"seq_length": SEQUENCE, "mtp": {"depth": 2}, **overrides}
+        (tmp_path / "model.yaml").write_text(yaml.safe_dump({"model": TINY.name, "overrides": overrides}))
+        monkeypatch.setenv("MEGACPP_CONFIG", str(tmp_path / "model.yaml"))
+        model = with_overrides(TINY, overrides)
+        args = stock.parse(stock.words(model))
+        args.spec, args.padded_vocab_size = list(spec), 384
+        return model, args
+
+    return make
 
 
 @pytest.mark.parametrize("words", [["megacpp_mcore", "nam56r"], ["megacpp_mcore.nam56r"]])
 def test_our_model_is_counted_whole(
     counts: tuple[Count, Count],
     words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    of_file: Callable[..., tuple[Any, Namespace]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     upstream, ours = counts
-    overrides = {"seq_length": 64, "mtp": {"depth": 2}}
-    model = with_overrides(TINY, overrides)
-    file = tmp_path / "model.yaml"
-    file.write_text(yaml.safe_dump({"model": TINY.name, "overrides": overrides}))
-    monkeypatch.setenv("MEGACPP_CONFIG", str(file))
-    args = stock.parse(stock.words(model))
-    args.spec, args.padded_vocab_size = words, 384
+    model, args = of_file(*words)
     assert ours(args, 5) == flops.step(model, 5).total.training
     args.padded_vocab_size = 512
     assert ours(args, 5) == flops.step(model, 5, vocab_size=512).total.training
@@ -267,19 +268,13 @@ def packed(
 def test_packed_documents_of_our_model_count_by_their_lengths(
     counts: tuple[Count, Count],
     packed: Callable[[Namespace], dict[str, float]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    of_file: Callable[..., tuple[Any, Namespace]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The truth: each document a batch of its own."""
     _, ours = counts
-    overrides = {"seq_length": SEQUENCE, "mtp": {"depth": 2}, "dsa": {"topk": TOPK}}
-    model = with_overrides(TINY, overrides)
+    model, args = of_file("megacpp_mcore", "nam56r", dsa={"topk": TOPK})
     assert all(length % model.mamba3.chunk == 0 for row in ROWS for length in row)
-    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"model": TINY.name, "overrides": overrides}))
-    monkeypatch.setenv("MEGACPP_CONFIG", str(tmp_path / "model.yaml"))
-    args = stock.parse(stock.words(model))
-    args.spec, args.padded_vocab_size = ["megacpp_mcore", "nam56r"], 384
     alone = sum(flops.step(model, seq_length=n, vocab_size=384).total.training for row in ROWS for n in row)
     whole = flops.step(model, len(ROWS), vocab_size=384).total.training
     assert ours(args, len(ROWS), **packed(args)) == alone < whole
@@ -312,9 +307,3 @@ def test_without_a_file_the_arguments_name_the_preset(
     sequences = {sequence: flops.step(TINY, 2, seq_length=sequence).total.training for sequence in (256, 128)}
     args.seq_length = 128
     assert ours(args, 2) == sequences[128] < sequences[256]
-
-
-@pytest.mark.parametrize("spec", [None, [], ["local"], ["megatron.core.models.gpt", "gpt_layer_specs"]])
-def test_other_specs_are_upstreams(counts: tuple[Count, Count], spec: list[str] | None) -> None:
-    upstream, ours = counts
-    assert ours(hybrid("M*", spec=spec), BATCH) == upstream(hybrid("M*", spec=spec), BATCH)

@@ -10,7 +10,6 @@ import copy
 import functools
 import itertools
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,8 +19,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megacpp_mcore import patches
 from megacpp_mcore.errors import ModelError, PatchError
@@ -30,8 +27,9 @@ from megacpp_mcore.ops.linear_cross_entropy import chunked
 from megacpp_mcore.patches import linear_cross_entropy
 from megacpp_mcore.patches.linear_cross_entropy import PATCH, LazyLogits
 from megacpp_mcore.patches.machinery.registry import Registry
-from tests import forks, stock
+from tests import stock
 from tests.distributed.comparing import differing_tensors
+from tests.dsa_layer import Recorder, elements
 
 pytestmark = pytest.mark.exhaustive
 
@@ -148,7 +146,7 @@ def forward(model: Any, **options: Any) -> torch.Tensor:
     return model(tokens[:, :-1], torch.arange(S).expand(B, S), causal, **options)
 
 
-def outcome(model: Any) -> Outcome:
+def outcome(model: Any, **options: Any) -> Outcome:
     """Losses, what MTP logs, its guesses, and every gradient, for unequal weights of the tokens."""
     from megatron.core.pipeline_parallel.schedules import custom_backward
     from megatron.core.transformer import multi_token_prediction as mtp
@@ -163,7 +161,7 @@ def outcome(model: Any) -> Outcome:
     mtp.MTPLossLoggingHelper.tracker.clear()
     model.zero_grad(set_to_none=True)
     with mock.patch.object(mtp, "_compute_mtp_acceptance_counts", spy):
-        losses = forward(model)
+        losses = forward(model, **options)
     # As stock's schedules do it: inside of Tensor.backward the CPU lane's mode is off, and stock asks for GPU memory there.
     custom_backward((losses * torch.randn(B, S, generator=torch.Generator().manual_seed(5))).sum(), None)
     found = {"losses": losses.detach()} | {f"guess {k}": guess.double() for k, guess in enumerate(guesses)}
@@ -203,28 +201,30 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("build", [gpt, hybrid])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_losses_and_all_gradients(process: Path, build: Callable[..., Any], variant: str) -> None:
-    model = build(**VARIANTS[variant])
+def check_same(model: Any, heads: int) -> None:
+    """Losses and gradients of the model with the patch beside those of stock."""
     fused = model.config.cross_entropy_loss_fusion
     model.config.cross_entropy_loss_fusion = False  # stock's fused one rounds its gradient to bfloat16 in any model
     expected = outcome(model)
     model.config.cross_entropy_loss_fusion = fused
     with patched(), counted_losses() as made:
         found = outcome(model)
-    assert len(made) == 1 + (model.config.mtp_num_layers or 0)
-    assert found["losses"].shape == (B, S)
-    assert found["losses"].dtype == torch.float32
+    assert len(made) == heads
+    assert (found["losses"].shape, found["losses"].dtype) == ((B, S), torch.float32)
     assert found["losses"].is_contiguous()
     assert differing_tensors(expected, found, TOLERANCE) == []
     assert [name for name, _ in model.named_parameters() if name not in found] == []
 
 
+@pytest.mark.parametrize("build", [gpt, hybrid])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_losses_and_all_gradients(process: Path, build: Callable[..., Any], variant: str) -> None:
+    model = build(**VARIANTS[variant])
+    check_same(model, 1 + (model.config.mtp_num_layers or 0))
+
+
 def test_evaluation_and_frozen_heads(process: Path) -> None:
     model = gpt()
-    model.output_layer.weight.requires_grad_(False)
-    expected = outcome(model)
     with torch.no_grad():
         plain = forward(model.eval())
         with patched(), counted_losses() as made:
@@ -232,8 +232,10 @@ def test_evaluation_and_frozen_heads(process: Path) -> None:
     assert len(made) == 3
     assert not found.requires_grad
     assert differing_tensors({"losses": plain}, {"losses": found}, TOLERANCE) == []
+    model.output_layer.weight.requires_grad_(False)
+    expected = outcome(model.train())
     with patched():
-        assert differing_tensors(expected, outcome(model.train()), TOLERANCE) == []
+        assert differing_tensors(expected, outcome(model), TOLERANCE) == []
 
 
 def test_bias_and_labels_that_no_rank_holds(process: Path) -> None:
@@ -248,16 +250,11 @@ def test_bias_and_labels_that_no_rank_holds(process: Path) -> None:
         model.output_layer.bias.normal_()
     labels = torch.full((B, S), -100)
     labels[:, ::3], labels[:, 1::3] = V + 5, 7
-    results = []
-    for scope in (contextlib.nullcontext, patched):
-        model.zero_grad(set_to_none=True)
-        with scope():
-            losses = forward(model, labels=labels)
-        losses.square().sum().backward()
-        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        results.append({"losses": losses.detach(), **gradients})
-    assert "output_layer.bias" in results[0]
-    assert differing_tensors(*results, TOLERANCE) == []
+    expected = outcome(model, labels=labels)
+    with patched():
+        found = outcome(model, labels=labels)
+    assert "output_layer.bias" in expected
+    assert differing_tensors(expected, found, TOLERANCE) == []
 
 
 @pytest.mark.parametrize("first", ["ours", "theirs"])
@@ -316,64 +313,36 @@ TWO_RANKS: tuple[Mapping[str, Any], ...] = (
 
 @pytest.mark.slow
 def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = ["-m", "tests.patches.test_linear_cross_entropy", str(tmp_path / "store")]
-    status, said = forks.run_ranks(words, 2, env=environment)
-    assert status == 0, said[-4000:]
+    stock.on_ranks("tests.patches.test_linear_cross_entropy", 2, str(tmp_path / "store"))
 
 
 def main(store: str) -> None:
     """Be one of two tensor-parallel ranks: losses and gradients are stock's in the same layout."""
     for name, size in SMALL.items():
         setattr(chunked, name, size)
-    with stock.cpu_lane():
-        from megatron.core import parallel_state
-
-        distributed = torch.distributed
-        rank = int(os.environ["RANK"])
-        distributed.init_process_group("gloo", store=distributed.FileStore(store, 2), rank=rank, world_size=2)
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    with stock.one_process(Path(store), tensor_model_parallel_size=2):
         for settings, build in itertools.product(TWO_RANKS, (gpt, hybrid)):
-            model = build(tensor_model_parallel_size=2, **settings)
-            expected = outcome(model)
-            with patched(), counted_losses() as made:
-                found = outcome(model)
-            assert len(made) == 3, (settings, build)
-            assert len(found) > 30, (settings, build)
-            assert differing_tensors(expected, found, TOLERANCE) == [], (settings, build)
+            check_same(build(tensor_model_parallel_size=2, **settings), heads=3)
         model = gpt(tensor_model_parallel_size=2)
         model.output_layer.gather_output = True
         with patched(), pytest.raises(PatchError, match="gathers its logits over the tensor-parallel ranks"):
             forward(model)
-        distributed.barrier()
-        parallel_state.destroy_model_parallel()
-        distributed.destroy_process_group()
+        torch.distributed.barrier()
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------
 
 
-class Produced(TorchDispatchMode):
-    """The size of the largest tensor that any operation returns."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        self.largest = max(self.largest, *sizes, 0)
-        return out
-
-
 @pytest.mark.parametrize("build", [gpt, hybrid])
 def test_no_tensor_of_tokens_times_vocabulary(process: Path, build: Callable[..., Any]) -> None:
     model = build()
-    with Produced() as before:
+    before, after = Recorder(), Recorder()
+    with before:
         outcome(model)
-    with patched(), Produced() as after:
+    with patched(), after:
         outcome(model)
-    assert before.largest == B * S * V
-    assert after.largest == V * H
+    assert elements(before.largest) == B * S * V
+    assert elements(after.largest) == V * H
 
 
 # --- gradients in main_grad --------------------------------------------------------------------------------------------
@@ -419,36 +388,37 @@ def test_main_grad(process: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, f
 # --- what stays stock --------------------------------------------------------------------------------------------------
 
 
-def own_loss(model: Any) -> None:
-    original = model.compute_language_model_loss
-    model.compute_language_model_loss = MethodType(lambda _, labels, logits: original(labels, logits), model)
-
-
-def own_scale(model: Any) -> None:
-    model._scale_logits = lambda logits: logits * 1.0
-
-
-def other_layer(model: Any) -> None:
-    layer = type(model.output_layer)
-    model.output_layer.__class__ = type("QuantizedLinear", (layer,), {})
-
-
-def other_forward(model: Any) -> None:
-    layer = model.output_layer
-    layer.forward = functools.partial(type(layer).forward, layer)
-
-
-def other_weight(model: Any) -> None:
-    kind = type("ShardedTensor", (torch.nn.Parameter,), {})
-    model.output_layer._parameters["weight"] = kind(model.output_layer.weight.detach())
-
-
 def of_layer(**settings: Any) -> Callable[[Any], None]:
+    """Set attributes of the output layer."""
+
     def change(model: Any) -> None:
         for name, value in settings.items():
             setattr(model.output_layer, name, value)
 
     return change
+
+
+def own_loss(model: Any) -> None:
+    original = model.compute_language_model_loss
+    model.compute_language_model_loss = MethodType(lambda _, labels, logits: original(labels, logits), model)
+
+
+def of_kind(name: str) -> Callable[[Any], None]:
+    """Make the output layer, or its weight, one of another class."""
+
+    def change(model: Any) -> None:
+        layer = model.output_layer
+        if name == "QuantizedLinear":
+            layer.__class__ = type(name, (type(layer),), {})
+        else:
+            layer._parameters["weight"] = type(name, (torch.nn.Parameter,), {})(layer.weight.detach())
+
+    return change
+
+
+def other_forward(model: Any) -> None:
+    layer = model.output_layer
+    layer.forward = functools.partial(type(layer).forward, layer)
 
 
 def deferred(model: Any) -> None:
@@ -457,14 +427,10 @@ def deferred(model: Any) -> None:
     of_layer(config=config, embedding_activation_buffer=[], grad_output_buffer=[])(model)
 
 
-def kept_bias(model: Any) -> None:
-    of_layer(skip_bias_add=True, bias=torch.nn.Parameter(torch.zeros(V)))(model)
-
-
 OBSTACLES: Mapping[str, Callable[[Any], Any]] = {
     "has its own compute_language_model_loss": own_loss,
-    "has its own _scale_logits": own_scale,
-    "is a QuantizedLinear, not a plain": other_layer,
+    "has its own _scale_logits": lambda model: setattr(model, "_scale_logits", lambda logits: logits * 1.0),
+    "is a QuantizedLinear, not a plain": of_kind("QuantizedLinear"),
     "is a ColumnParallelLinear, not a plain": other_forward,
     "has hooks": lambda model: model.output_layer.register_forward_hook(lambda *_: None),
     "has hooks, which get its logits or": lambda model: model.output_layer.register_full_backward_hook(lambda *_: None),
@@ -472,8 +438,8 @@ OBSTACLES: Mapping[str, Callable[[Any], Any]] = {
     "defer_embedding_wgrad_compute keeps": deferred,
     "does not reduce the gradient": of_layer(disable_grad_reduce=True),
     "does not reduce": of_layer(explicit_expert_comm=True),
-    "does not add its bias": kept_bias,
-    "the output weight is a ShardedTensor": other_weight,
+    "does not add its bias": of_layer(skip_bias_add=True, bias=torch.nn.Parameter(torch.zeros(V))),
+    "the output weight is a ShardedTensor": of_kind("ShardedTensor"),
     "Megatron-FSDP owns": lambda model: setattr(model.output_layer.weight, "__fsdp_param__", True),
 }
 

@@ -21,8 +21,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from megacpp_mcore.backends import observed
-from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.mla import sdpa
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.packed import documents as documents_of_rows
@@ -34,9 +33,11 @@ from megacpp_mcore.patches.mla_core_attention import PATCH
 from tests import stock
 from tests.distributed.comparing import differing_tensors
 from tests.host_reads import host_reads
+from tests.micro_batch import packed
 
 B, S, H, K, V, VOCABULARY = 2, 37, 4, 12, 6, 128
 MATH = SDPBackend.MATH
+THD = types.SimpleNamespace(qkv_format="sbhd")
 WORDS = """
 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --position-embedding-type rope
 --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6
@@ -69,7 +70,7 @@ def said() -> Iterator[list[str]]:
         yield lines
 
 
-# --- the op ------------------------------------------------------------------------------------------------------------
+# --- inputs ------------------------------------------------------------------------------------------------------------
 
 
 def draw(queries: int = S, keys: int = S, dtype: torch.dtype = torch.float64, width: int = K) -> list[torch.Tensor]:
@@ -87,87 +88,6 @@ def some_mask(*shape: int) -> torch.Tensor:
     masked = torch.rand(shape, generator=torch.Generator().manual_seed(2)) < 0.4
     masked[..., 0] = False
     return masked
-
-
-@pytest.mark.parametrize(
-    ("causal", "keys", "mask"),
-    [
-        (True, S, None),
-        (False, S, None),
-        (False, 50, None),
-        (True, S, (B, 1, S, S)),
-        (False, 50, (1, 1, S, 50)),
-        (False, S, (B, 1, 1, S)),
-    ],
-)
-def test_op_equals_the_reference(causal: bool, keys: int, mask: tuple[int, ...] | None) -> None:
-    inputs = draw(S, keys)
-    options: dict[str, Any] = {
-        "causal": causal,
-        "attention_mask": None if mask is None else some_mask(*mask),
-        "softmax_scale": 0.3,
-    }
-    found, expected = sdpa.sdpa_attention(*inputs, backend=MATH, **options), mla_attention(*inputs, **options)
-    assert found.is_contiguous()
-    assert_parity(found, expected, rms=1e-12)
-    for have, want in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
-        assert_parity(have, want, rms=1e-11)
-
-
-def test_the_kernel_that_was_chosen_is_noted_and_one_that_was_given_is_not() -> None:
-    q, k, v = draw()
-    observed.forget()
-    sdpa.sdpa_attention(q, k, v, softmax_scale=1.0, backend=MATH)
-    assert observed.notes() == []
-    with mock.patch.object(sdpa, "fused_backend", return_value=MATH):
-        for _ in range(2):
-            sdpa.sdpa_attention(q, k, v, softmax_scale=1.0)
-        sdpa.sdpa_attention(*(tensor.float() for tensor in (q, k, v)), softmax_scale=1.0)
-    assert [(one["op"], one["layer"], one["requested"], one["observed"]) for one in observed.notes()] == 2 * [
-        ("sdpa", None, "auto", "MATH")
-    ]
-    assert [one["reason"].rpartition(" takes ")[2] for one in observed.notes()] == [
-        f"widths {q.shape[-1]} and {v.shape[-1]} of {dtype}" for dtype in ("float64", "float32")
-    ]
-    observed.forget()
-
-
-def test_no_fused_kernel_on_a_cpu() -> None:
-    inputs = draw()
-    assert sdpa.fused_backend(*inputs) is None
-    assert sdpa.fused_backend(*inputs, backends=(*sdpa.FUSED, MATH)) == MATH
-    with pytest.raises(
-        BackendError, match=r"no fused attention kernel takes q \(37, 2, 4, 12\).* on cpu.*mla_attention"
-    ):
-        sdpa.sdpa_attention(*inputs, softmax_scale=1.0)
-
-
-def test_lengths_that_cudnn_is_trusted_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {}
-    for version in (None, 91500, 91900):
-        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
-        lengths = ((256, 256, True), (2345, 2345, True), (256, 384, False), (2345, 2345, False), (1, 128, False))
-        found[version] = [sdpa._cudnn_is_right(*length) for length in lengths]
-    assert found[None] == found[91500] == [True, False, True, False, False]
-    assert found[91900] == [True, True, True, False, False]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda q, k, v: (q, k[:, :1], v, None), "q, k, v have shapes"),
-        (lambda q, k, v: (q, k.bfloat16(), v, None), "have the dtypes"),
-        (lambda q, k, v: (q, k[:-1], v[:-1], None), "causal attention got 37 queries and 36 keys"),
-        (lambda q, k, v: (q, k, v, torch.zeros(B, 1, S, S)), "attention_mask is torch.float32"),
-        (lambda q, k, v: (q, k, v, torch.zeros(B, H, S, S, dtype=torch.bool)), "attention_mask is torch.bool of shape"),
-    ],
-)
-def test_op_refuses(change: Callable[..., Any], words: str) -> None:
-    q, k, v, mask = change(*draw())
-    with pytest.raises(ModelError, match=words):
-        sdpa.sdpa_attention(q, k, v, softmax_scale=1.0, attention_mask=mask, backend=MATH)
-    with pytest.raises(ModelError, match=words):
-        sdpa.fused_backend(q, k, v, attention_mask=mask)
 
 
 # --- the local implementation ------------------------------------------------------------------------------------------
@@ -275,14 +195,21 @@ def run(self_attention: Any, inputs: list[Any], mask: torch.Tensor | None = None
     return self_attention._run_core_attention(*inputs, mask, **options)
 
 
-@pytest.mark.parametrize("shape", [(B, 1, S, S), (1, 1, S, S), (1, 1, 1, S)])
-def test_a_mask_is_the_whole_mask_as_in_stock(patched: None, shape: tuple[int, ...]) -> None:
-    layer, mask, inputs = attention(), some_mask(*shape), draw(dtype=torch.float32)
+@pytest.mark.parametrize("path", ["chunked", "SDPA"])
+@pytest.mark.parametrize("shape", [(B, 1, S, S), (1, 1, S, S), (1, 1, 1, S), (1, 1, S, 50)])
+def test_a_mask_is_the_whole_mask_as_in_stock(
+    patched: None, shape: tuple[int, ...], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "SDPA":
+        monkeypatch.setattr(sdpa, "FUSED", (MATH,))
+    layer, mask, inputs = attention(), some_mask(*shape), draw(S, shape[-1], dtype=torch.float32)
     expected = layer.core_attention(*inputs, mask)
     found = run(layer, inputs, mask)
     assert found.shape == (S, B, H * V)
     assert found.is_contiguous()
     assert_parity(found, expected, rms=2e-6)
+    for have, want in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
+        assert_parity(have, want, rms=1e-5)
     truth = mla_attention(*inputs, softmax_scale=K**-0.5, attention_mask=mask, causal=False)
     assert_parity(found, truth.flatten(2), rms=2e-6)
 
@@ -294,13 +221,6 @@ def test_a_query_that_sees_nothing_gets_zero_and_in_stock_the_mean(patched: None
     assert_parity(layer.core_attention(*inputs, mask)[5], inputs[2].mean(0).flatten(1), rms=1e-5)
 
 
-def seeded(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    return compute()
-
-
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
@@ -310,38 +230,34 @@ def seeded(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
     ],
 )
 def test_stock_runs_what_is_out_of_scope_and_says_so_once(patched: None, extra: tuple[str, ...], reason: str) -> None:
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
     layer, inputs = attention(*extra).train(), draw(dtype=torch.float32)
+    found = []
     with said() as lines:
-        found = [seeded(lambda: run(layer, inputs)) for _ in range(2)]
-    assert torch.equal(found[0], seeded(lambda: layer.core_attention(*inputs, None)))
-    assert torch.equal(*found)
-    assert lines == [f"mla-core-attention: DotProductAttention runs as stock: {reason}"]
-    if extra[0] == "--attention-dropout":
-        with said() as lines:
+        for compute in (run, run, lambda layer, inputs: layer.core_attention(*inputs, None)):
+            model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+            found.append(compute(layer, inputs))
+        assert all(torch.equal(one, found[-1]) for one in found)
+        if "dropout" in reason:
             run(layer.eval(), inputs)
-        assert lines == [CHUNKED]
+    assert lines == [f"mla-core-attention: DotProductAttention runs as stock: {reason}"] + [CHUNKED] * (
+        "dropout" in reason
+    )
 
 
 def test_stock_refuses_what_it_refuses(patched: None) -> None:
     layer, inputs = attention(), draw(dtype=torch.float32)
-    with said() as lines:
-        with pytest.raises(AssertionError, match="Packed sequence is not supported"):
-            run(layer, inputs, packed_seq_params=types.SimpleNamespace(qkv_format="sbhd"))
-        with pytest.raises(AssertionError, match="Attention bias is not supported"):
-            run(layer, inputs, attention_bias=torch.zeros(1))
-        with pytest.raises(AssertionError, match="causal mask is only for self attention"):
-            run(layer, draw(5, 9, torch.float32))
-    assert [line.partition("as stock: ")[2] for line in lines] == [
-        "the sequences are packed as sbhd, or have a mask besides",
-        "it is called with attention_bias",
-        "causal attention has not as many queries as keys",
-    ]
-    step = draw(1, 9, torch.float32)
-    with said() as lines:
-        found = run(layer, step)
-    assert lines == [CHUNKED]
-    # A decoding step sees all keys.
-    assert_parity(found, mla_attention(*step, softmax_scale=K**-0.5, causal=False).flatten(2), rms=2e-6)
+    for given, options, says, reason in (
+        (inputs, {"packed_seq_params": THD}, "Packed sequence is not", "the sequences are packed as sbhd, or have a mask"),
+        (inputs, {"attention_bias": torch.zeros(1)}, "Attention bias is not", "it is called with attention_bias"),
+        (draw(5, 9, torch.float32), {}, "causal mask is only for", "causal attention has not as many queries as keys"),
+    ):  # fmt: skip
+        with said() as lines, pytest.raises(AssertionError, match=says):
+            run(layer, given, **options)
+        assert lines[0].startswith(f"mla-core-attention: DotProductAttention runs as stock: {reason}")
+    step = draw(1, 9, torch.float32)  # a decoding step sees all keys
+    assert_parity(run(layer, step), mla_attention(*step, softmax_scale=K**-0.5, causal=False).flatten(2), rms=2e-6)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -503,39 +419,53 @@ def core_with(**values: Any) -> Callable[[Any], None]:
     return lambda layer: vars(layer.core_attention).update(values)
 
 
-OUT_OF_SCOPE: dict[str, Callable[[Any], None]] = {
-    "attention has a window": config_with(window_size=(3, 0)),
-    "the softmax is learnable": config_with(softmax_type="learnable"),
-    "the run asks for a backend": config_with(attention_backend=None),
-    "context is parallel": config_with(context_parallel_size=2),
-    "context is parallel ": core_with(cp_group=object()),
-    "attention is in FP8": config_with(fp8_dot_product_attention=True),
-    "attention is in FP8 ": config_with(fp8_multi_head_attention=True),
-    "the FP8 recipe is the user's own": config_with(fp8="hybrid", fp8_recipe="custom"),
-    "the largest logit is wanted": config_with(qk_clip=True),
-    "the largest logit is wanted ": config_with(log_max_attention_logit=True),
-    "the run is deterministic": config_with(deterministic_mode=True),
-    "the run is deterministic ": core_with(deterministic=True),
-    "attention dropout is 0.1": core_with(attention_dropout=0.1),
-    "num_splits is 1": core_with(num_splits=1),
-    "the layout is bshd": core_with(qkv_format="bshd"),
-    "the layout is sbhd, or Transformer Engine older": core_with(te_forward_mask_type=False),
-    "this Transformer Engine does not tell its softmax scale": core_with(softmax_scale=None),
-    "it has hooks": lambda layer: layer.core_attention.register_forward_pre_hook(lambda *_: None),
-}
+LAYERS: list[tuple[Callable[[Any], Any], str]] = [
+    (config_with(window_size=(3, 0)), "attention has a window"),
+    (config_with(softmax_type="learnable"), "the softmax is learnable"),
+    (config_with(attention_backend=None), "the run asks for a backend"),
+    (config_with(context_parallel_size=2), "context is parallel"),
+    (core_with(cp_group=object()), "context is parallel"),
+    (config_with(fp8_dot_product_attention=True), "attention is in FP8"),
+    (config_with(fp8_multi_head_attention=True), "attention is in FP8"),
+    (config_with(fp8="hybrid", fp8_recipe="custom"), "the FP8 recipe is the user's own"),
+    (config_with(qk_clip=True), "the largest logit is wanted"),
+    (config_with(log_max_attention_logit=True), "the largest logit is wanted"),
+    (config_with(deterministic_mode=True), "the run is deterministic"),
+    (core_with(deterministic=True), "the run is deterministic"),
+    (core_with(attention_dropout=0.1), "attention dropout is 0.1"),
+    (core_with(num_splits=1), "num_splits is 1"),
+    (core_with(qkv_format="bshd"), "the layout is bshd"),
+    (core_with(te_forward_mask_type=False), "the layout is sbhd, or Transformer Engine older"),
+    (core_with(softmax_scale=None), "this Transformer Engine does not tell its softmax scale"),
+    (lambda layer: layer.core_attention.register_forward_pre_hook(lambda *_: None), "it has hooks"),
+]
+CALLS: list[tuple[Callable[..., list[Any]], str]] = [
+    (lambda q, k, v: [q, k, k], "the widths 12/12 are equal, which Transformer Engine fuses"),
+    (lambda q, k, v: [q, k.bfloat16(), v], "query, key and value have several dtypes, or autocast is on"),
+    (
+        lambda q, k, v: [q, k[:, :, :2], v[:, :, :2]],
+        "query, key and value do not have the same batch, heads and widths",
+    ),
+    (lambda q, k, v: [q, k, None], "query, key and value are not plain tensors of 4 axes"),
+    (lambda q, k, v: [q[:5], k[:9], v[:9]], "causal attention has not as many queries as keys"),
+]
 
 
-@pytest.mark.parametrize("reason", OUT_OF_SCOPE)
+@pytest.mark.parametrize(
+    ("change", "call", "reason"),
+    [(change, lambda *qkv: [*qkv], reason) for change, reason in LAYERS]
+    + [(lambda _: None, call, reason) for call, reason in CALLS],
+)
 def test_transformer_engine_runs_what_is_out_of_scope(
-    engine: Engine, reason: str, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, change: Callable[[Any], Any], call: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdpa, "FUSED", (MATH,))
     layer = te_attention(engine)
-    OUT_OF_SCOPE[reason](layer)
+    change(layer)
     with said() as lines:
-        assert run(layer, draw(dtype=torch.float32)) == "stock"
+        assert run(layer, call(*draw(dtype=torch.float32))) == "stock"
     assert len(lines) == 1
-    assert lines[0].startswith(f"mla-core-attention: TEDotProductAttention runs as stock: {reason.strip()}")
+    assert lines[0].startswith(f"mla-core-attention: TEDotProductAttention runs as stock: {reason}")
     assert engine.asked == []
 
 
@@ -546,12 +476,7 @@ def test_calls_out_of_scope(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     layer, inputs = te_attention(engine), draw(dtype=torch.float32)
     with said() as lines:
         assert run(layer, inputs, attn_mask_type=AttnMaskType.padding) == "stock"
-        assert run(layer, draw(5, 9, torch.float32)) == "stock"
-        assert run(layer, [*inputs[:2], inputs[1]]) == "stock"
-        assert run(layer, [inputs[0], inputs[1].bfloat16(), inputs[2]]) == "stock"
-        assert run(layer, [inputs[0], inputs[1][:, :, :2], inputs[2][:, :, :2]]) == "stock"
-        assert run(layer, [inputs[0], inputs[1], None]) == "stock"
-        assert run(layer, inputs, packed_seq_params=types.SimpleNamespace(qkv_format="sbhd")) == "stock"
+        assert run(layer, inputs, packed_seq_params=THD) == "stock"
         with torch.autocast("cpu"):
             assert run(layer, inputs) == "stock"
         monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
@@ -559,12 +484,8 @@ def test_calls_out_of_scope(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     assert engine.asked == []
     assert [line.partition("as stock: ")[2] for line in lines] == [
         "the mask is of type padding",
-        "causal attention has not as many queries as keys",
-        "the widths 12/12 are equal, which Transformer Engine fuses",
-        "query, key and value have several dtypes, or autocast is on",
-        "query, key and value do not have the same batch, heads and widths",
-        "query, key and value are not plain tensors of 4 axes",
         "the sequences are packed as sbhd, or have a mask besides",
+        "query, key and value have several dtypes, or autocast is on",
         "the run asks for a backend (--attention-backend, NVTE_FUSED_ATTN)",
     ]
 
@@ -591,19 +512,6 @@ PACKS = {
     "empty documents": [0, 9, 0, 28, 0],
     "rows behind the last": [5, 20],
 }
-
-
-def packed(lengths: list[int], **changes: Any) -> Any:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    of_all = {
-        "cu_seqlens_q": starts,
-        "cu_seqlens_kv": starts,
-        "max_seqlen_q": max(lengths),
-        "max_seqlen_kv": max(lengths),
-    }
-    return PackedSeqParams(**{"qkv_format": "thd", **of_all, **changes})
 
 
 def by_sequence(

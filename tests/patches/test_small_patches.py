@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import json
-import shutil
 import subprocess
 import sys
 import types
@@ -67,17 +66,6 @@ def test_upstream_fails_where_the_patch_does_not() -> None:
     assert upstream_import(["no_such_package", "spec"]) is None
 
 
-def test_a_checkouts_import_by_name_is_replaced(applied: Callable[[Any], None]) -> None:
-    utilities = importlib.import_module("megatron.training.argument_utils")
-    before = utilities.import_module
-    applied(spec_import)
-    assert utilities.import_module is not before
-    assert (
-        utilities.import_module
-        is upstream_import.__globals__["importlib"].import_module("megatron.core.transformer.spec_utils").import_module
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -91,40 +79,24 @@ def test_a_checkouts_import_by_name_is_replaced(applied: Callable[[Any], None]) 
         (["a", "b", "c"], "expected one dotted word such as --spec megacpp_mcore.nam56r, or two"),
         (["a", ""], "names no module and attribute"),
         ([".spec"], "names no module and attribute"),
+        (["broken_spec", "block"], "no_such_module_at_all"),
+        (["angry_spec.block"], "RuntimeError: not today"),
     ],
 )
-def test_what_cannot_be_imported_ends_the_run(applied: Callable[[Any], None], words: list[str], message: str) -> None:
-    applied(spec_import)
-    with pytest.raises(SpecImportError, match=message):
-        upstream_import(words)
-
-
-def test_a_failing_module_keeps_its_cause(
-    applied: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_imported_ends_the_run(
+    applied: Callable[[Any], None], words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     applied(spec_import)
     (tmp_path / "broken_spec.py").write_text("import no_such_module_at_all\n")
     (tmp_path / "angry_spec.py").write_text("raise RuntimeError('not today')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SpecImportError, match="no_such_module_at_all") as raised:
-        upstream_import(["broken_spec", "block"])
-    assert isinstance(raised.value.__cause__, ModuleNotFoundError)
-    with pytest.raises(SpecImportError, match="RuntimeError: not today"):
-        upstream_import(["angry_spec.block"])
+    with pytest.raises(SpecImportError, match=message) as raised:
+        upstream_import(words)
+    if words in (["broken_spec", "block"], ["angry_spec.block"]):
+        assert isinstance(raised.value.__cause__, ModuleNotFoundError | RuntimeError)
 
 
 # --- dataset-helpers ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A datasets folder in the place of the installed one: its source, no Makefile, no compiled helper."""
-    utils = importlib.import_module("megatron.core.datasets.utils")
-    place = tmp_path / "datasets"
-    place.mkdir()
-    shutil.copy(Path(str(utils.__file__)).parent / "helpers.cpp", place)
-    monkeypatch.setattr(utils, "__file__", str(place / "utils.py"))
-    return place
 
 
 @pytest.fixture
@@ -149,57 +121,47 @@ def without_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, dataset_helpers.HELPER, None)
 
 
-def test_upstream_runs_make_whatever_is_there(made: list[list[str]]) -> None:
-    """The fault itself, on the wheel: its folder has the compiled helper and no Makefile."""
-    utils = importlib.import_module("megatron.core.datasets.utils")
-    place = Path(str(utils.__file__)).parent
+def test_a_helper_that_is_there_is_not_made(applied: Callable[[Any], None], made: list[list[str]]) -> None:
+    """Upstream runs make whatever is there: in the wheel's folder, which has the compiled helper and no Makefile."""
+    place = Path(str(importlib.import_module("megatron.core.datasets.utils").__file__)).parent
     assert not (place / "Makefile").exists()
     assert importlib.import_module(dataset_helpers.HELPER).__file__
     compile_helpers()
     assert made == [["make", "-C", str(place)]]
-
-
-def test_a_helper_that_is_there_is_not_made(applied: Callable[[Any], None], made: list[list[str]]) -> None:
     applied(dataset_helpers)
+    made.clear()
     compile_helpers()
     assert made == []
 
 
-def test_the_wheels_helper_serves_a_folder_with_the_same_source(
-    applied: Callable[[Any], None], made: list[list[str]], folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("source", ["the wheel's", "another", None])
+def test_a_folder_without_a_helper(
+    applied: Callable[[Any], None],
+    made: list[list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str | None,
 ) -> None:
+    """The wheel's helper serves where the source is the same; another source is made; without one there is nothing to make."""
+    utils, helper = (importlib.import_module(name) for name in ("megatron.core.datasets.utils", dataset_helpers.HELPER))
+    if source is not None:
+        text = (Path(str(utils.__file__)).parent / "helpers.cpp").read_text()
+        (tmp_path / "helpers.cpp").write_text(text if source == "the wheel's" else "// another\n")
+        (tmp_path / "Makefile").touch()
+    monkeypatch.setattr(utils, "__file__", str(tmp_path / "utils.py"))
     applied(dataset_helpers)
-    wheels = importlib.import_module(dataset_helpers.HELPER).__file__
-    (folder / "Makefile").touch()
     without_helper(monkeypatch)
-    assert dataset_helpers.ready_helper(folder) == wheels
-    assert sys.modules[dataset_helpers.HELPER].build_sample_idx_int32 is not None
-    without_helper(monkeypatch)
+    if source is None:
+        with pytest.raises(LaunchError, match=r"no Makefile .* reinstall megatron-core"):
+            compile_helpers()
+        return
     compile_helpers()
-    assert made == []
-
-
-def test_another_source_is_made(
-    applied: Callable[[Any], None], made: list[list[str]], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    applied(dataset_helpers)
-    (folder / "Makefile").touch()
-    (folder / "helpers.cpp").write_text("// another\n")
-    without_helper(monkeypatch)
-    assert dataset_helpers.ready_helper(folder) is None
-    compile_helpers()
-    assert made == [["make", "-C", str(folder)]]
-
-
-def test_no_helper_and_no_makefile_is_said(
-    applied: Callable[[Any], None], made: list[list[str]], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    applied(dataset_helpers)
-    (folder / "helpers.cpp").unlink()
-    without_helper(monkeypatch)
-    with pytest.raises(LaunchError, match=r"no Makefile .* reinstall megatron-core"):
-        compile_helpers()
-    assert made == []
+    if source == "another":
+        assert made == [["make", "-C", str(tmp_path)]]
+    else:
+        assert made == []
+        assert sys.modules[dataset_helpers.HELPER].__file__ == helper.__file__
+        assert sys.modules[dataset_helpers.HELPER].build_sample_idx_int32 is not None
 
 
 def test_every_rank_has_the_helper_before_it_is_needed(
@@ -243,75 +205,64 @@ class Chunk:
         yield "norm.weight", self.weight
 
     @property
-    def gradient(self) -> list[float]:
+    def gradient(self) -> float:
         assert self.weight.grad is not None
-        return self.weight.grad.tolist()
+        return self.weight.grad.mean().item()
 
 
-@pytest.fixture
-def summed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which chunks upstream's reduction was asked for, on two ranks that are made up; it doubles their gradients."""
-    asked: list[str] = []
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream's reduction on two ranks that are made up; it doubles the gradients that it is asked for."""
 
     def reduce(model: list[Any], config: Any, tp_group: Any) -> None:
         for chunk in model:
-            asked.append(type(chunk).__name__)
             for _, parameter in chunk.named_parameters():
                 parameter.grad.mul_(2)
 
     finalize = importlib.import_module(sp_norm_gradients._FINALIZE)
     once = sp_norm_gradients._reduce_once(reduce)
     monkeypatch.setattr(finalize, "_allreduce_non_tensor_model_parallel_grads", once)
-    group = types.SimpleNamespace(size=lambda: 2)
-    monkeypatch.setattr(sp_norm_gradients, "_tensor_group", lambda groups: group)
-    return asked
+    monkeypatch.setattr(sp_norm_gradients, "_tensor_group", lambda groups: types.SimpleNamespace(size=lambda: 2))
 
 
-def train(chunk: Chunk, **arguments: Any) -> None:
-    """A schedule in one line, with the patch on it."""
+def train(chunk: Chunk, **arguments: Any) -> float:
+    """A schedule in one line, with the patch on it; the gradient."""
     schedule = sp_norm_gradients._complete_gradients(lambda model, **_: model.weight.sum().backward())
     with stock.cpu_lane():
         schedule(model=chunk, **arguments)
+    return chunk.gradient
 
 
-def test_the_sum_is_of_this_call_only(summed: list[str]) -> None:
-    chunk = Chunk()
-    train(chunk)
-    assert chunk.gradient == [2.0, 2.0]
-    train(chunk)
-    assert chunk.gradient == [4.0, 4.0]
-    assert summed == ["_Undistributed"] * 2
+@pytest.mark.parametrize(
+    ("ddp", "arguments", "gradient"),
+    [
+        ({}, {}, 2.0),
+        ({"overlap_grad_reduce": False}, {}, 2.0),
+        ({}, {"forward_only": True}, 1.0),  # an evaluation
+        # Gradients that are under way to other ranks already.
+        ({"overlap_grad_reduce": True}, {}, 1.0),
+        ({"use_megatron_fsdp": True}, {}, 1.0),
+    ],
+)
+def test_what_is_summed(ddp: dict[str, bool], arguments: dict[str, Any], gradient: float) -> None:
+    """The sum is of this call only: a second one adds as much."""
+    chunk = Chunk(**ddp)
+    assert train(chunk, **arguments) == gradient
+    assert train(chunk, **arguments) == 2 * gradient
 
 
-def test_evaluation_is_left_alone(summed: list[str]) -> None:
-    chunk = Chunk()
-    train(chunk, forward_only=True)
-    assert (chunk.gradient, summed) == ([1.0, 1.0], [])
-
-
-@pytest.mark.parametrize("setting", ["overlap_grad_reduce", "use_megatron_fsdp"])
-def test_gradients_under_way_are_left_alone(summed: list[str], setting: str) -> None:
-    chunk = Chunk(**{setting: True})
-    train(chunk)
-    assert (chunk.gradient, summed) == ([1.0, 1.0], [])
-    wrapped = Chunk(overlap_grad_reduce=False)
-    train(wrapped)
-    assert (wrapped.gradient, summed) == ([2.0, 2.0], ["Chunk"])
-
-
-def test_calls_with_and_without_finalizing_are_not_mixed(summed: list[str]) -> None:
+def test_calls_with_and_without_finalizing_are_not_mixed() -> None:
     chunk = Chunk()
     train(chunk)
     chunk.config.finalize_model_grads_func = lambda *_: None
     with pytest.raises(LaunchError, match="zero the gradients between"):
         train(chunk)
-    assert chunk.gradient == [2.0, 2.0]
+    assert chunk.gradient == 2.0
     chunk.weight.grad = None
-    train(chunk)
-    assert (chunk.gradient, len(summed)) == ([1.0, 1.0], 1)
+    assert train(chunk) == 1.0
 
 
-def test_a_captured_schedule_is_refused(summed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_schedule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     chunk = Chunk()

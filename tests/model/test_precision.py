@@ -1,0 +1,196 @@
+"""FP8 experts as they are asked for: recipes, models and machines that cannot, the precision file as stock reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megacpp_mcore.arguments.lowering import check_arguments, lower, mismatches
+from megacpp_mcore.errors import ArgumentMismatchError, ModelError
+from megacpp_mcore.model import Model, precision, preset, with_overrides
+from megacpp_mcore.model.recipes import RECIPES
+from megacpp_mcore.model.training import GPT, HYBRID, Training
+from tests import stock
+
+FILE = ("--te-precision-config-file", str(precision.EXPERTS_FILE))
+EXPERT_NAMES = [f"decoder.layers.{index}.mlp.experts.linear_fc{half}" for index in (1, 3, 17, 51) for half in (1, 2)]
+
+
+def words_of(model: Model, precision_name: str, host: str = GPT) -> list[str]:
+    return stock.words(model, device="cuda", precision=precision_name, host=host)
+
+
+def config_of(words: list[str]) -> Any:
+    """The GPTModelConfig that stock makes of a GPU run's words, read on a machine without a GPU."""
+    with stock.gpu_host():
+        return stock.model_config(words)
+
+
+@pytest.mark.parametrize("stem", ["nam56r_pretrain_8gpu_h200", "nam56r_quarter_pretrain_1gpu_h200"])
+@pytest.mark.parametrize("host", [GPT, HYBRID])
+def test_a_recipe_differs_from_its_bf16_twin_by_the_file_alone(stem: str, host: str) -> None:
+    ours, twin = RECIPES[f"{stem}_fp8_experts"], RECIPES[f"{stem}_bf16"]
+    assert ours == dataclasses.replace(
+        twin, name=ours.name, training=dataclasses.replace(twin.training, precision="bf16_fp8_experts")
+    )
+    found, plain = (lower(one.model, one.layout, one.training, host) for one in (ours, twin))
+    at = found.index(FILE[0])
+    assert found[at : at + 2] == FILE
+    assert (*found[:at], *found[at + 2 :]) == plain
+    assert "--fp8-format" not in found
+    assert {"--bf16", "--moe-grouped-gemm"} <= set(found)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_where_there_is_no_transformer_engine(device: str) -> None:
+    says = "and the CPU lane has none" if device == "cpu" else "and transformer_impl local has none; use bf16"
+    with pytest.raises(ModelError, match=f"by Transformer Engine's grouped GEMM, {says}"):
+        Training(precision="bf16_fp8_experts", transformer_impl="local", device=device)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"pattern": "AAMA", "depth": 4}, "has no E layer between its first and last"),
+        ({"pattern": "AAME", "depth": 4}, "has no E layer between its first and last"),
+        (
+            {"moe": {"ffn_hidden_size": 120}},
+            "moe.ffn_hidden_size of nam56r_tiny is 120, and an FP8 GEMM needs a multiple of 16",
+        ),
+    ],
+)
+def test_models_that_cannot(overrides: dict[str, Any], says: str) -> None:
+    schedule = {"dsa": {"schedule": "-"}} if "pattern" in overrides else {}
+    model = with_overrides(preset("nam56r_tiny"), {**overrides, **schedule})
+    with pytest.raises(ModelError, match=says):
+        words_of(model, "bf16_fp8_experts")
+    assert "--te-precision-config-file" not in words_of(model, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "first_and_last", "how_many"), [("nam56r", "AE", 21), ("nam56r_quarter", "AA", 5), ("nam52", "AE", 25)]
+)
+def test_the_last_layer_stays_in_bf16(name: str, first_and_last: str, how_many: int) -> None:
+    model = preset(name)
+    assert model.layers[0] + model.layers[-1] == first_and_last
+    layers = precision.expert_layers(model)
+    assert len(layers) == how_many
+    assert {model.layers[number - 1] for number in layers} == {"E"}
+    assert model.depth not in layers
+
+
+# --- The file ---------------------------------------------------------------------------------------------------------
+
+
+def test_stock_reads_block_scaling_from_the_file() -> None:
+    from megatron.core.enums import Fp8Recipe
+    from megatron.core.extensions.transformer_engine import TEQuantizationParams
+    from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
+
+    recipe = load_quantization_recipe(str(precision.EXPERTS_FILE))
+    for name in EXPERT_NAMES:
+        matched = get_quant_config_or_none(name, recipe)
+        assert matched is not None
+        params = TEQuantizationParams.parse_from_config(matched)
+        assert params.evaluation_recipe is None  # evaluation is as training
+        assert params.training_recipe.fp8_quantization_recipe == Fp8Recipe.blockwise
+        assert params.training_recipe.override_nonquantized_autocast is True
+        assert (params.training_recipe.fp8_format, params.training_recipe.fp8_param) == ("e4m3", False)
+        assert params.training_recipe.fp4_quantization_recipe is None
+
+
+def test_the_file_names_no_other_module_of_a_model(process: Path, tmp_path: Path) -> None:
+    """Every module of all four families, MTP and heads, by the names of GPTModel and, for experts, of Transformer Engine."""
+    from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
+
+    recipe = load_quantization_recipe(str(precision.EXPERTS_FILE))
+    model = stock.build({"seq_length": 32, "dsa": {"topk": 8}}, preset("nam56r_tiny"), tmp_path)
+    names = [name for name, _ in model.named_modules()]
+    assert {"output_layer", "decoder.layers.1.mlp.shared_experts.linear_fc1", "decoder.layers.1.mlp.router"} <= set(
+        names
+    )
+    assert any(name.startswith("mtp.") and name.endswith("mlp.linear_fc1") for name in names)
+    assert [name for name in names if get_quant_config_or_none(name, recipe) is not None] == []
+
+
+# --- What is refused in a run -----------------------------------------------------------------------------------------
+
+
+def test_a_run_of_the_recipe_is_what_the_model_wants(process: Path, tmp_path: Path) -> None:
+    model = preset("nam56r_quarter")
+    copied = tmp_path / "mine.yaml"
+    copied.write_text("# the same, written differently\n" + yaml.safe_dump(_content(), sort_keys=True))
+    for file in (precision.EXPERTS_FILE, copied):
+        words = [str(file) if word == FILE[1] else word for word in words_of(model, "bf16_fp8_experts")]
+        config = config_of(words)
+        assert config.transformer.quant_recipe is not None
+        assert config.transformer.fp8 is None
+        assert mismatches(model, [config.transformer, config]) == []
+
+
+def _content() -> dict[str, Any]:
+    content = yaml.safe_load(precision.EXPERTS_FILE.read_text(encoding="utf-8"))
+    assert isinstance(content, dict)
+    return content
+
+
+EXPERTS, BLOCKS = ("matchers", "experts"), ("configs", "fp8_blockwise", "training_recipe")
+
+
+@pytest.mark.parametrize(
+    ("place", "change"),
+    [
+        (EXPERTS, {"pattern": "*"}),
+        (EXPERTS, {"enabled": False}),
+        (BLOCKS, {"fp8_quantization_recipe": "tensorwise"}),
+        (BLOCKS, {"override_nonquantized_autocast": None}),
+        (("matchers",), {"shared": _content()["matchers"]["experts"] | {"pattern": "*.shared_experts.*"}}),
+    ],
+)
+def test_a_file_that_says_something_else(
+    process: Path, tmp_path: Path, place: tuple[str, ...], change: dict[str, Any]
+) -> None:
+    content, file = _content(), tmp_path / "other.yaml"
+    found = reduce(getitem, place, content)
+    found |= change
+    for name in [name for name, value in found.items() if value is None]:
+        del found[name]
+    file.write_text(yaml.safe_dump(content))
+    model = preset("nam56r_quarter")
+    words = [str(file) if word == FILE[1] else word for word in words_of(model, "bf16_fp8_experts")]
+    config = config_of(words)
+    expected = f"expected what {re.escape(str(precision.EXPERTS_FILE))} says, FP8 in the experts alone"
+    with pytest.raises(ArgumentMismatchError, match=f"in 1 place:\n  quant_recipe: found .*{expected}"):
+        check_arguments(model, [config.transformer, config])
+
+
+def test_the_file_where_it_would_be_ignored(process: Path) -> None:
+    model = preset("nam56r_tiny")
+    config = stock.model_config([*stock.words(model), *FILE])
+    found = mismatches(model, [config.transformer, config])
+    assert [line.partition(":")[0] for line in found] == ["transformer_impl", "bf16", "moe_grouped_gemm"]
+    assert found[0].endswith("expected 'transformer_engine' with FP8 experts (--transformer-impl transformer_engine)")
+
+
+def test_a_model_without_experts_between_first_and_last_has_nothing_to_put_into_fp8(process: Path) -> None:
+    model = with_overrides(preset("nam56r_tiny"), {"pattern": "AAME", "depth": 4, "dsa": {"schedule": "-"}})
+    config = config_of([*words_of(model, "bf16"), *FILE])
+    (found,) = mismatches(model, [config.transformer, config])
+    assert found.startswith("quant_recipe: nam56r_tiny has no E layer between its first and last")
+
+
+# --- The page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_files_own_words() -> None:
+    page = (stock.ROOT / "docs" / "fp8.md").read_text(encoding="utf-8")
+    block = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    assert yaml.safe_load(block[1]) == _content()

@@ -1,0 +1,82 @@
+"""Attention by PyTorch's fused kernels: which is chosen, what is noted of it, and what is refused.
+
+Shape legend: S sequence, B batch, H heads, K query-key width, V value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from megacpp_mcore.backends import observed
+from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.ops.mla import sdpa
+
+B, S, H, K, V = 2, 37, 4, 12, 6
+MATH = SDPBackend.MATH
+
+
+def draw() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(S, B, H, width, generator=generator, dtype=torch.float64) for width in (K, K, V)]
+
+
+def test_the_kernel_that_was_chosen_is_noted_and_one_that_was_given_is_not() -> None:
+    q, k, v = draw()
+    observed.forget()
+    sdpa.sdpa_attention(q, k, v, softmax_scale=1.0, backend=MATH)
+    assert observed.notes() == []
+    with mock.patch.object(sdpa, "fused_backend", return_value=MATH):
+        for _ in range(2):
+            sdpa.sdpa_attention(q, k, v, softmax_scale=1.0)
+        sdpa.sdpa_attention(*(tensor.float() for tensor in (q, k, v)), softmax_scale=1.0)
+    assert [(one["op"], one["layer"], one["requested"], one["observed"]) for one in observed.notes()] == 2 * [
+        ("sdpa", None, "auto", "MATH")
+    ]
+    assert [one["reason"].rpartition(" takes ")[2] for one in observed.notes()] == [
+        f"widths {q.shape[-1]} and {v.shape[-1]} of {dtype}" for dtype in ("float64", "float32")
+    ]
+    observed.forget()
+
+
+def test_no_fused_kernel_on_a_cpu() -> None:
+    inputs = draw()
+    assert sdpa.fused_backend(*inputs) is None
+    assert sdpa.fused_backend(*inputs, backends=(*sdpa.FUSED, MATH)) == MATH
+    with pytest.raises(
+        BackendError, match=r"no fused attention kernel takes q \(37, 2, 4, 12\).* on cpu.*mla_attention"
+    ):
+        sdpa.sdpa_attention(*inputs, softmax_scale=1.0)
+
+
+def test_lengths_that_cudnn_is_trusted_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for version in (None, 91500, 91900):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        lengths = ((256, 256, True), (2345, 2345, True), (256, 384, False), (2345, 2345, False), (1, 128, False))
+        found[version] = [sdpa._cudnn_is_right(*length) for length in lengths]
+    assert found[None] == found[91500] == [True, False, True, False, False]
+    assert found[91900] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda q, k, v: (q, k[:, :1], v, None), "q, k, v have shapes"),
+        (lambda q, k, v: (q, k.bfloat16(), v, None), "have the dtypes"),
+        (lambda q, k, v: (q, k[:-1], v[:-1], None), "causal attention got 37 queries and 36 keys"),
+        (lambda q, k, v: (q, k, v, torch.zeros(B, 1, S, S)), "attention_mask is torch.float32"),
+        (lambda q, k, v: (q, k, v, torch.zeros(B, H, S, S, dtype=torch.bool)), "attention_mask is torch.bool of shape"),
+    ],
+)
+def test_op_refuses(change: Callable[..., Any], words: str) -> None:
+    q, k, v, mask = change(*draw())
+    with pytest.raises(ModelError, match=words):
+        sdpa.sdpa_attention(q, k, v, softmax_scale=1.0, attention_mask=mask, backend=MATH)
+    with pytest.raises(ModelError, match=words):
+        sdpa.fused_backend(q, k, v, attention_mask=mask)

@@ -32,11 +32,12 @@ _STAGES = "--pipeline-model-parallel-layout"
 _OTHER_STATES = (
     "--optimizer", "--use-precision-aware-optimizer", "--optimizer-cpu-offload", "--offload-optimizer-states",
     "--fp8-param-gather", "--use-megatron-fsdp", "--num-distributed-optimizer-instances",
+    "--skip-train", "--yaml-cfg", "--use-checkpoint-args",
     "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
     "--num-layers-per-virtual-pipeline-stage", "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
 )  # fmt: skip
-"""Arguments with which a rank holds something else than :func:`megacpp_mcore.model.memory.states` counts."""
+"""Arguments with which a rank holds something else than :func:`megacpp_mcore.model.memory.states` counts, or others say it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,13 @@
 
     python -m experiments.train experiments/distill.yaml --data CORPUS/stdlib_train --gpus 4 --per-gpu 2
 
-The file names the model, what all arms share (``training``, ``words``) and the ``arms``. An arm changes the definition
-(``overrides``), the rest of the settings file (``settings``), the layout (``layout``), the training (``training``), or adds
-stock words (``words``); ``host: hybrid`` trains Megatron's HybridModel, ``door: bridge`` its recipe (``recipe``) in
-Megatron-Bridge. Arms of one seed see the same data and the same draws; a seed that is named twice trains every arm twice.
-``apart`` is the largest difference of a step's loss from the first run of the same arm and seed, or where this is the first,
-from the first arm's. ``probe: layers`` also notes every layer's gradient norm and the load of its experts.
+The file names the model, what all arms share (``overrides``, ``training``, ``words``) and the ``arms``. An arm changes the
+definition (``overrides``), the rest of the settings file (``settings``), the layout (``layout``), the training (``training``,
+whose ``processes`` are how many GPUs it takes), or adds stock words (``words``, in which ``{folder}`` is that of all runs);
+``host: hybrid`` trains Megatron's HybridModel, ``door: bridge`` its recipe (``recipe``) in Megatron-Bridge. Arms of one seed
+see the same data and the same draws; a seed that is named twice trains every arm twice. ``apart`` is the largest difference of
+a step's loss from the first run of the same arm and seed, or where this is the first, from the first arm's of as many steps.
+``probe: layers`` also notes every layer's gradient norm and the load of its experts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import queue
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -44,7 +46,8 @@ COLUMNS = (
     "tokens_per_s", "mfu", "peak_bytes", "disqualified", "probe", *PACKAGES, "commit",
 )  # fmt: skip
 
-Slots = queue.SimpleQueue[dict[str, str]]
+_IN_TURN = threading.Lock()
+Slots = queue.SimpleQueue[str]
 
 
 @dataclass
@@ -68,41 +71,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     content = yaml.safe_load(args.file.read_text(encoding="utf-8"))
     named = args.arms or content["arms"]
     arms = [_arm(content, name, part or {}) for name, part in content["arms"].items() if name in named]
-    table, slots = Table(args.output, COLUMNS), _slots(args)
+    asked = [arm.training.get("processes", args.nproc) for arm in arms] if args.device == "cuda" else [1]
+    if max(asked) > args.gpus or max(asked) > 1 < args.per_gpu:
+        sys.exit(f"an arm takes {max(asked)} GPUs; expected as many --gpus and one --per-gpu, or other --arms")
+    table, slots = Table(args.output, COLUMNS), Slots()
+    for number in range(args.per_gpu * args.gpus):
+        slots.put(str(number % args.gpus))
     jobs = [(arm, seed) for seed in args.seeds for arm in arms]
     failures: list[str] = []
-    first: dict[int | tuple[str, int], Sequence[Step]] = {}
-    with ThreadPoolExecutor(slots.qsize()) as pool:
+    first: dict[tuple[str | int, int], Sequence[Step]] = {}
+    with ThreadPoolExecutor(slots.qsize() // min(asked)) as pool:
         done = pool.map(lambda number: _train(content, jobs[number], number, args, slots), range(len(jobs)))
         for (arm, seed), (folder, status, wanted) in zip(jobs, done, strict=True):
             steps = read_steps(folder / "run") if (folder / "run").exists() else []
             if status or len(steps) != wanted:
                 after = f"ended with status {status} after {len(steps)} of {wanted} steps"
                 failures.append(f"{arm.name}, seed {seed}: {after}; see {folder / 'log'}")
+                print(failures[-1], flush=True)
                 continue
-            other = first.get((arm.name, seed)) or first.setdefault(seed, steps)
+            other = first.get((arm.name, seed)) or first.setdefault((wanted, seed), steps)
             first.setdefault((arm.name, seed), steps)
             row = _row(args, content["model"], (arm, seed), folder, steps, other)
             table.append(row)
             print("  ".join(f"{name} {row[name]}" for name in COLUMNS[1:17] if row[name] != ""), flush=True)
-    print("\n".join(failures))
     return int(bool(failures))
 
 
 def _arm(content: Mapping[str, Any], name: str, part: Mapping[str, Any]) -> Arm:
-    both = {key: {**content.get(key, {}), **part.get(key, {})} for key in ("training", "settings")}
+    both = {key: {**content.get(key, {}), **part.get(key, {})} for key in ("overrides", "training", "settings")}
     words = [*content.get("words", []), *part.get("words", [])]
     return schema.build(Arm, {**part, **both, "name": name, "words": words}, f"arms.{name}")
-
-
-def _slots(args: argparse.Namespace) -> Slots:
-    """The environments of runs that go side by side: ``--per-gpu`` on each GPU, or so many on the CPU."""
-    slots: Slots = queue.SimpleQueue()
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    for number in range(args.per_gpu * args.gpus):
-        gpu = {"CUDA_VISIBLE_DEVICES": str(number % args.gpus)} if args.device == "cuda" and args.nproc == 1 else {}
-        slots.put({"OMP_NUM_THREADS": threads, **gpu})
-    return slots
 
 
 def _train(
@@ -121,7 +119,7 @@ def _train(
     training = Training(
         data=("--data-path", args.data, "--split", "100,0,0"),
         tokenizer=tokenizer_words(model, data=args.data),
-        extra=tuple(map(str, arm.words)),
+        extra=tuple(str(word).format(folder=args.folder.resolve()) for word in arm.words),
         **given,
     )
     settings = {"model": content["model"], "overrides": dict(arm.overrides), **arm.settings}
@@ -133,15 +131,18 @@ def _train(
         command += ["megacpp_mcore.nemo_recipes.run", "--recipe", arm.recipe, *left, *changes]
     else:
         command += ["experiments.probe", str(folder)] if "probe" in content else ["megacpp_mcore"]
-        command += ["launch", "--device", args.device, "--nproc", str(args.nproc), *left]
+        command += ["launch", "--device", args.device, "--nproc", str(training.processes), *left]
         command += ["--", *lower(model, Layout(**arm.layout), training, arm.host)]
-    slot = slots.get()
-    environment = os.environ | {"MEGACPP_CONFIG": str(folder / "megacpp.json")} | slot
+    with _IN_TURN:  # a run that waits for several GPUs is not overtaken
+        taken = [slots.get() for _ in range(training.processes if args.device == "cuda" else 1)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "MEGACPP_CONFIG": str(folder / "megacpp.json")}
+    environment |= {"CUDA_VISIBLE_DEVICES": ",".join(taken)} if args.device == "cuda" else {}
     try:
         with (folder / "log").open("w") as sink:
             done = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, check=False, env=environment)
     finally:
-        slots.put(slot)
+        for slot in taken:
+            slots.put(slot)
     return folder, done.returncode, training.train_iters
 
 
@@ -190,19 +191,18 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="in place of the file's")
     parser.add_argument("--window", type=int, default=20, help="last steps that a loss is the mean of")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--gpus", type=int, default=1, help="of this machine, a run on each")
+    parser.add_argument("--gpus", type=int, help="of this machine, that runs share (default: --nproc)")
     parser.add_argument("--per-gpu", type=int, default=1, help="runs side by side on each, or on the CPU")
-    parser.add_argument("--nproc", type=int, default=1, help="processes of each run; then one run at a time")
+    parser.add_argument("--nproc", type=int, default=1, help="processes of a run that does not say how many")
     parser.add_argument("--folder", type=Path, default=Path("build/experiment"), help="for what the runs leave")
     parser.add_argument("--output", type=Path, default=Path("build/experiment.csv"))
     args = parser.parse_args(argv)
+    args.gpus = (args.nproc if args.device == "cuda" else 1) if args.gpus is None else args.gpus
     for name in ("gpus", "per_gpu", "window", "nproc"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected 1 or more")
     if args.folder.exists():
         parser.error(f"--folder {args.folder} exists; expected a new one: name another, or remove it")
-    if args.nproc > 1 and args.gpus * args.per_gpu > 1:
-        parser.error(f"--nproc {args.nproc} takes all GPUs for one run; leave --gpus and --per-gpu out")
     return args
 
 

@@ -175,7 +175,11 @@ def configure_engine(settings: plugin_config.PluginConfig | None) -> None:
 
 
 def announce_policy(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:
-    """Print the launch policy of a stock script, on rank 0 and once, if our launcher has not."""
+    """Print the launch policy of a stock script, on rank 0 and once, if our launcher has not; refuse what no GPU here can hold.
+
+    Raises:
+        LaunchError: as :func:`megacpp_mcore.policy.check_memory`.
+    """
     if global_vars._GLOBAL_ARGS is None:  # no stock script runs; get_args() would assert
         return
     on_cpu = cpu.answers_here()
@@ -188,13 +192,16 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
     layout = {
         "tensor": config.tensor_model_parallel_size,
         "pipeline": config.pipeline_model_parallel_size,
+        "virtual": config.virtual_pipeline_model_parallel_size or 1,
         "expert": config.expert_model_parallel_size,
         "sequence_parallel": config.sequence_parallel,
         "cpu_initialization": config.use_cpu_initialization,
         "tf32_products": policy.tf32_products(),
     }
+    run = dataclasses.replace(run, **layout)  # which may come from a file or a checkpoint
+    policy.check_memory(run)
     policy.announce(
-        dataclasses.replace(run, **layout),  # which may come from a file or a checkpoint
+        run,
         settings=settings,
         environment=os.environ,
         say=lambda line: print_rank_0(f"megacpp-mcore: {line}"),

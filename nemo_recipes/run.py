@@ -94,6 +94,7 @@ def run(name: str, overrides: Sequence[str] = (), recording: launcher.Recording 
         for variable, value in launched.environment().items():
             os.environ[variable] = value
             stack.callback(os.environ.pop, variable, None)
+        policy.check_memory(policy_run(chosen, config))  # starts CUDA, which reads the environment once
         stack.enter_context(policy.active(settings))
         process.say(verify_data(config))
         callbacks = _callbacks(config, launched.compile)
@@ -260,12 +261,18 @@ def policy_run(chosen: Recipe, config: Any) -> policy.Run:
     graphs = model.cuda_graph_impl != "none"
     said = [f"--{precision}"] * (precision != "fp32") + ["--fp8-format"] * bool(fp8) + ["--cuda-graph-impl"] * graphs
     said += ["--te-precision-config-file"] * bool(model.te_precision_config_file)
+    said += ["--optimizer"] * (config.optimizer.optimizer != "adam")
+    said += ["--use-precision-aware-optimizer"] * config.optimizer.use_precision_aware_optimizer
+    said += ["--optimizer-cpu-offload"] * config.optimizer.optimizer_cpu_offload
+    said += ["--use-megatron-fsdp"] * config.dist.use_megatron_fsdp
+    said += ["--pipeline-model-parallel-layout"] * (model.pipeline_model_parallel_layout is not None)
     fp32_reduced = ddp.grad_reduce_in_fp32 if mixed is None else mixed.grad_reduce_in_fp32
     return policy.Run(
         device=chosen.training.device,
         world_size=int(os.environ["WORLD_SIZE"]),
         tensor=model.tensor_model_parallel_size,
         pipeline=model.pipeline_model_parallel_size,
+        virtual=model.virtual_pipeline_model_parallel_size or 1,
         expert=model.expert_model_parallel_size,
         context=model.context_parallel_size,
         sequence_parallel=model.sequence_parallel,

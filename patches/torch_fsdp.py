@@ -5,7 +5,8 @@ bf16 model (biases, decays and scales of a recurrence) are left whole on every r
 all-reduce a step, and the first replica alone counts them in the gradient norm. What multi-token prediction calls once more at
 every depth, its block, the embedding and the output layer, keeps its gathered weights until its backward pass. The output layer
 is gathered with the model itself, so that its weight is a plain tensor in the whole forward pass (``linear-cross-entropy``).
-The optimizer's state can be loaded: torch_dcp loads into tensors that are there, and before the first step there are none.
+The optimizer's state can be loaded: torch_dcp loads into tensors that are there, and before the first step there are none. A
+checkpoint in Megatron's ``torch`` format, as whole replicas save it, is copied into the model: stock reads it, and leaves it.
 
 Activate: applied by the spec; or ``megacpp_mcore.patches.apply(["torch-fsdp"])``.
 Scope: models wrapped by TorchFullyShardedDataParallel.
@@ -119,12 +120,39 @@ def _with_state_to_load(original: Callable[..., Any]) -> Callable[..., Any]:
     return state_dict
 
 
+def _with_whole_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of ``TorchFullyShardedDataParallel.load_state_dict``, which does nothing.
+
+    What torch_dcp has loaded is in place. Of a ``torch`` checkpoint Megatron has made replicated DTensors, buffers and
+    parameters that are not cut among them.
+    """
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any, strict: bool = True) -> None:
+        from torch.distributed.tensor import DTensor
+
+        read = {
+            name for name, one in state_dict.items() if isinstance(one, DTensor) and one.placements[0].is_replicate()
+        }
+        if not read:
+            return
+        own = self.module.state_dict()
+        values = {
+            name: one.to_local() if name in read and not isinstance(own.get(name), DTensor) else one
+            for name, one in state_dict.items()
+        }
+        self.module.load_state_dict(values, strict=strict)
+
+    return load_state_dict
+
+
 PATCH = Patch(
     name="torch-fsdp",
     fixes=(
         "under --use-torch-fsdp2 a block whose parameters have two dtypes fails in its first forward pass ('FSDP expects "
         "uniform original parameter dtype'); what multi-token prediction re-uses is gathered once more at every depth; a "
-        "checkpoint cannot be loaded with its optimizer (TypeError: 'is_loading', or KeyError: 'step')"
+        "checkpoint cannot be loaded with its optimizer (TypeError: 'is_loading', or KeyError: 'step'); one in torch format is "
+        "read, and the model keeps its random weights"
     ),
     source=f"megatron-core 0.19.2, {_STOCK.replace('.', '/')}.py, megatron/core/optimizer/optimizer.py",
     megatron_versions=">=0.19,<0.20",
@@ -138,6 +166,11 @@ PATCH = Patch(
             f"{_STOCK}:TorchFullyShardedDataParallel.finish_grad_sync",
             "e7a290299e253eb6500203d04d0485b17c5a3a2cb6055d54d152704d5b2d2a67",
             _with_whole_parameters,
+        ),
+        Edit.of(
+            f"{_STOCK}:TorchFullyShardedDataParallel.load_state_dict",
+            "f33082399a2b7735b266cbcc0fe7444cafb430631d107d8b2e849c4c703a0a5e",
+            _with_whole_tensors,
         ),
         Edit.of(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.state_dict",

@@ -200,19 +200,45 @@ def selective_recompute(*modules: str) -> tuple[str, ...]:
     return ("--recompute-granularity", "selective", "--recompute-modules", *modules)
 
 
-def build_on_meta(model: Model) -> Any:
-    """The GPTModel of a preset on the meta device: every module, no memory; needs :func:`one_process`."""
+@contextlib.contextmanager
+def one_rank(rank: int, processes: int, layout: Layout) -> Iterator[None]:
+    """The CPU lane and Megatron's process groups for one of several processes that are not there: to build, not to run."""
+    with cpu_lane():
+        import torch
+        from megatron.core import parallel_state
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
+        virtual = layout.virtual if layout.virtual > 1 else None
+        parallel_state.initialize_model_parallel(
+            layout.tensor, layout.pipeline, virtual, expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=1, create_gloo_process_groups=False,
+        )  # fmt: skip
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+
+
+def build_on_meta(model: Model, layout: Layout | None = None, processes: int = 1) -> list[Any]:
+    """The GPTModels of a rank on the meta device, every module, no memory; needs :func:`one_process` or :func:`one_rank`."""
     import torch
+    from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.training.models.gpt import GPTModelBuilder
 
-    config = model_config(words(model))
+    layout = layout or Layout()
+    config = model_config(words(model, layout=layout, processes=processes), processes)
     config.transformer.perform_initialization = False
-    # The lane draws a number to seed the experts with, which a meta tensor cannot give.
+    # The lane draws a number to seed the experts with, and stages compare embeddings: meta tensors have no values for that.
     stock_init = SequentialMLP.__init__.__wrapped__
-    with torch.device("meta"), mock.patch.object(SequentialMLP, "__init__", stock_init):
-        return GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    equal = mock.patch.object(LanguageModule, "setup_embeddings_and_output_layer", mock.DEFAULT)
+    with torch.device("meta"), mock.patch.object(SequentialMLP, "__init__", stock_init), equal:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        stages = range(layout.virtual) if layout.virtual > 1 else [None]
+        return [GPTModelBuilder(config).build_model(groups, vp_stage=stage) for stage in stages]
 
 
 def family(layer: Any) -> str:

@@ -14,12 +14,12 @@ from typing import Any
 import yaml
 
 from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.arguments import overrides, stock_command
-from megacpp_mcore.arguments.lowering import SCRIPTS, SPECS, lower
+from megacpp_mcore.arguments import launch_flags, overrides, stock_command
+from megacpp_mcore.arguments.lowering import SCRIPTS, SPECS, lower, machine_of
 from megacpp_mcore.arguments.stock_command import DATA_VARIABLE, LAUNCH, WAYS, Slurm, StockCommand
 from megacpp_mcore.commands import model_card
 from megacpp_mcore.errors import LaunchError, ModelError
-from megacpp_mcore.model import PRESETS, Layout, Model, hybrid, preset
+from megacpp_mcore.model import PRESETS, Layout, Model, hybrid, memory, preset
 from megacpp_mcore.model.flops import count as flops
 from megacpp_mcore.model.flops import report as flops_report
 from megacpp_mcore.model.flops.recompute import MODULES, Recomputation, recomputed
@@ -130,7 +130,21 @@ def described(model: Model) -> dict[str, Any]:
         "attention_roles": {number: role for number, role in enumerate(model.roles, 1) if role},
         "hybrid_layer_pattern": hybrid.plan(model).text,
         "parameters": model.parameters() | {"total": sum(model.parameters().values())},
+        "states_bytes": _states_bytes(model, Layout(), Training()),
     }
+
+
+def _states_bytes(model: Model, layout: Layout, training: Training) -> dict[str, int]:
+    """What a GPU holds from step to step, activations apart."""
+    flags = launch_flags.lowered(machine_of(model, layout, training))
+    held = memory.states(
+        model,
+        layout,
+        training.processes,
+        precision=training.plan.model_dtype,
+        distributed_optimizer="--use-distributed-optimizer" in flags,
+    )
+    return dataclasses.asdict(held) | {"total": held.total}
 
 
 def _shown(name: str, words: Sequence[str]) -> dict[str, Any]:
@@ -140,6 +154,7 @@ def _shown(name: str, words: Sequence[str]) -> dict[str, Any]:
         return model
     plan = {key: value for key, value in dataclasses.asdict(recipe.training).items() if not isinstance(value, tuple)}
     layout = dataclasses.asdict(recipe.layout)
+    model["states_bytes"] = _states_bytes(recipe.model, recipe.layout, recipe.training)
     return {"name": name, "processes": recipe.processes, "layout": layout, "training": plan, "model": model}
 
 

@@ -1,4 +1,4 @@
-"""``megacpp-mcore report show|compare|goodput|html|fields``: prints and compares what runs recorded; imports no torch."""
+"""``megacpp-mcore report show|compare|goodput|profile|html|fields``: prints and compares what runs left; imports no torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events, goodput, receipts
+from megacpp_mcore.observe.profile import ranks
 from megacpp_mcore.observe.receipts import schema
 from megacpp_mcore.observe.receipts.assemble import RECEIPT
 from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, compare
@@ -45,6 +46,10 @@ def add_parser(subparsers: Any) -> None:
     comparing.add_argument("--noise", type=float, metavar="PERCENT", help=noise)
     where = actions.add_parser("goodput", help="what the wall time of every rank went to")
     where.add_argument("run_folder", metavar="RUN", help="the folder of a run")
+    profile = actions.add_parser(
+        "profile", help="the ranks of a profile side by side, and the tables of rank 0 and the slowest"
+    )
+    profile.add_argument("run_folder", metavar="RUN", help="the folder of a run")
     page = actions.add_parser("html", help="one self-contained page about a run")
     page.add_argument("run_or_receipt", metavar="RUN", help="the folder of a run, or a receipt")
     page.add_argument("--output", metavar="FILE", default="report.html", help="where it is written (%(default)s)")
@@ -59,7 +64,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         DataError: there is no receipt, it is damaged, or a word is not known.
     """
-    actions = {"show": _show, "compare": _compare, "goodput": _goodput, "html": _html, "fields": _fields}
+    actions = {
+        "show": _show,
+        "compare": _compare,
+        "goodput": _goodput,
+        "profile": _profile,
+        "html": _html,
+        "fields": _fields,
+    }
     return actions[args.action](args)
 
 
@@ -125,6 +137,11 @@ def _goodput(args: argparse.Namespace) -> int:
         print(f"rank {rank}{mark}: {record['goodput']:.1%} of {record['wall_s']:.1f} s productive; {spent}")
     if overlap := events.overlap(starts):
         print(overlap)
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    print("\n".join(ranks.pages(_found(args.run_folder, whole=True))), end="")
     return 0
 
 

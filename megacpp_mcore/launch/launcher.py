@@ -162,9 +162,11 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
         stack.enter_context(mock.patch.object(sys, "argv", [entry, *chosen.arguments]))
         process.say(chosen.describe(int(os.environ["WORLD_SIZE"])))
         settings = plugin_config.from_environment() if chosen.has_own_spec else None
-        launched = _launch_policy(chosen, settings)
+        run = _run(chosen, settings)
+        launched = _launch_policy(run, settings)
         stack.enter_context(policy.said())
         stack.enter_context(process.environment(launched.environment()))
+        policy.check_memory(run)  # starts CUDA, which reads the environment once
         if chosen.has_own_spec:
             sys.argv += _verified_data(chosen.arguments)
         if chosen.script is not None:
@@ -200,8 +202,8 @@ def _run_here(chosen: Plan, recording: Recording) -> None:
         process.leave_process_group()
 
 
-def _launch_policy(chosen: Plan, settings: plugin_config.PluginConfig | None) -> policy.LaunchPolicy:
-    """The policy of the run, printed on rank 0."""
+def _run(chosen: Plan, settings: plugin_config.PluginConfig | None) -> policy.Run:
+    """What the launch policy has to know of the run."""
     world_size = int(os.environ["WORLD_SIZE"])
     model = settings.model if settings is not None else None
     run = policy.Run.from_arguments(chosen.arguments, device=chosen.device, world_size=world_size, model=model)
@@ -210,6 +212,11 @@ def _launch_policy(chosen: Plan, settings: plugin_config.PluginConfig | None) ->
         check_torch_fsdp({f"{name} parallelism": size for name, size in cut.items()})
     if chosen.device == "cuda":
         run = dataclasses.replace(run, tf32_products=policy.tf32_products())
+    return run
+
+
+def _launch_policy(run: policy.Run, settings: plugin_config.PluginConfig | None) -> policy.LaunchPolicy:
+    """The policy of the run, printed on rank 0."""
     launched = policy.resolve(run, settings=settings, environment=os.environ)
     for line in launched.lines(settings):
         process.say(line)

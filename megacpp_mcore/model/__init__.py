@@ -7,6 +7,8 @@
 :mod:`~.precision`   which layers compute in which number format
 :mod:`~.training`    what one run adds: machine, data, optimizer
 :mod:`~.recipes`     model, cut and training together, by name
+:mod:`~.parameters`  how many there are, by part and by what a layout cuts
+:mod:`~.memory`      bytes that a rank holds from step to step
 :mod:`~.flops`       operations of a step, counted
 ==================  =========================================================
 """

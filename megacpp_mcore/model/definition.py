@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megacpp_mcore.errors import ModelError, PatternError
+from megacpp_mcore.model import parameters
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.util import schema
 from megacpp_mcore.util.nearest import nearest
@@ -385,62 +386,8 @@ class Model:
         return math.ceil(self.vocab_size / (divisible_by * tensor)) * divisible_by * tensor
 
     def parameters(self) -> dict[str, int]:
-        """Parameters by part: ``A``, ``M``, ``E``, ``R``, ``mtp`` (shared block), ``embedding``, ``head``, ``norm``.
-
-        Counted from the shapes in this definition, independently of any module; norms before a block belong to it.
-        The vocabulary is Megatron's padded one. Balancing biases of the router are buffers and do not count.
-        """
-        hidden = self.hidden_size
-        full, sparse = self._mla_parameters(), self._indexer_parameters()
-        per_layer = {"M": self._mamba_parameters(), "E": self._moe_parameters(), "R": self._recurrent_parameters()}
-        counts = {letter: per_layer[letter] * self.layers.count(letter) for letter in "MER"}
-        counts["A"] = full * self.layers.count("A") + sparse * self.roles.count(grammar.FULL_INDEX)
-        dense = hidden + 2 * hidden * self.ffn_hidden_size
-        counts["mtp"] = (full + dense + 2 * hidden * hidden + 3 * hidden) if self.mtp.depth else 0
-        counts["embedding"] = counts["head"] = self.vocab_size_padded(1) * hidden
-        counts["norm"] = hidden
-        return counts
-
-    def _mla_parameters(self) -> int:
-        mla, hidden, heads = self.mla, self.hidden_size, self.heads
-        q = hidden * mla.q_lora_rank + mla.q_lora_rank * heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
-        kv = hidden * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
-        kv += mla.kv_lora_rank * heads * (mla.qk_head_dim + mla.v_head_dim)
-        return hidden + q + kv + mla.q_lora_rank + mla.kv_lora_rank + heads * mla.v_head_dim * hidden
-
-    def _indexer_parameters(self) -> int:
-        dsa = self.dsa
-        queries = self.mla.q_lora_rank * dsa.indexer_heads * dsa.indexer_head_dim
-        return queries + self.hidden_size * (dsa.indexer_head_dim + dsa.indexer_heads) + 2 * dsa.indexer_head_dim
-
-    def _mamba_parameters(self) -> int:
-        ssm, hidden, heads = self.mamba3, self.hidden_size, self.mamba_heads
-        width = 2 * self.mamba_inner + 2 * ssm.mimo_rank * ssm.groups * ssm.state + 3 * heads + ssm.angles
-        biases = 2 * heads * ssm.mimo_rank * ssm.state + 2 * ssm.state + 2 * heads
-        biases += self.mamba_inner if ssm.out_norm else 0
-        mimo = 3 * heads * ssm.mimo_rank * ssm.head_dim if ssm.mimo_rank > 1 else 0
-        return hidden + hidden * width + biases + mimo + self.mamba_inner * hidden
-
-    def _recurrent_parameters(self) -> int:
-        rnn, hidden, heads = self.m2rnn, self.hidden_size, self.recurrent_heads
-        values = heads * rnn.value_dim
-        convolved = 2 * rnn.key_dim + values
-        per_head = heads * (rnn.value_dim**2 + rnn.value_dim + 2)
-        return (
-            hidden
-            + hidden * (convolved + heads + values)
-            + convolved * (rnn.conv_kernel + 1)
-            + per_head
-            + values * (1 + hidden)
-        )
-
-    def _moe_parameters(self) -> int:
-        moe, hidden = self.moe, self.hidden_size
-        return (
-            hidden
-            + hidden * moe.experts
-            + 2 * hidden * (moe.experts * moe.ffn_hidden_size + moe.shared_ffn_hidden_size)
-        )
+        """Parameters by part: ``A``, ``M``, ``E``, ``R``, ``mtp`` (shared block), ``embedding``, ``head``, ``norm``."""
+        return {part: count.total for part, count in parameters.by_part(self).items()}
 
 
 _PATTERN = "AEMEAEMEAEMR"

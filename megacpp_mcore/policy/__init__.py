@@ -22,7 +22,7 @@ from megacpp_mcore.policy.compile import (
 )
 from megacpp_mcore.policy.launch import LaunchPolicy, active, announce, resolve, said
 from megacpp_mcore.policy.overlap import CONNECTIONS, MIN_BUCKET_BYTES, Overlap, overlap_contract
-from megacpp_mcore.policy.run import Run, model_facts, tf32_products
+from megacpp_mcore.policy.run import Run, check_memory, model_facts, tf32_products
 from megacpp_mcore.policy.values import ALLOCATOR, DEFAULT, NEW_ALLOCATOR, RECIPE, TORCH_LOGS, USER, Value
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "Value",
     "active",
     "announce",
+    "check_memory",
     "compile_policy",
     "model_facts",
     "overlap_contract",

@@ -5,6 +5,8 @@ Flags and their defaults are those of Megatron-LM core_v0.19.0, ``megatron/train
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +15,9 @@ from typing import Any
 import yaml
 
 from megacpp_mcore.arguments.lowering import host_of
-from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.model import PRESETS, Model
+from megacpp_mcore.errors import LaunchError, ModelError
+from megacpp_mcore.model import PRESETS, Layout, Model, memory
+from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.precision import EXPERTS_FILE, FP8_EXPERTS, PLANS, PrecisionPlan
 from megacpp_mcore.util import flags
 
@@ -25,6 +28,16 @@ _CUT = (
     "expert-model-parallel-size",
     "context-parallel-size",
 )
+_STAGES = "--pipeline-model-parallel-layout"
+_OTHER_STATES = (
+    "--optimizer", "--use-precision-aware-optimizer", "--optimizer-cpu-offload", "--offload-optimizer-states",
+    "--fp8-param-gather", "--use-megatron-fsdp", "--num-distributed-optimizer-instances",
+    "--skip-train", "--yaml-cfg", "--use-checkpoint-args",
+    "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+    "--num-layers-per-virtual-pipeline-stage", "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)  # fmt: skip
+"""Arguments with which a rank holds something else than :func:`megacpp_mcore.model.memory.states` counts, or others say it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +47,10 @@ class Run:
     Attributes:
         device: ``cuda`` or ``cpu``.
         world_size: processes.
-        tensor, pipeline, expert, context: how the model is cut over the processes.
+        tensor, pipeline, virtual, expert, context: how the model is cut over the processes.
         families: the letters of the layers that a model of this package has; empty for a stock model.
         has_moe: whether it has E layers.
-        parameters: of the whole model; None where that is not known.
-        expert_parameters: those of :attr:`parameters` that expert parallelism cuts.
+        model: what is trained; None where that is not known.
         mtp_depths: of multi-token prediction.
         fsdp: whether Megatron-FSDP or torch FSDP2 shards the parameters.
         precision: ``bf16``, ``fp16`` or ``fp32``.
@@ -63,14 +75,14 @@ class Run:
     world_size: int = 1
     tensor: int = 1
     pipeline: int = 1
+    virtual: int = 1
     expert: int = 1
     context: int = 1
     sequence_parallel: bool = False
     transformer_impl: str = "transformer_engine"
     families: str = ""
     has_moe: bool = False
-    parameters: int | None = None
-    expert_parameters: int = 0
+    model: Model | None = None
     mtp_depths: int = 0
     fsdp: bool = False
     precision: str = "fp32"
@@ -107,11 +119,36 @@ class Run:
 
     @property
     def process_parameters(self) -> int | None:
-        """Parameters of one process, stages taken as equal; None where those of the model are not known."""
-        if self.parameters is None:
+        """Parameters of a process of the largest stage; None where those of the model, or its stages, are not known."""
+        layout = self._layout()
+        return None if self.model is None or layout is None else sum(memory.rank_parameters(self.model, layout))
+
+    @property
+    def states(self) -> memory.States | None:
+        """What a process of the largest stage holds from step to step; None where that is not known."""
+        layout = self._layout()
+        if self.model is None or layout is None or self.flags.intersection(_OTHER_STATES):
             return None
-        replicated = self.parameters - self.expert_parameters
-        return (replicated + self.expert_parameters // self.expert) // (self.tensor * self.pipeline)
+        return memory.states(
+            self.model,
+            layout,
+            self.world_size,
+            precision=self.precision,
+            grad_bytes=self.grad_bytes,
+            distributed_optimizer=self.distributed_optimizer,
+            fsdp=self.fsdp,
+        )
+
+    def _layout(self) -> Layout | None:
+        """How the model is cut, where its definition says where the stages are."""
+        if self.model is None or (_STAGES in self.flags and not grammar.parse(self.model.pattern).staged):
+            return None
+        try:
+            layout = Layout(tensor=self.tensor, pipeline=self.pipeline, virtual=self.virtual, expert=self.expert)
+            self.model.chunks(layout)
+        except ModelError:
+            return None
+        return layout
 
     @classmethod
     def from_arguments(cls, words: Sequence[str], *, device: str, world_size: int, model: Model | None = None) -> Run:
@@ -137,6 +174,7 @@ class Run:
             world_size=world_size,
             tensor=tensor,
             pipeline=pipeline,
+            virtual=flags.whole(given, "--num-virtual-stages-per-pipeline-rank", LaunchError, 1) or 1,
             expert=expert,
             context=context,
             sequence_parallel="--sequence-parallel" in given,
@@ -180,15 +218,44 @@ def tf32_products() -> bool:
 
 def model_facts(model: Model) -> dict[str, Any]:
     """What a :class:`Run` says of its model, by field."""
-    moe = model.moe
-    one_expert = 2 * model.hidden_size * moe.ffn_hidden_size
     return {
         "families": "".join(letter for letter in "AMER" if letter in model.layers),
         "has_moe": "E" in model.layers,
-        "parameters": sum(model.parameters().values()),
-        "expert_parameters": model.layers.count("E") * moe.experts * one_expert,
+        "model": model,
         "mtp_depths": model.mtp.depth,
     }
+
+
+def check_memory(run: Run) -> None:
+    """Refuse a run whose states alone leave this process's GPU no room for a step; imports torch, and starts CUDA.
+
+    Raises:
+        LaunchError: with the states, the GPU's memory, and the nearest layouts that fit.
+    """
+    held = run.states
+    if run.device != "cuda" or run.model is None or held is None:
+        return
+    import torch
+
+    gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
+    if memory.fits(held, gpu.total_memory):
+        return
+    nearest = itertools.islice(memory.fitting(run.model, gpu.total_memory, run.world_size, run.precision), 3)
+    fitting = "; ".join(
+        f"{count} GPUs, {_cut_words(layout) or 'replicas'} with --use-distributed-optimizer ({states.total / 1e9:.1f} GB each)"
+        for count, layout, states in nearest
+    )
+    raise LaunchError(
+        f"{run.model.name} has {held} of states on each of {run.world_size} GPU{'s' * (run.world_size > 1)}, and {gpu.name} "
+        f"has {gpu.total_memory / 1e9:.1f} GB, one part in {memory.ROOM} of which has to be left for a step; "
+        + (f"it fits on {fitting}" if fitting else "no layout of it fits on such GPUs: change the model")
+    )
+
+
+def _cut_words(layout: Layout) -> str:
+    named = {"tensor": layout.tensor, "pipeline": layout.pipeline, "expert": layout.expert}
+    words = [f"--{name}-model-parallel-size {size}" for name, size in named.items() if size > 1]
+    return " ".join([*words, *["--sequence-parallel"] * layout.sequence_parallel])
 
 
 def _described(given: Mapping[str, tuple[str, ...]]) -> Model | None:

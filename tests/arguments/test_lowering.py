@@ -344,7 +344,7 @@ def test_a_run_whose_stages_cannot_hold_the_model_is_refused(process: Path) -> N
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_builds_on_meta_as_it_is_counted(process: Path, name: str) -> None:
     model = preset(name)
-    built = stock.build_on_meta(model)
+    (built,) = stock.build_on_meta(model)
     assert {parameter.device.type for parameter in built.parameters()} == {"meta"}
     layers = built.decoder.layers
     assert [layer.layer_number for layer in layers] == list(range(1, model.depth + 1))

@@ -49,6 +49,9 @@ LAYOUTS: Mapping[str, Layout] = {
     "EP 2": Layout(expert=2),
     "TP 2 with SP": Layout(tensor=2, sequence_parallel=True),
     "TP 4 with SP": Layout(tensor=4, sequence_parallel=True),
+    "EP 4": Layout(expert=4),
+    "TP 2 with SP, EP 4": Layout(tensor=2, sequence_parallel=True, expert=4),
+    "PP 2 × VPP 2, EP 2": Layout(pipeline=2, virtual=2, expert=2),
 }
 """Every layout that has to train as one process does. With two processes EP 2 is data-parallel 2, too."""
 

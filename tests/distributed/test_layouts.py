@@ -118,6 +118,16 @@ def test_a_checkpoint_of_any_layout_loads_in_one_process(laboratory: Laboratory,
 
 
 @pytest.mark.exhaustive
+def test_weights_move_from_layout_to_layout(laboratory: Laboratory) -> None:
+    """Of four processes each, and back into one: parameters and buffers, byte for byte."""
+    run = laboratory.compared(ONE)
+    expected = {key: value for key, value in run.tensors(COMPARED).items() if not key.startswith("optimizer.")}
+    for name in ("TP 2 with SP, EP 4", "PP 2 × VPP 2, EP 2", "EP 4", "TP 4 with SP", ONE):
+        run = laboratory.moved(run, name, optimizer=False)
+        assert_same_bytes(expected, run.tensors(COMPARED))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["TP 2 with SP", "PP 2 × VPP 2"])
 def test_the_dense_warm_up_of_the_indexer(name: str, tmp_path: Path) -> None:
     """Two of four steps; the third selects by what was learned."""

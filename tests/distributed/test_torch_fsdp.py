@@ -32,3 +32,22 @@ def test_fsdp_trains_as_ddp_does(laboratory: Laboratory, words: tuple[str, ...],
     load = ("--load", str(cut.checkpoints), "--ckpt-step", str(RESUMED))
     resumed = trained(laboratory, "resumed", (*words, TORCH_FSDP), *load)
     assert differing_scalars(cut.after(RESUMED), resumed.scalars, 0.0) == []
+
+
+def test_fsdp_loads_the_weights_of_a_ddp_checkpoint(laboratory: Laboratory) -> None:
+    """In Megatron's ``torch`` format, the one that it cuts for FSDP2; optimizer state stays behind."""
+    start = trained(laboratory, "start", ("--ckpt-format", "torch"), "--no-save-optim")
+    load = (
+        "--load",
+        str(start.checkpoints),
+        "--finetune",
+        "--no-load-optim",
+        "--no-load-rng",
+        "--auto-detect-ckpt-format",
+    )
+    whole = trained(laboratory, "DDP from DDP", (), *load, "--no-save-optim")
+    cut = trained(laboratory, "FSDP2 from DDP", (TORCH_FSDP,), *load)
+    assert len(cut.scalars["lm loss"]) == MAIN
+    assert differing_scalars(whole.scalars, cut.scalars, 1e-5) == []
+    # The first sample again, after so many steps on it.
+    assert cut.scalars["lm loss"][1] < 0.99 * start.scalars["lm loss"][1]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -12,9 +14,10 @@ from experiments import train
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.corpus import find_stdlib_sources
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model import Layout, memory, preset, with_overrides
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.model.training import Training
+from megacpp_mcore.policy import Run
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "experiments").glob("*.yaml"))
@@ -26,11 +29,37 @@ def test_every_arm_is_one_that_can_be_lowered(file: Path) -> None:
     for name, part in content["arms"].items():
         arm = train._arm(content, name, part or {})
         model, layout = with_overrides(preset(content["model"]), arm.overrides), Layout(**arm.layout)
-        words = lower(
-            model, layout, Training(**arm.training, data=("--mock-data",), processes=layout.processes), arm.host
-        )
-        assert words[-3] == "--spec" or arm.words
+        given = {"processes": layout.processes, **arm.training, "extra": tuple(map(str, arm.words))}
+        words = lower(model, layout, Training(**given, data=("--mock-data",)), arm.host)
+        assert words[-3] == "--spec"
+        # As on the machine that it is for, of H200 at most.
+        run = Run.from_arguments(words, device="cuda", world_size=given["processes"], model=model)
+        assert run.states is not None
+        assert memory.fits(run.states, 150_109_880_320)
         assert arm.door == "launch" or arm.recipe in RECIPES
+
+
+def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy: set[str] = set()
+    seen: list[tuple[str, int]] = []
+
+    def run(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
+        gpus = env["CUDA_VISIBLE_DEVICES"].split(",")
+        assert not busy.intersection(gpus)
+        busy.update(gpus)
+        time.sleep(0.2)
+        busy.difference_update(gpus)
+        seen.append((command[command.index("--nproc") + 1], len(gpus)))
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(train.subprocess, "run", run)
+    monkeypatch.setattr(train, "tokenizer_words", lambda *_, **__: ())
+    words = [str(ROOT / "experiments/gpus.yaml"), "--data", "corpus", "--output", str(tmp_path / "rows.csv")]
+    assert train.main([*words, "--gpus", "8", "--folder", str(tmp_path / "runs")]) == 1  # as none trained
+    arms = yaml.safe_load((ROOT / "experiments/gpus.yaml").read_text())["arms"].values()
+    assert sorted(seen) == sorted((str(arm["training"]["processes"]), arm["training"]["processes"]) for arm in arms)
+    with pytest.raises(SystemExit, match="an arm takes 8 GPUs"):
+        train.main([*words, "--gpus", "4", "--folder", str(tmp_path / "none")])
 
 
 def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

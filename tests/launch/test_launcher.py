@@ -10,11 +10,13 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megacpp_mcore import cpu
+from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import (
@@ -26,7 +28,8 @@ from megacpp_mcore.errors import (
 )
 from megacpp_mcore.launch import launcher
 from megacpp_mcore.launch import plan as launch_plan
-from megacpp_mcore.model import preset
+from megacpp_mcore.model import Layout, preset
+from megacpp_mcore.model.training import Training
 from megacpp_mcore.observe import events
 from tests import forks
 
@@ -188,6 +191,17 @@ def test_device_auto_and_cuda(available: bool, monkeypatch: pytest.MonkeyPatch) 
     else:
         with pytest.raises(LaunchError, match="--device cpu"):
             plan(device="cuda")
+
+
+def test_a_gpu_that_cannot_hold_the_states_is_refused_before_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85_017_493_504)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    words = lower(preset("nam56r"), Layout(), Training(data=("--data-path", "there is none")))
+    with pytest.raises(LaunchError, match=r"^nam56r has 81.0 GB .* fits on 2 GPUs, replicas"):
+        launcher.launch(words, device="cuda")
 
 
 RECORD = """

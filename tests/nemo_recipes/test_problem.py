@@ -12,7 +12,7 @@ import pytest
 
 from megacpp_mcore import policy, settings
 from megacpp_mcore.errors import LaunchError, ModelError
-from megacpp_mcore.model import Layout
+from megacpp_mcore.model import Layout, memory
 from megacpp_mcore.model.recipes import RECIPES, Recipe
 from megacpp_mcore.nemo_recipes import bridge, run
 
@@ -178,6 +178,8 @@ def described(chosen: Recipe, **changes: Any) -> Any:
     model = {
         "tensor_model_parallel_size": chosen.layout.tensor,
         "pipeline_model_parallel_size": chosen.layout.pipeline,
+        "virtual_pipeline_model_parallel_size": None,
+        "pipeline_model_parallel_layout": None,
         "expert_model_parallel_size": chosen.layout.expert,
         "context_parallel_size": 1,
         "sequence_parallel": False,
@@ -208,7 +210,12 @@ def described(chosen: Recipe, **changes: Any) -> Any:
     return SimpleNamespace(
         model=SimpleNamespace(**model | changes),
         ddp=SimpleNamespace(**ddp),
-        optimizer=SimpleNamespace(use_distributed_optimizer=True),
+        optimizer=SimpleNamespace(
+            use_distributed_optimizer=True,
+            optimizer="adam",
+            use_precision_aware_optimizer=False,
+            optimizer_cpu_offload=False,
+        ),
         train=SimpleNamespace(manual_gc=True),
         logger=SimpleNamespace(log_interval=10),
         dist=SimpleNamespace(use_megatron_fsdp=False, use_torch_fsdp2=False),
@@ -232,7 +239,10 @@ def test_the_policy_reads_bridges_configuration(monkeypatch: pytest.MonkeyPatch)
     assert (found.precision, found.fp8, found.grad_bytes) == ("bf16", "e4m3", 2)
     assert (found.distributed_optimizer, found.overlap_grad_reduce, found.overlap_shared_expert) == (True, True, True)
     assert (found.cuda_graph_impl, found.cuda_graph_scope) == ("none", ())
-    assert found.parameters == sum(eight.model.parameters().values())
+    assert found.model == eight.model
+    assert found.states == memory.states(
+        eight.model, eight.layout, 8, precision="bf16", grad_bytes=2, distributed_optimizer=True
+    )
     graphs = described(eight, cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn", "mlp"])
     assert run.policy_run(eight, graphs).cuda_graph_scope == ("attn", "mlp")
     assert run.policy_run(eight, described(eight, cuda_graph_impl="local")).cuda_graph_scope == ("full",)

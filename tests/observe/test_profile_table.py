@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megacpp_mcore.commands import cli
 from megacpp_mcore.observe.profile.attribution import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Place, attribute
 from megacpp_mcore.observe.profile.table import collective, is_communication, page, table
 from megacpp_mcore.observe.profile.trace import NODE, Cover, Kernel, Op, Trace, read
@@ -208,6 +212,46 @@ def test_communication_is_hidden_only_where_another_stream_computes() -> None:
     assert gradients["top"] == [{"name": "AllReduce", "ns": 25, "calls": 1}]
     assert pipeline["top"] == [{"name": "SendRecv", "ns": 20, "calls": 2}]
     assert gradients["kernels"] == 1
+    assert found["bubble_ns"] == 15  # from 60 to 75
+
+
+def test_sending_and_receiving_is_an_all_to_all_where_no_stages_do_it() -> None:
+    kernels = [(10, 20, "gemm", "E/2"), (15, 40, SEND, "E/2"), (50, 60, SEND, "pipeline"), (70, 75, SEND, "")]
+    found = table(device_trace(kernels))
+    assert found["collectives"] == {
+        "AllToAll": {"calls": 1, "ns": 25, "exposed_ns": 20},
+        "SendRecv": {"calls": 2, "ns": 15, "exposed_ns": 15},
+    }
+    assert found["bubble_ns"] == 10
+    text = page(found | {"steps": [1, 1], "rank": 0, "device": "H200", "phase": "steady", "phase_why": "-"})
+    assert "pipeline bubble (waiting for another stage): 0.000 ms, 10.0% of the step" in text.splitlines()
+
+
+def test_the_slowest_rank_is_the_one_that_computes_longest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kernels = {
+        0: [(10_000_000, 30_000_000, "gemm", "A/1"), (30_000_000, 90_000_000, SEND, "pipeline")],
+        2: [(10_000_000, 80_000_000, "gemm", "M/3"), (80_000_000, 90_000_000, ALL_REDUCE, "gradients")],
+        10: [(10_000_000, 20_000_000, "gemm", "E/2"), (20_000_000, 90_000_000, SEND, "E/2")],
+    }
+    for rank, run in kernels.items():
+        known = {"steps": [7, 8], "rank": rank, "device": "H200", "phase": "steady", "phase_why": "-"}
+        folder = tmp_path / "profile" / "7-8" / (f"rank_{rank:05d}" if rank else "")
+        folder.mkdir(parents=True)
+        (folder / "table.json").write_text(json.dumps(table(device_trace(run, [(0, 100_000_000)])) | known))
+    (tmp_path / "start_0").mkdir()
+    assert cli.main(["report", "profile", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["rank", "step", "computing", "bubble", "AllReduce", "AllToAll", "SendRecv"]
+    assert lines[2].split() == ["0", "50.000", "10.000", "30.000", "0.000", "0.000", "30.000"]
+    assert lines[3].split() == ["2,", "slowest", "50.000", "35.000", "0.000", "5.000", "0.000", "0.000"]
+    assert lines[4].split() == ["10", "50.000", "5.000", "0.000", "0.000", "35.000", "0.000"]
+    assert [line.split(":")[0] for line in lines if line.startswith("profile of steps")] == [
+        "profile of steps 7 to 8, rank 0, H200",
+        "profile of steps 7 to 8, rank 2, H200",
+    ]
+    shutil.rmtree(tmp_path / "profile")
+    assert cli.main(["report", "profile", str(tmp_path)]) == 2
+    assert "holds no profile of rank 0; launch with --profile" in capsys.readouterr().err
 
 
 def test_the_device_waits_where_no_kernel_runs_and_simultaneous_ones_count_once() -> None:

@@ -29,6 +29,9 @@ UNATTRIBUTED = "unattributed"
 DEVICE_TIME, HOST_TIME = "device time of kernels", "self CPU time of operators"
 TOP = 10
 """Kernels that are named for each family."""
+SEND_RECEIVE, ALL_TO_ALL = "SendRecv", "AllToAll"
+PIPELINE = "pipeline"
+"""The range of what stages send each other (:data:`megacpp_mcore.observe.profile.trace.PARTS`)."""
 CPU = "CPU"
 """The ``device`` of a profile without a GPU."""
 
@@ -41,10 +44,14 @@ def is_communication(kernel: str) -> bool:
     return _COMMUNICATION.search(kernel) is not None
 
 
-def collective(kernel: str) -> str:
-    """The collective that a kernel of communication does, as NCCL names it (``AllReduce``); else the kernel's own name."""
+def collective(kernel: str, label: str | None = None) -> str:
+    """The collective that a kernel of communication does, as NCCL names it (``AllReduce``); else the kernel's own name.
+
+    NCCL's kernel of sending and receiving does an all-to-all, too: where a ``label`` says that it is of no pipeline's stages.
+    """
     found = _NCCL.search(kernel)
-    return found[1] if found else kernel
+    name = found[1] if found else kernel
+    return ALL_TO_ALL if name == SEND_RECEIVE and label not in (None, PIPELINE) else name
 
 
 @dataclass
@@ -119,7 +126,8 @@ def table(trace: Trace) -> dict[str, Any]:
         ``attributed_share`` of it; ``dominant``, the family with the most time; ``window_ns``, from the begin of each step to
         its end, and of the last one to the end of its last kernel. Of a device: ``busy_ns`` of it, in which it did something,
         and ``host_bound_share``, in which it did not; ``communication_ns``, in which kernels of communication ran, those
-        at the same time counted once, ``hidden_ns`` of it, in which kernels computed, too, and ``hidden_share``. Of a host:
+        at the same time counted once, ``hidden_ns`` of it, in which kernels computed, too, ``hidden_share``,
+        ``collectives`` by name, and ``bubble_ns``, in which a pipeline's stage did nothing but wait for another. Of a host:
         ``no_operator_ns``, what the rows lack of the window: Python, and waiting. What is not known is None.
     """
     found, rows = attribute(trace), _Rows()
@@ -140,7 +148,15 @@ def _of_host(found: Attribution, rows: _Rows) -> dict[str, Any]:
 
 def _times(unit: str, window_ns: int) -> dict[str, Any]:
     unknown = dict.fromkeys(("busy_ns", "host_bound_share", "no_operator_ns", "hidden_share"))
-    return {"unit": unit, "window_ns": window_ns, "communication_ns": 0, "hidden_ns": 0, **unknown}
+    return {
+        "unit": unit,
+        "window_ns": window_ns,
+        "communication_ns": 0,
+        "hidden_ns": 0,
+        "bubble_ns": 0,
+        **unknown,
+        "collectives": {},
+    }
 
 
 def _of_device(kernels: Sequence[Kernel], found: Attribution, rows: _Rows) -> dict[str, Any]:
@@ -161,13 +177,17 @@ def _of_device(kernels: Sequence[Kernel], found: Attribution, rows: _Rows) -> di
             compute.append((kernel.start_ns, kernel.end_ns))
             rows.add(place, place.phase, kernel.name, kernel.end_ns - kernel.start_ns)
     computing = Cover(compute)
+    collectives: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"calls": 0, "ns": 0, "exposed_ns": 0})
     for kernel, place in moving:
-        ns, name = kernel.end_ns - kernel.start_ns, collective(kernel.name)
+        ns, name = kernel.end_ns - kernel.start_ns, collective(kernel.name, place.label)
         hidden_ns = computing.within(kernel.start_ns, kernel.end_ns)
         rows.add(place, EXPOSED, name, ns - hidden_ns)
         rows.add(place, HIDDEN, name, hidden_ns, calls=0)
+        for field_, more in (("calls", 1), ("ns", ns), ("exposed_ns", ns - hidden_ns)):
+            collectives[name][field_] += more
     together = [(kernel.start_ns, kernel.end_ns) for kernel, _ in moving]
     communication = Cover(together)
+    between_stages = Cover((kernel.start_ns, kernel.end_ns) for kernel, place in moving if place.label == PIPELINE)
     steps = sorted(found.steps)
     if steps:
         steps[-1] = (steps[-1][0], max(end for _, end in (*compute, *together, steps[-1])))
@@ -180,6 +200,8 @@ def _of_device(kernels: Sequence[Kernel], found: Attribution, rows: _Rows) -> di
         "communication_ns": communication.total,
         "hidden_ns": hidden_ns,
         "hidden_share": hidden_ns / communication.total if communication.total else None,
+        "bubble_ns": between_stages.total - between_stages.common(computing),
+        "collectives": dict(sorted(collectives.items())),
     }
 
 
@@ -242,6 +264,15 @@ def page(profile: Mapping[str, Any]) -> str:
         )
     elif on_device:
         lines.append("communication: none")
+    lines += [
+        f"  {name}: {one['calls'] / steps:.1f} calls, {a_step(one['ns'])} ms, {a_step(one['exposed_ns'])} ms exposed"
+        for name, one in profile["collectives"].items()
+    ]
+    if profile["bubble_ns"]:
+        share = profile["bubble_ns"] / profile["window_ns"]
+        lines.append(
+            f"pipeline bubble (waiting for another stage): {a_step(profile['bubble_ns'])} ms, {share:.1%} of the step"
+        )
     if UNATTRIBUTED in profile["families"]:
         lines.append(f"{UNATTRIBUTED}: what lies in no range of the model, the optimizer, or the gradients' reduction")
     lines += ["", *rows("layer")]

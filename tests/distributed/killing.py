@@ -1,0 +1,112 @@
+"""Runs of several processes, one of which is killed: the others have to end by themselves, and a restart has to go on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megacpp_mcore.observe.steps import read_steps
+from tests import forks
+from tests.distributed.comparing import assert_same_bytes
+from tests.distributed.runs import ROOT, read_scalars
+from tests.saved import tensors_in
+
+PROCESSES, STEPS, SAVED_EVERY = 4, 8, 3
+WORDS = ("--save-interval", str(SAVED_EVERY), "--deterministic-mode", "--lr-warmup-iters", "1")
+
+
+class Job:
+    """Processes as torchrun starts them, but with nobody who would end them together.
+
+    Args:
+        folder: for what the run leaves.
+        name: of the run.
+        words: Megatron's arguments, but for where it saves.
+        device: ``cpu`` or ``cuda``.
+        environment: what is added to that of this process.
+    """
+
+    def __init__(self, folder: Path, name: str, words: Sequence[str], device: str, **environment: str) -> None:
+        self.record, self.saved = folder / f"{name} observe", folder / name
+        self._output = folder / f"{name} output"
+        self._words = ["-m", "megacpp_mcore", "launch", "--device", device, "--observe", str(self.record), "--", *words]
+        self._words += [*WORDS, "--save", str(self.saved), "--load", str(self.saved)]
+        self._environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NCCL_ALGO": "Ring"} | environment
+        self.ranks: Sequence[forks.Program | subprocess.Popen[bytes]] = ()
+
+    def start(self) -> None:
+        """Start the processes; the last checkpoint of before, if there is one, is gone on with."""
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        shared = {
+            "WORLD_SIZE": PROCESSES,
+            "LOCAL_WORLD_SIZE": PROCESSES,
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+        }
+        of_rank = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(PROCESSES)]
+        environments = [
+            os.environ | self._environment | {name: str(value) for name, value in one.items()} for one in of_rank
+        ]
+        self.ranks = [forks.start(self._words, self._output, env=environment) for environment in environments]
+
+    def wait(self, timeout: float) -> list[int]:
+        """The status of each process."""
+        until = time.monotonic() + timeout
+        return [rank.wait(max(0.0, until - time.monotonic())) for rank in self.ranks]
+
+    def finish(self) -> None:
+        """Start the processes, and have them all end well."""
+        try:
+            self.start()
+            assert self.wait(300) == [0] * PROCESSES, self.said()
+        finally:
+            self.end()
+
+    def kill(self, victim: int, step: int, later_s: float, timeout: float) -> None:
+        """Start the processes, kill one so long after ``step``, and have the others end with an error within ``timeout``."""
+        try:
+            self.start()
+            until = time.monotonic() + 240
+            while not (self.record.exists() and any(one.step >= step for one in read_steps(self.record))):
+                assert {rank.poll() for rank in self.ranks} == {None}, self.said()
+                assert time.monotonic() < until, self.said()
+                time.sleep(0.01)
+            time.sleep(later_s)
+            os.killpg(self.ranks[victim].pid, signal.SIGKILL)
+            statuses = self.wait(timeout)
+            assert statuses[victim] == -signal.SIGKILL
+            assert 0 not in statuses, self.said()
+        finally:
+            self.end()
+
+    def said(self) -> str:
+        """The end of what all processes printed."""
+        return self._output.read_text(errors="replace")[-6000:]
+
+    def end(self) -> None:
+        """Leave no process behind, whatever has happened."""
+        for rank in self.ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, signal.SIGKILL)
+                rank.wait()
+
+
+def check_a_killed_run(whole: Job, job: Job, seed: int, timeout: float) -> None:
+    """Fail unless ``job``, killed where ``seed`` says and started again, leaves what ``whole`` did, bit for bit."""
+    draw = random.Random(seed)
+    # Anywhere in a step, or in a save.
+    job.kill(draw.randrange(PROCESSES), draw.randrange(1, STEPS), draw.random() / 2, timeout)
+    job.finish()
+    expected = read_scalars(whole.record)
+    assert len(expected["lm loss"]) == STEPS
+    assert read_scalars(job.record) == expected
+    last = f"iter_{STEPS:07d}"
+    assert_same_bytes(tensors_in(whole.saved / last), tensors_in(job.saved / last))

@@ -1,0 +1,181 @@
+"""What a rank holds: its parameters as stock builds them in every layout, their bytes as Megatron has them, and refusals."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megacpp_mcore import policy, settings
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.layer_specs.projection import InProjection
+from megacpp_mcore.model import PRESETS, Layout, Model, memory, preset, with_overrides
+from megacpp_mcore.model.training import Training
+from megacpp_mcore.policy import Run
+from tests import stock
+
+ROOT = Path(__file__).parents[2]
+H100, H200 = 85_017_493_504, 150_109_880_320
+"""``total_memory`` of an NVIDIA H100 80GB HBM3 (81,079 MiB) and of an H200, as torch has it."""
+STAGES = {"nam56r": "-FSF-FSF-FFS-", "nam56r_tiny": "-FF"}
+"""Schedules that four model chunks can be cut by."""
+
+EXPERTS, TENSORS = Layout(expert=8), Layout(tensor=2, expert=4, sequence_parallel=True)
+PIPELINE = Layout(pipeline=2, virtual=2, expert=4)
+
+
+def held(chunks: list[Any]) -> tuple[int, int]:
+    """Parameters of built model chunks: those but routed experts, and routed experts; rows that only fill up do not count."""
+    dense = experts = 0
+    for chunk in chunks:
+        padding = {
+            f"{name}.{weight}": sum(slot.rows for slot in placed) - len(getattr(module, weight))
+            for name, module in chunk.named_modules()
+            if isinstance(module, InProjection)
+            for weight, placed in (("weight", module.slots), ("replicated_weight", module.replicated_slots))
+            if placed
+        }
+        for name, parameter in chunk.named_parameters():
+            count = parameter.numel() + padding.get(name, 0) * chunk.config.hidden_size
+            if ".experts." in name and ".shared_experts." not in name:
+                experts += count
+            else:
+                dense += count
+    return dense, experts
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "processes"),
+    [
+        ("nam56r_tiny", Layout(), 1),
+        *(pytest.param("nam56r_tiny", layout, 8, marks=pytest.mark.exhaustive) for layout in (TENSORS, PIPELINE)),
+        ("nam56r", EXPERTS, 8),
+        ("nam56r", TENSORS, 8),
+        ("nam56r", PIPELINE, 8),
+    ],
+    ids=str,
+)
+def test_the_count_of_a_rank_is_what_stock_builds(
+    name: str, layout: Layout, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = {"dsa": {"schedule": STAGES[name]}} if layout.pipeline > 1 else {}
+    model = with_overrides(preset(name), overrides)
+    file = tmp_path / "megacpp.json"
+    file.write_text(json.dumps({"model": name, "overrides": overrides}))
+    monkeypatch.setenv(settings.VARIABLE, str(file))
+    found = []
+    for stage in range(layout.pipeline):
+        with stock.one_rank(stage * (processes // layout.pipeline), processes, layout):
+            found.append(held(stock.build_on_meta(model, layout, processes)))
+    # Megatron's own layers, which are what a CPU has, cut the projections down to MLA's latents, too.
+    mla, layers = model.mla, model.layers.count("A") + bool(model.mtp.depth)
+    latents = layers * model.hidden_size * (mla.q_lora_rank + mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
+    dense, experts = max(found, key=sum)
+    assert memory.rank_parameters(model, layout) == (dense + latents - latents // layout.tensor, experts)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_megatrons_bytes_of_a_parameter(name: str) -> None:
+    """18 in bf16, or 6 and 12 divided by the replicas (docs of Megatron's distributed optimizer); 16 in fp32."""
+    model = preset(name)
+    parameters = sum(model.parameters().values())
+    assert memory.states(model, Layout(), 1).total == 18 * parameters
+    assert memory.states(model, Layout(), 4, distributed_optimizer=True).total == pytest.approx(9 * parameters, abs=9)
+    assert memory.states(model, Layout(), 4).total == 18 * parameters
+    assert memory.states(model, Layout(), 1, precision="fp32").total == 16 * parameters
+    assert memory.states(model, Layout(), 4, fsdp=True).total == pytest.approx(4 * parameters, abs=9)
+    # Four ranks have a replica of all but the experts, and each has experts of its own.
+    dense, experts = memory.rank_parameters(model, Layout(expert=4))
+    assert dense + 4 * experts == parameters
+    divided = memory.states(model, Layout(expert=4), 4, distributed_optimizer=True)
+    assert divided.total == pytest.approx(9 * dense + 18 * experts, abs=9)
+
+
+def test_the_figure_of_nam56r_against_what_was_measured() -> None:
+    states = memory.states(preset("nam56r"), Layout(), 1)
+    assert str(states) == "81.0 GB (weights 9.0, gradients 18.0, main weights 18.0, moments 36.0)"
+    with (ROOT / "experiments/results/quarter_h200.csv").open(newline="", encoding="utf-8") as file:
+        peaks = {(row["model"], row["arm"]): int(row["peak_bytes"]) for row in csv.DictReader(file)}
+    for model in ("nam56r", "nam56r_quarter"):
+        above = peaks[model, "graphs"] - memory.states(preset(model), Layout(), 1).total
+        assert 4.4e9 < above < 4.7e9  # what a step took besides
+        assert above < H100 / memory.ROOM
+
+
+def test_the_figures_of_the_documentation() -> None:
+    def figure(processes: int, layout: Layout, **how: Any) -> str:
+        return f"{memory.states(preset('nam56r'), layout, processes, **how).total / 1e9:.1f}"
+
+    cut = {"distributed_optimizer": True}
+    rows = (
+        [figure(2, Layout(), **cut), figure(2, Layout(expert=2), **cut)],
+        [figure(4, Layout(expert=4), **cut)],
+        [figure(8, EXPERTS, **cut), figure(8, TENSORS, **cut), figure(8, Layout(), fsdp=True)],
+    )
+    page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    assert [f"| {'; '.join(row)} |" for row in rows if f"| {'; '.join(row)} |" not in page] == []
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the GPU that torch sees."""
+
+    def see(name: str, size: int) -> None:
+        found = SimpleNamespace(name=name, total_memory=size)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+
+    return see
+
+
+def run_of(model: Model, layout: Layout, processes: int, *extra: str) -> Run:
+    words = lower(model, layout, Training(processes=processes, extra=extra))
+    return Run.from_arguments(words, device="cuda", world_size=processes)
+
+
+def test_one_h100_is_refused_for_nam56r(gpu: Any) -> None:
+    run = run_of(preset("nam56r"), Layout(), 1)
+    gpu("NVIDIA H200", H200)
+    policy.check_memory(run)
+    gpu("NVIDIA H100 80GB HBM3", H100)
+    with pytest.raises(LaunchError) as raised:
+        policy.check_memory(run)
+    assert str(raised.value) == (
+        "nam56r has 81.0 GB (weights 9.0, gradients 18.0, main weights 18.0, moments 36.0) of states on each of 1 GPU, and "
+        "NVIDIA H100 80GB HBM3 has 85.0 GB, one part in 16 of which has to be left for a step; it fits on 2 GPUs, replicas "
+        "with --use-distributed-optimizer (54.0 GB each); 2 GPUs, --expert-model-parallel-size 2 with "
+        "--use-distributed-optimizer (47.2 GB each); 2 GPUs, --tensor-model-parallel-size 2 --sequence-parallel with "
+        "--use-distributed-optimizer (47.4 GB each)"
+    )
+    policy.check_memory(dataclasses.replace(run, device="cpu"))  # whose memory is another
+
+
+def test_what_is_offered_is_not_refused(gpu: Any) -> None:
+    gpu("a small one", 24 * 10**9)
+    with pytest.raises(LaunchError, match="it fits on 4 GPUs, --tensor-model-parallel-size 4 --expert"):
+        policy.check_memory(run_of(preset("nam56r"), Layout(expert=4), 4))
+    offered = list(memory.fitting(preset("nam56r"), 24 * 10**9, 4, "bf16"))
+    assert offered
+    for processes, layout, states in offered:
+        run = run_of(preset("nam56r"), layout, processes)
+        assert run.states == states
+        policy.check_memory(run)
+
+
+def test_nothing_is_refused_whose_states_are_not_known(gpu: Any) -> None:
+    gpu("a tiny one", 10**9)
+    model = preset("nam56r")
+    for words in (["--optimizer-cpu-offload"], ["--use-precision-aware-optimizer"], ["--optimizer", "sgd"]):
+        policy.check_memory(run_of(model, Layout(), 1, *words))
+    policy.check_memory(Run.from_arguments(["--num-layers", "3"], device="cuda", world_size=1))
+    with pytest.raises(LaunchError, match="no layout of it fits on such GPUs"):
+        policy.check_memory(run_of(model, Layout(), 1))

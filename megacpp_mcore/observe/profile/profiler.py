@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacpp_mcore import cpu
 from megacpp_mcore.observe.clock import Clock, Phase, compilation_timed
 from megacpp_mcore.observe.events import Listener, replace
 from megacpp_mcore.observe.profile import table as tables
@@ -164,6 +163,7 @@ class _Window:
     def __init__(self, first: int, chunks: Sequence[Any], optimizer: Any) -> None:
         import torch
 
+        from megacpp_mcore import cpu
         from megacpp_mcore.observe.profile.ranges import Ranges, named
 
         on_device = torch.cuda.is_available() and not cpu.answers_here()  # the CPU lane answers for a GPU

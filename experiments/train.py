@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     named = args.arms or content["arms"]
     arms = [_arm(content, name, part or {}) for name, part in content["arms"].items() if name in named]
     asked = [arm.training.get("processes", args.nproc) for arm in arms] if args.device == "cuda" else [1]
-    if max(asked) > args.gpus or max(asked) > 1 < args.per_gpu:
+    if max(asked) > args.gpus or (max(asked) > 1 and args.per_gpu > 1):
         sys.exit(f"an arm takes {max(asked)} GPUs; expected as many --gpus and one --per-gpu, or other --arms")
     table, slots = Table(args.output, COLUMNS), Slots()
     for number in range(args.per_gpu * args.gpus):

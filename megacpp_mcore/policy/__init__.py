@@ -21,8 +21,9 @@ from megacpp_mcore.policy.compile import (
     compile_policy,
 )
 from megacpp_mcore.policy.launch import LaunchPolicy, active, announce, resolve, said
+from megacpp_mcore.policy.memory import check_memory
 from megacpp_mcore.policy.overlap import CONNECTIONS, MIN_BUCKET_BYTES, Overlap, overlap_contract
-from megacpp_mcore.policy.run import Run, check_memory, model_facts, tf32_products
+from megacpp_mcore.policy.run import Run, model_facts, tf32_products
 from megacpp_mcore.policy.values import ALLOCATOR, DEFAULT, NEW_ALLOCATOR, RECIPE, TORCH_LOGS, USER, Value
 
 __all__ = [

@@ -5,8 +5,6 @@ Flags and their defaults are those of Megatron-LM core_v0.19.0, ``megatron/train
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,38 +222,6 @@ def model_facts(model: Model) -> dict[str, Any]:
         "model": model,
         "mtp_depths": model.mtp.depth,
     }
-
-
-def check_memory(run: Run) -> None:
-    """Refuse a run whose states alone leave this process's GPU no room for a step; imports torch, and starts CUDA.
-
-    Raises:
-        LaunchError: with the states, the GPU's memory, and the nearest layouts that fit.
-    """
-    held = run.states
-    if run.device != "cuda" or run.model is None or held is None:
-        return
-    import torch
-
-    gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
-    if memory.fits(held, gpu.total_memory):
-        return
-    nearest = itertools.islice(memory.fitting(run.model, gpu.total_memory, run.world_size, run.precision), 3)
-    fitting = "; ".join(
-        f"{count} GPUs, {_cut_words(layout) or 'replicas'} with --use-distributed-optimizer ({states.total / 1e9:.1f} GB each)"
-        for count, layout, states in nearest
-    )
-    raise LaunchError(
-        f"{run.model.name} has {held} of states on each of {run.world_size} GPU{'s' * (run.world_size > 1)}, and {gpu.name} "
-        f"has {gpu.total_memory / 1e9:.1f} GB, one part in {memory.ROOM} of which has to be left for a step; "
-        + (f"it fits on {fitting}" if fitting else "no layout of it fits on such GPUs: change the model")
-    )
-
-
-def _cut_words(layout: Layout) -> str:
-    named = {"tensor": layout.tensor, "pipeline": layout.pipeline, "expert": layout.expert}
-    words = [f"--{name}-model-parallel-size {size}" for name, size in named.items() if size > 1]
-    return " ".join([*words, *["--sequence-parallel"] * layout.sequence_parallel])
 
 
 def _described(given: Mapping[str, tuple[str, ...]]) -> Model | None:

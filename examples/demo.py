@@ -49,8 +49,8 @@ MIN_PERCENT_UNDER = 25
 """The held-out score has to be this far under the unigram entropy of the same bytes."""
 MAX_GPU_DIFFERENCE = 0.1
 """Nats by which a repeated step may differ on a GPU; what rounding alone does in ten steps is far less."""
-CPU_SCORE_TOKENS = 2**18
-"""Held-out tokens that a CPU scores: a minute and a half; all of them are four."""
+CPU_SCORE_TOKENS = 2**17
+"""Held-out tokens that a CPU scores: less than a minute; all of them are four."""
 LOG_TAIL_LINES = 30
 
 

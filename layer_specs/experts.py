@@ -37,6 +37,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import router
 from megacpp_mcore.layer_specs.gradients import main_grad_of
 from megacpp_mcore.layer_specs.initial import drawn_by_input_size
+from megacpp_mcore.layer_specs.norm import residual_norm
 from megacpp_mcore.layer_specs.parts import Parts, backend_needs, compute_device
 from megacpp_mcore.model.precision import ALIGNMENT, in_bf16_zone
 
@@ -80,7 +81,7 @@ def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispa
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=parts.norm,
+            pre_mlp_layernorm=residual_norm(parts.norm, dispatcher),
             mlp=partial(ExpertsLayer, submodules=submodules, backends=(experts, routing)),
             mlp_bda=get_bias_dropout_add,
         ),

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.layer_specs.attention import full_attention
+from megacpp_mcore.layer_specs.norm import residual_norm
 from megacpp_mcore.layer_specs.parts import Parts
 from megacpp_mcore.te import imports
 
@@ -34,13 +35,14 @@ def mtp_block(parts: Parts, dispatcher: Dispatcher) -> MultiTokenPredictionBlock
         BackendError: that is asked for, and Transformer Engine is not there.
     """
     fused = imports.features().mtp and imports.entry("TELayerNormColumnParallelLinear")
+    norm = residual_norm(parts.norm, dispatcher)
     block = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.norm,
+            input_layernorm=norm,
             self_attention=full_attention(parts, dispatcher),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=IdentityOp if fused else parts.norm,
+            pre_mlp_layernorm=IdentityOp if fused else norm,
             sharded_state_dict_keys_map=FUSED_NORM if fused else {},
             mlp=partial(
                 MLP.as_mlp_submodule,

@@ -42,6 +42,7 @@ from megacpp_mcore.layer_specs.graphs import check_graphs, graph_plan
 from megacpp_mcore.layer_specs.initial import set_start
 from megacpp_mcore.layer_specs.mamba import mamba
 from megacpp_mcore.layer_specs.mtp import mtp_block
+from megacpp_mcore.layer_specs.norm import residual_norm
 from megacpp_mcore.layer_specs.parts import Parts, compute_device, implementation, mixer_layer_spec, parts_for
 from megacpp_mcore.layer_specs.recurrent import recurrent
 from megacpp_mcore.layer_specs.regions import region_plan
@@ -163,7 +164,7 @@ def layer_spec(
         mixer = full_attention(parts, dispatcher)
     else:
         mixer = sparse_attention(parts, dispatcher, index_cache, model.dsa, full=role == grammar.FULL_INDEX)
-    return mixer_layer_spec(parts, mixer)
+    return mixer_layer_spec(residual_norm(parts.norm, dispatcher), mixer)
 
 
 def configure_engine(settings: plugin_config.PluginConfig | None) -> None:

@@ -197,12 +197,12 @@ def _refuse_without_te(config: TransformerConfig) -> None:
             )
 
 
-def mixer_layer_spec(parts: Parts, mixer: ModuleSpec) -> ModuleSpec:
+def mixer_layer_spec(norm: Any, mixer: ModuleSpec) -> ModuleSpec:
     """A layer of a sequence mixer alone, as those of A, M and R: norm, mixer, residual; no feed-forward part."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.norm, self_attention=mixer, self_attn_bda=get_bias_dropout_add
+            input_layernorm=norm, self_attention=mixer, self_attn_bda=get_bias_dropout_add
         ),
     )
 

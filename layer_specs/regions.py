@@ -415,7 +415,9 @@ def _run_layer(layer: RegionLayer, rows: int, batch: int) -> None:
                 mock.patch.object(core, "training", False)
             )  # the indexer's loss is logged in training alone
         stack.enter_context(steps.assumed(sys.maxsize))  # keys are selected, as after a dense warm-up of the indexer
-        output, _ = layer.self_attention(layer.input_layernorm(hidden_SBD), attention_mask=None)
+        normed = layer.input_layernorm(hidden_SBD)
+        normed_SBD = normed[0] if isinstance(normed, tuple) else normed  # with the residual
+        output, _ = layer.self_attention(normed_SBD, attention_mask=None)
         output.float().sum().backward()
 
 

@@ -90,6 +90,9 @@ _EXPERTS_TE = Support(devices=("cuda",), dtypes=("bfloat16", "float16", "float32
 _ROUTER_TRITON = Support(devices=("cuda",), dtypes=("float32",), dims={"experts": Dim(largest=256)})
 """Of its logits, which a router has in float32. One program has all experts of a token."""
 
+_RMS_NORM_TRITON = Support(devices=("cuda",), dims={"hidden": Dim(largest=8192)})
+"""One program has all values of a row."""
+
 _E4M3 = ("float8_e4m3fn",)
 _DEEP_GEMM = Support(
     devices=("cuda",), dtypes=_E4M3, dims={"inputs": Dim(multiple_of=128), "outputs": Dim(multiple_of=128)}
@@ -157,7 +160,16 @@ def own_candidates() -> tuple[Candidate, ...]:
         _candidate(
             "router", TRITON, Speed.KERNEL, _ROUTER_TRITON, "megacpp_mcore.ops.router.triton:route", _GPU_TRITON
         ),
-        # Before the reference of its class, which ``auto`` then passes over.
+        _candidate(
+            "rms_norm",
+            TRITON,
+            Speed.KERNEL,
+            _RMS_NORM_TRITON,
+            "megacpp_mcore.ops.rms_norm.triton:rms_norm",
+            _GPU_TRITON,
+        ),
+        # Before the references of their class, which ``auto`` then passes over.
+        _candidate("rms_norm", STOCK, Speed.REFERENCE, Support(), "megacpp_mcore.ops.rms_norm.reference:rms_norm"),
         _candidate("router", STOCK, Speed.REFERENCE, Support(), "megatron.core.transformer.moe.router:TopKRouter"),
         *(
             dataclasses.replace(
@@ -229,6 +241,7 @@ def own_candidates() -> tuple[Candidate, ...]:
                 ("grouped_mlp", "grouped_mlp", "grouped_mlp"),
                 ("routed_mlp", "grouped_mlp", "routed_mlp"),
                 ("router", "router", "route"),
+                ("rms_norm", "rms_norm", "rms_norm"),
             )
         ),
         _candidate(EXPERTS, OWN_EXPERTS, Speed.KERNEL, Support(), "megacpp_mcore.layer_specs.experts:own_experts"),

@@ -164,6 +164,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
                    "experts routed hidden expert_width"),
         _benchmark("routed_mlp", OP, "routed_mlp", "the same with the gather of tokens' rows and the sum of each token's",
                    "experts routed hidden expert_width", "grouped_mlp:routed_problem"),
+        _benchmark("rms_norm", OP, "rms_norm", "the norm that a layer begins with, and its residual", "hidden"),
         _benchmark("router", OP, "router", "from logits to probabilities, routing and losses", "experts routed"),
         _benchmark("grouped_fp8", OP, "grouped_fp8", "grouped product of FP8 operands with block scales, forward",
                    "experts routed hidden expert_width"),

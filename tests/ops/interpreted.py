@@ -31,6 +31,7 @@ from megacpp_mcore.ops.mamba3 import reference as mamba3_reference
 from megacpp_mcore.ops.mamba3 import triton as mamba3
 from megacpp_mcore.ops.mla_projection import reference as projection_reference
 from megacpp_mcore.ops.mla_projection import triton as projection
+from megacpp_mcore.ops.rms_norm import triton as norm
 from megacpp_mcore.ops.router import triton as router
 from megacpp_mcore.ops.sparse_mla import triton as sparse_mla
 from megacpp_mcore.ops.sparse_mla.reference import attend
@@ -41,6 +42,7 @@ from tests.ops import (
     m2rnn_case,
     mamba3_case,
     mla_projection_case,
+    rms_norm_case,
     router_case,
     sparse_mla_case,
 )
@@ -303,6 +305,12 @@ def route() -> None:
         router_case.compared(router.route, case, torch.device("cpu"))
 
 
+def norms(dtype: torch.dtype, rms: float) -> None:
+    """More rows than programs, in all ways."""
+    for case in rms_norm_case.CASES:
+        rms_norm_case.compared(norm.rms_norm, case, dtype, rms, "cpu")
+
+
 FP16, FP32 = torch.float16, torch.float32
 TOKENS = {"T": 37, "D": 40, "F": 24}
 SISO = {"R": 1, "mimo": False}
@@ -329,6 +337,8 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "mamba3, SISO, documents": partial(mamba3_mixer, 130, **SISO, documents=(50, 80), states=True),
     "mla_projection": partial(mla_projection, FP32, 3e-6),
     "mla_projection, float16": partial(mla_projection, FP16, 2e-3),
+    "rms_norm": partial(norms, FP32, 2e-6),
+    "rms_norm, float16": partial(norms, FP16, 2e-3),
     "router": route,
     "sparse_mla": partial(sparse_attention, 4e-6, dtype=FP32, ragged=True, popular=True, strided=True, layers=2),
     "sparse_mla, float16": partial(sparse_attention, 2e-3, dtype=FP16, ragged=True),

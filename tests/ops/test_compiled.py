@@ -13,6 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+
 from megacpp_mcore.ops.grouped_mlp import fp8
 from megacpp_mcore.ops.grouped_mlp import kernels as experts
 from megacpp_mcore.ops.grouped_mlp.triton import BACKWARD, EXPERTS, FORWARD, WEIGHTS
@@ -24,6 +26,8 @@ from megacpp_mcore.ops.mamba3 import kernels as mamba3
 from megacpp_mcore.ops.mamba3.triton import ROWS, SEGMENT, Plan
 from megacpp_mcore.ops.mla_projection import kernels as mla_projection
 from megacpp_mcore.ops.mla_projection import triton as projection_launch
+from megacpp_mcore.ops.rms_norm import kernels as norm
+from megacpp_mcore.ops.rms_norm import triton as norm_launch
 from megacpp_mcore.ops.router import kernels as router
 from megacpp_mcore.ops.router import triton as router_launch
 from megacpp_mcore.ops.sparse_mla import kernels as sparse_mla
@@ -130,6 +134,22 @@ def test_experts_fp8(tmp_path: Path, kernel: str, constants: dict[str, Any]) -> 
     assert made.registers <= 128, made
     if kernel == "scale_weights":  # ptxas loses bytes where both orders are of the same rounded pairs
         assert made.instructions["F2FP"] == constants["BN"] * constants["BW"] // (32 * constants["num_warps"]), made
+
+
+# --- RMSNorm ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hidden", [3584, 256, norm_launch.LARGEST])
+@pytest.mark.parametrize(
+    ("kernel", "launch"),
+    [("forward", norm_launch.FORWARD), ("backward", norm_launch.BACKWARD), ("add_parts", norm_launch.PARTS)],
+)
+def test_rms_norm(tmp_path: Path, kernel: str, launch: dict[str, int], hidden: int) -> None:
+    given = types(bf16="x_TD weight_D y_TD dy_TD dresidual_TD dx_TD dweight_D", fp32="scale_T dweight_PD")
+    given["eps"] = "fp32"
+    constants: dict[str, Any] = {"BLOCK": triton.next_power_of_2(hidden)} | launch | {"D": hidden}
+    made = compiled(getattr(norm, kernel), given, constants, tmp_path)
+    assert hidden > 4096 or made.registers <= 128, made
 
 
 # --- router -----------------------------------------------------------------------------------------------------------

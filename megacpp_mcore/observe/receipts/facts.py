@@ -22,7 +22,7 @@ from typing import Any
 
 import megacpp_mcore
 from megacpp_mcore.arguments import lowering
-from megacpp_mcore.backends import AUTO, Resolution, Speed, probes
+from megacpp_mcore.backends import AUTO, STOCK, Resolution, Speed, probes
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.model import Model, flops, precision
 from megacpp_mcore.model.flops import report as flops_report
@@ -449,9 +449,13 @@ def _record(
 def _resolved(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """What the modules hold of the dispatcher's answers: these are the functions that they call."""
     for number, _, module in _layers(chunks):
-        for value in vars(module).values():
-            if isinstance(value, Resolution):
-                yield value.as_record() | {"layer": number}
+        for made in _answers(module):
+            yield made.as_record() | {"layer": number}
+
+
+def _answers(module: Any) -> list[Resolution]:
+    """What a module holds of the dispatcher's answers."""
+    return [value for value in vars(module).values() if isinstance(value, Resolution)]
 
 
 def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
@@ -459,7 +463,8 @@ def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     found: dict[tuple[str, int | None, str, str], set[str]] = {}
     for number, name, module in _layers(chunks):
         of_stock = name == "experts" and getattr(module, "follows_transformer_impl", True)
-        if of_stock or _computes(name, module):
+        ours = any(made.observed != STOCK for made in _answers(module))
+        if (of_stock or _computes(name, module)) and not ours:
             op = name if name == "experts" else "norm" if name.endswith("norm") else "linear"
             key = (op, number, _requested(module, chunks), _TE if owner(module) == _TE else "local")
             found.setdefault(key, set()).add(type(module).__name__)

@@ -1,0 +1,85 @@
+"""The norm that a layer begins with and the residual that goes around the layer, against Transformer Engine's and PyTorch's.
+
+Legend: S sequence, B batch, D hidden.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from megacpp_mcore.bench.cases.peers import ENGINE, lacking
+from megacpp_mcore.bench.parity import AgainstTruth, in_double
+from megacpp_mcore.bench.problem import BOTH, FORWARD, Draw, Floor, Inputs, Problem, Variant
+from megacpp_mcore.bench.registry import PEER, Options
+from megacpp_mcore.ops.rms_norm.reference import rms_norm
+
+EPS = 1e-5
+
+LIMIT = 8e-3
+"""A row of bfloat16 is off by 2e-3; the gradient of the weight is a sum of as many rows as there are tokens, rounded once."""
+
+
+def problem(options: Options) -> Problem:
+    """Every implementation on one set of rows; both gradients of a row meet in each."""
+    B, S, D = options.sizes("B", "S", "hidden")
+    draw = Draw(options)
+    inputs = Inputs(
+        leaves=draw.leaves(x=draw.normal(S, B, D), weight=1 + draw.normal(D, scale=0.1)),
+        cotangents={"y": draw.normal(S, B, D), "residual": draw.normal(S, B, D)},
+    )
+
+    def run(fn: Any, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = fn(inputs.leaves["x"], inputs.leaves["weight"], EPS)
+        return normed, residual.view_as(residual)
+
+    moved = S * B * D * draw.itemsize
+    return Problem(
+        inputs=inputs,
+        variants=[
+            *_engine(inputs),
+            Variant.of("PyTorch", PEER, lambda inputs: run(_torch, inputs)),
+            *Variant.candidates("rms_norm", options, run, hidden=D),
+        ],
+        works={
+            FORWARD: Floor(operations=0, moved=2 * moved, precision="fp32"),
+            BOTH: Floor(operations=0, moved=(2 + 4) * moved, precision="fp32"),
+        },
+        check=AgainstTruth(in_double(lambda inputs: run(rms_norm, inputs), inputs), LIMIT, outputs=2),
+    )
+
+
+def _engine(inputs: Inputs) -> list[Variant]:
+    """Transformer Engine's norm, and stock's subclass of it that adds both gradients (``--fused-residual-rmsnorm``)."""
+    names = ("Transformer Engine", "Transformer Engine, residual fused")
+    device = str(inputs.leaves["x"].device.type)
+    if missing := lacking(device, ENGINE, names[0]):
+        return [Variant.missing(name, missing) for name in names]
+    import transformer_engine.pytorch as te
+    from megatron.core.extensions import transformer_engine as stock
+
+    made = []
+    for name, kind in zip(names, (te.RMSNorm, stock.TEFusedResidualRMSNorm), strict=True):
+        weight = inputs.leaves["weight"]
+        module = kind(weight.shape, eps=EPS, dtype=weight.dtype, device=weight.device)
+        with torch.no_grad():
+            module.weight.copy_(weight)
+        made.append(Variant.of(name, PEER, partial(_module, module), partial(_leaves, module)))
+    return made
+
+
+def _module(module: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    x = inputs.leaves["x"]
+    found = module(x)
+    normed, residual = found if isinstance(found, tuple) else (found, x)
+    return normed, residual.view_as(residual)
+
+
+def _leaves(module: Any, inputs: Inputs) -> list[torch.Tensor]:
+    return [inputs.leaves["x"], module.weight]
+
+
+def _torch(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.nn.functional.rms_norm(x, weight_D.shape, weight_D, eps), x

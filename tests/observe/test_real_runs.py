@@ -132,9 +132,10 @@ def _check_live_objects(found: dict[str, Any]) -> None:
     model_ops = {"mla", "sparse_mla", "indexer", "indexer_grad", "mamba3", "m2rnn", "routed_mlp"}
     model_ops |= {"mla_latents", "mla_projection", "mla_keys", "indexer_inputs"}
     assert {observed for (op, _), observed in ops.items() if op in model_ops} == {"reference"}
-    assert {op for op, _ in ops} == model_ops | {"linear", "norm", "experts", "router", "loss", "optimizer"}
+    assert {op for op, _ in ops} == model_ops | {"linear", "norm", "rms_norm", "experts", "router", "loss", "optimizer"}
     assert {observed for (op, _), observed in ops.items() if op in ("linear", "norm")} == {"local"}
     assert (ops["loss", None], ops["optimizer", None]) == ("megatron", "torch")
+    assert {ops["rms_norm", number] for number in range(1, model().depth + 1)} == {"stock"}
     for number in model().layer_numbers("E"):
         assert (ops["experts", number], ops["router", number]) == ("megacpp_mcore", "stock")
     assert found["ddp"]["grad_reduce_dtype"] == ["float32"]

@@ -272,7 +272,7 @@ ROWS = {
     "DSA's indexer": ("indexer", "stock", "triton"),
     "its gradient": ("indexer_grad", "triton", "reference"),
     "Mamba-3 MIMO": ("mamba3", "mamba-ssm MIMO", "triton", "reference"),
-    "Mamba-3 SISO": ("mamba3_siso", "mamba-ssm SISO, 4 warps", "triton", "triton, CUDA graph", "reference"),
+    "Mamba-3 SISO": ("mamba3_siso", "mamba-ssm SISO, 4 warps", "triton", "reference"),
     "M²RNN": ("m2rnn", "triton", "reference"),
     "routed experts": ("routed_mlp", "stock TEGroupedMLP", "triton", "triton_fp8, weights kept quantised"),
     "E layer": ("layer_e", "stock MoELayer", "ours (experts megacpp_mcore, router triton, routed_mlp triton)"),

@@ -310,7 +310,7 @@ def _stock_moe(plan: Plan, ours: Built) -> Variant:
     """The layer with stock's router, dispatcher and experts, whose matrices are parameters of their own."""
     from megacpp_mcore.layer_specs.experts import expert_matrices
 
-    theirs = _build(plan, {EXPERTS: STOCK, "router": STOCK})
+    theirs = _build(plan, dict.fromkeys((EXPERTS, "router", "rms_norm"), STOCK))
     first, second = expert_matrices(theirs.module.mlp.experts)
     by_name = dict(theirs.module.named_parameters())
     # Of each parameter of ours: those of theirs that it is, or is a stack of.

@@ -21,22 +21,33 @@ def forward(x_TD, weight_D, y_TD, scale_T, eps, D: tl.constexpr, BLOCK: tl.const
 
 @triton.jit(do_not_specialize=["T"])
 def backward(x_TD, weight_D, scale_T, dy_TD, dresidual_TD, dx_TD, dweight_PD, T, D: tl.constexpr, BLOCK: tl.constexpr):
-    """dx, the residual's gradient added to it; and of each program, which has every P-th row, its part of the weight's."""
+    """dx, the residual's gradient added to it; and of each program, which has every P-th row, its part of the weight's.
+
+    A row is on its way while the one before it is summed.
+    """
     p, P, d = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
-    weight_D = tl.load(weight_D + d, mask=d < D, other=0.0).to(tl.float32)
+    here_D = d < D
+    weight_D = tl.load(weight_D + d, mask=here_D, other=0.0).to(tl.float32)
     dweight_D = tl.zeros([BLOCK], tl.float32)
+    row = tl.cast(p, tl.int64) * D + d
+    x_D = tl.load(x_TD + row, mask=here_D, other=0.0)
+    dy_D = tl.load(dy_TD + row, mask=here_D, other=0.0)
+    dresidual_D = 0.0 if dresidual_TD is None else tl.load(dresidual_TD + row, mask=here_D, other=0.0)
+    scale = tl.load(scale_T + p)
     for t in range(p, T, P):
         row = tl.cast(t, tl.int64) * D + d
-        x_D = tl.load(x_TD + row, mask=d < D, other=0.0) * tl.load(scale_T + t)
-        dy_D = tl.load(dy_TD + row, mask=d < D, other=0.0).to(tl.float32)
-        dweight_D += dy_D * x_D
-        dy_D *= weight_D
-        dx_D = dy_D - x_D * (tl.sum(dy_D * x_D, 0) / D)
-        dx_D *= tl.load(scale_T + t)
-        if dresidual_TD is not None:
-            dx_D += tl.load(dresidual_TD + row, mask=d < D, other=0.0)
-        tl.store(dx_TD + row, dx_D, mask=d < D)
-    tl.store(dweight_PD + p * D + d, dweight_D, mask=d < D)
+        ahead, more = row + tl.cast(P, tl.int64) * D, t + P < T
+        next_x_D = tl.load(x_TD + ahead, mask=here_D & more, other=0.0)
+        next_dy_D = tl.load(dy_TD + ahead, mask=here_D & more, other=0.0)
+        next_dresidual_D = 0.0 if dresidual_TD is None else tl.load(dresidual_TD + ahead, mask=here_D & more, other=0.0)
+        next_scale = tl.load(scale_T + t + P, mask=more, other=0.0)
+        normed_D = x_D * scale
+        dweight_D += dy_D * normed_D
+        dnormed_D = dy_D * weight_D
+        dx_D = scale * (dnormed_D - normed_D * (tl.sum(dnormed_D * normed_D, 0) / D))
+        tl.store(dx_TD + row, dx_D + dresidual_D, mask=here_D)
+        x_D, dy_D, dresidual_D, scale = next_x_D, next_dy_D, next_dresidual_D, next_scale
+    tl.store(dweight_PD + p * D + d, dweight_D, mask=here_D)
 
 
 @triton.jit(do_not_specialize=["P"])

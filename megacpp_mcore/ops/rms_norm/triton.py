@@ -24,7 +24,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = 8192
 """Values of a row that a program has registers for."""
 
-FORWARD: dict[str, int] = {"num_warps": 8}
+FORWARD: dict[str, int] = {"num_warps": 4}
 BACKWARD: dict[str, int] = {"num_warps": 8}
 PROGRAMS = 2
 """Of the backward pass, of a multiprocessor."""

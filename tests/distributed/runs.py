@@ -182,11 +182,12 @@ class Laboratory:
             else:
                 saved = folder / "checkpoints"
                 save = ["--save", str(saved), "--save-interval", str(save_every or steps)]
-            words = [*self._words(layout, train_iters=steps, **training), *save, *extra]
+            words = [*self.training_words(layout, train_iters=steps, **training), *save, *extra]
             self._runs[name] = self._run(name, folder, saved, words, layout.processes * replicas)
         return self._runs[name]
 
-    def _words(self, layout: Layout, **training: Any) -> list[str]:
+    def training_words(self, layout: Layout, **training: Any) -> list[str]:
+        """Megatron's arguments of a run in ``layout``, but for where it saves."""
         return stock.words(
             self.model,
             # Megatron multiplies by TP: without this, TP 2 would have more padding logits in its softmax.

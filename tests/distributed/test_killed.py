@@ -26,7 +26,7 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]
 
 
 def job_of(laboratory: Laboratory, name: str) -> Job:
-    words = laboratory._words(LAYOUT, STEPS, 1e-3)
+    words = laboratory.training_words(LAYOUT, train_iters=STEPS, learning_rate=1e-3)
     return Job(laboratory.folder, name, words, "cpu", MEGACPP_CONFIG=str(laboratory.config))
 
 

@@ -13,8 +13,6 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
-
 from megacpp_mcore.ops.grouped_mlp import fp8
 from megacpp_mcore.ops.grouped_mlp import kernels as experts
 from megacpp_mcore.ops.grouped_mlp.triton import BACKWARD, EXPERTS, FORWARD, WEIGHTS
@@ -141,14 +139,16 @@ def test_experts_fp8(tmp_path: Path, kernel: str, constants: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("hidden", [3584, 256, norm_launch.LARGEST])
 @pytest.mark.parametrize(
-    ("kernel", "launch"),
-    [("forward", norm_launch.FORWARD), ("backward", norm_launch.BACKWARD), ("add_parts", norm_launch.PARTS)],
+    ("kernel", "residual"), [("forward", True), ("backward", True), ("backward", False), ("add_parts", True)]
 )
-def test_rms_norm(tmp_path: Path, kernel: str, launch: dict[str, int], hidden: int) -> None:
-    given = types(bf16="x_TD weight_D y_TD dy_TD dresidual_TD dx_TD dweight_D", fp32="scale_T dweight_PD")
-    given["eps"] = "fp32"
-    constants: dict[str, Any] = {"BLOCK": triton.next_power_of_2(hidden)} | launch | {"D": hidden}
-    made = compiled(getattr(norm, kernel), given, constants, tmp_path)
+def test_rms_norm(tmp_path: Path, kernel: str, residual: bool, hidden: int) -> None:
+    given = types(bf16="x_TD weight_D y_TD dy_TD dresidual_TD dx_TD dweight_D", fp32="scale_T dweight_PD") | {
+        "eps": "fp32"
+    }
+    plan, compiles = norm_launch.Plan(hidden), getattr(norm, kernel)
+    constants: dict[str, Any] = {name: size for name, size in plan.sizes.items() if name in compiles.arg_names}
+    constants |= {} if residual else {"dresidual_TD": None}
+    made = compiled(compiles, given, constants | plan.options(kernel), tmp_path)
     assert hidden > 4096 or made.registers <= 128, made
 
 

@@ -77,7 +77,7 @@ def test_patch_only(tmp_path: Path) -> None:
 def test_own_pattern(tmp_path: Path) -> None:
     printed = run("own_pattern.sh", tmp_path)
     assert '"layers": "AMEAMAR"' in printed
-    (total,) = re.findall(r'"total": (\d+)', printed)
+    total, _ = re.findall(r'"total": (\d+)', printed)  # parameters, and the bytes of all states
     padding = 3 * 4 * 128  # Megatron counts the empty rows too: 4 in the in-projection of each M and R, 128 wide
     assert [int(count) - padding for count in PARAMETERS.findall(printed)] == [int(total)]
     assert "building mine, layers AMEAMAR, DSA schedule -FF" in printed

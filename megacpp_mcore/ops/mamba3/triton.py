@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch.autograd.function import once_differentiable
-from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import expect_shape
+from megacpp_mcore.ops.launcher import Launcher
 from megacpp_mcore.ops.mamba3 import kernels
 from megacpp_mcore.ops.mamba3.reference import (
     Activation,
@@ -178,52 +178,6 @@ class Plan:
 
 _plan = lru_cache(maxsize=128)(Plan)
 """What follows from the sizes of a call is computed once."""
-
-
-DIRECT = "3.6."
-"""The Triton whose compiled kernels are launched past its look-up: the arguments of that call are not part of its interface."""
-
-
-class _Launcher:
-    """Launches kernels for the sizes of a plan.
-
-    Calls that are alike go past Triton's look-up of every argument, which takes the host longer than most kernels take the
-    device. What Triton compiles a kernel for, types, alignments and integers, follows from the plan and from the tensors that
-    are given here, all that a call was handed: what it allocates itself is aligned, and laid out as the plan says.
-    """
-
-    def __init__(self, plan: Plan, x: torch.Tensor, *others: torch.Tensor | None) -> None:
-        alike = [None if t is None else (t.dtype, t.data_ptr() % 16, t.stride()) for t in (x, *others)]
-        self.plan, self._device = plan, x.get_device()
-        self._compiled = _compiled_before(plan, self._device, *alike)
-        hooks = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
-        watched = any(getattr(hook, "calls", hook) for hook in hooks)
-        is_current = self._device == torch.cuda.current_device() if x.is_cuda else False
-        self._direct = triton.__version__.startswith(DIRECT) and is_current and not watched
-
-    def __call__(self, kernel: Any, grid: tuple[int, int, int], *arguments: Any, **choices: Any) -> None:
-        """Launch ``kernel``, whose compile-time arguments, the last ones, are sizes of the plan or ``choices``."""
-        key = (kernel.__name__, *choices.values())
-        if key in self._compiled and self._direct:
-            compiled, constants = self._compiled[key]
-            stream = triton.runtime.driver.active.get_current_stream(self._device)
-            # Addresses, as a tensor's is looked up in the driver.
-            given = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in arguments]
-            compiled.run(
-                *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *given, *constants
-            )  # fmt: skip
-            return
-        sizes = self.plan.sizes | choices
-        named = {name: sizes[name] for name in kernel.arg_names[len(arguments) :]}
-        made = kernel[grid](*arguments, **named, **self.plan.options(kernel.__name__))
-        if isinstance(made, CompiledKernel):  # not under the interpreter
-            self._compiled[key] = made, tuple(named.values())
-
-
-@lru_cache(maxsize=128)
-def _compiled_before(*alike: Any) -> dict[Any, tuple[CompiledKernel, tuple[Any, ...]]]:
-    """The kernels of earlier calls that were alike."""
-    return {}
 
 
 class _Parameters(NamedTuple):
@@ -418,7 +372,7 @@ def _parameters(
 
 
 def _tables(
-    launch: _Launcher,
+    launch: Launcher,
     b: torch.Tensor,
     c: torch.Tensor,
     gates: tuple[torch.Tensor, ...],
@@ -465,7 +419,7 @@ def _tables(
 
 
 def _pass_states(
-    launch: _Launcher, states: torch.Tensor, keeps: torch.Tensor, initial: torch.Tensor | None, *, reverse: bool
+    launch: Launcher, states: torch.Tensor, keeps: torch.Tensor, initial: torch.Tensor | None, *, reverse: bool
 ) -> torch.Tensor:
     """Carry states from segment to segment, in place; returns what leaves, [B, H, P, N] float32."""
     plan = launch.plan
@@ -511,7 +465,7 @@ class _Scan(torch.autograd.Function):
             b, c = b.contiguous(), c.contiguous()
         gates = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in (dd_dt, dd_A, trap, angles))
         documents = gates[0] if seq_idx is None else seq_idx
-        launch = _Launcher(plan, x, z, b, c, *gates, *inputs[8:])
+        launch = Launcher(plan, x, z, b, c, *gates, *inputs[8:])
         parameters = _parameters(plan, x.dtype, D, b_bias, c_bias, tuple(mix))
         tables = _tables(launch, b, c, gates, dt_bias, (b_norm, c_norm), documents, theta0, final=final)
         keys, queries = _empty_rows(plan, x, plan.N), _empty_rows(plan, x, plan.N)
@@ -551,7 +505,7 @@ def _chunks(rows: torch.Tensor) -> TensorDescriptor[torch.Tensor]:
 
 
 def _turn_and_add(
-    launch: _Launcher,
+    launch: Launcher,
     x: torch.Tensor,
     parameters: _Parameters,
     tables: _Tables,
@@ -577,7 +531,7 @@ def _turn_and_add(
 
 
 def _scan(
-    launch: _Launcher,
+    launch: Launcher,
     x: torch.Tensor,
     z: torch.Tensor,
     keys: torch.Tensor,
@@ -655,7 +609,7 @@ def _backward_of_rows(
     S, B, H, G, R, P, N, A, SP = plan.S, plan.B, plan.H, plan.G, plan.R, plan.P, plan.N, plan.A, plan.padded
     segments, device = plan.segments, x.device
     seq_idx, theta0, dh, dtheta = (None if t is None else t.contiguous() for t in (seq_idx, theta0, dh, dtheta))
-    launch = _Launcher(plan, *inputs, *gradients, dout, dt_bias, *norms, *parameters, seq_idx, theta0, dh, dtheta)
+    launch = Launcher(plan, *inputs, *gradients, dout, dt_bias, *norms, *parameters, seq_idx, theta0, dh, dtheta)
     if kept:
         tables, ungated = _Tables(*kept[:-1]), kept[-1]
     else:

@@ -51,11 +51,11 @@ def backward(x_TD, weight_D, scale_T, dy_TD, dresidual_TD, dx_TD, dweight_PD, T,
 
 
 @triton.jit(do_not_specialize=["P"])
-def add_parts(dweight_PD, dweight_D, P, D: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def add_parts(dweight_PD, dweight_D, P, D: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
     """The sum of all programs' parts, in one order."""
-    d, p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)[:, None]
+    d, p = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PARTS)[:, None]
     parts_PD = dweight_PD + p * D + d[None, :]
-    sum_PD = tl.zeros([PARTS, BLOCK], tl.float32)
+    sum_PD = tl.zeros([PARTS, COLUMNS], tl.float32)
     for first in range(0, P, PARTS):
         sum_PD += tl.load(parts_PD + first * D, mask=(first + p < P) & (d < D)[None, :], other=0.0)
     tl.store(dweight_D + d, tl.sum(sum_PD, 0), mask=d < D)

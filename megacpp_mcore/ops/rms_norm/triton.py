@@ -8,7 +8,8 @@ Legend: T rows, D values of a row, P programs of the backward pass.
 
 from __future__ import annotations
 
-import functools
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import triton
 from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.errors import ModelError
+from megacpp_mcore.ops.launcher import Launcher
 from megacpp_mcore.ops.rms_norm import kernels
 from megacpp_mcore.ops.rms_norm.reference import check
 
@@ -24,12 +26,30 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = 8192
 """Values of a row that a program has registers for."""
 
-FORWARD: dict[str, int] = {"num_warps": 4}
-BACKWARD: dict[str, int] = {"num_warps": 8}
 PROGRAMS = 2
 """Of the backward pass, of a multiprocessor."""
 
-PARTS: dict[str, int] = {"PARTS": 32, "BLOCK": 32, "num_warps": 4}
+PARTS, COLUMNS = 32, 32
+"""Of a tile of the weight's gradient: programs and values."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from the length of a row."""
+
+    D: int
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Compile-time arguments of kernels, by name."""
+        return {"D": self.D, "BLOCK": triton.next_power_of_2(self.D), "PARTS": PARTS, "COLUMNS": COLUMNS}
+
+    def options(self, kernel: str) -> dict[str, int]:
+        """How a kernel is launched."""
+        return {"num_warps": 8 if kernel == "backward" else 4}
+
+
+_plan = cache(Plan)
 
 
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,7 +75,8 @@ class _RMSNorm(torch.autograd.Function):
         T, D = rows.numel() // len(weight_D), len(weight_D)
         normed, scale_T = torch.empty_like(rows), rows.new_empty(T, dtype=torch.float32)
         if T:
-            kernels.forward[(T,)](rows, weight_D, normed, scale_T, eps, D=D, BLOCK=triton.next_power_of_2(D), **FORWARD)
+            launch = Launcher(_plan(D), rows, weight_D)
+            launch(kernels.forward, (T, 1, 1), rows, weight_D, normed, scale_T, eps)
         ctx.save_for_backward(rows, weight_D, scale_T)
         ctx.set_materialize_grads(False)
         return normed, x
@@ -69,30 +90,19 @@ class _RMSNorm(torch.autograd.Function):
             return dresidual, None, None
         rows, weight_D, scale_T = ctx.saved_tensors
         T, D = len(scale_T), len(weight_D)
-        dx, dweight_D = torch.empty_like(rows), torch.empty_like(weight_D)
         if not T:
-            dweight_D.zero_()
-        else:
-            P = min(T, PROGRAMS * _processors(rows.device))
-            dweight_PD = scale_T.new_empty(P, D)
-            kernels.backward[(P,)](
-                rows,
-                weight_D,
-                scale_T,
-                dnormed.contiguous(),
-                None if dresidual is None else dresidual.contiguous(),
-                dx,
-                dweight_PD,
-                T,
-                D=D,
-                BLOCK=triton.next_power_of_2(D),
-                **BACKWARD,
-            )
-            kernels.add_parts[(triton.cdiv(D, PARTS["BLOCK"]),)](dweight_PD, dweight_D, P, D=D, **PARTS)
+            return torch.empty_like(rows), torch.zeros_like(weight_D), None
+        dnormed = dnormed.contiguous()
+        dresidual = None if dresidual is None else dresidual.contiguous()
+        P = min(T, PROGRAMS * _processors(rows.device))
+        dx, dweight_D, dweight_PD = torch.empty_like(rows), torch.empty_like(weight_D), scale_T.new_empty(P, D)
+        launch = Launcher(_plan(D), rows, weight_D, dnormed, dresidual)
+        launch(kernels.backward, (P, 1, 1), rows, weight_D, scale_T, dnormed, dresidual, dx, dweight_PD, T)
+        launch(kernels.add_parts, (triton.cdiv(D, COLUMNS), 1, 1), dweight_PD, dweight_D, P)
         return dx, dweight_D, None
 
 
-@functools.cache
+@cache
 def _processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; of a CPU, where Triton interprets, few."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -265,6 +265,13 @@ def test_experts_in_a_scope_take_padded_rows() -> None:
     assert FP8_RMS[0] < min(errors) <= max(errors) < 0.1
 
 
+def test_experts_have_no_history_of_maxima() -> None:
+    case = Case(T=32, D=256, F=128, topk=1)
+    scopes = precision.Scopes(precision.FP8(recipe="delayed"), depth=5)
+    with scopes.group((3,)), pytest.raises(ModelError, match="delayed scaling, whose maxima layers of equal sizes"):
+        outcome(experts.routed_mlp, case, draw(case, "cuda"))
+
+
 def test_mxfp8_is_refused_on_a_hopper() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("no Hopper")

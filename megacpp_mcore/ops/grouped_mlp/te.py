@@ -41,10 +41,17 @@ def grouped_mlp(
     """Do what the reference of this name does, with its arguments; in an FP8 scope with rows in multiples of 16.
 
     Raises:
-        ModelError: as there.
+        ModelError: as there, or the scope has delayed scaling, which keeps the maxima of a layer in its module: here layers of
+            equal sizes share one.
         BackendError: the feature is off, or Transformer Engine is not there.
     """
     _require("experts")
+    state = imports.entry("FP8GlobalStateManager")
+    if state.is_fp8_enabled() and state.get_fp8_recipe().delayed():
+        raise ModelError(
+            "experts by Transformer Engine are in an FP8 scope with delayed scaling, whose maxima layers of equal sizes would "
+            "share; use block or current scaling, or another backend of the experts"
+        )
     check_activation(activation)
     check_rows(x_RD, tokens_per_expert_E, w1_EFD, w2_EDF, probs_R)
     w1_EFD, w2_EDF = map(added_to, (w1_EFD, w2_EDF), main_grads)

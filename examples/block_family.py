@@ -74,7 +74,7 @@ class GatedConvolution(Mixer):
 
 def convolution_layer_spec(parts: Parts, taps: int = 8) -> ModuleSpec:
     """One layer: norm, gated convolution, residual; no feed-forward part."""
-    return mixer_layer_spec(parts, ModuleSpec(module=GatedConvolution, params={"parts": parts, "taps": taps}))
+    return mixer_layer_spec(parts.norm, ModuleSpec(module=GatedConvolution, params={"parts": parts, "taps": taps}))
 
 
 def mixer_of(layer: ModuleSpec) -> type | None:

@@ -7,7 +7,7 @@ graph in silence. Each new shape, dtype, or need of a gradient is another graph,
 =================  =======  ==============================================================================================
 region             layers   what it is
 =================  =======  ==============================================================================================
-norm               A M E R  RMSNorm over the hidden size, and A's over the latents, where it is torch's own
+norm               A M E R  RMSNorm over the hidden size, and A's over the latents, where it is torch's own and no op's
 indexer score      A        the scores of a Full layer's indexer, a block of queries at a time (the plain-PyTorch backend)
 mamba3 segment     M        from the projections to the gated output, 1024 tokens at a time (the plain-PyTorch backend)
 =================  =======  ==============================================================================================

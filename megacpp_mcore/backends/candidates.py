@@ -90,7 +90,9 @@ _EXPERTS_TE = Support(devices=("cuda",), dtypes=("bfloat16", "float16", "float32
 _ROUTER_TRITON = Support(devices=("cuda",), dtypes=("float32",), dims={"experts": Dim(largest=256)})
 """Of its logits, which a router has in float32. One program has all experts of a token."""
 
-_RMS_NORM_TRITON = Support(devices=("cuda",), dims={"hidden": Dim(largest=8192)})
+_RMS_NORM_TRITON = Support(
+    devices=("cuda",), dtypes=("bfloat16", "float16", "float32"), dims={"hidden": Dim(largest=8192)}
+)
 """One program has all values of a row."""
 
 _E4M3 = ("float8_e4m3fn",)

@@ -1,4 +1,4 @@
-"""The kernels of RMSNorm on a GPU: parity with fp64 both ways, equal bits again; a CUDA graph; a layer with and without."""
+"""The kernels of RMSNorm on a GPU: parity with fp64 both ways, equal bits again; a CUDA graph."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ LIMITS = {"bfloat16": 4e-2, "float32": 1e-4}
 SMALL = 1e-2
 """Scale of the hidden states: a layer norms them, and behind a large residual its own part of the output would not be seen."""
 
-BEFORE_SELECTION = ("mla_latents", "indexer_inputs")
+BEFORE_SELECTION = ("rms_norm", "mla_latents", "indexer_inputs")
 """Ops on whose results an indexer selects keys. Another rounding of them exchanges one key of 256, and in the worst row four,
 which is another output by a fifth and no error: a layer that selects is compared with one that has the same of these."""
 
@@ -348,8 +348,10 @@ def _mamba_ssm(plan: Plan, ours: Built) -> Variant:
 
         def call(inputs: Inputs) -> torch.Tensor:
             hidden_SBD = inputs.leaves["hidden"]
-            mixed_BSD: torch.Tensor = module(norm(hidden_SBD).transpose(0, 1))
-            return hidden_SBD + mixed_BSD.transpose(0, 1)
+            normed = norm(hidden_SBD)
+            normed_SBD, residual_SBD = normed if isinstance(normed, tuple) else (normed, hidden_SBD)
+            mixed_BSD: torch.Tensor = module(normed_SBD.transpose(0, 1))
+            return residual_SBD + mixed_BSD.transpose(0, 1)
 
         def leaves(inputs: Inputs) -> Tensors:
             return [inputs.leaves["hidden"], *module.parameters(), *norm.parameters()]

@@ -1,0 +1,86 @@
+"""A layer's first norm by the op ``rms_norm``: the model is stock's, and what stock alone can do stays with it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacpp_mcore.backends import STOCK, Dispatcher
+from megacpp_mcore.errors import BackendError
+from megacpp_mcore.model import preset
+from tests import micro_batch, stock
+
+S, B = 32, 2
+OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}}
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+
+
+def built(folder: Path, backend: str, *words: str) -> Any:
+    return stock.build(OVERRIDES, preset("nam56r_tiny"), folder, *words, backends={"rms_norm": backend}).train()
+
+
+def outcome(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Losses of one micro-batch, and the gradients of their mean."""
+    stock.loss_scale(1.0)
+    losses_BS = micro_batch.losses_of(model, micro_batch.draw_tokens(B, S))
+    losses_BS.mean().backward()
+    return losses_BS.detach(), {name: weight.grad for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("words", [(), FULL], ids=["", "recomputed"])
+def test_the_model_is_stocks_to_rounding(process: Path, words: tuple[str, ...]) -> None:
+    losses_BS, gradients = outcome(built(process, STOCK))
+    model = built(process, "reference", *words)
+    found_BS, found = outcome(model)
+    for layer in (*model.decoder.layers, model.mtp.layers[0].mtp_model_layer):
+        norms = [module for name, module in layer.named_children() if name.endswith("layernorm")]
+        assert any(getattr(module, "backend", None) and module.backend.observed == "reference" for module in norms)
+    torch.testing.assert_close(found_BS, losses_BS, rtol=1e-6, atol=0)
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert float((found[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
+
+
+def test_checkpoints_are_stocks_and_a_copy_has_its_own_weight(process: Path) -> None:
+    ours, theirs = (built(process, backend).decoder.layers[2] for backend in ("reference", STOCK))
+    keys = [{one.key for one in layer.sharded_state_dict().values()} for layer in (ours, theirs)]
+    assert keys[0] == keys[1] >= {"input_layernorm.weight"}
+    copied, x = copy.deepcopy(ours.input_layernorm), torch.randn(3, 1, 128)
+    with torch.no_grad():
+        copied.weight.mul_(2)
+        (doubled, residual), (normed, _) = copied(x), ours.input_layernorm(x)
+    torch.testing.assert_close(doubled, 2 * normed)
+    assert torch.equal(residual, x)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"normalization": "LayerNorm"}, "--normalization LayerNorm"),
+        ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p"),
+        ({"fp32_residual_connection": True}, "--fp32-residual-connection"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "--recompute-modules layernorm"),
+        ({"fine_grained_activation_offloading": True, "offload_modules": ["mlp_norm"]}, "offloaded mlp_norm"),
+    ],
+)
+def test_what_stock_alone_can_do_stays_with_it(process: Path, changes: dict[str, Any], says: str) -> None:
+    from megacpp_mcore.layer_specs.norm import residual_norm
+    from megacpp_mcore.layer_specs.parts import parts_for
+
+    config = stock.model_config(stock.words(preset("nam56r_tiny"))).transformer
+    for name, value in changes.items():
+        setattr(config, name, value)
+    made = [
+        residual_norm(parts_for(config).norm, Dispatcher(requests))(config=config, hidden_size=128, eps=1e-5)
+        for requests in ({}, {"rms_norm": STOCK})
+    ]
+    assert {module.backend.observed for module in made} == {STOCK}
+    assert all(type(module).__module__.startswith("torch.nn") for module in made)
+    assert says in made[0].backend.reason
+    asks = residual_norm(parts_for(config).norm, Dispatcher({"rms_norm": "reference"}))
+    with pytest.raises(BackendError, match=f"rms_norm: reference, and the run for {says}"):
+        asks(config=config, hidden_size=128, eps=1e-5)

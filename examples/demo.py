@@ -314,7 +314,7 @@ def train(plan: Plan, command: Sequence[str], progress: Progress, kill_after: in
             seen, found = len(found), found[before:]
             if ended or (kill_after and found and found[-1].step >= kill_after):
                 break
-            time.sleep(0.05)
+            time.sleep(0.25)  # each look reads all steps again, on a core that the training has
     found = recorded(plan)[before:]
     code = process.returncode
     if kill_after and (code != -signal.SIGKILL or not found or found[-1].step < kill_after):

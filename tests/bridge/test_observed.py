@@ -43,7 +43,7 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
     while not (steps.exists() and any(one.step >= step for one in read_steps(steps))):
         assert process.poll() is None, (folder / "log").read_text()[-4000:]
         assert time.monotonic() < until
-        time.sleep(0.005)
+        time.sleep(0.05)
 
 
 def test_a_killed_run_counts_its_recovery_and_what_it_lost(bridge_python: Path, corpus: str, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class Job:
             while not (self.record.exists() and any(one.step >= step for one in read_steps(self.record))):
                 assert {rank.poll() for rank in self.ranks} == {None}, self.said()
                 assert time.monotonic() < until, self.said()
-                time.sleep(0.01)
+                time.sleep(0.05)
             time.sleep(later_s)
             os.killpg(self.ranks[victim].pid, signal.SIGKILL)
             statuses = self.wait(timeout)

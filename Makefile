@@ -42,13 +42,15 @@ test:
 kernels:
 	@$(SETUP); exec "$$python" -m pytest -n 2 -m kernels tests/ops
 
+# Shell text that sets up the environments with Megatron-Bridge and nemo-run, too.
+BRIDGE_SETUP = $(SETUP); export MEGACPP_BRIDGE_PYTHON MEGACPP_NEMO_RUN_PYTHON; \
+	MEGACPP_BRIDGE_PYTHON="$$($(MAKE) --silent bridge)"; MEGACPP_NEMO_RUN_PYTHON="$$($(MAKE) --silent nemo-run)"
+
 test-bridge:
-	@$(SETUP); export MEGACPP_BRIDGE_PYTHON MEGACPP_NEMO_RUN_PYTHON; \
-	MEGACPP_BRIDGE_PYTHON="$$($(MAKE) --silent bridge)"; MEGACPP_NEMO_RUN_PYTHON="$$($(MAKE) --silent nemo-run)"; \
-	exec "$$python" -m pytest -n 2 --dist loadfile -m bridge tests/bridge tests/nemo
+	@$(BRIDGE_SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "bridge and not exhaustive" tests/bridge tests/nemo
 
 test-exhaustive:
-	@$(SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "exhaustive and not gpu" tests
+	@$(BRIDGE_SETUP); exec "$$python" -m pytest -n 2 --dist loadfile -m "exhaustive and not gpu" tests
 
 lint:
 	@$(SETUP); "$$python" -m ruff check . && "$$python" -m ruff format --check . && "$$(dirname "$$python")"/lint-imports

@@ -9,6 +9,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from megacpp_mcore.observe import events, goodput, receipts
 from megacpp_mcore.observe.steps import read_steps
 from tests.bridge.processes import ROOT, TINY, run
@@ -46,6 +48,7 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
         time.sleep(0.05)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_counts_its_recovery_and_what_it_lost(bridge_python: Path, corpus: str, tmp_path: Path) -> None:
     observed = tmp_path / "saved" / "observe"
     process = start(bridge_python, corpus, tmp_path)

@@ -132,6 +132,7 @@ def test_a_run_goes_on_from_its_checkpoint_alone(
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
+@pytest.mark.exhaustive
 def test_two_pipeline_stages_go_on_as_one_process_does(
     bridge_python: Path, trained: tuple[Path, str], corpus: str, tmp_path: Path
 ) -> None:
@@ -165,6 +166,7 @@ def check_equal(log: str, expected: list[dict[str, float]]) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_experts_on_two_processes_train_as_on_one(
     bridge_python: Path, trained: tuple[Path, str], corpus: str, tmp_path: Path
 ) -> None:

@@ -201,7 +201,7 @@ def test_the_slurm_example_submits_what_it_prints(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["command", "example"])
+@pytest.mark.parametrize("way", ["command", pytest.param("example", marks=pytest.mark.exhaustive)])
 def test_the_tiny_recipe_is_trained(
     way: str, nemo_run_python: Path, bridge_python: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from megacpp_mcore.model import preset, with_overrides
 from megacpp_mcore.observe import events, goodput
 from megacpp_mcore.observe.steps import read_steps
@@ -26,6 +28,7 @@ def start(folder: Path, stalls_at: int) -> tiny_run.Running:
     return tiny_run.start(program, words, folder)
 
 
+@pytest.mark.exhaustive
 def test_a_stall_a_checkpoint_a_death_and_a_restart(tmp_path: Path) -> None:
     run = tmp_path / "saved" / "observe"
     running = start(tmp_path, stalls_at=1)

@@ -40,7 +40,7 @@ test:
 
 # Triton keeps what it compiled, by source and version: the second time takes seconds.
 kernels:
-	@$(SETUP); exec "$$python" -m pytest -n 2 -m kernels tests/ops
+	@$(SETUP); exec "$$python" -m pytest -n 2 --dist worksteal -m kernels tests/ops/test_interpreted.py tests/ops
 
 # Shell text that sets up the environments with Megatron-Bridge and nemo-run, too.
 BRIDGE_SETUP = $(SETUP); export MEGACPP_BRIDGE_PYTHON MEGACPP_NEMO_RUN_PYTHON; \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +132,15 @@ def test_experts_refuse_what_does_not_fit(there: None) -> None:
         experts.routed_mlp(x, routing, probs, w1, w2, topk=1)
     with pytest.raises(ModelError, match="x has no token"):
         experts.routed_mlp(x[:0], routing[:0], probs[:0], w1, w2, topk=2)
+
+
+def test_experts_refuse_delayed_scaling(there: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose maxima are the module's, of which all layers of equal sizes have one."""
+    recipe = SimpleNamespace(delayed=lambda: True)
+    scope = SimpleNamespace(is_fp8_enabled=lambda: True, get_fp8_recipe=lambda: recipe)
+    monkeypatch.setattr(imports, "entry", {"FP8GlobalStateManager": scope}.__getitem__)
+    with pytest.raises(ModelError, match="delayed scaling, whose maxima layers of equal sizes would share"):
+        experts.grouped_mlp(torch.zeros(4, 8), torch.tensor([2, 2]), torch.zeros(2, 6, 8), torch.zeros(2, 8, 6), None)
 
 
 def test_the_engines_experts_are_chosen_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,17 +46,17 @@ def grouped_mlp(
         BackendError: the feature is off, or Transformer Engine is not there.
     """
     _require("experts")
+    check_activation(activation)
+    check_rows(x_RD, tokens_per_expert_E, w1_EFD, w2_EDF, probs_R)
+    w1_EFD, w2_EDF = map(added_to, (w1_EFD, w2_EDF), main_grads)
+    counts_E = tokens_per_expert_E.to("cpu", torch.int64)
+    check_counts(counts_E.tolist(), x_RD.shape[0])
     state = imports.entry("FP8GlobalStateManager")
     if state.is_fp8_enabled() and state.get_fp8_recipe().delayed():
         raise ModelError(
             "experts by Transformer Engine are in an FP8 scope with delayed scaling, whose maxima layers of equal sizes would "
             "share; use block or current scaling, or another backend of the experts"
         )
-    check_activation(activation)
-    check_rows(x_RD, tokens_per_expert_E, w1_EFD, w2_EDF, probs_R)
-    w1_EFD, w2_EDF = map(added_to, (w1_EFD, w2_EDF), main_grads)
-    counts_E = tokens_per_expert_E.to("cpu", torch.int64)
-    check_counts(counts_E.tolist(), x_RD.shape[0])
     h_RF = ACTIVATIONS[activation](_product(x_RD, counts_E, w1_EFD))
     if probs_R is not None:
         h_RF = (h_RF * probs_R[:, None]).to(x_RD.dtype)

@@ -66,10 +66,6 @@ POLICIES: Mapping[tuple[str, str], str] = {
         "Megatron's default (TransformerConfig.transformer_impl, core 0.19), and what FP8 experts need; not faster: "
         "1.004x the tokens/s of local, one run each (experiments/results/train_h200.csv), which is noise"
     ),
-    ("rms_norm", "triton"): (
-        "by a script, as CUDA graphs: 51 us forward and backward where Transformer Engine's norm and autograd's sum take 136, "
-        "PyTorch's 98 (experiments/results/rms_norm_h200.txt); bound by the host it is no slower than the former"
-    ),
     ("mla", "te"): "by name: sdpa covers every call that it covers, and comes first",
 }
 """By op and backend, why it is preferred without evidence that it is the faster one."""

@@ -173,8 +173,8 @@ def own_candidates() -> tuple[Candidate, ...]:
             ),
             by_name=True,  # no whole model has been timed with it
         ),
-        # Before the references of their class, which ``auto`` then passes over. Stock's norm is a class of the layer's parts, which
-        # keeps its own function: the one named here says what that is.
+        # Before the references of their class, which ``auto`` then passes over. Stock's norm is a class of the layer's parts,
+        # which keeps its own function: the one named here says what that is.
         _candidate("rms_norm", STOCK, Speed.REFERENCE, Support(), "megacpp_mcore.ops.rms_norm.reference:rms_norm"),
         _candidate("router", STOCK, Speed.REFERENCE, Support(), "megatron.core.transformer.moe.router:TopKRouter"),
         *(

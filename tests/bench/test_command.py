@@ -247,7 +247,7 @@ def test_everything_runs_at_its_tiny_size(tmp_path: Path) -> None:
         assert (found["speed_up"] != "") <= (found["side"] == "ours" and found["against"] != ""), found
         # At the tiny size a selection takes every key.
         selects = (found["benchmark"], found["work"]) in (("dsa_indexer_memory", "forward"), ("indexer", "forward"))
-        multiplies = found["benchmark"] != "router"  # which is behind the product
+        multiplies = found["benchmark"] not in ("router", "rms_norm")  # the router is behind the product
         assert int(found["floor_operations"]) > 0 or selects or not multiplies, found
         assert int(found["floor_bytes"]) > 0
         assert found["torch"] != "absent"

@@ -171,7 +171,7 @@ def own_candidates() -> tuple[Candidate, ...]:
                 "megacpp_mcore.ops.rms_norm.triton:rms_norm",
                 _GPU_TRITON,
             ),
-            by_name=True,  # with it CUDA graphs once gave other bits than the layers (tests/gpu/test_cuda_graphs.py)
+            by_name=True,  # until tests/gpu/test_cuda_graphs.py has passed with it
         ),
         # Before the references of their class, which ``auto`` then passes over. Stock's norm is a class of the layer's parts,
         # which keeps its own function: the one named here says what that is.

@@ -12,16 +12,18 @@ from megacpp_mcore.ops.testing import assert_parity
 
 
 class Case(NamedTuple):
-    """The shape of the rows, which gradients are given, and whether the rows lie apart in memory."""
+    """The shape of the rows, which gradients are given, whether rows lie apart in memory, or are of one sample, transposed."""
 
     shape: tuple[int, ...]
     gradients: tuple[bool, bool] = (True, True)
     strided: bool = False
+    transposed: bool = False
 
 
 CASES = (
     Case((37, 2, 40)),
     Case((3, 1, 200), strided=True),
+    Case((37, 1, 40), transposed=True),
     Case((1, 64)),
     Case((5, 33), gradients=(True, False)),
     Case((5, 33), gradients=(False, True)),
@@ -41,6 +43,10 @@ def compared(
     given = [tensor.to(dtype) for tensor in (x, weight_D, *cotangents)]
     if not case.strided:
         given[0] = given[0].contiguous()
+    if case.transposed:
+        given[0] = given[0].transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)
+        assert given[0].is_contiguous()
+        assert given[0].stride() != torch.empty(case.shape).stride()
 
     def outcome(function: Callable[..., tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> list[torch.Tensor]:
         rows, weight, *incoming = (tensor.detach().to(dtype) for tensor in given)
@@ -49,6 +55,10 @@ def compared(
         outputs, by = zip(*used, strict=True)
         found = torch.autograd.grad(outputs, (rows, weight), by, allow_unused=True, materialize_grads=True)
         assert torch.equal(pair[1], rows)
+        # What strides say of the axis of a lone sample decides by which product PyTorch multiplies.
+        assert dtype == torch.float64 or all(
+            one.stride() == torch.empty(case.shape).stride() for one in (pair[0], found[0])
+        )
         return [pair[0].detach(), *found]
 
     for name, found, truth in zip(

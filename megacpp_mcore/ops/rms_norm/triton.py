@@ -73,7 +73,8 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         rows, weight_D = x.contiguous(), weight_D.contiguous()
         T, D = rows.numel() // len(weight_D), len(weight_D)
-        normed, scale_T = torch.empty_like(rows), rows.new_empty(T, dtype=torch.float32)
+        # Not empty_like, which keeps strides: contiguous rows of one sample may have others than a matrix product folds.
+        normed, scale_T = rows.new_empty(rows.shape), rows.new_empty(T, dtype=torch.float32)
         if T:
             launch = Launcher(_plan(D), rows, weight_D)
             launch(kernels.forward, (T, 1, 1), rows, weight_D, normed, scale_T, eps)
@@ -91,11 +92,11 @@ class _RMSNorm(torch.autograd.Function):
         rows, weight_D, scale_T = ctx.saved_tensors
         T, D = len(scale_T), len(weight_D)
         if not T:
-            return torch.empty_like(rows), torch.zeros_like(weight_D), None
+            return rows.new_empty(rows.shape), torch.zeros_like(weight_D), None
         dnormed = dnormed.contiguous()
         dresidual = None if dresidual is None else dresidual.contiguous()
         P = min(T, PROGRAMS * _processors(rows.device))
-        dx, dweight_D, dweight_PD = torch.empty_like(rows), torch.empty_like(weight_D), scale_T.new_empty(P, D)
+        dx, dweight_D, dweight_PD = rows.new_empty(rows.shape), torch.empty_like(weight_D), scale_T.new_empty(P, D)
         launch = Launcher(_plan(D), rows, weight_D, dnormed, dresidual)
         launch(kernels.backward, (P, 1, 1), rows, weight_D, scale_T, dnormed, dresidual, dx, dweight_PD, T)
         launch(kernels.add_parts, (triton.cdiv(D, COLUMNS), 1, 1), dweight_PD, dweight_D, P)

@@ -162,16 +162,13 @@ def own_candidates() -> tuple[Candidate, ...]:
         _candidate(
             "router", TRITON, Speed.KERNEL, _ROUTER_TRITON, "megacpp_mcore.ops.router.triton:route", _GPU_TRITON
         ),
-        dataclasses.replace(
-            _candidate(
-                "rms_norm",
-                TRITON,
-                Speed.KERNEL,
-                _RMS_NORM_TRITON,
-                "megacpp_mcore.ops.rms_norm.triton:rms_norm",
-                _GPU_TRITON,
-            ),
-            by_name=True,  # until tests/gpu/test_cuda_graphs.py has passed with it
+        _candidate(
+            "rms_norm",
+            TRITON,
+            Speed.KERNEL,
+            _RMS_NORM_TRITON,
+            "megacpp_mcore.ops.rms_norm.triton:rms_norm",
+            _GPU_TRITON,
         ),
         # Before the references of their class, which ``auto`` then passes over. Stock's norm is a class of the layer's parts,
         # which keeps its own function: the one named here says what that is.

@@ -47,6 +47,10 @@ EVIDENCE: Mapping[tuple[str, str], tuple[Columns, Columns]] = {
         },
         {"benchmark": "layer_e", "work": "forward+backward", "variant": "stock MoELayer"},
     ),
+    ("rms_norm", "triton"): (
+        {"benchmark": "rms_norm", "work": "forward+backward", "variant": "triton, CUDA graph"},
+        {"benchmark": "rms_norm", "work": "forward+backward", "variant": "Transformer Engine, CUDA graph"},
+    ),
 } | {(op, "triton"): _against_reference(op, "triton") for op in OPS}
 """By op and backend, the columns of its row in bench_h200.csv, and of the row of what it is preferred to."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from triton.runtime import interpreter
 
@@ -282,6 +283,27 @@ def mla_projection(dtype: torch.dtype, rms: float) -> None:
         plain, ours = (getattr(module, case.op) for module in (projection_reference, projection))
         truth = outcome(plain, case, torch.float64)
         mla_projection_case.assert_same(case, outcome(ours, case), truth, outcome(plain, case), rms)
+    for case in mla_projection_case.cases(S=5, B=1, H=2, width=width, hidden=24, indexer_heads=3, dtype=dtype):
+        if case.op in ("latents", "indexer_inputs"):
+            for given in (case.leaves, case.others):  # the strides of an embedding's output at a micro-batch of 1
+                if "hidden_SBD" in given:
+                    given["hidden_SBD"] = given["hidden_SBD"].as_strided((5, 1, 24), (24, 5 * 24, 1))
+            with Products() as products:
+                outcome(getattr(projection, case.op), case)
+            assert "aten::mm" in products.names, products.names
+            assert "aten::bmm" not in products.names, products.names
+
+
+class Products(TorchDispatchMode):
+    """The products that run within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
 
 
 def sparse_attention(rms: float, **sizes: Any) -> None:

@@ -146,7 +146,7 @@ class _Latents(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         S, B, _ = hidden_SBD.shape
         down = torch.cat([q_down_QD, kv_down_XD])
-        x_SBX = torch.nn.functional.linear(hidden_SBD, down)
+        x_SBX = _product(hidden_SBD, down)
         Q, L = len(q_norm_Q), len(kv_norm_L)
         q_SBQ, kv_SBL = hidden_SBD.new_empty(S, B, Q), hidden_SBD.new_empty(S, B, L)
         ctx.how, ctx.eps = {"Q": Q, "L": L, "R": len(down) - Q - L, **NORMS}, eps
@@ -286,12 +286,12 @@ class _IndexerInputs(torch.autograd.Function):
         scale: float,
         interleaved: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        (S, B, _), R, N, linear = hidden_SBD.shape, len(k_norm_R), len(w_down_ND), torch.nn.functional.linear
+        (S, B, _), R, N = hidden_SBD.shape, len(k_norm_R), len(w_down_ND)
         ctx.whole = {"C": 0, "K": 0, "R": R, "INTERLEAVED": interleaved, "TRANSPOSED": False}
         ctx.how = {"R": R, "N": N, "HEADS": triton.next_power_of_2(N), "INTERLEAVED": interleaved, **NORMS}
         ctx.numbers = (eps, scale, S * B, B)
-        q_SBNR = _projected(linear(latent_SBQ, q_up_XQ).view(S, B, N, R), None, rotation_SR, ctx.whole)
-        x_SBX = linear(hidden_SBD, torch.cat([k_down_RD, w_down_ND]))
+        q_SBNR = _projected(_product(latent_SBQ, q_up_XQ).view(S, B, N, R), None, rotation_SR, ctx.whole)
+        x_SBX = _product(hidden_SBD, torch.cat([k_down_RD, w_down_ND]))
         k_SBR, w_SBN = x_SBX.new_empty(S, B, R), x_SBX.new_empty(S, B, N)
         kernels.indexer_keys[(triton.cdiv(S * B, NORMS["ROWS"]),)](
             x_SBX, k_norm_R, k_bias_R, rotation_SR, k_SBR, w_SBN, *ctx.numbers, **ctx.how
@@ -324,6 +324,12 @@ class _IndexerInputs(torch.autograd.Function):
         d_up = dq_SBNR.view(T, -1).T @ latent_SBQ.reshape(T, -1)
         dk_norm_R, dk_bias_R = dnorm.sum(0).to(k_norm_R.dtype)
         return None, None, d_up, d_down[:R], dk_norm_R, dk_bias_R, d_down[R:], None, None, None, None
+
+
+def _product(x_SBD: torch.Tensor, weight_XD: torch.Tensor) -> torch.Tensor:
+    """x · weightᵀ as one product of S·B rows: the embedding's output at B 1 has strides for which ``linear`` takes S products."""
+    S, B, D = x_SBD.shape
+    return (x_SBD.reshape(S * B, D) @ weight_XD.T).view(S, B, len(weight_XD))
 
 
 def _matrices(weight_HCK: torch.Tensor | None) -> tuple[torch.Tensor | None, dict[str, bool]]:

@@ -44,9 +44,10 @@ LIMITS = {"bfloat16": 4e-2, "float32": 1e-4}
 SMALL = 1e-2
 """Scale of the hidden states: a layer norms them, and behind a large residual its own part of the output would not be seen."""
 
-BEFORE_SELECTION = ("rms_norm", "mla_latents", "indexer_inputs")
-"""Ops on whose results an indexer selects keys. Another rounding of them exchanges one key of 256, and in the worst row four,
-which is another output by a fifth and no error: a layer that selects is compared with one that has the same of these."""
+BEFORE_SELECTION = ("rms_norm", "mla_latents", "indexer_inputs", "indexer")
+"""Ops by whose results keys are selected. Another rounding of them exchanges one key of 256, and in the worst row four, which
+is another output by a fifth and no error: a layer that selects is compared with one that has the same of these. That the
+indexer selects the right keys is what its own benchmark says."""
 
 REFERENCE = "reference"
 MODELS = ("nam56r", "nam56r_h4096", "nam56r_tiny")

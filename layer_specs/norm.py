@@ -1,4 +1,4 @@
-"""The norm that a layer begins with, and the residual around the layer: where kernels are asked for, one function of both.
+"""The norm that a layer begins with, and the residual around the layer: on a GPU one function of both.
 
 Stock's TransformerLayer takes a pair from that norm (megatron-core 0.19, ``transformer/transformer_layer.py``), and adds the
 residual of the pair; both gradients then meet in one kernel.

@@ -327,7 +327,7 @@ class _IndexerInputs(torch.autograd.Function):
 
 
 def _product(x_SBD: torch.Tensor, weight_XD: torch.Tensor) -> torch.Tensor:
-    """x · weightᵀ as one product of S·B rows: the embedding's output at B 1 has strides for which ``linear`` takes S products."""
+    """x · weightᵀ as one product of S·B rows: with the strides of an embedding's output at B 1 ``linear`` takes S products."""
     S, B, D = x_SBD.shape
     return (x_SBD.reshape(S * B, D) @ weight_XD.T).view(S, B, len(weight_XD))
 

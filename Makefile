@@ -35,8 +35,9 @@ venv:
 demo:
 	@$(SETUP); exec "$$python" examples/demo.py
 
+# Bytecode is kept, whatever the shell says: without it every process that a test starts compiles all that it imports.
 test:
-	@$(SETUP); exec "$$python" -m pytest -n 2 --dist loadfile --durations=40 -m "not gpu and not exhaustive and not kernels" tests
+	@$(SETUP); unset PYTHONDONTWRITEBYTECODE; exec "$$python" -m pytest -n 2 --dist loadfile --durations=40 -m "not gpu and not exhaustive and not kernels" tests
 
 # Triton keeps what it compiled, by source and version: the second time takes seconds.
 kernels:

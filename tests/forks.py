@@ -1,18 +1,24 @@
 """Python programs in forks of a process that has imported torch: its import takes longer than what most of them do.
 
 ``run`` and ``start`` take the words behind ``python`` (``-m MODULE …``, ``-c CODE …``, ``FILE …``). A program has its own
-session, environment, path and files, imports Megatron and this package itself, and ends as any other; warnings are off. Where
-Python's own start matters, or what is imported, ``subprocess`` starts it.
+session, environment, path and files, imports Megatron and this package itself, and ends as any other; warnings are off. The
+first process that ``multiprocessing`` spawns for it is a fork, too, made before the program began: Megatron spawns one, which
+imports torch, for the first checkpoint of a process. Where Python's own start matters, or what is imported, ``subprocess``
+starts it.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import gc
 import itertools
 import json
+import multiprocessing.spawn
+import multiprocessing.util
 import os
+import re
 import runpy
 import select
 import signal
@@ -180,6 +186,46 @@ def _serve() -> dict[str, Any] | None:
     return None
 
 
+def _lend_a_fork() -> None:
+    """Fork a process that waits, as nothing but Python with torch, until ``multiprocessing`` spawns the first of its own."""
+    ours, its = socket.socketpair()
+    lent = [os.fork()]
+    if not lent[0]:
+        ours.close()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the program's, until there is something to interrupt
+        message, numbers, _, _ = socket.recv_fds(its, 1 << 20, 64)
+        its.close()
+        if not message:
+            os._exit(0)  # the program has ended
+        asked = json.loads(message)
+        moved = [fcntl.fcntl(number, fcntl.F_DUPFD, 1000) for number in numbers]
+        for number in numbers:
+            os.close(number)
+        for number, wanted in zip(moved, asked["files"], strict=True):
+            os.dup2(number, wanted)
+            os.close(number)
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = ["-c", "--multiprocessing-fork"]
+        multiprocessing.spawn.spawn_main(**asked["arguments"])
+    its.close()
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def spawn_or_use(path: Any, words: Sequence[Any], files: Sequence[int]) -> int:
+        texts = [os.fsdecode(word) for word in words]
+        called = re.search(r"spawn_main\((.*)\)", " ".join(texts))
+        if "--multiprocessing-fork" not in texts or called is None or not lent:
+            return spawn(path, words, files)
+        arguments = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", called[1])}
+        asked = {"arguments": arguments, "files": sorted(files), "environment": dict(os.environ)}
+        socket.send_fds(ours, [json.dumps(asked).encode()], sorted(files))
+        ours.close()
+        return lent.pop()
+
+    multiprocessing.util.spawnv_passfds = spawn_or_use
+
+
 def _become(request: Mapping[str, Any]) -> None:
     """Run the program of a request in this process, as Python would."""
     os.setsid()
@@ -196,6 +242,7 @@ def _become(request: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
+    _lend_a_fork()
     first, *words = request["words"]
     paths = [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
     if first == "-m":

@@ -9,5 +9,6 @@ import pytest
 
 
 def exhaustive_but(values: Iterable[Any], *default: Any) -> list[Any]:
-    """``values`` for ``parametrize``: all but ``default`` are run with the exhaustive tests alone."""
-    return [value if value in default else pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
+    """``values`` for ``parametrize``, tuples for several names: all but ``default`` are run in the exhaustive lane alone."""
+    rows = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
+    return [value if value in default else pytest.param(*row, marks=pytest.mark.exhaustive) for value, row in rows]

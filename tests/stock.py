@@ -47,12 +47,15 @@ def words(
 
 def parse(words: Sequence[str], world_size: int = 1) -> Namespace:
     """Parsed and validated by stock Megatron; its global variables stay unset."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import parse_args, validate_args
 
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     listing = contextlib.redirect_stdout(io.StringIO())  # Megatron prints every argument
     argv = mock.patch.object(sys, "argv", ["pretrain_gpt.py", *words])
-    with listing, argv, mock.patch.dict("os.environ", environment):
+    # The texts of --help, for which it parses the source of every class of its configuration, each time.
+    helpless = mock.patch.object(ArgumentGroupFactory, "_get_field_docstrings", return_value={})
+    with listing, argv, helpless, mock.patch.dict("os.environ", environment):
         arguments = parse_args()
         validate_args(arguments)
     return arguments

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from megacpp_mcore import settings
 from megacpp_mcore.data.corpus import find_stdlib_sources
 from megacpp_mcore.data.prepare import prepare
@@ -20,17 +22,21 @@ ROOT = Path(__file__).parents[1]
 PATIENCE_S = 300
 SCHEDULE = "-FF"
 """Two neighbouring layers with an indexer each: a search has one to give up."""
+SEQ_LENGTH = 64
+OVERRIDES = {"dsa": {"schedule": SCHEDULE}, "seq_length": SEQ_LENGTH}
+TOKENS = 2 * SEQ_LENGTH
+"""Of a step."""
 
 
 def model() -> Model:
     """The model that is trained."""
-    return with_overrides(preset("nam56r_tiny"), {"dsa": {"schedule": SCHEDULE}}, where="overrides")
+    return with_overrides(preset("nam56r_tiny"), OVERRIDES, where="overrides")
 
 
 def make_data(folder: Path) -> Path:
     """Write a small corpus and the file of options to ``folder``."""
     prepare([str(source.path) for source in find_stdlib_sources()[:16]], str(folder / "text"))
-    (folder / "config.yaml").write_text(f"model: nam56r_tiny\noverrides: {{dsa: {{schedule: '{SCHEDULE}'}}}}\n")
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": OVERRIDES}))
     return folder
 
 

@@ -204,7 +204,7 @@ def main(folder: Path, tensor: int, virtual: int, names: Sequence[str]) -> None:
 # --- the runs, and what is asked of them -------------------------------------------------------------------------------
 
 
-def run(folder: Path, *, tensor: int, pipeline: int = 1, virtual: int = 0, names: Sequence[str] = tuple(CASES)) -> Any:
+def run(folder: Path, *, tensor: int, pipeline: int = 1, virtual: int = 0, names: Sequence[str]) -> Any:
     """The gradients by case and parameter of a run with ``tensor × pipeline`` processes."""
     folder.mkdir()
     world = tensor * pipeline
@@ -223,8 +223,11 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run(tmp_path_factory.mktemp("runs") / "two", tensor=2)
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of the cases that tests of this lane ask for."""
+    items = [item for item in request.session.items if item.path == request.path]
+    names = dict.fromkeys(item.callspec.params.get("name") for item in items if hasattr(item, "callspec"))
+    return run(tmp_path_factory.mktemp("runs") / "two", tensor=2, names=[name for name in names if name in CASES])
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:

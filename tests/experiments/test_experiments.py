@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import IO
 
 import pytest
 import yaml
@@ -18,6 +20,7 @@ from megacpp_mcore.model import Layout, memory, preset, with_overrides
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.model.training import Training
 from megacpp_mcore.policy import Run
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "experiments").glob("*.yaml"))
@@ -63,6 +66,13 @@ def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypat
 
 
 def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], stdout: IO[str], env: dict[str, str], **_: object) -> SimpleNamespace:
+        with one_at_a_time:
+            program = forks.start(command[3:], Path(stdout.name), env=env)  # behind python -W ignore
+        return SimpleNamespace(returncode=program.wait(300))
+
+    one_at_a_time = threading.Lock()
+    monkeypatch.setattr(train, "subprocess", SimpleNamespace(run=run, STDOUT=None))
     (tmp_path / "texts").mkdir()
     for number, source in enumerate(find_stdlib_sources()[:20]):
         (tmp_path / "texts" / f"{number}.txt").write_bytes(Path(source.path).read_bytes())

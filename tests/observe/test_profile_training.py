@@ -15,17 +15,20 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore.model import preset
+from megacpp_mcore.model import preset, with_overrides
 from megacpp_mcore.observe import events, goodput
 from megacpp_mcore.observe.steps import compare, read_steps
 from tests import stock, tiny_run
 
 STEPS = 4
+ON_CPU = {"seq_length": 64}
+"""Of the model on a CPU: shorter rows have fewer operators, and all families of them."""
 
 
 def words(*extra: str, iterations: int = STEPS, **training: Any) -> list[str]:
     """The stock words of a run of nam56r_tiny on mock data, on a CPU unless ``training`` says otherwise."""
-    return stock.words(preset("nam56r_tiny"), *extra, train_iters=iterations, **({"global_batch_size": 2} | training))
+    model = with_overrides(preset("nam56r_tiny"), ON_CPU if training.get("device", "cpu") == "cpu" else {})
+    return stock.words(model, *extra, train_iters=iterations, **({"global_batch_size": 2} | training))
 
 
 def train(
@@ -39,7 +42,8 @@ def train(
 ) -> None:
     """Run this file as a program, the steps ``window`` profiled, layers of the family ``slow`` slowed down."""
     folder.mkdir()
-    (folder / "config.yaml").write_text("model: nam56r_tiny\n" + settings)
+    overrides = f"overrides: {json.dumps(ON_CPU)}\n" if device == "cpu" else ""
+    (folder / "config.yaml").write_text("model: nam56r_tiny\n" + overrides + settings)
     profile = () if window is None else ("--profile", window)
     options = ("--device", device, "--observe", str(folder), *profile)
     program = ("tests.observe.test_profile_training", str(folder), slow, "launch", *options, "--")

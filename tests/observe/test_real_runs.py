@@ -28,7 +28,7 @@ from tests import browser, forks, tiny_run
 from tests.observe.real_run import start
 from tests.observe.test_page import Reader, Row, backend_rows, check_self_contained
 from tests.observe.test_receipts import report
-from tests.tiny_run import make_data, model
+from tests.tiny_run import TOKENS, make_data, model
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,7 @@ def test_a_finished_run(finished: tuple[Path, str], capsys: pytest.CaptureFixtur
     assert (found["compile_warmup"], found["compile"]["reason"]) == ("skipped", "user-disabled")
     assert found["experimental_taxes"] == []
     assert found["ranks"] == {"expected": 1, "found": [0]}
-    assert found["batch"]["effective_tokens"] == 2 * 256
+    assert found["batch"]["effective_tokens"] == TOKENS
     assert (found["loss"]["first_step"], found["loss"]["last_step"]) == (1, STEPS)
     assert found["loss"]["last"] < found["loss"]["first"] < 7
     assert found["memory"]["kind"] == "resident set"
@@ -116,7 +116,7 @@ def _check_routing(found: dict[str, Any]) -> None:
     layers = found["routing"]["layers"]
     assert [int(layer) for layer in layers] == list(model().layer_numbers("E"))
     for layer in layers.values():
-        assert sum(layer["tokens_per_expert"]) == layer["asked"] == STEPS * 512 * 2
+        assert sum(layer["tokens_per_expert"]) == layer["asked"] == STEPS * TOKENS * 2
         assert layer["dropped"] == 0
         assert 0 < layer["entropy"] < 1 < layer["max_over_mean"]
     first, second = (number for number, role in enumerate(model().roles, 1) if role == "F")
@@ -284,7 +284,7 @@ def test_a_run_that_an_error_ends_and_a_fall_back(
     start(tmp_path, data, STEPS, fate="error fall-back patched").finish(1)
     found = receipts.read(tmp_path)
     assert (found["status"], found["loss"]["last_step"]) == ("ArithmeticError", 3)
-    assert found["routing"]["layers"]["2"]["asked"] == 2 * 512 * 2
+    assert found["routing"]["layers"]["2"]["asked"] == 2 * TOKENS * 2
     (loss,) = of_op(found, "loss")
     assert (loss["requested"], loss["observed"]) == ("linear_cross_entropy", "linear_cross_entropy")
     slower = [one for one in found["backends"] if one["slower_than_best"]]
@@ -349,4 +349,4 @@ def test_the_parts_of_two_ranks_make_one_receipt(data: Path, tmp_path: Path) -> 
     assert (found["parallelism"]["expert"], found["parallelism"]["data"], found["parallelism"]["hosts"]) == (2, 2, 1)
     assert len(found["memory"]["ranks"]) == 2
     for layer in found["routing"]["layers"].values():
-        assert sum(layer["tokens_per_expert"]) == layer["asked"] == STEPS * 512 * 2
+        assert sum(layer["tokens_per_expert"]) == layer["asked"] == STEPS * TOKENS * 2

@@ -236,7 +236,13 @@ SHOW = """
 """
 
 
-@pytest.mark.parametrize("imports", [INSIDE_OUT, CORE_FIRST], ids=["inside out", "core first"])
+@pytest.mark.parametrize(
+    "imports",
+    [
+        pytest.param(INSIDE_OUT, id="inside out", marks=pytest.mark.exhaustive),
+        pytest.param(CORE_FIRST, id="core first"),
+    ],
+)
 def test_a_hooked_tree_patches_whoever_imports_it(imports: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """All patches, in the wheel's files by one order of imports, in the checkout's (where there is one) by the other."""
     source = wheel_root()

@@ -40,8 +40,9 @@ def call(*command: str, cwd: Path, **environment: str) -> str:
 
 
 def pip(*arguments: str, cwd: Path) -> None:
-    offline = ("--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
-    call(sys.executable, "-m", "pip", arguments[0], *offline, *arguments[1:], cwd=cwd)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    options += ["--no-compile"] * (arguments[0] == "install")
+    call(sys.executable, "-m", "pip", arguments[0], *options, *arguments[1:], cwd=cwd)
 
 
 @pytest.fixture(scope="module")

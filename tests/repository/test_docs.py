@@ -164,6 +164,8 @@ def test_the_commands_run(page: str, corpus: Path, tmp_path: Path) -> None:
             assert missing(expected, printed[number]) == [], (page, number, printed[number])
     losses = re.findall(r"(?:iteration|step) +(\d+)/ *(\d+)(?: .*?\| lm |  )loss:? (\S+)", done.stdout)
     assert all(float(loss) < 7 for *_, loss in losses)
+    if page == "README.md" and not checkout:
+        pytest.skip("its training is a checkout's; MEGATRON_LM names none (tag core_v0.19.0)")
     assert page not in TRAINING or any(step == last for step, last, _ in losses)
 
 

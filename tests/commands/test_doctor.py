@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
 import re
@@ -233,7 +234,12 @@ def test_text_and_json() -> None:
     assert "nothing stands in the way" in doctor.as_text(findings[:1])
 
 
-def test_on_this_environment_training_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("names", [["torch", "megatron-core"], pytest.param([*BY_NAME], marks=pytest.mark.exhaustive)])
+def test_on_this_environment_training_is_possible(
+    names: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    components = [BY_NAME[name] for name in names]
+    monkeypatch.setattr(doctor, "examine", functools.partial(examine, components))
     assert doctor.run(SimpleNamespace(backends=False, json=True, time_limit=180.0)) == 0  # type: ignore[arg-type]
     states = {row["name"]: row for row in json.loads(capsys.readouterr().out)["components"]}
     assert states["torch"]["state"] == states["megatron-core"]["state"] == WORKS

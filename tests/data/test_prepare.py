@@ -253,6 +253,7 @@ def test_a_kill_while_datasets_are_replaced_leaves_no_manifest_that_lies(texts, 
     assert read_outputs(output.parent) == uninterrupted
 
 
+@pytest.mark.exhaustive
 def test_a_killed_pool_ends_and_the_same_call_starts_anew(tmp_path):
     texts = make_texts(tmp_path / "texts", 60)
     run(texts, tmp_path / "whole" / "data", split=SPLIT)

@@ -35,10 +35,8 @@ def laboratory(tmp_path: Path) -> Iterator[Experts]:
     shutil.rmtree(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [(OWN_EXPERTS, STOCK), pytest.param(STOCK, OWN_EXPERTS, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("first", "then"), [(OWN_EXPERTS, STOCK), (STOCK, OWN_EXPERTS)])
 def test_a_run_goes_on_with_the_others_experts(laboratory: Experts, first: str, then: str) -> None:
     """Losses, gradient norm, and every tensor of the last checkpoint; the norm alone is summed in another order."""
     laboratory.words += ("--dist-ckpt-optim-fully-reshardable",)
@@ -59,4 +57,11 @@ def test_state_in_the_order_of_the_others_experts_is_refused(laboratory: Experts
     laboratory.choose(STOCK)
     with pytest.raises(AssertionError, match=r"backend megacpp_mcore\), which the run, with stock, has in another"):
         laboratory.resumed()
+
+
+@pytest.mark.exhaustive
+def test_without_its_state_a_run_of_the_others_experts_is_loaded(laboratory: Experts) -> None:
+    laboratory.choose(OWN_EXPERTS)
+    laboratory.main()
+    laboratory.choose(STOCK)
     assert laboratory.compared(ONE).scalars["lm loss"]  # --no-load-optim

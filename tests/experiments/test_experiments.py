@@ -78,7 +78,9 @@ def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (tmp_path / "texts" / f"{number}.txt").write_bytes(Path(source.path).read_bytes())
     (corpus,) = prepare([tmp_path / "texts"], str(tmp_path / "corpus"))
     training = {"micro_batch_size": 1, "global_batch_size": 1, "train_iters": 3, "learning_rate": 1e-3}
-    arms = {"one": {}, "no sharing": {"overrides": {"dsa": {"schedule": "-FF"}}}}
+    short = {"seq_length": 32, "dsa": {"topk": 8}, "mtp": {"depth": 0}}
+    arms = {"one": {"overrides": short}}
+    arms["no sharing"] = {"overrides": {**short, "dsa": {**short["dsa"], "schedule": "-FF"}}}
     file, output = tmp_path / "tiny.yaml", tmp_path / "rows.csv"
     file.write_text(
         yaml.safe_dump({"model": "nam56r_tiny", "probe": "layers", "training": training, "arms": arms}, sort_keys=False)

@@ -326,6 +326,7 @@ def test_what_every_process_of_a_launch_is_given_and_the_status_of_the_first_tha
         "import os, pathlib, sys, time\n"
         "found = [os.environ[name] for name in ('OMP_NUM_THREADS', 'WORLD_SIZE')] + ['my_spec' in sys.modules]\n"
         "here = pathlib.Path(__file__)\n"
+        "here.with_name('pid' + os.environ['RANK']).write_text(str(os.getpid()))\n"
         "here.with_name(os.environ['RANK']).write_text(repr(found))\n"
         "while not here.with_name('0').exists(): time.sleep(0.05)\n"
         "sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)\n"
@@ -336,6 +337,7 @@ def test_what_every_process_of_a_launch_is_given_and_the_status_of_the_first_tha
     assert time.monotonic() - started < 50
     assert "rank 1 failed first, with exit status 7" in capfd.readouterr().err
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["['1', '2', True]"] * 2
+    assert [pid for pid in (int((tmp_path / f"pid{rank}").read_text()) for rank in "01") if _runs(pid)] == []
     assert list((tmp_path / "temporary").glob("*torchelastic*")) == []
     assert list((tmp_path / "temporary").glob("megacpp-mcore-*")) == []
 
@@ -351,7 +353,32 @@ def test_a_checkout_that_would_be_shadowed_is_refused(tmp_path: Path) -> None:
     assert str(megatron.core.__file__) in str(raised.value)
 
 
-@pytest.mark.parametrize("sent", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGKILL])
+def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    """As those of a launch that is killed do (:func:`test_no_process_outlives_a_launch`, exhaustive)."""
+    program = (
+        "import os, sys, time\nfrom megacpp_mcore.launch.process import end_with_the_parent\n"
+        "if not os.fork():\n"
+        "    end_with_the_parent()\n    open(sys.argv[1], 'w').write(str(os.getpid()))\n"
+        "time.sleep(60)\n"
+    )
+    parent = forks.start(["-c", program, str(tmp_path / "child")], tmp_path / "output")
+    deadline = time.monotonic() + 60
+    while not (child := _written(tmp_path / "child")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert _runs(int(child))
+    os.kill(parent.pid, signal.SIGKILL)
+    assert parent.wait(60) == -signal.SIGKILL
+    while _runs(int(child)) and time.monotonic() < deadline - 30:
+        time.sleep(0.02)
+    assert not _runs(int(child))
+
+
+def _written(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_a_launch(tmp_path: Path, sent: signal.Signals) -> None:
     script = tmp_path / "wait.py"
     script.write_text(

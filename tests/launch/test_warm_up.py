@@ -55,7 +55,7 @@ def train_stock(model: Any, chosen: CompilePolicy | None = None, **changes: Any)
     return line
 
 
-@pytest.mark.parametrize("recompute", [[], FAMILIES])
+@pytest.mark.parametrize("recompute", [pytest.param([], marks=pytest.mark.exhaustive), FAMILIES])
 def test_a_warm_up_compiles_all_and_leaves_no_trace(build: Callable[..., Any], recompute: list[str]) -> None:
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 

@@ -20,6 +20,7 @@ from megacpp_mcore.layer_specs import steps
 from megacpp_mcore.layer_specs.decode import LayerCache
 from megacpp_mcore.model import preset
 from tests import stock
+from tests.lanes import exhaustive_but
 from tests.micro_batch import draw_tokens, packed
 
 S, B = 24, 2
@@ -49,7 +50,10 @@ def in_pieces(model: Any, tokens: torch.Tensor, lengths: Sequence[int]) -> torch
     return torch.cat(found, dim=1)
 
 
-@pytest.mark.parametrize("lengths", [[S], [1] * S, [9] + [1] * (S - 9), [1, 10, 5, 8]])
+LENGTHS = [[S], [1] * S, [9] + [1] * (S - 9), [1, 10, 5, 8]]
+
+
+@pytest.mark.parametrize("lengths", exhaustive_but(LENGTHS, *LENGTHS[2:]))
 def test_pieces_give_what_the_whole_gives(model: Any, lengths: list[int]) -> None:
     tokens = draw_tokens(B, S - 1)
     whole, found = logits(model, tokens), in_pieces(model, tokens, lengths)

@@ -107,10 +107,11 @@ def far_apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize(
     ("distill", "recompute"),
     [
-        (OWN, ()),
+        pytest.param(OWN, (), marks=pytest.mark.exhaustive),
         (SERVED, ()),
         (OWN, stock.full_recompute()),
-        (SERVED, stock.full_recompute("block", 5)),  # the Full and one Shared layer
+        # The Full and one Shared layer.
+        pytest.param(SERVED, stock.full_recompute("block", 5), marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_indexer_learns_the_mean_attention_of_the_layers_it_serves(

@@ -24,6 +24,7 @@ from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.ops.testing import assert_parity
 from tests import stock
 from tests.distributed.comparing import differing_tensors
+from tests.lanes import exhaustive_but
 from tests.micro_batch import backward, causal_mask, draw_tokens, gradients, losses_of
 
 S, B, D = 32, 2, 128
@@ -432,7 +433,7 @@ def kept(make: Callable[..., Any]) -> Callable[[int], InFlight]:
     return functools.cache(lambda mtp_depth: in_flight(make(mtp_depth=mtp_depth), draw_tokens(B, S)))
 
 
-@pytest.mark.parametrize("name", RECOMPUTE)
+@pytest.mark.parametrize("name", exhaustive_but(RECOMPUTE, "core_attn", "every layer", "all layers up to the Full one"))
 def test_recompute_changes_nothing(make: Callable[..., Any], kept: Callable[[int], InFlight], name: str) -> None:
     """Neither losses nor gradients, bit for bit, nor what Shared layers attend to; and layers do run again.
 
@@ -455,7 +456,7 @@ def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("name", ["mla_up_proj", "core_attn", "every layer"])
+@pytest.mark.parametrize("name", exhaustive_but(["mla_up_proj", "core_attn", "every layer"], "every layer"))
 def test_recompute_of_a_block_that_mtp_runs_twice(
     make: Callable[..., Any], kept: Callable[[int], InFlight], name: str
 ) -> None:
@@ -465,7 +466,7 @@ def test_recompute_of_a_block_that_mtp_runs_twice(
     assert differing_tensors(expected.gradients, found.gradients, 2e-6) == []
 
 
-@pytest.mark.parametrize("name", ["core_attn", "every layer"])
+@pytest.mark.parametrize("name", exhaustive_but(["core_attn", "every layer"], "core_attn"))
 def test_recompute_without_the_patch_raises(make: Callable[..., Any], tokens: torch.Tensor, name: str) -> None:
     """Without it there is no gradient, rather than a wrong one."""
     model = make(*RECOMPUTE[name])

@@ -22,6 +22,7 @@ from megacpp_mcore.model.flops import Families, Work
 from megacpp_mcore.model.flops.recompute import MODULES, Recomputation, recomputed
 from megacpp_mcore.model.training import Recompute
 from tests import stock
+from tests.lanes import exhaustive_but
 
 OVERRIDES = {"seq_length": 64, "dsa": {"topk": 8, "loss_coeff": 0.1}, "mtp": {"depth": 2}}
 SMALL = with_overrides(preset("nam56r_tiny"), OVERRIDES)
@@ -96,7 +97,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", exhaustive_but(CASES, "full", "a, m and r", "core_attn and mlp"))
 def test_what_the_real_model_repeats(case: str, measure: Callable[..., int]) -> None:
     words, own = CASES[case]
     arguments = stock.parse(stock.words(SMALL, *words))

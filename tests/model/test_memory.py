@@ -57,7 +57,7 @@ def held(chunks: list[Any]) -> tuple[int, int]:
         ("nam56r_tiny", Layout(), 1),
         *(pytest.param("nam56r_tiny", layout, 8, marks=pytest.mark.exhaustive) for layout in (TENSORS, PIPELINE)),
         ("nam56r", EXPERTS, 8),
-        ("nam56r", TENSORS, 8),
+        pytest.param("nam56r", TENSORS, 8, marks=pytest.mark.exhaustive),
         ("nam56r", PIPELINE, 8),
     ],
     ids=str,

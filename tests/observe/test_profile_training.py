@@ -189,6 +189,7 @@ def test_what_the_profiler_does_outside_of_steps_is_a_class_of_its_own(plain: Pa
     assert spent[4]["idle"] < spent[4]["profile"] / 4  # where all of it was before
 
 
+@pytest.mark.exhaustive
 def test_training_is_the_same_bit_for_bit(plain: Path, tmp_path: Path) -> None:
     train(tmp_path / "none", words(), window=None)
     compared = compare(read_steps(plain), read_steps(tmp_path / "none"))

@@ -1,7 +1,7 @@
-"""Real runs on the CPU lane, three for all tests but the exhaustive ones: receipt, page, progress lines and writers' scalars.
+"""Real runs on the CPU lane, two for all tests but the exhaustive ones: receipt, page, progress lines and writers' scalars.
 
-One trains to its end, while a listener of the test's own fails; one asks for Transformer Engine, which is disabled; one has a
-better backend that cannot run, and an error ends it.
+One trains to its end, while a listener of the test's own fails; one has a better backend that cannot run, and an error ends
+it. The exhaustive lane adds one that asks for Transformer Engine, which is disabled.
 """
 
 from __future__ import annotations
@@ -242,6 +242,7 @@ def check_off(found: Reader) -> list[Row]:
     return off
 
 
+@pytest.mark.exhaustive
 def test_transformer_engine_that_is_disabled(disabled: Path, finished: tuple[Path, str]) -> None:
     """The run was asked for Transformer Engine and trains on native classes; receipt and page say both, and why."""
     found, other = receipts.read(disabled), receipts.read(finished[0])

@@ -18,6 +18,7 @@ import torch
 from megacpp_mcore import patches
 from megacpp_mcore.model import preset, with_overrides
 from tests import micro_batch, stock
+from tests.lanes import exhaustive_but
 
 NAME = "mtp-shared-block"
 B, S, K = 2, 16, 2
@@ -75,7 +76,7 @@ def test_depth_k_predicts_the_token_at_t_plus_k_plus_1(model: Any, tokens: torch
     assert torch.allclose(MTPLossLoggingHelper.tracker["loss_values"], means, rtol=1e-5)
 
 
-@pytest.mark.parametrize("changed", [5, 9, S - 1])
+@pytest.mark.parametrize("changed", exhaustive_but([5, 9, S - 1], 9))
 def test_no_depth_sees_the_token_it_predicts(model: Any, tokens: torch.Tensor, changed: int) -> None:
     """Another token at ``changed``, in the inputs alone: position t of depth k may notice from t = changed − k on."""
     other = tokens.clone()
@@ -117,7 +118,7 @@ def depth_gradients(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> lis
     return [losses.grad for _, losses in found[:K]]
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", exhaustive_but([False, True], True))
 def test_each_depth_weighs_by_the_decay(model: Any, tokens: torch.Tensor, masked: bool) -> None:
     """λ·β^(k−1) / Σ β^(j−1), as gradients of the mean loss of each depth's tokens; upstream alone: λ / K for every depth."""
     weights = with_overrides(preset("nam56r_tiny"), OVERRIDES).mtp.weights

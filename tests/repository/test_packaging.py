@@ -122,6 +122,7 @@ def test_the_sdist_holds_real_files_and_installs(clone: Path, tmp_path: Path) ->
     assert shown(tmp_path / "site", tmp_path).is_relative_to(tmp_path / "site")
 
 
+@pytest.mark.exhaustive
 def test_editable(clone: Path, tmp_path: Path) -> None:
     pip("install", "--prefix", str(tmp_path), "--editable", str(clone), cwd=tmp_path)
     site = sysconfig.get_path("purelib", vars={"base": str(tmp_path), "platbase": str(tmp_path)})

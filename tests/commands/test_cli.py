@@ -167,6 +167,7 @@ def test_a_training_run_shows_all_warnings(
     assert caplog.messages == ["no runtime is found"]
 
 
+@pytest.mark.exhaustive
 def test_a_benchmark_prints_nothing_of_what_megatron_says_on_import() -> None:
     words = ["bench", "run", "indexer", "--device", "cpu", "--size", "tiny", "--seconds", "0"]
     done = subprocess.run(

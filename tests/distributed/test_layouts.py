@@ -38,7 +38,7 @@ TOLERANCE = 1e-5
 """Relative: for losses and the gradient norm of each step, and for the norm of the first step's gradient of each parameter."""
 
 OTHERS = [
-    # PP 2 × VPP 2 is pipelined, too; EP 2 has a run of its own below, with the distributed optimizer.
+    # PP 2 × VPP 2 is pipelined, too.
     name if name == "PP 2 × VPP 2" else pytest.param(name, marks=pytest.mark.exhaustive)
     for name in LAYOUTS
     if name != ONE
@@ -54,7 +54,8 @@ def test_losses_gradient_norm_and_every_gradient_of_the_first_step(laboratory: L
 @pytest.mark.parametrize(
     ("name", "replicas"),
     [
-        ("EP 2", 1),  # of which each process is a replica of all but the experts
+        # Of which each process is a replica of all but the experts.
+        pytest.param("EP 2", 1, marks=pytest.mark.exhaustive),
         pytest.param("TP 2 with SP", 2, marks=pytest.mark.exhaustive),
         pytest.param("PP 2 × VPP 2", 2, marks=pytest.mark.exhaustive),
     ],

@@ -6,6 +6,8 @@ selected keys.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -64,7 +66,7 @@ def problem(options: Options) -> Problem:
         inputs=inputs,
         variants=[
             Variant.of(STOCK, PEER, partial(_stock, **how)),
-            *Variant.candidates("sparse_mla", options, run, qk_dim=K, v_dim=V),
+            *_candidates(options, run, K, V),
             *_dense(options, K, V),
         ],
         works=Floor.pair(
@@ -76,6 +78,25 @@ def problem(options: Options) -> Problem:
         check=AgainstTruth(in_double(partial(run, attend), inputs), limits, norms=norms),
         stock=STOCK,
     )
+
+
+def _candidates(options: Options, run: Any, K: int, V: int) -> Iterator[Variant]:
+    """Ours, the kernels in deterministic mode too."""
+    for one in Variant.candidates("sparse_mla", options, run, qk_dim=K, v_dim=V):
+        yield one
+        if one.name == "triton":
+            yield dataclasses.replace(one, name="triton, deterministic", around=_deterministic)
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """What Megatron's ``--deterministic-mode`` sets, put back after."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _selected(draw: Draw, batch: int, rows: range, keys: int, topk: int) -> torch.Tensor:

@@ -219,6 +219,7 @@ def check_as_off(
         assert float((found[name] - gradient).norm()) <= of_gradients * float(gradient.norm()) + 1e-9, name
 
 
+@pytest.mark.exhaustive
 def test_several_segments_compiled_are_as_several_plain_ones(build: Callable[..., Any]) -> None:
     """Segments of 12, 12 and 8 rows: a first, a middle and a shorter last one."""
     check_as_off(build, "aot_eager", {**test_regions.OVERRIDES, "mtp": {"depth": 1}}, S, cut=12, of_gradients=1e-4)

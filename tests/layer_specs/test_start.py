@@ -6,12 +6,14 @@ import argparse
 import inspect
 from pathlib import Path
 
+import pytest
 import torch
 
 from megacpp_mcore.model import preset
 from tests import stock
 
 
+@pytest.mark.exhaustive
 def test_families_start_alike_at_full_width(process: Path) -> None:
     """One layer of each family of nam56r_quarter, as the model's definition starts it, on real text.
 

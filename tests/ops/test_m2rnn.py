@@ -142,6 +142,7 @@ def test_no_initial_state_is_a_state_of_zeros() -> None:
 LONG_RMS = 1e-3
 
 
+@pytest.mark.exhaustive
 def test_long_odd_sequence() -> None:
     """2345 tokens: exact in float64; in float32 no worse than twice what token by token loses there."""
     shape = Shape(B=1, S=2345, H=2, K=8, V=8, q_heads=1, k_heads=1)

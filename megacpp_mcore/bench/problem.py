@@ -92,6 +92,10 @@ class Variant:
         name, opening, rest = self.name.partition(" (")
         return dataclasses.replace(self, name=f"{name}, CUDA graph{opening}{rest}", runs=runs, is_captured=True)
 
+    def deterministic(self) -> Variant:
+        """This one as Megatron's ``--deterministic-mode`` runs it."""
+        return dataclasses.replace(self, name=f"{self.name}, deterministic", around=_deterministic_algorithms)
+
     @classmethod
     def missing(cls, name: str, reason: str, side: str = PEER) -> Variant:
         """One that cannot run here."""
@@ -137,6 +141,16 @@ class Variant:
                 yield cls.missing(candidate.name, reason, OURS)
             else:
                 yield cls.of(candidate.name, OURS, partial(call, candidate.load()))
+
+
+@contextlib.contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def obstacle(candidate: backends.Candidate, options: Options, **needs: Any) -> str:

@@ -6,8 +6,6 @@ selected keys.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -62,11 +60,13 @@ def problem(options: Options) -> Problem:
     limits = {name: LIMITS[options.dtype] * CANCELS.get(name, 1.0) for name in inputs.names}
     queries, keys, output = (S * B * width * draw.itemsize for width in (H * K, K, H * V))
     forward = queries + keys + S * B * min(N, S) * 4 + output
+    ours = list(Variant.candidates("sparse_mla", options, run, qk_dim=K, v_dim=V))
     return Problem(
         inputs=inputs,
         variants=[
             Variant.of(STOCK, PEER, partial(_stock, **how)),
-            *_candidates(options, run, K, V),
+            *ours,
+            *(one.deterministic() for one in ours if one.name == "triton" and one.runs),
             *_dense(options, K, V),
         ],
         works=Floor.pair(
@@ -78,25 +78,6 @@ def problem(options: Options) -> Problem:
         check=AgainstTruth(in_double(partial(run, attend), inputs), limits, norms=norms),
         stock=STOCK,
     )
-
-
-def _candidates(options: Options, run: Any, K: int, V: int) -> Iterator[Variant]:
-    """Ours, the kernels in deterministic mode too."""
-    for one in Variant.candidates("sparse_mla", options, run, qk_dim=K, v_dim=V):
-        yield one
-        if one.name == "triton":
-            yield dataclasses.replace(one, name="triton, deterministic", around=_deterministic)
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    """What Megatron's ``--deterministic-mode`` sets, put back after."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def _selected(draw: Draw, batch: int, rows: range, keys: int, topk: int) -> torch.Tensor:
